@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From one reward per response to one advantage per response.
+
+    R_i, A_i        reward and advantage of response i, [N]
+    g(i), G         its prompt, given by `group` [N]: any integers, in any order; G = number of responses to it, any number
+    mean_g, std_g   over the responses to prompt g; std_g = √(Σ (R - mean_g)² / (G - ddof))
+
+Every function takes `(rewards, group)`, so that `get(name)(rewards, group)` works for all of them, computes in float64,
+answers in the rewards' own dtype and passes no gradient: an advantage is a constant. Where a group mean is subtracted,
+a response without a peer and a group of equal rewards get exactly 0. InputError on what has no advantage: a reward that
+is not finite, shapes and dtypes that do not fit, ddof other than 0 and 1. In a mean every row counts, so a response that
+is to be ignored is dropped beforehand.
+"""
+
+import difflib
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from upref.rollouts import InputError
+
+Rewards = Advantages = Float[Tensor, " N"]
+Group = Int[Tensor, " N"]
+
+
+def group_norm(rewards: Rewards, group: Group, *, ddof: int = 1, eps: float = 1e-6) -> Advantages:
+    """A_i = (R_i - mean_g) / (std_g + eps): GRPO (arXiv 2402.03300).
+
+    The paper states neither ddof nor eps; these defaults are verl's. ddof=0 makes A larger by √(G/(G-1)), 7 % at G = 8.
+    eps has the unit of R (TRL: 1e-4) and matters only where std_g is not much larger.
+    """
+    centred, g, _ = _centred(rewards, group)
+    return _over_std(centred, g, ddof, eps).to(rewards.dtype)
+
+
+def group_mean(rewards: Rewards, group: Group) -> Advantages:
+    """A_i = R_i - mean_g: Dr. GRPO (arXiv 2503.20783)."""
+    return _centred(rewards, group)[0].to(rewards.dtype)
+
+
+def leave_one_out(rewards: Rewards, group: Group) -> Advantages:
+    """A_i = R_i - 1/(G-1) Σ_{j≠i} R_j = G/(G-1) (R_i - mean_g): RLOO (arXiv 2402.14740)."""
+    centred, g, size = _centred(rewards, group)
+    return (centred * (size / (size - 1).clamp(min=1))[g]).to(rewards.dtype)
+
+
+def whiten(rewards: Rewards, group: Group | None = None, *, ddof: int = 0, eps: float = 1e-8) -> Advantages:
+    """A_i = (R_i - mean) / (std + eps) over the whole batch, whatever the prompt: REINFORCE++ (arXiv 2501.03262, Eq. 5).
+
+    The population is the N responses, as in the paper's appendix B.2; the paper gives neither ddof nor the value of eps.
+    verl and OpenRLHF whiten over tokens instead, where a long response counts more: `whiten_tokens`.
+    """
+    _check(rewards, group, optional=True)
+    return group_norm(rewards, torch.zeros_like(rewards, dtype=torch.int64), ddof=ddof, eps=eps)
+
+
+def group_mean_whiten(rewards: Rewards, group: Group, *, ddof: int = 0, eps: float = 1e-8) -> Advantages:
+    """A_i = (R_i - mean_g) / (std of R - mean_g over the batch + eps): REINFORCE++ with baseline (arXiv 2501.03262, Eqs. 6-7)."""
+    centred, g, _ = _centred(rewards, group)  # its batch mean is 0 already
+    return _over_std(centred, torch.zeros_like(g), ddof, eps).to(rewards.dtype)
+
+
+def signed(rewards: Rewards, group: Group | None = None) -> Advantages:
+    """A_i = +1 if correct, -1 if not: W-REINFORCE (arXiv 2506.01347) and TOPR (arXiv 2503.14286).
+
+    Rewards are all in {0, 1} or all in {-1, +1}; anything else is an InputError. (W-REINFORCE's own code tests for
+    equality with 1 and with 0 and lets every other reward through as it is.)
+    """
+    _check(rewards, group, optional=True)
+    bad = (rewards.abs() != 1) & ((rewards != 0) | (rewards == -1).any())
+    if bad.any():
+        i = bad.nonzero()[0].item()
+        raise InputError(
+            f"rewards[{i}] is {rewards[i].item():.9g}, but `signed` reads either {{0, 1}} or {{-1, +1}}, not a mix: "
+            "threshold the rewards first or choose another advantage."
+        )
+    return torch.where(rewards > 0, 1, -1).to(rewards.dtype)
+
+
+def reward(rewards: Rewards, group: Group | None = None) -> Advantages:
+    """A_i = R_i: plain REINFORCE (Williams 1992)."""
+    _check(rewards, group, optional=True)
+    return rewards.detach().clone()
+
+
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {
+    f.__name__: f for f in (group_norm, group_mean, leave_one_out, whiten, group_mean_whiten, signed, reward)
+}
+
+
+def get(name: str) -> Callable[..., Tensor]:
+    """The advantage called `name`. Raises InputError, with the nearest name, if there is none."""
+    if name not in ADVANTAGES:
+        near = difflib.get_close_matches(str(name), ADVANTAGES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(ADVANTAGES)}."
+        raise InputError(f"no advantage is called {name!r}: {hint}")
+    return ADVANTAGES[name]
+
+
+def whiten_tokens(
+    adv: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, ddof: int = 1, eps: float = 1e-8
+) -> Float[Tensor, "B T"]:
+    """A_it = (A_it - mean) / √(var + eps) over the unmasked tokens: REINFORCE++ as verl computes it.
+
+    OpenRLHF has ddof=0 and √max(var, eps). Masked slots may hold anything, NaN included, and return 0.
+    """
+    if not (isinstance(adv, Tensor) and isinstance(mask, Tensor) and adv.ndim == 2 and adv.shape == mask.shape):
+        raise InputError("adv and mask must be two tensors of the same shape [B, T]: expand [B, 1] advantages first.")
+    if mask.dtype != torch.bool or not mask.any():
+        raise InputError(f"mask must be bool (it is {mask.dtype}) and True somewhere: there is nothing to whiten.")
+    bad = mask & ~adv.isfinite()
+    if bad.any():
+        at = tuple(bad.nonzero()[0].tolist())
+        raise InputError(f"adv is {adv[at].item()} at {at}, an unmasked slot: mask it or fix it.")
+    x, out = adv[mask], torch.zeros_like(adv)
+    centred, g, _ = _centred(x, torch.zeros_like(x, dtype=torch.int64))
+    var = _variance(centred, g, ddof, eps)
+    out[mask] = torch.where(var > 0, centred / (var + eps).sqrt(), 0).to(adv.dtype)
+    return out
+
+
+def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """R - mean_g [N], the groups renumbered 0, 1, ... [N], and G of each of those."""
+    _check(rewards, group)
+    _, g, size = torch.unique(group, return_inverse=True, return_counts=True)
+    R, zero = rewards.detach().double(), torch.zeros(len(size), dtype=torch.float64, device=rewards.device)
+    R = R - zero.scatter_reduce(0, g, R, "amin", include_self=False)[g]  # equal rewards become 0, not an ulp
+    return R - (zero.index_add(0, g, R) / size)[g], g, size
+
+
+def _variance(centred: Tensor, g: Tensor, ddof: int, eps: float) -> Tensor:
+    """Σ_g centred² / (G - ddof) of each response's group, [N]; 0 for a group of one."""
+    if ddof not in (0, 1):
+        raise InputError(f"ddof must be 0 (divide by G) or 1 (divide by G - 1), got {ddof!r}.")
+    if not (isinstance(eps, int | float) and 0 <= eps < float("inf")):
+        raise InputError(f"eps must be a finite number >= 0, got {eps!r}.")
+    size = torch.bincount(g)
+    squares = torch.zeros_like(size, dtype=centred.dtype).index_add(0, g, centred**2)
+    return (squares / (size - ddof).clamp(min=1))[g]
+
+
+def _over_std(centred: Tensor, g: Tensor, ddof: int, eps: float) -> Tensor:
+    std = _variance(centred, g, ddof, eps).sqrt()
+    return torch.where(std > 0, centred / (std + eps), 0)
+
+
+def _check(rewards: Tensor, group: Tensor | None, optional: bool = False) -> None:
+    if not isinstance(rewards, Tensor) or rewards.ndim != 1 or rewards.numel() == 0:
+        got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards).__name__
+        raise InputError(f"rewards must be a tensor [N], one number per response, and not empty, got {got}.")
+    if rewards.dtype not in (torch.float32, torch.float64):
+        raise InputError(f"rewards must be float32 or float64, got {rewards.dtype}: convert with .float().")
+    bad = ~(rewards.abs() < 1e30)  # squares and sums of anything smaller stay finite in float64
+    if bad.any():
+        i = bad.nonzero()[0].item()
+        raise InputError(f"rewards[{i}] is {rewards[i].item()}, not a reward: drop that row or fix its reward.")
+    if optional and group is None:
+        return
+    if not isinstance(group, Tensor) or group.is_floating_point() or group.is_complex() or group.dtype == torch.bool:
+        got = group.dtype if isinstance(group, Tensor) else type(group).__name__
+        raise InputError(f"group must be an integer tensor, one prompt id per response, got {got}.")
+    if group.shape != rewards.shape or group.device != rewards.device:
+        got = f"{tuple(group.shape)} on {group.device}, rewards {tuple(rewards.shape)} on {rewards.device}"
+        raise InputError(f"group is {got}: give one prompt id per response, on the same device.")

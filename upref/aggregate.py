@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From one number per token (or per response) to the scalar J: every aggregation is one weight per response.
+
+    J = Σ_i w_i Σ_t mask_it J_it          with B responses of |o_i| tokens, G_g responses in group g
+
+    token-mean               w_i = 1 / Σ_j |o_j|                   verl's and TRL's "DAPO" denominator
+    group-token-mean         w_i = 1 / (#groups · Σ_{j in g(i)} |o_j|)    Eq. 14: the mean stands inside E_q
+    seq-mean-token-mean      w_i = 1 / (B |o_i|)                   Eq. 4
+    seq-mean-token-sum       w_i = 1 / B                           Eq. 1
+    seq-mean-token-sum-norm  w_i = 1 / (B L), L fixed beforehand   Dr. GRPO's code
+    seq-mean                 w_i = 1 / B, for a J that is already one number per response   Eq. 6
+
+A micro-batch or a data-parallel rank needs the counts of the *whole* mini-batch: they travel as `Totals`. Sums
+accumulate in float32 at least, so J of a half-precision batch is a float32 number.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+AGGREGATIONS = (
+    "token-mean",
+    "group-token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-mean",
+)
+
+
+class Totals(NamedTuple):
+    """Counts of a mini-batch: all tokens, responses and groups, and for each row the tokens of its group.
+
+    Without group ids the whole batch counts as one group.
+    """
+
+    tokens: Tensor | int
+    sequences: Tensor | int
+    groups: Tensor | int
+    group_tokens: Float[Tensor, " B"] | Int[Tensor, " B"] | Tensor | int
+
+    @classmethod
+    def of(cls, mask: Bool[Tensor, "B T"], group: Int[Tensor, " B"] | None = None) -> "Totals":
+        lengths = mask.sum(-1)
+        if group is None:
+            return cls(lengths.sum(), len(mask), 1, lengths.sum().expand(len(mask)))
+        same = (group[:, None] == group[None, :]).to(torch.float64)  # [B, B]: no sort, no host synchronisation
+        return cls(lengths.sum(), len(mask), (1 / same.sum(1)).sum().round(), same @ lengths.to(torch.float64))
+
+    def rows(self, i: Tensor) -> "Totals":
+        per_row = self.group_tokens
+        return self._replace(group_tokens=per_row[i] if isinstance(per_row, Tensor) else per_row)
+
+
+def row_weights(
+    agg: str, mask: Bool[Tensor, "B T"], totals: Totals, length: int | None = None
+) -> Float[Tensor, " B"] | Tensor | float:
+    """w_i of the table above. `length` is L of seq-mean-token-sum-norm. Raises ValueError on an unknown name."""
+    match agg:
+        case "token-mean":
+            count = totals.tokens
+        case "group-token-mean":
+            count = totals.groups * totals.group_tokens
+        case "seq-mean-token-mean":
+            count = totals.sequences * mask.sum(-1).clamp(min=1)
+        case "seq-mean-token-sum" | "seq-mean":
+            count = totals.sequences
+        case "seq-mean-token-sum-norm":
+            if length is None:
+                raise ValueError("seq-mean-token-sum-norm divides by a fixed length: pass length=, not the padded width.")
+            count = totals.sequences * length
+        case _:
+            raise ValueError(f"unknown aggregation {agg!r}: choose from {', '.join(AGGREGATIONS)}.")
+    return 1 / count.double() if isinstance(count, Tensor) else 1 / count
+
+
+def aggregate(
+    x: Float[Tensor, "B T"] | Float[Tensor, " B"],
+    mask: Bool[Tensor, "B T"],
+    agg: str,
+    group: Int[Tensor, " B"] | None = None,
+    totals: Totals | None = None,
+    length: int | None = None,
+) -> Float[Tensor, ""]:
+    """Σ_i w_i Σ_t mask x, in float32 or wider; x is [B, T], or [B] for seq-mean. Masked slots may hold anything."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    per_row = x.to(wide) if x.ndim == 1 else torch.where(mask, x, 0).sum(-1, dtype=wide)
+    w = row_weights(agg, mask, totals or Totals.of(mask, group), length)
+    return (per_row * (w.to(wide) if isinstance(w, Tensor) else w)).sum()

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From logits to log-probabilities, entropy and KL, over the full vocabulary, in nats.
+
+    π_t(v) = exp(z_t(v)/τ) / Σ_u exp(z_t(u)/τ)        z logits [..., V], τ temperature
+
+The temperature is the sampler's: log-probs taken at another τ are another policy's, and the ratio r is wrong from the
+first token. A sampler that truncates (top-p, top-k) renormalises over fewer tokens, so its own log-probs are not these.
+Half-precision logits are widened to float32 before the division by τ, float64 stays. A logit of -inf is a forbidden
+token (p = 0, and 0 log 0 = 0); a row without a finite logit, or with a NaN or +inf, gives NaN in its own slot only, so
+padding may hold anything. All raise InputError on a τ that is not a finite number > 0 and on shapes that do not fit.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from upref.rollouts import InputError
+
+
+def token_log_probs(
+    logits: Float[Tensor, "*B T V"], tokens: Int[Tensor, "*B T"], *, temperature: float = 1.0
+) -> Float[Tensor, "*B T"]:
+    """lp_t = log π_t(o_t), with logits already aligned: logits[b, t] is what predicted tokens[b, t].
+
+    InputError on a token outside the vocabulary, masked or not: give padding any valid id.
+    """
+    _check(logits, temperature)
+    _check_tokens(logits, tokens, "tokens")
+    return _pick(logits, tokens, temperature)
+
+
+def shifted_log_probs(
+    logits: Float[Tensor, "B S V"], input_ids: Int[Tensor, "B S"], *, temperature: float = 1.0
+) -> Float[Tensor, "B S-1"]:
+    """lp_t = log π_t(x_{t+1}) from a causal LM's raw output over input_ids: entry t belongs to input_ids[:, t + 1].
+
+    Its mask is therefore the token mask shifted likewise, `mask[:, 1:]`. The first token is predicted by nothing.
+    """
+    _check(logits, temperature)
+    _check_tokens(logits, input_ids, "input_ids")
+    if logits.ndim != 3:
+        raise InputError(f"logits must be [B, S, V], one row per entry of input_ids, got {tuple(logits.shape)}.")
+    return _pick(logits[:, :-1], input_ids[:, 1:], temperature)
+
+
+def entropy(logits: Float[Tensor, "*B T V"], *, temperature: float = 1.0) -> Float[Tensor, "*B T"]:
+    """H_t = -Σ_v π_t(v) log π_t(v), between 0 and log V."""
+    _check(logits, temperature)
+    lp = _log_softmax(logits, temperature)
+    p = lp.exp()
+    return -(p * lp.masked_fill(p == 0, 0)).sum(-1)
+
+
+def categorical_kl(
+    logits_p: Float[Tensor, "*B T V"], logits_q: Float[Tensor, "*B T V"], *, temperature: float = 1.0
+) -> Float[Tensor, "*B T"]:
+    """KL(p‖q)_t = Σ_v p_t(v) (log p_t(v) - log q_t(v)) of the two softmaxes, both at τ.
+
+    +inf where p allows a token that q forbids; there the gradient exists with respect to logits_q only.
+    """
+    _check(logits_p, temperature)
+    _check(logits_q, temperature)
+    if logits_p.shape != logits_q.shape:
+        raise InputError(
+            f"logits_p {tuple(logits_p.shape)} and logits_q {tuple(logits_q.shape)} must have the same shape: "
+            "take both over the same tokens and the same vocabulary."
+        )
+    lp, lq = _log_softmax(logits_p, temperature), _log_softmax(logits_q, temperature)
+    p = lp.exp()
+    return (p * (lp.masked_fill(p == 0, 0) - lq.masked_fill(p == 0, 0))).sum(-1)
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return (wide / temperature).log_softmax(-1)
+
+
+def _pick(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    return _log_softmax(logits, temperature).gather(-1, tokens.long()[..., None])[..., 0]
+
+
+def _check(logits: Tensor, temperature: float) -> None:
+    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.ndim < 2:
+        got = f"{logits.dtype} {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise InputError(f"logits must be a floating-point tensor [B, T, V], got {got}.")
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < float("inf"):
+        raise InputError(
+            f"temperature must be a finite number > 0, the one that the tokens were sampled at, got {temperature!r}; "
+            "greedy sampling (0) has no log-probabilities."
+        )
+
+
+def _check_tokens(logits: Tensor, tokens: Tensor, name: str) -> None:
+    if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.dtype == torch.bool:
+        got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise InputError(f"{name} must be an integer tensor of token ids, got {got}.")
+    if logits.shape[:-1] != tokens.shape:
+        raise InputError(f"{name} {tuple(tokens.shape)} must have the shape of logits {tuple(logits.shape)} without V.")
+    bad = (tokens < 0) | (tokens >= logits.shape[-1])
+    if bad.any():
+        at = tuple(bad.nonzero()[0].tolist())
+        raise InputError(
+            f"{name}{list(at)} is {tokens[at].item()}, outside the vocabulary of {logits.shape[-1]}: replace padding "
+            "such as -100 by any valid id and mask it."
+        )

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+from upref.ops import exp, minimum, sg, when, where
+from upref.registry import objective
+
+
+def flipped(lp, lp_old, A, alive_pos, alive_neg, cap):
+    """1/r for A > 0 and r for A <= 0, both stopped at cap outside the derivative; 0 where the PPO clip is active."""
+    w = where(A > 0, minimum(exp(lp_old - lp), cap), minimum(exp(lp - lp_old), cap))
+    return when(where(A > 0, alive_pos, alive_neg), sg(w) * A * exp(lp - sg(lp)))
+
+
+@objective(
+    paper="wang2025aspo",
+    eq="3",
+    level="token",
+    agg="token-mean",
+    adv="group_norm",
+    defaults={
+        "eps": "0.2: wang2025aspo App. B, both sides",
+        "cap": "3.0: the authors' code and the line r = 3 in their Fig. 4; no formula of the paper prints it",
+    },
+    note="The weight of a positive token is turned upside down, not its clip: the Cap for A > 0 is GRPO's.",
+)
+def aspo(lp, lp_old, A, *, eps=0.2, cap=3.0):
+    """J_t = min(1/r, 3) A π_θ/sg(π_θ) if A > 0 and r <= 1+ε;  min(r, 3) A π_θ/sg(π_θ) if A <= 0 and r >= 1-ε;  else 0"""
+    r = exp(lp - lp_old)
+    return flipped(lp, lp_old, A, r <= 1 + eps, r >= 1 - eps, cap)
+
+
+@aspo.with_weight
+def aspo(r, A, *, eps, cap):
+    return where(A > 0, when(r <= 1 + eps, A * minimum(1 / r, cap)), when(r >= 1 - eps, A * minimum(r, cap)))
+
+
+def is_calm(entropy, mask):
+    """True up to the 80 % quantile of the batch's unmasked entropies (where the authors say high_entropy_mask)."""
+    return entropy <= entropy.masked_fill(~mask, float("nan")).flatten().nanquantile(0.8)
+
+
+@objective(
+    paper="wang2025aspo",
+    eq="3, as coded by its authors (Archer 2.0)",
+    level="free",
+    agg="token-mean",
+    adv="group_norm",
+    defaults={
+        "eps_calm": "0.2: the authors' code, tokens of entropy up to the 80 % quantile",
+        "eps_unsure": "0.4: the same, tokens above it",
+        "cap": "3.0: the same, both signs",
+    },
+    unread="its clip depends on a quantile of the batch's entropies",
+    coupled="the entropy quantile is the batch's",
+    note="The clip widens on high-entropy tokens, which the paper's formula does not have; reads Rollouts.entropy.",
+)
+def aspo_code(lp, lp_old, A, mask, entropy, *, eps_calm=0.2, eps_unsure=0.4, cap=3.0):
+    """As aspo with ε_t = 0.2 where H_t <= the batch's 80 % quantile of entropies, else 0.4"""
+    r, calm = exp(lp - lp_old), is_calm(entropy, mask)
+    below = where(calm, r <= 1 + eps_calm, r <= 1 + eps_unsure)
+    above = where(calm, r >= 1 - eps_calm, r >= 1 - eps_unsure)
+    return flipped(lp, lp_old, A, below, above, cap)
+
+
+@aspo_code.with_weight
+def aspo_code(r, A, mask, entropy, *, eps_calm, eps_unsure, cap):
+    calm = is_calm(entropy, mask)
+    below = where(calm, r <= 1 + eps_calm, r <= 1 + eps_unsure)
+    above = where(calm, r >= 1 - eps_calm, r >= 1 - eps_unsure)
+    return where(A > 0, when(below, A * minimum(1 / r, cap)), when(above, A * minimum(r, cap)))

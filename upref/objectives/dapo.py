@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+from upref.ops import clip, dual_clip, exp, inf, minimum, when, where
+from upref.registry import objective
+
+
+@objective(
+    paper="yu2025dapo",
+    eq="8",
+    level="token",
+    agg="group-token-mean",
+    adv="group_norm",
+    defaults={
+        "eps_low": 'fan2026up Table A1: "Lower Clip 0.2"; yu2025dapo Sec. 4.1: the same',
+        "eps_high": 'fan2026up Table A1: "Upper Clip 0.28"; yu2025dapo Sec. 4.1: the same',
+        "c": "None: no objective of the paper has a dual clip; App. B adds c without a value. verl: 3.0, DAPO's recipe: 10.0",
+    },
+    note="Without group ids the whole batch counts as one group, which is what DAPO's code, verl and TRL compute.",
+)
+def dapo(lp, lp_old, A, *, eps_low=0.2, eps_high=0.28, c=None):
+    """J = E 1/Σ_i|o_i| Σ_i Σ_t min(r A_it, clip(r, 1-ε_low, 1+ε_high) A_it)"""
+    r = dual_clip(exp(lp - lp_old), A, c)
+    return minimum(r * A, clip(r, 1 - eps_low, 1 + eps_high) * A)
+
+
+@dapo.with_weight
+def dapo(r, A, *, eps_low, eps_high, c):
+    return where(A > 0, when(r <= 1 + eps_high, A * r), when((r >= 1 - eps_low) & (r <= (c or inf)), A * r))

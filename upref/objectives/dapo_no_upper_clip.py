@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+from upref.ops import dual_clip, exp, inf, maximum, minimum, when, where
+from upref.registry import objective
+
+
+@objective(
+    paper="fan2026up",
+    eq='Sec. 5.3, "DAPO (ε_high = ∞)"',
+    level="token",
+    agg="group-token-mean",
+    adv="group_norm",
+    defaults={
+        "eps_low": 'fan2026up Table A1: "Lower Clip 0.2"',
+        "c": "None: no objective of the paper has a dual clip; App. B adds c without a value. verl: 3.0, DAPO's recipe: 10.0",
+    },
+    note="The ablation that keeps π_old in the ratio: the weight of a positive token grows with r, up to 1/π_old.",
+)
+def dapo_no_upper_clip(lp, lp_old, A, *, eps_low=0.2, c=None):
+    """J = E 1/Σ_i|o_i| Σ_i Σ_t min(r A_it, clip(r, 1-ε_low, ∞) A_it)"""
+    r = dual_clip(exp(lp - lp_old), A, c)
+    return minimum(r * A, maximum(r, 1 - eps_low) * A)
+
+
+@dapo_no_upper_clip.with_weight
+def dapo_no_upper_clip(r, A, *, eps_low, c):
+    return where(A > 0, A * r, when((r >= 1 - eps_low) & (r <= (c or inf)), A * r))

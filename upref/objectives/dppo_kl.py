@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+from upref.ops import exp, expm1, log, minimum, sg, when, where
+from upref.registry import objective
+
+
+def binary_kl(lp, lp_old):
+    """KL(Bern(mu) ‖ Bern(p)) in nats; 1 - p is taken as -expm1(lp), accurate near 1."""
+    q, q_old = -expm1(lp), -expm1(lp_old)
+    return exp(lp_old) * (lp_old - lp) + when(q_old > 0, q_old * (log(q_old) - log(q)))
+
+
+@objective(
+    paper="qi2026rethinking",
+    eq="12 and 14",
+    level="token",
+    agg="seq-mean-token-sum",
+    adv="group_mean",
+    defaults={"delta": "0.05: qi2026rethinking Sec. 5 and App. C.1: KL threshold 0.05, no truncation of r"},
+    note="π_old must be the rollout policy itself, not a recomputed one (Sec. 5). The weight reads mu = π_old(o_t).",
+)
+def dppo_kl(lp, lp_old, A, *, delta=0.05):
+    """J = E Σ_t M_t r_t A_t,  M = 0 where KL(Bern(π_old(o_t)) ‖ Bern(π_θ(o_t))) > δ on the side the update pushes to"""
+    D = binary_kl(lp, lp_old)
+    M = where(A > 0, (D <= delta) | (lp <= lp_old), (D <= delta) | (lp >= lp_old))
+    return when(M, exp(lp - lp_old) * A)
+
+
+@dppo_kl.with_weight
+def dppo_kl(r, A, mu, *, delta):
+    D = binary_kl(log(mu) + log(r), log(mu))
+    return when(where(A > 0, (D <= delta) | (r <= 1), (D <= delta) | (r >= 1)), A * r)
+
+
+@objective(
+    paper="qi2026rethinking",
+    eq="23, as coded in verl 0.9.1, loss_mode dppo_kl",
+    level="token",
+    agg="token-mean",
+    adv="group_mean",
+    defaults={
+        "delta": "verl 0.9.1 ActorConfig.clip_ratio: 0.2",
+        "trunc": "3.0: verl 0.9.1 reads clip_ratio_c, whose config default 3.0 hides the documented 20",
+    },
+    note="The ratio is truncated and outside the derivative: weight A min(r, C) M.",
+)
+def dppo_kl_verl(lp, lp_old, A, *, delta=0.2, trunc=3.0):
+    """J = E 1/Σ_i|o_i| Σ_t M_t sg(min(r, C)) A_t log π_θ"""
+    D = binary_kl(lp, lp_old)
+    M = where(A > 0, (D <= delta) | (lp <= lp_old), (D <= delta) | (lp >= lp_old))
+    return when(M, sg(minimum(exp(lp - lp_old), trunc)) * A * lp)
+
+
+@dppo_kl_verl.with_weight
+def dppo_kl_verl(r, A, mu, *, delta, trunc):
+    D = binary_kl(log(mu) + log(r), log(mu))
+    return when(where(A > 0, (D <= delta) | (r <= 1), (D <= delta) | (r >= 1)), A * minimum(r, trunc))

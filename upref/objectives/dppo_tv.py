@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+from upref.ops import exp, minimum, sg, when, where
+from upref.registry import objective
+
+
+@objective(
+    paper="qi2026rethinking",
+    eq="12 and 13",
+    level="token",
+    agg="seq-mean-token-sum",
+    adv="group_mean",
+    defaults={"delta": "0.15: qi2026rethinking Sec. 5 and App. C.1: TV threshold 0.15, no truncation of r"},
+    note="π_old must be the rollout policy itself, not a recomputed one (Sec. 5). The weight reads mu = π_old(o_t).",
+)
+def dppo_tv(lp, lp_old, A, *, delta=0.15):
+    """J = E Σ_t M_t r_t A_t,  M = 0 where |π_θ(o_t) - π_old(o_t)| > δ on the side the update pushes to"""
+    M = where(A > 0, exp(lp) - exp(lp_old) <= delta, exp(lp_old) - exp(lp) <= delta)
+    return when(M, exp(lp - lp_old) * A)
+
+
+@dppo_tv.with_weight
+def dppo_tv(r, A, mu, *, delta):
+    return when(where(A > 0, mu * (r - 1) <= delta, mu * (1 - r) <= delta), A * r)
+
+
+@objective(
+    paper="qi2026rethinking",
+    eq="23, as coded in verl 0.9.1, loss_mode dppo_tv",
+    level="token",
+    agg="token-mean",
+    adv="group_mean",
+    defaults={
+        "delta": "verl 0.9.1 ActorConfig.clip_ratio: 0.2",
+        "trunc": "3.0: verl 0.9.1 reads clip_ratio_c, whose config default 3.0 hides the documented 20",
+    },
+    note="The ratio is truncated and outside the derivative: weight A min(r, C) M.",
+)
+def dppo_tv_verl(lp, lp_old, A, *, delta=0.2, trunc=3.0):
+    """J = E 1/Σ_i|o_i| Σ_t M_t sg(min(r, C)) A_t log π_θ"""
+    M = where(A > 0, exp(lp) - exp(lp_old) <= delta, exp(lp_old) - exp(lp) <= delta)
+    return when(M, sg(minimum(exp(lp - lp_old), trunc)) * A * lp)
+
+
+@dppo_tv_verl.with_weight
+def dppo_tv_verl(r, A, mu, *, delta, trunc):
+    return when(where(A > 0, mu * (r - 1) <= delta, mu * (1 - r) <= delta), A * minimum(r, trunc))

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+from upref.ops import exp, when
+from upref.registry import objective
+
+
+def keep_smallest(x, among, budget):
+    """True on the largest set of smallest x (in `among`) whose mean is <= budget: Algorithm 1 drops from the top."""
+    flat = x.masked_fill(~among, float("inf")).flatten()
+    order = flat.argsort(stable=True)
+    mean = flat[order].cumsum(0) / flat.new_ones(len(flat)).cumsum(0)
+    return among.new_zeros(flat.shape).scatter(0, order, mean <= budget).view_as(among)
+
+
+@objective(
+    paper="zheng2025prosperity",
+    eq="Algorithm 1",
+    level="free",
+    agg="group-token-mean",
+    adv="group_norm",
+    defaults={"tau": "0.04: zheng2025prosperity, every experiment"},
+    unread="it sorts the tokens of the whole batch",
+    coupled="which tokens are masked depends on the whole batch",
+    note="Among the tokens already past π_old in the update's direction, drops the largest log² r until their mean is <= τ.",
+)
+def m2po(lp, lp_old, A, mask, *, tau=0.04):
+    """J = E 1/Σ_i|o_i| Σ_i Σ_t M_t r_t A_t,  mean of (log r)² over the kept trust-region tokens <= τ"""
+    log_r = lp - lp_old
+    beyond = mask & ((A > 0) & (log_r > 0) | (A < 0) & (log_r < 0))
+    return when(~beyond | keep_smallest(log_r**2, beyond, tau), exp(log_r) * A)
+
+
+@m2po.with_weight
+def m2po(log_r, A, mask, *, tau):
+    beyond = mask & ((A > 0) & (log_r > 0) | (A < 0) & (log_r < 0))
+    return when(~beyond | keep_smallest(log_r**2, beyond, tau), A * exp(log_r))

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+from upref.ops import exp, sigmoid, where
+from upref.registry import objective
+
+
+@objective(
+    paper="gao2025soft",
+    eq="Sec. 3",
+    level="token",
+    agg="seq-mean-token-mean",
+    adv="group_norm",
+    defaults={"tau_pos": "1.0: gao2025soft, Qwen3-30B-A3B-Base runs", "tau_neg": "1.05: the same runs"},
+    note="A soft gate: the weight is A at r = 1, decays with r and is exactly 0 nowhere. J(r = 1) = 2A/τ, not A.",
+)
+def sapo(lp, lp_old, A, *, tau_pos=1.0, tau_neg=1.05):
+    """J = E 1/G Σ_i 1/|o_i| Σ_t f(r) A_i,  f(r) = (4/τ) σ(τ(r-1)),  τ = τ_pos if A > 0 else τ_neg"""
+    r = exp(lp - lp_old)
+    return where(A > 0, A * gate(r, tau_pos), A * gate(r, tau_neg))
+
+
+def gate(r, tau):
+    return 4 / tau * sigmoid(tau * (r - 1))
+
+
+@sapo.with_weight
+def sapo(r, A, *, tau_pos, tau_neg):
+    return A * r * where(A > 0, slope(r, tau_pos), slope(r, tau_neg))
+
+
+def slope(r, tau):
+    return 4 * sigmoid(tau * (r - 1)) * sigmoid(-tau * (r - 1))

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+from upref.ops import dual_clip, exp, inf, maximum, minimum, sg, when, where
+from upref.registry import objective
+
+
+DEFAULTS = {
+    "eps": 'fan2026up Table A3: "Lower Clip 0.2", the upper one "-"',
+    "c": "None: no objective of the paper has a dual clip; App. B adds c without a value. verl: 3.0, DAPO's recipe: 10.0",
+    "beta": "0: the paper prints -β D_KL in both branches (its prose says negative ones) and gives no β",
+}
+
+
+@objective(
+    paper="fan2026up",
+    eq="15",
+    level="token",
+    agg="seq-mean-token-mean",
+    adv="group_norm",
+    kl="k3",
+    defaults=DEFAULTS,
+    note="Eq. 15 prints 1+ε, which is inert for A <= 0.",
+)
+def up_grpo(lp, lp_old, A, *, eps=0.2, c=None):
+    """J = E 1/G Σ_i 1/|o_i| Σ_t { A_i log π_θ if A_i > 0;  min(r A_i, clip(r, 1-ε, ∞) A_i) if A_i <= 0 } - β D_KL"""
+    r = dual_clip(exp(lp - lp_old), A, c)
+    return where(A > 0, A * lp, minimum(r * A, maximum(r, 1 - eps) * A))
+
+
+@up_grpo.with_weight
+def up_grpo(r, A, *, eps, c):
+    return where(A > 0, A, when((r >= 1 - eps) & (r <= (c or inf)), A * r))
+
+
+@objective(
+    paper="fan2026up",
+    eq="12, in Eq. 15",
+    level="token",
+    agg="seq-mean-token-mean",
+    adv="group_norm",
+    kl="k3",
+    defaults=DEFAULTS,
+    note="The self-anchored form: gradient of up_grpo, but not its value nor its Hessian.",
+)
+def up_grpo_anchored(lp, lp_old, A, *, eps=0.2, c=None):
+    """As up_grpo, with π_θ/sg(π_θ) in the place of log π_θ."""
+    r = dual_clip(exp(lp - lp_old), A, c)
+    return where(A > 0, A * exp(lp - sg(lp)), minimum(r * A, maximum(r, 1 - eps) * A))
+
+
+up_grpo_anchored.with_weight(up_grpo.closed_form)

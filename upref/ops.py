@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The closed vocabulary in which every objective is written: torch computes it, sympy derives it, numpy maps it.
+
+A word looks at its arguments: a torch tensor is computed with autograd, a sympy expression (or an object array of them)
+stays symbolic, anything else is numpy. Three conventions, the same for all readers:
+
+* `exp` saturates: above log(max of the dtype) its value is the largest finite number and its gradient 0, so that a
+  ratio in the branch not taken is never infinite and 0 * inf never makes NaN in a backward pass.
+* `clip`, `minimum`, `maximum` against a number pass the whole gradient at equality (the paper's Eq. 10: r <= 1 + eps).
+* `sg`, the stop-gradient: its value is its argument, its derivative 0.
+"""
+
+import math
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+inf = math.inf
+
+# The largest x of each dtype whose exp is finite (tests/test_ops.py proves each entry maximal).
+LOG_MAX = {torch.float16: 11.0859375, torch.bfloat16: 88.5, torch.float32: 88.72283172607422, torch.float64: 709.782712893384}
+
+
+def _reader(*xs: Any) -> str:
+    if any(isinstance(x, Tensor) for x in xs):
+        return "torch"
+    sympy = sys.modules.get("sympy")  # a symbol can only exist where sympy was imported; never import it for torch
+    if sympy and any(isinstance(x, sympy.Basic) or (isinstance(x, np.ndarray) and x.dtype == object) for x in xs):
+        return "sympy"
+    return "numpy"
+
+
+def _symbolic(f, *xs):
+    return np.frompyfunc(f, len(xs), 1)(*xs)
+
+
+def exp(x):
+    match _reader(x):
+        case "torch":
+            return x.clamp(max=LOG_MAX[x.dtype]).exp()
+        case "sympy":
+            return _symbolic(sys.modules["sympy"].exp, x)
+    return np.exp(np.minimum(x, LOG_MAX[torch.float64]))
+
+
+def expm1(x):
+    """e^x - 1, accurate near 0; saturates as exp does."""
+    match _reader(x):
+        case "torch":
+            return x.clamp(max=LOG_MAX[x.dtype]).expm1()
+        case "sympy":
+            return exp(x) - 1
+    return np.expm1(np.minimum(x, LOG_MAX[torch.float64]))
+
+
+def log(x):
+    match _reader(x):
+        case "torch":
+            return x.log()
+        case "sympy":
+            return _symbolic(sys.modules["sympy"].log, x)
+    return np.log(x)
+
+
+def sqrt(x):
+    match _reader(x):
+        case "torch":
+            return x.sqrt()
+        case "sympy":
+            return _symbolic(sys.modules["sympy"].sqrt, x)
+    return np.sqrt(x)
+
+
+def sigmoid(x):
+    match _reader(x):
+        case "torch":
+            return x.sigmoid()
+        case "sympy":
+            return _symbolic(lambda v: 1 / (1 + sys.modules["sympy"].exp(-v)), x)
+    z = np.exp(-np.abs(x))
+    return np.where(np.asarray(x) >= 0, 1 / (1 + z), z / (1 + z))
+
+
+def where(condition, x, y):
+    """x where the condition holds, else y."""
+    match _reader(condition, x, y):
+        case "torch":
+            return torch.where(condition, x, y)
+        case "sympy":
+            pick = lambda c, a, b: sys.modules["sympy"].Piecewise((a, _truth(c)), (b, True))
+            return _symbolic(pick, condition, x, y)
+    return np.where(condition, x, y)
+
+
+def when(condition, x):
+    """x where the condition holds, else 0: Iverson's bracket [condition] x."""
+    return where(condition, x, 0)
+
+
+def dual_clip(r, A, c):
+    """r, stopped at c where A < 0 (Ye et al. 2020): max(min(r A, clip(r) A), c A) is the clipped term of this r."""
+    return r if c is None else where(A < 0, minimum(r, c), r)
+
+
+def _truth(c):
+    return bool(c) if isinstance(c, np.bool_) else c
+
+
+def minimum(x, y):
+    match _reader(x, y):
+        case "torch":
+            if isinstance(x, Tensor) and isinstance(y, Tensor):
+                return torch.minimum(x, y)
+            return x.clamp(max=y) if isinstance(x, Tensor) else y.clamp(max=x)
+        case "sympy":
+            return where(_symbolic(lambda a, b: a <= b, x, y), x, y)
+    return np.minimum(x, y)
+
+
+def maximum(x, y):
+    match _reader(x, y):
+        case "torch":
+            if isinstance(x, Tensor) and isinstance(y, Tensor):
+                return torch.maximum(x, y)
+            return x.clamp(min=y) if isinstance(x, Tensor) else y.clamp(min=x)
+        case "sympy":
+            return where(_symbolic(lambda a, b: a >= b, x, y), x, y)
+    return np.maximum(x, y)
+
+
+def clip(x, low, high):
+    """low where x < low, high where x > high, else x."""
+    match _reader(x, low, high):
+        case "torch":
+            return x.clamp(low, high)
+        case "sympy":
+            return minimum(maximum(x, low), high)
+    return np.clip(x, low, high)
+
+
+def sg(x):
+    """The stop-gradient operator of Eq. 12."""
+    match _reader(x):
+        case "torch":
+            return x.detach()
+        case "sympy":
+            from upref.symbolic import StopGradient
+
+            return _symbolic(StopGradient, x)
+    return x
+
+
+def sum_t(x, mask):
+    """Σ_t over the unmasked tokens of each response: [B, T] -> [B]."""
+    return where(mask, x, 0).sum(-1)
+
+
+def mean_t(x, mask):
+    """(1/|o|) Σ_t over the unmasked tokens of each response: [B, T] -> [B]; 0 for a response with no token."""
+    count = mask.sum(-1)
+    return sum_t(x, mask) / maximum(count, 1)

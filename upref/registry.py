@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an objective is: one pure function, its hand-written weight, and the facts of its paper."""
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from upref import kl as kl_estimators
+from upref.aggregate import Totals, aggregate, row_weights
+from upref.ops import exp, log, mean_t, sum_t, where
+from upref.rollouts import InputError, Rollouts
+
+LEVELS = {
+    "token": "acts on every token by itself: lp, lp_old, A are [B, T]",
+    "sequence": "acts on mean_t lp, the log of a response's geometric-mean probability: lp, lp_old, A are [B]",
+    "trajectory": "acts on sum_t lp, the log-probability of a whole response: lp, lp_old, A are [B]",
+    "free": "couples tokens in a way of its own: lp, lp_old, A are [B, T], with the mask",
+}
+REDUCE = {"sequence": mean_t, "trajectory": sum_t}
+
+# One range per hyperparameter name, whatever the objective.
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "eps": (lambda v: v >= 0, "a number >= 0"),
+    "eps_low": (lambda v: 0 <= v <= 1, "between 0 and 1"),
+    "eps_high": (lambda v: v >= 0, "a number >= 0"),
+    "c": (lambda v: v is None or v > 1, "None or greater than 1 (a dual clip at c <= 1 would clip on-policy tokens)"),
+    "beta": (lambda v: v >= 0, "a number >= 0"),
+}
+_POSITIVE = (lambda v: v > 0, "a number > 0")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """An objective J of the literature, to be maximised. `get(name)` finds it; `names()` lists all.
+
+    Calling it on Rollouts gives the scalar J, `loss` its negative; `surrogate` is the unreduced function, `weight` its
+    derivative dJ/dlp in closed form, written by hand from the paper. All raise InputError on hyperparameters it does
+    not have and on values out of range.
+    """
+
+    name: str
+    fn: Callable = field(repr=False)
+    paper: str  # key in papers.bib
+    eq: str  # where the objective stands in that paper
+    level: str  # a key of LEVELS
+    agg: str  # a name of upref.aggregate.AGGREGATIONS
+    adv: str  # a name of upref.advantages.ADVANTAGES
+    kl: str | None = None  # a name of upref.kl.ESTIMATORS; the term's coefficient is beta, 0 unless given
+    defaults: dict[str, str] = field(default_factory=dict, repr=False)  # where each default value comes from
+    note: str = field(default="", repr=False)  # what a reader must know beside the equation
+    unread: str = field(default="", repr=False)  # why sympy cannot read it, where it cannot
+    off_anchor: str = field(default="", repr=False)  # why the weight at r = 1 is not A, where it is not
+    coupled: str = field(default="", repr=False)  # why splitting the batch changes it, where it does
+    closed_form: Callable | None = field(default=None, repr=False)
+
+    # ---- hyperparameters -------------------------------------------------------------------------------------------
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """Name -> default value."""
+        own = {p.name: p.default for p in _parameters(self.fn) if p.kind is p.KEYWORD_ONLY}
+        return own | ({"beta": 0.0} if self.kl else {})
+
+    def resolve(self, hp: dict[str, Any]) -> dict[str, Any]:
+        """Defaults overlaid with hp, names and ranges checked."""
+        known = self.hyperparameters
+        for key, value in hp.items():
+            if key not in known:
+                takes = ", ".join(known) or "none"
+                raise InputError(f"{self.name} has no hyperparameter {key!r}; it takes: {takes}.")
+            holds, want = _RANGES.get(key, _POSITIVE)
+            if isinstance(value, bool | str) or (value is None and known[key] is not None and key != "c") or not holds(value):
+                raise InputError(f"{self.name}: {key} must be {want}, got {value!r}.")
+        return known | hp
+
+    # ---- values ----------------------------------------------------------------------------------------------------
+    def __call__(self, b: Rollouts, **hp) -> Float[Tensor, ""]:
+        """J of the batch, the aggregation and the KL term included; gradients flow into b.logp alone."""
+        return self.J(b.logp, b.logp_old, b.adv, b.mask, b.group, b.logp_ref, b.entropy, b.totals, **hp)
+
+    def loss(self, b: Rollouts, **hp) -> Float[Tensor, ""]:
+        """-J, to be minimised."""
+        return -self(b, **hp)
+
+    def J(
+        self,
+        lp: Float[Tensor, "B T"],
+        lp_old: Float[Tensor, "B T"],
+        A: Float[Tensor, "B T"] | Float[Tensor, "B 1"],
+        mask: Bool[Tensor, "B T"],
+        group: Int[Tensor, " B"] | None = None,
+        lp_ref: Float[Tensor, "B T"] | None = None,
+        entropy: Float[Tensor, "B T"] | None = None,
+        totals: Totals | None = None,
+        is_weights: Float[Tensor, "B T"] | None = None,
+        **hp,
+    ) -> Float[Tensor, ""]:
+        """J on plain tensors, unvalidated: for a training step under torch.compile, without host synchronisation.
+
+        is_weights multiply each token's term as constants (sampler correction); an objective with one term per
+        response takes their mean over the response.
+        """
+        hp = self.resolve(hp)
+        beta = hp.pop("beta", 0.0)
+        terms = self.unreduced(lp, lp_old, A, mask, entropy, **hp)
+        if is_weights is not None:
+            w = is_weights.detach()
+            terms = terms * (w if terms.ndim == 2 else mean_t(w, mask))
+        J = aggregate(terms, mask, self.agg, group, totals)
+        if beta:
+            if lp_ref is None:
+                raise InputError(f"{self.name} with beta={beta} needs logp_ref, the reference model's log-probabilities.")
+            k = kl_estimators.ESTIMATORS[self.kl](where(mask, lp, 0), where(mask, lp_ref.detach(), 0))
+            J = J - beta * aggregate(k, mask, self.kl_agg, group, totals)
+        return J
+
+    @property
+    def kl_agg(self) -> str:
+        return "seq-mean-token-mean" if self.agg == "seq-mean" else self.agg
+
+    def unreduced(self, lp, lp_old, A, mask, entropy=None, **hp) -> Float[Tensor, "B T"] | Float[Tensor, " B"]:
+        """J before aggregation: [B, T], or [B] where the objective has one term per response."""
+        lp, lp_old, A = _inside(lp, lp_old, A, mask)
+        if self.level in REDUCE:
+            lp, lp_old, A = self._reduce(lp, mask), self._reduce(lp_old, mask), _per_response(A, mask)
+        elif self.agg == "seq-mean":
+            A = _per_response(A, mask)[:, None]
+        return self.fn(lp, lp_old, A, **self._extras(mask, entropy), **hp)
+
+    def _reduce(self, x, mask):
+        return REDUCE[self.level](x, mask)
+
+    def _extras(self, mask, entropy) -> dict[str, Any]:
+        wants = [p.name for p in _parameters(self.fn)[3:] if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if "entropy" in wants and entropy is None:
+            raise InputError(f"{self.name} needs the policy's entropy per token: Rollouts(..., entropy=...).")
+        return {k: v for k, v in {"mask": mask, "entropy": entropy}.items() if k in wants}
+
+    def surrogate(self, lp, lp_old, A, **hp):
+        """The pure function itself, at the objective's level, for tensors, arrays or symbols."""
+        return self.fn(lp, lp_old, A, **self._without_beta(hp))
+
+    def _without_beta(self, hp: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in self.resolve(hp).items() if k != "beta"}
+
+    # ---- gradients -------------------------------------------------------------------------------------------------
+    def weight(self, r, A, mu=None, mask=None, entropy=None, **hp):
+        """dJ/dlp in closed form, at the objective's level: r is the token ratio, or s or S of the whole response.
+
+        mu = π_old(o_t) is read by objectives whose bounds depend on it; "free" ones read the whole [B, T] arrays and
+        the mask. Works on tensors, arrays and symbols.
+        """
+        return self._closed(log(r) if self._reads_log_r else r, A, mu, mask, entropy, hp)
+
+    @property
+    def _reads_log_r(self) -> bool:
+        return _parameters(self.closed_form)[0].name == "log_r"
+
+    def _closed(self, r, A, mu, mask, entropy, hp):
+        have = {"mu": mu, "mask": mask, "entropy": entropy}
+        wants = [p.name for p in _parameters(self.closed_form)[2:] if p.kind is p.POSITIONAL_OR_KEYWORD]
+        missing = [k for k in wants if have[k] is None]
+        if missing:
+            raise InputError(f"the weight of {self.name} depends on {' and '.join(missing)}: pass {missing[0]}=.")
+        return self.closed_form(r, A, **{k: have[k] for k in wants}, **self._without_beta(hp))
+
+    def token_weights(self, b: Rollouts, **hp) -> Float[Tensor, "B T"]:
+        """∂/∂lp_t of the unreduced J from the closed form, before aggregation and without KL; 0 on masked slots."""
+        lp, lp_old, A = _inside(b.logp.detach(), b.logp_old, b.adv, b.mask)
+        if self.level in REDUCE:
+            lp, lp_old, A = self._reduce(lp, b.mask), self._reduce(lp_old, b.mask), _per_response(A, b.mask)
+        elif self.agg == "seq-mean":
+            A = _per_response(A, b.mask)[:, None]
+        log_r = lp - lp_old
+        w = self._closed(log_r if self._reads_log_r else exp(log_r), A, exp(lp_old), b.mask, b.entropy, hp)
+        if self.level in REDUCE:
+            w = (w / b.mask.sum(-1) if self.level == "sequence" else w)[:, None]
+        return where(b.mask, w, 0)
+
+    def gradient(self, b: Rollouts, **hp) -> Float[Tensor, "B T"]:
+        """dJ/dlp = weight x aggregation, the closed form of what autograd computes through J (without KL)."""
+        rows = row_weights(self.agg, b.mask, b.totals or Totals.of(b.mask, b.group))
+        w = self.token_weights(b, **hp)
+        return w * (rows[:, None].to(w.dtype) if isinstance(rows, Tensor) and rows.ndim else rows)
+
+    # ---- for the one who writes an objective -----------------------------------------------------------------------
+    def with_weight(self, closed_form: Callable) -> "Objective":
+        """Decorator: attach the closed form and put the objective into the registry."""
+        done = replace(self, closed_form=closed_form)
+        _OBJECTIVES[self.name] = done
+        return done
+
+
+_OBJECTIVES: dict[str, Objective] = {}
+
+
+def objective(*, paper: str, eq: str, level: str, agg: str, adv: str, **facts) -> Callable[[Callable], Objective]:
+    """Decorator of the pure function `(lp, lp_old, A, *, hyperparameters)`; follow it by `@NAME.with_weight`."""
+    assert level in LEVELS, level
+
+    def wrap(fn: Callable) -> Objective:
+        record = Objective(fn.__name__, fn, paper, eq, level, agg, adv, **facts)
+        object.__setattr__(record, "__doc__", inspect.getdoc(fn))
+        return record
+
+    return wrap
+
+
+def _load() -> dict[str, Objective]:
+    if not _loaded:
+        from upref import objectives
+
+        for module in sorted(m.name for m in pkgutil.iter_modules(objectives.__path__)):
+            importlib.import_module(f"upref.objectives.{module}")
+        _loaded.append(True)
+    return _OBJECTIVES
+
+
+_loaded: list[bool] = []
+
+
+def names() -> list[str]:
+    """All registered objectives, in alphabetical order."""
+    return sorted(_load())
+
+
+def get(name: str) -> Objective:
+    """The objective of that name; `up(NAME)` is the plug-in on it. Raises InputError with the nearest names."""
+    known = _load()
+    if name.startswith("up(") and name.endswith(")"):
+        from upref.transforms import up
+
+        return up(get(name[3:-1]))
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 3, 0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else "`upref list` shows all."
+        raise InputError(f"no objective is called {name!r}: {hint}")
+    return known[name]
+
+
+def _parameters(fn: Callable) -> list[inspect.Parameter]:
+    return list(inspect.signature(fn).parameters.values())
+
+
+def _inside(lp, lp_old, A, mask):
+    """Masked slots become 0, whatever they held, so that no NaN can leave them forward or backward."""
+    return where(mask, lp, 0), where(mask, lp_old.detach(), 0), where(mask, A.detach(), 0) if A.shape[-1] > 1 else A.detach()
+
+
+def _per_response(A, mask):
+    """The response's one advantage: the first unmasked slot's."""
+    return A[:, 0] if A.shape[-1] == 1 else A.gather(1, mask.int().argmax(1, keepdim=True))[:, 0]

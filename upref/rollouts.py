@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batch that every objective reads, validated once at the boundary, and the letters used everywhere.
+
+    lp, lp_old    log π_θ(o_t | q, o_<t) and log π_old(o_t | q, o_<t), in nats, [B, T]
+    A             advantage, [B, T], or [B, 1] for one number per response
+    r = exp(lp - lp_old)    token ratio (Eq. 3);    s = exp(mean_t(lp - lp_old))    sequence ratio (Eq. 5)
+    mu, p         π_old(o_t) and π_θ(o_t) = mu r
+    mask          True on the tokens of the response, [B, T];    group    prompt id of each response, [B]
+    eps, eps_low, eps_high, c, beta    clip bounds, dual-clip constant, KL coefficient
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import get_args
+
+import torch
+from jaxtyping import Bool, Float, Int, jaxtyped
+from torch import Tensor
+
+from upref.aggregate import Totals
+
+
+class InputError(ValueError):
+    """Bad input from the user: one sentence that says what is wrong and what to do."""
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """B sampled responses of at most T tokens, as the loss sees them. Raises InputError on anything it cannot mean.
+
+    logp, logp_old, logp_ref: log-probabilities in nats, <= 0 and finite on unmasked slots (masked slots may hold
+    anything, NaN included). adv: advantages. mask: True on response tokens; every response has one at least.
+    group: prompt id of each response; None: all responses count as one prompt. entropy: policy entropy per token in
+    nats, needed by one objective only. totals: the mini-batch's counts when this is a micro-batch of it (see `split`).
+    """
+
+    logp: Float[Tensor, "B T"]
+    logp_old: Float[Tensor, "B T"]
+    adv: Float[Tensor, "B T"] | Float[Tensor, "B 1"]
+    mask: Bool[Tensor, "B T"]
+    group: Int[Tensor, " B"] | None = None
+    logp_ref: Float[Tensor, "B T"] | None = None
+    entropy: Float[Tensor, "B T"] | None = None
+    totals: Totals | None = None
+
+    def __post_init__(self):
+        self._check_types()
+        for name in ("logp", "logp_old", "logp_ref"):
+            x = getattr(self, name)
+            if x is not None:
+                self._check_logp(name, x)
+        empty = ~self.mask.any(1)
+        if empty.any():
+            raise InputError(f"response {_first(empty)[0]} has no unmasked token: drop that row before the loss.")
+        bad = ~self.adv.isfinite() & self.mask if self.adv.shape[1] > 1 else ~self.adv.isfinite()
+        if bad.any():
+            raise InputError(f"adv is not finite at {_first(bad)}: check the rewards and the group's standard deviation.")
+        if self.group is not None and self.totals is None:
+            ids, counts = self.group.unique(return_counts=True)
+            if (counts == 1).any():
+                only = ids[counts == 1][0].item()
+                raise InputError(
+                    f"group {only} has one response, so it has no group-relative advantage: sample at least two, "
+                    "drop it, or pass group=None if the advantages do not come from groups."
+                )
+
+    def _check_types(self):
+        with jaxtyped("context"):  # binds B and T over all the fields
+            for field in fields(self)[:-1]:
+                x, kinds = getattr(self, field.name), get_args(field.type) or (field.type,)
+                if not any(isinstance(x, kind) for kind in kinds):
+                    want = " or ".join(getattr(k, "__name__", str(k)) for k in kinds)
+                    raise InputError(f"{field.name} must be {want}, got {_describe(x)}{_shapes(self)}.")
+        if self.mask.numel() == 0:
+            raise InputError(f"the batch is empty (mask has shape {tuple(self.mask.shape)}): give one response at least.")
+
+    def _check_logp(self, name: str, x: Tensor):
+        bad = ~x.isfinite() & self.mask
+        if bad.any():
+            raise InputError(f"{name} is {x[_first(bad)].item()} at {_first(bad)}, an unmasked slot: mask it or fix it.")
+        # a fused log-softmax may overshoot 0 by rounding, not by more
+        bad = (x > min(100 * torch.finfo(x.dtype).eps, 1e-3)) & self.mask
+        if bad.any():
+            raise InputError(
+                f"{name} is {x[_first(bad)].item():.4g} > 0 at {_first(bad)}: log-probabilities are never positive; "
+                "are these probabilities, losses or logits?"
+            )
+
+    def split(self, n: int) -> "list[Rollouts]":
+        """n micro-batches whose losses (and gradients) *add up* to this batch's, whatever the response lengths.
+
+        Each carries the whole mini-batch's `totals`. Over data-parallel ranks all-reduce the `Totals` first, give
+        them to each rank's Rollouts, and sum the gradients; multiply by the world size where the framework averages.
+        """
+        totals = self.totals or Totals.of(self.mask, self.group)
+        rows = torch.arange(len(self.mask)).tensor_split(n)
+        return [self._rows(i, totals) for i in rows if len(i)]
+
+    def _rows(self, i: Tensor, totals: Totals) -> "Rollouts":
+        cut = {f.name: getattr(self, f.name) for f in fields(self)}
+        cut = {k: v[i] if isinstance(v, Tensor) else v for k, v in cut.items()}
+        return replace(self, **cut | {"totals": totals.rows(i)})
+
+
+def _first(bad: Tensor) -> tuple[int, ...]:
+    return tuple(bad.nonzero()[0].tolist())
+
+
+def _describe(x) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _shapes(b: Rollouts) -> str:
+    return f" (logp is {_describe(b.logp)})" if isinstance(b.logp, Tensor) else ""
