@@ -43,6 +43,7 @@ def group_mean(rewards: Rewards, group: Group) -> Advantages:
 def leave_one_out(rewards: Rewards, group: Group) -> Advantages:
     """A_i = R_i - 1/(G-1) Σ_{j≠i} R_j = G/(G-1) (R_i - mean_g): RLOO (arXiv 2402.14740)."""
     centred, g, size = _centred(rewards, group)
+    size = size.double()
     return (centred * (size / (size - 1).clamp(min=1))[g]).to(rewards.dtype)
 
 

@@ -15,6 +15,8 @@ from math import comb, sqrt
 
 import numpy as np
 
+from upref.rollouts import InputError
+
 _Z = 1.959963984540054  # Φ(_Z) = 0.975
 
 
@@ -43,3 +45,104 @@ class Estimate:
         middle, half = m + _Z**2 / (2 * N), _Z * sqrt(m * (1 - m) / N + _Z**2 / (4 * N**2))
         low, high = (middle - half) / (1 + _Z**2 / N), (middle + half) / (1 + _Z**2 / N)
         return cls(float(m), float(max(0.0, min(low, m))), float(min(1.0, max(high, m))))
+
+
+def avg_at_k(correct) -> Estimate:
+    """Avg@k = mean_p c/n: the share of correct answers, all n = k samples used.
+
+    correct: bool [P, n], an array, a CPU tensor or nested lists.
+    """
+    return Estimate.of(_table(correct).mean(1))
+
+
+def pass_at_1(correct) -> Estimate:
+    """Pass@1 = mean_p c/n: the probability that one answer is correct. n samples only make it less noisy.
+
+    The same number as Avg@n: what is reported as Pass@1 may be of 1 sample a problem or of 32, so state n beside it.
+    """
+    return avg_at_k(correct)
+
+
+def best_at_k(correct, k: int) -> Estimate:
+    """Best@k = Pass@k = mean_p (1 - C(n-c, k) / C(n, k)): the probability that one of k answers at least is correct.
+
+    Unbiased for 1 - (1 - p)^k: the share of the k-subsets of the n samples with a correct answer (Chen et al. 2021,
+    arXiv 2107.03374, Eq. 1), here by exact integers. InputError unless 1 <= k <= n.
+    """
+    table = _table(correct)
+    n = table.shape[1]
+    _check_count("k", k, n)
+    by_c = np.array([(comb(n, k) - comb(n - c, k)) / comb(n, k) for c in range(n + 1)])
+    return Estimate.of(by_c[table.sum(1)])
+
+
+def best_at_k_replaced(correct, k: int) -> Estimate:
+    """mean_p (1 - (1 - c/n)^k): the same with the k answers drawn from the n *with* replacement, in closed form.
+
+    The expectation of `best_at_k_bootstrap`, and never above `best_at_k`. Any k >= 1.
+    """
+    table = _table(correct)
+    _check_count("k", k)
+    return Estimate.of(1 - (1 - table.mean(1)) ** k)
+
+
+def best_at_k_bootstrap(correct, k: int, draws: int = 1000, seed: int = 42) -> Estimate:
+    """verl's `best@k/mean`: the mean over `draws` random k-tuples of the n answers, drawn with replacement.
+
+    Another quantity than `best_at_k`: its expectation is `best_at_k_replaced`. Draws as verl's `bootstrap_metric` does
+    (legacy generator, the same tuples for every problem), and so returns the same number as verl for the same table.
+    """
+    table = _table(correct)
+    _check_count("k", k)
+    _check_count("draws", draws)
+    tuples = np.random.RandomState(seed).choice(table.shape[1], size=(draws, k), replace=True)
+    return Estimate.of([row[tuples].any(1).mean() for row in table])
+
+
+def maj_at_k(answers: Sequence[Sequence[Hashable]], correct) -> Estimate:
+    """Maj@k = mean_p [the answer with most of the n = k votes is correct]; tied answers share: the mean over them.
+
+    That is the expectation when a tie is broken by a fair draw. verl gives a tie to the answer sampled first, and its
+    `maj@k/mean` votes over bootstrap tuples drawn with replacement instead of over the n samples once. answers: hashable,
+    in the form the checker compares ("1/2" and "0.5" are two answers). None is no answer: it has no vote, and a problem
+    without votes scores 0. InputError if equal answers have different verdicts.
+    """
+    table = _table(correct)
+    if len(answers) != len(table) or any(len(row) != table.shape[1] for row in answers):
+        raise InputError(f"answers must be {table.shape[0]} lists of {table.shape[1]} answers, the shape of `correct`.")
+    return Estimate.of([_vote(p, row, verdicts) for p, (row, verdicts) in enumerate(zip(answers, table, strict=True))])
+
+
+def _vote(problem: int, row: Sequence[Hashable], verdicts: np.ndarray) -> float:
+    verdict: dict[Hashable, bool] = {None: False}
+    for answer, right in zip(row, verdicts.tolist(), strict=True):
+        if not isinstance(answer, Hashable):
+            raise InputError(
+                f"problem {problem} has the answer {answer!r}, which cannot be compared: pass it as a string."
+            )
+        if verdict.setdefault(answer, right) != right:
+            raise InputError(
+                f"problem {problem} has {answer!r} marked both correct and wrong: check how answers are read."
+            )
+    votes = Counter(answer for answer in row if answer is not None)
+    top = [answer for answer in votes if votes[answer] == max(votes.values())]
+    return sum(verdict[answer] for answer in top) / max(len(top), 1)
+
+
+def _table(correct) -> np.ndarray:
+    try:
+        table = np.asarray(correct)
+    except (TypeError, ValueError) as e:
+        raise InputError(
+            "correct must be a rectangular bool table [P, n] on the CPU: n verdicts for each problem."
+        ) from e
+    if table.dtype != bool or table.ndim != 2 or table.size == 0:
+        got = f"{table.dtype} {table.shape}"
+        raise InputError(f"correct must be a bool table [P, n], not empty, got {got}: compare scores with a threshold.")
+    return table
+
+
+def _check_count(name: str, k, most: float = float("inf")) -> None:
+    if not isinstance(k, int | np.integer) or isinstance(k, bool) or not 1 <= k <= most:
+        limit = f"between 1 and the {most} samples of a problem" if most < float("inf") else ">= 1"
+        raise InputError(f"{name} must be a whole number {limit}, got {k!r}.")

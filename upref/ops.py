@@ -12,6 +12,7 @@ stays symbolic, anything else is numpy. Three conventions, the same for all read
 
 import math
 import sys
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -141,11 +142,34 @@ def clip(x, low, high):
     return np.clip(x, low, high)
 
 
+_replay = None  # set by replayed_sg alone
+
+
+@contextmanager
+def replayed_sg(values: list):
+    """Inside, torch's sg records its values into an empty list, or replays a recorded one: finite differences of a
+    function with stop-gradients must hold sg(x) where it was, or they wrongly reject its gradient."""
+    global _replay
+    record, queue = not values, iter(values)
+
+    def visit(x):
+        if record:
+            values.append(x)
+            return x
+        return next(queue)
+
+    _replay = visit
+    try:
+        yield values
+    finally:
+        _replay = None
+
+
 def sg(x):
     """The stop-gradient operator of Eq. 12."""
     match _reader(x):
         case "torch":
-            return x.detach()
+            return x.detach() if _replay is None else _replay(x.detach())
         case "sympy":
             from upref.symbolic import StopGradient
 

@@ -159,16 +159,20 @@ class Objective:
         return self._closed(log(r) if self._reads_log_r else r, A, mu, mask, entropy, hp)
 
     @property
+    def reads(self) -> list[str]:
+        """What the closed form reads beside r and A: of mu, mask, entropy."""
+        return [p.name for p in _parameters(self.closed_form)[2:] if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    @property
     def _reads_log_r(self) -> bool:
         return _parameters(self.closed_form)[0].name == "log_r"
 
     def _closed(self, r, A, mu, mask, entropy, hp):
         have = {"mu": mu, "mask": mask, "entropy": entropy}
-        wants = [p.name for p in _parameters(self.closed_form)[2:] if p.kind is p.POSITIONAL_OR_KEYWORD]
-        missing = [k for k in wants if have[k] is None]
+        missing = [k for k in self.reads if have[k] is None]
         if missing:
             raise InputError(f"the weight of {self.name} depends on {' and '.join(missing)}: pass {missing[0]}=.")
-        return self.closed_form(r, A, **{k: have[k] for k in wants}, **self._without_beta(hp))
+        return self.closed_form(r, A, **{k: have[k] for k in self.reads}, **self._without_beta(hp))
 
     def token_weights(self, b: Rollouts, **hp) -> Float[Tensor, "B T"]:
         """∂/∂lp_t of the unreduced J from the closed form, before aggregation and without KL; 0 on masked slots."""

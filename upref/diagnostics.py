@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an objective does to a batch, read off the closed-form weight: which tokens are clipped, alive, overflowing."""
+
+from jaxtyping import Bool
+from torch import Tensor
+
+from upref.ops import LOG_MAX, mean_t, sum_t
+from upref.registry import Objective
+from upref.rollouts import Rollouts
+
+
+def diagnose(objective: Objective, b: Rollouts, **hp) -> dict[str, float]:
+    """Fractions of unmasked tokens (of all, unless the name says otherwise) and ratio statistics, no gradient.
+
+    clip/{pos,neg}_{high,low}   A > 0 or A < 0 tokens of weight 0 with r >= 1 (high) or r < 1 (low), of that sign's
+                                tokens: pos_high is the paper's Upper Clip, neg_low Lower Clip, neg_high Dual Clip
+    alive                       tokens with A != 0 whose weight is not 0, of those with A != 0
+    overflow                    tokens whose ratio exceeds the largest number of the dtype: `ops.exp` saturates there
+                                and their exact weight, if not clipped, is not representable (gradient 0 instead)
+    above_high                  A > 0 tokens with r > 1.28 (DAPO's bound), of A > 0 tokens: what UP keeps alive
+    ratio/{mean,max,min}, kl_old (mean of k1: log π_old - log π_θ, nats)
+
+    The ratio is the one the objective acts on: r, or s or S of the whole response. Host-synchronises once a number.
+    """
+    lp, old, mask = b.logp.detach(), b.logp_old, b.mask
+    log_r = (lp - old).masked_fill(~mask, 0)
+    if objective.level == "sequence":
+        log_r = mean_t(log_r, mask)[:, None].expand_as(mask)
+    elif objective.level == "trajectory":
+        log_r = sum_t(log_r, mask)[:, None].expand_as(mask)
+    A = b.adv.expand_as(mask)
+    dead = objective.token_weights(b, **hp) == 0
+    pos, neg, r = mask & (A > 0), mask & (A < 0), log_r.clamp(max=LOG_MAX[log_r.dtype]).exp()
+    return {
+        "clip/pos_high": fraction(dead & (log_r >= 0), pos),
+        "clip/pos_low": fraction(dead & (log_r < 0), pos),
+        "clip/neg_high": fraction(dead & (log_r >= 0), neg),
+        "clip/neg_low": fraction(dead & (log_r < 0), neg),
+        "alive": fraction(~dead, pos | neg),
+        "overflow": fraction(log_r > LOG_MAX[log_r.dtype], mask),
+        "above_high": fraction(r > 1.28, pos),
+        "ratio/mean": r[mask].double().mean().item(),
+        "ratio/max": r[mask].max().item(),
+        "ratio/min": r[mask].min().item(),
+        "kl_old": -(lp - old)[mask].double().mean().item(),
+    }
+
+
+def fraction(hit: Bool[Tensor, "B T"], of: Bool[Tensor, "B T"]) -> float:
+    """Share of `of` that is hit; 0 where there is none."""
+    return ((hit & of).sum() / of.sum().clamp(min=1)).item()
