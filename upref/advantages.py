@@ -2,14 +2,14 @@
 """From one reward per response to one advantage per response.
 
     R_i, A_i        reward and advantage of response i, [N]
-    g(i), G         its prompt, given by `group` [N]: any integers, in any order; G = number of responses to it, any number
+    g(i), G         its prompt, given by `group` [N] (any integers, in any order), and how many responses that has
     mean_g, std_g   over the responses to prompt g; std_g = √(Σ (R - mean_g)² / (G - ddof))
 
 Every function takes `(rewards, group)`, so that `get(name)(rewards, group)` works for all of them, computes in float64,
 answers in the rewards' own dtype and passes no gradient: an advantage is a constant. Where a group mean is subtracted,
 a response without a peer and a group of equal rewards get exactly 0. InputError on what has no advantage: a reward that
-is not finite, shapes and dtypes that do not fit, ddof other than 0 and 1. In a mean every row counts, so a response that
-is to be ignored is dropped beforehand.
+is not finite, shapes and dtypes that do not fit, ddof other than 0 and 1. In a mean every row counts: a response to be
+ignored is dropped beforehand.
 """
 
 import difflib
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from upref.rollouts import InputError
 
-Rewards = Advantages = Float[Tensor, " N"]
+Rewards = Float[Tensor, " N"]
+Advantages = Float[Tensor, " N"]
 Group = Int[Tensor, " N"]
 
 
@@ -48,9 +49,9 @@ def leave_one_out(rewards: Rewards, group: Group) -> Advantages:
 
 
 def whiten(rewards: Rewards, group: Group | None = None, *, ddof: int = 0, eps: float = 1e-8) -> Advantages:
-    """A_i = (R_i - mean) / (std + eps) over the whole batch, whatever the prompt: REINFORCE++ (arXiv 2501.03262, Eq. 5).
+    """A_i = (R_i - mean) / (std + eps) over the batch, whatever the prompt: REINFORCE++ (arXiv 2501.03262, Eq. 5).
 
-    The population is the N responses, as in the paper's appendix B.2; the paper gives neither ddof nor the value of eps.
+    The population is the N responses, as in the paper's appendix B.2; the paper gives no ddof and no value of eps.
     verl and OpenRLHF whiten over tokens instead, where a long response counts more: `whiten_tokens`.
     """
     _check(rewards, group, optional=True)
@@ -58,8 +59,11 @@ def whiten(rewards: Rewards, group: Group | None = None, *, ddof: int = 0, eps: 
 
 
 def group_mean_whiten(rewards: Rewards, group: Group, *, ddof: int = 0, eps: float = 1e-8) -> Advantages:
-    """A_i = (R_i - mean_g) / (std of R - mean_g over the batch + eps): REINFORCE++ with baseline (arXiv 2501.03262, Eqs. 6-7)."""
-    centred, g, _ = _centred(rewards, group)  # its batch mean is 0 already
+    """A'_i = R_i - mean_g,  A_i = A'_i / (std(A') + eps), std over the batch: REINFORCE++ with baseline, Eqs. 6-7.
+
+    (arXiv 2501.03262.) Eq. 7 also subtracts the mean of A', which is 0 already; leaving it out keeps exact zeros exact.
+    """
+    centred, g, _ = _centred(rewards, group)
     return _over_std(centred, torch.zeros_like(g), ddof, eps).to(rewards.dtype)
 
 
@@ -72,7 +76,7 @@ def signed(rewards: Rewards, group: Group | None = None) -> Advantages:
     _check(rewards, group, optional=True)
     bad = (rewards.abs() != 1) & ((rewards != 0) | (rewards == -1).any())
     if bad.any():
-        i = bad.nonzero()[0].item()
+        i = int(bad.nonzero()[0])
         raise InputError(
             f"rewards[{i}] is {rewards[i].item():.9g}, but `signed` reads either {{0, 1}} or {{-1, +1}}, not a mix: "
             "threshold the rewards first or choose another advantage."
@@ -149,18 +153,18 @@ def _over_std(centred: Tensor, g: Tensor, ddof: int, eps: float) -> Tensor:
 
 def _check(rewards: Tensor, group: Tensor | None, optional: bool = False) -> None:
     if not isinstance(rewards, Tensor) or rewards.ndim != 1 or rewards.numel() == 0:
-        got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards).__name__
+        got = str(tuple(rewards.shape)) if isinstance(rewards, Tensor) else type(rewards).__name__
         raise InputError(f"rewards must be a tensor [N], one number per response, and not empty, got {got}.")
     if rewards.dtype not in (torch.float32, torch.float64):
         raise InputError(f"rewards must be float32 or float64, got {rewards.dtype}: convert with .float().")
     bad = ~(rewards.abs() < 1e30)  # squares and sums of anything smaller stay finite in float64
     if bad.any():
-        i = bad.nonzero()[0].item()
+        i = int(bad.nonzero()[0])
         raise InputError(f"rewards[{i}] is {rewards[i].item()}, not a reward: drop that row or fix its reward.")
     if optional and group is None:
         return
     if not isinstance(group, Tensor) or group.is_floating_point() or group.is_complex() or group.dtype == torch.bool:
-        got = group.dtype if isinstance(group, Tensor) else type(group).__name__
+        got = str(group.dtype) if isinstance(group, Tensor) else type(group).__name__
         raise InputError(f"group must be an integer tensor, one prompt id per response, got {got}.")
     if group.shape != rewards.shape or group.device != rewards.device:
         got = f"{tuple(group.shape)} on {group.device}, rewards {tuple(rewards.shape)} on {rewards.device}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What P problems with n sampled answers each say about a policy: Avg@k, Pass@1, Maj@k, Best@k, all fractions in [0, 1].
+"""What P problems with n sampled answers each say of a policy: Avg@k, Pass@1, Maj@k, Best@k, as fractions in [0, 1].
 
-    c = number of correct answers among the n of a problem;    a metric is the mean over problems of one number per problem
+    c = number of correct answers among the n of a problem;    mean_p = mean over the problems
 
 Every function returns an `Estimate` whose 95 % interval is over *problems*: how far the value might lie from that of
 another draw of P such problems (and of their samples). Two policies on the same problems are compared pairwise, problem
@@ -103,9 +103,9 @@ def maj_at_k(answers: Sequence[Sequence[Hashable]], correct) -> Estimate:
     """Maj@k = mean_p [the answer with most of the n = k votes is correct]; tied answers share: the mean over them.
 
     That is the expectation when a tie is broken by a fair draw. verl gives a tie to the answer sampled first, and its
-    `maj@k/mean` votes over bootstrap tuples drawn with replacement instead of over the n samples once. answers: hashable,
-    in the form the checker compares ("1/2" and "0.5" are two answers). None is no answer: it has no vote, and a problem
-    without votes scores 0. InputError if equal answers have different verdicts.
+    `maj@k/mean` averages over tuples drawn with replacement. answers: [P][n] hashables, in the form that the checker
+    compares ("1/2" and "0.5" are two answers). None is no answer: it has no vote, and a problem without votes scores 0.
+    InputError if equal answers have different verdicts.
     """
     table = _table(correct)
     if len(answers) != len(table) or any(len(row) != table.shape[1] for row in answers):

@@ -91,8 +91,9 @@ def where(condition, x, y):
         case "torch":
             return torch.where(condition, x, y)
         case "sympy":
-            pick = lambda c, a, b: sys.modules["sympy"].Piecewise((a, _truth(c)), (b, True))
-            return _symbolic(pick, condition, x, y)
+            from upref.symbolic import Where
+
+            return _symbolic(Where, condition, x, y)
     return np.where(condition, x, y)
 
 
@@ -104,10 +105,6 @@ def when(condition, x):
 def dual_clip(r, A, c):
     """r, stopped at c where A < 0 (Ye et al. 2020): max(min(r A, clip(r) A), c A) is the clipped term of this r."""
     return r if c is None else where(A < 0, minimum(r, c), r)
-
-
-def _truth(c):
-    return bool(c) if isinstance(c, np.bool_) else c
 
 
 def minimum(x, y):

@@ -36,7 +36,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 _POSITIVE = (lambda v: v > 0, "a number > 0")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity: two functions are never provably equal
 class Objective:
     """An objective J of the literature, to be maximised. `get(name)` finds it; `names()` lists all.
 
@@ -156,20 +156,24 @@ class Objective:
         mu = π_old(o_t) is read by objectives whose bounds depend on it; "free" ones read the whole [B, T] arrays and
         the mask. Works on tensors, arrays and symbols.
         """
-        return self._closed(log(r) if self._reads_log_r else r, A, mu, mask, entropy, hp)
+        first = log(r) if self._reads_log_r else r
+        return self._closed(first, A, {"mu": mu, "log_mu": None if mu is None else log(mu), "mask": mask, "entropy": entropy}, hp)
 
     @property
     def reads(self) -> list[str]:
-        """What the closed form reads beside r and A: of mu, mask, entropy."""
+        """What the closed form reads beside r and A: of mu, log_mu, mask, entropy."""
         return [p.name for p in _parameters(self.closed_form)[2:] if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    @property
+    def reads_mu(self) -> bool:
+        return bool({"mu", "log_mu"} & set(self.reads))
 
     @property
     def _reads_log_r(self) -> bool:
         return _parameters(self.closed_form)[0].name == "log_r"
 
-    def _closed(self, r, A, mu, mask, entropy, hp):
-        have = {"mu": mu, "mask": mask, "entropy": entropy}
-        missing = [k for k in self.reads if have[k] is None]
+    def _closed(self, r, A, have: dict[str, Any], hp):
+        missing = [k.removeprefix("log_") for k in self.reads if have[k] is None]
         if missing:
             raise InputError(f"the weight of {self.name} depends on {' and '.join(missing)}: pass {missing[0]}=.")
         return self.closed_form(r, A, **{k: have[k] for k in self.reads}, **self._without_beta(hp))
@@ -182,7 +186,8 @@ class Objective:
         elif self.agg == "seq-mean":
             A = _per_response(A, b.mask)[:, None]
         log_r = lp - lp_old
-        w = self._closed(log_r if self._reads_log_r else exp(log_r), A, exp(lp_old), b.mask, b.entropy, hp)
+        have = {"mu": exp(lp_old), "log_mu": lp_old, "mask": b.mask, "entropy": b.entropy}
+        w = self._closed(log_r if self._reads_log_r else exp(log_r), A, have, hp)
         if self.level in REDUCE:
             w = (w / b.mask.sum(-1) if self.level == "sequence" else w)[:, None]
         return where(b.mask, w, 0)

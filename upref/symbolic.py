@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sympy side of `upref.ops`: the stop-gradient as a function, and how a derivative is read off a regime."""
+"""The sympy side of `upref.ops`: its words `sg` and `where` as functions, arrays of symbols, how a regime is read."""
 
+import operator
+from collections.abc import Iterator
+
+import numpy as np
 import sympy
+from sympy import Expr, Piecewise, Symbol
+from sympy.core.relational import Relational
 
 
 class StopGradient(sympy.Function):
@@ -15,24 +21,111 @@ class StopGradient(sympy.Function):
     def _eval_is_extended_positive(self):
         return self.args[0].is_extended_positive
 
+    def _sympystr(self, printer):
+        return f"sg({printer.doprint(self.args[0])})"
+
     def _latex(self, printer):
         return rf"\operatorname{{sg}}\left({printer.doprint(self.args[0])}\right)"
 
 
-def forget_sg(expr: sympy.Expr) -> sympy.Expr:
+class Where(sympy.Function):
+    """x where the condition holds, else y: a Piecewise that does not fold what is nested in its condition.
+
+    Folding makes sympy's own slow on min(r A, clip(r) A); `.rewrite(sympy.Piecewise)` gives that.
+    """
+
+    nargs = 3
+    is_commutative = True
+
+    @classmethod
+    def eval(cls, condition, x, y):
+        if condition in (sympy.true, sympy.false):
+            return x if condition == sympy.true else y
+        return x if x == y else None
+
+    def _eval_derivative(self, s):
+        condition, x, y = self.args
+        return Where(condition, x.diff(s), y.diff(s))
+
+    def _eval_rewrite_as_Piecewise(self, condition, x, y, **kwargs):
+        return Piecewise((x, condition), (y, True))
+
+    def _latex(self, printer):
+        return printer.doprint(self.rewrite(Piecewise))
+
+
+def forget_sg(expr: Expr) -> Expr:
     """The value of an expression: sg(x) -> x. To be called after differentiating."""
     return expr.replace(StopGradient, lambda x: x)
 
 
-def in_regime(expr: sympy.Expr, point: dict) -> sympy.Expr:
-    """The branch of every Piecewise that holds at `point`, kept symbolic: a derivative as it reads in one regime."""
+class SymbolArray(np.ndarray):
+    """An object array whose comparisons give relations: numpy's own would ask each element for its truth."""
 
-    def branch(*pairs):
-        for value, condition in pairs:
-            if condition == True or sympy.simplify(condition.subs(point)) == True:  # noqa: E712
-                return value
-        raise ValueError(f"no branch holds at {point}")
+    def __new__(cls, elements):
+        return np.array(elements, dtype=object).view(cls)
 
-    while expr.has(sympy.Piecewise):
-        expr = expr.replace(sympy.Piecewise, branch)
+    def __le__(self, other):
+        return np.frompyfunc(operator.le, 2, 1)(self, other)
+
+    def __lt__(self, other):
+        return np.frompyfunc(operator.lt, 2, 1)(self, other)
+
+    def __ge__(self, other):
+        return np.frompyfunc(operator.ge, 2, 1)(self, other)
+
+    def __gt__(self, other):
+        return np.frompyfunc(operator.gt, 2, 1)(self, other)
+
+
+def in_regime(expr: Expr, point: dict) -> Expr:
+    """The branch of every `where` that holds at `point`, kept symbolic: an expression as it reads in one regime.
+
+    Raises ValueError where the point leaves a condition undecided.
+    """
+
+    def branch(condition, x, y):
+        holds = condition.subs(point)
+        if holds not in (sympy.true, sympy.false):
+            raise ValueError(f"{condition} is undecided at {point}")
+        return x if holds == sympy.true else y
+
+    while expr.has(Where):
+        expr = expr.replace(Where, branch)
     return expr
+
+
+def kinks(expr: Expr, r: Symbol) -> list[Expr]:
+    """Every r at which a condition of `expr` can change, solved where it is linear in r, 1/r or log r.
+
+    A condition that is none of these comes back as the expression that vanishes there. More than the true kinks may
+    come back (some conditions are never decisive), none is missing.
+    """
+    found = {}
+    for relation in expr.atoms(Relational):
+        for difference in _alternatives(relation.lhs - relation.rhs):
+            if r in difference.free_symbols:
+                found[_root(difference, r)] = True
+    return sorted((k for k in found if k is not None), key=sympy.default_sort_key)
+
+
+def _alternatives(expr: Expr) -> Iterator[Expr]:
+    """The expression with each `where` in it replaced by each of its two values in turn."""
+    inner = [w for w in expr.atoms(Where) if not any(a.has(Where) for a in w.args)]
+    if not inner:
+        yield expr
+        return
+    for value in inner[0].args[1:]:
+        yield from _alternatives(expr.xreplace({inner[0]: value}))
+
+
+def _root(difference: Expr, r: Symbol) -> Expr | None:
+    """r where the difference is 0; None where it never is; the difference itself where no closed form is at hand."""
+    x = Symbol("x")
+    for unknown, back in ((r, lambda v: v), (sympy.log(r), sympy.exp)):
+        numerator = sympy.numer(sympy.together(sympy.expand(difference))).subs(unknown, x)
+        if r not in numerator.free_symbols and numerator.is_polynomial(x):
+            p = sympy.Poly(numerator, x)
+            if p.degree() <= 1:
+                return back(sympy.simplify(-p.nth(0) / p.nth(1))) if p.degree() == 1 else None
+    return -difference if difference.could_extract_minus_sign() else difference

@@ -6,6 +6,7 @@ compares losses reads its batches from here.
 """
 
 import math
+from functools import lru_cache
 from itertools import cycle, product
 
 import numpy as np
@@ -18,9 +19,11 @@ from upref.rollouts import Rollouts
 MU = (0.02, 0.3, 0.9)  # π_old of a rare, a likely and a nearly certain token
 SIGNS = (1.0, -1.0, 0.5, -2.0, 0.0)
 LOG_R = np.unique(np.r_[np.linspace(-4, 4, 33), np.outer((-1, 1), np.geomspace(1e-5, 0.3, 12)).ravel()])
-EDGE = 1e-9  # how close to a bound "just inside" and "just outside" are, relative to r
+EDGES = (-1e-9, 0.0, 1e-9)  # just inside, on and just outside a bound, relative to r; OFF_EDGES for whoever steps or re-sums
+OFF_EDGES = (-1e-3, 1e-3)
 
 
+@lru_cache(4096)
 def kinks(objective: Objective, A: float, mu: float, **hp) -> list[float]:
     """The ratios at which the closed-form weight jumps, found by scanning and bisecting it; ascending."""
     grid = np.linspace(-8, 8, 40001)
@@ -47,12 +50,11 @@ def kinks(objective: Objective, A: float, mu: float, **hp) -> list[float]:
     return [float(x) for x in np.exp(hi) if x * mu < 1]
 
 
-def ratios(objective: Objective, A: float, mu: float, at_bounds: bool = True, **hp) -> list[float]:
-    """r on both sides of every bound, on the bound if asked, and on a fixed grid of log r; all with mu r < 1."""
+def ratios(objective: Objective, A: float, mu: float, edges: tuple[float, ...] = EDGES, **hp) -> list[float]:
+    """r at the given distances from every bound, and on a fixed grid of log r; all with mu r < 1."""
     bounds = kinks(objective, A, mu, **hp) if A else []
     # with a bound that depends on mu, on which side of it "at" falls is a matter of rounding
-    sides = (-1, 0, 1) if at_bounds and "mu" not in objective.reads else (-1, 1)
-    near = [k * (1 + side * EDGE) for k in bounds for side in sides]
+    near = [k * (1 + e) for k in bounds for e in edges if e or not objective.reads_mu]
     return [r for r in [*near, *np.exp(LOG_R)] if mu * r < 0.999]
 
 
@@ -67,7 +69,7 @@ def words(A: float, r: float, bounds: list[float]) -> str:
     return f"{sign}, r > {below[-1]:.4g}" if not above else f"{sign}, {below[-1]:.4g} < r <= {above[0]:.4g}"
 
 
-def batch(objective: Objective, *, seed: int = 0, at_bounds: bool = True, thin: int = 1, **hp) -> Rollouts:
+def batch(objective: Objective, *, seed: int = 0, edges: tuple[float, ...] = EDGES, thin: int = 1, **hp) -> Rollouts:
     """A float64 batch that visits every regime of the objective, masked slots poisoned with NaN, groups interleaved.
 
     A token-level objective meets one regime per token; one that acts on a response meets one per response, reached by
@@ -75,7 +77,7 @@ def batch(objective: Objective, *, seed: int = 0, at_bounds: bool = True, thin: 
     """
     # the bounds of a response's ratio do not depend on mu
     mus = MU[:1] if objective.level in REDUCE else MU
-    cases = [(A, mu, r) for A, mu in product(SIGNS, mus) for r in ratios(objective, A, mu, at_bounds, **hp)]
+    cases = [(A, mu, r) for A, mu in product(SIGNS, mus) for r in ratios(objective, A, mu, edges, **hp)]
     rng = np.random.default_rng(seed)
     cases = [cases[i] for i in rng.permutation(len(cases))][::thin]
     rows = _responses(cases, objective.level, rng) if objective.level in REDUCE else _tokens(cases, objective, rng)

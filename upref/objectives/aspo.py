@@ -34,7 +34,7 @@ def aspo(r, A, *, eps, cap):
 
 def is_calm(entropy, mask):
     """True up to the 80 % quantile of the batch's unmasked entropies (where the authors say high_entropy_mask)."""
-    return entropy <= entropy.masked_fill(~mask, float("nan")).flatten().nanquantile(0.8)
+    return entropy <= entropy.double().masked_fill(~mask, float("nan")).flatten().nanquantile(0.8)
 
 
 @objective(

@@ -44,6 +44,6 @@ def bandpo_kl(lp, lp_old, A, *, delta=0.05):
 
 
 @bandpo_kl.with_weight
-def bandpo_kl(r, A, mu, *, delta):
-    low, high = band(log(mu), delta)
+def bandpo_kl(r, A, log_mu, *, delta):
+    low, high = band(log_mu, delta)
     return where(A > 0, when(r <= high, A * r), when(r >= low, A * r))

@@ -26,9 +26,9 @@ def dppo_kl(lp, lp_old, A, *, delta=0.05):
 
 
 @dppo_kl.with_weight
-def dppo_kl(r, A, mu, *, delta):
-    D = binary_kl(log(mu) + log(r), log(mu))
-    return when(where(A > 0, (D <= delta) | (r <= 1), (D <= delta) | (r >= 1)), A * r)
+def dppo_kl(log_r, A, log_mu, *, delta):
+    D = binary_kl(log_mu + log_r, log_mu)
+    return when(where(A > 0, (D <= delta) | (log_r <= 0), (D <= delta) | (log_r >= 0)), A * exp(log_r))
 
 
 @objective(
@@ -51,6 +51,6 @@ def dppo_kl_verl(lp, lp_old, A, *, delta=0.2, trunc=3.0):
 
 
 @dppo_kl_verl.with_weight
-def dppo_kl_verl(r, A, mu, *, delta, trunc):
-    D = binary_kl(log(mu) + log(r), log(mu))
-    return when(where(A > 0, (D <= delta) | (r <= 1), (D <= delta) | (r >= 1)), A * minimum(r, trunc))
+def dppo_kl_verl(log_r, A, log_mu, *, delta, trunc):
+    D = binary_kl(log_mu + log_r, log_mu)
+    return when(where(A > 0, (D <= delta) | (log_r <= 0), (D <= delta) | (log_r >= 0)), A * minimum(exp(log_r), trunc))

@@ -19,8 +19,9 @@ def dppo_tv(lp, lp_old, A, *, delta=0.15):
 
 
 @dppo_tv.with_weight
-def dppo_tv(r, A, mu, *, delta):
-    return when(where(A > 0, mu * (r - 1) <= delta, mu * (1 - r) <= delta), A * r)
+def dppo_tv(log_r, A, log_mu, *, delta):
+    gain = exp(log_mu + log_r) - exp(log_mu)
+    return when(where(A > 0, gain <= delta, -gain <= delta), A * exp(log_r))
 
 
 @objective(
@@ -42,5 +43,6 @@ def dppo_tv_verl(lp, lp_old, A, *, delta=0.2, trunc=3.0):
 
 
 @dppo_tv_verl.with_weight
-def dppo_tv_verl(r, A, mu, *, delta, trunc):
-    return when(where(A > 0, mu * (r - 1) <= delta, mu * (1 - r) <= delta), A * minimum(r, trunc))
+def dppo_tv_verl(log_r, A, log_mu, *, delta, trunc):
+    gain = exp(log_mu + log_r) - exp(log_mu)
+    return when(where(A > 0, gain <= delta, -gain <= delta), A * minimum(exp(log_r), trunc))

@@ -4,11 +4,13 @@ from upref.registry import objective
 
 
 def keep_smallest(x, among, budget):
-    """True on the largest set of smallest x (in `among`) whose mean is <= budget: Algorithm 1 drops from the top."""
-    flat = x.masked_fill(~among, float("inf")).flatten()
-    order = flat.argsort(stable=True)
-    mean = flat[order].cumsum(0) / flat.new_ones(len(flat)).cumsum(0)
-    return among.new_zeros(flat.shape).scatter(0, order, mean <= budget).view_as(among)
+    """True on the largest set of smallest x (in `among`) whose mean is <= budget: Algorithm 1 drops from the top.
+
+    Tokens that tie at the cut-off go together, so that the order of the batch does not matter.
+    """
+    ascending = x.masked_fill(~among, float("inf")).flatten().sort().values
+    mean = ascending.cumsum(0) / ascending.new_ones(len(ascending)).cumsum(0)
+    return x < ascending.masked_fill(mean <= budget, float("inf")).min()
 
 
 @objective(

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The laws every registered objective must obey. A law takes an Objective and raises AssertionError.
+
+test_objectives.py runs them all on all; test_wrong_objectives.py shows that they reject what is wrong.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import upref
+from upref import kl
+from upref.advantages import ADVANTAGES
+from upref.check.regimes import OFF_EDGES, batch, grad
+from upref.ops import LOG_MAX, replayed_sg
+
+TOL = 1e-12
+LAWS = []
+
+
+def law(f):
+    LAWS.append(f)
+    return f
+
+
+def close(found, expected, tol=TOL):
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    worst = ((found - expected).abs() / expected.abs().clamp(min=1)).max().item()
+    assert worst <= tol, f"off by {worst:.3g}"
+
+
+@law
+def autograd_is_weight_times_aggregation(o):
+    """Over the whole regime grid, masks ragged and masked slots poisoned; the gradient scaled up by the batch size."""
+    for hp in settings(o):
+        b = batch(o, **hp)
+        scale = b.mask.sum()
+        close(grad(lambda b: o(b, **hp), b) * scale, o.gradient(b, **hp) * scale)
+
+
+@law
+def sympy_derivative_is_autograd(o):
+    """sympy differentiates the same source, mask and aggregation included."""
+    from upref.derive import sympy_gradient
+
+    if o.unread:
+        pytest.skip(o.unread)
+    b = batch(o, edges=OFF_EDGES, thin=9)
+    close(torch.tensor(sympy_gradient(o, b), dtype=torch.float64), grad(o, b))
+
+
+@law
+def masked_slots_are_inert(o):
+    """Zero gradient there, and what they hold changes nothing, not a bit."""
+    b = batch(o)
+    calm = [x.masked_fill(~b.mask, fill) for x, fill in ((b.logp, -1.0), (b.logp_old, -2.0), (b.adv, 0.5))]
+    expected = grad(o, replace(b, logp=calm[0], logp_old=calm[1], adv=calm[2]))
+    assert (expected[~b.mask] == 0).all()
+    for poison in (float("nan"), float("inf"), -float("inf"), 1e30):
+        bad = [x.masked_fill(~b.mask, poison) for x in (b.logp, b.logp_old, b.adv, b.entropy)]
+        found = grad(o, replace(b, logp=bad[0], logp_old=bad[1], adv=bad[2], entropy=bad[3]))
+        assert torch.equal(found, expected), f"masked slots at {poison} leak"
+
+
+@law
+def padding_is_inert(o):
+    b = batch(o, edges=OFF_EDGES)
+    pad = lambda x: torch.nn.functional.pad(x, (3, 2), value=float("nan") if x.is_floating_point() else 0)
+    wide = replace(b, **{k: pad(getattr(b, k)) for k in ("logp", "logp_old", "adv", "mask", "entropy")})
+    close(grad(o, wide)[:, 3:-2], grad(o, b))
+
+
+@law
+def rows_commute(o):
+    b = batch(o, edges=OFF_EDGES)
+    i = torch.randperm(len(b.mask), generator=torch.Generator().manual_seed(1))
+    moved = replace(b, **{k: getattr(b, k)[i] for k in ("logp", "logp_old", "adv", "mask", "group", "entropy")})
+    close(grad(o, moved), grad(o, b)[i])
+
+
+@law
+def micro_batches_add_up(o):
+    """Unequal lengths, groups torn apart: the losses and gradients of the parts sum to the whole's."""
+    if o.coupled:
+        pytest.skip(o.coupled)
+    b = batch(o)
+    for n in (2, 3, 8):
+        parts = b.split(n)
+        close(torch.cat([grad(o, part) for part in parts]), grad(o, b))
+        close(sum(o.loss(part) for part in parts), o.loss(b))
+
+
+@law
+def zero_advantage_is_silent(o):
+    b = batch(o)
+    g = grad(o, replace(b, adv=torch.zeros_like(b.adv)))
+    assert (g == 0).all()
+
+
+@law
+def scales_with_the_advantage(o):
+    b = batch(o)
+    close(grad(o, replace(b, adv=3 * b.adv)), 3 * grad(o, b))
+
+
+@law
+def on_policy_weight_is_the_advantage(o):
+    b = batch(o)
+    on = replace(b, logp=b.logp_old)
+    n = b.mask.sum(-1, keepdim=True)
+    w = o.token_weights(on)[b.mask]
+    A = (b.adv / n if o.agg == "seq-mean" and o.level != "trajectory" else b.adv)[b.mask]
+    if o.off_anchor:
+        assert (w - A).abs().max() > 1e-3, f"{o.name} is listed as an exception and is none"
+    else:
+        close(w, A)
+
+
+@law
+def finite_differences_agree(o):
+    """Of the declared surrogate, sg(x) held where it was: ties the value of J to its gradient."""
+    b = batch(o, edges=OFF_EDGES, thin=7)
+    if o.coupled:  # a step must not change the batch's ranking
+        b = replace(b, logp=b.logp_old + (b.logp - b.logp_old) * 0.05)
+    g, values, h = grad(o, b), [], 1e-6
+    with replayed_sg(values):
+        o(b)
+    direction = torch.randn(b.mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for part in (direction, direction * (torch.arange(b.mask.shape[1]) % 2)):
+        part = part * (b.logp.exp() < 0.9)
+        with replayed_sg(values):
+            up = o(replace(b, logp=b.logp + h * part))
+        with replayed_sg(values):
+            down = o(replace(b, logp=b.logp - h * part))
+        found, expected = (up - down) / (2 * h), (g * part.masked_fill(~b.mask, 0)).sum()
+        close(found, expected, 1e-7)
+
+
+@law
+def nothing_flows_into_constants(o):
+    b = batch(o)
+    free = {k: getattr(b, k).clone().requires_grad_() for k in ("logp", "logp_old", "adv", "entropy")}
+    J = o(replace(b, **free, logp_ref=b.logp_old))
+    grads = torch.autograd.grad(J, list(free.values()), allow_unused=True)
+    assert grads[0] is not None
+    assert all(g is None or (g == 0).all() for g in grads[1:]), "a gradient leaks into old, advantages or entropy"
+
+
+@law
+def inputs_are_left_alone(o):
+    b = batch(o)
+    before = [x.clone() for x in (b.logp, b.logp_old, b.adv, b.mask)]
+    o(b), o.gradient(b)
+    assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(before, (b.logp, b.logp_old, b.adv, b.mask)))
+
+
+EXTREME = (-1000.0, -100.0, -20.0, -0.5, 0.0, 0.5, 20.0, 80.0, 87.0, 100.0, 1000.0)
+
+
+@law
+def extreme_ratios_never_make_nan(o):
+    """|log r| up to 1000, in four dtypes: finite gradients, right wherever the exact weight is representable."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        b = extreme_batch(o, dtype)
+        found = grad(o, b)
+        assert found.isfinite().all(), f"{dtype}: not finite"
+        exact = o.gradient(widened(b))
+        limit = torch.finfo(dtype).max / 4
+        inside = (ratio(o, b) <= LOG_MAX[dtype]) & (exact.abs() < limit)
+        dead_or_flat = ratio(o, b) > LOG_MAX[dtype]
+        tol = 4 * torch.finfo(dtype).eps * 100
+        off = (found.double() - exact).abs() / exact.abs().clamp(min=1e-2 if dtype == torch.float16 else 1e-6)
+        assert (off[inside & b.mask] < tol).all(), f"{dtype}: off by {off[inside & b.mask].max():.3g}"
+        # where the ratio overflows, what does not depend on it must still be exact: 0 where clipped, A for UP
+        free = dead_or_flat & b.mask & (exact.abs() <= b.adv.double().abs() * 10)
+        assert (off[free] < tol).all(), f"{dtype}: a weight free of the ratio is lost at overflow"
+
+
+def ratio(o, b):
+    log_r = (b.logp - b.logp_old).double().masked_fill(~b.mask, 0)
+    if o.level == "token" or o.agg != "seq-mean":
+        return log_r
+    total = log_r.sum(-1, keepdim=True)
+    return (total if o.level == "trajectory" else total / b.mask.sum(-1, keepdim=True)).expand_as(log_r)
+
+
+def widened(b):
+    return replace(b, **{k: getattr(b, k).double() for k in ("logp", "logp_old", "adv", "entropy")})
+
+
+def extreme_batch(o, dtype):
+    """Every extreme ratio beside a calm token, both signs; one row a case where a response acts as one."""
+    rows = [(A, x) for A in (1.0, -1.0, 0.0) for x in EXTREME]
+    log_r = torch.tensor([[x, -0.5, 0.125] for _, x in rows], dtype=dtype)
+    A = torch.tensor([[a] * 3 for a, _ in rows], dtype=dtype)
+    if o.level in ("sequence", "trajectory"):
+        log_r[:, 1:] = log_r[:, :1]
+    mask = torch.ones_like(log_r, dtype=torch.bool)
+    mask[::2, 2] = False
+    old = torch.where(log_r > 0, -log_r - 0.5, torch.full_like(log_r, -0.5))
+    group = torch.arange(len(rows)) % 5
+    return upref.Rollouts(old + log_r, old, A, mask, group, entropy=torch.ones_like(log_r))
+
+
+@law
+def every_hyperparameter_is_alive(o):
+    """Moving it moves the gradient somewhere; a name it does not have is refused."""
+    for key, default in o.hyperparameters.items():
+        other = {"c": 2.0, "beta": 0.1}.get(key, default * 1.5 if default else None)
+        moved = {key: other}
+        b = batch(o, **({} if key == "beta" else moved))
+        b = replace(b, logp_ref=b.logp_old - 0.1)
+        assert not torch.equal(grad(lambda b: o(b), b), grad(lambda b, hp=moved: o(b, **hp), b)), f"{key} is dead"
+    with pytest.raises(upref.InputError, match="no hyperparameter"):
+        o.loss(batch(o), no_such_thing=1.0)
+
+
+@law
+def record_is_complete(o):
+    assert o.adv in ADVANTAGES
+    assert o.kl is None or o.kl in kl.ESTIMATORS
+    assert set(o.defaults) == set(o.hyperparameters), "a default without the sentence it comes from"
+    assert o.__doc__ and o.eq and o.paper
+
+
+def settings(o):
+    """The defaults, and with a dual clip where there is one."""
+    return [{}, {"c": 3.0}] if "c" in o.hyperparameters else [{}]

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every registered objective, and UP of every base, against every law."""
+
+import laws
+import pytest
+
+import upref
+
+BASES = [n for n in upref.names() if not n.startswith("up_")]
+
+
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", upref.names())
+def test_registered(name, law):
+    law(upref.get(name))
+
+
+PLUGGED = [f for f in laws.LAWS if f.__name__ not in ("every_hyperparameter_is_alive", "record_is_complete")]
+
+
+@pytest.mark.parametrize("law", PLUGGED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", ["sapo", "cispo", "gmpo", "topr", "m2po", "dppo_tv"])
+def test_plugged(name, law):
+    law(upref.up(upref.get(name)))

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's own policy losses on a batch of ours."""
+
+import torch
+from torch import Tensor
+
+from upref.aggregate import Totals
+from upref.check.regimes import grad
+from upref.rollouts import InputError, Rollouts
+
+
+def verl():
+    """(core_algos, ActorConfig, version) of the installed verl; InputError where there is none."""
+    try:
+        import verl
+        from verl.trainer.ppo import core_algos
+        from verl.workers.config import ActorConfig
+    except ImportError as e:
+        raise InputError(f"verl does not import here ({e}): `repro/venv.sh verl` installs what its losses need.") from e
+    return core_algos, ActorConfig, verl.__version__
+
+
+def verl_loss(loss_mode: str, b: Rollouts, agg: str = "token-mean", padding: float = 0.0, **actor_config) -> Tensor:
+    """The scalar that verl would call backward() on for this (micro-)batch on one rank; gradients flow into b.logp.
+
+    actor_config: fields of verl's ActorConfig. Masked slots hold `padding`. The counts of the mini-batch are b.totals.
+    """
+    core_algos, ActorConfig, _ = verl()
+    try:
+        f = core_algos.get_policy_loss_fn(loss_mode)
+        config = ActorConfig(
+            strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, loss_agg_mode=agg, **actor_config
+        )
+    except (ValueError, TypeError) as e:
+        raise InputError(f"verl refuses loss_mode={loss_mode}, loss_agg_mode={agg}, {actor_config}: {e}") from e
+    totals = b.totals or Totals.of(b.mask)
+    config.global_batch_info.update(  # what verl's ppo_loss fills in
+        dp_size=1,
+        batch_num_tokens=int(totals.tokens),
+        global_batch_size=int(totals.sequences),
+        loss_scale_factor=config.loss_scale_factor,
+    )
+    padded = lambda x: torch.where(b.mask, x, padding)
+    loss, _ = f(
+        old_log_prob=padded(b.logp_old),
+        log_prob=padded(b.logp),
+        advantages=padded(b.adv),
+        response_mask=b.mask,
+        loss_agg_mode=agg,
+        config=config,
+        rollout_is_weights=None,
+    )
+    return loss
+
+
+def verl_weights(loss_mode: str, b: Rollouts, agg: str = "token-mean", **actor_config) -> Tensor:
+    """-d loss / d logp of verl's loss, [B, T]: to be compared with `Objective.gradient`."""
+    return -grad(lambda b: verl_loss(loss_mode, b, agg, **actor_config), b)
