@@ -221,7 +221,7 @@ def record_is_complete(o):
     assert o.adv in ADVANTAGES
     assert o.kl is None or o.kl in kl.ESTIMATORS
     assert set(o.defaults) == set(o.hyperparameters), "a default without the sentence it comes from"
-    assert o.__doc__ and o.eq and o.paper
+    assert o.equation and o.eq and o.paper
 
 
 def settings(o):

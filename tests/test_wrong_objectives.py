@@ -13,7 +13,7 @@ FACTS = dict(paper="fan2026up", eq="14", agg="token-mean", adv="group_norm", def
 
 
 def make(fn, weight, level="token", **facts) -> Objective:
-    return Objective(fn.__name__, fn, level=level, closed_form=weight, **FACTS | facts)
+    return Objective(fn.__name__, fn, fn.__doc__, level=level, closed_form=weight, **FACTS | facts)
 
 
 def right(lp, lp_old, A, *, eps=0.2):

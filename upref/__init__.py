@@ -2,8 +2,9 @@
 """upref: reference and verification of the policy-gradient objectives that train reasoning LLMs."""
 
 from upref.aggregate import Totals, aggregate, row_weights
+from upref.errors import InputError
 from upref.registry import Objective, get, names, objective
-from upref.rollouts import InputError, Rollouts
+from upref.rollouts import Rollouts
 from upref.transforms import up, up_anchored
 
 __version__ = "0.1.0"

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from upref.rollouts import InputError
+from upref.errors import InputError
 
 Rewards = Float[Tensor, " N"]
 Advantages = Float[Tensor, " N"]

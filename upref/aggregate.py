@@ -20,6 +20,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from upref.errors import InputError
+
 AGGREGATIONS = (
     "token-mean",
     "group-token-mean",
@@ -57,7 +59,7 @@ class Totals(NamedTuple):
 def row_weights(
     agg: str, mask: Bool[Tensor, "B T"], totals: Totals, length: int | None = None
 ) -> Float[Tensor, " B"] | Tensor | float:
-    """w_i of the table above. `length` is L of seq-mean-token-sum-norm. Raises ValueError on an unknown name."""
+    """w_i of the table above. `length` is L of seq-mean-token-sum-norm. Raises InputError on an unknown name."""
     match agg:
         case "token-mean":
             count = totals.tokens
@@ -69,10 +71,12 @@ def row_weights(
             count = totals.sequences
         case "seq-mean-token-sum-norm":
             if length is None:
-                raise ValueError("seq-mean-token-sum-norm divides by a fixed length: pass length=, not the padded width.")
+                raise InputError(
+                    "seq-mean-token-sum-norm divides by a fixed length: pass length=, not the padded width."
+                )
             count = totals.sequences * length
         case _:
-            raise ValueError(f"unknown aggregation {agg!r}: choose from {', '.join(AGGREGATIONS)}.")
+            raise InputError(f"unknown aggregation {agg!r}: choose from {', '.join(AGGREGATIONS)}.")
     return 1 / count.double() if isinstance(count, Tensor) else 1 / count
 
 

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from upref.rollouts import InputError
+from upref.errors import InputError
 
 
 def token_log_probs(

@@ -15,7 +15,7 @@ from math import comb, sqrt
 
 import numpy as np
 
-from upref.rollouts import InputError
+from upref.errors import InputError
 
 _Z = 1.959963984540054  # Φ(_Z) = 0.975
 

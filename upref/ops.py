@@ -22,7 +22,12 @@ from torch import Tensor
 inf = math.inf
 
 # The largest x of each dtype whose exp is finite (tests/test_ops.py proves each entry maximal).
-LOG_MAX = {torch.float16: 11.0859375, torch.bfloat16: 88.5, torch.float32: 88.72283172607422, torch.float64: 709.782712893384}
+LOG_MAX = {
+    torch.float16: 11.0859375,
+    torch.bfloat16: 88.5,
+    torch.float32: 88.72283172607422,
+    torch.float64: 709.782712893384,
+}
 
 
 def _reader(*xs: Any) -> str:

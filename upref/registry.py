@@ -14,8 +14,9 @@ from torch import Tensor
 
 from upref import kl as kl_estimators
 from upref.aggregate import Totals, aggregate, row_weights
+from upref.errors import InputError
 from upref.ops import exp, log, mean_t, sum_t, where
-from upref.rollouts import InputError, Rollouts
+from upref.rollouts import Rollouts, per_response
 
 LEVELS = {
     "token": "acts on every token by itself: lp, lp_old, A are [B, T]",
@@ -23,6 +24,10 @@ LEVELS = {
     "trajectory": "acts on sum_t lp, the log-probability of a whole response: lp, lp_old, A are [B]",
     "free": "couples tokens in a way of its own: lp, lp_old, A are [B, T], with the mask",
 }
+SHAPES = {k: f"Level {k}: {v}." for k, v in LEVELS.items()}
+ERRORS = """Log-probabilities in nats, J and weights in units of the advantage. Raises InputError on log-probabilities
+that are positive, non-finite or of another shape, on a mask that is not boolean, on a response without a token, and on
+hyperparameters that it does not have or that are out of range."""
 REDUCE = {"sequence": mean_t, "trajectory": sum_t}
 
 # One range per hyperparameter name, whatever the objective.
@@ -36,6 +41,10 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 _POSITIVE = (lambda v: v > 0, "a number > 0")
 
 
+def _no_weight(*_, **__):
+    raise InputError("this objective has no closed-form weight yet: attach one with @NAME.with_weight.")
+
+
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity: two functions are never provably equal
 class Objective:
     """An objective J of the literature, to be maximised. `get(name)` finds it; `names()` lists all.
@@ -47,6 +56,7 @@ class Objective:
 
     name: str
     fn: Callable = field(repr=False)
+    equation: str = field(repr=False)
     paper: str  # key in papers.bib
     eq: str  # where the objective stands in that paper
     level: str  # a key of LEVELS
@@ -58,7 +68,12 @@ class Objective:
     unread: str = field(default="", repr=False)  # why sympy cannot read it, where it cannot
     off_anchor: str = field(default="", repr=False)  # why the weight at r = 1 is not A, where it is not
     coupled: str = field(default="", repr=False)  # why splitting the batch changes it, where it does
-    closed_form: Callable | None = field(default=None, repr=False)
+    closed_form: Callable = field(default=_no_weight, repr=False)
+
+    def __post_init__(self):
+        object.__setattr__(
+            self, "__doc__", f"{self.equation}\n\n{self.paper}, {self.eq}. {SHAPES[self.level]} {ERRORS}"
+        )
 
     # ---- hyperparameters -------------------------------------------------------------------------------------------
     @property
@@ -75,13 +90,21 @@ class Objective:
                 takes = ", ".join(known) or "none"
                 raise InputError(f"{self.name} has no hyperparameter {key!r}; it takes: {takes}.")
             holds, want = _RANGES.get(key, _POSITIVE)
-            if isinstance(value, bool | str) or (value is None and known[key] is not None and key != "c") or not holds(value):
+            if (
+                isinstance(value, bool | str)
+                or (value is None and known[key] is not None and key != "c")
+                or not holds(value)
+            ):
                 raise InputError(f"{self.name}: {key} must be {want}, got {value!r}.")
         return known | hp
 
     # ---- values ----------------------------------------------------------------------------------------------------
     def __call__(self, b: Rollouts, **hp) -> Float[Tensor, ""]:
         """J of the batch, the aggregation and the KL term included; gradients flow into b.logp alone."""
+        if self.agg == "seq-mean" and not b.one_adv_per_response:
+            raise InputError(
+                f"{self.name} wants one advantage per response, and the tokens of one differ: pass adv as [B, 1]."
+            )
         return self.J(b.logp, b.logp_old, b.adv, b.mask, b.group, b.logp_ref, b.entropy, b.totals, **hp)
 
     def loss(self, b: Rollouts, **hp) -> Float[Tensor, ""]:
@@ -115,7 +138,9 @@ class Objective:
         J = aggregate(terms, mask, self.agg, group, totals)
         if beta:
             if lp_ref is None:
-                raise InputError(f"{self.name} with beta={beta} needs logp_ref, the reference model's log-probabilities.")
+                raise InputError(
+                    f"{self.name} with beta={beta} needs logp_ref, the reference model's log-probabilities."
+                )
             k = kl_estimators.ESTIMATORS[self.kl](where(mask, lp, 0), where(mask, lp_ref.detach(), 0))
             J = J - beta * aggregate(k, mask, self.kl_agg, group, totals)
         return J
@@ -128,9 +153,9 @@ class Objective:
         """J before aggregation: [B, T], or [B] where the objective has one term per response."""
         lp, lp_old, A = _inside(lp, lp_old, A, mask)
         if self.level in REDUCE:
-            lp, lp_old, A = self._reduce(lp, mask), self._reduce(lp_old, mask), _per_response(A, mask)
+            lp, lp_old, A = self._reduce(lp, mask), self._reduce(lp_old, mask), per_response(A, mask)
         elif self.agg == "seq-mean":
-            A = _per_response(A, mask)[:, None]
+            A = per_response(A, mask)[:, None]
         return self.fn(lp, lp_old, A, **self._extras(mask, entropy), **hp)
 
     def _reduce(self, x, mask):
@@ -157,7 +182,9 @@ class Objective:
         the mask. Works on tensors, arrays and symbols.
         """
         first = log(r) if self._reads_log_r else r
-        return self._closed(first, A, {"mu": mu, "log_mu": None if mu is None else log(mu), "mask": mask, "entropy": entropy}, hp)
+        return self._closed(
+            first, A, {"mu": mu, "log_mu": None if mu is None else log(mu), "mask": mask, "entropy": entropy}, hp
+        )
 
     @property
     def reads(self) -> list[str]:
@@ -182,9 +209,9 @@ class Objective:
         """∂/∂lp_t of the unreduced J from the closed form, before aggregation and without KL; 0 on masked slots."""
         lp, lp_old, A = _inside(b.logp.detach(), b.logp_old, b.adv, b.mask)
         if self.level in REDUCE:
-            lp, lp_old, A = self._reduce(lp, b.mask), self._reduce(lp_old, b.mask), _per_response(A, b.mask)
+            lp, lp_old, A = self._reduce(lp, b.mask), self._reduce(lp_old, b.mask), per_response(A, b.mask)
         elif self.agg == "seq-mean":
-            A = _per_response(A, b.mask)[:, None]
+            A = per_response(A, b.mask)[:, None]
         log_r = lp - lp_old
         have = {"mu": exp(lp_old), "log_mu": lp_old, "mask": b.mask, "entropy": b.entropy}
         w = self._closed(log_r if self._reads_log_r else exp(log_r), A, have, hp)
@@ -214,9 +241,7 @@ def objective(*, paper: str, eq: str, level: str, agg: str, adv: str, **facts) -
     assert level in LEVELS, level
 
     def wrap(fn: Callable) -> Objective:
-        record = Objective(fn.__name__, fn, paper, eq, level, agg, adv, **facts)
-        object.__setattr__(record, "__doc__", inspect.getdoc(fn))
-        return record
+        return Objective(fn.__name__, fn, inspect.getdoc(fn) or "", paper, eq, level, agg, adv, **facts)
 
     return wrap
 
@@ -259,9 +284,8 @@ def _parameters(fn: Callable) -> list[inspect.Parameter]:
 
 def _inside(lp, lp_old, A, mask):
     """Masked slots become 0, whatever they held, so that no NaN can leave them forward or backward."""
-    return where(mask, lp, 0), where(mask, lp_old.detach(), 0), where(mask, A.detach(), 0) if A.shape[-1] > 1 else A.detach()
-
-
-def _per_response(A, mask):
-    """The response's one advantage: the first unmasked slot's."""
-    return A[:, 0] if A.shape[-1] == 1 else A.gather(1, mask.int().argmax(1, keepdim=True))[:, 0]
+    return (
+        where(mask, lp, 0),
+        where(mask, lp_old.detach(), 0),
+        where(mask, A.detach(), 0) if A.shape[-1] > 1 else A.detach(),
+    )

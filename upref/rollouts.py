@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The batch that every objective reads, validated once at the boundary, and the letters used everywhere.
 
-    lp, lp_old    log π_θ(o_t | q, o_<t) and log π_old(o_t | q, o_<t), in nats, [B, T]
-    A             advantage, [B, T], or [B, 1] for one number per response
-    r = exp(lp - lp_old)    token ratio (Eq. 3);    s = exp(mean_t(lp - lp_old))    sequence ratio (Eq. 5)
-    mu, p         π_old(o_t) and π_θ(o_t) = mu r
-    mask          True on the tokens of the response, [B, T];    group    prompt id of each response, [B]
-    eps, eps_low, eps_high, c, beta    clip bounds, dual-clip constant, KL coefficient
+lp, lp_old    log π_θ(o_t | q, o_<t) and log π_old(o_t | q, o_<t), in nats, [B, T]
+A             advantage, [B, T], or [B, 1] for one number per response
+r = exp(lp - lp_old)    token ratio (Eq. 3);    s = exp(mean_t(lp - lp_old))    sequence ratio (Eq. 5)
+mu, p         π_old(o_t) and π_θ(o_t) = mu r
+mask          True on the tokens of the response, [B, T];    group    prompt id of each response, [B]
+eps, eps_low, eps_high, c, beta    clip bounds, dual-clip constant, KL coefficient
 """
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import get_args
 
 import torch
@@ -17,10 +18,7 @@ from jaxtyping import Bool, Float, Int, jaxtyped
 from torch import Tensor
 
 from upref.aggregate import Totals
-
-
-class InputError(ValueError):
-    """Bad input from the user: one sentence that says what is wrong and what to do."""
+from upref.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,9 @@ class Rollouts:
             raise InputError(f"response {_first(empty)[0]} has no unmasked token: drop that row before the loss.")
         bad = ~self.adv.isfinite() & self.mask if self.adv.shape[1] > 1 else ~self.adv.isfinite()
         if bad.any():
-            raise InputError(f"adv is not finite at {_first(bad)}: check the rewards and the group's standard deviation.")
+            raise InputError(
+                f"adv is not finite at {_first(bad)}: check the rewards and the group's standard deviation."
+            )
         if self.group is not None and self.totals is None:
             ids, counts = self.group.unique(return_counts=True)
             if (counts == 1).any():
@@ -71,12 +71,16 @@ class Rollouts:
                     want = " or ".join(getattr(k, "__name__", str(k)) for k in kinds)
                     raise InputError(f"{field.name} must be {want}, got {_describe(x)}{_shapes(self)}.")
         if self.mask.numel() == 0:
-            raise InputError(f"the batch is empty (mask has shape {tuple(self.mask.shape)}): give one response at least.")
+            raise InputError(
+                f"the batch is empty (mask has shape {tuple(self.mask.shape)}): give one response at least."
+            )
 
     def _check_logp(self, name: str, x: Tensor):
         bad = ~x.isfinite() & self.mask
         if bad.any():
-            raise InputError(f"{name} is {x[_first(bad)].item()} at {_first(bad)}, an unmasked slot: mask it or fix it.")
+            raise InputError(
+                f"{name} is {x[_first(bad)].item()} at {_first(bad)}, an unmasked slot: mask it or fix it."
+            )
         # a fused log-softmax may overshoot 0 by rounding, not by more
         bad = (x > min(100 * torch.finfo(x.dtype).eps, 1e-3)) & self.mask
         if bad.any():
@@ -85,12 +89,19 @@ class Rollouts:
                 "are these probabilities, losses or logits?"
             )
 
+    @cached_property
+    def one_adv_per_response(self) -> bool:
+        """Whether the unmasked advantages of each response are equal."""
+        return bool(((self.adv == per_response(self.adv, self.mask)[:, None]) | ~self.mask).all())
+
     def split(self, n: int) -> "list[Rollouts]":
         """n micro-batches whose losses (and gradients) *add up* to this batch's, whatever the response lengths.
 
         Each carries the whole mini-batch's `totals`. Over data-parallel ranks all-reduce the `Totals` first, give
         them to each rank's Rollouts, and sum the gradients; multiply by the world size where the framework averages.
         """
+        if n < 1:
+            raise InputError(f"a batch is split into at least one part, not {n}.")
         totals = self.totals or Totals.of(self.mask, self.group)
         rows = torch.arange(len(self.mask)).tensor_split(n)
         return [self._rows(i, totals) for i in rows if len(i)]
@@ -99,6 +110,11 @@ class Rollouts:
         cut = {f.name: getattr(self, f.name) for f in fields(self)}
         cut = {k: v[i] if isinstance(v, Tensor) else v for k, v in cut.items()}
         return replace(self, **cut | {"totals": totals.rows(i)})
+
+
+def per_response(A: Tensor, mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
+    """Each response's one advantage: its first unmasked slot's."""
+    return A[:, 0] if A.shape[-1] == 1 else A.gather(1, mask.int().argmax(1, keepdim=True))[:, 0]
 
 
 def _first(bad: Tensor) -> tuple[int, ...]:

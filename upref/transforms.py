@@ -20,7 +20,6 @@ def up_anchored(base: Objective) -> Objective:
 
 def _asymmetric(base: Objective, prefix: str, positive) -> Objective:
     """where(A > 0, A positive(lp), base): lp is reduced as the base reduces it."""
-    assert base.closed_form is not None
     mean = base.level == "free" and base.agg == "seq-mean"  # one term per response: the positive branch averages too
 
     def fn(lp, lp_old, A, *args, **hp):
@@ -39,8 +38,9 @@ def _asymmetric(base: Objective, prefix: str, positive) -> Objective:
 
     fn.__signature__ = inspect.signature(base.fn)  # type: ignore[attr-defined]
     weight.__signature__ = inspect.signature(base.closed_form)  # type: ignore[attr-defined]
-    record = replace(
+    return replace(
         base,
+        equation=f"J_t = A log π_θ where A > 0;  J_t of {base.name} where A <= 0",
         name=f"{prefix}({base.name})",
         fn=fn,
         closed_form=weight,
@@ -48,5 +48,3 @@ def _asymmetric(base: Objective, prefix: str, positive) -> Objective:
         eq="Sec. 4.2",
         note=f"The plug-in on {base.name}. {base.note}".strip(),
     )
-    object.__setattr__(record, "__doc__", f"J_t = A log π_θ where A > 0;  J_t of {base.name} where A <= 0.")
-    return record

@@ -13,13 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from upref.registry import REDUCE, InputError, Objective
+from upref.errors import InputError
+from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
 
 MU = (0.02, 0.3, 0.9)  # π_old of a rare, a likely and a nearly certain token
 SIGNS = (1.0, -1.0, 0.5, -2.0, 0.0)
 LOG_R = np.unique(np.r_[np.linspace(-4, 4, 33), np.outer((-1, 1), np.geomspace(1e-5, 0.3, 12)).ravel()])
-EDGES = (-1e-9, 0.0, 1e-9)  # just inside, on and just outside a bound, relative to r; OFF_EDGES for whoever steps or re-sums
+EDGES = (
+    -1e-9,
+    0.0,
+    1e-9,
+)  # just inside, on and just outside a bound, relative to r; OFF_EDGES for whoever steps or re-sums
 OFF_EDGES = (-1e-3, 1e-3)
 
 
@@ -112,7 +117,9 @@ def _rollouts(rows, rng) -> Rollouts:
     if not rows:
         raise InputError("the regime grid is empty: choose a smaller thin.")
     T = max(map(len, rows)) + 1  # one column of padding at least
-    full = lambda i: torch.tensor([[c[i] for c in row] + [math.nan] * (T - len(row)) for row in rows], dtype=torch.float64)
+    full = lambda i: torch.tensor(
+        [[c[i] for c in row] + [math.nan] * (T - len(row)) for row in rows], dtype=torch.float64
+    )
     adv, logp_old, log_r = full(0), full(1), full(2)
     group = torch.as_tensor(rng.permutation(np.arange(len(rows)) % max(1, len(rows) // 3)))
     entropy = torch.as_tensor(rng.uniform(0, 3, size=adv.shape))

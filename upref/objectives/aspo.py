@@ -11,13 +11,13 @@ def flipped(lp, lp_old, A, alive_pos, alive_neg, cap):
 
 @objective(
     paper="wang2025aspo",
-    eq="3",
+    eq="3, with steps 1-3 of Sec. 6",
     level="token",
     agg="token-mean",
     adv="group_norm",
     defaults={
-        "eps": "0.2: wang2025aspo App. B, both sides",
-        "cap": "3.0: the authors' code and the line r = 3 in their Fig. 4; no formula of the paper prints it",
+        "eps": '0.2: wang2025aspo App. B: "The clipping ranges of GRPO and ASPO are set to ε = 0.2"',
+        "cap": "3.0: the authors' code, positive_clip_ratio_c=3.0, and the line r = 3.0 of Fig. 4; the text gives none",
     },
     note="The weight of a positive token is turned upside down, not its clip: the Cap for A > 0 is GRPO's.",
 )
@@ -44,13 +44,14 @@ def is_calm(entropy, mask):
     agg="token-mean",
     adv="group_norm",
     defaults={
-        "eps_calm": "0.2: the authors' code, tokens of entropy up to the 80 % quantile",
-        "eps_unsure": "0.4: the same, tokens above it",
-        "cap": "3.0: the same, both signs",
+        "eps_calm": "0.2: the authors' dp_actor.py, *_low_entropy_clip_ratio_*=0.2; entropy up to the 80 % quantile",
+        "eps_unsure": "0.4: the same, *_high_entropy_clip_ratio_*=0.4; entropy above it",
+        "cap": "3.0: the same, negative_clip_ratio_c=3.0 and positive_clip_ratio_c=3.0",
     },
     unread="its clip depends on a quantile of the batch's entropies",
     coupled="the entropy quantile is the batch's",
-    note="The clip widens on high-entropy tokens, which the paper's formula does not have; reads Rollouts.entropy.",
+    note="The clip widens on high-entropy tokens, which the paper's formula does not have; reads Rollouts.entropy. "
+    "The authors take the quantile per response (dp_actor.py: nanquantile(..., dim=-1)), not over the batch.",
 )
 def aspo_code(lp, lp_old, A, mask, entropy, *, eps_calm=0.2, eps_unsure=0.4, cap=3.0):
     """As aspo with ε_t = 0.2 where H_t <= the batch's 80 % quantile of entropies, else 0.4"""

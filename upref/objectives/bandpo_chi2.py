@@ -5,16 +5,17 @@ from upref.registry import objective
 
 @objective(
     paper="li2026bandpo",
-    eq="the band of its code (Proposition 4)",
+    eq="Proposition 4, as its code cites it (paper not read here)",
     level="token",
     agg="seq-mean-token-mean",
     adv="group_norm",
     kl="k3",
     defaults={
-        "delta": "0.05: the authors' scripts; their config default is 0.1",
-        "beta": "0: the authors' scripts add k3 with 0.001",
+        "delta": "0.05: the authors' scripts, band_radius_delta=0.05; their ActorConfig has 0.1",
+        "beta": "0: the authors' scripts add k3 (low_var_kl), kl_loss_coef=0.001",
     },
-    note="PPO's clip with bounds from an f-divergence ball, f(u) = (u-1)²: closed form r = 1 ± √(δ(1-mu)/mu). The weight reads mu = π_old(o_t).",
+    note="PPO's clip, bounds from an f-divergence ball, f(u) = (u-1)²: closed form r = 1 ± √(δ(1-mu)/mu), mu = π_old. "
+    "The authors' scripts also cap the upper bound at 10 (upper_bound_max) and dual-clip at 10; neither is here.",
 )
 def bandpo_chi2(lp, lp_old, A, *, delta=0.05):
     """J = E 1/G Σ_i 1/|o_i| Σ_t min(r A, clip(r, low(mu), high(mu)) A),  mu f(r) + (1-mu) f((1-mu r)/(1-mu)) = δ"""

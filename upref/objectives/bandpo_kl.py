@@ -24,17 +24,18 @@ def band(log_mu, delta):
 
 @objective(
     paper="li2026bandpo",
-    eq="the band of its code (Theorem 1)",
+    eq="Theorem 1, as its code cites it (paper not read here)",
     level="token",
     agg="seq-mean-token-mean",
     adv="group_norm",
     kl="k3",
     defaults={
-        "delta": "0.05: the authors' scripts; their config default is 0.1",
-        "beta": "0: the authors' scripts add k3 with 0.001",
+        "delta": "0.05: the authors' scripts, band_radius_delta=0.05; their ActorConfig has 0.1",
+        "beta": "0: the authors' scripts add k3 (low_var_kl), kl_loss_coef=0.001",
     },
     unread="its bounds come from a bisection",
-    note="PPO's clip with bounds from an f-divergence ball, f(u) = -log u + u - 1: KL(π_old ‖ π_θ) of the binary collapse, by bisection. The weight reads mu = π_old(o_t).",
+    note="PPO's clip, bounds from a ball of KL(π_old ‖ π_θ) of the binary collapse (o_t or not), by bisection. "
+    "The authors' scripts also cap the upper bound at 10 (upper_bound_max) and dual-clip at 10; neither is here.",
 )
 def bandpo_kl(lp, lp_old, A, *, delta=0.05):
     """J = E 1/G Σ_i 1/|o_i| Σ_t min(r A, clip(r, low(mu), high(mu)) A),  mu f(r) + (1-mu) f((1-mu r)/(1-mu)) = δ"""

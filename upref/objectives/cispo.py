@@ -5,11 +5,14 @@ from upref.registry import objective
 
 @objective(
     paper="chen2025minimax",
-    eq="4",
+    eq="4 and 5",
     level="token",
     agg="group-token-mean",
     adv="group_norm",
-    defaults={"eps_high": "4.0 (weights up to 5): chen2025minimax tunes it and reports none; 5 is qi2026rethinking's, Sec. 7"},
+    defaults={
+        "eps_high": '4.0 (weights up to 5): chen2025minimax Sec. 3.1 "only tuned" it and prints no value; '
+        '5 is the truncation of qi2026rethinking App. E, "C = 5 by default"',
+    },
     note="The paper sets ε_low so large that its floor is inert: only the upper side is clipped. No weight is ever 0.",
 )
 def cispo(lp, lp_old, A, *, eps_high=4.0):

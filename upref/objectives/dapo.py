@@ -10,9 +10,9 @@ from upref.registry import objective
     agg="group-token-mean",
     adv="group_norm",
     defaults={
-        "eps_low": 'fan2026up Table A1: "Lower Clip 0.2"; yu2025dapo Sec. 4.1: the same',
-        "eps_high": 'fan2026up Table A1: "Upper Clip 0.28"; yu2025dapo Sec. 4.1: the same',
-        "c": "None: no objective of the paper has a dual clip; App. B adds c without a value. verl: 3.0, DAPO's recipe: 10.0",
+        "eps_low": 'fan2026up Table A1, "Lower Clip": 0.2; yu2025dapo Sec. 4.1: "the clipping parameter ε_low to 0.2"',
+        "eps_high": 'fan2026up Table A1, "Upper Clip": 0.28; yu2025dapo Sec. 4.1: "and ε_high to 0.28"',
+        "c": "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10",
     },
     note="Without group ids the whole batch counts as one group, which is what DAPO's code, verl and TRL compute.",
 )

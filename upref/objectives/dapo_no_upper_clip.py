@@ -10,8 +10,8 @@ from upref.registry import objective
     agg="group-token-mean",
     adv="group_norm",
     defaults={
-        "eps_low": 'fan2026up Table A1: "Lower Clip 0.2"',
-        "c": "None: no objective of the paper has a dual clip; App. B adds c without a value. verl: 3.0, DAPO's recipe: 10.0",
+        "eps_low": 'fan2026up Table A1, "Lower Clip" of DAPO: 0.2',
+        "c": "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10",
     },
     note="The ablation that keeps π_old in the ratio: the weight of a positive token grows with r, up to 1/π_old.",
 )

@@ -9,8 +9,11 @@ from upref.registry import objective
     level="token",
     agg="seq-mean-token-sum",
     adv="group_mean",
-    defaults={"delta": "0.15: qi2026rethinking Sec. 5 and App. C.1: TV threshold 0.15, no truncation of r"},
-    note="π_old must be the rollout policy itself, not a recomputed one (Sec. 5). The weight reads mu = π_old(o_t).",
+    defaults={
+        "delta": '0.15: qi2026rethinking App. C.1: "δ = 0.15 for TV divergence and δ = 0.05 for KL divergence", '
+        "C = ∞; App. E: 0.2 (LoRA: 0.15) with C = 5",
+    },
+    note="π_old must be the rollout policy itself, not a recomputed one (Sec. 5.2). The weight reads mu = π_old(o_t).",
 )
 def dppo_tv(lp, lp_old, A, *, delta=0.15):
     """J = E Σ_t M_t r_t A_t,  M = 0 where |π_θ(o_t) - π_old(o_t)| > δ on the side the update pushes to"""
@@ -31,8 +34,8 @@ def dppo_tv(log_r, A, log_mu, *, delta):
     agg="token-mean",
     adv="group_mean",
     defaults={
-        "delta": "verl 0.9.1 ActorConfig.clip_ratio: 0.2",
-        "trunc": "3.0: verl 0.9.1 reads clip_ratio_c, whose config default 3.0 hides the documented 20",
+        "delta": "0.2: verl 0.9.1 ActorConfig.clip_ratio_low and clip_ratio_high",
+        "trunc": '3.0: verl 0.9.1 reads config.get("clip_ratio_c", 20.0), but ActorConfig defines clip_ratio_c = 3.0',
     },
     note="The ratio is truncated and outside the derivative: weight A min(r, C) M.",
 )

@@ -5,15 +5,15 @@ from upref.registry import objective
 
 @objective(
     paper="liu2025understanding",
-    eq="Sec. 3.2",
+    eq="Sec. 3.2: Eq. 3 without 1/|o_i| and std",
     level="token",
     agg="seq-mean-token-sum",
     adv="group_mean",
     kl="k3",
     defaults={
-        "eps": "0.2, PPO's; fan2026up Table A3 for the whole comparison",
-        "c": "None: no objective of the paper has a dual clip; App. B adds c without a value. verl: 3.0, DAPO's recipe: 10.0",
-        "beta": "0: the paper's runs have no KL term",
+        "eps": '0.2: liu2025understanding Table 6: "Policy clipping parameter 0.2"',
+        "c": "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10",
+        "beta": '0: liu2025understanding Sec. 3: "We will assume β = 0 throughout this paper"',
     },
     note="GRPO without 1/|o_i| and without the standard deviation. Official code divides by a fixed length as well: "
     "aggregate(..., 'seq-mean-token-sum-norm', length=L).",

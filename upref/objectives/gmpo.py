@@ -5,11 +5,11 @@ from upref.registry import objective
 
 @objective(
     paper="zhao2025geometric",
-    eq="Sec. 3",
+    eq="4",
     level="free",
     agg="seq-mean",
     adv="group_norm",
-    defaults={"eps": 'zhao2025geometric: "(ε1, ε2) = (e^-0.4, e^0.4)", the half-width of the log-ratio\'s range'},
+    defaults={"eps": '0.4: zhao2025geometric Sec. 3: "(ε_low, ε_high) in Equation 4 to (e^-0.4, e^0.4)"'},
     note="A clipped token loses its own gradient, but goes on scaling the others' through the geometric mean.",
 )
 def gmpo(lp, lp_old, A, mask, *, eps=0.4):

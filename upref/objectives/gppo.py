@@ -10,8 +10,8 @@ from upref.registry import objective
     agg="group-token-mean",
     adv="group_norm",
     defaults={
-        "eps_low": "0.2: the authors' scripts",
-        "eps_high": "0.28: the authors' scripts",
+        "eps_low": "0.2: the authors' recipe/dapo/perf_run_dapo_ours_math.sh, clip_ratio_low=0.2",
+        "eps_high": "0.28: the same script, clip_ratio_high=0.28",
         "c": "None: the formula has none; the authors' code kills A < 0, r > c with c = 3, their scripts with 10",
     },
     note="DAPO's value with a gradient that survives the clip: out of the window the weight is the bound, never 0.",

@@ -11,9 +11,9 @@ from upref.registry import objective
     adv="group_norm",
     kl="k3",
     defaults={
-        "eps": 'fan2026up Table A3: "Lower Clip 0.2, Upper Clip 0.2"; shao2024deepseekmath publishes no value',
-        "c": "None: no objective of the paper has a dual clip; App. B adds c without a value. verl: 3.0, DAPO's recipe: 10.0",
-        "beta": "0: fan2026up gives none; shao2024deepseekmath Sec. 4.2 trains with 0.04 (pass beta=0.04 and logp_ref)",
+        "eps": 'fan2026up Table A3, "Lower Clip" and "Upper Clip": 0.2; shao2024deepseekmath publishes no value',
+        "c": "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10",
+        "beta": '0: fan2026up gives none; shao2024deepseekmath Sec. 4.2: "The KL coefficient is 0.04"',
     },
 )
 def grpo(lp, lp_old, A, *, eps=0.2, c=None):

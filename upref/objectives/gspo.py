@@ -10,8 +10,9 @@ from upref.registry import objective
     agg="seq-mean",
     adv="group_norm",
     defaults={
-        "eps_low": 'fan2026up Table A1: "Lower Clip 3e-4"; zheng2025group Sec. 5.1: the same',
-        "eps_high": 'fan2026up Table A1: "Upper Clip 4e-4"; zheng2025group Sec. 5.1: the same',
+        "eps_low": 'fan2026up Table A1, "Lower Clip": 3e-4; zheng2025group Sec. 5.1: '
+        '"the left and right clipping ranges in Equation (5) to 3e-4 and 4e-4, respectively"',
+        "eps_high": 'fan2026up Table A1, "Upper Clip": 4e-4; zheng2025group Sec. 5.1: the same sentence',
     },
     note="The same function as DAPO's, handed mean_t lp instead of lp.",
 )

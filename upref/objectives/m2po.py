@@ -19,10 +19,11 @@ def keep_smallest(x, among, budget):
     level="free",
     agg="group-token-mean",
     adv="group_norm",
-    defaults={"tau": "0.04: zheng2025prosperity, every experiment"},
+    defaults={"tau": '0.04: the authors: "Across all our experiments, we consistently set τ_M2 = 0.04" (project page)'},
     unread="it sorts the tokens of the whole batch",
     coupled="which tokens are masked depends on the whole batch",
-    note="Among the tokens already past π_old in the update's direction, drops the largest log² r until their mean is <= τ.",
+    note="Among the tokens already past π_old in the update's direction, drops the largest log² r until their mean "
+    "is <= τ. The authors' code instead caps |log r| where the capped mean is τ, and masks beyond it.",
 )
 def m2po(lp, lp_old, A, mask, *, tau=0.04):
     """J = E 1/Σ_i|o_i| Σ_i Σ_t M_t r_t A_t,  mean of (log r)² over the kept trust-region tokens <= τ"""

@@ -11,7 +11,7 @@ from upref.registry import objective
     adv="whiten",
     defaults={
         "eps": 'schulman2017proximal Sec. 3: "where epsilon is a hyperparameter, say, ε = 0.2"',
-        "c": "None: no objective of the paper has a dual clip; App. B adds c without a value. verl: 3.0, DAPO's recipe: 10.0",
+        "c": "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10",
     },
 )
 def ppo_clip(lp, lp_old, A, *, eps=0.2, c=None):

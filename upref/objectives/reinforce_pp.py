@@ -9,7 +9,10 @@ from upref.registry import objective
     level="token",
     agg="seq-mean-token-mean",
     adv="whiten",
-    defaults={"eps": "0.2: hu2025reinforce++ v1; v9 reports none", "c": "None: no objective of the paper has a dual clip; App. B adds c without a value. verl: 3.0, DAPO's recipe: 10.0"},
+    defaults={
+        "eps": "0.2: hu2025reinforce++ v1, Sec. 4.2, Table 1; v9 reports none",
+        "c": "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10",
+    },
     note="PPO's clip on rewards whitened over the global batch; its KL (k1) belongs into the reward.",
 )
 def reinforce_pp(lp, lp_old, A, *, eps=0.2, c=None):
@@ -31,8 +34,8 @@ def reinforce_pp(r, A, *, eps, c):
     adv="group_mean_whiten",
     kl="k2",
     defaults={
-        "eps": "0.2: hu2025reinforce++ v1; v9 reports none",
-        "c": "None: no objective of the paper has a dual clip; App. B adds c without a value. verl: 3.0, DAPO's recipe: 10.0",
+        "eps": "0.2: hu2025reinforce++ v1, Sec. 4.2, Table 1; v9 reports none",
+        "c": "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10",
         "beta": "0: hu2025reinforce++ adds λ E[k2] and reports no λ",
     },
     note="The variant with a group baseline, then whitened over the global batch.",

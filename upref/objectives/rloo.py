@@ -4,7 +4,7 @@ from upref.registry import objective
 
 @objective(
     paper="ahmadian2024back",
-    eq="7",
+    eq="Sec. 2.3, the RLOO estimator (unnumbered)",
     level="token",
     agg="seq-mean-token-sum",
     adv="leave_one_out",

@@ -5,12 +5,15 @@ from upref.registry import objective
 
 @objective(
     paper="gao2025soft",
-    eq="Sec. 3",
+    eq="5 (by a third-party note; paper not read here)",
     level="token",
     agg="seq-mean-token-mean",
     adv="group_norm",
-    defaults={"tau_pos": "1.0: gao2025soft, Qwen3-30B-A3B-Base runs", "tau_neg": "1.05: the same runs"},
-    note="A soft gate: the weight is A at r = 1, decays with r and is exactly 0 nowhere. J(r = 1) = 2A/τ, not A.",
+    defaults={
+        "tau_pos": "1.0: gao2025soft, as TRL's paper_index.md and verl's ActorConfig have it; paper not read here",
+        "tau_neg": "1.05: the same",
+    },
+    note="A soft gate: the weight is A at r = 1, largest near r = 2, then decays, never 0. J(r = 1) = 2A/τ, not A.",
 )
 def sapo(lp, lp_old, A, *, tau_pos=1.0, tau_neg=1.05):
     """J = E 1/G Σ_i 1/|o_i| Σ_t f(r) A_i,  f(r) = (4/τ) σ(τ(r-1)),  τ = τ_pos if A > 0 else τ_neg"""

@@ -4,8 +4,8 @@ from upref.registry import objective
 
 
 DEFAULTS = {
-    "eps_low": 'fan2026up Table A1: "Lower Clip 0.2"; no eps_high: "UP variants eliminate the need for the upper clip" (App. A)',
-    "c": "None: no objective of the paper has a dual clip; App. B adds c without a value. verl: 3.0, DAPO's recipe: 10.0",
+    "eps_low": 'fan2026up Table A1, "Lower Clip": 0.2; App. A: UP "eliminate the need for the upper clip"',
+    "c": "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10",
 }
 
 
@@ -16,7 +16,8 @@ DEFAULTS = {
     agg="group-token-mean",
     adv="group_norm",
     defaults=DEFAULTS,
-    note="Eq. 14 prints 1+ε_high, which is inert for A <= 0 (derivations/eps_high_inert.py). Without group ids the batch is one group.",
+    note="Eq. 14 prints 1+ε_high, which is inert for A <= 0 (derivations/eps_high_inert.py). "
+    "Without group ids the batch is one group.",
 )
 def up_dapo(lp, lp_old, A, *, eps_low=0.2, c=None):
     """J = E 1/Σ_i|o_i| Σ_i Σ_t { A log π_θ if A > 0;  min(r A, clip(r, 1-ε_low, ∞) A) if A <= 0 }"""

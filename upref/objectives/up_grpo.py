@@ -4,8 +4,8 @@ from upref.registry import objective
 
 
 DEFAULTS = {
-    "eps": 'fan2026up Table A3: "Lower Clip 0.2", the upper one "-"',
-    "c": "None: no objective of the paper has a dual clip; App. B adds c without a value. verl: 3.0, DAPO's recipe: 10.0",
+    "eps": 'fan2026up Table A3, "Lower Clip" of UP-GRPO: 0.2, "Upper Clip": "-"',
+    "c": "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10",
     "beta": "0: the paper prints -β D_KL in both branches (its prose says negative ones) and gives no β",
 }
 

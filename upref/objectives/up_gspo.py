@@ -4,7 +4,7 @@ from upref.registry import objective
 
 
 DEFAULTS = {
-    "eps_low": 'fan2026up Table A1: "Lower Clip 3e-4", the upper one "-"',
+    "eps_low": 'fan2026up Table A1, "Lower Clip" of UP-GSPO: 3e-4, "Upper Clip": "-"',
 }
 
 
@@ -15,7 +15,8 @@ DEFAULTS = {
     agg="seq-mean",
     adv="group_norm",
     defaults=DEFAULTS,
-    note="UP-DAPO's function, handed mean_t lp: for A > 0 it equals UP-GRPO's, no ratio being left to have a granularity.",
+    note="UP-DAPO's function, handed mean_t lp: for A > 0 it equals UP-GRPO's, no ratio being left to have a "
+    "granularity.",
 )
 def up_gspo(lp, lp_old, A, *, eps_low=3e-4):
     """J = E 1/G Σ_i { A_i mean_t log π_θ if A_i > 0;  min(s_i A_i, clip(s_i, 1-ε_low, ∞) A_i) if A_i <= 0 }"""

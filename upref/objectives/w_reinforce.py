@@ -9,7 +9,7 @@ from upref.registry import objective
     level="token",
     agg="seq-mean-token-sum",
     adv="signed",
-    defaults={"lam": "0.1: zhu2025surprising Sec. 5, the weight of correct responses"},
+    defaults={"lam": '0.1: zhu2025surprising Sec. 5; its README: "the λ in the paper, recommended value is 0.1"'},
     off_anchor="positive responses weigh lam by definition",
     note="A = +1 or -1, no baseline, no ratio. lam = 1 is REINFORCE, lam -> 0 negative-sample reinforcement.",
 )
@@ -29,7 +29,10 @@ def w_reinforce(r, A, *, lam):
     level="token",
     agg="token-mean",
     adv="signed",
-    defaults={"lam": "0.1: the paper's; the code's config default is 1", "eps": "0.2: zhu2025surprising App. D.1, clip ratio"},
+    defaults={
+        "lam": '0.1: the paper\'s; the code\'s ppo_trainer.yaml: "positive_advantage_weight: 1"',
+        "eps": '0.2: zhu2025surprising App. D.1; the code\'s ppo_trainer.yaml: "clip_ratio: 0.2"',
+    },
     off_anchor="positive responses weigh lam by definition",
     note="The runs used PPO's clip around the same weighting.",
 )

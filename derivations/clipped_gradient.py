@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eqs. 9-10: the clipped objective for A > 0, its gradient, and its value at the kink.
+
+Claim. min(r, 1+ε) A has derivative A r below the kink and 0 above (by lp). At r = 1+ε it has none: the one-sided ones
+are A (1+ε) and 0. Eq. 10 chooses the left one ("if r <= 1+ε"), and so do torch and this library's `clip`; Eq. 11 calls
+the same point exhausted (Cap = 0), which is no contradiction: the gradient is alive, the room above is nil.
+"""
+
+import torch
+from sympy import Rational, Symbol, exp, log, simplify, symbols
+
+from upref import get
+from upref.symbolic import in_regime
+
+A, r, eps = Symbol("A", positive=True), Symbol("r", positive=True), Symbol("eps", positive=True)
+lp, lp_old = symbols("lp lp_old", real=True)
+
+
+def main(base=get("grpo")):
+    J = base.fn(lp, lp_old, A, eps=eps, c=None)
+
+    def read(at_r):
+        """J where eps = 1/5 and r = at_r, and its derivative by lp, in r."""
+        branch = in_regime(J, {lp: log(at_r), lp_old: 0, eps: Rational(1, 5), A: 1})
+        return branch, simplify(branch.diff(lp).subs(lp, lp_old + log(r)))
+
+    (low, below), (_, at), (high, above) = (read(x) for x in (1, Rational(6, 5), 2))
+    print("r < 1+ε:  J =", low, "  dJ/dlp =", below)
+    print("r > 1+ε:  J =", high, "  dJ/dlp =", above)
+    print("r = 1+ε:  left", below.subs(r, 1 + eps), "  right", above, "  chosen", at.subs(r, 1 + eps))
+    assert (low, high) == (A * exp(lp - lp_old), A * (1 + eps)) and (below, at, above) == (A * r, A * r, 0)
+
+    x = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    old = -torch.tensor([2.0], dtype=torch.float64).log()
+    (gradient,) = torch.autograd.grad(base.fn(x, old, torch.ones(1), eps=1.0, c=None).sum(), x)
+    print("torch at r = 1+ε = 2, A = 1:", (x - old).exp().item(), "->", gradient.item())
+    assert (x - old).exp().item() == 2 == gradient.item()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eqs. 14-16: ε_high does nothing for A <= 0, so UP has no such hyperparameter.
+
+Claim. For A < 0, min(r A, clip(r) A) = A max(r, clip(r)), and clip(r) <= r wherever r >= 1-ε_low. Value and gradient
+are therefore free of ε_high, dual clip included, as soon as 1+ε_high >= 1-ε_low; and UP's terms are the base's. Proved
+in every order of r, 1-ε_low, 1+ε_high and c; for A = 0 both are 0.
+
+Eq. 14 still prints ε_high, Eqs. 15 and 16 a symmetric ε: their upper bound is the inert one. The condition is needed:
+below 1-ε_low the upper bound would decide.
+"""
+
+from itertools import product
+
+from sympy import Rational, Symbol, log, simplify, symbols
+
+from upref import get
+from upref.symbolic import in_regime
+
+lp = Symbol("lp", real=True)
+eps_low, c = symbols("eps_low c", positive=True)
+eps_high = Symbol("eps_high", real=True)
+PAIRS = {"dapo": "up_dapo", "gspo": "up_gspo", "grpo": "up_grpo"}
+LOW = Rational(1, 5)
+
+
+def terms(name, A):
+    """J of the base and of its UP variant at lp_old = 0; GRPO's one ε is read as both bounds."""
+    if name == "gspo":
+        return get(name).fn(lp, 0, A, eps_low=eps_low, eps_high=eps_high), get("up_gspo").fn(lp, 0, A, eps_low=eps_low)
+    if name == "grpo":
+        return get(name).fn(lp, 0, A, eps=eps_low, c=c), get("up_grpo").fn(lp, 0, A, eps=eps_low, c=c)
+    return get(name).fn(lp, 0, A, eps_low=eps_low, eps_high=eps_high, c=c), get("up_dapo").fn(lp, 0, A, eps_low=eps_low, c=c)
+
+
+def main(smallest=-LOW):
+    A = Symbol("A", negative=True)
+    ratios = [Rational(1, 2), Rational(4, 5), Rational(9, 10), 1, Rational(11, 10), Rational(3, 2), 5, 50]
+    highs = [smallest, 0, Rational(28, 100), 3, 10**9]
+    for base, variant in PAIRS.items():
+        J, J_up = terms(base, A)
+        read = set()
+        for ratio, high, bound in product(ratios, highs, (Rational(6, 5), 4)):
+            point = {lp: log(ratio), eps_low: LOW, eps_high: high, c: bound, A: -1}
+            branch = in_regime(J, point)
+            assert not branch.has(eps_high) and simplify(branch - in_regime(J_up, point)) == 0, (base, ratio, high)
+            read.add(str(branch))
+        print(f"{base:5} = {variant:7} for A < 0 in every order of the bounds; the terms met: {', '.join(sorted(read))}")
+        assert {in_regime(f, point) for f in terms(base, 0 * A)} == {0}
+
+    J, _ = terms("dapo", A)
+    crossed = {lp: log(Rational(7, 10)), eps_low: LOW, eps_high: -Rational(2, 5), c: 4, A: -1}
+    print("with 1+ε_high = 0.6 < 0.8 = 1-ε_low, at r = 0.7:", in_regime(J, crossed), " instead of ", end="")
+    print(in_regime(J, crossed | {eps_high: LOW}))
+    assert in_regime(J, crossed) != in_regime(J, crossed | {eps_high: LOW})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sec. 4.1 against B2: what UP's positive branch converges to on a fixed batch, and what importance sampling does.
+
+Claim. E_old[A log π] with A >= 0 is, up to a factor, minus the cross-entropy to π* ∝ π_old A: J(π*) - J(π) =
+E_old[A] KL(π* ‖ π) >= 0. π* is its only maximum, stochastic wherever several arms are rewarded. E_old[A r] = E_π[A] is
+stationary inside the simplex only if all A are equal: its maximum is the best arm with probability 1.
+
+So "equivalent to maximizing the REINFORCE objective" is false off-policy: it is advantage-weighted maximum likelihood on
+stale data. Its mean entropy-preserving target explains a rising entropy. And the baseline is biased: E_old[∇log π] = 0
+only at π = π_old.
+"""
+
+from sympy import Rational, expand_log, log, simplify, symbols
+
+from upref import get
+
+x, mu, A = symbols("x1:4", positive=True), symbols("mu1:4", positive=True), symbols("A1:4", positive=True)
+lp = [log(k) - log(sum(x)) for k in x]
+ARMS = range(3)
+
+
+def expected(o):
+    """E_old of the objective's own function over three arms: mu need not be normalised."""
+    return sum(m * o.fn(p, log(m), a) for m, p, a in zip(mu, lp, A, strict=True))
+
+
+def main(target=lambda mu, A: mu * A):
+    J = expected(get("up_grpo"))
+    goal = [target(m, a) for m, a in zip(mu, A, strict=True)]
+    at = dict(zip(x, goal, strict=True))
+    gradient = [simplify((k * J.diff(k)).subs(at)) for k in x]
+    print("∇J_UP at π ∝ π_old A:", gradient)
+    assert gradient == [0, 0, 0]
+
+    star = [g / sum(goal) for g in goal]
+    kl = sum(s * (log(s) - p) for s, p in zip(star, lp, strict=True))
+    gap = simplify(expand_log(J.subs(at) - J - sum(goal) * kl))
+    print("J(π*) - J(π) - E_old[A] KL(π* ‖ π) =", gap)
+    assert gap == 0
+
+    J_is = expected(get("is_pg"))
+    mean = sum(k * a for k, a in zip(x, A, strict=True)) / sum(x)
+    pull = [simplify(k * J_is.diff(k) - k / sum(x) * (a - mean)) for k, a in zip(x, A, strict=True)]
+    print("∂J_IS/∂z_a - π_a (A_a - E_π[A]) =", pull, " so inside the simplex it is 0 only where all A are equal")
+    assert pull == [0, 0, 0] and simplify(J_is - mean) == 0
+
+    numbers = dict(zip((*mu, *A), (Rational(1, 2), Rational(3, 10), Rational(1, 5), 1, 2, 4), strict=True))
+    print("π_old = (.5, .3, .2), A = (1, 2, 4):  UP ends at", [s.subs(numbers) for s in star], " IS at [0, 0, 1]")
+    assert [s.subs(numbers) for s in star] != [0, 0, 1]
+
+    drift = [sum(m * k * p.diff(k) for m, p in zip(mu, lp, strict=True)) for k in x]
+    at_old = [simplify(d.subs(dict(zip(x, mu, strict=True)))) for d in drift]
+    print("E_old[∇log π] at π_old:", at_old, "  at uniform π:", [simplify(d.subs(dict.fromkeys(x, 1)).subs(numbers)) for d in drift])
+    assert at_old == [0, 0, 0] and drift[0].subs(dict.fromkeys(x, 1)).subs(numbers) != 0
+
+
+if __name__ == "__main__":
+    main()

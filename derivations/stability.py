@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sec. 4.1: what is stable about the positive branch, and why the negative one may not be unbounded.
+
+Claim, in the logits z of a softmax. A log π_a, A > 0, is concave (its Hessian is -A (diag p - p pᵀ)) and <= 0; its
+gradient in z_a is A (1 - p) <= A. With A < 0 the same term is convex and unbounded above, and its gradient tends to |A|,
+not to 0, as π_a -> 0; UP's own negative branch is 0 below 1-ε_low. The importance-sampling weight is A r, up to A/π_old.
+
+Not proved by this, and not true: that instability is "completely eradicated". The gradient is bounded, the drift over
+repeated mini-batches is not (fixed_point.py, capacity_is_not_a_bound.py).
+"""
+
+from sympy import Matrix, Rational, Symbol, diag, exp, limit, log, oo, simplify, symbols
+
+from upref import get
+
+z, v = symbols("z1:4", real=True), Matrix(symbols("v1:4", real=True))
+A, mu, p = symbols("A mu p", positive=True)
+Z = sum(exp(k) for k in z)
+pi, lp = Matrix([exp(k) / Z for k in z]), z[0] - log(Z)
+
+
+def main(up=get("up_dapo"), symmetric=get("reinforce_off_policy"), sign=-1):
+    J, J_neg = up.fn(lp, Symbol("lp_old"), A), symmetric.fn(lp, None, -A)
+    V = diag(*pi) - pi * pi.T
+    H = Matrix(3, 3, lambda i, j: J.diff(z[i], z[j]))
+    print("A > 0: H + A (diag p - p pᵀ) =", simplify(H - sign * A * V).tolist())
+    pairs = sum(pi[i] * pi[j] * (v[i] - v[j]) ** 2 for i in range(3) for j in range(i))
+    square = simplify((v.T * V * v)[0] - pairs)
+    print("vᵀ (diag p - p pᵀ) v - Σ_{i<j} p_i p_j (v_i - v_j)² =", square, " hence concave")
+    assert simplify(H - sign * A * V).is_zero_matrix and square == 0
+
+    slope = simplify(J.diff(z[0]) - A * (1 - pi[0]))
+    print("dJ/dz_a - A (1 - p) =", slope, "; J/A = log p <= 0")
+    assert slope == 0 and simplify(J - A * log(pi[0])) == 0
+
+    opposite = [simplify(J_neg.diff(a) + J.diff(a)) for a in z]
+    print("A < 0, no clip: minus the same function (gradients add up to", opposite, "), so convex; as p -> 0: J ->", end=" ")
+    rise, pull = limit(symmetric.fn(log(p), None, -A), p, 0, "+"), limit(-A * (1 - p), p, 0)
+    print(rise, ", dJ/dz_a ->", pull)
+    assert opposite == [0, 0, 0] and rise == oo and pull == -A
+
+    clipped = up.closed_form(Rational(1, 2), -A, eps_low=Rational(1, 5), c=None)
+    certain = get("dapo_no_upper_clip").closed_form(p / mu, A, eps_low=Rational(1, 5), c=None).subs(p, 1)
+    print("UP, A < 0, r = 1/2: weight", clipped, ";  importance sampling, A > 0, p = 1: weight", certain)
+    assert clipped == 0 and certain == A / mu and limit(certain, mu, 0, "+") == oo
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Make or refresh .venv in this checkout. Run it, do not source it; it is quiet and immediate when nothing changed.
+#
+#   repro/venv.sh         upref (editable) with its test and dev tools
+#   repro/venv.sh verl    the same, and what verl's losses need on a CPU
+#
+# Needs Python >= 3.11 with venv, and a package index for pip. Writes only inside the checkout. Exit status 2: it could not.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+cd "$root"
+venv=.venv
+py=$venv/bin/python
+log=$venv/pip.log
+lock=.venv-lock      # names the process that is changing .venv
+half=.venv-half-made # there while .venv is being changed: still there without that process, it was interrupted
+pins=(repro/constraints.txt repro/with_verl/requirements-cpu.txt)
+
+say() { echo "venv.sh: $*" >&2; }
+die() { say "$*" && exit 2; }
+
+case "${*-}" in
+"") parts=(base) ;;
+verl) parts=(base verl) ;;
+*) die "the only argument is 'verl', not '$*'." ;;
+esac
+
+# The checkout's place is stamped too, because an editable install points to it.
+stamp() { { echo "$root" && cat repro/venv.sh "${pins[@]}" pyproject.toml; } | cksum; }
+fresh() { [[ -x $py && -f $venv/stamp-$1 && $(<"$venv/stamp-$1") == "$(stamp)" ]]; }
+all_fresh() { for part in "${parts[@]}"; do fresh "$part" || return 1; done; }
+
+[[ ! -e $half ]] && all_fresh && exit 0
+
+# One at a time.
+[[ -w $root ]] || die "cannot write in $root."
+until (set -o noclobber && echo $$ >$lock) 2>/dev/null; do
+    owner=$(cat $lock 2>/dev/null) || continue
+    [[ -n $owner ]] || { sleep 1 && owner=$(cat $lock 2>/dev/null) || continue; }
+    if [[ -n $owner ]] && kill -0 "$owner" 2>/dev/null; then
+        say "process $owner is making .venv, waiting for it (if it is not, remove $lock)."
+        while kill -0 "$owner" 2>/dev/null && [[ -e $lock ]]; do sleep 1; done
+    else
+        rm -f $lock
+    fi
+done
+trap 'rm -f $lock' EXIT
+if [[ -e $half ]]; then
+    say ".venv was left half-made, starting over." # pip may have been stopped between two files
+    rm -rf $venv || die "cannot remove .venv; please do."
+elif [[ -e $venv ]] && ! "$py" -c 'import pip' 2>/dev/null; then
+    rm -rf $venv || die "cannot remove .venv; please do." # made by a Python that is gone
+fi
+touch $half
+die() { rm -f $half && say "$*" && exit 2; } # an error of pip leaves .venv whole
+
+if [[ ! -e $venv ]]; then
+    python=
+    for candidate in python3.11 python3.12 python3; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            python=$candidate && break
+        fi
+    done
+    [[ -n $python ]] || die "needs Python 3.11 or newer, and finds none on the PATH."
+    say "making .venv with $python (once; one to three minutes, 1 to 2 GB)."
+    "$python" -m venv $venv >/dev/null 2>&1 ||
+        { rm -rf $venv && die "'$python -m venv' failed (on Debian and Ubuntu: install python3-venv)."; }
+fi
+
+: >$log
+# install WHAT PIP-ARGUMENTS...
+install() {
+    "$py" -m pip --disable-pip-version-check --no-input --no-cache-dir install --quiet -c "${pins[0]}" "${@:2}" >>$log 2>&1 ||
+        die "pip could not install $1: $(grep -m 1 '^ERROR' $log || true) (all it said: $log)."
+}
+
+if ! fresh base; then
+    rm -f $venv/stamp-base
+    if ! nvidia-smi -L 2>/dev/null | grep -q GPU; then
+        # The CPU build, 2.13.0+cpu, sorts above PyPI's CUDA build (3 GB more). Alone, so that no other package is looked for
+        # there, and impatient, because pip goes on without an index that does not answer.
+        install torch --no-deps --retries 0 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu torch
+        [[ $(uname -sm) != "Linux x86_64" ]] || compgen -G "$venv/lib/python3*/site-packages/torch-*+cpu.dist-info" >/dev/null ||
+            say "download.pytorch.org did not answer, so torch is the CUDA build: the same results, a larger download."
+    fi
+    install upref -e '.[test,dev]'
+    stamp >$venv/stamp-base
+fi
+if [[ ${parts[-1]} == verl ]] && ! fresh verl; then
+    rm -f $venv/stamp-verl
+    install "verl's losses" --no-deps -r "${pins[1]}"
+    stamp >$venv/stamp-verl
+fi
+rm -f $half

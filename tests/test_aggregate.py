@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each aggregation against its formula in exact rationals, and under every split."""
+
+from fractions import Fraction as F
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upref.aggregate import AGGREGATIONS, Totals, aggregate
+from upref.errors import InputError
+from upref.ops import mean_t
+from upref.rollouts import Rollouts
+
+LENGTHS = [3, 1, 4, 2, 2]
+GROUP = [7, 9, 7, 9, 7]
+X = [[F(i * 5 + t * t - 3, 7) for t in range(n)] for i, n in enumerate(LENGTHS)]
+L = 6
+
+
+def formula(agg: str) -> F:
+    if agg == "token-mean":
+        return sum(map(sum, X)) / sum(LENGTHS)
+    if agg == "group-token-mean":
+        of = lambda g: [i for i in range(5) if GROUP[i] == g]
+        return sum(sum(sum(X[i]) for i in of(g)) / sum(LENGTHS[i] for i in of(g)) for g in (7, 9)) / 2
+    if agg == "seq-mean-token-mean":
+        return sum(sum(x) / len(x) for x in X) / 5
+    total = sum(map(sum, X)) / 5
+    return total / L if agg.endswith("norm") else total
+
+
+def padded():
+    x, mask = torch.full((5, 4), float("nan"), dtype=torch.float64), torch.zeros(5, 4, dtype=torch.bool)
+    for i, row in enumerate(X):
+        x[i, : len(row)] = torch.tensor([float(v) for v in row], dtype=torch.float64)
+        mask[i, : len(row)] = True
+    return x, mask
+
+
+@pytest.mark.parametrize("agg", [a for a in AGGREGATIONS if a != "seq-mean"])
+def test_formula_in_exact_rationals(agg):
+    x, mask = padded()
+    assert aggregate(x, mask, agg, torch.tensor(GROUP), length=L).item() == pytest.approx(
+        float(formula(agg)), abs=1e-15
+    )
+
+
+def test_seq_mean_takes_one_number_per_response():
+    x, mask = padded()
+    per_row = mean_t(x, mask)
+    assert aggregate(per_row, mask, "seq-mean").item() == pytest.approx(
+        float(formula("seq-mean-token-mean")), abs=1e-15
+    )
+
+
+def test_without_groups_the_batch_is_one_group():
+    x, mask = padded()
+    assert aggregate(x, mask, "group-token-mean") == aggregate(x, mask, "token-mean")
+    assert aggregate(x, mask, "group-token-mean", torch.tensor(GROUP)) != aggregate(x, mask, "token-mean")
+
+
+@pytest.mark.parametrize("agg", [a for a in AGGREGATIONS if a != "seq-mean"])
+@given(cuts=st.sets(st.integers(1, 4)))
+def test_any_split_adds_up(agg, cuts):
+    """Micro-batches, or ranks whose gradients are summed: same Totals, parts add up."""
+    x, mask = padded()
+    group = torch.tensor(GROUP)
+    totals, whole = Totals.of(mask, group), aggregate(x, mask, agg, group, length=L)
+    edges = [0, *sorted(cuts), 5]
+    parts = 0
+    for a, b in zip(edges, edges[1:], strict=False):
+        i = torch.arange(a, b)
+        parts += aggregate(x[i], mask[i], agg, group[i], totals.rows(i), length=L)
+    assert parts.item() == pytest.approx(whole.item(), abs=1e-14)
+
+
+def test_the_naive_split_does_not_add_up():
+    """Why Totals exists: per-micro-batch token means, averaged, are another objective (TRL #3021, verl #906)."""
+    x, mask = padded()
+    naive = (aggregate(x[:2], mask[:2], "token-mean") + aggregate(x[2:], mask[2:], "token-mean")) / 2
+    assert abs(naive - aggregate(x, mask, "token-mean")) > 0.1
+
+
+def test_half_precision_accumulates_in_float32():
+    x, mask = torch.ones(64, 2048, dtype=torch.float16), torch.ones(64, 2048, dtype=torch.bool)
+    J = aggregate(x, mask, "seq-mean-token-sum")
+    assert J.dtype == torch.float32 and J == 2048
+    assert aggregate(x, mask, "token-mean") == 1
+
+
+def test_errors():
+    x, mask = padded()
+    with pytest.raises(InputError, match="unknown aggregation 'mean'"):
+        aggregate(x, mask, "mean")
+    with pytest.raises(InputError, match="fixed length"):
+        aggregate(x, mask, "seq-mean-token-sum-norm")
+
+
+def test_split_refuses_nonsense():
+    x, mask = padded()
+    b = Rollouts(-x.abs(), -x.abs(), x, mask, torch.tensor(GROUP))
+    for n in (0, -1):
+        with pytest.raises(InputError, match="split into at least one"):
+            b.split(n)
+    assert len(b.split(9)) == 5

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The audit of the installed verl passes, needs its reasons, and fails on a verl that computes otherwise."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from upref import InputError
+from upref.check import audit as A
+from upref.check.regimes import batch
+from upref.registry import get
+
+NEED = "`repro/venv.sh verl` installs what verl's losses need"
+core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=NEED)
+from upref.check.verl import verl_loss, verl_weights  # noqa: E402
+
+IDS = [f"{c.setting}-{c.mode}-{c.objective}-{c.agg}" for c in A.COMPARISONS]
+
+
+@pytest.fixture(scope="module")
+def audit():
+    return A.audit_verl()
+
+
+def test_verl_agrees_or_differs_for_the_named_reasons(audit):
+    assert audit, str(audit)
+    assert max(r.remains for r in audit.rows) <= 1e-7
+    assert not audit.unaudited, "a mode of verl that the audit does not know"
+
+
+def test_what_verl_0_9_1_is_known_for(audit):
+    """Each statement of the documentation about verl, as the row that shows it."""
+    row = {(r.setting, r.mode, r.objective, r.micro_batches): r for r in audit.rows}
+    dual = row["default", "vanilla", "ppo_clip", 1].spot
+    assert dual.where == "A < 0, r > 3" and dual.found == 0 and dual.expected < -3
+    assert row["default", "dppo_tv", "dppo_tv", 1].reasons[0][1].found == 3
+    assert row["paper", "sapo", "sapo", 1].agrees and row["paper", "gpg", "reinforce", 1].difference == 0
+    split = row["paper", "geo_mean", "gmpo", A.MICRO].spot
+    assert split.found / split.expected == pytest.approx(A.MICRO, rel=0.1)  # micro-batches of nearly equal size
+    assert [r.mode for r in audit.rows if r.micro_batches > 1] == ["geo_mean"]
+    # agg_loss sums loss * mask, except under token-mean
+    assert "vanilla (seq-mean-token-mean)" in audit.nan_in_padding
+    assert "vanilla (token-mean)" not in audit.nan_in_padding
+
+
+def test_every_reason_is_needed(audit):
+    for r in audit.rows:
+        for said, spot in r.reasons:
+            assert spot.difference > A.TOL or said.startswith("1e-8 inside"), (r.mode, said)
+
+
+@pytest.mark.parametrize("c", [pytest.param(c, id=i) for c, i in zip(A.COMPARISONS, IDS, strict=True) if c.reasons])
+def test_without_its_last_reason_a_row_is_unexplained(c):
+    without = A.audit_verl((replace(c, setting="default", reasons=c.reasons[:-1]),))
+    assert not without and "UNEXPLAINED" in str(without)
+
+
+WRONG = {
+    "clip": dict(clip_ratio_low=0.25),
+    "upper clip": dict(clip_ratio_high=0.27),
+    "dual clip": dict(clip_ratio_c=5.0),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_another_setting_is_found(name):
+    c = A.COMPARISONS[IDS.index("paper-vanilla-dapo-token-mean")]
+    assert not A.audit_verl((replace(c, actor=c.actor | WRONG[name]),))
+
+
+def test_a_changed_verl_is_found(monkeypatch):
+    """A sign, a detached ratio, a tenth of a percent."""
+    true = core_algos.POLICY_LOSS_REGISTRY["sapo"]
+    c = next(c for c in A.COMPARISONS if c.mode == "sapo")
+    assert A.audit_verl((c,))
+    for change in (
+        lambda kw: kw | {"advantages": -kw["advantages"]},
+        lambda kw: kw | {"log_prob": kw["log_prob"].detach() + 0 * kw["log_prob"]},
+        lambda kw: kw | {"advantages": 1.001 * kw["advantages"]},
+    ):
+        monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, "sapo", lambda _f=change, **kw: true(**_f(kw)))
+        assert not A.audit_verl((c,))
+
+
+def test_a_new_mode_is_reported(monkeypatch):
+    monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, "brand_new", None)
+    monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, "upref/dapo", None)
+    audit = A.audit_verl(A.COMPARISONS[-1:])
+    assert "brand_new" in audit.unaudited and "upref/dapo" not in audit.unaudited and "brand_new" in str(audit)
+
+
+def test_printing_and_json(audit):
+    text = str(audit)
+    assert all(f"{r.mode} ({r.agg}" in text.replace("\n", " ") for r in audit.rows[:3]) and "differs, explained" in text
+    data = json.loads(audit.json())
+    assert data["ok"] is True and len(data["rows"]) == len(audit.rows)
+    assert data["rows"][0]["verdict"] == audit.rows[0].verdict
+
+
+def test_weights_are_the_negative_gradient_of_the_loss():
+    b = batch(get("dapo"))
+    w = verl_weights("vanilla", b, clip_ratio_high=0.28)
+    x = b.logp.clone().requires_grad_()
+    verl_loss("vanilla", replace(b, logp=x), clip_ratio_high=0.28).backward()
+    assert torch.equal(w, -x.grad) and (w[~b.mask] == 0).all()
+
+
+@pytest.mark.parametrize(("mode", "kw"), [("vanila", {}), ("vanilla", {"epsilon": 1}), ("gpg", {"agg": "sum"})])
+def test_what_verl_refuses_is_one_sentence(mode, kw):
+    with pytest.raises(InputError, match="verl refuses"):
+        verl_loss(mode, batch(get("dapo"), thin=20), **kw)
+
+
+def test_without_verl(monkeypatch):
+    for name in [m for m in sys.modules if m.split(".")[0] == "verl"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "verl", None)
+    with pytest.raises(InputError, match=r"repro/venv.sh verl"):
+        A.audit_verl()

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every number on a batch made by hand."""
+
+import math
+
+import pytest
+import torch
+
+import upref
+from upref.diagnostics import diagnose
+
+
+def made(ratios, advantages, dtype=torch.float64):
+    log_r = torch.tensor([[math.log(r) for r in ratios], [0.0] * len(ratios)], dtype=dtype)
+    adv = torch.tensor([advantages, [0.0] * len(ratios)], dtype=dtype)
+    mask = torch.ones_like(adv, dtype=torch.bool)
+    mask[1, 1:] = False
+    return upref.Rollouts(-3 + log_r.clamp(max=2.9), -3 - (log_r - 2.9).clamp(min=0), adv, mask)
+
+
+B = made([2.0, 1.0, 0.5, 2.0, 0.5, 5.0], [1.0, 1.0, 1.0, -1.0, -1.0, -2.0])
+
+
+def test_clip_fractions_by_side_and_sign():
+    d = diagnose(upref.get("dapo"), B, c=3.0)
+    assert d["clip/pos_high"] == pytest.approx(1 / 3)  # r = 2 of A > 0
+    assert d["clip/pos_low"] == 0
+    assert d["clip/neg_low"] == pytest.approx(1 / 3)  # r = 0.5
+    assert d["clip/neg_high"] == pytest.approx(1 / 3)  # r = 5 > c
+    assert d["alive"] == pytest.approx(3 / 6)
+    assert d["above_high"] == pytest.approx(1 / 3)
+
+
+def test_up_keeps_alive_what_dapo_clips():
+    d = diagnose(upref.get("up_dapo"), B)
+    assert d["clip/pos_high"] == 0 and d["alive"] == pytest.approx(5 / 6)
+
+
+def test_overflow_is_reported():
+    log_r = torch.tensor([[1000.0, 0.1, 0.1]])
+    b = upref.Rollouts(
+        torch.full((1, 3), -0.5), -0.5 - log_r, torch.tensor([[-1.0]]), torch.ones(1, 3, dtype=torch.bool)
+    )
+    assert diagnose(upref.get("dapo_no_upper_clip"), b)["overflow"] == pytest.approx(1 / 3)
+
+
+def test_sequence_level_counts_responses_by_their_own_ratio():
+    b = made([2.0, 0.5], [1.0, 1.0])  # s = 1: inside, though both tokens are far out
+    assert diagnose(upref.get("gspo"), b)["alive"] == 1
+
+
+def test_ratio_statistics():
+    d = diagnose(upref.get("dapo"), B)
+    assert d["ratio/max"] == pytest.approx(5) and d["ratio/min"] == pytest.approx(0.5)
+    assert d["ratio/mean"] == pytest.approx((2 + 1 + 0.5 + 2 + 0.5 + 5 + 1) / 7)
+    assert d["kl_old"] == pytest.approx(-(2 * math.log(2) + 2 * math.log(0.5) + math.log(5)) / 7)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import replace
+
+import pytest
+import torch
+
+from upref import kl
+from upref.aggregate import aggregate
+from upref.check.regimes import batch
+from upref.registry import get
+
+
+def test_values_against_definitions():
+    lp, ref = (
+        torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64),
+        torch.tensor([-1.5, -0.5, -0.5], dtype=torch.float64),
+    )
+    ratio = (ref - lp).exp()
+    torch.testing.assert_close(kl.k1(lp, ref), -ratio.log())
+    torch.testing.assert_close(kl.k2(lp, ref), ratio.log() ** 2 / 2)
+    torch.testing.assert_close(kl.k3(lp, ref), ratio - 1 - ratio.log())
+
+
+def test_k3_is_accurate_where_the_naive_form_is_not():
+    d = torch.tensor([1e-3, -1e-3, 1e-2])
+    exact = (d.double().expm1() - d.double()).float()
+    stable, naive = kl.k3(-d, torch.zeros(3)), d.exp() - 1 - d
+    assert ((stable - exact).abs() / exact).max() < 1e-3 < ((naive - exact).abs() / exact).max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_k3_stays_finite(dtype):
+    lp = torch.tensor([-1000.0, -0.0], dtype=dtype, requires_grad=True)
+    kl.k3(lp, torch.tensor([-0.0, -1000.0], dtype=dtype)).sum().backward()
+    assert lp.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "estimator"), [("grpo", "k3"), ("up_grpo", "k3"), ("reinforce_pp_baseline", "k2")])
+def test_the_term_is_subtracted_with_the_objectives_own_aggregation(name, estimator):
+    o = get(name)
+    b = batch(o)
+    b = replace(b, logp_ref=(b.logp - 0.3).masked_fill(~b.mask, float("nan")))
+    k = kl.ESTIMATORS[estimator](b.logp, b.logp_ref)
+    torch.testing.assert_close(o(b, beta=0.1), o(b) - 0.1 * aggregate(k, b.mask, o.agg))
+    parts = sum(o(part, beta=0.1) for part in b.split(4))
+    torch.testing.assert_close(parts, o(b, beta=0.1))

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+import math
+
+import numpy as np
+import pytest
+import sympy
+import torch
+
+from upref import ops
+from upref.symbolic import forget_sg
+
+
+@pytest.mark.parametrize("dtype", ops.LOG_MAX)
+def test_log_max_is_the_largest_argument_with_a_finite_exp(dtype):
+    x = torch.tensor(ops.LOG_MAX[dtype], dtype=dtype)
+    assert x.item() == ops.LOG_MAX[dtype], "not a number of that dtype"
+    assert x.exp().isfinite()
+    above = x.double() + (2.0 ** -(11 if dtype == torch.float16 else 8 if dtype == torch.bfloat16 else 24)) * 100
+    if dtype != torch.float64:
+        assert math.exp(above.item()) > torch.finfo(dtype).max or not above.to(dtype).exp().isfinite()
+    else:
+        assert not torch.tensor(math.nextafter(ops.LOG_MAX[dtype], math.inf), dtype=dtype).exp().isfinite()
+
+
+def test_exp_saturates_with_zero_gradient_so_that_no_dead_branch_makes_nan():
+    x = torch.tensor([1000.0, 0.5, -1000.0], requires_grad=True)
+    y = ops.exp(x)
+    assert y[0] > 3e38 and y.isfinite().all()
+    torch.where(torch.tensor([False, True, False]), y, x * 0).sum().backward()
+    assert torch.equal(x.grad, torch.tensor([0.0, math.exp(0.5), 0.0]))
+    naive = torch.tensor([1000.0], requires_grad=True)
+    torch.where(torch.tensor([True]), naive * 0, torch.exp(naive)).sum().backward()
+    assert naive.grad.isnan(), "torch mended where: the saturation is no longer needed"
+
+
+POINTS = np.array([-3.0, -0.7, 0.3, 1.0, 2.5])
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        ops.exp,
+        ops.expm1,
+        ops.sigmoid,
+        lambda x: ops.log(x * x),
+        lambda x: ops.sqrt(x * x),
+        lambda x: ops.clip(x, -1, 1),
+        lambda x: ops.minimum(x, 0.5),
+        lambda x: ops.maximum(0.5, x),
+        lambda x: ops.minimum(x, -x),
+        lambda x: ops.where(x > 0, x * x, 1 - x),
+        lambda x: ops.when(x > 0, x),
+        lambda x: ops.sg(x) * x,
+        lambda x: ops.dual_clip(x * x, x, 3),
+    ],
+)
+def test_the_three_readers_agree(f):
+    x = torch.tensor(POINTS, requires_grad=True)
+    y = f(x)
+    np.testing.assert_allclose(f(POINTS), y.detach(), rtol=1e-14)
+    (g,) = torch.autograd.grad(y.sum(), x)
+    s = sympy.Symbol("x", real=True)
+    value, slope = forget_sg(f(s)), forget_sg(f(s).diff(s).doit())
+    np.testing.assert_allclose([float(value.subs(s, v)) for v in POINTS], y.detach(), rtol=1e-14)
+    np.testing.assert_allclose([float(slope.subs(s, v)) for v in POINTS], g, rtol=1e-13)
+
+
+def test_ties_pass_the_whole_gradient():
+    """Eq. 10 counts r = 1 + eps as inside; App. B both ends."""
+    for f in (lambda x: ops.clip(x, 0, 1), lambda x: ops.minimum(x, 1.0), lambda x: ops.maximum(x, 1.0)):
+        x = torch.tensor(1.0, requires_grad=True)
+        f(x).backward()
+        assert x.grad == 1
+    x = torch.tensor(3.0, requires_grad=True)
+    (-ops.dual_clip(x, torch.tensor(-1.0), 3.0)).backward()
+    assert x.grad == -1
+
+
+def test_mean_t_ignores_the_masked_and_survives_an_empty_row():
+    x = torch.tensor([[1.0, math.nan, 3.0], [math.inf, 5.0, 7.0], [math.nan] * 3], requires_grad=True)
+    mask = torch.tensor([[True, False, True], [False, True, False], [False] * 3])
+    m = ops.mean_t(x, mask)
+    assert torch.equal(m, torch.tensor([2.0, 5.0, 0.0]))
+    m.sum().backward()
+    assert torch.equal(x.grad, torch.tensor([[0.5, 0, 0.5], [0, 1, 0], [0, 0, 0]]))
+
+
+def test_sg_replays():
+    x = torch.tensor(2.0)
+    with ops.replayed_sg([]) as values:
+        assert ops.sg(x) == 2
+    with ops.replayed_sg(values):
+        assert ops.sg(x + 1) == 2
+    assert ops.sg(x + 1) == 3

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""papers.bib holds every paper the objectives name, and every hyperparameter says where its default comes from."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import upref
+
+ROOT = Path(upref.__file__).parent
+KEY = re.compile(r"\b[a-z]{2,}(?:19|20)\d\d[a-z]{2,}\+*")
+ENTRY = re.compile(r"^@\w+\{([^,\s]+),\n(.*?)^\}", re.M | re.S)
+FIELD = re.compile(r"^  (\w+) = \{(.+?)\},?\n(?=  \w+ = |\Z)", re.M | re.S)
+NAMES = upref.names()
+
+
+def read_bib():
+    text = (ROOT / "papers.bib").read_text("utf-8")
+    entries = ENTRY.findall(text)
+    assert len(entries) == text.count("\n@"), "an entry that the regex does not read"
+    assert len(dict(entries)) == len(entries), "a key twice"
+    return {key: dict(FIELD.findall(body)) for key, body in entries}
+
+
+BIB = read_bib()
+
+
+@pytest.mark.parametrize("key", BIB)
+def test_every_entry_is_complete(key):
+    entry = BIB[key]
+    assert {"title", "author", "year", "url"} <= set(entry)
+    assert re.fullmatch(r"\d{4}", entry["year"]) and entry["year"] in key
+    assert entry["url"].startswith("http")
+    assert ("eprint" in entry) == (entry.get("archivePrefix") == "arXiv")
+    assert re.fullmatch(r"\d{4}\.\d{4,5}", entry.get("eprint", "0000.00000"))
+    for text in entry.values():
+        assert text.count("{") == text.count("}")
+    for author in re.split(r"\s+and\s+", entry["author"]):
+        assert author.startswith("{") or ", " in author, author
+
+
+def test_no_preprint_appears_twice():
+    ids = [entry["eprint"] for entry in BIB.values() if "eprint" in entry]
+    assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_paper_of_an_objective_has_an_entry(name):
+    assert upref.get(name).paper in BIB
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_keys_an_objective_cites_have_entries(name):
+    o = upref.get(name)
+    cited = " ".join([o.eq, o.note, o.unread, o.off_anchor, o.coupled, o.__doc__ or "", *o.defaults.values()])
+    assert set(KEY.findall(cited)) <= set(BIB)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_keys_in_the_sources_have_entries(path):
+    assert set(KEY.findall(path.read_text("utf-8"))) <= set(BIB)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_hyperparameter_says_where_its_default_comes_from(name):
+    o = upref.get(name)
+    assert set(o.defaults) == set(o.hyperparameters)
+    for key, value in o.hyperparameters.items():
+        source = o.defaults[key]
+        assert len(source) >= 12, f"{key}: too short to be a source"
+        assert stated(value) & set(re.findall(r"None|\d[\d.e-]*", source)), f"{key}: {value} is not in {source!r}"
+
+
+def stated(value):
+    """The ways a sentence may print a default."""
+    return {"None"} if value is None else {f"{value:g}", f"{value:.1f}", f"{value:.0e}".replace("e-0", "e-")}

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+import re
+
+import pytest
+import torch
+
+import upref
+
+GOOD = dict(
+    logp=torch.tensor([[-0.5, -1.0], [-2.0, -0.1], [-1.0, -1.0]]),
+    logp_old=torch.tensor([[-0.6, -1.1], [-1.0, -0.2], [-1.0, -1.0]]),
+    adv=torch.tensor([[1.0], [-1.0], [0.5]]),
+    mask=torch.tensor([[True, True], [True, False], [False, True]]),
+)
+NAN, INF = float("nan"), float("inf")
+
+
+def poke(x, value, at=(0, 0)):
+    x = x.clone()
+    x[at] = value
+    return x
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (dict(logp=[[1.0]]), "logp must be Float"),
+        (dict(logp=GOOD["logp"].int()), r"logp must be Float\[Tensor, 'B T'\], got int32\[3, 2\]"),
+        (dict(logp_old=GOOD["logp_old"][:2]), "logp_old must be"),
+        (dict(adv=torch.ones(3)), "adv must be"),
+        (dict(adv=torch.ones(3, 5)), "adv must be"),
+        (dict(mask=GOOD["mask"].float()), "mask must be Bool"),
+        (dict(mask=GOOD["mask"].long()), "mask must be Bool"),
+        (dict(group=torch.zeros(2, dtype=torch.long)), "group must be"),
+        (dict(group=torch.zeros(3)), "group must be"),
+        (dict(logp=poke(GOOD["logp"], 0.3)), r"logp is 0.3 > 0 at \(0, 0\)"),
+        (dict(logp_old=poke(GOOD["logp_old"], NAN)), r"logp_old is nan at \(0, 0\)"),
+        (dict(logp=poke(GOOD["logp"], -INF)), r"logp is -inf at \(0, 0\)"),
+        (dict(adv=poke(GOOD["adv"], NAN)), r"adv is not finite at \(0, 0\)"),
+        (dict(mask=poke(GOOD["mask"], False, 1)), "response 1 has no unmasked token"),
+        (dict(group=torch.tensor([4, 4, 7])), "group 7 has one response"),
+        (dict(logp_ref=poke(GOOD["logp"], 1.0)), "logp_ref is 1 > 0"),
+        ({k: v[:0] for k, v in GOOD.items()}, "the batch is empty"),
+    ],
+)
+def test_bad_input_gets_one_sentence(change, says):
+    with pytest.raises(upref.InputError, match=says) as error:
+        upref.Rollouts(**GOOD | change)
+    assert str(error.value).count("\n") == 0 and str(error.value).endswith((".", "?"))
+
+
+def test_masked_slots_may_hold_anything():
+    for value in (NAN, INF, -INF, 1e30, 5.0):
+        upref.Rollouts(
+            **GOOD | dict(logp=poke(GOOD["logp"], value, (1, 1)), adv=poke(GOOD["adv"].expand(3, 2), value, (1, 1)))
+        )
+
+
+def test_half_precision_and_rounding_above_zero_are_accepted():
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in GOOD.items()}
+        assert upref.get("up_dapo").loss(upref.Rollouts(**cast)).isfinite()
+    upref.Rollouts(**GOOD | dict(logp=poke(GOOD["logp"], 1e-7)))
+
+
+def test_sequence_level_reads_the_first_unmasked_advantage():
+    adv = torch.tensor([[1.0, 1.0], [-1.0, NAN], [NAN, 0.5]])
+    f = upref.get("gspo")
+    assert f(upref.Rollouts(**GOOD)) == f(upref.Rollouts(**GOOD | dict(adv=adv)))
+
+
+@pytest.mark.parametrize("objective", ["dapo", "gspo", "topr", "gmpo"])
+def test_one_advantage_per_response_may_be_given_once(objective):
+    f = upref.get(objective)
+    wide = GOOD["adv"].expand(3, 2).contiguous()
+    torch.testing.assert_close(f(upref.Rollouts(**GOOD)), f(upref.Rollouts(**GOOD | dict(adv=wide))))
+
+
+@pytest.mark.parametrize("name", [n for n in upref.names() if upref.get(n).agg == "seq-mean"])
+def test_an_objective_of_whole_responses_refuses_token_advantages(name):
+    b = upref.Rollouts(**GOOD | dict(adv=torch.tensor([[1.0, 2.0], [-1.0, NAN], [NAN, 0.5]])))
+    with pytest.raises(upref.InputError, match=re.escape(f"{name} wants one advantage per response")):
+        upref.get(name).loss(b)
+
+
+def test_hyperparameters_are_checked():
+    f, b = upref.get("dapo"), upref.Rollouts(**GOOD)
+    for hp, says in [
+        (dict(eps_hihg=1), "no hyperparameter 'eps_hihg'; it takes: eps_low, eps_high, c"),
+        (dict(c=0.5), "c must be None or greater than 1"),
+        (dict(eps_low=-1), "eps_low must be between 0 and 1"),
+        (dict(eps_low=None), "eps_low must be"),
+        (dict(eps_high="x"), "eps_high must be"),
+        (dict(eps_high=NAN), "eps_high must be"),
+    ]:
+        with pytest.raises(upref.InputError, match=says):
+            f.loss(b, **hp)
+    with pytest.raises(upref.InputError, match="needs logp_ref"):
+        upref.get("grpo").loss(b, beta=0.1)
+    with pytest.raises(upref.InputError, match="did you mean dapo"):
+        upref.get("dapoo")
