@@ -18,10 +18,11 @@ from upref.symbolic import in_regime
 A = Symbol("A", negative=True)
 r, p, mu, eps_low, c = symbols("r p mu eps_low c", positive=True)
 lp = Symbol("lp", real=True)
+UP = get("up_dapo")
 AT = {eps_low: Rational(1, 5), c: 3, A: -1}
 
 
-def main(base=get("up_dapo"), direction=-1):
+def main(base=UP, direction=-1):
     J = base.fn(lp, 0, A, eps_low=eps_low, c=c)
     alive = []
     regimes = ("r < 1-ε_low", Rational(1, 2), (1 - eps_low) * A), ("inside", 2, A * r), ("r > c", 4, c * A)
@@ -45,7 +46,7 @@ def main(base=get("up_dapo"), direction=-1):
 
     on_edge = cap.subs(p, c * mu)  # grows with mu until p = c mu = 1
     top = simplify(on_edge.subs(mu, 1 / c))
-    print("supremum over the unit square:", top, "at mu = 1/c, p = 1;  for mu > 1/c it is", cap.subs(p, 1), "< that")
+    print("supremum over the unit square:", top, "at mu = 1/c, p = 1;  beyond, Cap(p = 1) =", cap.subs(p, 1), "falls")
     assert simplify(on_edge.diff(mu)) == c - 1 + eps_low and cap.subs(p, 1).diff(mu) == eps_low - 1
     assert simplify(top - (1 - (1 - eps_low) / c)) == 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sec. 3.3 against B4: "the policy is strictly upper-bounded by π_θ <= (1+ε_high) π_old" is false.
+"""Sec. 3.3: "the policy is strictly upper-bounded by π_θ <= (1+ε_high) π_old" is false.
 
 Claim. Clipping removes a token's own gradient; it does not bound the policy. A softmax over three tokens, one rare and
 positive (π_old = 0.01), two negative: in the flow of DAPO's exact gradient the positive token's own term stops at r =
@@ -13,10 +13,11 @@ from upref import get
 
 MU = np.array([0.01, 0.495, 0.495])
 A = np.array([1.0, -1.0, -1.0])
+DAPO = get("dapo").weight
 
 
 def flow(weight, step=0.02, most=20_000):
-    """Euler steps on z of E_old[J]: dJ/dz_b = Σ_a mu_a w_a (δ_ab - p_b). Ratios at the end, and when r_1 was first dead."""
+    """Euler steps on z, dJ/dz_b = Σ_a mu_a w_a (δ_ab - p_b): the ratios, steps till the first is dead, till all are."""
     z, left = np.log(MU), None
     for i in range(most):
         p = np.exp(z) / np.exp(z).sum()
@@ -29,7 +30,7 @@ def flow(weight, step=0.02, most=20_000):
     return p / MU, left, i
 
 
-def main(bound=1.28, weight=get("dapo").weight):
+def main(bound=1.28, weight=DAPO):
     r, left, last = flow(weight)
     print(f"own gradient of the positive token gone after {left} steps, all gradients after {last}")
     print("ratios at the end:", np.round(r, 2).tolist())

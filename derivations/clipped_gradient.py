@@ -14,9 +14,10 @@ from upref.symbolic import in_regime
 
 A, r, eps = Symbol("A", positive=True), Symbol("r", positive=True), Symbol("eps", positive=True)
 lp, lp_old = symbols("lp lp_old", real=True)
+GRPO = get("grpo")
 
 
-def main(base=get("grpo")):
+def main(base=GRPO):
     J = base.fn(lp, lp_old, A, eps=eps, c=None)
 
     def read(at_r):

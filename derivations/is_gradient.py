@@ -14,15 +14,15 @@ from itertools import product
 from sympy import Rational, cancel, factor, log, simplify, symbols
 
 from upref import get
-from upref.symbolic import forget_sg
 
 J = get("is_pg").fn
 UP = get("up_grpo").fn
+ARMS = symbols("x1:4 mu1:4 A1:4", positive=True)
 
 
 def one_step(r_power):
     """E_old[A r^power ∇log π] - ∇E_π[A] in the first logit of three, x = e^z."""
-    x, mu, A = symbols("x1:4", positive=True), symbols("mu1:4", positive=True), symbols("A1:4", positive=True)
+    x, mu, A = ARMS[:3], ARMS[3:6], ARMS[6:]
     pi = [k / sum(x) for k in x]
     target = sum(p * a for p, a in zip(pi, A, strict=True)).diff(x[0]) * x[0]
     estimate = sum(m * a * (p / m) ** r_power * log(p).diff(x[0]) * x[0] for p, m, a in zip(pi, mu, A, strict=True))
@@ -50,16 +50,17 @@ def two_steps(weights):
 
 def main(power=1):
     lp, lp_old, A = symbols("lp lp_old A", positive=True)
-    print("Eq. 8: ∂/∂lp of Eq. 7 =", J(lp, lp_old, A).diff(lp), "  of UP, A > 0 =", forget_sg(UP(lp, lp_old, A).diff(lp)))
+    print("∂/∂lp of Eq. 7 =", J(lp, lp_old, A).diff(lp), "  of UP, A > 0:", UP(lp, lp_old, A).diff(lp))
     assert J(lp, lp_old, A).diff(lp) == get("is_pg").closed_form(J(lp, lp_old, 1), A)
 
     print(f"one step: E_old[A r ∇log π] - ∇E_π[A] = {one_step(power)} for every π_old")
     bias = one_step(0)
-    at = dict(zip(symbols("x1:4 mu1:4 A1:4", positive=True), (1, 1, 2, *[Rational(1, 3)] * 3, 1, 0, 0), strict=True))
-    print("          E_old[A ∇log π] - ∇E_π[A] =", bias.subs(at), "at π = (1/4, 1/4, 1/2), π_old uniform, A = (1, 0, 0)")
+    at = dict(zip(ARMS, (1, 1, 2, *[Rational(1, 3)] * 3, 1, 0, 0), strict=True))
+    print("          E_old[A ∇log π] - ∇E_π[A] =", bias.subs(at), "at π = (1, 1, 2)/4, π_old uniform, A = (1, 0, 0)")
     assert one_step(power) == 0 and bias.subs(at) != 0
 
-    token, prefix, whole = (two_steps(w) for w in (lambda r, s: (r, s), lambda r, s: (r, r * s), lambda r, s: (r * s,) * 2))
+    token, prefix = two_steps(lambda r1, r2: (r1, r2)), two_steps(lambda r1, r2: (r1, r1 * r2))
+    whole = two_steps(lambda r1, r2: (r1 * r2, r1 * r2))
     print("two steps, bias in π(1) and in π(1|1)")
     print("  token ratios r_t:     ", token)
     print("  prefix products:      ", prefix)

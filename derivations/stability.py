@@ -2,8 +2,9 @@
 """Sec. 4.1: what is stable about the positive branch, and why the negative one may not be unbounded.
 
 Claim, in the logits z of a softmax. A log π_a, A > 0, is concave (its Hessian is -A (diag p - p pᵀ)) and <= 0; its
-gradient in z_a is A (1 - p) <= A. With A < 0 the same term is convex and unbounded above, and its gradient tends to |A|,
-not to 0, as π_a -> 0; UP's own negative branch is 0 below 1-ε_low. The importance-sampling weight is A r, up to A/π_old.
+gradient in z_a is A (1 - p) <= A. With A < 0 the same term is convex and unbounded above, and its gradient tends to
+-|A|, not to 0, as π_a -> 0; UP's own negative branch has weight 0 below 1-ε_low. The importance-sampling weight is A r,
+up to A/π_old.
 
 Not proved by this, and not true: that instability is "completely eradicated". The gradient is bounded, the drift over
 repeated mini-batches is not (fixed_point.py, capacity_is_not_a_bound.py).
@@ -16,10 +17,11 @@ from upref import get
 z, v = symbols("z1:4", real=True), Matrix(symbols("v1:4", real=True))
 A, mu, p = symbols("A mu p", positive=True)
 Z = sum(exp(k) for k in z)
+UP, SYMMETRIC = get("up_dapo"), get("reinforce_off_policy")
 pi, lp = Matrix([exp(k) / Z for k in z]), z[0] - log(Z)
 
 
-def main(up=get("up_dapo"), symmetric=get("reinforce_off_policy"), sign=-1):
+def main(up=UP, symmetric=SYMMETRIC, sign=-1):
     J, J_neg = up.fn(lp, Symbol("lp_old"), A), symmetric.fn(lp, None, -A)
     V = diag(*pi) - pi * pi.T
     H = Matrix(3, 3, lambda i, j: J.diff(z[i], z[j]))
@@ -34,14 +36,14 @@ def main(up=get("up_dapo"), symmetric=get("reinforce_off_policy"), sign=-1):
     assert slope == 0 and simplify(J - A * log(pi[0])) == 0
 
     opposite = [simplify(J_neg.diff(a) + J.diff(a)) for a in z]
-    print("A < 0, no clip: minus the same function (gradients add up to", opposite, "), so convex; as p -> 0: J ->", end=" ")
+    print("A < 0, no clip: its gradient and the one above add up to", opposite, " hence convex")
     rise, pull = limit(symmetric.fn(log(p), None, -A), p, 0, "+"), limit(-A * (1 - p), p, 0)
-    print(rise, ", dJ/dz_a ->", pull)
+    print(f"                as p -> 0: J -> {rise}, dJ/dz_a -> {pull}")
     assert opposite == [0, 0, 0] and rise == oo and pull == -A
 
     clipped = up.closed_form(Rational(1, 2), -A, eps_low=Rational(1, 5), c=None)
     certain = get("dapo_no_upper_clip").closed_form(p / mu, A, eps_low=Rational(1, 5), c=None).subs(p, 1)
-    print("UP, A < 0, r = 1/2: weight", clipped, ";  importance sampling, A > 0, p = 1: weight", certain)
+    print("UP, A < 0, r = 1/2: weight", clipped, "  importance sampling, A > 0, p = 1: weight", certain)
     assert clipped == 0 and certain == A / mu and limit(certain, mu, 0, "+") == oo
 
 

@@ -15,9 +15,10 @@ from upref.symbolic import StopGradient, forget_sg
 
 A = Symbol("A", positive=True)
 T, t, k = symbols("T t k", integer=True, positive=True)
+LOG, ANCHORED = get("up_gspo"), get("up_gspo_anchored")
 
 
-def main(exponent=-1, anchored=get("up_gspo_anchored"), log_form=get("up_gspo")):
+def main(exponent=-1, anchored=ANCHORED, log_form=LOG):
     x = Symbol("pi", positive=True)
     powers = powsimp(forget_sg(((x / StopGradient(x)) ** (1 / T)).diff(x)))
     print("d/dπ (π/sg π)^(1/T) =", powers)

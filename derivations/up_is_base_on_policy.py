@@ -27,10 +27,10 @@ def weight(o, sign, at_r):
 def main(ratio=1):
     for name in ("grpo", "dapo", "gspo"):
         base = get(name)
-        for variant, sign in ((v, s) for v in (get(f"up_{name}"), up(base)) for s in (1, -1)):
-            here = [weight(o, sign, ratio).subs(r, ratio) for o in (base, variant)]
-            print(f"r = {ratio}, A {'>' if sign > 0 else '<'} 0:  {name} {here[0]},  {variant.name} {here[1]}")
-            assert here == [A, A]
+        for variant in (get(f"up_{name}"), up(base)):
+            here = [weight(o, sign, ratio).subs(r, ratio) for sign in (1, -1) for o in (base, variant)]
+            print(f"r = {ratio}:  {name}, {variant.name}: A > 0 {here[:2]}, A < 0 {here[2:]}")
+            assert here == [A] * 4
             assert (base.level, base.agg, base.kl) == (variant.level, variant.agg, variant.kl)
 
     inside, beyond = 1 + Rational(1, 10000), 2

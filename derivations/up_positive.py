@@ -16,9 +16,10 @@ from upref.symbolic import forget_sg
 A = Symbol("A", positive=True)
 theta = symbols("theta1 theta2", real=True)
 lp = Function("lp", real=True)(*theta)
+LOG, ANCHORED = get("up_grpo"), get("up_grpo_anchored")
 
 
-def main(log_form=get("up_grpo"), anchored=get("up_grpo_anchored"), difference=-1):
+def main(log_form=LOG, anchored=ANCHORED, difference=-1):
     J, J_sg = (o.fn(lp, Symbol("lp_old"), A, eps=Symbol("eps"), c=None) for o in (log_form, anchored))
     print("values:   ", J, " and ", J_sg, "=", forget_sg(J_sg))
     assert forget_sg(J_sg) == A != J

@@ -2,6 +2,7 @@
 """Each aggregation against its formula in exact rationals, and under every split."""
 
 from fractions import Fraction as F
+from itertools import pairwise
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def test_any_split_adds_up(agg, cuts):
     totals, whole = Totals.of(mask, group), aggregate(x, mask, agg, group, length=L)
     edges = [0, *sorted(cuts), 5]
     parts = 0
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a, b in pairwise(edges):
         i = torch.arange(a, b)
         parts += aggregate(x[i], mask[i], agg, group[i], totals.rows(i), length=L)
     assert parts.item() == pytest.approx(whole.item(), abs=1e-14)

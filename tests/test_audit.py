@@ -17,6 +17,7 @@ NEED = "`repro/venv.sh verl` installs what verl's losses need"
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=NEED)
 from upref.check.verl import verl_loss, verl_weights  # noqa: E402
 
+pytestmark = pytest.mark.verl
 IDS = [f"{c.setting}-{c.mode}-{c.objective}-{c.agg}" for c in A.COMPARISONS]
 
 

@@ -2,6 +2,7 @@
 """upref: reference and verification of the policy-gradient objectives that train reasoning LLMs."""
 
 from upref.aggregate import Totals, aggregate, row_weights
+from upref.capacity import capacity
 from upref.errors import InputError
 from upref.registry import Objective, get, names, objective
 from upref.rollouts import Rollouts
@@ -9,5 +10,31 @@ from upref.transforms import up, up_anchored
 
 __version__ = "0.1.0"
 __all__ = [
-    "InputError", "Objective", "Rollouts", "Totals", "aggregate", "get", "names", "objective", "row_weights", "up", "up_anchored",
-]  # fmt: skip
+    "InputError",
+    "Objective",
+    "Rollouts",
+    "Totals",
+    "aggregate",
+    "capacity",
+    "cap_map",
+    "derive",
+    "get",
+    "names",
+    "objective",
+    "row_weights",
+    "up",
+    "up_anchored",
+]
+
+
+def __getattr__(name: str):
+    """cap_map and derive are looked up late: matplotlib and sympy are slow to import."""
+    if name == "cap_map":
+        from upref.plots import cap_map
+
+        return cap_map
+    if name == "derive":
+        from upref.derivation import derive
+
+        return derive
+    raise AttributeError(f"module 'upref' has no attribute {name!r}")

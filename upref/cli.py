@@ -114,13 +114,7 @@ def markdown_table() -> str:
 
 
 def _first(o: Objective) -> str:
-    return (
-        o.equation.splitlines()[0]
-        .replace("|o", "\\|o")
-        .replace("|u", "\\|u")
-        .replace("_i|", "_i\\|")
-        .replace("o|", "o\\|")
-    )
+    return f"`{o.equation.splitlines()[0]}`".replace("|", "\\|")
 
 
 def _facts(o: Objective) -> dict[str, Any]:
@@ -222,8 +216,10 @@ def _weights(args) -> int:
 def _curve(o: Objective, A: int, hp: dict[str, Any]) -> list[float]:
     import torch
 
-    if o.coupled:
-        raise InputError(f"{o.name} has no weight of one token by itself: {o.coupled}.")
+    from upref.capacity import obstacle
+
+    if why := obstacle(o):
+        raise InputError(f"{o.name} has no weight of one token by itself: {why}.")
     r = torch.tensor(RATIOS, dtype=torch.float64)[:, None]
     w = o.weight(r, torch.full_like(r, A), torch.full_like(r, 0.01), torch.ones_like(r, dtype=torch.bool), **hp)
     return torch.as_tensor(w).expand_as(r)[:, 0].tolist()

@@ -7,6 +7,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from jaxtyping import Bool, Float, Int
@@ -62,7 +63,7 @@ class Objective:
     level: str  # a key of LEVELS
     agg: str  # a name of upref.aggregate.AGGREGATIONS
     adv: str  # a name of upref.advantages.ADVANTAGES
-    kl: str | None = None  # a name of upref.kl.ESTIMATORS; the term's coefficient is beta, 0 unless given
+    kl: str = ""  # a name of upref.kl.ESTIMATORS; the term's coefficient is beta, 0 unless given
     defaults: dict[str, str] = field(default_factory=dict, repr=False)  # where each default value comes from
     note: str = field(default="", repr=False)  # what a reader must know beside the equation
     unread: str = field(default="", repr=False)  # why sympy cannot read it, where it cannot
@@ -278,14 +279,12 @@ def get(name: str) -> Objective:
     return known[name]
 
 
+@lru_cache(None)
 def _parameters(fn: Callable) -> list[inspect.Parameter]:
     return list(inspect.signature(fn).parameters.values())
 
 
 def _inside(lp, lp_old, A, mask):
-    """Masked slots become 0, whatever they held, so that no NaN can leave them forward or backward."""
-    return (
-        where(mask, lp, 0),
-        where(mask, lp_old.detach(), 0),
-        where(mask, A.detach(), 0) if A.shape[-1] > 1 else A.detach(),
-    )
+    """NaN in a masked slot must not leave it. Forward, `aggregate` and `mean_t` select the unmasked; backward, 0 * NaN
+    may still be NaN on its way to lp, and the gradient of this one `where` ends it there."""
+    return where(mask, lp, 0), lp_old.detach(), A.detach()

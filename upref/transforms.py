@@ -14,7 +14,7 @@ def up(base: Objective) -> Objective:
 
 
 def up_anchored(base: Objective) -> Objective:
-    """The same with the self-anchored ratio π_θ / sg(π_θ) of Eqs. 12 and A4: equal gradient, other value and Hessian."""
+    """The same with the self-anchored ratio π_θ/sg(π_θ) of Eqs. 12 and A4: equal gradient, other value and Hessian."""
     return _asymmetric(base, "up_anchored", lambda lp: exp(lp - sg(lp)))
 
 

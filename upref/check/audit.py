@@ -85,13 +85,13 @@ def _agg(name: str) -> Reason:
     return Reason(f"aggregated by {name}", agg=name)
 
 
-def _dppo(kind: str, delta: float, trunc: float, agg: str) -> tuple[Reason, ...]:
+def _dppo(kind: str, delta: float, trunc: float) -> tuple[Reason, ...]:
     name = f"dppo_{kind}_verl"
     said = f"delta = {delta:g}, ratio cut at {trunc:.4g} outside the derivative ({name})"
     near = lambda b: (binary_kl(b.logp, b.logp_old) - delta).abs() < 1e-5
     near_kl = Reason("1e-8 inside the logarithms moves the bound by < 1e-5 (tokens there left out)", skip=near)
     cut = Reason(said, objective=name, hp={"delta": delta, "trunc": trunc})
-    return (cut, _agg(agg), near_kl) if kind == "kl" else (cut, _agg(agg))
+    return (cut, near_kl) if kind == "kl" else (cut,)
 
 
 COMPARISONS = (
@@ -102,8 +102,10 @@ COMPARISONS = (
         Reason("two-sided, weights in [0.8, 1.2] (cispo_verl)", objective="cispo_verl"), GROUPS)),
     Comparison("default", "sapo", "token-mean", {}, "sapo", {}),
     Comparison("default", "geo_mean", "token-mean", {}, "gmpo", {}, (_with(eps=0.2),)),
-    Comparison("default", "dppo_tv", "token-mean", {}, "dppo_tv", {}, _dppo("tv", 0.2, 3.0, "token-mean")),
-    Comparison("default", "dppo_kl", "token-mean", {}, "dppo_kl", {}, _dppo("kl", 0.2, 3.0, "token-mean")),
+    Comparison("default", "dppo_tv", "token-mean", {}, "dppo_tv", {}, (
+        *_dppo("tv", 0.2, 3.0), _agg("token-mean"))),
+    Comparison("default", "dppo_kl", "token-mean", {}, "dppo_kl", {}, (
+        *_dppo("kl", 0.2, 3.0), _agg("token-mean"))),
     Comparison("default", "gpg", "token-mean", {}, "reinforce_off_policy", {}, (GROUPS,)),
     Comparison("paper", "vanilla", "token-mean", _clip(0.2, 0.28, NO_DUAL_CLIP), "dapo", {}, (GROUPS, CLAMP)),
     Comparison("paper", "vanilla", "token-mean", _clip(0.2, 0.28, 10.0), "dapo", {"c": 10.0}, (GROUPS,)),
@@ -114,9 +116,9 @@ COMPARISONS = (
     Comparison("paper", "sapo", "seq-mean-token-mean", {"tau_pos": 1.0, "tau_neg": 1.05}, "sapo", {}),
     Comparison("paper", "geo_mean", "token-mean", _clip(0.4, 0.4), "gmpo", {}),
     Comparison("paper", "dppo_tv", "seq-mean-token-sum", _clip(0.15, 0.15, NO_DUAL_CLIP), "dppo_tv", {},
-               _dppo("tv", 0.15, E20, "seq-mean-token-sum")),
+               _dppo("tv", 0.15, E20)),
     Comparison("paper", "dppo_kl", "seq-mean-token-sum", _clip(0.05, 0.05, NO_DUAL_CLIP), "dppo_kl", {},
-               _dppo("kl", 0.05, E20, "seq-mean-token-sum")),
+               _dppo("kl", 0.05, E20)),
     Comparison("paper", "gpg", "seq-mean-token-sum", {}, "reinforce", {}),
 )  # fmt: skip
 SPLIT_REASONS = {"geo_mean": MICRO_MEAN}  # why a mini-batch in 8 parts has another gradient
@@ -204,8 +206,8 @@ class Audit:
             hp = "".join(f", {k}={v:g}" for k, v in r.hp.items())
             because = [f"{said}; {spot}" if spot.difference else said for said, spot in r.reasons]
             because = because if r.agrees or r.ok else [f"largest difference; {r.spot}", *because]
-            remains = "" if r.agrees else f"{r.remains:.1e}"
-            table.add_row(f"{r.mode} ({r.agg}, {actor}{parts})", r.objective + hp, r.verdict, "\n".join(because), remains)
+            loss, remains = f"{r.mode} ({r.agg}, {actor}{parts})", "" if r.agrees else f"{r.remains:.1e}"
+            table.add_row(loss, r.objective + hp, r.verdict, "\n".join(because), remains)
         yield table
         yield f"Split into {MICRO} micro-batches the gradient is the same, except where a row says otherwise."
         if self.nan_in_padding:
@@ -250,8 +252,8 @@ def grid(c: Comparison) -> Rollouts:
 
 
 def _far() -> Rollouts:
-    """Two responses of three tokens for each sign of A and log r in ±12, ±25."""
-    cases = [(A, log_r) for A in (1.0, -1.0) for log_r in (-25.0, -12.0, 12.0, 25.0) for _ in range(2)]
+    """Two responses of three tokens for each sign of A and log r on both sides of where implementations clamp it."""
+    cases = [(A, side * x) for A in (1.0, -1.0) for side in (-1, 1) for x in (9.5, 10.5, 19.5, 20.5, 25) for _ in "ab"]
     adv, log_r = torch.tensor(cases, dtype=torch.float64).T[:, :, None].expand(2, -1, 3)
     old = torch.where(log_r > 0, -30.0, -1.0)
     return Rollouts(old + log_r, old, adv, torch.ones(adv.shape, dtype=torch.bool), torch.arange(len(cases)) // 2)
@@ -293,8 +295,8 @@ def _reference(c: Comparison, reasons: tuple[Reason, ...], b: Rollouts) -> Tenso
         agg = why.agg or agg
     if agg != o.agg:  # as row weights, so that an objective with one term per response can be re-aggregated
         totals, own = Totals.of(b.mask), "seq-mean-token-mean" if o.agg == "seq-mean" else o.agg
-        new, old = (torch.as_tensor(row_weights(name, b.mask, totals)) for name in (agg, own))
-        factor = factor * (new / old).reshape(-1, 1)
+        new, old = (row_weights(name, b.mask, totals) for name in (agg, own))
+        factor = factor * torch.as_tensor(new / old, dtype=b.logp.dtype).reshape(-1, 1)
 
     def J(x: Rollouts) -> Tensor:
         for why in reasons:

@@ -22,7 +22,7 @@ def flipped(lp, lp_old, A, alive_pos, alive_neg, cap):
     note="The weight of a positive token is turned upside down, not its clip: the Cap for A > 0 is GRPO's.",
 )
 def aspo(lp, lp_old, A, *, eps=0.2, cap=3.0):
-    """J_t = min(1/r, 3) A π_θ/sg(π_θ) if A > 0 and r <= 1+ε;  min(r, 3) A π_θ/sg(π_θ) if A <= 0 and r >= 1-ε;  else 0"""
+    """J_t = min(1/r, 3) A π_θ/sg(π_θ) if A > 0, r <= 1+ε;  min(r, 3) A π_θ/sg(π_θ) if A <= 0, r >= 1-ε;  else 0"""
     r = exp(lp - lp_old)
     return flipped(lp, lp_old, A, r <= 1 + eps, r >= 1 - eps, cap)
 
@@ -33,8 +33,8 @@ def aspo(r, A, *, eps, cap):
 
 
 def is_calm(entropy, mask):
-    """True up to the 80 % quantile of the batch's unmasked entropies (where the authors say high_entropy_mask)."""
-    return entropy <= entropy.double().masked_fill(~mask, float("nan")).flatten().nanquantile(0.8)
+    """True up to the 80 % quantile of each response's entropies (what the authors call high_entropy_mask)."""
+    return entropy <= entropy.double().masked_fill(~mask, float("nan")).nanquantile(0.8, -1, keepdim=True)
 
 
 @objective(
@@ -48,13 +48,11 @@ def is_calm(entropy, mask):
         "eps_unsure": "0.4: the same, *_high_entropy_clip_ratio_*=0.4; entropy above it",
         "cap": "3.0: the same, negative_clip_ratio_c=3.0 and positive_clip_ratio_c=3.0",
     },
-    unread="its clip depends on a quantile of the batch's entropies",
-    coupled="the entropy quantile is the batch's",
-    note="The clip widens on high-entropy tokens, which the paper's formula does not have; reads Rollouts.entropy. "
-    "The authors take the quantile per response (dp_actor.py: nanquantile(..., dim=-1)), not over the batch.",
+    unread="its clip depends on a quantile of the response's entropies",
+    note="The clip widens on high-entropy tokens, which the paper's formula does not have; reads Rollouts.entropy.",
 )
 def aspo_code(lp, lp_old, A, mask, entropy, *, eps_calm=0.2, eps_unsure=0.4, cap=3.0):
-    """As aspo with ε_t = 0.2 where H_t <= the batch's 80 % quantile of entropies, else 0.4"""
+    """As aspo with ε_t = 0.2 where H_t <= the response's 80 % quantile of entropies, else 0.4"""
     r, calm = exp(lp - lp_old), is_calm(entropy, mask)
     below = where(calm, r <= 1 + eps_calm, r <= 1 + eps_unsure)
     above = where(calm, r >= 1 - eps_calm, r >= 1 - eps_unsure)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-from upref.ops import clip, exp, log, minimum, when, where
+from upref.ops import clip, exp, expm1, log, minimum, when, where
 from upref.registry import objective
 
 
 def band(log_mu, delta):
     """The roots r, below and above 1, of KL(Bern(mu) ‖ Bern(mu r)) = delta; r <= 1/mu. Bisected in log r."""
-    mu = exp(log_mu)
+    mu, q_old = exp(log_mu), -expm1(log_mu)
 
     def divergence(log_r):
-        return -mu * log_r - (1 - mu) * log((1 - mu * exp(log_r)) / (1 - mu))
+        rest = q_old * (log(-expm1(log_mu + log_r)) - log(q_old))
+        return -mu * log_r - when(q_old > 0, rest)
 
     def bisect(outside):
         inside = 0 * mu
@@ -19,7 +20,6 @@ def band(log_mu, delta):
         return exp(inside)
 
     return bisect(0 * mu - 800), bisect(-log_mu)  # e^-800 is 0 in every dtype
-
 
 
 @objective(

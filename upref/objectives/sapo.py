@@ -17,12 +17,9 @@ from upref.registry import objective
 )
 def sapo(lp, lp_old, A, *, tau_pos=1.0, tau_neg=1.05):
     """J = E 1/G Σ_i 1/|o_i| Σ_t f(r) A_i,  f(r) = (4/τ) σ(τ(r-1)),  τ = τ_pos if A > 0 else τ_neg"""
-    r = exp(lp - lp_old)
-    return where(A > 0, A * gate(r, tau_pos), A * gate(r, tau_neg))
-
-
-def gate(r, tau):
-    return 4 / tau * sigmoid(tau * (r - 1))
+    x = exp(lp - lp_old) - 1
+    q = sigmoid(where(A > 0, tau_pos * x, tau_neg * x))
+    return where(A > 0, 4 / tau_pos * A, 4 / tau_neg * A) * q
 
 
 @sapo.with_weight

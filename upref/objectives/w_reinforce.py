@@ -30,7 +30,7 @@ def w_reinforce(r, A, *, lam):
     agg="token-mean",
     adv="signed",
     defaults={
-        "lam": '0.1: the paper\'s; the code\'s ppo_trainer.yaml: "positive_advantage_weight: 1"',
+        "lam": "0.1: the paper's; the code's ppo_trainer.yaml: \"positive_advantage_weight: 1\"",
         "eps": '0.2: zhu2025surprising App. D.1; the code\'s ppo_trainer.yaml: "clip_ratio: 0.2"',
     },
     off_anchor="positive responses weigh lam by definition",

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import subprocess
+import sys
+
+import pytest
+
+import upref
+from upref.cli import main
+
+
+def run(capsys, *argv):
+    code = main(list(argv))
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.mark.parametrize("name", upref.names())
+def test_show_tells_all(capsys, name):
+    code, out, _ = run(capsys, "show", name)
+    o = upref.get(name)
+    assert code == 0 and o.equation.splitlines()[0] in out and "return" in out and "@" in out and o.paper in out
+    assert "no entry" not in out
+    for key, sentence in o.defaults.items():
+        assert f"{key} = " in out and sentence in out
+    assert f"def {o.closed_form.__name__}(" in out
+    code, out, _ = run(capsys, "show", name, "--json")
+    assert code == 0 and json.loads(out)["equation"] == o.equation
+
+
+def test_list(capsys):
+    code, out, _ = run(capsys, "list", "--json")
+    assert code == 0 and [o["name"] for o in json.loads(out)] == upref.names()
+
+
+def test_numbers(capsys):
+    code, out, _ = run(capsys, "cap", "dapo", "up_dapo", "--json")
+    caps = json.loads(out)
+    assert code == 0 and caps["dapo"][1] == pytest.approx(0.0028) and caps["up_dapo"][1] == pytest.approx(0.99)
+    _, out, _ = run(capsys, "weights", "dapo", "--hp", "eps_high=1", "--json")
+    assert json.loads(out)["dapo, A = +1"][-3] == pytest.approx(2)
+
+
+@pytest.mark.parametrize("argv", [("cap", "dapo", "gspo", "--adv", "-1"), ("weights", "dapo", "sapo")])
+def test_figures_are_written(capsys, tmp_path, argv):
+    file = tmp_path / "x.png"
+    assert run(capsys, *argv, "-o", str(file))[0] == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("show", "dap"), "did you mean dapo"),
+        (("cap", "dapo", "--hp", "eps=1"), "no hyperparameter 'eps'"),
+        (("cap", "dapo", "--hp", "eps_high"), "is not NAME=NUMBER"),
+        (("cap", "dapo", "--adv", "0"), "give +1 or -1"),
+        (("cap", "m2po"), "the whole batch"),
+        (("weights", "m2po"), "the whole batch"),
+        (("weights", "aspo_code"), "entrop"),
+        (("cap", "dapo", "-o", "no/such/folder/x.svg"), "No such file"),
+        (("weights", "dapo", "-o", "x.xyz"), "end the name in one of"),
+        (("derive", "nothing"), "no objective is called"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(capsys, argv, says):
+    code, out, err = run(capsys, *argv)
+    assert code == 2 and says in err and err.count("\n") == 1 and not out
+
+
+def test_debug_shows_the_traceback():
+    with pytest.raises(upref.InputError):
+        main(["--debug", "show", "dap"])
+    with pytest.raises(upref.InputError):
+        main(["show", "dap", "--debug"])
+
+
+def test_unknown_command_is_status_2():
+    with pytest.raises(SystemExit) as stop:
+        main(["frobnicate"])
+    assert stop.value.code == 2
+
+
+def test_import_is_light():
+    """`import upref` must not pull in what is slow or optional."""
+    heavy = "{'sympy', 'matplotlib', 'transformers', 'verl', 'trl', 'rich', 'pandas'} & set(sys.modules)"
+    script = f"import sys, upref; upref.names(); print(sorted({heavy}))"
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+def test_derive_exit_status(capsys, monkeypatch):
+    assert run(capsys, "derive", "up_gspo")[0] == 0
+    from upref import registry
+
+    wrong = registry.replace(upref.get("dapo"), name="wrong", closed_form=lambda r, A, *, eps_low, eps_high, c: A * r)
+    monkeypatch.setitem(registry._OBJECTIVES, "wrong", wrong)
+    assert run(capsys, "derive", "wrong")[0] == 1
+
+
+def test_doctor(capsys, monkeypatch):
+    code, out, _ = run(capsys, "doctor", "--json")
+    report = json.loads(out)
+    assert code == 0 and report["ok"] and str(len(upref.names())) in report["gradients"]
+    from upref import registry
+
+    wrong = registry.replace(upref.get("dapo"), name="wrong", closed_form=lambda r, A, *, eps_low, eps_high, c: A * r)
+    monkeypatch.setitem(registry._OBJECTIVES, "wrong", wrong)
+    monkeypatch.setattr("upref.doctor.names", lambda: ["dapo", "wrong"])
+    code, out, _ = run(capsys, "doctor", "--json")
+    assert code == 1 and json.loads(out)["wrong"] == "wrong"

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every claim under derivations/ holds and can fail; `derive` tells right objectives from wrong ones."""
+
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import upref
+from upref.check.regimes import OFF_EDGES, batch, grad
+from upref.derivation import derive, sympy_gradient
+from upref.ops import exp, where
+
+DERIVATIONS = Path(__file__).parent.parent / "derivations"
+ENV = os.environ | {"PYTHONPATH": str(DERIVATIONS.parent)}
+spec = importlib.util.spec_from_file_location("make_page", DERIVATIONS / "make_page.py")
+page = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(page)
+section = functools.cache(page.section)
+
+
+def wrong(o, factor=2):
+    """The objective with another function, its hand-written weight left as it is."""
+    return replace(o, fn=functools.wraps(o.fn)(lambda *args, **hp: factor * o.fn(*args, **hp)))
+
+
+def no_negatives(r, A):
+    return where(A > 0, upref.get("dapo").weight(r, A), 0)
+
+
+# What each claim is perturbed to, so that its script must fail: a false statement, or a wrong objective.
+FALSE = {
+    "log_derivative": [lambda m: {"left_over": lambda A, lp: 0}],
+    "is_gradient": [lambda m: {"power": 0}, lambda m: {"power": 2}],
+    "clipped_gradient": [lambda m: {"base": upref.get("up_grpo")}, lambda m: {"base": wrong(m.GRPO)}],
+    "cap_positive": [lambda m: {"bound": 1 - m.eps_high}],
+    "up_positive": [
+        lambda m: {"difference": 1},
+        lambda m: {"anchored": m.LOG},
+        lambda m: {"log_form": wrong(m.LOG)},
+    ],
+    "up_gspo": [lambda m: {"exponent": -2}, lambda m: {"anchored": upref.get("gspo")}],
+    "cap_negative": [lambda m: {"direction": 1}, lambda m: {"base": wrong(m.UP)}],
+    "eps_high_inert": [lambda m: {"smallest": -2 * m.LOW}],
+    "up_is_base_on_policy": [lambda m: {"ratio": 2}],
+    "kl_estimators": [lambda m: {"gradients": m.GRADIENTS | {"k3": m.GRADIENTS["k2"]}}],
+    "stability": [lambda m: {"sign": 1}, lambda m: {"symmetric": wrong(m.SYMMETRIC)}, lambda m: {"up": wrong(m.UP)}],
+    "fixed_point": [lambda m: {"target": lambda mu, A: A}],
+    "capacity_is_not_a_bound": [lambda m: {"weight": no_negatives}, lambda m: {"bound": 2.8}],
+    "weights": [lambda m: {"which": [wrong(upref.get("up_gspo"))]}, lambda m: {"which": [wrong(upref.get("m2po"))]}],
+}
+
+
+@pytest.mark.parametrize("name", page.CLAIMS)
+def test_the_claim_holds(name):
+    assert section(name)
+
+
+@pytest.mark.parametrize(("name", "i"), [(name, i) for name, changes in FALSE.items() for i in range(len(changes))])
+def test_the_claim_can_fail(name, i):
+    module = page.load(name)
+    with pytest.raises(AssertionError):
+        module.main(**FALSE[name][i](module))
+
+
+def test_every_file_is_a_claim_on_the_page():
+    assert {p.stem for p in DERIVATIONS.glob("*.py")} == {*page.CLAIMS, "make_page"} == {*FALSE, "make_page"}
+    assert (DERIVATIONS / "README.md").read_text(encoding="utf-8") == page.HEAD + "".join(map(section, page.CLAIMS)), (
+        "run: python derivations/make_page.py"
+    )
+
+
+def test_a_script_says_so_by_its_exit_status(tmp_path):
+    script = tmp_path / "up_gspo.py"
+    text = (DERIVATIONS / "up_gspo.py").read_text(encoding="utf-8")
+    for exponent, status in (("-1", 0), ("-2", 1)):
+        script.write_text(text.replace("exponent=-1", f"exponent={exponent}"), encoding="utf-8")
+        done = subprocess.run([sys.executable, script], capture_output=True, cwd=DERIVATIONS.parent, env=ENV)
+        assert done.returncode == status and done.stdout
+
+
+@pytest.mark.parametrize("name", [*upref.names(), "up(gmpo)", "up_anchored(sapo)"])
+@pytest.mark.parametrize("factor", [1, 2])
+def test_derive_tells_right_from_wrong(name, factor):
+    o = upref.up_anchored(upref.get("sapo")) if name == "up_anchored(sapo)" else upref.get(name)
+    d = derive(wrong(o, factor))
+    assert d.ok == (factor == 1)
+    assert d.name in str(d) and ("not read by sympy" in str(d)) == bool(o.unread)
+    assert ("MISMATCH" in str(d) or "NO" in d.steps[-1]) == (factor == 2)
+
+
+def test_derive_finds_a_kink_that_the_weight_does_not_know():
+    o = upref.get("is_pg")
+    d = derive(replace(o, fn=lambda lp, lp_old, A: where(exp(lp - lp_old) > 7, A * lp, o.fn(lp, lp_old, A))))
+    assert not d.ok and any("r > 7" in step and "MISMATCH" in step for step in d.steps)
+
+
+def test_derive_takes_numbers_for_hyperparameters():
+    assert any("r > 3/2" in step for step in derive("dapo", eps_high=0.5).steps)
+    assert not any("r > c" in step for step in derive("dapo", c=None).steps)
+    with pytest.raises(upref.InputError, match="eps_high"):
+        derive("up_dapo", eps_high=0.28)
+
+
+@pytest.mark.parametrize("name", ["grpo", "up_grpo", "reinforce_pp_baseline"])
+def test_sympy_gradient_has_the_kl_term(name):
+    o = upref.get(name)
+    b = batch(o, edges=OFF_EDGES, thin=15)
+    b = replace(b, logp_ref=torch.where(b.mask, b.logp_old - 0.1, 0))
+    kl = torch.tensor(sympy_gradient(o, b, beta=0.5))
+    assert (kl - grad(lambda x: o(x, beta=0.5), b)).abs().max() < 1e-12
+    assert (kl - o.gradient(b)).abs().max() > 1e-6
+
+
+def test_sympy_gradient_says_what_it_cannot_read():
+    o = upref.get("m2po")
+    with pytest.raises(upref.InputError, match="sorts the tokens"):
+        sympy_gradient(o, batch(o))
+
+
+def test_importing_upref_leaves_sympy_alone():
+    code = "import sys, upref; upref.get('up_dapo').weight(1.5, -1.0); sys.exit('sympy.core' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=ENV, cwd=DERIVATIONS.parent).returncode == 0

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pictures show the functions they name, without a backend, and say so where they cannot."""
+
+import io
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import upref
+from upref.capacity import capacity
+from upref.plots import Panel, cap_map, cap_panels, weights
+
+
+def texts(fig):
+    return [t.get_text() for ax in fig.axes for t in [*ax.texts, ax.title]] + [t.get_text() for t in fig.texts]
+
+
+def drawn(fig):
+    fig.savefig(io.BytesIO(), format="svg")
+    return fig
+
+
+def my_loss(lp, lp_old, A, mask, eps=0.2):
+    r = (lp - lp_old).exp()
+    return -(r * A).minimum(r.clamp(1 - eps, 1 + eps) * A).mean()
+
+
+def test_matplotlib_is_imported_late_and_pyplot_never():
+    code = "import sys, upref, upref.plots as p; late = 'matplotlib' not in sys.modules; "
+    code += "p.cap_map('dapo'); p.weights('dapo'); assert late and 'matplotlib.pyplot' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("adv", [1, -1, 0])
+def test_cap_map_shows_capacity(adv):
+    fig = drawn(cap_map("dapo", "up_dapo", adv=adv, c=3))
+    assert len(fig.axes) == 3  # two panels, one colour bar
+    n = 400
+    x = (np.arange(n) + 0.5) / n
+    mu, p = np.meshgrid(x, x)
+    for ax, name in zip(fig.axes, ["dapo", "up_dapo"], strict=False):
+        (image,) = ax.images
+        assert image.get_clim() == (0, 1)
+        assert list(image.get_extent()) == [0, 1, 0, 1] and image.origin == "lower"
+        np.testing.assert_array_equal(image.get_array().filled(0), capacity(name, p, mu, adv, c=3))
+
+
+def test_dead_regions_are_named_as_in_the_paper():
+    regions = {"Upper Clip", "Lower Clip", "Dual Clip"}
+    assert regions & set(texts(cap_map("dapo"))) == {"Upper Clip"}
+    assert regions & set(texts(cap_map("up_dapo"))) == set()
+    assert regions & set(texts(cap_map("dapo", adv=-1))) == {"Lower Clip"}
+    assert regions & set(texts(cap_map("dapo", adv=-1, c=3))) == {"Lower Clip", "Dual Clip"}
+    assert regions & set(texts(cap_map("dapo", adv=-1, c=40))) == {"Lower Clip"}  # no room for the other name
+
+
+def test_labels_lie_inside_their_region():
+    fig = cap_map("dapo", adv=-1, c=3)
+    for text in fig.axes[0].texts:
+        if "Clip" in text.get_text():
+            mu, p = text.get_position()
+            assert capacity("dapo", p, mu, -1, c=3) == 0
+            assert (p > mu) == (text.get_text() == "Dual Clip")
+
+
+def test_cap_map_of_a_foreign_loss():
+    fig = drawn(cap_panels([Panel("mine", my_loss, 1, {"eps": 0.3}), Panel("grpo", "grpo", 1, {"eps": 0.3})], n=60))
+    mine, grpo = (ax.images[0].get_array().filled(0) for ax in fig.axes[:2])
+    np.testing.assert_allclose(mine, grpo, atol=1e-9)
+    assert "my_loss\n" in texts(cap_map(my_loss))
+
+
+def test_hyperparameters_go_where_they_are_known():
+    fig = cap_map("dapo", "up_dapo", eps_high=0.4)
+    assert any("0.4" in t for t in texts(fig))
+    with pytest.raises(upref.InputError, match="none of dapo, up_dapo has a hyperparameter 'eps'"):
+        cap_map("dapo", "up_dapo", eps=0.2)
+    with pytest.raises(upref.InputError, match="at least one"):
+        cap_map()
+    with pytest.raises(upref.InputError, match="eps_high must be"):
+        weights("dapo", eps_high=-1)
+    with pytest.raises(upref.InputError, match="my_loss is a loss of unknown scale"):
+        weights("dapo", my_loss)
+    with pytest.raises(upref.InputError, match="whole batch"):
+        weights("m2po")
+
+
+def test_weights_are_the_weights():
+    chosen = ["dapo", "up_dapo", "sapo", "dppo_tv", "topr", "gmpo"]
+    fig = drawn(weights(*chosen, mu=0.05))
+    for ax, A in zip(fig.axes, (1.0, -1.0), strict=True):
+        for name, line in zip(chosen, ax.lines, strict=False):
+            r, w = line.get_data()
+            o = upref.get(name)
+            expected = o.weight(r[:, None], 0 * r[:, None] + A, mu=0.05, mask=np.ones((len(r), 1), bool))
+            np.testing.assert_array_equal(w, np.broadcast_to(expected, (len(r), 1))[:, 0])
+        assert set(chosen) <= set(texts(fig))
+
+
+def test_jumps_are_vertical_and_narrow_windows_fill_the_axis():
+    (r, w) = weights("dapo").axes[0].lines[0].get_data()
+    jump = np.flatnonzero((w[:-1] > 1) & (w[1:] == 0))
+    assert r[jump] == pytest.approx(1.28, abs=1e-8) and r[jump + 1] == pytest.approx(1.28, abs=1e-8)
+    low, high = weights("gspo").axes[0].get_xlim()  # in 1e-4
+    assert -20 < low < -3 and 4 < high < 20
+    assert weights("gspo", "dapo").axes[0].get_xlim()[1] > 2
+
+
+@pytest.mark.parametrize("chosen", [["dapo"], ["dapo", "up_dapo", "grpo", "aspo", "cispo", "sapo", "dppo_tv", "gmpo"]])
+def test_labels_do_not_touch(chosen):
+    fig = drawn(weights(*chosen))
+    renderer = fig.canvas.get_renderer() if hasattr(fig.canvas, "get_renderer") else None
+    for ax in fig.axes:
+        boxes = [t.get_window_extent(renderer) for t in ax.texts]
+        assert len(boxes) == len(chosen)
+        assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+        assert all(fig.bbox.x0 <= b.x0 and b.x1 <= fig.bbox.x1 and b.y1 <= fig.bbox.y1 for b in boxes)
+
+
+def test_atlas_orders_by_cap():
+    from upref.plots import _groups
+
+    groups, absent = _groups()
+    caps = [float(capacity(g[0], 0.01, 0.01)) for g in groups]
+    assert all(a >= b - 1e-9 for a, b in itertools.pairwise(caps))
+    assert sorted(o.name for g in groups for o in g) + sorted(absent) == sorted(
+        upref.names(), key=lambda n: (n in absent, n)
+    )
+    assert {"dr_grpo", "grpo", "ppo_clip"} <= {o.name for g in groups if g[0].name == "grpo" for o in g}

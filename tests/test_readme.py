@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page says what the code says. Its Python blocks are run by conftest.py."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import upref
+from upref.cli import main, markdown_table
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_table_is_the_registry():
+    assert markdown_table() in README, "paste the output of `upref list --markdown`"
+
+
+def test_links_and_named_files_exist():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert target.startswith("http") or (ROOT / target).exists(), target
+    for script in re.findall(r"(?:bash|python) ((?:repro|tests|figures|benchmarks)/\S+?\.\w+)", README):
+        assert (ROOT / script).exists(), script
+
+
+def test_ci_runs_the_readmes_test_command():
+    assert "bash tests/run.sh" in README and "bash repro/run.sh up_dapo" in README
+    assert "bash tests/run.sh" in (ROOT / ".ci/run").read_text()
+
+
+@pytest.mark.parametrize("line", re.findall(r"^    upref (\w+(?: [\w.]+)*)", README, re.M))
+def test_commands_of_the_page_are_understood(line, capsys):
+    words = line.split()
+    if words[0] in ("derive", "audit", "doctor"):  # slow, and tested elsewhere
+        words = [words[0], "-h"]
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert stop.value.code == 0
+    else:
+        assert main([w for w in words if w != "cap.svg"]) == 0
+    assert capsys.readouterr().out
+
+
+def test_the_speed_table_is_the_committed_run():
+    assert (ROOT / "benchmarks" / "speed.txt").read_text(encoding="utf-8").strip() in README
+
+
+def test_every_public_name_is_there():
+    for name in upref.__all__:
+        assert callable(getattr(upref, name))

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of an objective, derived by sympy from the very function that trains.
+
+`import upref` does not import sympy; importing this module does.
+"""
+
+import inspect
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import sympy
+import torch
+from sympy import Expr, Symbol, log, oo
+
+from upref.aggregate import Totals, row_weights
+from upref.errors import InputError
+from upref.kl import ESTIMATORS
+from upref.ops import sum_t, where
+from upref.registry import REDUCE, Objective, get
+from upref.rollouts import Rollouts
+from upref.symbolic import SymbolArray, forget_sg, in_regime, kinks
+
+RATIO = {"token": "r", "sequence": "s", "trajectory": "S", "free": "r"}
+FREE_TOKENS = 3  # an objective that couples the tokens of a response is derived on one of this length
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """str() prints it. ok: in every regime the derivative minus the hand-written weight simplifies to 0."""
+
+    name: str
+    steps: list[str]
+    ok: bool
+
+    def __str__(self) -> str:
+        return "\n".join(self.steps)
+
+
+def derive(objective: str | Objective, mu: float = 0.25, **hp) -> Derivation:
+    """dJ/dlp in every regime (sign of A, r between the kinks), held against the weight written by hand.
+
+    Hyperparameters stay symbols, and the kinks are ordered as at their defaults (c, by default None, as at 3); those
+    given are put in as numbers. mu = π_old(o_t) orders the kinks of objectives that depend on it. A mismatch is
+    flagged in the text, with ok = False. An objective that sympy cannot read (the record's `unread`) is not refused:
+    the text says why, and autograd is held against the weight on a small batch instead.
+    """
+    o = get(objective) if isinstance(objective, str) else objective
+    resolved = {k: v for k, v in o.resolve(hp).items() if k != "beta"}
+    doc = (inspect.getdoc(o.fn) or str(o.__doc__)).split("\n\n")[0]
+    steps = [f"{o.name}   ({o.paper}: {o.eq})", f"  {doc}", _chain(o)]
+    if o.unread:
+        text, ok = _numeric(o, hp)
+        return Derivation(o.name, [*steps, f"not read by sympy: {o.unread}; by autograd on a small batch:", *text], ok)
+    at = {Symbol(k, positive=True): _exact(3 if v is None else v) for k, v in resolved.items() if k not in hp}
+    letters = {s.name: s for s in at} | {k: v if v is None else _exact(v) for k, v in resolved.items() if k in hp}
+    at[Symbol("mu", positive=True)] = _exact(mu)
+    ok, notes = True, dict[Expr, bool]()
+    for A, sign in ((Symbol("A", positive=True), 1), (Symbol("A", negative=True), -1), (sympy.S.Zero, 0)):
+        rows = list(_regimes(o, A, letters, at | {A: sign}, notes))
+        widths = [max(len(str(row[i])) for row in rows) for i in (0, 1)]
+        steps.append("A > 0" if sign > 0 else "A < 0" if sign < 0 else "A = 0")
+        for label, J, gradient, weight in rows:
+            same = _equal(gradient, weight)
+            ok = ok and same
+            flag = "" if same else f"   MISMATCH: by hand {weight}"
+            steps.append(f"  {label:{widths[0]}}   J = {J!s:{widths[1]}}   dJ/dlp = {gradient}{flag}")
+    steps += [f"*  {f} = 0, for mu = {mu} and the defaults" for f in notes]
+    return Derivation(o.name, [*steps, f"equal to the weight written by hand: {'yes' if ok else 'NO'}"], ok)
+
+
+def _equal(x: Expr, y: Expr) -> bool:
+    return sympy.simplify((x - y).rewrite(sympy.exp)) == 0
+
+
+def _exact(x) -> Expr:
+    return sympy.nsimplify(x, rational=True)
+
+
+def _chain(o: Objective) -> str:
+    """What stands before the derivative at the objective's level: that of mean_t or sum_t, and the aggregation."""
+    row = SimpleNamespace(sum=lambda _: SimpleNamespace(clamp=lambda min: Symbol("|o_i|")))
+    rows: Any = row_weights(o.agg, row, Totals(*map(Symbol, ("N", "B", "G", "N_g"))))  # type: ignore[arg-type]
+    T, t, k = sympy.symbols("T t k", integer=True, positive=True)
+    lp = sympy.IndexedBase("lp")
+    total = sympy.Sum(lp[t], (t, 1, T))
+    name, reduced = {"sequence": ("mean_t lp", total / T), "trajectory": ("sum_t lp", total)}.get(o.level, ("", lp[k]))
+    inner = reduced.diff(lp[k]).doit().subs(T >= k, True)
+    level = f"level {o.level}" + (f", lp = {name}, d({name})/dlp_t = {inner}, T = |o_i|" if name else "")
+    what = {"N": "N tokens in all", "B": "B responses", "G": "G prompts", "N_g": "N_g tokens of prompt g"}
+    legend = ", ".join(what[s.name] for s in sorted(rows.free_symbols, key=str) if s.name in what)
+    return f"  {level}; aggregation {o.agg}: row weight {rows} ({legend})"
+
+
+def _regimes(o: Objective, A: Expr, letters: dict, at: dict, notes: dict) -> Iterator[tuple[str, Expr, Expr, Expr]]:
+    """(where, J, dJ/dlp, weight) of each regime; neighbours that read alike are one."""
+    n = FREE_TOKENS if o.level == "free" else 1
+    tags = [f"_{i + 1}" for i in range(n)] if n > 1 else [""]
+    lp, lp_old = ([Symbol(f"{name}{tag}", real=True) for tag in tags] for name in ("lp", "lp_old"))
+    r = [Symbol(f"{RATIO[o.level]}{tag}", positive=True) for tag in tags]
+    mu = Symbol("mu", positive=True)
+    in_r = {x: log(mu) + log(y) for x, y in zip(lp, r, strict=True)} | dict.fromkeys(lp_old, log(mu))
+    J, weights = _J(o, A, lp, lp_old, letters), _weights(o, A, r, mu, letters)
+    J_in_r = _J(o, A, [in_r[x] for x in lp], [in_r[x] for x in lp_old], letters)
+    edges = {k for expr in (J_in_r, *weights) for k in kinks(expr, r[0])}
+    cells = _cells(edges, r[0], at, 1 / mu if o.reads_mu else oo, notes)
+    rows = []
+    for combination in itertools.combinations_with_replacement(cells, n):
+        point = at | {x: cell.point for x, cell in zip(r, combination, strict=True)}
+        branch = in_regime(J, point | {x: y.subs(point) for x, y in in_r.items()})
+        gradients = [sympy.simplify(forget_sg(branch.diff(x)).subs(in_r)) for x in lp]
+        pairs = list(zip(gradients, (in_regime(w, point) for w in weights), strict=True))
+        wrong = [pair for pair in pairs if not _equal(*pair)]
+        rows.append((combination, branch, *(wrong or pairs)[0]))
+    for _, run in itertools.groupby(rows, key=lambda row: row[1:] if n == 1 else row):
+        first, *rest = run
+        ends = zip(first[0], r, (rest or [first])[-1][0], strict=True)
+        yield ", ".join(_interval(a.low, x.name, b.high) for a, x, b in ends), *first[1:]
+
+
+def _J(o: Objective, A: Expr, lp: list, lp_old: list, hp: dict) -> Expr:
+    """The unreduced J from the function itself, handed scalars, or one response for level free."""
+    if o.level != "free":
+        return sympy.sympify(o.fn(lp[0], lp_old[0], A, **hp))
+    response = (SymbolArray([row]) for row in (lp, lp_old, [A] * len(lp)))
+    return sum(o.fn(*response, np.ones((1, len(lp)), dtype=bool), **hp).flat)
+
+
+def _weights(o: Objective, A: Expr, r: list, mu: Expr, hp: dict) -> list[Expr]:
+    first = [log(x) for x in r] if o._reads_log_r else r
+    have = {"mu": mu, "log_mu": log(mu), "mask": np.ones((1, len(r)), dtype=bool)}
+    read = (SymbolArray([first]), SymbolArray([[A] * len(r)])) if o.level == "free" else (first[0], A)
+    w = o.closed_form(*read, **{k: have[k] for k in o.reads}, **hp)
+    return [sympy.sympify(x) for x in np.ravel(w)]
+
+
+class Cell(NamedTuple):
+    low: str
+    high: str
+    point: Expr
+
+
+def _cells(edges: set[Expr], r: Symbol, at: dict, top: Expr, notes: dict) -> list[Cell]:
+    """The open intervals of r between the edges, each with a point inside."""
+    end = top.subs(at)
+    places = {sympy.S.Zero: "0", end: str(top)}
+    for edge in sorted(edges, key=sympy.default_sort_key):
+        if r in edge.free_symbols:
+            for x in _roots(edge.subs(at), r, end):
+                places[x], notes[edge] = f"{float(x):.4g}*", True
+        elif 0 < edge.subs(at) < end:
+            places.setdefault(edge.subs(at), sympy.sstr(edge, order="none"))
+    cells = []
+    for (a, low), (b, high) in itertools.pairwise(sorted(places.items(), key=lambda place: float(place[0]))):
+        middle = (2 * a if a else sympy.S.One) if b == oo else (a + b) / 2
+        cells.append(Cell(low, high, _exact(float(middle))))
+    return cells
+
+
+def _roots(f: Expr, r: Symbol, end: Expr) -> list[Expr]:
+    """Where f changes sign, bisected: for bounds without a closed form."""
+    grid = np.exp(np.linspace(-12, math.log(min(float(end), 1e5)) - 1e-9, 500))
+    turns = np.flatnonzero(np.diff(np.sign(np.vectorize(sympy.lambdify(r, f, "math"))(grid))))
+    return [sympy.nsolve(f, r, (grid[i], grid[i + 1]), solver="bisect") for i in turns]
+
+
+def _interval(low: str, r: str, high: str) -> str:
+    if (low, high) == ("0", "oo"):
+        return f"every {r}"
+    return f"{r} > {low}" if high == "oo" else f"{r} < {high}" if low == "0" else f"{low} < {r} < {high}"
+
+
+def _numeric(o: Objective, hp: dict) -> tuple[list[str], bool]:
+    """dJ/dlp by torch.autograd against weight x aggregation: two responses, A = 1 and A = -1, seven ratios each."""
+    r = torch.tensor([0.3, 0.75, 0.95, 1.05, 1.25, 1.9, 4.0], dtype=torch.float64).expand(2, -1)
+    lp_old = torch.full_like(r, 0.1).log()
+    lp = (lp_old + r.log()).requires_grad_()
+    A = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+    b = Rollouts(lp, lp_old, A, torch.ones(r.shape, dtype=torch.bool), entropy=r / 2)
+    (gradient,) = torch.autograd.grad(o(b, **hp), lp)
+    ok = (gradient - o.gradient(b, **hp)).abs().max().item() < 1e-12
+    steps = [f"  {'r':>6} " + " ".join(f"{x:8.2f}" for x in r[0].tolist())]
+    for a, row in zip((1, -1), gradient.tolist(), strict=True):
+        steps.append(f"  A = {a:+} " + " ".join(f"{x or 0:8.4f}" for x in row))
+    return [*steps, f"equal to weight x aggregation within 1e-12: {'yes' if ok else 'NO'}"], ok
+
+
+def sympy_gradient(objective: str | Objective, b: Rollouts, **hp) -> np.ndarray:
+    """dJ/dlp [B, T] of a small batch, the whole pipeline in sympy: level, mask, aggregation, KL. Computed at 30 digits.
+
+    The third route to what autograd and `objective.gradient` give. Raises InputError where sympy cannot read.
+    """
+    o = get(objective) if isinstance(objective, str) else objective
+    if o.unread:
+        raise InputError(f"sympy cannot read {o.name}: {o.unread}.")
+    hp = o.resolve(hp)
+    beta, mask, totals = hp.pop("beta", 0), b.mask.numpy(), b.totals or Totals.of(b.mask, b.group)
+    exact = np.frompyfunc(lambda x: sympy.Float(x, 30), 1, 1)
+
+    def numbers(x):
+        return SymbolArray(exact(where(b.mask, x.detach(), 0).tolist()))
+
+    def J_of(terms, agg):
+        rows = torch.as_tensor(row_weights(agg, b.mask, totals), dtype=torch.float64).expand(len(mask)).tolist()
+        return np.dot(exact(rows), terms if terms.ndim == 1 else sum_t(terms, mask))
+
+    rows, columns = mask.shape
+    letters = SymbolArray([[Symbol(f"lp_{i}_{t}", real=True) for t in range(columns)] for i in range(rows)])
+    lp, lp_old, A = letters, numbers(b.logp_old), numbers(b.adv.expand(b.mask.shape))
+    if o.level in REDUCE:
+        lp, lp_old, A = REDUCE[o.level](lp, mask), REDUCE[o.level](lp_old, mask), A[range(rows), mask.argmax(1)]
+    elif o.agg == "seq-mean":
+        A = np.repeat(A[range(rows), mask.argmax(1)][:, None], columns, 1)
+    J = J_of(o.fn(lp, lp_old, A, *[mask] * (o.level == "free"), **hp), o.agg)
+    if beta:
+        J -= beta * J_of(ESTIMATORS[o.kl](letters, numbers(b.logp_ref)), o.kl_agg)
+    values = dict(zip(letters.flat, numbers(b.logp).flat, strict=True))
+    addends: dict[Symbol, list[Expr]] = {x: [] for x in letters.flat}  # the sum rule by hand: quicker than J.diff
+    for term in sympy.Add.make_args(J):
+        for x in term.free_symbols:
+            addends[x].append(term)
+    derivative = {x: forget_sg(sympy.Add(*(term.diff(x) for term in terms))) for x, terms in addends.items()}
+    return np.array([[float(derivative[x].xreplace(values)) for x in row] for row in letters])
