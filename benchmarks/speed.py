@@ -4,8 +4,8 @@
     python benchmarks/speed.py            [256, 4096] float32, as in the README's table
     python benchmarks/speed.py --rows 32  a quick look
 
-All contestants run in one process, in turn, on the same tensors; every figure is the median over rounds of the ratio
-to the copy measured in the same round. Peak memory is what torch's allocator held at most, in tensors of that shape.
+All run in one process, in turn, on the same tensors; every figure is the median over rounds of the ratio to the copy
+measured in the same round. Peak memory is what torch's allocator held at most, in tensors of that shape.
 """
 
 import argparse
@@ -27,6 +27,7 @@ PAIRS = [
     ("geo_mean", "gmpo", {}, {"clip_ratio_low": 0.4, "clip_ratio_high": 0.4}),
     ("dppo_tv", "dppo_tv_verl", {}, {}),
     ("dppo_kl", "dppo_kl_verl", {}, {}),
+    (None, "dapo", {}, {}),
     (None, "up_dapo", {}, {}),
     (None, "up_gspo", {}, {}),
     (None, "m2po", {}, {}),
@@ -72,22 +73,23 @@ def contestants(mode, name, hp, config, lp, old, A, mask):
 
 
 def measure(runs, x, rounds):
-    """Median over rounds of time / time of the copy; the contestants take turns."""
-    target, ratios = torch.empty_like(x), {k: [] for k in runs}
-    for f in runs.values():
-        f()
+    """Median over rounds of time / time of the copy. All take turns in a round, the copy too, each warmed up."""
+    target = torch.empty_like(x)
+    runs = {"copy": lambda: target.copy_(x)} | runs
+    ratios = {k: [] for k in runs}
     for _ in range(rounds):
-        unit = clock(lambda: target.copy_(x), 20) / 20
-        for k, f in runs.items():
-            ratios[k].append(clock(f, 1) / unit)
+        times = {k: clock(f) for k, f in runs.items()}
+        for k in runs:
+            ratios[k].append(times[k] / times["copy"])
     return {k: statistics.median(v) for k, v in ratios.items()}
 
 
-def clock(f, n):
+def clock(f, n=5):
+    f()
     start = time.perf_counter()
     for _ in range(n):
         f()
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / n
 
 
 def peak(f, size) -> float:
@@ -103,7 +105,7 @@ def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--rows", type=int, default=256)
     p.add_argument("--tokens", type=int, default=4096)
-    p.add_argument("--rounds", type=int, default=7)
+    p.add_argument("--rounds", type=int, default=15)
     p.add_argument("--threads", type=int, default=2)
     args = p.parse_args()
     torch.set_num_threads(args.threads)
@@ -112,17 +114,18 @@ def main():
     print(
         f"[{args.rows}, {args.tokens}] float32, {args.threads} threads, {platform.machine()}, torch {torch.__version__}"
     )
-    print(f"{'objective':14}{'verl mode':>10} | copies: {'verl':>6}{'upref':>8}{'compiled':>10} | upref/verl | "
-          f"peak, tensors: {'verl':>5}{'upref':>7}{'compiled':>10}")  # fmt: skip
+    heads = ("verl", "upref", "upref/verl", "compiled", "verl", "upref", "compiled")
+    print(f"{'':25}{'time, in copies of one tensor':>42}   {'peak memory, in tensors':>28}")
+    print(f"{'objective':14} {'verl mode':10}" + "".join(f"{h:>11}" for h in heads))
     for mode, name, hp, config in PAIRS:
         torch._dynamo.reset()
         runs = contestants(mode, name, hp, config, lp, old, A, mask)
         t = measure(runs, lp.detach(), args.rounds)
         m = {k: peak(f, size) for k, f in runs.items()}
-        verl = lambda d, w: f"{d['verl']:{w}.1f}" if "verl" in d else " " * (w - 1) + "-"
-        ratio = f"{t['upref'] / t['verl']:.2f}" if "verl" in t else "-"
-        print(f"{name:14}{mode or '-':>10} |         {verl(t, 6)}{t['upref']:8.1f}{t['compiled']:10.1f} | {ratio:>10} | "
-              f"               {verl(m, 5)}{m['upref']:7.1f}{m['compiled']:10.1f}")  # fmt: skip
+        ratio = t["upref"] / t["verl"] if mode else None
+        row = [t.get("verl"), t["upref"], ratio, t["compiled"], m.get("verl"), m["upref"], m["compiled"]]
+        cells = ["-" if x is None else f"{x:.2f}" if x is ratio else f"{x:.1f}" for x in row]
+        print(f"{name:14} {mode or '-':10}" + "".join(f"{c:>11}" for c in cells), flush=True)
 
 
 if __name__ == "__main__":

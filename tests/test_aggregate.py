@@ -106,3 +106,17 @@ def test_split_refuses_nonsense():
         with pytest.raises(InputError, match="split into at least one"):
             b.split(n)
     assert len(b.split(9)) == 5
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo", "gmpo", "topr", "m2po", "up_gspo_anchored"])
+def test_a_fully_masked_response_adds_nothing(name):
+    """Whatever it holds: a framework pads with such rows; they count in B, as in verl's global_batch_size."""
+    from upref.registry import get
+
+    lp, old = torch.tensor([[-1.0, -2.0], [9.0, float("nan")]]), torch.tensor([[-1.2, -1.9], [float("inf"), 0.0]])
+    A, mask = torch.tensor([[1.0], [5.0]]), torch.tensor([[True, True], [False, False]])
+    lp.requires_grad_()
+    J = get(name).J(lp, old, A, mask)
+    J.backward()
+    alone = get(name).J(lp[:1], old[:1], A[:1], mask[:1], totals=Totals.of(mask).rows(torch.arange(1)))
+    assert J == alone and (lp.grad[1] == 0).all() and lp.grad.isfinite().all()

@@ -2,13 +2,14 @@
 """The audit of the installed verl passes, needs its reasons, and fails on a verl that computes otherwise."""
 
 import json
+import math
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
-from upref import InputError
+from upref import InputError, Rollouts
 from upref.check import audit as A
 from upref.check.regimes import batch
 from upref.registry import get
@@ -121,3 +122,25 @@ def test_without_verl(monkeypatch):
     monkeypatch.setitem(sys.modules, "verl", None)
     with pytest.raises(InputError, match=r"repro/venv.sh verl"):
         A.audit_verl()
+
+
+def test_dual_clip_passes_half_the_gradient_at_exactly_c():
+    """A half-open kink in name: at r = c torch.min ties, and verl's token keeps half its weight; ours keeps all."""
+    lp_old = torch.full((1, 1), -2.0, dtype=torch.float64)
+    b = Rollouts(lp_old + math.log(2.0), lp_old, torch.full_like(lp_old, -1.0), torch.ones(1, 1, dtype=torch.bool))
+    assert (b.logp - b.logp_old).exp().item() == 2.0
+    assert verl_weights("vanilla", b, clip_ratio_c=2.0).item() == -1.0
+    assert get("ppo_clip").gradient(b, c=2.0).item() == -2.0
+
+
+def test_readme_quotes_the_audit(audit):
+    """Every `... -> ...` of the README's section on verl is what the audit prints now."""
+    from pathlib import Path
+
+    page = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    section = " ".join(page.split("## What verl's losses really compute")[1].split("\n## ")[0].split())
+    said = [f"{reason}; {spot}" for row in audit.rows for reason, spot in row.reasons]
+    quotes = [q for q in section.split("`")[1::2] if "->" in q]
+    assert len(quotes) == 5
+    for quote in quotes:
+        assert any(quote in text for text in said), quote

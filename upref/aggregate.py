@@ -45,11 +45,12 @@ class Totals(NamedTuple):
 
     @classmethod
     def of(cls, mask: Bool[Tensor, "B T"], group: Int[Tensor, " B"] | None = None) -> "Totals":
-        lengths = mask.sum(-1)
+        # float32 counts a row exactly up to 2^24 tokens and vectorises where int64 does not
+        lengths = mask.sum(-1, dtype=torch.float32).double()
         if group is None:
             return cls(lengths.sum(), len(mask), 1, lengths.sum().expand(len(mask)))
-        same = (group[:, None] == group[None, :]).to(torch.float64)  # [B, B]: no sort, no host synchronisation
-        return cls(lengths.sum(), len(mask), (1 / same.sum(1)).sum().round(), same @ lengths.to(torch.float64))
+        same = (group[:, None] == group[None, :]).double()  # [B, B]: no sort, no host synchronisation
+        return cls(lengths.sum(), len(mask), (1 / same.sum(1)).sum().round(), same @ lengths)
 
     def rows(self, i: Tensor) -> "Totals":
         per_row = self.group_tokens
@@ -88,8 +89,12 @@ def aggregate(
     totals: Totals | None = None,
     length: int | None = None,
 ) -> Float[Tensor, ""]:
-    """Σ_i w_i Σ_t mask x, in float32 or wider; x is [B, T], or [B] for seq-mean. Masked slots may hold anything."""
+    """Σ_i w_i Σ_t mask x, in float32 or wider; x is [B, T], or [B] for seq-mean. Masked slots may hold anything.
+
+    A response without a token, which Rollouts refuses but a framework's padding may bring, adds nothing; it is counted.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
-    per_row = x.to(wide) if x.ndim == 1 else torch.where(mask, x, 0).sum(-1, dtype=wide)
+    tokens = torch.where(mask, x, 0) if x.ndim == 2 else torch.where(mask.any(-1), x, 0)[:, None]
+    per_row = tokens.sum(-1, dtype=wide)
     w = row_weights(agg, mask, totals or Totals.of(mask, group), length)
     return (per_row * (w.to(wide) if isinstance(w, Tensor) else w)).sum()

@@ -77,8 +77,8 @@ def _curves(c: argparse.ArgumentParser):
     c.add_argument("--json", action="store_true")
 
 
-def _hp(pairs: list[str]) -> dict[str, float | None]:
-    hp: dict[str, float | None] = {}
+def _hp(pairs: list[str]) -> dict[str, Any]:
+    hp: dict[str, Any] = {}
     for pair in pairs:
         key, _, value = pair.partition("=")
         try:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an objective does to a batch, read off the closed-form weight: which tokens are clipped, alive, overflowing."""
 
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from upref.ops import LOG_MAX, mean_t, sum_t
+from upref.ops import exp, mean_t, sum_t
 from upref.registry import Objective
 from upref.rollouts import Rollouts
 
@@ -30,14 +31,14 @@ def diagnose(objective: Objective, b: Rollouts, **hp) -> dict[str, float]:
         log_r = sum_t(log_r, mask)[:, None].expand_as(mask)
     A = b.adv.expand_as(mask)
     dead = objective.token_weights(b, **hp) == 0
-    pos, neg, r = mask & (A > 0), mask & (A < 0), log_r.clamp(max=LOG_MAX[log_r.dtype]).exp()
+    pos, neg, r = mask & (A > 0), mask & (A < 0), exp(log_r)
     return {
         "clip/pos_high": fraction(dead & (log_r >= 0), pos),
         "clip/pos_low": fraction(dead & (log_r < 0), pos),
         "clip/neg_high": fraction(dead & (log_r >= 0), neg),
         "clip/neg_low": fraction(dead & (log_r < 0), neg),
         "alive": fraction(~dead, pos | neg),
-        "overflow": fraction(log_r > LOG_MAX[log_r.dtype], mask),
+        "overflow": fraction(r == torch.finfo(r.dtype).max, mask),
         "above_high": fraction(r > 1.28, pos),
         "ratio/mean": r[mask].double().mean().item(),
         "ratio/max": r[mask].max().item(),

@@ -4,7 +4,7 @@
 A word looks at its arguments: a torch tensor is computed with autograd, a sympy expression (or an object array of them)
 stays symbolic, anything else is numpy. Three conventions, the same for all readers:
 
-* `exp` saturates: above log(max of the dtype) its value is the largest finite number and its gradient 0, so that a
+* `exp` saturates: where e^x overflows the dtype, its value is the largest finite number and its gradient 0, so that a
   ratio in the branch not taken is never infinite and 0 * inf never makes NaN in a backward pass.
 * `clip`, `minimum`, `maximum` against a number pass the whole gradient at equality (the paper's Eq. 10: r <= 1 + eps).
 * `sg`, the stop-gradient: its value is its argument, its derivative 0.
@@ -21,14 +21,6 @@ from torch import Tensor
 
 inf = math.inf
 
-# The largest x of each dtype whose exp is finite (tests/test_ops.py proves each entry maximal).
-LOG_MAX = {
-    torch.float16: 11.0859375,
-    torch.bfloat16: 88.5,
-    torch.float32: 88.72283172607422,
-    torch.float64: 709.782712893384,
-}
-
 
 def _reader(*xs: Any) -> str:
     if any(isinstance(x, Tensor) for x in xs):
@@ -43,23 +35,44 @@ def _symbolic(f, *xs):
     return np.frompyfunc(f, len(xs), 1)(*xs)
 
 
+class _Exp(torch.autograd.Function):
+    """e^x, at most the largest finite number of the dtype; the gradient is y, and 0 where y saturates or is NaN."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.exp().clamp_(max=torch.finfo(x.dtype).max)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return torch.where(y < torch.finfo(y.dtype).max, g * y, 0)
+
+
 def exp(x):
     match _reader(x):
         case "torch":
-            return x.clamp(max=LOG_MAX[x.dtype]).exp()
+            return _Exp.apply(x)
         case "sympy":
             return _symbolic(sys.modules["sympy"].exp, x)
-    return np.exp(np.minimum(x, LOG_MAX[torch.float64]))
+    with np.errstate(over="ignore"):
+        return np.minimum(np.exp(x), np.finfo(np.float64).max)
 
 
 def expm1(x):
     """e^x - 1, accurate near 0; saturates as exp does."""
     match _reader(x):
         case "torch":
-            return x.clamp(max=LOG_MAX[x.dtype]).expm1()
+            return where(x < 1, x.clamp(max=1).expm1(), exp(x) - 1)
         case "sympy":
             return exp(x) - 1
-    return np.expm1(np.minimum(x, LOG_MAX[torch.float64]))
+    with np.errstate(over="ignore"):
+        return np.minimum(np.expm1(x), np.finfo(np.float64).max)
 
 
 def log(x):
@@ -180,11 +193,13 @@ def sg(x):
 
 
 def sum_t(x, mask):
-    """Σ_t over the unmasked tokens of each response: [B, T] -> [B]."""
-    return where(mask, x, 0).sum(-1)
+    """Σ_t over the unmasked tokens of each response: [B, T] -> [B], for torch in float32 at least."""
+    inside = where(mask, x, 0)
+    return (
+        inside.sum(-1, dtype=torch.promote_types(x.dtype, torch.float32)) if isinstance(x, Tensor) else inside.sum(-1)
+    )
 
 
 def mean_t(x, mask):
     """(1/|o|) Σ_t over the unmasked tokens of each response: [B, T] -> [B]; 0 for a response with no token."""
-    count = mask.sum(-1)
-    return sum_t(x, mask) / maximum(count, 1)
+    return sum_t(x, mask) / maximum(mask.sum(-1), 1)

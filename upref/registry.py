@@ -7,9 +7,10 @@ import inspect
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -71,7 +72,21 @@ class Objective:
     coupled: str = field(default="", repr=False)  # why splitting the batch changes it, where it does
     closed_form: Callable = field(default=_no_weight, repr=False)
 
+    # read off the two signatures once
+    reads: tuple[str, ...] = field(
+        init=False, repr=False
+    )  # of the closed form, beside r and A: mu, log_mu, mask, entropy
+    _own: dict[str, Any] = field(init=False, repr=False)
+    _extra_names: tuple[str, ...] = field(init=False, repr=False)
+    _reads_log_r: bool = field(init=False, repr=False)
+
     def __post_init__(self):
+        takes, weighs = _parameters(self.fn), _parameters(self.closed_form)
+        put = partial(object.__setattr__, self)
+        put("_own", {p.name: p.default for p in takes if p.kind is p.KEYWORD_ONLY} | ({"beta": 0.0} if self.kl else {}))
+        put("_extra_names", tuple(p.name for p in takes[3:] if p.kind is p.POSITIONAL_OR_KEYWORD))
+        put("reads", tuple(p.name for p in weighs[2:] if p.kind is p.POSITIONAL_OR_KEYWORD))
+        put("_reads_log_r", weighs[0].name == "log_r")
         object.__setattr__(
             self, "__doc__", f"{self.equation}\n\n{self.paper}, {self.eq}. {SHAPES[self.level]} {ERRORS}"
         )
@@ -80,12 +95,11 @@ class Objective:
     @property
     def hyperparameters(self) -> dict[str, Any]:
         """Name -> default value."""
-        own = {p.name: p.default for p in _parameters(self.fn) if p.kind is p.KEYWORD_ONLY}
-        return own | ({"beta": 0.0} if self.kl else {})
+        return dict(self._own)
 
     def resolve(self, hp: dict[str, Any]) -> dict[str, Any]:
         """Defaults overlaid with hp, names and ranges checked."""
-        known = self.hyperparameters
+        known = self._own
         for key, value in hp.items():
             if key not in known:
                 takes = ", ".join(known) or "none"
@@ -163,7 +177,7 @@ class Objective:
         return REDUCE[self.level](x, mask)
 
     def _extras(self, mask, entropy) -> dict[str, Any]:
-        wants = [p.name for p in _parameters(self.fn)[3:] if p.kind is p.POSITIONAL_OR_KEYWORD]
+        wants = self._extra_names
         if "entropy" in wants and entropy is None:
             raise InputError(f"{self.name} needs the policy's entropy per token: Rollouts(..., entropy=...).")
         return {k: v for k, v in {"mask": mask, "entropy": entropy}.items() if k in wants}
@@ -188,17 +202,8 @@ class Objective:
         )
 
     @property
-    def reads(self) -> list[str]:
-        """What the closed form reads beside r and A: of mu, log_mu, mask, entropy."""
-        return [p.name for p in _parameters(self.closed_form)[2:] if p.kind is p.POSITIONAL_OR_KEYWORD]
-
-    @property
     def reads_mu(self) -> bool:
         return bool({"mu", "log_mu"} & set(self.reads))
-
-    @property
-    def _reads_log_r(self) -> bool:
-        return _parameters(self.closed_form)[0].name == "log_r"
 
     def _closed(self, r, A, have: dict[str, Any], hp):
         missing = [k.removeprefix("log_") for k in self.reads if have[k] is None]
@@ -279,12 +284,30 @@ def get(name: str) -> Objective:
     return known[name]
 
 
-@lru_cache(None)
 def _parameters(fn: Callable) -> list[inspect.Parameter]:
     return list(inspect.signature(fn).parameters.values())
 
 
+class _Unmasked(torch.autograd.Function):
+    """The identity on lp, whose gradient is 0 on masked slots: 0 * NaN on the way back must not reach the policy.
+
+    Forward nothing is needed: `aggregate` and `mean_t` select the unmasked slots.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(lp, mask):
+        return lp.view_as(lp)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx, g):
+        return torch.where(ctx.saved_tensors[0], g, 0), None
+
+
 def _inside(lp, lp_old, A, mask):
-    """NaN in a masked slot must not leave it. Forward, `aggregate` and `mean_t` select the unmasked; backward, 0 * NaN
-    may still be NaN on its way to lp, and the gradient of this one `where` ends it there."""
-    return where(mask, lp, 0), lp_old.detach(), A.detach()
+    return _Unmasked.apply(lp, mask), lp_old.detach(), A.detach()

@@ -212,6 +212,8 @@ class Audit:
         yield f"Split into {MICRO} micro-batches the gradient is the same, except where a row says otherwise."
         if self.nan_in_padding:
             yield f"The loss is NaN when a masked slot holds NaN: {', '.join(self.nan_in_padding)}."
+        added = (torch.ones(1, dtype=torch.bool).sum() + 1e-8 - 1).item()  # as agg_loss computes it
+        yield f"The 1e-8 in the denominators of seq-mean-token-mean adds {added:g} to a count of 1 (float32)."
         for mode, reason in OUT_OF_SCOPE.items():
             yield f"Not audited: {mode} ({reason})."
         if self.unaudited:
@@ -261,9 +263,7 @@ def _far() -> Rollouts:
 
 def _join(*bs: Rollouts) -> Rollouts:
     T = max(b.mask.shape[1] for b in bs)
-    wide = lambda name: torch.cat(
-        [torch.nn.functional.pad(getattr(b, name), (0, T - b.mask.shape[1])) for b in bs]
-    )
+    wide = lambda name: torch.cat([torch.nn.functional.pad(getattr(b, name), (0, T - b.mask.shape[1])) for b in bs])
     group, n = [], 0
     for b in bs:
         assert b.group is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from upref.ops import exp, maximum, minimum, when, where, clip
+from upref.ops import clip, exp, maximum, minimum, when, where
 from upref.registry import objective
 
 

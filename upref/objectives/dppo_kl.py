@@ -23,15 +23,14 @@ def binary_kl(lp, lp_old):
 )
 def dppo_kl(lp, lp_old, A, *, delta=0.05):
     """J = E Σ_t M_t r_t A_t,  M = 0 where KL(Bern(π_old(o_t)) ‖ Bern(π_θ(o_t))) > δ on the side the update pushes to"""
-    D = binary_kl(lp, lp_old)
-    M = where(A > 0, (D <= delta) | (lp <= lp_old), (D <= delta) | (lp >= lp_old))
+    M = (binary_kl(lp, lp_old) <= delta) | (where(A > 0, lp - lp_old, lp_old - lp) <= 0)
     return when(M, exp(lp - lp_old) * A)
 
 
 @dppo_kl.with_weight
 def dppo_kl(log_r, A, log_mu, *, delta):
-    D = binary_kl(log_mu + log_r, log_mu)
-    return when(where(A > 0, (D <= delta) | (log_r <= 0), (D <= delta) | (log_r >= 0)), A * exp(log_r))
+    M = (binary_kl(log_mu + log_r, log_mu) <= delta) | (where(A > 0, log_r, -log_r) <= 0)
+    return when(M, A * exp(log_r))
 
 
 @objective(
@@ -48,12 +47,11 @@ def dppo_kl(log_r, A, log_mu, *, delta):
 )
 def dppo_kl_verl(lp, lp_old, A, *, delta=0.2, trunc=3.0):
     """J = E 1/Σ_i|o_i| Σ_t M_t sg(min(r, C)) A_t log π_θ"""
-    D = binary_kl(lp, lp_old)
-    M = where(A > 0, (D <= delta) | (lp <= lp_old), (D <= delta) | (lp >= lp_old))
+    M = (binary_kl(lp, lp_old) <= delta) | (where(A > 0, lp - lp_old, lp_old - lp) <= 0)
     return when(M, sg(minimum(exp(lp - lp_old), trunc)) * A * lp)
 
 
 @dppo_kl_verl.with_weight
 def dppo_kl_verl(log_r, A, log_mu, *, delta, trunc):
-    D = binary_kl(log_mu + log_r, log_mu)
-    return when(where(A > 0, (D <= delta) | (log_r <= 0), (D <= delta) | (log_r >= 0)), A * minimum(exp(log_r), trunc))
+    M = (binary_kl(log_mu + log_r, log_mu) <= delta) | (where(A > 0, log_r, -log_r) <= 0)
+    return when(M, A * minimum(exp(log_r), trunc))

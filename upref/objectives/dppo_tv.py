@@ -17,14 +17,15 @@ from upref.registry import objective
 )
 def dppo_tv(lp, lp_old, A, *, delta=0.15):
     """J = E Σ_t M_t r_t A_t,  M = 0 where |π_θ(o_t) - π_old(o_t)| > δ on the side the update pushes to"""
-    M = where(A > 0, exp(lp) - exp(lp_old) <= delta, exp(lp_old) - exp(lp) <= delta)
+    gain = exp(lp) - exp(lp_old)
+    M = where(A > 0, gain, -gain) <= delta
     return when(M, exp(lp - lp_old) * A)
 
 
 @dppo_tv.with_weight
 def dppo_tv(log_r, A, log_mu, *, delta):
     gain = exp(log_mu + log_r) - exp(log_mu)
-    return when(where(A > 0, gain <= delta, -gain <= delta), A * exp(log_r))
+    return when(where(A > 0, gain, -gain) <= delta, A * exp(log_r))
 
 
 @objective(
@@ -41,11 +42,12 @@ def dppo_tv(log_r, A, log_mu, *, delta):
 )
 def dppo_tv_verl(lp, lp_old, A, *, delta=0.2, trunc=3.0):
     """J = E 1/Σ_i|o_i| Σ_t M_t sg(min(r, C)) A_t log π_θ"""
-    M = where(A > 0, exp(lp) - exp(lp_old) <= delta, exp(lp_old) - exp(lp) <= delta)
+    gain = exp(lp) - exp(lp_old)
+    M = where(A > 0, gain, -gain) <= delta
     return when(M, sg(minimum(exp(lp - lp_old), trunc)) * A * lp)
 
 
 @dppo_tv_verl.with_weight
 def dppo_tv_verl(log_r, A, log_mu, *, delta, trunc):
     gain = exp(log_mu + log_r) - exp(log_mu)
-    return when(where(A > 0, gain <= delta, -gain <= delta), A * minimum(exp(log_r), trunc))
+    return when(where(A > 0, gain, -gain) <= delta, A * minimum(exp(log_r), trunc))

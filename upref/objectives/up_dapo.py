@@ -2,7 +2,6 @@
 from upref.ops import dual_clip, exp, inf, maximum, minimum, sg, when, where
 from upref.registry import objective
 
-
 DEFAULTS = {
     "eps_low": 'fan2026up Table A1, "Lower Clip": 0.2; App. A: UP "eliminate the need for the upper clip"',
     "c": "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10",

@@ -2,7 +2,6 @@
 from upref.ops import exp, maximum, minimum, sg, when, where
 from upref.registry import objective
 
-
 DEFAULTS = {
     "eps_low": 'fan2026up Table A1, "Lower Clip" of UP-GSPO: 3e-4, "Upper Clip": "-"',
 }
