@@ -15,7 +15,7 @@ from upref.check.regimes import batch, grad
 from upref.derivation import derive
 
 ROOT = Path(__file__).parent
-say = Console(highlight=False).print
+say = Console(highlight=False, soft_wrap=True).print
 
 
 def proof(o):
