@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values that look right, derivatives that are not: a detach too few, too many, or on the wrong factor."""
+
+import torch
+
+from . import Case
+
+
+def ratio_of_itself(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    ratio = torch.exp(log_prob - log_prob.detach())
+    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)
+    return -(torch.where(mask, terms, 0.0).sum(1) / mask.sum(1)).mean()
+
+
+def detached_negatives(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
+    ratio = torch.exp(log_prob - old_log_prob).detach()
+    negative = torch.min(ratio * advantages, ratio.clamp(min=1 - eps_low) * advantages)
+    return -torch.where(advantages > 0, advantages * log_prob, negative)[mask].mean()
+
+
+def weight_not_detached(log_prob, old_log_prob, advantages, mask, *, eps_high=4.0):
+    weight = torch.exp(log_prob - old_log_prob).clamp(max=1 + eps_high)
+    return -(weight * advantages * log_prob)[mask].mean()
+
+
+def objective_returned(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    ratio = torch.exp(log_prob - old_log_prob)
+    return torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)[mask].mean()
+
+
+def unsigned_advantage(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+    ratio = torch.exp(log_prob - old_log_prob)
+    bounded = torch.where(advantages > 0, ratio.clamp(max=1 + eps_high), ratio.clamp(min=1 - eps_low))
+    return -(bounded * advantages.abs())[mask].mean()
+
+
+def ratio_twice(log_prob, old_log_prob, advantages, mask):
+    ratio = torch.exp(log_prob - old_log_prob)
+    corrected = advantages * ratio.detach()  # V-trace has already multiplied the advantage
+    return -torch.where(mask, corrected * ratio, 0.0).sum(-1).mean()
+
+
+def reward_shaped_with_a_gradient(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+    log_ratio = log_prob - old_log_prob
+    shaped = advantages - 0.01 * log_ratio  # k1 in the reward, the graph attached
+    ratio = log_ratio.exp()
+    return -torch.min(ratio * shaped, ratio.clamp(1 - eps_low, 1 + eps_high) * shaped)[mask].mean()
+
+
+def probability_for_log_probability(log_prob, old_log_prob, advantages, mask):
+    return -(advantages * log_prob.exp())[mask].sum() / mask.sum()
+
+
+def straight_through_clip(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    ratio = torch.exp(log_prob - old_log_prob)
+    clipped = ratio + (ratio.clamp(1 - eps, 1 + eps) - ratio).detach()
+    return -torch.min(ratio * advantages, clipped * advantages)[mask].mean()
+
+
+def weight_instead_of_clip(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+    ratio = torch.exp(log_prob - old_log_prob)
+    surrogate = torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    return -(surrogate.detach() * log_prob)[mask].mean()
+
+
+def clip_in_the_log_domain(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    log_ratio = log_prob - old_log_prob
+    low, high = torch.log1p(torch.tensor([-eps, eps], dtype=log_ratio.dtype))
+    bounded = torch.min(log_ratio * advantages, log_ratio.clamp(low, high) * advantages)
+    return -(torch.where(mask, bounded, 0.0).sum(-1) / mask.sum(-1)).mean()
+
+
+def anchored_on_the_wrong_policy(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
+    anchored = torch.exp(log_prob - old_log_prob)  # for A > 0 meant to be π/sg(π)
+    negative = torch.min(anchored * advantages, anchored.clamp(min=1 - eps_low) * advantages)
+    return -torch.where(advantages > 0, anchored * advantages, negative)[mask].mean()
+
+
+def negative_branch_anchored(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
+    anchored = torch.exp(log_prob - log_prob.detach())
+    negative = torch.min(anchored * advantages, anchored.clamp(min=1 - eps_low) * advantages)
+    return -torch.where(advantages > 0, anchored * advantages, negative)[mask].mean()
+
+
+def silent_entropy_bonus(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    ratio = torch.exp(log_prob - old_log_prob)
+    policy = -torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)[mask].mean()
+    return policy + 0.001 * log_prob[mask].mean()
+
+
+def kl_under_no_grad(log_prob, old_log_prob, advantages, mask, ref_log_prob, *, eps=0.2, beta=0.04):
+    ratio = torch.exp(log_prob - old_log_prob)
+    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)
+    with torch.no_grad():
+        d = ref_log_prob - log_prob
+        kl = d.exp() - 1 - d
+    return -(torch.where(mask, terms - beta * kl, 0.0).sum(-1) / mask.sum(-1)).mean()
+
+
+def kl_the_other_way(log_prob, old_log_prob, advantages, mask, ref_log_prob, *, eps=0.2, beta=0.04):
+    ratio = torch.exp(log_prob - old_log_prob)
+    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)
+    d = log_prob - ref_log_prob
+    kl = d.exp() - 1 - d
+    return -(torch.where(mask, terms - beta * kl, 0.0).sum(-1) / mask.sum(-1)).mean()
+
+
+ZOO = [
+    Case(
+        ratio_of_itself, "grpo", oracles={"gradient", "dead-hyperparameter"},
+        bug="old log-probabilities recomputed with the current weights: r = 1 for ever",
+        source="meta-pytorch/torchforge#571",
+    ),
+    Case(
+        detached_negatives, "up_dapo", oracles={"gradient", "on-policy"},
+        bug="the ratio is detached: negatives have no gradient", source="nikhilbarhate99/PPO-PyTorch#18",
+    ),
+    Case(
+        weight_not_detached, "cispo", oracles={"gradient", "stop-gradient", "on-policy"},
+        bug="the gradient also flows through the importance weight",
+    ),
+    Case(objective_returned, "ppo_clip", oracles={"gradient", "on-policy"}, bug="J is returned for the loss"),
+    Case(unsigned_advantage, "dapo", oracles={"gradient", "on-policy"}, bug="|A|: bad answers are reinforced"),
+    Case(
+        ratio_twice, "is_pg", oracles={"gradient"},
+        bug="the importance ratio is in the advantage already: weight r²", source="PufferAI/PufferLib#306",
+    ),
+    Case(
+        reward_shaped_with_a_gradient, "dapo", oracles={"gradient", "stop-gradient", "zero-advantage", "on-policy"},
+        bug="a KL term inside the advantage, differentiated",
+    ),
+    Case(
+        probability_for_log_probability, "reinforce_off_policy", oracles={"gradient", "on-policy"},
+        bug="A π, not A log π",
+    ),
+    Case(
+        straight_through_clip, "ppo_clip", oracles={"gradient", "stop-gradient"},
+        bug="values are clipped, gradients go straight through",
+    ),
+    Case(
+        weight_instead_of_clip, "dapo", oracles={"gradient", "stop-gradient"},
+        bug="sg(min(r A, clip(r) A)) log π never switches a token off",
+    ),
+    Case(clip_in_the_log_domain, "grpo", oracles={"gradient"}, bug="log r in the place of r: weight A instead of A r"),
+    Case(
+        anchored_on_the_wrong_policy, "up_dapo", oracles={"gradient"},
+        bug="the anchor is π_old: unclipped IS for A > 0",
+    ),
+    Case(
+        negative_branch_anchored, "up_dapo", oracles={"gradient", "dead-hyperparameter"},
+        bug="negatives too are anchored on sg(π), so that their clip is inert",
+    ),
+    Case(
+        silent_entropy_bonus, "ppo_clip", oracles={"gradient", "zero-advantage", "on-policy"},
+        bug="an undeclared regulariser with a coefficient of its own", source="GMISWE/tinker-cloud#66",
+    ),
+    Case(
+        kl_under_no_grad, "grpo", {"beta": 0.04}, {"gradient", "dead-hyperparameter", "stop-gradient"},
+        "the KL penalty is computed under no_grad", "allenai/open-instruct#530",
+    ),
+    Case(kl_the_other_way, "grpo", {"beta": 0.04}, {"gradient"}, "k3 with policy and reference exchanged"),
+]  # fmt: skip

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guards and precisions that change the objective."""
+
+import torch
+
+from . import Case
+
+
+def log_ratio_clamped_at_two(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+    ratio = torch.clamp(log_prob - old_log_prob, -2, 2).exp()
+    return -torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)[mask].mean()
+
+
+def ratio_capped_at_ten(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+    ratio = torch.exp(log_prob - old_log_prob).clamp(max=10)
+    return -torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)[mask].mean()
+
+
+def quotient_of_probabilities(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    ratio = log_prob[mask].exp() / old_log_prob[mask].exp()
+    A = advantages[mask]
+    return -torch.min(ratio * A, ratio.clamp(1 - eps, 1 + eps) * A).mean()
+
+
+def guarded_quotient(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    ratio = log_prob[mask].exp() / (old_log_prob[mask].exp() + 1e-6)
+    A = advantages[mask]
+    return -torch.min(ratio * A, ratio.clamp(1 - eps, 1 + eps) * A).mean()
+
+
+def log_of_probability_plus_eps(log_prob, old_log_prob, advantages, mask):
+    return -(advantages * torch.log(log_prob.exp() + 1e-5))[mask].mean()
+
+
+def half_precision_ratio(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+    ratio = (log_prob.half() - old_log_prob.half()).exp().to(log_prob.dtype)
+    return -torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)[mask].mean()
+
+
+def bfloat16_sequence_ratio(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4, eps_high=4e-4):
+    log_ratio = torch.where(mask, log_prob - old_log_prob, 0.0).bfloat16()
+    s = (log_ratio.sum(-1) / mask.sum(-1)).exp()
+    A = torch.where(mask, advantages, 0.0).sum(-1) / mask.sum(-1)
+    return -torch.min(s * A, s.clamp(1 - eps_low, 1 + eps_high) * A).mean()
+
+
+def integer_advantages(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    A = torch.where(mask, advantages, 0.0).long()
+    ratio = torch.exp(log_prob - old_log_prob)
+    return -torch.min(ratio * A, ratio.clamp(1 - eps, 1 + eps) * A)[mask].mean()
+
+
+def integer_mean_length(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+    ratio = torch.exp(log_prob - old_log_prob)
+    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    mean_length = mask.sum() // len(mask)
+    return -terms[mask].sum() / (mean_length * len(mask))
+
+
+def one_added_to_every_length(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    ratio = torch.exp(log_prob - old_log_prob)
+    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)
+    return -(torch.where(mask, terms, 0.0).sum(-1) / (mask.sum(-1) + 1)).mean()
+
+
+def first_order_ratio(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    ratio = 1 + (log_prob - old_log_prob)
+    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)
+    return -(torch.where(mask, terms, 0.0).sum(-1) / mask.sum(-1)).mean()
+
+
+def log_prob_floor(log_prob, old_log_prob, advantages, mask):
+    return -(advantages * log_prob.clamp(min=-5))[mask].mean()
+
+
+def infinite_ratio_is_zero(log_prob, old_log_prob, advantages, mask, *, eps_high=4.0):
+    weight = torch.exp((log_prob - old_log_prob).detach().float())
+    weight = torch.where(weight.isinf(), 0.0, weight).to(log_prob.dtype).clamp(max=1 + eps_high)
+    return -(weight * advantages * log_prob)[mask].mean()
+
+
+ZOO = [
+    Case(
+        log_ratio_clamped_at_two, "dapo", oracles={"gradient", "extremes"},
+        bug="the guard meant for e^20 stands at e^2: negatives beyond it have no gradient",
+    ),
+    Case(
+        ratio_capped_at_ten, "dapo", oracles={"gradient", "extremes"}, bug="an undeclared dual clip with c = 10"
+    ),
+    Case(quotient_of_probabilities, "ppo_clip", oracles={"extremes"}, bug="exp(lp)/exp(old) is 0/0 for a rare token"),
+    Case(
+        guarded_quotient, "ppo_clip", oracles={"gradient", "extremes", "on-policy"},
+        bug="1e-6 added to a probability: rare tokens lose their gradient",
+    ),
+    Case(
+        log_of_probability_plus_eps, "reinforce_off_policy", oracles={"gradient", "extremes", "on-policy"},
+        bug="log(π + 1e-5): the rarest tokens are the ones that vanish",
+    ),
+    Case(half_precision_ratio, "dapo", oracles={"gradient", "extremes", "on-policy"}, bug="log-probabilities in fp16"),
+    Case(
+        bfloat16_sequence_ratio, "gspo", oracles={"gradient", "extremes"},
+        bug="bf16 cannot tell 1 + 4e-4 from 1: the clip window has no inside",
+    ),
+    Case(integer_advantages, "ppo_clip", oracles={"gradient", "scaling", "on-policy"}, bug="A = 0.5 becomes 0"),
+    Case(integer_mean_length, "dapo", oracles={"aggregation", "gradient"}, bug="the mean length is rounded down"),
+    Case(
+        one_added_to_every_length, "grpo", oracles={"aggregation", "gradient", "on-policy"},
+        bug="|o| + 1 in the denominator",
+    ),
+    Case(first_order_ratio, "grpo", oracles={"gradient"}, bug="r is linearised: 1 + log r"),
+    Case(
+        log_prob_floor, "reinforce_off_policy", oracles={"gradient", "extremes", "on-policy"},
+        bug="log π floored at -5",
+    ),
+    Case(
+        infinite_ratio_is_zero, "cispo", oracles={"extremes"},
+        bug="an overflowing weight is set to 0 instead of the cap",
+    ),
+]  # fmt: skip
