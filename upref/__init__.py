@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """upref: reference and verification of the policy-gradient objectives that train reasoning LLMs."""
 
+from upref import check
 from upref.aggregate import Totals, aggregate, row_weights
 from upref.capacity import capacity
 from upref.errors import InputError
@@ -17,6 +18,7 @@ __all__ = [
     "aggregate",
     "cap_map",
     "capacity",
+    "check",
     "derive",
     "get",
     "names",

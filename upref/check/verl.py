@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's own policy losses on a batch of ours."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,14 +22,17 @@ def verl():
     return core_algos, ActorConfig, verl.__version__
 
 
-def verl_loss(loss_mode: str, b: Rollouts, agg: str = "token-mean", padding: float = 0.0, **actor_config) -> Tensor:
+def verl_loss(
+    loss_mode: str | Callable, b: Rollouts, agg: str = "token-mean", padding: float | None = 0.0, **actor_config
+) -> Tensor:
     """The scalar that verl would call backward() on for this (micro-)batch on one rank; gradients flow into b.logp.
 
-    actor_config: fields of verl's ActorConfig. Masked slots hold `padding`. The counts of the mini-batch are b.totals.
+    loss_mode: a registered name, or a function of that signature. actor_config: fields of verl's ActorConfig. Masked
+    slots hold `padding`, or with None what the batch has there. The counts of the mini-batch are b.totals.
     """
     core_algos, ActorConfig, _ = verl()
     try:
-        f = core_algos.get_policy_loss_fn(loss_mode)
+        f = loss_mode if callable(loss_mode) else core_algos.get_policy_loss_fn(loss_mode)
         config = ActorConfig(
             strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, loss_agg_mode=agg, **actor_config
         )
@@ -40,7 +45,7 @@ def verl_loss(loss_mode: str, b: Rollouts, agg: str = "token-mean", padding: flo
         global_batch_size=int(totals.sequences),
         loss_scale_factor=config.loss_scale_factor,
     )
-    padded = lambda x: torch.where(b.mask, x, padding)
+    padded = lambda x: x if padding is None else torch.where(b.mask, x, padding)
     loss, _ = f(
         old_log_prob=padded(b.logp_old),
         log_prob=padded(b.logp),

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracles that hold a loss against its objective: weights by regime, aggregation, anchor, extremes, value."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from upref.check.causes import STOP, cause
+from upref.check.fit import EXACT, HABIT, Case, anchor, promised
+from upref.check.oracles import example, fail, note, oracle, worst, wrong
+from upref.check.regimes import kinks
+from upref.check.report import Finding
+from upref.errors import InputError
+from upref.ops import mean_t, sum_t
+from upref.rollouts import Rollouts
+
+RANDOM = 200  # random batches beside the grid
+NAMES = {1.0: "A > 0", -1.0: "A < 0", 0.0: "A = 0"}
+
+
+def ratio(case: Case, b: Rollouts) -> Tensor:
+    """The ratio that the objective acts on, at each token."""
+    x = torch.where(b.mask, b.logp - b.logp_old, 0)
+    if case.o.level == "sequence":
+        x = mean_t(x, b.mask)[:, None].expand_as(x)
+    elif case.o.level == "trajectory":
+        x = sum_t(x, b.mask)[:, None].expand_as(x)
+    return x.exp()
+
+
+def bounds_of(case: Case, A: float) -> list[float]:
+    if case.o.coupled or case.o.reads_mu or not A:
+        return []
+    return kinks(case.o, A, 0.02, **case.plain_hp)
+
+
+@oracle("gradient")
+def gradient(case: Case) -> list[Finding]:
+    b = case.grid()
+    found = case.weights(b)
+    off, r = case.off(b, found), ratio(case, b)
+    A = torch.where(b.mask, b.adv.expand_as(off), 0)
+    ties = torch.zeros_like(b.mask)
+    for sign in (1.0, -1.0):
+        for k in bounds_of(case, sign):
+            ties |= (A * sign > 0) & ((r / k - 1).abs() < 1e-11)
+    bad = off > case.tol
+    out = _ties(case, b, bad & ties, r, A, found)
+    failing = bad & ~ties
+    if failing.any():
+        return out + _regimes(case, b, failing, off, r, A, found, ties)
+    if case.tol < 1e-4 and (small := (off.masked_fill(ties, 0)).max()) > EXACT:
+        out.append(note("gradient", f"weights differ by {small:.1e} relative", cause="a small constant in a denominator"))
+    return out or _random(case)
+
+
+def _ties(case, b, hit, r, A, found) -> list[Finding]:
+    expected, out = case.expected(b), []
+    for sign in (1.0, -1.0):
+        at = hit & (A * sign > 0)
+        for k in sorted({round(x, 9) for x in r[at].tolist()}):
+            i, t = (at & ((r - k).abs() < 1e-8)).nonzero()[0].tolist()
+            out.append(note("gradient", f"{NAMES[sign]}, r = {k:.6g} exactly: the bound belongs to the other side",
+                            expected[i, t].item(), found[i, t].item()))  # fmt: skip
+    return out
+
+
+def _regimes(case, b, failing, off, r, A, found, ties) -> list[Finding]:
+    expected, out, all_bounds = case.expected(b), [], []
+    regions = []
+    for sign in (1.0, -1.0, 0.0):
+        side = b.mask & ~ties & (A.sign() == sign)
+        if (failing & side).any():
+            for text, members, ends in _runs(case, b, sign, side, failing, r):
+                regions.append((text, members))
+                all_bounds += ends
+    bounds = sorted({round(x, 7) for x in all_bounds})
+    why = cause(case, b, found, ties, bounds)
+    for n, (text, members) in enumerate(regions):
+        i, t = worst(torch.where(members & failing, _typical(off, r), -1.0))
+        show = example(case, b, wrong(case), (i, t)) if n < 2 else ""
+        out.append(fail("gradient", text, expected[i, t].item(), found[i, t].item(), show, why if n == 0 else ""))
+    if why.startswith(STOP):
+        out.append(fail(STOP, regions[0][0], "", "", cause=why))
+    return out
+
+
+def _typical(off: Tensor, r: Tensor) -> Tensor:
+    """Prefer a large difference on a ratio that a reader can picture."""
+    return off.nan_to_num(posinf=1e30).clamp(max=1e30) / (1 + r.log().abs() * 20) + 1e-12
+
+
+def _runs(case: Case, b: Rollouts, sign: float, side: Tensor, failing: Tensor, r: Tensor):
+    """(words, tokens, ends) of each interval of ratios on which this sign of A fails."""
+    x = r[side]
+    order = x.argsort()
+    xs, bad = x[order].tolist(), failing[side][order].tolist()
+    if all(bad):
+        yield f"{NAMES[sign]}, any r", side, []
+        return
+    known = sorted({*bounds_of(case, sign)})
+    # one ratio met several times (other A, other mu) fails if any of them does
+    groups: list[tuple[float, float, bool]] = []
+    for v, f in zip(xs, bad, strict=True):
+        if groups and v <= groups[-1][1] * (1 + 1e-10):
+            groups[-1] = (groups[-1][0], v, groups[-1][2] or f)
+        else:
+            groups.append((v, v, f))
+    start = None
+    runs = []
+    for n, (_, _, f) in enumerate([*groups, (0, 0, False)]):
+        if f and start is None:
+            start = n
+        elif not f and start is not None:
+            runs.append((start, n - 1))
+            start = None
+    if len(runs) > 3:
+        runs = [(runs[0][0], runs[-1][1])]
+    for lo, hi in runs:
+        left = _end(case, sign, known, groups[lo - 1][1], groups[lo][0]) if lo else None
+        right = _end(case, sign, known, groups[hi + 1][0], groups[hi][1]) if hi + 1 < len(groups) else None
+        if left is None:
+            text = f"r <= {right:.5g}"
+        else:
+            text = f"r > {left:.5g}" if right is None else f"{left:.5g} < r <= {right:.5g}"
+        members = side & (r >= groups[lo][0] * (1 - 1e-12)) & (r <= groups[hi][1] * (1 + 1e-12))
+        yield f"{NAMES[sign]}, {text}", members, [e for e in (left, right) if e is not None]
+
+
+def _end(case: Case, sign: float, known: list[float], good: float, bad: float) -> float:
+    """The bound between a ratio that agrees and one that does not: the objective's own, or found by asking the loss."""
+    lo, hi = min(good, bad), max(good, bad)
+    for k in known:
+        if lo * (1 - 1e-8) <= k <= hi * (1 + 1e-8):
+            return k
+    if case.o.level == "free" or case.o.reads_mu:
+        return bad
+    for _ in range(6):
+        xs = np.exp(np.linspace(math.log(good), math.log(bad), 33))
+        wrongs = (case.off(_column(case, sign, xs)) > case.tol).any(1).tolist()
+        if True not in wrongs or not wrongs.index(True):
+            return bad
+        good, bad = xs[wrongs.index(True) - 1], xs[wrongs.index(True)]
+    return float(bad)
+
+
+def _column(case: Case, A: float, rs) -> Rollouts:
+    """One response of one token for each ratio."""
+    r = torch.as_tensor(np.asarray(rs), dtype=torch.float64)[:, None]
+    old = torch.minimum(torch.full_like(r, math.log(0.02)), -0.1 - r.log())
+    mask = torch.ones_like(r, dtype=torch.bool)
+    return case.ready(Rollouts(old + r.log(), old, torch.full_like(r, A), mask, entropy=torch.ones_like(r)))
+
+
+def random_batch(case: Case, rng) -> Rollouts:
+    """Any batch: ragged masks with holes, ratios near and far, a few zero advantages, groups or none."""
+    B, T = int(rng.integers(2, 7)), int(rng.integers(1, 9))
+    mask = rng.random((B, T)) < rng.choice([0.3, 0.8, 1.0])
+    mask[:, rng.integers(T)] = True
+    old = -rng.exponential(rng.choice([0.2, 2.0, 8.0]), (B, T)) - 1e-3
+    step = rng.normal(size=(B, T)) * rng.choice([1e-4, 0.02, 0.2, 1.0, 3.0])
+    lp = np.minimum(old + step, -1e-6)
+    A = rng.normal(size=(B, 1 if case.one_adv else T)) * (rng.random((B, 1)) < 0.9)
+    group = np.arange(B) % max(1, B // 2) if rng.random() < 0.7 else None
+    t = lambda x: torch.as_tensor(x)
+    return case.ready(Rollouts(
+        t(lp), t(old), t(np.broadcast_to(A, (B, T)).copy()), t(mask), None if group is None else t(rng.permutation(group)),
+        entropy=t(rng.uniform(0, 3, (B, T)))))  # fmt: skip
+
+
+def _random(case: Case, seed: int = 0) -> list[Finding]:
+    rng = np.random.default_rng(seed)
+    for n in range(RANDOM):
+        b = random_batch(case, rng)
+        off = case.off(b)
+        if case.tol > 1e-4:
+            off = off.masked_fill(_near_a_bound(case, b), 0)
+        if off.max() > 10 * case.tol:
+            i, t = worst(off)
+            regime = f"{NAMES[b.adv[i, t].sign().item()]}, r = {ratio(case, b)[i, t].item():.4g}, in random batch {n}"
+            return [fail("gradient", regime, case.expected(b)[i, t].item(), case.weights(b)[i, t].item(),
+                         example(case, b, wrong(case), (i, t)), "the weight depends on other tokens of the batch")]  # fmt: skip
+    return []
+
+
+def _near_a_bound(case: Case, b: Rollouts) -> Tensor:
+    """Tokens whose weight jumps within the rounding of float32."""
+    step = [case.expected(replace(b, logp=b.logp + d)) for d in (-2e-5, 2e-5)]
+    return (step[1] - step[0]).abs() > 1e-3 * step[0].abs().clamp(min=1e-6)
+
+
+@oracle("aggregation")
+def aggregation(case: Case) -> list[Finding]:
+    b = case.ready(anchor())
+    want = promised(case.o)
+    said = case.o.agg if want != case.agg else want
+    if case.agg == want and abs(case.k - 1) > HABIT and abs(case.k - 1) < 1e-5:
+        return [note("aggregation", f"a factor of 1 {case.k - 1:+.1e}", cause="a small constant in a denominator")]
+    same = torch.allclose(case.factors(b, want), case.factors(b), rtol=1e-6)
+    if case.fits and same:
+        return []
+    if not case.fits:
+        return []
+    n = b.mask.sum(1)
+    i = int((case.factors(b)[:, 0] / case.factors(b, want)[:, 0] - 1).abs().argmax())
+    bad = lambda x: not torch.allclose(case.factors(x, want), case.factors(x), rtol=1e-6)
+    group = "" if case.loss.view(b).group is not None else " (the loss sees no groups: the batch is one)"
+    return [fail("aggregation", f"ragged lengths, a response of {int(n[i])} of {int(n.sum())} tokens",
+                 f"{said}{group}: factor {case.factors(b, want)[i, 0].item():.5g} on each of its tokens",
+                 f"{case.agg}: factor {case.factors(b)[i, 0].item():.5g}", example(case, b, bad), case.agg)]  # fmt: skip
+
+
+@oracle("on-policy")
+def on_policy(case: Case) -> list[Finding]:
+    if case.o.off_anchor:
+        return []
+    b = case.ready(anchor())
+    off = case.off(b)
+    if off.max() <= 10 * case.tol:
+        return []
+    i, t = worst(off)
+    f, e = case.weights(b)[i, t].item(), case.expected(b)[i, t].item()
+    why = f"every weight is {case.k:.5g} times what it should be" if case.fits and abs(case.k - 1) > 1e-5 else ""
+    return [fail("on-policy", f"{NAMES[float(np.sign(b.adv[i, t].item()))]}, r = 1", e, f,
+                 example(case, b, wrong(case), (i, t)), why)]  # fmt: skip
+
+
+FAR = (5.0, 8.0, 9.5, 10.5, 15.0, 19.5, 20.5, 30.0, 50.0)
+
+
+@oracle("extremes")
+def extremes(case: Case) -> list[Finding]:
+    out: list[Finding] = []
+    if case.tol < 1e-4 and not case.o.coupled:
+        out += _clamps(case)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        cases = [(A, s * x) for A in (1.0, -1.0, 0.0) for s in (1, -1) for x in (20.0, 60.0, 80.0, 100.0, 1000.0)]
+        log_r = torch.tensor([[x] * 2 for _, x in cases], dtype=torch.float64)
+        old = torch.where(log_r > 0, -log_r - 0.5, -0.5)
+        A = torch.tensor([[a] * 2 for a, _ in cases], dtype=torch.float64)
+        b = case.ready(Rollouts(old + log_r, old, A, torch.ones_like(A, dtype=torch.bool), entropy=torch.ones_like(A)))
+        cast = lambda x: x.to(dtype) if x is not None and x.is_floating_point() else x  # noqa: B023
+        low = replace(b, **{k: cast(getattr(b, k)) for k in ("logp", "logp_old", "adv", "logp_ref", "entropy")})
+        short = str(dtype).removeprefix("torch.")
+        try:
+            v, g = case.loss.both(low)
+        except InputError as e:
+            if dtype is torch.float64:
+                out.append(fail("extremes", f"{short}, |log r| up to 1000", "a finite loss", str(e)))
+            else:
+                out.append(note("extremes", f"{short} inputs are refused", found=str(e)))
+            continue
+        nan = g.isnan() & b.mask
+        if nan.any():
+            i, t = nan.nonzero()[0].tolist()
+            expected = case.expected(b)[i, t].item()
+            out.append(fail("extremes", f"{NAMES[A[i, t].item()]}, log r = {log_r[i, t].item():g}, {short}", expected, "NaN",
+                            cause="exp overflows in the branch not taken and 0 * inf is NaN in the backward pass: clamp log r "
+                            "(20 and beyond is harmless)"))  # fmt: skip
+            break
+    return out
+
+
+def _clamps(case: Case) -> list[Finding]:
+    """A weight that is lost beyond some |log r|: a clamp of the log-ratio."""
+    rs = [math.exp(s * x) for x in FAR for s in (1, -1)]
+    for A in (1.0, -1.0):
+        cols = [(s, x, float(case.off(_column(case, A, [math.exp(s * x)])).max())) for x in FAR for s in (1, -1)]
+        hit = [(s, x) for s, x, off in cols if off > 1e-6]
+        near = [(s, x) for s, x in hit if x < 20]
+        if not hit:
+            continue
+        s, x = near[0] if near else hit[0]
+        if near and near[0][1] <= 5 and len(near) > 8:
+            continue  # wrong everywhere: the gradient oracle's finding
+        b = _column(case, A, [math.exp(s * x)])
+        e, f = case.expected(b)[0, 0].item(), case.weights(b)[0, 0].item()
+        text = f"{NAMES[A]}, log r = {s * x:g}"
+        if near:
+            return [fail("extremes", text, e, f, example(case, b, wrong(case)), "the log-ratio is clamped below 20")]
+        return [note("extremes", text, e, f, "the log-ratio is clamped at 20 or beyond")]
+    assert rs
+    return []
+
+
+@oracle("value")
+def value(case: Case) -> list[Finding]:
+    rng = np.random.default_rng(1)
+    for n in range(10):
+        b = random_batch(case, rng)
+        found, expected = case.loss(b).item(), case.o.loss(b, **case.hp).item()
+        if not math.isfinite(found):
+            return [fail("value", f"random batch {n}", f"{expected:.6g}", f"{found}")]
+        if abs(found - expected) > max(1e-6, case.tol) * max(1, abs(expected)):
+            return [note("value", "the value differs", f"{expected:.6g}", f"{found:.6g}",
+                         "a form or a constant without effect on the gradient, where the other oracles are silent")]  # fmt: skip
+    return []

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The smallest batch that still shows a finding, as Python that can be copied."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from upref.errors import InputError
+from upref.rollouts import Rollouts
+
+PER_TOKEN = ("logp", "logp_old", "adv", "mask", "logp_ref", "entropy")
+
+
+def shrink(b: Rollouts, bad: Callable[[Rollouts], bool], at: tuple[int, int] | None = None) -> Rollouts:
+    """b with rows, then tokens, dropped greedily and numbers rounded, while `bad` holds. at: a token that shows it."""
+
+    def still(x: Rollouts | None) -> bool:
+        try:
+            return x is not None and bad(x)
+        except InputError:
+            return False
+
+    b = replace(b, totals=None) if b.totals is not None and still(_try(b, totals=None)) else b
+    if b.group is not None and still(_try(b, group=None)):
+        b = replace(b, group=None)
+    if at is not None:
+        i, t = at
+        for guess in (_cut(b, [i], [t]), _cut(b, [i], None)):
+            if still(guess):
+                assert guess
+                b = guess
+                break
+    size = (len(b.mask) + 1) // 2
+    while size and len(b.mask) > 1:
+        rows = list(range(len(b.mask)))
+        for start in range(0, len(rows), size):
+            guess = _cut(b, rows[:start] + rows[start + size :], None)
+            if still(guess):
+                assert guess
+                b = guess
+                break
+        else:
+            size = size // 2 if size > 1 else 0
+    t = 0
+    while t < b.mask.shape[1] and b.mask.shape[1] > 1:
+        guess = _cut(b, list(range(len(b.mask))), [u for u in range(b.mask.shape[1]) if u != t])
+        if still(guess):
+            assert guess
+            b = guess
+        else:
+            t += 1
+    for digits in (1, 2, 3, 4, 6):
+        if still(guess := _rounded(b, digits)):
+            assert guess
+            return guess
+    return b
+
+
+def _try(b: Rollouts, **change) -> Rollouts | None:
+    try:
+        return replace(b, **change)
+    except InputError:
+        return None
+
+
+def _cut(b: Rollouts, rows: list[int], columns: list[int] | None) -> Rollouts | None:
+    if not rows or columns == []:
+        return None
+    change = {}
+    for name in PER_TOKEN:
+        x = getattr(b, name)
+        if x is not None:
+            change[name] = x[rows] if columns is None or x.shape[1] == 1 else x[rows][:, columns]
+    group = None if b.group is None else b.group[rows]
+    return _try(b, **change, group=group, totals=None)
+
+
+def _rounded(b: Rollouts, digits: int) -> Rollouts | None:
+    names = [n for n in PER_TOKEN if n != "mask" and getattr(b, n) is not None]
+    return _try(b, **{n: (getattr(b, n) * 10**digits).round() / 10**digits for n in names})
+
+
+def as_python(b: Rollouts, expected: Tensor | None = None, found: Tensor | None = None) -> str:
+    """`b = upref.Rollouts(...)`, and the two gradients dJ/dlp as comments."""
+    lines = [f"    {n}=torch.tensor({_list(getattr(b, n))}, dtype=torch.float64)," for n in ("logp", "logp_old", "adv")]
+    lines.append(f"    mask=torch.tensor({b.mask.tolist()}),")
+    if b.group is not None:
+        lines.append(f"    group=torch.tensor({b.group.tolist()}),")
+    said = [f"# {what} dJ/dlp: {_list(g, 6)}" for what, g in (("expected", expected), ("found   ", found)) if g is not None]
+    return "\n".join(["b = upref.Rollouts(", *lines, ")", *said])
+
+
+def _list(x: Tensor, digits: int = 17) -> str:
+    number = lambda v: f'float("{v}")' if v != v or abs(v) == float("inf") else f"{v:.{digits}g}" if digits < 17 else repr(v)
+    return "[" + ", ".join("[" + ", ".join(number(v) for v in row) + "]" for row in x.double().tolist()) + "]"
