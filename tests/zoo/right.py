@@ -199,10 +199,10 @@ def soft_gate(log_prob, old_log_prob, advantages, mask, *, tau_pos=1.0, tau_neg=
 
 
 def one_response_at_a_time(log_prob, old_log_prob, advantages, mask, *, eps_low=3e-4):
-    """UP-GSPO in a loop over responses, with float() on each advantage."""
+    """UP-GSPO in a loop over responses, with .item() on each advantage."""
     losses = []
     for lp, old, A, inside in zip(log_prob, old_log_prob, advantages, mask, strict=True):
-        lp, old, A = lp[inside], old[inside], float(A[inside][0])
+        lp, old, A = lp[inside], old[inside], A[inside][0].item()
         if A > 0:
             losses.append(-A * lp.mean())
         else:

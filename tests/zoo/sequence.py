@@ -119,7 +119,7 @@ ZOO = [
         bug="the sequence ratio is used, the token ratio clipped",
     ),
     Case(
-        centred_over_the_batch, "gspo", oracles={"gradient", "poison", "padding", "split", "on-policy"},
+        centred_over_the_batch, "gspo", oracles={"gradient", "poison", "split", "on-policy"},
         bug="log-ratios are centred over the batch, padding included", source="MakazhanAlpamys/Soup#723",
     ),
     Case(sum_for_positives, "up_gspo", oracles={"gradient", "on-policy"}, bug="A Σ log π where the mean is meant"),
