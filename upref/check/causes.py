@@ -2,7 +2,7 @@
 """What a wrong loss is likely to be: hypotheses, each a changed objective; the one that reproduces its weights is it."""
 
 from collections.abc import Callable, Iterator
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ def cause(case: Case, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list[f
     for words, weights in _hypotheses(case, b, bounds):
         try:
             w = weights()
-        except InputError:
+        except (InputError, RuntimeError):  # of other shapes: not this objective's form
             continue
         if ((w - found).abs() / scale)[use].nan_to_num(nan=torch.inf).max() < case.tol:
             return words
@@ -39,8 +39,12 @@ def _hypotheses(case: Case, b: Rollouts, bounds: list[float]) -> Iterator[Hypoth
     o, hp = case.o, case.hp
     yield "the sign is flipped: it ascends the loss", lambda: -case.expected(b)
     yield from _other_hyperparameters(case, b, bounds)
-    for words, f in _forms(case, bounds):
-        yield words, lambda f=f: _weights(f, b)  # type: ignore[misc]
+    lo, hi = hp.get("eps_low", hp.get("eps", 0.2)), hp.get("eps_high", hp.get("eps", 0.28))
+    low, high = ([1 - x for x in bounds if 0 < x < 1][:2], [x - 1 for x in bounds if 1 < x < 10][:2])
+    for i, (a, e) in enumerate(dict.fromkeys(product([lo, *low], [hi, *high]))):
+        for words, f in _forms(case, bounds, a, e):
+            said = f"{words} (with bounds {1 - a:g} and {1 + e:g})" if i else words
+            yield said, lambda f=f: _weights(f, b)  # type: ignore[misc]
     if not o.name.startswith("up("):
         yield f"it is up({o.name}): log π_θ in the place of the clipped ratio where A > 0", lambda: unit_weights(
             up(o), b, case.hp)  # fmt: skip
@@ -91,10 +95,9 @@ def _weights(f, b: Rollouts) -> Tensor:
     return torch.where(b.mask, g * n, 0)
 
 
-def _forms(case: Case, bounds: list[float]):
+def _forms(case: Case, bounds: list[float], lo: float, hi: float):
     """(words, unreduced J of (lp, lp_old, A, mask)); the ratio is the objective's: a token's or a response's."""
     o, hp = case.o, case.hp
-    lo, hi = hp.get("eps_low", hp.get("eps", 0.2)), hp.get("eps_high", hp.get("eps", 0.28))
     own = {k: v for k, v in hp.items() if k != "beta"}
     J = lambda lp, old, A, m: o.unreduced(lp, old, A, m, torch.ones_like(lp), **own)
     wide = o.level in ("sequence", "trajectory")

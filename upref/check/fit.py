@@ -6,7 +6,7 @@ the clipping; divided out, they leave the weights, to be compared regime by regi
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ class Case:
     fits: bool = True  # some aggregation explains the on-policy gradient
     tol: float = HABIT
     edges: tuple[float, ...] = EDGES
-    spent: dict[str, float] = field(default_factory=dict)
+    wrong: bool = False  # the gradient oracle has failed: what follows from that is not said again
 
     def expected(self, b: Rollouts) -> Tensor:
         return unit_weights(self.o, b, self.hp)

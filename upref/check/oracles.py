@@ -11,7 +11,6 @@ from torch import Tensor
 
 from upref.check.adapters import ROLES
 from upref.check.fit import Case, anchor, promised
-from upref.check.regimes import kinks
 from upref.check.report import Finding
 from upref.check.shrink import as_python, shrink
 from upref.errors import InputError
@@ -39,7 +38,7 @@ def note(oracle: str, regime: str, expected: Any = "", found: Any = "", cause: s
 
 
 def _say(x: Any) -> str:
-    return x if isinstance(x, str) else f"weight {x:.6g}"
+    return x if isinstance(x, str) else f"weight {x + 0.0:.6g}"
 
 
 def example(case: Case, b: Rollouts, bad: Callable[[Rollouts], bool], at: tuple[int, int] | None = None) -> str:
@@ -115,23 +114,26 @@ def poison(case: Case) -> list[Finding]:
                 v2, g2 = case.loss.both(bad(b))
             except InputError as e:
                 return [fail("poison", f"masked slots of {_role(k)} hold {p}", "no effect", str(e))]
-            hit, own = ~torch.equal(g2[b.mask], g[b.mask]) if False else not torch.equal(g2[b.mask], g[b.mask]), not bool(
-                (g2[~b.mask] == 0).all())
-            value_hit = not torch.equal(v2, value)
-            if not (hit or own or value_hit):
+            changes = {
+                f"the loss is {v2.item():.4g}": not torch.equal(v2, value),
+                "the gradient of unmasked tokens changes": not torch.equal(g2[b.mask], g[b.mask]),
+                "the gradient of the masked slots is not 0": not bool((g2[~b.mask] == 0).all()),
+            }
+            if not any(changes.values()):
                 continue
-            what = " and ".join(w for w, on in (("the loss is " + ("NaN" if v2.isnan() else f"{v2:.4g}"), value_hit), (
-                "the gradient of unmasked tokens changes", hit), ("the gradient of the masked slots is not 0", own)) if on)
-            make = note if case.loss.framework else fail
-            f = make("poison", f"masked slots of {_role(k)} hold {p}", "no effect, bit for bit", what,
-                     cause="0 * NaN = NaN: mask the inputs, torch.where(mask, x, 0), before exp and before the product")
-            if not case.loss.framework:
-                def shows(c: Rollouts, bad=bad) -> bool:
-                    g1, g2 = case.loss.both(c), case.loss.both(bad(c))
-                    return not (torch.equal(g1[0], g2[0]) and torch.equal(g1[1], g2[1]))
-                f = replace(f, batch=as_python(bad(shrink(b, shows))))
-            return [f]
+            regime, what = f"masked slots of {_role(k)} hold {p}", " and ".join(w for w, on in changes.items() if on)
+            if case.loss.framework:
+                return [note("poison", regime, "no effect, bit for bit", what, POISON)]
+
+            def shows(c: Rollouts, bad=bad) -> bool:
+                one, two = case.loss.both(c), case.loss.both(bad(c))
+                return not (torch.equal(one[0], two[0]) and torch.equal(one[1], two[1]))
+
+            return [fail("poison", regime, "no effect, bit for bit", what, as_python(bad(shrink(b, shows))), POISON)]
     return []
+
+
+POISON = "0 * NaN = NaN: mask the inputs, torch.where(mask, x, 0), before exp and before the product"
 
 
 def _role(k: str) -> str:

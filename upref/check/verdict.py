@@ -4,8 +4,6 @@
 import time
 from typing import Any
 
-import torch
-
 from upref.check import curve  # noqa: F401  registers its oracles
 from upref.check.adapters import SHAPES, Loss, adapt
 from upref.check.fit import EXACT, HABIT, Case, anchor, fit
@@ -54,6 +52,7 @@ def check(loss: Any, objective: str | Objective, *, skip: tuple[str, ...] = (), 
             continue
         got = _run(name, case)
         found += got
+        case.wrong |= any(f.severity == "failure" for f in got if f.oracle in ("gradient", "aggregation"))
         ran[name] = next((s for s in ("failure", "note") if any(f.severity == s for f in got)), "ok")
     if case.loss.printed:
         found.append(Finding("value", "note", "the loss prints while it computes", "", ""))
@@ -95,7 +94,7 @@ def probe(loss: Loss, o: Objective, hp) -> Case:
                 first = first or e
                 continue
             if case.fits or loss.framework:
-                return _settled(case)
+                return case
             cases.append(case)
             break
         if loss.framework and first:
@@ -105,10 +104,10 @@ def probe(loss: Loss, o: Objective, hp) -> Case:
         raise first
     loss.adv_shape, loss.float_mask = "BT", False
     try:
-        return _settled(_try(loss, o, hp))
+        return _try(loss, o, hp)
     except InputError:
         loss.float_mask = True
-        return _settled(_try(loss, o, hp))
+        return _try(loss, o, hp)
 
 
 def _try(loss: Loss, o: Objective, hp) -> Case:
@@ -122,10 +121,6 @@ def _try(loss: Loss, o: Objective, hp) -> Case:
     if not value.isfinite():
         raise InputError(f"{loss.name} is {value.item()} on a good batch (π_θ = π_old, finite log-probabilities).")
     return fit(loss, o, hp)
-
-
-def _settled(case: Case) -> Case:
-    return case
 
 
 def contract(case: Case) -> list[str]:
@@ -146,6 +141,3 @@ def contract(case: Case) -> list[str]:
     if case.tol > 1e-4:
         out.append("it computes in float32: compared to 0.2 %, and not within 0.1 % of a bound")
     return out
-
-
-assert torch is not None
