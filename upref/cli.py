@@ -62,6 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     _curves(c)
     c = command("derive", _derive, "sympy derives the gradient from the function that trains")
     c.add_argument("name", metavar="NAME|all")
+    c = command("check", _check, "whether a loss is the objective it is meant to be, and where it is not")
+    c.add_argument("loss", metavar="LOSS", help="package.module:function, path/to/file.py:function or verl:loss_mode")
+    c.add_argument("--as", dest="name", metavar="NAME", required=True, help="the objective (`upref list`)")
+    c.add_argument("--hp", action="append", default=[], metavar="K=V", help="hyperparameter, e.g. eps_high=0.28")
+    c.add_argument("--skip", action="append", default=[], metavar="ORACLE", help="an oracle not to run")
+    c.add_argument("--json", action="store_true")
     c = command("audit", _audit, "the installed framework's losses against the papers")
     c.add_argument("framework", choices=["verl"])
     c.add_argument("--json", action="store_true")
@@ -265,6 +271,19 @@ def _derive(args) -> int:
         print(derivation, end="\n\n")
         ok &= derivation.ok
     return 0 if ok else 1
+
+
+def _check(args) -> int:
+    from upref.check.verdict import check
+
+    report = check(args.loss, args.name, skip=tuple(args.skip), **_hp(args.hp))
+    if changed := next((f for f in report.failures if f.oracle == "mutation"), None):
+        raise InputError(f"{report.loss} changes its inputs ({changed.regime}): copy them before writing.")
+    if args.json:
+        print(report.json())
+    else:
+        _console().print(report)
+    return 0 if report else 1
 
 
 def _audit(args) -> int:

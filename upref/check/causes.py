@@ -39,7 +39,7 @@ def _hypotheses(case: Case, b: Rollouts, bounds: list[float]) -> Iterator[Hypoth
     o, hp = case.o, case.hp
     yield "the sign is flipped: it ascends the loss", lambda: -case.expected(b)
     yield from _other_hyperparameters(case, b, bounds)
-    lo, hi = hp.get("eps_low", hp.get("eps", 0.2)), hp.get("eps_high", hp.get("eps", 0.28))
+    lo, hi = hp.get("eps_low", hp.get("eps", 0.2)), hp.get("eps_high", hp.get("eps", hp.get("eps_low", 0.2)))
     low, high = ([1 - x for x in bounds if 0 < x < 1][:2], [x - 1 for x in bounds if 1 < x < 10][:2])
     for i, (a, e) in enumerate(dict.fromkeys(product([lo, *low], [hi, *high]))):
         for words, f in _forms(case, bounds, a, e):
@@ -69,7 +69,7 @@ def _other_hyperparameters(case: Case, b: Rollouts, bounds: list[float]) -> Iter
         if key == "c" and hp[key]:
             moves.append((key, None))  # type: ignore[arg-type]
         if key in ("tau_pos", "tau_neg", "lam", "tau", "eps_high", "eps_low", "beta"):
-            moves += [(key, float(v)) for v in (0.0, 0.1, 0.2, 0.28, 0.5, 1.0, 1.05, 2.0, hp[key] and -hp[key] or 1)]
+            moves += [(key, float(v)) for v in (0.0, 0.1, 0.2, 0.28, 0.5, 1.0, 1.05, 2.0, (hp[key] and -hp[key]) or 1)]
     if {"eps_low", "eps_high"} <= hp.keys():
         swapped = hp | {"eps_low": hp["eps_high"], "eps_high": hp["eps_low"]}
         yield "the two sides of the clip are swapped (eps_low, eps_high)", lambda: unit_weights(case.o, b, swapped)

@@ -123,7 +123,9 @@ def _runs(case: Case, b: Rollouts, sign: float, side: Tensor, failing: Tensor, r
     for lo, hi in runs:
         left = _end(case, sign, known, groups[lo - 1][1], groups[lo][0]) if lo else None
         right = _end(case, sign, known, groups[hi + 1][0], groups[hi][1]) if hi + 1 < len(groups) else None
-        if left is None:
+        if left is None and right is None:
+            text = "any r"
+        elif left is None:
             text = f"r <= {right:.5g}"
         else:
             text = f"r > {left:.5g}" if right is None else f"{left:.5g} < r <= {right:.5g}"
@@ -189,7 +191,7 @@ def _random(case: Case, seed: int = 0) -> list[Finding]:
 
 def _near_a_bound(case: Case, b: Rollouts) -> Tensor:
     """Tokens whose weight jumps within the rounding of float32."""
-    step = [case.expected(replace(b, logp=b.logp + d)) for d in (-2e-5, 2e-5)]
+    step = [case.expected(replace(b, logp_old=b.logp_old + d)) for d in (-2e-5, 2e-5)]
     return (step[1] - step[0]).abs() > 1e-3 * step[0].abs().clamp(min=1e-6)
 
 

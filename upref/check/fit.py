@@ -135,7 +135,7 @@ class Case:
 
 
 LENGTHS = (1, 5, 2, 7, 3, 4, 6, 2)
-ANCHOR_A = (1.0, -1.0, -0.5, 0.5, 2.0, -2.0, 1.5, -1.5)
+ANCHOR_A = (1.0, -1.0, -0.5, 0.5, 2.0, -2.0, 1.5, -0.75)
 
 
 def anchor(width: int = 9) -> Rollouts:
@@ -174,7 +174,7 @@ def _explain(case: Case, b: Rollouts, found: Tensor, W: Tensor, use: Tensor) -> 
     scaled = []
     for name in names:
         k = (found / (W * case.factors(b, name)))[use]
-        if not k.isfinite().all() or (k - k.mean()).abs().max() > 1e-5 * k.mean().abs().clamp(min=1e-9):
+        if not k.isfinite().all() or k.mean().abs() < 1e-9 or (k - k.mean()).abs().max() > 1e-5 * k.mean().abs():
             continue
         if abs(k.mean() - 1) < 1e-5:
             return name, float(k.mean())

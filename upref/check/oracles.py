@@ -52,8 +52,7 @@ def example(case: Case, b: Rollouts, bad: Callable[[Rollouts], bool], at: tuple[
 
 
 def worst(off: Tensor) -> tuple[int, int]:
-    i, t = divmod(int(off.argmax()), off.shape[1])
-    return i, t
+    return divmod(int(off.argmax()), off.shape[1])
 
 
 def wrong(case: Case, tol: float = 0.0) -> Callable[[Rollouts], bool]:
@@ -96,7 +95,27 @@ def padding(case: Case) -> list[Finding]:
                 shrink(b, lambda x: True, (i, t))), "a mean or a bound reads the padded width"))  # fmt: skip
         elif (wider - value).abs() > 1e-6 * value.abs().clamp(min=1e-3):
             out.append(note("padding", f"the value moves with {side}, the gradient does not", f"{value:.6g}", f"{wider:.6g}"))
-    return out
+    return out + _empty_row(case, b, g, slack)
+
+
+def _empty_row(case: Case, b: Rollouts, g: Tensor, slack: float) -> list[Finding]:
+    """A fully masked row, as frameworks pad batches with, counts nothing in a mean over tokens."""
+    if "token-mean" not in (case.o.agg, case.o.agg.removeprefix("group-")) or case.loss.unreduced:
+        return []
+    more = object.__new__(Rollouts)  # Rollouts itself refuses such a row
+    rows = {k: torch.cat([v, v[:1]]) for k in FIELDS if (v := getattr(b, k)) is not None}
+    rows["mask"][-1] = False
+    more.__dict__.update({k: rows.get(k) for k in FIELDS} | {"totals": None})
+    try:
+        g2 = case.loss.gradient(more)
+    except InputError:
+        return []
+    off = moved(g2[:-1], g, b.mask, slack)
+    if off.max() == 0 and (g2[-1] == 0).all():
+        return []
+    i, t = worst(off)
+    return [fail("padding", "with a row that is masked throughout", f"dJ/dlp {g[i, t].item():.6g}, as without",
+                 f"{g2[i, t].item():.6g}", cause="the row is counted in a denominator")]  # fmt: skip
 
 
 @oracle("poison")
@@ -143,10 +162,12 @@ def _role(k: str) -> str:
 @oracle("permutation")
 def permutation(case: Case) -> list[Finding]:
     b = replace(case.grid(thin=3), totals=None)
-    i = torch.randperm(len(b.mask), generator=torch.Generator().manual_seed(1))
-    g, g2 = case.loss.gradient(b), case.loss.gradient(regroup(b, lambda k, v: v[i]))
-    off = moved(g2, g[i], b.mask[i], max(BIT, case.tol if case.tol > 1e-4 else 0))
-    if off.max() == 0:
+    g, n, slack = case.loss.gradient(b), len(b.mask), max(BIT, case.tol if case.tol > 1e-4 else 0)
+    for i in (torch.arange(n).roll(1), torch.arange(n).flip(0), torch.randperm(n, generator=torch.Generator())):
+        off = moved(case.loss.gradient(regroup(b, lambda k, v, i=i: v[i])), g[i], b.mask[i], slack)  # type: ignore[misc]
+        if off.max() > 0:
+            break
+    else:
         return []
     return [fail("permutation", "rows in another order", "the same gradient, in that order", "another gradient",
                  cause="rows are read by position, as if groups were contiguous or equal in size")]  # fmt: skip

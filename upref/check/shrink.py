@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The smallest batch that still shows a finding, as Python that can be copied."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from upref.errors import InputError
@@ -88,10 +88,15 @@ def as_python(b: Rollouts, expected: Tensor | None = None, found: Tensor | None 
     lines.append(f"    mask=torch.tensor({b.mask.tolist()}),")
     if b.group is not None:
         lines.append(f"    group=torch.tensor({b.group.tolist()}),")
-    said = [f"# {what} dJ/dlp: {_list(g, 6)}" for what, g in (("expected", expected), ("found   ", found)) if g is not None]
+    both = (("expected", expected), ("found   ", found))
+    said = [f"# {what} dJ/dlp: {_list(g + 0.0, 6)}" for what, g in both if g is not None]
     return "\n".join(["b = upref.Rollouts(", *lines, ")", *said])
 
 
 def _list(x: Tensor, digits: int = 17) -> str:
-    number = lambda v: f'float("{v}")' if v != v or abs(v) == float("inf") else f"{v:.{digits}g}" if digits < 17 else repr(v)
+    def number(v: float) -> str:
+        if not math.isfinite(v):
+            return f'float("{v}")'
+        return f"{v:.{digits}g}" if digits < 17 else repr(v)
+
     return "[" + ", ".join("[" + ", ".join(number(v) for v in row) + "]" for row in x.double().tolist()) + "]"
