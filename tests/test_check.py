@@ -272,13 +272,16 @@ def test_every_oracle_has_its_turn():
 
 
 def test_import_is_light():
-    code = "import upref, sys; print([m for m in ('sympy', 'matplotlib', 'verl', 'upref.check.curve') if m in sys.modules])"
+    heavy = ("sympy", "matplotlib", "verl", "upref.check.curve")
+    code = f"import upref, sys; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
 @pytest.mark.verl
-@pytest.mark.parametrize(("mode", "name", "ok"), [("vanilla", "dapo", True), ("sapo", "sapo", True),
-                                                  ("cispo", "cispo_verl", True), ("vanilla", "up_dapo", False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "name", "ok"),
+    [("vanilla", "dapo", True), ("sapo", "sapo", True), ("cispo", "cispo_verl", True), ("vanilla", "up_dapo", False)],
+)
 def test_verl(mode, name, ok):
     pytest.importorskip("verl")
     report = upref.check(f"verl:{mode}", name)

@@ -125,7 +125,7 @@ class Loss:
             return aggregate(x, b.mask, agg, v.group, v.totals)
         if got.numel() != 1 or got.ndim:
             raise InputError(
-                f"{self.name} answers with shape {list(got.shape)} for log-probabilities of shape {list(b.mask.shape)}: "
+                f"{self.name} answers with shape {list(got.shape)} for inputs of shape {list(b.mask.shape)}: "
                 "return a scalar, or an unreduced [B, T] or [B]."
             )
         return got
@@ -155,8 +155,9 @@ def load(target: str) -> Callable:
     """The callable at `package.module:function` or `path/to/file.py:function`; InputError where there is none."""
     where, colon, attr = target.rpartition(":")
     if not colon or not where or not attr:
-        raise InputError(f"{target!r} names no loss: write package.module:function, path/to/file.py:function or "
-                         "verl:loss_mode.")  # fmt: skip
+        raise InputError(
+            f"{target!r} names no loss: write package.module:function, path/to/file.py:function or verl:loss_mode."
+        )
     module = _file(Path(where)) if where.endswith(".py") else _module(where)
     found: Any = module
     for part in attr.split("."):
@@ -253,8 +254,11 @@ def _plain(name, fn, parameters, objective: Objective, hp) -> Loss:
             f"{name} needs {unknown[0]!r}, which {objective.name} does not have: bind it with functools.partial."
         )
     given = {k: v for k, v in hp.items() if k in own or swallows} | {k: resolved[k] for k in needed}
-    contract = [f"{k} is not an argument of the loss: {k} = {v} is expected of it" for k, v in hp.items()
-                if k not in own and not swallows]  # fmt: skip
+    contract = [
+        f"{k} is not an argument of the loss: {k} = {v} is expected of it"
+        for k, v in hp.items()
+        if k not in own and not swallows
+    ]
     only_positional = {p.name for p in takes_args if p.kind is p.POSITIONAL_ONLY}
 
     def call(self: Loss, full, moved):
@@ -283,8 +287,15 @@ def _objective(theirs: Objective, objective: Objective, hp) -> Loss:
     known = frozenset(theirs.hyperparameters)
     call = lambda self, full, moved: theirs.loss(_rollouts(full), **moved)
     reads = frozenset({*MAIN, "group", "logp_ref", "entropy", "totals"})
-    return Loss(theirs.name, call, objective, reads, known & set(objective.hyperparameters), False,
-                {k: v for k, v in hp.items() if k in known})  # fmt: skip
+    return Loss(
+        theirs.name,
+        call,
+        objective,
+        reads,
+        known & set(objective.hyperparameters),
+        False,
+        {k: v for k, v in hp.items() if k in known},
+    )
 
 
 # ---- verl ------------------------------------------------------------------------------------------------------------

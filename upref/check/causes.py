@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a wrong loss is likely to be: hypotheses, each a changed objective; the one that reproduces its weights is it."""
+"""What a wrong loss is likely to be: hypotheses, each a changed objective, of which one reproduces its weights."""
 
 from collections.abc import Callable, Iterator
 from itertools import combinations, product
@@ -46,8 +46,10 @@ def _hypotheses(case: Case, b: Rollouts, bounds: list[float]) -> Iterator[Hypoth
             said = f"{words} (with bounds {1 - a:g} and {1 + e:g})" if i else words
             yield said, lambda f=f: _weights(f, b)  # type: ignore[misc]
     if not o.name.startswith("up("):
-        yield f"it is up({o.name}): log π_θ in the place of the clipped ratio where A > 0", lambda: unit_weights(
-            up(o), b, case.hp)  # fmt: skip
+        yield (
+            f"it is up({o.name}): log π_θ in the place of the clipped ratio where A > 0",
+            lambda: unit_weights(up(o), b, case.hp),
+        )
     for name in names():
         p = get(name)
         if name != o.name and not p.coupled:
@@ -109,10 +111,14 @@ def _forms(case: Case, bounds: list[float], lo: float, hi: float):
     R = lambda lp, old, m: exp(log_r(lp, old, m))
     ppo = lambda r, A, lo=lo, hi=hi: minimum(r * A, clip(r, 1 - lo, 1 + hi) * A)
     form = lambda f: lambda lp, old, A, m: f(R(lp, old, m), A, lp)
-    yield "the ratio is clipped before multiplying by A: the minimum is missing", form(
-        lambda r, A, lp: clip(r, 1 - lo, 1 + hi) * A)  # fmt: skip
-    yield "the maximum is taken where the minimum belongs", form(
-        lambda r, A, lp: maximum(r * A, clip(r, 1 - lo, 1 + hi) * A))  # fmt: skip
+    yield (
+        "the ratio is clipped before multiplying by A: the minimum is missing",
+        form(lambda r, A, lp: clip(r, 1 - lo, 1 + hi) * A),
+    )
+    yield (
+        "the maximum is taken where the minimum belongs",
+        form(lambda r, A, lp: maximum(r * A, clip(r, 1 - lo, 1 + hi) * A)),
+    )
     yield "old_log_prob has no effect: the ratio is of the policy to itself, always 1", lambda lp, old, A, m: A * lp
     yield "no bound has an effect: the ratio is not clipped", form(lambda r, A, lp: r * A)
     yield "the ratio is inverted: exp(old - new)", lambda lp, old, A, m: ppo(R(old, lp, m), A)
@@ -128,29 +134,47 @@ def _forms(case: Case, bounds: list[float], lo: float, hi: float):
     yield "only positive advantages are clipped", form(lambda r, A, lp: where(A > 0, ppo(r, A), r * A))
     yield "only negative advantages are clipped", form(lambda r, A, lp: where(A < 0, ppo(r, A), r * A))
     yield "the clip is that of PPO on both sides", form(lambda r, A, lp: ppo(r, A))
-    yield "the ratio of the response stands in the place of the token's", lambda lp, old, A, m: ppo(
-        exp(mean_t(lp - old, m))[:, None].expand_as(lp), A)  # fmt: skip
+    yield (
+        "the ratio of the response stands in the place of the token's",
+        lambda lp, old, A, m: ppo(exp(mean_t(lp - old, m))[:, None].expand_as(lp), A),
+    )
     yield "the ratio of the token stands in the place of the response's", lambda lp, old, A, m: ppo(exp(lp - old), A)
-    yield "the response's log-ratio is summed, not averaged over its tokens", lambda lp, old, A, m: ppo(
-        exp(sum_t(lp - old, m))[:, None].expand_as(lp), A)  # fmt: skip
-    yield "the response's log-ratio is averaged over the padded width, padding included: the mask is ignored", (
-        lambda lp, old, A, m: ppo(exp((lp - old).mean(-1, keepdim=True)).expand_as(lp), A))  # fmt: skip
-    yield "the response's log-ratio is divided by the padded width", lambda lp, old, A, m: ppo(
-        exp(sum_t(lp - old, m) / m.shape[1])[:, None].expand_as(lp), A)  # fmt: skip
-    yield "the bounds are taken as absolute, [eps_low, eps_high], not as 1 - eps_low and 1 + eps_high", form(
-        lambda r, A, lp: minimum(r * A, clip(r, lo, max(lo, hi)) * A))  # fmt: skip
-    yield "the bounds are on log r: [-eps_low, eps_high]", form(
-        lambda r, A, lp: minimum(r * A, exp(r.log().clamp(-lo, hi)) * A))  # fmt: skip
-    yield "where A > 0 the ratio to π_old stands in the place of log π_θ", form(
-        lambda r, A, lp: where(A > 0, r * A, ppo(r, A)))  # fmt: skip
+    yield (
+        "the response's log-ratio is summed, not averaged over its tokens",
+        lambda lp, old, A, m: ppo(exp(sum_t(lp - old, m))[:, None].expand_as(lp), A),
+    )
+    yield (
+        "the response's log-ratio is averaged over the padded width, padding included: the mask is ignored",
+        (lambda lp, old, A, m: ppo(exp((lp - old).mean(-1, keepdim=True)).expand_as(lp), A)),
+    )
+    yield (
+        "the response's log-ratio is divided by the padded width",
+        lambda lp, old, A, m: ppo(exp(sum_t(lp - old, m) / m.shape[1])[:, None].expand_as(lp), A),
+    )
+    yield (
+        "the bounds are taken as absolute, [eps_low, eps_high], not as 1 - eps_low and 1 + eps_high",
+        form(lambda r, A, lp: minimum(r * A, clip(r, lo, max(lo, hi)) * A)),
+    )
+    yield (
+        "the bounds are on log r: [-eps_low, eps_high]",
+        form(lambda r, A, lp: minimum(r * A, exp(r.log().clamp(-lo, hi)) * A)),
+    )
+    yield (
+        "where A > 0 the ratio to π_old stands in the place of log π_θ",
+        form(lambda r, A, lp: where(A > 0, r * A, ppo(r, A))),
+    )
     yield "log π_θ stands in the place of the ratio where A <= 0 too", form(lambda r, A, lp: A * lp)
-    yield f"{STOP}: the clipped ratio is a constant weight on log π_θ, though it should carry the gradient", form(
-        lambda r, A, lp: sg(clip(r, 1 - lo, 1 + hi)) * A * lp)  # fmt: skip
+    yield (
+        f"{STOP}: the clipped ratio is a constant weight on log π_θ, though it should carry the gradient",
+        form(lambda r, A, lp: sg(clip(r, 1 - lo, 1 + hi)) * A * lp),
+    )
     for said, f in (("clipped", lambda r: clip(r, 1 - lo, 1 + hi)), ("truncated", lambda r: r.clamp(max=1 + hi))):
         yield f"{STOP}: the {said} ratio on log π_θ is not detached", form(lambda r, A, lp, f=f: f(r) * A * lp)
         yield f"the {said} ratio multiplies A without log π_θ", form(lambda r, A, lp, f=f: f(r) * A)
-    yield "the ratio is missing from the weight: 1 in its place inside the bounds", form(
-        lambda r, A, lp: where((A > 0) & (r <= 1 + hi) | (A <= 0) & (r >= 1 - lo), A * lp, 0 * lp))  # fmt: skip
+    yield (
+        "the ratio is missing from the weight: 1 in its place inside the bounds",
+        form(lambda r, A, lp: where((A > 0) & (r <= 1 + hi) | (A <= 0) & (r >= 1 - lo), A * lp, 0 * lp)),
+    )
     yield f"{STOP}: exp(log π_θ) without an anchor", lambda lp, old, A, m: where(A > 0, A * exp(lp), J(lp, old, A, m))
     for x in sorted({round(abs(float(torch.tensor(v).log())), 4) for v in bounds if v > 0}):
         clamped = lambda lp, old, A, m, x=x: J(old + (lp - old).clamp(-x, x), old, A, m)

@@ -13,7 +13,6 @@ from upref.check.fit import EXACT, HABIT, Case, anchor, promised
 from upref.check.oracles import example, fail, note, oracle, worst, wrong
 from upref.check.regimes import kinks
 from upref.check.report import Finding
-from upref.errors import InputError
 from upref.ops import mean_t, sum_t
 from upref.rollouts import Rollouts
 
@@ -53,7 +52,9 @@ def gradient(case: Case) -> list[Finding]:
     if failing.any():
         return out + _regimes(case, b, failing, off, r, A, found, ties)
     if case.tol < 1e-4 and (small := (off.masked_fill(ties, 0)).max()) > EXACT:
-        out.append(note("gradient", f"weights differ by {small:.1e} relative", cause="a small constant in a denominator"))
+        out.append(
+            note("gradient", f"weights differ by {small:.1e} relative", cause="a small constant in a denominator")
+        )
     return out or _random(case)
 
 
@@ -63,8 +64,14 @@ def _ties(case, b, hit, r, A, found) -> list[Finding]:
         at = hit & (A * sign > 0)
         for k in sorted({round(x, 9) for x in r[at].tolist()}):
             i, t = (at & ((r - k).abs() < 1e-8)).nonzero()[0].tolist()
-            out.append(note("gradient", f"{NAMES[sign]}, r = {k:.6g} exactly: the bound belongs to the other side",
-                            expected[i, t].item(), found[i, t].item()))  # fmt: skip
+            out.append(
+                note(
+                    "gradient",
+                    f"{NAMES[sign]}, r = {k:.6g} exactly: the bound belongs to the other side",
+                    expected[i, t].item(),
+                    found[i, t].item(),
+                )
+            )
     return out
 
 
@@ -143,14 +150,14 @@ def _end(case: Case, sign: float, known: list[float], good: float, bad: float) -
         return bad
     for _ in range(6):
         xs = np.exp(np.linspace(math.log(good), math.log(bad), 33))
-        wrongs = (case.off(_column(case, sign, xs)) > case.tol).any(1).tolist()
+        wrongs = (case.off(column(case, sign, xs)) > case.tol).any(1).tolist()
         if True not in wrongs or not wrongs.index(True):
             return bad
         good, bad = xs[wrongs.index(True) - 1], xs[wrongs.index(True)]
     return float(bad)
 
 
-def _column(case: Case, A: float, rs) -> Rollouts:
+def column(case: Case, A: float, rs) -> Rollouts:
     """One response of one token for each ratio."""
     r = torch.as_tensor(np.asarray(rs), dtype=torch.float64)[:, None]
     old = torch.minimum(torch.full_like(r, math.log(0.02)), -0.1 - r.log())
@@ -169,9 +176,16 @@ def random_batch(case: Case, rng) -> Rollouts:
     A = rng.normal(size=(B, 1 if case.one_adv else T)) * (rng.random((B, 1)) < 0.9)
     group = np.arange(B) % max(1, B // 2) if rng.random() < 0.7 else None
     t = lambda x: torch.as_tensor(x)
-    return case.ready(Rollouts(
-        t(lp), t(old), t(np.broadcast_to(A, (B, T)).copy()), t(mask), None if group is None else t(rng.permutation(group)),
-        entropy=t(rng.uniform(0, 3, (B, T)))))  # fmt: skip
+    return case.ready(
+        Rollouts(
+            t(lp),
+            t(old),
+            t(np.broadcast_to(A, (B, T)).copy()),
+            t(mask),
+            None if group is None else t(rng.permutation(group)),
+            entropy=t(rng.uniform(0, 3, (B, T))),
+        )
+    )
 
 
 def _random(case: Case, seed: int = 0) -> list[Finding]:
@@ -184,8 +198,16 @@ def _random(case: Case, seed: int = 0) -> list[Finding]:
         if off.max() > 10 * case.tol:
             i, t = worst(off)
             regime = f"{NAMES[b.adv[i, t].sign().item()]}, r = {ratio(case, b)[i, t].item():.4g}, in random batch {n}"
-            return [fail("gradient", regime, case.expected(b)[i, t].item(), case.weights(b)[i, t].item(),
-                         example(case, b, wrong(case), (i, t)), "the weight depends on other tokens of the batch")]  # fmt: skip
+            return [
+                fail(
+                    "gradient",
+                    regime,
+                    case.expected(b)[i, t].item(),
+                    case.weights(b)[i, t].item(),
+                    example(case, b, wrong(case), (i, t)),
+                    "the weight depends on other tokens of the batch",
+                )
+            ]
     return []
 
 
@@ -211,9 +233,16 @@ def aggregation(case: Case) -> list[Finding]:
     i = int((case.factors(b)[:, 0] / case.factors(b, want)[:, 0] - 1).abs().argmax())
     bad = lambda x: not torch.allclose(case.factors(x, want), case.factors(x), rtol=1e-6)
     group = "" if case.loss.view(b).group is not None else " (the loss sees no groups: the batch is one)"
-    return [fail("aggregation", f"ragged lengths, a response of {int(n[i])} of {int(n.sum())} tokens",
-                 f"{said}{group}: factor {case.factors(b, want)[i, 0].item():.5g} on each of its tokens",
-                 f"{case.agg}: factor {case.factors(b)[i, 0].item():.5g}", example(case, b, bad), case.agg)]  # fmt: skip
+    return [
+        fail(
+            "aggregation",
+            f"ragged lengths, a response of {int(n[i])} of {int(n.sum())} tokens",
+            f"{said}{group}: factor {case.factors(b, want)[i, 0].item():.5g} on each of its tokens",
+            f"{case.agg}: factor {case.factors(b)[i, 0].item():.5g}",
+            example(case, b, bad),
+            case.agg,
+        )
+    ]
 
 
 @oracle("on-policy")
@@ -227,88 +256,16 @@ def on_policy(case: Case) -> list[Finding]:
     i, t = worst(off)
     f, e = case.weights(b)[i, t].item(), case.expected(b)[i, t].item()
     why = f"every weight is {case.k:.5g} times what it should be" if case.fits and abs(case.k - 1) > 1e-5 else ""
-    return [fail("on-policy", f"{NAMES[float(np.sign(b.adv[i, t].item()))]}, r = 1", e, f,
-                 example(case, b, wrong(case), (i, t)), why)]  # fmt: skip
-
-
-FAR = (5.0, 8.0, 9.5, 10.5, 15.0, 19.5, 20.5, 30.0, 50.0)
-
-
-@oracle("extremes")
-def extremes(case: Case) -> list[Finding]:
-    out: list[Finding] = []
-    if case.tol < 1e-4 and not case.o.coupled and not case.wrong:
-        out += _clamps(case)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        if found := _overflows(case, dtype):
-            return out + found
-    return out
-
-
-def _far(case: Case, dtype) -> Rollouts:
-    """Far ratios of both signs, and rare tokens whose ratio is near 1; pairs of equal tokens."""
-    cases = [(A, x, 0.5) for A in (1.0, -1.0, 0.0) for x in (*(s * y for y in OVERFLOW for s in (1, -1)), 0.1)]
-    cases += [(A, 0.0625, lp) for A in (1.0, -1.0) for lp in (50.0, 120.0, 1000.0)]
-    A, x, lp = (torch.tensor(c, dtype=torch.float64)[:, None].expand(-1, 2) for c in zip(*cases, strict=True))
-    new = torch.where(x > 0, -lp, x - lp)
-    b = case.ready(Rollouts(new, new - x, A.clone(), torch.ones_like(A, dtype=torch.bool), logp_ref=new,
-                            entropy=torch.ones_like(A)))  # fmt: skip
-    cast = lambda k: {k: getattr(b, k).to(dtype)}
-    return replace(b, **cast("logp"), **cast("logp_old"), **cast("adv"), **cast("logp_ref"), **cast("entropy"))
-
-
-OVERFLOW = (20.0, 60.0, 80.0, 100.0, 800.0)
-
-
-def _overflows(case: Case, dtype) -> list[Finding]:
-    """NaN, or a weight lost, where the objective's own is an ordinary number; forgiven where exp(log r) overflows and
-    the objective has that ratio in it."""
-    low, short = _far(case, dtype), str(dtype).removeprefix("torch.")
-    try:
-        g = case.loss.gradient(low).double()
-    except InputError as e:
-        if dtype is torch.float64:
-            return [fail("extremes", "float64, |log r| up to 800", "a finite loss", str(e))]
-        return [note("extremes", f"{short} inputs are refused", found=str(e))]
-    wide = lambda k: {k: getattr(low, k).double()}
-    b = replace(low, **wide("logp"), **wide("logp_old"), **wide("adv"), **wide("logp_ref"), **wide("entropy"))
-    expected, found = case.expected(b), g / case.factors(b)
-    log_r, A = b.logp - b.logp_old, b.adv
-    overflow = log_r.abs() > math.log(torch.finfo(dtype).max) - 1
-    plain = (expected.abs() > 0.1 * A.abs()) & (expected.abs() < 10 * A.abs() + 1)  # a weight that is no ratio run away
-    lost = ~found.isfinite() | ((found - expected).abs() > 0.1 * expected.abs())
-    bad = ~found.isfinite() & ~overflow & (expected.abs() < 1e30) | lost & plain
-    spent = ~found.isfinite() & ~bad
-    for hit, make in ((bad, fail), (spent, note)):
-        if case.wrong and make is fail:
-            hit = hit & ~found.isfinite()
-        if hit.any():
-            i, t = hit.nonzero()[0].tolist()
-            why = "exp overflows where it is not taken, and 0 * inf = NaN on the way back" if overflow[i, t] else (
-                "exp(log_prob) underflows: use differences of log-probabilities")  # fmt: skip
-            if found[i, t].isfinite():
-                why = "an overflowing ratio is replaced by another weight"
-            text = f"{NAMES[A[i, t].item()]}, log r = {log_r[i, t].item():.3g}, log π = {b.logp[i, t].item():.4g}, {short}"
-            return [make("extremes", text, expected[i, t].item(), found[i, t].item(), cause=why)]
-    return []
-
-
-def _clamps(case: Case) -> list[Finding]:
-    """A weight that is lost beyond some |log r|: a clamp of the log-ratio."""
-    for A in (1.0, -1.0):
-        cols = [(s, x, float(case.off(_column(case, A, [math.exp(s * x)])).max())) for x in FAR for s in (1, -1)]
-        hit = [(s, x) for s, x, off in cols if off > 1e-6]
-        near = [(s, x) for s, x in hit if x < 20]
-        if not hit:
-            continue
-        s, x = near[0] if near else hit[0]
-        b = _column(case, A, [math.exp(s * x)])
-        e, f = case.expected(b)[0, 0].item(), case.weights(b)[0, 0].item()
-        text = f"{NAMES[A]}, log r = {s * x:g}"
-        if near:
-            return [fail("extremes", text, e, f, example(case, b, wrong(case)), "the log-ratio is clamped below 20")]
-        return [note("extremes", text, e, f, "the log-ratio is clamped at 20 or beyond")]
-    return []
+    return [
+        fail(
+            "on-policy",
+            f"{NAMES[float(np.sign(b.adv[i, t].item()))]}, r = 1",
+            e,
+            f,
+            example(case, b, wrong(case), (i, t)),
+            why,
+        )
+    ]
 
 
 @oracle("value")
@@ -322,6 +279,13 @@ def value(case: Case) -> list[Finding]:
         if not math.isfinite(found):
             return [fail("value", f"random batch {n}", f"{expected:.6g}", f"{found}")]
         if abs(found - expected) > max(1e-6, case.tol) * max(1, abs(expected)):
-            return [note("value", "the value differs", f"{expected:.6g}", f"{found:.6g}",
-                         "a form or a constant without effect on the gradient")]  # fmt: skip
+            return [
+                note(
+                    "value",
+                    "the value differs",
+                    f"{expected:.6g}",
+                    f"{found:.6g}",
+                    "a form or a constant without effect on the gradient",
+                )
+            ]
     return []

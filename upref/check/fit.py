@@ -58,14 +58,15 @@ FACTORS: dict[str, Callable[[Rollouts], Tensor]] = {
     "a plain sum over all tokens": _one,
     "the sum, not the mean, of the responses' token means": lambda b: 1 / _n(b),
     "token-mean divided once more by the number of responses": lambda b: _rows("token-mean")(b) / len(b.mask),
-    "token-mean of each group, not divided by the number of groups":
-        lambda b: _rows("group-token-mean")(b) * (1 if b.group is None else len(b.group.unique())),
+    "token-mean of each group, not divided by the number of groups": lambda b: (
+        _rows("group-token-mean")(b) * (1 if b.group is None else len(b.group.unique()))
+    ),
     "the sum over tokens by the longest response": lambda b: _one(b) / (len(b.mask) * _n(b).max()),
     "the sum over each response divided by the square of its length": lambda b: 1 / (len(b.mask) * _n(b) ** 2),
     "the sum over each response divided by the square root of its length": lambda b: 1 / (len(b.mask) * _n(b).sqrt()),
     "the mean over responses of length-weighted terms": lambda b: _n(b) / len(b.mask),
     "token-mean of length-weighted terms": lambda b: _n(b) / b.mask.sum(),
-}  # fmt: skip
+}
 
 
 @dataclass

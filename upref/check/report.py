@@ -66,8 +66,9 @@ class Report:
         ran = ", ".join(k for k, v in self.oracles.items() if v in ("ok", "failure", "note"))
         tail = [f"Oracles: {ran} ({self.seconds:.1f} s)."]
         tail += [f"Not run: {k} ({v})." for k, v in self.oracles.items() if v not in ("ok", "failure", "note")]
-        return "\n".join([head, *map(str, self.failures), *map(str, self.notes),
-                          *(f"Contract: {c}." for c in self.contract), *tail])  # fmt: skip
+        return "\n".join(
+            [head, *map(str, self.failures), *map(str, self.notes), *(f"Contract: {c}." for c in self.contract), *tail]
+        )
 
     def _verdict(self) -> str:
         n, m = len(self.failures), len(self.notes)
@@ -77,6 +78,6 @@ class Report:
     def __rich_console__(self, console, options):
         from rich.text import Text
 
-        style = {"FAIL": "bold red", "note": "yellow"}
+        style = {"FAIL": "bold red", "note": "yellow", "Cont": "dim", "Orac": "dim", "Not ": "dim"}
         for line in str(self).splitlines():
-            yield Text(line, style=style.get(line[:4], "dim" if line.startswith(("Contract", "Oracles", "Not")) else ""))
+            yield Text(line, style=style.get(line[:4], ""))

@@ -4,7 +4,7 @@
 import time
 from typing import Any
 
-from upref.check import curve  # noqa: F401  registers its oracles
+from upref.check import conduct, curve, extremes, invariance  # noqa: F401  they register their oracles
 from upref.check.adapters import SHAPES, Loss, adapt
 from upref.check.fit import EXACT, HABIT, Case, anchor, fit
 from upref.check.oracles import ORACLES
