@@ -17,7 +17,7 @@ import upref
 from upref.check.adapters import adapt
 from upref.check.curve import random_batch
 from upref.check.oracles import ORACLES
-from upref.check.pytest_plugin import assert_policy_loss
+from upref.check.pytest_plugin import _assert_policy_loss, assert_policy_loss  # noqa: F401  the fixture, as pytest finds it
 from upref.check.verdict import ORDER, probe
 from upref.cli import main
 
