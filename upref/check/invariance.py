@@ -10,6 +10,7 @@ from torch import Tensor
 
 from upref.check.fit import Case, anchor
 from upref.check.oracles import FIELDS, as_python, example, fail, moved, note, oracle, role_name, shrink, worst
+from upref.check.regimes import OFF_EDGES
 from upref.check.report import Finding
 from upref.errors import InputError
 from upref.rollouts import Rollouts
@@ -23,7 +24,7 @@ def regroup(b: Rollouts, f: Callable[[str, Tensor], Tensor]) -> Rollouts:
 
 @oracle("padding")
 def padding(case: Case) -> list[Finding]:
-    b = replace(case.grid(thin=3), totals=None)
+    b = replace(case.grid(thin=3, edges=OFF_EDGES), totals=None)  # on a bound, the order of a sum would decide
     value, g = case.loss.both(b)
     slack = max(BIT, case.tol if case.tol > 1e-4 else 0)
     out = []
@@ -142,7 +143,7 @@ POISON = "0 * NaN = NaN: mask the inputs, torch.where(mask, x, 0), before exp an
 
 @oracle("permutation")
 def permutation(case: Case) -> list[Finding]:
-    b = replace(case.grid(thin=3), totals=None)
+    b = replace(case.grid(thin=3, edges=OFF_EDGES), totals=None)  # on a bound, the order of a sum would decide
     g, n, slack = case.loss.gradient(b), len(b.mask), max(BIT, case.tol if case.tol > 1e-4 else 0)
     for i in (torch.arange(n).roll(1), torch.arange(n).flip(0), torch.randperm(n, generator=torch.Generator())):
         off = moved(case.loss.gradient(regroup(b, lambda k, v, i=i: v[i])), g[i], b.mask[i], slack)  # type: ignore[misc]
@@ -182,7 +183,7 @@ def determinism(case: Case) -> list[Finding]:
 def scaling(case: Case) -> list[Finding]:
     if case.hp.get("beta"):
         return []
-    b = case.grid(thin=3)
+    b = case.grid(thin=3, edges=OFF_EDGES)  # on a bound, the order of a sum would decide
     g, g2 = case.loss.gradient(b), case.loss.gradient(replace(b, adv=3 * b.adv))
     off = moved(g2 / 3, g, b.mask, max(1e-7, case.tol if case.tol > 1e-4 else 0))
     if off.max() == 0:
@@ -203,7 +204,7 @@ def scaling(case: Case) -> list[Finding]:
 def zero_advantage(case: Case) -> list[Finding]:
     if case.hp.get("beta"):
         return []
-    b = case.grid(thin=3)
+    b = case.grid(thin=3, edges=OFF_EDGES)  # on a bound, the order of a sum would decide
     g = case.loss.gradient(replace(b, adv=torch.zeros_like(b.adv)))
     if (g == 0).all():
         return []
