@@ -25,10 +25,11 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(args, str(error))
     except ModuleNotFoundError as error:
         return _fail(args, f"{error}: install it, or run `upref doctor` to see what is there.")
+    except BrokenPipeError:  # `upref list | head`
+        sys.stdout = None
+        return 0
     except OSError as error:
         return _fail(args, f"cannot write {error.filename or 'the output'}: {error.strerror}.")
-    except BrokenPipeError:
-        return 0
 
 
 def _fail(args, sentence: str) -> int:

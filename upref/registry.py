@@ -149,12 +149,8 @@ class Objective:
                     f"{self.name} with beta={beta} needs logp_ref, the reference model's log-probabilities."
                 )
             k = kl_estimators.ESTIMATORS[self.kl](where(mask, lp, 0), where(mask, lp_ref.detach(), 0))
-            J = J - beta * aggregate(k, mask, self.kl_agg, group, totals)
+            J = J - beta * aggregate(k, mask, self.agg, group, totals)
         return J
-
-    @property
-    def kl_agg(self) -> str:
-        return "seq-mean-token-mean" if self.agg == "seq-mean" else self.agg
 
     def unreduced(self, lp, lp_old, A, mask, entropy=None, **hp) -> Float[Tensor, "B T"] | Float[Tensor, " B"]:
         """J before aggregation: [B, T], or [B] where the objective has one term per response."""
