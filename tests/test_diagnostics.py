@@ -59,3 +59,14 @@ def test_ratio_statistics():
 def test_trajectory_level_multiplies_the_ratios():
     d = diagnose(upref.get("topr"), made([2.0, 3.0], [1.0, 1.0]))
     assert d["ratio/max"] == pytest.approx(6)
+
+
+def test_a_weight_that_overflows_is_neither_alive_nor_silent():
+    b = upref.Rollouts(
+        torch.full((1, 3), -0.5), torch.tensor([[-100.5, -87.5, -0.5]]), torch.tensor([[1.0, 1e3, 1.0]]),
+        torch.ones(1, 3, dtype=torch.bool),
+    )  # fmt: skip
+    d = diagnose(upref.get("is_pg"), b)
+    assert d["overflow"] == pytest.approx(2 / 3) and d["alive"] == pytest.approx(1 / 3)
+    d = diagnose(upref.get("up_dapo"), b)  # no ratio left: nothing overflows
+    assert d["overflow"] == 0 and d["alive"] == 1

@@ -56,3 +56,9 @@ def test_masked_slots_of_the_kl_term_are_inert_and_the_reference_is_a_constant()
     o.loss(calm, beta=0.1).backward()
     assert torch.equal(bad.logp.grad, calm.logp.grad) and (bad.logp.grad[~b.mask] == 0).all()
     assert ref.grad is None
+
+
+def test_k3_beyond_overflow_stops_and_does_not_push_away():
+    lp = torch.tensor([-87.0, -89.0, -200.0], requires_grad=True)
+    kl.k3(lp, torch.zeros(3)).sum().backward()
+    assert lp.grad[0] < -1e30 and (lp.grad[1:] == 0).all()

@@ -3,6 +3,7 @@
 
 from upref.aggregate import Totals, aggregate, row_weights
 from upref.capacity import capacity
+from upref.diagnostics import diagnose
 from upref.errors import InputError
 from upref.registry import Objective, get, names, objective
 from upref.rollouts import Rollouts
@@ -18,6 +19,7 @@ __all__ = [
     "cap_map",
     "capacity",
     "derive",
+    "diagnose",
     "get",
     "names",
     "objective",

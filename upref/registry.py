@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -34,10 +35,11 @@ REDUCE = {"sequence": mean_t, "trajectory": sum_t}
 # One range per hyperparameter name, whatever the objective.
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "eps": (lambda v: v >= 0, "a number >= 0"),
-    "eps_low": (lambda v: 0 <= v <= 1, "between 0 and 1"),
+    "eps_low": (lambda v: v >= 0, "a number >= 0"),  # above 1 the lower clip is inert
     "eps_high": (lambda v: v >= 0, "a number >= 0"),
     "c": (lambda v: v is None or v > 1, "None or greater than 1 (a dual clip at c <= 1 would clip on-policy tokens)"),
     "beta": (lambda v: v >= 0, "a number >= 0"),
+    "lam": (lambda v: v >= 0, "a number >= 0"),
 }
 _POSITIVE = (lambda v: v > 0, "a number > 0")
 
@@ -87,6 +89,9 @@ class Objective:
         shapes = f"Level {self.level}: {LEVELS[self.level]}."
         put("__doc__", f"{self.equation}\n\n{self.paper}, {self.eq}. {shapes} {ERRORS}")
 
+    def __reduce__(self):
+        return get, (self.name,)
+
     # ---- hyperparameters -------------------------------------------------------------------------------------------
     @property
     def hyperparameters(self) -> dict[str, Any]:
@@ -101,7 +106,8 @@ class Objective:
                 takes = ", ".join(known) or "none"
                 raise InputError(f"{self.name} has no hyperparameter {key!r}; it takes: {takes}.")
             holds, want = _RANGES.get(key, _POSITIVE)
-            if isinstance(value, bool | str) or (value is None and key != "c") or not holds(value):
+            number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+            if not (number or (value is None and key == "c")) or not holds(value):
                 raise InputError(f"{self.name}: {key} must be {want}, got {value!r}.")
         return known | hp
 
@@ -255,10 +261,11 @@ def names() -> list[str]:
 def get(name: str) -> Objective:
     """The objective of that name; `up(NAME)` is the plug-in on it. Raises InputError with the nearest names."""
     known = _load()
-    if name.startswith("up(") and name.endswith(")"):
-        from upref.transforms import up
+    if name.startswith(("up(", "up_anchored(")) and name.endswith(")"):
+        from upref.transforms import up, up_anchored
 
-        return up(get(name[3:-1]))
+        plug, _, base = name[:-1].partition("(")
+        return (up if plug == "up" else up_anchored)(get(base))
     if name not in known:
         near = difflib.get_close_matches(name, known, 3, 0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "`upref list` shows all."
