@@ -43,12 +43,12 @@ def autograd_is_weight_times_aggregation(o):
 
 @law
 def sympy_derivative_is_autograd(o):
-    """sympy differentiates the same source, mask and aggregation included."""
+    """sympy differentiates the same source over the whole grid, mask and aggregation included (plugged: a ninth)."""
     from upref.derivation import sympy_gradient
 
     if o.unread:
         pytest.skip(o.unread)
-    b = batch(o, edges=OFF_EDGES, thin=9)
+    b = batch(o, edges=OFF_EDGES, thin=9 if "(" in o.name else 1)
     close(torch.tensor(sympy_gradient(o, b), dtype=torch.float64), grad(o, b))
 
 
@@ -162,7 +162,7 @@ def inputs_are_left_alone(o):
     )
 
 
-EXTREME = (-1000.0, -100.0, -20.0, -0.5, 0.0, 0.5, 20.0, 80.0, 87.0, 100.0, 1000.0)
+EXTREME = (-1000.0, -100.0, -20.0, -0.5, 0.0, 0.5, 2.0, 3.0, 20.0, 80.0, 87.0, 100.0, 1000.0)
 
 
 @law
@@ -177,8 +177,9 @@ def extreme_ratios_never_make_nan(o):
         assert (found.isfinite() | (exact.abs() > limit)).all(), f"{dtype}: not finite, though the weight is"
         overflows = ratio(o, b) >= math.log(torch.finfo(dtype).max)
         inside = ~overflows & (exact.abs() < limit)
-        tol = 4 * torch.finfo(dtype).eps * 100
-        off = (found.double() - exact).abs() / exact.abs().clamp(min=1e-2 if dtype == torch.float16 else 1e-6)
+        tol = 64 * torch.finfo(dtype).eps  # SAPO's gate turns an ulp of r = 20 into twenty of its weight
+        floor = 0.01 * exact[b.mask & (ratio(o, b).abs() < 1)].abs().mean()
+        off = (found.double() - exact).abs() / exact.abs().clamp(min=floor)
         assert (off[inside & b.mask] < tol).all(), f"{dtype}: off by {off[inside & b.mask].max():.3g}"
         # where the ratio overflows, what does not depend on it must still be exact: 0 where clipped, A for UP
         free = overflows & b.mask & (exact.abs() <= b.adv.double().abs() * 10)

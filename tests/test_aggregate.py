@@ -120,3 +120,22 @@ def test_a_fully_masked_response_adds_nothing(name):
     J.backward()
     alone = get(name).J(lp[:1], old[:1], A[:1], mask[:1], totals=Totals.of(mask).rows(torch.arange(1)))
     assert J == alone and (lp.grad[1] == 0).all() and lp.grad.isfinite().all()
+
+
+def test_two_ranks_that_share_a_group():
+    """Each knows its own rows; lengths and groups are gathered, and gradients are summed."""
+    from upref.registry import get
+
+    x, mask = padded()
+    group, lp = torch.tensor(GROUP), -x.abs()
+    ranks = torch.tensor([0, 2, 4]), torch.tensor([1, 3])
+    gathered = torch.cat([mask[i].sum(-1) for i in ranks]), torch.cat([group[i] for i in ranks])
+    for name in ("dapo", "grpo", "gspo"):
+        adv = torch.ones(5, 1, dtype=torch.float64)
+        whole = get(name)(Rollouts(lp, lp - 0.1, adv, mask, group))
+        totals, parts, start = Totals.of_lengths(*gathered), 0, 0
+        for i in ranks:
+            mine = totals.rows(torch.arange(start, start + len(i)))
+            parts += get(name)(Rollouts(lp[i], lp[i] - 0.1, adv[i], mask[i], group[i], totals=mine))
+            start += len(i)
+        assert parts.item() == pytest.approx(whole.item(), abs=1e-14)

@@ -297,5 +297,5 @@ def test_bad_input(args, says):
 def test_unknown_or_impossible_hyperparameters():
     with pytest.raises(upref.InputError, match="no hyperparameter 'eps'"):
         capacity("dapo", 0.5, 0.5, eps=0.2)
-    with pytest.raises(upref.InputError, match="eps_low must be between 0 and 1"):
-        capacity("dapo", 0.5, 0.5, eps_low=2)
+    with pytest.raises(upref.InputError, match="eps_low must be a number >= 0"):
+        capacity("dapo", 0.5, 0.5, eps_low=-2)

@@ -55,6 +55,8 @@ def test_figures_are_written(capsys, tmp_path, argv):
         (("cap", "dapo", "--hp", "eps=1"), "no hyperparameter 'eps'"),
         (("cap", "dapo", "--hp", "eps_high"), "is not NAME=NUMBER"),
         (("cap", "dapo", "--adv", "0"), "give +1 or -1"),
+        (("cap", "dapo", "--adv", "nan"), "give +1 or -1"),
+        (("cap", "dapo", "--hp", "eps_low=None"), "eps_low must be"),
         (("cap", "m2po"), "the whole batch"),
         (("weights", "m2po"), "the whole batch"),
         (("weights", "aspo_code"), "entrop"),
@@ -68,17 +70,17 @@ def test_bad_input_is_one_sentence_and_status_2(capsys, argv, says):
     assert code == 2 and says in err and err.count("\n") == 1 and not out
 
 
-def test_debug_shows_the_traceback():
-    with pytest.raises(upref.InputError):
-        main(["--debug", "show", "dap"])
-    with pytest.raises(upref.InputError):
-        main(["show", "dap", "--debug"])
+def test_debug_shows_the_traceback(capsys):
+    for argv in (["--debug", "show", "dap"], ["show", "dap", "--debug"]):
+        assert main(argv) == 2
+        assert "Traceback" in capsys.readouterr().err
 
 
-def test_unknown_command_is_status_2():
+@pytest.mark.parametrize("argv", [["frobnicate"], [], ["cap"], ["audit", "trl"]])
+def test_bad_usage_is_one_sentence_and_status_2(capsys, argv):
     with pytest.raises(SystemExit) as stop:
-        main(["frobnicate"])
-    assert stop.value.code == 2
+        main(argv)
+    assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 def test_import_is_light():
@@ -109,3 +111,40 @@ def test_doctor(capsys, monkeypatch):
     monkeypatch.setattr("upref.doctor.names", lambda: ["dapo", "wrong"])
     code, out, _ = run(capsys, "doctor", "--json")
     assert code == 1 and json.loads(out)["wrong"] == "wrong"
+
+
+class Verdict:
+    def __init__(self, ok):
+        self.ok = ok
+
+    def __bool__(self):
+        return self.ok
+
+    def json(self):
+        return json.dumps({"ok": self.ok})
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_audit_exit_status_is_the_verdict(capsys, monkeypatch, ok):
+    monkeypatch.setattr("upref.check.audit.audit_verl", lambda: Verdict(ok))
+    code, out, _ = run(capsys, "audit", "verl", "--json")
+    assert code == (0 if ok else 1) and json.loads(out)["ok"] == ok
+
+
+def test_a_missing_module_is_one_sentence(capsys, monkeypatch):
+    def gone():
+        raise ModuleNotFoundError("No module named 'verl'")
+
+    monkeypatch.setattr("upref.check.audit.audit_verl", gone)
+    code, _, err = run(capsys, "audit", "verl")
+    assert code == 2 and "No module named 'verl'" in err and err.count("\n") == 1
+
+
+def test_none_is_a_value(capsys):
+    assert run(capsys, "weights", "dapo", "--hp", "c=None")[0] == 0
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    pipe = f"{sys.executable} -m upref.cli list | head -n 1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {pipe}"], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr

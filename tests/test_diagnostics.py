@@ -18,22 +18,22 @@ def made(ratios, advantages, dtype=torch.float64):
     return upref.Rollouts(-3 + log_r.clamp(max=2.9), -3 - (log_r - 2.9).clamp(min=0), adv, mask)
 
 
-B = made([2.0, 1.0, 0.5, 2.0, 0.5, 5.0], [1.0, 1.0, 1.0, -1.0, -1.0, -2.0])
+B = made([2.0, 1.25, 0.5, 1.0, 2.0, 0.5, 5.0], [1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -2.0])
 
 
 def test_clip_fractions_by_side_and_sign():
     d = diagnose(upref.get("dapo"), B, c=3.0)
-    assert d["clip/pos_high"] == pytest.approx(1 / 3)  # r = 2 of A > 0
+    assert d["clip/pos_high"] == pytest.approx(1 / 4)  # r = 2 of A > 0
     assert d["clip/pos_low"] == 0
     assert d["clip/neg_low"] == pytest.approx(1 / 3)  # r = 0.5
     assert d["clip/neg_high"] == pytest.approx(1 / 3)  # r = 5 > c
-    assert d["alive"] == pytest.approx(3 / 6)
-    assert d["above_high"] == pytest.approx(1 / 3)
+    assert d["alive"] == pytest.approx(4 / 7)
+    assert d["above_high"] == pytest.approx(1 / 4)
 
 
 def test_up_keeps_alive_what_dapo_clips():
     d = diagnose(upref.get("up_dapo"), B)
-    assert d["clip/pos_high"] == 0 and d["alive"] == pytest.approx(5 / 6)
+    assert d["clip/pos_high"] == 0 and d["alive"] == pytest.approx(6 / 7)
 
 
 def test_overflow_is_reported():
@@ -52,5 +52,21 @@ def test_sequence_level_counts_responses_by_their_own_ratio():
 def test_ratio_statistics():
     d = diagnose(upref.get("dapo"), B)
     assert d["ratio/max"] == pytest.approx(5) and d["ratio/min"] == pytest.approx(0.5)
-    assert d["ratio/mean"] == pytest.approx((2 + 1 + 0.5 + 2 + 0.5 + 5 + 1) / 7)
-    assert d["kl_old"] == pytest.approx(-(2 * math.log(2) + 2 * math.log(0.5) + math.log(5)) / 7)
+    assert d["ratio/mean"] == pytest.approx((2 + 1.25 + 0.5 + 1 + 2 + 0.5 + 5 + 1) / 8)
+    assert d["kl_old"] == pytest.approx(-(math.log(1.25) + math.log(5)) / 8)
+
+
+def test_trajectory_level_multiplies_the_ratios():
+    d = diagnose(upref.get("topr"), made([2.0, 3.0], [1.0, 1.0]))
+    assert d["ratio/max"] == pytest.approx(6)
+
+
+def test_a_weight_that_overflows_is_neither_alive_nor_silent():
+    b = upref.Rollouts(
+        torch.full((1, 3), -0.5), torch.tensor([[-100.5, -87.5, -0.5]]), torch.tensor([[1.0, 1e3, 1.0]]),
+        torch.ones(1, 3, dtype=torch.bool),
+    )  # fmt: skip
+    d = diagnose(upref.get("is_pg"), b)
+    assert d["overflow"] == pytest.approx(2 / 3) and d["alive"] == pytest.approx(1 / 3)
+    d = diagnose(upref.get("up_dapo"), b)  # no ratio left: nothing overflows
+    assert d["overflow"] == 0 and d["alive"] == 1

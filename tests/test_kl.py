@@ -44,3 +44,21 @@ def test_the_term_is_subtracted_with_the_objectives_own_aggregation(name, estima
     torch.testing.assert_close(o(b, beta=0.1), o(b) - 0.1 * aggregate(k, b.mask, o.agg))
     parts = sum(o(part, beta=0.1) for part in b.split(4))
     torch.testing.assert_close(parts, o(b, beta=0.1))
+
+
+def test_masked_slots_of_the_kl_term_are_inert_and_the_reference_is_a_constant():
+    o = get("grpo")
+    b = batch(o)
+    ref = (b.logp_old - 0.3).requires_grad_()
+    bad = replace(b, logp=b.logp.masked_fill(~b.mask, float("nan")).requires_grad_(), logp_ref=ref)
+    o.loss(bad, beta=0.1).backward()
+    calm = replace(b, logp=b.logp.masked_fill(~b.mask, -1.0).requires_grad_(), logp_ref=ref.detach().nan_to_num())
+    o.loss(calm, beta=0.1).backward()
+    assert torch.equal(bad.logp.grad, calm.logp.grad) and (bad.logp.grad[~b.mask] == 0).all()
+    assert ref.grad is None
+
+
+def test_k3_beyond_overflow_stops_and_does_not_push_away():
+    lp = torch.tensor([-87.0, -89.0, -200.0], requires_grad=True)
+    kl.k3(lp, torch.zeros(3)).sum().backward()
+    assert lp.grad[0] < -1e30 and (lp.grad[1:] == 0).all()

@@ -39,6 +39,9 @@ def poke(x, value, at=(0, 0)):
         (dict(adv=poke(GOOD["adv"], NAN)), r"adv is not finite at \(0, 0\)"),
         (dict(mask=poke(GOOD["mask"], False, 1)), "response 1 has no unmasked token"),
         (dict(group=torch.tensor([4, 4, 7])), "group 7 has one response"),
+        (dict(entropy=poke(GOOD["logp"].abs(), -5.0)), "entropy is -5.0 at"),
+        (dict(totals=3), "totals must be the mini-batch's Totals"),
+        (dict(totals=upref.Totals(9, 5, 2, torch.ones(5))), "cut to these 3 rows"),
         (dict(logp_ref=poke(GOOD["logp"], 1.0)), "logp_ref is 1 > 0"),
         ({k: v[:0] for k, v in GOOD.items()}, "the batch is empty"),
     ],
@@ -87,8 +90,10 @@ def test_hyperparameters_are_checked():
     f, b = upref.get("dapo"), upref.Rollouts(**GOOD)
     for hp, says in [
         (dict(eps_hihg=1), "no hyperparameter 'eps_hihg'; it takes: eps_low, eps_high, c"),
-        (dict(c=0.5), "c must be None or greater than 1"),
-        (dict(eps_low=-1), "eps_low must be between 0 and 1"),
+        (dict(c=0.95), "c must be None or greater than 1"),
+        (dict(eps_high=[1]), "eps_high must be"),
+        (dict(eps_high=True), "eps_high must be"),
+        (dict(eps_low=-1), "eps_low must be a number >= 0"),
         (dict(eps_low=None), "eps_low must be"),
         (dict(eps_high="x"), "eps_high must be"),
         (dict(eps_high=NAN), "eps_high must be"),
@@ -99,3 +104,29 @@ def test_hyperparameters_are_checked():
         upref.get("grpo").loss(b, beta=0.1)
     with pytest.raises(upref.InputError, match="did you mean dapo"):
         upref.get("dapoo")
+    with pytest.raises(upref.InputError, match="tau_pos must be a number > 0"):
+        upref.get("sapo").loss(b, tau_pos=0)
+
+
+def test_only_rounding_may_exceed_zero():
+    for dtype, value in ((torch.float32, 1e-2), (torch.bfloat16, 0.3), (torch.float64, 1e-9)):
+        cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in GOOD.items()}
+        with pytest.raises(upref.InputError, match="log-probabilities are never positive"):
+            upref.Rollouts(**cast | dict(logp=poke(cast["logp"], value)))
+
+
+def test_parts_of_parts_still_add_up():
+    b = upref.Rollouts(**GOOD)
+    for name in ("dapo", "grpo", "gspo"):
+        f = upref.get(name)
+        torch.testing.assert_close(sum(f(q) for p in b.split(2) for q in p.split(2)), f(b))
+
+
+def test_sampler_weights_multiply_each_token_or_the_mean_of_a_response():
+    b, w = upref.Rollouts(**GOOD), torch.tensor([[0.5, 2.0], [3.0, float("nan")], [float("nan"), 0.25]])
+    args = (b.logp, b.logp_old, b.adv, b.mask)
+    dapo, gspo = upref.get("dapo"), upref.get("gspo")
+    token = dapo.unreduced(*args, **dapo.resolve({}))
+    torch.testing.assert_close(dapo.J(*args, is_weights=w), (token * w)[b.mask].sum() / 4)
+    response = gspo.unreduced(*args, **gspo.resolve({}))
+    torch.testing.assert_close(gspo.J(*args, is_weights=w), (response * torch.tensor([1.25, 3.0, 0.25])).mean())

@@ -57,3 +57,11 @@ def test_up_of_a_name_by_name():
     assert get("up(up(dapo))").name == "up(up(dapo))"
     with pytest.raises(upref.InputError):
         get("up(nothing)")
+
+
+def test_objectives_survive_pickling():
+    import pickle
+
+    for name in ("dapo", "up(sapo)", "up_anchored(gspo)"):
+        o = pickle.loads(pickle.dumps(get(name)))
+        assert o.name == name and torch.equal(o(batch(o)), get(name)(batch(get(name))))

@@ -46,6 +46,11 @@ def up_weight(r, A, *, eps):
     return where(A > 0, A, when(r >= 1 - eps, A * r))
 
 
+def rounds_to_nothing(lp, lp_old, A, *, eps=0.2):
+    """SAPO through the sigmoid that rounds to 1: in half precision the gate's gradient is lost far too early."""
+    return A * 4 * torch.sigmoid(torch.exp((lp - lp_old).clamp(max=20)) - 1) + 0 * eps
+
+
 def padding_leak(lp, lp_old, A, mask, *, eps=0.2):
     """The response's mean taken over the padded width."""
     s = exp((lp - lp_old).mean(-1))
@@ -83,12 +88,14 @@ def off_policy_constant(lp, lp_old, A, *, eps=0.2):
     return maximum(minimum(exp(lp - lp_old), eps), eps).detach() * A * lp
 
 
+EXTREMES = "extreme_ratios_never_make_nan"
 CASES = [
     (make(right, lambda r, A, *, eps: when(r <= 1 + eps, A * r)), "autograd_is_weight_times_aggregation"),
     (make(wrong_sign, right_weight), "autograd_is_weight_times_aggregation"),
     (make(wrong_sign, lambda r, A, *, eps: -right_weight(r, A, eps=eps)), "on_policy_weight_is_the_advantage"),
     (make(clipped_before_multiplying, right_weight), "autograd_is_weight_times_aggregation"),
     (make(nan_branch, up_weight), "extreme_ratios_never_make_nan"),
+    (make(rounds_to_nothing, lambda r, A, *, eps: upref.get("sapo").weight(r, A, tau_neg=1.0)), EXTREMES),
     (make(padding_leak, leak_weight, "free", agg="seq-mean"), "padding_is_inert"),
     (make(batch_baseline, lambda log_r, A, mask, *, eps: A - mean_t(A, mask).mean(), "free"), "micro_batches_add_up"),
     (make(squared_advantage, lambda r, A, *, eps: A * abs(A)), "scales_with_the_advantage"),

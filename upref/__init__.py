@@ -4,6 +4,7 @@
 from upref import check
 from upref.aggregate import Totals, aggregate, row_weights
 from upref.capacity import capacity
+from upref.diagnostics import diagnose
 from upref.errors import InputError
 from upref.registry import Objective, get, names, objective
 from upref.rollouts import Rollouts
@@ -20,6 +21,7 @@ __all__ = [
     "capacity",
     "check",
     "derive",
+    "diagnose",
     "get",
     "names",
     "objective",

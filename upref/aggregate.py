@@ -10,6 +10,9 @@
     seq-mean-token-sum-norm  w_i = 1 / (B L), L fixed beforehand   Dr. GRPO's code
     seq-mean                 w_i = 1 / B, for a J that is already one number per response   Eq. 6
 
+The papers' E_q[1/G Σ_i ...] is 1/B Σ_i where all groups are of one size G, as in their runs; with uneven groups
+seq-mean weighs every response alike, as verl and TRL do.
+
 A micro-batch or a data-parallel rank needs the counts of the *whole* mini-batch: they travel as `Totals`. Sums
 accumulate in float32 at least, so J of a half-precision batch is a float32 number.
 """
@@ -35,7 +38,7 @@ AGGREGATIONS = (
 class Totals(NamedTuple):
     """Counts of a mini-batch: all tokens, responses and groups, and for each row the tokens of its group.
 
-    Without group ids the whole batch counts as one group.
+    Without group ids the whole batch counts as one group, and group_tokens is one number.
     """
 
     tokens: Tensor | int
@@ -45,16 +48,23 @@ class Totals(NamedTuple):
 
     @classmethod
     def of(cls, mask: Bool[Tensor, "B T"], group: Int[Tensor, " B"] | None = None) -> "Totals":
+        """The counts of a batch that is all here."""
         # float32 counts a row exactly up to 2^24 tokens and vectorises where int64 does not
-        lengths = mask.sum(-1, dtype=torch.float32).double()
+        return cls.of_lengths(mask.sum(-1, dtype=torch.float32), group)
+
+    @classmethod
+    def of_lengths(cls, lengths: Tensor, group: Int[Tensor, " B"] | None = None) -> "Totals":
+        """From |o_i| and the prompt of every response of the mini-batch: over data-parallel ranks, all-gather the two,
+        count, and give each rank `.rows(its indices)`; a group may lie on several ranks."""
+        lengths = lengths.double()
         if group is None:
-            return cls(lengths.sum(), len(mask), 1, lengths.sum().expand(len(mask)))
+            return cls(lengths.sum(), len(lengths), 1, lengths.sum())
         same = (group[:, None] == group[None, :]).double()  # [B, B]: no sort, no host synchronisation
-        return cls(lengths.sum(), len(mask), (1 / same.sum(1)).sum().round(), same @ lengths)
+        return cls(lengths.sum(), len(lengths), (1 / same.sum(1)).sum().round(), same @ lengths)
 
     def rows(self, i: Tensor) -> "Totals":
         per_row = self.group_tokens
-        return self._replace(group_tokens=per_row[i] if isinstance(per_row, Tensor) else per_row)
+        return self._replace(group_tokens=per_row[i] if isinstance(per_row, Tensor) and per_row.ndim else per_row)
 
 
 def row_weights(

@@ -3,11 +3,13 @@
 
 import argparse
 import inspect
+import io
 import json
 import math
 import sys
 import textwrap
-from dataclasses import fields
+import traceback
+from dataclasses import asdict, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,27 +21,35 @@ from upref.registry import ERRORS, LEVELS, Objective, get, names
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand; `upref -h` lists them."""
     args = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without unicode still shows the rest
     try:
         return args.run(args)
     except InputError as error:
         return _fail(args, str(error))
     except ModuleNotFoundError as error:
         return _fail(args, f"{error}: install it, or run `upref doctor` to see what is there.")
+    except BrokenPipeError:  # `upref list | head`
+        sys.stdout = None
+        return 0
     except OSError as error:
         return _fail(args, f"cannot write {error.filename or 'the output'}: {error.strerror}.")
-    except BrokenPipeError:
-        return 0
 
 
 def _fail(args, sentence: str) -> int:
     if args.debug:
-        raise
+        traceback.print_exc()
     print(f"upref: {sentence}", file=sys.stderr)
     return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message} (`{self.prog} -h` shows what it takes).\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser("upref", description="Reference and verification of policy-gradient objectives.")
+    p = _Parser("upref", description="Reference and verification of policy-gradient objectives.")
     p.add_argument("--debug", action="store_true", help="show the traceback of an error")
     sub = p.add_subparsers(required=True, metavar="COMMAND")
 
@@ -62,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     _curves(c)
     c = command("derive", _derive, "sympy derives the gradient from the function that trains")
     c.add_argument("name", metavar="NAME|all")
+    c.add_argument("--json", action="store_true")
     c = command("check", _check, "whether a loss is the objective it is meant to be, and where it is not")
     c.add_argument("loss", metavar="LOSS", help="package.module:function, path/to/file.py:function or verl:loss_mode")
     c.add_argument("--as", dest="name", metavar="NAME", required=True, help="the objective (`upref list`)")
@@ -265,12 +276,14 @@ def _save(figure, file: str) -> int:
 def _derive(args) -> int:
     from upref.derivation import derive
 
-    ok = True
+    derivations = []
     for name in names() if args.name == "all" else [args.name]:
-        derivation = derive(name)
-        print(derivation, end="\n\n")
-        ok &= derivation.ok
-    return 0 if ok else 1
+        derivations.append(derive(name))
+        if not args.json:
+            print(derivations[-1], end="\n\n")
+    if args.json:
+        print(json.dumps([asdict(d) for d in derivations], indent=1, ensure_ascii=False))
+    return 0 if all(d.ok for d in derivations) else 1
 
 
 def _check(args) -> int:

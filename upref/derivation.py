@@ -217,7 +217,7 @@ def sympy_gradient(objective: str | Objective, b: Rollouts, **hp) -> np.ndarray:
         A = np.repeat(A[range(rows), mask.argmax(1)][:, None], columns, 1)
     J = J_of(o.fn(lp, lp_old, A, *[mask] * (o.level == "free"), **hp), o.agg)
     if beta:
-        J -= beta * J_of(ESTIMATORS[o.kl](letters, numbers(b.logp_ref)), o.kl_agg)
+        J -= beta * J_of(ESTIMATORS[o.kl](letters, numbers(b.logp_ref)), o.agg)
     values = dict(zip(letters.flat, numbers(b.logp).flat, strict=True))
     addends: dict[Symbol, list[Expr]] = {x: [] for x in letters.flat}  # the sum rule by hand: quicker than J.diff
     for term in sympy.Add.make_args(J):

@@ -16,8 +16,8 @@ def diagnose(objective: Objective, b: Rollouts, **hp) -> dict[str, float]:
     clip/{pos,neg}_{high,low}   A > 0 or A < 0 tokens of weight 0 with r >= 1 (high) or r < 1 (low), of that sign's
                                 tokens: pos_high is the paper's Upper Clip, neg_low Lower Clip, neg_high Dual Clip
     alive                       tokens with A != 0 whose weight is not 0, of those with A != 0
-    overflow                    tokens whose ratio exceeds the largest number of the dtype: `ops.exp` saturates there
-                                and their exact weight, if not clipped, is not representable (gradient 0 instead)
+    overflow                    tokens whose exact weight the dtype cannot hold: IS, or an unclipped side. Where the
+                                ratio itself overflows, `ops.exp` saturates and their gradient is 0 instead
     above_high                  A > 0 tokens with r > 1.28 (DAPO's bound), of A > 0 tokens: what UP keeps alive
     ratio/{mean,max,min}, kl_old (mean of k1: log π_old - log π_θ, nats)
 
@@ -30,15 +30,18 @@ def diagnose(objective: Objective, b: Rollouts, **hp) -> dict[str, float]:
     elif objective.level == "trajectory":
         log_r = sum_t(log_r, mask)[:, None].expand_as(mask)
     A = b.adv.expand_as(mask)
-    dead = objective.token_weights(b, **hp) == 0
+    w = objective.token_weights(b, **hp)
+    dead = w == 0
     pos, neg, r = mask & (A > 0), mask & (A < 0), exp(log_r)
+    most = torch.finfo(w.dtype).max
+    lost = ~w.isfinite() | ((r == torch.finfo(r.dtype).max) & (w.abs() > most**0.5 * A.abs()))
     return {
         "clip/pos_high": fraction(dead & (log_r >= 0), pos),
         "clip/pos_low": fraction(dead & (log_r < 0), pos),
         "clip/neg_high": fraction(dead & (log_r >= 0), neg),
         "clip/neg_low": fraction(dead & (log_r < 0), neg),
-        "alive": fraction(~dead, pos | neg),
-        "overflow": fraction(r == torch.finfo(r.dtype).max, mask),
+        "alive": fraction(~dead & ~lost, pos | neg),
+        "overflow": fraction(lost, mask),
         "above_high": fraction(r > 1.28, pos),
         "ratio/mean": r[mask].double().mean().item(),
         "ratio/max": r[mask].max().item(),

@@ -9,7 +9,7 @@ derivations/kl_estimators.py proves the three right-hand columns by enumeration.
 estimator; GRPO's own is k3 (shao2024deepseekmath, Eq. 4).
 """
 
-from upref.ops import expm1
+from upref.ops import expm1, saturate
 
 
 def k1(lp, lp_ref):
@@ -23,8 +23,8 @@ def k2(lp, lp_ref):
 
 
 def k3(lp, lp_ref):
-    """π_ref/π_θ - 1 - log(π_ref/π_θ), elementwise; saturates where π_ref/π_θ overflows the dtype."""
-    d = lp_ref - lp
+    """π_ref/π_θ - 1 - log(π_ref/π_θ), elementwise; value and gradient stop where π_ref/π_θ overflows the dtype."""
+    d = saturate(lp_ref - lp)
     return expm1(d) - d
 
 

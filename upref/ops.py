@@ -75,6 +75,16 @@ def expm1(x):
         return np.minimum(np.expm1(x), np.finfo(np.float64).max)
 
 
+def saturate(x):
+    """x, stopped where e^x overflows."""
+    match _reader(x):
+        case "torch":
+            return x.clamp(max=math.log(torch.finfo(x.dtype).max))
+        case "sympy":
+            return x
+    return np.minimum(x, math.log(np.finfo(np.float64).max))
+
+
 def log(x):
     match _reader(x):
         case "torch":
@@ -107,7 +117,7 @@ def where(condition, x, y):
     """x where the condition holds, else y."""
     match _reader(condition, x, y):
         case "torch":
-            return torch.where(condition, x, y)
+            return torch.where(torch.as_tensor(condition), x, y)
         case "sympy":
             from upref.symbolic import Where
 

@@ -157,8 +157,7 @@ def weights(*objectives: str | Objective, mu: float = 0.1, **hp) -> "Figure":
             bound = np.clip(max(abs(low), abs(high)), 1.25, 5) * 1.08
             ax.set_ylim(*((-0.06 * bound, bound) if A > 0 else (-bound, 0.06 * bound)))
             ax.axhline(0, color="#666666", lw=0.6, zorder=0)
-            title: Any = {"fontsize": 10, "fontweight": "bold", "color": UP if A > 0 else DOWN}
-            ax.set_title(f"A = {A:+.0f}".translate(MINUS), loc="left", **title)
+            ax.set_title(f"A = {A:+.0f}".translate(MINUS), loc="left", fontsize=10, fontweight="bold", color=INK)
             unit = "s" if all(o.level == "sequence" for o, *_ in chosen) else "r"
             note = f"  (mu = {mu:g})" if any(o.reads_mu for o, *_ in chosen) else ""
             ax.set_xlabel((f"ratio {unit}" if reach == WIDE else f"({unit} − 1) · 10$^4$") + note)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -26,7 +27,6 @@ LEVELS = {
     "trajectory": "acts on sum_t lp, the log-probability of a whole response: lp, lp_old, A are [B]",
     "free": "couples tokens in a way of its own: lp, lp_old, A are [B, T], with the mask",
 }
-SHAPES = {k: f"Level {k}: {v}." for k, v in LEVELS.items()}
 ERRORS = """Log-probabilities in nats, J and weights in units of the advantage. Raises InputError on log-probabilities
 that are positive, non-finite or of another shape, on a mask that is not boolean, on a response without a token, and on
 hyperparameters that it does not have or that are out of range."""
@@ -35,10 +35,11 @@ REDUCE = {"sequence": mean_t, "trajectory": sum_t}
 # One range per hyperparameter name, whatever the objective.
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "eps": (lambda v: v >= 0, "a number >= 0"),
-    "eps_low": (lambda v: 0 <= v <= 1, "between 0 and 1"),
+    "eps_low": (lambda v: v >= 0, "a number >= 0"),  # above 1 the lower clip is inert
     "eps_high": (lambda v: v >= 0, "a number >= 0"),
     "c": (lambda v: v is None or v > 1, "None or greater than 1 (a dual clip at c <= 1 would clip on-policy tokens)"),
     "beta": (lambda v: v >= 0, "a number >= 0"),
+    "lam": (lambda v: v >= 0, "a number >= 0"),
 }
 _POSITIVE = (lambda v: v > 0, "a number > 0")
 
@@ -73,9 +74,7 @@ class Objective:
     closed_form: Callable = field(default=_no_weight, repr=False)
 
     # read off the two signatures once
-    reads: tuple[str, ...] = field(
-        init=False, repr=False
-    )  # of the closed form, beside r and A: mu, log_mu, mask, entropy
+    reads: tuple[str, ...] = field(init=False, repr=False)  # by the closed form: of mu, log_mu, mask, entropy
     _own: dict[str, Any] = field(init=False, repr=False)
     _extra_names: tuple[str, ...] = field(init=False, repr=False)
     _reads_log_r: bool = field(init=False, repr=False)
@@ -87,9 +86,11 @@ class Objective:
         put("_extra_names", tuple(p.name for p in takes[3:] if p.kind is p.POSITIONAL_OR_KEYWORD))
         put("reads", tuple(p.name for p in weighs[2:] if p.kind is p.POSITIONAL_OR_KEYWORD))
         put("_reads_log_r", weighs[0].name == "log_r")
-        object.__setattr__(
-            self, "__doc__", f"{self.equation}\n\n{self.paper}, {self.eq}. {SHAPES[self.level]} {ERRORS}"
-        )
+        shapes = f"Level {self.level}: {LEVELS[self.level]}."
+        put("__doc__", f"{self.equation}\n\n{self.paper}, {self.eq}. {shapes} {ERRORS}")
+
+    def __reduce__(self):
+        return get, (self.name,)
 
     # ---- hyperparameters -------------------------------------------------------------------------------------------
     @property
@@ -105,11 +106,8 @@ class Objective:
                 takes = ", ".join(known) or "none"
                 raise InputError(f"{self.name} has no hyperparameter {key!r}; it takes: {takes}.")
             holds, want = _RANGES.get(key, _POSITIVE)
-            if (
-                isinstance(value, bool | str)
-                or (value is None and known[key] is not None and key != "c")
-                or not holds(value)
-            ):
+            number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+            if not (number or (value is None and key == "c")) or not holds(value):
                 raise InputError(f"{self.name}: {key} must be {want}, got {value!r}.")
         return known | hp
 
@@ -157,24 +155,19 @@ class Objective:
                     f"{self.name} with beta={beta} needs logp_ref, the reference model's log-probabilities."
                 )
             k = kl_estimators.ESTIMATORS[self.kl](where(mask, lp, 0), where(mask, lp_ref.detach(), 0))
-            J = J - beta * aggregate(k, mask, self.kl_agg, group, totals)
+            J = J - beta * aggregate(k, mask, self.agg, group, totals)
         return J
-
-    @property
-    def kl_agg(self) -> str:
-        return "seq-mean-token-mean" if self.agg == "seq-mean" else self.agg
 
     def unreduced(self, lp, lp_old, A, mask, entropy=None, **hp) -> Float[Tensor, "B T"] | Float[Tensor, " B"]:
         """J before aggregation: [B, T], or [B] where the objective has one term per response."""
-        lp, lp_old, A = _inside(lp, lp_old, A, mask)
-        if self.level in REDUCE:
-            lp, lp_old, A = self._reduce(lp, mask), self._reduce(lp_old, mask), per_response(A, mask)
-        elif self.agg == "seq-mean":
-            A = per_response(A, mask)[:, None]
-        return self.fn(lp, lp_old, A, **self._extras(mask, entropy), **hp)
+        return self.fn(*self._at_level(lp, lp_old, A, mask), **self._extras(mask, entropy), **hp)
 
-    def _reduce(self, x, mask):
-        return REDUCE[self.level](x, mask)
+    def _at_level(self, lp, lp_old, A, mask):
+        """What the pure function is handed; no gradient into lp_old and A, none into masked slots."""
+        lp, lp_old, A = _Unmasked.apply(lp, mask), lp_old.detach(), A.detach()
+        if reduce := REDUCE.get(self.level):
+            return reduce(lp, mask), reduce(lp_old, mask), per_response(A, mask)
+        return lp, lp_old, per_response(A, mask)[:, None] if self.agg == "seq-mean" else A
 
     def _extras(self, mask, entropy) -> dict[str, Any]:
         wants = self._extra_names
@@ -196,10 +189,9 @@ class Objective:
         mu = π_old(o_t) is read by objectives whose bounds depend on it; "free" ones read the whole [B, T] arrays and
         the mask. Works on tensors, arrays and symbols.
         """
-        first = log(r) if self._reads_log_r else r
-        return self._closed(
-            first, A, {"mu": mu, "log_mu": None if mu is None else log(mu), "mask": mask, "entropy": entropy}, hp
-        )
+        log_mu = None if mu is None else log(mu)
+        have = {"mu": mu, "log_mu": log_mu, "mask": mask, "entropy": entropy}
+        return self._closed(log(r) if self._reads_log_r else r, A, have, hp)
 
     @property
     def reads_mu(self) -> bool:
@@ -213,11 +205,7 @@ class Objective:
 
     def token_weights(self, b: Rollouts, **hp) -> Float[Tensor, "B T"]:
         """∂/∂lp_t of the unreduced J from the closed form, before aggregation and without KL; 0 on masked slots."""
-        lp, lp_old, A = _inside(b.logp.detach(), b.logp_old, b.adv, b.mask)
-        if self.level in REDUCE:
-            lp, lp_old, A = self._reduce(lp, b.mask), self._reduce(lp_old, b.mask), per_response(A, b.mask)
-        elif self.agg == "seq-mean":
-            A = per_response(A, b.mask)[:, None]
+        lp, lp_old, A = self._at_level(b.logp.detach(), b.logp_old, b.adv, b.mask)
         log_r = lp - lp_old
         have = {"mu": exp(lp_old), "log_mu": lp_old, "mask": b.mask, "entropy": b.entropy}
         w = self._closed(log_r if self._reads_log_r else exp(log_r), A, have, hp)
@@ -273,10 +261,11 @@ def names() -> list[str]:
 def get(name: str) -> Objective:
     """The objective of that name; `up(NAME)` is the plug-in on it. Raises InputError with the nearest names."""
     known = _load()
-    if name.startswith("up(") and name.endswith(")"):
-        from upref.transforms import up
+    if name.startswith(("up(", "up_anchored(")) and name.endswith(")"):
+        from upref.transforms import up, up_anchored
 
-        return up(get(name[3:-1]))
+        plug, _, base = name[:-1].partition("(")
+        return (up if plug == "up" else up_anchored)(get(base))
     if name not in known:
         near = difflib.get_close_matches(name, known, 3, 0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "`upref list` shows all."
@@ -307,7 +296,3 @@ class _Unmasked(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return torch.where(ctx.saved_tensors[0], g, 0), None
-
-
-def _inside(lp, lp_old, A, mask):
-    return _Unmasked.apply(lp, mask), lp_old.detach(), A.detach()

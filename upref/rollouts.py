@@ -42,6 +42,11 @@ class Rollouts:
 
     def __post_init__(self):
         self._check_types()
+        B = len(self.mask)
+        if self.totals is not None:
+            per_row = getattr(self.totals, "group_tokens", None)
+            if not isinstance(self.totals, Totals) or (isinstance(per_row, Tensor) and per_row.shape not in ((), (B,))):
+                raise InputError(f"totals must be the mini-batch's Totals, cut to these {B} rows by Totals.rows.")
         for name in ("logp", "logp_old", "logp_ref"):
             x = getattr(self, name)
             if x is not None:
@@ -49,6 +54,8 @@ class Rollouts:
         empty = ~self.mask.any(1)
         if empty.any():
             raise InputError(f"response {_first(empty)[0]} has no unmasked token: drop that row before the loss.")
+        if self.entropy is not None and (bad := ~(self.entropy >= 0) & self.mask).any():
+            raise InputError(f"entropy is {self.entropy[_first(bad)].item()} at {_first(bad)}: give nats, 0 or more.")
         bad = ~self.adv.isfinite() & self.mask if self.adv.shape[1] > 1 else ~self.adv.isfinite()
         if bad.any():
             raise InputError(
@@ -97,8 +104,8 @@ class Rollouts:
     def split(self, n: int) -> "list[Rollouts]":
         """n micro-batches whose losses (and gradients) *add up* to this batch's, whatever the response lengths.
 
-        Each carries the whole mini-batch's `totals`. Over data-parallel ranks all-reduce the `Totals` first, give
-        them to each rank's Rollouts, and sum the gradients; multiply by the world size where the framework averages.
+        Each carries the whole mini-batch's `totals`. Data-parallel ranks do the same with `Totals.of_lengths` of the
+        gathered lengths and groups, and sum the gradients; multiply by the world size where the framework averages.
         """
         if n < 1:
             raise InputError(f"a batch is split into at least one part, not {n}.")

@@ -46,5 +46,6 @@ def _asymmetric(base: Objective, prefix: str, positive) -> Objective:
         closed_form=weight,
         paper="fan2026up",
         eq="Sec. 4.2",
+        off_anchor="",
         note=f"The plug-in on {base.name}. {base.note}".strip(),
     )

@@ -6,6 +6,7 @@ compares losses reads its batches from here.
 """
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from itertools import cycle, product
 
@@ -98,7 +99,8 @@ def _tokens(cases, objective, rng):
         n = next(lengths)
         row, cases = cases[:n], cases[n:]
         if objective.agg == "seq-mean":
-            row = [c for c in row if c[0] == row[0][0]]
+            same = [c for c in row if c[0] == row[0][0]]  # sorted by A: what is cut off begins the next row
+            row, cases = same, row[len(same) :] + cases
         rows.append([(A, math.log(mu), math.log(r)) for A, mu, r in row])
     return [rows[i] for i in rng.permutation(len(rows))]
 
@@ -134,8 +136,6 @@ def at(b: Rollouts, i: int, t: int) -> tuple[float, float, float]:
 
 def grad(f, b: Rollouts) -> Tensor:
     """d f(batch) / d logp by autograd, [B, T]; f maps Rollouts to a scalar."""
-    from dataclasses import replace
-
     x = b.logp.detach().clone().requires_grad_()
     (g,) = torch.autograd.grad(f(replace(b, logp=x)), x)
     return g

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from upref.aggregate import Totals
 from upref.check.regimes import grad
-from upref.rollouts import InputError, Rollouts
+from upref.errors import InputError
+from upref.rollouts import Rollouts
 
 
 def verl():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from upref.ops import clip, exp, expm1, log, minimum, when, where
+from upref.ops import clip, dual_clip, exp, expm1, inf, log, minimum, when, where
 from upref.registry import objective
 
 
@@ -31,20 +31,21 @@ def band(log_mu, delta):
     kl="k3",
     defaults={
         "delta": "0.05: the authors' scripts, band_radius_delta=0.05; their ActorConfig has 0.1",
+        "c": "None: not in the definition; the authors' scripts clip dually at 10",
         "beta": "0: the authors' scripts add k3 (low_var_kl), kl_loss_coef=0.001",
     },
     unread="its bounds come from a bisection",
     note="PPO's clip, bounds from a ball of KL(π_old ‖ π_θ) of the binary collapse (o_t or not), by bisection. "
     "The authors' scripts also cap the upper bound at 10 (upper_bound_max) and dual-clip at 10; neither is here.",
 )
-def bandpo_kl(lp, lp_old, A, *, delta=0.05):
+def bandpo_kl(lp, lp_old, A, *, delta=0.05, c=None):
     """J = E 1/G Σ_i 1/|o_i| Σ_t min(r A, clip(r, low(mu), high(mu)) A),  mu f(r) + (1-mu) f((1-mu r)/(1-mu)) = δ"""
     low, high = band(lp_old, delta)
-    r = exp(lp - lp_old)
+    r = dual_clip(exp(lp - lp_old), A, c)
     return minimum(r * A, clip(r, low, high) * A)
 
 
 @bandpo_kl.with_weight
-def bandpo_kl(r, A, log_mu, *, delta):
+def bandpo_kl(r, A, log_mu, *, delta, c):
     low, high = band(log_mu, delta)
-    return where(A > 0, when(r <= high, A * r), when(r >= low, A * r))
+    return where(A > 0, when(r <= high, A * r), when((r >= low) & (r <= (c or inf)), A * r))

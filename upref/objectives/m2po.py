@@ -8,7 +8,7 @@ def keep_smallest(x, among, budget):
 
     Tokens that tie at the cut-off go together, so that the order of the batch does not matter.
     """
-    ascending = x.masked_fill(~among, float("inf")).flatten().sort().values
+    ascending = x.double().masked_fill(~among, float("inf")).flatten().sort().values
     mean = ascending.cumsum(0) / ascending.new_ones(len(ascending)).cumsum(0)
     return x < ascending.masked_fill(mean <= budget, float("inf")).min()
 

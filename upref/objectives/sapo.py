@@ -18,8 +18,8 @@ from upref.registry import objective
 def sapo(lp, lp_old, A, *, tau_pos=1.0, tau_neg=1.05):
     """J = E 1/G Σ_i 1/|o_i| Σ_t f(r) A_i,  f(r) = (4/τ) σ(τ(r-1)),  τ = τ_pos if A > 0 else τ_neg"""
     x = exp(lp - lp_old) - 1
-    q = sigmoid(where(A > 0, tau_pos * x, tau_neg * x))
-    return where(A > 0, 4 / tau_pos * A, 4 / tau_neg * A) * q
+    p = sigmoid(where(A > 0, -tau_pos * x, -tau_neg * x))  # σ = 1 - p: p has the digits where σ rounds to 1
+    return where(A > 0, 4 / tau_pos * A, 4 / tau_neg * A) * (1 - p)
 
 
 @sapo.with_weight
