@@ -8,6 +8,7 @@ from sybil.parsers.markdown import PythonCodeBlockParser
 pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["README.md"]).pytest()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """With several workers (--dist loadgroup) the page's blocks stay on one."""
     for item in items:
