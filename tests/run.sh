@@ -6,4 +6,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 repro/venv.sh verl
 .venv/bin/python -m ruff check
 .venv/bin/python -m mypy upref
-exec .venv/bin/python -m pytest -n 2 --dist loadgroup -q "$@"
+exec .venv/bin/python -m pytest -n 2 -q "$@"

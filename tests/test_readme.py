@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page says what the code says. Its Python blocks are run by conftest.py."""
+"""The page says what the code says, and its Python blocks run, in order, in one namespace."""
 
 import re
 from pathlib import Path
@@ -11,6 +11,15 @@ from upref.cli import main, markdown_table
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_python_blocks_run():
+    blocks, namespace = re.findall(r"```python\n(.*?)```", README, re.S), {}
+    assert len(blocks) >= 5
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), namespace)
+    grad = namespace["b"].logp.grad  # what the first block's comments promise, of UP
+    assert grad[0, 0] == grad[0, 1] != 0 and grad[1, 0] == 0
 
 
 def test_the_table_is_the_registry():
