@@ -53,14 +53,13 @@ def gradients(o):
 
 def plugged(o):
     """verl calls the registered loss; its gradient must be the reference's, exactly."""
-    from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.workers.config import ActorConfig
 
-    import upref.verl_plugin  # noqa: F401  (registers)
+    from upref.verl_plugin import register
 
     b = batch(o)
     config = ActorConfig(strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=1)
-    loss = get_policy_loss_fn(f"upref/{o.name}")
+    loss = register(o)
     zero = lambda x: x.masked_fill(~b.mask, 0)
     found = grad(lambda x: -loss(zero(b.logp_old), x.logp, zero(b.adv), b.mask, "", config)[0], b)
     expected = grad(lambda x: o.J(x.logp, x.logp_old, x.adv, x.mask), b)

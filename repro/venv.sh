@@ -5,7 +5,7 @@
 #   repro/venv.sh         upref (editable) with its test and dev tools
 #   repro/venv.sh verl    the same, and what verl's losses need on a CPU
 #
-# Needs Python >= 3.11 with venv, and a package index for pip. Writes only inside the checkout. Exit status 2: it could not.
+# Needs Python 3.11 or 3.12 with venv, and a package index for pip. Writes only inside the checkout. Exit status 2: it could not.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -21,7 +21,7 @@ say() { echo "venv.sh: $*" >&2; }
 die() { say "$*" && exit 2; }
 
 case "${*-}" in
-"") parts=(base) ;;
+"") [[ $# -eq 0 ]] || die "the only argument is 'verl'." && parts=(base) ;;
 verl) parts=(base verl) ;;
 *) die "the only argument is 'verl', not '$*'." ;;
 esac
@@ -58,11 +58,11 @@ die() { rm -f $half && say "$*" && exit 2; } # an error of pip leaves .venv whol
 if [[ ! -e $venv ]]; then
     python=
     for candidate in python3.11 python3.12 python3; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; then
             python=$candidate && break
         fi
     done
-    [[ -n $python ]] || die "needs Python 3.11 or newer, and finds none on the PATH."
+    [[ -n $python ]] || die "needs Python 3.11 or 3.12 (verl 0.9.1 stops there), and finds neither on the PATH."
     say "making .venv with $python (once; one to three minutes, 1 to 2 GB)."
     "$python" -m venv $venv >/dev/null 2>&1 ||
         { rm -rf $venv && die "'$python -m venv' failed (on Debian and Ubuntu: install python3-venv)."; }
@@ -72,7 +72,7 @@ fi
 # install WHAT PIP-ARGUMENTS...
 install() {
     "$py" -m pip --disable-pip-version-check --no-input --no-cache-dir install --quiet -c "${pins[0]}" "${@:2}" >>$log 2>&1 ||
-        die "pip could not install $1: $(grep -m 1 '^ERROR' $log || true) (all it said: $log)."
+        die "pip could not install $1: $(grep 'ERROR: ' $log | tail -n 1 | sed 's/^ *//' || true) (all it said: $log)."
 }
 
 if ! fresh base; then

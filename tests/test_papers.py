@@ -75,3 +75,35 @@ def test_every_hyperparameter_says_where_its_default_comes_from(name):
 def stated(value):
     """The ways a sentence may print a default."""
     return {"None"} if value is None else {f"{value:g}", f"{value:.1f}", f"{value:.0e}".replace("e-0", "e-")}
+
+
+# What the papers prescribe, by hand: level, aggregation, advantage, KL.
+FACTS = {
+    "aspo": ("token", "token-mean", "group_norm", ""),
+    "bandpo_kl": ("token", "seq-mean-token-mean", "group_norm", "k3"),
+    "cispo": ("token", "group-token-mean", "group_norm", ""),
+    "dapo": ("token", "group-token-mean", "group_norm", ""),
+    "dppo_tv": ("token", "seq-mean-token-sum", "group_mean", ""),
+    "dr_grpo": ("token", "seq-mean-token-sum", "group_mean", "k3"),
+    "gmpo": ("free", "seq-mean", "group_norm", ""),
+    "gppo": ("token", "group-token-mean", "group_norm", ""),
+    "grpo": ("token", "seq-mean-token-mean", "group_norm", "k3"),
+    "gspo": ("sequence", "seq-mean", "group_norm", ""),
+    "m2po": ("free", "group-token-mean", "group_norm", ""),
+    "reinforce": ("token", "seq-mean-token-sum", "reward", ""),
+    "reinforce_pp": ("token", "seq-mean-token-mean", "whiten", ""),
+    "reinforce_pp_baseline": ("token", "seq-mean-token-mean", "group_mean_whiten", "k2"),
+    "rloo": ("token", "seq-mean-token-sum", "leave_one_out", ""),
+    "sapo": ("token", "seq-mean-token-mean", "group_norm", ""),
+    "topr": ("trajectory", "seq-mean", "signed", ""),
+    "up_dapo": ("token", "group-token-mean", "group_norm", ""),
+    "up_grpo": ("token", "seq-mean-token-mean", "group_norm", "k3"),
+    "up_gspo": ("sequence", "seq-mean", "group_norm", ""),
+    "w_reinforce": ("token", "seq-mean-token-sum", "signed", ""),
+}
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_facts_are_the_papers(name):
+    o = upref.get(name)
+    assert (o.level, o.agg, o.adv, o.kl) == FACTS[name]

@@ -18,6 +18,8 @@ def test_the_python_blocks_run():
     assert len(blocks) >= 5
     for block in blocks:
         exec(compile(block, "README.md", "exec"), namespace)
+    first = namespace["report"].failures[0]
+    assert first.regime == "A > 0, r <= 0.8" and "the minimum is missing" in first.cause
     grad = namespace["b"].logp.grad  # what the first block's comments promise, of UP
     assert grad[0, 0] == grad[0, 1] != 0 and grad[1, 0] == 0
 
@@ -41,7 +43,7 @@ def test_ci_runs_the_readmes_test_command():
 @pytest.mark.parametrize("line", re.findall(r"^    upref (\w+(?: [\w.]+)*)", README, re.M))
 def test_commands_of_the_page_are_understood(line, capsys):
     words = line.split()
-    if words[0] in ("derive", "audit", "doctor"):  # slow, and tested elsewhere
+    if words[0] in ("derive", "audit", "check", "doctor"):  # slow, and tested elsewhere
         words = [words[0], "-h"]
         with pytest.raises(SystemExit) as stop:
             main(words)

@@ -21,7 +21,7 @@ def diagnose(objective: Objective, b: Rollouts, **hp) -> dict[str, float]:
     above_high                  A > 0 tokens with r > 1.28 (DAPO's bound), of A > 0 tokens: what UP keeps alive
     ratio/{mean,max,min}, kl_old (mean of k1: log π_old - log π_θ, nats)
 
-    The ratio is the one the objective acts on: r, or s or S of the whole response. Host-synchronises once a number.
+    The ratio is the one the objective acts on: r, or s or S of the whole response. The host waits once.
     """
     lp, old, mask = b.logp.detach(), b.logp_old, b.mask
     log_r = (lp - old).masked_fill(~mask, 0)
@@ -35,7 +35,8 @@ def diagnose(objective: Objective, b: Rollouts, **hp) -> dict[str, float]:
     pos, neg, r = mask & (A > 0), mask & (A < 0), exp(log_r)
     most = torch.finfo(w.dtype).max
     lost = ~w.isfinite() | ((r == torch.finfo(r.dtype).max) & (w.abs() > most**0.5 * A.abs()))
-    return {
+    inside = r[mask].double()
+    numbers = {
         "clip/pos_high": fraction(dead & (log_r >= 0), pos),
         "clip/pos_low": fraction(dead & (log_r < 0), pos),
         "clip/neg_high": fraction(dead & (log_r >= 0), neg),
@@ -43,13 +44,14 @@ def diagnose(objective: Objective, b: Rollouts, **hp) -> dict[str, float]:
         "alive": fraction(~dead & ~lost, pos | neg),
         "overflow": fraction(lost, mask),
         "above_high": fraction(r > 1.28, pos),
-        "ratio/mean": r[mask].double().mean().item(),
-        "ratio/max": r[mask].max().item(),
-        "ratio/min": r[mask].min().item(),
-        "kl_old": -(lp - old)[mask].double().mean().item(),
+        "ratio/mean": inside.mean(),
+        "ratio/max": inside.max(),
+        "ratio/min": inside.min(),
+        "kl_old": -(lp - old)[mask].double().mean(),
     }
+    return dict(zip(numbers, torch.stack(list(numbers.values())).tolist(), strict=True))
 
 
-def fraction(hit: Bool[Tensor, "B T"], of: Bool[Tensor, "B T"]) -> float:
+def fraction(hit: Bool[Tensor, "B T"], of: Bool[Tensor, "B T"]) -> Tensor:
     """Share of `of` that is hit; 0 where there is none."""
-    return ((hit & of).sum() / of.sum().clamp(min=1)).item()
+    return (hit & of).sum().double() / of.sum().clamp(min=1)

@@ -15,6 +15,10 @@ run that moves one of them from verl's default to another value than the one in 
 
 What differs from the objective called on `Rollouts`, because of what verl hands to a loss:
 
+* one advantage per response where the objective acts on one: token advantages (GAE, KL in the reward) are refused;
+* `rollout_is_weights` multiply token terms; a term per response takes their mean (verl's gspo weighs each token);
+* `loss_scale_factor` is not read: dr_grpo is its paper's plain sum over tokens;
+* metrics are per micro-batch, and verl averages them;
 * no prompt ids: `group-token-mean` (Eq. 14) becomes the token mean of the mini-batch, as in verl's own losses;
 * no entropy: aspo_code cannot run;
 * KL and entropy terms are verl's (`use_kl_loss`, `kl_loss_coef`, `entropy_coeff`), aggregated by `actor.loss_agg_mode`.
@@ -33,6 +37,7 @@ from torch import Tensor
 
 from upref import InputError, Objective, Rollouts, Totals, get, names
 from upref.diagnostics import diagnose
+from upref.rollouts import per_response
 
 try:
     from verl.trainer.ppo.core_algos import register_policy_loss
@@ -50,10 +55,10 @@ VERL_AGG = {("token", "group-token-mean"): "token-mean", ("free", "group-token-m
 VERL_AGG["trajectory", "seq-mean"] = "seq-mean-token-sum"
 # verl's key -> what it would be called here
 VERL_KEYS = {
-    "clip_ratio": ("eps", "delta"),
+    "clip_ratio": ("eps", "eps_low", "eps_high", "delta"),
     "clip_ratio_low": ("eps", "eps_low", "delta"),
     "clip_ratio_high": ("eps", "eps_high", "delta"),
-    "clip_ratio_c": ("c", "trunc"),
+    "clip_ratio_c": ("c", "trunc", "cap"),
     "tau_pos": ("tau_pos",),
     "tau_neg": ("tau_neg",),
 }
@@ -83,6 +88,11 @@ def register(objective: Objective):
         _warn_of_aggregation(objective, loss_agg_mode)
         mask = response_mask.bool()
         advantages = advantages.masked_fill(~mask, 0)  # a response without a token must not be worth its first slot's
+        if objective.agg == "seq-mean" and not ((advantages == per_response(advantages, mask)[:, None]) | ~mask).all():
+            raise InputError(
+                f"upref/{objective.name} wants one advantage per response, and the tokens of one differ: use an "
+                "outcome estimator (grpo, rloo, ...) without KL in the reward, or an objective of token level."
+            )
         totals, dp_size = global_totals(config.global_batch_info, mask)
         J = objective.J(log_prob, old_log_prob, advantages, mask, totals=totals, is_weights=rollout_is_weights, **hp)
         return -J * dp_size, metrics(objective, log_prob, old_log_prob, advantages, mask, hp)
@@ -158,6 +168,7 @@ def global_totals(info: dict[str, Any], mask: Tensor) -> tuple[Totals, int]:
         raise InputError(f"dp_size={dp_size} needs batch_num_tokens and global_batch_size, the counts of all ranks.")
     tokens = mask.sum().clamp(min=1) if tokens is None else tokens
     sequences = mask.any(1).sum().clamp(min=1) if sequences is None else sequences
+    tokens, sequences = (max(n, 1) if isinstance(n, int) else n for n in (tokens, sequences))  # all were rejected
     return Totals(tokens, sequences, 1, tokens), dp_size
 
 

@@ -214,6 +214,7 @@ class Audit:
             yield f"The loss is NaN when a masked slot holds NaN: {', '.join(self.nan_in_padding)}."
         added = (torch.ones(1, dtype=torch.bool).sum() + 1e-8 - 1).item()  # as agg_loss computes it
         yield f"The 1e-8 in the denominators of seq-mean-token-mean adds {added:g} to a count of 1 (float32)."
+        yield "Not covered: several ranks, responses without a token, rollout_is_weights, loss_scale_factor."
         for mode, reason in OUT_OF_SCOPE.items():
             yield f"Not audited: {mode} ({reason})."
         if self.unaudited:
@@ -234,7 +235,9 @@ def audit_verl(comparisons: tuple[Comparison, ...] = COMPARISONS) -> Audit:
     rows, poisoned = [], []
     for c in comparisons:
         b = grid(c)
-        whole, parts = (torch.cat([verl_weights(c.mode, m, c.agg, **c.actor) for m in b.split(n)]) for n in (1, MICRO))
+        whole, parts = (
+            torch.cat([verl_weights(c.mode, m, c.agg, padding=None, **c.actor) for m in b.split(n)]) for n in (1, MICRO)
+        )
         rows.append(_row(c, b, whole, c.reasons, 1))
         if c.setting == "paper" and _difference(parts / _unit(c, b), whole / _unit(c, b)).max() > TOL:
             rows.append(_row(c, b, parts, (*c.reasons, SPLIT_REASONS.get(c.mode, Reason("no reason known"))), MICRO))
@@ -250,7 +253,10 @@ def grid(c: Comparison) -> Rollouts:
     pairs = [(get(c.objective), c.hp), _accounted(c, c.reasons)]
     # verl sums a response's ratio in another order: on a bound, rounding would decide
     edges = tuple(e for e in EDGES if e or get(c.objective).level == "token")
-    return _join(*(batch(o, edges=edges, seed=i, **hp) for i, (o, hp) in enumerate(pairs)), _far())
+    b = _join(*(batch(o, edges=edges, seed=i, **hp) for i, (o, hp) in enumerate(pairs)), _far())
+    # masked slots hold what could pass for tokens, as a tool's answer in a multi-turn response does
+    junk = {"logp": -1.0, "logp_old": -2.0, "adv": 0.5}
+    return replace(b, **{k: getattr(b, k).masked_fill(~b.mask, v) for k, v in junk.items()})
 
 
 def _far() -> Rollouts:

@@ -18,8 +18,12 @@ def verl():
         import verl
         from verl.trainer.ppo import core_algos
         from verl.workers.config import ActorConfig
-    except ImportError as e:
-        raise InputError(f"verl does not import here ({e}): `repro/venv.sh verl` installs what its losses need.") from e
+    except Exception as e:  # a half-installed verl raises whatever its parts raise
+        why = f"{type(e).__name__}: {e}".splitlines()[0]
+        raise InputError(
+            f"verl does not import here ({why}): in a checkout `repro/venv.sh verl` installs what its losses need, "
+            "elsewhere `pip install 'upref-rl[verl]'`."
+        ) from e
     return core_algos, ActorConfig, verl.__version__
 
 
