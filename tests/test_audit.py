@@ -144,3 +144,17 @@ def test_readme_quotes_the_audit(audit):
     assert len(quotes) == 5
     for quote in quotes:
         assert any(quote in text for text in said), quote
+
+
+def test_a_gradient_that_leaks_into_masked_slots_is_seen(monkeypatch):
+    """Masked slots hold finite junk, as the tool's tokens of a multi-turn response do."""
+    sapo = core_algos.POLICY_LOSS_REGISTRY["sapo"]
+
+    def leaky(**args):
+        loss, metrics = sapo(**args)
+        return loss + 1e-3 * args["log_prob"].masked_fill(args["response_mask"], 0).sum(), metrics
+
+    mine = tuple(c for c in A.COMPARISONS if c.mode == "sapo")
+    assert A.audit_verl(mine)
+    monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, "sapo", leaky)
+    assert not A.audit_verl(mine)

@@ -401,3 +401,34 @@ def replace_loss_mode(c):
 def test_verl_loss_of_the_check_package_drives_it_too():
     b = replace(batch(upref.get("up_dapo"), thin=9), group=None)
     assert torch.equal(verl_loss("upref/up_dapo", b), upref.get("up_dapo").loss(b))
+
+
+@pytest.mark.parametrize("name", ["gspo", "up_gspo", "topr", "gmpo"])
+def test_token_advantages_are_refused_where_a_response_has_one(name):
+    lp, A = torch.full((2, 3), -1.0), torch.tensor([[1.0, -3.0, -3.0], [float("nan"), 2.0, 2.0]])
+    mask = torch.tensor([[True, True, True], [False, True, True]])
+    args = dict(old_log_prob=lp, log_prob=lp.clone().requires_grad_(), response_mask=mask, config=config())
+    loss = core_algos.get_policy_loss_fn(f"upref/{name}")
+    with pytest.raises(InputError, match="one advantage per response"):
+        loss(advantages=A, **args)
+    assert loss(advantages=torch.where(A < 0, 1.0, A), **args)[0].isfinite()
+
+
+def test_a_mini_batch_that_was_all_rejected_is_worth_nothing():
+    b = batch(upref.get("dapo"))
+    nothing = dict(batch_num_tokens=0, global_batch_size=0, dp_size=1)
+    b = replace(b, logp=b.logp.nan_to_num(), logp_old=b.logp_old.nan_to_num(), adv=b.adv.nan_to_num())
+    loss, _ = call("dapo", b, config(info=nothing), response_mask=torch.zeros_like(b.mask))
+    assert loss == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [("dapo", "clip_ratio", 0.3), ("cispo", "clip_ratio_low", 0.3), ("aspo", "clip_ratio_c", 10.0)],
+)
+def test_a_key_of_verls_that_nothing_would_read_stops_the_run(name, field, value):
+    if name == "cispo":  # it has no lower bound to contradict
+        call(name, batch(upref.get(name)), config(**{field: value}))
+        return
+    with pytest.raises(InputError, match=f"does not read actor.{field}"):
+        call(name, batch(upref.get(name)), config(**{field: value}))

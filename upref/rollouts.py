@@ -99,7 +99,7 @@ class Rollouts:
     @cached_property
     def one_adv_per_response(self) -> bool:
         """Whether the unmasked advantages of each response are equal."""
-        return bool(((self.adv == per_response(self.adv, self.mask)[:, None]) | ~self.mask).all())
+        return one_per_response(self.adv, self.mask)
 
     def split(self, n: int) -> "list[Rollouts]":
         """n micro-batches whose losses (and gradients) *add up* to this batch's, whatever the response lengths.
@@ -122,6 +122,11 @@ class Rollouts:
 def per_response(A: Tensor, mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
     """Each response's one advantage: its first unmasked slot's."""
     return A[:, 0] if A.shape[-1] == 1 else A.gather(1, mask.int().argmax(1, keepdim=True))[:, 0]
+
+
+def one_per_response(A: Tensor, mask: Bool[Tensor, "B T"]) -> bool:
+    """Whether the unmasked advantages of each response are equal."""
+    return bool(((A == per_response(A, mask)[:, None]) | ~mask).all())
 
 
 def _first(bad: Tensor) -> tuple[int, ...]:

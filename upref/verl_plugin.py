@@ -37,7 +37,7 @@ from torch import Tensor
 
 from upref import InputError, Objective, Rollouts, Totals, get, names
 from upref.diagnostics import diagnose
-from upref.rollouts import per_response
+from upref.rollouts import one_per_response
 
 try:
     from verl.trainer.ppo.core_algos import register_policy_loss
@@ -87,8 +87,7 @@ def register(objective: Objective):
         hp = hyperparameters(objective, config)
         _warn_of_aggregation(objective, loss_agg_mode)
         mask = response_mask.bool()
-        advantages = advantages.masked_fill(~mask, 0)  # a response without a token must not be worth its first slot's
-        if objective.agg == "seq-mean" and not ((advantages == per_response(advantages, mask)[:, None]) | ~mask).all():
+        if objective.agg == "seq-mean" and not one_per_response(advantages, mask):
             raise InputError(
                 f"upref/{objective.name} wants one advantage per response, and the tokens of one differ: use an "
                 "outcome estimator (grpo, rloo, ...) without KL in the reward, or an objective of token level."

@@ -35,7 +35,9 @@ class Reason:
     agg: str | None = None
     view: Callable[[Rollouts], Rollouts] = lambda b: b
     scale: Callable[[Rollouts], Tensor | float] = lambda b: 1.0
-    skip: Callable[[Rollouts], Tensor] = lambda b: ~b.mask  # tokens too near to a bound that rounding moves
+    skip: Callable[[Rollouts], Tensor] = lambda b: torch.zeros_like(
+        b.mask
+    )  # tokens too near to a bound that rounding moves
 
 
 @dataclass(frozen=True)
@@ -323,7 +325,7 @@ def _row(c: Comparison, b: Rollouts, found: Tensor, reasons: tuple[Reason, ...],
     worst = _difference(found, steps[0]).max().item()
     if worst <= TOL:
         reasons, steps = (), steps[:1]
-    skip = torch.stack([why.skip(b) for why in reasons] or [~b.mask]).any(0)
+    skip = torch.stack([why.skip(b) for why in reasons] or [torch.zeros_like(b.mask)]).any(0)
     remains = _difference(found, steps[-1]).masked_fill(skip, 0).max().item()
     spot = lambda found, expected: _spot(c, reasons, b, found, expected)
     changes = [(why.words, spot(new, old)) for why, old, new in zip(reasons, steps, steps[1:], strict=False)]
@@ -341,7 +343,7 @@ def _spot(c: Comparison, reasons: tuple[Reason, ...], b: Rollouts, found: Tensor
     near = off.masked_fill(log_r.abs() > 5, 0)
     off = near if near.max() > TOL else off
     edge = (log_r[..., None] - torch.as_tensor(LOG_R)).abs().amin(-1) > 1e-12
-    order = torch.where((off >= off.max() * (1 - 1e-6)) & b.mask, log_r.abs() + 100 * edge, math.inf)
+    order = torch.where(off >= off.max() * (1 - 1e-6), log_r.abs() + 100 * edge, math.inf)
     i, t = divmod(int(order.argmin()), order.shape[1])
     where = _where(c, reasons, b, i, t, log_r[i, t].exp().item())
     return Spot(off[i, t].item(), where, expected[i, t].item() + 0.0, found[i, t].item() + 0.0)
@@ -349,6 +351,8 @@ def _spot(c: Comparison, reasons: tuple[Reason, ...], b: Rollouts, found: Tensor
 
 def _where(c: Comparison, reasons: tuple[Reason, ...], b: Rollouts, i: int, t: int, r: float) -> str:
     """The regime of the token, by the bounds of the objective promised and of the one accounted for."""
+    if not b.mask[i, t]:
+        return "a masked slot"
     A, _, mu = at(b, i, t)
     o, (accounted, hp) = get(c.objective), _accounted(c, reasons)
     bounds = sorted({*kinks(o, A, mu, **c.hp), *kinks(accounted, A, mu, **hp)}) if A else []
