@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # Make or refresh .venv in this checkout. Run it, do not source it; it is quiet and immediate when nothing changed.
 #
-#   repro/venv.sh         upref (editable) with its test and dev tools
-#   repro/venv.sh verl    the same, and what verl's losses need on a CPU
+#   repro/venv.sh              upref (editable) with its test and dev tools
+#   repro/venv.sh verl trl     the same, and what those frameworks' losses need on a CPU
+#   repro/venv.sh smoke        the same, and all of verl's trainer and vLLM, CPU builds
 #
 # Needs Python 3.11 or 3.12 with venv, and a package index for pip. Writes only inside the checkout. Exit status 2: it could not.
 set -euo pipefail
@@ -15,19 +16,22 @@ py=$venv/bin/python
 log=$venv/pip.log
 lock=.venv-lock      # names the process that is changing .venv
 half=.venv-half-made # there while .venv is being changed: still there without that process, it was interrupted
-pins=(repro/constraints.txt repro/with_verl/requirements-cpu.txt)
+declare -A list=(
+    [verl]=repro/with_verl/requirements-cpu.txt
+    [trl]=repro/requirements-trl.txt
+    [smoke]=repro/with_verl/requirements-smoke.txt
+)
 
 say() { echo "venv.sh: $*" >&2; }
 die() { say "$*" && exit 2; }
 
-case "${*-}" in
-"") [[ $# -eq 0 ]] || die "the only argument is 'verl'." && parts=(base) ;;
-verl) parts=(base verl) ;;
-*) die "the only argument is 'verl', not '$*'." ;;
-esac
+for part in "$@"; do
+    [[ -n $part && -n ${list[$part]-} ]] || die "knows verl, trl and smoke, not '$part'."
+done
+parts=(base "$@")
 
 # The checkout's place is stamped too, because an editable install points to it.
-stamp() { { echo "$root" && cat repro/venv.sh "${pins[@]}" pyproject.toml; } | cksum; }
+stamp() { { echo "$root" && cat repro/venv.sh repro/constraints.txt "${list[@]}" pyproject.toml; } | cksum; }
 fresh() { [[ -x $py && -f $venv/stamp-$1 && $(<"$venv/stamp-$1") == "$(stamp)" ]]; }
 all_fresh() { for part in "${parts[@]}"; do fresh "$part" || return 1; done; }
 
@@ -71,7 +75,7 @@ fi
 : >$log
 # install WHAT PIP-ARGUMENTS...
 install() {
-    "$py" -m pip --disable-pip-version-check --no-input --no-cache-dir install --quiet -c "${pins[0]}" "${@:2}" >>$log 2>&1 ||
+    "$py" -m pip --disable-pip-version-check --no-input --no-cache-dir install --quiet -c repro/constraints.txt "${@:2}" >>$log 2>&1 ||
         die "pip could not install $1: $(grep 'ERROR: ' $log | tail -n 1 | sed 's/^ *//' || true) (all it said: $log)."
 }
 
@@ -87,9 +91,10 @@ if ! fresh base; then
     install upref -e '.[test,dev]'
     stamp >$venv/stamp-base
 fi
-if [[ ${parts[-1]} == verl ]] && ! fresh verl; then
-    rm -f $venv/stamp-verl
-    install "verl's losses" --no-deps -r "${pins[1]}"
-    stamp >$venv/stamp-verl
-fi
+for part in "$@"; do
+    fresh "$part" && continue
+    rm -f "$venv/stamp-$part"
+    install "what $part needs" --no-deps -r "${list[$part]}"
+    stamp >"$venv/stamp-$part"
+done
 rm -f $half
