@@ -73,6 +73,13 @@ def test_cap_map_of_a_foreign_loss():
     assert "my_loss\n" in texts(cap_map(my_loss))
 
 
+def test_weights_of_a_foreign_loss_have_its_scale():
+    fig = drawn(weights(my_loss, "grpo", eps=0.3))
+    for ax in fig.axes[:2]:
+        mine, grpo = (line.get_ydata() for line in ax.lines[:2])
+        np.testing.assert_allclose(mine, grpo, atol=1e-9)
+
+
 def test_hyperparameters_go_where_they_are_known():
     fig = cap_map("dapo", "up_dapo", eps_high=0.4)
     assert any("0.4" in t for t in texts(fig))
@@ -82,8 +89,6 @@ def test_hyperparameters_go_where_they_are_known():
         cap_map()
     with pytest.raises(upref.InputError, match="eps_high must be"):
         weights("dapo", eps_high=-1)
-    with pytest.raises(upref.InputError, match="my_loss is a loss of unknown scale"):
-        weights("dapo", my_loss)
     with pytest.raises(upref.InputError, match="whole batch"):
         weights("m2po")
 

@@ -13,8 +13,10 @@ r = 1+ε_high (Eq. 11) and at r = 1-ε_low; at r = c the token is still alive (E
 mu = 0 the limit is meant. At A = 0 there is no update: Cap = 0 (the paper's A <= 0 means A < 0).
 """
 
+import inspect
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,9 +40,10 @@ def capacity(objective: "str | Objective | Callable[..., Tensor]", pi, pi_old, a
     """Cap: how far the probability pi may still move with the update before its own gradient vanishes.
 
     objective   a registered name, an Objective, or any loss `(log_prob, old_log_prob, advantages, mask) -> scalar` to
-                be minimised, called on float64 [N, 1] tensors (a bool mask); its weight is found by autograd.
+                be minimised, or its name (path/to/file.py:function, package.module:function, verl:loss_mode). A loss
+                is called on float64 [N, 1] tensors (a bool mask); its weight is found by autograd.
     pi, pi_old  p = π_θ(o_t) and mu = π_old(o_t), probabilities in [0, 1];    adv   advantage A; they broadcast
-    hp          the objective's hyperparameters; a KL term does not count
+    hp          the objective's hyperparameters, or the loss's own keywords; a KL term does not count
     returns     float64 array of the broadcast shape, in units of probability, to 1e-9 or better
 
     Level "sequence": the paper leaves Cap open there; this is our definition. All tokens of a response get one gradient
@@ -55,7 +58,7 @@ def capacity(objective: "str | Objective | Callable[..., Tensor]", pi, pi_old, a
     """
     p, mu, A = _points(pi, pi_old, adv)
     shape, (p, mu, A) = p.shape, (p.ravel(), np.maximum(mu.ravel(), TINY), A.ravel())
-    weight, reads_mu = _weight(objective, hp)
+    weight, reads_mu = weight_of(objective, hp)
     pairs, row = np.unique((mu if reads_mu else 1) + 1j * A, return_inverse=True)  # complex: unique pairs (mu, A)
     cap = np.zeros(len(p))
     with np.errstate(all="ignore"):
@@ -64,6 +67,39 @@ def capacity(objective: "str | Objective | Callable[..., Tensor]", pi, pi_old, a
             block = pairs[start : start + ROWS]
             cap[here] = _block(weight, reads_mu, block, row[here] - start, p[here], mu[here], A[here])
     return cap.reshape(shape)
+
+
+def find(objective: "str | Objective | Callable[..., Tensor]") -> "Objective | Callable[..., Tensor]":
+    """The objective of that name, or where the name has a colon the loss at that place; anything else is itself."""
+    if isinstance(objective, str) and ":" in objective:
+        from upref.check.foreign import named
+
+        return named(objective)
+    return get(objective) if isinstance(objective, str) else objective
+
+
+def name_of(objective: Objective | Callable) -> str:
+    return objective.name if isinstance(objective, Objective) else getattr(objective, "__name__", "the loss")
+
+
+def with_hp(objectives, hp: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """Each objective or loss, found by name, with the hyperparameters it takes; InputError for one that none takes."""
+    if not objectives:
+        raise InputError("name at least one objective.")
+    found = [find(o) for o in objectives]
+    for key in hp:
+        if not any(_takes(o, key) for o in found):
+            if len(found) == 1 and isinstance(found[0], Objective):
+                found[0].resolve({key: hp[key]})  # says what it has
+            raise InputError(f"none of {', '.join(map(name_of, found))} has a hyperparameter {key!r}.")
+    return [(o, {k: v for k, v in hp.items() if _takes(o, k)}) for o in found]
+
+
+def _takes(o, key: str) -> bool:
+    if isinstance(o, Objective):
+        return key in o.hyperparameters
+    parameters = inspect.signature(o).parameters
+    return key in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def obstacle(objective: Objective) -> str:
@@ -82,7 +118,7 @@ def own_token_bound(pi_old, eps_high, length, log_ratio_of_others=0.0) -> np.nda
 
 def cuts(objective: "str | Objective | Callable[..., Tensor]", mu: float, A: float, **hp) -> np.ndarray:
     """The ratios r, ascending, at which the weight of a token of π_old(o_t) = mu and advantage A turns to 0 or back."""
-    weight, reads_mu = _weight(objective, hp)
+    weight, reads_mu = weight_of(objective, hp)
     with np.errstate(all="ignore"):
         ends, _ = _scan(weight, reads_mu, np.array([[mu]]), np.array([[A]]), both=True)
     return np.sort(ends[ends >= 0])
@@ -130,14 +166,13 @@ def _faded(w) -> np.ndarray:
     return (w == 0) & (np.take_along_axis(faint, left, 1) | np.take_along_axis(faint, right, 1))
 
 
-def _weight(objective, hp) -> tuple[Callable, bool]:
-    """The weight as a function of numpy (r, A, mu), and whether mu matters beyond p = mu r."""
-    if isinstance(objective, str):
-        objective = get(objective)
+def weight_of(objective: "str | Objective | Callable[..., Tensor]", hp) -> tuple[Callable, bool]:
+    """dJ/dlp of a response of one token, alone in its batch, as a function of numpy (r, A, mu); does mu matter?"""
+    objective = find(objective)
     if isinstance(objective, Objective):
         objective.resolve(hp)
         if why := obstacle(objective):
-            raise InputError(f"{objective.name} has no Cap of a token by itself: {why}.")
+            raise InputError(f"{objective.name} has no weight of a token by itself: {why}.")
         return partial(_known, objective, hp), objective.reads_mu
     if not callable(objective):
         raise InputError(f"capacity needs an objective's name, an Objective or a loss, got {type(objective).__name__}.")
@@ -155,18 +190,28 @@ def _known(objective: Objective, hp, r, A, mu):
 def _foreign(loss, hp, r, A, mu):
     r, A, mu = np.broadcast_arrays(r, A, mu)
     tensor = lambda x: torch.tensor(x.reshape(-1, 1), dtype=torch.float64)
-    lp, lp_old = tensor(np.minimum(np.log(mu) + np.log(r), 0)).requires_grad_(), tensor(np.log(mu))
+    lp, lp_old, adv = tensor(np.minimum(np.log(mu) + np.log(r), 0)), tensor(np.log(mu)), tensor(A)
     if not lp.numel():
         return r
+    g = _gradient(loss, hp, lp, lp_old, adv)
+    i = g.abs().argmax()
+    alone = _gradient(loss, hp, lp[i, None], lp_old[i, None], adv[i, None])[0, 0]  # without the batch's denominator
+    return (g if g[i] == 0 else g * (alone / g[i])).numpy().reshape(r.shape)
+
+
+def _gradient(loss, hp, lp, lp_old, adv) -> Tensor:
+    lp = lp.clone().requires_grad_()
     with torch.enable_grad():
-        J = loss(lp, lp_old, tensor(A), torch.ones_like(lp, dtype=torch.bool), **hp)
-    if not (isinstance(J, Tensor) and J.numel() == 1 and J.requires_grad):
-        raise InputError("the loss must be one tensor element that depends on log_prob.")
-    (g,) = torch.autograd.grad(J, lp, allow_unused=True)
+        J = loss(lp, lp_old, adv, torch.ones_like(lp, dtype=torch.bool), **hp)
+    if isinstance(J, tuple) and J:  # (loss, metrics)
+        J = J[0]
+    if not (isinstance(J, Tensor) and J.requires_grad and (J.numel() == 1 or J.shape in {lp.shape, lp.shape[:1]})):
+        raise InputError("the loss must be one tensor element, or one a token, that depends on log_prob.")
+    (g,) = torch.autograd.grad(J.sum(), lp, allow_unused=True)
     if g is None or not g.isfinite().all():
         where = "" if g is None else f" at pi={float(lp.detach().exp()[~g.isfinite()][0]):.3g}"
         raise InputError(f"the loss has no finite gradient in log_prob{where}.")
-    return -g.numpy().reshape(r.shape)
+    return 0 - g  # not -0
 
 
 def _points(pi, pi_old, adv) -> list[np.ndarray]:

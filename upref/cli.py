@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _curves(c: argparse.ArgumentParser):
-    c.add_argument("names", nargs="+", metavar="NAME")
+    c.add_argument("names", nargs="+", metavar="NAME|LOSS", help="an objective, or a loss as in `check`")
     c.add_argument("-o", metavar="FILE", dest="file", help="write a figure (.svg, .pdf, .png)")
     c.add_argument("--hp", action="append", default=[], metavar="K=V", help="hyperparameter, e.g. eps_high=0.28")
     c.add_argument("--json", action="store_true")
@@ -207,47 +207,35 @@ def _capacity_lines(o: Objective) -> str:
 
 
 def _cap(args) -> int:
-    from upref.capacity import capacity
+    from upref.capacity import capacity, name_of, with_hp
 
     if args.adv == 0 or not math.isfinite(args.adv):
         raise InputError("--adv is a sign: give +1 or -1.")
-    objectives, hp = [get(n) for n in args.names], _hp(args.hp)
+    hp = _hp(args.hp)
     if args.file:
         from upref.plots import cap_map
 
-        return _save(cap_map(*objectives, adv=args.adv, **hp), args.file)
-    rows = [[o.name, *capacity(o, PI_OLD, PI_OLD, args.adv, **_own(o, hp, objectives)).tolist()] for o in objectives]
+        return _save(cap_map(*args.names, adv=args.adv, **hp), args.file)
+    rows = [[name_of(o), *capacity(o, PI_OLD, PI_OLD, args.adv, **own).tolist()] for o, own in with_hp(args.names, hp)]
     return _numbers(args, "π_old", PI_OLD, rows, f"Cap at π_θ = π_old, A = {args.adv:+g}")
 
 
 def _weights(args) -> int:
-    objectives, hp = [get(n) for n in args.names], _hp(args.hp)
+    import numpy as np
+
+    from upref.capacity import name_of, weight_of, with_hp
+
+    hp = _hp(args.hp)
     if args.file:
         from upref.plots import weights
 
-        return _save(weights(*objectives, **hp), args.file)
-    rows = [[f"{o.name}, A = {A:+d}", *_curve(o, A, _own(o, hp, objectives))] for o in objectives for A in (1, -1)]
+        return _save(weights(*args.names, **hp), args.file)
+    rows = [
+        [f"{name_of(o)}, A = {A:+d}", *weight_of(o, own)[0](np.array(RATIOS), float(A), 0.01).tolist()]
+        for o, own in with_hp(args.names, hp)
+        for A in (1, -1)
+    ]
     return _numbers(args, "r", RATIOS, rows, "weight dJ/dlp (π_old = 0.01 where the bound depends on it)")
-
-
-def _curve(o: Objective, A: int, hp: dict[str, Any]) -> list[float]:
-    import torch
-
-    from upref.capacity import obstacle
-
-    if why := obstacle(o):
-        raise InputError(f"{o.name} has no weight of one token by itself: {why}.")
-    r = torch.tensor(RATIOS, dtype=torch.float64)[:, None]
-    w = o.weight(r, torch.full_like(r, A), torch.full_like(r, 0.01), torch.ones_like(r, dtype=torch.bool), **hp)
-    return torch.as_tensor(w).expand_as(r)[:, 0].tolist()
-
-
-def _own(o: Objective, hp: dict[str, Any], objectives: list[Objective]) -> dict[str, Any]:
-    """Of the hyperparameters given for all, those this objective has; a name that none has is an error."""
-    for key in hp:
-        if not any(key in p.hyperparameters for p in objectives):
-            o.resolve({key: hp[key]})
-    return {k: v for k, v in hp.items() if k in o.hyperparameters}
 
 
 def _numbers(args, axis: str, points, rows, title: str) -> int:

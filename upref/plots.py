@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from upref.capacity import capacity, cuts, obstacle
-from upref.errors import InputError
+from upref.capacity import capacity, cuts, name_of, obstacle, weight_of, with_hp
 from upref.registry import Objective, get, names
 
 if TYPE_CHECKING:
@@ -54,9 +53,9 @@ def cap_map(*objectives: str | Objective | Callable, adv: float = 1.0, **hp) -> 
     Raises InputError where no objective has a hyperparameter, and whatever `capacity` raises.
     """
     panels = []
-    for objective, own in _with_hp(objectives, hp):
+    for objective, own in with_hp(objectives, hp):
         sign = "A > 0" if adv > 0 else "A < 0" if adv < 0 else "A = 0"
-        panels.append(Panel(_name(objective), objective, adv, own, ", ".join([sign, *_settings(objective, own)])))
+        panels.append(Panel(name_of(objective), objective, adv, own, ", ".join([sign, *_settings(objective, own)])))
     return cap_panels(panels)
 
 
@@ -124,21 +123,18 @@ def _room(region, width=0.28, height=0.09) -> tuple[float, float] | None:
 
 
 # ---- gradient weights ------------------------------------------------------------------------------------------------
-def weights(*objectives: str | Objective, mu: float = 0.1, **hp) -> "Figure":
+def weights(*objectives: str | Objective | Callable, mu: float = 0.1, **hp) -> "Figure":
     """dJ/dlp against the ratio r (s for sequence level), for A = +1 and A = -1, one labelled line per objective.
 
-    mu   π_old(o_t), for the objectives whose bounds depend on it;    hp   each goes to the objectives that have it
-    Raises InputError for objectives whose weight depends on the batch.
+    mu   π_old(o_t), for the objectives whose bounds depend on it, and for losses (r then ends at 1/mu)
+    hp   each goes to the objectives that have it, a loss gets them all
+    The weight is that of a response of one token, alone in its batch. Raises InputError for objectives whose weight
+    depends on the batch, and whatever `capacity` raises.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
-    for o in objectives:
-        if not isinstance(o, str | Objective):
-            raise InputError(
-                f"weights draws registered objectives; {_name(o)} is a loss of unknown scale: use cap_map."
-            )
-    chosen = [(o, own, PALETTE[i % len(PALETTE)]) for i, (o, own) in enumerate(_with_hp(objectives, hp))]
+    chosen = [(o, own, PALETTE[i % len(PALETTE)]) for i, (o, own) in enumerate(with_hp(objectives, hp))]
     reach = max(_reach(o, own, mu) for o, own, _ in chosen)
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(9.6, 3.5))
@@ -151,15 +147,15 @@ def weights(*objectives: str | Objective, mu: float = 0.1, **hp) -> "Figure":
                 turn, of = same[j].index(j), len(same[j])  # equal curves take turns in dashes
                 dash = "-" if of == 1 else (6 * turn, (6, 6 * (of - 1)))
                 ax.plot(r, w, color=color, lw=1.8, ls=dash, dash_capstyle="butt")
-                ends.append((w[-1], _name(o), color))
+                ends.append((w[-1], name_of(o), color))
             _ratio_axis(ax, reach)
             low, high = min(0, *(e[0] for e in ends)), max(0, *(e[0] for e in ends))
             bound = np.clip(max(abs(low), abs(high)), 1.25, 5) * 1.08
             ax.set_ylim(*((-0.06 * bound, bound) if A > 0 else (-bound, 0.06 * bound)))
             ax.axhline(0, color="#666666", lw=0.6, zorder=0)
             ax.set_title(f"A = {A:+.0f}".translate(MINUS), loc="left", fontsize=10, fontweight="bold", color=INK)
-            unit = "s" if all(o.level == "sequence" for o, *_ in chosen) else "r"
-            note = f"  (mu = {mu:g})" if any(o.reads_mu for o, *_ in chosen) else ""
+            unit = "s" if all(getattr(o, "level", "") == "sequence" for o, *_ in chosen) else "r"
+            note = f"  (mu = {mu:g})" if any(getattr(o, "reads_mu", True) for o, *_ in chosen) else ""
             ax.set_xlabel((f"ratio {unit}" if reach == WIDE else f"({unit} − 1) · 10$^4$") + note)
             _label_ends(ax, ends)
         fig.axes[0].set_ylabel("gradient weight  dJ/dlp")
@@ -258,7 +254,7 @@ def _groups() -> tuple[list[list[Objective]], dict[str, str]]:
     known: dict[tuple[str, bytes], list[Objective]] = {}
     r = np.exp(np.r_[np.linspace(-2, 2, 201), np.linspace(-1e-3, 1e-3, 201)])
     for o in (get(n) for n in names() if n not in absent):
-        probe = [_at(o, {}, r, A, mu) for A in (1.0, -1.0) for mu in (0.01, 0.1)]
+        probe = [weight_of(o, {})[0](r, A, mu) for A in (1.0, -1.0) for mu in (0.01, 0.1)]
         unit = "token" if o.level == "free" else o.level
         known.setdefault((unit, np.round(probe, 9).tobytes()), []).append(o)
     groups = [sorted(g, key=lambda o: (o.name.count("_"), o.name)) for g in known.values()]
@@ -299,25 +295,18 @@ def _atlas_cap(ax, o: Objective, grey):
 
 
 # ---- common ----------------------------------------------------------------------------------------------------------
-def _curve(o: Objective, hp, A: float, mu: float, reach: float) -> tuple[np.ndarray, np.ndarray]:
+def _curve(o: Objective | Callable, hp, A: float, mu: float, reach: float) -> tuple[np.ndarray, np.ndarray]:
     """(r, weight), with both sides of every jump; r - 1 in 1e-4 where the reach is narrow."""
     r = np.exp(np.linspace(-reach, reach, 61))
     jumps = cuts(o, mu, A, **hp)
     jumps = jumps[abs(np.log(jumps)) < reach]
     r = np.sort(np.r_[r, 1, jumps * (1 - 1e-9), jumps * (1 + 1e-9)])
-    w = _at(o, hp, r, A, mu)
+    w = weight_of(o, hp)[0](r, A, mu)
     flat = np.r_[False, (w[:-2] == w[1:-1]) & (w[1:-1] == w[2:]), False]
     return (r if reach == WIDE else (r - 1) * 1e4)[~flat], w[~flat]
 
 
-def _at(o: Objective, hp, r: np.ndarray, A: float, mu: float) -> np.ndarray:
-    """The weight of each r, a response of one token."""
-    x = r[:, None]
-    w = o.weight(x, np.full_like(x, A), mu=np.full_like(x, mu), mask=np.ones(x.shape, bool), **hp)
-    return np.broadcast_to(w, x.shape)[:, 0]
-
-
-def _reach(o: Objective, hp, mu: float) -> float:
+def _reach(o: Objective | Callable, hp, mu: float) -> float:
     """Half-width in log r: a few windows where the window is narrow, else a factor of 6."""
     jumps = [abs(np.log(j)) for A in (1.0, -1.0) for j in cuts(o, mu, A, **hp) if j > 0]
     return 2.6 * max(jumps) if jumps and max(jumps) < 0.02 else WIDE
@@ -335,21 +324,6 @@ def _ratio_axis(ax, reach):
         tick = float(f"{end * 0.75:.0e}")
         ax.set_xlim(-end, end)
         ax.set_xticks([-tick, 0, tick], [f"−{tick:g}", "0", f"{tick:g}"])
-
-
-def _with_hp(objectives, hp) -> list[tuple[Any, dict[str, Any]]]:
-    if not objectives:
-        raise InputError("name at least one objective to draw.")
-    found = [get(o) if isinstance(o, str) else o for o in objectives]
-    has = lambda o, key: key in o.hyperparameters if isinstance(o, Objective) else True
-    for key in hp:
-        if not any(has(o, key) for o in found):
-            raise InputError(f"none of {', '.join(map(_name, found))} has a hyperparameter {key!r}.")
-    return [(o, {k: v for k, v in hp.items() if has(o, k)}) for o in found]
-
-
-def _name(objective) -> str:
-    return objective.name if isinstance(objective, Objective) else getattr(objective, "__name__", "the loss")
 
 
 def _settings(objective, hp) -> list[str]:
