@@ -74,6 +74,13 @@ class BlackBox:
         """The weights on any batch."""
         return self.loss.gradient(b) / self.case.factors(b, self.agg or "token-mean") / self.scale
 
+    def takes(self, b: Rollouts) -> bool:
+        """Whether the loss runs on advantages that differ within a response."""
+        try:
+            return self.loss.adv_shape == "BT" and bool(self.loss.gradient(self.case.ready(b)).isfinite().all())
+        except InputError:
+            return False
+
     def kl_weights(self, b: Rollouts) -> Tensor:
         """dKL/dlp of each token, times -beta."""
         if not self.beta:
@@ -124,18 +131,21 @@ def measure(loss_) -> BlackBox:
     off = replace(b, logp=b.logp - 0.4 * (1 + torch.arange(b.mask.numel()).reshape(b.mask.shape).sin()))
     moved = loss_.gradient(off)
     box.random = any(not torch.equal(loss_.gradient(off), moved) for _ in range(2))
-    box.agg, box.scale = _aggregation(box, on, g)
+    rows = {k: v[:5, :8] for k in ("logp", "logp_old", "adv", "mask") if (v := getattr(on, k)) is not None}
+    fewer = replace(on, **rows, logp_ref=on.logp[:5, :8], entropy=None, group=None if on.group is None else on.group[:5])
+    box.agg, box.scale = _aggregation(box, [(on, g), (fewer, loss_.gradient(fewer))])
     _find_kl(box, b)
-    if "entropy" in loss_.reads and off.entropy is not None:
-        turned = replace(off, entropy=off.entropy.flip(1))
-        box.reads_entropy = not torch.allclose(loss_.gradient(turned), moved, rtol=1e-6, atol=0)
-    some = [rare(A, r) for A in SIGNS for r in (0.3, 0.7, 0.9, 1.1, 1.6, 5.0)]
-    together = box.ask(some)
+    some = [rare(A, np.exp(A * x)) for A in SIGNS for x in (-1, -0.1, *np.geomspace(0.03, 3, 12))]
+    crowd = [rare(A, r) for A in SIGNS for r in np.exp(LOG_R)]
     alone = np.concatenate([box.ask([p]) for p in some])
-    box.coupled = _differ(together, alone, box.tol)
-    pairs = [(A, r, mu) for A in SIGNS for mu in MUS for r in np.exp(LOG_R) if mu * r < 0.99]
+    box.coupled = _differ(box.ask(some + crowd)[: len(some)], alone, box.tol)
+    pairs = [(A, r, mu) for A in SIGNS for mu in MUS for r in np.exp(np.linspace(-3, 3, 41)) if mu * r < 0.99]
     likely = box.ask([Point(A, float(r), mu) for A, r, mu in pairs])
     box.reads_mu = _differ(likely, box.ask([rare(A, r) for A, r, _ in pairs]), box.tol)
+    if "entropy" in loss_.reads:
+        two = responses([rare(A, r, True) for A in SIGNS for r in np.exp(np.linspace(-1.5, 1.5, 301))])
+        g, turned = (loss_.gradient(x) for x in (two, replace(two, entropy=two.entropy.flip(1))))
+        box.reads_entropy = not torch.allclose(g, turned, rtol=1e-6, atol=0)
     if not box.random:
         _curve(box)
     return box
@@ -146,28 +156,24 @@ def _differ(x: np.ndarray, y: np.ndarray, tol: float) -> bool:
     return bool((np.nan_to_num(off, nan=np.inf) > tol).any())
 
 
-def _aggregation(box: BlackBox, b: Rollouts, g: Tensor) -> tuple[str, float]:
+def _aggregation(box: BlackBox, seen: list[tuple[Rollouts, Tensor]]) -> tuple[str, float]:
     """The aggregation that leaves one number on each sign of A, and that number where both signs share it."""
     found = []
     for name in sorted(FACTORS, key=lambda n: (n not in AGGREGATIONS)):
-        unit = g / (b.adv * box.case.factors(b, name))
-        ks = []
-        for side in (b.mask & (b.adv > 0), b.mask & (b.adv < 0)):
-            k = unit[side]
-            if not k.isfinite().all() or (k - k.mean()).abs().max() > 1e-5 * k.mean().abs():
-                break
-            ks.append(k.mean().item())
-        else:
-            alive = [k for k in ks if k] or [1.0]
-            even = max(alive) - min(alive) <= 1e-5 * abs(alive[0])
-            one = next((k for k in alive if abs(k - 1) < 1e-5), None)
-            # one side at 1 is at its own scale; both off by the same factor are a factor
-            scale = alive[0] if even and one is None else one or 1.0
-            found.append((one is None, not even, len(found), name, scale))
+        units = [(b, g / (b.adv * box.case.factors(b, name))) for b, g in seen]
+        sides = [torch.cat([u[b.mask & (b.adv * A > 0)] for b, u in units]) for A in SIGNS]
+        if any(not k.isfinite().all() or (k - k.mean()).abs().max() > 1e-5 * k.mean().abs() for k in sides):
+            continue
+        alive = [k.mean().item() for k in sides if k.any()] or [1.0]
+        even = max(alive) - min(alive) <= 1e-5 * abs(alive[0])
+        one = next((k for k in alive if abs(k - 1) < 1e-5), None)
+        # a side at 1 is at its own scale; both off by the same factor are a factor
+        scale = alive[0] if even and one is None else one or 1.0
+        found.append((one is None, not even, len(found), name, scale))
     if not found:
         return "", 1.0
     *_, name, scale = min(found)
-    return name, 1.0 if abs(scale - 1) < 1e-5 and abs(scale - 1) < box.tol else scale
+    return name, 1.0 if abs(scale - 1) < min(1e-5, box.tol) else scale
 
 
 def _kl(name: str, b: Rollouts) -> Tensor:
@@ -193,11 +199,12 @@ def _find_kl(box: BlackBox, b: Rollouts):
 
 def _curve(box: BlackBox):
     """Sample the weight, then close in on every jump by nine points at a time."""
-    lines = [[rare(A, r) for r in np.exp(LOG_R)] for A in SIGNS]
+    rs = np.exp(LOG_R[:: 3 if box.coupled else 1])  # one call a point where the batch matters
+    lines = [[rare(A, r) for r in rs] for A in SIGNS]
     if box.reads_mu:
-        lines += [[Point(A, float(r), mu) for r in np.exp(LOG_R) if mu * r < 0.99] for A in SIGNS for mu in MUS]
+        lines += [[Point(A, float(r), mu) for r in rs if mu * r < 0.99] for A in SIGNS for mu in MUS]
     if box.reads_entropy:
-        lines += [[rare(A, r, True) for r in np.exp(LOG_R)] for A in SIGNS]
+        lines += [[rare(A, r, True) for r in rs] for A in SIGNS]
     points = [p for line in lines for p in line]
     w = box.ask(points)
     box.points, box.weights = points, w

@@ -79,10 +79,11 @@ def _grids(box: BlackBox) -> list[tuple[Rollouts, bool]]:
             for r in (p.r * (1 - box.near), p.r * (1 + box.near)):
                 cases += [(A, mu, r) for mu in ([p.mu] if box.reads_mu else MU) if mu * r < 0.999]
     cases = [cases[i] for i in rng.permutation(len(cases))]
-    tokens = box.loss.adv_shape == "BT"
+    few = [c for c in cases if c[1] not in MU[1:]]  # the bounds of a response's ratio do not depend on mu
     one = replace(box.case, o=replace(neutral(), agg="seq-mean"))
-    out = [(lay(cases, "token", True, rng), False), *((lay(cases[::3], level, True, rng), False) for level in REDUCE)]
-    out += [(lay(cases, "token", False, rng), True)] if tokens else []
+    out = [(lay(cases, "token", True, rng), False), *((lay(few, level, True, rng), False) for level in REDUCE)]
+    mixed = lay(cases, "token", False, rng)
+    out += [(mixed, True)] if box.takes(mixed) else []
     out += [(random_batch(one, rng), False) for _ in range(RANDOM)]
     return [(box.case.ready(b), mixed) for b, mixed in out]
 

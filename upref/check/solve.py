@@ -18,6 +18,7 @@ from upref.registry import Objective
 RANGE = {"c": (1 + 1e-9, 1e4)}  # where a hyperparameter is looked for; c <= 1 is no dual clip
 ANY = (1e-9, 1e4)
 STEPS = 52  # halvings of the logarithm of the range: to 1e-14
+HOPELESS = 0.2  # a share of points that disagree, after every hyperparameter was solved for once
 SMOOTH_LOG_R = (-5.0, -2.0, -0.6, 0.6, 2.0, 5.0)  # where a continuous hyperparameter is read off
 
 
@@ -119,9 +120,9 @@ class Candidate:
                     score = self._score(self.hp | {key: x})
                     if score < self.miss:
                         self.hp, self.miss = self.hp | {key: x}, score
-                if self.fits:
-                    return
-            if self.miss == before:
+                    if self.fits:
+                        return
+            if self.miss == before or self.miss[0] > HOPELESS:
                 return
 
     def _options(self, key: str):
@@ -134,9 +135,13 @@ class Candidate:
         lo, hi = RANGE.get(key, ANY)
         w, target = Weights(self.o, [p for p, _ in keys]), np.array([m for _, m in keys])
         ends = [np.sign(w(self.hp | {key: x}) - target) for x in (lo, hi)]
-        for (p, m), a, z in zip(keys, *ends, strict=True):
-            if a != z:
-                yield self._solve(key, p, m, lo, hi, a)
+        if at := np.flatnonzero(ends[0] != ends[1]).tolist():
+            below = ends[0][at]
+            try:  # all at once: closed forms are elementwise, in their hyperparameters too
+                yield from self._solve(key, [keys[i] for i in at], lo, hi, below)
+            except (ValueError, TypeError, RuntimeError):  # but for `c or inf`, and those that take the mask
+                for i, sign in zip(at, below, strict=True):
+                    yield from self._solve(key, [keys[i]], lo, hi, sign)
 
     def _smooth(self, key: str) -> list[tuple[Point, float]]:
         """Points at which the weight is continuous in this hyperparameter: it takes many values there."""
@@ -147,15 +152,15 @@ class Candidate:
         picked = {int(at[np.abs(log_r[at] - x + 100 * (A[at] != s)).argmin()]) for x in SMOOTH_LOG_R for s in (1, -1)} if len(at) else set()
         return [(self.points[i], float(self.v[i])) for i in sorted(picked)]
 
-    def _solve(self, key: str, p: Point, target: float, lo: float, hi: float, below: float) -> float:
-        w = Weights(self.o, [p])
+    def _solve(self, key: str, keys: list[tuple[Point, float]], lo: float, hi: float, below) -> list[float]:
+        """Bisection in the logarithm."""
+        w, target = Weights(self.o, [p for p, _ in keys]), np.array([m for _, m in keys])
+        los, his = np.full(len(keys), lo), np.full(len(keys), hi)
         for _ in range(STEPS):
-            middle = float(np.sqrt(lo * hi))
-            if np.sign(w(self.hp | {key: middle})[0] - target) == below:
-                lo = middle
-            else:
-                hi = middle
-        return float(np.sqrt(lo * hi))
+            middle = np.sqrt(los * his)
+            left = np.sign(w(self.hp | {key: middle if len(keys) > 1 else float(middle[0])}) - target) == below
+            los, his = np.where(left, middle, los), np.where(left, his, middle)
+        return np.sqrt(los * his).tolist()
 
     # ---- what the curve pins -----------------------------------------------------------------------------------------
     def seen(self) -> dict[str, Any]:
