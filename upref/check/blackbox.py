@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loss as a black box: its aggregation, its KL term, and its weight w(r, A, π_old) as a curve with every jump located.
+"""A loss as a black box: its aggregation, its KL term, and its weight w(r, A, π_old) as a curve, every jump located.
 
 The curve is measured on responses of one token, where token, sequence and trajectory ratios are the same number.
 """
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from upref import kl
 from upref.aggregate import AGGREGATIONS
 from upref.check.adapters import Loss
 from upref.check.fit import FACTORS, SINGLE, Case, anchor
+from upref.check.regimes import OFF_EDGES
 from upref.check.verdict import probe
 from upref.errors import InputError
 from upref.registry import Objective, get
@@ -23,7 +25,6 @@ from upref.rollouts import Rollouts
 SIGNS = (1.0, -1.0)
 LOG_R = np.unique(np.r_[np.linspace(-8, 8, 49), np.outer((-1, 1), np.geomspace(1e-6, 0.3, 25)).ravel()])
 MUS = (0.3, 0.9)  # π_old, beside that of a rare token, where the weight depends on it
-NO_JUMP = 1e-10
 
 
 class Point(NamedTuple):
@@ -56,6 +57,7 @@ class BlackBox:
     random: bool = False
     points: list[Point] = field(default_factory=list)
     weights: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    sides: int = 0  # how many of the last points stand beside a jump
     jumps: list[tuple[Point, float]] = field(default_factory=list)  # with the weight halfway through the jump
 
     def ask(self, points: list[Point]) -> np.ndarray:
@@ -93,8 +95,21 @@ class BlackBox:
 
     @property
     def near(self) -> float:
-        """How near to a bound the two sides are still told apart."""
+        """How near to a bound the two sides are still told apart, relative to r."""
         return max(abs(e) for e in self.case.edges)
+
+    def beside(self):
+        """Add to the curve both sides of every jump."""
+        n = len(self.points) - self.sides
+        sides = [p._replace(r=p.r * (1 + s * self.near)) for p, _ in self.jumps for s in (-1, 1)]
+        self.points, self.sides = self.points[:n] + sides, len(sides)
+        if sides:
+            self.weights = np.r_[self.weights[:n], self.ask(sides)]
+
+    def loosen(self):
+        """Look no nearer at the bounds than 0.1 %."""
+        self.case.edges = OFF_EDGES
+        self.beside()
 
     def bounds(self, A: float) -> list[float]:
         """The ratios at which the weight jumps for this sign of A, for a rare token."""
@@ -132,22 +147,23 @@ def measure(loss_) -> BlackBox:
     moved = loss_.gradient(off)
     box.random = any(not torch.equal(loss_.gradient(off), moved) for _ in range(2))
     rows = {k: v[:5, :8] for k in ("logp", "logp_old", "adv", "mask") if (v := getattr(on, k)) is not None}
-    fewer = replace(on, **rows, logp_ref=on.logp[:5, :8], entropy=None, group=None if on.group is None else on.group[:5])
+    group = None if on.group is None else on.group[:5]
+    fewer = box.loss.view(replace(on, **rows, logp_ref=on.logp[:5, :8], entropy=None, group=group, totals=None))
     box.agg, box.scale = _aggregation(box, [(on, g), (fewer, loss_.gradient(fewer))])
     _find_kl(box, b)
     some = [rare(A, np.exp(A * x)) for A in SIGNS for x in (-1, -0.1, *np.geomspace(0.03, 3, 12))]
     crowd = [rare(A, r) for A in SIGNS for r in np.exp(LOG_R)]
-    alone = np.concatenate([box.ask([p]) for p in some])
-    box.coupled = _differ(box.ask(some + crowd)[: len(some)], alone, box.tol)
+    few, many = box.ask(some), box.ask(some + crowd)[: len(some)]
+    alone = np.concatenate([box.ask([p]) for p in some[::5]])
+    box.coupled = _differ(few, many, box.tol) or _differ(few[::5], alone, box.tol)
     pairs = [(A, r, mu) for A in SIGNS for mu in MUS for r in np.exp(np.linspace(-3, 3, 41)) if mu * r < 0.99]
     likely = box.ask([Point(A, float(r), mu) for A, r, mu in pairs])
     box.reads_mu = _differ(likely, box.ask([rare(A, r) for A, r, _ in pairs]), box.tol)
     if "entropy" in loss_.reads:
         two = responses([rare(A, r, True) for A in SIGNS for r in np.exp(np.linspace(-1.5, 1.5, 301))])
-        g, turned = (loss_.gradient(x) for x in (two, replace(two, entropy=two.entropy.flip(1))))
+        g, turned = (loss_.gradient(x) for x in (two, replace(two, entropy=torch.ones_like(two.logp))))
         box.reads_entropy = not torch.allclose(g, turned, rtol=1e-6, atol=0)
-    if not box.random:
-        _curve(box)
+    _curve(box)
     return box
 
 
@@ -158,8 +174,8 @@ def _differ(x: np.ndarray, y: np.ndarray, tol: float) -> bool:
 
 def _aggregation(box: BlackBox, seen: list[tuple[Rollouts, Tensor]]) -> tuple[str, float]:
     """The aggregation that leaves one number on each sign of A, and that number where both signs share it."""
-    found = []
-    for name in sorted(FACTORS, key=lambda n: (n not in AGGREGATIONS)):
+    found: list[tuple[bool, bool, int, str, float]] = []
+    for name in sorted(FACTORS, key=lambda n: n not in AGGREGATIONS):
         units = [(b, g / (b.adv * box.case.factors(b, name))) for b, g in seen]
         sides = [torch.cat([u[b.mask & (b.adv * A > 0)] for b, u in units]) for A in SIGNS]
         if any(not k.isfinite().all() or (k - k.mean()).abs().max() > 1e-5 * k.mean().abs() for k in sides):
@@ -209,22 +225,22 @@ def _curve(box: BlackBox):
     w = box.ask(points)
     box.points, box.weights = points, w
     ends = np.cumsum([0, *map(len, lines)])
-    gaps = [(points[i], points[i + 1], w[i], w[i + 1]) for a, e in zip(ends, ends[1:], strict=False) for i in range(a, e - 1)]
+    gaps = [(points[i], points[i + 1], w[i], w[i + 1]) for a, e in pairwise(ends) for i in range(a, e - 1)]
     gaps = [x for x in gaps if abs(x[3] - x[2]) > 100 * box.tol * max(abs(x[2]), abs(x[3]), 0.01)]
     while gaps and max(np.log(hi.r / lo.r) for lo, hi, *_ in gaps) > (2e-6 if box.tol >= SINGLE else 1e-14):
         gaps = _closer(box, gaps)
     for lo, hi, a, z in gaps:
         middle = lo._replace(r=float(np.sqrt(lo.r * hi.r)))
         box.jumps.append((middle, (a + z) / 2))
-    sides = [p._replace(r=p.r * (1 + s * box.near)) for p, _ in box.jumps for s in (-1, 1)]
-    if sides:
-        box.points, box.weights = points + sides, np.r_[w, box.ask(sides)]
+    box.beside()
 
 
 def _closer(box: BlackBox, gaps):
     """Of each gap the ninth that holds most of the change; none where it is spread evenly, as a smooth weight's is."""
     inner = [np.exp(np.linspace(np.log(lo.r), np.log(hi.r), 10))[1:-1] for lo, hi, *_ in gaps]
-    asked = box.ask([gap[0]._replace(r=float(r), mu=_mu(gap[0], r)) for gap, rs in zip(gaps, inner, strict=True) for r in rs])
+    asked = box.ask(
+        [gap[0]._replace(r=float(r), mu=_mu(gap[0], r)) for gap, rs in zip(gaps, inner, strict=True) for r in rs]
+    )
     out = []
     for n, ((lo, hi, a, z), rs) in enumerate(zip(gaps, inner, strict=True)):
         ps = [lo, *(lo._replace(r=float(r), mu=_mu(lo, r)) for r in rs), hi]

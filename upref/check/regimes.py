@@ -64,15 +64,22 @@ def ratios(objective: Objective, A: float, mu: float, edges: tuple[float, ...] =
     return [r for r in [*near, *np.exp(LOG_R)] if mu * r < 0.999]
 
 
+def interval(low: float | None, high: float | None, digits: int = 4) -> str:
+    """`r > 1.28`, or with both ends `0.8 < r <= 1.28`, in as many digits as tell the two apart."""
+    if low is None or high is None:
+        return f"r <= {high:.{digits}g}" if low is None else f"r > {low:.{digits}g}"
+    while digits < 17 and f"{low:.{digits}g}" == f"{high:.{digits}g}":
+        digits += 1
+    return f"{low:.{digits}g} < r <= {high:.{digits}g}"
+
+
 def words(A: float, r: float, bounds: list[float]) -> str:
     """The regime of a token in words: `A < 0, r > 1.28`."""
     sign = "A > 0" if A > 0 else "A < 0" if A < 0 else "A = 0"
     below, above = [k for k in bounds if k < r], [k for k in bounds if k >= r]
     if not bounds:
         return f"{sign}, any r"
-    if not below:
-        return f"{sign}, r <= {above[0]:.4g}"
-    return f"{sign}, r > {below[-1]:.4g}" if not above else f"{sign}, {below[-1]:.4g} < r <= {above[0]:.4g}"
+    return f"{sign}, {interval(below[-1] if below else None, above[0] if above else None)}"
 
 
 def batch(objective: Objective, *, seed: int = 0, edges: tuple[float, ...] = EDGES, thin: int = 1, **hp) -> Rollouts:

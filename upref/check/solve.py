@@ -48,7 +48,7 @@ class Weights:
             return
         for unsure in (False, True):
             at = np.flatnonzero(self.unsure == unsure)
-            for rows in (np.split(at, len(at)) if o.coupled and len(at) else [at] if len(at) else []):
+            for rows in np.split(at, len(at)) if o.coupled and len(at) else [at] if len(at) else []:
                 yield rows, self._free(rows, unsure)
 
     def _free(self, rows: np.ndarray, unsure: bool):
@@ -81,7 +81,7 @@ class Candidate:
 
     # ---- how far -----------------------------------------------------------------------------------------------------
     def _off(self, w: np.ndarray) -> np.ndarray:
-        scale = np.maximum(np.maximum(np.abs(w), np.abs([p.A for p in self.points])), 0.1)
+        scale = np.maximum(np.abs(w), np.abs(self.w.A))
         return np.nan_to_num(np.abs(w - self.v) / scale, nan=np.inf)
 
     def _score(self, hp) -> tuple[float, float]:
@@ -101,11 +101,13 @@ class Candidate:
     def _reach(self) -> bool:
         """Whether every point that depends on no hyperparameter agrees."""
         base = self.w(self.hp)
-        self.free = {k: np.zeros(len(base), dtype=bool) for k in self.hp}
+        free = np.zeros(len(base), dtype=bool)
+        self.smooth = {}
         for key in self.hp:
-            for x in self._trials(key):
-                self.free[key] |= ~np.isclose(self.w(self.hp | {key: x}), base, rtol=1e-12, atol=0)
-        free = np.logical_or.reduce([np.zeros(len(base), dtype=bool), *self.free.values()])
+            values = np.array([base, *(self.w(self.hp | {key: x}) for x in self._trials(key))])
+            free |= (np.abs(values - base) > 1e-12 * np.abs(base)).any(0)
+            # continuous in this hyperparameter, where it takes many values
+            self.smooth[key] = (np.abs(np.diff(np.sort(values, 0), axis=0)) > 1e-9).sum(0) > 2
         off = self._off(base)
         self.stuck = float((off[~free] > self.box.tol).mean()) if (~free).any() else 0.0
         return self.stuck == 0 or self.box.tol > 1e-4
@@ -144,12 +146,13 @@ class Candidate:
                     yield from self._solve(key, [keys[i]], lo, hi, sign)
 
     def _smooth(self, key: str) -> list[tuple[Point, float]]:
-        """Points at which the weight is continuous in this hyperparameter: it takes many values there."""
-        trials = np.array([self.w(self.hp | {key: x}) for x in self._trials(key) if x is not None])
-        many = np.array([len(np.unique(np.round(t, 9))) > 3 for t in trials.T])
-        at = np.flatnonzero(many & ~np.array([p.unsure for p in self.points], dtype=bool))
-        log_r, A = np.log([p.r for p in self.points]), np.array([p.A for p in self.points])
-        picked = {int(at[np.abs(log_r[at] - x + 100 * (A[at] != s)).argmin()]) for x in SMOOTH_LOG_R for s in (1, -1)} if len(at) else set()
+        """A few points at which the weight is continuous in this hyperparameter."""
+        at = np.flatnonzero(self.smooth[key] & ~self.w.unsure)
+        if not len(at):
+            return []
+        log_r, A = np.log(self.w.r[at]), self.w.A[at]
+        far = lambda x, sign: np.abs(log_r - x) + 100 * (sign != A)
+        picked = {int(at[far(x, sign).argmin()]) for x in SMOOTH_LOG_R for sign in (1, -1)}
         return [(self.points[i], float(self.v[i])) for i in sorted(picked)]
 
     def _solve(self, key: str, keys: list[tuple[Point, float]], lo: float, hi: float, below) -> list[float]:
