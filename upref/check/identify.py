@@ -104,7 +104,7 @@ def _grids(box: BlackBox) -> list[Grid]:
             for r in (p.r * (1 - box.near), p.r * (1 + box.near)):
                 cases += [(A, mu, r) for mu in ([p.mu] if box.reads_mu else MU) if mu * r < 0.999]
     cases = [cases[i] for i in rng.permutation(len(cases))]
-    few = [c for c in cases if c[1] not in MU[1:]]  # the bounds of a response's ratio do not depend on mu
+    few = [c for c in cases if c[1] not in MU[1:] and c[2] < 60]  # the bounds of a response's ratio do not depend on mu
     one = replace(box.case, o=replace(neutral(), agg="seq-mean"))
     out = [(lay(cases, "token", True, rng), False), *((lay(few, level, True, rng), False) for level in REDUCE)]
     mixed = lay(cases, "token", False, rng)
@@ -201,7 +201,7 @@ def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Matc
     low, high = low or high or 0.0, high or low or 0.0
     both, even = ({"eps_low": low, "eps_high": high} if low else {}), low and abs(low - high) < 1e-6
     mean = "grpo" if box.agg == "seq-mean-token-mean" else "dr_grpo" if box.agg == "seq-mean-token-sum" else "ppo_clip"
-    bases = [(get(mean), {"eps": low})] if even else []
+    bases = [(get(mean), {"eps": low} if low else {})] if even or not low else []
     bases += [(get("dapo"), both), (get("gspo"), both), (nearest, both)]
     b, g = _stack(grids[:2])
     for o, clip in bases:
@@ -210,7 +210,9 @@ def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Matc
         }
         case = Case(box.loss, o, hp, box.agg or promised(o), tol=box.tol, edges=box.case.edges)
         found = g(case) / box.scale - box.kl_weights(b)
-        if why := cause(case, b, found, torch.zeros_like(b.mask), bounds):
+        why = cause(case, b, found, torch.zeros_like(b.mask), bounds)
+        # an objective at other hyperparameters, or another one, has been tried on every batch already
+        if why and ", not " not in why and not why.startswith("it is "):
             used = {k: v for k, v in hp.items() if clip.get(k) is not None}
             return Match(o.name, used, _agg(box) or case.agg, _own(box, o), not box.kl, 0.0, 0.0), why
     return None

@@ -90,7 +90,9 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        return self.miss[0] == 0
+        """It agrees, and not in a limit: sapo at tau -> 0 is another objective's weight."""
+        ends = (v for k, v in self.hp.items() if v is not None and v != self.o.hyperparameters[k])
+        return self.miss[0] == 0 and all(1e-7 < v < 9e3 for v in ends)
 
     # ---- what can be reached at all ----------------------------------------------------------------------------------
     def _trials(self, key: str) -> list[Any]:
