@@ -203,7 +203,7 @@ def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Matc
     mean = "grpo" if box.agg == "seq-mean-token-mean" else "dr_grpo" if box.agg == "seq-mean-token-sum" else "ppo_clip"
     bases = [(get(mean), {"eps": low} if low else {})] if even or not low else []
     bases += [(get("dapo"), both), (get("gspo"), both), (nearest, both)]
-    b, g = _stack(grids[:2])
+    b, g = _stack(grids[:2] + grids[-RANDOM:])
     for o, clip in bases:
         hp = {
             k: v for k, v in o.resolve({k: v for k, v in clip.items() if k in o.hyperparameters}).items() if k != "beta"
