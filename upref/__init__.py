@@ -23,6 +23,7 @@ __all__ = [
     "derive",
     "diagnose",
     "get",
+    "identify",
     "names",
     "objective",
     "row_weights",
@@ -32,7 +33,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """cap_map and derive are looked up late: matplotlib and sympy are slow to import."""
+    """cap_map, derive and identify are looked up late: what they stand on is slow to import."""
     if name == "cap_map":
         from upref.plots import cap_map
 
@@ -41,4 +42,8 @@ def __getattr__(name: str):
         from upref.derivation import derive
 
         return derive
+    if name == "identify":
+        from upref.check.identify import identify
+
+        return identify
     raise AttributeError(f"module 'upref' has no attribute {name!r}")

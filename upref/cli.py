@@ -79,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument("--hp", action="append", default=[], metavar="K=V", help="hyperparameter, e.g. eps_high=0.28")
     c.add_argument("--skip", action="append", default=[], metavar="ORACLE", help="an oracle not to run")
     c.add_argument("--json", action="store_true")
+    c = command("identify", _identify, "which objective a loss is, with its hyperparameters, by its gradients")
+    c.add_argument("loss", metavar="LOSS", help="package.module:function, path/to/file.py:function or verl:loss_mode")
+    c.add_argument("--json", action="store_true")
     c = command("audit", _audit, "the installed framework's losses against the papers")
     c.add_argument("framework", choices=["verl"])
     c.add_argument("--json", action="store_true")
@@ -280,22 +283,27 @@ def _check(args) -> int:
     report = check(args.loss, args.name, skip=tuple(args.skip), **_hp(args.hp))
     if changed := next((f for f in report.failures if f.oracle == "mutation"), None):
         raise InputError(f"{report.loss} changes its inputs ({changed.regime}): copy them before writing.")
+    return _answer(args, report)
+
+
+def _answer(args, verdict) -> int:
     if args.json:
-        print(report.json())
+        print(verdict.json())
     else:
-        _console().print(report)
-    return 0 if report else 1
+        _console().print(verdict)
+    return 0 if verdict else 1
+
+
+def _identify(args) -> int:
+    from upref.check.identify import identify
+
+    return _answer(args, identify(args.loss))
 
 
 def _audit(args) -> int:
     from upref.check.audit import audit_verl
 
-    audit = audit_verl()
-    if args.json:
-        print(audit.json())
-    else:
-        _console().print(audit)
-    return 0 if audit else 1
+    return _answer(args, audit_verl())
 
 
 def _doctor(args) -> int:

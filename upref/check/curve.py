@@ -11,7 +11,7 @@ from torch import Tensor
 from upref.check.causes import STOP, cause
 from upref.check.fit import EXACT, HABIT, Case, anchor, promised
 from upref.check.oracles import example, fail, note, oracle, worst, wrong
-from upref.check.regimes import kinks
+from upref.check.regimes import interval, kinks
 from upref.check.report import Finding
 from upref.ops import mean_t, sum_t
 from upref.rollouts import Rollouts
@@ -130,12 +130,7 @@ def _runs(case: Case, b: Rollouts, sign: float, side: Tensor, failing: Tensor, r
     for lo, hi in runs:
         left = _end(case, sign, known, groups[lo - 1][1], groups[lo][0]) if lo else None
         right = _end(case, sign, known, groups[hi + 1][0], groups[hi][1]) if hi + 1 < len(groups) else None
-        if left is None and right is None:
-            text = "any r"
-        elif left is None:
-            text = f"r <= {right:.5g}"
-        else:
-            text = f"r > {left:.5g}" if right is None else f"{left:.5g} < r <= {right:.5g}"
+        text = "any r" if left is None and right is None else interval(left, right, 5)
         members = side & (r >= groups[lo][0] * (1 - 1e-12)) & (r <= groups[hi][1] * (1 + 1e-12))
         yield f"{NAMES[sign]}, {text}", members, [e for e in (left, right) if e is not None]
 

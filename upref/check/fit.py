@@ -58,6 +58,7 @@ FACTORS: dict[str, Callable[[Rollouts], Tensor]] = {
     "a plain sum over all tokens": _one,
     "the sum, not the mean, of the responses' token means": lambda b: 1 / _n(b),
     "token-mean divided once more by the number of responses": lambda b: _rows("token-mean")(b) / len(b.mask),
+    "the responses' token means, divided by all tokens": lambda b: 1 / (_n(b) * b.mask.sum()),
     "token-mean of each group, not divided by the number of groups": lambda b: (
         _rows("group-token-mean")(b) * (1 if b.group is None else len(b.group.unique()))
     ),

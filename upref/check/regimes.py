@@ -64,15 +64,22 @@ def ratios(objective: Objective, A: float, mu: float, edges: tuple[float, ...] =
     return [r for r in [*near, *np.exp(LOG_R)] if mu * r < 0.999]
 
 
+def interval(low: float | None, high: float | None, digits: int = 4) -> str:
+    """`r > 1.28`, or with both ends `0.8 < r <= 1.28`, in as many digits as tell the two apart."""
+    if low is None or high is None:
+        return f"r <= {high:.{digits}g}" if low is None else f"r > {low:.{digits}g}"
+    while digits < 17 and f"{low:.{digits}g}" == f"{high:.{digits}g}":
+        digits += 1
+    return f"{low:.{digits}g} < r <= {high:.{digits}g}"
+
+
 def words(A: float, r: float, bounds: list[float]) -> str:
     """The regime of a token in words: `A < 0, r > 1.28`."""
     sign = "A > 0" if A > 0 else "A < 0" if A < 0 else "A = 0"
     below, above = [k for k in bounds if k < r], [k for k in bounds if k >= r]
     if not bounds:
         return f"{sign}, any r"
-    if not below:
-        return f"{sign}, r <= {above[0]:.4g}"
-    return f"{sign}, r > {below[-1]:.4g}" if not above else f"{sign}, {below[-1]:.4g} < r <= {above[0]:.4g}"
+    return f"{sign}, {interval(below[-1] if below else None, above[0] if above else None)}"
 
 
 def batch(objective: Objective, *, seed: int = 0, edges: tuple[float, ...] = EDGES, thin: int = 1, **hp) -> Rollouts:
@@ -86,19 +93,23 @@ def batch(objective: Objective, *, seed: int = 0, edges: tuple[float, ...] = EDG
     cases = [(A, mu, r) for A, mu in product(SIGNS, mus) for r in ratios(objective, A, mu, edges, **hp)]
     rng = np.random.default_rng(seed)
     cases = [cases[i] for i in rng.permutation(len(cases))][::thin]
-    rows = _responses(cases, objective.level, rng) if objective.level in REDUCE else _tokens(cases, objective, rng)
-    return _rollouts(rows, rng)
+    return lay(cases, objective.level, objective.agg == "seq-mean", rng)
 
 
-def _tokens(cases, objective, rng):
-    """Rows of 1 to 9 tokens; the tokens of one row share A where the objective wants one advantage per response."""
-    if objective.agg == "seq-mean":
+def lay(cases: list[tuple[float, float, float]], level: str, one_adv: bool, rng: np.random.Generator) -> Rollouts:
+    """A batch of these (A, mu, r): one a token, or one a response at a level of responses."""
+    return _rollouts(_responses(cases, level, rng) if level in REDUCE else _tokens(cases, one_adv, rng), rng)
+
+
+def _tokens(cases, one_adv, rng):
+    """Rows of 1 to 9 tokens; the tokens of one row share A where one advantage per response is wanted."""
+    if one_adv:
         cases = sorted(cases, key=lambda c: c[0])
     rows, lengths = [], cycle((3, 1, 9, 5, 2, 7))
     while cases:
         n = next(lengths)
         row, cases = cases[:n], cases[n:]
-        if objective.agg == "seq-mean":
+        if one_adv:
             same = [c for c in row if c[0] == row[0][0]]  # sorted by A: what is cut off begins the next row
             row, cases = same, row[len(same) :] + cases
         rows.append([(A, math.log(mu), math.log(r)) for A, mu, r in row])

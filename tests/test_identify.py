@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`upref.identify`: every objective with random hyperparameters, compositions, verl's losses, and what is none."""
+
+import json
+import zlib
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import zoo
+
+import upref
+from upref.check.regimes import interval
+from upref.cli import main
+
+NARROW = ("gspo", "up_gspo", "up_gspo_anchored")  # their bounds are of the order of 1e-3
+RANGES = {
+    "c": (1.5, 20), "cap": (1.3, 8), "trunc": (1.3, 8), "delta": (0.02, 0.4), "beta": (0.01, 0.2), "lam": (0.05, 0.9),
+    "tau": (0.005, 0.5), "tau_pos": (0.3, 4), "tau_neg": (0.3, 4),
+}  # fmt: skip
+
+
+def draw(name: str) -> dict:
+    """Random hyperparameters, others for every objective; the optional ones (c, beta) are there half of the time."""
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    hp = {}
+    for key, default in upref.get(name).hyperparameters.items():
+        low, high = (1e-4, 1e-2) if name in NARROW else RANGES.get(key, (0.05, 0.6))
+        absent = key in ("c", "beta") and rng.random() < 0.5
+        hp[key] = default if absent else float(rng.uniform(low, high))
+    return hp
+
+
+def named(identity, name: str):
+    """The match of that name among those of the loss's aggregation."""
+    return next(m for m in identity.matches if m.name == name and m.own)
+
+
+@pytest.mark.parametrize("name", upref.names())
+def test_hyperparameters_and_aggregation_are_recovered(name):
+    o, hp = upref.get(name), draw(name)
+    identity = upref.identify(partial(o.loss, **hp))
+    assert identity.kind in ("objective", "up") and identity.distance < 1e-9
+    assert identity.agg == {"seq-mean": "seq-mean-token-mean"}.get(o.agg, o.agg) or o.level == "trajectory"
+    found = named(identity, name).hp
+    for key, value in hp.items():
+        assert found[key] == (value if value is None else pytest.approx(value, abs=1e-6)), key
+
+
+@pytest.mark.parametrize("base", ["sapo", "cispo", "gmpo", "dppo_tv_verl", "ppo_clip"])
+def test_up_of_an_objective(base):
+    o, hp = upref.get(f"up({base})"), draw(base)
+    identity = upref.identify(partial(o.loss, **hp))
+    found = next(m for m in identity.matches if m.name == o.name)
+    assert found.own and found.distance < 1e-9
+    assert found.hp == pytest.approx({k: hp[k] for k in found.hp}, abs=1e-6)
+    assert "tau_pos" not in found.hp  # without effect where A <= 0
+    only = not any(not m.name.startswith("up(") for m in identity.matches if m.own)
+    assert identity.kind == ("up" if only else "objective") and (identity.name == o.name) == only
+
+
+@pytest.mark.parametrize(
+    ("name", "hp", "simplest", "also"),
+    [
+        ("up_dapo_anchored", {}, "up_dapo", "up_dapo_anchored"),
+        ("reinforce_pp", {}, "grpo", "reinforce_pp"),
+        ("rloo", {}, "reinforce", "rloo"),
+        ("up_gspo", {}, "up_gspo", "up(gspo)"),
+    ],
+)
+def test_equal_gradients_are_one_class(name, hp, simplest, also):
+    identity = upref.identify(partial(upref.get(name).loss, **hp))
+    assert identity.name == simplest and any(s.split("(eps")[0] == also for s in identity.also)
+
+
+def ppo(log_prob, old_log_prob, advantages, mask, low=0.2, high=0.2, c=None):
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    A = torch.where(mask, advantages, 0)
+    J = torch.min(r * A, r.clamp(1 - low, 1 + high) * A)
+    return J if c is None else torch.where(A < 0, torch.max(J, c * A), J)
+
+
+def mean(log_prob, old_log_prob, advantages, mask, **k):
+    return -ppo(log_prob, old_log_prob, advantages, mask, **k).sum() / mask.sum()
+
+
+def fixed_length(log_prob, old_log_prob, advantages, mask):
+    return -ppo(log_prob, old_log_prob, advantages, mask).sum(1).mean() / 1024
+
+
+def ascends(*args):
+    return -mean(*args)
+
+
+def quarter(*args):
+    return mean(*args, low=0.1, high=0.3) / 4
+
+
+def single(log_prob, old_log_prob, advantages, mask):
+    return mean(log_prob.float(), old_log_prob.float(), advantages.float(), mask, low=0.13, high=0.31, c=4.5)
+
+
+def sharp(log_prob, old_log_prob, advantages, mask):  # a weight that nobody has published
+    x = torch.where(mask, log_prob - old_log_prob, 0)
+    return -(torch.where(mask, advantages, 0) * torch.atan(5 * x)).sum() / mask.sum()
+
+
+def noisy(log_prob, old_log_prob, advantages, mask):
+    return mean(log_prob, old_log_prob, advantages * torch.rand_like(advantages), mask)
+
+
+def test_without_a_second_bound_grpo_and_dapo_are_told_apart_by_the_mean_alone():
+    identity = upref.identify(mean)
+    assert identity.name == "ppo_clip" and identity.hp["c"] is None
+    assert any(s.startswith("dapo(") for s in identity.also)
+    assert any(s.startswith("grpo(") for s in identity.elsewhere)
+
+
+def test_a_fixed_length_is_recovered():
+    identity = upref.identify(fixed_length)
+    assert identity and identity.name == "dr_grpo" and identity.agg == "seq-mean-token-sum-norm, L = 1024"
+
+
+def test_a_loss_in_float32():
+    identity = upref.identify(single)
+    assert identity.name == "dapo" and identity.kind == "objective"
+    assert identity.hp == pytest.approx({"eps_low": 0.13, "eps_high": 0.31, "c": 4.5}, abs=1e-5)
+
+
+@pytest.mark.parametrize(("loss", "says"), [(ascends, "sign is flipped"), (quarter, "0.25 times")])
+def test_a_slip_around_the_right_weights(loss, says):
+    identity = upref.identify(loss)
+    assert identity and identity.kind == "pitfall" and says in identity.why and identity.distance < 1e-9
+
+
+@pytest.mark.parametrize("loss", [sharp, noisy])
+def test_none_of_these(loss, capsys):
+    identity = upref.identify(loss)
+    assert not identity and identity.kind == "none" and identity.distance > 1e-3
+    assert "none of these" in str(identity) and identity.name in upref.names()
+
+
+PITFALLS = {
+    "no_minimum": "clipped before multiplying by A",
+    "maximum_of_objectives": "maximum is taken",
+    "plain_sum": "plain sum",
+    "normalised_twice": "divided by all tokens",
+    "divided_again_by_accumulation": "0.25 times",
+}
+
+
+@pytest.mark.parametrize("case", [c for c in zoo.WRONG if c.function.__name__ in PITFALLS], ids=str)
+def test_known_pitfalls(case):
+    identity = upref.identify(case.function)
+    assert identity.kind == "pitfall" and PITFALLS[case.function.__name__] in identity.why
+    assert identity.name == case.objective or case.function.__name__ == "normalised_twice"
+
+
+WRONG_GRADIENT = ("clamps_the_product", "dual_clip_wrong_way", "survivors_in_the_denominator", "groups_by_stride")
+
+
+@pytest.mark.parametrize("case", [c for c in zoo.WRONG if c.function.__name__ in WRONG_GRADIENT], ids=str)
+def test_a_wrong_loss_is_not_called_an_objective(case):
+    assert upref.identify(case.function).kind == "none"
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "agg", "hp"),
+    [
+        ("vanilla", "ppo_clip", "token-mean", {"eps": 0.2, "c": 3.0}),
+        ("gspo", "gspo", "token-mean", {"eps_low": 0.2, "eps_high": 0.2}),
+        ("sapo", "sapo", "seq-mean-token-mean", {"tau_pos": 1.0, "tau_neg": 1.05}),
+        ("cispo", "cispo_verl", "token-mean", {"eps_low": 0.2, "eps_high": 0.2}),
+        ("geo_mean", "gmpo", "seq-mean-token-mean", {"eps": 0.2}),
+        ("gpg", "reinforce_off_policy", "token-mean", {}),
+        ("dppo_tv", "dppo_tv_verl", "token-mean", {"delta": 0.2, "trunc": 3.0}),
+        ("dppo_kl", "dppo_kl_verl", "token-mean", {"delta": 0.2, "trunc": 3.0}),
+        ("clip_cov", None, None, None),
+    ],
+)
+def test_verl(mode, name, agg, hp):
+    pytest.importorskip("verl")
+    identity = upref.identify(f"verl:{mode}")
+    if name is None:
+        assert not identity and identity.matches
+        return
+    assert identity and (identity.name, identity.agg) == (name, agg)
+    assert identity.hp == pytest.approx(hp, abs=1e-6)
+    assert ("micro-batch" in identity.why) == (mode == "geo_mean")
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+BODY = """import torch
+def right(log_prob, old_log_prob, advantages, mask):
+    return -(((log_prob - old_log_prob).exp().clamp(max=5).detach() * advantages * log_prob)[mask]).mean()
+def unknown(log_prob, old_log_prob, advantages, mask):
+    return -((log_prob - old_log_prob).sin() * advantages)[mask].mean()
+def raises(log_prob, old_log_prob, advantages, mask): raise RuntimeError("no")
+def nan(log_prob, old_log_prob, advantages, mask): return log_prob.sum() * float("nan")
+def vector(log_prob, old_log_prob, advantages, mask): return log_prob.flatten()[:3]
+def detached(log_prob, old_log_prob, advantages, mask): return log_prob.detach().sum()
+def dead(log_prob, old_log_prob, advantages, mask): return 0 * log_prob[mask].sum()
+def mutates(log_prob, old_log_prob, advantages, mask):
+    advantages *= 2
+    return -((log_prob - old_log_prob).exp() * advantages)[mask].mean()
+def needs(log_prob, old_log_prob, advantages, mask, config): return log_prob.sum()
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("right", 0), ("unknown", 1)])
+def test_exit_status(tmp_path, capsys, name, code):
+    file = tmp_path / "losses.py"
+    file.write_text(BODY)
+    assert main(["identify", f"{file}:{name}", "--json"]) == code
+    found = json.loads(capsys.readouterr().out)
+    assert found["identified"] == (code == 0) and found["name"]
+    if code == 0:
+        assert found["name"] == "cispo" and found["hp"]["eps_high"] == pytest.approx(4, abs=1e-6)
+        assert main(["identify", f"{file}:{name}"]) == 0
+        assert "is cispo(eps_high=4)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("raises", "raised RuntimeError: no"),
+        ("nan", "is nan"),
+        ("vector", "shape [3]"),
+        ("detached", "no gradient"),
+        ("dead", "no gradient"),
+        ("mutates", "changes its inputs"),
+        ("needs", "'config'"),
+        ("absent", "has no 'absent'"),
+    ],
+)
+def test_bad_losses_are_one_sentence_and_status_2(tmp_path, capsys, name, says):
+    file = tmp_path / "losses.py"
+    file.write_text(BODY)
+    assert main(["identify", f"{file}:{name}"]) == 2
+    out, err = capsys.readouterr()
+    assert says in err and err.count("\n") == 1 and not out
+    assert main(["identify", "--debug", "no/such.py:f"]) == 2 and "Traceback" in capsys.readouterr().err
+
+
+def test_a_narrow_regime_has_two_ends():
+    assert interval(1.07641, 1.07649) == "1.0764 < r <= 1.0765"
+    assert interval(None, 0.8) == "r <= 0.8" and interval(1.28, None) == "r > 1.28"
