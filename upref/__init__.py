@@ -20,6 +20,8 @@ __all__ = [
     "cap_map",
     "capacity",
     "check",
+    "check_advantages",
+    "check_kl",
     "derive",
     "diagnose",
     "get",
@@ -32,7 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """cap_map and derive are looked up late: matplotlib and sympy are slow to import."""
+    """Looked up late: matplotlib and sympy are slow to import, and a trainer does not need the checks."""
     if name == "cap_map":
         from upref.plots import cap_map
 
@@ -41,4 +43,12 @@ def __getattr__(name: str):
         from upref.derivation import derive
 
         return derive
+    if name == "check_advantages":
+        from upref.check.advantages import check_advantages
+
+        return check_advantages
+    if name == "check_kl":
+        from upref.check.kl import check_kl
+
+        return check_kl
     raise AttributeError(f"module 'upref' has no attribute {name!r}")

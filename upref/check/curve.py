@@ -16,7 +16,7 @@ from upref.check.report import Finding
 from upref.ops import mean_t, sum_t
 from upref.rollouts import Rollouts
 
-RANDOM = 200  # random batches beside the grid
+RANDOM = 120  # random batches beside the grid
 NAMES = {1.0: "A > 0", -1.0: "A < 0", 0.0: "A = 0"}
 
 
