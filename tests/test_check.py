@@ -166,7 +166,7 @@ WRONG = [
     (wrong(lambda lp, r, A: ppo(r, A), lambda x, m: (x.sum(1) / m.sum(1)).mean()), "aggregation", "ragged",
      "seq-mean-token-mean"),
     (wrong(lambda lp, r, A: ppo(r, A), lambda x, m: x.sum() / len(m)), "aggregation", "ragged", "seq-mean-token-sum"),
-    (padded, "padding", "columns of padding", ""), (poisoned, "poison", "nan", "0 * NaN"),
+    (padded, "padding", "columns of padding", ""),
     (wrong(lambda lp, r, A: ppo(r, A / A.std())), "scaling", "times 3", ""),
     (random, "determinism", "twice", ""), (first_row, "permutation", "another order", ""),
     (local, "split", "micro-batches", "mini-batch"), (mutates, "mutation", "advantages", ""),
@@ -183,6 +183,13 @@ def test_wrong(loss, oracle, regime, cause):
     assert not report and hit, str(report)
     assert any(regime in f.regime for f in hit), str(report)
     assert any(cause in f.cause for f in hit), str(report)
+
+
+def test_a_nan_under_the_mask_is_a_note_and_a_number_is_not():
+    report = upref.check(poisoned, "dapo")
+    assert report and [f for f in report.notes if f.oracle == "poison" and "nan" in f.regime and "NaN" in f.cause]
+    report = upref.check(lambda lp, old, adv, mask: plain(lp, old, adv, mask) + 0 * lp.sum() + old.mean(), "dapo")
+    assert any(f.oracle == "poison" and "hold 0" in f.regime for f in report.failures), str(report)
 
 
 def test_dead_and_swallowed_hyperparameters():

@@ -211,6 +211,20 @@ def one_response_at_a_time(log_prob, old_log_prob, advantages, mask, *, eps_low=
     return sum(losses) / len(losses)
 
 
+def multiplied_by_the_mask(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    """The textbook: multiplied by the mask, which keeps a NaN of a masked slot (OpenRLHF/OpenRLHF#1240)."""
+    ratio = torch.exp(log_prob - old_log_prob)
+    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)
+    return -((terms * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+
+
+def masked_after_exp(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+    """The value is clean, the gradient of a NaN in a masked slot is not (NVIDIA-NeMo/RL#4120)."""
+    ratio = torch.exp(log_prob - old_log_prob)
+    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    return -torch.where(mask, terms, 0.0).sum() / mask.sum()  # the value is clean, exp's gradient is 0 * NaN
+
+
 ZOO = [
     Case(verl_style, "dapo", {"c": 3.0}),
     Case(verl_style_sequence_mean, "grpo"),
@@ -234,4 +248,6 @@ ZOO = [
     Case(geometric_by_logs, "gmpo"),
     Case(soft_gate, "sapo"),
     Case(one_response_at_a_time, "up_gspo"),
+    Case(multiplied_by_the_mask, "grpo", leaks=True),
+    Case(masked_after_exp, "dapo", leaks=True),
 ]
