@@ -127,10 +127,12 @@ def _forms(case: Case, bounds: list[float], lo: float, hi: float):
         "the maximum is taken where the minimum belongs",
         form(lambda r, A, lp: maximum(r * A, clip(r, 1 - lo, 1 + hi) * A)),
     )
-    yield (
-        "A multiplies after the minimum: min(r, clip(r)) A, which bounds the wrong side where A < 0",
-        form(lambda r, A, lp: minimum(r, clip(r, 1 - lo, 1 + hi)) * A),
-    )
+    weighs = o.name.startswith(("cispo", "dppo"))  # a constant weight on log π_θ is what these are
+    if not weighs:
+        yield (
+            "A multiplies after the minimum: min(r, clip(r)) A, which bounds the wrong side where A < 0",
+            form(lambda r, A, lp: minimum(r, clip(r, 1 - lo, 1 + hi)) * A),
+        )
     if o.name.startswith("up"):
         yield "log π_θ stands in the place of the ratio where A <= 0 too", form(lambda r, A, lp: A * lp)
     yield "old_log_prob has no effect: the ratio is of the policy to itself, always 1", lambda lp, old, A, m: A * lp
@@ -178,7 +180,6 @@ def _forms(case: Case, bounds: list[float], lo: float, hi: float):
         form(lambda r, A, lp: where(A > 0, r * A, ppo(r, A))),
     )
     yield "log π_θ stands in the place of the ratio where A <= 0 too", form(lambda r, A, lp: A * lp)
-    weighs = o.name.startswith(("cispo", "dppo"))  # a constant weight on log π_θ is what these are
     yield (
         "the weight is bounded on both sides: clip(r, 1 - eps_low, 1 + eps_high)"
         if weighs
@@ -198,6 +199,8 @@ def _forms(case: Case, bounds: list[float], lo: float, hi: float):
     )
     yield f"{STOP}: exp(log π_θ) without an anchor", lambda lp, old, A, m: where(A > 0, A * exp(lp), J(lp, old, A, m))
     for x in sorted({round(abs(float(torch.tensor(v).log())), 4) for v in bounds if v > 0}):
+        if x < 0.05:  # a bound of the response's ratio, no guard
+            continue
         clamped = lambda lp, old, A, m, x=x: J(old + (lp - old).clamp(-x, x), old, A, m)
         yield f"log r is clamped to ±{x:g}", clamped
     for x in bounds:

@@ -15,6 +15,7 @@ from upref.check.patterns import pattern
 from upref.check.regimes import kinks
 from upref.check.report import Finding
 from upref.ops import mean_t, sum_t
+from upref.registry import REDUCE
 from upref.rollouts import Rollouts
 
 RANDOM = 120  # random batches beside the grid
@@ -86,7 +87,9 @@ def _regimes(case, b, failing, off, r, A, found, ties) -> list[Finding]:
                 regions.append((text, members))
                 all_bounds += ends
     bounds = sorted({round(x, 7) for x in all_bounds})
-    why = cause(case, b, found, ties, bounds) or pattern(b, found, expected, r, b.mask & ~ties, case.tol)
+    why = cause(case, b, found, ties, bounds) or pattern(
+        b, found, expected, r, b.mask & ~ties, case.tol, case.o.level not in REDUCE
+    )
     for n, (text, members) in enumerate(regions):
         i, t = worst(torch.where(members & failing, _typical(off, r), -1.0))
         show = example(case, b, wrong(case), (i, t)) if n < 4 else ""

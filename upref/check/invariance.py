@@ -140,7 +140,8 @@ def poison(case: Case) -> list[Finding]:
             one, two = case.loss.both(c), case.loss.both(bad(c))
             return not (torch.equal(one[0], two[0]) and torch.equal(one[1], two[1]))
 
-        why = "masked slots are read: the mask is missing from a sum, a mean or a bound"
+        finite = v2.isfinite() and g2.isfinite().all()
+        why = "masked slots are read: the mask is missing from a sum, a mean or a bound" if finite else LEAK
         return [fail("poison", regime, "no effect, bit for bit", what, as_python(bad(shrink(b, shows))), why)]
     return leaks
 

@@ -7,8 +7,9 @@ from torch import Tensor
 from upref.rollouts import Rollouts
 
 
-def pattern(b: Rollouts, found: Tensor, expected: Tensor, r: Tensor, use: Tensor, tol: float) -> str:
-    """A relation that holds on every used token, in words; "" if none of these does."""
+def pattern(b: Rollouts, found: Tensor, expected: Tensor, r: Tensor, use: Tensor, tol: float, by_token: bool) -> str:
+    """A relation that holds on every used token, in words; "" if none of these does. by_token: a
+    response's tokens may have different weights."""
     tol = max(10 * tol, 1e-7)
     if not found[use].isfinite().all():
         return ""
@@ -21,16 +22,17 @@ def pattern(b: Rollouts, found: Tensor, expected: Tensor, r: Tensor, use: Tensor
         for name, f in factors.items():
             k = (x / (y * f[use]))[live]
             if _constant(k, tol):
-                return f"every weight is {k.mean():.5g}{name} times what it should be".replace("is 1 ", "is")
-        k = torch.where(use & (expected.abs() > 1e-9), found / expected, torch.nan)
-        if all(_constant(row[~row.isnan()], tol) for row in k):
-            return "within a response the weights are right up to one factor: responses are weighted otherwise"
+                times = name.strip() if name and abs(k.mean() - 1) < 1e-6 else f"{k.mean():.5g}{name}"
+                return f"every weight of this batch is {times} times what it should be"
         same, gone = (x - y).abs() <= tol * y.abs().clamp(min=0.1), x == 0
         if (same | gone).all():
             return "every weight is right or 0: tokens are dropped that should count"
+        k = torch.where(use & (expected.abs() > 1e-9), found / expected, torch.nan)
+        if by_token and all(_constant(row[~row.isnan()], tol) for row in k):
+            return "within a response the weights are right up to one factor: responses are weighted otherwise"
     extra = x - y
     if _constant(extra, 1e-6) and extra.mean().abs() > 1e-9:
-        return f"{extra.mean():+.4g} is added to every weight, whatever A: an entropy bonus or a penalty"
+        return f"{extra.mean():+.4g} is added to every weight, whatever A: a baseline, an entropy bonus or a penalty"
     zero = (b.adv.expand_as(found) == 0)[use]
     if zero.any() and extra[zero].abs().max() > tol:
         return "a term that does not vanish with A is added, or A is moved by a baseline"
