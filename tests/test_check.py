@@ -12,6 +12,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import upref
 from upref.check.adapters import adapt
@@ -20,6 +22,7 @@ from upref.check.oracles import ORACLES
 from upref.check.pytest_plugin import _assert_policy_loss, assert_policy_loss  # noqa: F401  the fixture, as pytest finds it
 from upref.check.verdict import ORDER, probe
 from upref.cli import main
+from upref.ops import sg
 
 
 def calm(mask, *xs):
@@ -106,6 +109,28 @@ def test_no_false_alarm(loss, name, hp):
         assert case.off(random_batch(case, rng)).max() < 10 * case.tol
 
 
+@st.composite
+def rollouts(draw):
+    """Ragged, with holes, any signs and ratios, groups or none."""
+    B, T = draw(st.integers(2, 5)), draw(st.integers(1, 6))
+    table = lambda low, high: torch.tensor(
+        draw(st.lists(st.lists(st.floats(low, high, width=32), min_size=T, max_size=T), min_size=B, max_size=B)),
+        dtype=torch.float64,
+    )
+    mask = table(0, 1) > 0.3
+    mask[:, draw(st.integers(0, T - 1))] = True
+    old = table(-9, -1)
+    return upref.Rollouts(torch.clamp(old + table(-3, 3), max=0.0), old, table(-3, 3), mask)
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(b=rollouts())
+def test_hypothesis_finds_nothing_in_a_right_loss(b):
+    x = b.logp.clone().requires_grad_()
+    (g,) = torch.autograd.grad(plain(x, b.logp_old, b.adv, b.mask), x)
+    torch.testing.assert_close(-g, upref.get("dapo").gradient(b), rtol=1e-6, atol=1e-12)
+
+
 # ---- wrong -----------------------------------------------------------------------------------------------------------
 def wrong(J, agg=lambda x, mask: x.sum() / mask.sum()):
     def loss(log_prob, old_log_prob, advantages, mask):
@@ -144,6 +169,17 @@ def local(log_prob, old_log_prob, advantages, mask, totals):
     return plain(log_prob, old_log_prob, advantages, mask)
 
 
+def forgets_the_ranks(log_prob, old_log_prob, advantages, mask, totals, dp_size=1):
+    return plain(log_prob, old_log_prob, advantages, mask) * mask.sum() / totals.tokens
+
+
+def in_words(log_prob, old_log_prob, advantages, mask):
+    """upref's own words, and one .detach() that is not among them."""
+    lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
+    weight = sg((lp - old).exp().clamp(0.8, 1.2)) * (1 + lp - lp.detach())
+    return -(weight * A * lp).sum() / mask.sum()
+
+
 def padded(log_prob, old_log_prob, advantages, mask):
     return plain(log_prob, old_log_prob, advantages, mask) * mask.sum() / mask.numel()
 
@@ -166,10 +202,12 @@ WRONG = [
     (wrong(lambda lp, r, A: ppo(r, A), lambda x, m: (x.sum(1) / m.sum(1)).mean()), "aggregation", "ragged",
      "seq-mean-token-mean"),
     (wrong(lambda lp, r, A: ppo(r, A), lambda x, m: x.sum() / len(m)), "aggregation", "ragged", "seq-mean-token-sum"),
-    (padded, "padding", "columns of padding", ""), (poisoned, "poison", "nan", "0 * NaN"),
+    (padded, "padding", "columns of padding", ""),
     (wrong(lambda lp, r, A: ppo(r, A / A.std())), "scaling", "times 3", ""),
     (random, "determinism", "twice", ""), (first_row, "permutation", "another order", ""),
-    (local, "split", "micro-batches", "mini-batch"), (mutates, "mutation", "advantages", ""),
+    (local, "split", "micro-batches", "mini-batch"),
+    (forgets_the_ranks, "data-parallel", "averaged", "number of ranks"),
+    (in_words, "stop-gradient", "finite differences", "not declared"), (mutates, "mutation", "advantages", ""),
     (wrong(lambda lp, r, A: ppo(r, A) - 0.01 * lp), "zero-advantage", "A = 0", ""),
     (wrong(lambda lp, r, A: torch.min((lp - lp + r.log().clamp(-9, 9)).exp() * A, r.clamp(0.8, 1.28) * A)), "extremes",
      "log r = -9.5", "below 20"),
@@ -183,6 +221,13 @@ def test_wrong(loss, oracle, regime, cause):
     assert not report and hit, str(report)
     assert any(regime in f.regime for f in hit), str(report)
     assert any(cause in f.cause for f in hit), str(report)
+
+
+def test_a_nan_under_the_mask_is_a_note_and_a_number_is_not():
+    report = upref.check(poisoned, "dapo")
+    assert report and [f for f in report.notes if f.oracle == "poison" and "nan" in f.regime and "NaN" in f.cause]
+    report = upref.check(lambda lp, old, adv, mask: plain(lp, old, adv, mask) + 0 * lp.sum() + old.mean(), "dapo")
+    assert any(f.oracle == "poison" and "hold 0" in f.regime for f in report.failures), str(report)
 
 
 def test_dead_and_swallowed_hyperparameters():

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """upref: reference and verification of the policy-gradient objectives that train reasoning LLMs."""
 
+from importlib import import_module
+
 from upref import check
 from upref.aggregate import Totals, aggregate, row_weights
 from upref.capacity import capacity
@@ -20,6 +22,8 @@ __all__ = [
     "cap_map",
     "capacity",
     "check",
+    "check_advantages",
+    "check_kl",
     "derive",
     "diagnose",
     "get",
@@ -32,18 +36,16 @@ __all__ = [
 ]
 
 
+LATE = {  # matplotlib and sympy are slow to import, and a trainer does not need the checks
+    "cap_map": "upref.plots",
+    "derive": "upref.derivation",
+    "identify": "upref.check.identify",
+    "check_advantages": "upref.check.advantages",
+    "check_kl": "upref.check.kl",
+}
+
+
 def __getattr__(name: str):
-    """cap_map, derive and identify are looked up late: what they stand on is slow to import."""
-    if name == "cap_map":
-        from upref.plots import cap_map
-
-        return cap_map
-    if name == "derive":
-        from upref.derivation import derive
-
-        return derive
-    if name == "identify":
-        from upref.check.identify import identify
-
-        return identify
+    if name in LATE:
+        return getattr(import_module(LATE[name]), name)
     raise AttributeError(f"module 'upref' has no attribute {name!r}")

@@ -73,9 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     c = command("derive", _derive, "sympy derives the gradient from the function that trains")
     c.add_argument("name", metavar="NAME|all")
     c.add_argument("--json", action="store_true")
-    c = command("check", _check, "whether a loss is the objective it is meant to be, and where it is not")
+    c = command("check", _check, "whether a loss (an advantage, a KL estimator) is what it is meant to be")
     c.add_argument("loss", metavar="LOSS", help="package.module:function, path/to/file.py:function or verl:loss_mode")
-    c.add_argument("--as", dest="name", metavar="NAME", required=True, help="the objective (`upref list`)")
+    what = c.add_mutually_exclusive_group(required=True)
+    what.add_argument("--as", dest="name", metavar="NAME", help="the objective (`upref list`)")
+    what.add_argument("--as-advantage", metavar="NAME", help="an advantage estimator: group_norm, leave_one_out, ...")
+    what.add_argument("--as-kl", metavar="NAME", help="a KL estimator: k1, k2 or k3")
     c.add_argument("--hp", action="append", default=[], metavar="K=V", help="hyperparameter, e.g. eps_high=0.28")
     c.add_argument("--skip", action="append", default=[], metavar="ORACLE", help="an oracle not to run")
     c.add_argument("--json", action="store_true")
@@ -278,9 +281,7 @@ def _derive(args) -> int:
 
 
 def _check(args) -> int:
-    from upref.check.verdict import check
-
-    report = check(args.loss, args.name, skip=tuple(args.skip), **_hp(args.hp))
+    report = _report(args)
     if changed := next((f for f in report.failures if f.oracle == "mutation"), None):
         raise InputError(f"{report.loss} changes its inputs ({changed.regime}): copy them before writing.")
     return _answer(args, report)
@@ -298,6 +299,23 @@ def _identify(args) -> int:
     from upref.check.identify import identify
 
     return _answer(args, identify(args.loss))
+
+
+def _report(args):
+    hp, skip = _hp(args.hp), tuple(args.skip)
+    if args.as_advantage:
+        from upref.check.advantages import check_advantages
+
+        return check_advantages(args.loss, args.as_advantage, skip=skip, **hp)
+    if args.as_kl:
+        from upref.check.kl import check_kl
+
+        if hp:
+            raise InputError("a KL estimator has no hyperparameter: leave --hp out.")
+        return check_kl(args.loss, args.as_kl, skip=skip)
+    from upref.check.verdict import check
+
+    return check(args.loss, args.name, skip=skip, **hp)
 
 
 def _audit(args) -> int:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ORACLES = (
-    "gradient", "value", "aggregation", "split", "padding", "poison", "on-policy", "stop-gradient", "extremes",
-    "dead-hyperparameter", "scaling", "permutation", "determinism", "mutation", "zero-advantage",
+    "gradient", "value", "aggregation", "split", "data-parallel", "padding", "poison", "on-policy", "stop-gradient",
+    "extremes", "dead-hyperparameter", "scaling", "permutation", "determinism", "mutation", "zero-advantage",
 )  # fmt: skip
 
 
@@ -22,6 +22,7 @@ class Case:
     hp: dict[str, Any] = field(default_factory=dict)
     oracles: set[str] = field(default_factory=set)  # one of these at least must fire; none: the loss is right
     bug: str = ""
+    leaks: bool = False  # a NaN in a masked slot reaches its gradient: a note
     source: str = ""  # project#thread where it was made, mended or asked about in public; "": only likely
 
     def __post_init__(self):

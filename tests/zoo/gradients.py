@@ -105,7 +105,17 @@ def kl_the_other_way(log_prob, old_log_prob, advantages, mask, ref_log_prob, *, 
     return -(torch.where(mask, terms - beta * kl, 0.0).sum(-1) / mask.sum(-1)).mean()
 
 
+def tie_with_a_detached_clip(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+    ratio = torch.exp(log_prob - old_log_prob)
+    clipped = ratio.detach().clamp(1 - eps_low, 1 + eps_high)  # "it is a constant there anyway"
+    return -torch.min(ratio * advantages, clipped * advantages)[mask].mean()
+
+
 ZOO = [
+    Case(
+        tie_with_a_detached_clip, "dapo", oracles={"gradient", "on-policy"},
+        bug="inside the window both sides are equal, and torch.min halves the gradient between them",
+    ),
     Case(
         ratio_of_itself, "grpo", oracles={"gradient", "dead-hyperparameter"},
         bug="old log-probabilities recomputed with the current weights: r = 1 for ever",

@@ -16,18 +16,6 @@ def denominator_only(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, e
     return -torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages).sum() / mask.sum()
 
 
-def zero_times_infinity(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
-    ratio = torch.exp(log_prob - old_log_prob)
-    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)
-    return -((terms * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
-
-
-def nan_on_the_way_back(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
-    ratio = torch.exp(log_prob - old_log_prob)
-    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
-    return -torch.where(mask, terms, 0.0).sum() / mask.sum()  # the value is clean, exp's gradient is 0 * NaN
-
-
 def shifted_by_one(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
     ratio = torch.exp(log_prob - old_log_prob)
     terms = torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
@@ -104,14 +92,6 @@ ZOO = [
         mask_never_read, "dapo", oracles={"poison", "padding", "gradient", "aggregation"}, bug="the mask is an ornament"
     ),
     Case(denominator_only, "dapo", oracles={"poison", "padding", "gradient"}, bug="padding is summed, tokens counted"),
-    Case(
-        zero_times_infinity, "grpo", oracles={"poison"},
-        bug="multiplying by the mask keeps a NaN of a masked slot", source="OpenRLHF/OpenRLHF#1240",
-    ),
-    Case(
-        nan_on_the_way_back, "dapo", oracles={"poison"},
-        bug="masked after exp: the value is finite, the gradient of masked slots is NaN", source="NVIDIA-NeMo/RL#4120",
-    ),
     Case(
         shifted_by_one, "dapo", oracles={"gradient", "padding", "poison"},
         bug="the mask of the inputs on the log-probabilities of the targets", source="CarperAI/trlx#582",

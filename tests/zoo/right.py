@@ -211,6 +211,39 @@ def one_response_at_a_time(log_prob, old_log_prob, advantages, mask, *, eps_low=
     return sum(losses) / len(losses)
 
 
+def masks_of_signs(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
+    """UP with one float mask for each sign of A."""
+    pos, neg = (((advantages > 0) == side) & mask for side in (True, False))
+    ratio = torch.exp((log_prob - old_log_prob) * neg)
+    negative = torch.min(ratio * advantages, ratio.clamp(min=1 - eps_low) * advantages)
+    return -((pos * advantages * log_prob).sum() + (neg * negative).sum()) / mask.sum()
+
+
+def rows_under_vmap(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+    """Every row under vmap, the clip as a hinge."""
+
+    def row(lp, old, A, inside):
+        r = torch.exp(torch.where(inside, lp - old, 0.0))
+        over = torch.where(A >= 0, (r - (1 + eps_high)).relu(), -((1 - eps_low) - r).relu())
+        return torch.where(inside, (r - over) * A, 0.0).sum()
+
+    return -torch.vmap(row)(log_prob, old_log_prob, advantages, mask).sum() / mask.sum()
+
+
+def multiplied_by_the_mask(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    """The textbook: multiplied by the mask, which keeps a NaN of a masked slot (OpenRLHF/OpenRLHF#1240)."""
+    ratio = torch.exp(log_prob - old_log_prob)
+    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps, 1 + eps) * advantages)
+    return -((terms * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+
+
+def masked_after_exp(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_high=0.28):
+    """The value is clean, the gradient of a NaN in a masked slot is not (NVIDIA-NeMo/RL#4120)."""
+    ratio = torch.exp(log_prob - old_log_prob)
+    terms = torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    return -torch.where(mask, terms, 0.0).sum() / mask.sum()  # the value is clean, exp's gradient is 0 * NaN
+
+
 ZOO = [
     Case(verl_style, "dapo", {"c": 3.0}),
     Case(verl_style_sequence_mean, "grpo"),
@@ -234,4 +267,8 @@ ZOO = [
     Case(geometric_by_logs, "gmpo"),
     Case(soft_gate, "sapo"),
     Case(one_response_at_a_time, "up_gspo"),
+    Case(rows_under_vmap, "dapo"),
+    Case(masks_of_signs, "up_dapo", leaks=True),
+    Case(multiplied_by_the_mask, "grpo", leaks=True),
+    Case(masked_after_exp, "dapo", leaks=True),
 ]

@@ -38,6 +38,7 @@ ROLES = {
     "group": "group groups group_id group_ids",
     "entropy": "entropy entropies",
     "totals": "totals",
+    "ranks": "dp_size world_size num_ranks",
 }
 ROLE = {name: role for role, all_ in ROLES.items() for name in all_.split()}
 MAIN = ("logp", "logp_old", "adv", "mask")
@@ -63,6 +64,12 @@ class Loss:
     contract: list[str] = field(default_factory=list)
     mutated: set[str] = field(default_factory=set)
     printed: bool = False
+    ranks: int = 1  # data-parallel ranks that it is told of
+
+    @property
+    def reads_ranks(self) -> bool:
+        """Whether it scales itself by their number."""
+        return self.framework == "verl" or "ranks" in self.reads
 
     @property
     def splits(self) -> bool:
@@ -88,7 +95,7 @@ class Loss:
             "group": torch.zeros(len(b.mask), dtype=torch.int64) if b.group is None else b.group.clone(),
             "entropy": torch.ones_like(b.logp_old) if b.entropy is None else b.entropy.clone(),
         } | free
-        return full | {"logp": logp, "totals": b.totals or Totals.of(b.mask, b.group)}
+        return full | {"logp": logp, "totals": b.totals or Totals.of(b.mask, b.group), "ranks": self.ranks}
 
     def run(self, full: dict[str, Any], b: Rollouts, **moved) -> Tensor:
         """The scalar; InputError in one sentence for whatever the loss does instead."""
@@ -322,7 +329,7 @@ def _verl(name: str, mode: Any, objective: Objective, hp) -> Loss:
     def call(self: Loss, full, moved):
         adv = full["adv"]
         b = _Bare(**{k: full[k] for k in ("logp", "logp_old", "mask", "totals")}, adv=adv)
-        return verl_loss(mode, b, agg, padding=None, **verl_settings(objective, hp | moved))  # type: ignore[arg-type]
+        return verl_loss(mode, b, agg, padding=None, ranks=full["ranks"], **verl_settings(objective, hp | moved))  # type: ignore[arg-type]
 
     said = ", ".join(f"{k}={v:g}" for k, v in verl_settings(objective, hp).items())
     contract = [

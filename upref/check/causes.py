@@ -127,6 +127,14 @@ def _forms(case: Case, bounds: list[float], lo: float, hi: float):
         "the maximum is taken where the minimum belongs",
         form(lambda r, A, lp: maximum(r * A, clip(r, 1 - lo, 1 + hi) * A)),
     )
+    weighs = o.name.startswith(("cispo", "dppo"))  # a constant weight on log π_θ is what these are
+    if not weighs:
+        yield (
+            "A multiplies after the minimum: min(r, clip(r)) A, which bounds the wrong side where A < 0",
+            form(lambda r, A, lp: minimum(r, clip(r, 1 - lo, 1 + hi)) * A),
+        )
+    if o.name.startswith("up"):
+        yield "log π_θ stands in the place of the ratio where A <= 0 too", form(lambda r, A, lp: A * lp)
     yield "old_log_prob has no effect: the ratio is of the policy to itself, always 1", lambda lp, old, A, m: A * lp
     yield "no bound has an effect: the ratio is not clipped", form(lambda r, A, lp: r * A)
     yield "the ratio is inverted: exp(old - new)", lambda lp, old, A, m: ppo(R(old, lp, m), A)
@@ -173,18 +181,26 @@ def _forms(case: Case, bounds: list[float], lo: float, hi: float):
     )
     yield "log π_θ stands in the place of the ratio where A <= 0 too", form(lambda r, A, lp: A * lp)
     yield (
-        f"{STOP}: the clipped ratio is a constant weight on log π_θ, though it should carry the gradient",
+        "the weight is bounded on both sides: clip(r, 1 - eps_low, 1 + eps_high)"
+        if weighs
+        else f"{STOP}: the clipped ratio is a constant weight on log π_θ, though it should carry the gradient",
         form(lambda r, A, lp: sg(clip(r, 1 - lo, 1 + hi)) * A * lp),
     )
     for said, f in (("clipped", lambda r: clip(r, 1 - lo, 1 + hi)), ("truncated", lambda r: r.clamp(max=1 + hi))):
         yield f"{STOP}: the {said} ratio on log π_θ is not detached", form(lambda r, A, lp, f=f: f(r) * A * lp)
-        yield f"the {said} ratio multiplies A without log π_θ", form(lambda r, A, lp, f=f: f(r) * A)
+        if weighs:
+            yield (
+                f"the {said} ratio multiplies A itself: beyond the cap no gradient is left",
+                form(lambda r, A, lp, f=f: f(r) * A),
+            )
     yield (
         "the ratio is missing from the weight: 1 in its place inside the bounds",
         form(lambda r, A, lp: where((A > 0) & (r <= 1 + hi) | (A <= 0) & (r >= 1 - lo), A * lp, 0 * lp)),
     )
     yield f"{STOP}: exp(log π_θ) without an anchor", lambda lp, old, A, m: where(A > 0, A * exp(lp), J(lp, old, A, m))
     for x in sorted({round(abs(float(torch.tensor(v).log())), 4) for v in bounds if v > 0}):
+        if x < 0.05:  # a bound of the response's ratio, no guard
+            continue
         clamped = lambda lp, old, A, m, x=x: J(old + (lp - old).clamp(-x, x), old, A, m)
         yield f"log r is clamped to ±{x:g}", clamped
     for x in bounds:

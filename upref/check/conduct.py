@@ -9,8 +9,10 @@ from torch import Tensor
 from upref.check.adapters import ROLES
 from upref.check.fit import Case
 from upref.check.oracles import fail, note, oracle, role_name
+from upref.check.regimes import OFF_EDGES
 from upref.check.report import Finding
 from upref.errors import InputError
+from upref.ops import replayed_sg
 from upref.rollouts import Rollouts
 
 CONSTANTS = "harmless while the caller passes tensors without requires_grad; .detach() makes it sure"
@@ -29,9 +31,33 @@ def stop_gradient(case: Case) -> list[Finding]:
         g = torch.autograd.grad(value, free, allow_unused=True)[0] if value.requires_grad else None
         if g is not None and (g != 0).any():
             out.append(role_name(k))
+    declared = _declared(case)
     if not out:
+        return declared
+    return [*declared, note("stop-gradient", f"a gradient would flow into {', '.join(out)}", cause=CONSTANTS)]
+
+
+def _declared(case: Case) -> list[Finding]:
+    """The surrogate against finite differences, every sg(x) held at its value: for losses in the words of upref.ops."""
+    b = case.grid(thin=3, edges=OFF_EDGES)  # on a bound, a finite difference means nothing
+    values: list[Tensor] = []
+    with replayed_sg(values):
+        case.loss(b)
+    if not values or case.tol > 1e-4 or case.o.coupled:
         return []
-    return [note("stop-gradient", f"a gradient would flow into {', '.join(out)}", cause=CONSTANTS)]
+    g, rng = -case.loss.gradient(b), torch.Generator().manual_seed(0)
+    for _ in range(4):
+        step = torch.where(b.mask, torch.randn(g.shape, generator=rng, dtype=g.dtype), 0) * 1e-6
+        ends = []
+        for sign in (1, -1):
+            with replayed_sg(values):
+                ends.append(case.loss(replace(b, logp=b.logp + sign * step)))
+        there, here = (ends[0] - ends[1]).item() / 2e-6, (g * step).sum().item() / 1e-6
+        if not abs(there - here) <= 1e-5 * (g * step).abs().sum().item() / 1e-6 + 1e-9:
+            why = "a .detach() that is not declared with sg, or a backward pass that is not its function's"
+            regime = "finite differences in a random direction, every sg(x) held at its value"
+            return [fail("stop-gradient", regime, f"derivative {there:.6g}", f"autograd {here:.6g}", cause=why)]
+    return []
 
 
 @oracle("mutation")

@@ -11,12 +11,14 @@ from torch import Tensor
 from upref.check.causes import STOP, cause
 from upref.check.fit import EXACT, HABIT, Case, anchor, promised
 from upref.check.oracles import example, fail, note, oracle, worst, wrong
+from upref.check.patterns import pattern
 from upref.check.regimes import interval, kinks
 from upref.check.report import Finding
 from upref.ops import mean_t, sum_t
+from upref.registry import REDUCE
 from upref.rollouts import Rollouts
 
-RANDOM = 200  # random batches beside the grid
+RANDOM = 120  # random batches beside the grid
 NAMES = {1.0: "A > 0", -1.0: "A < 0", 0.0: "A = 0"}
 
 
@@ -85,7 +87,9 @@ def _regimes(case, b, failing, off, r, A, found, ties) -> list[Finding]:
                 regions.append((text, members))
                 all_bounds += ends
     bounds = sorted({round(x, 7) for x in all_bounds})
-    why = cause(case, b, found, ties, bounds)
+    why = cause(case, b, found, ties, bounds) or pattern(
+        b, found, expected, r, b.mask & ~ties, case.tol, case.o.level not in REDUCE
+    )
     for n, (text, members) in enumerate(regions):
         i, t = worst(torch.where(members & failing, _typical(off, r), -1.0))
         show = example(case, b, wrong(case), (i, t)) if n < 4 else ""
@@ -185,7 +189,7 @@ def random_batch(case: Case, rng) -> Rollouts:
 
 def _random(case: Case, seed: int = 0) -> list[Finding]:
     rng = np.random.default_rng(seed)
-    for n in range(RANDOM):
+    for n in range(RANDOM // 4 if case.o.reads_mu else RANDOM):  # bisected bounds are slow
         b = random_batch(case, rng)
         off = case.off(b)
         if case.tol > 1e-4:

@@ -8,7 +8,7 @@ import torch
 
 from upref.check.curve import NAMES, column
 from upref.check.fit import Case
-from upref.check.oracles import example, fail, note, oracle, wrong
+from upref.check.oracles import as_python, example, fail, note, oracle, wrong
 from upref.check.report import Finding
 from upref.errors import InputError
 from upref.rollouts import Rollouts
@@ -59,7 +59,8 @@ def _overflows(case: Case, dtype) -> list[Finding]:
     b = replace(low, **wide("logp"), **wide("logp_old"), **wide("adv"), **wide("logp_ref"), **wide("entropy"))
     expected, found = case.expected(b), g / case.factors(b)
     log_r, A = b.logp - b.logp_old, b.adv
-    overflow = log_r.abs() > math.log(torch.finfo(dtype).max) - 1
+    inside = torch.float32 if case.tol > 1e-4 and dtype is torch.float64 else dtype  # a loss that computes in float32
+    overflow = log_r.abs() > math.log(torch.finfo(inside).max) - 1
     plain = (expected.abs() > 0.1 * A.abs()) & (expected.abs() < 10 * A.abs() + 1)  # a weight that is no ratio run away
     lost = ~found.isfinite() | ((found - expected).abs() > 0.1 * expected.abs())
     bad = ~found.isfinite() & ~overflow & (expected.abs() < 1e30) | lost & plain
@@ -72,15 +73,26 @@ def _overflows(case: Case, dtype) -> list[Finding]:
             why = (
                 "exp overflows where it is not taken, and 0 * inf = NaN on the way back"
                 if overflow[i, t]
-                else ("exp(log_prob) underflows: use differences of log-probabilities")
+                else "exp(log_prob) underflows: use differences of log-probabilities"
+                if b.logp[i, t] < math.log(torch.finfo(dtype).tiny) + 20
+                else "it computes in a narrower dtype than its inputs have"
             )
             if found[i, t].isfinite():
                 why = "an overflowing ratio is replaced by another weight"
             text = (
                 f"{NAMES[A[i, t].item()]}, log r = {log_r[i, t].item():.3g}, log π = {b.logp[i, t].item():.4g}, {short}"
             )
-            return [make("extremes", text, expected[i, t].item(), found[i, t].item(), cause=why)]
+            want, got = expected[i, t].item(), found[i, t].item()
+            if make is note:
+                return [note("extremes", text, want, got, why)]
+            return [fail("extremes", text, want, got, _one(low, i, dtype), why)]
     return []
+
+
+def _one(b: Rollouts, i: int, dtype) -> str:
+    """That response as Python, in its dtype."""
+    keep = {k: getattr(b, k)[i : i + 1, :1] for k in ("logp", "logp_old", "adv", "mask")}
+    return as_python(Rollouts(**keep)).replace("torch.float64", str(dtype))
 
 
 def _clamps(case: Case) -> list[Finding]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from upref.check.fit import Case, anchor
+from upref.check.fit import Case
 from upref.check.oracles import FIELDS, as_python, example, fail, moved, note, oracle, role_name, shrink, worst
 from upref.check.regimes import OFF_EDGES
 from upref.check.report import Finding
@@ -101,51 +101,67 @@ def _empty_row(case: Case, b: Rollouts, g: Tensor, slack: float) -> list[Finding
     ]
 
 
+JUNK = (0.0, -30.0, 30.0)  # what padding may hold: a log-probability of anything, an advantage of any size
+NOT_NUMBERS = (math.nan, math.inf, -math.inf, 1e30)
+LEAK = "NaN in a masked slot reaches the gradient: mask the inputs, torch.where(mask, x, 0), before multiplying"
+
+
 @oracle("poison")
 def poison(case: Case) -> list[Finding]:
+    """Numbers in masked slots must count for nothing; NaN there is a note, since frameworks pad with numbers."""
     b = case.grid(thin=5)
     value, g = case.loss.both(b)
     reads = [k for k in ("logp", "logp_old", "adv", "logp_ref", "entropy") if k in case.loss.reads]
-    for k in reads:
-        for p in (math.nan, math.inf, -math.inf, 1e30):
-            x = getattr(b, k)
-            if x is None or (k == "adv" and case.loss.adv_shape != "BT"):
-                continue
-            bad = lambda c, k=k, p=p: replace(c, **{k: getattr(c, k).masked_fill(~c.mask, p)})
-            try:
-                v2, g2 = case.loss.both(bad(b))
-            except InputError as e:
-                return [fail("poison", f"masked slots of {role_name(k)} hold {p}", "no effect", str(e))]
-            changes = {
-                f"the loss is {v2.item():.4g}": not torch.equal(v2, value),
-                "the gradient of unmasked tokens changes": not torch.equal(g2[b.mask], g[b.mask]),
-                "the gradient of the masked slots is not 0": not bool((g2[~b.mask] == 0).all()),
-            }
-            if not any(changes.values()):
-                continue
-            regime, what = (
-                f"masked slots of {role_name(k)} hold {p}",
-                " and ".join(w for w, on in changes.items() if on),
-            )
-            if case.loss.framework:
-                return [note("poison", regime, "no effect, bit for bit", what, POISON)]
+    leaks: list[Finding] = []
+    for k, p in ((k, p) for p in (*JUNK, *NOT_NUMBERS) for k in reads):
+        if getattr(b, k) is None or (k == "adv" and case.loss.adv_shape != "BT"):
+            continue
+        bad = lambda c, k=k, p=p: replace(c, **{k: getattr(c, k).masked_fill(~c.mask, p)})
+        regime = f"masked slots of {role_name(k)} hold {p:g}"
+        try:
+            v2, g2 = case.loss.both(bad(b))
+        except InputError as e:
+            if p in JUNK:
+                return [fail("poison", regime, "no effect", str(e))]
+            return [note("poison", regime, "no effect", str(e))]
+        changes = {
+            f"the loss is {v2.item():.4g}": not torch.equal(v2, value),
+            "the gradient of unmasked tokens changes": not torch.equal(g2[b.mask], g[b.mask]),
+            "the gradient of the masked slots is not 0": not bool((g2[~b.mask] == 0).all()),
+        }
+        if not any(changes.values()):
+            continue
+        what = " and ".join(w for w, on in changes.items() if on)
+        if p not in JUNK or case.loss.framework:
+            leaks = leaks or [note("poison", regime, "no effect, bit for bit", what, LEAK)]
+            continue
 
-            def shows(c: Rollouts, bad=bad) -> bool:
-                one, two = case.loss.both(c), case.loss.both(bad(c))
-                return not (torch.equal(one[0], two[0]) and torch.equal(one[1], two[1]))
+        def shows(c: Rollouts, bad=bad) -> bool:
+            one, two = case.loss.both(c), case.loss.both(bad(c))
+            return not (torch.equal(one[0], two[0]) and torch.equal(one[1], two[1]))
 
-            return [fail("poison", regime, "no effect, bit for bit", what, as_python(bad(shrink(b, shows))), POISON)]
-    return []
+        finite = v2.isfinite() and g2.isfinite().all()
+        why = "masked slots are read: the mask is missing from a sum, a mean or a bound" if finite else LEAK
+        return [fail("poison", regime, "no effect, bit for bit", what, as_python(bad(shrink(b, shows))), why)]
+    return leaks
 
 
-POISON = "0 * NaN = NaN: mask the inputs, torch.where(mask, x, 0), before exp and before the product"
+def _moves(case: Case, b: Rollouts, i: Tensor, slack: float) -> bool:
+    there = case.loss.gradient(regroup(b, lambda k, v: v[i]))
+    return bool(moved(there, case.loss.gradient(b)[i], b.mask[i], slack).max() > 0)
 
 
 @oracle("permutation")
 def permutation(case: Case) -> list[Finding]:
     b = replace(case.grid(thin=3, edges=OFF_EDGES), totals=None)  # on a bound, the order of a sum would decide
     g, n, slack = case.loss.gradient(b), len(b.mask), max(BIT, case.tol if case.tol > 1e-4 else 0)
-    for i in (torch.arange(n).roll(1), torch.arange(n).flip(0), torch.randperm(n, generator=torch.Generator())):
+    orders = (
+        lambda n: torch.arange(n).roll(1),
+        lambda n: torch.arange(n).flip(0),
+        lambda n: torch.randperm(n, generator=torch.Generator()),
+    )
+    for order in orders:
+        i = order(n)
         off = moved(case.loss.gradient(regroup(b, lambda k, v, i=i: v[i])), g[i], b.mask[i], slack)  # type: ignore[misc]
         if off.max() > 0:
             break
@@ -157,7 +173,8 @@ def permutation(case: Case) -> list[Finding]:
             "rows in another order",
             "the same gradient, in that order",
             "another gradient",
-            cause="rows are read by position, as if groups were contiguous or equal in size",
+            as_python(shrink(b, lambda c: _moves(case, c, order(len(c.mask)), slack))),
+            "rows are read by position, as if groups were contiguous or equal in size",
         )
     ]
 
@@ -174,7 +191,8 @@ def determinism(case: Case) -> list[Finding]:
             "the same batch twice",
             "the same numbers",
             "other numbers",
-            cause="it draws random numbers or keeps state between calls",
+            as_python(shrink(b, lambda c: not torch.equal(case.loss.gradient(c), case.loss.gradient(c)))),
+            "it draws random numbers or keeps state between calls",
         )
     ]
 
@@ -189,13 +207,19 @@ def scaling(case: Case) -> list[Finding]:
     if off.max() == 0:
         return []
     i, t = worst(off)
+
+    def scales(c: Rollouts) -> bool:
+        one, three = case.loss.gradient(c), case.loss.gradient(replace(c, adv=3 * c.adv))
+        return bool(moved(three / 3, one, c.mask, max(1e-6, case.tol)).max() > 0)
+
     return [
         fail(
             "scaling",
             "all advantages times 3",
             f"3 times the gradient: {3 * g[i, t].item():.6g}",
             f"{g2[i, t].item():.6g}",
-            cause="advantages are normalised, clipped or squared inside",
+            as_python(shrink(b, scales, (i, t))),
+            "advantages are normalised, clipped or squared inside",
         )
     ]
 
@@ -217,34 +241,3 @@ def zero_advantage(case: Case) -> list[Finding]:
             cause="a term without A, or a division by the advantages' deviation",
         )
     ]
-
-
-@oracle("split")
-def split(case: Case) -> list[Finding]:
-    loss, out = case.loss, []
-    if case.o.coupled:
-        return []
-    b = case.ready(anchor())
-    b = replace(b, logp=b.logp - 0.05 * b.logp.cos().abs())
-    v, g = loss.both(b)
-    for n in (2, 3, 8):
-        parts = [loss.both(m) for m in b.split(n)]
-        g2, v2 = torch.cat([p[1] for p in parts]), sum(p[0] for p in parts)
-        off = moved(g2, g, b.mask, max(1e-7, case.tol if case.tol > 1e-4 else 0))
-        if off.max() > 0:
-            i, t = worst(off)
-            out.append(
-                fail(
-                    "split",
-                    f"{n} micro-batches of unequal lengths, their losses added up",
-                    f"dJ/dlp {g[i, t].item():.6g}, as of the whole",
-                    f"{g2[i, t].item():.6g}",
-                    as_python(b),
-                    "it is normalised by the micro-batch, not by the mini-batch's totals",
-                )
-            )
-            break
-        if (v2 - v).abs() > 1e-6 * v.abs().clamp(min=1e-3):
-            out.append(note("split", f"the value of {n} micro-batches does not add up, the gradient does"))
-            break
-    return out

@@ -4,7 +4,7 @@
 import time
 from typing import Any
 
-from upref.check import conduct, curve, extremes, invariance  # noqa: F401  they register their oracles
+from upref.check import conduct, curve, extremes, invariance, parallel  # noqa: F401  they register their oracles
 from upref.check.adapters import SHAPES, Loss, adapt
 from upref.check.fit import EXACT, HABIT, Case, anchor, fit
 from upref.check.oracles import ORACLES
@@ -17,6 +17,7 @@ ORDER = (
     "on-policy",
     "aggregation",
     "split",
+    "data-parallel",
     "padding",
     "poison",
     "stop-gradient",
@@ -72,7 +73,9 @@ def _not_run(name: str, case: Case, skip) -> str:
         return "skipped on request"
     if name == "split" and not case.loss.splits:
         return "the loss is one call on the whole mini-batch: it takes no `totals`"
-    if name == "split" and case.o.coupled:
+    if name == "data-parallel" and (why := parallel.not_parallel(case)):
+        return why
+    if name in ("split", "data-parallel") and case.o.coupled:
         return case.o.coupled
     if name == "on-policy" and case.o.off_anchor:
         return case.o.off_anchor
@@ -130,7 +133,9 @@ def contract(case: Case) -> list[str]:
         out.append("it takes the mask as numbers")
     if loss.unreduced:
         out.append(f"it answers without reduction: aggregated here by {case.o.agg}")
-    elif not loss.splits:
+    if not parallel.not_parallel(case) and not case.o.coupled:
+        out.append(f"gradients of data-parallel ranks are averaged; {parallel.contract(case)}")
+    if not loss.splits:
         out.append("one call sees the whole mini-batch: what its micro-batches add up to is not checked")
     if loss.first_of:
         out.append("it answers with a tuple: its first element is the loss")

@@ -28,12 +28,18 @@ def verl():
 
 
 def verl_loss(
-    loss_mode: str | Callable, b: Rollouts, agg: str = "token-mean", padding: float | None = 0.0, **actor_config
+    loss_mode: str | Callable,
+    b: Rollouts,
+    agg: str = "token-mean",
+    padding: float | None = 0.0,
+    ranks: int = 1,
+    **actor_config,
 ) -> Tensor:
     """The scalar that verl would call backward() on for this (micro-)batch on one rank; gradients flow into b.logp.
 
     loss_mode: a registered name, or a function of that signature. actor_config: fields of verl's ActorConfig. Masked
-    slots hold `padding`, or with None what the batch has there. The counts of the mini-batch are b.totals.
+    slots hold `padding`, or with None what the batch has there. The counts of the mini-batch are b.totals; ranks: how
+    many average their gradients.
     """
     core_algos, ActorConfig, _ = verl()
     try:
@@ -45,7 +51,7 @@ def verl_loss(
         raise InputError(f"verl refuses loss_mode={loss_mode}, loss_agg_mode={agg}, {actor_config}: {e}") from e
     totals = b.totals or Totals.of(b.mask)
     config.global_batch_info.update(  # what verl's ppo_loss fills in
-        dp_size=1,
+        dp_size=ranks,
         batch_num_tokens=int(totals.tokens),
         global_batch_size=int(totals.sequences),
         loss_scale_factor=config.loss_scale_factor,

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`upref.check_advantages` and `upref.check_kl` on functions of other people, right and wrong."""
+
+import math
+from fractions import Fraction
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zoo.advantages import RIGHT, WRONG, loop_over_prompts, single_precision
+
+import upref
+from upref import advantages, kl
+from upref.check import kl as kl_check
+from upref.check.pytest_plugin import _assert_advantages, _assert_kl  # noqa: F401  the fixtures, as pytest finds them
+from upref.check.rationals import exact
+from upref.cli import main
+
+ids = lambda x: getattr(x, "__name__", None)
+
+
+# ---- advantages ------------------------------------------------------------------------------------------------------
+rows = st.lists(st.tuples(st.integers(-8, 8).map(lambda k: Fraction(k, 4)), st.integers(0, 3)), min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows, st.sampled_from([0, 1]))
+def test_two_witnesses_agree(batch, ddof):
+    R, group = map(list, zip(*batch, strict=True))
+    r, g = torch.tensor([float(x) for x in R], dtype=torch.float64), torch.tensor(group)
+    for name, f in advantages.ADVANTAGES.items():
+        if name != "signed":
+            hp = {"ddof": ddof, "eps": 1e-6} if name in ("group_norm", "whiten", "group_mean_whiten") else {}
+            want = exact(name, R, group, **hp)
+            torch.testing.assert_close(f(r, g, **hp), torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", advantages.ADVANTAGES)
+def test_the_reference_is_accepted(name):
+    report = upref.check_advantages(advantages.get(name), name)
+    assert report.assert_ok() is report
+
+
+@pytest.mark.parametrize(("fn", "name", "said"), RIGHT, ids=ids)
+def test_right_advantages(fn, name, said):
+    report = upref.check_advantages(fn, name)
+    assert report and said in str(report), str(report)
+
+
+@pytest.mark.parametrize(("fn", "name", "oracle", "cause"), WRONG, ids=ids)
+def test_wrong_advantages(fn, name, oracle, cause):
+    report = upref.check_advantages(fn, name)
+    hit = [f for f in report.failures if f.oracle == oracle]
+    assert not report and hit and any(cause in f.cause for f in hit), str(report)
+
+
+def test_the_wrong_advantages_are_wrong_and_a_batch_shows_it():
+    fn = WRONG[0][0]
+    f = upref.check_advantages(fn, "group_norm").failures[0]
+    scope = {"torch": torch}
+    exec(f.batch, scope)
+    theirs, ours = (h(scope["rewards"], scope["group"]) for h in (fn, advantages.group_norm))
+    assert (theirs - ours).abs().max() > 0.1 and len(ours) <= 4
+
+
+def test_ddof_and_eps_are_read_off_or_held_to():
+    assert upref.check_advantages(loop_over_prompts, "group_norm").hp == {"ddof": 1, "eps": pytest.approx(1e-6)}
+    assert upref.check_advantages(advantages.group_norm, "group_norm", ddof=0, eps=0.25).hp == {"ddof": 0, "eps": 0.25}
+    wrong = upref.check_advantages(loop_over_prompts, "group_norm", ddof=0)
+    assert "G - 1 (Bessel)" in wrong.failures[0].cause
+    assert not upref.check_advantages(partial(advantages.group_norm, eps=0.3), "group_norm")
+    assert upref.check_advantages(single_precision, "group_norm").tolerances["advantage, relative"] > 1e-6
+
+
+@pytest.mark.verl
+@pytest.mark.parametrize(
+    ("name", "estimator", "fails"),
+    [("grpo", "group_norm", {"singletons"}), ("rloo", "leave_one_out", set()),
+     ("reinforce_plus_plus_baseline", "group_mean_whiten", {"values"})],
+)  # fmt: skip
+def test_verls_estimators(name, estimator, fails):
+    pytest.importorskip("verl")
+    report = upref.check_advantages(f"verl:{name}", estimator)
+    assert {f.oracle for f in report.failures} == fails, str(report)
+    assert name == "rloo" or report.failures[0].cause in (
+        "the reward itself, without a baseline",
+        "whitened over tokens, where a long response counts more",
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: upref.check_advantages(loop_over_prompts, "group_nrm"), "group_norm"),
+        (lambda: upref.check_advantages(loop_over_prompts, "group_mean", eps=1e-6), "no setting 'eps'"),
+        (lambda: upref.check_advantages(loop_over_prompts, "group_norm", skip=("x",)), "no oracle"),
+        (lambda: upref.check_advantages(3, "group_norm"), "not an advantage function"),
+        (lambda: upref.check_advantages(lambda rewards, group, tokenizer: rewards, "group_norm"), "tokenizer"),
+        (lambda: upref.check_advantages(lambda rewards, group: rewards[:2], "group_norm"), "answers with shape"),
+        (lambda: upref.check_advantages(lambda rewards, group: "A", "group_norm"), "answers with str"),
+        (lambda: upref.check_advantages(lambda rewards, group: rewards / missing, "group_norm"), "raised NameError"),  
+        (lambda: upref.check_kl(kl.k1, "k4"), "no KL estimator"),
+        (lambda: upref.check_kl(kl.k1, "k1", skip=("x",)), "no oracle"),
+        (lambda: upref.check_kl(lambda lp, ref: (lp - ref).sum(), "k1"), "one per token"),
+        (lambda: upref.check_kl(lambda lp, ref, beta: lp, "k1"), "beta"),
+        (lambda: upref.check_kl("math:pi", "k1"), "not a function"),
+        (lambda: upref.check_kl(lambda lp, ref: lp.foo(), "k1"), "raised AttributeError"),
+    ],
+)  # fmt: skip
+def test_what_is_no_estimator_is_one_sentence(call, said):
+    with pytest.raises(upref.InputError, match=said) as e:
+        call()
+    assert "\n" not in str(e.value)
+
+
+# ---- KL --------------------------------------------------------------------------------------------------------------
+def k3_by_hand(logprob, ref_logprob):
+    d = ref_logprob - logprob
+    return torch.exp(d) - d - 1
+
+
+def clamped(logprob, ref_logprob):
+    return k3_by_hand(logprob, ref_logprob).clamp(-10, 10)
+
+
+def far_clamp(logprob, ref_logprob):
+    d = (ref_logprob - logprob).clamp(-30, 30)
+    return d.expm1() - d
+
+
+def under_no_grad(logprob, ref_logprob):
+    with torch.no_grad():
+        return k3_by_hand(logprob, ref_logprob)
+
+
+KL_WRONG = [
+    (under_no_grad, "k3", "gradient", "no_grad"),
+    (lambda lp, ref: kl.k3(ref, lp), "k3", "value", "the other way round"),
+    (lambda lp, ref: (ref - lp).exp() - 1 + (ref - lp), "k3", "value", "sign of its logarithm"),
+    (lambda lp, ref: ref - lp, "k1", "value", "sign flipped"),
+    (lambda lp, ref: (lp - ref) ** 2, "k2", "value", "without its 1/2"),
+    (lambda lp, ref: (lp - ref).abs(), "k1", "value", "|log"),
+    (lambda lp, ref: lp.exp() * (lp - ref), "k1", "value", "weighted by a probability"),
+    (clamped, "k3", "clamp", "bites"),
+    (lambda lp, ref: kl.k2(lp, ref) + (kl.k3(lp, ref) - kl.k2(lp, ref)).detach(), "k3", "gradient", "straight"),
+    (kl.k1, "k3", "value", "k1 itself"),
+    (lambda lp, ref: kl.k1(lp, ref) + 1e-3 * torch.rand(()), "k1", "determinism", ""),
+]
+
+
+@pytest.mark.parametrize("name", kl.ESTIMATORS)
+def test_right_kl(name, assert_kl):
+    assert assert_kl(kl.ESTIMATORS[name], name)
+
+
+def test_right_kl_by_other_hands():
+    assert upref.check_kl(k3_by_hand, "k3")
+    far = upref.check_kl(far_clamp, "k3")
+    assert far and any(n.oracle == "clamp" for n in far.notes)
+
+
+@pytest.mark.parametrize(("fn", "name", "oracle", "cause"), KL_WRONG)
+def test_wrong_kl(fn, name, oracle, cause):
+    report = upref.check_kl(fn, name)
+    hit = [f for f in report.failures if f.oracle == oracle]
+    assert not report and hit and any(cause in f.cause for f in hit), str(report)
+
+
+def test_whose_gradient_it_is():
+    """The table in upref/kl.py, by enumeration; and off policy none of the three has the gradient of a divergence."""
+    want = {"k1": "zero", "k2": "reverse", "k3": "forward"}
+    assert {n: kl_check.whose(f) for n, f in kl.ESTIMATORS.items()} == want
+    assert not any(kl_check.whose(f, off_policy=True) for f in kl.ESTIMATORS.values())
+    assert kl_check.whose(lambda lp, ref: -kl.k2(lp, ref)) == "-reverse"
+    reverse = kl_check.divergences()["reverse"][0]
+    for n in ("k1", "k3"):
+        assert math.isclose(kl_check.expected(kl.ESTIMATORS[n])[0], reverse, rel_tol=1e-12)
+    assert "reverse divergence" in str(upref.check_kl(kl.k2, "k2"))
+
+
+# ---- the ways in -----------------------------------------------------------------------------------------------------
+def test_command(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text("import torch\n\ndef adv(rewards, group):\n    return rewards - rewards.mean()\n\n"
+                    "def kl(lp, ref):\n    return lp - ref\n")  # fmt: skip
+    assert main(["check", f"{file}:adv", "--as-advantage", "group_mean"]) == 1
+    assert "whole batch" in capsys.readouterr().out
+    assert main(["check", f"{file}:kl", "--as-kl", "k1", "--json"]) == 0
+    assert main(["check", f"{file}:kl", "--as-kl", "k1", "--hp", "beta=1"]) == 2
+    with pytest.raises(SystemExit) as e:
+        main(["check", f"{file}:kl"])
+    assert e.value.code == 2
+
+
+def test_plugin(assert_advantages, assert_kl):
+    assert assert_advantages(loop_over_prompts, "group_norm")
+    with pytest.raises(pytest.fail.Exception, match="values"):
+        assert_advantages(loop_over_prompts, "leave_one_out")
+    with pytest.raises(pytest.fail.Exception, match="forward divergence"):
+        assert_kl(kl.k3, "k2")

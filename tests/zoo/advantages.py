@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Advantage functions `(rewards, group) -> A` as people write them, and what is wrong with each."""
+
+from collections import defaultdict
+
+import numpy as np
+import torch
+
+
+# ---- right ----------------------------------------------------------------------------------------------------------
+def loop_over_prompts(rewards, group):
+    out = torch.empty_like(rewards)
+    for g in group.unique():
+        rows = group == g
+        x = rewards[rows]
+        std = x.std() if len(x) > 1 else x.new_zeros(())
+        out[rows] = (x - x.mean()) / (std + 1e-6)
+    return out
+
+
+def population_by_bincount(rewards, group):
+    n = torch.bincount(group)
+    total = torch.zeros(len(n), dtype=rewards.dtype).index_add(0, group, rewards)
+    centred = rewards - (total / n)[group]
+    squares = torch.zeros(len(n), dtype=rewards.dtype).index_add(0, group, centred**2)
+    return centred / ((squares / n).sqrt()[group] + 1e-4)
+
+
+def dictionary_of_lists(scores, index):
+    """Plain Python, as reward managers do it: prompts are strings."""
+    by_prompt = defaultdict(list)
+    for s, i in zip(scores, index, strict=True):
+        by_prompt[i].append(float(s))
+    means = {k: sum(v) / len(v) for k, v in by_prompt.items()}
+    return [float(s) - means[i] for s, i in zip(scores, index, strict=True)]
+
+
+def numpy_population(rewards: np.ndarray, groups: np.ndarray):
+    out = np.zeros_like(rewards)
+    for g in np.unique(groups):
+        rows = groups == g
+        out[rows] = (rewards[rows] - rewards[rows].mean()) / (rewards[rows].std() + 1e-8)
+    return out
+
+
+def single_precision(rewards, group):
+    return loop_over_prompts(rewards.float(), group)
+
+
+def view_of_prompts(rewards, num_generations):
+    grouped = rewards.view(-1, num_generations)
+    return ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)).view(-1)
+
+
+def rectangular(rewards):
+    return rewards - rewards.mean(dim=-1, keepdim=True)
+
+
+def sum_of_the_others(rewards, group):
+    same = (group[:, None] == group[None, :]).to(rewards.dtype)
+    n = same.sum(1)
+    return torch.where(n > 1, rewards - (same @ rewards - rewards) / (n - 1).clamp(min=1), 0.0)
+
+
+def onto_tokens(token_level_rewards, response_mask, index, epsilon=1e-6):
+    """verl's signature."""
+    scores = token_level_rewards.sum(-1)
+    ids = np.unique(index, return_inverse=True)[1]
+    A = loop_over_prompts(scores, torch.as_tensor(ids))
+    A = A[:, None] * response_mask
+    return A, A
+
+
+def batch_z_score(rewards):
+    return (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-8)
+
+
+def refuses_missing(rewards, group):
+    if not torch.isfinite(rewards).all():
+        raise ValueError("a reward is missing")
+    return loop_over_prompts(rewards, group)
+
+
+RIGHT = [
+    (loop_over_prompts, "group_norm", "Bessel"), (population_by_bincount, "group_norm", "population"),
+    (dictionary_of_lists, "group_mean", ""), (numpy_population, "group_norm", "numpy"),
+    (single_precision, "group_norm", "float32"), (view_of_prompts, "group_norm", "contiguous"),
+    (rectangular, "group_mean", "[prompts, n]"), (sum_of_the_others, "leave_one_out", ""),
+    (onto_tokens, "group_norm", "strings"), (batch_z_score, "whiten", "population"),
+    (refuses_missing, "group_norm", "Bessel"),
+]  # fmt: skip
+
+
+# ---- wrong ----------------------------------------------------------------------------------------------------------
+def over_the_batch(rewards, group):
+    return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+
+
+def std_of_the_batch(rewards, group):
+    out = rewards.clone()
+    for g in group.unique():
+        out[group == g] -= rewards[group == g].mean()
+    return out / (rewards.std() + 1e-6)
+
+
+def fixed_stride(rewards, group):
+    n = int((group == group[0]).sum())
+    x = rewards.view(-1, n)
+    return ((x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1e-6)).flatten()
+
+
+def one_group_if_uneven(rewards, group):
+    counts = torch.bincount(group)
+    n = int(counts[0]) if (counts == counts[0]).all() else len(rewards)
+    x = rewards.view(-1, n)
+    return ((x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1e-6)).flatten()
+
+
+def contiguous_by_counts(rewards, group):
+    parts = rewards.split(torch.bincount(group).tolist())
+    return torch.cat([(x - x.mean()) / (x.std() + 1e-6) if len(x) > 1 else x * 0 for x in parts])
+
+
+def normalised_twice(rewards, group):
+    A = loop_over_prompts(rewards, group)
+    return (A - A.mean()) / (A.std() + 1e-8)
+
+
+def includes_itself(rewards, group):
+    return sum_of_the_others(rewards, group) * 0 + torch.tensor(dictionary_of_lists(rewards, group.tolist()))
+
+
+def one_too_few(rewards, group):
+    same = (group[:, None] == group[None, :]).to(rewards.dtype)
+    return rewards - (same @ rewards) / (same.sum(1) - 1).clamp(min=1)
+
+
+def nan_for_one(rewards, group):
+    out = torch.empty_like(rewards)
+    for g in group.unique():
+        x = rewards[group == g]
+        out[group == g] = (x - x.mean()) / (x.std() + 1e-6)
+    return out
+
+
+def no_eps(rewards, group):
+    out = torch.zeros_like(rewards)
+    for g in group.unique():
+        x = rewards[group == g]
+        out[group == g] = (x - x.mean()) / x.std() if len(x) > 1 else 0.0
+    return out
+
+
+def large_eps(rewards, group):
+    A = dictionary_of_lists(rewards, group.tolist())
+    std = torch.stack([rewards[group == g].std(correction=0) for g in group])
+    return torch.tensor(A) / (std + 0.1)
+
+
+def variance_for_deviation(rewards, group):
+    A = torch.tensor(dictionary_of_lists(rewards, group.tolist()))
+    var = torch.stack([rewards[group == g].var(correction=0) for g in group])
+    return A / (var + 1e-6)
+
+
+def median_baseline(rewards, group):
+    return rewards - torch.stack([rewards[group == g].quantile(0.5) for g in group])
+
+
+def divided_not_centred(rewards, group):
+    return rewards / (torch.stack([rewards[group == g].std(correction=0) for g in group]) + 1e-6)
+
+
+def no_division(rewards, group):
+    return torch.tensor(dictionary_of_lists(rewards, group.tolist()))
+
+
+def missing_is_zero(rewards, group):
+    return loop_over_prompts(rewards.nan_to_num(0.0), group)
+
+
+def loser_takes_nothing(rewards, group):
+    return loop_over_prompts(rewards, group).clamp(min=0)
+
+
+def clipped_at_one(rewards, group):
+    return loop_over_prompts(rewards, group).clamp(-1, 1)
+
+
+def baseline_minus_reward(rewards, group):
+    return -loop_over_prompts(rewards, group)
+
+
+def in_place(rewards, group):
+    for g in group.unique():
+        rewards[group == g] -= rewards[group == g].mean()
+    return rewards
+
+
+def jitter(rewards, group):
+    return loop_over_prompts(rewards, group) + 1e-3 * torch.randn(len(rewards), dtype=rewards.dtype)
+
+
+def averaged_over_tokens(token_level_rewards, response_mask, index):
+    scores = (token_level_rewards * response_mask).sum(-1) / response_mask.sum(-1)
+    ids = torch.as_tensor(np.unique(index, return_inverse=True)[1])
+    A = loop_over_prompts(scores, ids)[:, None] * response_mask
+    return A, A
+
+
+WRONG = [  # function, estimator, oracle, cause
+    (over_the_batch, "group_norm", "values", "over the batch"),
+    (std_of_the_batch, "group_norm", "values", "divided by the std of the whole batch"),
+    (fixed_stride, "group_norm", "uneven-groups", "stride"),
+    (one_group_if_uneven, "group_norm", "uneven-groups", "whole batch"),
+    (contiguous_by_counts, "group_norm", "interleaving", "contiguous"),
+    (normalised_twice, "group_norm", "values", "twice"),
+    (includes_itself, "leave_one_out", "values", "includes the response itself"),
+    (one_too_few, "leave_one_out", "values", "over G - 1, the response itself"),
+    (nan_for_one, "group_norm", "singletons", "NaN"),
+    (no_eps, "group_norm", "equal-rewards", "eps"),
+    (large_eps, "group_norm", "values", "shrinks"),
+    (variance_for_deviation, "group_norm", "values", "variance"),
+    (median_baseline, "group_mean", "values", "median"),
+    (divided_not_centred, "group_norm", "values", "nothing is subtracted"),
+    (no_division, "group_norm", "values", "it is group_mean"),
+    (missing_is_zero, "group_norm", "missing-reward", "before the baseline"),
+    (loser_takes_nothing, "group_norm", "values", "negative advantages are dropped"),
+    (clipped_at_one, "group_norm", "values", "clipped to ±1"),
+    (baseline_minus_reward, "group_norm", "values", "sign"),
+    (in_place, "group_mean", "mutation", "in-place"),
+    (jitter, "group_norm", "determinism", "random"),
+    (averaged_over_tokens, "group_norm", "values", ""),
+]  # fmt: skip
