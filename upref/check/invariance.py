@@ -227,7 +227,7 @@ def split(case: Case) -> list[Finding]:
     b = case.ready(anchor())
     b = replace(b, logp=b.logp - 0.05 * b.logp.cos().abs())
     v, g = loss.both(b)
-    for n in (2, 3, 8):
+    for n in loss.parts:
         parts = [loss.both(m) for m in b.split(n)]
         g2, v2 = torch.cat([p[1] for p in parts]), sum(p[0] for p in parts)
         off = moved(g2, g, b.mask, max(1e-7, case.tol if case.tol > 1e-4 else 0))
