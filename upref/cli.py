@@ -74,13 +74,18 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument("name", metavar="NAME|all")
     c.add_argument("--json", action="store_true")
     c = command("check", _check, "whether a loss is the objective it is meant to be, and where it is not")
-    c.add_argument("loss", metavar="LOSS", help="package.module:function, path/to/file.py:function or verl:loss_mode")
+    c.add_argument(
+        "loss",
+        metavar="LOSS",
+        help="package.module:function, path/to/file.py:function, verl:loss_mode or trl:loss_type",
+    )
     c.add_argument("--as", dest="name", metavar="NAME", required=True, help="the objective (`upref list`)")
     c.add_argument("--hp", action="append", default=[], metavar="K=V", help="hyperparameter, e.g. eps_high=0.28")
     c.add_argument("--skip", action="append", default=[], metavar="ORACLE", help="an oracle not to run")
     c.add_argument("--json", action="store_true")
     c = command("audit", _audit, "the installed framework's losses against the papers")
-    c.add_argument("framework", choices=["verl"])
+    c.add_argument("framework", choices=["verl", "trl"])
+    c.add_argument("--ledger", action="store_true", help="print the recorded deviations, with evidence; runs nothing")
     c.add_argument("--json", action="store_true")
     c = command("doctor", _doctor, "versions, optional parts, and a self-test of every gradient")
     c.add_argument("--json", action="store_true")
@@ -300,14 +305,19 @@ def _check(args) -> int:
 
 
 def _audit(args) -> int:
-    from upref.check.audit import audit_verl
+    from upref.check import audit, ledger
 
-    audit = audit_verl()
+    if args.ledger:
+        entries = [e for e in ledger.read() if e.framework == args.framework]
+        said = [asdict(e) for e in entries] if args.json else "\n\n".join(map(str, entries))
+        print(json.dumps(said, indent=1, ensure_ascii=False) if args.json else said)
+        return 0
+    table = audit.audit(args.framework)
     if args.json:
-        print(audit.json())
+        print(table.json())
     else:
-        _console().print(audit)
-    return 0 if audit else 1
+        _console().print(table)
+    return 0 if table else 1
 
 
 def _doctor(args) -> int:

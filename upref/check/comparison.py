@@ -34,6 +34,7 @@ class Reason:
     agg: str | None = None
     view: Callable[[Rollouts], Rollouts] = lambda b: b
     scale: Callable[[Rollouts], Tensor | float] = lambda b: 1.0
+    term: Callable[[Rollouts], Tensor] | None = None  # added to J
     # tokens too near to a bound that rounding moves
     skip: Callable[[Rollouts], Tensor] = lambda b: torch.zeros_like(b.mask)
 
@@ -138,7 +139,9 @@ def grid(c: Comparison) -> Rollouts:
     b = _join(*(batch(o, edges=edges, seed=i, **hp) for i, (o, hp) in enumerate(pairs)), _far())
     # masked slots hold what could pass for tokens, as a tool's answer in a multi-turn response does
     junk = {"logp": -1.0, "logp_old": -2.0, "adv": 0.5}
-    return replace(b, **{k: getattr(b, k).masked_fill(~b.mask, v) for k, v in junk.items()})
+    b = replace(b, **{k: getattr(b, k).masked_fill(~b.mask, v) for k, v in junk.items()})
+    i = torch.arange(b.mask.numel(), dtype=b.logp.dtype).reshape(b.mask.shape)
+    return replace(b, logp_ref=b.logp_old - 0.3 - 0.2 * i.sin())
 
 
 def _far() -> Rollouts:
@@ -159,7 +162,8 @@ def _join(*bs: Rollouts) -> Rollouts:
         n = int(group[-1].max()) + 1
     x = [wide("logp"), wide("logp_old"), wide("adv"), wide("mask"), torch.cat(group)]
     # some rows twice, so that micro-batches are of one size, as TRL's are
-    return Rollouts(*(torch.cat([v, v[: -len(v) % MICRO]]) for v in x))
+    logp, old, adv, mask, groups = (torch.cat([v, v[: -len(v) % MICRO]]) for v in x)
+    return Rollouts(logp, old, adv, mask, groups)
 
 
 def _accounted(c: Comparison, reasons: tuple[Reason, ...]) -> tuple[Objective, dict[str, Any]]:
@@ -193,7 +197,7 @@ def _reference(c: Comparison, reasons: tuple[Reason, ...], b: Rollouts) -> Tenso
     def J(x: Rollouts) -> Tensor:
         for why in reasons:
             x = why.view(x)
-        return o(x, **hp)
+        return sum((why.term(x) for why in reasons if why.term), o(x, **hp))
 
     return grad(J, b) * factor
 

@@ -48,7 +48,9 @@ def _field(name: str, word: str) -> tuple[str, Any]:
 
 def written(mode: str, fields: dict[str, Any]) -> str:
     """The name, without its framework, of a loss at these settings and otherwise the framework's defaults."""
-    return ",".join([mode, "defaults", *(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items())])
+    return ",".join(
+        [mode, "defaults", *(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items())]
+    )
 
 
 def _clip(h: dict[str, Any]) -> tuple[Any, Any]:
@@ -57,7 +59,9 @@ def _clip(h: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _said(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in settings.items()) or "its defaults"
+    return (
+        ", ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in settings.items()) or "its defaults"
+    )
 
 
 # ---- verl ------------------------------------------------------------------------------------------------------------
@@ -102,12 +106,14 @@ def trl_settings(mode: str | type, objective: Objective, hp: dict[str, Any]) -> 
         high = 1 + high  # TRL's is the cap itself
     says = {"epsilon": low, "epsilon_high": high, "delta": h.get("c"), "beta": h.get("beta")}
     says |= {f"sapo_temperature_{side}": h.get(f"tau_{side}") for side in ("pos", "neg")}
+    if h.get("beta"):
+        says["use_bias_correction_kl"] = False  # on by default, and in no paper before DeepSeek-V3.2's
     if objective.level == "sequence":
         says["importance_sampling_level"] = "sequence"
     if mode == "dr_grpo":
         says["max_completion_length"] = 1  # the constant by which TRL divides the sum over tokens
-    known = config_of(trainer_of(mode)[0]).__dataclass_fields__
-    return {k: v for k, v in says.items() if v is not None and k in known}
+    known = config_of(trainer_of(mode)[0])
+    return {k: v for k, v in says.items() if v is not None and hasattr(known, k)}
 
 
 def trl(name: str, mode: str | type, objective: Objective, hp, fields=None, plain: bool = False) -> Loss:
@@ -120,9 +126,9 @@ def trl(name: str, mode: str | type, objective: Objective, hp, fields=None, plai
         return trl_loss(mode, b, padding=None, **settings(hp | moved))  # type: ignore[arg-type]
 
     contract = [
-        f"TRL's contract: {_said(settings(hp))}; an optimizer step is one generation batch, cut into micro-batches of "
-        "equal size; num_items_in_batch counts its tokens and current_gradient_accumulation_steps its micro-batches, so "
-        "that the losses that training_step hands to backward add up; masked slots hold finite numbers"
+        f"TRL's contract: {_said(settings(hp))}; an optimizer step is one generation batch, cut into equal "
+        "micro-batches; num_items_in_batch counts its tokens, current_gradient_accumulation_steps its micro-batches, "
+        "so that the losses that training_step hands to backward add up; masked slots hold finite numbers"
     ]
     reads = frozenset({*MAIN, "totals", "logp_ref", "entropy"})
     return Loss(

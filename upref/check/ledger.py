@@ -56,7 +56,11 @@ class Entry:
 
     def __str__(self) -> str:
         lines = [f"{self.key} ({self.status}; {self.framework} {self.version}): {self.reason}"]
-        lines += [f"    paper  {self.bib}: {self.paper}", f"    code   {self.code}", f"    link   {self.link or 'no thread known'}"]
+        lines += [
+            f"    paper  {self.bib}: {self.paper}",
+            f"    code   {self.code}",
+            f"    link   {self.link or 'no thread known'}",
+        ]
         for e in self.evidence:
             parts = f" (in {e.micro_batches} micro-batches)" if e.micro_batches > 1 else ""
             lines += [f"    shown  upref check {self.framework}:{e.command}{parts}", f"           {e}"]
@@ -69,8 +73,8 @@ def read(text: str | None = None) -> list[Entry]:
     try:
         tables = tomllib.loads(text).get("deviation", [])
         entries = [Entry(**t | {"evidence": [Evidence(**e) for e in t.get("evidence", [])]}) for t in tables]
-    except (tomllib.TOMLDecodeError, TypeError) as e:
-        raise InputError(f"the ledger cannot be read: {e}") from e
+    except (tomllib.TOMLDecodeError, TypeError) as error:
+        raise InputError(f"the ledger cannot be read: {error}") from error
     for e in entries:
         if e.status not in STATUS or not e.evidence:
             raise InputError(f"ledger entry {e.key}: status is one of {', '.join(STATUS)}, and evidence is not empty.")
@@ -101,5 +105,5 @@ def hold(rows: list[Row], entries: list[Entry], version: str, complete: bool) ->
 
 def as_evidence(r: Row, spot: Spot) -> Evidence:
     """What the ledger has to say of this row's reason."""
-    shown = (spot.where, *spot.weights) if spot.difference else ()
-    return Evidence(r.label, r.promise, *shown, micro_batches=r.micro_batches)
+    shown = (spot.where, *spot.weights) if spot.difference else ("", "", "")
+    return Evidence(r.label, r.promise, *shown, r.micro_batches)

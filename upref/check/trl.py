@@ -5,6 +5,7 @@ Everything between `training_step` and `accelerator.backward` is TRL's, transfor
 model is a stand-in, no reference model is made, and what would reach for the network (telemetry) is silent.
 """
 
+import dataclasses
 import importlib
 import inspect
 import logging
@@ -113,7 +114,7 @@ def _trainer(cls: type, settings: tuple[tuple[str, Any], ...]):
     try:
         # beta comes later: with it the constructor would load a reference model
         args = kind(**where, per_device_train_batch_size=2, num_generations=2, beta=0.0, **fields)
-        beta = kind.__dataclass_fields__["beta"].default if beta is None else beta
+        beta = next(f.default for f in dataclasses.fields(kind) if f.name == "beta") if beta is None else beta
     except (TypeError, ValueError) as e:
         raise InputError(f"trl refuses {', '.join(f'{k}={v}' for k, v in fields.items())}: {e}") from e
     quiet = {
@@ -149,8 +150,8 @@ def trl_loss(name: str | type, b: Rollouts, padding: float | None = 0.0, **setti
     """The scalar that TRL's training_step hands to backward for this micro-batch on one rank; gradients flow to b.logp.
 
     name: see trainer_of. settings: fields of its config. Masked slots hold `padding`, or with None what the batch has.
-    One generation batch is one optimizer step, as by TRL's default: b.totals counts it, and it is cut into micro-batches
-    of equal size, whose number is gradient_accumulation_steps.
+    One generation batch is one optimizer step, as by TRL's default. b.totals counts it; it is cut into micro-batches of
+    equal size, whose number is gradient_accumulation_steps.
     """
     cls, fields = trainer_of(name)
     trainer = _trainer(cls, tuple(sorted((fields | settings).items())))

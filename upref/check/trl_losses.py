@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from upref.aggregate import aggregate
 from upref.check.audit import Framework
 from upref.check.comparison import GROUPS, MICRO, Comparison, Reason, aggregated, with_hp
 from upref.check.trl import loss_types, trl, trl_loss
+from upref.kl import k3
 from upref.ops import exp, minimum, sg
 from upref.registry import get
 from upref.rollouts import Rollouts
@@ -38,12 +40,22 @@ def _product(eps: float) -> Reason:
 
 
 F32 = Reason("1.05 held in float32", hp={"tau_neg": float(np.float32(1.05))})
+
+
+def _weighted_kl(b: Rollouts) -> Tensor:
+    assert b.logp_ref is not None
+    return -BETA * aggregate(exp(b.logp - b.logp_old) * k3(b.logp, b.logp_ref), b.mask, "seq-mean-token-mean")
+
+
+BETA = 0.04
+KL = Reason("the KL term is multiplied by the ratio, which is differentiated too", hp={"beta": 0.0}, term=_weighted_kl)
 LENGTH = Reason("divided by max_completion_length = 512", scale=lambda b: 1 / 512)
 LUSPO = Reason("a response weighs its length more (LUSPO): aggregated by seq-mean-token-sum", agg="seq-mean-token-sum")
 GSPO = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}
 COMPARISONS = (
     Comparison("default", "dapo", {}, "dapo", {}, (with_hp(eps_high=0.2), GROUPS)),
     Comparison("default", "grpo", {}, "grpo", {}),
+    Comparison("default", "grpo", {"beta": BETA}, "grpo", {"beta": BETA}, (KL,)),
     Comparison("default", "bnpo", {}, "ppo_clip", {}),
     Comparison("default", "dr_grpo", {}, "dr_grpo", {}, (LENGTH,)),
     Comparison("default", "dapo", {"importance_sampling_level": "sequence"}, "gspo", {}, (
@@ -59,6 +71,7 @@ COMPARISONS = (
     Comparison("paper", "dapo", {"epsilon": 0.2, "epsilon_high": 0.28}, "dapo", {}, (GROUPS,)),
     Comparison("paper", "dapo", {"epsilon": 0.2, "epsilon_high": 0.28, "delta": 10.0}, "dapo", {"c": 10.0}, (GROUPS,)),
     Comparison("paper", "grpo", {"epsilon": 0.2}, "grpo", {}),
+    Comparison("paper", "grpo", {"beta": BETA, "use_bias_correction_kl": False}, "grpo", {"beta": BETA}),
     Comparison("paper", "bnpo", {"epsilon": 0.2}, "ppo_clip", {}),
     Comparison("paper", "dr_grpo", {"epsilon": 0.2, "max_completion_length": 1}, "dr_grpo", {}),
     Comparison("paper", "grpo", GSPO, "gspo", {}),
@@ -83,10 +96,10 @@ def _modes() -> list[str]:
 
 
 REMARKS = [
-    "Micro-batches by TRL's contract: of equal size, counted by current_gradient_accumulation_steps, num_items_in_batch "
-    "the tokens of a generation batch that is one optimizer step.",
+    "Micro-batches by TRL's contract: of equal size, counted by current_gradient_accumulation_steps; "
+    "num_items_in_batch counts the tokens of a generation batch, which is one optimizer step.",
     "Not covered: several ranks, generation batches of several optimizer steps, vLLM's correction weights, the "
-    "off-policy mask, entropy terms. The KL term: upref check trl:grpo --as grpo --hp beta=0.04.",
+    "off-policy mask, entropy terms.",
 ]
 TRL = Framework(
     "trl",

@@ -35,9 +35,10 @@ def check(loss: Any, objective: str | Objective, *, skip: tuple[str, ...] = (), 
     """Whether `loss` is the objective: a Report, true where every oracle agrees, with notes on harmless habits.
 
     loss: a callable `(log_prob, old_log_prob, advantages, mask) -> scalar` to be minimised (see upref.check.adapters),
-    an Objective, or a name: package.module:function, path/to/file.py:function, verl:loss_mode, trl:loss_type. hp are the objective's
-    hyperparameters; the loss gets those that it takes by name and keeps its own defaults for the rest. skip: names of
-    oracles not to run. Raises InputError where the loss cannot be run at all.
+    an Objective, a trainer class of TRL's, or a name: package.module:function, path/to/file.py:function,
+    verl:loss_mode, trl:loss_type (see upref.check.frameworks). hp are the objective's hyperparameters; the loss gets
+    those that it takes by name and keeps its own defaults for the rest. skip: names of oracles not to run. Raises
+    InputError where the loss cannot be run at all.
     """
     start = time.perf_counter()
     o = get(objective) if isinstance(objective, str) else objective

@@ -32,7 +32,9 @@ class StandInConfig(SimpleNamespace):
     """What a function of verl's signature reads of ActorConfig, for where verl is not installed: 0.9.1's defaults."""
 
     def __init__(self, **fields):
-        clip = dict(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0, tau_pos=1.0, tau_neg=1.05)
+        clip = dict(
+            clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0, tau_pos=1.0, tau_neg=1.05
+        )
         other = dict(loss_scale_factor=None, entropy_coeff=0, use_kl_loss=False, kl_loss_coef=0.001)
         super().__init__(global_batch_info={}, policy_loss=SimpleNamespace(), **clip | other | fields)
 
