@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 import upref
-from upref.check.audit import audit_verl
+from upref.check import audit as audits
 from upref.check.regimes import batch, grad
 from upref.derivation import derive
 
@@ -68,10 +68,11 @@ def plugged(o):
 
 
 def audit(_):
-    """verl's own losses against the papers."""
-    table = audit_verl()
-    Console(width=160).print(table)
-    return bool(table), "every difference of verl's losses has a name and a number (table above)"
+    """verl's and TRL's own losses against the papers."""
+    tables = [audits.audit(framework) for framework in ("verl", "trl")]
+    for table in tables:
+        Console(width=160).print(table)
+    return all(tables), "every difference of verl's and TRL's losses has a name, a number and an entry (tables above)"
 
 
 def maps(o):

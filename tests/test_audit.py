@@ -11,20 +11,22 @@ import torch
 
 from upref import InputError, Rollouts
 from upref.check import audit as A
+from upref.check.comparison import MICRO, TOL
 from upref.check.regimes import batch
 from upref.registry import get
 
 NEED = "`repro/venv.sh verl` installs what verl's losses need"
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=NEED)
 from upref.check.verl import verl_loss, verl_weights  # noqa: E402
+from upref.check.verl_losses import COMPARISONS  # noqa: E402
 
 pytestmark = pytest.mark.verl
-IDS = [f"{c.setting}-{c.mode}-{c.objective}-{c.agg}" for c in A.COMPARISONS]
+IDS = [f"{c.setting}-{c.mode}-{c.objective}-{c.config['loss_agg_mode']}" for c in COMPARISONS]
 
 
 @pytest.fixture(scope="module")
 def audit():
-    return A.audit_verl()
+    return A.audit("verl")
 
 
 def test_verl_agrees_or_differs_for_the_named_reasons(audit):
@@ -40,8 +42,8 @@ def test_what_verl_0_9_1_is_known_for(audit):
     assert dual.where == "A < 0, r > 3" and dual.found == 0 and dual.expected < -3
     assert row["default", "dppo_tv", "dppo_tv", 1].reasons[0][1].found == 3
     assert row["paper", "sapo", "sapo", 1].agrees and row["paper", "gpg", "reinforce", 1].difference == 0
-    split = row["paper", "geo_mean", "gmpo", A.MICRO].spot
-    assert split.found / split.expected == pytest.approx(A.MICRO, rel=0.1)  # micro-batches of nearly equal size
+    split = row["paper", "geo_mean", "gmpo", MICRO].spot
+    assert split.found / split.expected == pytest.approx(MICRO)
     assert [r.mode for r in audit.rows if r.micro_batches > 1] == ["geo_mean"]
     # agg_loss sums loss * mask, except under token-mean
     assert "vanilla (seq-mean-token-mean)" in audit.nan_in_padding
@@ -51,13 +53,13 @@ def test_what_verl_0_9_1_is_known_for(audit):
 def test_every_reason_is_needed(audit):
     for r in audit.rows:
         for said, spot in r.reasons:
-            assert spot.difference > A.TOL or said.startswith("1e-8 inside"), (r.mode, said)
+            assert spot.difference > TOL or said.startswith("1e-8 inside"), (r.mode, said)
 
 
-@pytest.mark.parametrize("c", [pytest.param(c, id=i) for c, i in zip(A.COMPARISONS, IDS, strict=True) if c.reasons])
+@pytest.mark.parametrize("c", [pytest.param(c, id=i) for c, i in zip(COMPARISONS, IDS, strict=True) if c.reasons])
 def test_without_its_last_reason_a_row_is_unexplained(c):
-    without = A.audit_verl((replace(c, setting="default", reasons=c.reasons[:-1]),))
-    assert not without and "UNEXPLAINED" in str(without)
+    without = A.audit("verl", (replace(c, setting="default", reasons=c.reasons[:-1]),))
+    assert not without.explained and "UNEXPLAINED" in str(without)
 
 
 WRONG = {
@@ -69,37 +71,38 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_another_setting_is_found(name):
-    c = A.COMPARISONS[IDS.index("paper-vanilla-dapo-token-mean")]
-    assert not A.audit_verl((replace(c, actor=c.actor | WRONG[name]),))
+    c = COMPARISONS[IDS.index("paper-vanilla-dapo-token-mean")]
+    assert not A.audit("verl", (replace(c, config=c.config | WRONG[name]),)).explained
 
 
 def test_a_changed_verl_is_found(monkeypatch):
     """A sign, a detached ratio, a tenth of a percent."""
     true = core_algos.POLICY_LOSS_REGISTRY["sapo"]
-    c = next(c for c in A.COMPARISONS if c.mode == "sapo")
-    assert A.audit_verl((c,))
+    c = next(c for c in COMPARISONS if c.mode == "sapo")
+    assert A.audit("verl", (c,))
     for change in (
         lambda kw: kw | {"advantages": -kw["advantages"]},
         lambda kw: kw | {"log_prob": kw["log_prob"].detach() + 0 * kw["log_prob"]},
         lambda kw: kw | {"advantages": 1.001 * kw["advantages"]},
     ):
         monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, "sapo", lambda _f=change, **kw: true(**_f(kw)))
-        assert not A.audit_verl((c,))
+        assert not A.audit("verl", (c,)).explained
 
 
 def test_a_new_mode_is_reported(monkeypatch):
     monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, "brand_new", None)
     monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, "upref/dapo", None)
-    audit = A.audit_verl(A.COMPARISONS[-1:])
+    audit = A.audit("verl", COMPARISONS[-1:])
     assert "brand_new" in audit.unaudited and "upref/dapo" not in audit.unaudited and "brand_new" in str(audit)
 
 
 def test_printing_and_json(audit):
     text = str(audit)
-    assert all(f"{r.mode} ({r.agg}" in text.replace("\n", " ") for r in audit.rows[:3]) and "differs, explained" in text
+    assert all(r.label in text for r in audit.rows[:3]) and "differs, explained" in text
     data = json.loads(audit.json())
     assert data["ok"] is True and len(data["rows"]) == len(audit.rows)
     assert data["rows"][0]["verdict"] == audit.rows[0].verdict
+    assert data["rows"][0]["command"] == "upref check verl:vanilla,defaults,loss_agg_mode=token-mean --as ppo_clip"
 
 
 def test_weights_are_the_negative_gradient_of_the_loss():
@@ -121,7 +124,7 @@ def test_without_verl(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "verl", None)
     with pytest.raises(InputError, match=r"repro/venv.sh verl"):
-        A.audit_verl()
+        A.audit("verl")
 
 
 def test_dual_clip_passes_half_the_gradient_at_exactly_c():
@@ -133,19 +136,6 @@ def test_dual_clip_passes_half_the_gradient_at_exactly_c():
     assert get("ppo_clip").gradient(b, c=2.0).item() == -2.0
 
 
-def test_readme_quotes_the_audit(audit):
-    """Every `... -> ...` of the README's section on verl is what the audit prints now."""
-    from pathlib import Path
-
-    page = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    section = " ".join(page.split("## What verl's losses really compute")[1].split("\n## ")[0].split())
-    said = [f"{reason}; {spot}" for row in audit.rows for reason, spot in row.reasons]
-    quotes = [q for q in section.split("`")[1::2] if "->" in q]
-    assert len(quotes) == 5
-    for quote in quotes:
-        assert any(quote in text for text in said), quote
-
-
 def test_a_gradient_that_leaks_into_masked_slots_is_seen(monkeypatch):
     """Masked slots hold finite junk, as the tool's tokens of a multi-turn response do."""
     sapo = core_algos.POLICY_LOSS_REGISTRY["sapo"]
@@ -154,7 +144,7 @@ def test_a_gradient_that_leaks_into_masked_slots_is_seen(monkeypatch):
         loss, metrics = sapo(**args)
         return loss + 1e-3 * args["log_prob"].masked_fill(args["response_mask"], 0).sum(), metrics
 
-    mine = tuple(c for c in A.COMPARISONS if c.mode == "sapo")
-    assert A.audit_verl(mine)
+    mine = tuple(c for c in COMPARISONS if c.mode == "sapo")
+    assert A.audit("verl", mine)
     monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, "sapo", leaky)
-    assert not A.audit_verl(mine)
+    assert not A.audit("verl", mine).explained

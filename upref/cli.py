@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument("name", metavar="NAME|all")
     c.add_argument("--json", action="store_true")
     c = command("check", _check, "whether a loss (an advantage, a KL estimator) is what it is meant to be")
-    c.add_argument("loss", metavar="LOSS", help="package.module:function, path/to/file.py:function or verl:loss_mode")
+    c.add_argument("loss", metavar="LOSS", help=LOSS)
     what = c.add_mutually_exclusive_group(required=True)
     what.add_argument("--as", dest="name", metavar="NAME", help="the objective (`upref list`)")
     what.add_argument("--as-advantage", metavar="NAME", help="an advantage estimator: group_norm, leave_one_out, ...")
@@ -83,10 +83,11 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument("--skip", action="append", default=[], metavar="ORACLE", help="an oracle not to run")
     c.add_argument("--json", action="store_true")
     c = command("identify", _identify, "which objective a loss is, with its hyperparameters, by its gradients")
-    c.add_argument("loss", metavar="LOSS", help="package.module:function, path/to/file.py:function or verl:loss_mode")
+    c.add_argument("loss", metavar="LOSS", help=LOSS)
     c.add_argument("--json", action="store_true")
     c = command("audit", _audit, "the installed framework's losses against the papers")
-    c.add_argument("framework", choices=["verl"])
+    c.add_argument("framework", choices=["verl", "trl"])
+    c.add_argument("--ledger", action="store_true", help="print the recorded deviations, with evidence; runs nothing")
     c.add_argument("--json", action="store_true")
     c = command("doctor", _doctor, "versions, optional parts, and a self-test of every gradient")
     c.add_argument("--json", action="store_true")
@@ -198,6 +199,7 @@ def bib_entry(key: str) -> str:
 
 # ---- curves --------------------------------------------------------------------------------------------------------
 PI_OLD = (0.001, 0.01, 0.1, 0.5, 0.9)
+LOSS = "package.module:function, path/to/file.py:function, verl:loss_mode or trl:loss_type"
 RATIOS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.28, 2.0, 5.0, 50.0)
 
 
@@ -319,9 +321,14 @@ def _report(args):
 
 
 def _audit(args) -> int:
-    from upref.check.audit import audit_verl
+    from upref.check import audit, ledger
 
-    return _answer(args, audit_verl())
+    if args.ledger:
+        entries = [e for e in ledger.read() if e.framework == args.framework]
+        said = [asdict(e) for e in entries] if args.json else "\n\n".join(map(str, entries))
+        print(json.dumps(said, indent=1, ensure_ascii=False) if args.json else said)
+        return 0
+    return _answer(args, audit.audit(args.framework))
 
 
 def _doctor(args) -> int:

@@ -65,6 +65,7 @@ class Loss:
     mutated: set[str] = field(default_factory=set)
     printed: bool = False
     ranks: int = 1  # data-parallel ranks that it is told of
+    parts: tuple[int, ...] = (2, 3, 8)  # into how many micro-batches the split oracle cuts a mini-batch
 
     @property
     def reads_ranks(self) -> bool:
@@ -163,7 +164,8 @@ def load(target: str) -> Callable:
     where, colon, attr = target.rpartition(":")
     if not colon or not where or not attr:
         raise InputError(
-            f"{target!r} names no loss: write package.module:function, path/to/file.py:function or verl:loss_mode."
+            f"{target!r} names no loss: write package.module:function, path/to/file.py:function, verl:loss_mode or "
+            "trl:loss_type."
         )
     module = _file(Path(where)) if where.endswith(".py") else _module(where)
     found: Any = module
@@ -208,14 +210,19 @@ def _as_input_error(what: str):
 
 # ---- from a callable to a Loss ---------------------------------------------------------------------------------------
 def adapt(loss: Any, objective: Objective, hp: dict[str, Any]) -> Loss:
-    """A Loss from a callable, an Objective, or a name that `load` understands (or `verl:loss_mode`)."""
-    if isinstance(loss, str) and loss.startswith("verl:"):
-        return _verl(loss, loss.removeprefix("verl:"), objective, hp)
+    """A Loss from a callable, an Objective, a trainer class of TRL's, or a name (see `load` and frameworks.py)."""
+    from upref.check import frameworks
+    from upref.check.trl import is_trainer
+
+    if isinstance(loss, str) and loss.startswith(("verl:", "trl:")):
+        return frameworks.named(loss, objective, hp)
     name = loss if isinstance(loss, str) else getattr(loss, "__name__", None) or type(loss).__name__
     if isinstance(loss, str):
         loss = load(loss)
     if isinstance(loss, Objective):
         return _objective(loss, objective, hp)
+    if is_trainer(loss):
+        return frameworks.trl(name, loss, objective, hp)
     if isinstance(loss, type):
         raise InputError(f"{name} is a class: pass an instance of it, or its function.")
     if not callable(loss):
@@ -223,7 +230,7 @@ def adapt(loss: Any, objective: Objective, hp: dict[str, Any]) -> Loss:
     parameters = _parameters(loss)
     names = {p.name for p in parameters}
     if {"old_log_prob", "log_prob", "advantages", "response_mask"} <= names and names & {"loss_agg_mode", "config"}:
-        return _verl(name, loss, objective, hp)
+        return frameworks.verl(name, loss, objective, hp)
     return _plain(name, loss, parameters, objective, hp)
 
 
@@ -303,49 +310,3 @@ def _objective(theirs: Objective, objective: Objective, hp) -> Loss:
         False,
         {k: v for k, v in hp.items() if k in known},
     )
-
-
-# ---- verl ------------------------------------------------------------------------------------------------------------
-VERL_AGG = {"group-token-mean": "token-mean", "seq-mean": "seq-mean-token-mean"}
-NO_DUAL_CLIP = 1e10  # verl cannot switch it off; its ratio never exceeds e^20
-
-
-def verl_settings(objective: Objective, hp: dict[str, Any]) -> dict[str, Any]:
-    """The fields of verl's ActorConfig that say what the objective's hyperparameters say."""
-    h = objective.resolve(hp)
-    low, high = h.get("eps_low", h.get("eps", h.get("delta"))), h.get("eps_high", h.get("eps", h.get("delta")))
-    actor = {"clip_ratio": high, "clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": h.get("c")}
-    actor = {k: v for k, v in actor.items() if v is not None}
-    if h.get("c", 0) is None:
-        actor["clip_ratio_c"] = NO_DUAL_CLIP
-    return actor | {k: h[k] for k in ("tau_pos", "tau_neg") if k in h}
-
-
-def _verl(name: str, mode: Any, objective: Objective, hp) -> Loss:
-    from upref.check.verl import verl_loss
-
-    agg = VERL_AGG.get(objective.agg, objective.agg)
-
-    def call(self: Loss, full, moved):
-        adv = full["adv"]
-        b = _Bare(**{k: full[k] for k in ("logp", "logp_old", "mask", "totals")}, adv=adv)
-        return verl_loss(mode, b, agg, padding=None, ranks=full["ranks"], **verl_settings(objective, hp | moved))  # type: ignore[arg-type]
-
-    said = ", ".join(f"{k}={v:g}" for k, v in verl_settings(objective, hp).items())
-    contract = [
-        f"verl's contract: loss_agg_mode={agg}, {said or 'its defaults'}; global_batch_info carries the counts of the "
-        "mini-batch, so that the losses of its micro-batches add up; masked slots hold finite numbers"
-    ]
-    reads = frozenset({*MAIN, "totals"})
-    return Loss(name, call, objective, reads, frozenset(), False, {}, framework="verl", contract=contract)
-
-
-@dataclass
-class _Bare:
-    """What verl_loss reads of Rollouts, unvalidated: masked slots may be poisoned, tensors may require a gradient."""
-
-    logp: Tensor
-    logp_old: Tensor
-    adv: Tensor
-    mask: Tensor
-    totals: Totals

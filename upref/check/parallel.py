@@ -26,7 +26,7 @@ def _slack(case: Case) -> float:
 def split(case: Case) -> list[Finding]:
     loss, b = case.loss, _batch(case)
     v, g = loss.both(b)
-    for n in (2, 3, 8):
+    for n in loss.parts:
         parts = [loss.both(m) for m in b.split(n)]
         g2, v2 = torch.cat([p[1] for p in parts]), sum(p[0] for p in parts)
         off = moved(g2, g, b.mask, _slack(case))

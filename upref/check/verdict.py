@@ -36,9 +36,10 @@ def check(loss: Any, objective: str | Objective, *, skip: tuple[str, ...] = (), 
     """Whether `loss` is the objective: a Report, true where every oracle agrees, with notes on harmless habits.
 
     loss: a callable `(log_prob, old_log_prob, advantages, mask) -> scalar` to be minimised (see upref.check.adapters),
-    an Objective, or a name: package.module:function, path/to/file.py:function, verl:loss_mode. hp are the objective's
-    hyperparameters; the loss gets those that it takes by name and keeps its own defaults for the rest. skip: names of
-    oracles not to run. Raises InputError where the loss cannot be run at all.
+    an Objective, a trainer class of TRL's, or a name: package.module:function, path/to/file.py:function,
+    verl:loss_mode, trl:loss_type (see upref.check.frameworks). hp are the objective's hyperparameters; the loss gets
+    those that it takes by name and keeps its own defaults for the rest. skip: names of oracles not to run. Raises
+    InputError where the loss cannot be run at all.
     """
     start = time.perf_counter()
     o = get(objective) if isinstance(objective, str) else objective
@@ -88,7 +89,7 @@ def probe(loss: Loss, o: Objective, hp) -> Case:
     """The Case, once it is known in which shapes this loss takes its mask and advantages."""
     first: InputError | None = None
     cases: list[tuple[bool, str, bool, Case]] = []
-    for adv_shape in SHAPES:
+    for adv_shape in [loss.adv_shape] if loss.framework else list(SHAPES):
         for float_mask in (False, True):
             loss.adv_shape, loss.float_mask, loss.unreduced = adv_shape, float_mask, False
             try:
@@ -99,8 +100,6 @@ def probe(loss: Loss, o: Objective, hp) -> Case:
             if case.fits and abs(case.k - 1) < 1e-5:
                 return case
             cases.append((case.fits, adv_shape, float_mask, case))
-            break
-        if loss.framework:
             break
     if not cases:
         assert first is not None

@@ -2,6 +2,7 @@
 """verl's own policy losses on a batch of ours."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -27,6 +28,23 @@ def verl():
     return core_algos, ActorConfig, verl.__version__
 
 
+class StandInConfig(SimpleNamespace):
+    """What a function of verl's signature reads of ActorConfig, for where verl is not installed: 0.9.1's defaults."""
+
+    def __init__(self, **fields):
+        clip = dict(
+            clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0, tau_pos=1.0, tau_neg=1.05
+        )
+        other = dict(loss_scale_factor=None, entropy_coeff=0, use_kl_loss=False, kl_loss_coef=0.001)
+        super().__init__(global_batch_info={}, policy_loss=SimpleNamespace(), **clip | other | fields)
+
+    def get(self, key: str, default=None):
+        return getattr(self, key, default)
+
+    def __getitem__(self, key: str):
+        return getattr(self, key)
+
+
 def verl_loss(
     loss_mode: str | Callable,
     b: Rollouts,
@@ -41,7 +59,12 @@ def verl_loss(
     slots hold `padding`, or with None what the batch has there. The counts of the mini-batch are b.totals; ranks: how
     many average their gradients.
     """
-    core_algos, ActorConfig, _ = verl()
+    try:
+        core_algos, ActorConfig, _ = verl()
+    except InputError:
+        if not callable(loss_mode):
+            raise
+        ActorConfig = StandInConfig
     try:
         f = loss_mode if callable(loss_mode) else core_algos.get_policy_loss_fn(loss_mode)
         config = ActorConfig(

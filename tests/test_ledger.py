@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger is what the installed frameworks do, no more and no less: strict expected failures."""
+
+import json
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from upref import InputError
+from upref.check import audit as audits
+from upref.check.ledger import hold, read
+from upref.cli import main
+
+ROOT = Path(__file__).parent.parent
+ENTRIES = read()
+BOTH = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("verl", "trl")]
+
+
+@lru_cache
+def audit(name):
+    pytest.importorskip(name, reason=f"`repro/venv.sh {name}` installs it")
+    return audits.audit(name)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_the_audit_is_the_ledger(name):
+    table = audit(name)
+    assert table.explained, str(table)
+    assert not table.against_ledger, "\n".join(table.against_ledger)
+    assert table, str(table)
+
+
+@pytest.mark.parametrize("entry", [pytest.param(e, id=e.key, marks=getattr(pytest.mark, e.framework)) for e in ENTRIES])
+def test_each_entry_is_still_so(entry):
+    """Fails the day the deviation disappears or another token or weight shows it."""
+    table = audit(entry.framework)
+    assert table.version == entry.version
+    for e in entry.evidence:
+        row = next(
+            r for r in table.rows if (r.label, r.promise, r.micro_batches) == (e.loss, e.held_against, e.micro_batches)
+        )
+        assert row.command == f"upref check {entry.framework}:{e.command}"
+        spot = dict(row.reasons)[entry.reason]
+        assert str(spot) == str(e) if spot.difference else not e.where
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_deviation_that_comes_changes_or_goes_is_said(name):
+    table, mine = audit(name), [e for e in ENTRIES if e.framework == name]
+    said = lambda entries, rows=table.rows: hold(rows, entries, table.version, complete=True)
+    assert said(mine) == []
+    (new,) = said([replace(mine[0], evidence=mine[0].evidence[1:]), *mine[1:]])
+    assert "not recorded" in new and mine[0].evidence[0].loss in new
+    other = replace(mine[0].evidence[0], found="0.123")
+    (changed,) = said([replace(mine[0], evidence=[other, *mine[0].evidence[1:]]), *mine[1:]])
+    assert mine[0].key in changed and "has changed" in changed
+    gone = said(mine, [r for r in table.rows if r.label != mine[0].evidence[0].loss])
+    assert any(f"{mine[0].key} is gone" in line for line in gone)
+    assert not replace(table, against_ledger=gone), "the audit's truth value must see it"
+
+
+def test_every_entry_has_its_paper_and_its_own_name():
+    papers = (ROOT / "upref" / "papers.bib").read_text(encoding="utf-8")
+    for e in ENTRIES:
+        assert f"{{{e.bib}," in papers and e.paper and e.code, e.key
+        assert not e.link or e.link.startswith("https://github.com/"), e.key
+        assert e.key.startswith(f"{e.framework}-")
+    assert len({e.key for e in ENTRIES}) == len(ENTRIES) == len({(e.framework, e.reason) for e in ENTRIES})
+
+
+def test_a_broken_ledger_is_one_sentence():
+    for text in (
+        "x = [",
+        "[[deviation]]\nkey = 'a'",
+        (ROOT / "upref/check/ledger.toml").read_text().replace('"open"', '"?"'),
+    ):
+        with pytest.raises(InputError, match="ledger"):
+            read(text)
+
+
+@pytest.mark.parametrize("name", ["verl", "trl"])
+def test_command(name, capsys):
+    keys = {e.key for e in ENTRIES if e.framework == name}
+    assert main(["audit", name, "--ledger", "--json"]) == 0
+    assert {e["key"] for e in json.loads(capsys.readouterr().out)} == keys
+    assert main(["audit", name, "--ledger"]) == 0
+    out = capsys.readouterr().out
+    assert all(key in out for key in keys) and f"upref check {name}:" in out
+
+
+@pytest.mark.verl
+@pytest.mark.trl
+def test_readme_quotes_the_audits():
+    """Every `... -> ...` of the README's section on frameworks is what an audit prints now."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = " ".join(page.split("## What the frameworks' losses really compute")[1].split("\n## ")[0].split())
+    said = [f"{reason}; {spot}" for name in ("verl", "trl") for row in audit(name).rows for reason, spot in row.reasons]
+    quotes = [q for q in section.split("`")[1::2] if "->" in q]
+    assert len(quotes) == 9
+    for quote in quotes:
+        assert any(quote in text for text in said), quote
