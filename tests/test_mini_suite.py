@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registered experiments fit together; the suite runs each run once, whatever happens; verdicts say what is there."""
+"""The registered experiments fit together; each run runs once, whatever happens; verdicts say what is there."""
 
 import json
 import os

@@ -19,6 +19,7 @@ import numpy as np
 from rich.markdown import Markdown
 
 import upref
+from figures.make import save
 from repro.mini import curves, plan, report, results, suite
 from repro.mini.plan import Contrast, Experiment
 from repro.mini.settings import Settings
@@ -140,15 +141,15 @@ def cap_map(e: Experiment, out: Path, folder: Path) -> str:
     if panels:
         fig = cap_panels(panels)
         for ax, (x, y, alive) in zip(fig.axes, seen, strict=False):
-            ax.scatter(x[alive], y[alive], s=3, color="#E69F00", alpha=0.35, lw=0, rasterized=True)
-            ax.scatter(x[~alive], y[~alive], s=7, color="#CC0000", alpha=0.8, lw=0, rasterized=True)
+            ax.scatter(x[alive], y[alive], s=3, color="#E69F00", alpha=0.8, lw=0, rasterized=True)
+            ax.scatter(x[~alive], y[~alive], s=7, color="#CC0000", lw=0, rasterized=True)
         both(fig, folder / "cap")
         lines += ["\nFigure cap.svg: orange, tokens whose own gradient is alive; red, tokens that are clipped."]
     return "\n".join(lines) + "\n"
 
 
 def both(fig, path: Path) -> None:
-    report.save(fig, path.with_suffix(".svg"))
+    save(fig, path.with_suffix(".svg"))
     fig.savefig(path.with_suffix(".png"), dpi=130)
 
 

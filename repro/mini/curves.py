@@ -14,7 +14,8 @@ COLOURS = {  # by name, so that an objective looks the same in every figure
     "dapo": PALETTE[0], "grpo": PALETTE[0], "gspo": PALETTE[0], "up_dapo": PALETTE[1], "up_grpo": PALETTE[1],
     "up_gspo": PALETTE[1], "dapo_no_upper_clip": "#7B3294", "reinforce_off_policy": "#00A6A6", "is_pg": "#8C6D1F",
 }  # fmt: skip
-OTHERS = ["#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F", "#7B3294", "#00A6A6", "#A6761D", "#666666"]
+OTHERS = ["#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F", "#7B3294", "#00A6A6", "#B22222", "#7F7F7F",
+          "#6B8E23", "#1B1B8F"]  # fmt: skip
 Series = dict[str, list[tuple[np.ndarray, np.ndarray]]]  # arm -> (steps, values) of each seed
 
 
@@ -41,8 +42,11 @@ def draw(panels: Sequence[dict[str, Any]], found: Sequence[Series], title: str, 
     from matplotlib.figure import Figure
 
     arms = list(dict.fromkeys(arm for s in found for arm in s))
-    free = iter(OTHERS * 3)
-    colour = {arm: COLOURS.get(arm) or next(free) for arm in arms}
+    colour: dict[str, str] = {}
+    for arm in arms:
+        free = (c for c in OTHERS * 2 if c not in colour.values())
+        own = COLOURS.get(arm, PALETTE[1] if arm.startswith("up(") else "")
+        colour[arm] = own if own and own not in colour.values() else next(free, OTHERS[0])
     columns = len(panels) if len(panels) < 4 else -(-len(panels) // 2)
     rows, keys = -(-len(panels) // columns), -(-len(arms) // 6)
     with matplotlib.rc_context(STYLE):
@@ -52,7 +56,7 @@ def draw(panels: Sequence[dict[str, Any]], found: Sequence[Series], title: str, 
         for ax, panel, s in zip(axes, panels, found, strict=True):
             _panel(ax, panel, s, colour, highlight)
         lines = [matplotlib.lines.Line2D([], [], color=colour[a], lw=2.4 if a == highlight else 1.6) for a in arms]
-        labels = [f"{a} ({max(len(s.get(a, [])) for s in found)})" for a in arms]
+        labels = [f"{a}, {_count(max(len(s.get(a, [])) for s in found))}" for a in arms]
         fig.legend(lines, labels, loc="outside lower center", ncols=min(len(arms), 6), frameon=False, fontsize=8)
     return fig
 
@@ -72,6 +76,10 @@ def _panel(ax, panel: dict[str, Any], s: Series, colour: dict[str, str], highlig
     ax.spines[["top", "right"]].set_visible(False)
     ax.set_xlabel("step")
     ax.set_title(panel["label"] + (", %" if panel["metric"] in EVAL_METRICS else ""), loc="left", fontsize=9.5)
+
+
+def _count(seeds: int) -> str:
+    return f"{seeds} seed{'s' if seeds > 1 else ''}"
 
 
 def _mean(curves) -> tuple[np.ndarray, np.ndarray]:

@@ -2,11 +2,11 @@
 """From results/runs.jsonl to figures, tables and verdicts: `python -m repro.mini.report`, which runs nothing."""
 
 import argparse
-import io
 import json
 import sys
 from pathlib import Path
 
+from figures.make import save
 from repro.mini import curves, plan, results
 from repro.mini.plan import Contrast, Experiment
 from repro.mini.results import Record
@@ -23,7 +23,7 @@ class of every run. The rule was fixed before the runs ([verdicts.py](../verdict
 and settings ([experiments/](../experiments)). Effects are means over seeds with 95 % t-intervals, paired by seed:
 differences in points of 100 (answers, reward) or nats (entropy), or ratios (×). p is Holm's, over the claims of an
 experiment. These are tiny transformers on toy tasks: "reproduced" says that the effect shows here, "not reproduced"
-that it does not; neither says what a large model does.
+that it does not; neither says what a large model does. The commands are options of `python -m repro.mini.suite`.
 """
 
 
@@ -56,14 +56,14 @@ def runs_line(records: dict[str, Record]) -> str:
 
 # ---- verdicts --------------------------------------------------------------------------------------------------------
 def verdict_table(experiments: list[Experiment], judged: dict[str, list[Verdict]], source: str, title: str) -> str:
-    rows = [f"## {title}\n", "| | claim | verdict | effect [95 %] | p | seeds | experiment |", "|---" * 7 + "|"]
+    rows = [f"## {title}\n", "| | claim | verdict | effect [95 %] | p | seeds | command |", "|---" * 7 + "|"]
     for e in experiments:
         for v in judged[e.name]:
             if v.claim.source == source:
                 p = f"{v.p:.2g}" if v.seeds else ""
                 seeds = str(v.seeds) if v.seeds else ""
                 word = f"**{v.word}**" + (f"<br>{v.why}" if v.why else "")
-                cells = [v.claim.figure, v.claim.says, word, effects(v), p, seeds, f"[{e.name}](#{e.name})"]
+                cells = [v.claim.figure, v.claim.says, word, effects(v), p, seeds, f"[`--only {e.name}`](#{e.name})"]
                 rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
@@ -145,16 +145,6 @@ def figures(e: Experiment, records: dict[str, Record], folder: Path) -> list[str
             save(curves.draw(f["panels"], found, f["title"], f.get("highlight", "")), folder / f"{f['name']}.svg")
             names.append(f["name"])
     return names
-
-
-def save(fig, path: Path) -> None:
-    """SVG without date, random ids or font dependence, so that equal results are equal bytes."""
-    import matplotlib
-
-    text = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "upref", "svg.fonttype": "path"}):
-        fig.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    _replace(path, "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n")
 
 
 def _replace(path: Path, text: str) -> None:
