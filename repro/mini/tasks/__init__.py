@@ -20,7 +20,7 @@ from upref.errors import InputError
 PAD, EOS, BOS = 0, 1, 2
 SPECIAL = ("<pad>", "<eos>", "<bos>")
 NO_ANSWER = -1
-TASKS = ("countdown",)
+TASKS = ("countdown", "chain", "geometry")
 
 
 class Verdict(NamedTuple):
