@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`repro/run.sh OBJECTIVE`: the right pair, the right words, a report one can look at."""
 
-import io
 import subprocess
 from pathlib import Path
 
@@ -47,21 +46,24 @@ def test_an_unknown_objective_names_the_nearest():
         compare.experiment("up_dappo", 1, {})
 
 
-@pytest.fixture
-def report(tmp_path, monkeypatch):
-    def make(name, shift):
-        monkeypatch.setattr(fake, "SHIFT", shift)
+def written(name, shift, folder):
+    """The report of two seeds whose numbers differ by `shift`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake, "SHIFT", shift)
         e = compare.experiment(name, 2, SHORT)
         for _, _, s in e.runs():
-            fake.write(s, tmp_path / s.key)
-        records = {s.key: results.record(tmp_path / s.key) for _, _, s in e.runs()}
-        return compare.write(e, records, tmp_path, tmp_path / "report"), tmp_path / "report"
+            fake.write(s, folder / s.key)
+    records = {s.key: results.record(folder / s.key) for _, _, s in e.runs()}
+    return compare.write(e, records, folder, folder / "report"), folder / "report"
 
-    return make
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    return written("up_dapo", {"up_dapo": {"avg": 0.05, "entropy": -0.1, "kl_base": 0.3}}, tmp_path_factory.mktemp("r"))
 
 
 def test_the_report_says_what_showed(report):
-    text, folder = report("up_dapo", {"up_dapo": {"avg": 0.05, "entropy": -0.1, "kl_base": 0.3}})
+    text, folder = report
     said = {line.split(":")[0][2:]: line for line in text.splitlines() if line.startswith("* Fig")}
     assert "**showed**. up_dapo ends with a higher Avg@32 than dapo. (+" in said["Fig. 2a"]
     assert "**did not show**" in said["Fig. 3a"] and "**did not show**" in said["Fig. 4b"]
@@ -71,7 +73,7 @@ def test_the_report_says_what_showed(report):
 
 
 def test_the_map_is_lit_by_the_tokens(report):
-    text, folder = report("dapo", {})
+    text, folder = report
     dead = float(text.split("* dapo, A > 0: ")[1].split(" %")[0])
     seen = np.load(next(folder.parent.glob("dapo-*-s0-*")) / "seen.npz")
     ratio, positive = seen["pi"] / seen["pi_old"], seen["adv"] > 0
@@ -83,8 +85,8 @@ def test_the_map_is_lit_by_the_tokens(report):
     assert orange > 1e-4 and red > 1e-5
 
 
-def test_what_has_no_map_of_tokens_says_why(report):
-    text, folder = report("up_gspo", {})
+def test_what_has_no_map_of_tokens_says_why(tmp_path):
+    text, folder = written("up_gspo", {}, tmp_path)
     assert "no map of tokens, it acts on whole responses" in text and not (folder / "cap.png").exists()
 
 
@@ -144,6 +146,5 @@ def test_run_sh_refuses_in_one_line(words, says):
 
 
 def test_pictures_are_not_blank(report):
-    _, folder = report("up_grpo", {})
     for name in ("curves.png", "cap.png"):
-        assert np.asarray(Image.open(io.BytesIO((folder / name).read_bytes())), float).std() > 10
+        assert np.asarray(Image.open(report[1] / name), float).std() > 10
