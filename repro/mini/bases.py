@@ -68,7 +68,7 @@ def build(recipe: Recipe, say=print) -> PreTrainedModel:
         g = tasks.generator("demonstrations", recipe.style, step)
         problems, tokens = task.demonstrations(recipe.batch, recipe.style, g)
         mask = tasks.response_mask(tokens)
-        logits = policies.response_logits(model, policies.inputs(task, problems), tokens)
+        logits = policies.response_logits(model, policies.inputs(task, problems), torch.arange(len(tokens)), tokens)
         loss = cross_entropy(logits[mask], tokens[mask])
         optimizer.zero_grad()
         loss.backward()

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from repro.mini import train
 from repro.mini.replay import NotFinite
 from repro.mini.settings import Settings
+from repro.mini.trackers import tracker
 from upref.errors import InputError
 
 OUT = Path(__file__).parents[1] / "out" / "mini"
@@ -29,7 +30,8 @@ def main(argv: list[str] | None = None) -> int:
         given |= {f.name: value(getattr(args, f.name)) for f in fields(Settings) if getattr(args, f.name) is not None}
         s = Settings.of(given)
         out = args.out or OUT / s.key
-        with Live(s) as live:
+        wanted = [name for name in ("tensorboard", "wandb") if getattr(args, name)]
+        with Live(s, [tracker(name, s, out) for name in wanted]) as live:
             train.train(s, out, live.watch, live.say)
         print(f"done: {out}")
         return 0
@@ -52,6 +54,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--settings", type=Path, help="a JSON file of settings; flags go before it")
     parser.add_argument("--out", type=Path, help="default: a folder of repro/out/mini/, named by the settings")
     parser.add_argument("--replay", type=Path, help="a replay-*.pt file")
+    parser.add_argument("--tensorboard", action="store_true", help="into the run's folder as well")
+    parser.add_argument("--wandb", action="store_true", help="offline, into the run's folder as well")
     for f in fields(Settings):
         parser.add_argument(
             f"--{f.name.replace('_', '-')}", metavar="VALUE", help=f"default: {Settings().__dict__[f.name]}"
@@ -70,9 +74,9 @@ def value(text: str):
 class Live:
     """A bar with the time left in a terminal; a line every tenth of the run elsewhere."""
 
-    def __init__(self, s: Settings):
+    def __init__(self, s: Settings, trackers=()):
         console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self.s, self.say = s, console.print
+        self.s, self.say, self.trackers = s, console.print, trackers
         columns = (
             TextColumn(s.objective),
             BarColumn(20),
@@ -91,6 +95,8 @@ class Live:
         self.bar.stop()
 
     def watch(self, step: int, numbers: dict) -> None:
+        for log in self.trackers:
+            log(step, numbers)
         now = SHOWN.format(**numbers)
         self.bar.update(self.task, completed=step, now=now)
         if self.bar.disable and (step % max(1, self.s.steps // 10) == 0):

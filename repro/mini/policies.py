@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from repro.mini.tasks import BOS, EOS, PAD, Task
 from upref.errors import InputError
@@ -83,24 +83,31 @@ def inputs(task: Task, problems: Tensor) -> dict[str, Tensor]:
     return {"input_ids": task.prompts(problems)} | ({} if pictures is None else {"pictures": pictures})
 
 
-def forward(model: PreTrainedModel, prompts: dict[str, Tensor], more: Tensor | None = None, **how) -> Tensor:
-    """Logits of the prompts, continued by the tokens `more`."""
-    ids = prompts["input_ids"] if more is None else torch.cat([prompts["input_ids"], more], 1)
+def read_prompts(model: PreTrainedModel, prompts: dict[str, Tensor], of: Tensor) -> tuple[Tensor, DynamicCache]:
+    """Each prompt is read once; row i goes on from prompt of[i]: logits [N, V] of what comes next, and the cache."""
+    ids, cache, pictures = prompts["input_ids"], DynamicCache(), {}
     if "pictures" in prompts:
         pixels, side = prompts["pictures"], prompts["pictures"].shape[-1] // PATCH
         # as Qwen's image processor orders them: blocks of 2 x 2 patches, each (channel, 2 frames, row, column)
         x = pixels.view(len(pixels), 3, side // 2, 2, PATCH, side // 2, 2, PATCH).permute(0, 2, 5, 3, 6, 1, 4, 7)
-        how |= {
+        pictures = {
             "pixel_values": x.unsqueeze(6).expand(*x.shape[:6], 2, PATCH, PATCH).reshape(len(pixels) * side**2, -1),
             "image_grid_thw": torch.tensor([[1, side, side]]).expand(len(pixels), 3),
             "mm_token_type_ids": (ids == model.config.image_token_id).int(),
         }
-    return model(input_ids=ids, **how).logits
+    logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **pictures).logits[:, -1]
+    cache.batch_select_indices(of)
+    if pictures:  # positions after a picture are not those of the text
+        model.model.rope_deltas = model.model.rope_deltas[of]
+    return logits[of], cache
 
 
-def response_logits(model: PreTrainedModel, prompts: dict[str, Tensor], tokens: Tensor) -> Tensor:
+def response_logits(model: PreTrainedModel, prompts: dict[str, Tensor], of: Tensor, tokens: Tensor) -> Tensor:
     """Logits [N, T, V]; entry t is what predicts tokens[:, t]. Attention is causal: nobody looks at the padding."""
-    return forward(model, prompts, tokens[:, :-1], use_cache=False, logits_to_keep=tokens.shape[1])
+    first, cache = read_prompts(model, prompts, of)
+    if tokens.shape[1] == 1:
+        return first[:, None]
+    return torch.cat([first[:, None], model(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True).logits], 1)
 
 
 def save(folder: Path, model: PreTrainedModel, words: PreTrainedTokenizerFast) -> None:

@@ -28,13 +28,13 @@ def keep_for_replay(run: Run, batch: Batch, ref, rows: Tensor, out: Path, number
     )
 
 
-def again(path: Path) -> tuple[Run, dict]:
-    """The run as it was before that minibatch, and the minibatch."""
+def again(path: Path) -> tuple[Run, Batch, Tensor | None, Tensor]:
+    """The run as it was before that minibatch, and what `update` takes of the minibatch."""
     try:
         at = torch.load(path, weights_only=False)
         run = Run(Settings.of(at["settings"]))
         run.policy.load_state_dict(at["policy"])
         run.optimizer.load_state_dict(at["optimizer"])
+        return run, at["batch"], at["ref"], at["rows"]
     except (OSError, RuntimeError, KeyError, pickle.UnpicklingError, EOFError) as e:
         raise InputError(f"{path} is no replay file of this version: {type(e).__name__}: {e}.") from e
-    return run, at

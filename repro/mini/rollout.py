@@ -29,8 +29,10 @@ class Batch:
     group: Tensor  # [B]
     seen: dict[str, float]  # for steps.jsonl: over all that was sampled
 
-    def prompt_rows(self, rows: Tensor) -> dict[str, Tensor]:
-        return {name: x[self.group[rows]] for name, x in self.prompts.items()}
+    def prompts_of(self, rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """The prompts of these rows, each once, and which of them each row has."""
+        which, of = self.group[rows].unique(return_inverse=True)
+        return {name: x[which] for name, x in self.prompts.items()}, of
 
 
 def rollout(policy: PreTrainedModel, task: Task, problems: Tensor, s: Settings, step: int) -> Batch:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from repro.mini import policies
 from repro.mini.tasks import EOS, PAD, response_mask
@@ -28,10 +28,8 @@ def sample(
     top_p: float = 1.0,
 ) -> Samples:
     """`responses` samples of at most `length` tokens for each prompt, those of one prompt side by side."""
-    cache = DynamicCache()
-    seen = policies.forward(model, prompts, past_key_values=cache, use_cache=True, logits_to_keep=1)[:, -1]
-    cache.batch_repeat_interleave(responses)
-    seen = seen.repeat_interleave(responses, 0)
+    of = torch.arange(len(prompts["input_ids"])).repeat_interleave(responses)
+    seen, cache = policies.read_prompts(model, prompts, of)
     done = torch.zeros(len(seen), dtype=torch.bool)
     tokens, logits = torch.full((len(seen), length), PAD), seen.new_zeros(len(seen), length, seen.shape[-1])
     for t in range(length):

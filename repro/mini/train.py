@@ -71,7 +71,7 @@ def one_step(run: Run, problems: Tensor, out: Path) -> dict:
     with run.clock("score"), torch.no_grad():
         # the base's opinion of every response if the objective reads it, else of those to a quarter of the prompts
         some = torch.arange(len(batch.tokens) if s.beta else max(1, s.prompts // 4) * s.responses)
-        logits = policies.response_logits(run.base, batch.prompt_rows(some), batch.tokens[some])
+        logits = policies.response_logits(run.base, *batch.prompts_of(some), batch.tokens[some])
         kl_base = mean_kl(batch.logits[some], logits, batch.mask[some], s.temperature)
         ref = token_log_probs(logits, batch.tokens, temperature=s.temperature) if s.beta else None
     tally = Tally(batch.tokens.shape[1])
@@ -107,7 +107,7 @@ def update(run: Run, batch: Batch, ref: Tensor | None, rows: Tensor, tally: Tall
     tokens, mask, lp_old = (x[rows, :width] for x in (batch.tokens, batch.mask, batch.logp))
     A = batch.adv[rows, None]
 
-    logits = policies.response_logits(run.policy, batch.prompt_rows(rows), tokens)
+    logits = policies.response_logits(run.policy, *batch.prompts_of(rows), tokens)
     lp = token_log_probs(logits, tokens, temperature=s.temperature)
     H = entropy(logits.detach(), temperature=s.temperature) if "entropy" in run.objective.reads else None
     lp_ref = None if ref is None else ref[rows, :width]
@@ -135,9 +135,9 @@ def evaluate(run: Run, logs: dict[str, state.Log]) -> None:
 
 def replay(path: Path) -> None:
     """A minibatch that stopped a run once more, from the policy before it; raises NotFinite if it stops again."""
-    run, at = again(path)
-    tally = Tally(at["batch"].tokens.shape[1])
-    update(run, at["batch"], at["ref"], at["rows"], tally)
+    run, batch, ref, rows = again(path)
+    tally = Tally(batch.tokens.shape[1])
+    update(run, batch, ref, rows, tally)
     for name, value in tally.numbers(run.objective, run.s.hyperparameters()).items():
         print(f"{name:14} {value}")
 
