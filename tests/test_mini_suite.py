@@ -75,9 +75,9 @@ def test_all_that_the_paper_shows_is_asked():
 
 
 def test_core_experiments_share_their_runs():
-    wanted = suite.queue(plan.names(core=True))
+    wanted = plan.queue(plan.names(core=True))
     assert len(wanted) == 25 and len({s.key for s in wanted.values()}) == 25
-    shared = set(wanted) & set(suite.queue(["learning_rate"]))
+    shared = set(wanted) & set(plan.queue(["learning_rate"]))
     assert len(shared) == 6, "its middle rate is the core's"
 
 
@@ -210,9 +210,9 @@ def test_the_report_has_every_claim_and_the_same_bytes_twice(runs, tmp_path, mon
     assert files == ["fig0.svg", "verdicts.json", "verdicts.md"]
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
     text = (tmp_path / "a" / "verdicts.md").read_text()
-    assert "**reproduced**" in text and "15 runs" in text and "commit 0123456789" in text
+    assert "**reproduced**" in text and "15 runs. Commit: 0123456789" in text
     assert "python -m repro.mini.suite --only small" in text and "| up_dapo | **" not in text
-    (v,) = json.loads((tmp_path / "a" / "verdicts.json").read_text())["small"]
+    (v,) = json.loads((tmp_path / "a" / "verdicts.json").read_text())["experiments"]["small"]
     assert v["verdict"] == "reproduced" and v["contrasts"][0]["effect"]["n"] == 5
 
 

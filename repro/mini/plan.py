@@ -17,6 +17,7 @@ seeds, settings       of every arm; the rest is the default of settings.py
 """
 
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,11 @@ def load(name: str) -> Experiment:
         return read(path)
     except (tomllib.TOMLDecodeError, TypeError) as error:
         raise InputError(f"{path.name}: {error}") from error
+
+
+def queue(names: Iterable[str]) -> dict[str, Settings]:
+    """Folder name -> settings of every run of the experiments, in order, shared ones once."""
+    return {s.key: s for name in names for _, _, s in load(name).runs()}
 
 
 def read(path: Path) -> Experiment:

@@ -33,25 +33,28 @@ def write(records: dict[str, Record], folder: Path) -> None:
     experiments = [plan.load(name) for name in plan.names()]
     judged = {e.name: judge(e, records) for e in experiments}
     drawn = {e.name: figures(e, records, folder) for e in experiments}
-    text = [HEAD, runs_line(records), verdict_table(experiments, judged, "paper", "The paper's claims")]
+    made = made_with(records)
+    runs = f"{len(records)} runs. " + ". ".join(f"{k.capitalize()}: {'; '.join(v)}" for k, v in made.items()) + ".\n"
+    text = [HEAD, runs, verdict_table(experiments, judged, "paper", "The paper's claims")]
     text += [verdict_table(experiments, judged, "ours", "Controls that the paper lacks")]
     for e in experiments:
         text += [section(e, records, judged[e.name], drawn[e.name])]
     _replace(folder / "verdicts.md", "\n".join(text))
-    table = {name: [v.json() for v in found] for name, found in judged.items()}
-    _replace(folder / "verdicts.json", json.dumps(table, indent=1) + "\n")
+    found = {name: [v.json() for v in verdicts] for name, verdicts in judged.items()}
+    _replace(folder / "verdicts.json", json.dumps({"made with": made, "experiments": found}, indent=1) + "\n")
 
 
-def runs_line(records: dict[str, Record]) -> str:
-    """What all of it ran on."""
-    seen = [r["provenance"] for r in records.values()]
-    commits = sorted(
-        {str(c["id"])[:10] + (" and changes" if c["dirty"] else "") for p in seen if (c := p.get("commit"))}
-    )
-    machines = sorted({", ".join(f"{k} {v}" for k, v in p["machine"].items()) for p in seen if "machine" in p})
-    seconds = sum(p["seconds"]["all"] for p in seen if "seconds" in p)
-    hours = f"{len(records)} runs, {seconds / 3600:.1f} hours of one core"
-    return f"{hours}; commit {', '.join(commits)}; on {'; '.join(machines)}.\n"
+def made_with(records: dict[str, Record]) -> dict[str, list[str]]:
+    """Every commit, machine class and version that some run names, and the seeds."""
+    seen = [r["provenance"] for r in records.values() if r["provenance"]]
+    words = lambda d: ", ".join(f"{k} {v}" for k, v in d.items())
+    return {
+        "commit": sorted({str(p["commit"]["id"])[:10] + (" and changes" * bool(p["commit"]["dirty"])) for p in seen}),
+        "machine": sorted({words(p["machine"]) for p in seen}),
+        "versions": sorted({words(p["versions"]) for p in seen}),
+        "seeds": sorted({str(r["settings"]["seed"]) for r in records.values()}),
+        "hours of one core": [f"{sum(p['seconds']['all'] for p in seen) / 3600:.1f}"],
+    }
 
 
 # ---- verdicts --------------------------------------------------------------------------------------------------------
@@ -156,8 +159,12 @@ def _replace(path: Path, text: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m repro.mini.report", description=__doc__)
     parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder with runs.jsonl")
-    folder = parser.parse_args(argv).results
+    parser.add_argument("--runs", type=Path, help="take over the finished runs in this folder first")
+    args = parser.parse_args(argv)
+    folder = args.results
     try:
+        if args.runs:
+            results.collect(args.runs, set(plan.queue(plan.names())), folder)
         records = results.load(folder)
         if not records:
             raise InputError(f"there is no run in {folder}: python -m repro.mini.suite makes some.")

@@ -33,15 +33,6 @@ TRAIN = "repro.mini.train"
 say = Console(highlight=False, soft_wrap=True).print
 
 
-def queue(names: Iterable[str]) -> dict[str, Settings]:
-    """Folder name -> settings of every run of the experiments, in order, shared ones once."""
-    wanted: dict[str, Settings] = {}
-    for name in names:
-        for _, _, settings in plan.load(name).runs():
-            wanted.setdefault(settings.key, settings)
-    return wanted
-
-
 @contextmanager
 def alone(out: Path):
     """One suite at a time in one folder. The runs inherit the lock: it lasts while one of them lives."""
@@ -195,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> int:
         names = args.only or plan.names(args.core)
-        wanted = queue(names)
+        wanted = plan.queue(names)
         if args.list:
             return _list(names, args.out)
         if args.jobs < 1 or args.hours <= 0:
@@ -216,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _list(names: Iterable[str], out: Path) -> int:
     for name in names:
-        e, wanted = plan.load(name), queue([name])
+        e, wanted = plan.load(name), plan.queue([name])
         done = sum(bool(results.status(out / n)) for n in wanted)
         say(f"{name:26} {'core' if e.core else '':5} {done:3} of {len(wanted):3} runs  {e.question}", markup=False)
     return 0
