@@ -142,16 +142,16 @@ def test_effect_and_interval_are_those_of_the_runs(runs):
     assert found.mean == pytest.approx(sum(d) / 5) and abs(found.mean - 0.05) < 0.005 and found.high - found.low < 0.01
 
 
-def test_a_stopped_run_counts_and_a_missing_one_makes_it_preliminary(runs, tmp_path):
+def test_a_stopped_run_counts_and_without_all_seeds_there_is_no_verdict(runs, tmp_path):
     e = small(contrast("up_dapo", "dapo"))
     records = runs(e, UP, keep=lambda arm, seed: seed < 3)
     (v,) = judge(e, records)
-    assert v.seeds == 3 and v.why.endswith("preliminary, 3 of 5 seeds")
+    assert (v.word, v.why, v.seeds) == ("not finished", "3 of 5 seeds so far", 3)
     name = e.run("up_dapo", 0).key
     stopped = records | {name: records[name] | {"status": "stopped at step 3: loss nan"}}
     assert results.value(stopped[name], e.claims[0].contrasts[0]) == 0
     (v,) = judge(e, {})
-    assert (v.word, v.seeds) == ("not run", 0)
+    assert (v.word, v.seeds) == ("not finished", 0)
 
 
 def test_holm_is_over_the_claims_of_an_experiment(runs):

@@ -63,8 +63,8 @@ def verdict_table(experiments: list[Experiment], judged: dict[str, list[Verdict]
     for e in experiments:
         for v in judged[e.name]:
             if v.claim.source == source:
-                p = f"{v.p:.2g}" if v.seeds else ""
-                seeds = str(v.seeds) if v.seeds else ""
+                p = f"{v.p:.2g}" if v.seeds and v.seeds == v.of else ""
+                seeds = str(v.seeds or "")
                 word = f"**{v.word}**" + (f"<br>{v.why}" if v.why else "")
                 cells = [v.claim.figure, v.claim.says, word, effects(v), p, seeds, f"[`--only {e.name}`](#{e.name})"]
                 rows.append(f"| {' | '.join(cells)} |")
@@ -95,10 +95,9 @@ def contrast(c: Contrast) -> str:
 def show(e: Effect | None, c: Contrast) -> str:
     if e is None:
         return "no run"
-    if c.ratio:
-        return f"×{e.mean:.3g} [{e.low:.3g}, {e.high:.3g}]"
-    k, form = (100, "+.1f") if c.metric in POINTS else (1, "+.3f")
-    return f"{k * e.mean:{form}} [{k * e.low:{form}}, {k * e.high:{form}}]"
+    k, form = (1, ".3g") if c.ratio else (100, "+.1f") if c.metric in POINTS else (1, "+.3f")
+    interval = f" [{k * e.low:{form}}, {k * e.high:{form}}]" if e.n > 1 else ""
+    return f"{'×' * c.ratio}{k * e.mean:{form}}{interval}"
 
 
 def section(e: Experiment, records: dict[str, Record], judged: list[Verdict], drawn: list[str]) -> str:

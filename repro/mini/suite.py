@@ -159,7 +159,8 @@ def cores() -> int:
 
 def interruptible(work: Callable[[], int], who: str) -> int:
     """work(), with SIGTERM taken like ctrl-C, and what a user can set right said in one sentence."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for sign in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell that starts us with & has it ignored
+        signal.signal(sign, signal.default_int_handler)
     try:
         return work()
     except InputError as error:

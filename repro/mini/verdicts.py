@@ -9,9 +9,9 @@ A claim is all its contrasts at once, so its p is their largest; Holm corrects o
     not reproduced         neither; "refuted" is added where some contrast's whole interval lies on the other side of
                            the bound, "undecided" where none does: the seeds at hand cannot tell
     not testable here      the miniature has nothing that corresponds
-    not run                no seed has finished
+    not finished           some of its seeds are still to run: what they say so far is shown, but it is no verdict
 
-Where some seeds are missing the verdict is called preliminary. Every finished seed counts; none is left out.
+Every finished seed counts; none is left out.
 """
 
 from dataclasses import asdict, dataclass
@@ -93,8 +93,8 @@ def _verdict(claim: Claim, found: tuple[Finding, ...], p: float, of: int) -> Ver
     if claim.not_testable:
         return Verdict(claim, "not testable here", claim.not_testable, ())
     seeds = min(f.effect.n if f.effect else 0 for f in found)
-    if not seeds:
-        return Verdict(claim, "not run", "some of its runs have not finished", found, of=of)
+    if seeds < of:
+        return Verdict(claim, "not finished", f"{seeds} of {of} seeds so far", found, p, seeds, of)
     held, against = sum(f.p < ALPHA for f in found), sum(f.refuted for f in found)
     share = f"{held} of {len(found)} contrasts hold"
     if p < ALPHA:
@@ -105,6 +105,4 @@ def _verdict(claim: Claim, found: tuple[Finding, ...], p: float, of: int) -> Ver
         word, why = "not reproduced", "undecided" if not against else "refuted"
     if held and against:
         why += f", {against} are refuted"
-    if seeds < of:
-        why += f"; preliminary, {seeds} of {of} seeds"
     return Verdict(claim, word, why, found, p, seeds, of)
