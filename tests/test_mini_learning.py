@@ -66,7 +66,7 @@ def update_and_see(run, batch, rows):
     return touched
 
 
-@pytest.mark.parametrize("name", ["up_dapo", "reinforce_off_policy"])
+@pytest.mark.parametrize("name", ["up_dapo", "grpo"])
 def test_it_learns(name):
     assert learns(replace(FAST, objective=name))
 

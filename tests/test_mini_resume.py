@@ -227,9 +227,9 @@ def test_a_loss_that_is_no_number_stops_and_can_be_replayed(tmp_path, capsys, mo
     args += ["--out", str(tmp_path / "run"), "--seed", "1"]
     original, calls = train.policies.response_logits, []
 
-    def spoilt(model, prompts, tokens):
+    def spoilt(*args):
         calls.append(1)
-        logits = original(model, prompts, tokens)
+        logits = original(*args)
         return logits * float("nan") if len(calls) == 6 else logits  # the base's and two minibatches a step
 
     monkeypatch.setattr(train.policies, "response_logits", spoilt)

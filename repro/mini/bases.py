@@ -35,7 +35,10 @@ class Recipe:
 
 RECIPES = {
     "walk": Recipe("countdown"),
-    "biased": Recipe("countdown", style="biased", start="walk", steps=1500, lr=1e-3),
+    "biased": Recipe("countdown", style="biased", start="walk", steps=1000, lr=2e-3),
+    "moe": Recipe("countdown", policy="qwen3_moe", steps=2000),
+    "chain": Recipe("chain", steps=1000),
+    "vl": Recipe("geometry", policy="qwen3_vl", steps=1000, batch=128, lr=3e-3),
 }
 
 
@@ -80,7 +83,7 @@ def build(recipe: Recipe, say=print) -> PreTrainedModel:
     return model
 
 
-def describe(model: PreTrainedModel, task: tasks.Task) -> dict[str, dict[str, float]]:
+def describe(model: PreTrainedModel, task: tasks.Task) -> dict:
     """What the base can do at T = 1, 256 held-out problems of each set, 32 samples each."""
     facts = {}
     for name in ("test", *task.levels):
@@ -89,8 +92,7 @@ def describe(model: PreTrainedModel, task: tasks.Task) -> dict[str, dict[str, fl
         facts[name] = {k: round(v, 4) for k, v in evals.scores(right, said).items()}
     samples = sample(model, policies.inputs(task, problems), 4, task.response_length, tasks.generator("base"))
     lp = samples.logits.log_softmax(-1)
-    facts[name] |= {"entropy": round(-(lp.exp() * lp).sum(-1)[samples.mask].mean().item(), 4)}
-    return facts
+    return facts | {"entropy": round(-(lp.exp() * lp).sum(-1)[samples.mask].mean().item(), 4)}
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from repro.mini.tasks import BOS, EOS, NO_ANSWER, SPECIAL, Verdict, generator
 from upref.errors import InputError
 
 GRID, CELL, HALF = 6, 8, 3
-MOST = 40  # no area, perimeter or sum of two is larger
+MOST = 49  # a rectangle is misread as 4 x 6 at most, and two of those add up to 48
 ZERO = len(SPECIAL)  # the token of number n is ZERO + n
 AREA, SUM = ZERO + MOST, ZERO + MOST + 2  # then perimeter, and difference
 START, IMAGE, VIDEO, END = range(SUM + 2, SUM + 6)
