@@ -110,7 +110,7 @@ def main(name: str) -> int:
         lines.append(f"{'ok    ' if ok else 'FAILED'}  {title:10} {text}  ({time.perf_counter() - start:.0f} s)")
     report = "\n".join([f"{o.name}: {o.equation}", "", *lines])
     (out / "report.txt").write_text(report + "\n", encoding="utf-8")
-    say(f"\n{report}\n\nThis version proves and compares; it trains nothing yet.", markup=False)
+    say(f"\n{report}\n\nTo train it: bash repro/run.sh {o.name}.", markup=False)
     return 0 if well else 1
 
 

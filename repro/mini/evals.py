@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Avg@k, Maj@k, Best@k and Pass@1 on held-out problems, by random generators that training does not share."""
+
+from collections.abc import Iterator
+
+import torch
+from transformers import PreTrainedModel
+
+from repro.mini import policies
+from repro.mini.sample import sample
+from repro.mini.settings import Settings
+from repro.mini.tasks import NO_ANSWER, Task, generator
+from upref import metrics
+
+CHUNK = 32  # problems sampled at once
+
+
+def evaluate(model: PreTrainedModel, task: Task, s: Settings, step: int, sets: tuple[str, ...]) -> Iterator[dict]:
+    """One line of evals.jsonl for each held-out set and decoding. The problems are the same for every seed."""
+    for name in sets:
+        problems = task.problems(name, s.eval_problems, seed=0)
+        for decoding, top_p in ((f"top_p_{s.eval_top_p:g}", s.eval_top_p), ("t_1", 1.0)):
+            correct, answers = tables(
+                model, task, problems, s.eval_samples, top_p, generator("eval", s.seed, step, name)
+            )
+            yield {"step": step, "set": name, "decoding": decoding} | scores(correct, answers)
+
+
+def tables(model, task: Task, problems, k: int, top_p: float, g: torch.Generator):
+    """Of k samples a problem at T = 1: whether right, bool [P, k], and what they answer, int [P, k]."""
+    right, said = [], []
+    for part in problems.split(CHUNK):
+        samples = sample(model, policies.inputs(task, part), k, task.response_length, g, top_p=top_p)
+        verdict = task.verify(part.repeat_interleave(k, 0), samples.tokens)
+        right.append(verdict.reward.bool().view(-1, k))
+        said.append(verdict.answer.view(-1, k))
+    return torch.cat(right), torch.cat(said)
+
+
+def scores(correct, answers) -> dict[str, float | int]:
+    k = correct.shape[1]
+    votes = [[None if a == NO_ANSWER else a for a in row] for row in answers.tolist()]
+    return {
+        "avg": metrics.avg_at_k(correct).value,
+        "maj": metrics.maj_at_k(votes, correct).value,
+        "best": metrics.best_at_k(correct, k).value,
+        "best_bootstrap": metrics.best_at_k_bootstrap(correct, k).value,
+        "pass1": metrics.pass_at_1(correct).value,
+        "n_problems": len(correct),
+        "k": k,
+    }

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a result was made with: commit, versions, machine class. Nothing that names a machine or a person."""
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import numpy
+import torch
+import transformers
+
+import upref
+
+
+def of_this_machine() -> dict:
+    return {
+        "commit": commit(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "numpy": numpy.__version__,
+            "upref": upref.__version__,
+        },
+        "machine": {"cpu": cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
+    }
+
+
+def commit() -> dict:
+    """Of the code that runs, and whether tracked files differ from it; {"id": None} outside git."""
+    git = ("git", "-C", str(Path(__file__).parent))
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return {"id": None, "dirty": None}
+    return {"id": head.stdout.strip(), "dirty": bool(status.stdout)}
+
+
+def cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders that are whole or not there, checkpoints that are checked before they are believed, logs one can go back in.
+
+A folder is written beside its place, hashed, flushed to the disk and renamed: kill -9 leaves the old or the new one.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from errno import ENOSPC
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from upref.errors import InputError
+
+PROVENANCE = "provenance.json"
+
+
+def publish(folder: Path, write: Callable[[Path], None], **facts) -> None:
+    """Make the folder by `write`, all or nothing; provenance.json holds the facts and the sha256 of every file."""
+    draft = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir(parents=True)
+        try:
+            write(draft)
+        except (RuntimeError, SafetensorError) as e:  # how torch and safetensors say that the disk is full
+            raise OSError(ENOSPC, str(e).splitlines()[0], str(folder)) from e
+        digests = {p.name: sha256(p) for p in sorted(draft.iterdir())}
+        (draft / PROVENANCE).write_text(json.dumps(facts | {"sha256": digests}, indent=1) + "\n")
+        for path in [*draft.iterdir(), draft]:
+            flush(path)
+        shutil.rmtree(folder, ignore_errors=True)
+        draft.rename(folder)
+        flush(folder.parent)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def checked(folder: Path) -> dict[str, Any]:
+    """The facts of a folder whose files are all what they were. Raises InputError if one is not."""
+    try:
+        facts = json.loads((folder / PROVENANCE).read_text())
+        for name, digest in facts["sha256"].items():
+            if sha256(folder / name) != digest:
+                raise InputError(f"{folder / name} is not the file that was written: its sha256 differs.")
+    except (OSError, ValueError, KeyError, AttributeError) as e:
+        if isinstance(e, InputError):
+            raise
+        raise InputError(f"{folder} is not a whole folder: {type(e).__name__}: {e}.") from e
+    return facts
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_bytes(content)
+        flush(draft)
+        draft.rename(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+class Log:
+    """A JSONL file. `here` is how far it is written; `back_to` drops what a killed run wrote after its checkpoint."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def add(self, row: dict[str, Any]) -> None:
+        with self.path.open("a") as f:
+            f.write(json.dumps(row, allow_nan=False) + "\n")
+
+    def here(self) -> int:
+        self.path.touch()
+        flush(self.path)
+        return self.path.stat().st_size
+
+    def back_to(self, size: int) -> None:
+        self.path.touch()
+        if self.path.stat().st_size < size:
+            raise InputError(
+                f"{self.path} is shorter than when the checkpoint was made: remove its folder to start over."
+            )
+        os.truncate(self.path, size)
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """Oldest first."""
+    return sorted((out / "checkpoints").glob("step-*[0-9]"), key=lambda p: int(p.name.removeprefix("step-")))
+
+
+def save(out: Path, step: int, save_policy: Callable[[Path], None], trainer: dict[str, Any]) -> None:
+    """A folder that transformers and vLLM load, with what else training needs to go on; the last two are kept."""
+
+    def write(folder: Path) -> None:
+        save_policy(folder)
+        torch.save(trainer, folder / "trainer.pt")
+
+    publish(out / "checkpoints" / f"step-{step}", write, step=step)
+    for old in checkpoints(out)[:-2]:
+        shutil.rmtree(old)
+
+
+def latest(out: Path, say: Callable[[str], None]) -> Path | None:
+    """The last whole checkpoint; one that is not is reported and deleted."""
+    for draft in (out / "checkpoints").glob(".step-*"):
+        shutil.rmtree(draft)
+    for folder in reversed(checkpoints(out)):
+        try:
+            checked(folder)
+            return folder
+        except InputError as e:
+            say(f"{e} Going on from the checkpoint before it.")
+            shutil.rmtree(folder)
+    return None

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a task is: problems as rows of integers, prompts of one length, and a verifier that reads tokens.
+
+problems(split, n, seed)     int64 [n, K], one row a problem; split is "train", "test" or a level. No problem of
+                             "train" is ever one of another split
+prompts(problems)            token ids [n, P]
+pictures(problems)           pixels [n, 3, H, W], or None where the task has none
+demonstrations(n, style, generator)   problems [n, K] and responses [n, T], padded, to start a base policy from
+verify(problems, tokens)     reward 0 or 1, whether the answer is well-formed, and the answer that votes
+"""
+
+import importlib
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from upref.errors import InputError
+
+PAD, EOS, BOS = 0, 1, 2
+SPECIAL = ("<pad>", "<eos>", "<bos>")
+NO_ANSWER = -1
+TASKS = ("countdown", "chain", "geometry")
+
+
+class Verdict(NamedTuple):
+    reward: Tensor  # float32 [N], 0 or 1
+    valid: Tensor  # bool [N]
+    answer: Tensor  # int64 [N], NO_ANSWER where not valid: it has no vote
+
+
+class Task(Protocol):
+    words: tuple[str, ...]  # the vocabulary: token i is words[i]
+    prompt_length: int  # P
+    response_length: int  # T, <eos> included
+    levels: tuple[str, ...]  # names of the held-out sets by difficulty
+
+    def problems(self, split: str, n: int, seed: int) -> Tensor: ...
+    def prompts(self, problems: Tensor) -> Tensor: ...
+    def pictures(self, problems: Tensor) -> Tensor | None: ...
+    def demonstrations(self, n: int, style: str, generator: torch.Generator) -> tuple[Tensor, Tensor]: ...
+    def verify(self, problems: Tensor, tokens: Tensor) -> Verdict: ...
+
+
+def get(name: str) -> Task:
+    """The task of that name. Raises InputError if there is none."""
+    if name not in TASKS:
+        raise InputError(f"no task is called {name!r}: choose one of {', '.join(TASKS)}.")
+    return importlib.import_module(f"repro.mini.tasks.{name}").task
+
+
+def response_mask(tokens: Tensor) -> Tensor:
+    """True up to and including the first <eos>; everywhere if there is none."""
+    ended = tokens == EOS
+    return ended.cumsum(1) - ended.long() == 0
+
+
+def generator(*key: int | str) -> torch.Generator:
+    """A random generator of its own for every purpose: ("rollout", seed, step) has nothing to do with ("eval", ...)."""
+    import hashlib
+
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

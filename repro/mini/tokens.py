@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A task's words as a transformers tokenizer: one word, one token; `"3 7 12 4 T 57"` becomes <bos> and six ids."""
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from repro.mini.tasks import BOS, SPECIAL, Task
+
+
+def tokenizer(task: Task) -> PreTrainedTokenizerFast:
+    pad, eos, bos = SPECIAL
+    # without an unknown-word token a word outside the vocabulary is an error
+    words = Tokenizer(WordLevel({word: i for i, word in enumerate(task.words)}))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, BOS)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token=pad,
+        eos_token=eos,
+        bos_token=bos,
+        model_max_length=task.prompt_length + task.response_length,
+        clean_up_tokenization_spaces=False,
+    )
