@@ -285,8 +285,12 @@ def test_grpo_of_the_vision_table_has_two_bounds_and_grpos_average():
     assert not torch.equal(two.gradient(b, eps_low=0.2, eps_high=0.28), two.gradient(b, **same))
 
 
-def test_a_fresh_process_has_the_plug_in(capsys):
-    run = c.compose("up_dapo", "paper")
-    preflight.check_plugin(run, "upref/up_dapo", "upref/signed")
-    with pytest.raises(upref.InputError, match="a fresh process does not have upref/nothing"):
-        preflight.check_plugin(run, "upref/nothing", "grpo")
+def test_a_fresh_process_has_the_plug_in():
+    """Loss and estimator, by the environment that driver and workers get."""
+    preflight.check_plugin(c.compose("up_dapo", "paper"), "upref/up_dapo", "upref/signed")
+
+
+def test_a_fresh_process_without_it_is_refused(monkeypatch):
+    monkeypatch.setattr(c, "MODULES", ("no_such_module",))
+    with pytest.raises(upref.InputError, match="a fresh process does not have upref/up_dapo .*no_such_module"):
+        preflight.check_plugin(c.compose("up_dapo", "paper"), "upref/up_dapo", "grpo")

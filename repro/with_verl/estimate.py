@@ -10,8 +10,8 @@ from repro.with_verl.compose import Scale
 GB = 1e9
 ASSUMES = (
     "the scale's model; fp32 weights, gradients and Adam's two moments (16 bytes a parameter) spread over all GPUs; "
-    "bf16 activations kept once a layer (gradient checkpointing); bf16 logits and their fp32 softmax; vLLM asleep while "
-    "training and bf16 in it; 3 GB for CUDA and NCCL; every response of full length"
+    "bf16 activations kept once a layer (gradient checkpointing); bf16 logits and fp32 softmax; vLLM asleep while "
+    "training and bf16 in it; 3 GB for CUDA and NCCL; all responses of full length"
 )
 
 
