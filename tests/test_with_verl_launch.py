@@ -292,5 +292,5 @@ def test_a_fresh_process_has_the_plug_in():
 
 def test_a_fresh_process_without_it_is_refused(monkeypatch):
     monkeypatch.setattr(c, "MODULES", ("no_such_module",))
-    with pytest.raises(upref.InputError, match="a fresh process does not have upref/up_dapo .*no_such_module"):
+    with pytest.raises(upref.InputError, match=r"a fresh process does not have upref/up_dapo .*no_such_module"):
         preflight.check_plugin(c.compose("up_dapo", "paper"), "upref/up_dapo", "grpo")
