@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paper's data sets as verl's parquet files, in runs/data.
+
+    python repro/with_verl/data/prepare.py aime24 [dapo_math_17k ... | all] [--out DIR]
+    python repro/with_verl/data/prepare.py math500 --from FILE     a file fetched by other means
+    python repro/with_verl/data/prepare.py math_3to5 --revision COMMIT
+
+A finished file of the same revision is left alone, so the command can be repeated. The number of rows must be right;
+--accept-count N accepts another one, and the file says so in its metadata. Exit status 2: something was not done.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(ROOT)]
+
+import pyarrow as pa  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
+
+from repro.with_verl.data import schema  # noqa: E402
+from repro.with_verl.data.sources import SOURCES, Source  # noqa: E402
+from upref import InputError  # noqa: E402
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="prepare.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("names", nargs="+", metavar="NAME", help=f"all, or of {', '.join(SOURCES)}")
+    p.add_argument("--out", type=Path, default=ROOT / "runs/data")
+    p.add_argument("--from", dest="file", type=Path, help="the upstream file, already here")
+    p.add_argument("--revision", help="full commit hash, in place of the pinned one")
+    p.add_argument("--accept-count", type=int, metavar="N")
+    args = p.parse_args(argv)
+    failed = 0
+    try:
+        names = list(SOURCES) if args.names == ["all"] else args.names
+        if unknown := [n for n in names if n not in SOURCES]:
+            raise InputError(f"no data set is called {unknown[0]!r}: choose all or of {', '.join(SOURCES)}.")
+        if len(names) > 1 and (args.file or args.revision or args.accept_count):
+            raise InputError("--from, --revision and --accept-count are for one data set: name one.")
+        args.out.mkdir(parents=True, exist_ok=True)
+    except (InputError, OSError) as e:
+        print(f"prepare: {e}", file=sys.stderr)
+        return 2
+    for name in names:  # one that fails does not keep the others
+        try:
+            print(
+                f"{name}: {prepare(SOURCES[name], args.out, args.file, args.revision, args.accept_count)}", flush=True
+            )
+        except InputError as e:
+            print(f"prepare: {name}: {e}", file=sys.stderr)
+            failed = 2
+    return failed
+
+
+def prepare(
+    s: Source, out: Path, file: Path | None = None, revision: str | None = None, accept: int | None = None
+) -> str:
+    """Writes out/NAME.parquet and says what it did. Raises InputError if it cannot."""
+    revision = revision or s.revision or ("given by hand" if file else None)
+    if revision is None:
+        raise InputError(
+            f"no commit of {s.repository} is pinned here: look it up at https://huggingface.co/datasets/{s.repository}"
+            "/commits/main and pass --revision."
+        )
+    if not file and not re.fullmatch("[0-9a-f]{40}", revision):
+        raise InputError(f"--revision {revision} is no full commit hash of 40 digits: a branch or tag may move.")
+    path = out / f"{s.name}.parquet"
+    told = {"repository": s.repository, "revision": str(file.resolve()) if file else revision}
+    if schema.facts(path).items() >= told.items() and schema.check_file(path) in (s.count, accept):
+        return f"{path} is there ({schema.check_file(path)} rows, {told['revision'][:12]})"
+    try:
+        rows = s.convert(s, read(file or fetch(s, revision)))
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError, OSError) as e:
+        raise InputError(
+            f"has not the format of {s.repository} ({type(e).__name__}: {e}): is it the right file?"
+        ) from e
+    if len(rows) != (accept or s.count):
+        raise InputError(
+            f"has {len(rows)} rows and should have {accept or s.count} ({s.why}): is it the right file? --accept-count "
+            f"{len(rows)} takes it as it is."
+        )
+    schema.write(path, rows, told | {"rows": str(len(rows)), "paper": str(s.count)})
+    return f"{path}, {schema.check_file(path)} rows"
+
+
+def fetch(s: Source, revision: str) -> Path:
+    """The upstream file in the hub's cache, which resumes what was interrupted."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()
+    try:
+        return Path(hf_hub_download(s.repository, s.files[0], repo_type="dataset", revision=revision))
+    except Exception as e:  # the hub's errors, requests', httpx': offline, gone, refused
+        url = f"https://huggingface.co/datasets/{s.repository}/resolve/{revision}/{s.files[0]}"
+        raise InputError(
+            f"could not be fetched ({type(e).__name__}): fetch {url} where there is a network and pass --from FILE."
+        ) from e
+
+
+def read(path: Path) -> Iterator[dict]:
+    """Rows of a .parquet, .jsonl or .json file."""
+    try:
+        if path.suffix == ".parquet":
+            for batch in pq.ParquetFile(path).iter_batches(10_000):
+                yield from batch.to_pylist()
+        elif path.suffix in (".jsonl", ".json"):
+            with open(path, encoding="utf-8") as f:
+                rows = map(json.loads, filter(str.strip, f)) if path.suffix == ".jsonl" else json.load(f)
+                yield from rows
+        else:
+            raise InputError(f"{path} is neither .parquet nor .jsonl nor .json.")
+    except (OSError, pa.ArrowInvalid, json.JSONDecodeError) as e:
+        raise InputError(f"{path} cannot be read ({str(e).splitlines()[0][:100]}): fetch it again.") from e
+
+
+if __name__ == "__main__":
+    sys.exit(main())
