@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import upref
+
 psutil = pytest.importorskip("psutil", reason="`repro/venv.sh smoke` installs what watches a trainer")
 WITH_VERL = Path(__file__).parents[1] / "repro" / "with_verl"
 
@@ -115,9 +117,23 @@ def test_the_toy_task():
     assert len(set(toy.VOCAB)) == len(toy.VOCAB)
 
 
-@pytest.mark.slow
-@pytest.mark.smoke
-@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="no vLLM here: `repro/venv.sh smoke` installs it")
+@pytest.mark.verl
+def test_verl_accepts_the_settings_and_refuses_a_typing_error():
+    pytest.importorskip("verl.workers.config", reason="`repro/venv.sh verl` installs it")
+    for name in ("up_dapo", "up_gspo", "dr_grpo"):  # one of each aggregation: nothing else depends on the objective
+        smoke.dry_run(upref.get(name))
+    for key, wrong in (("clip_rato", "0.3"), ("loss_agg_mode", "token-maen")):
+        with pytest.raises(upref.InputError, match=f"verl refuses .*{key if key == 'clip_rato' else wrong}"):
+            smoke.dry_run(upref.get("up_dapo"), [f"actor_rollout_ref.actor.{key}={wrong}"])
+
+
+def real(test):
+    no_vllm = not importlib.util.find_spec("vllm")
+    skip = pytest.mark.skipif(no_vllm, reason="no vLLM here: `repro/venv.sh smoke` installs it")
+    return pytest.mark.slow(pytest.mark.smoke(skip(test)))
+
+
+@real
 def test_three_real_steps_of_verl_and_vllm(tmp_path):
     done = subprocess.run(
         [sys.executable, WITH_VERL / "smoke.py", "up_dapo", "--steps", "3", "--out", tmp_path / "run"],
@@ -126,3 +142,22 @@ def test_three_real_steps_of_verl_and_vllm(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     found = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert found["steps"] == 3 and 0 < found["parity_max_abs"] < 1e-4 and found["wrong"] == []
+
+
+@real
+@pytest.mark.parametrize("victim", ["VLLM::EngineCore", "ray::WorkerDict", "ray::TaskRunnerV1"])
+def test_a_killed_process_ends_the_run_which_then_goes_on_from_its_checkpoint(tmp_path, victim):
+    command = [sys.executable, WITH_VERL / "smoke.py", "up_dapo", "--steps", "4", "--out", tmp_path / "run"]
+    first = subprocess.Popen([*command, "trainer.save_freq=1"], stdout=subprocess.PIPE, text=True)
+    said = ""
+    while "step   2" not in said:
+        line = first.stdout.readline()
+        assert line, said
+        said += line
+    mine = psutil.Process(first.pid).children(recursive=True)
+    [p] = [p for p in mine if " ".join(p.cmdline()).startswith(victim)]
+    p.kill()
+    said += first.communicate(timeout=300)[0]  # the watch ends it within GRACE and what stopping takes
+    assert first.returncode == 1 and ("died" in said or "step 3 of 4 failed" in said or "step 4 of 4 failed" in said)
+    done = subprocess.run([*command, "--again"], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0 and "step   1 " not in done.stdout and "step   4 " in done.stdout, done.stdout

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`repro/run.sh OBJECTIVE smoke`: verl's own trainer and vLLM on a CPU, with a model that learns within minutes.
 
-    python repro/with_verl/smoke.py up_dapo [--steps 24] [--out DIR] [--again] [--keep] [verl overrides]
+    python repro/with_verl/smoke.py up_dapo [--steps 24] [--out DIR] [--again] [--keep] [--dry-run] [verl overrides]
 
 Ends with a report. Exit status: 0 all steps were logged, the score rose, the loss agreed with the reference; 1 it did
 not; 2 it could not run. `--again` goes on from the last checkpoint in DIR.
@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 import time
@@ -46,6 +47,9 @@ def environment(out: Path, log: Path) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_prestart_worker_first_driver": "0",  # 16 processes that would wait for nothing
+        "RAY_raylet_start_wait_time_s": "300",  # 60 and 60 are too short on a busy machine
+        "RAY_worker_register_timeout_seconds": "300",
         "HYDRA_FULL_ERROR": "1",
     }
 
@@ -117,6 +121,23 @@ def overrides(objective: upref.Objective, steps: int, out: Path) -> list[str]:
     return [f"{k}={v}" for k, v in settings.items()]
 
 
+def dry_run(objective: upref.Objective, extra: list[str] = ()) -> None:
+    """The settings, read by the installed verl; InputError on what it refuses."""
+    from hydra import compose, initialize_config_module
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+    from verl.utils.config import omega_conf_to_dataclass
+
+    lines = [x for x in (*overrides(objective, 1, Path("out")), *extra) if not x.startswith("hydra.")]
+    try:
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            config = compose("ppo_trainer", overrides=lines)
+        for part in ("actor", "rollout"):
+            omega_conf_to_dataclass(config.actor_rollout_ref[part])
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError, AssertionError) as error:
+        raise upref.InputError(f"verl refuses these settings: {' '.join(str(error).split())}") from error
+
+
 def judge(rows: list[dict], steps: int, outcome: watch.Outcome) -> tuple[list[str], list[str]]:
     """(what is to be reported, what is wrong); the steps decide, because verl can end with status 0 too early."""
     wrong, data = [], [r["data"] for r in rows]
@@ -140,8 +161,10 @@ def judge(rows: list[dict], steps: int, outcome: watch.Outcome) -> tuple[list[st
 
 def error_in(output: Path) -> str:
     """The last line of the trainer's output that names an error."""
-    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
-    named = [x for x in lines if "InputError" in x or "ParityError" in x] or [x for x in lines if "Error" in x]
+    prefix = re.compile(r"\x1b\[\d+m|\(\w+ pid=[^)]*\)\s*")  # Ray's: colour, actor and process
+    lines = [prefix.sub("", x) for x in output.read_text(encoding="utf-8", errors="replace").splitlines()]
+    ours = re.compile(r"\w*(InputError|ParityError)[^:]*: ")
+    named = [x for x in lines if ours.search(x)] or [x for x in lines if re.search(r"^\S*(Error|Exception)\b.*: ", x)]
     return named[-1].strip()[-400:] if named else (lines[-1] if lines else "it wrote nothing")
 
 
@@ -208,9 +231,14 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--again", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="let verl read the settings, and start nothing")
     parser.add_argument("--keep", action="store_true", help="write the summary into repro/with_verl/results too")
     args, extra = parser.parse_known_args()
     try:
+        if args.dry_run:
+            dry_run(upref.get(args.objective), extra)
+            print(f"{args.objective}: verl accepts the smoke settings; nothing was started")
+            sys.exit(0)
         sys.exit(main(args.objective, args.steps, args.out, extra, args.again, args.keep))
     except (upref.InputError, OSError) as error:
         print(f"smoke: {error}", file=sys.stderr)

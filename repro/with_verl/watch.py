@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-GRACE = 15  # seconds for verl to notice by itself, or to finish: at a good end its actors go just before it
+GRACE = 25  # seconds for verl to notice by itself, or to finish: at a good end its actors go just before it
 ACTOR = re.compile(r"^ray::(?!IDLE)[A-Z]\w+|^VLLM::\w+|(?<=/)(raylet|gcs_server)(?= )")
 
 
