@@ -29,7 +29,7 @@ import upref  # noqa: E402
 
 PROMPTS, GROUP, MINI = 16, 8, 4  # a rollout: 16 prompts x 8 responses, in 4 mini-batches, so that 3 are off-policy
 SCORE, PARITY = "critic/score/mean", "actor/upref/parity_max_abs"
-STALL, FIRST = 45, 600  # seconds without a step: a step takes 3, the start 60 to 90, more on a busy machine
+STALL, FIRST = 45, 300  # seconds without a step, without a word: a step takes 3, the start 60 to 90
 
 
 def environment(out: Path, log: Path) -> dict[str, str]:

@@ -2,7 +2,8 @@
 """Start a trainer, follow the steps it logs, and end it when it cannot go on: verl hangs where a worker has died.
 
 A run is over when its process is. It is ended, with all it has started, GRACE seconds after an actor of Ray or an
-engine of vLLM has gone, or when no step was logged for `stall` seconds (`first` before the first step).
+engine of vLLM has gone; when no step was logged for `stall` seconds and ten times the longest step so far; and, before
+the first step, when nothing was written for `first` seconds.
 """
 
 import json
@@ -69,7 +70,7 @@ class Family:
 def run(command: list[str], log: Path, output: Path, *, env: dict, stall: float, first: float, tell=print) -> Outcome:
     """Run it, its output into a file; `tell` is called with each step that it logs."""
     start = last = time.monotonic()
-    told, dead_since, why = 0, None, ""
+    told, dead_since, why, longest, written = 0, None, "", 0.0, -1
     with output.open("wb") as f:
         process = subprocess.Popen(
             command, stdout=f, stderr=subprocess.STDOUT, env=os.environ | env, start_new_session=True
@@ -81,13 +82,16 @@ def run(command: list[str], log: Path, output: Path, *, env: dict, stall: float,
             now, rows = time.monotonic(), steps(log)
             for row in rows[told:]:
                 tell(row)
+                longest = max(longest, now - last) if told else 0.0  # the first one is the start
                 told, last = told + 1, now
+            if not told and output.stat().st_size != written:
+                written, last = output.stat().st_size, now
             if family.dead:
                 dead_since = dead_since or now
                 if now - dead_since > GRACE:
                     why = f"{family.dead[0]} died and the trainer did not end"
-            elif now - last > (stall if told else first):
-                why = f"no step for {now - last:.0f} s"
+            elif now - last > (max(stall, 10 * longest) if told else first):
+                why = f"no {'step' if told else 'sign of life'} for {now - last:.0f} s"
             time.sleep(1)
         for row in steps(log)[told:]:
             tell(row)
