@@ -2,25 +2,30 @@
 # SPDX-License-Identifier: Apache-2.0
 # repro/run.sh OBJECTIVE [SCALE] [OVERRIDES...]      Needs only Python >= 3.11; makes .venv in the checkout on first use.
 #
-#   mini         (what runs without a SCALE) train the objective and its baseline, tiny, on this CPU, and report
-#   reference    prove it, hold it against verl's real losses, draw its maps
-#   other scales are repro/with_verl/launch.py's: training with verl
+#   mini         train the objective and its baseline, tiny, on this CPU, and report
+#   reference    prove it, hold it against verl's and TRL's real losses, draw its maps
+#   smoke        verl's own trainer with vLLM rollouts on the CPU, a tiny model
+#   gpu1, paper  verl on GPUs: one GPU, the paper's settings (repro/with_verl/PAPER.md)
 #
+# Without a SCALE: the largest that this machine's GPUs carry, mini where there is none.
 # OVERRIDES are name=value of the scale, for example: repro/run.sh up_dapo mini steps=50
 # Exit status: 0 all well, 1 something differs or failed, 2 could not run, 130 interrupted (the same command goes on).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ $# -eq 0 || $1 == -* ]]; then
-    echo "usage: repro/run.sh OBJECTIVE [mini|reference] [name=value...], for example: repro/run.sh up_dapo (all: .venv/bin/upref list)" >&2
+    echo "usage: repro/run.sh OBJECTIVE [mini|reference|smoke|gpu1|paper] [name=value...], for example: repro/run.sh up_dapo (all: .venv/bin/upref list)" >&2
     exit 2
 fi
-objective=$1 scale=mini
+objective=$1 scale=
 shift
 if [[ $# -gt 0 && $1 != *=* && $1 != -* ]]; then
     scale=$1
     shift
 fi
-launch=repro/with_verl/launch.py
+if [[ -z $scale ]] && ! nvidia-smi -L 2>/dev/null | grep -q GPU; then
+    scale=mini
+    echo "mini: this machine has no GPU (other scales: reference, smoke; on GPUs gpu1 and paper)."
+fi
 case $scale in
     mini)
         repro/venv.sh verl
@@ -28,10 +33,13 @@ case $scale in
         ;;
     reference)
         [[ $# -eq 0 ]] || { echo "run.sh: the reference has no settings to change, got '$*'." >&2 && exit 2; }
-        repro/venv.sh verl
+        repro/venv.sh verl trl
         exec .venv/bin/python repro/reference.py "$objective"
         ;;
+    smoke)
+        repro/venv.sh smoke
+        exec .venv/bin/python -m repro.with_verl.smoke "$objective" "$@"
+        ;;
 esac
-[[ -f $launch ]] || { echo "run.sh: there is no scale '$scale': choose mini or reference." >&2 && exit 2; }
 repro/venv.sh verl
-exec .venv/bin/python $launch "$objective" "$scale" "$@"
+exec .venv/bin/python repro/with_verl/launch.py "$objective" ${scale:+"$scale"} "$@"

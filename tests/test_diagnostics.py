@@ -32,7 +32,10 @@ def test_clip_fractions_by_side_and_sign():
 
 
 def test_up_keeps_alive_what_dapo_clips():
+    assert diagnose(upref.get("dapo"), B)["mass_above_high"] == 0
     d = diagnose(upref.get("up_dapo"), B)
+    # 4 tokens of A > 0 weigh 1 each, one of them at r = 2; A < 0: 2, 0 (r = 0.5 is clipped) and 2 x 5
+    assert d["mass_above_high"] == pytest.approx(1 / (4 + 2 + 0 + 10))
     assert d["clip/pos_high"] == 0 and d["alive"] == pytest.approx(6 / 7)
 
 

@@ -18,6 +18,7 @@ from upref import InputError, Totals, aggregate
 from upref.check.regimes import batch, grad
 from upref.check.verl import verl_loss, verl_weights
 from upref.diagnostics import diagnose
+from upref.parity import ParityError
 
 NEED = "`repro/venv.sh verl` installs what verl's losses need"
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=NEED)
@@ -41,9 +42,12 @@ def config(hp=None, agg="token-mean", info=None, **fields):
 def call(name, b, c=None, **kw):
     c = c or config()
     args = dict(old_log_prob=b.logp_old, log_prob=b.logp, advantages=b.adv, response_mask=b.mask)
-    return core_algos.get_policy_loss_fn(f"upref/{name}")(
+    loss, metrics = core_algos.get_policy_loss_fn(f"upref/{name}")(
         **args | {"loss_agg_mode": c.loss_agg_mode, "config": c, "rollout_is_weights": None} | kw
     )
+    so_far = {k: v for k, v in metrics.items() if k.startswith("upref/parity_")}  # not of this batch alone
+    assert len(so_far) == 2 and so_far["upref/parity_of_bound"] <= 1
+    return loss, {k: v for k, v in metrics.items() if k not in so_far}
 
 
 def gradient(name, b, c=None, **kw):
@@ -58,6 +62,7 @@ def same(x, y, tol=1e-12):
 @pytest.fixture(autouse=True)
 def forget(monkeypatch):
     monkeypatch.setattr(verl_plugin, "_said", set())
+    monkeypatch.setattr(verl_plugin, "_monitors", {})
 
 
 # ---- the same function ---------------------------------------------------------------------------------------------
@@ -206,7 +211,8 @@ def test_a_micro_batch_without_tokens_costs_nothing_and_keeps_the_metrics_keys(n
     none = torch.zeros(2, 3, dtype=torch.bool)
     loss, metrics = core_algos.get_policy_loss_fn(f"upref/{name}")(x, x, x.detach(), none, "token-mean", config())
     loss.backward()
-    assert loss == 0 and (x.grad == 0).all() and metrics.keys() == call(name, b)[1].keys()
+    keys = {k for k in metrics if "parity" not in k}
+    assert loss == 0 and (x.grad == 0).all() and keys == call(name, b)[1].keys()
 
 
 @pytest.mark.parametrize("name", ["up_dapo", "gspo"])
@@ -283,6 +289,33 @@ def test_every_aggregation_has_a_name_verl_accepts(caplog):
         agg = verl_plugin.VERL_AGG.get((o.level, o.agg), o.agg)
         call(name, batch(o, thin=9), config(agg=agg))  # ActorConfig refuses unknown names
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+# ---- the comparison with the reference while it trains -------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_the_objective_stops_the_run(monkeypatch):
+    o = upref.get("up_dapo")
+    b = batch(o, thin=9)
+    x = b.logp.float().clone().requires_grad_()
+    y = object.__new__(type(b))
+    y.__dict__.update(b.__dict__, logp=x, logp_old=b.logp_old.float(), adv=b.adv.float(), group=None)
+    assert call("up_dapo", y)[0].requires_grad
+    right = type(o).J
+    monkeypatch.setattr(type(o), "J", lambda *a, **kw: 1.001 * right(*a, **kw))
+    with pytest.raises(ParityError, match=r"upref/up_dapo is not what trains: in micro-batch 2 .*float32"):
+        call("up_dapo", y)
+
+
+def test_how_often_it_compares_is_read_beside_the_hyperparameters(tmp_path):
+    b = replace(batch(upref.get("up_dapo"), thin=9), group=None)
+    c = config({"eps_low": 0.1, "parity": {"first": 1, "every": 3, "dump": str(tmp_path)}})
+    for _ in range(7):
+        call("up_dapo", b, c)
+    assert sorted(p.stem.rpartition("-")[2] for p in tmp_path.glob("up_dapo-*.pt")) == ["1", "3", "6"]
+    assert torch.load(next(tmp_path.glob("*.pt")), weights_only=True)["hp"] == {"eps_low": 0.1, "c": None}
+    with pytest.raises(InputError, match="no setting 'evry'; it takes: first, every, dump"):
+        call("up_dapo", b, config({"parity": {"evry": 3}}))
 
 
 # ---- through verl --------------------------------------------------------------------------------------------------

