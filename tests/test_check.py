@@ -331,3 +331,24 @@ def test_verl(mode, name, ok):
     pytest.importorskip("verl")
     report = upref.check(f"verl:{mode}", name)
     assert bool(report) is ok, str(report)
+
+
+def verl_style(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None, **_):
+    lp, old, A = calm(response_mask, log_prob, old_log_prob, advantages)
+    r = (lp - old).clamp(-20, 20).exp()
+    J = torch.min(r * A, r.clamp(1 - config.clip_ratio_low, 1 + config.get("clip_ratio_high", 0.2)) * A)
+    J = torch.where(A < 0, torch.max(J, config.clip_ratio_c * A), J)
+    return -(J * response_mask).sum() / config.global_batch_info["batch_num_tokens"], {}
+
+
+@pytest.mark.parametrize("there", [pytest.param(True, marks=pytest.mark.verl), False])
+def test_a_function_of_verls_signature_needs_no_verl(there, monkeypatch):
+    if there:
+        pytest.importorskip("verl")
+    else:
+        for name in [m for m in sys.modules if m.split(".")[0] == "verl"]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, "verl", None)
+    report = upref.check(verl_style, "dapo", skip=("extremes",), eps_high=0.3)
+    assert report and report.oracles["split"] == "ok", str(report)
+    assert not upref.check(verl_style, "up_dapo", skip=("extremes",))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do the installed verl's and TRL's losses compute what their names promise? One table, every difference accounted for.
 
-A difference must have a reason that leaves none (comparison.py), and an entry of ledger.toml that records it with these
+A difference must have a reason that leaves none (deviation.py), and an entry of ledger.toml that records it with these
 very numbers: a deviation that appears, changes or disappears fails the audit.
 """
 
@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch import Tensor
 
-from upref.check.comparison import MICRO, TOL, Comparison, Reason, Row, compare, difference, grid, unit
+from upref.check.comparison import MICRO, TOL, Comparison, Reason, Row
+from upref.check.deviation import compare, difference, grid, unit
 from upref.check.ledger import Entry, hold, read
 from upref.check.regimes import grad
 from upref.errors import InputError
