@@ -40,10 +40,10 @@ def test_ci_runs_the_readmes_test_command():
     assert "bash tests/run.sh" in (ROOT / ".ci/run").read_text()
 
 
-@pytest.mark.parametrize("line", re.findall(r"^    upref (\w+(?: [\w.]+)*)", README, re.M))
+@pytest.mark.parametrize("line", re.findall(r"^    upref (\w+(?: [\w.:]+)*)", README, re.M))
 def test_commands_of_the_page_are_understood(line, capsys):
     words = line.split()
-    if words[0] in ("derive", "audit", "check", "doctor"):  # slow, and tested elsewhere
+    if words[0] in ("derive", "audit", "check", "identify", "doctor"):  # slow, and tested elsewhere
         words = [words[0], "-h"]
         with pytest.raises(SystemExit) as stop:
             main(words)
