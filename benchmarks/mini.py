@@ -75,5 +75,5 @@ if __name__ == "__main__":
     policies.deterministic()
     for base, task_name in (("walk", "countdown"), ("moe", "countdown"), ("chain", "chain")):
         sampler(base, task_name)
-    for base, task_name in (("walk", "countdown"), ("moe", "countdown"), ("chain", "chain"), ("vl", "geometry")):
+    for base, task_name in (("walk", "countdown"), ("moe", "countdown"), ("chain", "chain")):
         step(base, task_name)
