@@ -17,7 +17,7 @@ from repro.mini.run import Run
 from repro.mini.settings import Settings
 
 STEPS = 12
-FAST = Settings(steps=STEPS, prompts=32, responses=16, minibatches=4, lr=2e-3, warmup=1, train_problems=64)
+FAST = Settings(steps=STEPS, prompts=32, responses=16, minibatches=4, lr=1e-3, warmup=1, train_problems=64)
 
 
 def learns(s, spoil=lambda batch: None, run=None):

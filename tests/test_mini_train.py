@@ -14,6 +14,8 @@ from repro.mini.measure import Tally
 from repro.mini.rollout import rollout, too_long
 from repro.mini.run import Run
 from repro.mini.settings import Settings
+from repro.mini.tasks import Verdict
+from repro.mini.tokens import tokenizer
 from upref.errors import InputError
 
 SMALL = Settings(steps=1, prompts=16, responses=8, minibatches=2, eval_every=0, train_problems=200, warmup=0)
@@ -55,6 +57,31 @@ def test_every_objective_trains(name, tmp_path):
     assert len(seen["pi_old"]) == len(seen["pi"]) == len(seen["adv"]) > 0
     assert (seen["pi_old"] > 0).all()
     assert (seen["pi_old"] <= 1 + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    ("base", "task", "objective"),
+    [("moe", "countdown", "up_gspo"), ("chain", "chain", "grpo"), ("biased", "countdown", "dapo")],
+)
+def test_every_base_trains(base, task, objective, tmp_path):
+    s = replace(SMALL, base=base, task=task, objective=objective, eval_every=1, eval_problems=4, eval_samples=2)
+    train.train(s, tmp_path / "run", say=lambda _: None)
+    (step,) = lines(tmp_path / "run" / "steps.jsonl")
+    assert step["alive"] > 0
+    assert {e["set"] for e in lines(tmp_path / "run" / "evals.jsonl")} == {"test", *tasks.get(task).levels}
+
+
+def test_pictures_train(tmp_path, monkeypatch):
+    """An untrained Qwen3-VL, rewarded for even first tokens; every part of it, the eyes included, has a gradient."""
+    task = tasks.get("geometry")
+    policies.save(tmp_path / "blind", policies.new("qwen3_vl", task), tokenizer(task))
+    even = lambda problems, tokens: Verdict((tokens[:, 0] % 2 == 0).float(), tokens[:, 0] >= 0, tokens[:, 0])
+    monkeypatch.setattr(task, "verify", even)
+    s = replace(SMALL, base=str(tmp_path / "blind"), task="geometry", objective="up_grpo")
+    run, batch, rows = a_step(s)
+    train.update(run, batch, None, rows, Tally(batch.tokens.shape[1]))
+    still = [name for name, p in run.policy.named_parameters() if p.grad is None or not p.grad.any()]
+    assert still == []
 
 
 @pytest.mark.parametrize("name", ["up_dapo", "dapo", "gspo", "dr_grpo", "m2po", "aspo_code", "up_grpo", "reinforce"])

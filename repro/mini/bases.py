@@ -35,7 +35,7 @@ class Recipe:
 
 RECIPES = {
     "walk": Recipe("countdown"),
-    "biased": Recipe("countdown", style="biased", start="walk", steps=1000, lr=2e-3),
+    "biased": Recipe("countdown", style="biased", start="walk", steps=1000, lr=1e-3),
     "moe": Recipe("countdown", policy="qwen3_moe", steps=2000),
     "chain": Recipe("chain", steps=1000),
     "vl": Recipe("geometry", policy="qwen3_vl", steps=1000, batch=128, lr=3e-3),

@@ -96,17 +96,23 @@ def read_prompts(model: PreTrainedModel, prompts: dict[str, Tensor], of: Tensor)
             "mm_token_type_ids": (ids == model.config.image_token_id).int(),
         }
     logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **pictures).logits[:, -1]
-    cache.batch_select_indices(of)
-    if pictures:  # positions after a picture are not those of the text
-        model.model.rope_deltas = model.model.rope_deltas[of]
-    return logits[of], cache
+    keep_rows(model, cache, of)
+    return logits.index_select(0, of), cache
+
+
+def keep_rows(model: PreTrainedModel, cache: DynamicCache, rows: Tensor) -> None:
+    cache.reorder_cache(rows)  # index_select: its gradient is deterministic and fast
+    if getattr(model.model, "rope_deltas", None) is not None:  # after a picture positions are not those of the text
+        model.model.rope_deltas = model.model.rope_deltas[rows]
 
 
 def response_logits(model: PreTrainedModel, prompts: dict[str, Tensor], of: Tensor, tokens: Tensor) -> Tensor:
     """Logits [N, T, V]; entry t is what predicts tokens[:, t]. Attention is causal: nobody looks at the padding."""
+    length = tokens.shape[1]
+    if "pictures" not in prompts:  # short prompts: to read them again is faster than to share them
+        ids = torch.cat([prompts["input_ids"][of], tokens[:, :-1]], 1)
+        return model(input_ids=ids, use_cache=False, logits_to_keep=length).logits
     first, cache = read_prompts(model, prompts, of)
-    if tokens.shape[1] == 1:
-        return first[:, None]
     return torch.cat([first[:, None], model(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True).logits], 1)
 
 

@@ -30,17 +30,27 @@ def sample(
     """`responses` samples of at most `length` tokens for each prompt, those of one prompt side by side."""
     of = torch.arange(len(prompts["input_ids"])).repeat_interleave(responses)
     seen, cache = policies.read_prompts(model, prompts, of)
-    done = torch.zeros(len(seen), dtype=torch.bool)
-    tokens, logits = torch.full((len(seen), length), PAD), seen.new_zeros(len(seen), length, seen.shape[-1])
+    tokens, logits = torch.full((len(of), length), PAD), seen.new_zeros(len(of), length, seen.shape[-1])
+    going, ended = torch.arange(len(of)), torch.zeros(len(of), dtype=torch.bool)
     for t in range(length):
-        logits[:, t] = seen
-        p = nucleus((seen / temperature).softmax(-1), top_p)
-        tokens[:, t] = torch.multinomial(p, 1, generator=generator)[:, 0].masked_fill(done, PAD)
-        done |= tokens[:, t] == EOS
-        if done.all() or t == length - 1:
+        drawn = draw(nucleus((seen / temperature).softmax(-1), top_p), generator).masked_fill(ended, PAD)
+        tokens[going, t], logits[going, t] = drawn, seen
+        ended = ended | (drawn == EOS)
+        if ended.all() or t == length - 1:
             break
-        seen = model(input_ids=tokens[:, t, None], past_key_values=cache, use_cache=True).logits[:, -1]
+        if ended.sum() > len(ended) // 10:  # to leave them out pays
+            on = (~ended).nonzero()[:, 0]
+            going, drawn, ended = going[on], drawn[on], ended[on]
+            policies.keep_rows(model, cache, on)
+        seen = model(input_ids=drawn[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
     return Samples(tokens, response_mask(tokens), logits)
+
+
+def draw(p: Tensor, generator: torch.Generator) -> Tensor:
+    """One token a row, by inverting the distribution function; p need not add up to 1. (`multinomial` draws V each.)"""
+    up_to = p.double().cumsum(-1)
+    u = torch.rand(len(p), 1, dtype=torch.float64, generator=generator) * up_to[:, -1:]
+    return torch.searchsorted(up_to, u, right=True)[:, 0].clamp(max=p.shape[-1] - 1)
 
 
 def nucleus(p: Tensor, top_p: float) -> Tensor:

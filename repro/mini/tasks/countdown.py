@@ -100,7 +100,7 @@ class Countdown:
         n, (i, j, op) = len(numbers), WAYS.unbind(1)
         taste = torch.ones(len(WAYS))
         if style == "biased":  # prefers + and the order of the prompt, so that other correct paths have low confidence
-            taste = torch.tensor([0.94, 0.04, 0.02])[op - PLUS] * torch.where(i < j, 1.0, 0.02)
+            taste = torch.tensor([0.85, 0.10, 0.05])[op - PLUS] * torch.where(i < j, 1.0, 0.05)
         pool, alive = numbers.clone(), torch.ones_like(numbers, dtype=torch.bool)
         tokens = torch.full((n, self.response_length), PAD)
         value = numbers[:, 0].clone()
