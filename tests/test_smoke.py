@@ -91,7 +91,8 @@ def test_a_dead_actor_ends_a_trainer_that_hangs(tmp_path, monkeypatch):
     assert "after step 3" in smoke.judge(rows, 8, out)[1][0]
 
 
-def test_no_step_for_long_ends_it_with_all_it_started(tmp_path):
+def test_no_step_for_long_ends_it_with_all_it_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "crowd", lambda: 1.0)
     out, _ = trainer(tmp_path, "hangs", stall=4)
     assert out.status is None and "no step for" in out.why
     assert not psutil.pid_exists(int((tmp_path / "log.jsonl.pid").read_text()))

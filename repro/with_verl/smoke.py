@@ -29,6 +29,7 @@ import upref  # noqa: E402
 
 PROMPTS, GROUP, MINI = 16, 8, 4  # a rollout: 16 prompts x 8 responses, in 4 mini-batches, so that 3 are off-policy
 SCORE, PARITY = "critic/score/mean", "actor/upref/parity_max_abs"
+FP32 = "{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}"  # verl's default is bf16
 STALL, FIRST = 45, 300  # seconds without a step, without a word: a step takes 3, the start 60 to 90
 
 
@@ -71,7 +72,7 @@ def overrides(objective: upref.Objective, steps: int, out: Path) -> list[str]:
         "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
         "actor_rollout_ref.model.enable_gradient_checkpointing": False,
         "actor_rollout_ref.actor.strategy": "fsdp2",
-        "actor_rollout_ref.actor.fsdp_config.dtype": "float32",
+        "+actor_rollout_ref.actor.fsdp_config.mixed_precision": FP32,
         "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
         "actor_rollout_ref.actor.use_torch_compile": False,
         "actor_rollout_ref.actor.ppo_mini_batch_size": MINI,
@@ -82,7 +83,7 @@ def overrides(objective: upref.Objective, steps: int, out: Path) -> list[str]:
         "actor_rollout_ref.actor.policy_loss._target_": "upref.verl_plugin.PolicyLoss",
         "actor_rollout_ref.actor.loss_agg_mode": agg,
         "actor_rollout_ref.ref.fsdp_config.use_torch_compile": False,
-        "actor_rollout_ref.ref.fsdp_config.dtype": "float32",
+        "+actor_rollout_ref.ref.fsdp_config.mixed_precision": FP32,
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": MINI * GROUP,
         "actor_rollout_ref.rollout.name": "vllm",
         "actor_rollout_ref.rollout.n": GROUP,

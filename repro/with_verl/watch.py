@@ -3,7 +3,7 @@
 
 A run is over when its process is. It is ended, with all it has started, GRACE seconds after an actor of Ray or an
 engine of vLLM has gone; when no step was logged for `stall` seconds and ten times the longest step so far; and, before
-the first step, when nothing was written for `first` seconds.
+the first step, when nothing was written for `first` seconds. On a machine with more work than cores seconds count less.
 """
 
 import json
@@ -67,6 +67,11 @@ class Family:
             psutil.wait_procs(list(self.seen), timeout=5)
 
 
+def crowd() -> float:
+    """How many want each core, 1 at least; a run keeps about two busy itself."""
+    return max(1.0, (os.getloadavg()[0] - 2) / (os.cpu_count() or 1))
+
+
 def run(command: list[str], log: Path, output: Path, *, env: dict, stall: float, first: float, tell=print) -> Outcome:
     """Run it, its output into a file; `tell` is called with each step that it logs."""
     start = last = time.monotonic()
@@ -90,7 +95,7 @@ def run(command: list[str], log: Path, output: Path, *, env: dict, stall: float,
                 dead_since = dead_since or now
                 if now - dead_since > GRACE:
                     why = f"{family.dead[0]} died and the trainer did not end"
-            elif now - last > (max(stall, 10 * longest) if told else first):
+            elif now - last > (max(stall, 10 * longest) if told else first) * crowd():
                 why = f"no {'step' if told else 'sign of life'} for {now - last:.0f} s"
             time.sleep(1)
         for row in steps(log)[told:]:
