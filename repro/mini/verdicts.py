@@ -11,7 +11,8 @@ A claim is all its contrasts at once, so its p is their largest; Holm corrects o
     not testable here      the miniature has nothing that corresponds
     not finished           some of its seeds are still to run: what they say so far is shown, but it is no verdict
 
-Every finished seed counts; none is left out.
+Every finished seed counts; none is left out. A ratio below 1/1000 counts as 1/1000, because a policy that earns nothing
+at all has no logarithm (added when the first run did so; it can only widen an interval).
 """
 
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from repro.mini.results import Record, value
 from repro.mini.stats import Effect, effect, holm
 
 ALPHA = 0.05
+LEAST = 1e-3  # of a ratio
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def _effect(c: Contrast, runs, seeds) -> Effect | None:
             continue
         x = [value(r, c) for r in pair]
         if c.ratio:
-            values.append(x[0] / x[1] if len(x) == 2 else x[0])
+            values.append(max(LEAST, x[0] / x[1] if len(x) == 2 else x[0]))
         else:
             values.append(x[0] - x[1] if len(x) == 2 else x[0])
     return effect(values, c.bound, c.side, c.ratio) if values else None
