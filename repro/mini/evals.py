@@ -38,14 +38,18 @@ def tables(model, task: Task, problems, k: int, top_p: float, g: torch.Generator
 
 
 def scores(correct, answers) -> dict[str, float | int]:
+    values = {name: e.value for name, e in estimates(correct, answers).items()}
+    return values | {"n_problems": len(correct), "k": correct.shape[1]}
+
+
+def estimates(correct, answers) -> dict[str, metrics.Estimate]:
+    """Of a bool table [P, k] and answers [P, k], as what votes: a number or a word, NO_ANSWER and None do not."""
     k = correct.shape[1]
     votes = [[None if a == NO_ANSWER else a for a in row] for row in answers.tolist()]
     return {
-        "avg": metrics.avg_at_k(correct).value,
-        "maj": metrics.maj_at_k(votes, correct).value,
-        "best": metrics.best_at_k(correct, k).value,
-        "best_bootstrap": metrics.best_at_k_bootstrap(correct, k).value,
-        "pass1": metrics.pass_at_1(correct).value,
-        "n_problems": len(correct),
-        "k": k,
+        "avg": metrics.avg_at_k(correct),
+        "maj": metrics.maj_at_k(votes, correct),
+        "best": metrics.best_at_k(correct, k),
+        "best_bootstrap": metrics.best_at_k_bootstrap(correct, k),
+        "pass1": metrics.pass_at_1(correct),
     }
