@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -227,6 +228,7 @@ def main(
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing it started is left running
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("objective")
     parser.add_argument("--steps", type=int, default=24)
