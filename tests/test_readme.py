@@ -57,6 +57,14 @@ def test_the_speed_table_is_the_committed_run():
     assert (ROOT / "benchmarks" / "speed.txt").read_text(encoding="utf-8").strip() in README
 
 
+def test_the_verdicts_are_the_committed_ones():
+    rows = [line.removesuffix(" |") for line in README.splitlines() if line.startswith(("| Fig. ", "| Sec. "))]
+    verdicts = (ROOT / "repro" / "mini" / "results" / "verdicts.md").read_text(encoding="utf-8")
+    assert len(rows) >= 8
+    for row in rows:
+        assert row in verdicts, row
+
+
 def test_every_public_name_is_there():
     for name in upref.__all__:
         assert callable(getattr(upref, name))

@@ -105,7 +105,9 @@ def poisoned(case, hp) -> bool:
     b = grid(case, **hp)
     clean = found(case, inputs(b), **hp)
     for bad in (30.0, -30.0):
-        value, g = found(case, inputs(b, fill=bad), **hp)
+        x = inputs(b, fill=bad)
+        x["old_log_prob"] = torch.where(b.mask, x["old_log_prob"], 0.0)  # a difference of the two must show
+        value, g = found(case, x, **hp)
         if not torch.allclose(value, clean[0]) or differs(g, clean[1]) or g[~b.mask].any():
             return True
     return False

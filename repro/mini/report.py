@@ -28,7 +28,7 @@ that it does not; neither says what a large model does. The commands are options
 
 
 def write(records: dict[str, Record], folder: Path) -> None:
-    """verdicts.md, verdicts.json and the figures of every experiment that has a finished run."""
+    """verdicts.md, verdicts.json and the figures of every experiment that has a finished run of each arm."""
     folder.mkdir(parents=True, exist_ok=True)
     experiments = [plan.load(name) for name in plan.names()]
     judged = {e.name: judge(e, records) for e in experiments}
@@ -139,8 +139,10 @@ def table(e: Experiment, records: dict[str, Record]) -> str:
 
 # ---- figures ---------------------------------------------------------------------------------------------------------
 def figures(e: Experiment, records: dict[str, Record], folder: Path) -> list[str]:
-    """Draw the experiment's figures as SVG; returns their names, none where no run has finished."""
-    names = []
+    """Draw the experiment's figures as SVG; returns their names, none while an arm has no finished run."""
+    names: list[str] = []
+    if not {arm for arm, _, s in e.runs() if s.key in records} >= set(e.arms):
+        return names
     for f in e.figures:
         found = [curves.series(e, records, panel) for panel in f["panels"]]
         if any(found):

@@ -128,6 +128,6 @@ ZOO = [
     ),
     Case(
         padding_reported, "dapo", oracles={"poison", "value", "padding"},
-        bug="the gradient is right, but the value is NaN when a masked slot is",
+        bug="the gradient is right, but the value reads masked slots",
     ),
 ]  # fmt: skip
