@@ -164,3 +164,17 @@ def test_a_new_loss_is_reported(monkeypatch):
     monkeypatch.setattr(A, "framework", lambda name: fresh)
     table = A.audit("trl", COMPARISONS[:0])
     assert table.unaudited == ["brand_new"] and "brand_new" in str(table)
+
+
+@pytest.mark.parametrize(
+    ("loss", "name", "hp", "agg", "why"),
+    [
+        ("trl:grpo,importance_sampling_level=sequence", "gspo", {"eps_low": 0.2}, "seq-mean-token-mean", ""),
+        ("trl:cispo,epsilon_high=5", "cispo", {"eps_high": 4.0}, "token-mean", ""),
+        ("trl:bnpo", "ppo_clip", {"eps": 0.2}, "token-mean", "micro-batch"),
+    ],
+)
+def test_identify_reads_trl(loss, name, hp, agg, why):
+    who = upref.identify(loss)
+    assert (who.name, who.agg, bool(who.why)) == (name, agg, bool(why)) and why in who.why, str(who)
+    assert {k: who.hp[k] for k in hp} == pytest.approx(hp, abs=1e-6)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from upref.aggregate import AGGREGATIONS
+from upref.aggregate import AGGREGATIONS, Totals
 from upref.check.adapters import adapt
 from upref.check.blackbox import SIGNS, BlackBox, measure, neutral
 from upref.check.causes import cause
@@ -185,8 +185,11 @@ def _slips(box: BlackBox, m: Match, grids: list[Grid]) -> list[str]:
         out.append(f"aggregated by {box.agg}")
     if box.kl and not m.same_kl:
         out.append(f"a KL term is subtracted that {m.name} does not have: {box.beta:.7g} {box.kl}")
-    b, _, whole = grids[0]
+    b = grids[0][0]
     if box.loss.splits and not get(m.name).coupled:
+        rows = torch.arange(len(b.mask) // 8 * 8)  # TRL's micro-batches are equal
+        b = b._rows(rows, Totals.of(b.mask[rows], None if b.group is None else b.group[rows]))
+        whole = box.loss.gradient(b)
         parts = torch.cat([box.loss.gradient(part) for part in b.split(4)])
         if (parts - whole).abs().max() > 1e-5 * whole.abs().max():
             out.append("the mean is taken of each micro-batch: the gradients of parts do not add up to the batch's")
