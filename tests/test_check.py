@@ -338,7 +338,8 @@ def verl_style(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode=
     r = (lp - old).clamp(-20, 20).exp()
     J = torch.min(r * A, r.clamp(1 - config.clip_ratio_low, 1 + config.get("clip_ratio_high", 0.2)) * A)
     J = torch.where(A < 0, torch.max(J, config.clip_ratio_c * A), J)
-    return -(J * response_mask).sum() / config.global_batch_info["batch_num_tokens"], {}
+    counts = config.global_batch_info
+    return -(J * response_mask).sum() / counts["batch_num_tokens"] * counts["dp_size"], {}
 
 
 @pytest.mark.parametrize("there", [pytest.param(True, marks=pytest.mark.verl), False])
