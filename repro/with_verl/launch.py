@@ -128,9 +128,11 @@ def hand_over(objective: str, scale: str, overrides: list[str], dry_run: bool) -
     program = ROOT / ("repro/mini/compare.py" if scale == "mini" else "repro/with_verl/smoke.py")
     if not program.exists():
         raise InputError(f"this checkout has no {program.relative_to(ROOT)}: take another scale.")
-    if dry_run:
+    if dry_run and scale == "mini":
         print(f"{scale}: {program.relative_to(ROOT)} checks its own settings; nothing was started (--dry-run).")
         return 0
+    if dry_run:
+        overrides = [*overrides, "--dry-run"]  # smoke lets verl read its settings
     module = ".".join(program.relative_to(ROOT).with_suffix("").parts)
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     return subprocess.run(
