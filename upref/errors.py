@@ -1,3 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
+
+from contextlib import contextmanager
+
+
 class InputError(ValueError):
     """Bad input from the user: one sentence that says what is wrong and what to do."""
+
+
+@contextmanager
+def importing(framework: str, cure: str):
+    """Whatever a framework that is not installed, or half installed, raises becomes one sentence."""
+    try:
+        yield
+    except Exception as e:
+        why = f"{type(e).__name__}: {e}".splitlines()[0]
+        raise InputError(
+            f"{framework} does not import here ({why}): in a checkout `repro/venv.sh {framework}` installs what its "
+            f"losses need, elsewhere `pip install {cure}`."
+        ) from e

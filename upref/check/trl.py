@@ -20,21 +20,15 @@ import torch
 from torch import Tensor
 
 from upref.aggregate import Totals
-from upref.errors import InputError
+from upref.errors import InputError, importing
 from upref.rollouts import Rollouts, per_response
 
 
 def trl():
     """The installed trl with its trainers loaded; InputError where there is none."""
-    try:
+    with importing("trl", "trl"):
         import trl
         from trl.trainer import grpo_trainer, rloo_trainer  # noqa: F401  trl itself loads them lazily
-    except Exception as e:  # a half-installed trl raises whatever its parts raise
-        why = f"{type(e).__name__}: {e}".splitlines()[0]
-        raise InputError(
-            f"trl does not import here ({why}): in a checkout `repro/venv.sh trl` installs what its losses need, "
-            "elsewhere `pip install trl`."
-        ) from e
     return trl
 
 

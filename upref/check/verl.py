@@ -9,22 +9,16 @@ from torch import Tensor
 
 from upref.aggregate import Totals
 from upref.check.regimes import grad
-from upref.errors import InputError
+from upref.errors import InputError, importing
 from upref.rollouts import Rollouts
 
 
 def verl():
     """(core_algos, ActorConfig, version) of the installed verl; InputError where there is none."""
-    try:
+    with importing("verl", "'upref-rl[verl]'"):
         import verl
         from verl.trainer.ppo import core_algos
         from verl.workers.config import ActorConfig
-    except Exception as e:  # a half-installed verl raises whatever its parts raise
-        why = f"{type(e).__name__}: {e}".splitlines()[0]
-        raise InputError(
-            f"verl does not import here ({why}): in a checkout `repro/venv.sh verl` installs what its losses need, "
-            "elsewhere `pip install 'upref-rl[verl]'`."
-        ) from e
     return core_algos, ActorConfig, verl.__version__
 
 
