@@ -255,6 +255,14 @@ def test_a_run_that_is_not_finite_is_a_result(tmp_path, monkeypatch):
     ]
 
 
+def test_only_what_the_results_do_not_hold(tmp_path, monkeypatch, capsys):
+    held = plan.queue(["second_task"])
+    lines = "".join(json.dumps({"name": name}) + "\n" for name in list(held)[1:])
+    (tmp_path / "runs.jsonl").write_text(lines)
+    asked = ["--only", "second_task", "--missing", "--list", "--out", str(tmp_path), "--results", str(tmp_path)]
+    assert suite.main(asked) == 0 and "0 of   1 runs" in capsys.readouterr().out
+
+
 def test_no_new_run_after_the_hours(tmp_path, monkeypatch):
     assert run_suite(tmp_path, monkeypatch, hours=1e-9) == []
     assert not any(results.status(tmp_path / n) for n in QUEUE)

@@ -178,6 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m repro.mini.suite", description=__doc__.split("\n")[0])
     parser.add_argument("--core", action="store_true", help="only the core experiments")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these experiments")
+    parser.add_argument("--missing", action="store_true", help="only the runs that the results do not hold yet")
     parser.add_argument("--list", action="store_true", help="show the experiments and what is finished")
     parser.add_argument("--hours", type=float, default=float("inf"), help="begin no new run after so many hours")
     parser.add_argument("--jobs", type=int, default=cores(), help="runs at a time (default: one a core)")
@@ -187,9 +188,10 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> int:
         names = args.only or plan.names(args.core)
-        wanted = plan.queue(names)
+        held = results.load(args.results) if args.missing else {}
+        wanted = {name: s for name, s in plan.queue(names).items() if name not in held}
         if args.list:
-            return _list(names, args.out)
+            return _list(names, wanted, args.out)
         if args.jobs < 1 or args.hours <= 0:
             raise InputError("--jobs must be at least 1 and --hours more than 0.")
         with alone(args.out) as lock:
@@ -206,11 +208,11 @@ def main(argv: list[str] | None = None) -> int:
     return interruptible(work, "suite")
 
 
-def _list(names: Iterable[str], out: Path) -> int:
+def _list(names: Iterable[str], wanted: dict[str, Settings], out: Path) -> int:
     for name in names:
-        e, wanted = plan.load(name), plan.queue([name])
-        done = sum(bool(results.status(out / n)) for n in wanted)
-        say(f"{name:26} {'core' if e.core else '':5} {done:3} of {len(wanted):3} runs  {e.question}", markup=False)
+        e, mine = plan.load(name), plan.queue([name]).keys() & wanted
+        done = sum(bool(results.status(out / n)) for n in mine)
+        say(f"{name:26} {'core' if e.core else '':5} {done:3} of {len(mine):3} runs  {e.question}", markup=False)
     return 0
 
 
