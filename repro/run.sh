@@ -5,7 +5,8 @@
 #   mini         train the objective and its baseline, tiny, on this CPU, and report
 #   reference    prove it, hold it against verl's and TRL's real losses, draw its maps
 #   smoke        verl's own trainer with vLLM rollouts on the CPU, a tiny model
-#   gpu1, paper  verl on GPUs: one GPU, the paper's settings (repro/with_verl/PAPER.md)
+#   gpu1, paper  verl on GPUs: one GPU, the paper's settings (repro/with_verl/PAPER.md), in .venv-gpu, which it makes,
+#                or with the Python that has verl and vLLM already, as in verl's image: UPREF_PYTHON=python repro/run.sh ...
 #
 # Without a SCALE: the largest that this machine's GPUs carry, mini where there is none.
 # OVERRIDES are name=value of the scale, for example: repro/run.sh up_dapo mini steps=50
@@ -41,5 +42,12 @@ case $scale in
         exec .venv/bin/python -m repro.with_verl.smoke "$objective" "$@"
         ;;
 esac
-repro/venv.sh verl
-exec .venv/bin/python repro/with_verl/launch.py "$objective" ${scale:+"$scale"} "$@"
+python=${UPREF_PYTHON-}
+if [[ -z $python ]] && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+    repro/venv.sh gpu
+    python=.venv-gpu/bin/python
+elif [[ -z $python ]]; then # it can say what is missing, and do a --dry-run
+    repro/venv.sh verl
+    python=.venv/bin/python
+fi
+exec "$python" repro/with_verl/launch.py "$objective" ${scale:+"$scale"} "$@"

@@ -5,28 +5,34 @@
 #   repro/venv.sh              upref (editable) with its test and dev tools
 #   repro/venv.sh verl trl     the same, and what those frameworks' losses need on a CPU
 #   repro/venv.sh smoke        the same, and all of verl's trainer and vLLM, CPU builds
+#   repro/venv.sh gpu          another one, .venv-gpu: upref, verl's trainer and vLLM for CUDA, which want another torch
 #
 # Needs Python 3.11 or 3.12 with venv, and a package index for pip. Writes only inside the checkout. Exit status 2: it could not.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd "$root"
-venv=.venv
+venv=.venv constraints=repro/constraints.txt size="one to three minutes, 1 to 2 GB"
+if [[ "$*" == gpu ]]; then
+    venv=.venv-gpu constraints=repro/with_verl/requirements-gpu.txt size="ten minutes, 12 GB"
+fi
 py=$venv/bin/python
 log=$venv/pip.log
-lock=.venv-lock      # names the process that is changing .venv
-half=.venv-half-made # there while .venv is being changed: still there without that process, it was interrupted
+lock=$venv-lock      # names the process that is changing it
+half=$venv-half-made # there while it is being changed: still there without that process, it was interrupted
 declare -A list=(
     [verl]=repro/with_verl/requirements-cpu.txt
     [trl]=repro/requirements-trl.txt
     [smoke]=repro/with_verl/requirements-smoke.txt
+    [gpu]=repro/with_verl/requirements-gpu.txt
 )
 
 say() { echo "venv.sh: $*" >&2; }
 die() { say "$*" && exit 2; }
 
 for part in "$@"; do
-    [[ -n $part && -n ${list[$part]-} ]] || die "knows verl, trl and smoke, not '$part'."
+    [[ -n $part && -n ${list[$part]-} ]] || die "knows verl, trl, smoke and gpu, not '$part'."
+    [[ $part != gpu || $# -eq 1 ]] || die "gpu is an environment of its own: ask for it alone."
 done
 parts=(base "$@")
 
@@ -43,7 +49,7 @@ until (set -o noclobber && echo $$ >$lock) 2>/dev/null; do
     owner=$(cat $lock 2>/dev/null) || continue
     [[ -n $owner ]] || { sleep 1 && owner=$(cat $lock 2>/dev/null) || continue; }
     if [[ -n $owner ]] && kill -0 "$owner" 2>/dev/null; then
-        say "process $owner is making .venv, waiting for it (if it is not, remove $lock)."
+        say "process $owner is making $venv, waiting for it (if it is not, remove $lock)."
         while kill -0 "$owner" 2>/dev/null && [[ -e $lock ]]; do sleep 1; done
     else
         rm -f $lock
@@ -51,13 +57,13 @@ until (set -o noclobber && echo $$ >$lock) 2>/dev/null; do
 done
 trap 'rm -f $lock' EXIT
 if [[ -e $half ]]; then
-    say ".venv was left half-made, starting over." # pip may have been stopped between two files
-    rm -rf $venv || die "cannot remove .venv; please do."
+    say "$venv was left half-made, starting over." # pip may have been stopped between two files
+    rm -rf $venv || die "cannot remove $venv; please do."
 elif [[ -e $venv ]] && ! "$py" -c 'import pip' 2>/dev/null; then
-    rm -rf $venv || die "cannot remove .venv; please do." # made by a Python that is gone
+    rm -rf $venv || die "cannot remove $venv; please do." # made by a Python that is gone
 fi
 touch $half
-die() { rm -f $half && say "$*" && exit 2; } # an error of pip leaves .venv whole
+die() { rm -f $half && say "$*" && exit 2; } # an error of pip leaves it whole
 
 if [[ ! -e $venv ]]; then
     python=
@@ -67,7 +73,7 @@ if [[ ! -e $venv ]]; then
         fi
     done
     [[ -n $python ]] || die "needs Python 3.11 or 3.12 (verl 0.9.1 stops there), and finds neither on the PATH."
-    say "making .venv with $python (once; one to three minutes, 1 to 2 GB)."
+    say "making $venv with $python (once; $size)."
     "$python" -m venv $venv >/dev/null 2>&1 ||
         { rm -rf $venv && die "'$python -m venv' failed (on Debian and Ubuntu: install python3-venv)."; }
 fi
@@ -75,11 +81,14 @@ fi
 : >$log
 # install WHAT PIP-ARGUMENTS...
 install() {
-    "$py" -m pip --disable-pip-version-check --no-input --no-cache-dir install --quiet -c repro/constraints.txt "${@:2}" >>$log 2>&1 ||
+    "$py" -m pip --disable-pip-version-check --no-input --no-cache-dir install --quiet -c $constraints "${@:2}" >>$log 2>&1 ||
         die "pip could not install $1: $(grep 'ERROR: ' $log | tail -n 1 | sed 's/^ *//' || true) (all it said: $log)."
 }
 
-if ! fresh base; then
+if [[ $venv == .venv-gpu ]] && ! fresh base; then
+    install upref --no-deps -e .
+    stamp >$venv/stamp-base
+elif ! fresh base; then
     rm -f $venv/stamp-base
     if ! nvidia-smi -L 2>/dev/null | grep -q GPU; then
         # The CPU build, 2.13.0+cpu, sorts above PyPI's CUDA build (3 GB more). Alone, so that no other package is looked for

@@ -25,6 +25,7 @@ from repro.with_verl.validate import validate  # noqa: E402
 pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("ignore:Disabled critic")]
 RUNS = [n for n in upref.names() if n != "aspo_code"]
 HERE = {"verl": VERL, "vllm": "0.24.0", "torch": "2.11.0", "ray": "2.60.0", "TransferQueue": "0.1.11"}
+HERE["flash-attn"] = "2.8.3"
 BIG = Machine(8, 85e9, "H100", 1e13, HERE, nodes=4)
 
 
@@ -137,6 +138,8 @@ def without(what, ready):
             machine.versions["verl"] = "0.8.0"
         case "vllm":
             machine.versions["vllm"] = None
+        case "flash-attn":
+            machine.versions["flash-attn"] = None
         case "data":
             (data / "aime24.parquet").unlink()
         case "rows":
@@ -161,6 +164,7 @@ LACKS = {
     "kv": "vLLM gets .* too little for the weights and one sequence of 22528 tokens",
     "disk": "has 1 GB free and checkpoints need",
     "verl version": "needs verl 0.9.1 and finds 0.8.0: pip install",
+    "flash-attn": "flash-attn is not installed, and verl's models want it: pip install flash-attn==2.8.3",
     "vllm": "vllm is not installed",
     "data": r"aime24.parquet is missing: .*prepare.py aime24",
     "rows": "aime24.parquet is no data file of verl",

@@ -16,7 +16,9 @@ from repro.with_verl.estimate import GB, Estimate, estimate
 from upref import InputError
 
 VERL = "0.9.1"
+FLASH = "2.8.3"  # verl's own pin
 PREPARE = "repro/with_verl/data/prepare.py"
+PACKAGES = ("verl", "vllm", "torch", "transformers", "ray", "TransferQueue", "flash-attn")
 
 
 @dataclass
@@ -33,7 +35,7 @@ class Machine:
 
 def look(where: Path = ROOT) -> Machine:
     """GPUs by the driver (nvidia-smi), so that torch is not imported; packages by their metadata."""
-    m = Machine(versions={p: _version(p) for p in ("verl", "vllm", "torch", "transformers", "ray", "TransferQueue")})
+    m = Machine(versions={p: _version(p) for p in PACKAGES})
     where = next(p for p in [where, *where.parents] if p.exists())
     m.free_disk = shutil.disk_usage(where).free
     try:
@@ -59,8 +61,9 @@ def _version(package: str) -> str | None:
 
 def check(run: Run, cfg: DictConfig, machine: Machine) -> Estimate:
     """All checks that need nothing but this machine, the cheapest first. Raises InputError on the first that fails."""
-    check_versions(machine)
     check_gpus(run, cfg, machine)
+    check_versions(machine)
+    check_attention(cfg, machine)
     model = check_model(cfg)
     val_rows = check_data(cfg)
     e = estimate(run.scale, cfg, machine.gpu_bytes, val_rows)
@@ -86,6 +89,17 @@ def check_versions(m: Machine) -> None:
         if package in m.versions and not m.versions[package]:
             extra = f"'verl[vllm]=={VERL}'" if package != "TransferQueue" else "TransferQueue==0.1.11"
             raise InputError(f"{package} is not installed, and verl's trainer needs it: pip install {extra}.")
+
+
+def check_attention(cfg: DictConfig, m: Machine) -> None:
+    """verl's FSDP models attend by flash-attn unless told otherwise; without it they fail late, in a worker."""
+    fsdp = str(cfg.actor_rollout_ref.actor.strategy).startswith("fsdp")
+    wanted = cfg.actor_rollout_ref.model.override_config.get("attn_implementation", "flash_attention_2")
+    if fsdp and wanted == "flash_attention_2" and "flash-attn" in m.versions and not m.versions["flash-attn"]:
+        raise InputError(
+            f"flash-attn is not installed, and verl's models want it: pip install flash-attn=={FLASH} "
+            "--no-build-isolation (it is compiled, and needs nvcc), or run in verl's own image (UPREF_PYTHON=python)."
+        )
 
 
 def check_gpus(run: Run, cfg: DictConfig, m: Machine) -> None:
