@@ -14,7 +14,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd "$root"
 venv=.venv constraints=repro/constraints.txt size="one to three minutes, 1 to 2 GB"
 if [[ "$*" == gpu ]]; then
-    venv=.venv-gpu constraints=repro/with_verl/requirements-gpu.txt size="ten minutes, 12 GB"
+    venv=.venv-gpu constraints=repro/with_verl/requirements-gpu.txt size="five to ten minutes, 11 GB"
 fi
 py=$venv/bin/python
 log=$venv/pip.log
