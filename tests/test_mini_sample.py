@@ -42,6 +42,19 @@ def test_a_prompt_of_another_row_changes_nothing(kind, task_name):
 
 
 @each_kind
+def test_what_was_sampled_can_be_trained_on_even_of_one_token(kind, task_name):
+    """The sampler works in inference mode, whose tensors autograd refuses; none of them may come out or stay behind."""
+    task, model, prompts = untrained(kind, task_name)
+    tokens, mask, logits = sample(model, prompts, 2, task.response_length, tasks.generator(0))
+    assert not any(x.is_inference() for x in (tokens, mask, logits))
+    of = torch.arange(6).repeat_interleave(2)
+    for length in (task.response_length, 1):
+        trained = policies.response_logits(model, prompts, of, tokens[:, :length])
+        assert trained.shape == logits[:, :length].shape
+        (trained - logits[:, :length]).square().sum().backward()
+
+
+@each_kind
 def test_saved_and_loaded_is_the_same_policy(kind, task_name, tmp_path):
     task, model, prompts = untrained(kind, task_name)
     policies.save(tmp_path / "policy", model, tokenizer(task))

@@ -113,6 +113,8 @@ def response_logits(model: PreTrainedModel, prompts: dict[str, Tensor], of: Tens
         ids = torch.cat([prompts["input_ids"][of], tokens[:, :-1]], 1)
         return model(input_ids=ids, use_cache=False, logits_to_keep=length).logits
     first, cache = read_prompts(model, prompts, of)
+    if length == 1:
+        return first[:, None]
     return torch.cat([first[:, None], model(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True).logits], 1)
 
 
