@@ -4,6 +4,7 @@
 The paper's three architectures: Qwen3 (dense), Qwen3-MoE (8 experts, 2 of them per token) and Qwen3-VL (with pictures).
 """
 
+import json
 from pathlib import Path
 
 import torch
@@ -39,6 +40,16 @@ EYES = {
     "num_position_embeddings": 64,
     "deepstack_visual_indexes": [0],
     "initializer_range": 0.08,
+}
+# With it transformers' and vLLM's processor of Qwen3-VL cuts a picture of 0..255 into the patches of `read_prompts`.
+PROCESSOR = {
+    "processor_class": "Qwen3VLProcessor",
+    "patch_size": PATCH,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "size": {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": EYES["num_position_embeddings"] * PATCH**2},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
 }
 CLASSES = {
     "qwen3": transformers.Qwen3ForCausalLM,
@@ -119,9 +130,15 @@ def response_logits(model: PreTrainedModel, prompts: dict[str, Tensor], of: Tens
 
 
 def save(folder: Path, model: PreTrainedModel, words: PreTrainedTokenizerFast) -> None:
-    """An ordinary save_pretrained folder, which transformers and vLLM load."""
+    """An ordinary save_pretrained folder, which transformers and vLLM load; with pictures, its processor's settings too."""
     model.save_pretrained(folder)
     words.save_pretrained(folder)
+    if model.config.model_type == "qwen3_vl":
+        for name, kind in (
+            ("preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessor"}),
+            ("video_preprocessor_config.json", {"video_processor_type": "Qwen3VLVideoProcessor"}),
+        ):
+            (folder / name).write_text(json.dumps(kind | PROCESSOR, indent=1) + "\n")
 
 
 def load(folder: Path, task: Task) -> PreTrainedModel:
