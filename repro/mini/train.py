@@ -36,7 +36,11 @@ def train(s: Settings, out: Path, watch=lambda *_: None, say=print) -> None:
     Raises InputError on what no run can start from and NotFinite where a run cannot go on.
     """
     policies.deterministic()
-    out.mkdir(parents=True, exist_ok=True)
+    with state.alone(out, "another process that trains"):
+        _train(s, out, watch, say)
+
+
+def _train(s: Settings, out: Path, watch, say) -> None:
     if (out / "settings.json").exists() and Settings.read(out / "settings.json") != s:
         raise InputError(f"{out} holds a run with other settings: choose another folder or remove it.")
     if (out / "done.json").exists():
