@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tracker holds is what steps.jsonl and evals.jsonl say, each step once, however often the run was interrupted."""
+"""What a tracker holds is what steps.jsonl and evals.jsonl say, each step once, also after an interruption."""
 
 import importlib.util
 import json
@@ -54,7 +54,7 @@ def test_tensorboard_holds_every_step_once(tmp_path, monkeypatch):
 
 
 def leveldb(content):
-    """The records of a .wandb file: LevelDB's log format (blocks of 32 KiB, records in parts) after 7 bytes of its own."""
+    """The records of a .wandb file: LevelDB's log format (32 KiB blocks, records in parts) after 7 bytes of its own."""
     at, record = 7, b""
     while at + 7 <= len(content):
         if 32768 - at % 32768 < 7:  # no room for a header: padding

@@ -68,12 +68,8 @@ def new(kind: str, task: Task, seed: int = 0) -> PreTrainedModel:
         config = transformers.Qwen3MoeConfig(**SIZE, **EXPERTS, **words)
     else:
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
-        at = {
-            name: task.words.index(
-                f"<|{name.removesuffix('_token_id')}|>".replace("image", "image_pad").replace("video", "video_pad")
-            )
-            for name in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-        }
+        marks = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+        at = {f"{name}_token_id": task.words.index(f"<|{mark}|>") for name, mark in marks.items()}
         config = transformers.Qwen3VLConfig(
             text_config=SIZE | words | {"rope_parameters": rope}, vision_config=EYES, tie_word_embeddings=True, **at
         )
@@ -81,7 +77,7 @@ def new(kind: str, task: Task, seed: int = 0) -> PreTrainedModel:
 
 
 def ready(model: PreTrainedModel) -> PreTrainedModel:
-    """As a policy is used here: float32, no dropout, sdpa attention, each expert multiplied in turn."""
+    """As a policy is used here: float32, no dropout, sdpa attention, the tokens of an expert multiplied together."""
     model.set_attn_implementation("sdpa")
     if model.config.model_type == "qwen3_moe":
         model.set_experts_implementation("grouped_mm")
@@ -130,7 +126,7 @@ def response_logits(model: PreTrainedModel, prompts: dict[str, Tensor], of: Tens
 
 
 def save(folder: Path, model: PreTrainedModel, words: PreTrainedTokenizerFast) -> None:
-    """An ordinary save_pretrained folder, which transformers and vLLM load; with pictures, its processor's settings too."""
+    """An ordinary save_pretrained folder, which transformers and vLLM load; for pictures, the processor too."""
     model.save_pretrained(folder)
     words.save_pretrained(folder)
     if model.config.model_type == "qwen3_vl":

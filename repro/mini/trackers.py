@@ -60,4 +60,5 @@ class Tracker:
 def scalars(line: dict) -> dict[str, float]:
     """The numbers of one line; those of an evaluation under its set and decoding."""
     where = f"{line['set']}/{line['decoding']}/" if "set" in line else ""
-    return {where + k: v for k, v in line.items() if isinstance(v, int | float) and k not in ("step", "n_problems", "k")}
+    skip = ("step", "n_problems", "k")
+    return {where + k: v for k, v in line.items() if isinstance(v, int | float) and k not in skip}

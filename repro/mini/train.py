@@ -27,8 +27,6 @@ from upref import Totals
 from upref.errors import InputError
 from upref.logprobs import categorical_kl, entropy, token_log_probs
 
-OUT = Path(__file__).parents[1] / "out" / "mini"
-
 
 def train(s: Settings, out: Path, watch=lambda *_: None, say=print) -> None:
     """Train by the settings, into the folder `out`; `watch(step, numbers)` is called after every step.
