@@ -15,7 +15,7 @@ from transformers import (
     set_seed,
 )
 
-from repro.mini import policies, tasks
+from repro.mini import bases, policies, tasks
 from repro.mini.sample import nucleus, sample
 from repro.mini.tasks import EOS, PAD
 from repro.mini.tokens import tokenizer
@@ -199,6 +199,18 @@ def test_transformers_itself_samples_the_same_distribution():
     )
     theirs = tasks.response_mask(theirs[:, task.prompt_length :]).sum(1).double()
     assert abs(mine.mean() - theirs.mean()) < 4 * (mine.var() / n + theirs.var() / n).sqrt()
+
+
+def test_a_base_built_again_is_compared_weight_by_weight(monkeypatch, capsys):
+    committed = bases.load("walk", "countdown")
+    monkeypatch.setattr(bases, "build", lambda *_: committed)
+    before = bases.state.checked(bases.ROOT / "walk")
+    assert bases.main(["walk", "--check"]) == 0
+    with torch.no_grad():
+        committed.model.norm.weight[0] += 1e-6
+    assert bases.main(["walk", "--check"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("repro/mini/bases/walk: 1 of ")
+    assert bases.state.checked(bases.ROOT / "walk") == before
 
 
 def test_what_is_no_policy_is_one_sentence(tmp_path):
