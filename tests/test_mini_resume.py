@@ -2,6 +2,8 @@
 """Whatever happens to a run, started again it ends as the run that nothing happened to, to the bit; or says why not."""
 
 import json
+import multiprocessing
+import random
 import resource
 import shutil
 import signal
@@ -121,6 +123,20 @@ def test_one_process_at_a_time_and_killed_for_real(whole, tmp_path, capsys):
     assert not (out / "done.json").exists()
     assert all(now.startswith(then) for now, then in zip(contents(out), before, strict=True))
     assert command.main(["--settings", str(file), "--out", str(out)]) == 0
+    same_end(out, whole)
+
+
+def test_killed_for_real_at_random_moments(whole, tmp_path):
+    """Each process may live half as long again as the one before, up to one that finishes."""
+    out, lives, g = tmp_path / "run", 0, random.Random(0)
+    while not (out / "done.json").exists():
+        lives += 1
+        victim = multiprocessing.get_context("fork").Process(target=train.train, args=(S, out))
+        victim.start()
+        victim.join(g.uniform(0, 0.1 * 1.5**lives))
+        victim.kill()
+        victim.join()
+    assert lives > 2
     same_end(out, whole)
 
 
