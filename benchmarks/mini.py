@@ -1,79 +1,200 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed of the miniature, as ratios within one process on one thread, in CPU seconds (a busy machine matters less).
+"""Speed of the miniature, as ratios within one process on one thread.
 
-python -m benchmarks.mini
+    python -m benchmarks.mini                   all of it, some minutes
+    python -m benchmarks.mini rollout           only one part: rollout, step or scaling
+
+All that is compared takes turns, round by round. A ratio is the median of the rounds' ratios, with the lowest and the
+highest; a rate is the median. Times are CPU seconds of the process: other work on the machine disturbs them less.
+Tokens are those of the responses, <eos> included and padding not.
 """
 
+import argparse
+import importlib.util
+import platform
+import statistics
 import time
 from collections.abc import Callable
 
 import torch
-from transformers import set_seed
+import transformers
 
-from repro.mini import policies, tasks, train
+from repro import engines
+from repro.mini import bases, policies, tasks, train
 from repro.mini.measure import Tally
 from repro.mini.rollout import rollout
 from repro.mini.run import Run
 from repro.mini.sample import sample
 from repro.mini.settings import Settings
+from repro.mini.tasks import response_mask
+
+PROMPTS, RESPONSES = 64, 16  # of a step
+BASES = [("walk", "countdown"), ("moe", "countdown"), ("chain", "chain"), ("vl", "geometry")]
+Work = Callable[[], int | None]  # returns how many tokens it made, if that is to be known
 
 
-def seconds(work: Callable[[], object], times: int = 5) -> float:
-    """CPU seconds, the median of so many after one that warms up."""
-    work()
-    taken = []
-    for _ in range(times):
-        start = time.process_time()
-        work()
-        taken.append(time.process_time() - start)
-    return sorted(taken)[times // 2]
+def rounds(works: dict[str, Work], times: int) -> dict[str, list[float]]:
+    """Of each work, tokens per CPU second in every round (or works per second), after one that warms up."""
+    rates: dict[str, list[float]] = {name: [] for name in works}
+    for i in range(times + 1):
+        for name, work in works.items():
+            start = time.process_time()
+            made = work()
+            rate = (made or 1) / (time.process_time() - start)
+            if i:
+                rates[name].append(rate)
+    return rates
 
 
-def sampler(base: str, task_name: str) -> None:
-    run = Run(Settings(task=task_name, base=base))
-    task, n = run.task, 64
-    prompts = policies.inputs(task, task.problems("train", n, 0))
-    g, length = tasks.generator(0), task.response_length
-    mine = seconds(lambda: sample(run.policy, prompts, 16, length, g))
-    set_seed(0)
-    how = {"do_sample": True, "top_k": 0, "max_new_tokens": length}
-    theirs = seconds(lambda: run.policy.generate(prompts["input_ids"], num_return_sequences=16, **how))
-    print(f"{base:8} 1024 responses of {length} tokens at most: sample {1024 * length / mine:7.0f} tokens/s, ", end="")
-    print(f"transformers.generate {1024 * length / theirs:7.0f}: {theirs / mine:.1f} times")
+def ratio(mine: list[float], theirs: list[float]) -> str:
+    r = [a / b for a, b in zip(mine, theirs, strict=True)]
+    return f"{statistics.median(r):6.2f} ({min(r):.2f} .. {max(r):.2f})"
 
 
-def step(base: str, task_name: str) -> None:
-    s = Settings(task=task_name, base=base)
+def sampler(model, prompts, length: int, responses: int = RESPONSES) -> Work:
+    g = tasks.generator("benchmark")
+    return lambda: int(sample(model, prompts, responses, length, g).mask.sum())
+
+
+def generate(model, prompts, length: int, responses: int = RESPONSES) -> Work:
+    ids = prompts["input_ids"]
+    how = {"do_sample": True, "top_k": 0, "max_new_tokens": length, "num_return_sequences": responses}
+    return lambda: int(response_mask(model.generate(ids, **how)[:, ids.shape[1] :]).sum())
+
+
+def vllm(base: str, prompts, length: int) -> dict[str, Work]:
+    """Its CPU build as fast as it goes here, the whole batch at once; and with what a reproducible rollout needs."""
+    engines.vllm_in_this_process()
+    from vllm import LLM, SamplingParams
+
+    asked = [{"prompt_token_ids": ids} for ids in prompts["input_ids"].tolist()]
+    room = prompts["input_ids"].shape[1] + length
+    rows = PROMPTS * RESPONSES
+    llm = LLM(
+        str(bases.ROOT / base), dtype="float32", max_model_len=room, max_num_seqs=rows,
+        max_num_batched_tokens=rows * room, enforce_eager=True,
+    )  # fmt: skip
+    policies.deterministic()  # vLLM has its own mind of threads
+
+    def run(more: list[dict]) -> int:
+        rules = [SamplingParams(n=RESPONSES, max_tokens=length, detokenize=False, **m) for m in more]
+        return sum(len(o.token_ids) for r in llm.generate(asked, rules, use_tqdm=False) for o in r.outputs)
+
+    bare, full = [{}] * PROMPTS, [{"seed": RESPONSES * p, "logprobs": 0} for p in range(PROMPTS)]
+    return {"vLLM": lambda: run(bare), "vLLM+": lambda: run(full)}
+
+
+def rollouts(times: int) -> None:
+    print(f"Rollout of {PROMPTS} x {RESPONSES} responses, tokens per second, and how many times faster `sample` is")
+    heads = ["sample", "generate", "vLLM", "vLLM+"]
+    print(f"{'base':8}{''.join(f'{h:>10}' for h in heads)}   {''.join(f'than {h:17}' for h in heads[1:])}")
+    for base, task_name in BASES[:3]:
+        task, model = tasks.get(task_name), bases.load(base, task_name)
+        prompts, length = policies.inputs(task, task.problems("train", PROMPTS, 0)), task.response_length
+        works = {"sample": sampler(model, prompts, length), "generate": generate(model, prompts, length)}
+        if base == "walk" and importlib.util.find_spec("vllm"):
+            works |= vllm(base, prompts, length)
+        rates = rounds(works, times)
+        speeds = "".join(f"{statistics.median(rates[h]):10.0f}" if h in rates else f"{'-':>10}" for h in heads)
+        versus = [ratio(rates["sample"], rates[h]) for h in heads[1:] if h in rates]
+        print(f"{base:8}{speeds}   {''.join(f'{v:22}' for v in versus)}".rstrip(), flush=True)
+    if importlib.util.find_spec("vllm"):
+        print("vLLM+: with a seed for each response and the log-probabilities of its tokens, which `sample` gives too.")
+    else:
+        print("vLLM is not installed here (repro/venv.sh smoke installs its CPU build), so it was not measured.")
+
+
+def steps(times: int) -> None:
+    print(f"One RL step of {PROMPTS} x {RESPONSES} responses, up_dapo, 16 minibatches")
+    print(f"{'base':8}{'seconds':>8}{'sample':>8}{'score':>8}{'update':>8}   responses with an advantage")
+    for base, task_name in (b for b in BASES if (bases.ROOT / b[0]).exists()):
+        works, alive = step(Settings(task=task_name, base=base))
+        seconds = {name: statistics.median(1 / r for r in rates) for name, rates in rounds(works, times).items()}
+        whole = sum(seconds.values())
+        shares = "".join(f"{part / whole:8.0%}" for part in seconds.values())
+        print(f"{base:8}{whole:8.2f}{shares}   {alive:.0%}", flush=True)
+
+
+def step(s: Settings) -> tuple[dict[str, Work], float]:
+    """The parts of train.one_step, each on its own; and the share of the responses that an update computes."""
     run = Run(s)
     problems = run.task.problems("train", s.train_problems, 0)
     batch = rollout(run.policy, run.task, problems, s, 0)
     rows = torch.arange(len(batch.tokens))
-    quarter = rows[: len(rows) // 4]
 
-    def score():
+    def again() -> None:
+        rollout(run.policy, run.task, problems, s, 0)
+
+    def score() -> None:
+        quarter = rows[: len(rows) // 4]
         with torch.no_grad():
             policies.response_logits(run.base, *batch.prompts_of(quarter), batch.tokens[quarter])
 
-    def update():
+    def update() -> None:
         tally = Tally(batch.tokens.shape[1])
         for part in rows.chunk(s.minibatches):
             train.update(run, batch, None, part, tally)
         tally.numbers(run.objective, {})
 
-    parts = {
-        "sample": seconds(lambda: rollout(run.policy, run.task, problems, s, 0), 3),
-        "score": seconds(score, 3),
-        "update": seconds(update, 3),
-    }
-    whole = sum(parts.values())
-    split = ", ".join(f"{name} {part / whole:.0%}" for name, part in parts.items())
-    alive = (batch.adv != 0).double().mean()
-    print(f"{base:8} RL step of 64 x 16 responses: {whole:.2f} s ({split}; {alive:.0%} have an advantage)")
+    return {"sample": again, "score": score, "update": update}, (batch.adv != 0).double().mean().item()
+
+
+def scaling(times: int) -> None:
+    """Of untrained Qwen3 policies whose responses rarely end: batch, length, size, each from the middle point."""
+    print("Scaling of an untrained Qwen3, tokens per second; learn: forward and backward of the same")
+    print(f"{'responses':>9}{'length':>7}{'hidden':>7}{'layers':>7}{'weights':>9}{'sample':>9}{'learn':>9}", end="")
+    print("   sample / generate")
+    for n, length, hidden, layers in (
+        (64, 16, 64, 2), (256, 16, 64, 2), (1024, 16, 64, 2), (4096, 16, 64, 2),
+        (256, 64, 64, 2), (256, 120, 64, 2), (256, 16, 128, 4), (256, 16, 256, 4),
+    ):  # fmt: skip
+        task, model = tasks.get("countdown"), qwen3(hidden, layers)
+        prompts = policies.inputs(task, task.problems("train", n // RESPONSES, 0))
+        works = {"sample": sampler(model, prompts, length), "generate": generate(model, prompts, length)}
+        works["learn"] = learn(model, prompts, length)
+        rates = rounds(works, times)
+        speed = [statistics.median(rates[name]) for name in ("sample", "learn")]
+        weights = f"{sum(p.numel() for p in model.parameters()) / 1000:.0f}k"
+        print(f"{n:9}{length:7}{hidden:7}{layers:7}{weights:>9}{speed[0]:9.0f}{speed[1]:9.0f}", end="")
+        print(f" {ratio(rates['sample'], rates['generate'])}", flush=True)
+
+
+def qwen3(hidden: int, layers: int):
+    torch.manual_seed(0)
+    size = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_attention_heads": hidden // 32}
+    size |= {"num_key_value_heads": hidden // 64, "num_hidden_layers": layers, "max_position_embeddings": 256}
+    words = {"vocab_size": len(tasks.get("countdown").words), "tie_word_embeddings": True, **policies.TOKENS}
+    return policies.ready(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**policies.SIZE | size, **words)))
+
+
+def learn(model, prompts, length: int) -> Work:
+    tokens, mask, _ = sample(model, prompts, RESPONSES, length, tasks.generator("benchmark"))
+    of = torch.arange(len(tokens) // RESPONSES).repeat_interleave(RESPONSES)
+
+    def work() -> int:
+        model.zero_grad()
+        policies.response_logits(model, prompts, of, tokens).log_softmax(-1)[mask].mean().backward()
+        return int(mask.sum())
+
+    return work
+
+
+def main() -> None:
+    parts = {"rollout": (rollouts, 15), "step": (steps, 5), "scaling": (scaling, 3)}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="*", choices=[[], *parts], help="default: all")
+    parser.add_argument("--rounds", type=int, help="default: 15, 5 and 3")
+    args = parser.parse_args()
+    policies.deterministic()
+    transformers.set_seed(0)
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    print(f"float32, 1 thread, {platform.machine()}, {versions}, {engines.vllm_version() or 'no vLLM'}")
+    print("medians (lowest .. highest) of rounds in which all that is compared takes its turn, by CPU seconds")
+    for name, (part, times) in parts.items():
+        if name in (args.part or parts):
+            print(f"\n{args.rounds or times} rounds. ", end="")
+            part(args.rounds or times)
 
 
 if __name__ == "__main__":
-    policies.deterministic()
-    for base, task_name in (("walk", "countdown"), ("moe", "countdown"), ("chain", "chain")):
-        sampler(base, task_name)
-    for base, task_name in (("walk", "countdown"), ("moe", "countdown"), ("chain", "chain")):
-        step(base, task_name)
+    main()

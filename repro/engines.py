@@ -64,10 +64,7 @@ def vllm(args, exam, k: int):
         raise InputError(f"{exam.name} has pictures, which go to the miniature's sampler only: --engine transformers.")
     if exam.task:
         load(args, exam)  # for its checks
-    # One process, and on a CPU a small cache and no pinning of threads to cores.
-    for name, value in (("ENABLE_V1_MULTIPROCESSING", 0), ("CPU_KVCACHE_SPACE", 1), ("CPU_OMP_THREADS_BIND", "nobind"),
-                        ("LOGGING_LEVEL", "ERROR")):  # fmt: skip
-        os.environ.setdefault(f"VLLM_{name}", str(value))
+    vllm_in_this_process()
     from vllm import LLM, SamplingParams
 
     longest = max(map(len, exam.prompts)) + exam.length
@@ -87,6 +84,13 @@ def vllm(args, exam, k: int):
     said = [[list(c.token_ids) for c in request.outputs] for request in out]
     lp = lambda c: [at[token].logprob for at, token in zip(c.logprobs, c.token_ids, strict=True)]
     return said, [[lp(c) for c in request.outputs] for request in out]
+
+
+def vllm_in_this_process() -> None:
+    """To call before vLLM is imported: one process, and on a CPU a small cache and no pinning of threads to cores."""
+    for name, value in (("ENABLE_V1_MULTIPROCESSING", 0), ("CPU_KVCACHE_SPACE", 1), ("CPU_OMP_THREADS_BIND", "nobind"),
+                        ("LOGGING_LEVEL", "ERROR")):  # fmt: skip
+        os.environ.setdefault(f"VLLM_{name}", str(value))
 
 
 @torch.no_grad()

@@ -2,13 +2,15 @@
 """Whatever happens to a run, started again it ends as the run that nothing happened to, to the bit; or says why not."""
 
 import json
-import os
+import multiprocessing
+import random
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,7 +105,7 @@ def test_killed_at_every_moment(whole, tmp_path, monkeypatch):
     same_end(out, whole)
 
 
-def test_killed_for_real(whole, tmp_path):
+def test_one_process_at_a_time_and_killed_for_real(whole, tmp_path, capsys):
     out, file = tmp_path / "run", tmp_path / "s.json"
     S.write(file)
     start = [sys.executable, "-m", "repro.mini.train", "--settings", file, "--out", out]
@@ -111,10 +113,30 @@ def test_killed_for_real(whole, tmp_path):
     while not any((out / "checkpoints").glob("step-[23]")):
         assert victim.poll() is None
         time.sleep(0.01)
+    before = contents(out)
+    assert command.main(["--settings", str(file), "--out", str(out)]) == 2
+    assert capsys.readouterr().err == (
+        f"train: {out} is in use by another process that trains: wait for it or stop it.\n"
+    )
     victim.send_signal(signal.SIGKILL)
     victim.wait()
     assert not (out / "done.json").exists()
+    assert all(now.startswith(then) for now, then in zip(contents(out), before, strict=True))
     assert command.main(["--settings", str(file), "--out", str(out)]) == 0
+    same_end(out, whole)
+
+
+def test_killed_for_real_at_random_moments(whole, tmp_path):
+    """Each process may live half as long again as the one before, up to one that finishes."""
+    out, lives, g = tmp_path / "run", 0, random.Random(0)
+    while not (out / "done.json").exists():
+        lives += 1
+        victim = multiprocessing.get_context("fork").Process(target=train.train, args=(S, out))
+        victim.start()
+        victim.join(g.uniform(0, 0.1 * 1.5**lives))
+        victim.kill()
+        victim.join()
+    assert lives > 2
     same_end(out, whole)
 
 
@@ -176,31 +198,39 @@ def test_another_run_s_folder_is_left_alone(whole):
 
 
 # ---- what cannot go on ---------------------------------------------------------------------------------------------
-def run_command(*args, limit=None):
-    preexec = (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))) if limit else None
-    return subprocess.run(
-        [sys.executable, "-m", "repro.mini.train", *map(str, args)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        preexec_fn=preexec,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+@contextmanager
+def no_file_larger_than(size):
+    """As a full disk: the write that reaches the limit fails, in the middle of a line or a tensor."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_is_one_sentence(tmp_path):
-    S.write(tmp_path / "s.json")
-    done = run_command("--settings", tmp_path / "s.json", "--out", tmp_path / "run", limit=100_000)
-    assert done.returncode == 2
-    assert "train: cannot write" in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
-    assert not list((tmp_path / "run" / "checkpoints").glob("*"))
+@pytest.mark.parametrize("size", [100, 2500, 100_000, 600_000], ids=["settings", "log", "policy", "optimizer"])
+def test_a_full_disk_is_one_sentence_and_loses_nothing(size, interrupted, whole, capsys):
+    S.write(interrupted.parent / "s.json")
+    if size == 100:
+        shutil.rmtree(interrupted)
+    args = ["--settings", str(interrupted.parent / "s.json"), "--out", str(interrupted)]
+    with no_file_larger_than(size):
+        assert command.main(args) == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("train: cannot write")
+    if size > 100:
+        assert [p.name for p in state.checkpoints(interrupted)] == ["step-2", "step-3"]
+        assert not list((interrupted / "checkpoints").glob(".*"))
+    assert command.main(args) == 0
+    same_end(interrupted, whole)
 
 
 def test_an_unwritable_folder_is_one_sentence(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert command.main(["--steps", "1", "--out", str(tmp_path / "file" / "run")]) == 2
-    assert capsys.readouterr().err.startswith("train: cannot write or read")
+    err = capsys.readouterr().err
+    assert err.startswith("train: cannot write in") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

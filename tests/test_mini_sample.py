@@ -1,11 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampler says what the policy says, token by token, and a saved policy is the same policy."""
 
+import importlib.util
+
 import pytest
 import torch
-from transformers import AutoTokenizer, DynamicCache, Qwen2VLImageProcessor, set_seed
+from PIL import Image
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    DynamicCache,
+    Qwen2VLImageProcessorPil,
+    set_seed,
+)
 
-from repro.mini import policies, tasks
+from repro.mini import bases, policies, tasks
 from repro.mini.sample import nucleus, sample
 from repro.mini.tasks import EOS, PAD
 from repro.mini.tokens import tokenizer
@@ -39,6 +49,19 @@ def test_a_prompt_of_another_row_changes_nothing(kind, task_name):
         together = policies.response_logits(model, prompts, torch.arange(6), tokens)[2:3]
         by_itself = policies.response_logits(model, alone, torch.zeros(1).long(), tokens[2:3])
     torch.testing.assert_close(by_itself, together, atol=1e-5, rtol=1e-4)
+
+
+@each_kind
+def test_what_was_sampled_can_be_trained_on_even_of_one_token(kind, task_name):
+    """The sampler works in inference mode, whose tensors autograd refuses; none of them may come out or stay behind."""
+    task, model, prompts = untrained(kind, task_name)
+    tokens, mask, logits = sample(model, prompts, 2, task.response_length, tasks.generator(0))
+    assert not any(x.is_inference() for x in (tokens, mask, logits))
+    of = torch.arange(6).repeat_interleave(2)
+    for length in (task.response_length, 1):
+        trained = policies.response_logits(model, prompts, of, tokens[:, :length])
+        assert trained.shape == logits[:, :length].shape
+        (trained - logits[:, :length]).square().sum().backward()
 
 
 @each_kind
@@ -79,13 +102,54 @@ def whole_sequences(model, prompts, of, tokens):
     ids = torch.cat([prompts["input_ids"][of], tokens[:, :-1]], 1)
     pictures = {}
     if "pictures" in prompts:
-        processor = Qwen2VLImageProcessor(
+        processor = Qwen2VLImageProcessorPil(
             patch_size=8, size={"shortest_edge": 1, "longest_edge": 10**6}, image_mean=[0.5] * 3, image_std=[0.5] * 3
         )
         pixels = ((prompts["pictures"] + 1) * 127.5).round().to(torch.uint8)[of]
         pictures = processor(list(pixels), return_tensors="pt")
         pictures["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
     return model(input_ids=ids, logits_to_keep=tokens.shape[1], **pictures).logits
+
+
+@pytest.fixture(scope="module")
+def eyes(tmp_path_factory):
+    """A saved policy with pictures, its problems as pictures and texts, and what `read_prompts` gives the model."""
+    task, model, prompts = untrained("qwen3_vl", "geometry")
+    folder, given, forward = tmp_path_factory.mktemp("eyes"), {}, model.forward
+    policies.save(folder, model, tokenizer(task))
+    model.forward = lambda **inputs: given.update(inputs) or forward(**inputs)
+    policies.read_prompts(model, prompts, torch.arange(6))
+    pixels = ((prompts["pictures"] + 1) * 127.5).round().to(torch.uint8)
+    pictures = [Image.fromarray(p.permute(1, 2, 0).numpy()) for p in pixels]
+    question = lambda ids: " ".join(task.words[i] for i in ids[-2:])
+    texts = [f"<|vision_start|> <|image_pad|> <|vision_end|> {question(row)}" for row in prompts["input_ids"].tolist()]
+    return folder, pictures, texts, given
+
+
+def test_the_saved_image_processor_cuts_the_patches_that_the_policy_reads(eyes):
+    folder, pictures, _, given = eyes
+    found = Qwen2VLImageProcessorPil.from_pretrained(folder)(pictures, return_tensors="pt")
+    assert torch.equal(found["image_grid_thw"], given["image_grid_thw"])
+    torch.testing.assert_close(found["pixel_values"], given["pixel_values"], rtol=0, atol=1e-6)
+
+
+def test_the_processor_s_image_tokens_are_one_token_each(eyes):
+    words = AutoTokenizer.from_pretrained(eyes[0], local_files_only=True)
+    text = f"<|vision_start|>{'<|image_pad|>' * 9}<|vision_end|> area sum"
+    assert torch.equal(torch.tensor(words(text).input_ids[:-2]), eyes[3]["input_ids"][0, :-2])
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torchvision"), reason="transformers' AutoProcessor needs torchvision")
+def test_transformers_loads_the_policy_with_its_processor(eyes):
+    folder, pictures, texts, given = eyes
+    processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
+    asked = processor(images=pictures, text=texts, return_tensors="pt")
+    for name in ("input_ids", "image_grid_thw", "mm_token_type_ids"):
+        assert torch.equal(asked[name].long(), given[name].long())
+    torch.testing.assert_close(asked["pixel_values"], given["pixel_values"], rtol=0, atol=1e-6)
+    again = AutoModelForImageTextToText.from_pretrained(folder, local_files_only=True)
+    with torch.no_grad():
+        assert again(**asked).logits.shape == (6, 14, 60)
 
 
 def test_samples_follow_the_policy():
@@ -135,6 +199,18 @@ def test_transformers_itself_samples_the_same_distribution():
     )
     theirs = tasks.response_mask(theirs[:, task.prompt_length :]).sum(1).double()
     assert abs(mine.mean() - theirs.mean()) < 4 * (mine.var() / n + theirs.var() / n).sqrt()
+
+
+def test_a_base_built_again_is_compared_weight_by_weight(monkeypatch, capsys):
+    committed = bases.load("walk", "countdown")
+    monkeypatch.setattr(bases, "build", lambda *_: committed)
+    before = bases.state.checked(bases.ROOT / "walk")
+    assert bases.main(["walk", "--check"]) == 0
+    with torch.no_grad():
+        committed.model.norm.weight[0] += 1e-6
+    assert bases.main(["walk", "--check"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("repro/mini/bases/walk: 1 of ")
+    assert bases.state.checked(bases.ROOT / "walk") == before
 
 
 def test_what_is_no_policy_is_one_sentence(tmp_path):

@@ -3,6 +3,7 @@
 
 python -m repro.mini.bases               what there is
 python -m repro.mini.bases walk          rebuild repro/mini/bases/walk/ (minutes on one thread)
+python -m repro.mini.bases walk --check  rebuild it, write nothing, and say whether every weight is the committed one
 """
 
 import argparse
@@ -95,10 +96,12 @@ def describe(model: PreTrainedModel, task: tasks.Task) -> dict:
     return facts | {"entropy": round(-(lp.exp() * lp).sum(-1)[samples.mask].mean().item(), 4)}
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?")
-    name = parser.parse_args().name
+    parser.add_argument("--check", action="store_true", help="compare with the committed weights (status 1: others)")
+    args = parser.parse_args(argv)
+    name = args.name
     policies.deterministic()
     if name is None:
         for folder in sorted(ROOT.glob("*/provenance.json")):
@@ -112,6 +115,11 @@ def main() -> int:
     task = tasks.get(recipe.task)
     try:
         model = build(recipe, lambda line: print(line, flush=True))
+        if args.check:
+            committed = load(name, recipe.task).state_dict()
+            other = [key for key, weights in model.state_dict().items() if not torch.equal(weights, committed[key])]
+            print(f"repro/mini/bases/{name}: {len(other)} of {len(committed)} tensors differ from the committed ones")
+            return 1 if other else 0
         facts = {"recipe": asdict(recipe), **provenance.of_this_machine()}
         accuracy = describe(model, task)
         write = lambda folder: policies.save(folder, model, tokenizer(task))

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from repro.mini import train
 from repro.mini.replay import NotFinite
 from repro.mini.settings import Settings
-from repro.mini.trackers import tracker
+from repro.mini.trackers import MODULES, Tracker
 from upref.errors import InputError
 
 OUT = Path(__file__).parents[1] / "out" / "mini"
@@ -30,8 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         given |= {f.name: value(getattr(args, f.name)) for f in fields(Settings) if getattr(args, f.name) is not None}
         s = Settings.of(given)
         out = args.out or OUT / s.key
-        wanted = [name for name in ("tensorboard", "wandb") if getattr(args, name)]
-        with Live(s, [tracker(name, s, out) for name in wanted]) as live:
+        with Live(s, [Tracker(name, s, out) for name in MODULES if getattr(args, name)]) as live:
             train.train(s, out, live.watch, live.say)
         print(f"done: {out}")
         return 0
@@ -93,10 +92,12 @@ class Live:
 
     def __exit__(self, *_):
         self.bar.stop()
+        for tracker in self.trackers:
+            tracker.close()
 
     def watch(self, step: int, numbers: dict) -> None:
-        for log in self.trackers:
-            log(step, numbers)
+        for tracker in self.trackers:
+            tracker.update()
         now = SHOWN.format(**numbers)
         self.bar.update(self.task, completed=step, now=now)
         if self.bar.disable and (step % max(1, self.s.steps // 10) == 0):

@@ -4,6 +4,7 @@
 The paper's three architectures: Qwen3 (dense), Qwen3-MoE (8 experts, 2 of them per token) and Qwen3-VL (with pictures).
 """
 
+import json
 from pathlib import Path
 
 import torch
@@ -40,6 +41,16 @@ EYES = {
     "deepstack_visual_indexes": [0],
     "initializer_range": 0.08,
 }
+# With it transformers' and vLLM's processor of Qwen3-VL cuts a picture of 0..255 into the patches of `read_prompts`.
+PROCESSOR = {
+    "processor_class": "Qwen3VLProcessor",
+    "patch_size": PATCH,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "size": {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": EYES["num_position_embeddings"] * PATCH**2},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
 CLASSES = {
     "qwen3": transformers.Qwen3ForCausalLM,
     "qwen3_moe": transformers.Qwen3MoeForCausalLM,
@@ -57,12 +68,8 @@ def new(kind: str, task: Task, seed: int = 0) -> PreTrainedModel:
         config = transformers.Qwen3MoeConfig(**SIZE, **EXPERTS, **words)
     else:
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
-        at = {
-            name: task.words.index(
-                f"<|{name.removesuffix('_token_id')}|>".replace("image", "image_pad").replace("video", "video_pad")
-            )
-            for name in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-        }
+        marks = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+        at = {f"{name}_token_id": task.words.index(f"<|{mark}|>") for name, mark in marks.items()}
         config = transformers.Qwen3VLConfig(
             text_config=SIZE | words | {"rope_parameters": rope}, vision_config=EYES, tie_word_embeddings=True, **at
         )
@@ -70,7 +77,7 @@ def new(kind: str, task: Task, seed: int = 0) -> PreTrainedModel:
 
 
 def ready(model: PreTrainedModel) -> PreTrainedModel:
-    """As a policy is used here: float32, no dropout, sdpa attention, each expert multiplied in turn."""
+    """As a policy is used here: float32, no dropout, sdpa attention, the tokens of an expert multiplied together."""
     model.set_attn_implementation("sdpa")
     if model.config.model_type == "qwen3_moe":
         model.set_experts_implementation("grouped_mm")
@@ -113,13 +120,21 @@ def response_logits(model: PreTrainedModel, prompts: dict[str, Tensor], of: Tens
         ids = torch.cat([prompts["input_ids"][of], tokens[:, :-1]], 1)
         return model(input_ids=ids, use_cache=False, logits_to_keep=length).logits
     first, cache = read_prompts(model, prompts, of)
+    if length == 1:
+        return first[:, None]
     return torch.cat([first[:, None], model(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True).logits], 1)
 
 
 def save(folder: Path, model: PreTrainedModel, words: PreTrainedTokenizerFast) -> None:
-    """An ordinary save_pretrained folder, which transformers and vLLM load."""
+    """An ordinary save_pretrained folder, which transformers and vLLM load; for pictures, the processor too."""
     model.save_pretrained(folder)
     words.save_pretrained(folder)
+    if model.config.model_type == "qwen3_vl":
+        for name, kind in (
+            ("preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessor"}),
+            ("video_preprocessor_config.json", {"video_processor_type": "Qwen3VLVideoProcessor"}),
+        ):
+            (folder / name).write_text(json.dumps(kind | PROCESSOR, indent=1) + "\n")
 
 
 def load(folder: Path, task: Task) -> PreTrainedModel:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from figures.make import save
-from repro.mini import curves, plan, results
+from repro.mini import curves, plan, results, state
 from repro.mini.plan import Contrast, Experiment
 from repro.mini.results import Record
 from repro.mini.stats import Effect, effect
@@ -39,9 +39,10 @@ def write(records: dict[str, Record], folder: Path) -> None:
     text += [verdict_table(experiments, judged, "ours", "Controls that the paper lacks")]
     for e in experiments:
         text += [section(e, records, judged[e.name], drawn[e.name])]
-    _replace(folder / "verdicts.md", "\n".join(text))
+    state.write_atomically(folder / "verdicts.md", "\n".join(text).encode())
     found = {name: [v.json() for v in verdicts] for name, verdicts in judged.items()}
-    _replace(folder / "verdicts.json", json.dumps({"made with": made, "experiments": found}, indent=1) + "\n")
+    facts = json.dumps({"made with": made, "experiments": found}, indent=1) + "\n"
+    state.write_atomically(folder / "verdicts.json", facts.encode())
 
 
 def made_with(records: dict[str, Record]) -> dict[str, list[str]]:
@@ -149,12 +150,6 @@ def figures(e: Experiment, records: dict[str, Record], folder: Path) -> list[str
             save(curves.draw(f["panels"], found, f["title"], f.get("highlight", "")), folder / f"{f['name']}.svg")
             names.append(f["name"])
     return names
-
-
-def _replace(path: Path, text: str) -> None:
-    half = path.with_name(path.name + ".part")
-    half.write_text(text, encoding="utf-8")
-    half.replace(path)
 
 
 def main(argv: list[str] | None = None) -> int:

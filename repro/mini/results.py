@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from repro.mini import state
 from repro.mini.plan import EVAL_METRICS, STEP_METRICS, Contrast
 from upref.errors import InputError
 
@@ -74,8 +75,7 @@ def _evals(lines: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
 
 
 def _number(x) -> float:
-    """A number, also where an evaluation wrote {"value": ..., "low": ..., "high": ...}; NaN where it wrote none."""
-    x = x.get("value") if isinstance(x, dict) else x
+    """NaN where the line has none."""
     return float("nan") if x is None else float(x)
 
 
@@ -97,9 +97,7 @@ def collect(out: Path, wanted: set[str], folder: Path = FOLDER) -> dict[str, Rec
             known[name] = record(out / name)
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(known[name]) + "\n" for name in sorted(known))
-    half = folder / "runs.jsonl.part"
-    half.write_text(text, encoding="utf-8")
-    half.replace(folder / "runs.jsonl")
+    state.write_atomically(folder / "runs.jsonl", text.encode())
     return known
 
 

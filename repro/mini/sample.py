@@ -17,7 +17,6 @@ class Samples(NamedTuple):
     logits: Tensor  # float32 [N, T, V], what the policy said of each token, before temperature and top-p
 
 
-@torch.no_grad()
 def sample(
     model: PreTrainedModel,
     prompts: dict[str, Tensor],
@@ -29,20 +28,23 @@ def sample(
 ) -> Samples:
     """`responses` samples of at most `length` tokens for each prompt, those of one prompt side by side."""
     of = torch.arange(len(prompts["input_ids"])).repeat_interleave(responses)
-    seen, cache = policies.read_prompts(model, prompts, of)
-    tokens, logits = torch.full((len(of), length), PAD), seen.new_zeros(len(of), length, seen.shape[-1])
-    going, ended = torch.arange(len(of)), torch.zeros(len(of), dtype=torch.bool)
-    for t in range(length):
-        drawn = draw(nucleus((seen / temperature).softmax(-1), top_p), generator).masked_fill(ended, PAD)
-        tokens[going, t], logits[going, t] = drawn, seen
-        ended = ended | (drawn == EOS)
-        if ended.all() or t == length - 1:
-            break
-        if ended.sum() > len(ended) // 10:  # to leave them out pays
-            on = (~ended).nonzero()[:, 0]
-            going, drawn, ended = going[on], drawn[on], ended[on]
-            policies.keep_rows(model, cache, on)
-        seen = model(input_ids=drawn[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
+    # made outside inference_mode: they are to be trained on
+    tokens = torch.full((len(of), length), PAD)
+    logits = torch.zeros(len(of), length, model.config.get_text_config().vocab_size)
+    with torch.inference_mode():
+        seen, cache = policies.read_prompts(model, prompts, of)
+        going, ended = torch.arange(len(of)), torch.zeros(len(of), dtype=torch.bool)
+        for t in range(length):
+            drawn = draw(nucleus((seen / temperature).softmax(-1), top_p), generator).masked_fill(ended, PAD)
+            tokens[going, t], logits[going, t] = drawn, seen
+            ended = ended | (drawn == EOS)
+            if ended.all() or t == length - 1:
+                break
+            if ended.sum() > len(ended) // 10:  # to leave them out pays
+                on = (~ended).nonzero()[:, 0]
+                going, drawn, ended = going[on], drawn[on], ended[on]
+                policies.keep_rows(model, cache, on)
+            seen = model(input_ids=drawn[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
     return Samples(tokens, response_mask(tokens), logits)
 
 

@@ -4,11 +4,13 @@
 A folder is written beside its place, hashed, flushed to the disk and renamed: kill -9 leaves the old or the new one.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from errno import ENOSPC
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,28 @@ from safetensors import SafetensorError
 from upref.errors import InputError
 
 PROVENANCE = "provenance.json"
+
+
+@contextmanager
+def alone(folder: Path, other: str) -> Iterator[int]:
+    """One process at a time in the folder, which is made; gives the number of the lock.
+
+    kill -9 frees it. Processes that inherit the number hold it as well, until the last of them ends.
+    Raises InputError where the folder is in use (by `other`, says the sentence) or cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError as e:
+        raise InputError(f"cannot write in {folder} ({e.strerror}): choose another folder with --out.") from e
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{folder} is in use by {other}: wait for it or stop it.") from None
+        yield lock
+    finally:
+        os.close(lock)
 
 
 def publish(folder: Path, write: Callable[[Path], None], **facts) -> None:

@@ -8,7 +8,6 @@ Exit status: 0 all ran, 1 some run failed, 2 could not start, 130 interrupted.
 """
 
 import argparse
-import fcntl
 import json
 import os
 import signal
@@ -16,14 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from repro.mini import plan, report, results
+from repro.mini import plan, report, results, state
 from repro.mini.settings import Settings
 from upref.errors import InputError
 
@@ -33,20 +31,9 @@ TRAIN = "repro.mini.train"
 say = Console(highlight=False, soft_wrap=True).print
 
 
-@contextmanager
 def alone(out: Path):
     """One suite at a time in one folder. The runs inherit the lock: it lasts while one of them lives."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = (out / "lock").open("w")
-    except OSError as error:
-        raise InputError(f"cannot write in {out} ({error.strerror}): choose another folder with --out.") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise InputError(f"{out} is in use by another suite or by its runs: wait for them or stop them.") from None
-    with lock:
-        yield lock.fileno()
+    return state.alone(out, "another suite or by its runs")
 
 
 def run_all(

@@ -16,11 +16,14 @@ def tokenizer(task: Task) -> PreTrainedTokenizerFast:
     words = Tokenizer(WordLevel({word: i for i, word in enumerate(task.words)}))
     words.pre_tokenizer = WhitespaceSplit()
     words.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, BOS)])
+    # a processor writes <|image_pad|> nine times without a space between: only special tokens are found there
+    pictures = [word for word in task.words if word.startswith("<|")]
     return PreTrainedTokenizerFast(
         tokenizer_object=words,
         pad_token=pad,
         eos_token=eos,
         bos_token=bos,
+        **({"additional_special_tokens": pictures} if pictures else {}),
         model_max_length=task.prompt_length + task.response_length,
         clean_up_tokenization_spaces=False,
     )

@@ -27,8 +27,6 @@ from upref import Totals
 from upref.errors import InputError
 from upref.logprobs import categorical_kl, entropy, token_log_probs
 
-OUT = Path(__file__).parents[1] / "out" / "mini"
-
 
 def train(s: Settings, out: Path, watch=lambda *_: None, say=print) -> None:
     """Train by the settings, into the folder `out`; `watch(step, numbers)` is called after every step.
@@ -36,7 +34,11 @@ def train(s: Settings, out: Path, watch=lambda *_: None, say=print) -> None:
     Raises InputError on what no run can start from and NotFinite where a run cannot go on.
     """
     policies.deterministic()
-    out.mkdir(parents=True, exist_ok=True)
+    with state.alone(out, "another process that trains"):
+        _train(s, out, watch, say)
+
+
+def _train(s: Settings, out: Path, watch, say) -> None:
     if (out / "settings.json").exists() and Settings.read(out / "settings.json") != s:
         raise InputError(f"{out} holds a run with other settings: choose another folder or remove it.")
     if (out / "done.json").exists():
