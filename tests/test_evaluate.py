@@ -144,6 +144,7 @@ def test_agreement_is_within_the_bound_or_status_1(shift, status, monkeypatch, c
         ([WALK, "--set", "five_steps"], "has no set 'five_steps'"),
         ([WALK, "--task", "chain", "--problems", "2"], "was made for task"),
         ([WALK, "--top-p", "0"], "--top-p must be above 0"),
+        ([WALK, "--engine", "vllm", "--temperature", "6"], "a --temperature of 2 at most"),
         ([WALK, "--dtype", "bfloat16"], "computes in float32"),
         ([WALK, "--json", "nowhere/scores.json"], "its folder does not exist"),
     ],
