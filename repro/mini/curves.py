@@ -57,7 +57,7 @@ def draw(panels: Sequence[dict[str, Any]], found: Sequence[Series], title: str, 
             _panel(ax, panel, s, colour, highlight)
         lines = [matplotlib.lines.Line2D([], [], color=colour[a], lw=2.4 if a == highlight else 1.6) for a in arms]
         labels = [f"{a}, {_count(max(len(s.get(a, [])) for s in found))}" for a in arms]
-        fig.legend(lines, labels, loc="outside lower center", ncols=min(len(arms), 6), frameon=False, fontsize=8)
+        fig.legend(lines, labels, loc="outside lower center", ncols=min(len(arms), 4), frameon=False, fontsize=8)
     return fig
 
 
