@@ -98,6 +98,20 @@ def test_no_step_for_long_ends_it_with_all_it_started(tmp_path, monkeypatch):
     assert not psutil.pid_exists(int((tmp_path / "log.jsonl.pid").read_text()))
 
 
+def test_a_run_that_waits_for_what_does_not_come_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "IDLE", 3)
+    out, _ = trainer(tmp_path, "hangs")
+    assert out.status is None and "nobody worked" in out.why
+
+
+def test_a_full_disk_is_said_in_one_sentence(tmp_path):
+    output = tmp_path / "output"
+    output.write_text("RuntimeError: [enforce fail at x.cc:680] . PytorchStreamWriter failed writing file\n")
+    assert "the disk is full" in smoke.full_disk(output) and str(tmp_path) in smoke.full_disk(output)
+    output.write_text("ValueError: no such thing\n")
+    assert smoke.full_disk(output) == ""
+
+
 def test_a_line_half_written_is_not_a_step(tmp_path):
     log = tmp_path / "log"
     assert watch.steps(log) == []

@@ -2,8 +2,9 @@
 """Start a trainer, follow the steps it logs, and end it when it cannot go on: verl hangs where a worker has died.
 
 A run is over when its process is. It is ended, with all it has started, GRACE seconds after an actor of Ray or an
-engine of vLLM has gone; when no step was logged for `stall` seconds and ten times the longest step so far; and, before
-the first step, when nothing was written for `first` seconds. On a machine with more work than cores seconds count less.
+engine of vLLM has gone; when it has hardly used the CPU for IDLE seconds between two steps: something waits for what
+does not come; when no step was logged for `stall` seconds and ten times the longest step so far; and, before the first
+step, when nothing was written for `first` seconds. On a machine with more work than cores the last two count less.
 """
 
 import json
@@ -19,6 +20,10 @@ from pathlib import Path
 import psutil
 
 GRACE = 25  # seconds for verl to notice by itself, or to finish: at a good end its actors go just before it
+IDLE, WORK = (
+    30,
+    0.15,
+)  # seconds, and the share of a core below which nobody works: Ray and verl poll also when they wait
 ACTOR = re.compile(r"^ray::(?!IDLE)[A-Z]\w+|^VLLM::\w+|(?<=/)(raylet|gcs_server)(?= )")
 
 
@@ -45,9 +50,12 @@ class Family:
         self.root = psutil.Process(pid)
         self.seen: dict[psutil.Process, str] = {self.root: ""}
         self.dead: list[str] = []
+        self.used: dict[psutil.Process, float] = {}
+        self.worked = 0.0  # seconds of CPU so far
 
     def look(self):
-        everybody = [p for p in psutil.process_iter(["ppid", "cmdline", "status"]) if p.info["status"] != "zombie"]
+        wanted = ["ppid", "cmdline", "status", "cpu_times"]
+        everybody = [p for p in psutil.process_iter(wanted) if p.info["status"] != "zombie"]
         found, more = {p for p in everybody if p in self.seen}, True
         while more:
             pids = {p.pid for p in found}
@@ -57,6 +65,9 @@ class Family:
             if actor := ACTOR.search(self.seen[p]):
                 self.dead.append(f"{actor[0]} (process {p.pid})")
         self.seen = {p: " ".join(p.info["cmdline"] or []) for p in found}
+        used = {p: p.info["cpu_times"].user + p.info["cpu_times"].system for p in found if p.info["cpu_times"]}
+        self.worked += sum(seconds - self.used.get(p, 0.0) for p, seconds in used.items())
+        self.used = used
 
     def end(self):
         for send in (signal.SIGTERM, signal.SIGKILL):
@@ -76,6 +87,7 @@ def run(command: list[str], log: Path, output: Path, *, env: dict, stall: float,
     """Run it, its output into a file; `tell` is called with each step that it logs."""
     start = last = time.monotonic()
     told, dead_since, why, longest, written = 0, None, "", 0.0, -1
+    worked, at_work = 0.0, start  # seconds of CPU when somebody last worked, and when that was
     with output.open("wb") as f:
         process = subprocess.Popen(
             command, stdout=f, stderr=subprocess.STDOUT, env=os.environ | env, start_new_session=True
@@ -91,10 +103,18 @@ def run(command: list[str], log: Path, output: Path, *, env: dict, stall: float,
                 told, last = told + 1, now
             if not told and output.stat().st_size != written:
                 written, last = output.stat().st_size, now
+            if family.worked - worked > WORK * (now - at_work + 5) or not told:
+                worked, at_work = family.worked, now
             if family.dead:
                 dead_since = dead_since or now
                 if now - dead_since > GRACE:
                     why = f"{family.dead[0]} died and the trainer did not end"
+            elif now - at_work > IDLE:
+                share = (family.worked - worked) / (now - at_work)
+                why = (
+                    f"nobody worked for {now - at_work:.0f} s ({share:.0%} of a core): it waits for what does not "
+                    "come, a reward that hangs for example"
+                )
             elif now - last > (max(stall, 10 * longest) if told else first) * crowd():
                 why = f"no {'step' if told else 'sign of life'} for {now - last:.0f} s"
             time.sleep(1)
