@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Lint, types, tests, and three steps of verl's own trainer with vLLM; with arguments, which go to pytest, without the last.
+# Lint, types, tests, and three real steps of verl and vLLM; with arguments, which go to pytest, all but the last.
 # Needs nothing but Python >= 3.11: it makes .venv on the first run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -22,7 +22,7 @@ OUT = smoke.ROOT / "repro" / "out" / "equivalence"
 EPOCHS = 4
 BOUND = 1e-4
 LOGGED = {"score": smoke.SCORE, "pg_loss": "actor/pg_loss", "grad_norm": "actor/grad_norm", "entropy": "actor/entropy"}
-RANKS = ["trainer.n_gpus_per_node=2", "+ray_kwargs.ray_init.num_gpus=2"]
+RANKS = ["trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=2"]
 MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu="
 VANILLA = [  # verl's own PPO loss; its dual clip cannot be switched off, only moved away
     "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "actor_rollout_ref.actor.clip_ratio_low=0.2",
