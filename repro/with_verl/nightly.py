@@ -4,7 +4,7 @@
     python repro/with_verl/nightly.py [OBJECTIVE...]
 
 The start of verl and vLLM takes longer than two steps, so it is made once: the loss changes to the next objective every
-two steps (turns.py), and the policy trains on, slowly enough to have something to learn to the end. Writes
+two steps (turns.py), and the policy trains on, slowly enough that every objective finds something to learn. Writes
 results/every.json and goes on where it was stopped, or behind an objective that failed. Exit status 1 where one did.
 """
 
@@ -49,7 +49,7 @@ def train(names: list[str]) -> dict[str, dict]:
     settings = [
         "actor_rollout_ref.actor.policy_loss.loss_mode=upref/turns",
         "+actor_rollout_ref.actor.policy_loss.upref={parity: {first: 8}}",
-        "actor_rollout_ref.actor.optim.lr=3e-4",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
         "trainer.save_freq=-1",
     ]
     status = smoke.main(names[0], STEPS * len(names), out, settings, modules=("turns",))
