@@ -150,7 +150,7 @@ def judge(rows: list[dict], steps: int, outcome: watch.Outcome) -> tuple[list[st
         wrong.append(f"ended: {outcome.why}, after step {rows[-1]['step'] if rows else 0}")
     if not rows or rows[-1]["step"] < steps:
         wrong.append(f"step {rows[-1]['step'] + 1 if rows else 1} of {steps} failed")
-    report = [f"steps {len(rows)} of {steps} in {outcome.seconds:.0f} s"]
+    report = [f"steps {len(rows)} of {steps} in {outcome.seconds:.0f} s ({outcome.cpu_seconds:.0f} s of CPU)"]
     if rows:
         k = max(1, min(3, len(rows) // 3))
         first, last = (sum(d[SCORE] for d in part) / k for part in (data[:k], data[-k:]))
@@ -193,7 +193,8 @@ def summary(name: str, rows: list[dict], steps: int, outcome: watch.Outcome, wro
     value = lambda row, key: round(float(row["data"][key]), 4) if key in row["data"] else None
     return {
         "objective": name, "overrides": [str(x) for x in extra],
-        "steps": len(rows), "asked": steps, "seconds": round(outcome.seconds), "wrong": wrong,
+        "steps": len(rows), "asked": steps, "seconds": round(outcome.seconds),
+        "cpu_seconds": round(outcome.cpu_seconds), "load": round(os.getloadavg()[2], 1), "wrong": wrong,
         "score": [value(r, SCORE) for r in rows],
         "alive": [value(r, "actor/upref/alive") for r in rows],
         "parity_max_abs": max((r["data"].get(PARITY, 0) for r in rows), default=None),

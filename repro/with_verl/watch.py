@@ -32,6 +32,7 @@ class Outcome:
     status: int | None  # of the process; None: it was ended from here
     why: str  # "" where it ended by itself
     seconds: float
+    cpu_seconds: float = 0.0  # of it and all it started: what does not depend on what else the machine does
 
 
 def steps(log: Path) -> list[dict]:
@@ -124,4 +125,4 @@ def run(command: list[str], log: Path, output: Path, *, env: dict, stall: float,
         family.look()
         family.end()
         process.wait()
-    return Outcome(None if why else process.returncode, why, time.monotonic() - start)
+    return Outcome(None if why else process.returncode, why, time.monotonic() - start, family.worked)
