@@ -51,15 +51,15 @@ time.sleep(600)
 """
 
 
-def trainer(tmp_path, plan, stall=600.0, do=None):
+def trainer(tmp_path, plan, stall=600.0, do=None, asked=9):
     script, log = tmp_path / "trainer.py", tmp_path / "log.jsonl"
     script.write_text(TRAINER)
     if do:
         threading.Thread(target=do, args=(tmp_path / "log.jsonl.pid",), daemon=True).start()
     told = []
     out = watch.run(
-        [sys.executable, str(script), str(log), plan], log, tmp_path / "output", env={}, stall=stall, first=600,
-        tell=told.append,
+        [sys.executable, str(script), str(log), plan], log, tmp_path / "output",
+        env={}, asked=asked, stall=stall, first=600, tell=told.append,
     )  # fmt: skip
     assert [r["step"] for r in told] == [1, 2, 3]
     left = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
@@ -91,6 +91,13 @@ def test_a_dead_actor_ends_a_trainer_that_hangs(tmp_path, monkeypatch):
     out, rows = trainer(tmp_path, "hangs", do=kill_when_there)
     assert out.status is None and "ray::WorkerDict" in out.why and "died" in out.why
     assert "after step 3" in smoke.judge(rows, 8, out)[1][0]
+
+
+def test_a_trainer_that_is_done_and_does_not_end_is_ended_and_not_blamed(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "GRACE", 0)
+    monkeypatch.setattr(watch, "END", 4)
+    out, rows = trainer(tmp_path, "hangs", do=kill_when_there, asked=3)
+    assert out.status is None and "after its last step" in out.why and smoke.judge(rows, 3, out)[1] == []
 
 
 def test_no_step_for_long_ends_it_with_all_it_started(tmp_path, monkeypatch):

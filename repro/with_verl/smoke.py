@@ -15,15 +15,17 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT), str(HERE)]
+sys.path[:0] = [str(ROOT), str(HERE), str(HERE / "cpu_platform")]
 
 import toy  # noqa: E402
+import upref_verl_fork as fork  # noqa: E402
 import watch  # noqa: E402
 
 import upref  # noqa: E402
@@ -44,6 +46,7 @@ def environment(log: Path, modules: tuple[str, ...] = ()) -> dict[str, str]:
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",  # verl's FSDP engine is registered for cuda and npu; it asks the platform where
         "VERL_FILE_LOGGER_PATH": str(log),
+        fork.SOCKET: f"{tempfile.gettempdir()}/upref-{os.getpid()}-{time.time_ns()}",  # short: 107 letters at most
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -119,6 +122,7 @@ def overrides(objective: upref.Objective, steps: int, out: Path) -> list[str]:
         "trainer.max_actor_ckpt_to_keep": 2,  # with 1, verl removes the old one before the new one counts
         "trainer.default_local_dir": out / "checkpoints",
         "+ray_kwargs.ray_init.num_gpus": 1,
+        "+ray_kwargs.ray_init.runtime_env.py_executable": f'"{fork.executable()}"',
         "ray_kwargs.ray_init.num_cpus": 16,
         "+ray_kwargs.ray_init.object_store_memory": 400_000_000,
         "+ray_kwargs.ray_init.include_dashboard": False,
@@ -146,7 +150,7 @@ def dry_run(objective: upref.Objective, extra: list[str] = ()) -> None:
 def judge(rows: list[dict], steps: int, outcome: watch.Outcome) -> tuple[list[str], list[str]]:
     """(what is to be reported, what is wrong); the steps decide, because verl can end with status 0 too early."""
     wrong, data = [], [r["data"] for r in rows]
-    if outcome.why:
+    if outcome.why and not (rows and rows[-1]["step"] >= steps):
         wrong.append(f"ended: {outcome.why}, after step {rows[-1]['step'] if rows else 0}")
     if not rows or rows[-1]["step"] < steps:
         wrong.append(f"step {rows[-1]['step'] + 1 if rows else 1} of {steps} failed")
@@ -232,7 +236,9 @@ def main(
         parity = f"  parity {d[PARITY]:.1e}" if PARITY in d else ""
         print(f"  step {row['step']:3}  score {d[SCORE]:.3f}{parity}  {d['timing_s/step']:.1f} s", flush=True)
 
-    outcome = watch.run(command, log, output, env=environment(log, modules), stall=STALL, first=FIRST, tell=tell)
+    outcome = watch.run(
+        command, log, output, env=environment(log, modules), asked=steps, stall=STALL, first=FIRST, tell=tell
+    )
     rows = watch.steps(log)
     report, wrong = judge(rows, steps, outcome)
     found = json.dumps(summary(name, rows, steps, outcome, wrong, extra))

@@ -5,6 +5,7 @@ A run is over when its process is. It is ended, with all it has started, GRACE s
 engine of vLLM has gone; when it has hardly used the CPU for IDLE seconds between two steps: something waits for what
 does not come; when no step was logged for `stall` seconds and ten times the longest step so far; and, before the first
 step, when nothing was written for `first` seconds. On a machine with more work than cores the last two count less.
+After the last step it has END seconds to shut down.
 """
 
 import json
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-GRACE = 25  # seconds for verl to notice by itself, or to finish: at a good end its actors go just before it
+GRACE, END = 25, 120  # seconds for verl to notice by itself; to finish, one actor after the other
 IDLE, WORK = (
     30,
     0.15,
@@ -84,8 +85,10 @@ def crowd() -> float:
     return max(1.0, (os.getloadavg()[0] - 2) / (os.cpu_count() or 1))
 
 
-def run(command: list[str], log: Path, output: Path, *, env: dict, stall: float, first: float, tell=print) -> Outcome:
-    """Run it, its output into a file; `tell` is called with each step that it logs."""
+def run(
+    command: list[str], log: Path, output: Path, *, env: dict, asked: int, stall: float, first: float, tell=print
+) -> Outcome:
+    """Run it, its output into a file; `tell` is called with each step that it logs, of `asked` ones."""
     start = last = time.monotonic()
     told, dead_since, why, longest, written = 0, None, "", 0.0, -1
     worked, at_work = 0.0, start  # seconds of CPU when somebody last worked, and when that was
@@ -106,7 +109,9 @@ def run(command: list[str], log: Path, output: Path, *, env: dict, stall: float,
                 written, last = output.stat().st_size, now
             if family.worked - worked > WORK * (now - at_work + 5) or not told:
                 worked, at_work = family.worked, now
-            if family.dead:
+            if rows and rows[-1]["step"] >= asked:
+                why = "it did not end after its last step" if now - last > END else ""
+            elif family.dead:
                 dead_since = dead_since or now
                 if now - dead_since > GRACE:
                     why = f"{family.dead[0]} died and the trainer did not end"

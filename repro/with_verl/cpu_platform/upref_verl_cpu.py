@@ -15,6 +15,7 @@ import psutil
 import torch
 import torch.distributed
 import torch.distributed.fsdp
+import upref_verl_fork
 import verl.utils.import_utils
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
@@ -114,3 +115,4 @@ def apply():
 
 
 apply()
+upref_verl_fork.start()
