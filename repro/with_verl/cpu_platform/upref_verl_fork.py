@@ -89,15 +89,19 @@ def adopt(environment: dict[str, str], folder: str) -> None:
     os.chdir(folder)
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] != ["fork"]:
-        sys.exit(ask(sys.argv[1:]))
-    sys.argv = serve()
+def become(arguments: list[str]) -> None:
+    """The worker, as Python would have started it."""
     import random
 
     import numpy
 
-    random.seed()
+    random.seed()  # the forks of one process would draw the same numbers
     numpy.random.seed()
-    sys.path[0] = os.path.dirname(sys.argv[0])
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.argv, sys.path[0] = arguments, os.path.dirname(arguments[0])
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["fork"]:
+        sys.exit(ask(sys.argv[1:]))
+    become(serve())
