@@ -17,7 +17,7 @@ SERVER = f"""
 import sys
 sys.path.insert(0, {str(FILE.parent)!r})
 import upref_verl_fork as fork
-fork.MODULES = ("wave",)
+fork.EARLY, fork.MODULES = (), ("wave",)
 fork.become(fork.serve())
 """
 WORKER = """

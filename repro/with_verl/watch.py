@@ -2,10 +2,10 @@
 """Start a trainer, follow the steps it logs, and end it when it cannot go on: verl hangs where a worker has died.
 
 A run is over when its process is. It is ended, with all it has started, GRACE seconds after an actor of Ray or an
-engine of vLLM has gone; when it has hardly used the CPU for IDLE seconds between two steps: something waits for what
-does not come; when no step was logged for `stall` seconds and ten times the longest step so far; and, before the first
-step, when nothing was written for `first` seconds. On a machine with more work than cores the last two count less.
-After the last step it has END seconds to shut down.
+engine of vLLM has gone; when no step was logged for IDLE seconds and four times the longest step so far, and it used
+less than half the CPU that it used between steps: it waits for what does not come; when no step was logged for `stall`
+seconds and ten times the longest step; and, before the first step, when nothing was written for `first` seconds. On a
+machine with more work than cores the last two count less. After the last step it has END seconds to shut down.
 """
 
 import json
@@ -91,7 +91,7 @@ def run(
     """Run it, its output into a file; `tell` is called with each step that it logs, of `asked` ones."""
     start = last = time.monotonic()
     told, dead_since, why, longest, written = 0, None, "", 0.0, -1
-    worked, at_work = 0.0, start  # seconds of CPU when somebody last worked, and when that was
+    pace, worked, at_first = 0.0, 0.0, (0.0, 0.0)  # CPU seconds: in a second between steps, until the last, the first
     with output.open("wb") as f:
         process = subprocess.Popen(
             command, stdout=f, stderr=subprocess.STDOUT, env=os.environ | env, start_new_session=True
@@ -103,24 +103,22 @@ def run(
             now, rows = time.monotonic(), steps(log)
             for row in rows[told:]:
                 tell(row)
-                longest = max(longest, now - last) if told else 0.0  # the first one is the start
-                told, last = told + 1, now
+                if told:
+                    longest = max(longest, now - last)
+                    pace = (family.worked - at_first[1]) / max(now - at_first[0], 1)
+                else:  # that was the start
+                    at_first = now, family.worked
+                told, last, worked = told + 1, now, family.worked
             if not told and output.stat().st_size != written:
                 written, last = output.stat().st_size, now
-            if family.worked - worked > WORK * (now - at_work + 5) or not told:
-                worked, at_work = family.worked, now
             if rows and rows[-1]["step"] >= asked:
                 why = "it did not end after its last step" if now - last > END else ""
             elif family.dead:
                 dead_since = dead_since or now
                 if now - dead_since > GRACE:
                     why = f"{family.dead[0]} died and the trainer did not end"
-            elif now - at_work > IDLE:
-                share = (family.worked - worked) / (now - at_work)
-                why = (
-                    f"nobody worked for {now - at_work:.0f} s ({share:.0%} of a core): it waits for what does not "
-                    "come, a reward that hangs for example"
-                )
+            elif family.worked - worked < pace / 2 * (now - last) and now - last > max(IDLE, 4 * longest):
+                why = f"no step for {now - last:.0f} s and hardly any work: it waits; does a reward hang?"
             elif now - last > (max(stall, 10 * longest) if told else first) * crowd():
                 why = f"no {'step' if told else 'sign of life'} for {now - last:.0f} s"
             time.sleep(1)

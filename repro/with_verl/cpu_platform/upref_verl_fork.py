@@ -3,8 +3,8 @@
 
 Ray starts a worker by `PY_EXECUTABLE default_worker.py ...`, and is given this file for that (`executable`). Called so,
 it hands the worker's arguments, environment and output to the forking process and waits for the worker's end; where
-there is none, it becomes the worker itself. The forking process (`start`) imports when the first worker asks, in its
-environment, because verl reads that while it is imported.
+there is none, it becomes the worker itself. The forking process (`start`) imports verl when the first worker asks, in
+its environment, because verl reads that while it is imported.
 """
 
 import json
@@ -15,8 +15,10 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 
 SOCKET = "UPREF_FORK"  # names the Unix socket
+EARLY = ("torch", "transformers", "tensordict")  # while Ray starts: what does not read verl's environment
 MODULES = (
     "verl.trainer.main_ppo", "verl.trainer.ppo.v1", "verl.workers.engine_workers", "verl.experimental.reward_loop",
     "verl.workers.rollout.vllm_rollout.vllm_async_server",
@@ -52,12 +54,15 @@ def serve() -> list[str]:
     listener.bind(os.environ[SOCKET])
     listener.listen(64)
     parent, asking, imported = os.getppid(), {}, False
+    for name in EARLY:
+        __import__(name)
     while os.getppid() == parent:  # not left behind
         ready, _, _ = select.select([listener, *asking.values()], [], [], 0.2)
         for pid, client in list(asking.items()):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                asking.pop(pid).sendall(str(os.waitstatus_to_exitcode(status) & 255).encode())
+                with suppress(OSError):  # Ray has ended who asked
+                    asking.pop(pid).sendall(str(os.waitstatus_to_exitcode(status) & 255).encode())
             elif client in ready:  # Ray has ended what it takes for the worker
                 os.kill(pid, signal.SIGKILL)
         if listener not in ready:
