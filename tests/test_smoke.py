@@ -136,7 +136,7 @@ def test_a_fault_that_is_not_survived_is_said():
     ):
         [wrong] = faults.judge([row | change, last])
         assert wrong.startswith("worker") and said in wrong
-    for steps in ([], [1, 2], [4, 5]):  # no step, from the beginning, one left out
+    for steps in ([], [1, 2], [5, 6]):  # no step, from the beginning, two left out
         [wrong] = faults.judge([row, last | {"steps": steps}])
         assert "did not go on" in wrong
     assert "not whole" in faults.judge([row, last | {"status": 1}])[0]
