@@ -118,7 +118,7 @@ def test_a_run_that_waits_for_what_does_not_come_is_ended(tmp_path, monkeypatch)
 
 def test_a_full_disk_is_said_in_one_sentence(tmp_path):
     output = tmp_path / "output"
-    output.write_text("RuntimeError: [enforce fail at x.cc:680] . PytorchStreamWriter failed writing file\n")
+    output.write_text("RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 1024 vs 918\n")
     assert "the disk is full" in smoke.full_disk(output) and str(tmp_path) in smoke.full_disk(output)
     output.write_text("ValueError: no such thing\n")
     assert smoke.full_disk(output) == ""

@@ -180,7 +180,7 @@ def error_in(output: Path) -> str:
 def full_disk(output: Path) -> str:
     """A sentence where the trainer could not write."""
     text = output.read_text(encoding="utf-8", errors="replace")
-    if not re.search(r"No space left on device|Disk quota exceeded|PytorchStreamWriter failed writing", text):
+    if not re.search(r"No space left on device|quota exceeded|inline_container.cc.*(unexpected pos|writing)", text):
         return ""
     where = output.parent / "checkpoints"
     free = shutil.disk_usage(where if where.exists() else output.parent).free >> 20
