@@ -188,6 +188,7 @@ def test_a_score_that_does_not_rise_and_a_missing_plug_in_are_wrong():
     wrong = smoke.judge([row(i, 0.1) for i in range(1, 25)], 24, watch.Outcome(0, "", 1.0))[1]
     assert len(wrong) == 2 and "did not rise" in wrong[0] and "no parity" in wrong[1]
     assert smoke.judge([], 3, watch.Outcome(1, "", 1.0))[1] == ["step 1 of 3 failed"]
+    assert "killed by signal 9" in smoke.judge([], 3, watch.Outcome(-9, "", 1.0))[1][0]
 
 
 def test_the_toy_task():

@@ -152,6 +152,8 @@ def judge(rows: list[dict], steps: int, outcome: watch.Outcome) -> tuple[list[st
     wrong, data = [], [r["data"] for r in rows]
     if outcome.why and not (rows and rows[-1]["step"] >= steps):
         wrong.append(f"ended: {outcome.why}, after step {rows[-1]['step'] if rows else 0}")
+    if (outcome.status or 0) < 0:
+        wrong.append(f"ended: the trainer was killed by signal {-outcome.status}")
     if not rows or rows[-1]["step"] < steps:
         wrong.append(f"step {rows[-1]['step'] + 1 if rows else 1} of {steps} failed")
     report = [f"steps {len(rows)} of {steps} in {outcome.seconds:.0f} s ({outcome.cpu_seconds:.0f} s of CPU)"]
