@@ -264,14 +264,15 @@ if __name__ == "__main__":
     parser.add_argument("--experts", type=int, default=0, help="a mixture of so many experts in place of a dense model")
     parser.add_argument("--again", action="store_true", help="go on from the last checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="let verl read the settings, and start nothing")
-    parser.add_argument("--keep", nargs="?", const="", metavar="NAME", help="write the summary into results/NAME.json")
+    parser.add_argument("--keep", action="store_true", help="write the summary into results/NAME.json too")
+    parser.add_argument("--name", help="NAME, if not the objective's")
     args, extra = parser.parse_known_args()
     try:
         if args.dry_run:
             dry_run(upref.get(args.objective), extra)
             print(f"{args.objective}: verl accepts the smoke settings; nothing was started")
             sys.exit(0)
-        keep = args.objective if args.keep == "" else args.keep or ""
+        keep = (args.name or args.objective) if args.keep else ""
         sys.exit(main(args.objective, args.steps, args.out, extra, args.again, keep, experts=args.experts))
     except (upref.InputError, OSError) as error:
         print(f"smoke: {error}", file=sys.stderr)
