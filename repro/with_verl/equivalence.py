@@ -20,7 +20,7 @@ import watch
 
 OUT = smoke.ROOT / "repro" / "out" / "equivalence"
 EPOCHS = 4
-BOUND = 1e-4
+BOUND = 1e-5
 LOGGED = {"score": smoke.SCORE, "pg_loss": "actor/pg_loss", "grad_norm": "actor/grad_norm", "entropy": "actor/entropy"}
 RANKS = ["trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=2"]
 MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu="
