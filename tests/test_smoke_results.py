@@ -53,5 +53,5 @@ def test_the_runs_that_must_be_the_same_are():
     found = json.loads((RESULTS / "equivalence.json").read_text())
     steps = len(found["runs"]["up_dapo"]["score"])
     assert found["bound"] == equivalence.BOUND and equivalence.compare(found["runs"], steps) == found["pairs"]
-    assert [row["pair"] for row in found["pairs"]] == [list(p) for p in equivalence.PAIRS]
+    assert {"two ranks", "vanilla"} <= {row["pair"][1] for row in found["pairs"]}
     assert all(row["same"] for row in found["pairs"])
