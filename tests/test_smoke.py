@@ -38,7 +38,7 @@ actor = subprocess.Popen(["bash", "-c", "exec -a 'ray::WorkerDict.update' sleep 
 idle = subprocess.Popen(["bash", "-c", "exec -a ray::IDLE sleep 600"])
 time.sleep(3)
 for step in (1, 2, 3):
-    until = time.process_time() + 0.5
+    until = time.process_time() + 0.1
     while time.process_time() < until:
         pass
     data = {"training/global_step": step, "critic/score/mean": step / 10, "actor/upref/parity_max_abs": 1e-7}
@@ -107,7 +107,8 @@ def test_no_step_for_long_ends_it_with_all_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "crowd", lambda: 1.0)
     out, _ = trainer(tmp_path, "hangs", stall=4)
     assert out.status is None and "no step for" in out.why
-    assert not psutil.pid_exists(int((tmp_path / "log.jsonl.pid").read_text()))
+    left = [p for p in psutil.process_iter(["status"]) if p.pid == int((tmp_path / "log.jsonl.pid").read_text())]
+    assert all(p.info["status"] == "zombie" for p in left)  # at most not yet reaped
 
 
 def test_a_run_that_waits_for_what_does_not_come_is_ended(tmp_path, monkeypatch):
