@@ -34,6 +34,12 @@ AGGREGATIONS = (
     "seq-mean",
 )
 
+# (level, aggregation) in verl's words, where it has another name there; the gradient is the same
+VERL_AGG = {("token", "group-token-mean"): "token-mean", ("free", "group-token-mean"): "token-mean"} | {
+    (level, "seq-mean"): "seq-mean-token-mean" for level in ("sequence", "free")
+}
+VERL_AGG["trajectory", "seq-mean"] = "seq-mean-token-sum"
+
 
 class Totals(NamedTuple):
     """Counts of a mini-batch: all tokens, responses and groups, and for each row the tokens of its group.

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from upref import InputError, Objective, Rollouts, Totals, get, names
+from upref.aggregate import VERL_AGG
 from upref.diagnostics import diagnose
 from upref.parity import Monitor
 from upref.rollouts import one_per_response
@@ -53,11 +54,6 @@ except ImportError as e:
 log = logging.getLogger(__name__)
 log.setLevel(logging.INFO)  # verl's root logger shows warnings only, and which hyperparameters run must be seen once
 
-# the aggregation in verl's words, where it has another name; the gradient is the same
-VERL_AGG = {("token", "group-token-mean"): "token-mean", ("free", "group-token-mean"): "token-mean"} | {
-    (level, "seq-mean"): "seq-mean-token-mean" for level in ("sequence", "free")
-}
-VERL_AGG["trajectory", "seq-mean"] = "seq-mean-token-sum"
 # verl's key -> what it would be called here
 VERL_KEYS = {
     "clip_ratio": ("eps", "eps_low", "eps_high", "delta"),

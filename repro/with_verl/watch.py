@@ -2,8 +2,10 @@
 """Start a trainer, follow the steps it logs, and end it when it cannot go on: verl hangs where a worker has died.
 
 A run is over when its process is. It is ended, with all it has started, GRACE seconds after an actor of Ray or an
-engine of vLLM has gone; when no step was logged for `stall` seconds and ten times the longest step so far; and, before
-the first step, when nothing was written for `first` seconds. On a machine with more work than cores seconds count less.
+engine of vLLM has gone; when no step was logged for IDLE seconds and four times the longest step so far, and it used
+less than half the CPU that it used between steps: it waits for what does not come; when no step was logged for `stall`
+seconds and ten times the longest step; and, before the first step, when nothing was written for `first` seconds. On a
+machine with more work than cores the last two count less. After the last step it has END seconds to shut down.
 """
 
 import json
@@ -18,7 +20,11 @@ from pathlib import Path
 
 import psutil
 
-GRACE = 25  # seconds for verl to notice by itself, or to finish: at a good end its actors go just before it
+GRACE, END = 25, 120  # seconds for verl to notice by itself; to finish, one actor after the other
+IDLE, WORK = (
+    30,
+    0.15,
+)  # seconds, and the share of a core below which nobody works: Ray and verl poll also when they wait
 ACTOR = re.compile(r"^ray::(?!IDLE)[A-Z]\w+|^VLLM::\w+|(?<=/)(raylet|gcs_server)(?= )")
 
 
@@ -27,6 +33,7 @@ class Outcome:
     status: int | None  # of the process; None: it was ended from here
     why: str  # "" where it ended by itself
     seconds: float
+    cpu_seconds: float = 0.0  # of it and all it started: what does not depend on what else the machine does
 
 
 def steps(log: Path) -> list[dict]:
@@ -45,9 +52,12 @@ class Family:
         self.root = psutil.Process(pid)
         self.seen: dict[psutil.Process, str] = {self.root: ""}
         self.dead: list[str] = []
+        self.used: dict[psutil.Process, float] = {}
+        self.worked = 0.0  # seconds of CPU so far
 
     def look(self):
-        everybody = [p for p in psutil.process_iter(["ppid", "cmdline", "status"]) if p.info["status"] != "zombie"]
+        wanted = ["ppid", "cmdline", "status", "cpu_times"]
+        everybody = [p for p in psutil.process_iter(wanted) if p.info["status"] != "zombie"]
         found, more = {p for p in everybody if p in self.seen}, True
         while more:
             pids = {p.pid for p in found}
@@ -57,6 +67,9 @@ class Family:
             if actor := ACTOR.search(self.seen[p]):
                 self.dead.append(f"{actor[0]} (process {p.pid})")
         self.seen = {p: " ".join(p.info["cmdline"] or []) for p in found}
+        used = {p: p.info["cpu_times"].user + p.info["cpu_times"].system for p in found if p.info["cpu_times"]}
+        self.worked += sum(seconds - self.used.get(p, 0.0) for p, seconds in used.items())
+        self.used = used
 
     def end(self):
         for send in (signal.SIGTERM, signal.SIGKILL):
@@ -72,10 +85,13 @@ def crowd() -> float:
     return max(1.0, (os.getloadavg()[0] - 2) / (os.cpu_count() or 1))
 
 
-def run(command: list[str], log: Path, output: Path, *, env: dict, stall: float, first: float, tell=print) -> Outcome:
-    """Run it, its output into a file; `tell` is called with each step that it logs."""
+def run(
+    command: list[str], log: Path, output: Path, *, env: dict, asked: int, stall: float, first: float, tell=print
+) -> Outcome:
+    """Run it, its output into a file; `tell` is called with each step that it logs, of `asked` ones."""
     start = last = time.monotonic()
     told, dead_since, why, longest, written = 0, None, "", 0.0, -1
+    pace, worked, at_first = 0.0, 0.0, (0.0, 0.0)  # CPU seconds: in a second between steps, until the last, the first
     with output.open("wb") as f:
         process = subprocess.Popen(
             command, stdout=f, stderr=subprocess.STDOUT, env=os.environ | env, start_new_session=True
@@ -87,14 +103,22 @@ def run(command: list[str], log: Path, output: Path, *, env: dict, stall: float,
             now, rows = time.monotonic(), steps(log)
             for row in rows[told:]:
                 tell(row)
-                longest = max(longest, now - last) if told else 0.0  # the first one is the start
-                told, last = told + 1, now
+                if told:
+                    longest = max(longest, now - last)
+                    pace = (family.worked - at_first[1]) / max(now - at_first[0], 1)
+                else:  # that was the start
+                    at_first = now, family.worked
+                told, last, worked = told + 1, now, family.worked
             if not told and output.stat().st_size != written:
                 written, last = output.stat().st_size, now
-            if family.dead:
+            if rows and rows[-1]["step"] >= asked:
+                why = "it did not end after its last step" if now - last > END else ""
+            elif family.dead:
                 dead_since = dead_since or now
                 if now - dead_since > GRACE:
                     why = f"{family.dead[0]} died and the trainer did not end"
+            elif family.worked - worked < pace / 2 * (now - last) and now - last > max(IDLE, 4 * longest):
+                why = f"no step for {now - last:.0f} s and hardly any work: it waits; does a reward hang?"
             elif now - last > (max(stall, 10 * longest) if told else first) * crowd():
                 why = f"no {'step' if told else 'sign of life'} for {now - last:.0f} s"
             time.sleep(1)
@@ -104,4 +128,4 @@ def run(command: list[str], log: Path, output: Path, *, env: dict, stall: float,
         family.look()
         family.end()
         process.wait()
-    return Outcome(None if why else process.returncode, why, time.monotonic() - start)
+    return Outcome(None if why else process.returncode, why, time.monotonic() - start, family.worked)

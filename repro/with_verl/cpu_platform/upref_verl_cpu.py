@@ -2,7 +2,8 @@
 """verl 0.9.1 on a CPU, without an edit of installed packages; README.md says what it does not cover.
 
 Every process that imports verl imports this by VERL_USE_EXTERNAL_MODULES=upref_verl_cpu. It registers the platform
-`cpu` (VERL_PLATFORM=cpu selects it) and mends three places where verl takes an accelerator for granted.
+`cpu` (VERL_PLATFORM=cpu selects it), mends three places where verl takes an accelerator for granted, and one where it
+takes an old TRL.
 """
 
 import functools
@@ -14,6 +15,8 @@ import psutil
 import torch
 import torch.distributed
 import torch.distributed.fsdp
+import upref_verl_fork
+import verl.utils.import_utils
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 nothing = lambda *_, **__: None
@@ -107,6 +110,9 @@ def apply():
     Policy = torch.distributed.fsdp.CPUOffloadPolicy
     init = Policy.__init__
     Policy.__init__ = lambda self, pin_memory=False: init(self, pin_memory=False)
+    # verl patches TRL's value head wherever TRL is installed; TRL 1.16 has none, and no critic trains here.
+    verl.utils.import_utils.is_trl_available = lambda: False
 
 
 apply()
+upref_verl_fork.start()
