@@ -58,7 +58,9 @@ def test_the_speed_table_is_the_committed_run():
 
 
 def test_the_verdicts_are_the_committed_ones():
-    rows = [line.removesuffix(" |") for line in README.splitlines() if line.startswith(("| Fig. ", "| Sec. ", "| Table "))]
+    rows = [
+        line.removesuffix(" |") for line in README.splitlines() if line.startswith(("| Fig. ", "| Sec. ", "| Table "))
+    ]
     verdicts = (ROOT / "repro" / "mini" / "results" / "verdicts.md").read_text(encoding="utf-8")
     assert len(rows) >= 8
     for row in rows:
