@@ -95,5 +95,7 @@ def _peaks(ax, peaks: list[tuple[float, str]]) -> None:
     for y, colour in sorted(peaks):
         ax.axhline(y, color=colour, lw=0.8, ls=(0, (4, 3)), zorder=1)
         at = max(y + 0.1 * step, at + step)
-        ax.text(0.02, at, f"{y:.1f}", transform=ax.get_yaxis_transform(), color=colour, fontsize=8, va="bottom")
+        paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # the lines of the others end behind it
+        place = ax.get_yaxis_transform()
+        ax.text(0.02, at, f"{y:.1f}", transform=place, color=colour, fontsize=8, va="bottom", bbox=paper)
     ax.set_ylim(low, max(high, at + step))
