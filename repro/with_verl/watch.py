@@ -20,11 +20,7 @@ from pathlib import Path
 
 import psutil
 
-GRACE, END = 25, 120  # seconds for verl to notice by itself; to finish, one actor after the other
-IDLE, WORK = (
-    30,
-    0.15,
-)  # seconds, and the share of a core below which nobody works: Ray and verl poll also when they wait
+GRACE, END, IDLE = 25, 120, 30  # seconds for verl to notice by itself; to finish, one actor after the other; see above
 ACTOR = re.compile(r"^ray::(?!IDLE)[A-Z]\w+|^VLLM::\w+|(?<=/)(raylet|gcs_server)(?= )")
 
 
