@@ -77,7 +77,8 @@ def once(fault: str, out: Path, steps: int, again: bool) -> dict:
                 struck = time.monotonic()
     status = process.wait()
     seconds = None if struck is None else round(time.monotonic() - struck, 1)
-    words = [x for x in said if x.startswith(("WRONG", "verl's last word", "the disk"))]
+    here = f"{HERE.parents[1]}/"  # a result names no place of this machine
+    words = [x.replace(here, "") for x in said if x.startswith(("WRONG", "verl's last word", "the disk"))]
     return {"fault": fault, "steps": logged, "seconds_to_end": seconds, "status": status, "said": words}
 
 
