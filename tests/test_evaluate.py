@@ -17,6 +17,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from repro import engines, evaluate, exams
 from repro.mini import bases, evals, tasks
+from repro.mini.sample import nucleus
 from repro.with_verl import rewards
 
 WALK = str(bases.ROOT / "walk")
@@ -66,6 +67,35 @@ def test_the_miniature_gets_the_scores_of_its_own_evaluation(tmp_path, capsys):
     assert all(0 <= e["low"] <= e["value"] <= e["high"] <= 1 for e in found["scores"].values())
     assert (found["of"], found["n_problems"], found["k"], found["top_p"]) == ("countdown one_step", 20, 4, 0.7)
     assert "Best@4" in capsys.readouterr().out
+
+
+@torch.inference_mode()
+def exact_avg(problems, top_p=0.7):
+    """What Avg@k estimates, without drawing: every response that WALK's nucleus allows, by its probability."""
+    task, policy = tasks.get("countdown"), bases.load("walk", "countdown")
+    problems = task.problems("test", problems, 0)
+    right = 0.0
+    for at, prompt in enumerate(task.prompts(problems).tolist()):
+        begun, ended = {(): 1.0}, {}
+        while begun:
+            p = policy(input_ids=torch.tensor([[*prompt, *said] for said in begun])).logits[:, -1].softmax(-1)
+            p = nucleus(p, top_p).double()
+            odds = zip(begun.items(), p / p.sum(-1, keepdim=True), strict=True)
+            grown = {(*said, t): w * row[t].item() for (said, w), row in odds for t in row.nonzero()[:, 0].tolist()}
+            over = lambda said: said[-1] == tasks.EOS or len(said) == task.response_length
+            ended |= {said: w for said, w in grown.items() if over(said)}
+            begun = {said: w for said, w in grown.items() if not over(said)}
+        assert sum(ended.values()) == pytest.approx(1)
+        tokens = torch.tensor([[*said, *[tasks.PAD] * (task.response_length - len(said))] for said in ended])
+        verdicts = task.verify(problems[at : at + 1].repeat_interleave(len(tokens), 0), tokens).reward.tolist()
+        right += sum(w for w, verdict in zip(ended.values(), verdicts, strict=True) if verdict)
+    return right / len(problems)
+
+
+def test_avg_is_the_chance_of_a_right_answer(tmp_path):
+    p = exact_avg(16)
+    found = run(tmp_path, WALK, "--problems", "16", "--k", "512")["scores"]["avg"]["value"]
+    assert abs(found - p) < 4 * sqrt(p * (1 - p) / (16 * 512))
 
 
 def test_the_seed_decides(tmp_path):
@@ -194,7 +224,6 @@ def test_vllm_says_the_same(tmp_path):
     command = [sys.executable, evaluate.__file__, WALK, "--problems", "64"]
     out = tmp_path / "scores.json"
     subprocess.run([*command, "--engine", "vllm", "--json", out], check=True, timeout=900)
-    theirs, mine = json.loads(out.read_text())["scores"], run(tmp_path, WALK, "--problems", "64")["scores"]
-    p = mine["avg"]["value"]
-    assert abs(theirs["avg"]["value"] - p) < 4 * sqrt(2 * p * (1 - p) / (64 * 32))  # of samples, on the same problems
+    theirs, p = json.loads(out.read_text())["scores"]["avg"]["value"], exact_avg(64)
+    assert abs(theirs - p) < 4 * sqrt(p * (1 - p) / (64 * 32))
     subprocess.run([*command, "--agree", "32"], check=True, timeout=900)
