@@ -48,7 +48,11 @@ idle.kill()
 if plan == "ends":
     actor.kill()
     sys.exit(0)
-if plan == "fails":
+if plan == "loses":
+    actor.kill()
+    actor.wait()
+    time.sleep(9)
+if plan in ("fails", "loses"):
     sys.exit("ValueError: no such thing")
 open(log + ".pid", "w").write(str(actor.pid))
 time.sleep(600)
@@ -88,6 +92,13 @@ def test_a_trainer_that_fails_says_so(tmp_path):
     out, rows = trainer(tmp_path, "fails")
     assert out.status == 1 and smoke.judge(rows, 8, out)[1] == ["step 4 of 8 failed"]
     assert smoke.error_in(tmp_path / "output") == "ValueError: no such thing"
+    (tmp_path / "output").write_text("Training Progress:  17%|#   | 2/12\n")
+    assert smoke.error_in(tmp_path / "output") == "it names no error"
+
+
+def test_a_trainer_that_ends_because_an_actor_died_names_it(tmp_path):
+    out, rows = trainer(tmp_path, "loses")
+    assert out.status == 1 and "failed; the first to go was ray::WorkerDict" in smoke.judge(rows, 8, out)[1][0]
 
 
 def test_a_dead_actor_ends_a_trainer_that_hangs(tmp_path, monkeypatch):

@@ -155,7 +155,8 @@ def judge(rows: list[dict], steps: int, outcome: watch.Outcome) -> tuple[list[st
     if (outcome.status or 0) < 0:
         wrong.append(f"ended: the trainer was killed by signal {-outcome.status}")
     if not rows or rows[-1]["step"] < steps:
-        wrong.append(f"step {rows[-1]['step'] + 1 if rows else 1} of {steps} failed")
+        first = f"; the first to go was {outcome.gone}" if outcome.gone and not outcome.why else ""
+        wrong.append(f"step {rows[-1]['step'] + 1 if rows else 1} of {steps} failed{first}")
     report = [f"steps {len(rows)} of {steps} in {outcome.seconds:.0f} s ({outcome.cpu_seconds:.0f} s of CPU)"]
     if rows:
         k = max(1, min(3, len(rows) // 3))
@@ -176,7 +177,7 @@ def error_in(output: Path) -> str:
     lines = [prefix.sub("", x) for x in output.read_text(encoding="utf-8", errors="replace").splitlines()]
     ours = re.compile(r"\w*(InputError|ParityError)[^:]*: ")
     named = [x for x in lines if ours.search(x)] or [x for x in lines if re.search(r"^\S*(Error|Exception)\b.*: ", x)]
-    return named[-1].strip()[-400:] if named else (lines[-1] if lines else "it wrote nothing")
+    return named[-1].strip()[-400:] if named else "it names no error"
 
 
 def full_disk(output: Path) -> str:

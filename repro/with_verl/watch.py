@@ -30,6 +30,7 @@ class Outcome:
     why: str  # "" where it ended by itself
     seconds: float
     cpu_seconds: float = 0.0  # of it and all it started: what does not depend on what else the machine does
+    gone: str = ""  # the actor or engine that went first, and when
 
 
 def steps(log: Path) -> list[dict]:
@@ -48,6 +49,7 @@ class Family:
         self.root = psutil.Process(pid)
         self.seen: dict[psutil.Process, str] = {self.root: ""}
         self.dead: list[str] = []
+        self.since = 0.0  # the first of them was seen to be gone
         self.used: dict[psutil.Process, float] = {}
         self.worked = 0.0  # seconds of CPU so far
 
@@ -61,6 +63,7 @@ class Family:
             found |= more
         for p in self.seen.keys() - found - {self.root}:
             if actor := ACTOR.search(self.seen[p]):
+                self.since = self.since or time.monotonic()
                 self.dead.append(f"{actor[0]} (process {p.pid})")
         self.seen = {p: " ".join(p.info["cmdline"] or []) for p in found}
         used = {p: p.info["cpu_times"].user + p.info["cpu_times"].system for p in found if p.info["cpu_times"]}
@@ -86,7 +89,7 @@ def run(
 ) -> Outcome:
     """Run it, its output into a file; `tell` is called with each step that it logs, of `asked` ones."""
     start = last = time.monotonic()
-    told, dead_since, why, longest, written = 0, None, "", 0.0, -1
+    told, why, longest, written = 0, "", 0.0, -1
     pace, worked, at_first = 0.0, 0.0, (0.0, 0.0)  # CPU seconds: in a second between steps, until the last, the first
     with output.open("wb") as f:
         process = subprocess.Popen(
@@ -110,8 +113,7 @@ def run(
             if rows and rows[-1]["step"] >= asked:
                 why = "it did not end after its last step" if now - last > END else ""
             elif family.dead:
-                dead_since = dead_since or now
-                if now - dead_since > GRACE:
+                if now - family.since > GRACE:
                     why = f"{family.dead[0]} died and the trainer did not end"
             elif family.worked - worked < pace / 2 * (now - last) and now - last > max(IDLE, 4 * longest):
                 why = f"no step for {now - last:.0f} s and hardly any work: it waits; does a reward hang?"
@@ -120,8 +122,10 @@ def run(
             time.sleep(1)
         for row in steps(log)[told:]:
             tell(row)
+        ago = time.monotonic() - family.since  # those that went with the trainer are not to blame
+        gone = f"{family.dead[0]}, {ago:.0f} s before the end" if family.dead and ago > 5 else ""
     finally:  # also when this is interrupted: nothing is left running
         family.look()
         family.end()
         process.wait()
-    return Outcome(None if why else process.returncode, why, time.monotonic() - start, family.worked)
+    return Outcome(None if why else process.returncode, why, time.monotonic() - start, family.worked, gone)
