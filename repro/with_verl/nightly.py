@@ -49,7 +49,7 @@ def train(names: list[str]) -> dict[str, dict]:
     settings = [
         "actor_rollout_ref.actor.policy_loss.loss_mode=upref/turns",
         "+actor_rollout_ref.actor.policy_loss.upref={parity: {first: 8}}",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.optim.lr=5e-4",
         "trainer.save_freq=-1",
     ]
     status = smoke.main(names[0], STEPS * len(names), out, settings, modules=("turns",))
