@@ -3,7 +3,9 @@
 
 import base64
 import json
+import subprocess
 from dataclasses import replace
+from io import BytesIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -43,6 +45,10 @@ def dapo_rows(problems: int, copies: int):
 def write(path, rows):
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".arrow":
+        table = pa.Table.from_pylist(rows)
+        with pa.OSFile(str(path), "wb") as f, pa.ipc.new_stream(f, table.schema) as stream:
+            stream.write_table(table)
     else:
         path.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
     return path
@@ -56,8 +62,8 @@ UPSTREAM = {
     "dapo_math_17k": (".parquet", lambda n: dapo_rows(n, 3)),
     "aime24": (".parquet", lambda n: dapo_rows(n, 32)),
     "aime24_x32": (".parquet", lambda n: dapo_rows(n // 32, 32)),
-    "math_3to5": (".parquet", lambda n: [
-        {"question": f"Q{i}", "gt_answer": str(i), "level": 1 + i % 5} for i in range(n // 3 * 5)
+    "math_3to5": (".arrow", lambda n: [
+        {"problem": f"Q{i}", "gt_answer": str(i), "level": 1 + i % 5} for i in range(n // 3 * 5)
     ]),
     "amc23": (".parquet", qa),
     "math500": (".jsonl", lambda n: [{"problem": f"Q{i}", "answer": str(i), "level": 5} for i in range(n)]),
@@ -140,7 +146,7 @@ REFUSED = {
     "format": ("dapo_math_17k", lambda d: write(d / "f.jsonl", qa(6)), "has not the format of Byted"),
     "half": ("amc23", lambda d: (d / "f.parquet").write_bytes(b"PAR1") and d / "f.parquet", "cannot be read"),
     "json": ("minerva", lambda d: (d / "f.jsonl").write_text('{"a": ') and d / "f.jsonl", "cannot be read"),
-    "suffix": ("minerva", lambda d: (d / "f.csv").write_text("a") and d / "f.csv", "neither .parquet nor .jsonl"),
+    "suffix": ("minerva", lambda d: (d / "f.csv").write_text("a") and d / "f.csv", "neither .parquet nor .arrow"),
     "missing": ("minerva", lambda d: d / "nothing.jsonl", "cannot be read"),
     "images": (
         "geometry3k_test", lambda d: write(d / "f.parquet", [{"images": [{"bytes": b"x", "path": None}],
@@ -172,13 +178,27 @@ def test_offline_says_what_to_fetch_from_where(tmp_path, monkeypatch, capsys):
     assert p.main(["math500", "amc23", "--out", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert f"https://huggingface.co/datasets/math-ai/amc23/resolve/{SOURCES['amc23'].revision}/test-00000" in err
-    assert "HuggingFaceH4/MATH-500" in err and err.count("\n") == 2
+    assert "HuggingFaceH4/MATH-500" in err and err.count("\n") == 2 and "format" not in err
+
+
+def test_a_file_from_github_is_the_pinned_one(tmp_path, monkeypatch):
+    file = made("math_3to5", tmp_path)
+    git = subprocess.run(["git", "hash-object", str(file)], capture_output=True, text=True, check=True)
+    s = replace(SMALL["math_3to5"], blob=git.stdout.strip())
+    asked = []
+    monkeypatch.setattr(
+        p.urllib.request, "urlopen", lambda url, timeout: asked.append(url) or BytesIO(file.read_bytes())
+    )
+    assert "6 rows" in p.prepare(s, tmp_path)
+    assert asked[0].startswith(f"https://raw.githubusercontent.com/sail-sg/understand-r1-zero/{s.revision}/datasets/")
+    (tmp_path / "math_3to5.parquet").unlink()
+    write(file, UPSTREAM["math_3to5"][1](9))
+    with pytest.raises(upref.InputError, match=r"^could not be fetched .*https://raw.*--from FILE"):
+        p.prepare(s, tmp_path)
 
 
 def test_revisions(tmp_path, capsys):
-    assert all(s.revision is None or len(s.revision) == 40 for s in SOURCES.values())
-    assert p.main(["math_3to5", "--out", str(tmp_path)]) == 2
-    assert "pass --revision" in capsys.readouterr().err
+    assert all(len(s.revision) == 40 for s in SOURCES.values())
     assert p.main(["amc23", "--revision", "main", "--out", str(tmp_path)]) == 2
     assert "no full commit hash" in capsys.readouterr().err
     assert p.main(["amc32"]) == 2

@@ -3,16 +3,21 @@
 
     python repro/with_verl/data/prepare.py aime24 [dapo_math_17k ... | all] [--out DIR]
     python repro/with_verl/data/prepare.py math500 --from FILE     a file fetched by other means
-    python repro/with_verl/data/prepare.py math_3to5 --revision COMMIT
+    python repro/with_verl/data/prepare.py amc23 --revision COMMIT          another than the pinned one
 
 A finished file of the same revision is left alone, so the command can be repeated. The number of rows must be right;
 --accept-count N accepts another one, and the file says so in its metadata. Exit status 2: something was not done.
 """
 
 import argparse
+import atexit
+import hashlib
 import json
 import re
+import shutil
 import sys
+import tempfile
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,20 +66,18 @@ def prepare(
     s: Source, out: Path, file: Path | None = None, revision: str | None = None, accept: int | None = None
 ) -> str:
     """Writes out/NAME.parquet and says what it did. Raises InputError if it cannot."""
-    revision = revision or s.revision or ("given by hand" if file else None)
-    if revision is None:
-        raise InputError(
-            f"no commit of {s.repository} is pinned here: look it up at https://huggingface.co/datasets/{s.repository}"
-            "/commits/main and pass --revision."
-        )
+    revision = revision or s.revision
     if not file and not re.fullmatch("[0-9a-f]{40}", revision):
         raise InputError(f"--revision {revision} is no full commit hash of 40 digits: a branch or tag may move.")
     path = out / f"{s.name}.parquet"
     told = {"repository": s.repository, "revision": str(file.resolve()) if file else revision}
     if schema.facts(path).items() >= told.items() and schema.check_file(path) in (s.count, accept):
         return f"{path} is there ({schema.check_file(path)} rows, {told['revision'][:12]})"
+    upstream = file or fetch(s, revision)
     try:
-        rows = s.convert(s, read(file or fetch(s, revision)))
+        rows = s.convert(s, read(upstream))
+    except InputError:
+        raise
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, OSError) as e:
         raise InputError(
             f"has not the format of {s.repository} ({type(e).__name__}: {e}): is it the right file?"
@@ -89,32 +92,50 @@ def prepare(
 
 
 def fetch(s: Source, revision: str) -> Path:
-    """The upstream file in the hub's cache, which resumes what was interrupted."""
+    """The upstream file: in the hub's cache, which resumes what was interrupted, or, from GitHub, a temporary one."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()
     try:
+        if s.blob:
+            return from_github(s, revision)
         return Path(hf_hub_download(s.repository, s.files[0], repo_type="dataset", revision=revision))
     except Exception as e:  # the hub's errors, requests', httpx': offline, gone, refused
-        url = f"https://huggingface.co/datasets/{s.repository}/resolve/{revision}/{s.files[0]}"
         raise InputError(
-            f"could not be fetched ({type(e).__name__}): fetch {url} where there is a network and pass --from FILE."
+            f"could not be fetched ({type(e).__name__}): fetch {s.url(revision)} where there is a network and pass "
+            "--from FILE."
         ) from e
 
 
+def from_github(s: Source, revision: str) -> Path:
+    """Of the pinned revision, only the file whose hash is pinned."""
+    with urllib.request.urlopen(s.url(revision), timeout=60) as answer:
+        data = answer.read()
+    if revision == s.revision and hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() != s.blob:
+        raise OSError("not the pinned file")
+    path = Path(tempfile.mkdtemp()) / Path(s.files[0]).name
+    atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
+    path.write_bytes(data)
+    return path
+
+
 def read(path: Path) -> Iterator[dict]:
-    """Rows of a .parquet, .jsonl or .json file."""
+    """Rows of a .parquet, .arrow, .jsonl or .json file."""
     try:
         if path.suffix == ".parquet":
             for batch in pq.ParquetFile(path).iter_batches(10_000):
                 yield from batch.to_pylist()
+        elif path.suffix == ".arrow":  # as datasets saves it
+            with pa.memory_map(str(path)) as f:
+                for batch in pa.ipc.open_stream(f):
+                    yield from batch.to_pylist()
         elif path.suffix in (".jsonl", ".json"):
             with open(path, encoding="utf-8") as f:
                 rows = map(json.loads, filter(str.strip, f)) if path.suffix == ".jsonl" else json.load(f)
                 yield from rows
         else:
-            raise InputError(f"{path} is neither .parquet nor .jsonl nor .json.")
+            raise InputError(f"{path} is neither .parquet nor .arrow nor .jsonl nor .json.")
     except (OSError, pa.ArrowInvalid, json.JSONDecodeError) as e:
         raise InputError(f"{path} cannot be read ({str(e).splitlines()[0][:100]}): fetch it again.") from e
 

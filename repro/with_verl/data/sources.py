@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where each data set comes from, and how its rows become verl's: one small function a source.
 
-A revision is the full commit hash of the repository on the Hugging Face hub, as other public projects pin it; it was
-not downloaded when this was written. None: no full hash was found, and prepare.py asks for --revision.
+A revision is the full commit hash of the repository on the Hugging Face hub, as other public projects pin it, or on
+GitHub, read off its history with the file's hash. The hub's files were not downloaded when this was written.
 """
 
 import ast
@@ -27,16 +27,25 @@ DAPO_AFTER = re.compile(r"\n\nRemember to put your answer on its own line after 
 
 @dataclass(frozen=True)
 class Source:
-    """One output file. `count`: rows it must have; `repository`, `files`, `revision`: what is fetched."""
+    """One output file. `count`: rows it must have; `repository`, `files`, `revision`: what is fetched.
+
+    `blob`, git's hash of the file, where the repository is on GitHub, not on the hub.
+    """
 
     name: str
     repository: str
     files: tuple[str, ...]
-    revision: str | None
+    revision: str
     count: int
     convert: Callable[["Source", Iterable[Row]], list[Row]]
     split: str
     why: str
+    blob: str = ""
+
+    def url(self, revision: str) -> str:
+        if self.blob:
+            return f"https://raw.githubusercontent.com/{self.repository}/{revision}/{self.files[0]}"
+        return f"https://huggingface.co/datasets/{self.repository}/resolve/{revision}/{self.files[0]}"
 
 
 def _unique(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[Row]:
@@ -142,8 +151,10 @@ SOURCES = {
         Source("aime24", *AIME, 30, dapo, TEST, "two exams of 15 problems"),
         Source("aime24_x32", *AIME, 960, aime24_x32, TEST, "30 problems, each 32 times: Table 1 has k/960"),
         Source(
-            "math_3to5", "hkust-nlp/SimpleRL-Zoo-Data", ("simplelr_qwen_level3to5/train.parquet",),
-            None, 8523, math_3to5, TRAIN, "the 8,523 problems of the protocol of Liu et al. (math_lvl3to5_8k)",
+            "math_3to5", "sail-sg/understand-r1-zero",
+            ("datasets/train/math_lvl3to5_8k/train/data-00000-of-00001.arrow",),
+            "dfca49dd460ee7cc8e4a5a162c876a7fd6993b87", 8523, math_3to5, TRAIN,
+            "the problems of the protocol of Liu et al.", "4845e21e2437b0fc2413f9bf9e6c4745b0265104",
         ),
         Source(
             "amc23", "math-ai/amc23", ("test-00000-of-00001.parquet",),
