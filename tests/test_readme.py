@@ -64,6 +64,7 @@ def test_every_verdict_on_the_paper_is_there_as_it_is_committed():
     _, _, after = README.partition("| | claim | verdict |")
     rows = [x for x in after.partition("\n\n")[0].splitlines()[2:]]
     assert ["|".join(x.removesuffix(" |").split(" | ")) for x in rows] == expected and len(rows) >= 20
+    assert f"{re.search(r'^[0-9]+ runs', verdicts, re.M)[0]} (" in README
 
 
 def test_every_public_name_is_there():
