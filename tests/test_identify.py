@@ -134,6 +134,18 @@ def test_a_slip_around_the_right_weights(loss, says):
     assert identity and identity.kind == "pitfall" and says in identity.why and identity.distance < 1e-9
 
 
+@pytest.mark.parametrize(
+    ("low", "name", "hp"), [(None, "cispo", {"eps_high": 5}), (0.8, "cispo_verl", {"eps_low": 0.2, "eps_high": 5})]
+)
+def test_a_weight_that_is_not_detached_is_still_a_weight(low, name, hp):
+    def loss(log_prob, old_log_prob, advantages, mask):
+        r, A, lp = (torch.where(mask, x, 0) for x in (log_prob - old_log_prob, advantages, log_prob))
+        return -(r.exp().clamp(low, 6) * A * lp).sum() / mask.sum()
+
+    identity = upref.identify(loss)
+    assert identity.name == name and identity.hp == pytest.approx(hp) and "not detached" in identity.why
+
+
 @pytest.mark.parametrize("loss", [sharp, noisy])
 def test_none_of_these(loss, capsys):
     identity = upref.identify(loss)

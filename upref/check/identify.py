@@ -216,6 +216,9 @@ def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Matc
         why = cause(case, b, found, torch.zeros_like(b.mask), bounds)
         # an objective at other hyperparameters, or another one, has been tried on every batch already
         if why and ", not " not in why and not why.startswith("it is "):
+            if why.endswith("on log π_θ is not detached"):  # then the ratio was meant as a weight
+                o = get("cispo_verl" if any(0 < x < 1 for x in bounds) else "cispo")
+                hp = clip = {k: v for k, v in {"eps_low": low, "eps_high": high}.items() if k in o.hyperparameters}
             used = {k: v for k, v in hp.items() if clip.get(k) is not None}
             return Match(o.name, used, _agg(box) or case.agg, _own(box, o), not box.kl, 0.0, 0.0), why
     return None
