@@ -220,6 +220,15 @@ def test_verl_accepts_the_settings_and_refuses_a_typing_error():
             smoke.dry_run(upref.get("up_dapo"), [f"actor_rollout_ref.actor.{key}={wrong}"])
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("verl"), reason="`repro/venv.sh verl` installs what reads them")
+def test_a_wrong_override_starts_nothing_and_removes_nothing(tmp_path):
+    (tmp_path / "summary.json").write_text("{}")
+    command = [sys.executable, smoke.__file__, "up_dapo", "--out", str(tmp_path), "trainer.no_such=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "no_such" in done.stderr.splitlines()[-1]
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
 def real(test):
     no_vllm = not importlib.util.find_spec("vllm")
     skip = pytest.mark.skipif(no_vllm, reason="no vLLM here: `repro/venv.sh smoke` installs it")

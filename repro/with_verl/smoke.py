@@ -273,6 +273,8 @@ if __name__ == "__main__":
             dry_run(upref.get(args.objective), extra)
             print(f"{args.objective}: verl accepts the smoke settings; nothing was started")
             sys.exit(0)
+        if extra and not args.again:  # before the run that is there is removed
+            dry_run(upref.get(args.objective), extra)
         keep = (args.name or args.objective) if args.keep else ""
         sys.exit(main(args.objective, args.steps, args.out, extra, args.again, keep, experts=args.experts))
     except (upref.InputError, OSError) as error:
