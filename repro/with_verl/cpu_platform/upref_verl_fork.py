@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray's workers as forks of one process that has imported torch, verl and vLLM: eight imports of 7 to 15 s are one.
+"""Ray's workers as forks of one process that has imported torch, verl and vLLM: their many imports are one.
 
 Ray starts a worker by `PY_EXECUTABLE default_worker.py ...`, and is given this file for that (`executable`). Called so,
 it hands the worker's arguments, environment and output to the forking process and waits for the worker's end; where
