@@ -16,6 +16,7 @@ from plugged import RUNS, call, config, core_algos, forget  # noqa: F401
 
 import upref
 from upref import InputError, Totals, verl_plugin
+from upref.aggregate import verl_name
 from upref.check.regimes import batch
 
 pytestmark = pytest.mark.verl
@@ -83,7 +84,7 @@ def test_another_aggregation_is_warned_of_once_and_ignored(caplog):
 def test_every_aggregation_has_a_name_verl_accepts(caplog):
     for name in RUNS:
         o = upref.get(name)
-        agg = verl_plugin.VERL_AGG.get((o.level, o.agg), o.agg)
+        agg = verl_name(o.level, o.agg)
         call(name, batch(o, thin=9), config(agg=agg))  # ActorConfig refuses unknown names
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 

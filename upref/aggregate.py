@@ -35,10 +35,15 @@ AGGREGATIONS = (
 )
 
 # (level, aggregation) in verl's words, where it has another name there; the gradient is the same
-VERL_AGG = {("token", "group-token-mean"): "token-mean", ("free", "group-token-mean"): "token-mean"} | {
+_VERL = {("token", "group-token-mean"): "token-mean", ("free", "group-token-mean"): "token-mean"} | {
     (level, "seq-mean"): "seq-mean-token-mean" for level in ("sequence", "free")
 }
-VERL_AGG["trajectory", "seq-mean"] = "seq-mean-token-sum"
+_VERL["trajectory", "seq-mean"] = "seq-mean-token-sum"
+
+
+def verl_name(level: str, agg: str) -> str:
+    """verl's loss_agg_mode for an objective of that level and aggregation."""
+    return _VERL.get((level, agg), agg)
 
 
 class Totals(NamedTuple):

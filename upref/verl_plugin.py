@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from upref import InputError, Objective, Rollouts, Totals, get, names
-from upref.aggregate import VERL_AGG
+from upref.aggregate import verl_name
 from upref.diagnostics import diagnose
 from upref.parity import Monitor
 from upref.rollouts import one_per_response
@@ -163,7 +163,7 @@ def _tell(objective: Objective, hp: dict, given: dict):
 
 
 def _warn_of_aggregation(objective: Objective, loss_agg_mode: str):
-    own = VERL_AGG.get((objective.level, objective.agg), objective.agg)
+    own = verl_name(objective.level, objective.agg)
     if loss_agg_mode != own and _first_time("agg", objective.name, loss_agg_mode):
         log.warning(
             "upref/%s aggregates by %s whatever actor.loss_agg_mode says (%s), but verl's KL and entropy terms follow "

@@ -160,9 +160,9 @@ def _extra(name: str):
 
 
 def _aggregation(o) -> str:
-    from upref.aggregate import VERL_AGG
+    from upref.aggregate import verl_name
 
-    return VERL_AGG.get((o.level, o.agg), o.agg)
+    return verl_name(o.level, o.agg)
 
 
 def _fill(value: Any, places: dict) -> Any:

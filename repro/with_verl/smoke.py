@@ -29,7 +29,7 @@ import upref_verl_fork as fork  # noqa: E402
 import watch  # noqa: E402
 
 import upref  # noqa: E402
-from upref.aggregate import VERL_AGG  # noqa: E402
+from upref.aggregate import verl_name  # noqa: E402
 
 PROMPTS, GROUP, MINI = 8, 8, 2  # a rollout: 8 prompts x 8 responses, in 4 mini-batches, so that 3 are off-policy
 SCORE, PARITY = "critic/score/mean", "actor/upref/parity_max_abs"
@@ -64,7 +64,6 @@ def environment(log: Path, modules: tuple[str, ...] = ()) -> dict[str, str]:
 
 
 def overrides(objective: upref.Objective, steps: int, out: Path) -> list[str]:
-    agg = VERL_AGG.get((objective.level, objective.agg), objective.agg)
     settings = {
         "data.train_files": out / "data.parquet",
         "data.val_files": out / "data.parquet",
@@ -87,7 +86,7 @@ def overrides(objective: upref.Objective, steps: int, out: Path) -> list[str]:
         "actor_rollout_ref.actor.optim.weight_decay": 0,
         "actor_rollout_ref.actor.policy_loss.loss_mode": f"upref/{objective.name}",
         "actor_rollout_ref.actor.policy_loss._target_": "upref.verl_plugin.PolicyLoss",
-        "actor_rollout_ref.actor.loss_agg_mode": agg,
+        "actor_rollout_ref.actor.loss_agg_mode": verl_name(objective.level, objective.agg),
         "actor_rollout_ref.ref.fsdp_config.use_torch_compile": False,
         "+actor_rollout_ref.ref.fsdp_config.mixed_precision": FP32,
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": MINI * GROUP,
