@@ -12,12 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from upref.aggregate import Totals
+from upref.aggregate import Totals, verl_name
 from upref.check.adapters import MAIN, Loss
 from upref.errors import InputError
 from upref.registry import Objective
 
-VERL_AGG = {"group-token-mean": "token-mean", "seq-mean": "seq-mean-token-mean"}
 NO_DUAL_CLIP = 1e10  # verl cannot switch it off; its ratio never exceeds e^20
 HALVES = (2, 4, 8)  # TRL's micro-batches are equal
 
@@ -79,7 +78,7 @@ def verl_settings(objective: Objective, hp: dict[str, Any]) -> dict[str, Any]:
 def verl(name: str, mode: str | Callable, objective: Objective, hp, fields=None, plain: bool = False) -> Loss:
     from upref.check.verl import verl_loss
 
-    agg = "token-mean" if plain else VERL_AGG.get(objective.agg, objective.agg)  # verl's default
+    agg = "token-mean" if plain else verl_name(objective.level, objective.agg)  # verl's default
     settings = lambda hp: {"loss_agg_mode": agg} | ({} if plain else verl_settings(objective, hp)) | (fields or {})
 
     def call(self: Loss, full, moved):
