@@ -30,12 +30,12 @@ fi
 case $scale in
     mini)
         repro/venv.sh verl
-        exec .venv/bin/python -m repro.mini.compare "$objective" "$@"
+        exec .venv/bin/python -m repro.mini.study.compare "$objective" "$@"
         ;;
     reference)
         [[ $# -eq 0 ]] || { echo "run.sh: the reference has no settings to change, got '$*'." >&2 && exit 2; }
         repro/venv.sh verl trl
-        exec .venv/bin/python repro/reference.py "$objective"
+        exec .venv/bin/python -m repro.reference "$objective"
         ;;
     smoke)
         repro/venv.sh smoke

@@ -125,7 +125,7 @@ def report(run: Run, command: list[str]) -> None:
 
 def hand_over(objective: str, scale: str, overrides: list[str], dry_run: bool) -> int:
     """To the programs of the two scales without a GPU."""
-    program = ROOT / ("repro/mini/compare.py" if scale == "mini" else "repro/with_verl/smoke.py")
+    program = ROOT / ("repro/mini/study/compare.py" if scale == "mini" else "repro/with_verl/smoke.py")
     if not program.exists():
         raise InputError(f"this checkout has no {program.relative_to(ROOT)}: take another scale.")
     if dry_run and scale == "mini":
