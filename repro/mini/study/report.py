@@ -24,7 +24,8 @@ machine class of every run. The rule was fixed before the runs ([verdicts.py](..
 claims, bounds and settings ([experiments/](../experiments)). Effects are means over seeds with 95 % t-intervals, paired
 by seed: differences in points of 100 (answers, reward) or nats (entropy), or ratios (×). p is Holm's, over the claims
 of an experiment. These are tiny transformers on toy tasks: "reproduced" says that the effect shows here,
-"not reproduced" that it does not; neither says what a large model does. The commands are options of `python -m repro.mini.study.suite`.
+"not reproduced" that it does not; neither says what a large model does. The commands are options of
+`python -m repro.mini.study.suite`.
 """
 
 
