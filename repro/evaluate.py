@@ -6,8 +6,8 @@
     python -m repro.evaluate FOLDER --agree 32                                    # do vLLM and transformers agree?
 
 FOLDER is what `save_pretrained` wrote, with its tokenizer. A line of FILE.jsonl is {"prompt", "answer"} and, if
-it is not "boxed", "protocol" (repro/with_verl/rewards.py). A prompt that is a text is continued as it stands; one that
-is a list of messages goes through the tokenizer's chat template.
+it is not "boxed", "protocol" (repro/with_verl/reward/score.py). A prompt that is a text is continued as it stands; one
+that is a list of messages goes through the tokenizer's chat template.
 
 The intervals are over problems (upref.metrics.Estimate). The two engines draw by other random numbers, so their
 values differ by sampling noise. --agree holds their log-probabilities of the same tokens against each other, and ends

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from repro.mini import tasks
-from repro.with_verl import rewards
+from repro.with_verl.reward import score as rewards
 from upref.errors import InputError
 
 

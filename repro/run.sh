@@ -39,7 +39,7 @@ case $scale in
         ;;
     smoke)
         repro/venv.sh smoke
-        exec .venv/bin/python -m repro.with_verl.smoke "$objective" "$@"
+        exec .venv/bin/python -m repro.with_verl.cpu.smoke "$objective" "$@"
         ;;
 esac
 python=${UPREF_PYTHON-}
@@ -50,4 +50,4 @@ elif [[ -z $python ]]; then # it can say what is missing, and do a --dry-run
     repro/venv.sh verl
     python=.venv/bin/python
 fi
-exec "$python" repro/with_verl/launch.py "$objective" ${scale:+"$scale"} "$@"
+exec "$python" -m repro.with_verl.run.launch "$objective" ${scale:+"$scale"} "$@"

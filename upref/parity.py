@@ -137,7 +137,7 @@ def ratio(x: Tensor, y: Tensor) -> float:
 class Monitor:
     """Compares the first micro-batches of a process and then every so many; keeps the largest difference so far.
 
-    dump: a folder for the micro-batches that were compared, which repro/with_verl/parity.py reads.
+    dump: a folder for the micro-batches that were compared, which `python -m repro.with_verl.parity` reads.
     """
 
     objective: Objective

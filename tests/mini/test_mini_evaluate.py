@@ -19,7 +19,7 @@ from repro import engines, evaluate, exams
 from repro.mini import tasks
 from repro.mini.policy import bases, evals
 from repro.mini.policy.sample import nucleus
-from repro.with_verl import rewards
+from repro.with_verl.reward import score as rewards
 
 ROOT = Path(__file__).parents[2]
 WALK = str(bases.ROOT / "walk")
