@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import upref
+from upref.atlas import groups
 from upref.capacity import capacity
 from upref.plots import Panel, cap_map, cap_panels, weights
 
@@ -126,12 +127,10 @@ def test_labels_do_not_touch(chosen):
 
 
 def test_atlas_orders_by_cap():
-    from upref.plots import _groups
-
-    groups, absent = _groups()
-    caps = [float(capacity(g[0], 0.01, 0.01)) for g in groups]
+    pairs, absent = groups()
+    caps = [float(capacity(g[0], 0.01, 0.01)) for g in pairs]
     assert all(a >= b - 1e-9 for a, b in itertools.pairwise(caps))
-    assert sorted(o.name for g in groups for o in g) + sorted(absent) == sorted(
+    assert sorted(o.name for g in pairs for o in g) + sorted(absent) == sorted(
         upref.names(), key=lambda n: (n in absent, n)
     )
-    assert {"dr_grpo", "grpo", "ppo_clip"} <= {o.name for g in groups if g[0].name == "grpo" for o in g}
+    assert {"dr_grpo", "grpo", "ppo_clip"} <= {o.name for g in pairs if g[0].name == "grpo" for o in g}
