@@ -74,6 +74,17 @@ def test_cap_map_of_a_foreign_loss():
     assert "my_loss\n" in texts(cap_map(my_loss))
 
 
+def test_advantages_one_a_response_in_small_batches():
+    def loss(lp, lp_old, advantages, mask):
+        rows.append(len(mask))
+        return my_loss(lp, lp_old, advantages[:, None], mask)
+
+    rows: list[int] = []
+    mine, grpo = (cap_map(what).axes[0].images[0].get_array() for what in (loss, "grpo"))
+    np.testing.assert_allclose(mine, grpo)
+    assert max(rows) <= 1000  # not the 160,000 cells of the map
+
+
 def test_weights_of_a_foreign_loss_have_its_scale():
     fig = drawn(weights(my_loss, "grpo", eps=0.3))
     for ax in fig.axes[:2]:
