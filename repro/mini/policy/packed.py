@@ -31,12 +31,8 @@ class Qwen3:
 
     def __init__(self, model: PreTrainedModel):
         c, m = model.config, model.model
-        self.heads, self.kv, self.width, self.eps = (
-            c.num_attention_heads,
-            c.num_key_value_heads,
-            c.head_dim,
-            c.rms_norm_eps,
-        )
+        self.heads, self.kv, self.width = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        self.eps = c.rms_norm_eps
         self.share, self.scale = self.heads // self.kv, self.width**-0.5
         self.frequencies, self.words = m.rotary_emb.inv_freq, m.embed_tokens.weight
         self.last = self.words * m.norm.weight
@@ -151,7 +147,7 @@ class Reader:
         self.net, self.done = Qwen3(model), prompts.shape[1]
         net, (P, L) = self.net, prompts.shape
         self.rope = net.turns(torch.arange(L + length))
-        x, turns = net.words[prompts.flatten()], tuple(t[:L].repeat(P, 1, 1) for t in self.rope)
+        x, turns = net.words[prompts.flatten()], net.turns(torch.arange(L).repeat(P))
         hide = torch.ones(L, L).triu(1).mul_(torch.finfo(torch.float32).min).repeat(net.share, 1)
         self.cache = []
         for layer in net.layers:

@@ -14,7 +14,7 @@ from repro.mini.tasks import EOS, PAD, response_mask
 class Samples(NamedTuple):
     tokens: Tensor  # int64 [N, T], <pad> after <eos>
     mask: Tensor  # bool [N, T], True on the response, <eos> included
-    logits: Tensor  # float32 [N, T, V], what the policy said of each token, before temperature and top-p; empty if not asked for
+    logits: Tensor  # float32 [N, T, V], what the policy said of each token, before temperature and top-p, if asked for
 
 
 def sample(
