@@ -50,6 +50,7 @@ def update_and_see(run, batch, rows):
 
     def see(grad):
         mask = batch.mask[rows][alive]
+        mask = mask & (torch.arange(mask.shape[1]) < mask.any(0).sum())  # as wide as `update` reads
         touched[alive] = torch.zeros_like(mask).masked_scatter(mask, (grad != 0).any(-1))
 
     original = models.response_logits

@@ -98,8 +98,8 @@ class Places(NamedTuple):
 
 
 def places(prompts: Tensor, of: Tensor, tokens: Tensor, mask: Tensor) -> Places:
-    (P, L), N = prompts.shape, len(of)
-    lengths = mask.sum(1) - 1  # what comes after a response's last token is nobody's business
+    (P, L), (N, width) = prompts.shape, mask.shape
+    lengths = (mask * torch.arange(width)).amax(1)  # what comes after a response's last token is nobody's business
     T = max(int(lengths.max()), L)
     K = L + T
     inner = torch.arange(T) < lengths[:, None]
@@ -111,7 +111,7 @@ def places(prompts: Tensor, of: Tensor, tokens: Tensor, mask: Tensor) -> Places:
     sees = torch.stack([torch.cat([causal.new_full((T, L), who), causal], 1) for who in (False, True)])
     hide = torch.zeros(sees.shape).masked_fill_(~sees, torch.finfo(torch.float32).min)
     return Places(
-        torch.cat([prompts.flatten(), tokens[:, :T][inner[:, : tokens.shape[1]]]]),
+        torch.cat([prompts.flatten(), tokens[:, :T][inner[:, :width]]]),
         position[there],
         queries,
         torch.cat([torch.cat([of.new_zeros(P, L), queries[:P, :L][of]]), queries], 1),
@@ -119,7 +119,7 @@ def places(prompts: Tensor, of: Tensor, tokens: Tensor, mask: Tensor) -> Places:
         seat // T * K + L + seat % T,
         torch.arange(P, P + N)[:, None] * K + torch.arange(L),
         hide.repeat_interleave(torch.tensor([P, N]), 0),
-        torch.cat([of[:, None], queries[P:] - P * L + P], 1)[torch.cat([inner.new_ones(N, 1), inner], 1)],
+        torch.cat([of[:, None], queries[P:] - P * L + P], 1)[:, :width][mask[:, : T + 1]],
     )
 
 

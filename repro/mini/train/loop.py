@@ -140,14 +140,18 @@ def evaluate(run: Run, logs: dict[str, files.Log]) -> None:
     s = run.s
     if not s.eval_every:
         return
-    sets = ("test", *run.task.levels) if run.step == s.steps else ("test",)
+    end = run.step == s.steps
     with run.clock("eval"):
-        for name in sets:
+        for name in ("test", *run.task.levels) if end else ("test",):
             problems = run.task.problems(name, s.eval_problems, seed=0)
-            for decoding, top_p in ((f"top_p_{s.eval_top_p:g}", s.eval_top_p), ("t_1", 1.0)):
+            for top_p in (s.eval_top_p, 1.0):
+                if s.lean_eval and ((top_p == 1 and not end) or (top_p < 1 and name != "test")):
+                    continue
                 g = tasks.generator("eval", s.seed, run.step, name)
-                found = evals.scores(*evals.tables(run.policy, run.task, problems, s.eval_samples, top_p, g))
-                logs["evals"].add({"step": run.step, "set": name, "decoding": decoding} | found)
+                right, said = evals.tables(run.policy, run.task, problems, s.eval_samples, top_p, g)
+                where = {"step": run.step, "set": name, "decoding": f"top_p_{top_p:g}" if top_p < 1 else "t_1"}
+                solved = {"solved": evals.bits(right.any(1))} if s.lean_eval and end else {}
+                logs["evals"].add(where | evals.scores(right, said) | solved)
 
 
 def replay(path: Path) -> None:
