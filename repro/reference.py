@@ -11,7 +11,7 @@ from rich.console import Console
 
 import upref
 from upref.check import audit as audits
-from upref.check.regimes import batch, grad
+from upref.regimes import batch, grad
 from upref.derivation import derive
 
 ROOT = Path(__file__).parent

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import upref
-from upref.check.regimes import OFF_EDGES, batch, grad
+from upref.regimes import OFF_EDGES, batch, grad
 from upref.derivation import derive, sympy_gradient
 from upref.ops import exp, where
 

@@ -11,7 +11,7 @@ import torch
 import zoo
 
 import upref
-from upref.check.regimes import interval
+from upref.regimes import interval
 from upref.cli import main
 
 NARROW = ("gspo", "up_gspo", "up_gspo_anchored")  # their bounds are of the order of 1e-3

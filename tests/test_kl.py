@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from upref import kl
-from upref.aggregate import aggregate
-from upref.check.regimes import batch
+from upref.aggregation import aggregate
+from upref.regimes import batch
 from upref.registry import get
 
 

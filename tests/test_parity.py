@@ -10,7 +10,7 @@ import torch
 
 import upref
 from upref import InputError, Totals
-from upref.check.regimes import batch
+from upref.regimes import batch
 from upref.parity import Monitor, ParityError, compare, roundings
 
 RUNS = [n for n in upref.names() if n != "aspo_code"]  # it needs entropy, which frameworks do not hand over

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref.aggregate import Totals, row_weights
+from upref.aggregation import Totals, row_weights
 from upref.errors import InputError
 from upref.ops import mean_t
 from upref.registry import REDUCE, Objective

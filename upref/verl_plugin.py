@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from upref import InputError, Objective, Rollouts, Totals, get, names
-from upref.aggregate import verl_name
+from upref.aggregation import verl_name
 from upref.diagnostics import diagnose
 from upref.parity import Monitor
 from upref.rollouts import one_per_response

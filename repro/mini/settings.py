@@ -11,7 +11,7 @@ from typing import Any
 import upref
 from repro.mini import state, tasks
 from upref.advantages import get as get_advantage
-from upref.aggregate import AGGREGATIONS
+from upref.aggregation import AGGREGATIONS
 from upref.errors import InputError
 
 

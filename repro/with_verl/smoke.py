@@ -29,7 +29,7 @@ import upref_verl_fork as fork  # noqa: E402
 import watch  # noqa: E402
 
 import upref  # noqa: E402
-from upref.aggregate import verl_name  # noqa: E402
+from upref.aggregation import verl_name  # noqa: E402
 
 PROMPTS, GROUP, MINI = 8, 8, 2  # a rollout: 8 prompts x 8 responses, in 4 mini-batches, so that 3 are off-policy
 SCORE, PARITY = "critic/score/mean", "actor/upref/parity_max_abs"

@@ -28,7 +28,6 @@ LOG_P = re.compile(r"log_?p(rob(abilitie)?|s|i|\b|_|$)|(^|_)lps?(_|$)|log_?likel
 COUNTS = {"coef", "coeff", "coefficient", "weight", "weights", "size", "num", "threshold", "kl", "clip", "values"}
 NEVER = {"model", "batch", "inputs", "tokenizer", "data", "sample", "samples", "config", "cfg", "args", "trainer"}
 EXACT = {
-    "a": "adv",
     "lp": "logp",
     "totals": "totals",
     "dp_size": "ranks",
@@ -51,6 +50,8 @@ def role(name: str) -> str:
     """The role of an argument of a loss, or of a KL estimator, by its name; "" where the name does not say."""
     said = words(name)
     plain = "_".join(said)
+    if name == "A":
+        return "adv"
     if plain in EXACT:
         return EXACT[plain]
     if not said or set(said) & NEVER:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from upref.errors import InputError
-from upref.losses.names import CALLED, not_logs
+from upref.losses.names import CALLED, NEVER, not_logs, words
 
 SETTINGS = bool | int | float | str  # a default of these says that an argument is no tensor
 
@@ -24,11 +24,11 @@ class Reading:
     star: tuple[str, ...] = ()  # roles that go into *args, in order
 
     def __str__(self) -> str:
-        said = [
-            f"{p} -> {CALLED[r]}{', by position' if p in self.placed else ''}" if p != CALLED[r] else p
-            for p, r in self.roles.items()
-        ]
-        return "; ".join(said) if not self.star else f"*args -> {', '.join(CALLED[r] for r in self.star)}, by position"
+        """Empty where every argument is called as upref calls it."""
+        if self.star:
+            return f"*args -> {', '.join(CALLED[r] for r in self.star)}, by position"
+        how = {p: ", by position" if p in self.placed else "" for p in self.roles}
+        return "; ".join(f"{p} -> {CALLED[r]}{how[p]}" for p, r in self.roles.items() if p != CALLED[r])
 
     def call(self, fn: Callable, full: dict[str, Any], settings: dict[str, Any]) -> Any:
         """fn on the inputs by role, with these settings by name."""
@@ -80,15 +80,13 @@ def read(fn: Callable, name: str, role: Callable[[str], str], main: Sequence[str
     free = [p for p in plain if p.name not in roles and p.default is p.empty and p.kind is not p.KEYWORD_ONLY]
     placed: list[tuple[str, str]] = []
     if missing:
-        if odd := [p.name for p in free if not_logs(p.name)]:
-            raise InputError(
-                f"{_shown(name, every)}: {odd[0]} is no log-probability by its name. {_wrapper(name, main)}"
-            )
+        if odd := [p.name for p in free if not_logs(p.name) or set(words(p.name)) & NEVER]:
+            raise InputError(f"{_shown(name, every)}: {odd[0]} is nothing that upref gives. {_wrapper(name, main)}")
         if len(missing) == len(main) and len(free) >= len(main) or len(missing) == len(free) == 1:
             placed = list(zip((p.name for p in free), missing, strict=False))
         else:
             raise InputError(
-                f"{_shown(name, every)}: upref cannot tell which argument is {' and which '.join(map(_said, missing))}. "
+                f"{_shown(name, every)}: upref cannot tell which argument is {' and which '.join(CALLED[r] for r in missing)}. "
                 + _wrapper(name, main)
             )
     roles |= dict(placed)
@@ -98,12 +96,9 @@ def read(fn: Callable, name: str, role: Callable[[str], str], main: Sequence[str
     return Reading(ordered, frozenset(p for p, _ in placed), own, only, swallows)
 
 
-def _said(role: str) -> str:
-    return CALLED[role]
-
-
 def _shown(name: str, every: Sequence[inspect.Parameter]) -> str:
-    return f"{name}({', '.join(('*' * (p.kind is p.VAR_POSITIONAL) + '**' * (p.kind is p.VAR_KEYWORD)) + p.name for p in every)})"
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return f"{name}({', '.join(stars.get(p.kind, '') + p.name for p in every)})"
 
 
 def _wrapper(name: str, main: Sequence[str]) -> str:

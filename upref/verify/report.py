@@ -111,18 +111,21 @@ class Report:
     def __str__(self) -> str:
         return self.text()
 
+    def lines(self, verbose: bool = False):
+        """For a terminal."""
+        return styled(self.text(verbose), "bold green" if self else "bold red")
+
     def __rich_console__(self, console, options):
-        yield from styled(self.text(getattr(console, "verbose", False)), bool(self))
+        yield from self.lines()
 
 
-def styled(text: str, good: bool):
-    """The lines of a report as rich prints them: nothing is wrapped, so that a batch can be copied."""
+def styled(text: str, head: str):
+    """The lines of a report as rich prints them."""
     from rich.text import Text
 
     style = {"FAIL": "bold red", "note": "yellow", "read": "dim", "cont": "dim", "orac": "dim", "not ": "dim"}
     for n, line in enumerate(text.splitlines()):
-        head = "bold green" if good else "bold red"
-        yield Text(line, style=head if n == 0 else style.get(line[:4], ""), no_wrap=False, overflow="fold")
+        yield Text(line, style=head if n == 0 else style.get(line[:4], ""), overflow="fold")
 
 
 def row(key: str, text: str, width: int = 118) -> str:
