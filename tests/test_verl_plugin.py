@@ -10,7 +10,7 @@ from plugged import RUNS, call, config, core_algos, forget  # noqa: F401
 import upref
 from upref import InputError, aggregate, verl_plugin
 from upref.regimes import batch, grad
-from upref.check.verl import verl_loss, verl_weights
+from upref.losses.verl import verl_loss
 from upref.diagnostics import diagnose
 from upref.parity import ParityError
 
