@@ -20,13 +20,15 @@ import torch
 import transformers
 
 from repro import engines
-from repro.mini import bases, policies, tasks, train
-from repro.mini.measure import Tally
-from repro.mini.rollout import rollout
-from repro.mini.run import Run
-from repro.mini.sample import sample
-from repro.mini.settings import Settings
+from repro.mini import tasks
+from repro.mini.policy import bases, models
+from repro.mini.policy.sample import sample
 from repro.mini.tasks import response_mask
+from repro.mini.train import loop
+from repro.mini.train.checkpoint import Run
+from repro.mini.train.measure import Tally
+from repro.mini.train.rollout import rollout
+from repro.mini.train.settings import Settings
 
 PROMPTS, RESPONSES = 64, 16  # of a step
 BASES = [("walk", "countdown"), ("moe", "countdown"), ("chain", "chain"), ("vl", "geometry")]
@@ -74,7 +76,7 @@ def vllm(base: str, prompts, length: int) -> dict[str, Work]:
         str(bases.ROOT / base), dtype="float32", max_model_len=room, max_num_seqs=rows,
         max_num_batched_tokens=rows * room, enforce_eager=True,
     )  # fmt: skip
-    policies.deterministic()  # vLLM has its own mind of threads
+    models.deterministic()  # vLLM has its own mind of threads
 
     def run(more: list[dict]) -> int:
         rules = [SamplingParams(n=RESPONSES, max_tokens=length, detokenize=False, **m) for m in more]
@@ -90,7 +92,7 @@ def rollouts(times: int) -> None:
     print(f"{'base':8}{''.join(f'{h:>10}' for h in heads)}   {''.join(f'than {h:17}' for h in heads[1:])}")
     for base, task_name in BASES[:3]:
         task, model = tasks.get(task_name), bases.load(base, task_name)
-        prompts, length = policies.inputs(task, task.problems("train", PROMPTS, 0)), task.response_length
+        prompts, length = models.inputs(task, task.problems("train", PROMPTS, 0)), task.response_length
         works = {"sample": sampler(model, prompts, length), "generate": generate(model, prompts, length)}
         if base == "walk" and importlib.util.find_spec("vllm"):
             works |= vllm(base, prompts, length)
@@ -116,7 +118,7 @@ def steps(times: int) -> None:
 
 
 def step(s: Settings) -> tuple[dict[str, Work], float]:
-    """The parts of train.one_step, each on its own; and the share of the responses that an update computes."""
+    """The parts of loop.one_step, each on its own; and the share of the responses that an update computes."""
     run = Run(s)
     problems = run.task.problems("train", s.train_problems, 0)
     batch = rollout(run.policy, run.task, problems, s, 0)
@@ -128,12 +130,12 @@ def step(s: Settings) -> tuple[dict[str, Work], float]:
     def score() -> None:
         quarter = rows[: len(rows) // 4]
         with torch.no_grad():
-            policies.response_logits(run.base, *batch.prompts_of(quarter), batch.tokens[quarter])
+            models.response_logits(run.base, *batch.prompts_of(quarter), batch.tokens[quarter])
 
     def update() -> None:
         tally = Tally(batch.tokens.shape[1])
         for part in rows.chunk(s.minibatches):
-            train.update(run, batch, None, part, tally)
+            loop.update(run, batch, None, part, tally)
         tally.numbers(run.objective, {})
 
     return {"sample": again, "score": score, "update": update}, (batch.adv != 0).double().mean().item()
@@ -149,7 +151,7 @@ def scaling(times: int) -> None:
         (256, 64, 64, 2), (256, 120, 64, 2), (256, 16, 128, 4), (256, 16, 256, 4),
     ):  # fmt: skip
         task, model = tasks.get("countdown"), qwen3(hidden, layers)
-        prompts = policies.inputs(task, task.problems("train", n // RESPONSES, 0))
+        prompts = models.inputs(task, task.problems("train", n // RESPONSES, 0))
         works = {"sample": sampler(model, prompts, length), "generate": generate(model, prompts, length)}
         works["learn"] = learn(model, prompts, length)
         rates = rounds(works, times)
@@ -163,8 +165,8 @@ def qwen3(hidden: int, layers: int):
     torch.manual_seed(0)
     size = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_attention_heads": hidden // 32}
     size |= {"num_key_value_heads": hidden // 64, "num_hidden_layers": layers, "max_position_embeddings": 256}
-    words = {"vocab_size": len(tasks.get("countdown").words), "tie_word_embeddings": True, **policies.TOKENS}
-    return policies.ready(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**policies.SIZE | size, **words)))
+    words = {"vocab_size": len(tasks.get("countdown").words), "tie_word_embeddings": True, **models.TOKENS}
+    return models.ready(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**models.SIZE | size, **words)))
 
 
 def learn(model, prompts, length: int) -> Work:
@@ -173,7 +175,7 @@ def learn(model, prompts, length: int) -> Work:
 
     def work() -> int:
         model.zero_grad()
-        policies.response_logits(model, prompts, of, tokens).log_softmax(-1)[mask].mean().backward()
+        models.response_logits(model, prompts, of, tokens).log_softmax(-1)[mask].mean().backward()
         return int(mask.sum())
 
     return work
@@ -185,7 +187,7 @@ def main() -> None:
     parser.add_argument("part", nargs="*", choices=[[], *parts], help="default: all")
     parser.add_argument("--rounds", type=int, help="default: 15, 5 and 3")
     args = parser.parse_args()
-    policies.deterministic()
+    models.deterministic()
     transformers.set_seed(0)
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     print(f"float32, 1 thread, {platform.machine()}, {versions}, {engines.vllm_version() or 'no vLLM'}")

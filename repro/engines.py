@@ -9,8 +9,9 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from repro.mini import bases, policies, tasks
-from repro.mini.sample import sample
+from repro.mini import tasks
+from repro.mini.policy import bases, models
+from repro.mini.policy.sample import sample
 from upref.errors import InputError
 
 ROWS = 2048  # responses that transformers draws at once
@@ -46,7 +47,7 @@ def transformers(args, exam, words) -> list[list[list[int]]]:
     )  # fmt: skip
     for at in range(0, len(exam.prompts), part):
         if exam.task:
-            asked = policies.inputs(exam.task, exam.problems[at : at + part])
+            asked = models.inputs(exam.task, exam.problems[at : at + part])
             drawn = sample(model, asked, args.k, exam.length, g, args.temperature, args.top_p).tokens
         else:
             asked = words.pad({"input_ids": exam.prompts[at : at + part]}, padding_side="left", return_tensors="pt")

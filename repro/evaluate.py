@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How good a saved policy is: Avg@k, Maj@k, Best@k and Pass@1 of k samples a problem, with 95 % intervals.
 
-    python repro/evaluate.py repro/mini/bases/walk                                # the miniature's held-out problems
-    python repro/evaluate.py FOLDER --problems FILE.jsonl --max-tokens 4096       # any causal language model
-    python repro/evaluate.py FOLDER --agree 32                                    # do vLLM and transformers agree?
+    python -m repro.evaluate repro/mini/bases/walk                                # the miniature's held-out problems
+    python -m repro.evaluate FOLDER --problems FILE.jsonl --max-tokens 4096       # any causal language model
+    python -m repro.evaluate FOLDER --agree 32                                    # do vLLM and transformers agree?
 
 FOLDER is what `save_pretrained` wrote, with its tokenizer. A line of FILE.jsonl is {"prompt", "answer"} and, if
-it is not "boxed", "protocol" (repro/with_verl/rewards.py). A prompt that is a text is continued as it stands; one that
-is a list of messages goes through the tokenizer's chat template.
+it is not "boxed", "protocol" (repro/with_verl/reward/score.py). A prompt that is a text is continued as it stands; one
+that is a list of messages goes through the tokenizer's chat template.
 
 The intervals are over problems (upref.metrics.Estimate). The two engines draw by other random numbers, so their
 values differ by sampling noise. --agree holds their log-probabilities of the same tokens against each other, and ends
@@ -21,15 +21,14 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import numpy as np
 import transformers
 from rich.console import Console
 from rich.table import Table
 
 from repro import engines, exams
-from repro.mini import evals, provenance, state, tasks
+from repro.mini import files, provenance, tasks
+from repro.mini.policy import evals
 from upref.errors import InputError
 
 # Largest difference of a token's log-probability. Logits near 10 are rounded by 0.03 in bf16, 0.004 in fp16.
@@ -142,7 +141,7 @@ def report(args, exam: exams.Exam, found: dict) -> None:
         made["versions"] |= {"vllm": engines.vllm_version()} if args.engine == "vllm" else {}
         facts = {"of": exam.name, "n_problems": len(exam.prompts), **given, **made}
         facts["scores"] = {key: asdict(e) for key, e in found.items()}
-        state.write_atomically(args.json, (json.dumps(facts, indent=1) + "\n").encode())
+        files.write_atomically(args.json, (json.dumps(facts, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from repro.mini import tasks
-from repro.with_verl import rewards
+from repro.with_verl.reward import score as rewards
 from upref.errors import InputError
 
 
@@ -73,6 +73,7 @@ def text_exam(args, words) -> Exam:
         raise InputError(f"{args.problems} has no problems, or one with an empty prompt.")
 
     def judge(responses):
+        seen: dict[str, bool]
         correct, votes = np.zeros((len(rows), args.k), bool), np.full((len(rows), args.k), None, object)
         for p, said in enumerate(responses):
             seen = {}  # equal votes share a verdict, also where the grader was late once

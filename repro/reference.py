@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 import upref
-from upref.check import audit as audits
+from upref.verify import audit as audits
 from upref.regimes import batch, grad
 from upref.derivation import derive
 

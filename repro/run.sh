@@ -30,16 +30,16 @@ fi
 case $scale in
     mini)
         repro/venv.sh verl
-        exec .venv/bin/python -m repro.mini.compare "$objective" "$@"
+        exec .venv/bin/python -m repro.mini.study.compare "$objective" "$@"
         ;;
     reference)
         [[ $# -eq 0 ]] || { echo "run.sh: the reference has no settings to change, got '$*'." >&2 && exit 2; }
         repro/venv.sh verl trl
-        exec .venv/bin/python repro/reference.py "$objective"
+        exec .venv/bin/python -m repro.reference "$objective"
         ;;
     smoke)
         repro/venv.sh smoke
-        exec .venv/bin/python -m repro.with_verl.smoke "$objective" "$@"
+        exec .venv/bin/python -m repro.with_verl.cpu.smoke "$objective" "$@"
         ;;
 esac
 python=${UPREF_PYTHON-}
@@ -50,4 +50,4 @@ elif [[ -z $python ]]; then # it can say what is missing, and do a --dry-run
     repro/venv.sh verl
     python=.venv/bin/python
 fi
-exec "$python" repro/with_verl/launch.py "$objective" ${scale:+"$scale"} "$@"
+exec "$python" -m repro.with_verl.run.launch "$objective" ${scale:+"$scale"} "$@"

@@ -7,11 +7,12 @@
 import inspect
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import mpmath
 import numpy as np
 import sympy
 import torch
@@ -193,35 +194,41 @@ def sympy_gradient(objective: str | Objective, b: Rollouts, **hp) -> np.ndarray:
     """dJ/dlp [B, T] of a small batch, the whole pipeline in sympy: level, mask, aggregation, KL. Computed at 30 digits.
 
     The third route to what autograd and `objective.gradient` give. Raises InputError where sympy cannot read.
+    Responses masked alike have one derivative, in symbols: it is taken once and evaluated at each of them.
     """
     o = get(objective) if isinstance(objective, str) else objective
     if o.unread:
         raise InputError(f"sympy cannot read {o.name}: {o.unread}.")
-    hp = o.resolve(hp)
-    beta, mask, totals = hp.pop("beta", 0), b.mask.numpy(), b.totals or Totals.of(b.mask, b.group)
-    exact = np.frompyfunc(lambda x: sympy.Float(x, 30), 1, 1)
+    hp, mask = o.resolve(hp), b.mask.numpy()
+    weights = row_weights(o.agg, b.mask, b.totals or Totals.of(b.mask, b.group))
+    ref = b.logp if b.logp_ref is None else b.logp_ref
+    tokens = [where(b.mask, x.detach(), 0).numpy() for x in (b.logp, b.logp_old, b.adv.expand(b.mask.shape), ref)]
+    rows = torch.as_tensor(weights, dtype=torch.float64).expand(len(mask)).numpy()
+    gradient = np.zeros(mask.shape)
+    for alike in [mask] if o.coupled else np.unique(mask, axis=0)[:, None]:
+        derivative = _derivative(o, alike, hp)
+        for i in [np.arange(len(mask))] if o.coupled else np.flatnonzero((mask == alike).all(1))[:, None]:
+            with mpmath.workdps(30):
+                numbers = map(mpmath.mpf, np.concatenate([*(x[i].ravel() for x in tokens), rows[i]]).tolist())
+                gradient[i] = np.reshape([float(x) for x in derivative(*numbers)], alike.shape)
+    return gradient
 
-    def numbers(x):
-        return SymbolArray(exact(where(b.mask, x.detach(), 0).tolist()))
 
-    def J_of(terms, agg):
-        rows = torch.as_tensor(row_weights(agg, b.mask, totals), dtype=torch.float64).expand(len(mask)).tolist()
-        return np.dot(exact(rows), terms if terms.ndim == 1 else sum_t(terms, mask))
+def _derivative(o: Objective, mask: np.ndarray, hp: dict) -> Callable[..., list]:
+    """The derivatives of these responses' share of J by each lp: a function of lp, lp_old, A, lp_ref, row weights."""
 
-    rows, columns = mask.shape
-    letters = SymbolArray([[Symbol(f"lp_{i}_{t}", real=True) for t in range(columns)] for i in range(rows)])
-    lp, lp_old, A = letters, numbers(b.logp_old), numbers(b.adv.expand(b.mask.shape))
+    def letters(name, *shape):
+        return SymbolArray([Symbol(f"{name}_{i}", real=True) for i in range(math.prod(shape))]).reshape(shape)
+
+    lp, lp_old, A, ref = (letters(name, *mask.shape) for name in ("lp", "lp_old", "A", "lp_ref"))
+    rows = letters("w", len(mask))
+    first = A[range(len(mask)), mask.argmax(1)]
+    read = (lp, lp_old, np.repeat(first[:, None], mask.shape[1], 1) if o.agg == "seq-mean" else A)
     if o.level in REDUCE:
-        lp, lp_old, A = REDUCE[o.level](lp, mask), REDUCE[o.level](lp_old, mask), A[range(rows), mask.argmax(1)]
-    elif o.agg == "seq-mean":
-        A = np.repeat(A[range(rows), mask.argmax(1)][:, None], columns, 1)
-    J = J_of(o.fn(lp, lp_old, A, *[mask] * (o.level == "free"), **hp), o.agg)
-    if beta:
-        J -= beta * J_of(ESTIMATORS[o.kl](letters, numbers(b.logp_ref)), o.agg)
-    values = dict(zip(letters.flat, numbers(b.logp).flat, strict=True))
-    addends: dict[Symbol, list[Expr]] = {x: [] for x in letters.flat}  # the sum rule by hand: quicker than J.diff
-    for term in sympy.Add.make_args(J):
-        for x in term.free_symbols:
-            addends[x].append(term)
-    derivative = {x: forget_sg(sympy.Add(*(term.diff(x) for term in terms))) for x, terms in addends.items()}
-    return np.array([[float(derivative[x].xreplace(values)) for x in row] for row in letters])
+        read = (REDUCE[o.level](lp, mask), REDUCE[o.level](lp_old, mask), first)
+    terms = o.fn(*read, *[mask] * (o.level == "free"), **{k: v for k, v in hp.items() if k != "beta"})
+    J = np.dot(rows, terms if terms.ndim == 1 else sum_t(terms, mask))
+    if hp.get("beta"):
+        J -= hp["beta"] * np.dot(rows, sum_t(ESTIMATORS[o.kl](lp, ref), mask))
+    derivatives = [forget_sg(J.diff(x)) for x in lp.flat]
+    return sympy.lambdify([*lp.flat, *lp_old.flat, *A.flat, *ref.flat, *rows], derivatives, "mpmath")

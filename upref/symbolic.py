@@ -53,6 +53,11 @@ class Where(sympy.Function):
     def _latex(self, printer):
         return printer.doprint(self.rewrite(Piecewise))
 
+    def _mpmathcode(self, printer):
+        """As Python branches: only the one that holds is computed."""
+        condition, x, y = (printer.doprint(arg) for arg in self.args)
+        return f"(({x}) if {condition} else ({y}))"
+
 
 def forget_sg(expr: Expr) -> Expr:
     """The value of an expression: sg(x) -> x. To be called after differentiating."""

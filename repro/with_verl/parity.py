@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The micro-batches that a run has dumped, compared with the float64 reference again, without verl.
 
-    python repro/with_verl/parity.py DIR_OR_FILE...
+    python -m repro.with_verl.parity DIR_OR_FILE...
 
 A run dumps with '+actor_rollout_ref.actor.policy_loss.upref={parity: {dump: DIR}}'. Exit status: 0 all agree within
 what rounding explains, 1 one does not, 2 there is nothing to read.
@@ -10,7 +10,6 @@ what rounding explains, 1 one does not, 2 there is nothing to read.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import upref
@@ -24,8 +23,8 @@ def again(path: Path) -> tuple[dict, Parity]:
         held = dict(dumped)
         objective, hp = upref.get(held.pop("objective")), held.pop("hp")
         totals = upref.Totals(*held.pop("totals"))
-        args = [held.pop(k) for k in ("loss", "gradient", "count")]
-        return dumped, compare(objective, *args, totals=totals, **held, **hp)
+        loss, gradient, count = (held.pop(k) for k in ("loss", "gradient", "count"))
+        return dumped, compare(objective, loss, gradient, count, totals=totals, **held, **hp)
     except upref.InputError:
         raise
     except Exception as e:  # torch.load raises whatever its parts raise

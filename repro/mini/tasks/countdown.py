@@ -32,7 +32,8 @@ class Countdown:
     levels = ("one_step", "two_steps", "three_steps")  # the fewest steps that reach the target
 
     def problems(self, split: str, n: int, seed: int) -> Tensor:
-        g, found = generator("countdown", split, seed), []
+        g = generator("countdown", split, seed)
+        found: list[Tensor] = []
         while sum(map(len, found)) < n:
             numbers = self._numbers(2 * n, g, held_out=split != "train")
             steps = 2 + torch.randint(2, (len(numbers),), generator=g) if split in ("train", "test") else None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paper's data sets as verl's parquet files, in runs/data.
 
-    python repro/with_verl/data/prepare.py aime24 [dapo_math_17k ... | all] [--out DIR]
-    python repro/with_verl/data/prepare.py math500 --from FILE     a file fetched by other means
-    python repro/with_verl/data/prepare.py amc23 --revision COMMIT          another than the pinned one
+    python -m repro.with_verl.data.prepare aime24 [dapo_math_17k ... | all] [--out DIR]
+    python -m repro.with_verl.data.prepare math500 --from FILE     a file fetched by other means
+    python -m repro.with_verl.data.prepare amc23 --revision COMMIT          another than the pinned one
 
 A finished file of the same revision is left alone, so the command can be repeated. The number of rows must be right;
 --accept-count N accepts another one, and the file says so in its metadata. Exit status 2: something was not done.
@@ -21,21 +21,19 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT)]
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-import pyarrow as pa  # noqa: E402
-import pyarrow.parquet as pq  # noqa: E402
-
-from repro.with_verl.data import schema  # noqa: E402
-from repro.with_verl.data.sources import SOURCES, Source  # noqa: E402
-from upref import InputError  # noqa: E402
+from repro.with_verl.data import schema
+from repro.with_verl.data.sources import SOURCES, Source
+from repro.with_verl.place import RUNS
+from upref import InputError
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="prepare.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p = argparse.ArgumentParser(prog="prepare", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("names", nargs="+", metavar="NAME", help=f"all, or of {', '.join(SOURCES)}")
-    p.add_argument("--out", type=Path, default=ROOT / "runs/data")
+    p.add_argument("--out", type=Path, default=RUNS / "data")
     p.add_argument("--from", dest="file", type=Path, help="the upstream file, already here")
     p.add_argument("--revision", help="full commit hash, in place of the pinned one")
     p.add_argument("--accept-count", type=int, metavar="N")

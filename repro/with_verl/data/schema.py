@@ -23,7 +23,7 @@ IMAGES = pa.list_(pa.struct([("bytes", pa.binary()), ("path", STRING)]))
 
 
 def row(source: str, index: int, content: str, answer: str, protocol: str, split: str) -> dict[str, Any]:
-    """`protocol` is one of repro.with_verl.rewards.PROTOCOLS."""
+    """`protocol` is one of repro.with_verl.reward.score.PROTOCOLS."""
     return {
         "data_source": source,
         "prompt": [{"role": "user", "content": content}],

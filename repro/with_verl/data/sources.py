@@ -10,15 +10,16 @@ import io
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from repro.with_verl.data.schema import row
-from repro.with_verl.rewards import last_boxed
+from repro.with_verl.reward.score import last_boxed
 from upref import InputError
 
 Row = dict[str, Any]
+T = TypeVar("T")
 BOXED = "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
-# rewards.py gives a tenth for the thinking
+# reward/score.py gives a tenth for the thinking
 GEO3K = " Think first, between <think> and </think>, and give the final answer after it, within \\boxed{}."
 # The DAPO data's own template, in which AIME24 comes too; it is taken off for the boxed protocol.
 DAPO_BEFORE = re.compile(r"^Solve the following math problem step by step\..*?\n\n", re.DOTALL)
@@ -48,9 +49,9 @@ class Source:
         return f"https://huggingface.co/datasets/{self.repository}/resolve/{revision}/{self.files[0]}"
 
 
-def _unique(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[Row]:
+def _unique(rows: Iterable[T], key: Callable[[T], Any]) -> list[T]:
     """First of each, in order."""
-    seen: dict[Any, Row] = {}
+    seen: dict[Any, T] = {}
     for r in rows:
         seen.setdefault(key(r), r)
     return list(seen.values())
@@ -78,7 +79,7 @@ def dapo(s: Source, rows: Iterable[Row]) -> list[Row]:
 
 def aime24_x32(s: Source, rows: Iterable[Row]) -> list[Row]:
     """The boxed prompt, every problem 32 times, because verl has one number of answers for all validation files."""
-    out = []
+    out: list[Row] = []
     for r in dapo(s, rows):
         problem = DAPO_AFTER.sub("", DAPO_BEFORE.sub("", r["prompt"][0]["content"]))
         out += [_boxed(s, len(out) + k, problem, r["reward_model"]["ground_truth"]) for k in range(32)]
@@ -95,7 +96,7 @@ def question_answer(s: Source, rows: Iterable[Row]) -> list[Row]:
 
 def olympiad(s: Source, rows: Iterable[Row]) -> list[Row]:
     """question, final_answer [one text or several]; text only, each question once."""
-    out = []
+    out: list[tuple[str, str]] = []
     for i, r in enumerate(rows):
         answers = _field(r, i, "final_answer", "answer")
         if isinstance(answers, str) and answers.startswith("["):
@@ -109,7 +110,7 @@ def olympiad(s: Source, rows: Iterable[Row]) -> list[Row]:
 
 def math_3to5(s: Source, rows: Iterable[Row]) -> list[Row]:
     """problem or question; gt_answer, answer or a boxed solution; levels 3 to 5 where one is given."""
-    out = []
+    out: list[Row] = []
     for i, r in enumerate(rows):
         level = re.search(r"\d", str(r.get("level", "")))
         if level and not 3 <= int(level.group()) <= 5:

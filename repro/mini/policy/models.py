@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies are transformers' own classes with tiny configs: a task's problems go in, logits come out.
+
+The paper's three architectures: Qwen3 (dense), Qwen3-MoE (8 experts, 2 of them per token) and Qwen3-VL (with pictures).
+"""
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
+
+from repro.mini.tasks import BOS, EOS, PAD, Task
+from upref.errors import InputError
+
+# head_dim 32 is the smallest that vLLM's CPU build takes; two query heads share one key-value head, as in Qwen3.
+SIZE = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.08,
+}
+TOKENS = {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": BOS}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+PATCH, PLACES = 8, 64  # pixels; 2 x 2 patches make one token, and a picture has at most so many patches
+EYES = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 2,
+    "patch_size": PATCH,
+    "out_hidden_size": 64,
+    "num_position_embeddings": PLACES,
+    "deepstack_visual_indexes": [0],
+    "initializer_range": 0.08,
+}
+# With it transformers' and vLLM's processor of Qwen3-VL cuts a picture of 0..255 into the patches of `read_prompts`.
+PROCESSOR = {
+    "processor_class": "Qwen3VLProcessor",
+    "patch_size": PATCH,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "size": {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": PLACES * PATCH**2},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+CLASSES = {
+    "qwen3": transformers.Qwen3ForCausalLM,
+    "qwen3_moe": transformers.Qwen3MoeForCausalLM,
+    "qwen3_vl": transformers.Qwen3VLForConditionalGeneration,
+}
+
+
+def new(kind: str, task: Task, seed: int = 0) -> PreTrainedModel:
+    """An untrained policy for the task's vocabulary; kind is a name of CLASSES."""
+    torch.manual_seed(seed)
+    words = {"vocab_size": len(task.words), "tie_word_embeddings": True, **TOKENS}
+    if kind == "qwen3":
+        config = transformers.Qwen3Config(**SIZE, **words)
+    elif kind == "qwen3_moe":
+        config = transformers.Qwen3MoeConfig(**SIZE, **EXPERTS, **words)
+    else:
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+        marks = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+        at = {f"{name}_token_id": task.words.index(f"<|{mark}|>") for name, mark in marks.items()}
+        config = transformers.Qwen3VLConfig(
+            text_config=SIZE | words | {"rope_parameters": rope}, vision_config=EYES, tie_word_embeddings=True, **at
+        )
+    return ready(CLASSES[kind](config))
+
+
+def ready(model: PreTrainedModel) -> PreTrainedModel:
+    """As a policy is used here: float32, no dropout, sdpa attention, the tokens of an expert multiplied together."""
+    model.set_attn_implementation("sdpa")
+    if model.config.model_type == "qwen3_moe":
+        model.set_experts_implementation("grouped_mm")
+    return model.float().eval()
+
+
+def inputs(task: Task, problems: Tensor) -> dict[str, Tensor]:
+    """The prompts as the model takes them, one row a problem."""
+    pictures = task.pictures(problems)
+    return {"input_ids": task.prompts(problems)} | ({} if pictures is None else {"pictures": pictures})
+
+
+def read_prompts(model: PreTrainedModel, prompts: dict[str, Tensor], of: Tensor) -> tuple[Tensor, DynamicCache]:
+    """Each prompt is read once; row i goes on from prompt of[i]: logits [N, V] of what comes next, and the cache."""
+    ids, cache, pictures = prompts["input_ids"], DynamicCache(), {}
+    if "pictures" in prompts:
+        pixels, side = prompts["pictures"], prompts["pictures"].shape[-1] // PATCH
+        # as Qwen's image processor orders them: blocks of 2 x 2 patches, each (channel, 2 frames, row, column)
+        x = pixels.view(len(pixels), 3, side // 2, 2, PATCH, side // 2, 2, PATCH).permute(0, 2, 5, 3, 6, 1, 4, 7)
+        pictures = {
+            "pixel_values": x.unsqueeze(6).expand(*x.shape[:6], 2, PATCH, PATCH).reshape(len(pixels) * side**2, -1),
+            "image_grid_thw": torch.tensor([[1, side, side]]).expand(len(pixels), 3),
+            "mm_token_type_ids": (ids == model.config.image_token_id).int(),
+        }
+    logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **pictures).logits[:, -1]
+    keep_rows(model, cache, of)
+    return logits.index_select(0, of), cache
+
+
+def keep_rows(model: PreTrainedModel, cache: DynamicCache, rows: Tensor) -> None:
+    cache.reorder_cache(rows)  # index_select: its gradient is deterministic and fast
+    if getattr(model.model, "rope_deltas", None) is not None:  # after a picture positions are not those of the text
+        model.model.rope_deltas = model.model.rope_deltas[rows]
+
+
+def response_logits(model: PreTrainedModel, prompts: dict[str, Tensor], of: Tensor, tokens: Tensor) -> Tensor:
+    """Logits [N, T, V]; entry t is what predicts tokens[:, t]. Attention is causal: nobody looks at the padding."""
+    length = tokens.shape[1]
+    if "pictures" not in prompts:  # short prompts: to read them again is faster than to share them
+        ids = torch.cat([prompts["input_ids"][of], tokens[:, :-1]], 1)
+        return model(input_ids=ids, use_cache=False, logits_to_keep=length).logits
+    first, cache = read_prompts(model, prompts, of)
+    if length == 1:
+        return first[:, None]
+    return torch.cat([first[:, None], model(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True).logits], 1)
+
+
+def save(folder: Path, model: PreTrainedModel, words: PreTrainedTokenizerFast) -> None:
+    """An ordinary save_pretrained folder, which transformers and vLLM load; for pictures, the processor too."""
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+    if model.config.model_type == "qwen3_vl":
+        for name, kind in (
+            ("preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessor"}),
+            ("video_preprocessor_config.json", {"video_processor_type": "Qwen3VLVideoProcessor"}),
+        ):
+            (folder / name).write_text(json.dumps(kind | PROCESSOR, indent=1) + "\n")
+
+
+def load(folder: Path, task: Task) -> PreTrainedModel:
+    """What `save` wrote. Raises InputError if it is not a policy, or not one for the task's vocabulary."""
+    try:
+        kind = transformers.AutoConfig.from_pretrained(folder, local_files_only=True).model_type
+        if kind not in CLASSES:
+            raise ValueError(f"it is a {kind}, and not one of {', '.join(CLASSES)}")
+        model = CLASSES[kind].from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, SafetensorError) as e:
+        raise InputError(f"{folder} is not a policy that can be loaded: {e}.") from e
+    if model.config.get_text_config().vocab_size != len(task.words):
+        raise InputError(f"{folder} has another vocabulary than the task: choose a base that was made for it.")
+    return ready(model)
+
+
+def deterministic() -> None:
+    """One thread and deterministic algorithms: the same numbers to the bit on the same machine."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # a safety net that costs a tenth of the time
+    transformers.utils.logging.disable_progress_bar()

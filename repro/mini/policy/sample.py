@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling from a policy: one prefill a prompt, then one forward pass a token over all responses at once."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from repro.mini.policy import models
+from repro.mini.tasks import EOS, PAD, response_mask
+
+
+class Samples(NamedTuple):
+    tokens: Tensor  # int64 [N, T], <pad> after <eos>
+    mask: Tensor  # bool [N, T], True on the response, <eos> included
+    logits: Tensor  # float32 [N, T, V], what the policy said of each token, before temperature and top-p
+
+
+def sample(
+    model: PreTrainedModel,
+    prompts: dict[str, Tensor],
+    responses: int,
+    length: int,
+    generator: torch.Generator,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+) -> Samples:
+    """`responses` samples of at most `length` tokens for each prompt, those of one prompt side by side."""
+    of = torch.arange(len(prompts["input_ids"])).repeat_interleave(responses)
+    # made outside inference_mode: they are to be trained on
+    tokens = torch.full((len(of), length), PAD)
+    logits = torch.zeros(len(of), length, model.config.get_text_config().vocab_size)
+    with torch.inference_mode():
+        seen, cache = models.read_prompts(model, prompts, of)
+        going, ended = torch.arange(len(of)), torch.zeros(len(of), dtype=torch.bool)
+        for t in range(length):
+            drawn = draw(nucleus((seen / temperature).softmax(-1), top_p), generator).masked_fill(ended, PAD)
+            tokens[going, t], logits[going, t] = drawn, seen
+            ended = ended | (drawn == EOS)
+            if ended.all() or t == length - 1:
+                break
+            if ended.sum() > len(ended) // 10:  # to leave them out pays
+                on = (~ended).nonzero()[:, 0]
+                going, drawn, ended = going[on], drawn[on], ended[on]
+                models.keep_rows(model, cache, on)
+            seen = model(input_ids=drawn[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
+    return Samples(tokens, response_mask(tokens), logits)
+
+
+def draw(p: Tensor, generator: torch.Generator) -> Tensor:
+    """One token a row, by inverting the distribution function; p need not add up to 1. (`multinomial` draws V each.)"""
+    up_to = p.double().cumsum(-1)
+    u = torch.rand(len(p), 1, dtype=torch.float64, generator=generator) * up_to[:, -1:]
+    return torch.searchsorted(up_to, u, right=True)[:, 0].clamp(max=p.shape[-1] - 1)
+
+
+def nucleus(p: Tensor, top_p: float) -> Tensor:
+    """p with everything outside the fewest tokens that hold top_p of it set to 0 (not renormalised)."""
+    if top_p >= 1:
+        return p
+    ordered, which = p.sort(-1, descending=True)
+    before = ordered.cumsum(-1) - ordered
+    return torch.zeros_like(p).scatter(-1, which, ordered.masked_fill(before >= top_p, 0))

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m repro.mini.study.compare up_dapo`: train it and its baseline from the same base policy, and report.
+
+An objective's other half is the one without UP, or with it: up_dapo and dapo, sapo and up(sapo). The settings are those
+of experiments/up_dapo_vs_dapo.toml; name=value changes one (`steps=50`). Finished runs are used again.
+Writes repro/out/mini/compare/NAME/report.md with its figures. Exit status: 0 done, 1 a run failed, 2 could not start,
+130 interrupted (the same command goes on).
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.markdown import Markdown
+
+import upref
+from figures.make import save
+from repro.mini.study import curves, plan, report, results, suite
+from repro.mini.study.plan import Contrast, Experiment
+from repro.mini.study.verdicts import judge
+from repro.mini.train.settings import Settings
+from upref.capacity import obstacle
+from upref.errors import InputError
+from upref.plots import Panel, cap_panels
+
+PATTERN = "up_dapo_vs_dapo"  # the experiment whose settings and claims are taken over
+CAUTION = """A couple of seeds show, they do not prove: two seeds of one method can differ more than two methods. The
+pre-registered suite, `python -m repro.mini.study.suite`, has more of them and intervals:
+repro/mini/results/verdicts.md."""
+PANELS: list[dict[str, Any]] = [
+    {"metric": "avg", "label": "Avg@32", "peaks": True},
+    {"metric": "best", "label": "Best@32"},
+    {"metric": "reward", "label": "training reward"},
+    {"metric": "entropy", "label": "entropy, nats"},
+    {"metric": "kl_base", "label": "KL(policy || base), nats"},
+    {"metric": "grad_norm_max", "label": "largest gradient norm of a minibatch", "log": True},
+]
+ROWS = [
+    ("avg", "last"), ("maj", "last"), ("best", "last"), ("reward", "last"), ("entropy", "mean"), ("kl_base", "last"),
+    ("grad_norm", "mean"), ("grad_norm_max", "max"), ("clip_pos_high", "mean"), ("alive", "mean"),
+]  # fmt: skip
+
+
+def partner(name: str) -> str:
+    """The baseline of a UP objective, the UP of any other."""
+    if name.startswith("up(") and name.endswith(")"):
+        return name[3:-1]
+    other = name.removeprefix("up_") if name.startswith("up_") else f"up_{name}"
+    return other if other in upref.names() else f"up({name})"
+
+
+def experiment(name: str, seeds: int, overrides: dict[str, Any]) -> Experiment:
+    """The pattern's settings and claims, with this pair in the place of its own. The arms: baseline, UP."""
+    known, other = upref.get(name).name, partner(name)
+    base, up = (
+        (other, known) if known.startswith("up") and partner(known) == other != f"up({known})" else (known, other)
+    )
+    e = plan.load(PATTERN)
+    stand_in = {"dapo": base, "up_dapo": up}
+    rename = lambda c: replace(c, arms=tuple(stand_in[a] for a in c.arms))
+    words = lambda s: s.replace("UP-DAPO", "\0").replace("DAPO", base).replace("\0", up)
+    claims = tuple(
+        replace(c, says=words(c.says), contrasts=tuple(map(rename, c.contrasts))) for c in e.claims if c.contrasts
+    )
+    arms = {arm: {"objective": arm} for arm in (base, up)}
+    return replace(e, name=name, arms=arms, claims=claims, seeds=list(range(seeds)), settings=e.settings | overrides)
+
+
+def write(e: Experiment, records: dict[str, results.Record], out: Path, folder: Path) -> str:
+    """report.md and its figures; returns the text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    base, up = e.arms
+    found = [curves.series(e, records, panel) for panel in PANELS]
+    both(curves.draw(PANELS, found, f"{base} and {up} from the same base policy"), folder / "curves")
+    lit = cap_map(e, out, folder)
+    seeds = f"{len(e.seeds)} seed{'s' if len(e.seeds) > 1 else ''}"
+    text = [f"# {base} and {up}, trained from the same base policy ({seeds})\n", table(e, records), lit]
+    text += ["## What showed of the paper's claims\n", *words(e, records), ""]
+    text += [CAUTION, ""]
+    text += [f"The proof and the gradients: `bash repro/run.sh {e.name} reference`.\n"]
+    (folder / "report.md").write_text("\n".join(text), encoding="utf-8")
+    return "\n".join(text)
+
+
+def table(e: Experiment, records: dict[str, results.Record]) -> str:
+    base, up = e.arms
+    rows = [f"| | {base} | {up} | difference, seed by seed |", "|---|---|---|---|"]
+    for metric, at in ROWS:
+        x = {arm: [_number(e, records, arm, seed, metric, at) for seed in e.seeds] for arm in e.arms}
+        k, form = (100, ".1f") if metric in report.POINTS else (1, ".3g")
+        mean = [f"{k * float(np.mean(x[arm])):{form}}" for arm in e.arms]
+        apart = ", ".join(f"{k * (b - a):+{form}}" for a, b in zip(x[base], x[up], strict=True))
+        unit = " (%)" if metric in report.POINTS else ""
+        rows.append(f"| {metric}{unit}, {at} | {mean[0]} | {mean[1]} | {apart} |")
+    return "\n".join(rows) + "\n"
+
+
+def _number(e: Experiment, records, arm: str, seed: int, metric: str, at: str) -> float:
+    return results.value(records[e.run(arm, seed).key], Contrast((arm,), metric, at))
+
+
+def words(e: Experiment, records: dict[str, results.Record]) -> list[str]:
+    """A line a claim: in how many seeds it showed, by how much."""
+    lines = []
+    for v in judge(e, records):
+        f = v.findings[0]
+        assert f.effect
+        n, of = f.effect.seeds_for, f.effect.n
+        word = "showed" if n == of else "did not show" if n == 0 else f"showed in {n} of {of} seeds"
+        lines.append(f"* {v.claim.figure}: **{word}**. {v.claim.says} ({report.show(f.effect, f.contrast)})")
+    return lines
+
+
+def cap_map(e: Experiment, out: Path, folder: Path) -> str:
+    """The Cap maps of both, lit by the tokens that the first seed's runs saw; returns what it shows, in words."""
+    lines, panels, seen = ["## Where the tokens were\n"], [], []
+    for sign, adv in (("A > 0", 1.0), ("A < 0", -1.0)):
+        for arm in e.arms:
+            s = e.run(arm, e.seeds[0])
+            o = upref.get(arm)
+            why = obstacle(o) or ("" if o.level == "token" else "it acts on whole responses")
+            path = out / s.key / "seen.npz"
+            if why or not path.exists():
+                lines += [f"* {arm}, {sign}: no map of tokens, {why or 'no token was kept'}."]
+                continue
+            pi_old, pi, A = (np.load(path)[k] for k in ("pi_old", "pi", "adv"))
+            here = np.sign(A) == adv
+            alive = np.broadcast_to(
+                o.weight(pi[here] / pi_old[here], A[here], mu=pi_old[here], **s.hp) != 0, here.sum()
+            )
+            panels.append(
+                Panel(f"{arm}, {sign}", arm, adv, s.hp, f"{here.sum()} tokens, {(~alive).sum()} of them dead")
+            )
+            seen.append((pi_old[here], pi[here], alive))
+            share = 100 * float((~alive).mean()) if here.any() else 0.0
+            lines += [f"* {arm}, {sign}: {share:.2f} % of {here.sum()} tokens have no gradient of their own left."]
+    if panels:
+        fig = cap_panels(panels)
+        for ax, (x, y, alive) in zip(fig.axes, seen, strict=False):
+            ax.scatter(x[alive], y[alive], s=3, color="#E69F00", alpha=0.8, lw=0, rasterized=True)
+            ax.scatter(x[~alive], y[~alive], s=7, color="#CC0000", lw=0, rasterized=True)
+        both(fig, folder / "cap")
+        lines += ["\nFigure cap.svg: orange, tokens whose own gradient is alive; red, tokens that are clipped."]
+    return "\n".join(lines) + "\n"
+
+
+def both(fig, path: Path) -> None:
+    save(fig, path.with_suffix(".svg"))
+    fig.savefig(path.with_suffix(".png"), dpi=130)
+
+
+def _override(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise InputError(f"{text!r} is not name=value, for example steps=50.")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="repro/run.sh", description="Train an objective and its other half, and report."
+    )
+    parser.add_argument("objective")
+    parser.add_argument("overrides", nargs="*", metavar="name=value", help="settings that differ, for example steps=50")
+    parser.add_argument("--seeds", type=int, default=2, help="seeds a method (default 2)")
+    parser.add_argument("--jobs", type=int, default=suite.cores(), help="runs at a time (default: one a core)")
+    parser.add_argument("--out", type=Path, default=suite.OUT, help="folder of the runs")
+    args = parser.parse_args(argv)
+
+    def work() -> int:
+        if args.seeds < 1 or args.jobs < 1:
+            raise InputError("--seeds and --jobs must be at least 1.")
+        overrides = dict(map(_override, args.overrides))
+        for name in overrides.keys() & {"seed", "objective"}:
+            raise InputError(f"{name} is not a setting to change here: the objective comes first, seeds by --seeds.")
+        Settings.of(overrides)  # a wrong name, said with the nearest right one
+        e = experiment(args.objective, args.seeds, overrides)
+        wanted = {s.key: s for _, _, s in e.runs()}
+        with suite.alone(args.out) as lock:
+            failures = suite.run_all(wanted, args.out, args.jobs, lock)
+        for sentence in failures:
+            print(sentence, file=sys.stderr)
+        if failures:
+            return 1
+        folder = args.out / "compare" / args.objective.replace("(", "_of_").replace(")", "")
+        shutil.rmtree(folder, ignore_errors=True)
+        text = write(e, {name: results.record(args.out / name) for name in wanted}, args.out, folder)
+        suite.say(Markdown(text))
+        suite.say(f"\nReport and figures: {folder}", markup=False)
+        return 0
+
+    return suite.interruptible(work, "run.sh")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

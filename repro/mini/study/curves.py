@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws what runs logged: panels of mean curves over seeds, each seed thin behind, in the paper's layout."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from repro.mini.study.plan import EVAL_METRICS, Experiment
+from repro.mini.study.results import Record
+from upref.plots import PALETTE, STYLE
+
+COLOURS = {  # by name, so that an objective looks the same in every figure
+    "dapo": PALETTE[0], "grpo": PALETTE[0], "gspo": PALETTE[0], "up_dapo": PALETTE[1], "up_grpo": PALETTE[1],
+    "up_gspo": PALETTE[1], "dapo_no_upper_clip": "#7B3294", "reinforce_off_policy": "#00A6A6", "is_pg": "#8C6D1F",
+}  # fmt: skip
+OTHERS = ["#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F", "#7B3294", "#00A6A6", "#B22222", "#7F7F7F",
+          "#6B8E23", "#1B1B8F"]  # fmt: skip
+Series = dict[str, list[tuple[np.ndarray, np.ndarray]]]  # arm -> (steps, values) of each seed
+
+
+def series(e: Experiment, records: dict[str, Record], panel: dict[str, Any]) -> Series:
+    """Arm -> one curve a seed, of the runs that are there."""
+    found: Series = {}
+    for arm, _, settings in e.runs():
+        if r := records.get(settings.key):
+            found.setdefault(arm, []).append(curve(r, panel))
+    return found
+
+
+def curve(r: Record, panel: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    metric = panel["metric"]
+    if metric in EVAL_METRICS:
+        columns = r["evals"][f"{panel.get('set', 'test')}/{panel.get('decoding', 'top_p_0.7')}"]
+        return np.array(columns["step"]), 100 * np.array(columns[metric])
+    return np.array(r["steps"]["step"]), np.array(r["steps"][metric])
+
+
+def draw(panels: Sequence[dict[str, Any]], found: Sequence[Series], title: str, highlight: str = ""):
+    """A matplotlib Figure: one panel a metric, one colour an arm; dashed lines at the peaks where the panel asks."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    arms = list(dict.fromkeys(arm for s in found for arm in s))
+    colour: dict[str, str] = {}
+    for arm in arms:
+        free = (c for c in OTHERS * 2 if c not in colour.values())
+        own = COLOURS.get(arm, PALETTE[1] if arm.startswith("up(") else "")
+        colour[arm] = own if own and own not in colour.values() else next(free, OTHERS[0])
+    columns = len(panels) if len(panels) < 4 else -(-len(panels) // 2)
+    rows, keys = -(-len(panels) // columns), -(-len(arms) // 6)
+    with matplotlib.rc_context(STYLE):
+        fig = Figure(figsize=(4.1 * columns, 2.9 * rows + 0.35 + 0.2 * keys), layout="constrained")
+        fig.suptitle(title, fontsize=11, fontweight="bold")
+        axes = np.ravel(fig.subplots(rows, columns, squeeze=False))
+        for ax, panel, s in zip(axes, panels, found, strict=True):
+            _panel(ax, panel, s, colour, highlight)
+        lines = [matplotlib.lines.Line2D([], [], color=colour[a], lw=2.4 if a == highlight else 1.6) for a in arms]
+        labels = [f"{a}, {_count(max(len(s.get(a, [])) for s in found))}" for a in arms]
+        fig.legend(lines, labels, loc="outside lower center", ncols=min(len(arms), 4), frameon=False, fontsize=8)
+    return fig
+
+
+def _panel(ax, panel: dict[str, Any], s: Series, colour: dict[str, str], highlight: str) -> None:
+    peaks = []
+    for arm, curves in s.items():
+        for x, y in curves:
+            ax.plot(x, y, color=colour[arm], lw=0.6, alpha=0.3 if len(s) < 8 else 0.12)
+        x, mean = _mean(curves)
+        ax.plot(x, mean, color=colour[arm], lw=2.4 if arm == highlight else 1.6, zorder=3 if arm == highlight else 2)
+        peaks.append((float(np.nanmax(mean)), colour[arm]))
+    if panel.get("log"):
+        ax.set_yscale("log")
+    if panel.get("peaks"):
+        _peaks(ax, peaks)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.set_xlabel("step")
+    ax.set_title(panel["label"] + (", %" if panel["metric"] in EVAL_METRICS else ""), loc="left", fontsize=9.5)
+
+
+def _count(seeds: int) -> str:
+    return f"{seeds} seed{'s' if seeds > 1 else ''}"
+
+
+def _mean(curves) -> tuple[np.ndarray, np.ndarray]:
+    """The mean over the seeds at every step that all of them reached."""
+    n = min(len(x) for x, _ in curves)
+    return curves[0][0][:n], np.mean([y[:n] for _, y in curves], axis=0)
+
+
+def _peaks(ax, peaks: list[tuple[float, str]]) -> None:
+    """A dashed line at each arm's highest mean, its number at the left, moved apart where two would touch."""
+    low, high = ax.get_ylim()
+    step, at = 0.07 * (high - low), -np.inf
+    for y, colour in sorted(peaks):
+        ax.axhline(y, color=colour, lw=0.8, ls=(0, (4, 3)), zorder=1)
+        at = max(y + 0.1 * step, at + step)
+        paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # the lines of the others end behind it
+        place = ax.get_yaxis_transform()
+        ax.text(0.02, at, f"{y:.1f}", transform=place, color=colour, fontsize=8, va="bottom", bbox=paper)
+    ax.set_ylim(low, max(high, at + step))

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From results/runs.jsonl to figures, tables and verdicts: `python -m repro.mini.study.report`, which runs nothing."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from figures.make import save
+from repro.mini import files
+from repro.mini.study import curves, plan, results
+from repro.mini.study.plan import Contrast, Experiment
+from repro.mini.study.results import Record
+from repro.mini.study.stats import Effect, effect
+from repro.mini.study.verdicts import Finding, Verdict, judge
+from upref.errors import InputError
+
+COMMAND = "python -m repro.mini.study.suite --only {}"
+POINTS = {"reward", "valid", "alive", "overflow", *plan.EVAL_METRICS}  # fractions, shown in points of 100
+HEAD = """# What the miniature says of the paper's claims
+
+Written by `python -m repro.mini.study.report` from `runs.jsonl`, which names settings, seed, commit, versions and
+machine class of every run. The rule was fixed before the runs ([verdicts.py](../study/verdicts.py)), and so were the
+claims, bounds and settings ([experiments/](../experiments)). Effects are means over seeds with 95 % t-intervals, paired
+by seed: differences in points of 100 (answers, reward) or nats (entropy), or ratios (×). p is Holm's, over the claims
+of an experiment. These are tiny transformers on toy tasks: "reproduced" says that the effect shows here,
+"not reproduced" that it does not; neither says what a large model does. The commands are options of
+`python -m repro.mini.study.suite`.
+"""
+
+
+def write(records: dict[str, Record], folder: Path) -> None:
+    """verdicts.md, verdicts.json and the figures of every experiment that has a finished run of each arm."""
+    folder.mkdir(parents=True, exist_ok=True)
+    experiments = [plan.load(name) for name in plan.names()]
+    judged = {e.name: judge(e, records) for e in experiments}
+    drawn = {e.name: figures(e, records, folder) for e in experiments}
+    made = made_with(records)
+    runs = f"{len(records)} runs. " + ". ".join(f"{k.capitalize()}: {'; '.join(v)}" for k, v in made.items()) + ".\n"
+    text = [HEAD, runs, verdict_table(experiments, judged, "paper", "The paper's claims")]
+    text += [verdict_table(experiments, judged, "ours", "Controls that the paper lacks")]
+    for e in experiments:
+        text += [section(e, records, judged[e.name], drawn[e.name])]
+    files.write_atomically(folder / "verdicts.md", "\n".join(text).encode())
+    found = {name: [v.json() for v in verdicts] for name, verdicts in judged.items()}
+    facts = json.dumps({"made with": made, "experiments": found}, indent=1) + "\n"
+    files.write_atomically(folder / "verdicts.json", facts.encode())
+
+
+def made_with(records: dict[str, Record]) -> dict[str, list[str]]:
+    """Every commit, machine class and version that some run names, and the seeds."""
+    seen = [r["provenance"] for r in records.values() if r["provenance"]]
+    words = lambda d: ", ".join(f"{k} {v}" for k, v in d.items())
+    return {
+        "commit": sorted({str(p["commit"]["id"])[:10] + (" and changes" * bool(p["commit"]["dirty"])) for p in seen}),
+        "machine": sorted({words(p["machine"]) for p in seen}),
+        "versions": sorted({words(p["versions"]) for p in seen}),
+        "seeds": sorted({str(r["settings"]["seed"]) for r in records.values()}),
+        "hours of one core": [f"{sum(p['seconds']['all'] for p in seen) / 3600:.1f}"],
+    }
+
+
+# ---- verdicts --------------------------------------------------------------------------------------------------------
+def verdict_table(experiments: list[Experiment], judged: dict[str, list[Verdict]], source: str, title: str) -> str:
+    rows = [f"## {title}\n", "| | claim | verdict | effect [95 %] | p | seeds | command |", "|---" * 7 + "|"]
+    for e in experiments:
+        for v in judged[e.name]:
+            if v.claim.source == source:
+                p = f"{v.p:.2g}" if v.seeds and v.seeds == v.of else ""
+                seeds = str(v.seeds or "")
+                word = f"**{v.word}**" + (f"<br>{v.why}" if v.why else "")
+                cells = [v.claim.figure, v.claim.says, word, effects(v), p, seeds, f"[`--only {e.name}`](#{e.name})"]
+                rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def effects(v: Verdict) -> str:
+    """Each contrast if there are few, else how many hold and the one that speaks most against the claim."""
+    found = [f for f in v.findings if f.effect]
+    if len(found) > 3:
+        worst = max(found, key=lambda f: f.effect.p if f.effect else 0)
+        return f"{sum(f.p < 0.05 for f in found)} of {len(found)} hold; weakest: {_one(worst)}"
+    return "<br>".join(_one(f) for f in found)
+
+
+def _one(f: Finding) -> str:
+    return f"{show(f.effect, f.contrast)}: {contrast(f.contrast)}"
+
+
+def contrast(c: Contrast) -> str:
+    """`avg up_dapo − dapo > 0`, in words short enough for a table."""
+    where = "" if c.metric not in plan.EVAL_METRICS else f" ({c.set})" if c.set != "test" else ""
+    arms = (" / " if c.ratio else " − ").join(c.arms)
+    at = "" if c.at == "last" else f" {c.at}"
+    return f"{c.metric}{where}{at} {arms} {'>' if c.side > 0 else '<'} {c.bound:g}"
+
+
+def show(e: Effect | None, c: Contrast) -> str:
+    if e is None:
+        return "no run"
+    k, form = (1, ".3g") if c.ratio else (100, "+.1f") if c.metric in POINTS else (1, "+.3f")
+    interval = f" [{k * e.low:{form}}, {k * e.high:{form}}]" if e.n > 1 else ""
+    return f"{'×' * c.ratio}{k * e.mean:{form}}{interval}"
+
+
+def section(e: Experiment, records: dict[str, Record], judged: list[Verdict], drawn: list[str]) -> str:
+    done = sum(s.key in records for _, _, s in e.runs())
+    text = [f"## {e.name}\n", f"{e.question} ({', '.join(e.answers)}.) {e.note.strip()}\n"]
+    text += [f"`{COMMAND.format(e.name)}`: {done} of {len(e.runs())} runs finished.\n"]
+    there = [r for _, _, s in e.runs() if (r := records.get(s.key))]
+    text += [f"* {r['name']} {r['status']}" for r in there if r["status"] != "done"]
+    text += [f"![{name}]({name}.svg)\n" for name in drawn]
+    if e.table and done:
+        text += [table(e, records)]
+    many = [f for v in judged for f in v.findings if len(v.findings) > 3 and f.effect]
+    if many:
+        text += ["| contrast | effect [95 %] | seeds for it | p (Holm, within the claim) |", "|---|---|---|---|"]
+        text += [f"| {contrast(f.contrast)} | {show(f.effect, f.contrast)} | {f.effect.seeds_for} of {f.effect.n} "
+                 f"| {f.p:.2g} |" for f in many if f.effect]  # fmt: skip
+    return "\n".join(text) + "\n"
+
+
+def table(e: Experiment, records: dict[str, Record]) -> str:
+    """The paper's Table 1: a row an arm, a column a held-out set, the mean over seeds, the best of a column in bold."""
+    metric, sets = e.table["metric"], e.table["sets"]
+    cells: dict[str, list[Effect]] = {}
+    for arm in e.arms:
+        found = [r for seed in e.seeds if (r := records.get(e.run(arm, seed).key))]
+        if found:
+            at = [Contrast((arm,), metric, set=s, more_than=0) for s in [*sets, "average"]]
+            cells[arm] = [effect([100 * results.value(r, c) for r in found]) for c in at]
+    best = [max(round(row[j].mean, 1) for row in cells.values()) for j in range(len(sets) + 1)]
+    rows = [f"{e.table['title']}, %, mean over seeds ± half of its 95 % interval; the best of a column in bold.\n"]
+    rows += ["| method | " + " | ".join([*sets, "average"]) + " | seeds |", "|---" * (len(sets) + 3) + "|"]
+    for arm, row in cells.items():
+        bold = ["**" if round(x.mean, 1) == best[j] else "" for j, x in enumerate(row)]
+        half = [f" ± {x.high - x.mean:.1f}" if x.n > 1 else "" for x in row]
+        numbers = [f"{b}{x.mean:.1f}{b}{h}" for b, x, h in zip(bold, row, half, strict=True)]
+        rows.append(f"| {arm} | " + " | ".join(numbers) + f" | {row[0].n} |")
+    return "\n".join(rows) + "\n"
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+def figures(e: Experiment, records: dict[str, Record], folder: Path) -> list[str]:
+    """Draw the experiment's figures as SVG; returns their names, none while an arm has no finished run."""
+    names: list[str] = []
+    if not {arm for arm, _, s in e.runs() if s.key in records} >= set(e.arms):
+        return names
+    for f in e.figures:
+        found = [curves.series(e, records, panel) for panel in f["panels"]]
+        if any(found):
+            save(curves.draw(f["panels"], found, f["title"], f.get("highlight", "")), folder / f"{f['name']}.svg")
+            names.append(f["name"])
+    return names
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m repro.mini.study.report", description=__doc__)
+    parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder with runs.jsonl")
+    parser.add_argument("--runs", type=Path, help="take over the finished runs in this folder first")
+    args = parser.parse_args(argv)
+    folder = args.results
+    try:
+        if args.runs:
+            results.collect(args.runs, set(plan.queue(plan.names())), folder)
+        records = results.load(folder)
+        if not records:
+            raise InputError(f"there is no run in {folder}: python -m repro.mini.study.suite makes some.")
+        write(records, folder)
+    except (InputError, OSError) as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {folder / 'verdicts.md'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From run folders to results/runs.jsonl, one line a run, small enough to commit, enough for every figure and verdict.
+
+A line: name, settings, status, provenance (done.json: commit, versions, machine class, seconds), `steps` (columns, each
+number the mean of BIN steps; of grad_norm_max the maximum) and `evals` ("SET/DECODING" -> columns).
+status is "done", or "stopped at step N: why" where the numbers ended being finite: a result too, never repeated.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from repro.mini import files
+from repro.mini.study.plan import EVAL_METRICS, STEP_METRICS, Contrast
+from upref.errors import InputError
+
+FOLDER = Path(__file__).parents[1] / "results"
+BIN = 5
+Record = dict[str, Any]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSONL file that is perhaps being written: an unfinished last line is left out."""
+    if not path.exists():
+        return []
+    whole = path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()
+    try:
+        return [json.loads(line) for line in whole if line.strip()]
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} is corrupt ({error}): remove its folder and run again.") from error
+
+
+def status(folder: Path) -> str:
+    """ "done", "stopped at step N: why", or "" for a run that is not there or not finished."""
+    if (folder / "done.json").exists():
+        return "done"
+    failed = folder / "failed.json"
+    return json.loads(failed.read_text())["status"] if failed.exists() else ""
+
+
+def record(folder: Path) -> Record:
+    """The line of a finished run."""
+    done = folder / "done.json"
+    return {
+        "name": folder.name,
+        "status": status(folder),
+        "settings": json.loads((folder / "settings.json").read_text(encoding="utf-8")),
+        "provenance": json.loads(done.read_text(encoding="utf-8")) if done.exists() else {},
+        "steps": _bins(read_lines(folder / "steps.jsonl")),
+        "evals": _evals(read_lines(folder / "evals.jsonl")),
+    }
+
+
+def _bins(lines: list[dict[str, Any]]) -> dict[str, list[float]]:
+    if not lines:
+        return {}
+    starts = range(0, len(lines), BIN)
+    columns: dict[str, list[float]] = {"step": [lines[i]["step"] for i in starts]}
+    for key in STEP_METRICS:
+        values = np.array([_number(line.get(key)) for line in lines])
+        reduce = np.max if key == "grad_norm_max" else np.mean
+        columns[key] = [_short(reduce(values[i : i + BIN])) for i in starts]
+    return columns
+
+
+def _evals(lines: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    table: dict[str, dict[str, list[float]]] = {}
+    for line in lines:
+        columns = table.setdefault(f"{line['set']}/{line['decoding']}", {k: [] for k in ["step", *EVAL_METRICS]})
+        for key, column in columns.items():
+            column.append(line[key] if key == "step" else _short(_number(line.get(key))))
+    return table
+
+
+def _number(x) -> float:
+    """NaN where the line has none."""
+    return float("nan") if x is None else float(x)
+
+
+def _short(x: float) -> float:
+    return float(f"{x:.5g}")
+
+
+# ---- the committed file ----------------------------------------------------------------------------------------------
+def load(folder: Path = FOLDER) -> dict[str, Record]:
+    """Name -> line of results/runs.jsonl."""
+    return {line["name"]: line for line in read_lines(folder / "runs.jsonl")}
+
+
+def collect(out: Path, wanted: set[str], folder: Path = FOLDER) -> dict[str, Record]:
+    """Add the finished ones of the wanted runs under `out` to results/runs.jsonl; lines of other runs stay."""
+    known = load(folder)
+    for name in sorted(wanted):
+        if status(out / name):
+            known[name] = record(out / name)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(known[name]) + "\n" for name in sorted(known))
+    files.write_atomically(folder / "runs.jsonl", text.encode())
+    return known
+
+
+# ---- one number of one run -------------------------------------------------------------------------------------------
+def value(r: Record, c: Contrast) -> float:
+    """The contrast's metric of this run. An evaluation that a stopped run no longer reached counts as 0."""
+    if c.metric in EVAL_METRICS:
+        if r["status"] != "done":
+            return 0.0
+        sets = [k for k in r["evals"] if k.endswith(f"/{c.decoding}") and not k.startswith("test/")]
+        picked = sets if c.set == "average" else [f"{c.set}/{c.decoding}"]
+        if not picked or not set(picked) <= set(r["evals"]):
+            raise InputError(f"{r['name']} has no evaluation on {c.set} at {c.decoding}, only {', '.join(r['evals'])}.")
+        return float(np.mean([r["evals"][k][c.metric][-1] for k in picked]))
+    x = np.array(r["steps"][c.metric])
+    x = x[np.isfinite(x)]
+    if not len(x):
+        raise InputError(f"{r['name']} has no finite {c.metric} in its steps.")
+    last = x[-max(1, len(x) // 5) :].mean()
+    first25 = x[: 25 // BIN]
+    return float({"mean": x.mean(), "last": last, "max": x.max(), "max25": first25.max(), "change": last - x[0]}[c.at])

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What changes while a run goes on, how it is saved and found again, and what is left when it is done."""
+
+import copy
+import io
+import json
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from repro.mini import files, provenance, tasks
+from repro.mini.policy import bases, models
+from repro.mini.policy.tokens import tokenizer
+from repro.mini.train.settings import Settings
+from upref.errors import InputError
+
+MOST_SEEN = 20_000  # tokens in seen.npz
+
+
+class Run:
+    def __init__(self, s: Settings):
+        self.s, self.task, self.objective = s, tasks.get(s.task), s.target()
+        self.base = bases.load(s.base, s.task)
+        self.policy = copy.deepcopy(self.base)
+        self.optimizer = torch.optim.AdamW(
+            self.policy.parameters(), lr=s.lr, weight_decay=s.weight_decay, fused=True, betas=(0.9, 0.999)
+        )
+        self.step = 0  # steps done
+        self.seen: list[np.ndarray] = []
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def clock(self, part: str):
+        start = time.perf_counter()
+        yield
+        self.seconds[part] += time.perf_counter() - start
+
+
+def resume(run: Run, out: Path, logs: dict[str, files.Log], say) -> None:
+    """Go back to the last whole checkpoint, and the logs with it; else to the start."""
+    folder = latest(out, say)
+    if folder is None:
+        for log in logs.values():
+            log.back_to(0)
+        return
+    kept = torch.load(folder / "trainer.pt", weights_only=False)
+    run.policy.load_state_dict(models.load(folder, run.task).state_dict())
+    run.optimizer.load_state_dict(kept["optimizer"])
+    run.step, run.seen, run.seconds = kept["step"], kept["seen"], kept["seconds"]
+    for name, log in logs.items():
+        log.back_to(kept["logs"][name])
+    say(f"{out.name}: going on from step {run.step}.")
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """Oldest first."""
+    return sorted((out / "checkpoints").glob("step-*[0-9]"), key=lambda p: int(p.name.removeprefix("step-")))
+
+
+def latest(out: Path, say: Callable[[str], None]) -> Path | None:
+    """The last whole checkpoint; one that is not is reported and deleted."""
+    for draft in (out / "checkpoints").glob(".step-*"):
+        shutil.rmtree(draft)
+    for folder in reversed(checkpoints(out)):
+        try:
+            files.checked(folder)
+            return folder
+        except InputError as e:
+            say(f"{e} Going on from the checkpoint before it.")
+            shutil.rmtree(folder)
+    return None
+
+
+def save(run: Run, out: Path, logs: dict[str, files.Log]) -> None:
+    """A folder that transformers and vLLM load, with all else that changes; the last two are kept.
+
+    Random generators are made afresh from the seed at every step, so they need no saving.
+    """
+    trainer = {
+        "step": run.step,
+        "optimizer": run.optimizer.state_dict(),
+        "seen": run.seen,
+        "seconds": run.seconds,
+        "logs": {name: log.here() for name, log in logs.items()},
+    }
+
+    def write(folder: Path) -> None:
+        models.save(folder, run.policy, tokenizer(run.task))
+        torch.save(trainer, folder / "trainer.pt")
+
+    files.publish(out / "checkpoints" / f"step-{run.step}", write, step=run.step)
+    for old in checkpoints(out)[:-2]:
+        shutil.rmtree(old)
+
+
+def finish(run: Run, out: Path) -> None:
+    """seen.npz, then done.json: once that is there, the run is never started again."""
+    seen = np.concatenate(run.seen)[:MOST_SEEN].astype(np.float32)
+    arrays = io.BytesIO()
+    np.savez_compressed(arrays, pi_old=seen[:, 0], pi=seen[:, 1], adv=seen[:, 2])
+    files.write_atomically(out / "seen.npz", arrays.getvalue())
+    seconds = {k: round(v, 2) for k, v in run.seconds.items()}
+    facts = {
+        "key": run.s.key,
+        **provenance.of_this_machine(),
+        "seconds": seconds | {"all": round(sum(seconds.values()), 2)},
+    }
+    files.write_atomically(out / "done.json", (json.dumps(facts, indent=1) + "\n").encode())

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of repro.mini.train: flags or a file, progress with the time left, one sentence on errors."""
+
+import argparse
+import ast
+import sys
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from repro.mini.train import loop
+from repro.mini.train.replay import NotFinite
+from repro.mini.train.settings import Settings
+from repro.mini.train.trackers import MODULES, Tracker
+from upref.errors import InputError
+
+OUT = Path(__file__).parents[2] / "out" / "mini"
+SHOWN = "reward {reward:.3f}  entropy {entropy:.3f}  KL to the base {kl_base:.4f}  largest gradient {grad_norm_max:.2g}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = arguments().parse_args(argv)
+    try:
+        if args.replay:
+            loop.replay(args.replay)
+            return 0
+        given = asdict(Settings.read(args.settings)) if args.settings else {}
+        given |= {f.name: value(getattr(args, f.name)) for f in fields(Settings) if getattr(args, f.name) is not None}
+        s = Settings.of(given)
+        out = args.out or OUT / s.key
+        with Live(s, [Tracker(name, s, out) for name in MODULES if getattr(args, name)]) as live:
+            loop.train(s, out, live.watch, live.say)
+        print(f"done: {out}")
+        return 0
+    except NotFinite as e:
+        print(f"train: {e}", file=sys.stderr)
+        return 1
+    except InputError as e:
+        print(f"train: {e}", file=sys.stderr)
+    except OSError as e:
+        print(f"train: cannot write or read {e.filename or 'the run'}: {e.strerror or e}.", file=sys.stderr)
+    return 2
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m repro.mini.train",
+        description=loop.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--settings", type=Path, help="a JSON file of settings; flags go before it")
+    parser.add_argument("--out", type=Path, help="default: a folder of repro/out/mini/, named by the settings")
+    parser.add_argument("--replay", type=Path, help="a replay-*.pt file")
+    parser.add_argument("--tensorboard", action="store_true", help="into the run's folder as well")
+    parser.add_argument("--wandb", action="store_true", help="offline, into the run's folder as well")
+    for f in fields(Settings):
+        parser.add_argument(
+            f"--{f.name.replace('_', '-')}", metavar="VALUE", help=f"default: {Settings().__dict__[f.name]}"
+        )
+    return parser
+
+
+def value(text: str):
+    """A number, a table or True as Python writes them; anything else is a word."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+class Live:
+    """A bar with the time left in a terminal; a line every tenth of the run elsewhere."""
+
+    def __init__(self, s: Settings, trackers=()):
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.s, self.say, self.trackers = s, console.print, trackers
+        columns = (
+            TextColumn(s.objective),
+            BarColumn(20),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[now]}"),
+        )
+        self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.task = self.bar.add_task(s.objective, total=s.steps, now="")
+
+    def __enter__(self):
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_):
+        self.bar.stop()
+        for tracker in self.trackers:
+            tracker.close()
+
+    def watch(self, step: int, numbers: dict) -> None:
+        for tracker in self.trackers:
+            tracker.update()
+        now = SHOWN.format(**numbers)
+        self.bar.update(self.task, completed=step, now=now)
+        if self.bar.disable and (step % max(1, self.s.steps // 10) == 0):
+            self.say(f"{self.s.objective} step {step} of {self.s.steps}: {now}")

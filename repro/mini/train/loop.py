@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reinforcement learning of a tiny transformer with any objective of the registry.
+
+    python -m repro.mini.train --objective up_dapo                 one run, live, into repro/out/mini/
+    python -m repro.mini.train --settings FILE --out FOLDER        what the suite calls
+    python -m repro.mini.train --replay FOLDER/replay-17-3.pt      a minibatch that stopped a run, again
+
+Started again with the same settings, a run goes on from its last checkpoint and ends bit-identical to one that was
+never interrupted. Exit status: 0 done, 1 stopped by a non-finite loss or gradient, 2 could not run.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from repro.mini import files, tasks
+from repro.mini.policy import evals, models
+from repro.mini.train.checkpoint import MOST_SEEN, Run, finish, resume, save
+from repro.mini.train.measure import Tally, mean_kl
+from repro.mini.train.replay import NotFinite, again, keep_for_replay
+from repro.mini.train.rollout import Batch, rollout
+from repro.mini.train.settings import Settings
+from upref import Totals
+from upref.errors import InputError
+from upref.logprobs import categorical_kl, entropy, token_log_probs
+
+
+def train(s: Settings, out: Path, watch=lambda *_: None, say=print) -> None:
+    """Train by the settings, into the folder `out`; `watch(step, numbers)` is called after every step.
+
+    Raises InputError on what no run can start from and NotFinite where a run cannot go on.
+    """
+    models.deterministic()
+    with files.alone(out, "another process that trains"):
+        _train(s, out, watch, say)
+
+
+def _train(s: Settings, out: Path, watch, say) -> None:
+    if (out / "settings.json").exists() and Settings.read(out / "settings.json") != s:
+        raise InputError(f"{out} holds a run with other settings: choose another folder or remove it.")
+    if (out / "done.json").exists():
+        return
+    s.write(out / "settings.json")
+    run, logs = Run(s), {name: files.Log(out / f"{name}.jsonl") for name in ("steps", "evals", "times")}
+    resume(run, out, logs, say)
+    problems = run.task.problems("train", s.train_problems, seed=0)
+    if run.step == 0:
+        evaluate(run, logs)
+    while run.step < s.steps:
+        before = dict(run.seconds)
+        numbers = one_step(run, problems, out)
+        logs["steps"].add(numbers)
+        run.step += 1
+        if run.step == s.steps or (s.eval_every and run.step % s.eval_every == 0):
+            evaluate(run, logs)
+        spent = {k: round(v - before.get(k, 0), 4) for k, v in run.seconds.items() if v != before.get(k, 0)}
+        logs["times"].add({"step": numbers["step"]} | spent)
+        watch(run.step, numbers)
+        if run.step == s.steps or (s.checkpoint_every and run.step % s.checkpoint_every == 0):
+            save(run, out, logs)
+    finish(run, out)
+
+
+def one_step(run: Run, problems: Tensor, out: Path) -> dict:
+    """Sample, score, update: one line of steps.jsonl."""
+    s = run.s
+    for group in run.optimizer.param_groups:
+        group["lr"] = s.lr * min(1.0, (run.step + 1) / (s.warmup + 1))
+    with run.clock("sample"):
+        batch = rollout(run.policy, run.task, problems, s, run.step)
+    with run.clock("score"), torch.no_grad():
+        # the base's opinion of every response if the objective reads it, else of those to a quarter of the prompts
+        some = torch.arange(len(batch.tokens) if s.beta else max(1, s.prompts // 4) * s.responses)
+        logits = models.response_logits(run.base, *batch.prompts_of(some), batch.tokens[some])
+        kl_base = mean_kl(batch.logits[some], logits, batch.mask[some], s.temperature)
+        ref = token_log_probs(logits, batch.tokens, temperature=s.temperature) if s.beta else None
+    tally = Tally(batch.tokens.shape[1])
+    with run.clock("update"):
+        for epoch in range(s.epochs):
+            order = torch.randperm(s.prompts, generator=tasks.generator("shuffle", s.seed, run.step, epoch))
+            for number, groups in enumerate(order.view(s.minibatches, -1)):
+                rows = (groups[:, None] * s.responses + torch.arange(s.responses)).flatten()
+                try:
+                    update(run, batch, ref, rows, tally)
+                except NotFinite as e:
+                    raise NotFinite(
+                        keep_for_replay(run, batch, ref, rows, out, number + epoch * s.minibatches, e)
+                    ) from e
+        numbers = tally.numbers(run.objective, s.hyperparameters())
+    if run.step % max(1, s.steps // 20) == 0 and sum(map(len, run.seen)) < MOST_SEEN:
+        run.seen.append(tally.last())
+    lr = run.optimizer.param_groups[0]["lr"]
+    return {"step": run.step} | batch.seen | {"kl_base": kl_base} | numbers | {"lr": lr}
+
+
+def update(run: Run, batch: Batch, ref: Tensor | None, rows: Tensor, tally: Tally) -> None:
+    """One gradient step on one minibatch.
+
+    A response with advantage 0 has no gradient (unless there is a KL term): it is counted, but not computed.
+    """
+    s = run.s
+    totals = Totals.of_lengths(batch.mask[rows].sum(1), batch.group[rows])
+    alive = torch.ones(len(rows), dtype=torch.bool) if s.beta else batch.adv[rows] != 0
+    alive[0] |= not alive.any()  # nothing to learn from still moves Adam's averages
+    rows, totals = rows[alive], totals.rows(alive)
+    width = int(batch.mask[rows].any(0).sum())
+    tokens, mask, lp_old = (x[rows, :width] for x in (batch.tokens, batch.mask, batch.logp))
+    A = batch.adv[rows, None]
+
+    logits = models.response_logits(run.policy, *batch.prompts_of(rows), tokens)
+    lp = token_log_probs(logits, tokens, temperature=s.temperature)
+    H = entropy(logits.detach(), temperature=s.temperature) if "entropy" in run.objective.reads else None
+    lp_ref = None if ref is None else ref[rows, :width]
+    J = run.objective.J(lp, lp_old, A, mask, batch.group[rows], lp_ref, H, totals, **s.hyperparameters())
+
+    run.optimizer.zero_grad()
+    (-J).backward()
+    norm = torch.nn.utils.clip_grad_norm_(run.policy.parameters(), s.grad_clip).item()
+    if not (np.isfinite(J.item()) and np.isfinite(norm)):
+        raise NotFinite(f"loss {-J.item()}, gradient norm {norm}")
+    run.optimizer.step()
+    kl_old = categorical_kl(batch.logits[rows, :width], logits.detach(), temperature=s.temperature)
+    tally.add(lp, lp_old, A, mask, H, kl_old, -J.item(), norm)
+
+
+def evaluate(run: Run, logs: dict[str, files.Log]) -> None:
+    """The test set each time, the sets by difficulty at the end. Without eval_every, never.
+
+    The problems are the same for every seed; training shares no random generator with this.
+    """
+    s = run.s
+    if not s.eval_every:
+        return
+    sets = ("test", *run.task.levels) if run.step == s.steps else ("test",)
+    with run.clock("eval"):
+        for name in sets:
+            problems = run.task.problems(name, s.eval_problems, seed=0)
+            for decoding, top_p in ((f"top_p_{s.eval_top_p:g}", s.eval_top_p), ("t_1", 1.0)):
+                g = tasks.generator("eval", s.seed, run.step, name)
+                found = evals.scores(*evals.tables(run.policy, run.task, problems, s.eval_samples, top_p, g))
+                logs["evals"].add({"step": run.step, "set": name, "decoding": decoding} | found)
+
+
+def replay(path: Path) -> None:
+    """A minibatch that stopped a run once more, from the policy before it; raises NotFinite if it stops again."""
+    run, batch, ref, rows = again(path)
+    tally = Tally(batch.tokens.shape[1])
+    update(run, batch, ref, rows, tally)
+    for name, value in tally.numbers(run.objective, run.s.hyperparameters()).items():
+        print(f"{name:14} {value}")

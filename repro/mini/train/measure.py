@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step's updates did to the tokens, gathered minibatch by minibatch: one line of steps.jsonl.
+
+Clip fractions, alive and overflow are `upref.diagnostics.diagnose`'s, over all tokens that had an advantage, each with
+the policy as it stood when its minibatch came up. KLs and entropies are exact sums over the vocabulary.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from upref import Objective, Rollouts, diagnose
+from upref.logprobs import categorical_kl
+
+QUANTILES = torch.tensor([0.001, 0.01, 0.5, 0.99, 0.999], dtype=torch.float64)
+CLIPS = {
+    "clip_pos_high": "clip/pos_high",
+    "clip_neg_low": "clip/neg_low",
+    "clip_pos_low": "clip/pos_low",
+    "clip_neg_high": "clip/neg_high",
+    "alive": "alive",
+    "overflow": "overflow",
+}
+
+
+class Tally:
+    """Collects what each minibatch of one step saw."""
+
+    def __init__(self, width: int):
+        self.width = width
+        self.rows: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # lp, lp_old, A, mask
+        self.entropy: list[Tensor] = []  # where the objective reads it
+        self.kl = [0.0, 0.0]
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def add(self, lp, lp_old, A, mask, entropy, kl_old, loss, grad_norm) -> None:
+        wide = lambda x: pad(x.detach(), (0, self.width - x.shape[1]))
+        self.rows.append((wide(lp), wide(lp_old), A, wide(mask)))
+        if entropy is not None:
+            self.entropy.append(wide(entropy))
+        self.kl[0] += kl_old[mask].double().sum().item()
+        self.kl[1] += int(mask.sum())
+        self.losses.append(loss)
+        self.norms.append(grad_norm)
+
+    def last(self) -> np.ndarray:
+        """Of the last minibatch's tokens: π_old(o_t), π_θ(o_t), A, [n, 3]."""
+        lp, lp_old, A, mask = self.rows[-1]
+        return torch.stack([lp_old.exp()[mask], lp.exp()[mask], A.expand_as(mask)[mask]], 1).numpy()
+
+    def numbers(self, objective: Objective, hp: dict) -> dict[str, float | list[float]]:
+        lp, lp_old, A, mask = (torch.cat(x) for x in zip(*self.rows, strict=True))
+        entropy = torch.cat(self.entropy) if self.entropy else None
+        found = diagnose(objective, Rollouts(lp.clamp(max=0), lp_old.clamp(max=0), A, mask, entropy=entropy), **hp)
+        ratios = (lp - lp_old)[mask].double().exp()
+        return {
+            "kl_old": self.kl[0] / self.kl[1],
+            "grad_norm": float(np.mean(self.norms)),
+            "grad_norm_max": max(self.norms),
+            "ratio_q": ratios.quantile(QUANTILES).tolist(),
+            **{ours: found[theirs] for ours, theirs in CLIPS.items()},
+            "loss": float(np.mean(self.losses)),
+        }
+
+
+def mean_kl(logits_p: Tensor, logits_q: Tensor, mask: Tensor, temperature: float) -> float:
+    """KL(p‖q) per token in nats, exact over the vocabulary, mean over the unmasked tokens."""
+    return categorical_kl(logits_p, logits_q, temperature=temperature)[mask].double().mean().item()

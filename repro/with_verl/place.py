@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where this checkout is, and how a process that is started from here, or by Ray on another machine, finds it."""
+
+import os
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+RUNS = ROOT / "runs"  # not in git
+RESULTS = HERE / "results"
+
+
+def pythonpath() -> str:
+    """The checkout first, and then whatever the user has there."""
+    given = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(ROOT)]
+    return os.pathsep.join([str(ROOT), *given])

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is the answer right? The reward of the paper's three protocols, in the signature that verl calls.
+
+    dapo   "Answer: ..." on the last such line, +1 or -1    (DAPO-Math-17k, AIME24; the recipe's numbers)
+    boxed  the last \\boxed{...}, 1 or 0                     (MATH levels 3-5 and its five benchmarks)
+    geo3k  the last \\boxed{...}, 0.9, and 0.1 for <think>...</think> before it (verl's reward for Geometry3K)
+
+The protocol stands in extra_info["protocol"], where data/prepare.py puts it. Every score comes with acc (0 or 1) and
+pred (the answer as read), which verl's mean@n, best@n and maj@n take.
+
+verl calls from a thread, where math-verify's own time limit, an alarm signal, cannot be set. So another process,
+grader.py, compares, and is killed at the limit: an answer that hangs or crashes it is wrong, and the run goes on.
+"""
+
+import atexit
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import threading
+import time
+from typing import IO
+
+from upref import InputError
+
+SECONDS = 5.0  # for one answer
+LONGEST = 1000  # characters: no answer of these data sets is near
+TAIL = 20_000  # characters of a response that are searched
+NONE = "[NONE]"  # what was answered by a response without an answer
+PROTOCOLS = ("dapo", "boxed", "geo3k")
+ANSWER = re.compile(r"(?i)answer\s*:[ \t]*([^\n]+)")
+THOUGHT = re.compile(r"<think>.*</think>.*\\boxed\{", re.DOTALL)
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info=None, **_) -> dict:
+    """{score, acc, pred} of one response. Never raises on what a model can write.
+
+    InputError on a protocol that does not exist, which is an error of the data and not of the model.
+    """
+    protocol = (extra_info or {}).get("protocol", "boxed")
+    if protocol not in PROTOCOLS:
+        raise InputError(f"extra_info.protocol of {data_source} is {protocol!r}: it is one of {', '.join(PROTOCOLS)}.")
+    text = str(solution_str)[-TAIL:]
+    pred = last_answer(text) if protocol == "dapo" else last_boxed(text)
+    acc = float(pred is not None and equal(pred, str(ground_truth)))
+    score = {"dapo": 2 * acc - 1, "boxed": acc, "geo3k": 0.9 * acc + 0.1 * bool(THOUGHT.search(text))}[protocol]
+    return {"score": score, "acc": acc, "pred": NONE if pred is None else tidy(pred)}
+
+
+def last_answer(text: str) -> str | None:
+    """What follows the last "Answer:", to the end of its line; a box in it is opened."""
+    found = ANSWER.findall(text)
+    if not found:
+        return None
+    answer = found[-1].strip().strip("*").strip()
+    return last_boxed(answer) or answer or None
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last \\boxed{...} whose braces close."""
+    at = text.rfind("\\boxed{")
+    while at >= 0:
+        depth, start = 0, at + len("\\boxed")
+        for i in range(start, min(len(text), start + LONGEST)):
+            depth += (text[i] == "{") - (text[i] == "}")
+            if depth == 0:
+                return text[start + 1 : i].strip()
+        at = text.rfind("\\boxed{", 0, at)
+    return None
+
+
+def tidy(answer: str) -> str:
+    """One spelling for what majority voting is to count together: no dollars, blanks, final stop, "1,000" as "1000"."""
+    answer = re.sub(r"\s+", "", answer.replace("$", "").replace("\\!", "").replace("\\dfrac", "\\frac")).rstrip(".")
+    return re.sub(r"(?<=\d),(?=\d{3}(\D|$))", "", answer)[:LONGEST] or NONE
+
+
+def equal(pred: str, truth: str, seconds: float = SECONDS) -> bool:
+    """Equal as text, or by math-verify within the time limit."""
+    if len(pred) > LONGEST or not pred.strip():
+        return False
+    return tidy(pred) == tidy(truth) or _GRADER.ask(truth, pred, seconds)
+
+
+class Grader:
+    """One process that compares answers, one question at a time; killed when it is late, and made again."""
+
+    def __init__(self, command: list[str] | None = None):
+        self.command = command or [
+            sys.executable,
+            os.path.join(os.path.dirname(os.path.abspath(__file__)), "grader.py"),
+        ]
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.pid = 0
+        atexit.register(self.close)
+
+    def ask(self, truth: str, pred: str, seconds: float) -> bool:
+        with self.lock:
+            try:
+                if self.process is None or self.process.poll() is not None or self.pid != os.getpid():
+                    self._start()
+                return self._ask(json.dumps([truth, pred]).encode() + b"\n", time.monotonic() + seconds)
+            except InputError:
+                raise
+            except (OSError, ValueError):  # it died, or answered with something else
+                self.close()
+                return False
+
+    def _ask(self, question: bytes, deadline: float) -> bool:
+        self._pipes()[0].write(question)
+        line = self._line(deadline)
+        if line is None:
+            self.close()
+            return False
+        return bool(json.loads(line))
+
+    def _line(self, deadline: float) -> bytes | None:
+        """What it wrote up to the end of a line, which may come in pieces; None if it is late or dead."""
+        line, out = b"", self._pipes()[1]
+        while not line.endswith(b"\n"):
+            ready, _, _ = select.select([out], [], [], max(0.0, deadline - time.monotonic()))
+            piece = os.read(out.fileno(), 100) if ready else b""
+            if not piece:
+                return None
+            line += piece
+        return line
+
+    def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
+        assert self.process and self.process.stdin and self.process.stdout
+        return self.process.stdin, self.process.stdout
+
+    def _start(self) -> None:
+        self.process = subprocess.Popen(
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
+        )
+        self.pid = os.getpid()
+        if self._line(time.monotonic() + 120) != b"ready\n":  # it imports sympy, which is not the answer's time
+            self.close()
+            raise InputError("math-verify cannot be imported: pip install math-verify==0.9.0 (repro/constraints.txt).")
+
+    def close(self) -> None:
+        process, self.process = self.process, None
+        if process is not None and self.pid == os.getpid():
+            process.kill()
+            process.communicate()
+
+
+_GRADER = Grader()

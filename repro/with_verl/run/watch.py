@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start a trainer, follow the steps it logs, and end it when it cannot go on: verl hangs where a worker has died.
+
+A run is over when its process is. It is ended, with all it has started, GRACE seconds after an actor of Ray or an
+engine of vLLM has gone; when no step was logged for IDLE seconds and four times the longest step so far, and it used
+less than half the CPU that it used between steps: it waits for what does not come; when no step was logged for `stall`
+seconds and ten times the longest step; and, before the first step, when nothing was written for `first` seconds. On a
+machine with more work than cores the last two count less. After the last step it has END seconds to shut down.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+GRACE, END, IDLE = 25, 120, 30  # seconds for verl to notice by itself; to finish, one actor after the other; see above
+ACTOR = re.compile(r"^ray::(?!IDLE)[A-Z]\w+|^VLLM::\w+|(?<=/)(raylet|gcs_server)(?= )")
+
+
+@dataclass
+class Outcome:
+    status: int | None  # of the process; None: it was ended from here
+    why: str  # "" where it ended by itself
+    seconds: float
+    cpu_seconds: float = 0.0  # of it and all it started: what does not depend on what else the machine does
+    gone: str = ""  # the actor or engine that went first, and when
+
+
+def steps(log: Path) -> list[dict]:
+    """What verl's file logger has written: one {"step", "data"} a line; a line half written is left for later."""
+    if not log.exists():
+        return []
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    rows = [json.loads(x) for x in lines if x.endswith("\n")]
+    return [r for r in rows if "training/global_step" in r["data"]]  # validation alone logs a line too
+
+
+class Family:
+    """A process and all it has started, also what was left behind by a parent that died."""
+
+    def __init__(self, pid: int):
+        self.root = psutil.Process(pid)
+        self.seen: dict[psutil.Process, str] = {self.root: ""}
+        self.dead: list[str] = []
+        self.since = 0.0  # the first of them was seen to be gone
+        self.used: dict[psutil.Process, float] = {}
+        self.worked = 0.0  # seconds of CPU so far
+
+    def look(self):
+        wanted = ["ppid", "cmdline", "status", "cpu_times"]
+        everybody = [p for p in psutil.process_iter(wanted) if p.info["status"] != "zombie"]
+        found = {p for p in everybody if p in self.seen}
+        more = found
+        while more:
+            pids = {p.pid for p in found}
+            more = {p for p in everybody if p.info["ppid"] in pids} - found
+            found |= more
+        for p in self.seen.keys() - found - {self.root}:
+            if actor := ACTOR.search(self.seen[p]):
+                self.since = self.since or time.monotonic()
+                self.dead.append(f"{actor[0]} (process {p.pid})")
+        self.seen = {p: " ".join(p.info["cmdline"] or []) for p in found}
+        used = {p: p.info["cpu_times"].user + p.info["cpu_times"].system for p in found if p.info["cpu_times"]}
+        self.worked += sum(seconds - self.used.get(p, 0.0) for p, seconds in used.items())
+        self.used = used
+
+    def end(self):
+        for send in (signal.SIGTERM, signal.SIGKILL):
+            self.look()
+            for p in self.seen:
+                with suppress(psutil.Error):
+                    p.send_signal(send)
+            psutil.wait_procs(list(self.seen), timeout=5)
+
+
+def crowd() -> float:
+    """How many want each core, 1 at least; a run keeps about two busy itself."""
+    return max(1.0, (os.getloadavg()[0] - 2) / (os.cpu_count() or 1))
+
+
+def run(
+    command: list[str], log: Path, output: Path, *, env: dict, asked: int, stall: float, first: float, tell=print
+) -> Outcome:
+    """Run it, its output into a file; `tell` is called with each step that it logs, of `asked` ones."""
+    start = last = time.monotonic()
+    told, why, longest, written = 0, "", 0.0, -1
+    pace, worked, at_first = 0.0, 0.0, (0.0, 0.0)  # CPU seconds: in a second between steps, until the last, the first
+    with output.open("wb") as f:
+        process = subprocess.Popen(
+            command, stdout=f, stderr=subprocess.STDOUT, env=os.environ | env, start_new_session=True
+        )
+    family = Family(process.pid)
+    try:
+        while process.poll() is None and not why:
+            family.look()
+            now, rows = time.monotonic(), steps(log)
+            for row in rows[told:]:
+                tell(row)
+                if told:
+                    longest = max(longest, now - last)
+                    pace = (family.worked - at_first[1]) / max(now - at_first[0], 1)
+                else:  # that was the start
+                    at_first = now, family.worked
+                told, last, worked = told + 1, now, family.worked
+            if not told and output.stat().st_size != written:
+                written, last = output.stat().st_size, now
+            if rows and rows[-1]["step"] >= asked:
+                why = "it did not end after its last step" if now - last > END else ""
+            elif family.dead:
+                if now - family.since > GRACE:
+                    why = f"{family.dead[0]} died and the trainer did not end"
+            elif family.worked - worked < pace / 2 * (now - last) and now - last > max(IDLE, 4 * longest):
+                why = f"no step for {now - last:.0f} s and hardly any work: it waits; does a reward hang?"
+            elif now - last > (max(stall, 10 * longest) if told else first) * crowd():
+                why = f"no {'step' if told else 'sign of life'} for {now - last:.0f} s"
+            time.sleep(1)
+        for row in steps(log)[told:]:
+            tell(row)
+        ago = time.monotonic() - family.since  # those that went with the trainer are not to blame
+        gone = f"{family.dead[0]}, {ago:.0f} s before the end" if family.dead and ago > 5 else ""
+    finally:  # also when this is interrupted: nothing is left running
+        family.look()
+        family.end()
+        process.wait()
+    return Outcome(None if why else process.returncode, why, time.monotonic() - start, family.worked, gone)

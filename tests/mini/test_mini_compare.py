@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`repro/run.sh OBJECTIVE`: the right pair, the right words, a report one can look at."""
+
+import subprocess
+from pathlib import Path
+
+import mini_fake_train as fake
+import numpy as np
+import pytest
+from PIL import Image
+
+import upref
+from repro.mini.study import compare, results, suite
+from upref.errors import InputError
+
+ROOT = Path(__file__).parents[2]
+SHORT = {"steps": 30, "eval_every": 10}
+
+
+@pytest.mark.parametrize("name", [*upref.names(), "up(sapo)", "up(gppo)"])
+def test_every_objective_has_its_other_half(name):
+    e = compare.experiment(name, 2, SHORT)
+    base, up = e.arms
+    assert name in (base, up) and up.startswith("up") and upref.get(base) and upref.get(up)
+    assert {c.id for c in e.claims} == {"avg", "maj", "entropy", "best", "grad_norm", "kl"}
+    assert {c.contrasts[0].arms for c in e.claims} == {(up, base)}
+    assert all(e.run(arm, 1).objective == arm for arm in e.arms)
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "up"),
+    [
+        ("up_dapo", "dapo", "up_dapo"),
+        ("dapo", "dapo", "up_dapo"),
+        ("sapo", "sapo", "up(sapo)"),
+        ("up(sapo)", "sapo", "up(sapo)"),
+        ("dapo_no_upper_clip", "dapo_no_upper_clip", "up(dapo_no_upper_clip)"),
+    ],
+)
+def test_the_pair(name, base, up):
+    assert list(compare.experiment(name, 1, {}).arms) == [base, up]
+
+
+def test_an_unknown_objective_names_the_nearest():
+    with pytest.raises(InputError, match="did you mean"):
+        compare.experiment("up_dappo", 1, {})
+
+
+def written(name, shift, folder):
+    """The report of two seeds whose numbers differ by `shift`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake, "SHIFT", shift)
+        e = compare.experiment(name, 2, SHORT)
+        for _, _, s in e.runs():
+            fake.write(s, folder / s.key)
+    records = {s.key: results.record(folder / s.key) for _, _, s in e.runs()}
+    return compare.write(e, records, folder, folder / "report"), folder / "report"
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    return written("up_dapo", {"up_dapo": {"avg": 0.05, "entropy": -0.1, "kl_base": 0.3}}, tmp_path_factory.mktemp("r"))
+
+
+def test_the_report_says_what_showed(report):
+    text, folder = report
+    said = {line.split(":")[0][2:]: line for line in text.splitlines() if line.startswith("* Fig")}
+    assert "**showed**. up_dapo ends with a higher Avg@32 than dapo. (+" in said["Fig. 2a"]
+    assert "**did not show**" in said["Fig. 3a"] and "**did not show**" in said["Fig. 4b"]
+    assert "**showed**" in said["Fig. 4a"]
+    assert "bash repro/run.sh up_dapo reference" in text
+    assert sorted(p.name for p in folder.iterdir()) == ["cap.png", "cap.svg", "curves.png", "curves.svg", "report.md"]
+
+
+def test_the_map_is_lit_by_the_tokens(report):
+    text, folder = report
+    dead = float(text.split("* dapo, A > 0: ")[1].split(" %")[0])
+    seen = np.load(next(folder.parent.glob("dapo-*-s0-*")) / "seen.npz")
+    ratio, positive = seen["pi"] / seen["pi_old"], seen["adv"] > 0
+    assert dead == pytest.approx(100 * (ratio > 1.28)[positive].mean(), abs=0.5) and dead > 3
+    assert "* up_dapo, A > 0: 0.00 %" in text
+    picture = np.asarray(Image.open(folder / "cap.png").convert("RGB"), float)
+    orange = (abs(picture - [0xE6, 0x9F, 0x00]).sum(-1) < 60).mean()
+    red = (abs(picture - [0xCC, 0, 0]).sum(-1) < 60).mean()
+    assert orange > 1e-4 and red > 1e-5
+
+
+def test_what_has_no_map_of_tokens_says_why(tmp_path):
+    text, folder = written("up_gspo", {}, tmp_path)
+    assert "no map of tokens, it acts on whole responses" in text and not (folder / "cap.png").exists()
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(suite, "TRAIN", "mini_fake_train")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests' / 'mini'}")
+
+    def call(*words):
+        code = compare.main([*words, "--out", str(tmp_path)])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+def test_the_command_trains_reports_and_reuses(command, tmp_path):
+    code, out, err = command("up_dapo", "steps=6", "eval_every=3", "--seeds", "1")
+    assert (code, err) == (0, "") and "What showed of the paper's claims" in out and "0 of 2 runs are finished" in out
+    assert (tmp_path / "compare" / "up_dapo" / "curves.png").stat().st_size > 10_000
+    code, out, _ = command("dapo", "steps=6", "eval_every=3", "--seeds", "1")
+    assert code == 0 and "2 of 2 runs are finished; 0 to go" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["up_dappo"], "did you mean"),
+        (["up_dapo", "step=6"], "there is no 'step'; did you mean 'steps'?"),
+        (["up_dapo", "steps"], "is not name=value"),
+        (["up_dapo", "seed=3"], "seeds by --seeds"),
+        (["up_dapo", "--seeds", "0"], "at least 1"),
+    ],
+)
+def test_bad_words_are_one_sentence(command, words, says):
+    code, out, err = command(*words)
+    assert code == 2 and says in err and err.count("\n") == 1 and not out
+
+
+def test_a_failed_run_is_told(command, monkeypatch):
+    monkeypatch.setenv("FAKE", "fail-dapo")
+    code, _, err = command("up_dapo", "steps=6", "--seeds", "1")
+    assert code == 1 and "no space left" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "usage:"),
+        (["--help"], "usage:"),
+        (["up_dapo", "reference", "steps=5"], "no settings to change"),
+    ],
+)
+def test_run_sh_refuses_in_one_line(words, says):
+    p = subprocess.run(["bash", str(ROOT / "repro" / "run.sh"), *words], capture_output=True, text=True, check=False)
+    assert p.returncode == 2 and says in p.stderr and p.stderr.count("\n") == 1
+
+
+def test_pictures_are_not_blank(report):
+    for name in ("curves.png", "cap.png"):
+        assert np.asarray(Image.open(report[1] / name), float).std() > 10

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever happens to a run, started again it ends as the run that nothing happened to, to the bit; or says why not."""
+
+import json
+import multiprocessing
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from repro.mini import files
+from repro.mini.train import checkpoint, command, loop
+from repro.mini.train.settings import Settings
+from upref.errors import InputError
+
+ROOT = Path(__file__).parents[2]
+S = Settings(
+    steps=4,
+    prompts=8,
+    responses=4,
+    minibatches=2,
+    warmup=0,
+    train_problems=100,
+    eval_every=2,
+    eval_problems=4,
+    eval_samples=2,
+    checkpoint_every=1,
+)
+LOGS = ("steps.jsonl", "evals.jsonl")
+
+
+def contents(out):
+    return [(out / name).read_bytes() for name in LOGS]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing happened to."""
+    out = tmp_path_factory.mktemp("mini") / "whole"
+    loop.train(S, out, say=lambda _: None)
+    return out
+
+
+def same_end(out, whole):
+    assert contents(out) == contents(whole)
+    last = f"checkpoints/step-{S.steps}/model.safetensors"
+    assert (out / last).read_bytes() == (whole / last).read_bytes()
+    assert json.loads((out / "done.json").read_text())["key"] == S.key
+
+
+def test_again_is_the_same_and_another_seed_is_not(whole, tmp_path):
+    loop.train(S, tmp_path / "again", say=lambda _: None)
+    same_end(tmp_path / "again", whole)
+    loop.train(replace(S, seed=1), tmp_path / "other", say=lambda _: None)
+    assert contents(tmp_path / "other")[0] != contents(whole)[0]
+
+
+def test_a_finished_run_is_not_run_again(whole):
+    before = (whole / "done.json").stat().st_mtime_ns
+    loop.train(S, whole, watch=lambda *_: pytest.fail("it ran"))
+    assert (whole / "done.json").stat().st_mtime_ns == before
+
+
+class Killed(BaseException):
+    """No code catches this: as kill -9, but within one process."""
+
+
+def test_killed_at_every_moment(whole, tmp_path, monkeypatch):
+    """The run dies at the first touch of the disk, started again at the second after that, and so on to the end."""
+    out, deaths = tmp_path / "run", 0
+    touches = {"left": 0}
+
+    def deadly(original):
+        def touch(*args, **kwargs):
+            if touches["left"] == 0:
+                raise Killed
+            touches["left"] -= 1
+            return original(*args, **kwargs)
+
+        return touch
+
+    for owner, name in (
+        (files, "flush"),
+        (files.Log, "add"),
+        (Path, "rename"),
+        (Path, "write_bytes"),
+        (shutil, "rmtree"),
+    ):
+        monkeypatch.setattr(owner, name, deadly(getattr(owner, name)))
+    while not (out / "done.json").exists():
+        touches["left"] = 2 + 7 * deaths
+        try:
+            loop.train(S, out, say=lambda _: None)
+        except Killed:
+            deaths += 1
+    assert deaths >= 5
+    same_end(out, whole)
+
+
+def test_one_process_at_a_time_and_killed_for_real(whole, tmp_path, capsys):
+    out, file = tmp_path / "run", tmp_path / "s.json"
+    S.write(file)
+    start = [sys.executable, "-m", "repro.mini.train", "--settings", file, "--out", out]
+    victim = subprocess.Popen(start, cwd=ROOT, stderr=subprocess.DEVNULL)
+    while not any((out / "checkpoints").glob("step-[23]")):
+        assert victim.poll() is None
+        time.sleep(0.01)
+    before = contents(out)
+    assert command.main(["--settings", str(file), "--out", str(out)]) == 2
+    assert capsys.readouterr().err == (
+        f"train: {out} is in use by another process that trains: wait for it or stop it.\n"
+    )
+    victim.send_signal(signal.SIGKILL)
+    victim.wait()
+    assert not (out / "done.json").exists()
+    assert all(now.startswith(then) for now, then in zip(contents(out), before, strict=True))
+    assert command.main(["--settings", str(file), "--out", str(out)]) == 0
+    same_end(out, whole)
+
+
+def test_killed_for_real_at_random_moments(whole, tmp_path):
+    """Each process may live half as long again as the one before, up to one that finishes."""
+    out, lives, g = tmp_path / "run", 0, random.Random(0)
+    while not (out / "done.json").exists():
+        lives += 1
+        victim = multiprocessing.get_context("fork").Process(target=loop.train, args=(S, out))
+        victim.start()
+        victim.join(g.uniform(0, 0.1 * 1.5**lives))
+        victim.kill()
+        victim.join()
+    assert lives > 2
+    same_end(out, whole)
+
+
+@pytest.fixture
+def interrupted(whole, tmp_path):
+    """Stopped after step 3: checkpoints of steps 2 and 3, and lines of step 4 that no checkpoint knows of."""
+    out = tmp_path / "run"
+    watch = lambda step, _: (_ for _ in ()).throw(Killed) if step == 4 else None
+    with pytest.raises(Killed):
+        loop.train(S, out, watch=watch, say=lambda _: None)
+    assert [p.name for p in checkpoint.checkpoints(out)] == ["step-2", "step-3"]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("model.safetensors", "truncated"),
+        ("model.safetensors", "one bit"),
+        ("trainer.pt", "gone"),
+        ("trainer.pt", "one bit"),
+        ("provenance.json", "truncated"),
+        ("config.json", "gone"),
+    ],
+)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(interrupted, whole, name, damage):
+    file, said = interrupted / "checkpoints" / "step-3" / name, []
+    content = bytearray(file.read_bytes())
+    if damage == "gone":
+        file.unlink()
+    elif damage == "truncated":
+        file.write_bytes(content[: len(content) // 2])
+    else:
+        content[len(content) // 2] ^= 4
+        file.write_bytes(content)
+    loop.train(S, interrupted, say=said.append)
+    assert "step-3" in said[0]
+    assert "the checkpoint before it" in said[0]
+    assert "going on from step 2" in said[1]
+    same_end(interrupted, whole)
+
+
+def test_without_any_whole_checkpoint_it_starts_over(interrupted, whole):
+    for folder in checkpoint.checkpoints(interrupted):
+        (folder / "trainer.pt").write_bytes(b"")
+    loop.train(S, interrupted, say=lambda _: None)
+    same_end(interrupted, whole)
+
+
+def test_a_shortened_log_is_one_sentence(interrupted):
+    (interrupted / "steps.jsonl").write_text("")
+    with pytest.raises(InputError, match="shorter than when the checkpoint was made"):
+        loop.train(S, interrupted, say=lambda _: None)
+
+
+def test_another_run_s_folder_is_left_alone(whole):
+    with pytest.raises(InputError, match="holds a run with other settings"):
+        loop.train(replace(S, seed=5), whole)
+
+
+# ---- what cannot go on ---------------------------------------------------------------------------------------------
+@contextmanager
+def no_file_larger_than(size):
+    """As a full disk: the write that reaches the limit fails, in the middle of a line or a tensor."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("size", [100, 2500, 100_000, 600_000], ids=["settings", "log", "policy", "optimizer"])
+def test_a_full_disk_is_one_sentence_and_loses_nothing(size, interrupted, whole, capsys):
+    S.write(interrupted.parent / "s.json")
+    if size == 100:
+        shutil.rmtree(interrupted)
+    args = ["--settings", str(interrupted.parent / "s.json"), "--out", str(interrupted)]
+    with no_file_larger_than(size):
+        assert command.main(args) == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("train: cannot write")
+    if size > 100:
+        assert [p.name for p in checkpoint.checkpoints(interrupted)] == ["step-2", "step-3"]
+        assert not list((interrupted / "checkpoints").glob(".*"))
+    assert command.main(args) == 0
+    same_end(interrupted, whole)
+
+
+def test_an_unwritable_folder_is_one_sentence(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert command.main(["--steps", "1", "--out", str(tmp_path / "file" / "run")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("train: cannot write in") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--objective", "up_dappo"],
+        ["--base", "wlak"],
+        ["--task", "chess"],
+        ["--steps", "0"],
+        ["--settings", "none.json"],
+        ["--replay", "none.pt"],
+    ],
+)
+def test_bad_arguments_are_one_sentence(args, tmp_path, capsys):
+    assert command.main([*args, "--out", str(tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("train: ")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "run" / "steps.jsonl").exists()
+
+
+def test_a_loss_that_is_no_number_stops_and_can_be_replayed(tmp_path, capsys, monkeypatch):
+    args = ["--steps", "3", "--prompts", "8", "--responses", "4", "--minibatches", "2", "--eval-every", "0"]
+    args += ["--out", str(tmp_path / "run"), "--seed", "1"]
+    original, calls = loop.models.response_logits, []
+
+    def spoilt(*args):
+        calls.append(1)
+        logits = original(*args)
+        return logits * float("nan") if len(calls) == 6 else logits  # the base's and two minibatches a step
+
+    monkeypatch.setattr(loop.models, "response_logits", spoilt)
+    assert command.main(args) == 1
+    err = capsys.readouterr().err
+    kept = tmp_path / "run" / "replay-1-1.pt"
+    assert "step 1, minibatch 1: loss nan" in err
+    assert f"python -m repro.mini.train --replay {kept}" in err
+    assert len((tmp_path / "run" / "steps.jsonl").read_text().splitlines()) == 1
+    calls[:] = [1] * 5
+    assert command.main(["--replay", str(kept)]) == 1  # it stops again
+    assert "loss nan" in capsys.readouterr().err
+    calls[:] = [1] * 6
+    assert command.main(["--replay", str(kept)]) == 0  # mended
+    assert "grad_norm" in capsys.readouterr().out
+
+
+def test_half_written_replay_file_is_one_sentence(tmp_path, capsys):
+    torch.save({"step": 1}, tmp_path / "replay.pt")
+    content = (tmp_path / "replay.pt").read_bytes()
+    for part in (content, content[:100], b""):
+        (tmp_path / "replay.pt").write_bytes(part)
+        assert command.main(["--replay", str(tmp_path / "replay.pt")]) == 2
+        assert "is no replay file" in capsys.readouterr().err

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop: every objective trains, the loss is what upref says, and the settings say what is run."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import upref
+from repro.mini import tasks
+from repro.mini.policy import models
+from repro.mini.policy.tokens import tokenizer
+from repro.mini.tasks import Verdict
+from repro.mini.train import loop
+from repro.mini.train.checkpoint import Run
+from repro.mini.train.measure import Tally
+from repro.mini.train.rollout import rollout, too_long
+from repro.mini.train.settings import Settings
+from upref.errors import InputError
+
+SMALL = Settings(steps=1, prompts=16, responses=8, minibatches=2, eval_every=0, train_problems=200, warmup=0)
+CLIPS = ["clip_pos_high", "clip_neg_low", "clip_pos_low", "clip_neg_high", "alive", "overflow"]
+SEEN = ["reward", "valid", "length", "entropy", "groups_used", "rounds"]
+STEP_KEYS = [*CLIPS, *SEEN, "step", "kl_base", "kl_old", "grad_norm", "grad_norm_max", "ratio_q", "lr", "loss"]
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def a_step(s):
+    """A run, its batch, and the rows of its first minibatch."""
+    models.deterministic()
+    run = Run(s)
+    batch = rollout(run.policy, run.task, run.task.problems("train", s.train_problems, 0), s, 0)
+    return run, batch, torch.arange(s.prompts // s.minibatches * s.responses)
+
+
+def gradient(run):
+    return torch.cat([p.grad.flatten() for p in run.policy.parameters()])
+
+
+@pytest.mark.parametrize("name", [*upref.names(), "up(sapo)", "up(dapo)", "up(m2po)", "up(gmpo)"])
+def test_every_objective_trains(name, tmp_path):
+    s = replace(SMALL, objective=name)
+    loop.train(s, tmp_path / "run", say=lambda _: None)
+    (step,) = lines(tmp_path / "run" / "steps.jsonl")
+    assert sorted(step) == sorted(STEP_KEYS)
+    assert step["grad_norm"] > 0
+    assert step["alive"] > 0
+    assert step["kl_old"] > 0
+    assert abs(step["kl_base"]) < 1e-6  # the first batch is the base's own
+    assert step["reward"] > 0
+    done = json.loads((tmp_path / "run" / "done.json").read_text())
+    assert {"key", "commit", "versions", "machine", "seconds"} <= set(done)
+    seen = np.load(tmp_path / "run" / "seen.npz")
+    assert len(seen["pi_old"]) == len(seen["pi"]) == len(seen["adv"]) > 0
+    assert (seen["pi_old"] > 0).all()
+    assert (seen["pi_old"] <= 1 + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    ("base", "task", "objective"),
+    [("moe", "countdown", "up_gspo"), ("chain", "chain", "grpo"), ("biased", "countdown", "dapo")],
+)
+def test_every_base_trains(base, task, objective, tmp_path):
+    s = replace(SMALL, base=base, task=task, objective=objective, eval_every=1, eval_problems=4, eval_samples=2)
+    loop.train(s, tmp_path / "run", say=lambda _: None)
+    (step,) = lines(tmp_path / "run" / "steps.jsonl")
+    assert step["alive"] > 0
+    assert {e["set"] for e in lines(tmp_path / "run" / "evals.jsonl")} == {"test", *tasks.get(task).levels}
+
+
+def test_pictures_train(tmp_path, monkeypatch):
+    """An untrained Qwen3-VL, rewarded for even first tokens; every part of it, the eyes included, has a gradient."""
+    task = tasks.get("geometry")
+    models.save(tmp_path / "blind", models.new("qwen3_vl", task), tokenizer(task))
+    even = lambda problems, tokens: Verdict((tokens[:, 0] % 2 == 0).float(), tokens[:, 0] >= 0, tokens[:, 0])
+    monkeypatch.setattr(task, "verify", even)
+    s = replace(SMALL, base=str(tmp_path / "blind"), task="geometry", objective="up_grpo")
+    run, batch, rows = a_step(s)
+    loop.update(run, batch, None, rows, Tally(batch.tokens.shape[1]))
+    still = [name for name, p in run.policy.named_parameters() if p.grad is None or not p.grad.any()]
+    assert still == []
+
+
+@pytest.mark.parametrize("name", ["up_dapo", "dapo", "gspo", "dr_grpo", "m2po", "aspo_code", "up_grpo", "reinforce"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_leaving_out_what_has_no_gradient_changes_none(name, beta):
+    """The loop's minibatch gradient is that of Objective(Rollouts) on all of the minibatch's responses."""
+    beta = beta if upref.get(name).kl else 0.0
+    s = replace(SMALL, objective=name, beta=beta, grad_clip=1e9, lr=1e-9)
+    run, batch, rows = a_step(s)
+    with torch.no_grad():  # off the anchor, where objectives differ
+        for p in run.policy.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=tasks.generator("noise")))
+        ref = models.response_logits(run.base, *batch.prompts_of(torch.arange(len(batch.tokens))), batch.tokens)
+        ref = ref.log_softmax(-1).gather(-1, batch.tokens[..., None])[..., 0]
+    logits = models.response_logits(run.policy, *batch.prompts_of(rows), batch.tokens[rows])
+    lp_all = logits.log_softmax(-1)
+    H = -(lp_all.exp() * lp_all).sum(-1).detach()
+    b = upref.Rollouts(
+        lp_all.gather(-1, batch.tokens[rows][..., None])[..., 0],
+        batch.logp[rows].clamp(max=0),
+        batch.adv[rows, None],
+        batch.mask[rows],
+        batch.group[rows],
+        ref[rows] if beta else None,
+        H.clamp(min=0),
+    )
+    run.objective.loss(b, **s.hyperparameters()).backward()
+    expected = gradient(run).clone()
+    assert (batch.adv[rows] == 0).any()
+    loop.update(run, batch, ref if beta else None, rows, Tally(batch.tokens.shape[1]))
+    torch.testing.assert_close(gradient(run), expected, rtol=1e-3, atol=1e-5 * expected.abs().max().item())
+
+
+def test_a_minibatch_without_any_gradient_is_a_step_of_zero_gradient():
+    run, batch, rows = a_step(SMALL)
+    batch.adv = torch.zeros_like(batch.adv)
+    loop.update(run, batch, None, rows, Tally(batch.tokens.shape[1]))
+    assert (gradient(run) == 0).all()
+    assert len(run.optimizer.state) > 0
+
+
+def test_aggregation_and_advantages_can_be_chosen():
+    assert replace(SMALL, aggregation="token-mean").target().agg == "token-mean"
+    _, mean, _ = a_step(replace(SMALL, advantages="group_mean"))
+    _, norm, _ = a_step(SMALL)
+    assert not torch.equal(mean.adv, norm.adv)
+    assert torch.equal(mean.adv.sign(), norm.adv.sign())
+
+
+def test_evaluating_changes_nothing(tmp_path):
+    s = replace(SMALL, steps=2)
+    loop.train(s, tmp_path / "without", say=lambda _: None)
+    loop.train(replace(s, eval_every=1, eval_problems=8, eval_samples=4), tmp_path / "with", say=lambda _: None)
+    read = lambda name: (tmp_path / name / "steps.jsonl").read_bytes()
+    assert read("with") == read("without")
+    evals = lines(tmp_path / "with" / "evals.jsonl")
+    assert [e["step"] for e in evals] == [0, 0, 1, 1] + [2] * 8
+    assert {e["set"] for e in evals} == {"test", "one_step", "two_steps", "three_steps"}
+    assert {e["decoding"] for e in evals} == {"top_p_0.7", "t_1"}
+    for e in evals:
+        assert (e["n_problems"], e["k"]) == (8, 4)
+        assert e["pass1"] == e["avg"] <= e["best"]
+
+
+def test_dynamic_sampling_fills_with_mixed_groups():
+    s = replace(SMALL, prompts=8, responses=4, dynamic_sampling=True)
+    _, batch, _ = a_step(s)
+    mixed = (batch.adv.view(8, 4) != 0).any(1)
+    assert batch.seen["rounds"] > 1
+    assert int(mixed.sum()) == batch.seen["groups_used"] == 8
+    _, plain, _ = a_step(replace(s, dynamic_sampling=False))
+    assert plain.seen["groups_used"] < 8
+
+
+def test_overlong_responses_are_punished_linearly():
+    mask = torch.arange(13) < torch.tensor([[5], [9], [10], [11], [13]])
+    assert too_long(mask, replace(SMALL, overlong=4)).tolist() == [0, 0, 0.25, 0.5, 1]
+    assert too_long(mask, SMALL).tolist() == [0] * 5
+
+
+def test_epochs_go_over_the_batch_again(tmp_path):
+    loop.train(replace(SMALL, epochs=3), tmp_path / "three", say=lambda _: None)
+    loop.train(SMALL, tmp_path / "one", say=lambda _: None)
+    (three,), (one,) = (lines(tmp_path / name / "steps.jsonl") for name in ("three", "one"))
+    assert three["reward"] == one["reward"]
+    assert three["kl_old"] > one["kl_old"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"objective": "up_dappo"}, "did you mean up_dapo"),
+        ({"base": "wlak"}, "no base is called 'wlak'"),
+        ({"task": "chess"}, "no task is called 'chess'"),
+        ({"stepps": 3}, "did you mean 'steps'"),
+        ({"steps": "many"}, "steps must be a int"),
+        ({"steps": 0}, "steps must be 1 or more"),
+        ({"lr": float("nan")}, "lr must be a finite number"),
+        ({"hp": {"eps": 0.1}}, "no hyperparameter 'eps'"),
+        ({"hp": {"eps_low": -1}}, "eps_low must be a number >= 0"),
+        ({"prompts": 10}, "do not divide into 16 minibatches"),
+        ({"responses": 1}, "responses must be 2 or more"),
+        ({"advantages": "gae"}, "no advantage is called 'gae'"),
+        ({"aggregation": "sum"}, "aggregation must be one of"),
+        ({"objective": "gspo", "aggregation": "token-mean"}, "no other can stand in for"),
+        ({"objective": "reinforce", "beta": 0.1}, "no hyperparameter 'beta'"),
+        ({"overlong": 13}, "overlong must lie between"),
+        ({"dynamic_sampling": 1}, "dynamic_sampling must be a bool"),
+        ({"task": "chain"}, "was made for task 'countdown'"),
+    ],
+)
+def test_bad_settings_are_one_sentence(given, says):
+    with pytest.raises(InputError, match=says) as e:
+        Run(Settings.of(given))
+    assert "\n" not in str(e.value)
+
+
+def test_settings_round_trip(tmp_path):
+    s = Settings(objective="up(sapo)", hp={"tau_pos": 2.0}, seed=3, lr=1e-3)
+    s.write(tmp_path / "s.json")
+    assert Settings.read(tmp_path / "s.json") == s
+    assert Settings.read(tmp_path / "s.json").key == s.key != replace(s, seed=4).key
+    assert s.key.startswith("up_of_sapo-walk-s3-")
+    (tmp_path / "s.json").write_text("{")
+    with pytest.raises(InputError, match="cannot read settings from"):
+        Settings.read(tmp_path / "s.json")

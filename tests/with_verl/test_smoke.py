@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainer is watched to its end, whatever becomes of it; with vLLM installed, three real steps."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import upref
+
+psutil = pytest.importorskip("psutil", reason="`repro/venv.sh smoke` installs what watches a trainer")
+from repro.with_verl.cpu import smoke, toy  # noqa: E402
+from repro.with_verl.place import ROOT  # noqa: E402
+from repro.with_verl.run import watch  # noqa: E402
+from repro.with_verl.trials import equivalence, every, faults  # noqa: E402
+
+SMOKE = [sys.executable, "-m", "repro.with_verl.cpu.smoke", "up_dapo"]
+
+TRAINER = """
+import json, os, subprocess, sys, time
+log, plan = sys.argv[1], sys.argv[2]
+actor = subprocess.Popen(["bash", "-c", "exec -a 'ray::WorkerDict.update' sleep 600"])
+idle = subprocess.Popen(["bash", "-c", "exec -a ray::IDLE sleep 600"])
+time.sleep(3)
+for step in (1, 2, 3):
+    until = time.process_time() + 0.3
+    while time.process_time() < until:
+        pass
+    time.sleep(1.2)  # longer than the watch looks away: two steps at once have no pace
+    data = {"training/global_step": step, "critic/score/mean": step / 10, "actor/upref/parity_max_abs": 1e-7}
+    print(json.dumps({"step": step, "data": data}), file=open(log, "a"), flush=True)
+idle.kill()
+if plan == "ends":
+    actor.kill()
+    sys.exit(0)
+if plan == "loses":
+    actor.kill()
+    actor.wait()
+    time.sleep(9)
+if plan in ("fails", "loses"):
+    sys.exit("ValueError: no such thing")
+open(log + ".pid", "w").write(str(actor.pid))
+time.sleep(600)
+"""
+
+
+def trainer(tmp_path, plan, stall=600.0, do=None, asked=9):
+    script, log = tmp_path / "trainer.py", tmp_path / "log.jsonl"
+    script.write_text(TRAINER)
+    if do:
+        threading.Thread(target=do, args=(tmp_path / "log.jsonl.pid",), daemon=True).start()
+    told = []
+    out = watch.run(
+        [sys.executable, str(script), str(log), plan], log, tmp_path / "output",
+        env={}, asked=asked, stall=stall, first=600, tell=told.append,
+    )  # fmt: skip
+    assert [r["step"] for r in told] == [1, 2, 3]
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
+    assert not left
+    return out, watch.steps(log)
+
+
+def kill_when_there(pid_file):
+    while not pid_file.exists() or not pid_file.read_text():
+        time.sleep(0.1)
+    os.kill(int(pid_file.read_text()), signal.SIGKILL)
+
+
+def test_a_trainer_that_ends_is_left_to_end(tmp_path):
+    out, rows = trainer(tmp_path, "ends")
+    assert (out.status, out.why) == (0, "") and smoke.judge(rows, 3, out)[1] == []
+    report, wrong = smoke.judge(rows, 4, out)  # status 0, and yet not all steps
+    assert wrong == ["step 4 of 4 failed"] and "parity_max_abs 1.0e-07" in report
+
+
+def test_a_trainer_that_fails_says_so(tmp_path):
+    out, rows = trainer(tmp_path, "fails")
+    assert out.status == 1 and smoke.judge(rows, 8, out)[1] == ["step 4 of 8 failed"]
+    assert smoke.error_in(tmp_path / "output") == "ValueError: no such thing"
+    (tmp_path / "output").write_text("Training Progress:  17%|#   | 2/12\n")
+    assert smoke.error_in(tmp_path / "output") == "it names no error"
+
+
+def test_a_trainer_that_ends_because_an_actor_died_names_it(tmp_path):
+    out, rows = trainer(tmp_path, "loses")
+    assert out.status == 1 and "failed; the first to go was ray::WorkerDict" in smoke.judge(rows, 8, out)[1][0]
+
+
+def test_a_dead_actor_ends_a_trainer_that_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "GRACE", 2)
+    out, rows = trainer(tmp_path, "hangs", do=kill_when_there)
+    assert out.status is None and "ray::WorkerDict" in out.why and "died" in out.why
+    assert "after step 3" in smoke.judge(rows, 8, out)[1][0]
+
+
+def test_a_trainer_that_is_done_and_does_not_end_is_ended_and_not_blamed(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "GRACE", 0)
+    monkeypatch.setattr(watch, "END", 4)
+    out, rows = trainer(tmp_path, "hangs", do=kill_when_there, asked=3)
+    assert out.status is None and "after its last step" in out.why and smoke.judge(rows, 3, out)[1] == []
+
+
+def test_no_step_for_long_ends_it_with_all_it_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "crowd", lambda: 1.0)
+    out, _ = trainer(tmp_path, "hangs", stall=4)
+    assert out.status is None and "no step for" in out.why
+    left = [p for p in psutil.process_iter(["status"]) if p.pid == int((tmp_path / "log.jsonl.pid").read_text())]
+    assert all(p.info["status"] == "zombie" for p in left)  # at most not yet reaped
+
+
+def test_a_run_that_waits_for_what_does_not_come_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "IDLE", 3)
+    out, _ = trainer(tmp_path, "hangs")
+    assert out.status is None and "hardly any work" in out.why
+
+
+def test_a_full_disk_is_said_in_one_sentence(tmp_path):
+    output = tmp_path / "output"
+    output.write_text("RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 1024 vs 918\n")
+    assert "the disk is full" in smoke.full_disk(output) and str(tmp_path) in smoke.full_disk(output)
+    output.write_text("ValueError: no such thing\n")
+    assert smoke.full_disk(output) == ""
+
+
+def test_a_fault_that_is_not_survived_is_said():
+    row = {"fault": "worker", "steps": [1, 2], "seconds_to_end": 9.0, "status": 1, "said": ["WRONG  ended"]}
+    last = {"fault": "", "steps": [3, 4], "seconds_to_end": None, "status": 0, "said": []}
+    assert faults.judge([row, last]) == []
+    for change, said in (
+        ({"seconds_to_end": 61.0}, "ended after"),
+        ({"seconds_to_end": None}, "ended after"),
+        ({"status": 0}, "status 0"),
+        ({"said": []}, "said"),
+    ):
+        [wrong] = faults.judge([row | change, last])
+        assert wrong.startswith("worker") and said in wrong
+    for steps in ([], [1, 2], [5, 6]):  # no step, from the beginning, two left out
+        [wrong] = faults.judge([row, last | {"steps": steps}])
+        assert "did not go on" in wrong
+    assert "not whole" in faults.judge([row, last | {"status": 1}])[0]
+
+
+def test_whole_runs_are_compared_step_by_step():
+    run = {"score": [0.1, 0.2], "pg_loss": [-1.0, 1.0], "grad_norm": [1.0, 2.0], "entropy": [2.0, 2.0]}
+    runs = {name: run for name in equivalence.RUNS}
+    assert all(row["same"] for row in equivalence.compare(runs, 2))
+    assert not any(row["same"] for row in equivalence.compare(runs, 3))  # one step is missing
+    off = run | {"grad_norm": [1.0, 2.001]}
+    assert [row["pair"][1] for row in equivalence.compare(runs | {"vanilla": off}, 2) if not row["same"]] == ["vanilla"]
+
+
+def test_the_nightly_rows_are_by_objective_and_say_what_is_wrong():
+    key = every.LOGGED
+    data = lambda turn, **other: {"step": 1, "data": {
+        "actor/upref/turn": float(turn), **{k: 0.5 for k in key.values()}, **{key[k]: v for k, v in other.items()},
+    }}  # fmt: skip
+    rows = [data(0), data(0), data(1), data(1, grad_norm=0.0), data(2, parity_of_bound=1.5)]
+    found = every.rows_of(["dapo", "gspo", "grpo", "sapo"], rows)
+    assert [*found] == ["dapo", "gspo", "grpo"] and found["dapo"]["wrong"] == [] and found["dapo"]["steps"] == 2
+    assert found["gspo"]["wrong"] == ["no gradient"]
+    assert found["grpo"]["wrong"] == ["1 of 2 steps", "parity beyond its bound"]
+
+
+@pytest.mark.verl
+def test_a_turn_is_so_many_calls_of_the_registered_loss(monkeypatch):
+    algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason="`repro/venv.sh verl` installs it")
+    monkeypatch.setenv("UPREF_TURNS", "dapo up(sapo)")
+    monkeypatch.setenv("UPREF_TURN", "2")
+    turns = importlib.import_module("repro.with_verl.trials.turns")
+    assert algos.get_policy_loss_fn("upref/turns") is turns.turns
+    monkeypatch.setattr(turns, "LOSSES", [lambda **batch: (batch["x"], {"m": 1.0}), lambda **batch: (-batch["x"], {})])
+    assert [turns.turns(x=3) for _ in range(3)] == [(3, {"m": 1.0, "upref/turn": 0.0})] * 2 + [
+        (-3, {"upref/turn": 1.0})
+    ]
+
+
+def test_a_line_half_written_is_not_a_step(tmp_path):
+    log = tmp_path / "log"
+    assert watch.steps(log) == []
+    log.write_text('{"step": 1, "data": {"training/global_step": 1}}\n{"step": 2, "da')
+    assert [r["step"] for r in watch.steps(log)] == [1]
+
+
+def test_a_score_that_does_not_rise_and_a_missing_plug_in_are_wrong():
+    row = lambda i, score: {"step": i, "data": {smoke.SCORE: score}}
+    wrong = smoke.judge([row(i, 0.1) for i in range(1, 25)], 24, watch.Outcome(0, "", 1.0))[1]
+    assert len(wrong) == 2 and "did not rise" in wrong[0] and "no parity" in wrong[1]
+    assert smoke.judge([], 3, watch.Outcome(1, "", 1.0))[1] == ["step 1 of 3 failed"]
+    assert "killed by signal 9" in smoke.judge([], 3, watch.Outcome(-9, "", 1.0))[1][0]
+
+
+def test_the_toy_task():
+    assert toy.compute_score("toy", "2 2 2 2 2 2 2 2", "2") == 1
+    assert toy.compute_score("toy", "2 a 2", "2") == 2 / toy.RESPONSE and toy.compute_score("toy", "", "2") == 0
+    assert len(set(toy.VOCAB)) == len(toy.VOCAB)
+
+
+@pytest.mark.verl
+def test_verl_accepts_the_settings_and_refuses_a_typing_error():
+    pytest.importorskip("verl.workers.config", reason="`repro/venv.sh verl` installs it")
+    for name in ("up_dapo", "up_gspo", "dr_grpo"):  # one of each aggregation: nothing else depends on the objective
+        smoke.dry_run(upref.get(name))
+    for key, wrong in (("clip_rato", "0.3"), ("loss_agg_mode", "token-maen")):
+        with pytest.raises(upref.InputError, match=f"verl refuses .*{key if key == 'clip_rato' else wrong}"):
+            smoke.dry_run(upref.get("up_dapo"), [f"actor_rollout_ref.actor.{key}={wrong}"])
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("verl"), reason="`repro/venv.sh verl` installs what reads them")
+def test_a_wrong_override_starts_nothing_and_removes_nothing(tmp_path):
+    (tmp_path / "summary.json").write_text("{}")
+    command = [*SMOKE, "--out", str(tmp_path), "trainer.no_such=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 2 and "no_such" in done.stderr.splitlines()[-1]
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+def real(test):
+    no_vllm = not importlib.util.find_spec("vllm")
+    skip = pytest.mark.skipif(no_vllm, reason="no vLLM here: `repro/venv.sh smoke` installs it")
+    return pytest.mark.slow(pytest.mark.smoke(skip(test)))
+
+
+@real
+def test_three_real_steps_of_verl_and_vllm(tmp_path):
+    done = subprocess.run(
+        [*SMOKE, "--steps", "3", "--out", tmp_path / "run"], cwd=ROOT,
+        capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert found["steps"] == 3 and 0 < found["parity_max_abs"] < 1e-4 and found["wrong"] == []
+
+
+@real
+def test_a_run_that_is_broken_ends_and_goes_on_from_its_checkpoint(tmp_path):
+    """A hanging reward, a killed engine, worker, trainer and driver, a full disk: seven starts."""
+    done = subprocess.run(
+        [sys.executable, "-m", "repro.with_verl.trials.faults", "--out", tmp_path / "run"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A forked worker is what Python would have started: arguments, environment, folder, output, exit status, end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "repro" / "with_verl" / "cpu" / "fork.py"
+SERVER = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}]
+from repro.with_verl.cpu import fork
+sys.path[0] = ""
+fork.EARLY, fork.MODULES = (), ("wave",)
+fork.become(fork.serve())
+"""
+WORKER = """
+import json, os, random, sys, time
+found = [sys.argv[1:], os.environ["WHO"], os.getcwd(), os.getppid(), "wave" in sys.modules, __name__, random.random()]
+print(json.dumps([os.getpid(), *found]), flush=True)
+time.sleep(float(sys.argv[1]))
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def place(tmp_path):
+    (tmp_path / "worker.py").write_text(WORKER)
+    with tempfile.TemporaryDirectory() as folder:  # a socket's name is short
+        yield tmp_path, os.environ | {"UPREF_FORK": f"{folder}/s", "WHO": "me"}
+
+
+@pytest.fixture
+def server(place):
+    process = subprocess.Popen([sys.executable, "-c", SERVER], env=place[1])
+    while not os.path.exists(place[1]["UPREF_FORK"]):
+        time.sleep(0.05)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def worker(place, seconds):
+    folder, env = place
+    return subprocess.Popen(
+        [sys.executable, "-S", "-E", "-P", FILE, folder / "worker.py", str(seconds)],
+        env=env, cwd=folder, stdout=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_workers_are_forks_with_their_own_everything(place, server):
+    both = [worker(place, 0.1) for _ in range(2)]
+    said = [json.loads(p.communicate(timeout=30)[0]) for p in both]
+    for pid, *found, _ in said:
+        assert found == [["0.1"], "me", str(place[0]), server.pid, True, "__main__"] and pid != server.pid
+    assert [p.returncode for p in both] == [3, 3]
+    assert said[0][0] != said[1][0] and said[0][-1] != said[1][-1]  # another process, other random numbers
+
+
+def test_a_killed_worker_ends_who_asked_and_the_other_way_round(place, server):
+    first, second = worker(place, 600), worker(place, 600)
+    pids = [json.loads(p.stdout.readline())[0] for p in (first, second)]
+    os.kill(pids[0], signal.SIGKILL)
+    assert first.wait(30) != 0
+    second.kill()
+    while Path(f"/proc/{pids[1]}").exists():  # pytest's time limit, if any, is the bound
+        time.sleep(0.05)
+
+
+def test_without_the_forking_process_a_worker_starts_by_itself(place):
+    process = worker(place, 0)
+    _, _, who, _, parent, imported, _, _ = json.loads(process.communicate(timeout=30)[0])
+    assert (who, parent, imported, process.returncode) == ("me", os.getpid(), False, 3)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The committed runs of verl's trainer show what results/README.md says they show."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import upref
+
+pytest.importorskip("psutil", reason="`repro/venv.sh smoke` installs what watches a trainer")
+RESULTS = Path(__file__).parents[2] / "repro" / "with_verl" / "results"
+RUNS = sorted(p for p in RESULTS.glob("*.json") if p.stem not in ("every", "faults", "equivalence"))
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda p: p.stem)
+def test_a_run_was_whole_and_agreed_with_the_reference(path):
+    run = json.loads(path.read_text())
+    assert run["objective"] == path.stem.split("-")[0] and run["wrong"] == [] and run["steps"] == run["asked"]
+    assert 0 < run["parity_of_bound"] <= 1 and 0 < run["parity_max_abs"] < 1e-5
+    if path.stem == run["objective"]:
+        first, last = sum(run["score"][:3]) / 3, sum(run["score"][-3:]) / 3
+        assert run["steps"] >= 20 and last > first + 0.05
+
+
+def test_every_objective_took_two_steps_or_says_why_not():
+    table = json.loads((RESULTS / "every.json").read_text())
+    assert {*table} == {*upref.names()}
+    ran = {name: row for name, row in table.items() if "not run" not in row}
+    assert [*table.keys() - ran.keys()] == ["aspo_code"]
+    for row in ran.values():
+        assert (
+            row["steps"] == 2 and row["wrong"] == [] and min(row["grad_norm"]) > 0 and max(row["parity_of_bound"]) <= 1
+        )
+
+
+@pytest.mark.skipif(not (RESULTS / "faults.json").exists(), reason="not run yet")
+def test_the_broken_run_went_on_each_time():
+    from repro.with_verl.trials import faults
+
+    runs = json.loads((RESULTS / "faults.json").read_text())
+    assert all(faults.judge(run) == [] for run in runs)
+    survived = {row["fault"] for run in runs for row in run[:-1]}  # something came after it, and was judged
+    assert survived == {*faults.FAULTS}
+
+
+@pytest.mark.skipif(not (RESULTS / "equivalence.json").exists(), reason="not run yet")
+def test_the_runs_that_must_be_the_same_are():
+    from repro.with_verl.trials import equivalence
+
+    found = json.loads((RESULTS / "equivalence.json").read_text())
+    steps = len(found["runs"]["up_dapo"]["score"])
+    assert found["bound"] == equivalence.BOUND and equivalence.compare(found["runs"], steps) == found["pairs"]
+    assert {"two ranks", "vanilla"} <= {row["pair"][1] for row in found["pairs"]}
+    assert all(row["same"] for row in found["pairs"])

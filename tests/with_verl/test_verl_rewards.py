@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards: right answers are right in any spelling, and no response stops a run."""
+
+import sys
+import threading
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import upref
+from repro.with_verl.reward import score as rewards
+from repro.with_verl.reward.score import NONE, Grader, compute_score, last_answer, last_boxed, tidy
+
+
+def score(text, truth, protocol):
+    return compute_score("test", text, truth, {"protocol": protocol})
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [(r"\frac{1}{2}", "0.5"), ("x=3", "3"), ("1,000", "1000"), (r"2\sqrt{3}", r"\sqrt{12}"), (r"90^\circ", "90"),
+     (r"\dfrac{3}{4}", r"\frac{3}{4}"), ("(1, 2)", "(1,2)"), (r"\text{(B)}", "B")],
+)  # fmt: skip
+def test_right_in_another_spelling(answer, truth):
+    assert score(rf"so \boxed{{{answer}}}.", truth, "boxed")["acc"] == 1.0
+
+
+@pytest.mark.parametrize(("answer", "truth"), [("3", "4"), (r"\frac{1}{3}", "0.5"), ("(2,1)", "(1,2)"), ("", "1")])
+def test_wrong(answer, truth):
+    assert score(rf"so \boxed{{{answer}}}.", truth, "boxed") == {
+        "score": 0.0, "acc": 0.0, "pred": tidy(answer) if answer else NONE,
+    }  # fmt: skip
+
+
+def test_the_protocols():
+    assert score("Answer: 5\nno, wait\nAnswer: $34$.", "34", "dapo") == {"score": 1.0, "acc": 1.0, "pred": "34"}
+    assert score("**Answer: \\boxed{34}**", "34", "dapo")["acc"] == 1.0
+    assert score("\\boxed{34}", "34", "dapo") == {"score": -1.0, "acc": 0.0, "pred": NONE}  # no Answer: line
+    assert score("Answer: 34", "34", "boxed") == {"score": 0.0, "acc": 0.0, "pred": NONE}
+    assert score("\\boxed{1} or \\boxed{2}", "2", "boxed")["score"] == 1.0
+    assert score("<think>hm</think> \\boxed{3}", "3", "geo3k")["score"] == pytest.approx(1.0)
+    assert score("\\boxed{3}", "3", "geo3k")["score"] == pytest.approx(0.9)
+    assert score("<think>hm</think> \\boxed{4}", "3", "geo3k")["score"] == pytest.approx(0.1)
+    with pytest.raises(upref.InputError, match="one of dapo, boxed, geo3k"):
+        score("x", "1", "boxd")
+
+
+def test_nested_and_unclosed_boxes():
+    assert last_boxed(r"\boxed{\frac{1}{2}} and \boxed{x") == r"\frac{1}{2}"
+    assert last_boxed(r"\boxed{a{b}c}") == "a{b}c"
+    assert last_boxed("no box") is None
+    assert last_answer("answer:   \n") is None
+
+
+PIECES = st.sampled_from(
+    ["\\boxed{", "}", "{", "Answer: ", "\n", "$", "\\frac", "\\sqrt{", "^", "_", "(", ")", ",", "1", "0", "x", "/", "!",
+     "\\left(", "\\infty", "\\begin{matrix}", "%", "=", "<think>", "</think>", "\x00", "\ud800", "无", "9" * 30]
+)  # fmt: skip
+
+
+@given(st.lists(PIECES, max_size=25).map("".join) | st.text(max_size=80), st.sampled_from(rewards.PROTOCOLS))
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_reading_junk_never_raises(monkeypatch, text, protocol):
+    """All but math-verify's part, which the next test feeds."""
+    monkeypatch.setattr(rewards._GRADER, "ask", lambda *_: False)
+    r = score(text, "17", protocol)
+    assert r["acc"] in (0.0, 1.0) and -1 <= r["score"] <= 1 and r["pred"] and isinstance(r["pred"], str)
+    assert rewards.equal("17", "17") and not rewards.equal("", "17")
+
+
+@given(st.lists(PIECES, max_size=12).map("".join))
+@settings(max_examples=40, deadline=None)
+def test_comparing_junk_never_raises(text):
+    r = score("\\boxed{" + text + "}", "17", "boxed")
+    assert r["score"] in (0.0, 1.0)
+
+
+@given(st.integers(-(10**9), 10**9))
+@settings(max_examples=50, deadline=None)
+def test_a_whole_number_is_itself_with_commas_too(n):
+    for spelling in (str(n), f"{n:,}", f"${n}$", f" {n} ."):
+        assert score(f"Answer: {spelling}", str(n), "dapo")["score"] == 1.0
+        assert score(f"Answer: {spelling}", str(n), "dapo")["pred"] == str(n)
+
+
+def program(*lines: str) -> list[str]:
+    return [sys.executable, "-S", "-c", "\n".join(["import os, sys, time", "print('ready', flush=True)", *lines])]
+
+
+HANGS = program("for line in sys.stdin:", "    time.sleep(60)")
+DIES = program("sys.stdin.readline()", "os.abort()")
+LIES = program("sys.stdin.readline()", "print('what?', flush=True)")
+
+
+@pytest.mark.parametrize("command", [HANGS, DIES, LIES], ids=["hangs", "dies", "talks nonsense"])
+def test_a_grader_that_fails_means_wrong_and_a_new_one(command):
+    grader = Grader(command)
+    assert grader.ask("1", "1.0", seconds=0.3) is False
+    assert grader.process is None  # gone, and the next question starts another
+    grader.command = program("for line in sys.stdin:", "    print('true', flush=True)")
+    assert grader.ask("1", "1.0", seconds=30) is True
+    grader.close()
+
+
+def test_without_math_verify_nothing_is_scored_wrong():
+    with pytest.raises(upref.InputError, match="pip install math-verify"):
+        Grader([sys.executable, "-c", "import no_such_module"]).ask("1", "2", seconds=1)
+
+
+def test_a_time_limit_from_a_thread():
+    """verl scores in threads, where an alarm cannot be set; 9!!!!!!!!! takes sympy for ever."""
+    out = {}
+    ask = lambda: out.update(right=rewards.equal("9!!!!!!!!!", "2", seconds=1.0))
+    rewards.equal("1/2", "0.50", seconds=60)  # started and warm
+    began = time.monotonic()
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join(30)
+    assert out == {"right": False} and time.monotonic() - began < 25
+    assert rewards.equal("0.50", r"\frac12", seconds=60)  # and works again
+
+
+def test_threads_do_not_get_each_others_answers():
+    results = {}
+    pairs = [(f"{i}.0", str(i if i % 2 else i + 1)) for i in range(12)]
+
+    def ask(i):
+        results[i] = rewards.equal(*pairs[i], seconds=60)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(12)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert results == {i: bool(i % 2) for i in range(12)}
