@@ -85,7 +85,8 @@ def _plain(name: str, fn: Callable, o: Objective, hp: dict[str, Any]) -> Loss:
         p = required[0]
         if p.annotation is not Rollouts and p.annotation != "Rollouts" and p.name not in ("b", "rollouts"):
             raise InputError(f"{name}({p.name}) takes everything in one argument. {_WRAP.format(f'{name}(...)')}")
-        reading = Reading({}, frozenset(), {q.name: q for q in every if q is not p}, (), False)
+        own = {q.name: q for q in every if q is not p and q.kind is not q.VAR_KEYWORD}
+        reading = Reading({}, frozenset(), own, (), len(own) < len(every) - 1)
         return _bind(name, lambda full, hp: fn(rollouts(full), **hp), reading, o, hp,
                      frozenset({*MAIN, "group", "totals", "logp_ref", "entropy"}), f"{p.name} -> Rollouts")  # fmt: skip
     reading = read_signature(fn, name, names.role, MAIN)

@@ -9,7 +9,8 @@ from typing import Any
 from upref.errors import InputError
 from upref.losses.names import CALLED, NEVER, not_logs, words
 
-SETTINGS = bool | int | float | str  # a default of these says that an argument is no tensor
+SETTINGS = bool | int | float | str  # a default of these says that an argument is no tensor,
+COUNTED = ("ranks", "n")  # unless it is a count
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ def read(fn: Callable, name: str, role: Callable[[str], str], main: Sequence[str
         if not every or any(p.kind is p.VAR_POSITIONAL for p in every):
             return Reading({}, frozenset(), {}, (), swallows, tuple(main))
         raise InputError(f"{_shown(name, every)} names none of its arguments. {_wrapper(name, main)}")
-    roles = {p.name: r for p in plain if (r := role(p.name)) and not isinstance(p.default, SETTINGS)}
+    told = lambda p, r: r in COUNTED or not isinstance(p.default, SETTINGS)
+    roles = {p.name: r for p in plain if (r := role(p.name)) and told(p, r)}
     twice = [p for p in roles if list(roles.values()).count(roles[p]) > 1]
     if twice and roles[twice[0]] in main:
         raise InputError(
