@@ -11,8 +11,8 @@ from rich.console import Console
 
 import upref
 from upref.check import audit as audits
-from upref.check.regimes import batch, grad
 from upref.derivation import derive
+from upref.regimes import batch, grad
 
 ROOT = Path(__file__).parent
 say = Console(highlight=False, soft_wrap=True).print

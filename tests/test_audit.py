@@ -12,7 +12,7 @@ import torch
 from upref import InputError, Rollouts
 from upref.check import audit as A
 from upref.check.comparison import MICRO, TOL
-from upref.check.regimes import batch
+from upref.regimes import batch
 from upref.registry import get
 
 NEED = "`repro/venv.sh verl` installs what verl's losses need"

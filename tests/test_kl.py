@@ -6,7 +6,7 @@ import torch
 
 from upref import kl
 from upref.aggregate import aggregate
-from upref.check.regimes import batch
+from upref.regimes import batch
 from upref.registry import get
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import upref
-from upref.check.regimes import batch, grad
+from upref.regimes import batch, grad
 from upref.registry import get
 
 

@@ -12,8 +12,8 @@ import upref
 from upref import InputError
 from upref.check import audit as A
 from upref.check.adapters import adapt
-from upref.check.regimes import OFF_EDGES, batch, grad
 from upref.cli import main
+from upref.regimes import OFF_EDGES, batch, grad
 
 pytest.importorskip("trl", reason="`repro/venv.sh trl` installs what TRL's losses need")
 from trl import GRPOTrainer, RLOOTrainer

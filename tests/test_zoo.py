@@ -14,7 +14,7 @@ import zoo
 
 import upref
 from upref.aggregate import Totals
-from upref.check.regimes import batch
+from upref.regimes import batch
 from upref.rollouts import Rollouts
 
 EDGES = (-1e-9, 1e-9)  # exactly on a bound, rounding decides for whoever compares logs

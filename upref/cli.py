@@ -215,7 +215,8 @@ def _capacity_lines(o: Objective) -> str:
 
 
 def _cap(args) -> int:
-    from upref.capacity import capacity, name_of, with_hp
+    from upref.capacity import capacity
+    from upref.curve import of_all
 
     if args.adv == 0 or not math.isfinite(args.adv):
         raise InputError("--adv is a sign: give +1 or -1.")
@@ -224,14 +225,14 @@ def _cap(args) -> int:
         from upref.plots import cap_map
 
         return _save(cap_map(*args.names, adv=args.adv, **hp), args.file)
-    rows = [[name_of(o), *capacity(o, PI_OLD, PI_OLD, args.adv, **own).tolist()] for o, own in with_hp(args.names, hp)]
+    rows = [[c.name, *capacity(c, PI_OLD, PI_OLD, args.adv).tolist()] for c in of_all(args.names, hp)]
     return _numbers(args, "π_old", PI_OLD, rows, f"Cap at π_θ = π_old, A = {args.adv:+g}")
 
 
 def _weights(args) -> int:
     import numpy as np
 
-    from upref.capacity import name_of, weight_of, with_hp
+    from upref.curve import of_all
 
     hp = _hp(args.hp)
     if args.file:
@@ -239,8 +240,8 @@ def _weights(args) -> int:
 
         return _save(weights(*args.names, **hp), args.file)
     rows = [
-        [f"{name_of(o)}, A = {A:+d}", *weight_of(o, own)[0](np.array(RATIOS), float(A), 0.01).tolist()]
-        for o, own in with_hp(args.names, hp)
+        [f"{c.name}, A = {A:+d}", *c(np.array(RATIOS), float(A), 0.01).tolist()]
+        for c in of_all(args.names, hp)
         for A in (1, -1)
     ]
     return _numbers(args, "r", RATIOS, rows, "weight dJ/dlp (π_old = 0.01 where the bound depends on it)")

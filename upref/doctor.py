@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from upref.check.regimes import batch, grad
+from upref.regimes import batch, grad
 from upref.registry import get, names
 
 PARTS = ("torch", "numpy", "sympy", "matplotlib", "jaxtyping", "verl", "vllm", "transformers", "trl")

@@ -17,7 +17,7 @@ from plugged import RUNS, call, config, core_algos, forget  # noqa: F401
 import upref
 from upref import InputError, Totals, verl_plugin
 from upref.aggregate import verl_name
-from upref.check.regimes import batch
+from upref.regimes import batch
 
 pytestmark = pytest.mark.verl
 

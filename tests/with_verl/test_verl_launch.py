@@ -280,7 +280,7 @@ def test_a_shaped_reward_is_signed_by_its_sign():
 
 def test_grpo_of_the_vision_table_has_two_bounds_and_grpos_average():
     from repro.with_verl.plugins.grpo_clip_higher import grpo_clip_higher as two
-    from upref.check.regimes import batch
+    from upref.regimes import batch
 
     b = batch(two)
     same = dict(eps_low=0.2, eps_high=0.2)

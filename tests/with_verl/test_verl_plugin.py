@@ -9,10 +9,10 @@ from plugged import RUNS, call, config, core_algos, forget  # noqa: F401
 
 import upref
 from upref import InputError, aggregate, verl_plugin
-from upref.check.regimes import batch, grad
 from upref.check.verl import verl_loss, verl_weights
 from upref.diagnostics import diagnose
 from upref.parity import ParityError
+from upref.regimes import batch, grad
 
 pytestmark = pytest.mark.verl
 WHOLE = [n for n in RUNS if not upref.get(n).coupled]

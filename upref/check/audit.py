@@ -16,8 +16,8 @@ from torch import Tensor
 from upref.check.comparison import MICRO, TOL, Comparison, Reason, Row
 from upref.check.deviation import compare, difference, grid, unit
 from upref.check.ledger import Entry, hold, read
-from upref.check.regimes import grad
 from upref.errors import InputError
+from upref.regimes import grad
 from upref.rollouts import Rollouts
 
 

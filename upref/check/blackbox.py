@@ -15,10 +15,11 @@ from torch import Tensor
 from upref import kl
 from upref.aggregate import AGGREGATIONS
 from upref.check.adapters import Loss
-from upref.check.fit import FACTORS, SINGLE, Case, anchor
-from upref.check.regimes import OFF_EDGES
+from upref.check.fit import FACTORS, SINGLE, Case
 from upref.check.verdict import probe
+from upref.curve import alone
 from upref.errors import InputError
+from upref.regimes import OFF_EDGES, anchor, off, paired
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 
@@ -119,14 +120,8 @@ class BlackBox:
 
 def responses(points: list[Point]) -> Rollouts:
     """One response a point; behind an unsure token stands one of lower entropy with r = 1."""
-    two = points[0].unsure
-    col = lambda xs: torch.tensor(xs, dtype=torch.float64)[:, None]
-    r, old = col([p.r for p in points]), col([p.mu for p in points]).log()
-    A, H = col([p.A for p in points]), torch.ones(len(points), 1, dtype=torch.float64)
-    lp = old + r.log()
-    if two:
-        lp, old, A, H = (torch.cat(x, 1) for x in ((lp, old), (old, old), (A, A), (2 * H, H)))
-    return Rollouts(lp, old, A, torch.ones_like(lp, dtype=torch.bool), logp_ref=lp, entropy=H)
+    make = paired if points[0].unsure else alone
+    return make(*(np.array([getattr(p, k) for p in points]) for k in ("A", "r", "mu")))
 
 
 def rare(A: float, r: float, unsure: bool = False) -> Point:
@@ -143,9 +138,9 @@ def measure(loss_) -> BlackBox:
     if not (g[b.mask].isfinite().all() and g[b.mask].any()):
         why = "no gradient" if g[b.mask].isfinite().all() else "a gradient that is not finite"
         raise InputError(f"{loss_.name} has {why} on a good batch (π_θ = π_old, finite log-probabilities).")
-    off = replace(b, logp=b.logp - 0.4 * (1 + torch.arange(b.mask.numel()).reshape(b.mask.shape).sin()))
-    moved = loss_.gradient(off)
-    box.random = any(not torch.equal(loss_.gradient(off), moved) for _ in range(2))
+    far = replace(b, logp=b.logp - 0.4 * (1 + torch.arange(b.mask.numel()).reshape(b.mask.shape).sin()))
+    moved = loss_.gradient(far)
+    box.random = any(not torch.equal(loss_.gradient(far), moved) for _ in range(2))
     rows = {k: v[:5, :8] for k in ("logp", "logp_old", "adv", "mask") if (v := getattr(on, k)) is not None}
     group = None if on.group is None else on.group[:5]
     fewer = box.loss.view(replace(on, **rows, logp_ref=on.logp[:5, :8], entropy=None, group=group, totals=None))
@@ -168,8 +163,7 @@ def measure(loss_) -> BlackBox:
 
 
 def _differ(x: np.ndarray, y: np.ndarray, tol: float) -> bool:
-    off = np.abs(x - y) / np.maximum(np.maximum(np.abs(x), np.abs(y)), 0.1)
-    return bool((np.nan_to_num(off, nan=np.inf) > tol).any())
+    return bool((off(x, y, x) > tol).any())
 
 
 def _aggregation(box: BlackBox, seen: list[tuple[Rollouts, Tensor]]) -> tuple[str, float]:

@@ -9,10 +9,10 @@ from torch import Tensor
 from upref.check.adapters import ROLES
 from upref.check.fit import Case
 from upref.check.oracles import fail, note, oracle, role_name
-from upref.check.regimes import OFF_EDGES
 from upref.check.report import Finding
 from upref.errors import InputError
 from upref.ops import replayed_sg
+from upref.regimes import OFF_EDGES
 from upref.rollouts import Rollouts
 
 CONSTANTS = "harmless while the caller passes tensors without requires_grad; .detach() makes it sure"

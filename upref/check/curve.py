@@ -2,19 +2,18 @@
 """The oracles that hold a loss against its objective: weights by regime, aggregation, anchor, extremes, value."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from upref.check.causes import STOP, cause
-from upref.check.fit import EXACT, HABIT, Case, anchor, promised
+from upref.check.fit import EXACT, HABIT, Case, promised
 from upref.check.oracles import example, fail, note, oracle, worst, wrong
 from upref.check.patterns import pattern
-from upref.check.regimes import interval, kinks
 from upref.check.report import Finding
 from upref.ops import mean_t, sum_t
+from upref.regimes import anchor, column, interval, kinks, near_a_bound, random_batch
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
 
@@ -149,51 +148,20 @@ def _end(case: Case, sign: float, known: list[float], good: float, bad: float) -
         return bad
     for _ in range(6):
         xs = np.exp(np.linspace(math.log(good), math.log(bad), 33))
-        wrongs = (case.off(column(case, sign, xs)) > case.tol).any(1).tolist()
+        wrongs = (case.off(case.ready(column(sign, xs))) > case.tol).any(1).tolist()
         if True not in wrongs or not wrongs.index(True):
             return bad
         good, bad = xs[wrongs.index(True) - 1], xs[wrongs.index(True)]
     return float(bad)
 
 
-def column(case: Case, A: float, rs) -> Rollouts:
-    """One response of one token for each ratio."""
-    r = torch.as_tensor(np.asarray(rs), dtype=torch.float64)[:, None]
-    old = torch.minimum(torch.full_like(r, math.log(0.02)), -0.1 - r.log())
-    mask = torch.ones_like(r, dtype=torch.bool)
-    return case.ready(Rollouts(old + r.log(), old, torch.full_like(r, A), mask, entropy=torch.ones_like(r)))
-
-
-def random_batch(case: Case, rng) -> Rollouts:
-    """Any batch: ragged masks with holes, ratios near and far, a few zero advantages, groups or none."""
-    B, T = int(rng.integers(2, 7)), int(rng.integers(1, 9))
-    mask = rng.random((B, T)) < rng.choice([0.3, 0.8, 1.0])
-    mask[:, rng.integers(T)] = True
-    old = -rng.exponential(rng.choice([0.2, 2.0, 8.0]), (B, T)) - 1e-3
-    step = rng.normal(size=(B, T)) * rng.choice([1e-4, 0.02, 0.2, 1.0, 3.0])
-    lp = np.minimum(old + step, -1e-6)
-    A = rng.normal(size=(B, 1 if case.one_adv else T)) * (rng.random((B, 1)) < 0.9)
-    group = np.arange(B) % max(1, B // 2) if rng.random() < 0.7 else None
-    t = lambda x: torch.as_tensor(x)
-    return case.ready(
-        Rollouts(
-            t(lp),
-            t(old),
-            t(np.broadcast_to(A, (B, T)).copy()),
-            t(mask),
-            None if group is None else t(rng.permutation(group)),
-            entropy=t(rng.uniform(0, 3, (B, T))),
-        )
-    )
-
-
 def _random(case: Case, seed: int = 0) -> list[Finding]:
     rng = np.random.default_rng(seed)
     for n in range(RANDOM // 4 if case.o.reads_mu else RANDOM):  # bisected bounds are slow
-        b = random_batch(case, rng)
+        b = case.ready(random_batch(rng, case.one_adv))
         off = case.off(b)
         if case.tol > 1e-4:
-            off = off.masked_fill(_near_a_bound(case, b), 0)
+            off = off.masked_fill(near_a_bound(case.expected, b), 0)
         if off.max() > 10 * case.tol:
             i, t = worst(off)
             regime = f"{NAMES[b.adv[i, t].sign().item()]}, r = {ratio(case, b)[i, t].item():.4g}, in random batch {n}"
@@ -208,12 +176,6 @@ def _random(case: Case, seed: int = 0) -> list[Finding]:
                 )
             ]
     return []
-
-
-def _near_a_bound(case: Case, b: Rollouts) -> Tensor:
-    """Tokens whose weight jumps within the rounding of float32."""
-    step = [case.expected(replace(b, logp_old=b.logp_old + d)) for d in (-2e-5, 2e-5)]
-    return (step[1] - step[0]).abs() > 1e-3 * step[0].abs().clamp(min=1e-6)
 
 
 @oracle("aggregation")
@@ -273,7 +235,7 @@ def value(case: Case) -> list[Finding]:
         return []
     rng = np.random.default_rng(1)
     for n in range(10):
-        b = random_batch(case, rng)
+        b = case.ready(random_batch(rng, case.one_adv))
         found, expected = case.loss(b).item(), case.o.loss(b, **case.hp).item()
         if not math.isfinite(found):
             return [fail("value", f"random batch {n}", f"{expected:.6g}", f"{found}")]

@@ -14,7 +14,7 @@ from torch import Tensor
 from upref.aggregate import Totals, row_weights
 from upref.check.comparison import MICRO, TOL, Comparison, Reason, Row, Spot, accounted
 from upref.check.fit import promised
-from upref.check.regimes import EDGES, LOG_R, at, batch, grad, kinks, words
+from upref.regimes import EDGES, LOG_R, at, batch, clamped, grad, kinks, off, reference, words
 from upref.registry import REDUCE, get
 from upref.rollouts import Rollouts
 
@@ -26,20 +26,11 @@ def grid(c: Comparison) -> Rollouts:
     edges = tuple(e for e in EDGES if e or get(c.objective).level == "token")
     if c.one_adv or get(c.objective).agg == "seq-mean":
         pairs = [(o if o.level in REDUCE else replace(o, agg="seq-mean"), hp) for o, hp in pairs]
-    b = _join(*(batch(o, edges=edges, seed=i, **hp) for i, (o, hp) in enumerate(pairs)), _far())
+    b = _join(*(batch(o, edges=edges, seed=i, **hp) for i, (o, hp) in enumerate(pairs)), clamped())
     # masked slots hold what could pass for tokens, as a tool's answer in a multi-turn response does
     junk = {"logp": -1.0, "logp_old": -2.0, "adv": 0.5}
     b = replace(b, **{k: getattr(b, k).masked_fill(~b.mask, v) for k, v in junk.items()})
-    i = torch.arange(b.mask.numel(), dtype=b.logp.dtype).reshape(b.mask.shape)
-    return replace(b, logp_ref=b.logp_old - 0.3 - 0.2 * i.sin())
-
-
-def _far() -> Rollouts:
-    """Two responses of three tokens for each sign of A and log r on both sides of where implementations clamp it."""
-    cases = [(A, side * x) for A in (1.0, -1.0) for side in (-1, 1) for x in (9.5, 10.5, 19.5, 20.5, 25) for _ in "ab"]
-    adv, log_r = torch.tensor(cases, dtype=torch.float64).T[:, :, None].expand(2, -1, 3)
-    old = torch.where(log_r > 0, -30.0, -1.0)
-    return Rollouts(old + log_r, old, adv, torch.ones(adv.shape, dtype=torch.bool), torch.arange(len(cases)) // 2)
+    return replace(b, logp_ref=reference(b))
 
 
 def _join(*bs: Rollouts) -> Rollouts:
@@ -83,7 +74,7 @@ def _reference(c: Comparison, reasons: tuple[Reason, ...], b: Rollouts) -> Tenso
 
 
 def difference(found: Tensor, expected: Tensor) -> Tensor:
-    return (found - expected).abs() / expected.abs().clamp(min=1)
+    return off(found, expected, floor=1.0)
 
 
 def compare(framework: str, c: Comparison, b: Rollouts, found: Tensor, reasons: tuple[Reason, ...], micro: int) -> Row:
@@ -106,17 +97,17 @@ def compare(framework: str, c: Comparison, b: Rollouts, found: Tensor, reasons: 
 
 def _spot(c: Comparison, reasons: tuple[Reason, ...], b: Rollouts, found: Tensor, expected: Tensor) -> Spot:
     """Of the tokens that differ as much: on the fixed grid of ratios rather than at a bound's edge, near to π_old."""
-    off = difference(found, expected)
+    far = difference(found, expected)
     log_r = torch.where(b.mask, b.logp - b.logp_old, 0)
     if reduce := REDUCE.get(_level(c, reasons)):
         log_r = reduce(log_r, b.mask)[:, None].expand_as(log_r)
-    near = off.masked_fill(log_r.abs() > 5, 0)
-    off = near if near.max() > TOL else off
+    near = far.masked_fill(log_r.abs() > 5, 0)
+    far = near if near.max() > TOL else far
     edge = (log_r[..., None] - torch.as_tensor(LOG_R)).abs().amin(-1) > 1e-12
-    order = torch.where(off >= off.max() * (1 - 1e-6), log_r.abs() + 100 * edge, math.inf)
+    order = torch.where(far >= far.max() * (1 - 1e-6), log_r.abs() + 100 * edge, math.inf)
     i, t = divmod(int(order.argmin()), order.shape[1])
     where = _where(c, reasons, b, i, t, log_r[i, t].exp().item())
-    return Spot(off[i, t].item(), where, expected[i, t].item() + 0.0, found[i, t].item() + 0.0)
+    return Spot(far[i, t].item(), where, expected[i, t].item() + 0.0, found[i, t].item() + 0.0)
 
 
 def _where(c: Comparison, reasons: tuple[Reason, ...], b: Rollouts, i: int, t: int, r: float) -> str:

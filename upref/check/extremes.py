@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import torch
 
-from upref.check.curve import NAMES, column
+from upref.check.curve import NAMES
 from upref.check.fit import Case
 from upref.check.oracles import as_python, example, fail, note, oracle, wrong
 from upref.check.report import Finding
 from upref.errors import InputError
+from upref.regimes import column, overflowing
 from upref.rollouts import Rollouts
 
 FAR = (5.0, 8.0, 9.5, 10.5, 15.0, 19.5, 20.5, 30.0, 50.0)
@@ -28,21 +29,8 @@ def extremes(case: Case) -> list[Finding]:
 
 
 def _far(case: Case, dtype) -> Rollouts:
-    """Far ratios of both signs, and rare tokens whose ratio is near 1; pairs of equal tokens."""
-    cases = [(A, x, 0.5) for A in (1.0, -1.0, 0.0) for x in (*(s * y for y in OVERFLOW for s in (1, -1)), 0.1)]
-    cases += [(A, 0.0625, lp) for A in (1.0, -1.0) for lp in (50.0, 120.0, 1000.0)]
-    A, x, lp = (torch.tensor(c, dtype=torch.float64)[:, None].expand(-1, 2) for c in zip(*cases, strict=True))
-    new = torch.where(x > 0, -lp, x - lp)
-    b = case.ready(
-        Rollouts(
-            new, new - x, A.clone(), torch.ones_like(A, dtype=torch.bool), logp_ref=new, entropy=torch.ones_like(A)
-        )
-    )
-    cast = lambda k: {k: getattr(b, k).to(dtype)}
-    return replace(b, **cast("logp"), **cast("logp_old"), **cast("adv"), **cast("logp_ref"), **cast("entropy"))
-
-
-OVERFLOW = (20.0, 60.0, 80.0, 100.0, 800.0)
+    b = case.ready(overflowing())
+    return replace(b, **{k: getattr(b, k).to(dtype) for k in ("logp", "logp_old", "adv", "logp_ref", "entropy")})
 
 
 def _overflows(case: Case, dtype) -> list[Finding]:
@@ -98,13 +86,13 @@ def _one(b: Rollouts, i: int, dtype) -> str:
 def _clamps(case: Case) -> list[Finding]:
     """A weight that is lost beyond some |log r|: a clamp of the log-ratio."""
     for A in (1.0, -1.0):
-        cols = [(s, x, float(case.off(column(case, A, [math.exp(s * x)])).max())) for x in FAR for s in (1, -1)]
+        cols = [(s, x, float(case.off(case.ready(column(A, [math.exp(s * x)]))).max())) for x in FAR for s in (1, -1)]
         hit = [(s, x) for s, x, off in cols if off > 1e-6]
         near = [(s, x) for s, x in hit if x < 20]
         if not hit:
             continue
         s, x = near[0] if near else hit[0]
-        b = column(case, A, [math.exp(s * x)])
+        b = case.ready(column(A, [math.exp(s * x)]))
         e, f = case.expected(b)[0, 0].item(), case.weights(b)[0, 0].item()
         text = f"{NAMES[A]}, log r = {s * x:g}"
         if near:

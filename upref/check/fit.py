@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref import kl
+from upref import kl, regimes
 from upref.aggregate import Totals, row_weights
 from upref.check.adapters import Loss
-from upref.check.regimes import EDGES, OFF_EDGES, batch
+from upref.regimes import EDGES, OFF_EDGES, anchor, batch
 from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
 
@@ -98,9 +98,7 @@ class Case:
         """Relative difference of the weights, 0 on masked slots, infinite where one is not finite."""
         found = self.weights(b) if found is None else found
         expected = self.expected(b)
-        scale = torch.maximum(expected.abs(), b.adv.expand_as(expected).abs()).clamp(min=0.1)
-        off = (found - expected).abs() / scale
-        return torch.where(b.mask, off.nan_to_num(nan=torch.inf), 0)
+        return torch.where(b.mask, regimes.off(found, expected, b.adv), 0)
 
     def grid(self, **options) -> Rollouts:
         return self.ready(batch(self.per_response, **{"edges": self.edges} | options, **self.plain_hp))
@@ -120,32 +118,8 @@ class Case:
         return self.o.agg == "seq-mean" or self.loss.adv_shape != "BT"
 
     def ready(self, b: Rollouts) -> Rollouts:
-        """Masked slots hold numbers that could pass for tokens; a reference policy; no groups for who takes none."""
-        A = torch.where(b.mask, b.adv.expand_as(b.mask), 0)
-        first = A.gather(1, b.mask.int().argmax(1, keepdim=True))
-        b = replace(
-            b,
-            logp=b.logp.masked_fill(~b.mask, -1.0),
-            logp_old=b.logp_old.masked_fill(~b.mask, -1.1),
-            adv=torch.where(b.mask, A, first),
-            entropy=None if b.entropy is None else b.entropy.masked_fill(~b.mask, 1.0),
-        )
-        if b.logp_ref is None:
-            i = torch.arange(b.mask.numel(), dtype=b.logp.dtype).reshape(b.mask.shape)
-            b = replace(b, logp_ref=b.logp_old - 0.3 - 0.2 * i.sin())
-        return self.loss.view(b)
-
-
-LENGTHS = (1, 5, 2, 7, 3, 4, 6, 2)
-ANCHOR_A = (1.0, -1.0, -0.5, 0.5, 2.0, -2.0, 1.5, -0.75)
-
-
-def anchor(width: int = 9) -> Rollouts:
-    """π_θ = π_old, ragged lengths, three groups of other sizes, one advantage per response."""
-    mask = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
-    lp = -0.5 - torch.arange(mask.numel(), dtype=torch.float64).reshape(mask.shape).sin() ** 2
-    adv = torch.tensor(ANCHOR_A, dtype=torch.float64)[:, None].expand_as(mask).clone()
-    return Rollouts(lp, lp.clone(), adv, mask, torch.tensor([0, 0, 0, 1, 1, 2, 2, 2]), entropy=1 + lp**2)
+        """A batch as this loss can know it, see regimes.ready."""
+        return self.loss.view(regimes.ready(b))
 
 
 def fit(loss: Loss, o: Objective, hp: dict[str, Any]) -> Case:

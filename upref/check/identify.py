@@ -3,7 +3,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,13 +15,12 @@ from upref.check.adapters import adapt
 from upref.check.blackbox import SIGNS, BlackBox, measure, neutral
 from upref.check.causes import cause
 from upref.check.conduct import mutation
-from upref.check.curve import random_batch
 from upref.check.fit import Case, promised, unit_weights
 from upref.check.identity import Identity, Match
-from upref.check.regimes import EDGES, LOG_R, MU, lay
-from upref.check.regimes import SIGNS as ALL_SIGNS
 from upref.check.solve import Candidate, candidate
 from upref.errors import InputError
+from upref.regimes import EDGES, LOG_R, MU, lay, near_a_bound, off, random_batch
+from upref.regimes import SIGNS as ALL_SIGNS
 from upref.registry import REDUCE, Objective, get, names
 from upref.rollouts import Rollouts
 
@@ -105,11 +103,10 @@ def _grids(box: BlackBox) -> list[Grid]:
                 cases += [(A, mu, r) for mu in ([p.mu] if box.reads_mu else MU) if mu * r < 0.999]
     cases = [cases[i] for i in rng.permutation(len(cases))]
     few = [c for c in cases if c[1] not in MU[1:] and c[2] < 60]  # the bounds of a response's ratio do not depend on mu
-    one = replace(box.case, o=replace(neutral(), agg="seq-mean"))
     out = [(lay(cases, "token", True, rng), False), *((lay(few, level, True, rng), False) for level in REDUCE)]
     mixed = lay(cases, "token", False, rng)
     out += [(mixed, True)] if box.takes(mixed) else []
-    out += [(random_batch(one, rng), False) for _ in range(RANDOM)]
+    out += [(random_batch(rng, one_adv=True), False) for _ in range(RANDOM)]
     ready = [(box.case.ready(b), mixed) for b, mixed in out]
     return [(b, mixed, box.loss.gradient(b)) for b, mixed in ready]
 
@@ -118,15 +115,10 @@ def _off(box: BlackBox, o: Objective, hp: dict[str, Any], b: Rollouts, g: Tensor
     """Relative difference of the weights on each token, 0 on masked slots; hp without beta."""
     expected = unit_weights(o, b, hp) + box.kl_weights(b)
     found = g / box.case.factors(b, box.agg or promised(o)) / box.scale
-    scale = torch.maximum(expected.abs(), b.adv.abs()).clamp(min=0.1)
-    off = ((found - expected).abs() / scale).nan_to_num(nan=torch.inf)
-    return torch.where(b.mask, off.masked_fill(_rounded(box, o, hp, b), 0) if box.tol > 1e-4 else off, 0)
-
-
-def _rounded(box: BlackBox, o: Objective, hp, b: Rollouts) -> Tensor:
-    """Tokens whose weight jumps within the rounding of float32."""
-    step = [unit_weights(o, replace(b, logp_old=b.logp_old + d), hp) for d in (-2e-5, 2e-5)]
-    return (step[1] - step[0]).abs() > 1e-3 * step[0].abs().clamp(min=1e-6)
+    far = off(found, expected, b.adv)
+    if box.tol > 1e-4:
+        far = far.masked_fill(near_a_bound(lambda x: unit_weights(o, x, hp), b), 0)
+    return torch.where(b.mask, far, 0)
 
 
 # ---- candidates ------------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from upref.check.fit import Case
 from upref.check.oracles import FIELDS, as_python, example, fail, moved, note, oracle, role_name, shrink, worst
-from upref.check.regimes import OFF_EDGES
 from upref.check.report import Finding
 from upref.errors import InputError
+from upref.regimes import OFF_EDGES
 from upref.rollouts import Rollouts
 
 BIT = 1e-12

@@ -6,7 +6,6 @@ divergence, and the expected gradient against the divergences' gradients, on pol
 """
 
 import inspect
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ from upref.check.conduct import CONSTANTS
 from upref.check.oracles import fail, note
 from upref.check.report import Finding, Report
 from upref.errors import InputError
+from upref.regimes import off
 
 ORACLES = ("value", "gradient", "clamp", "expected-value", "expected-gradient", "stop-gradient", "determinism")
 NEAR = torch.linspace(-2, 2, 41, dtype=torch.float64)  # d = log π_ref - log π_θ
@@ -117,20 +117,20 @@ def _both(term: Term, d: Tensor) -> tuple[Tensor, Tensor]:
     return k.detach()[0], torch.zeros_like(d) if g is None else g[0]
 
 
-def _off(x: Tensor, y: Tensor) -> Tensor:
-    return ((x - y).abs() / y.abs().clamp(min=1e-2)).nan_to_num(nan=math.inf)
+def _far(x: Tensor, y: Tensor) -> Tensor:
+    return off(x, y, floor=1e-2)
 
 
 def _same(term: Term, other: Term, d: Tensor, which: tuple[int, ...] = (0, 1), tol: float = 1e-5) -> bool:
-    return all(bool(_off(_both(term, d)[i], _both(other, d)[i]).max() < tol) for i in which)
+    return all(bool(_far(_both(term, d)[i], _both(other, d)[i]).max() < tol) for i in which)
 
 
 def _pointwise(which: int, oracle: str, what: str):
     def run(term: Term, estimator: str) -> list[Finding]:
         found, want = _both(term, NEAR)[which], _both(kl.ESTIMATORS[estimator], NEAR)[which]
-        if (off := _off(found, want)).max() < 1e-5:
+        if (far := _far(found, want)).max() < 1e-5:
             return []
-        i = int(off.argmax())
+        i = int(far.argmax())
         gone = which and not found.any()
         why = (
             GONE
@@ -147,7 +147,7 @@ def _pointwise(which: int, oracle: str, what: str):
 def _clamp(term: Term, estimator: str) -> list[Finding]:
     value, g = _both(term, FAR)
     want_value, want = _both(kl.ESTIMATORS[estimator], FAR)
-    bad = (_off(g, want) > 1e-5) | (_off(value, want_value) > 1e-5)
+    bad = (_far(g, want) > 1e-5) | (_far(value, want_value) > 1e-5)
     for i in bad.nonzero()[:, 0].tolist():
         d = FAR[i].item()
         make, cause = (
@@ -204,10 +204,10 @@ def _words(key: str) -> str:
 
 
 def _contract(term: Term) -> list[str]:
-    on, off = whose(term), whose(term, off_policy=True)
+    on, other = whose(term), whose(term, off_policy=True)
     return [
         f"as a loss on samples of π_θ its expected gradient is that of {_words(on)}",
-        f"on samples of another policy it is that of {_words(off)}; correct them by importance weights",
+        f"on samples of another policy it is that of {_words(other)}; correct them by importance weights",
     ]
 
 

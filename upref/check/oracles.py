@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The oracles: each looks at a Case from one side and answers with Findings."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from upref.check.fit import Case, promised
 from upref.check.report import Finding
 from upref.check.shrink import as_python, shrink
 from upref.errors import InputError
+from upref.regimes import off
 from upref.rollouts import Rollouts
 
 ORACLES: dict[str, Callable[[Case], list[Finding]]] = {}
@@ -60,8 +60,8 @@ def wrong(case: Case, tol: float = 0.0) -> Callable[[Rollouts], bool]:
 
 def moved(x: Tensor, y: Tensor, mask: Tensor, tol: float) -> Tensor:
     """Relative difference on unmasked slots; infinite where one is not finite and the other is."""
-    off = ((x - y).abs() / y.abs().amax().clamp(min=1e-30)).nan_to_num(nan=math.inf)
-    return torch.where(mask & (off > tol), off, 0)
+    far = off(x, y, floor=y.abs().amax().clamp(min=1e-30))
+    return torch.where(mask & (far > tol), far, 0)
 
 
 def role_name(k: str) -> str:

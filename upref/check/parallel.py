@@ -6,10 +6,11 @@ from dataclasses import replace
 import torch
 
 from upref.aggregate import Totals
-from upref.check.fit import Case, anchor
+from upref.check.fit import Case
 from upref.check.invariance import BIT
 from upref.check.oracles import as_python, fail, moved, note, oracle, worst
 from upref.check.report import Finding
+from upref.regimes import anchor
 from upref.rollouts import Rollouts
 
 

@@ -6,10 +6,11 @@ from typing import Any
 
 from upref.check import conduct, curve, extremes, invariance, parallel  # noqa: F401  they register their oracles
 from upref.check.adapters import SHAPES, Loss, adapt
-from upref.check.fit import EXACT, HABIT, Case, anchor, fit
+from upref.check.fit import EXACT, HABIT, Case, fit
 from upref.check.oracles import ORACLES
 from upref.check.report import Finding, Report
 from upref.errors import InputError
+from upref.regimes import anchor
 from upref.registry import Objective, get
 
 ORDER = (

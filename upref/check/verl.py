@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from upref.aggregate import Totals
-from upref.check.regimes import grad
 from upref.errors import InputError, importing
+from upref.regimes import grad
 from upref.rollouts import Rollouts
 
 
