@@ -14,8 +14,8 @@ import torch
 import upref
 from upref import kl
 from upref.advantages import ADVANTAGES
-from upref.regimes import OFF_EDGES, batch, grad
 from upref.ops import replayed_sg
+from upref.regimes import OFF_EDGES, batch, grad
 
 TOL = 1e-12
 LAWS = []

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from upref import InputError, Rollouts
-from upref.verify import audit as A
-from upref.verify.audit.compare import MICRO, TOL
 from upref.regimes import batch, grad
 from upref.registry import get
+from upref.verify import audit as A
+from upref.verify.audit.compare import MICRO, TOL
 
 NEED = "`repro/venv.sh verl` installs what verl's losses need"
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=NEED)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import upref
-from upref.capacity import capacity, cuts, obstacle, own_token_bound
+from upref.cap import capacity, own_token_bound
+from upref.curve import obstacle, of
 
 TOL = 1e-9
 MU, P = np.meshgrid(np.linspace(0.005, 1, 97), np.linspace(0, 1, 101))
@@ -129,10 +130,11 @@ def test_gmpo_clips_in_log_space():
 
 
 def test_narrow_windows_are_found():
-    assert cuts("gspo", 0.5, 1.0) == pytest.approx([1 + 4e-4], abs=1e-15)
-    assert cuts("gspo", 0.5, -1.0, eps_low=1e-9) == pytest.approx([1 - 1e-9], abs=1e-15)
-    assert cuts("dapo", 0.1, -1.0, eps_low=1e-8, c=1 + 1e-7) == pytest.approx([1 - 1e-8, 1 + 1e-7], abs=1e-15)
-    assert cuts("up_dapo", 0.5, 1.0).size == 0
+    cuts = lambda name, A, **hp: [j.r for j in of(name, **hp).jumps(A, 0.5) if j.end]
+    assert cuts("gspo", 1.0) == pytest.approx([1 + 4e-4], abs=1e-15)
+    assert cuts("gspo", -1.0, eps_low=1e-9) == pytest.approx([1 - 1e-9], abs=1e-15)
+    assert cuts("dapo", -1.0, eps_low=1e-8, c=1 + 1e-7) == pytest.approx([1 - 1e-8, 1 + 1e-7], abs=1e-15)
+    assert cuts("up_dapo", 1.0) == []
 
 
 # ---- conventions -----------------------------------------------------------------------------------------------------
@@ -285,9 +287,9 @@ def test_registered_surrogate_taken_as_a_foreign_loss(name):
             "aspo_code has no weight of a token by itself: its clip depends on the token's entropy",
         ),
         (("up(m2po)", 0.5, 0.5), "whole batch"),
-        ((lambda lp, old, A, mask: lp[:, 0, None, None], 0.5, 0.5), "one tensor element"),
-        ((lambda lp, old, A, mask: 0.0, 0.5, 0.5), "one tensor element"),
-        ((lambda lp, old, A, mask: old.sum(), 0.5, 0.5), "depends on log_prob"),
+        ((lambda lp, old, A, mask: lp[:, 0, None, None], 0.5, 0.5), "answers with shape .*return a scalar"),
+        ((lambda lp, old, A, mask: 0.0, 0.5, 0.5), "answers with float"),
+        ((lambda lp, old, A, mask: old.sum(), 0.5, 0.5), "has no gradient"),
         ((lambda lp, old, A, mask: (0 * lp).sqrt().sum(), 0.5, 0.5), "no finite gradient in log_prob at pi="),
     ],
 )

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import upref
-from upref.regimes import OFF_EDGES, batch, grad
 from upref.derivation import derive, sympy_gradient
 from upref.ops import exp, where
+from upref.regimes import OFF_EDGES, batch, grad
 
 DERIVATIONS = Path(__file__).parent.parent / "derivations"
 ENV = os.environ | {"PYTHONPATH": str(DERIVATIONS.parent)}

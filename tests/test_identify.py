@@ -11,8 +11,8 @@ import torch
 import zoo
 
 import upref
-from upref.regimes import interval
 from upref.cli import main
+from upref.regimes import interval
 
 NARROW = ("gspo", "up_gspo", "up_gspo_anchored")  # their bounds are of the order of 1e-3
 RANGES = {

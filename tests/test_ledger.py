@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from upref import InputError
+from upref.cli import main
 from upref.verify import audit as audits
 from upref.verify.audit.ledger import hold, read
-from upref.cli import main
 
 ROOT = Path(__file__).parent.parent
 ENTRIES = read()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import upref
-from upref.capacity import capacity
+from upref.cap import capacity
 from upref.plots import Panel, cap_map, cap_panels, weights
 
 

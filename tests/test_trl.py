@@ -10,10 +10,10 @@ import torch
 
 import upref
 from upref import InputError
-from upref.losses import read
-from upref.verify import audit as A
-from upref.regimes import OFF_EDGES, batch, grad
 from upref.cli import main
+from upref.losses import read
+from upref.regimes import OFF_EDGES, batch, grad
+from upref.verify import audit as A
 
 pytest.importorskip("trl", reason="`repro/venv.sh trl` installs what TRL's losses need")
 from trl import GRPOTrainer, RLOOTrainer

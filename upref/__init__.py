@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Where each public name lives. Imported at its first use: `upref -h` needs no torch, a trainer neither sympy nor matplotlib.
+# Where each public name lives, imported at its first use: `upref -h` needs no torch, a trainer no sympy or matplotlib.
 _HOME = {
     "InputError": "errors",
     "Objective": "registry",
@@ -47,7 +47,30 @@ _HOME = {
     "up": "transforms",
     "up_anchored": "transforms",
 }
-__all__ = [*_HOME]
+__all__ = [
+    "InputError",
+    "Objective",
+    "Rollouts",
+    "Totals",
+    "aggregate",
+    "assert_advantages",
+    "assert_kl",
+    "assert_policy_loss",
+    "cap_map",
+    "capacity",
+    "check",
+    "check_advantages",
+    "check_kl",
+    "derive",
+    "diagnose",
+    "get",
+    "identify",
+    "names",
+    "objective",
+    "row_weights",
+    "up",
+    "up_anchored",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from upref.capacity import capacity, cuts, name_of, obstacle, weight_of, with_hp
+from upref.cap import capacity
+from upref.curve import Curve, obstacle, of, of_all
+from upref.jumps import GRID
 from upref.registry import Objective, get, names
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ class Panel:
     """One square of a Cap map."""
 
     title: str
-    objective: str | Objective | Callable
+    objective: str | Objective | Callable | Curve
     adv: float = 1.0
     hp: dict[str, Any] = field(default_factory=dict)
     subtitle: str = ""
@@ -49,14 +51,12 @@ class Panel:
 def cap_map(*objectives: str | Objective | Callable, adv: float = 1.0, **hp) -> "Figure":
     """Cap(π_θ, π_old) of each objective or loss over the unit square, dead regions hatched. See `upref.capacity`.
 
-    adv   advantage, one sign for all panels;    hp   each goes to the objectives that have it, a loss gets them all
+    adv   advantage, one sign for all panels;    hp   each goes to the objectives and losses that have it
     Raises InputError where no objective has a hyperparameter, and whatever `capacity` raises.
     """
-    panels = []
-    for objective, own in with_hp(objectives, hp):
-        sign = "A > 0" if adv > 0 else "A < 0" if adv < 0 else "A = 0"
-        panels.append(Panel(name_of(objective), objective, adv, own, ", ".join([sign, *_settings(objective, own)])))
-    return cap_panels(panels)
+    sign = "A > 0" if adv > 0 else "A < 0" if adv < 0 else "A = 0"
+    curves = of_all(objectives, hp)
+    return cap_panels([Panel(c.name, c, adv, subtitle=", ".join([sign, *_settings(c)])) for c in curves])
 
 
 def cap_panels(panels: list[Panel], n: int = 400) -> "Figure":
@@ -126,36 +126,37 @@ def _room(region, width=0.28, height=0.09) -> tuple[float, float] | None:
 def weights(*objectives: str | Objective | Callable, mu: float = 0.1, **hp) -> "Figure":
     """dJ/dlp against the ratio r (s for sequence level), for A = +1 and A = -1, one labelled line per objective.
 
-    mu   π_old(o_t), for the objectives whose bounds depend on it, and for losses (r then ends at 1/mu)
-    hp   each goes to the objectives that have it, a loss gets them all
+    mu   π_old(o_t), for those whose weight depends on it (r then ends at 1/mu)
+    hp   each goes to the objectives and losses that have it
     The weight is that of a response of one token, alone in its batch. Raises InputError for objectives whose weight
     depends on the batch, and whatever `capacity` raises.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
-    chosen = [(o, own, PALETTE[i % len(PALETTE)]) for i, (o, own) in enumerate(with_hp(objectives, hp))]
-    reach = max(_reach(o, own, mu) for o, own, _ in chosen)
+    chosen = of_all(objectives, hp)
+    colors = [PALETTE[i % len(PALETTE)] for i in range(len(chosen))]
+    reach = max(_reach(c, mu) for c in chosen)
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(9.6, 3.5))
         for i, A in enumerate((1.0, -1.0)):
             ax = fig.add_axes((0.075 + 0.485 * i, 0.15, 0.295, 0.73))
-            curves = [_curve(o, own, A, mu, reach) for o, own, _ in chosen]
-            same = [[j for j, (_, v) in enumerate(curves) if np.array_equal(v, w)] for _, w in curves]
+            lines = [_line(c, A, mu, reach) for c in chosen]
+            same = [[j for j, (_, v) in enumerate(lines) if np.array_equal(v, w)] for _, w in lines]
             ends = []
-            for j, ((o, _, color), (r, w)) in enumerate(zip(chosen, curves, strict=True)):
+            for j, (c, color, (r, w)) in enumerate(zip(chosen, colors, lines, strict=True)):
                 turn, of = same[j].index(j), len(same[j])  # equal curves take turns in dashes
                 dash = "-" if of == 1 else (6 * turn, (6, 6 * (of - 1)))
                 ax.plot(r, w, color=color, lw=1.8, ls=dash, dash_capstyle="butt")
-                ends.append((w[-1], name_of(o), color))
+                ends.append((w[-1], c.name, color))
             _ratio_axis(ax, reach)
             low, high = min(0, *(e[0] for e in ends)), max(0, *(e[0] for e in ends))
             bound = np.clip(max(abs(low), abs(high)), 1.25, 5) * 1.08
             ax.set_ylim(*((-0.06 * bound, bound) if A > 0 else (-bound, 0.06 * bound)))
             ax.axhline(0, color="#666666", lw=0.6, zorder=0)
             ax.set_title(f"A = {A:+.0f}".translate(MINUS), loc="left", fontsize=10, fontweight="bold", color=INK)
-            unit = "s" if all(getattr(o, "level", "") == "sequence" for o, *_ in chosen) else "r"
-            note = f"  (mu = {mu:g})" if any(getattr(o, "reads_mu", True) for o, *_ in chosen) else ""
+            unit = "s" if all(c.level == "sequence" for c in chosen) else "r"
+            note = f"  (mu = {mu:g})" if any(c.reads_mu for c in chosen) else ""
             ax.set_xlabel((f"ratio {unit}" if reach == WIDE else f"({unit} − 1) · 10$^4$") + note)
             _label_ends(ax, ends)
         fig.axes[0].set_ylabel("gradient weight  dJ/dlp")
@@ -192,7 +193,7 @@ def atlas() -> "Figure":
 
     groups, absent = _groups()
     dapo = get("dapo")
-    reference = [(_curve(dapo, {}, A, 0.1, WIDE), capacity(dapo, ATLAS_MU, ATLAS_MU, A)) for A in (1.0, -1.0)]
+    reference = [(_line(of(dapo), A, 0.1, WIDE), capacity(dapo, ATLAS_MU, ATLAS_MU, A)) for A in (1.0, -1.0)]
     columns, pair, head, foot = 4, (2.72, 1.62), 0.72, 0.5
     rows = -(-len(groups) // columns)
     width, height = columns * pair[0] + 0.35, head + rows * pair[1] + foot
@@ -203,7 +204,7 @@ def atlas() -> "Figure":
             x, y = 0.42 + i % columns * pair[0], height - head - (i // columns + 1) * pair[1]
             left, right = inch(x, y + 0.32, 0.98, 0.82), inch(x + 1.5, y + 0.32, 0.82, 0.82)
             compare = reference if group[0] != dapo and group[0].level in ("token", "free") else []
-            _atlas_weight(left, group[0], [curve for curve, _ in compare])
+            _atlas_weight(left, group[0], [line for line, _ in compare])
             _atlas_cap(right, group[0], [cap for _, cap in compare])
             if i % columns == 0:
                 left.set_ylabel("weight", labelpad=1)
@@ -254,7 +255,7 @@ def _groups() -> tuple[list[list[Objective]], dict[str, str]]:
     known: dict[tuple[str, bytes], list[Objective]] = {}
     r = np.exp(np.r_[np.linspace(-2, 2, 201), np.linspace(-1e-3, 1e-3, 201)])
     for o in (get(n) for n in names() if n not in absent):
-        probe = [weight_of(o, {})[0](r, A, mu) for A in (1.0, -1.0) for mu in (0.01, 0.1)]
+        probe = [of(o)(r, A, mu) for A in (1.0, -1.0) for mu in (0.01, 0.1)]
         unit = "token" if o.level == "free" else o.level
         known.setdefault((unit, np.round(probe, 9).tobytes()), []).append(o)
     groups = [sorted(g, key=lambda o: (o.name.count("_"), o.name)) for g in known.values()]
@@ -263,11 +264,11 @@ def _groups() -> tuple[list[list[Objective]], dict[str, str]]:
 
 
 def _atlas_weight(ax, o: Objective, grey):
-    reach = _reach(o, {}, 0.1)
-    for curve in grey:
-        ax.plot(*curve, color=GREY, lw=0.9, zorder=1)
+    reach = _reach(of(o), 0.1)
+    for line in grey:
+        ax.plot(*line, color=GREY, lw=0.9, zorder=1)
     for A, color in ((1.0, UP), (-1.0, DOWN)):
-        r, w = _curve(o, {}, A, 0.1, reach)
+        r, w = _line(of(o), A, 0.1, reach)
         ax.fill_between(r, w, color=color, alpha=0.16, lw=0)
         ax.plot(r, w, color=color, lw=1.3, zorder=2)
     ax.axhline(0, color="#666666", lw=0.5, zorder=0)
@@ -295,21 +296,25 @@ def _atlas_cap(ax, o: Objective, grey):
 
 
 # ---- common ----------------------------------------------------------------------------------------------------------
-def _curve(o: Objective | Callable, hp, A: float, mu: float, reach: float) -> tuple[np.ndarray, np.ndarray]:
+def _line(curve: Curve, A: float, mu: float, reach: float) -> tuple[np.ndarray, np.ndarray]:
     """(r, weight), with both sides of every jump; r - 1 in 1e-4 where the reach is narrow."""
     r = np.exp(np.linspace(-reach, reach, 61))
-    jumps = cuts(o, mu, A, **hp)
-    jumps = jumps[abs(np.log(jumps)) < reach]
+    jumps = np.array([j.r for j in curve.jumps(A, mu, _near(reach))])
     r = np.sort(np.r_[r, 1, jumps * (1 - 1e-9), jumps * (1 + 1e-9)])
-    w = weight_of(o, hp)[0](r, A, mu)
+    r = r[r * mu <= 1] if curve.reads_mu else r
+    w = curve(r, A, mu)
     flat = np.r_[False, (w[:-2] == w[1:-1]) & (w[1:-1] == w[2:]), False]
     return (r if reach == WIDE else (r - 1) * 1e4)[~flat], w[~flat]
 
 
-def _reach(o: Objective | Callable, hp, mu: float) -> float:
+def _near(reach: float) -> np.ndarray:
+    return GRID[abs(np.log(GRID)) < reach]
+
+
+def _reach(curve: Curve, mu: float) -> float:
     """Half-width in log r: a few windows where the window is narrow, else a factor of 6."""
-    jumps = [abs(np.log(j)) for A in (1.0, -1.0) for j in cuts(o, mu, A, **hp) if j > 0]
-    return 2.6 * max(jumps) if jumps and max(jumps) < 0.02 else WIDE
+    ends = [abs(np.log(j.r)) for A in (1.0, -1.0) for j in curve.jumps(A, mu, _near(WIDE)) if j.end]
+    return 2.6 * max(ends) if ends and max(ends) < 0.02 else WIDE
 
 
 def _ratio_axis(ax, reach):
@@ -326,6 +331,5 @@ def _ratio_axis(ax, reach):
         ax.set_xticks([-tick, 0, tick], [f"−{tick:g}", "0", f"{tick:g}"])
 
 
-def _settings(objective, hp) -> list[str]:
-    own = objective.resolve(hp) if isinstance(objective, Objective) else hp
-    return [f"{GREEK.get(k, k)} = {v}" for k, v in own.items() if v is not None and k != "beta"]
+def _settings(curve: Curve) -> list[str]:
+    return [f"{GREEK.get(k, k)} = {v}" for k, v in curve.settings.items() if v is not None and k != "beta"]

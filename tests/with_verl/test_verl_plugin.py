@@ -9,10 +9,10 @@ from plugged import RUNS, call, config, core_algos, forget  # noqa: F401
 
 import upref
 from upref import InputError, aggregate, verl_plugin
-from upref.regimes import batch, grad
-from upref.losses.verl import verl_loss
 from upref.diagnostics import diagnose
+from upref.losses.verl import verl_loss
 from upref.parity import ParityError
+from upref.regimes import batch, grad
 
 pytestmark = pytest.mark.verl
 WHOLE = [n for n in RUNS if not upref.get(n).coupled]

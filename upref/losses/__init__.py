@@ -26,11 +26,11 @@ from upref.losses.signature import read as read_signature
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 
-__all__ = ["MAIN", "SHAPES", "Loss", "Outcome", "load", "name_of", "neutral", "read"]
+__all__ = ["MAIN", "SHAPES", "Loss", "Outcome", "load", "name_of", "neutral", "read", "takes"]
 
 
 def neutral() -> Objective:
-    """An objective without hyperparameters: a loss that is held against nothing keeps its own, a framework's its own."""
+    """An objective without hyperparameters: a loss that is held against nothing keeps its own."""
     return replace(get("reinforce"), name="nothing", agg="token-mean")
 
 
@@ -49,8 +49,10 @@ def bare(loss: Any, o: Objective, hp: dict[str, Any]) -> Loss:
     name = name_of(loss)
     if isinstance(loss, str):
         framework, _, mode = loss.partition(":")
-        if framework.isidentifier() and importlib.util.find_spec(f"upref.losses.{framework}") and "named" in vars(
-            module := importlib.import_module(f"upref.losses.{framework}")
+        if (
+            framework.isidentifier()
+            and importlib.util.find_spec(f"upref.losses.{framework}")
+            and "named" in vars(module := importlib.import_module(f"upref.losses.{framework}"))
         ):
             return module.named(loss, mode, o, hp)
         loss = load(loss)
@@ -99,27 +101,36 @@ def _bind(name: str, call: Callable, reading: Reading, o: Objective, hp: dict[st
     known = set(o.hyperparameters)
     argument = {meant: p for p in reading.own if (meant := names.hyperparameter(p, known))}
     argument |= {p: p for p in reading.own if p in known}
-    foreign = {k: v for k, v in hp.items() if k not in known and k in reading.own}
-    resolved = o.resolve({k: v for k, v in hp.items() if k not in foreign})
-    swallows = reading.swallows
+    meant = {k: names.argument(k, reading.own) for k in hp if k not in known}
+    foreign = {p or k: hp[k] for k, p in meant.items() if p or reading.swallows}
+    hp = {k: v for k, v in hp.items() if not (k in meant and (meant[k] or reading.swallows))}
+    resolved, swallows = o.resolve(hp), reading.swallows
     needed = {meant for meant, p in argument.items() if p in reading.needed}
     if unbound := [p for p in reading.needed if p not in argument.values() and p not in foreign]:
         raise InputError(
             f"{name} needs {unbound[0]!r}, which {o.name} does not have: bind it, `--hp {unbound[0]}=VALUE` or "
             f"functools.partial({name.rpartition(':')[2]}, {unbound[0]}=VALUE)."
         )
-    given = {k: v for k, v in hp.items() if k in argument or (swallows and k not in foreign)}
+    given = {k: v for k, v in hp.items() if k in argument or swallows}
     given |= {k: resolved[k] for k in needed}
     contract = tuple(
         f"{k} is not an argument of the loss: {k} = {v} is expected of it"
         for k, v in hp.items()
-        if k not in argument and k not in foreign and not swallows
+        if k not in argument and not swallows
     )
     spelled = lambda hp: {argument.get(k, k): v for k, v in hp.items()}
     return Loss(
         name, lambda full, hp: call(full, foreign | spelled(hp)), o, reads, frozenset(argument), swallows, given,
         read_as=read_as, contract=contract,
     )  # fmt: skip
+
+
+def takes(loss: Any, key: str) -> bool:
+    """Whether a loss that is held against nothing has an argument for this hyperparameter."""
+    if isinstance(loss, str) and loss.startswith(("verl:", "trl:")):
+        return False
+    every = {p.name: p for p in parameters(load(loss) if isinstance(loss, str) else loss)}
+    return bool(names.argument(key, every)) or any(p.kind is p.VAR_KEYWORD for p in every.values())
 
 
 def rollouts(full: Mapping[str, Any]) -> Rollouts:
@@ -188,5 +199,5 @@ def probe() -> Rollouts:
     lp = -0.6 - 0.3 * torch.arange(mask.numel(), dtype=torch.float64).reshape(mask.shape).sin()
     A = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 1.5, -0.75], dtype=torch.float64)[:, None]
     group = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
-    entropy = torch.ones_like(lp)
-    return Rollouts(lp, lp.clone(), A.expand(mask.shape).clone(), mask, group, lp - 0.1, entropy, Totals.of(mask, group))
+    A, H, totals = A.expand(mask.shape).clone(), torch.ones_like(lp), Totals.of(mask, group)
+    return Rollouts(lp, lp.clone(), A, mask, group, lp - 0.1, H, totals)

@@ -5,6 +5,7 @@ A rule by the words of a name rather than a list of names, so that `behaviour_lo
 """
 
 import re
+from collections.abc import Iterable
 
 # role -> what upref calls it
 CALLED = {
@@ -105,8 +106,13 @@ def hyperparameter(name: str, known: set[str] | frozenset[str]) -> str:
     return meant if meant in known else ""
 
 
+def argument(key: str, of: Iterable[str]) -> str:
+    """Which of these arguments is meant by a hyperparameter: the one of its name, or that means it; or ""."""
+    return key if key in of else next((p for p in of if hyperparameter(p, {key})), "")
+
+
 REWARDS = {"reward", "rewards", "score", "scores", "return", "returns", "r"}
-N = "n num_generations group_size n_samples num_samples n_samples_per_prompt rollout_n g k".split()
+N = ["n", "num_generations", "group_size", "n_samples", "num_samples", "n_samples_per_prompt", "rollout_n", "g", "k"]
 
 
 def reward_role(name: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which argument of anybody's function is what: by name where names say it, by position where none does, else refused."""
+"""Which argument of anybody's function is what: by name where names say it, by position where none does."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -84,13 +84,12 @@ def read(fn: Callable, name: str, role: Callable[[str], str], main: Sequence[str
     if missing:
         if odd := [p.name for p in free if not_logs(p.name) or set(words(p.name)) & NEVER]:
             raise InputError(f"{_shown(name, every)}: {odd[0]} is nothing that upref gives. {_wrapper(name, main)}")
-        if len(missing) == len(main) and len(free) >= len(main) or len(missing) == len(free) == 1:
+        if (len(missing) == len(main) and len(free) >= len(main)) or len(missing) == len(free) == 1:
             placed = list(zip((p.name for p in free), missing, strict=False))
         else:
-            raise InputError(
-                f"{_shown(name, every)}: upref cannot tell which argument is {' and which '.join(CALLED[r] for r in missing)}. "
-                + _wrapper(name, main)
-            )
+            which = " and which ".join(CALLED[r] for r in missing)
+            said = f"{_shown(name, every)}: upref cannot tell which argument is {which}."
+            raise InputError(f"{said} {_wrapper(name, main)}")
     roles |= dict(placed)
     ordered = {p.name: roles[p.name] for p in plain if p.name in roles}
     own = {p.name: p for p in plain if p.name not in roles}

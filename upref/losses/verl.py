@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's own policy losses on a batch of ours, and as `Loss`: `verl:LOSS_MODE` (settings.py), or a function of verl's."""
+"""verl's own policy losses on a batch of ours, and as `Loss`: `verl:LOSS_MODE`, or a function of its signature."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

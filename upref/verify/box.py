@@ -13,11 +13,11 @@ from torch import Tensor
 
 from upref import kl
 from upref.aggregation import AGGREGATIONS
-from upref.curve import AT_ONCE, Curve, alone, differ
+from upref.curve import AT_ONCE, Curve, alone
 from upref.curve import rare as mu_of
 from upref.errors import InputError
 from upref.losses import Loss, neutral
-from upref.regimes import OFF_EDGES, anchor, paired
+from upref.regimes import OFF_EDGES, anchor, off, paired
 from upref.rollouts import Rollouts
 from upref.verify.factors import even, names
 from upref.verify.measure import Case, held, kl_slope
@@ -136,9 +136,9 @@ def measure(loss: Loss) -> BlackBox:
     if not (g[b.mask].isfinite().all() and g[b.mask].any()):
         why = "no gradient" if g[b.mask].isfinite().all() else "a gradient that is not finite"
         raise InputError(f"{loss.name} has {why} on a good batch (π_θ = π_old, finite log-probabilities).")
-    off = replace(b, logp=b.logp - 0.4 * (1 + torch.arange(b.mask.numel()).reshape(b.mask.shape).sin()))
-    moved = case.gradient(off)
-    box.random = any(not torch.equal(case.gradient(off), moved) for _ in range(2))
+    far = replace(b, logp=b.logp - 0.4 * (1 + torch.arange(b.mask.numel()).reshape(b.mask.shape).sin()))
+    moved = case.gradient(far)
+    box.random = any(not torch.equal(case.gradient(far), moved) for _ in range(2))
     rows = {k: v[:5, :8] for k in ("logp", "logp_old", "adv", "mask") if (v := getattr(on, k)) is not None}
     group = None if on.group is None else on.group[:5]
     fewer = loss.view(replace(on, **rows, logp_ref=on.logp[:5, :8], entropy=None, group=group, totals=None))
@@ -159,6 +159,10 @@ def measure(loss: Loss) -> BlackBox:
         box.reads_entropy = not torch.allclose(g, turned, rtol=1e-6, atol=0)
     _curve(box)
     return box
+
+
+def differ(x: np.ndarray, y: np.ndarray, tol: float) -> bool:
+    return bool((off(x, y, x) > tol).any())
 
 
 def _aggregation(box: BlackBox, seen: list[tuple[Rollouts, Tensor]]) -> tuple[str, float]:
@@ -204,9 +208,7 @@ def _curve(box: BlackBox):
     lines += [(A, None, True) for A in SIGNS] if box.reads_entropy else []
     for A, mu, unsure in lines:
         rs = grid if mu is None else grid[mu * grid < 0.99]
-        at = lambda r, A=A, mu=mu, unsure=unsure: (
-            rare(A, r, unsure) if mu is None else Point(A, float(r), mu, unsure)
-        )
+        at = lambda r, A=A, mu=mu, unsure=unsure: rare(A, r, unsure) if mu is None else Point(A, float(r), mu, unsure)
         box.points += [at(r) for r in rs]
         if not box.random:
             box.jumps += [(at(j.r), (j.below + j.above) / 2) for j in box.curve(unsure).jumps(A, mu, rs)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a wrong loss is: the change to the reference that reproduces its weights, searched among records, never guessed."""
+"""What a wrong loss is: the record, put into the reference, that reproduces its weights; searched, never guessed."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -36,7 +36,8 @@ def explain(case: Case, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list
 def reproduces(slips: Iterable[Slip], case: Case, b: Rollouts, found: Tensor, use: Tensor) -> Slip | None:
     """The first that agrees on all used tokens."""
     few = slice(0, FEW)
-    rows = {k: v[few] for k in ("logp", "logp_old", "adv", "mask", "logp_ref", "entropy") if (v := getattr(b, k)) is not None}
+    fields = ("logp", "logp_old", "adv", "mask", "logp_ref", "entropy")
+    rows = {k: v[few] for k in fields if (v := getattr(b, k)) is not None}
     small = replace(b, group=None, totals=None, **rows)
     rounded = case.rounded(b)
 

@@ -3,7 +3,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from upref.aggregation import AGGREGATIONS, Totals
 from upref.errors import InputError
-from upref.losses import neutral, read
+from upref.losses import read
 from upref.regimes import EDGES, LOG_R, MU, lay, near_a_bound, off, random_batch
 from upref.regimes import SIGNS as ALL_SIGNS
 from upref.registry import REDUCE, Objective, get, names
@@ -67,7 +66,8 @@ def identify(loss: Any) -> Identity:
 def _answer(box: BlackBox, start: float, kind: str, matches: list[Match], why: str) -> Identity:
     of = " (π_old = 0.02)" if box.reads_mu else ""
     bounds = {f"{s}{of}": box.bounds(A) for s, A in (("A > 0", 1.0), ("A < 0", -1.0))}
-    return Identity(box.loss.name, kind, matches, why, bounds, box.loss.read_as, _contract(box), time.perf_counter() - start)
+    loss, seconds = box.loss, time.perf_counter() - start
+    return Identity(loss.name, kind, matches, why, bounds, loss.read_as, _contract(box), seconds)
 
 
 def _nearest(box: BlackBox, tried: list[Candidate], grids: list[Grid]) -> Match:

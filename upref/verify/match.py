@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from upref.verify.box import BlackBox, Point, measure
-from upref.verify.measure import Case
 from upref.errors import InputError
 from upref.registry import Objective
+from upref.verify.box import BlackBox, Point, measure
+from upref.verify.measure import Case
 
 RANGE = {"c": (1 + 1e-9, 1e4)}  # where a hyperparameter is looked for; c <= 1 is no dual clip
 ANY = (1e-9, 1e4)

@@ -21,7 +21,7 @@ Not = Callable[[Case], str]
 
 @dataclass(frozen=True)
 class Oracle:
-    """look: the Findings of a case. not_run: why it does not apply to a case, "" where it does. rank: small goes first."""
+    """look: the Findings of a case. not_run: why it does not apply, "" where it does. rank: small goes first."""
 
     name: str
     look: Callable[[Case], Iterable[Finding]]

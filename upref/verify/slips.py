@@ -83,9 +83,7 @@ def aggregated(name: str) -> Slip:
     return Slip(f"aggregated by {name}", "aggregation", agg=name)
 
 
-GROUPS = Slip(
-    "one denominator for the batch, not one per prompt", "aggregation", view=lambda b: replace(b, group=None)
-)
+GROUPS = Slip("one denominator for the batch, not one per prompt", "aggregation", view=lambda b: replace(b, group=None))
 
 
 # ---- the catalogue ---------------------------------------------------------------------------------------------------
@@ -179,7 +177,7 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
             yield slip("stop-gradient", f"the {said} ratio multiplies A itself: beyond the cap no gradient is left",
                        form(lambda r, A, lp, f=cut: f(r) * A))  # fmt: skip
     yield slip("ratio", "the ratio is missing from the weight: 1 in its place inside the bounds",
-               form(lambda r, A, lp: where((A > 0) & (r <= 1 + hi) | (A <= 0) & (r >= 1 - lo), A * lp, 0 * lp)))  # fmt: skip
+               form(lambda r, A, lp: A * lp * where(A > 0, r <= 1 + hi, r >= 1 - lo)))  # fmt: skip
     yield slip("stop-gradient", "stop-gradient: exp(log π_θ) without an anchor",
                lambda lp, old, A, m: where(A > 0, A * exp(lp), j(lp, old, A, m)))  # fmt: skip
     for x in sorted({round(abs(float(torch.tensor(v).log())), 4) for v in bounds if v > 0}):

@@ -24,7 +24,7 @@ from repro.mini.study import curves, plan, report, results, suite
 from repro.mini.study.plan import Contrast, Experiment
 from repro.mini.study.verdicts import judge
 from repro.mini.train.settings import Settings
-from upref.capacity import obstacle
+from upref.curve import obstacle
 from upref.errors import InputError
 from upref.plots import Panel, cap_panels
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from upref.aggregation import Totals, row_weights
 from upref.losses.settings import written
-from upref.regimes import EDGES, LOG_R, at, batch, grad, kinks, words
+from upref.regimes import EDGES, LOG_R, at, batch, clamped, grad, kinks, reference, words
 from upref.registry import REDUCE, Objective, get
 from upref.rollouts import Rollouts
 from upref.verify.factors import promised
@@ -134,20 +134,11 @@ def grid(c: Comparison) -> Rollouts:
     edges = tuple(e for e in EDGES if e or get(c.objective).level == "token")
     if c.one_adv or get(c.objective).agg == "seq-mean":
         pairs = [(o if o.level in REDUCE else replace(o, agg="seq-mean"), hp) for o, hp in pairs]
-    b = _join(*(batch(o, edges=edges, seed=i, **hp) for i, (o, hp) in enumerate(pairs)), _far())
+    b = _join(*(batch(o, edges=edges, seed=i, **hp) for i, (o, hp) in enumerate(pairs)), clamped())
     # masked slots hold what could pass for tokens, as a tool's answer in a multi-turn response does
     junk = {"logp": -1.0, "logp_old": -2.0, "adv": 0.5}
     b = replace(b, **{k: getattr(b, k).masked_fill(~b.mask, v) for k, v in junk.items()})
-    i = torch.arange(b.mask.numel(), dtype=b.logp.dtype).reshape(b.mask.shape)
-    return replace(b, logp_ref=b.logp_old - 0.3 - 0.2 * i.sin())
-
-
-def _far() -> Rollouts:
-    """Two responses of three tokens for each sign of A and log r on both sides of where implementations clamp it."""
-    cases = [(A, side * x) for A in (1.0, -1.0) for side in (-1, 1) for x in (9.5, 10.5, 19.5, 20.5, 25) for _ in "ab"]
-    adv, log_r = torch.tensor(cases, dtype=torch.float64).T[:, :, None].expand(2, -1, 3)
-    old = torch.where(log_r > 0, -30.0, -1.0)
-    return Rollouts(old + log_r, old, adv, torch.ones(adv.shape, dtype=torch.bool), torch.arange(len(cases)) // 2)
+    return replace(b, logp_ref=reference(b))
 
 
 def _join(*bs: Rollouts) -> Rollouts:

@@ -69,7 +69,8 @@ class Entry:
 
 def read(text: str | None = None) -> list[Entry]:
     """The entries of ledger.toml, or of this text; InputError where one is not whole."""
-    text = resources.files("upref.verify.audit").joinpath("ledger.toml").read_text(encoding="utf-8") if text is None else text
+    if text is None:
+        text = resources.files("upref.verify.audit").joinpath("ledger.toml").read_text(encoding="utf-8")
     try:
         tables = tomllib.loads(text).get("deviation", [])
         entries = [Entry(**t | {"evidence": [Evidence(**e) for e in t.get("evidence", [])]}) for t in tables]

@@ -63,10 +63,12 @@ COMPARISONS = (
     Comparison("default", "dapo", {"importance_sampling_level": "sequence"}, "gspo", {}, (
         with_hp(eps_low=0.2, eps_high=0.2), aggregated("token-mean"))),
     Comparison("default", "cispo", {}, "cispo", {}, (
-        Slip("epsilon_high is the cap itself, 0.2 by default: every weight is at most 0.2", "objective", objective=CAP), GROUPS)),
+        Slip("epsilon_high is the cap itself, 0.2 by default: every weight is at most 0.2", "objective",
+             objective=CAP), GROUPS)),
     Comparison("default", "sapo", {}, "sapo", {}, (F32,)),
     Comparison("default", "luspo", {}, "gspo", {}, (
-        Slip("the ratio of each token (importance_sampling_level), eps = 0.2", "objective", objective="ppo_clip", hp={"eps": 0.2}),
+        Slip("the ratio of each token (importance_sampling_level), eps = 0.2", "objective",
+             objective="ppo_clip", hp={"eps": 0.2}),
         LUSPO), one_adv=True),
     Comparison("default", "gmpo", {}, "gmpo", {}),
     Comparison("default", "rloo", {}, "rloo", {}, (_product(0.2),), one_adv=True),

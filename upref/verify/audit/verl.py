@@ -38,7 +38,8 @@ def _dppo(kind: str, delta: float, trunc: float) -> tuple[Slip, ...]:
     name = f"dppo_{kind}_verl"
     said = f"delta = {delta:g}, ratio cut at {trunc:.4g} outside the derivative ({name})"
     near = lambda b: (binary_kl(b.logp, b.logp_old) - delta).abs() < 1e-5
-    near_kl = Slip("1e-8 inside the logarithms moves the bound by < 1e-5 (tokens there left out)", "rounding", skip=near)
+    moved = "1e-8 inside the logarithms moves the bound by < 1e-5 (tokens there left out)"
+    near_kl = Slip(moved, "rounding", skip=near)
     cut = Slip(said, "objective", objective=name, hp={"delta": delta, "trunc": trunc})
     return (cut, near_kl) if kind == "kl" else (cut,)
 

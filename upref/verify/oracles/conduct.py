@@ -62,11 +62,9 @@ def _declared(case: Case) -> list[Finding]:
 def mutation(case: Case) -> list[Finding]:
     """What all calls so far have changed or printed."""
     why = "an in-place operation (x[...] =, mul_, clamp_, nan_to_num_)"
-    changed = sorted({k for done in case.done for k in done.wrote if k in CALLED})
-    out = [
-        fail("mutation", f"{CALLED[k]} is changed in place", "inputs left alone", "other numbers after the call", cause=why)
-        for k in changed
-    ]
+    changed = sorted({CALLED[k] for done in case.done for k in done.wrote if k in CALLED})
+    says = "inputs left alone", "other numbers after the call"
+    out = [fail("mutation", f"{name} is changed in place", *says, cause=why) for name in changed]
     printed = any(done.printed for done in case.done)
     return [*out, *([note("mutation", "the loss prints while it computes")] if printed else [])]
 

@@ -60,7 +60,8 @@ def padding(case: Case) -> list[Finding]:
             i, t = worst(off)
             before, after = f"dJ/dlp {g[i, t].item():.6g}, as without", f"{g2[i, t + left].item():.6g}"
             batch = as_python(shrink(b, lambda x: True, (i, t)))
-            out.append(fail("padding", f"with {side}", before, after, batch, "a mean or a bound reads the padded width"))
+            why = "a mean or a bound reads the padded width"
+            out.append(fail("padding", f"with {side}", before, after, batch, why))
         elif (wider - value).abs() > 1e-6 * value.abs().clamp(min=1e-3):
             text = f"the value moves with {side}, the gradient does not"
             out.append(note("padding", text, f"{value:.6g}", f"{wider:.6g}"))
@@ -82,7 +83,8 @@ def _empty_row(case: Case, b: Rollouts, g: Tensor) -> list[Finding]:
         return []
     i, t = worst(off)
     before, after = f"dJ/dlp {g[i, t].item():.6g}, as without", f"{g2[i, t].item():.6g}"
-    return [fail("padding", "with a row that is masked throughout", before, after, cause="the row is counted in a denominator")]
+    why = "the row is counted in a denominator"
+    return [fail("padding", "with a row that is masked throughout", before, after, cause=why)]
 
 
 JUNK = (0.0, -30.0, 30.0)  # what padding may hold: a log-probability of anything, an advantage of any size
@@ -146,7 +148,8 @@ def permutation(case: Case) -> list[Finding]:
         return []
     batch = as_python(shrink(b, lambda c: _moves(case, c, order(len(c.mask)))))
     why = "rows are read by position, as if groups were contiguous or equal in size"
-    return [fail("permutation", "rows in another order", "the same gradient, in that order", "another gradient", batch, why)]
+    says = "the same gradient, in that order", "another gradient"
+    return [fail("permutation", "rows in another order", *says, batch, why)]
 
 
 @oracle("determinism", 140)

@@ -69,7 +69,8 @@ def _overflows(case: Case, dtype: torch.dtype) -> list[Finding]:
         if not severe:
             return [note("extremes", text, want, got, why)]
         keep = {k: getattr(low, k)[i : i + 1, :1] for k in ("logp", "logp_old", "adv", "mask")}
-        return [fail("extremes", text, want, got, as_python(Rollouts(**keep)).replace("torch.float64", str(dtype)), why)]
+        batch = as_python(Rollouts(**keep)).replace("torch.float64", str(dtype))
+        return [fail("extremes", text, want, got, batch, why)]
     return []
 
 

@@ -101,7 +101,8 @@ def _random(case: Case, seed: int = 0) -> list[Finding]:
             i, t = worst(off)
             regime = f"{NAMES[b.adv[i, t].sign().item()]}, r = {case.ratio(b)[i, t].item():.4g}, in random batch {n}"
             expected, found = case.expected(b)[i, t].item(), case.weights(b)[i, t].item()
-            return [fail("gradient", regime, expected, found, example(case, b, wrong(case), (i, t)), _alone(case, b, i, t))]
+            batch = example(case, b, wrong(case), (i, t))
+            return [fail("gradient", regime, expected, found, batch, _alone(case, b, i, t))]
     return []
 
 
