@@ -13,9 +13,9 @@ from zoo.advantages import RIGHT, WRONG, loop_over_prompts, single_precision
 
 import upref
 from upref import advantages, kl
-from upref.check import kl as kl_check
 from upref.check.pytest_plugin import _assert_advantages, _assert_kl  # noqa: F401  the fixtures, as pytest finds them
 from upref.cli import main
+from upref.verify import kl as kl_check
 from upref.verify.advantages.exact import Batch, Denominator, exact
 
 ids = lambda x: getattr(x, "__name__", None)
@@ -177,7 +177,7 @@ def test_whose_gradient_it_is():
     reverse = kl_check.divergences()["reverse"][0]
     for n in ("k1", "k3"):
         assert math.isclose(kl_check.expected(kl.ESTIMATORS[n])[0], reverse, rel_tol=1e-12)
-    assert "reverse divergence" in str(upref.check_kl(kl.k2, "k2"))
+    assert "reverse divergence" in upref.check_kl(kl.k2, "k2").text(verbose=True)
 
 
 # ---- the ways in -----------------------------------------------------------------------------------------------------

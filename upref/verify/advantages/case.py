@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A foreign advantage function held against an estimator: what is expected, what differs, the smallest batch."""
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,18 +15,18 @@ from upref.verify.advantages.function import Function
 from upref.verify.report import Finding, fail
 
 UNCOUPLED = ("reward", "signed")  # they subtract nothing
+SINGLE_TOL = 1e-4  # of what is computed in float32
 SCALES = [EVEN.times(Fraction(8, 2**n)) for n in (0, 3, 13, 23, 33, 43)]  # eps does not grow with them
 
 
 @dataclass
 class Case:
-    """What the oracles read. least: the smallest std beside which `divided` was seen."""
+    """What the oracles read."""
 
     f: Function
     name: str
     hp: Mapping[str, Any]
     divided: Denominator
-    least: float = 0.0
     failed: set[str] = field(default_factory=set)
 
     @property
@@ -104,35 +105,40 @@ def settled(f: Function, name: str, hp: Mapping[str, Any]) -> Case:
     """With the first kind of input on which it is right, in float64 or else in float32; else the first that runs."""
     first: Case | None = None
     errors: list[InputError] = []
-    for tol in (1e-9, 1e-4):  # float64, and whatever goes through float32 on the way
+    for tol in (1e-9, SINGLE_TOL):  # float64, and whatever goes through float32 on the way
         for kind in f.kinds:
-            g = replace(f, kind=kind, tol=tol)
+            case = Case(replace(f, kind=kind, tol=tol), name, hp, Denominator(hp.get("ddof", 1), hp.get("eps", 0.0)))
             try:
-                case = _fitted(g, name, hp)
-                if (case.fits or name not in NORMED) and case.differs(case.batch(EVEN)) is None:
+                even = case.batch(EVEN)
+                if case.f.outcome(even.R, even.group).single:
+                    case = replace(case, f=replace(case.f, tol=SINGLE_TOL))
+                divided = _denominator(case) if name in NORMED else case.divided
+                case = replace(case, divided=divided or case.divided)
+                if divided and case.differs(even) is None:
                     return case
             except InputError as e:
                 errors.append(e)
                 continue
-            first = first or replace(case, f=replace(g, tol=1e-4))
+            first = first or replace(case, f=replace(case.f, tol=SINGLE_TOL))
     if first is None:
         raise errors[0]
     return first
 
 
-def denominator(f: Function, name: str, hp: Mapping[str, Any]) -> tuple[Denominator | None, float]:
-    """What it divides by, read off it at rewards of several sizes, and down to which std; None where nothing fits."""
-    if name not in NORMED:
-        return None, 0.0
-    A = [f(b) for b in SCALES]
-    for n in range(len(SCALES), 1, -1):
+def _denominator(case: Case) -> Denominator | None:
+    """What it divides by, read off it at rewards of several sizes; None where nothing fits."""
+    A = [case.f(b) for b in SCALES[:2]]
+    with contextlib.suppress(InputError):  # it may refuse rewards that hardly differ
+        A += [case.f(b) for b in SCALES[2:]]
+    for n in range(len(A), 1, -1):
         found = [a for x in A[:n] for a in x]
-        for ddof in [hp["ddof"]] if "ddof" in hp else (1, 0):
-            each = [parts(name, b, ddof) for b in SCALES[:n]]
+        for ddof in [case.hp["ddof"]] if "ddof" in case.hp else (1, 0):
+            each = [parts(case.name, b, ddof) for b in SCALES[:n]]
             c, var = ([x for part in each for x in part[k]] for k in (0, 1))
-            if got := fit(c, var, found, f.tol, ddof, hp.get("eps")):
-                return got, 0.0 if n == len(SCALES) else math.sqrt(min(v for v in var if v))
-    return None, 0.0
+            if got := fit(c, var, found, case.f.tol, ddof, case.hp.get("eps")):
+                least = 0.0 if n == len(SCALES) else math.sqrt(min(v for v in var if v))
+                return replace(got, least=least)
+    return None
 
 
 def _list(xs: Sequence) -> str:

@@ -67,11 +67,12 @@ def _assumed(case: Case) -> list[str]:
     if case.wrong:
         return []
     out = ["it computes in float32: compared to 1e-4"] * (case.f.tol > 1e-6)
-    if case.f.outcome(EVEN.R, EVEN.group).uneven:
+    even = case.batch(EVEN)
+    if case.f.outcome(even.R, even.group).uneven:
         out.append("its advantages differ between the tokens of a response: the first is compared")
     if case.name in NORMED:
         by = "G - 1 (Bessel)" if case.divided.ddof else "G (population)"
-        down = f", seen beside a std of {case.least:.2g} and more" * bool(case.least)
+        down = f", seen beside a std of {case.divided.least:.2g} and more" * bool(case.divided.least)
         out.append(f"std divides by {by}; the denominator is {case.divided}{down}")
     return out
 
@@ -165,9 +166,9 @@ def shift_and_scale(case: Case) -> Iterator[Finding]:
     yield from case.compare("shift-and-scale", "rewards a million times larger", EVEN.times(2**20))
     if case.name not in NORMED:
         yield from case.compare("shift-and-scale", "rewards a thousand times smaller", EVEN.times(Fraction(1, 1024)))
-    elif small := next((b for b in SCALES if case.least and case.differs(b) is not None), None):
+    elif small := next((b for b in SCALES if case.divided.least and case.differs(b) is not None), None):
         i = case.differs(small) or 0
-        text = f"a std below {case.least:.2g}: another denominator than {case.divided}"
+        text = f"a std below {case.divided.least:.2g}: another denominator than {case.divided}"
         yield note("shift-and-scale", text, f"A = {case.expected(small)[i]:.6g}", f"A = {case.f(small)[i]:.6g}")
 
 
@@ -273,7 +274,7 @@ def permutation(case: Case) -> Iterator[Finding]:
     if not near(A, B, 10 * case.f.tol):
         i = max(range(len(order)), key=lambda k: abs(A[k] - B[k]))
         yield fail("permutation", "the responses in another order", f"A = {A[i]:.6g}, as before", f"A = {B[i]:.6g}",
-                   case.python(b), "rows are read by position, as if groups were contiguous or of one size")  # fmt: skip
+                   case.python(b), "rows are read by position, as if groups were contiguous or equal")  # fmt: skip
 
 
 @oracle("determinism")

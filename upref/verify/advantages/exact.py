@@ -103,7 +103,7 @@ def parts(name: str, b: Batch, ddof: int) -> tuple[Rows, Rows]:
 # ---- what stands under the bar ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Form:
-    """value: of a variance and eps. eps: of a denominator that was found and the variance. large: what a large one does."""
+    """value: of a variance and eps. eps: of a denominator that was found and the variance. large: what that does."""
 
     value: Callable[[float, float], float]
     eps: Callable[[float, float], float]
@@ -120,11 +120,12 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Denominator:
-    """What an estimator of NORMED divides by."""
+    """What an estimator of NORMED divides by. least: the smallest std beside which it was seen, 0 beside any."""
 
     ddof: int = 1
     eps: float = 0.0
     form: str = "std + eps"
+    least: float = 0.0
 
     def of(self, var: Fraction) -> float:
         return FORMS[self.form].value(float(var), self.eps)

@@ -31,8 +31,8 @@ SMALL = 1e-3  # an eps that a slip may come with
 
 @dataclass(frozen=True)
 class Slip:
-    """words: {k} in them is a number that is read off. kind: what it changes. numbers: what it answers with; where there
-    is a variance, what it divides by the root of that, eps unknown. of: the estimators that it is a slip of, () for all.
+    """words: {k} is a number that is read off. kind: what it changes. numbers: what it answers with; where there is a
+    variance, what it divides by the root of that, eps unknown. of: the estimators that it is a slip of, () for all.
     """
 
     words: str

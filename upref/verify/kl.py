@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`upref.check_kl`: is this function of two log-probabilities the KL estimator that it is meant to be?
+
+Token by token against upref.kl, and over a vocabulary small enough to be enumerated: the expected value against the
+divergence, and the expected gradient against the divergences' gradients, on policy and off it.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref import kl
+from upref.errors import InputError
+from upref.losses import names
+from upref.losses.call import called
+from upref.losses.load import load, name_of
+from upref.losses.signature import Reading
+from upref.losses.signature import read as read_signature
+from upref.verify.oracle import Oracle, must_know, oracle, run
+from upref.verify.report import Finding, Report, fail, note
+
+# d = log π_ref - log π_θ; every number is exact in float32
+NEAR = torch.arange(-32, 33, dtype=torch.float64) / 16
+FAR = torch.tensor([s * x for x in (2.5, 3, 4, 6, 9, 12, 15, 19, 21, 40) for s in (1, -1)], dtype=torch.float64)
+Formula = Callable[[Tensor, Tensor], Tensor]
+GONE = "no gradient: it is computed under no_grad, or detached"
+CONSTANTS = "harmless while the caller passes tensors without requires_grad; .detach() makes it sure"
+
+
+@dataclass(frozen=True)
+class Slip:
+    """words; kind: what it changes; formula: what it makes of (log_prob, ref_log_prob)."""
+
+    words: str
+    kind: str  # sign | ratio | term | weight | gradient | estimator
+    formula: Formula
+
+
+SLIPS = (
+    Slip("k1 with its sign flipped: log π_ref - log π_θ", "sign", lambda lp, ref: ref - lp),
+    Slip("k3 the other way round: it has π_θ/π_ref where π_ref/π_θ belongs", "ratio", lambda lp, ref: kl.k3(ref, lp)),
+    Slip("k3 with the sign of its logarithm swapped: π_ref/π_θ - 1 + log(π_ref/π_θ)", "term",
+         lambda lp, ref: (ref - lp).exp() - 1 + (ref - lp)),
+    Slip("k3 with its sign flipped", "sign", lambda lp, ref: -kl.k3(lp, ref)),
+    Slip("k3 without its logarithm: π_ref/π_θ - 1", "term", lambda lp, ref: (ref - lp).exp() - 1),
+    Slip("|log π_θ - log π_ref|", "estimator", lambda lp, ref: (lp - ref).abs()),
+    Slip("k2 without its 1/2", "term", lambda lp, ref: (lp - ref) ** 2),
+    Slip("the value of k3 with the gradient of k2 (straight through)", "gradient",
+         lambda lp, ref: kl.k2(lp, ref) + (kl.k3(lp, ref) - kl.k2(lp, ref)).detach()),
+    Slip("the value of k1 with the gradient of k2 (straight through)", "gradient",
+         lambda lp, ref: kl.k2(lp, ref) + (kl.k1(lp, ref) - kl.k2(lp, ref)).detach()),
+    Slip("π_θ (log π_θ - log π_ref): weighted by a probability though it is sampled", "weight",
+         lambda lp, ref: lp.exp() * (lp - ref)),
+    *(Slip(f"{name} itself", "estimator", f) for name, f in kl.ESTIMATORS.items()),
+)  # fmt: skip
+
+
+# ---- a foreign function ----------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Outcome:
+    """What one call did. k: one number per token, in float64."""
+
+    k: Tensor
+    single: bool  # it answered in float32
+    wrote: frozenset[str]  # arguments whose values it changed
+    printed: bool
+
+
+@dataclass(frozen=True)
+class Term:
+    """Call it on log-probabilities [B, T] in float64; `outcome` tells the rest. dtype: what it is given."""
+
+    name: str
+    fn: Callable
+    reading: Reading
+    dtype: torch.dtype = torch.float64
+    tol: float = 1e-5
+
+    def __call__(self, lp: Tensor, ref: Tensor) -> Tensor:
+        return self.outcome(lp, ref).k
+
+    def outcome(self, lp: Tensor, ref: Tensor) -> Outcome:
+        full = {"logp": lp.to(self.dtype), "logp_ref": ref.to(self.dtype)}
+        before = {role: x.detach().clone() for role, x in full.items()}
+        k, printed = called(self.name, lambda: self.reading.call(self.fn, full, {}))
+        if not isinstance(k, Tensor) or k.shape != lp.shape or not k.is_floating_point():
+            got = list(k.shape) if isinstance(k, Tensor) and k.shape != lp.shape else type(k).__name__
+            said = f"{self.name} answers with {got} for log-probabilities {list(lp.shape)}"
+            raise InputError(f"{said}: return one per token.")
+        wrote = frozenset(names.CALLED[role] for role, x in before.items() if not torch.equal(x, full[role]))
+        return Outcome(k.double(), k.dtype != torch.float64, wrote, printed)
+
+
+def read(fn: Any) -> Term:
+    """A Term from a callable or its name; InputError where it takes other things."""
+    name = name_of(fn)
+    fn = load(fn) if isinstance(fn, str) else fn
+    if not callable(fn) or isinstance(fn, type):
+        raise InputError(f"a {type(fn).__name__} is not a KL estimator: pass a function or its name.")
+    reading = read_signature(fn, name, _role, ("logp", "logp_ref"))
+    if more := [*reading.needed, *(p for p, r in reading.roles.items() if r == "logp_old")]:
+        raise InputError(f"{name} needs {more[0]!r}, which upref cannot give: bind it with functools.partial.")
+    return _running(Term(name, fn, reading))
+
+
+def _role(name: str) -> str:
+    """`old` is known, so that it is never taken for the reference."""
+    role = names.role(name)
+    return role if role in ("logp", "logp_ref", "logp_old") else ""
+
+
+def _running(term: Term) -> Term:
+    """In float64 or else in float32, whichever it takes; compared as what it computes in."""
+    lp, ref = pair(NEAR / 3)
+    try:
+        done = term.outcome(lp, ref)
+    except InputError as first:
+        term = replace(term, dtype=torch.float32)
+        try:
+            done = term.outcome(lp, ref)
+        except InputError:
+            raise first from None
+    rounds = torch.equal(done.k, term(lp.float().double(), ref.float().double()))
+    return replace(term, tol=1e-3) if done.single or rounds else term
+
+
+# ---- a case ----------------------------------------------------------------------------------------------------------
+@dataclass
+class Case:
+    """What the oracles read."""
+
+    term: Term
+    estimator: str
+    failed: set[str] = field(default_factory=set)
+
+    @property
+    def right(self) -> Formula:
+        return kl.ESTIMATORS[self.estimator]
+
+    def off(self, d: Tensor, which: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(expected, found, whether they differ) at each d, of the value (0) or of the gradient (1)."""
+        want, found = both(self.right, d)[which], both(self.term, d)[which]
+        return want, found, _off(found, want) > self.term.tol
+
+    def cause(self, which: int) -> str:
+        """The first slip that gives both value and gradient, else the first that gives this one; "" where none does."""
+        gone = Slip(GONE, "gradient", lambda lp, ref: self.right(lp, ref).detach() + 0 * lp)
+        for parts in ((0, 1), (which,)):
+            for slip in (gone, *(s for s in SLIPS if s.formula is not self.right)):
+                if same(self.term, slip.formula, parts, self.term.tol):
+                    return slip.words
+        return ""
+
+
+def pair(d: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [1, N] that are d apart."""
+    lp = (-1 - d.clamp(min=0))[None]
+    return lp, lp + d
+
+
+def both(term: Formula, d: Tensor) -> tuple[Tensor, Tensor]:
+    """Value and d/dlp at each d."""
+    lp, ref = pair(d)
+    k = term(lp.requires_grad_(), ref)
+    g = torch.autograd.grad(k.sum(), lp, allow_unused=True)[0] if k.requires_grad else None
+    return k.detach()[0], torch.zeros_like(d) if g is None else g[0]
+
+
+def _off(x: Tensor, y: Tensor) -> Tensor:
+    return ((x - y).abs() / y.abs().clamp(min=1e-2)).nan_to_num(nan=math.inf)
+
+
+def same(term: Formula, other: Formula, which: tuple[int, ...] = (0, 1), tol: float = 1e-5) -> bool:
+    x, y = both(term, NEAR), both(other, NEAR)
+    return all(bool(_off(x[i], y[i]).max() <= tol) for i in which)
+
+
+# ---- a vocabulary that can be enumerated -----------------------------------------------------------------------------
+LOGITS = torch.tensor([0.3, -0.7, 1.1, 0.0, -1.6], dtype=torch.float64)
+REF = torch.tensor([-0.4, 0.5, 0.2, 0.9, -1.0], dtype=torch.float64)
+OLD = torch.tensor([0.8, -0.2, 0.1, -0.9, 0.4], dtype=torch.float64)
+DIVERGENCES = {
+    "reverse": "KL(π_θ ‖ π_ref), the reverse divergence",
+    "forward": "KL(π_ref ‖ π_θ), the forward divergence",
+    "zero": "nothing: it is 0",
+}
+
+
+def expected(term: Formula, off_policy: bool = False) -> tuple[float, Tensor]:
+    """E[k] and E[∇_θ k] over the logits θ, samples from π_θ (held fixed) or from π_old."""
+    theta = LOGITS.clone().requires_grad_()
+    lp, ref = theta.log_softmax(0), REF.log_softmax(0)
+    p = (OLD.log_softmax(0) if off_policy else lp.detach()).exp()
+    total = (p * term(lp[None], ref[None])[0]).sum()
+    g = torch.autograd.grad(total, theta, allow_unused=True)[0] if total.requires_grad else None
+    return total.item(), torch.zeros_like(LOGITS) if g is None else g
+
+
+def divergences() -> dict[str, tuple[float, Tensor]]:
+    """Both divergences with their gradients over θ, and zero."""
+    out = {"zero": (0.0, torch.zeros_like(LOGITS))}
+    for name in ("reverse", "forward"):
+        theta = LOGITS.clone().requires_grad_()
+        lp, ref = theta.log_softmax(0), REF.log_softmax(0)
+        p, q = (lp, ref) if name == "reverse" else (ref, lp)
+        d = (p.exp() * (p - q)).sum()
+        out[name] = d.item(), torch.autograd.grad(d, theta)[0]
+    return out
+
+
+def whose(term: Formula, off_policy: bool = False, tol: float = 1e-5) -> str:
+    """A key of DIVERGENCES, `-reverse` for its negative, or "" where the expected gradient is that of none."""
+    g = expected(term, off_policy)[1]
+    for name, (_, want) in divergences().items():
+        for sign in ("", "-"):
+            if _alike(g, -want if sign else want, tol):
+                return sign + name
+    return ""
+
+
+def _alike(x: Tensor, y: Tensor, tol: float) -> bool:
+    return torch.allclose(x, y, rtol=tol / 10, atol=tol / 1000)
+
+
+def _words(key: str) -> str:
+    said = DIVERGENCES.get(key.removeprefix("-"), "neither divergence")
+    return f"minus {said}: it pushes away from the reference" if key.startswith("-") else said
+
+
+# ---- the oracles -----------------------------------------------------------------------------------------------------
+def _pointwise(case: Case, which: int, oracle: str, what: str) -> Iterator[Finding]:
+    want, found, differs = case.off(NEAR, which)
+    if differs.any():
+        i = int(_off(found, want).argmax())
+        d = NEAR[i].item()
+        batch = f"log_prob, ref_log_prob = torch.tensor([[-3.0]]), torch.tensor([[{d - 3:g}]])"
+        yield fail(oracle, f"log π_ref - log π_θ = {d:.3g}", f"{what} {want[i].item():.6g}", f"{found[i].item():.6g}",
+                   batch, case.cause(which))  # fmt: skip
+
+
+@oracle("value")
+def value(case: Case) -> Iterator[Finding]:
+    yield from _pointwise(case, 0, "value", "value")
+
+
+@oracle("gradient")
+def gradient(case: Case) -> Iterator[Finding]:
+    yield from _pointwise(case, 1, "gradient", "gradient by log_prob")
+
+
+@oracle("clamp", not_run=lambda case: "wrong near 0 already" if case.failed & {"value", "gradient"} else "")
+def clamp(case: Case) -> Iterator[Finding]:
+    (_, _, value), (want, found, slope) = case.off(FAR, 0), case.off(FAR, 1)
+    for i in (value | slope).nonzero()[:1, 0].tolist():
+        d, numbers = FAR[i].item(), (f"gradient {want[i].item():.5g}", f"{found[i].item():.5g}")
+        regime = f"log π_ref - log π_θ = {d:g}"
+        if abs(d) < 20:
+            bites = "a clamp that bites: the tokens furthest from the reference are not pulled back"
+            yield fail("clamp", regime, *numbers, cause=bites)
+        else:
+            yield note("clamp", regime, *numbers, cause="a clamp at 20 or beyond")
+
+
+@oracle("expected-value")
+def expected_value(case: Case) -> Iterator[Finding]:
+    got, want = expected(case.term)[0], expected(case.right)[0]
+    if not abs(got - want) < case.term.tol / 10:
+        target = divergences()["reverse"][0]
+        said = f"KL(π_θ ‖ π_ref) = {target:.6g}" if case.estimator != "k2" else f"{want:.6g}, the mean of k2"
+        yield fail("expected-value", "samples of π_θ, five tokens enumerated", said, f"{got:.6g}")
+
+
+@oracle("expected-gradient")
+def expected_gradient(case: Case) -> Iterator[Finding]:
+    numbers = lambda g: "[" + ", ".join(f"{x:.4f}" for x in g.tolist()) + "]"
+    tol = case.term.tol
+    for off_policy, where in ((False, "samples of π_θ"), (True, "samples of another policy")):
+        got, want = expected(case.term, off_policy)[1], expected(case.right, off_policy)[1]
+        if not _alike(got, want, tol):
+            one, other = whose(case.right, off_policy), whose(case.term, off_policy, tol)
+            yield fail("expected-gradient", f"{where}, five tokens enumerated",
+                       f"{numbers(want)}: that of {_words(one)}", f"{numbers(got)}: that of {_words(other)}")  # fmt: skip
+
+
+@oracle("stop-gradient")
+def stop_gradient(case: Case) -> Iterator[Finding]:
+    lp, ref = pair(NEAR)
+    k = case.term(lp, ref.requires_grad_())
+    if k.requires_grad and torch.autograd.grad(k.sum(), ref, allow_unused=True)[0] is not None:
+        yield note("stop-gradient", "a gradient would flow into ref_log_prob", cause=CONSTANTS)
+
+
+@oracle("determinism")
+def determinism(case: Case) -> Iterator[Finding]:
+    if not same(case.term, case.term, tol=0.0):
+        yield fail("determinism", "the same tokens twice", "the same numbers", "other numbers")
+
+
+@oracle("mutation")
+def mutation(case: Case) -> Iterator[Finding]:
+    done = case.term.outcome(*pair(NEAR))
+    for name in sorted(done.wrote):
+        yield fail("mutation", f"{name} is changed in place", "inputs left alone", "other numbers after the call")
+    if done.printed:
+        yield note("mutation", "it prints")
+
+
+ORACLES: tuple[Oracle, ...] = (
+    value, gradient, clamp, expected_value, expected_gradient, stop_gradient, determinism, mutation,
+)  # fmt: skip
+
+
+def check_kl(fn: Any, estimator: str, *, skip: tuple[str, ...] = ()) -> Report:
+    """Whether `fn` is the per-token KL estimator of that name (k1, k2 or k3 of upref.kl), value and gradient.
+
+    fn: `(log_prob, ref_log_prob) -> tensor` of the same shape [B, T] in nats, by these names, their usual variants or
+    by position, or a name as for `check`. The contract says whose gradient it has in expectation when it is used as
+    a loss on samples. Raises InputError where fn cannot be run.
+    """
+    start = time.perf_counter()
+    if estimator not in kl.ESTIMATORS:
+        raise InputError(f"no KL estimator is called {estimator!r}: choose one of {', '.join(kl.ESTIMATORS)}.")
+    must_know(ORACLES, skip)
+    term = read(fn)
+    found, ran = run(ORACLES, Case(term, estimator), skip)
+    on, off = whose(term, tol=term.tol), whose(term, off_policy=True, tol=term.tol)
+    contract = [
+        f"as a loss on samples of π_θ its expected gradient is that of {_words(on)}",
+        f"on samples of another policy it is that of {_words(off)}; correct them by importance weights",
+    ] + ["it computes in float32: compared to 1e-3"] * (term.tol > 1e-5)
+    seconds = time.perf_counter() - start
+    return Report(
+        term.name, estimator, {}, found, str(term.reading), contract, ran, {"per token, relative": term.tol}, seconds
+    )
