@@ -16,7 +16,7 @@ from upref import advantages, kl
 from upref.check.pytest_plugin import _assert_advantages, _assert_kl  # noqa: F401  the fixtures, as pytest finds them
 from upref.cli import main
 from upref.verify import kl as kl_check
-from upref.verify.advantages.exact import Batch, Denominator, exact
+from upref.verify.advantages.exact import Batch, Denominator, advantage
 
 ids = lambda x: getattr(x, "__name__", None)
 
@@ -33,7 +33,7 @@ def test_two_witnesses_agree(batch, ddof):
     for name, f in advantages.ADVANTAGES.items():
         if name != "signed":
             hp = {"ddof": ddof, "eps": 1e-6} if name in ("group_norm", "whiten", "group_mean_whiten") else {}
-            want = exact(name, Batch(tuple(R), tuple(group)), Denominator(**hp))
+            want = advantage(name, Batch(tuple(R), tuple(group)), Denominator(**hp))
             torch.testing.assert_close(f(r, g, **hp), torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=1e-12)
 
 

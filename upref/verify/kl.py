@@ -8,7 +8,7 @@ divergence, and the expected gradient against the divergences' gradients, on pol
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,13 +16,9 @@ from torch import Tensor
 
 from upref import kl
 from upref.errors import InputError
-from upref.losses import names
-from upref.losses.call import called
-from upref.losses.load import load, name_of
-from upref.losses.signature import Reading
-from upref.losses.signature import read as read_signature
+from upref.losses.kl import Term, read
 from upref.verify.oracle import Oracle, must_know, oracle, run
-from upref.verify.report import Finding, Report, fail, note
+from upref.verify.report import Finding, Report, apart, fail, note
 
 # d = log π_ref - log π_θ; every number is exact in float32
 NEAR = torch.arange(-32, 33, dtype=torch.float64) / 16
@@ -58,75 +54,6 @@ SLIPS = (
          lambda lp, ref: lp.exp() * (lp - ref)),
     *(Slip(f"{name} itself", "estimator", f) for name, f in kl.ESTIMATORS.items()),
 )  # fmt: skip
-
-
-# ---- a foreign function ----------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Outcome:
-    """What one call did. k: one number per token, in float64."""
-
-    k: Tensor
-    single: bool  # it answered in float32
-    wrote: frozenset[str]  # arguments whose values it changed
-    printed: bool
-
-
-@dataclass(frozen=True)
-class Term:
-    """Call it on log-probabilities [B, T] in float64; `outcome` tells the rest. dtype: what it is given."""
-
-    name: str
-    fn: Callable
-    reading: Reading
-    dtype: torch.dtype = torch.float64
-    tol: float = 1e-5
-
-    def __call__(self, lp: Tensor, ref: Tensor) -> Tensor:
-        return self.outcome(lp, ref).k
-
-    def outcome(self, lp: Tensor, ref: Tensor) -> Outcome:
-        full = {"logp": lp.to(self.dtype), "logp_ref": ref.to(self.dtype)}
-        before = {role: x.detach().clone() for role, x in full.items()}
-        k, printed = called(self.name, lambda: self.reading.call(self.fn, full, {}))
-        if not isinstance(k, Tensor) or k.shape != lp.shape or not k.is_floating_point():
-            got = list(k.shape) if isinstance(k, Tensor) and k.shape != lp.shape else type(k).__name__
-            said = f"{self.name} answers with {got} for log-probabilities {list(lp.shape)}"
-            raise InputError(f"{said}: return one per token.")
-        wrote = frozenset(names.CALLED[role] for role, x in before.items() if not torch.equal(x, full[role]))
-        return Outcome(k.double(), k.dtype != torch.float64, wrote, printed)
-
-
-def read(fn: Any) -> Term:
-    """A Term from a callable or its name; InputError where it takes other things."""
-    name = name_of(fn)
-    fn = load(fn) if isinstance(fn, str) else fn
-    if not callable(fn) or isinstance(fn, type):
-        raise InputError(f"a {type(fn).__name__} is not a KL estimator: pass a function or its name.")
-    reading = read_signature(fn, name, _role, ("logp", "logp_ref"))
-    if more := [*reading.needed, *(p for p, r in reading.roles.items() if r == "logp_old")]:
-        raise InputError(f"{name} needs {more[0]!r}, which upref cannot give: bind it with functools.partial.")
-    return _running(Term(name, fn, reading))
-
-
-def _role(name: str) -> str:
-    """`old` is known, so that it is never taken for the reference."""
-    role = names.role(name)
-    return role if role in ("logp", "logp_ref", "logp_old") else ""
-
-
-def _running(term: Term) -> Term:
-    """In float64 or else in float32, whichever it takes; compared as what it computes in."""
-    lp, ref = pair(NEAR / 3)
-    try:
-        done = term.outcome(lp, ref)
-    except InputError as first:
-        term = replace(term, dtype=torch.float32)
-        try:
-            done = term.outcome(lp, ref)
-        except InputError:
-            raise first from None
-    rounds = torch.equal(done.k, term(lp.float().double(), ref.float().double()))
-    return replace(term, tol=1e-3) if done.single or rounds else term
 
 
 # ---- a case ----------------------------------------------------------------------------------------------------------
@@ -238,9 +165,9 @@ def _pointwise(case: Case, which: int, oracle: str, what: str) -> Iterator[Findi
     if differs.any():
         i = int(_off(found, want).argmax())
         d = NEAR[i].item()
-        batch = f"log_prob, ref_log_prob = torch.tensor([[-3.0]]), torch.tensor([[{d - 3:g}]])"
-        yield fail(oracle, f"log π_ref - log π_θ = {d:.3g}", f"{what} {want[i].item():.6g}", f"{found[i].item():.6g}",
-                   batch, case.cause(which))  # fmt: skip
+        batch = f"log_prob, ref_log_prob = torch.tensor([[-3.0]]), torch.tensor([[{d - 3:.4f}]])"
+        said = apart(what + " {}", want[i].item(), found[i].item())
+        yield fail(oracle, f"log π_ref - log π_θ = {d:.4g}", *said, batch, case.cause(which))
 
 
 @oracle("value")
@@ -257,7 +184,7 @@ def gradient(case: Case) -> Iterator[Finding]:
 def clamp(case: Case) -> Iterator[Finding]:
     (_, _, value), (want, found, slope) = case.off(FAR, 0), case.off(FAR, 1)
     for i in (value | slope).nonzero()[:1, 0].tolist():
-        d, numbers = FAR[i].item(), (f"gradient {want[i].item():.5g}", f"{found[i].item():.5g}")
+        d, numbers = FAR[i].item(), apart("gradient {}", want[i].item(), found[i].item())
         regime = f"log π_ref - log π_θ = {d:g}"
         if abs(d) < 20:
             bites = "a clamp that bites: the tokens furthest from the reference are not pulled back"
@@ -283,8 +210,8 @@ def expected_gradient(case: Case) -> Iterator[Finding]:
         got, want = expected(case.term, off_policy)[1], expected(case.right, off_policy)[1]
         if not _alike(got, want, tol):
             one, other = whose(case.right, off_policy), whose(case.term, off_policy, tol)
-            yield fail("expected-gradient", f"{where}, five tokens enumerated",
-                       f"{numbers(want)}: that of {_words(one)}", f"{numbers(got)}: that of {_words(other)}")  # fmt: skip
+            said = f"{numbers(want)}: that of {_words(one)}", f"{numbers(got)}: that of {_words(other)}"
+            yield fail("expected-gradient", f"{where}, five tokens enumerated", *said)
 
 
 @oracle("stop-gradient")
@@ -311,7 +238,7 @@ def mutation(case: Case) -> Iterator[Finding]:
 
 
 ORACLES: tuple[Oracle, ...] = (
-    value, gradient, clamp, expected_value, expected_gradient, stop_gradient, determinism, mutation,
+    determinism, value, gradient, clamp, expected_value, expected_gradient, stop_gradient, mutation,
 )  # fmt: skip
 
 

@@ -9,10 +9,10 @@ from fractions import Fraction
 from typing import Any
 
 from upref.errors import InputError
-from upref.verify.advantages.exact import EVEN, NORMED, UNEVEN, Batch, Denominator, exact, fit, parts
+from upref.verify.advantages.exact import EVEN, NORMED, UNEVEN, Batch, Denominator, advantage, fit, parts
 from upref.verify.advantages.explain import cause
 from upref.verify.advantages.function import Function
-from upref.verify.report import Finding, fail
+from upref.verify.report import Finding, apart, fail
 
 UNCOUPLED = ("reward", "signed")  # they subtract nothing
 SINGLE_TOL = 1e-4  # of what is computed in float32
@@ -30,6 +30,11 @@ class Case:
     failed: set[str] = field(default_factory=set)
 
     @property
+    def known(self) -> bool:
+        """Whether what it divides by was found."""
+        return self.name in NORMED and not self.wrong and self.divided.least < math.inf
+
+    @property
     def wrong(self) -> bool:
         """What follows from wrong values is not said again."""
         return bool(self.failed & {"values", "uneven-groups"})
@@ -39,7 +44,7 @@ class Case:
         return replace(b, R=tuple(Fraction(x > Fraction(1, 2)) for x in b.R)) if self.name == "signed" else b
 
     def expected(self, b: Batch) -> list[float]:
-        return exact(self.name, b, self.divided)
+        return advantage(self.name, b, self.divided)
 
     def differs(self, b: Batch) -> int | None:
         """The row that differs most, if one does beyond the tolerance."""
@@ -58,7 +63,7 @@ class Case:
         except InputError:
             return False
 
-    def compare(self, oracle: str, regime: str, b: Batch) -> Iterator[Finding]:
+    def compare(self, oracle: str, regime: str, b: Batch, why: str = "") -> Iterator[Finding]:
         b = self.batch(b)
         try:
             if self.differs(b) is None:
@@ -73,8 +78,12 @@ class Case:
         peers = small.group.count(small.group[i])
         text = f"{regime}: response {i}, one of {peers} to its prompt, of {len(small.R)} in the batch"
         also = [x for x in (self.batch(EVEN), self.batch(UNEVEN)) if self.fails(x)]
-        why = cause(self, [b, *also]) or cause(self, [b])
-        yield fail(oracle, text, f"A = {want:.6g}", f"A = {got:.6g}", self.python(small), why)
+        why = why or self._cause([b, *also]) or self._cause([b])
+        yield fail(oracle, text, *apart("A = {}", want, got), self.python(small), why)
+
+    def _cause(self, batches: Sequence[Batch]) -> str:
+        right, found = [self.expected(b) for b in batches], [self.f(b) for b in batches]
+        return cause(self.name, batches, right, found, self.f.tol)
 
     def _shrunk(self, b: Batch) -> Batch:
         """Rows dropped while it stays wrong, whole prompts where the function wants groups of n."""
@@ -107,7 +116,8 @@ def settled(f: Function, name: str, hp: Mapping[str, Any]) -> Case:
     errors: list[InputError] = []
     for tol in (1e-9, SINGLE_TOL):  # float64, and whatever goes through float32 on the way
         for kind in f.kinds:
-            case = Case(replace(f, kind=kind, tol=tol), name, hp, Denominator(hp.get("ddof", 1), hp.get("eps", 0.0)))
+            unknown = Denominator(hp.get("ddof", 1), hp.get("eps", 0.0), least=math.inf)
+            case = Case(replace(f, kind=kind, tol=tol), name, hp, unknown)
             try:
                 even = case.batch(EVEN)
                 if case.f.outcome(even.R, even.group).single:

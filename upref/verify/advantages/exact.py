@@ -151,7 +151,7 @@ def fit(
     return None
 
 
-def exact(name: str, b: Batch, divided: Denominator = Denominator()) -> list[float]:
+def advantage(name: str, b: Batch, divided: Denominator = Denominator()) -> list[float]:
     """The advantages called `name` of upref.advantages, each rounded once or twice."""
     match name:
         case "group_mean":

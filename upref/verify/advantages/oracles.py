@@ -1,80 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`upref.check_advantages`: is this function of rewards the advantage estimator that it is meant to be?
-
-Expected numbers are exact rationals (upref.verify.advantages.exact), on groups that are even, uneven, interleaved, of
-one response, of equal rewards, large. What a name leaves open, ddof and eps, is read off the function and said.
-"""
+"""The oracles of advantage functions: each looks at a Case from one side and answers with Findings."""
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 
-from upref import advantages
 from upref.errors import InputError
-from upref.verify.advantages.case import SCALES, UNCOUPLED, Case, settled
-from upref.verify.advantages.exact import (
-    EQUAL,
-    EVEN,
-    FORMS,
-    INTERLEAVED,
-    LARGE,
-    NORMED,
-    SINGLE,
-    UNEVEN,
-    UNGROUPED,
-    Batch,
-    near,
-)  # fmt: skip
-from upref.verify.advantages.function import read
-from upref.verify.oracle import Not, Oracle, must_know, oracle, run
-from upref.verify.report import Finding, Report, fail, note
+from upref.verify.advantages import exact
+from upref.verify.advantages.case import SCALES, UNCOUPLED, Case
+from upref.verify.advantages.exact import EVEN, NORMED, SINGLE, UNEVEN, Batch, near
+from upref.verify.oracle import Not, Oracle, oracle
+from upref.verify.report import Finding, apart, fail, note
 
 LARGE_EPS = 1e-3  # beside rewards of 0 and 1, whose std is near 1/2
 LINES = 100_000  # of Python that a call with large prompt ids may run: a loop up to the largest id has more
 IDS = {"with gaps": (3, 3000, 40), "below 0": (-7, 5, -2), "above 2^53": (2**60, 2**60 + 1, 2**60 + 2)}
-
-
-def check_advantages(fn: Any, estimator: str, *, skip: tuple[str, ...] = (), **hp: Any) -> Report:
-    """Whether `fn` is the advantage estimator of that name (upref.advantages): a Report, true where nothing fails.
-
-    fn: `(rewards [N], group [N]) -> A [N]`, by these names, their usual variants or by position; it may take a mask and
-    answer with [N, T]; verl's `(token_level_rewards, response_mask, index, ...) -> (adv, returns)`; `(rewards, n)` for
-    contiguous groups of n; or a name as for `check`. hp: ddof and eps where the estimator has them; what is not given
-    is read off the function and reported. Raises InputError where fn cannot be run at all.
-    """
-    start = time.perf_counter()
-    advantages.get(estimator)
-    if unknown := sorted(hp.keys() - ({"ddof", "eps"} if estimator in NORMED else set())):
-        raise InputError(f"{estimator} has no setting {unknown[0]!r}.")
-    must_know(ORACLES, skip)
-    case = settled(read(fn, estimator, hp), estimator, hp)
-    found, ran = run(ORACLES, case, skip)
-    known = estimator in NORMED and not case.wrong
-    shown = {"ddof": case.divided.ddof, "eps": case.divided.eps} if known else hp
-    f = case.f
-    return Report(
-        f.name, estimator, shown, found, str(f.reading), [*f.contract(), *_assumed(case)], ran,
-        {"advantage, relative": f.tol}, time.perf_counter() - start,
-    )  # fmt: skip
-
-
-def _assumed(case: Case) -> list[str]:
-    if case.wrong:
-        return []
-    out = ["it computes in float32: compared to 1e-4"] * (case.f.tol > 1e-6)
-    even = case.batch(EVEN)
-    if case.f.outcome(even.R, even.group).uneven:
-        out.append("its advantages differ between the tokens of a response: the first is compared")
-    if case.name in NORMED:
-        by = "G - 1 (Bessel)" if case.divided.ddof else "G (population)"
-        down = f", seen beside a std of {case.divided.least:.2g} and more" * bool(case.divided.least)
-        out.append(f"std divides by {by}; the denominator is {case.divided}{down}")
-    return out
 
 
 # ---- why an oracle does not apply ------------------------------------------------------------------------------------
@@ -87,7 +30,7 @@ def no_ids(case: Case) -> str:
 
 
 def no_groups(case: Case) -> str:
-    return f"{case.name} does not read groups" if case.name in UNGROUPED else ""
+    return f"{case.name} does not read groups" if case.name in exact.UNGROUPED else ""
 
 
 def wrong_already(case: Case) -> str:
@@ -111,7 +54,6 @@ def quiet(look: Callable[[Case], Iterator[Finding]]) -> Callable[[Case], Iterato
     return again
 
 
-# ---- the oracles -----------------------------------------------------------------------------------------------------
 @oracle("values")
 def values(case: Case) -> Iterator[Finding]:
     yield from case.compare("values", "even groups", EVEN)
@@ -120,7 +62,7 @@ def values(case: Case) -> Iterator[Finding]:
         return
     if eps > LARGE_EPS:
         said = "an eps that is small beside the std"
-        yield fail("values", "the denominator", said, str(case.divided), cause=FORMS[case.divided.form].large)
+        yield fail("values", "the denominator", said, str(case.divided), cause=exact.FORMS[case.divided.form].large)
     else:
         yield note("values", f"the denominator is {case.divided}", cause="harmless: small beside the std")
 
@@ -132,12 +74,12 @@ def uneven_groups(case: Case) -> Iterator[Finding]:
 
 @oracle("interleaving", not_run=either(no_ids, no_groups, wrong_already))
 def interleaving(case: Case) -> Iterator[Finding]:
-    yield from case.compare("interleaving", "prompts in no order", INTERLEAVED)
+    yield from case.compare("interleaving", "prompts in no order", exact.INTERLEAVED)
 
 
 @oracle("large-groups", not_run=wrong_already)
 def large_groups(case: Case) -> Iterator[Finding]:
-    yield from case.compare("large-groups", "groups of 128 with one success and with two", LARGE)
+    yield from case.compare("large-groups", "groups of 128 with one success and with two", exact.LARGE)
 
 
 @oracle("group-ids", not_run=either(no_ids, no_groups, wrong_already))
@@ -149,13 +91,14 @@ def group_ids(case: Case) -> Iterator[Finding]:
     refused: list[str] = []
     why = ""
     for said, ids in IDS.items():
-        b = replace(INTERLEAVED, group=tuple(ids[g] for g in INTERLEAVED.group))
+        b = replace(exact.INTERLEAVED, group=tuple(ids[g] for g in exact.INTERLEAVED.group))
         try:
             case.f(b)
         except InputError as e:
             refused, why = [*refused, said], why or str(e)
             continue
-        yield from case.compare("group-ids", f"prompt ids {said}", b)
+        other = "it reads more of the ids than which of them are equal: number them 0, 1, 2, ... beforehand"
+        yield from case.compare("group-ids", f"prompt ids {said}", b, other)
     if refused:
         yield note("group-ids", f"it takes no prompt ids {' or '.join(refused)}", cause=why)
 
@@ -166,10 +109,10 @@ def shift_and_scale(case: Case) -> Iterator[Finding]:
     yield from case.compare("shift-and-scale", "rewards a million times larger", EVEN.times(2**20))
     if case.name not in NORMED:
         yield from case.compare("shift-and-scale", "rewards a thousand times smaller", EVEN.times(Fraction(1, 1024)))
-    elif small := next((b for b in SCALES if case.divided.least and case.differs(b) is not None), None):
+    elif small := next((b for b in SCALES if case.known and case.divided.least and case.differs(b) is not None), None):
         i = case.differs(small) or 0
         text = f"a std below {case.divided.least:.2g}: another denominator than {case.divided}"
-        yield note("shift-and-scale", text, f"A = {case.expected(small)[i]:.6g}", f"A = {case.f(small)[i]:.6g}")
+        yield note("shift-and-scale", text, *apart("A = {}", case.expected(small)[i], case.f(small)[i]))
 
 
 @oracle("random", not_run=either(no_ids, wrong_already))
@@ -209,11 +152,11 @@ def singletons(case: Case) -> Iterator[Finding]:
 @oracle("equal-rewards", not_run=no_baseline)
 @quiet
 def equal_rewards(case: Case) -> Iterator[Finding]:
-    b = EQUAL
+    b = exact.EQUAL
     if case.f.contiguous:
         b = Batch((Fraction(1, 10),) * 8 + EVEN.R[:8], (0,) * 8 + (1,) * 8)
     elif case.name == "whiten":
-        b = EQUAL.take(range(7))
+        b = exact.EQUAL.take(range(7))
     regime = f"{b.rows_of(0)[-1] + 1} equal rewards of 0.1 to one prompt"
     A = [case.f(b)[i] for i in b.rows_of(0)]
     off = max(abs(a) if math.isfinite(a) else math.inf for a in A)
@@ -221,7 +164,8 @@ def equal_rewards(case: Case) -> Iterator[Finding]:
         return
     if off > 0.05:
         nan = off == math.inf
-        why = "0/0: no eps in the denominator" if nan else "rounding divided by rounding: eps is missing"
+        eps = f"eps = {case.divided.eps:.3g} is too small" if case.divided.eps else "eps is missing"
+        why = "0/0: no eps in the denominator" if nan else f"rounding divided by rounding: {eps}"
         yield fail("equal-rewards", regime, "A = 0", f"A = {A[0]:.6g}", case.python(b), why)
     else:
         yield note("equal-rewards", regime, "A = 0", f"A = {off:.2g}", "rounding of the mean, divided by eps")
@@ -299,6 +243,6 @@ def mutation(case: Case) -> Iterator[Finding]:
 
 
 ORACLES: tuple[Oracle, ...] = (
-    values, uneven_groups, interleaving, large_groups, group_ids, shift_and_scale, random, singletons, equal_rewards,
-    missing_reward, permutation, determinism, mutation,
+    determinism, values, uneven_groups, interleaving, large_groups, group_ids, shift_and_scale, random, singletons,
+    equal_rewards, missing_reward, permutation, mutation,
 )  # fmt: skip
