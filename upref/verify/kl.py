@@ -143,11 +143,8 @@ def divergences() -> dict[str, tuple[float, Tensor]]:
 def whose(term: Formula, off_policy: bool = False, tol: float = 1e-5) -> str:
     """A key of DIVERGENCES, `-reverse` for its negative, or "" where the expected gradient is that of none."""
     g = expected(term, off_policy)[1]
-    for name, (_, want) in divergences().items():
-        for sign in ("", "-"):
-            if _alike(g, -want if sign else want, tol):
-                return sign + name
-    return ""
+    signed = ((sign, name, want) for name, (_, want) in divergences().items() for sign in ("", "-"))
+    return next((sign + name for sign, name, want in signed if _alike(g, -want if sign else want, tol)), "")
 
 
 def _alike(x: Tensor, y: Tensor, tol: float) -> bool:
@@ -160,24 +157,17 @@ def _words(key: str) -> str:
 
 
 # ---- the oracles -----------------------------------------------------------------------------------------------------
-def _pointwise(case: Case, which: int, oracle: str, what: str) -> Iterator[Finding]:
-    want, found, differs = case.off(NEAR, which)
-    if differs.any():
-        i = int(_off(found, want).argmax())
-        d = NEAR[i].item()
-        batch = f"log_prob, ref_log_prob = torch.tensor([[-3.0]]), torch.tensor([[{d - 3:.4f}]])"
-        said = apart(what + " {}", want[i].item(), found[i].item())
-        yield fail(oracle, f"log π_ref - log π_θ = {d:.4g}", *said, batch, case.cause(which))
+def _pointwise(which: int, name: str, what: str) -> Oracle:
+    def look(case: Case) -> Iterator[Finding]:
+        want, found, differs = case.off(NEAR, which)
+        if differs.any():
+            i = int(_off(found, want).argmax())
+            d = NEAR[i].item()
+            batch = f"log_prob, ref_log_prob = torch.tensor([[-3.0]]), torch.tensor([[{d - 3:.4f}]])"
+            said = apart(what + " {}", want[i].item(), found[i].item())
+            yield fail(name, f"log π_ref - log π_θ = {d:.4g}", *said, batch, case.cause(which))
 
-
-@oracle("value")
-def value(case: Case) -> Iterator[Finding]:
-    yield from _pointwise(case, 0, "value", "value")
-
-
-@oracle("gradient")
-def gradient(case: Case) -> Iterator[Finding]:
-    yield from _pointwise(case, 1, "gradient", "gradient by log_prob")
+    return Oracle(name, look)
 
 
 @oracle("clamp", not_run=lambda case: "wrong near 0 already" if case.failed & {"value", "gradient"} else "")
@@ -185,12 +175,9 @@ def clamp(case: Case) -> Iterator[Finding]:
     (_, _, value), (want, found, slope) = case.off(FAR, 0), case.off(FAR, 1)
     for i in (value | slope).nonzero()[:1, 0].tolist():
         d, numbers = FAR[i].item(), apart("gradient {}", want[i].item(), found[i].item())
-        regime = f"log π_ref - log π_θ = {d:g}"
-        if abs(d) < 20:
-            bites = "a clamp that bites: the tokens furthest from the reference are not pulled back"
-            yield fail("clamp", regime, *numbers, cause=bites)
-        else:
-            yield note("clamp", regime, *numbers, cause="a clamp at 20 or beyond")
+        bites = "a clamp that bites: the tokens furthest from the reference are not pulled back"
+        make, why = (fail, bites) if abs(d) < 20 else (note, "a clamp at 20 or beyond")
+        yield make("clamp", f"log π_ref - log π_θ = {d:g}", *numbers, cause=why)
 
 
 @oracle("expected-value")
@@ -238,7 +225,8 @@ def mutation(case: Case) -> Iterator[Finding]:
 
 
 ORACLES: tuple[Oracle, ...] = (
-    determinism, value, gradient, clamp, expected_value, expected_gradient, stop_gradient, mutation,
+    determinism, _pointwise(0, "value", "value"), _pointwise(1, "gradient", "gradient by log_prob"), clamp,
+    expected_value, expected_gradient, stop_gradient, mutation,
 )  # fmt: skip
 
 
@@ -259,8 +247,7 @@ def check_kl(fn: Any, estimator: str, *, skip: tuple[str, ...] = ()) -> Report:
     contract = [
         f"as a loss on samples of π_θ its expected gradient is that of {_words(on)}",
         f"on samples of another policy it is that of {_words(off)}; correct them by importance weights",
-    ] + ["it computes in float32: compared to 1e-3"] * (term.tol > 1e-5)
-    seconds = time.perf_counter() - start
-    return Report(
-        term.name, estimator, {}, found, str(term.reading), contract, ran, {"per token, relative": term.tol}, seconds
-    )
+        *["it computes in float32: compared to 1e-3"] * (term.tol > 1e-5),
+    ]
+    tol, seconds = {"per token, relative": term.tol}, time.perf_counter() - start
+    return Report(term.name, estimator, {}, found, str(term.reading), contract, ran, tol, seconds)
