@@ -13,10 +13,10 @@ from zoo.advantages import RIGHT, WRONG, loop_over_prompts, single_precision
 
 import upref
 from upref import advantages, kl
-from upref.check import kl as kl_check
-from upref.check.pytest_plugin import _assert_advantages, _assert_kl  # noqa: F401  the fixtures, as pytest finds them
-from upref.check.rationals import exact
+from upref.verify.pytest_plugin import _assert_advantages, _assert_kl  # noqa: F401  the fixtures, as pytest finds them
 from upref.cli import main
+from upref.verify import kl as kl_check
+from upref.verify.advantages.exact import Batch, Denominator, advantage
 
 ids = lambda x: getattr(x, "__name__", None)
 
@@ -33,7 +33,7 @@ def test_two_witnesses_agree(batch, ddof):
     for name, f in advantages.ADVANTAGES.items():
         if name != "signed":
             hp = {"ddof": ddof, "eps": 1e-6} if name in ("group_norm", "whiten", "group_mean_whiten") else {}
-            want = exact(name, R, group, **hp)
+            want = advantage(name, Batch(tuple(R), tuple(group)), Denominator(**hp))
             torch.testing.assert_close(f(r, g, **hp), torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=1e-12)
 
 
@@ -46,7 +46,7 @@ def test_the_reference_is_accepted(name):
 @pytest.mark.parametrize(("fn", "name", "said"), RIGHT, ids=ids)
 def test_right_advantages(fn, name, said):
     report = upref.check_advantages(fn, name)
-    assert report and said in str(report), str(report)
+    assert report and said in report.text(verbose=True), str(report)
 
 
 @pytest.mark.parametrize(("fn", "name", "oracle", "cause"), WRONG, ids=ids)
@@ -177,7 +177,7 @@ def test_whose_gradient_it_is():
     reverse = kl_check.divergences()["reverse"][0]
     for n in ("k1", "k3"):
         assert math.isclose(kl_check.expected(kl.ESTIMATORS[n])[0], reverse, rel_tol=1e-12)
-    assert "reverse divergence" in str(upref.check_kl(kl.k2, "k2"))
+    assert "reverse divergence" in upref.check_kl(kl.k2, "k2").text(verbose=True)
 
 
 # ---- the ways in -----------------------------------------------------------------------------------------------------

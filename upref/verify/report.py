@@ -39,6 +39,15 @@ def fail(oracle: str, regime: str, expected: Any = "", found: Any = "", batch: s
     return Finding(oracle, "failure", regime, _say(expected), _say(found), batch, cause)
 
 
+def apart(text: str, x: float, y: float) -> tuple[str, str]:
+    """Two numbers in words, with as many digits as tell them apart."""
+    for digits in (6, 9, 12, 17):
+        one, other = (text.format(f"{v + 0.0:.{digits}g}") for v in (x, y))
+        if one != other:
+            break
+    return one, other
+
+
 def note(oracle: str, regime: str, expected: Any = "", found: Any = "", cause: str = "") -> Finding:
     return Finding(oracle, "note", regime, _say(expected), _say(found), "", cause)
 
