@@ -22,9 +22,9 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without unicode still shows the rest
     try:
-        from upref import commands
+        from upref.commands import RUN
 
-        return getattr(commands, args.command)(args)
+        return RUN[args.command](args)
     except InputError as error:
         return _fail(args, str(error))
     except ModuleNotFoundError as error:
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
         c = sub.add_parser(name, help=text, description=text)
-        c.set_defaults(command=name.replace("-", "_"))
+        c.set_defaults(command=name)
         c.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         c.add_argument("--json", action="store_true", help="for a program to read")
         return c

@@ -85,7 +85,7 @@ def _answer(args, verdict) -> int:
 
 
 # ---- list and show ---------------------------------------------------------------------------------------------------
-def list(args) -> int:
+def listing(args) -> int:
     objectives = [get(n) for n in names()]
     if args.json:
         print(json.dumps([_facts(o) for o in objectives], indent=1, ensure_ascii=False))
@@ -242,6 +242,19 @@ def doctor(args) -> int:
     else:
         _table(["", ""], [[k, str(v)] for k, v in report.items() if k != "ok"], heads=False)
     return 0 if report["ok"] else 1
+
+
+RUN = {
+    "check": check,
+    "identify": identify,
+    "audit": audit,
+    "list": listing,
+    "show": show,
+    "cap": cap,
+    "weights": weights,
+    "derive": derive,
+    "doctor": doctor,
+}
 
 
 def _console():

@@ -101,9 +101,9 @@ def _bind(name: str, call: Callable, reading: Reading, o: Objective, hp: dict[st
     known = set(o.hyperparameters)
     argument = {meant: p for p in reading.own if (meant := names.hyperparameter(p, known))}
     argument |= {p: p for p in reading.own if p in known}
-    meant = {k: names.argument(k, reading.own) for k in hp if k not in known}
-    foreign = {p or k: hp[k] for k, p in meant.items() if p or reading.swallows}
-    hp = {k: v for k, v in hp.items() if not (k in meant and (meant[k] or reading.swallows))}
+    others = {k: names.argument(k, reading.own) for k in hp if k not in known}  # by its own name for each
+    foreign = {p or k: hp[k] for k, p in others.items() if p or reading.swallows}
+    hp = {k: v for k, v in hp.items() if not (k in others and (others[k] or reading.swallows))}
     resolved, swallows = o.resolve(hp), reading.swallows
     needed = {meant for meant, p in argument.items() if p in reading.needed}
     if unbound := [p for p in reading.needed if p not in argument.values() and p not in foreign]:

@@ -98,8 +98,8 @@ def read(fn: Callable, name: str, role: Callable[[str], str], main: Sequence[str
 
 
 def _shown(name: str, every: Sequence[inspect.Parameter]) -> str:
-    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    return f"{name}({', '.join(stars.get(p.kind, '') + p.name for p in every)})"
+    stars = lambda p: "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
+    return f"{name}({', '.join(stars(p) + p.name for p in every)})"
 
 
 def _wrapper(name: str, main: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from upref import kl
 from upref.aggregation import AGGREGATIONS
-from upref.curve import AT_ONCE, Curve, alone
+from upref.curve import AT_ONCE, HAIR, Curve, alone
 from upref.curve import rare as mu_of
 from upref.errors import InputError
 from upref.losses import Loss, neutral
@@ -74,8 +74,8 @@ class BlackBox:
             parts = [together(*(x[i : i + n] for x in flat)) for i in range(0, len(flat[0]), n)]
             return np.concatenate(parts).reshape(points[0].shape)
 
-        tells = {"hair": 1e-5, "floor": 1e-4} if self.case.single else {"floor": 100 * self.case.tol}
-        return Curve(self.loss.name, weight, True, coupled=self.coupled, **tells)
+        hair, floor = (1e-5, 1e-4) if self.case.single else (HAIR, 100 * self.case.tol)
+        return Curve(self.loss.name, weight, True, coupled=self.coupled, hair=hair, floor=floor)
 
     def gradient(self, b: Rollouts) -> Tensor:
         """The weights on any batch."""
@@ -203,7 +203,7 @@ def _find_kl(box: BlackBox, b: Rollouts):
 def _curve(box: BlackBox):
     """Sample the weight on a grid, and close in on every jump."""
     grid = np.exp(LOG_R[:: 3 if box.coupled else 1])  # one call a point where the batch matters
-    lines = [(A, None, False) for A in SIGNS]
+    lines: list[tuple[float, float | None, bool]] = [(A, None, False) for A in SIGNS]
     lines += [(A, mu, False) for A in SIGNS for mu in MUS] if box.reads_mu else []
     lines += [(A, None, True) for A in SIGNS] if box.reads_entropy else []
     for A, mu, unsure in lines:

@@ -85,8 +85,8 @@ def _moved(case: Case, key: str) -> list[Finding]:
     b = there.grid()
     text = f"{key} from {_num(now)} to {other:g}"
     try:
-        told = case.gradient(b, **{key: now}) if now is not None else case.gradient(b)
-        changed = case.gradient(b, **{key: other})
+        told = case.gradient(b, 1, **({key: now} if now is not None else {}))
+        changed = case.gradient(b, 1, **{key: other})
     except InputError as e:
         return [fail("dead-hyperparameter", f"{key} = {other:g}", "another gradient", str(e))]
     if torch.equal(told, changed):
