@@ -45,7 +45,7 @@ class Term:
         full = {"logp": lp.to(self.dtype), "logp_ref": ref.to(self.dtype)}
         before = {role: x.detach().clone() for role, x in full.items()}
         k, printed = called(self.name, lambda: self.reading.call(self.fn, full, {}))
-        if not isinstance(k, Tensor) or k.shape != lp.shape or not k.is_floating_point():
+        if not isinstance(k, Tensor) or k.shape != lp.shape or not k.is_floating_point() or k.is_meta:
             got = list(k.shape) if isinstance(k, Tensor) and k.shape != lp.shape else type(k).__name__
             said = f"{self.name} answers with {got} for log-probabilities {list(lp.shape)}"
             raise InputError(f"{said}: return one per token.")

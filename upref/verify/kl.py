@@ -70,9 +70,9 @@ class Case:
         return kl.ESTIMATORS[self.estimator]
 
     def off(self, d: Tensor, which: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(expected, found, whether they differ) at each d, of the value (0) or of the gradient (1)."""
+        """(expected, found, by how much they differ) at each d, of the value (0) or of the gradient (1)."""
         want, found = both(self.right, d)[which], both(self.term, d)[which]
-        return want, found, _off(found, want) > self.term.tol
+        return want, found, _off(found, want)
 
     def cause(self, which: int) -> str:
         """The first slip that gives both value and gradient, else the first that gives this one; "" where none does."""
@@ -131,12 +131,11 @@ def expected(term: Formula, off_policy: bool = False) -> tuple[float, Tensor]:
 def divergences() -> dict[str, tuple[float, Tensor]]:
     """Both divergences with their gradients over θ, and zero."""
     out = {"zero": (0.0, torch.zeros_like(LOGITS))}
-    for name in ("reverse", "forward"):
-        theta = LOGITS.clone().requires_grad_()
-        lp, ref = theta.log_softmax(0), REF.log_softmax(0)
-        p, q = (lp, ref) if name == "reverse" else (ref, lp)
+    theta = LOGITS.clone().requires_grad_()
+    lp, ref = theta.log_softmax(0), REF.log_softmax(0)
+    for name, p, q in (("reverse", lp, ref), ("forward", ref, lp)):
         d = (p.exp() * (p - q)).sum()
-        out[name] = d.item(), torch.autograd.grad(d, theta)[0]
+        out[name] = d.item(), torch.autograd.grad(d, theta, retain_graph=True)[0]
     return out
 
 
@@ -159,9 +158,9 @@ def _words(key: str) -> str:
 # ---- the oracles -----------------------------------------------------------------------------------------------------
 def _pointwise(which: int, name: str, what: str) -> Oracle:
     def look(case: Case) -> Iterator[Finding]:
-        want, found, differs = case.off(NEAR, which)
-        if differs.any():
-            i = int(_off(found, want).argmax())
+        want, found, off = case.off(NEAR, which)
+        i = int(off.argmax())
+        if off[i] > case.term.tol:
             d = NEAR[i].item()
             batch = f"log_prob, ref_log_prob = torch.tensor([[-3.0]]), torch.tensor([[{d - 3:.4f}]])"
             said = apart(what + " {}", want[i].item(), found[i].item())
@@ -173,7 +172,7 @@ def _pointwise(which: int, name: str, what: str) -> Oracle:
 @oracle("clamp", not_run=lambda case: "wrong near 0 already" if case.failed & {"value", "gradient"} else "")
 def clamp(case: Case) -> Iterator[Finding]:
     (_, _, value), (want, found, slope) = case.off(FAR, 0), case.off(FAR, 1)
-    for i in (value | slope).nonzero()[:1, 0].tolist():
+    for i in (torch.maximum(value, slope) > case.term.tol).nonzero()[:1, 0].tolist():
         d, numbers = FAR[i].item(), apart("gradient {}", want[i].item(), found[i].item())
         bites = "a clamp that bites: the tokens furthest from the reference are not pulled back"
         make, why = (fail, bites) if abs(d) < 20 else (note, "a clamp at 20 or beyond")
@@ -243,11 +242,10 @@ def check_kl(fn: Any, estimator: str, *, skip: tuple[str, ...] = ()) -> Report:
     must_know(ORACLES, skip)
     term = read(fn)
     found, ran = run(ORACLES, Case(term, estimator), skip)
-    on, off = whose(term, tol=term.tol), whose(term, off_policy=True, tol=term.tol)
-    contract = [
-        f"as a loss on samples of π_θ its expected gradient is that of {_words(on)}",
-        f"on samples of another policy it is that of {_words(off)}; correct them by importance weights",
-        *["it computes in float32: compared to 1e-3"] * (term.tol > 1e-5),
+    on, off = (_words(whose(term, off_policy, term.tol)) for off_policy in (False, True))
+    contract = ["it computes in float32: compared to 1e-3"] * (term.tol > 1e-5) + [
+        f"as a loss on samples of π_θ its expected gradient is that of {on}",
+        f"on samples of another policy it is that of {off}; correct them by importance weights",
     ]
-    tol, seconds = {"per token, relative": term.tol}, time.perf_counter() - start
-    return Report(term.name, estimator, {}, found, str(term.reading), contract, ran, tol, seconds)
+    tol, took = {"per token, relative": term.tol}, time.perf_counter() - start
+    return Report(term.name, estimator, {}, found, str(term.reading), contract, ran, tol, took)

@@ -8,6 +8,8 @@ from fractions import Fraction
 from functools import cache, lru_cache, partial
 from itertools import product
 
+import torch
+
 from upref import advantages
 from upref.verify.advantages import exact
 from upref.verify.advantages.exact import Batch, Rows, by, deviation, mean, minus
@@ -40,27 +42,30 @@ def cause(name: str, batches: Sequence[Batch], right: Sequence[Floats], found: S
         if slip.of and name not in slip.of:
             continue
         k = slip.k(expected, A) if slip.k else 0.0
-        numbers = [slip.numbers(b, x, k) for b, x in zip(batches, right, strict=True)]
-        eps = _eps(slip, batches, numbers, A, tol)
-        if eps is not None and eps <= SMALL:
-            return slip.words.format(k=k)
-        if eps is not None and eps <= 1.0:
+        for n in (1, len(batches)):  # most do not fit the first
+            eps = _eps(slip, batches[:n], right, found[:n], k, tol)
+            if eps is None:
+                break
+        else:
+            if eps <= SMALL:
+                return slip.words.format(k=k)
             likely = likely or f"{slip.words.format(k=k)}, eps = {eps:.3g}"
     return likely
 
 
-def _eps(slip: Slip, batches: Sequence[Batch], numbers: Sequence, found: Floats, tol: float) -> float | None:
-    """The eps with which the slip gives what was found; 0 where nothing is divided; None where none fits."""
-    c = [x for part in numbers for x in part]
+def _eps(slip: Slip, batches: Sequence[Batch], right: Sequence[Floats], found: Sequence[Floats], k: float, tol: float):
+    """The eps with which the slip gives what was found; 0 where nothing is divided; None where none up to 1 fits."""
+    each = [slip.numbers(b, x, k) for b, x in zip(batches, right, strict=False)]
+    c, A = [x for part in each for x in part], [a for part in found for a in part]
     if slip.variance is None:
-        return 0.0 if exact.near([float(x) for x in c], found, tol) else None
-    if any(x * a < 0 for x, a in zip(c, found, strict=True)):
+        return 0.0 if exact.near([float(x) for x in c], A, tol) else None
+    if any(x * a < 0 for x, a in zip(c, A, strict=True)):
         return None  # whatever it is divided by
-    var = [v for b, part in zip(batches, numbers, strict=True) for v in slip.variance(b, part)]
-    if any(bool(x) != (abs(a) > tol) for x, v, a in zip(c, var, found, strict=True) if v):
+    var = [v for b, part in zip(batches, each, strict=True) for v in slip.variance(b, part)]  # type: ignore[arg-type]
+    if any(bool(x) != (abs(a) > tol) for x, v, a in zip(c, var, A, strict=True) if v):
         return None
-    got = exact.fit(c, var, found, tol)
-    return got.eps if got else None
+    got = exact.fit(c, var, A, tol)  # type: ignore[arg-type]
+    return got.eps if got and got.eps <= (1.0 if len({v for v in var if v}) > 1 else SMALL) else None
 
 
 # ---- another answer --------------------------------------------------------------------------------------------------
@@ -98,6 +103,8 @@ def _answers() -> Iterator[Slip]:
     yield _answer("positive advantages are dropped", lambda x, k: min(x, 0.0))
     yield _answer("every advantage is {k:.5g} times what it should be", lambda x, k: k * x, _ratio)
     yield _answer("advantages are clipped to ±{k:.4g}", lambda x, k: max(-k, min(k, x)), _largest)
+    yield _answer("it is rounded to float16", lambda x, k: torch.tensor(x).half().item())
+    yield _answer("it is rounded to bfloat16", lambda x, k: torch.tensor(x).bfloat16().item())
     for ddof in (0, 1):
         yield Slip("normalised twice: by prompt, then over the batch", "answer", partial(_twice, ddof))
     for name in exact.NORMED:

@@ -74,9 +74,9 @@ class Function:
 
     def outcome(self, R: Sequence[Any], group: Sequence[int]) -> Outcome:
         full = self._inputs(R, group)
-        before = {k: _copy(v) for k, v in full.items()}
+        before = {k: _state(v) for k, v in full.items()}
         got, printed = called(self.name, lambda: self.reading.call(self.fn, full, dict(self.given)), self.lines)
-        wrote = frozenset(k for k, v in before.items() if not _equal(v, full[k]))
+        wrote = frozenset(k for k, v in before.items() if v != _state(full[k]))
         A, uneven = self._numbers(got, len(R), self._lengths(R, group))
         return Outcome(A.double().reshape(-1).tolist(), wrote, printed, A.dtype in HALVES, uneven)
 
@@ -113,10 +113,10 @@ class Function:
         got = got[0] if isinstance(got, tuple) and got else got
         got = got["advantages"] if isinstance(got, dict) and "advantages" in got else got
         try:
-            A = got.detach().cpu() if isinstance(got, Tensor) else torch.as_tensor(np.asarray(got))
-            if A.dtype == torch.bool or A.is_complex() or A.layout != torch.strided or A.is_meta:
+            A = got.detach().cpu().to_dense() if isinstance(got, Tensor) else torch.as_tensor(np.asarray(got))
+            if A.dtype == torch.bool or A.is_complex():
                 raise TypeError
-        except (TypeError, ValueError) as e:
+        except (TypeError, ValueError, RuntimeError) as e:  # RuntimeError: a meta tensor
             raise InputError(
                 f"{self.name} answers with {type(got).__name__}: return one real number a response."
             ) from e
@@ -189,13 +189,5 @@ def _verl(name: str) -> Callable:
         raise InputError(f"verl has no advantage estimator {name!r}: {e}") from e
 
 
-def _copy(x: Any) -> Any:
-    return x.clone() if isinstance(x, Tensor) else x.copy() if isinstance(x, list | np.ndarray) else x
-
-
-def _equal(x: Any, y: Any) -> bool:
-    if isinstance(x, Tensor):
-        return x.shape == y.shape and torch.equal(x.double().nan_to_num(12345.0), y.double().nan_to_num(12345.0))
-    if isinstance(x, np.ndarray) and x.dtype == float:
-        return np.array_equal(x, y, equal_nan=True)
-    return bool(np.array_equal(x, y)) if isinstance(x, np.ndarray) else repr(x) == repr(y)
+def _state(x: Any) -> str:
+    return repr(x.tolist() if isinstance(x, Tensor | np.ndarray) else x)

@@ -218,7 +218,7 @@ def permutation(case: Case) -> Iterator[Finding]:
     if not near(A, B, 10 * case.f.tol):
         i = max(range(len(order)), key=lambda k: abs(A[k] - B[k]))
         yield fail("permutation", "the responses in another order", f"A = {A[i]:.6g}, as before", f"A = {B[i]:.6g}",
-                   case.python(b), "rows are read by position, as if groups were contiguous or equal")  # fmt: skip
+                   case.python(b), "rows are read by their place, not only by their prompt")  # fmt: skip
 
 
 @oracle("determinism")
