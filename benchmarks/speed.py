@@ -118,7 +118,7 @@ def main():
     print(f"{'':25}{'time, in copies of one tensor':>42}   {'peak memory, in tensors':>28}")
     print(f"{'objective':14} {'verl mode':10}" + "".join(f"{h:>11}" for h in heads))
     for mode, name, hp, config in PAIRS:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         runs = contestants(mode, name, hp, config, lp, old, A, mask)
         t = measure(runs, lp.detach(), args.rounds)
         m = {k: peak(f, size) for k, f in runs.items()}

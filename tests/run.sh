@@ -1,13 +1,31 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Lint, types, tests, and three real steps of verl and vLLM; with arguments, which go to pytest, all but the last.
+#
+#   tests/run.sh               lint, layers, types, tests, and three real steps of verl and vLLM
+#   tests/run.sh quick         what to run at every save: lint, layers, types, the laws and the core's tests, no verl, no TRL
+#   tests/run.sh ARGUMENTS     all but verl's steps; the arguments go to pytest
+#
 # Needs nothing but Python >= 3.11: it makes .venv on the first run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bin=.venv/bin
+
+judge() {
+    "$bin"/python -m ruff check
+    "$bin"/lint-imports --no-logo --no-cache >.venv/layers.log || { cat .venv/layers.log && return 1; }
+    "$bin"/python -m mypy "$@"
+}
+
+if [[ "$*" == quick ]]; then
+    repro/venv.sh
+    judge upref
+    # Left out: the experiments, and what holds whole losses, many of them, against each other.
+    exec "$bin"/python -m pytest -n 2 -q -m "not (slow or verl or trl or smoke)" --ignore tests/mini --ignore tests/with_verl \
+        --ignore-glob '*test_zoo*' --ignore-glob '*test_identify*' --ignore-glob '*test_audit*' --ignore-glob '*test_trl*'
+fi
 repro/venv.sh verl trl
-.venv/bin/python -m ruff check
-.venv/bin/python -m mypy upref
-.venv/bin/python -m pytest -n 2 -q -m "not smoke" "$@"
+judge upref repro
+"$bin"/python -m pytest -n 2 -q -m "not smoke" "$@"
 [[ $# -eq 0 ]] || exit 0
 free=$(df -Pk . | awk 'NR == 2 { print int($4 / 1024 / 1024) }')
 if [[ ! -e .venv/stamp-smoke && $free -lt 8 ]]; then
@@ -15,4 +33,4 @@ if [[ ! -e .venv/stamp-smoke && $free -lt 8 ]]; then
     exit 0
 fi
 repro/venv.sh smoke
-timeout 900 .venv/bin/python -m pytest -q -m smoke -k three_real_steps
+timeout 900 "$bin"/python -m pytest -q -m smoke -k three_real_steps

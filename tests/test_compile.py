@@ -28,7 +28,7 @@ def test_no_host_synchronisation(name):
 def test_one_graph_and_the_eager_gradient(name, hp):
     o = upref.get(name)
     b = batch(o, edges=OFF_EDGES, **hp)  # the compiler's exp may differ in the last bit, which decides on a bound
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(lambda lp: o.J(lp, b.logp_old, b.adv, b.mask, b.group, **hp), fullgraph=True)
     found, expected = grad(lambda x: compiled(x.logp), b), grad(lambda x: o(x, **hp), b)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)

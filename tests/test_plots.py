@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import upref
+from upref.atlas import groups
 from upref.cap import capacity
 from upref.plots import Panel, cap_map, cap_panels, weights
 
@@ -73,6 +74,17 @@ def test_cap_map_of_a_foreign_loss():
     assert "my_loss\n" in texts(cap_map(my_loss))
 
 
+def test_advantages_one_a_response_in_small_batches():
+    def loss(lp, lp_old, advantages, mask):
+        rows.append(len(mask))
+        return my_loss(lp, lp_old, advantages[:, None], mask)
+
+    rows: list[int] = []
+    mine, grpo = (cap_map(what).axes[0].images[0].get_array() for what in (loss, "grpo"))
+    np.testing.assert_allclose(mine, grpo)
+    assert max(rows) <= 1000  # not the 160,000 cells of the map
+
+
 def test_weights_of_a_foreign_loss_have_its_scale():
     fig = drawn(weights(my_loss, "grpo", eps=0.3))
     for ax in fig.axes[:2]:
@@ -126,12 +138,10 @@ def test_labels_do_not_touch(chosen):
 
 
 def test_atlas_orders_by_cap():
-    from upref.plots import _groups
-
-    groups, absent = _groups()
-    caps = [float(capacity(g[0], 0.01, 0.01)) for g in groups]
+    pairs, absent = groups()
+    caps = [float(capacity(g[0], 0.01, 0.01)) for g in pairs]
     assert all(a >= b - 1e-9 for a, b in itertools.pairwise(caps))
-    assert sorted(o.name for g in groups for o in g) + sorted(absent) == sorted(
+    assert sorted(o.name for g in pairs for o in g) + sorted(absent) == sorted(
         upref.names(), key=lambda n: (n in absent, n)
     )
-    assert {"dr_grpo", "grpo", "ppo_clip"} <= {o.name for g in groups if g[0].name == "grpo" for o in g}
+    assert {"dr_grpo", "grpo", "ppo_clip"} <= {o.name for g in pairs if g[0].name == "grpo" for o in g}

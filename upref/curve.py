@@ -49,7 +49,8 @@ class Curve:
         """All jumps between the first and the last of the ratios r, ascending.
 
         A jump shows if it is a quarter of what the weight changes by within a 16th of the distance of two r (by
-        default 0.15 % in 1e-3..1e3, less near 1), a dead band if it is as wide. A weight that fades has no end.
+        default 0.15 % in 1e-3..1e3, less near 1). Two that lie between the same two r may be missed if they undo each
+        other. A weight that fades has no end.
         """
         found, _ = self._find(*_rows(A, mu), r, ends=False)
         return [Jump(*map(float, jump)) for jump in zip(found.r, found.below, found.above, strict=True)]
@@ -163,7 +164,11 @@ def _crowd(loss, r, A, mu):
 
 
 def _gradient(loss, r, A, mu):
-    g = loss.gradient(alone(A, r, mu))[:, 0].double().numpy() + 0.0  # not -0
+    b = alone(A, r, mu)
+    g = loss.gradient(b)
+    if "logp_ref" in getattr(loss, "reads", ()):  # what is left at A = 0 is its KL term
+        g = g - loss.gradient(replace(b, adv=0 * b.adv))
+    g = g[:, 0].double().numpy() + 0.0  # not -0
     if not np.isfinite(g).all():
         p = (r * mu)[~np.isfinite(g)][0]
         raise InputError(f"{loss.name} has no finite gradient in log_prob at pi={p:.3g}.")

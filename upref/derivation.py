@@ -132,7 +132,7 @@ def _J(o: Objective, A: Expr, lp: list, lp_old: list, hp: dict) -> Expr:
 
 
 def _weights(o: Objective, A: Expr, r: list, mu: Expr, hp: dict) -> list[Expr]:
-    first = [log(x) for x in r] if o._reads_log_r else r
+    first = [log(x) for x in r] if o.reads_log_r else r
     have = {"mu": mu, "log_mu": log(mu), "mask": np.ones((1, len(r)), dtype=bool)}
     read = (SymbolArray([first]), SymbolArray([[A] * len(r)])) if o.level == "free" else (first[0], A)
     w = o.closed_form(*read, **{k: have[k] for k in o.reads}, **hp)

@@ -77,7 +77,7 @@ class Objective:
     reads: tuple[str, ...] = field(init=False, repr=False)  # by the closed form: of mu, log_mu, mask, entropy
     _own: dict[str, Any] = field(init=False, repr=False)
     _extra_names: tuple[str, ...] = field(init=False, repr=False)
-    _reads_log_r: bool = field(init=False, repr=False)
+    reads_log_r: bool = field(init=False, repr=False)
 
     def __post_init__(self):
         takes, weighs = _parameters(self.fn), _parameters(self.closed_form)
@@ -85,7 +85,7 @@ class Objective:
         put("_own", {p.name: p.default for p in takes if p.kind is p.KEYWORD_ONLY} | ({"beta": 0.0} if self.kl else {}))
         put("_extra_names", tuple(p.name for p in takes[3:] if p.kind is p.POSITIONAL_OR_KEYWORD))
         put("reads", tuple(p.name for p in weighs[2:] if p.kind is p.POSITIONAL_OR_KEYWORD))
-        put("_reads_log_r", weighs[0].name == "log_r")
+        put("reads_log_r", weighs[0].name == "log_r")
         shapes = f"Level {self.level}: {LEVELS[self.level]}."
         put("__doc__", f"{self.equation}\n\n{self.paper}, {self.eq}. {shapes} {ERRORS}")
 
@@ -191,7 +191,7 @@ class Objective:
         """
         log_mu = None if mu is None else log(mu)
         have = {"mu": mu, "log_mu": log_mu, "mask": mask, "entropy": entropy}
-        return self._closed(log(r) if self._reads_log_r else r, A, have, hp)
+        return self._closed(log(r) if self.reads_log_r else r, A, have, hp)
 
     @property
     def reads_mu(self) -> bool:
@@ -208,7 +208,7 @@ class Objective:
         lp, lp_old, A = self._at_level(b.logp.detach(), b.logp_old, b.adv, b.mask)
         log_r = lp - lp_old
         have = {"mu": exp(lp_old), "log_mu": lp_old, "mask": b.mask, "entropy": b.entropy}
-        w = self._closed(log_r if self._reads_log_r else exp(log_r), A, have, hp)
+        w = self._closed(log_r if self.reads_log_r else exp(log_r), A, have, hp)
         if self.level in REDUCE:
             w = (w / b.mask.sum(-1) if self.level == "sequence" else w)[:, None]
         return where(b.mask, w, 0)

@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-from upref.ops import clip, dual_clip, exp, expm1, inf, log, minimum, when, where
+from upref.ops import clip, dual_clip, exp, expm1, inf, log, maximum, minimum, sqrt, when, where
 from upref.registry import objective
 
 
+def below(log_mu, log_q, delta):
+    """log(p / mu) where KL(Bern(mu) ‖ Bern(p)) = delta and p < mu; q = 1 - mu.
+
+    By Newton's method in x = log(p / mu), in which KL is convex: begun where KL is too large, it only comes nearer. It
+    begins at the nearer of two such x, from KL >= -mu x + q log q and KL >= (mu - p)² max(1 / (2 mu), 2); KL <= -x.
+    """
+    mu, q = exp(log_mu), exp(log_q)
+    rest = lambda log_1_p: when(q > 0, q * (log_1_p - log_q))
+    within = lambda x: clip(x, -800, -delta)  # e^-800 is 0 in every dtype
+    near = 1 - sqrt(delta * minimum(2 / mu, 1 / (2 * mu * mu)))
+    x = within(maximum(-(delta + rest(0)) / mu, log(maximum(near, 1e-300))))
+    for _ in range(8):  # 5 reach the last digit at the default delta, 7 at 1e-8
+        left = -expm1(log_mu + x)  # 1 - p
+        x = within(x - (-mu * x - rest(log(left)) - delta) * left / (mu * expm1(x)))
+    return x
+
+
 def band(log_mu, delta):
-    """The roots r, below and above 1, of KL(Bern(mu) ‖ Bern(mu r)) = delta; r <= 1/mu. Bisected in log r."""
-    mu, q_old = exp(log_mu), -expm1(log_mu)
-
-    def divergence(log_r):
-        rest = q_old * (log(-expm1(log_mu + log_r)) - log(q_old))
-        return -mu * log_r - when(q_old > 0, rest)
-
-    def bisect(outside):
-        inside = 0 * mu
-        for _ in range(60):
-            middle = (inside + outside) / 2
-            within = divergence(middle) <= delta
-            inside, outside = where(within, middle, inside), where(within, outside, middle)
-        return exp(inside)
-
-    return bisect(0 * mu - 800), bisect(-log_mu)  # e^-800 is 0 in every dtype
+    """The roots r, below and above 1, of KL(Bern(mu) ‖ Bern(mu r)) = delta; r <= 1/mu."""
+    log_q = log(-expm1(log_mu))
+    q_low = log_q + below(log_q, log_mu, delta)  # p is above mu where 1 - p is below 1 - mu
+    return exp(below(log_mu, log_q, delta)), exp(log(-expm1(q_low)) - log_mu)
 
 
 @objective(
@@ -34,8 +39,8 @@ def band(log_mu, delta):
         "c": "None: not in the definition; the authors' scripts clip dually at 10",
         "beta": "0: the authors' scripts add k3 (low_var_kl), kl_loss_coef=0.001",
     },
-    unread="its bounds come from a bisection",
-    note="PPO's clip, bounds from a ball of KL(π_old ‖ π_θ) of the binary collapse (o_t or not), by bisection. "
+    unread="its bounds are found by Newton's method",
+    note="PPO's clip, bounds from a ball of KL(π_old ‖ π_θ) of the binary collapse (o_t or not). "
     "The authors' scripts also cap the upper bound at 10 (upper_bound_max) and dual-clip at 10; neither is here.",
 )
 def bandpo_kl(lp, lp_old, A, *, delta=0.05, c=None):

@@ -43,7 +43,7 @@ class Weights:
         o, n = self.o, len(self.r)
         if o.level != "free":
             have = {"mu": self.mu, "log_mu": np.log(self.mu), "mask": None, "entropy": None}
-            x = np.log(self.r) if o._reads_log_r else self.r
+            x = np.log(self.r) if o.reads_log_r else self.r
             extra = {k: have[k] for k in o.reads}
             yield np.arange(n), lambda **hp: o.closed_form(x, self.A, **extra, **hp)
             return
@@ -60,7 +60,7 @@ class Weights:
         if unsure:
             r, A, mu, H = (torch.cat(x, 1) for x in ((r, torch.ones_like(r)), (A, A), (mu, mu), (2 * H, H)))
         have = {"mu": mu, "log_mu": mu.log(), "mask": torch.ones_like(r, dtype=torch.bool), "entropy": H}
-        x = r.log() if o._reads_log_r else r
+        x = r.log() if o.reads_log_r else r
         extra = {k: have[k] for k in o.reads}
         return lambda **hp: o.closed_form(x, A, **extra, **hp)[:, 0].numpy()
 

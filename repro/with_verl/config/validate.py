@@ -70,7 +70,7 @@ def _compose(overrides: tuple[str, ...]) -> DictConfig:
     for line in overrides:
         try:
             if line not in groups and not line.startswith("hydra."):
-                ConfigLoaderImpl._apply_overrides_to_config([_parsed(line)], cfg)
+                ConfigLoaderImpl._apply_overrides_to_config([_parsed(line)], cfg)  # noqa: SLF001  one line at a time
         except (HydraException, OmegaConfBaseException) as e:
             raise InputError(_refusal(line, cfg, e)) from e
     return cfg
@@ -92,8 +92,8 @@ def _keys(node: DictConfig, prefix: str = "") -> list[str]:
     found = []
     for key in node:
         found.append(f"{prefix}{key}")
-        child = node._get_node(key)
-        if isinstance(child, DictConfig) and not child._is_none():
+        child = node._get_node(key)  # noqa: SLF001  node[key] would raise where the value is missing
+        if isinstance(child, DictConfig) and not child._is_none():  # noqa: SLF001
             found += _keys(child, f"{prefix}{key}.")
     return found
 

@@ -10,6 +10,6 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension 
 from vllm import _custom_ops
 
 assert hasattr(_custom_ops, "_supports_onednn"), "this vLLM chooses its CPU kernels elsewhere: see README.md"
-_custom_ops._supports_onednn = False
+_custom_ops._supports_onednn = False  # noqa: SLF001  vLLM has no setting for it
 
 __all__ = ["WorkerExtension"]

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long `upref.check` takes: on every loss of the tests' zoo, on every registered objective; and `upref -h`.
+
+    python -m benchmarks.check                  all of it, two to four minutes; exit status 1: over a limit
+
+Times are CPU seconds on one thread, which on a quiet machine are the seconds one waits: other work on the machine
+disturbs them less. `upref -h` is a new process each time. The first check, which imports, is not counted.
+"""
+
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import upref
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # no package: another one's "tests" may be installed
+import zoo
+
+STARTS = 7
+MEDIAN, OBJECTIVE, START = 0.5, 3.0, 0.3  # the limits, in seconds
+
+
+def seconds(loss, objective: str, **hp) -> float:
+    start = time.process_time()
+    upref.check(loss, objective, **hp)
+    return time.process_time() - start
+
+
+def starting() -> float:
+    """CPU seconds of `upref -h`, the process and all."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "upref.cli", "-h"], check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def table(times: dict[str, float], limit: float, judged: str) -> bool:
+    """Prints the five slowest, the median, the sum; whether what is judged, "median" or "slowest", keeps the limit."""
+    rows = sorted(times.items(), key=lambda row: -row[1])
+    for name, t in rows[:5]:
+        print(f"  {t:6.2f}  {name}")
+    found = {"median": statistics.median(times.values()), "slowest": rows[0][1]}
+    ok = found[judged] <= limit
+    print(f"  {judged} {found[judged]:.2f}, at most {limit}: {'yes' if ok else 'NO'}; all {sum(times.values()):.1f}\n")
+    return ok
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, upref {upref.__version__}"
+    print(f"{platform.machine()}, {os.cpu_count()} cores, {versions}")
+    print("CPU seconds on one thread; the five slowest of each\n")
+    upref.check(upref.get("dapo"), "dapo")
+    print(f"upref.check on the zoo of tests/zoo, {len(zoo.ALL)} losses")
+    cases = {f"{i} {case} {case.hp or ''}": case for i, case in enumerate(zoo.ALL)}
+    quick = table({k: seconds(c.function, c.objective, **c.hp) for k, c in cases.items()}, MEDIAN, "median")
+    print(f"upref.check of each registered objective against itself, {len(upref.names())}")
+    quick &= table({name: seconds(upref.get(name), name) for name in upref.names()}, OBJECTIVE, "slowest")
+    print(f"upref -h, {STARTS} times")
+    quick &= table({f"start {i + 1}": starting() for i in range(STARTS)}, START, "median")
+    return not quick
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
