@@ -65,7 +65,7 @@ def bare(loss: Any, o: Objective, hp: dict[str, Any]) -> Loss:
     if isinstance(loss, type):
         raise InputError(f"{name} is a class. {_WRAP.format(f'{name}(...)')}")
     if not callable(loss):
-        raise InputError(f"a {type(loss).__name__} is not a loss: pass a function or its name.")
+        raise InputError(f"a loss is a function or its name, got {type(loss).__name__}.")
     takes = {p.name for p in parameters(loss)}
     if {"old_log_prob", "log_prob", "advantages", "response_mask"} <= takes and takes & {"loss_agg_mode", "config"}:
         from upref.losses import verl

@@ -72,7 +72,7 @@ class BlackBox:
             points = np.broadcast_arrays(r, A, mu)
             flat, n = [x.ravel() for x in points], 1 if self.coupled else AT_ONCE
             parts = [together(*(x[i : i + n] for x in flat)) for i in range(0, len(flat[0]), n)]
-            return np.concatenate(parts).reshape(points[0].shape)
+            return np.concatenate(parts or [flat[0]]).reshape(points[0].shape)
 
         hair, floor = (1e-5, 1e-4) if self.case.single else (HAIR, 100 * self.case.tol)
         return Curve(self.loss.name, weight, True, coupled=self.coupled, hair=hair, floor=floor)
