@@ -10,9 +10,9 @@ import torch
 from rich.console import Console
 
 import upref
-from upref.check import audit as audits
 from upref.derivation import derive
 from upref.regimes import batch, grad
+from upref.verify import audit as audits
 
 ROOT = Path(__file__).parent
 say = Console(highlight=False, soft_wrap=True).print

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upref.aggregate import AGGREGATIONS, Totals, aggregate
+from upref.aggregation import AGGREGATIONS, Totals, aggregate
 from upref.errors import InputError
 from upref.ops import mean_t
 from upref.rollouts import Rollouts

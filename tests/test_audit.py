@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from upref import InputError, Rollouts
-from upref.check import audit as A
-from upref.check.comparison import MICRO, TOL
-from upref.regimes import batch
+from upref.regimes import batch, grad
 from upref.registry import get
+from upref.verify import audit as A
+from upref.verify.audit.compare import MICRO, TOL
 
 NEED = "`repro/venv.sh verl` installs what verl's losses need"
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=NEED)
-from upref.check.verl import verl_loss, verl_weights  # noqa: E402
-from upref.check.verl_losses import COMPARISONS  # noqa: E402
+from upref.losses.verl import verl_loss  # noqa: E402
+from upref.verify.audit.verl import COMPARISONS  # noqa: E402
 
 pytestmark = pytest.mark.verl
 IDS = [f"{c.setting}-{c.mode}-{c.objective}-{c.config['loss_agg_mode']}" for c in COMPARISONS]
@@ -105,14 +105,6 @@ def test_printing_and_json(audit):
     assert data["rows"][0]["command"] == "upref check verl:vanilla,defaults,loss_agg_mode=token-mean --as ppo_clip"
 
 
-def test_weights_are_the_negative_gradient_of_the_loss():
-    b = batch(get("dapo"))
-    w = verl_weights("vanilla", b, clip_ratio_high=0.28)
-    x = b.logp.clone().requires_grad_()
-    verl_loss("vanilla", replace(b, logp=x), clip_ratio_high=0.28).backward()
-    assert torch.equal(w, -x.grad) and (w[~b.mask] == 0).all()
-
-
 @pytest.mark.parametrize(("mode", "kw"), [("vanila", {}), ("vanilla", {"epsilon": 1}), ("gpg", {"agg": "sum"})])
 def test_what_verl_refuses_is_one_sentence(mode, kw):
     with pytest.raises(InputError, match="verl refuses"):
@@ -132,7 +124,7 @@ def test_dual_clip_passes_half_the_gradient_at_exactly_c():
     lp_old = torch.full((1, 1), -2.0, dtype=torch.float64)
     b = Rollouts(lp_old + math.log(2.0), lp_old, torch.full_like(lp_old, -1.0), torch.ones(1, 1, dtype=torch.bool))
     assert (b.logp - b.logp_old).exp().item() == 2.0
-    assert verl_weights("vanilla", b, clip_ratio_c=2.0).item() == -1.0
+    assert -grad(lambda b: verl_loss("vanilla", b, clip_ratio_c=2.0), b).item() == -1.0
     assert get("ppo_clip").gradient(b, c=2.0).item() == -2.0
 
 

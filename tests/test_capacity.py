@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import upref
-from upref.capacity import capacity, own_token_bound
+from upref.cap import capacity, own_token_bound
 from upref.curve import obstacle, of
 
 TOL = 1e-9

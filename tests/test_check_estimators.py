@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """`upref.check_advantages` and `upref.check_kl` on functions of other people, right and wrong."""
 
+import itertools
 import math
+import sys
 from fractions import Fraction
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zoo.advantages import RIGHT, WRONG, loop_over_prompts, single_precision
+from zoo import advantages as zoo
+from zoo.advantages import RIGHT, WRONG, loop_over_prompts, over_the_batch, single_precision
 
 import upref
 from upref import advantages, kl
-from upref.check import kl as kl_check
-from upref.check.pytest_plugin import _assert_advantages, _assert_kl  # noqa: F401  the fixtures, as pytest finds them
-from upref.check.rationals import exact
 from upref.cli import main
+from upref.verify import kl as kl_check
+from upref.verify.advantages.exact import Batch, Denominator, advantage
+from upref.verify.pytest_plugin import _assert_advantages, _assert_kl  # noqa: F401  the fixtures, as pytest finds them
 
 ids = lambda x: getattr(x, "__name__", None)
 
@@ -33,7 +37,7 @@ def test_two_witnesses_agree(batch, ddof):
     for name, f in advantages.ADVANTAGES.items():
         if name != "signed":
             hp = {"ddof": ddof, "eps": 1e-6} if name in ("group_norm", "whiten", "group_mean_whiten") else {}
-            want = exact(name, R, group, **hp)
+            want = advantage(name, Batch(tuple(R), tuple(group)), Denominator(**hp))
             torch.testing.assert_close(f(r, g, **hp), torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=1e-12)
 
 
@@ -46,7 +50,7 @@ def test_the_reference_is_accepted(name):
 @pytest.mark.parametrize(("fn", "name", "said"), RIGHT, ids=ids)
 def test_right_advantages(fn, name, said):
     report = upref.check_advantages(fn, name)
-    assert report and said in str(report), str(report)
+    assert report and said in report.text(verbose=True), str(report)
 
 
 @pytest.mark.parametrize(("fn", "name", "oracle", "cause"), WRONG, ids=ids)
@@ -74,6 +78,42 @@ def test_ddof_and_eps_are_read_off_or_held_to():
     assert upref.check_advantages(single_precision, "group_norm").tolerances["advantage, relative"] > 1e-6
 
 
+def test_a_report_says_of_the_denominator_only_what_was_seen():
+    report = upref.check_advantages(zoo.rewards_clipped_at_ten, "group_norm")
+    assert not report.hp and not any("denominator" in x or "float32" in x for x in report.contract), str(report)
+    (low,) = [n for n in upref.check_advantages(zoo.nothing_below_a_std, "group_norm").notes]
+    assert low.oracle == "shift-and-scale" and low.found == "A = 0"
+    small = partial(zoo.each, divide=lambda c, std: c / (std + 1e-12))
+    assert any("eps = 1e-12 is too small" in f.cause for f in upref.check_advantages(
+        lambda rewards, group: small(rewards.float(), group), "group_norm").failures)  # fmt: skip
+
+
+def test_prompt_ids_that_a_function_refuses_are_a_note_and_a_loop_over_them_ends():
+    (note,) = [
+        n for n in upref.check_advantages(zoo.population_by_bincount, "group_norm").notes if n.oracle == "group-ids"
+    ]
+    assert "below 0 or above 2^53" in note.regime
+    (note,) = [
+        n for n in upref.check_advantages(zoo.ids_are_counted_up_to, "group_mean").notes if n.oracle == "group-ids"
+    ]
+    assert note.regime == "it takes no prompt ids above 2^53" and "stopped after" in note.cause
+
+
+REWARDS, GROUP = ("rewards", "scores", "token_returns"), ("group", "uid", "prompt_ids")
+
+
+@pytest.mark.parametrize("names", [*itertools.product(REWARDS, GROUP), *itertools.product(GROUP, REWARDS)])
+def test_names_in_any_order_give_one_answer(names):
+    R, g = names if names[0] in REWARDS else names[::-1]
+    scope = {"f": loop_over_prompts, "wrong": over_the_batch, "torch": torch, "np": np}
+    ids = f"torch.as_tensor(np.unique({g}, return_inverse=True)[1])"
+    exec(f"def right({', '.join(names)}): return f({R}, {ids})\n"
+         f"def bad({', '.join(names)}): return wrong({R}, {ids})", scope)  # fmt: skip
+    assert upref.check_advantages(scope["right"], "group_norm", skip=("random",))
+    failed = upref.check_advantages(scope["bad"], "group_norm", skip=("random",)).failures
+    assert "over the batch" in failed[0].cause
+
+
 @pytest.mark.verl
 @pytest.mark.parametrize(
     ("name", "estimator", "fails"),
@@ -90,6 +130,10 @@ def test_verls_estimators(name, estimator, fails):
     )
 
 
+def interrupted(rewards, group):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -101,12 +145,22 @@ def test_verls_estimators(name, estimator, fails):
         (lambda: upref.check_advantages(lambda rewards, group: rewards[:2], "group_norm"), "answers with shape"),
         (lambda: upref.check_advantages(lambda rewards, group: "A", "group_norm"), "answers with str"),
         (lambda: upref.check_advantages(lambda rewards, group: rewards / missing, "group_norm"), "raised NameError"),  
+        (lambda: upref.check_advantages(lambda rewards, group: sys.exit(0), "group_norm"), "SystemExit"),
+        (lambda: upref.check_advantages(interrupted, "group_norm"), "KeyboardInterrupt"),
+        (lambda: upref.check_advantages(zoo.Estimator, "group_norm"), "is a class"),
+        (lambda: upref.check_advantages(lambda rewards, group: rewards * 1j, "group_norm"), "one real number"),
+        (lambda: upref.check_advantages(lambda rewards, group: rewards.to("meta"), "group_norm"), "one real number"),
+        (lambda: upref.check_advantages(lambda group, n: group, "group_norm"), "rewards"),
+        (lambda: upref.check_advantages(lambda model, tokenizer: 0, "group_norm"), "model"),
         (lambda: upref.check_kl(kl.k1, "k4"), "no KL estimator"),
         (lambda: upref.check_kl(kl.k1, "k1", skip=("x",)), "no oracle"),
         (lambda: upref.check_kl(lambda lp, ref: (lp - ref).sum(), "k1"), "one per token"),
         (lambda: upref.check_kl(lambda lp, ref, beta: lp, "k1"), "beta"),
         (lambda: upref.check_kl("math:pi", "k1"), "not a function"),
         (lambda: upref.check_kl(lambda lp, ref: lp.foo(), "k1"), "raised AttributeError"),
+        (lambda: upref.check_kl(lambda lp, ref: sys.exit(0), "k1"), "SystemExit"),
+        (lambda: upref.check_kl(lambda new, old: new - old, "k1"), "cannot tell which argument is ref_log_prob"),
+        (lambda: upref.check_kl(lambda probs, ref_probs: probs, "k1"), "probs"),
     ],
 )  # fmt: skip
 def test_what_is_no_estimator_is_one_sentence(call, said):
@@ -135,6 +189,22 @@ def under_no_grad(logprob, ref_logprob):
         return k3_by_hand(logprob, ref_logprob)
 
 
+def refuses_float64(logprob, ref_logprob):
+    assert logprob.dtype == torch.float32
+    return k3_by_hand(logprob, ref_logprob)
+
+
+KL_RIGHT = [
+    (k3_by_hand, "k3", ""),
+    (lambda lp, ref: k3_by_hand(lp, ref).float(), "k3", "float32"),
+    (lambda lp, ref: k3_by_hand(lp.float(), ref.float()), "k3", "float32"),
+    (lambda lp, ref: k3_by_hand(lp.float(), ref.float()).double(), "k3", "float32"),
+    (lambda lp, ref: lp.float() - ref.float(), "k1", "float32"),
+    (refuses_float64, "k3", "float32"),
+    (lambda ref_logps, logps: kl.k3(logps, ref_logps), "k3", "ref_logps -> ref_log_prob; logps -> log_prob"),
+    (lambda ref_logps, x: kl.k3(x, ref_logps), "k3", "x -> log_prob, by position"),
+    (lambda p, q: kl.k3(p, q), "k3", "p -> log_prob, by position; q -> ref_log_prob, by position"),
+]
 KL_WRONG = [
     (under_no_grad, "k3", "gradient", "no_grad"),
     (lambda lp, ref: kl.k3(ref, lp), "k3", "value", "the other way round"),
@@ -146,6 +216,9 @@ KL_WRONG = [
     (clamped, "k3", "clamp", "bites"),
     (lambda lp, ref: kl.k2(lp, ref) + (kl.k3(lp, ref) - kl.k2(lp, ref)).detach(), "k3", "gradient", "straight"),
     (kl.k1, "k3", "value", "k1 itself"),
+    (lambda lp, ref: k3_by_hand(lp.float(), ref.float()) * 1.01, "k3", "value", ""),
+    (lambda lp, ref: ref.sub_(lp.detach()).exp() - 1 - ref, "k3", "mutation", ""),
+    (lambda lp, ref: k3_by_hand(lp, ref.clamp(min=-12)), "k3", "clamp", "bites"),
     (lambda lp, ref: kl.k1(lp, ref) + 1e-3 * torch.rand(()), "k1", "determinism", ""),
 ]
 
@@ -155,8 +228,14 @@ def test_right_kl(name, assert_kl):
     assert assert_kl(kl.ESTIMATORS[name], name)
 
 
-def test_right_kl_by_other_hands():
-    assert upref.check_kl(k3_by_hand, "k3")
+@pytest.mark.parametrize(("fn", "name", "said"), KL_RIGHT)
+def test_right_kl_by_other_hands(fn, name, said):
+    report = upref.check_kl(fn, name)
+    assert report and said in report.text(verbose=True), str(report)
+    assert (report.tolerances["per token, relative"] > 1e-5) == (said == "float32")
+
+
+def test_a_far_clamp_is_a_note():
     far = upref.check_kl(far_clamp, "k3")
     assert far and any(n.oracle == "clamp" for n in far.notes)
 
@@ -177,7 +256,7 @@ def test_whose_gradient_it_is():
     reverse = kl_check.divergences()["reverse"][0]
     for n in ("k1", "k3"):
         assert math.isclose(kl_check.expected(kl.ESTIMATORS[n])[0], reverse, rel_tol=1e-12)
-    assert "reverse divergence" in str(upref.check_kl(kl.k2, "k2"))
+    assert "reverse divergence" in upref.check_kl(kl.k2, "k2").text(verbose=True)
 
 
 # ---- the ways in -----------------------------------------------------------------------------------------------------

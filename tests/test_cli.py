@@ -126,7 +126,7 @@ class Verdict:
 
 @pytest.mark.parametrize("ok", [True, False])
 def test_audit_exit_status_is_the_verdict(capsys, monkeypatch, ok):
-    monkeypatch.setattr("upref.check.audit.audit", lambda framework: Verdict(ok))
+    monkeypatch.setattr("upref.verify.audit.audit", lambda framework: Verdict(ok))
     code, out, _ = run(capsys, "audit", "verl", "--json")
     assert code == (0 if ok else 1) and json.loads(out)["ok"] == ok
 
@@ -135,7 +135,7 @@ def test_a_missing_module_is_one_sentence(capsys, monkeypatch):
     def gone(framework):
         raise ModuleNotFoundError("No module named 'verl'")
 
-    monkeypatch.setattr("upref.check.audit.audit", gone)
+    monkeypatch.setattr("upref.verify.audit.audit", gone)
     code, _, err = run(capsys, "audit", "verl")
     assert code == 2 and "No module named 'verl'" in err and err.count("\n") == 1
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from upref import kl
-from upref.aggregate import aggregate
+from upref.aggregation import aggregate
 from upref.regimes import batch
 from upref.registry import get
 

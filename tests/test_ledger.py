@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from upref import InputError
-from upref.check import audit as audits
-from upref.check.ledger import hold, read
 from upref.cli import main
+from upref.verify import audit as audits
+from upref.verify.audit.ledger import hold, read
 
 ROOT = Path(__file__).parent.parent
 ENTRIES = read()
@@ -74,7 +74,7 @@ def test_a_broken_ledger_is_one_sentence():
     for text in (
         "x = [",
         "[[deviation]]\nkey = 'a'",
-        (ROOT / "upref/check/ledger.toml").read_text().replace('"open"', '"?"'),
+        (ROOT / "upref/verify/audit/ledger.toml").read_text().replace('"open"', '"?"'),
     ):
         with pytest.raises(InputError, match="ledger"):
             read(text)

@@ -11,7 +11,7 @@ import pytest
 
 import upref
 from upref.atlas import groups
-from upref.capacity import capacity
+from upref.cap import capacity
 from upref.plots import Panel, cap_map, cap_panels, weights
 
 

@@ -10,16 +10,16 @@ import torch
 
 import upref
 from upref import InputError
-from upref.check import audit as A
-from upref.check.adapters import adapt
 from upref.cli import main
+from upref.losses import read
 from upref.regimes import OFF_EDGES, batch, grad
+from upref.verify import audit as A
 
 pytest.importorskip("trl", reason="`repro/venv.sh trl` installs what TRL's losses need")
 from trl import GRPOTrainer, RLOOTrainer
 
-from upref.check.trl import loss_types, trl_loss
-from upref.check.trl_losses import COMPARISONS
+from upref.losses.trl import loss_types, trl_loss
+from upref.verify.audit.trl import COMPARISONS
 
 pytestmark = pytest.mark.trl
 # the slow oracles are exercised in the two tests that run all of them
@@ -48,7 +48,7 @@ def test_right(loss, name, hp):
     report = upref.check(f"trl:{loss}", name, skip=QUICK, **hp)
     assert report, str(report)
     o = upref.get(name)
-    theirs = adapt(f"trl:{loss}", o, hp)
+    theirs = read(f"trl:{loss}", o, hp)
     b = replace(batch(o, edges=OFF_EDGES, **{k: v for k, v in hp.items() if k != "beta"}), group=None)
     b = replace(b, **{k: getattr(b, k).masked_fill(~b.mask, -1.0) for k in ("logp", "logp_old", "adv")})
     b = replace(b, logp_ref=b.logp_old - 0.1)
@@ -123,7 +123,7 @@ def test_without_trl(monkeypatch):
 
 def test_nothing_of_trl_is_imported_for_a_plain_loss():
     code = (
-        "import sys, upref, upref.check.verdict, upref.check.trl\n"
+        "import sys, upref, upref.verify.check, upref.losses.trl\n"
         "f = lambda log_prob, old_log_prob, advantages, mask: -(log_prob * advantages)[mask].mean()\n"
         "upref.check(f, 'reinforce_off_policy', skip=('gradient',))\n"
         "print(sorted({'trl', 'verl', 'transformers', 'datasets'} & set(sys.modules)))"
@@ -155,7 +155,7 @@ def test_a_changed_trl_is_found(monkeypatch):
     true = GRPOTrainer._compute_loss
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda *a: 1.001 * true(*a))
     # as GRPOTrainer's own it would take [B, T] advantages
-    monkeypatch.setattr("upref.check.trl.token_advantages", lambda cls: True)
+    monkeypatch.setattr("upref.losses.trl.token_advantages", lambda cls: True)
     assert not A.audit("trl", (c,)).explained
 
 

@@ -13,7 +13,7 @@ import torch
 import zoo
 
 import upref
-from upref.aggregate import Totals
+from upref.aggregation import Totals
 from upref.regimes import batch
 from upref.rollouts import Rollouts
 

@@ -2,23 +2,60 @@
 """upref: reference and verification of the policy-gradient objectives that train reasoning LLMs."""
 
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from upref import check
-from upref.aggregate import Totals, aggregate, row_weights
-from upref.capacity import capacity
-from upref.diagnostics import diagnose
-from upref.errors import InputError
-from upref.registry import Objective, get, names, objective
-from upref.rollouts import Rollouts
-from upref.transforms import up, up_anchored
+if TYPE_CHECKING:
+    from upref.aggregation import Totals, aggregate, row_weights
+    from upref.cap import capacity
+    from upref.derivation import derive
+    from upref.diagnostics import diagnose
+    from upref.errors import InputError
+    from upref.plots import cap_map
+    from upref.registry import Objective, get, names, objective
+    from upref.rollouts import Rollouts
+    from upref.transforms import up, up_anchored
+    from upref.verify.advantages import check_advantages
+    from upref.verify.check import check
+    from upref.verify.identify import identify
+    from upref.verify.kl import check_kl
+    from upref.verify.pytest_plugin import assert_advantages, assert_kl, assert_policy_loss
 
 __version__ = "0.1.0"
+
+# Where each public name lives, imported at its first use: `upref -h` needs no torch, a trainer no sympy or matplotlib.
+_HOME = {
+    "InputError": "errors",
+    "Objective": "registry",
+    "Rollouts": "rollouts",
+    "Totals": "aggregation",
+    "aggregate": "aggregation",
+    "assert_advantages": "verify.pytest_plugin",
+    "assert_kl": "verify.pytest_plugin",
+    "assert_policy_loss": "verify.pytest_plugin",
+    "cap_map": "plots",
+    "capacity": "cap",
+    "check": "verify.check",
+    "check_advantages": "verify.advantages",
+    "check_kl": "verify.kl",
+    "derive": "derivation",
+    "diagnose": "diagnostics",
+    "get": "registry",
+    "identify": "verify.identify",
+    "names": "registry",
+    "objective": "registry",
+    "row_weights": "aggregation",
+    "up": "transforms",
+    "up_anchored": "transforms",
+}
 __all__ = [
     "InputError",
     "Objective",
     "Rollouts",
     "Totals",
     "aggregate",
+    "assert_advantages",
+    "assert_kl",
+    "assert_policy_loss",
     "cap_map",
     "capacity",
     "check",
@@ -36,16 +73,12 @@ __all__ = [
 ]
 
 
-LATE = {  # matplotlib and sympy are slow to import, and a trainer does not need the checks
-    "cap_map": "upref.plots",
-    "derive": "upref.derivation",
-    "identify": "upref.check.identify",
-    "check_advantages": "upref.check.advantages",
-    "check_kl": "upref.check.kl",
-}
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'upref' has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"upref.{_HOME[name]}"), name)
+    return found
 
 
-def __getattr__(name: str):
-    if name in LATE:
-        return getattr(import_module(LATE[name]), name)
-    raise AttributeError(f"module 'upref' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from upref.capacity import capacity
+from upref.cap import capacity
 from upref.curve import Curve, obstacle, of
 from upref.plots import DOWN, GREY, INK, STYLE, UP, WIDE, half_width, line, ratio_axis
 from upref.registry import get, names

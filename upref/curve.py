@@ -6,7 +6,6 @@ ratio are one number. The rule for mu = π_old(o_t): mu r = π_θ(o_t) <= 1 alwa
 from there on; any other is asked about a rare token (`rare`), whatever mu is given.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from upref import losses
 from upref.errors import InputError
 from upref.jumps import GRID, Jump, find
 from upref.registry import Objective, get
@@ -190,7 +190,7 @@ def of(what: "str | Objective | Callable | Curve", **hp) -> Curve:
         if why := obstacle(what):
             raise InputError(f"{what.name} has no weight of a token by itself: {why}.")
         return of_objective(what, **hp)
-    curve = of_loss(_read(what, hp), hp)
+    curve = of_loss(losses.read(what, None, hp), hp)
     if curve.coupled:
         raise InputError(f"{curve.name} has no weight of a token by itself: it depends on the other tokens of a batch.")
     return curve
@@ -211,34 +211,9 @@ def of_all(whats, hp: dict[str, Any]) -> list[Curve]:
 
 
 def _takes(what) -> Callable[[str], bool]:
-    if isinstance(what, str):
-        what = get(what) if ":" not in what else _function(what)
-    if isinstance(what, Objective):
-        return what.hyperparameters.__contains__
-    parameters = inspect.signature(what).parameters if callable(what) else {}
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return lambda key: anything or key in parameters
+    what = get(what) if isinstance(what, str) and ":" not in what else what
+    return what.hyperparameters.__contains__ if isinstance(what, Objective) else partial(losses.takes, what)
 
 
 def _name(what) -> str:
-    return getattr(what, "name", None) or getattr(what, "__name__", None) or type(what).__name__
-
-
-def _function(target: str):
-    from upref.check.adapters import load
-
-    return None if target.startswith(("verl:", "trl:")) else load(target)
-
-
-def _read(what, hp: dict[str, Any]):
-    """The loss as one thing with a name and a gradient."""
-    from upref.check.adapters import adapt
-    from upref.check.blackbox import neutral
-    from upref.check.verdict import probe
-
-    if not (isinstance(what, str) or callable(what)):
-        raise InputError(f"give an objective's name, an Objective or a loss, got {type(what).__name__}.")
-    loss: Any = (_function(what) if isinstance(what, str) else None) or what
-    loss = adapt(partial(loss, **hp) if hp else loss, neutral(), {})
-    loss.name = what if isinstance(what, str) else _name(what)
-    return probe(loss, neutral(), {}).loss
+    return getattr(what, "name", None) or losses.name_of(what)

@@ -18,7 +18,7 @@ import sympy
 import torch
 from sympy import Expr, Symbol, log, oo
 
-from upref.aggregate import Totals, row_weights
+from upref.aggregation import Totals, row_weights
 from upref.errors import InputError
 from upref.kl import ESTIMATORS
 from upref.ops import sum_t, where

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref.aggregate import Totals, row_weights
+from upref.aggregation import Totals, row_weights
 from upref.errors import InputError
 from upref.ops import mean_t
 from upref.registry import REDUCE, Objective
@@ -92,9 +92,8 @@ def compare(
 
     def reference(x, dtype=torch.float64):
         """(weights, terms) at these log-probabilities; a term of a whole response stands in its first column."""
-        b = object.__new__(Rollouts)  # unvalidated: it is what was trained on
         args = dict(logp=x.to(dtype), logp_old=old.to(dtype), adv=A.to(dtype), mask=mask)
-        b.__dict__.update(args, group=None, logp_ref=None, entropy=None, totals=totals)
+        b = Rollouts.unchecked(**args, totals=totals)  # it is what was trained on
         terms = objective.unreduced(*args.values(), **hp)
         if terms.ndim == 1:
             terms = torch.nn.functional.pad(torch.where(mask.any(1), terms, 0)[:, None], (0, mask.shape[1] - 1))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from upref.capacity import capacity
+from upref.cap import capacity
 from upref.curve import Curve, of_all
 from upref.jumps import GRID
 from upref.registry import Objective

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from upref import kl as kl_estimators
-from upref.aggregate import Totals, aggregate, row_weights
+from upref.aggregation import Totals, aggregate, row_weights
 from upref.errors import InputError
 from upref.ops import exp, log, mean_t, sum_t, where
 from upref.rollouts import Rollouts, per_response
@@ -63,7 +63,7 @@ class Objective:
     paper: str  # key in papers.bib
     eq: str  # where the objective stands in that paper
     level: str  # a key of LEVELS
-    agg: str  # a name of upref.aggregate.AGGREGATIONS
+    agg: str  # a name of upref.aggregation.AGGREGATIONS
     adv: str  # a name of upref.advantages.ADVANTAGES
     kl: str = ""  # a name of upref.kl.ESTIMATORS; the term's coefficient is beta, 0 unless given
     defaults: dict[str, str] = field(default_factory=dict, repr=False)  # where each default value comes from

@@ -9,7 +9,8 @@ mask          True on the tokens of the response, [B, T];    group    prompt id 
 eps, eps_low, eps_high, c, beta    clip bounds, dual-clip constant, KL coefficient
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from dataclasses import fields as fields_of
 from functools import cached_property
 from typing import get_args
 
@@ -17,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int, jaxtyped
 from torch import Tensor
 
-from upref.aggregate import Totals
+from upref.aggregation import Totals
 from upref.errors import InputError
 
 
@@ -72,7 +73,7 @@ class Rollouts:
 
     def _check_types(self):
         with jaxtyped("context"):  # binds B and T over all the fields
-            for field in fields(self)[:-1]:
+            for field in fields_of(self)[:-1]:
                 x, kinds = getattr(self, field.name), get_args(field.type) or (field.type,)
                 if not any(isinstance(x, kind) for kind in kinds):
                     want = " or ".join(getattr(k, "__name__", str(k)) for k in kinds)
@@ -96,6 +97,13 @@ class Rollouts:
                 "are these probabilities, losses or logits?"
             )
 
+    @classmethod
+    def unchecked(cls, **fields) -> "Rollouts":
+        """The same without a look at it: for a batch that is being trained on, and one that is wrong on purpose."""
+        b = object.__new__(cls)
+        b.__dict__.update(dict.fromkeys(f.name for f in fields_of(cls)) | fields)
+        return b
+
     @cached_property
     def one_adv_per_response(self) -> bool:
         """Whether the unmasked advantages of each response are equal."""
@@ -111,10 +119,11 @@ class Rollouts:
             raise InputError(f"a batch is split into at least one part, not {n}.")
         totals = self.totals or Totals.of(self.mask, self.group)
         rows = torch.arange(len(self.mask)).tensor_split(n)
-        return [self._rows(i, totals) for i in rows if len(i)]
+        return [self.rows(i, totals) for i in rows if len(i)]
 
-    def _rows(self, i: Tensor, totals: Totals) -> "Rollouts":
-        cut = {f.name: getattr(self, f.name) for f in fields(self)}
+    def rows(self, i: Tensor, totals: Totals) -> "Rollouts":
+        """These rows of the mini-batch that the totals count."""
+        cut = {f.name: getattr(self, f.name) for f in fields_of(self)}
         cut = {k: v[i] if isinstance(v, Tensor) else v for k, v in cut.items()}
         return replace(self, **cut | {"totals": totals.rows(i)})
 

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from upref import InputError, Objective, Rollouts, Totals, get, names
-from upref.aggregate import verl_name
+from upref.aggregation import verl_name
 from upref.diagnostics import diagnose
 from upref.parity import Monitor
 from upref.rollouts import one_per_response
@@ -201,8 +201,7 @@ def metrics(objective: Objective, lp: Tensor, lp_old: Tensor, A: Tensor, mask: T
     lp, lp_old, A, mask = (x[rows] for x in (lp, lp_old, A.expand_as(mask), mask))
     if not len(mask):  # no token at all: one of A = 0, r = 1 stands for it
         lp, lp_old, A, mask = (lp.new_zeros(1, 1),) * 3 + (mask.new_ones(1, 1),)
-    b = object.__new__(Rollouts)  # unvalidated: a metric must not stop a run
-    b.__dict__.update(logp=lp, logp_old=lp_old, adv=A, mask=mask, group=None, logp_ref=None, entropy=None, totals=None)
+    b = Rollouts.unchecked(logp=lp, logp_old=lp_old, adv=A, mask=mask)  # a metric must not stop a run
     return {f"upref/{k}": v for k, v in diagnose(objective, b, **hp).items()}
 
 

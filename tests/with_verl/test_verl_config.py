@@ -16,7 +16,7 @@ from plugged import RUNS, call, config, core_algos, forget  # noqa: F401
 
 import upref
 from upref import InputError, Totals, verl_plugin
-from upref.aggregate import verl_name
+from upref.aggregation import verl_name
 from upref.regimes import batch
 
 pytestmark = pytest.mark.verl
@@ -151,7 +151,7 @@ def test_a_fresh_verl_finds_it_by_entry_point(tmp_path):
     ask = "from verl.trainer.ppo.core_algos import get_policy_loss_fn as g; print(g('upref/up_dapo').__name__)"
     done = python(ask, path=[str(tmp_path)])
     assert done.returncode == 0 and done.stdout.strip() == "upref/up_dapo", done.stderr
-    done = python("import sys, upref.check.audit; assert 'verl' not in sys.modules")
+    done = python("import sys, upref.verify.audit; assert 'verl' not in sys.modules")
     assert done.returncode == 0, done.stderr
 
 

@@ -9,8 +9,8 @@ from plugged import RUNS, call, config, core_algos, forget  # noqa: F401
 
 import upref
 from upref import InputError, aggregate, verl_plugin
-from upref.check.verl import verl_loss, verl_weights
 from upref.diagnostics import diagnose
+from upref.losses.verl import verl_loss
 from upref.parity import ParityError
 from upref.regimes import batch, grad
 
@@ -49,7 +49,7 @@ def test_against_verls_own_losses_through_verls_own_agg_loss(name):
         "sapo": ("sapo", "seq-mean-token-mean", {}, {}),
     }[name]
     b = replace(batch(upref.get(ours), edges=(-1e-9, 1e-9), **hp), group=None)
-    same(-gradient(ours, b, config(hp, agg)), verl_weights(name, b, agg, **actor), 1e-9)
+    same(-gradient(ours, b, config(hp, agg)), -grad(lambda x: verl_loss(name, x, agg, **actor), b), 1e-9)
 
 
 @pytest.mark.parametrize("name", ["up_dapo", "up_grpo", "up_gspo", "gmpo", "topr"])

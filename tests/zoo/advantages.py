@@ -81,6 +81,57 @@ def refuses_missing(rewards, group):
     return loop_over_prompts(rewards, group)
 
 
+def each(rewards, group, divide):
+    """Groups one by one; divide: of the differences and their std."""
+    out = torch.zeros_like(rewards)
+    for g in group.unique():
+        x = rewards[group == g]
+        out[group == g] = divide(x - x.mean(), x.std() if len(x) > 1 else x.new_zeros(()))
+    return out
+
+
+def floor_under_the_std(rewards, group):
+    return each(rewards, group, lambda c, std: c / std.clamp(min=1e-6))
+
+
+def nothing_below_a_std(rewards, group):
+    return each(rewards, group, lambda c, std: c / std if std > 1e-6 else 0 * c)
+
+
+def eps_in_the_root(rewards, group):
+    return each(rewards, group, lambda c, std: c / (std**2 + 1e-8).sqrt())
+
+
+def smallest_eps(rewards, group):
+    return each(rewards, group, lambda c, std: c / (std + 1e-12))
+
+
+def drops_the_prompt_of_a_missing_reward(rewards, group):
+    A = loop_over_prompts(rewards.nan_to_num(0.0), group)
+    return torch.where(torch.isin(group, group[rewards.isnan()]), 0.0, A)
+
+
+def prompts_first(prompt_ids, scores):
+    return loop_over_prompts(scores, prompt_ids)
+
+
+def without_names(x, y):
+    return loop_over_prompts(x, y)
+
+
+def onto_a_float_mask(rewards, group, mask):
+    return loop_over_prompts(rewards, group)[:, None] * mask.float()
+
+
+class Estimator:
+    def __call__(self, rewards, group):
+        return loop_over_prompts(rewards, group)
+
+    def method(self, rewards, group, n=8):
+        print("a method")
+        return loop_over_prompts(rewards, group)
+
+
 RIGHT = [
     (loop_over_prompts, "group_norm", "Bessel"), (population_by_bincount, "group_norm", "population"),
     (dictionary_of_lists, "group_mean", ""), (numpy_population, "group_norm", "numpy"),
@@ -88,6 +139,15 @@ RIGHT = [
     (rectangular, "group_mean", "[prompts, n]"), (sum_of_the_others, "leave_one_out", ""),
     (onto_tokens, "group_norm", "strings"), (batch_z_score, "whiten", "population"),
     (refuses_missing, "group_norm", "Bessel"),
+    (floor_under_the_std, "group_norm", "is max(std, eps) with eps = 1e-06"),
+    (nothing_below_a_std, "group_norm", "the std alone, seen beside a std of 0.00049 and more"),
+    (eps_in_the_root, "group_norm", "√(var + eps) with eps = 1e-08"),
+    (smallest_eps, "group_norm", "std + eps with eps = 1e-12"),
+    (drops_the_prompt_of_a_missing_reward, "group_norm", ""),
+    (prompts_first, "group_norm", "prompt_ids -> group; scores -> rewards"),
+    (without_names, "group_norm", "x -> rewards, by position; y -> group, by position"),
+    (onto_a_float_mask, "group_norm", "Bessel"), (Estimator(), "group_norm", "Bessel"),
+    (Estimator().method, "group_norm", "it prints"), (lambda *a: loop_over_prompts(*a), "group_norm", "*args"),
 ]  # fmt: skip
 
 
@@ -208,11 +268,49 @@ def averaged_over_tokens(token_level_rewards, response_mask, index):
     return A, A
 
 
+def clipped_at_five(rewards, group):
+    """One success among 30 has an advantage above 5."""
+    return loop_over_prompts(rewards, group).clamp(-5, 5)
+
+
+def ids_through_floats(rewards, group):
+    return loop_over_prompts(rewards, group.double())
+
+
+def ids_are_counted_up_to(rewards, group):
+    out = torch.zeros_like(rewards)
+    for g in range(int(group.max()) + 1):  # none is below 0, and up to 2^60 it takes a while
+        rows = group == g
+        if rows.any():
+            out[rows] = rewards[rows] - rewards[rows].mean()
+    return out
+
+
+def as_many_ids_as_prompts(rewards, group):
+    out = torch.zeros_like(rewards)
+    for g in range(len(group.unique())):
+        out[group == g] = rewards[group == g] - rewards[group == g].mean()
+    return out
+
+
+def rewards_clipped_at_ten(rewards, group):
+    return loop_over_prompts(rewards.clamp(-10, 10), group)
+
+
+def rounded_to_64ths(rewards, group):
+    rewards = (rewards * 64).round() / 64
+    return rewards - torch.stack([rewards[group == g].mean() for g in group])
+
+
+def large_floor(rewards, group):
+    return each(rewards, group, lambda c, std: c / std.clamp(min=0.2))
+
+
 WRONG = [  # function, estimator, oracle, cause
     (over_the_batch, "group_norm", "values", "over the batch"),
     (std_of_the_batch, "group_norm", "values", "divided by the std of the whole batch"),
     (fixed_stride, "group_norm", "uneven-groups", "stride"),
-    (one_group_if_uneven, "group_norm", "uneven-groups", "whole batch"),
+    (one_group_if_uneven, "group_norm", "uneven-groups", "over the batch"),
     (contiguous_by_counts, "group_norm", "interleaving", "contiguous"),
     (normalised_twice, "group_norm", "values", "twice"),
     (includes_itself, "leave_one_out", "values", "includes the response itself"),
@@ -231,4 +329,11 @@ WRONG = [  # function, estimator, oracle, cause
     (in_place, "group_mean", "mutation", "in-place"),
     (jitter, "group_norm", "determinism", "random"),
     (averaged_over_tokens, "group_norm", "values", ""),
+    (clipped_at_five, "group_norm", "large-groups", "clipped to ±5"),
+    (ids_through_floats, "group_norm", "group-ids", "more of the ids"),
+    (ids_are_counted_up_to, "group_mean", "group-ids", "more of the ids"),
+    (as_many_ids_as_prompts, "group_mean", "group-ids", "more of the ids"),
+    (rewards_clipped_at_ten, "group_norm", "shift-and-scale", ""),
+    (rounded_to_64ths, "group_mean", "shift-and-scale", ""),
+    (large_floor, "group_norm", "values", "a floor"),
 ]  # fmt: skip

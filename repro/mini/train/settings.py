@@ -12,7 +12,7 @@ import upref
 from repro.mini import files, tasks
 from repro.mini.train import mirror
 from upref.advantages import get as get_advantage
-from upref.aggregate import AGGREGATIONS
+from upref.aggregation import AGGREGATIONS
 from upref.errors import InputError
 
 LATER = {"lean_eval": False}  # settings that came after runs had been named, and what those runs did

@@ -159,7 +159,7 @@ def _extra(name: str):
 
 
 def _aggregation(o) -> str:
-    from upref.aggregate import verl_name
+    from upref.aggregation import verl_name
 
     return verl_name(o.level, o.agg)
 

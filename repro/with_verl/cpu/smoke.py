@@ -25,7 +25,7 @@ import upref
 from repro.with_verl.cpu import fork, toy
 from repro.with_verl.place import RESULTS, ROOT, pythonpath
 from repro.with_verl.run import watch
-from upref.aggregate import verl_name
+from upref.aggregation import verl_name
 
 PROMPTS, GROUP, MINI = 8, 8, 2  # a rollout: 8 prompts x 8 responses, in 4 mini-batches, so that 3 are off-policy
 SCORE, PARITY = "critic/score/mean", "actor/upref/parity_max_abs"

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each verb of the command `upref` does: parsed arguments in, exit status out. See upref/cli.py."""
+
+import inspect
+import json
+import math
+import sys
+import textwrap
+from dataclasses import asdict, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from upref.errors import InputError
+from upref.registry import ERRORS, LEVELS, Objective, get, names
+
+PI_OLD = (0.001, 0.01, 0.1, 0.5, 0.9)
+RATIOS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.28, 2.0, 5.0, 50.0)
+
+
+def _hp(pairs: list[str]) -> dict[str, Any]:
+    words = {"None": None, "True": True, "False": False}
+    hp: dict[str, Any] = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        try:
+            hp[key] = words[value] if value in words else float(value)
+        except ValueError:
+            raise InputError(f"--hp {pair!r} is not NAME=NUMBER.") from None
+        if isinstance(hp[key], float) and math.isnan(hp[key]):
+            raise InputError(f"--hp {pair!r} is not NAME=NUMBER: NaN is none.")
+    return hp
+
+
+# ---- verdicts --------------------------------------------------------------------------------------------------------
+def check(args) -> int:
+    hp, skip = _hp(args.hp), tuple(args.skip)
+    if args.as_advantage:
+        from upref.verify.advantages import check_advantages
+
+        return _answer(args, check_advantages(args.loss, args.as_advantage, skip=skip, **hp))
+    if args.as_kl:
+        from upref.verify.kl import check_kl
+
+        if hp:
+            raise InputError("a KL estimator has no hyperparameter: leave --hp out.")
+        return _answer(args, check_kl(args.loss, args.as_kl, skip=skip))
+    from upref.verify.check import check as verdict
+
+    report = verdict(args.loss, args.name, skip=skip, **hp)
+    if changed := next((f for f in report.failures if f.oracle == "mutation"), None):
+        raise InputError(f"{report.loss} changes its inputs ({changed.regime}): copy them before writing.")
+    return _answer(args, report)
+
+
+def identify(args) -> int:
+    from upref.verify.identify import identify as which
+
+    return _answer(args, which(args.loss))
+
+
+def audit(args) -> int:
+    from upref.verify import audit as audits
+    from upref.verify.audit import ledger
+
+    if args.ledger:
+        entries = [e for e in ledger.read() if e.framework == args.framework]
+        said = [asdict(e) for e in entries] if args.json else "\n\n".join(map(str, entries))
+        print(json.dumps(said, indent=1, ensure_ascii=False) if args.json else said)
+        return 0
+    return _answer(args, audits.audit(args.framework))
+
+
+def _answer(args, verdict) -> int:
+    if args.json:
+        print(verdict.json())
+    elif hasattr(verdict, "text") and not sys.stdout.isatty():
+        print(verdict.text(args.verbose))  # nothing is wrapped or cut
+    else:
+        console = _console()
+        console.print(*verdict.lines(args.verbose) if hasattr(verdict, "lines") else [verdict], sep="\n")
+    return 0 if verdict else 1
+
+
+# ---- list and show ---------------------------------------------------------------------------------------------------
+def listing(args) -> int:
+    objectives = [get(n) for n in names()]
+    if args.json:
+        print(json.dumps([_facts(o) for o in objectives], indent=1, ensure_ascii=False))
+    elif args.markdown:
+        print(markdown_table())
+    else:
+        _table(["name", "level", "aggregation", "paper"], [[o.name, o.level, o.agg, o.paper] for o in objectives])
+    return 0
+
+
+def markdown_table() -> str:
+    """The table of objectives in docs/objectives.md; a test holds the page against it."""
+    first = lambda o: f"`{o.equation.splitlines()[0]}`".replace("|", "\\|")
+    every = [get(n) for n in names()]
+    rows = [f"| `{o.name}` | {o.paper} | {o.level} | {o.agg} | {first(o)} |" for o in every]
+    return "\n".join(["| name | paper | level | aggregation | J |", "|---|---|---|---|---|", *rows])
+
+
+def _facts(o: Objective) -> dict[str, Any]:
+    plain = ("name", "paper", "eq", "level", "agg", "adv", "kl", "note", "unread", "coupled", "off_anchor")
+    facts = {f.name: getattr(o, f.name) for f in fields(o) if f.name in plain}
+    return facts | {"equation": o.equation, "hyperparameters": o.hyperparameters, "defaults": o.defaults}
+
+
+def show(args) -> int:
+    o = get(args.name)
+    if args.json:
+        print(json.dumps(_facts(o), indent=1, ensure_ascii=False))
+        return 0
+    say = lambda head, text: print(f"\n{head}\n" + textwrap.indent(text.strip(), "    "))
+    print(f"{o.name}   {o.paper}, {o.eq}")
+    say("objective, to be maximised", o.equation)
+    say("facts", "\n".join(f"{k:12} {v}" for k, v in _about(o)))
+    if o.hyperparameters:
+        say("defaults", "\n".join(f"{k} = {v}\n    {o.defaults[k]}" for k, v in o.hyperparameters.items()))
+    say("weight dJ/dlp, by hand", _source(o.closed_form))
+    say("Probability Capacity at π_θ = π_old", _capacity_lines(o))
+    say("source", _source(o.fn))
+    say("reference", bib_entry(o.paper))
+    say("units and errors", ERRORS)
+    return 0
+
+
+def _about(o: Objective):
+    yield "level", f"{o.level}: {LEVELS[o.level]}"
+    yield "aggregation", o.agg
+    yield "advantage", o.adv
+    if o.kl:
+        yield "KL", f"- beta * {o.kl}, a term of its own"
+    for key in ("note", "unread", "coupled", "off_anchor"):
+        if value := getattr(o, key):
+            yield {"unread": "not in sympy", "coupled": "not split", "off_anchor": "r = 1"}.get(key, key), value
+
+
+def _source(fn) -> str:
+    lines, depth = inspect.getsource(fn).splitlines(), 0
+    for i, line in enumerate(lines):  # the decorator's facts are shown above
+        depth += line.count("(") - line.count(")")
+        if line.lstrip().startswith("def "):
+            return textwrap.dedent("\n".join(lines[i:]))
+        if not line.lstrip().startswith("@") and depth == 0 and i == 0:
+            break
+    return textwrap.dedent("\n".join(lines))
+
+
+def bib_entry(key: str) -> str:
+    """The BibTeX entry of that key in papers.bib."""
+    text = resources.files("upref").joinpath("papers.bib").read_text(encoding="utf-8")
+    for entry in text.split("\n@"):
+        if entry.partition("{")[2].partition(",")[0] == key:
+            return "@" + entry.strip().removeprefix("@")
+    return f"{key}: no entry in papers.bib"
+
+
+def _capacity_lines(o: Objective) -> str:
+    from upref.cap import capacity
+
+    try:
+        caps = {adv: capacity(o, PI_OLD, PI_OLD, adv) for adv in (1, -1)}
+    except InputError as error:
+        return str(error)
+    head = "π_old " + "".join(f"{p:>9g}" for p in PI_OLD)
+    return "\n".join([head, *(f"A {'>' if a > 0 else '<'} 0 " + "".join(f"{v:9.4g}" for v in caps[a]) for a in caps)])
+
+
+# ---- curves ----------------------------------------------------------------------------------------------------------
+def cap(args) -> int:
+    from upref.cap import capacity
+    from upref.curve import of_all
+
+    if args.adv == 0 or not math.isfinite(args.adv):
+        raise InputError("--adv is a sign: give +1 or -1.")
+    curves = of_all(args.names, _hp(args.hp))
+    if args.file:
+        from upref.plots import cap_map
+
+        return _save(lambda: cap_map(*curves, adv=args.adv), args.file)
+    rows = [[c.name, *capacity(c, PI_OLD, PI_OLD, args.adv).tolist()] for c in curves]
+    return _numbers(args, "π_old", PI_OLD, rows, f"Cap at π_θ = π_old, A = {args.adv:+g}")
+
+
+def weights(args) -> int:
+    from upref.curve import of_all
+
+    curves = of_all(args.names, _hp(args.hp))
+    if args.file:
+        from upref.plots import weights as draw
+
+        return _save(lambda: draw(*curves), args.file)
+    rows = [[f"{c.name}, A = {A:+d}", *c(np.array(RATIOS), float(A), 0.01).tolist()] for c in curves for A in (1, -1)]
+    return _numbers(args, "r", RATIOS, rows, "weight dJ/dlp (π_old = 0.01 where the bound depends on it)")
+
+
+def _numbers(args, axis: str, points, rows, title: str) -> int:
+    if args.json:
+        print(json.dumps({"title": title, axis: points, **{r[0]: r[1:] for r in rows}}, indent=1, ensure_ascii=False))
+    else:
+        print(title)
+        _table([axis, *(f"{p:g}" for p in points)], [[row[0], *(f"{v:.4g}" for v in row[1:])] for row in rows])
+    return 0
+
+
+def _save(draw, file: str) -> int:
+    from matplotlib.figure import Figure
+
+    known = Figure().canvas.get_supported_filetypes()
+    if Path(file).suffix.lstrip(".") not in known:
+        raise InputError(f"cannot write a figure as {file!r}: end the name in one of .{', .'.join(sorted(known))}.")
+    draw().savefig(file)
+    print(file)
+    return 0
+
+
+# ---- proofs and health -----------------------------------------------------------------------------------------------
+def derive(args) -> int:
+    from upref.derivation import derive as derivation
+
+    derivations = []
+    for name in names() if args.name == "all" else [args.name]:
+        derivations.append(derivation(name))
+        if not args.json:
+            print(derivations[-1], end="\n\n")
+    if args.json:
+        print(json.dumps([asdict(d) for d in derivations], indent=1, ensure_ascii=False))
+    return 0 if all(d.ok for d in derivations) else 1
+
+
+def doctor(args) -> int:
+    from upref.doctor import examine
+
+    report = examine()
+    if args.json:
+        print(json.dumps(report, indent=1))
+    else:
+        _table(["", ""], [[k, str(v)] for k, v in report.items() if k != "ok"], heads=False)
+    return 0 if report["ok"] else 1
+
+
+RUN = {
+    "check": check,
+    "identify": identify,
+    "audit": audit,
+    "list": listing,
+    "show": show,
+    "cap": cap,
+    "weights": weights,
+    "derive": derive,
+    "doctor": doctor,
+}
+
+
+def _console():
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def _table(head, rows, heads: bool = True):
+    from rich import box
+    from rich.table import Table
+
+    table = Table(*head, box=box.SIMPLE_HEAD, show_header=heads, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    _console().print(table)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Anybody's loss as one frozen type: a function of Rollouts to the scalar that an optimiser would minimise."""
+
+import contextlib
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.aggregation import Totals, aggregate
+from upref.errors import InputError
+from upref.losses.load import said
+from upref.registry import Objective
+from upref.rollouts import Rollouts, per_response
+
+MAIN = ("logp", "logp_old", "adv", "mask")
+SHAPES = {"BT": "[B, T]", "B1": "[B, 1]", "B": "[B]"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one call did. value: the scalar. form: scalar, or `unreduced` where the loss left the sum to its caller."""
+
+    value: Tensor
+    form: str
+    wrapped: bool  # the answer stood first in a tuple, or as "loss" in a dict
+    attached: bool  # it has a gradient
+    wrote: frozenset[str]  # roles whose tensors it changed
+    printed: bool
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Call it on Rollouts for the scalar to minimise; `gradient` is dJ/dlp = -d loss/d logp, [B, T].
+
+    call: inputs by role and hyperparameters by the objective's names, to whatever the function answers.
+    """
+
+    name: str
+    call: Callable[[dict[str, Any], dict[str, Any]], Any] = field(repr=False)
+    objective: Objective  # what it is held against: says how an unreduced answer is aggregated
+    reads: frozenset[str]  # roles it takes
+    takes: frozenset[str] = frozenset()  # hyperparameters of the objective that it takes by name
+    swallows: bool = False  # it has **kwargs
+    given: dict[str, Any] = field(default_factory=dict)  # hyperparameters handed to it
+    framework: str = ""
+    read_as: str = ""
+    contract: tuple[str, ...] = ()
+    adv_shape: str = "BT"
+    float_mask: bool = False
+    form: str = "scalar"
+    wrapped: bool = False
+    parts: tuple[int, ...] = (2, 3, 8)  # into how many micro-batches the split oracle cuts a mini-batch
+
+    @property
+    def reads_ranks(self) -> bool:
+        """Whether it scales itself by their number."""
+        return self.framework == "verl" or "ranks" in self.reads
+
+    @property
+    def splits(self) -> bool:
+        """Whether it says how the micro-batches of a mini-batch add up."""
+        return self.form == "unreduced" or bool({"totals", "parts"} & self.reads)
+
+    def view(self, b: Rollouts) -> Rollouts:
+        """The batch as this loss can know it: without groups where it takes none."""
+        return b if "group" in self.reads else replace(b, group=None, totals=b.totals or Totals.of(b.mask))
+
+    def inputs(self, b: Rollouts, logp: Tensor, ranks: int = 1) -> dict[str, Any]:
+        """Fresh tensors by role; masked slots as they are."""
+        adv = b.adv.expand_as(b.mask)
+        if self.adv_shape != "BT":
+            adv = per_response(adv, b.mask)
+            adv = adv[:, None] if self.adv_shape == "B1" else adv
+        totals = b.totals or Totals.of(b.mask, b.group)
+        ref = b.logp_old if b.logp_ref is None else b.logp_ref
+        return {
+            "logp": logp,
+            "logp_old": b.logp_old.clone(),
+            "adv": adv.clone(),
+            "mask": b.mask.to(b.logp.dtype) if self.float_mask else b.mask.clone(),
+            "logp_ref": ref.clone(),
+            "group": torch.zeros(len(b.mask), dtype=torch.int64) if b.group is None else b.group.clone(),
+            "entropy": torch.ones_like(b.logp_old) if b.entropy is None else b.entropy.clone(),
+            "totals": totals,
+            "ranks": ranks,
+            "parts": max(1, round(float(totals.sequences) / len(b.mask))),
+        }
+
+    def run(self, full: dict[str, Any], b: Rollouts, **moved) -> Outcome:
+        """One call on these inputs; InputError in one sentence for whatever the loss does instead of answering."""
+        before = {k: v.detach().clone() for k, v in full.items() if isinstance(v, Tensor)}
+        out = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(out):
+                got = self.call(full, self.given | moved)
+        except InputError:
+            raise
+        except SystemExit as e:
+            raise InputError(f"{self.name} ends the program (SystemExit): a loss returns its value.") from e
+        except Exception as e:
+            raise InputError(f"{self.name} raised {type(e).__name__}: {said(e)}") from e
+        value, form, wrapped = self._scalar(got, b)
+        wrote = frozenset(k for k, v in before.items() if not _same(v, full[k]))
+        return Outcome(value, form, wrapped, value.requires_grad, wrote, bool(out.getvalue()))
+
+    def _scalar(self, got: Any, b: Rollouts) -> tuple[Tensor, str, bool]:
+        first = got["loss"] if isinstance(got, dict) and "loss" in got else got
+        first = first[0] if isinstance(first, tuple | list) and first and isinstance(first[0], Tensor) else first
+        wrapped = first is not got
+        if not isinstance(first, Tensor):
+            raise InputError(f"{self.name} answers with {type(first).__name__}, not a tensor: return the loss itself.")
+        B, T = b.mask.shape
+        if first.ndim and first.shape in {(B, T), (B,), (B, 1)}:
+            x = first[:, 0] if first.shape == (B, 1) and T > 1 else first
+            o, v = self.objective, self.view(b)
+            if x.ndim == 2 and o.agg == "seq-mean":
+                agg = "seq-mean-token-sum" if o.level == "trajectory" else "seq-mean-token-mean"
+            else:
+                agg = "seq-mean" if x.ndim == 1 else o.agg
+            return aggregate(x, b.mask, agg, v.group, v.totals), "unreduced", wrapped
+        if first.numel() != 1:
+            raise InputError(
+                f"{self.name} answers with shape {list(first.shape)} for inputs of shape {list(b.mask.shape)}: "
+                "return a scalar, or an unreduced [B, T] or [B]."
+            )
+        return first.reshape(()), "scalar", wrapped
+
+    def outcome(self, b: Rollouts, ranks: int = 1, **moved) -> tuple[Outcome, Tensor]:
+        """What a call did, and dJ/dlp."""
+        x = b.logp.detach().clone().requires_grad_()
+        done = self.run(self.inputs(b, x, ranks), b, **moved)
+        if not done.attached:
+            return done, torch.zeros_like(x)
+        (g,) = torch.autograd.grad(done.value, x, allow_unused=True)
+        return replace(done, value=done.value.detach()), torch.zeros_like(x) if g is None else 0 - g
+
+    def both(self, b: Rollouts, ranks: int = 1, **moved) -> tuple[Tensor, Tensor]:
+        """(value, dJ/dlp)."""
+        done, g = self.outcome(b, ranks, **moved)
+        return done.value, g
+
+    def gradient(self, b: Rollouts, ranks: int = 1, **moved) -> Tensor:
+        return self.outcome(b, ranks, **moved)[1]
+
+    def __call__(self, b: Rollouts, **moved) -> Tensor:
+        return self.run(self.inputs(b, b.logp.detach().clone()), b, **moved).value.detach()
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and torch.equal(x.nan_to_num(nan=12345.0), y.detach().nan_to_num(nan=12345.0))

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one table of roles: what an argument of anybody's function is called, and what it means.
+
+A rule by the words of a name rather than a list of names, so that `behaviour_logprobs` is old and `curr_logps` new.
+"""
+
+import re
+from collections.abc import Iterable
+
+# role -> what upref calls it
+CALLED = {
+    "logp": "log_prob",
+    "logp_old": "old_log_prob",
+    "adv": "advantages",
+    "mask": "mask",
+    "logp_ref": "ref_log_prob",
+    "group": "group",
+    "entropy": "entropy",
+    "totals": "totals",
+    "ranks": "dp_size",
+    "parts": "num_micro_batches",
+    "rewards": "rewards",
+    "n": "n",
+}
+OLD = ("old", "behav", "rollout", "sampl", "prev", "inference", "vllm")  # beginnings of words
+REFERENCE = ("ref", "reference")
+NEW = ("new", "cur", "curr", "current", "policy", "actor")
+LOG_P = re.compile(r"log_?p(rob(abilitie)?|s|i|\b|_|$)|(^|_)lps?(_|$)|log_?likelihood|(^|_)ll(_|$)")
+COUNTS = {"coef", "coeff", "coefficient", "weight", "weights", "size", "num", "threshold", "kl", "clip", "values"}
+NEVER = {"model", "batch", "inputs", "tokenizer", "data", "sample", "samples", "config", "cfg", "args", "trainer"}
+EXACT = {
+    "lp": "logp",
+    "totals": "totals",
+    "dp_size": "ranks",
+    "world_size": "ranks",
+    "num_ranks": "ranks",
+    "num_micro_batches": "parts",
+    "n_micro_batches": "parts",
+    "gradient_accumulation_steps": "parts",
+    "grad_accum_steps": "parts",
+}
+
+
+def words(name: str) -> list[str]:
+    """`perTokenLogps_2` -> per, token, logps."""
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    return [w for w in re.split(r"[_\W\d]+", snake) if w]
+
+
+def role(name: str) -> str:
+    """The role of an argument of a loss, or of a KL estimator, by its name; "" where the name does not say."""
+    said = words(name)
+    plain = "_".join(said)
+    if name == "A":
+        return "adv"
+    if plain in EXACT:
+        return EXACT[plain]
+    if not said or set(said) & NEVER:
+        return ""
+    if any(w.startswith("mask") for w in said):
+        return "mask"
+    if any(w.startswith("adv") for w in said):
+        return "" if set(said) & COUNTS - {"values"} else "adv"
+    if any(w.startswith("entrop") for w in said):
+        return "" if set(said) & COUNTS else "entropy"
+    if said[0] in ("group", "groups", "uid", "uids") or said[:2] in (["prompt", "id"], ["prompt", "ids"]):
+        return "" if set(said) & COUNTS else "group"
+    glued = [m for m in (re.fullmatch(r"(old|ref|new)?(logp(?:rob)?s?|lps?)(old|ref|new)?", w) for w in said) if m]
+    said += [x for m in glued for x in (m[1], m[3]) if x]
+    logs = bool(LOG_P.search(plain) or glued)
+    alone = all(w in (*OLD, *REFERENCE, *NEW) for w in said)  # `old`, `ref_`, `new`
+    if not (logs or alone) or set(said) & COUNTS:
+        return ""
+    if any(w in REFERENCE for w in said):
+        return "logp_ref"
+    if any(w.startswith(OLD) for w in said):
+        return "logp_old" if logs or said == ["old"] else ""
+    return "logp"
+
+
+def not_logs(name: str) -> bool:
+    """Whether the name says that it wants probabilities, ratios or logits, which upref does not give."""
+    said = set(words(name))
+    return not LOG_P.search("_".join(words(name))) and bool(
+        said & {"prob", "probs", "probability", "probabilities", "ratio", "ratios", "logits", "logit", "pi"}
+    )
+
+
+def hyperparameter(name: str, known: set[str] | frozenset[str]) -> str:
+    """Which hyperparameter of those known an argument means: `clip_ratio_low` -> eps_low, `kl_coef` -> beta; or ""."""
+    if name in known:
+        return name
+    said = words(name)
+    low, high = {"low", "lower", "min"} & set(said), {"high", "higher", "upper", "max"} & set(said)
+    meant = ""
+    if "beta" in said or ("kl" in said and set(said) & {"coef", "coeff", "coefficient", "weight", "penalty"}):
+        meant = "beta"
+    elif "dual" in said or (said[-1:] == ["c"] and "clip" in said):
+        meant = "c"
+    elif any(w.startswith(("clip", "eps", "epsilon")) for w in said):
+        meant = "eps_low" if low and not high else "eps_high" if high and not low else "eps"
+    elif "tau" in said or "temperature" in said:
+        meant = "tau_pos" if "pos" in said else "tau_neg" if "neg" in said else "tau"
+    elif "lambda" in said:
+        meant = "lam"
+    return meant if meant in known else ""
+
+
+def argument(key: str, of: Iterable[str]) -> str:
+    """Which of these arguments is meant by a hyperparameter: the one of its name, or that means it; or ""."""
+    return key if key in of else next((p for p in of if hyperparameter(p, {key})), "")
+
+
+REWARDS = {"reward", "rewards", "score", "scores", "return", "returns", "r"}
+N = ["n", "num_generations", "group_size", "n_samples", "num_samples", "n_samples_per_prompt", "rollout_n", "g", "k"]
+
+
+def reward_role(name: str) -> str:
+    """The role of an argument of an advantage estimator; "" where the name does not say."""
+    said = words(name)
+    if "_".join(said) in N:
+        return "n"
+    if "mask" in "".join(said):
+        return "mask"
+    if set(said) & REWARDS and not set(said) & COUNTS - {"values"}:
+        return "rewards"
+    if said and (said[0] in ("group", "groups", "uid", "uids", "index", "indices", "prompt") and "size" not in said):
+        return "group"
+    return ""

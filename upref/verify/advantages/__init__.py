@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`upref.check_advantages`: is this function of rewards the advantage estimator that it is meant to be?
+
+Expected numbers are exact rationals (upref.verify.advantages.exact), on groups that are even, uneven, interleaved, of
+one response, of equal rewards, large. What a name leaves open, ddof and eps, is read off the function and said.
+"""
+
+import time
+from typing import Any
+
+from upref import advantages
+from upref.errors import InputError
+from upref.verify.advantages.case import Case, settled
+from upref.verify.advantages.exact import EVEN, NORMED
+from upref.verify.advantages.function import read
+from upref.verify.advantages.oracles import ORACLES
+from upref.verify.oracle import must_know, run
+from upref.verify.report import Report
+
+
+def check_advantages(fn: Any, estimator: str, *, skip: tuple[str, ...] = (), **hp: Any) -> Report:
+    """Whether `fn` is the advantage estimator of that name (upref.advantages): a Report, true where nothing fails.
+
+    fn: `(rewards [N], group [N]) -> A [N]`, by these names, their usual variants or by position; it may take a mask and
+    answer with [N, T]; verl's `(token_level_rewards, response_mask, index, ...) -> (adv, returns)`; `(rewards, n)` for
+    contiguous groups of n; or a name as for `check`. hp: ddof and eps where the estimator has them; what is not given
+    is read off the function and reported. Raises InputError where fn cannot be run at all.
+    """
+    start = time.perf_counter()
+    advantages.get(estimator)
+    if unknown := sorted(hp.keys() - ({"ddof", "eps"} if estimator in NORMED else set())):
+        raise InputError(f"{estimator} has no setting {unknown[0]!r}.")
+    must_know(ORACLES, skip)
+    case = settled(read(fn, estimator, hp), estimator, hp)
+    found, ran = run(ORACLES, case, skip)
+    return Report(
+        loss=case.f.name,
+        objective=estimator,
+        hp={"ddof": case.divided.ddof, "eps": case.divided.eps} if case.known else hp,
+        findings=found,
+        read_as=str(case.f.reading),
+        contract=[*case.f.contract(), *_assumed(case)],
+        oracles=ran,
+        tolerances={"advantage, relative": case.f.tol},
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _assumed(case: Case) -> list[str]:
+    even, by = case.batch(EVEN), case.divided
+    out = []
+    if case.known or not (case.wrong or case.name in NORMED):
+        out += ["it computes in float32: compared to 1e-4"] * (case.f.tol > 1e-6)
+    if case.f.outcome(even.R, even.group).uneven:
+        out.append("its advantages differ between the tokens of a response: the first is compared")
+    if case.known:
+        over = "G - 1 (Bessel)" if by.ddof else "G (population)"
+        down = f", seen beside a std of {by.least:.2g} and more" * bool(by.least)
+        out.append(f"std divides by {over}; the denominator is {by}{down}")
+    return out

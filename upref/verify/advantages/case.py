@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A foreign advantage function held against an estimator: what is expected, what differs, the smallest batch."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+from upref.errors import InputError
+from upref.verify.advantages.exact import EVEN, NORMED, UNEVEN, Batch, Denominator, advantage, fit, parts
+from upref.verify.advantages.explain import cause
+from upref.verify.advantages.function import Function
+from upref.verify.report import Finding, apart, fail
+
+UNCOUPLED = ("reward", "signed")  # they subtract nothing
+SINGLE_TOL = 1e-4  # of what is computed in float32
+SCALES = [EVEN.times(Fraction(8, 2**n)) for n in (0, 3, 13, 23, 33, 43)]  # eps does not grow with them
+
+
+@dataclass
+class Case:
+    """What the oracles read."""
+
+    f: Function
+    name: str
+    hp: Mapping[str, Any]
+    divided: Denominator
+    failed: set[str] = field(default_factory=set)
+
+    @property
+    def known(self) -> bool:
+        """Whether what it divides by was found."""
+        return self.name in NORMED and not self.wrong and self.divided.least < math.inf
+
+    @property
+    def wrong(self) -> bool:
+        """What follows from wrong values is not said again."""
+        return bool(self.failed & {"values", "uneven-groups"})
+
+    def batch(self, b: Batch) -> Batch:
+        """As this estimator takes it: correct or not, where rewards are read as that."""
+        return replace(b, R=tuple(Fraction(x > Fraction(1, 2)) for x in b.R)) if self.name == "signed" else b
+
+    def expected(self, b: Batch) -> list[float]:
+        return advantage(self.name, b, self.divided)
+
+    def differs(self, b: Batch) -> int | None:
+        """The row that differs most, if one does beyond the tolerance."""
+        want, got = self.expected(b), self.f(b)
+        least = 1e-3 * (max(map(abs, want)) or 1.0)
+        off = [
+            abs(x - y) / max(abs(x), abs(y), least) if math.isfinite(y) else math.inf
+            for x, y in zip(want, got, strict=True)
+        ]
+        i = max(range(len(off)), key=off.__getitem__)
+        return i if off[i] > self.f.tol else None
+
+    def fails(self, b: Batch) -> bool:
+        try:
+            return self.differs(b) is not None
+        except InputError:
+            return False
+
+    def compare(self, oracle: str, regime: str, b: Batch, why: str = "") -> Iterator[Finding]:
+        b = self.batch(b)
+        try:
+            if self.differs(b) is None:
+                return
+        except InputError as e:
+            yield fail(oracle, regime, "one advantage per response", str(e), self.python(b))
+            return
+        small = self._shrunk(b)
+        i = self.differs(small)
+        assert i is not None
+        want, got = self.expected(small)[i], self.f(small)[i]
+        peers = small.group.count(small.group[i])
+        text = f"{regime}: response {i}, one of {peers} to its prompt, of {len(small.R)} in the batch"
+        also = [x for x in (self.batch(EVEN), self.batch(UNEVEN)) if self.fails(x)]
+        why = why or self._cause([b, *also] if len(b.R) <= 16 else [small])  # exact numbers of many rows are slow
+        yield fail(oracle, text, *apart("A = {}", want, got), self.python(small), why)
+
+    def _cause(self, batches: Sequence[Batch]) -> str:
+        right, found = [self.expected(b) for b in batches], [self.f(b) for b in batches]
+        return cause(self.name, batches, right, found, self.f.tol)
+
+    def _shrunk(self, b: Batch) -> Batch:
+        """Rows dropped while it stays wrong, whole prompts where the function wants groups of n."""
+
+        def still(rows: list[int]) -> bool:
+            x = b.take(rows)
+            alone = any(x.group.count(g) == 1 and b.group.count(g) > 1 for g in x.group)
+            return not alone and self.fails(x)  # no new response without a peer
+
+        rows = list(range(len(b.R)))
+        drops = [b.rows_of(g) for g in dict.fromkeys(b.group)]
+        if not self.f.contiguous:
+            drops += [rows[i : i + k] for k in (64, 16, 4, 1) for i in reversed(range(0, len(rows), k))]
+        for drop in drops:
+            less = [i for i in rows if i not in drop]
+            if less and less != rows and still(less):
+                rows = less
+        return b.take(rows)
+
+    def python(self, b: Batch) -> str:
+        try:
+            found = f"\n# found     {_list(self.f(b))}"
+        except InputError:
+            found = ""
+        lines = [f"rewards = torch.tensor({_list(b.R)}, dtype=torch.float64)", f"group = torch.tensor({list(b.group)})"]
+        return "\n".join([*lines, f"# expected  {_list(self.expected(b))}"]) + found
+
+
+def settled(f: Function, name: str, hp: Mapping[str, Any]) -> Case:
+    """With the first kind of input on which it is right, in float64 or else in float32; else the first that runs."""
+    first: Case | None = None
+    errors: list[InputError] = []
+    for tol in (1e-9, SINGLE_TOL):  # float64, and whatever goes through float32 on the way
+        for kind in f.kinds:
+            unknown = Denominator(hp.get("ddof", 1), hp.get("eps", 0.0), least=math.inf)
+            case = Case(replace(f, kind=kind, tol=tol), name, hp, unknown)
+            try:
+                even = case.batch(EVEN)
+                if case.f.outcome(even.R, even.group).single:
+                    case = replace(case, f=replace(case.f, tol=SINGLE_TOL))
+                divided = _denominator(case) if name in NORMED else case.divided
+                case = replace(case, divided=divided or case.divided)
+                if divided and case.differs(even) is None:
+                    return case
+            except InputError as e:
+                errors.append(e)
+                continue
+            first = first or replace(case, f=replace(case.f, tol=SINGLE_TOL))
+    if first is None:
+        raise errors[0]
+    return first
+
+
+def _denominator(case: Case) -> Denominator | None:
+    """What it divides by, read off it at rewards of several sizes; None where nothing fits."""
+    A = [case.f(b) for b in SCALES[:2]]
+    with contextlib.suppress(InputError):  # it may refuse rewards that hardly differ
+        A += [case.f(b) for b in SCALES[2:]]
+    for n in range(len(A), 1, -1):
+        found = [a for x in A[:n] for a in x]
+        for ddof in [case.hp["ddof"]] if "ddof" in case.hp else (1, 0):
+            each = [parts(case.name, b, ddof) for b in SCALES[:n]]
+            c, var = ([x for part in each for x in part[k]] for k in (0, 1))
+            if got := fit(c, var, found, case.f.tol, ddof, case.hp.get("eps")):
+                least = 0.0 if n == len(SCALES) else math.sqrt(min(v for v in var if v))
+                return replace(got, least=least)
+    return None
+
+
+def _list(xs: Sequence) -> str:
+    return "[" + ", ".join(f"{float(x):.9g}" for x in xs) + "]"

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Advantage estimators in exact rationals: one floating-point division (and square root) at the very end.
+
+A second witness beside upref.advantages, from the equations in its docstrings; with the batches to compare on.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+Rows = Sequence[Fraction]
+NORMED = ("group_norm", "whiten", "group_mean_whiten")  # divided by a standard deviation
+UNGROUPED = ("whiten", "signed", "reward")
+LENGTHS = (3, 1, 4, 2, 5)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """R: a reward per response. group: its prompt."""
+
+    R: tuple[Fraction, ...]
+    group: tuple[int, ...]
+
+    @staticmethod
+    def of(rewards: str, group: str) -> "Batch":
+        return Batch(tuple(map(Fraction, rewards.split())), tuple(map(int, group.split())))
+
+    def take(self, rows: Sequence[int]) -> "Batch":
+        return Batch(tuple(self.R[i] for i in rows), tuple(self.group[i] for i in rows))
+
+    def times(self, k: Fraction | int, plus: int = 0) -> "Batch":
+        return Batch(tuple(k * x + plus for x in self.R), self.group)
+
+    def rows_of(self, g: int) -> list[int]:
+        return [i for i, h in enumerate(self.group) if h == g]
+
+    @property
+    def lengths(self) -> list[int]:
+        return lengths(self.R, self.group)
+
+
+def lengths(R: Sequence, group: Sequence[int]) -> list[int]:
+    """Of each response in tokens, for functions of tokens; it travels with the row. R may hold NaN and None."""
+    return [LENGTHS[(int(4 * (x or 0)) + g if x == x else g) % 5] for x, g in zip(R, group, strict=True)]
+
+
+EVEN = Batch.of("1 0 0 1  1 0 0 0  1/4 1/2 -1 2", "0 0 0 0  1 1 1 1  2 2 2 2")
+UNEVEN = Batch.of("1 0  1 1/2 0 -1 3/4  1 0 0  2 1/4", "0 0  1 1 1 1 1  2 2 2  3 3")
+INTERLEAVED = Batch.of("1 1/2 0 0 -1 1 1/4 2 0 1 3/4 0", "0 1 2 2 1 0 1 0 2 2 0 1")
+SINGLE = Batch.of("3/4 1 0 1/2 2", "0 1 1 1 2")
+EQUAL = Batch.of("1/10 1/10 1/10 1/10 1/10 1/10 1/10 1 0 1", "0 0 0 0 0 0 0 1 1 1")
+LARGE = Batch(tuple(Fraction(i % 128 == 77 or i == 200) for i in range(256)), (0,) * 128 + (1,) * 128)  # A up to 11
+
+
+# ---- parts of an estimator -------------------------------------------------------------------------------------------
+def mean(xs: Rows) -> Fraction:
+    return sum(xs, Fraction(0)) / len(xs)
+
+
+def variance(xs: Rows, ddof: int) -> Fraction:
+    m = mean(xs)
+    return sum(((x - m) ** 2 for x in xs), Fraction(0)) / max(len(xs) - ddof, 1)
+
+
+def by(key: Sequence, R: Rows, f: Callable[[Rows], Rows]) -> tuple[Fraction, ...]:
+    """f of the rewards of each key, put back in place."""
+    rows: dict = {}
+    for i, k in enumerate(key):
+        rows.setdefault(k, []).append(i)
+    out = [Fraction(0)] * len(R)
+    for own in rows.values():
+        for i, x in zip(own, f([R[i] for i in own]), strict=True):
+            out[i] = x
+    return tuple(out)
+
+
+def minus(baseline: Callable[[Rows], Fraction]) -> Callable[[Rows], Rows]:
+    def centred(xs: Rows) -> Rows:
+        b = baseline(xs)
+        return [x - b for x in xs]
+
+    return centred
+
+
+def minus_the_others(xs: Rows) -> Rows:
+    total, n = sum(xs, Fraction(0)), len(xs)
+    return [x - (total - x) / (n - 1) if n > 1 else Fraction(0) for x in xs]
+
+
+def deviation(key: Sequence, R: Rows, ddof: int) -> tuple[Fraction, ...]:
+    """The variance of the rows of its key, for each row."""
+    return by(key, R, lambda xs: [variance(xs, ddof)] * len(xs))
+
+
+def parts(name: str, b: Batch, ddof: int) -> tuple[Rows, Rows]:
+    """Numerator and variance of each response, of an estimator of NORMED."""
+    batch = (0,) * len(b.R)
+    c = by(batch if name == "whiten" else b.group, b.R, minus(mean))
+    return c, deviation(b.group if name == "group_norm" else batch, c, ddof)
+
+
+# ---- what stands under the bar ---------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Form:
+    """value: of a variance and eps. eps: of a denominator that was found and the variance. large: what that does."""
+
+    value: Callable[[float, float], float]
+    eps: Callable[[float, float], float]
+    large: str = "it shrinks every advantage, most where a group nearly agrees"
+
+
+FORMS = {
+    "std + eps": Form(lambda v, eps: math.sqrt(v) + eps, lambda d, v: d - math.sqrt(v)),
+    "√(var + eps)": Form(lambda v, eps: math.sqrt(v + eps), lambda d, v: d * d - v),
+    "max(std, eps)": Form(lambda v, eps: max(math.sqrt(v), eps), lambda d, v: d,
+                          "a floor: it shrinks the advantages of a group that nearly agrees"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Denominator:
+    """What an estimator of NORMED divides by. least: the smallest std beside which it was seen, 0 beside any."""
+
+    ddof: int = 1
+    eps: float = 0.0
+    form: str = "std + eps"
+    least: float = 0.0
+
+    def of(self, var: Fraction) -> float:
+        return FORMS[self.form].value(float(var), self.eps)
+
+    def __str__(self) -> str:
+        return "the std alone" if not self.eps else f"{self.form} with eps = {self.eps:.3g}"
+
+
+def fit(
+    c: Rows, var: Rows, found: Sequence[float], tol: float, ddof: int = 1, eps: float | None = None
+) -> Denominator | None:
+    """The Denominator with which c over it is what was found, None where none is; eps where it is known."""
+    use = [(x, v, a) for x, v, a in zip(c, var, found, strict=True) if x and v]
+    if not use or any(not a or not math.isfinite(a) for *_, a in use):
+        return None
+    d = sorted((float(v), float(x) / a) for x, v, a in use)
+    v0, d0 = d[0]  # the smallest variance shows eps best
+    slack = 10 * tol
+    for name, form in FORMS.items():
+        e = eps if eps is not None else 0.0 if abs(form.value(v0, 0.0) - d0) <= slack * d0 else form.eps(d0, v0)
+        if e >= 0 and all(y > 0 and abs(form.value(v, e) - y) <= slack * y for v, y in d):
+            return Denominator(ddof, e, name)
+    return None
+
+
+def advantage(name: str, b: Batch, divided: Denominator = Denominator()) -> list[float]:
+    """The advantages called `name` of upref.advantages, each rounded once or twice."""
+    match name:
+        case "group_mean":
+            return [float(x) for x in by(b.group, b.R, minus(mean))]
+        case "leave_one_out":
+            return [float(x) for x in by(b.group, b.R, minus_the_others)]
+        case "reward":
+            return [float(x) for x in b.R]
+        case "signed":
+            return [1.0 if x > 0 else -1.0 for x in b.R]
+    c, var = parts(name, b, divided.ddof)
+    return [float(x) / divided.of(v) if x else 0.0 for x, v in zip(c, var, strict=True)]
+
+
+def near(x: Sequence[float], y: Sequence[float], tol: float) -> bool:
+    return len(x) == len(y) and all(
+        a == b or abs(a - b) <= tol * max(1.0, abs(a)) or (math.isnan(a) and math.isnan(b))
+        for a, b in zip(x, y, strict=True)
+    )

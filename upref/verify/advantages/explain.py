@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a wrong advantage function is likely to be: known slips as records, each computed exactly."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cache, lru_cache, partial
+from itertools import product
+
+import torch
+
+from upref import advantages
+from upref.verify.advantages import exact
+from upref.verify.advantages.exact import Batch, Rows, by, deviation, mean, minus
+
+Floats = Sequence[float]
+SMALL = 1e-3  # an eps that a slip may come with
+
+
+@dataclass(frozen=True)
+class Slip:
+    """numbers: what it answers with, of a batch, the right answers and k; where there is a variance, what it divides by
+    the root of that, eps unknown. words: {k} is read off. of: the estimators that it is a slip of, () for all.
+    """
+
+    words: str
+    kind: str  # what it changes: answer | estimator | formula
+    numbers: Callable[[Batch, Floats, float], Floats | Rows]
+    variance: Callable[[Batch, Rows], Rows] | None = None
+    k: Callable[[Floats, Floats], float] | None = None  # of the right answers and those found
+    of: tuple[str, ...] = ()
+
+
+def cause(name: str, batches: Sequence[Batch], right: Sequence[Floats], found: Sequence[Floats], tol: float) -> str:
+    """The first slip of that estimator that gives what was found on every batch, in words; "" where none does."""
+    A, expected = [a for x in found for a in x], [a for x in right for a in x]
+    if any(not math.isfinite(a) for a in A):
+        return "0/0: the std of a group of one, or of equal rewards, is 0 or NaN"
+    likely = ""
+    for slip in slips():
+        if slip.of and name not in slip.of:
+            continue
+        k = slip.k(expected, A) if slip.k else 0.0
+        for n in (1, len(batches)):  # most do not fit the first
+            eps = _eps(slip, batches[:n], right, found[:n], k, tol)
+            if eps is None:
+                break
+        else:
+            if eps <= SMALL:
+                return slip.words.format(k=k)
+            likely = likely or f"{slip.words.format(k=k)}, eps = {eps:.3g}"
+    return likely
+
+
+def _eps(slip: Slip, batches: Sequence[Batch], right: Sequence[Floats], found: Sequence[Floats], k: float, tol: float):
+    """The eps with which the slip gives what was found; 0 where nothing is divided; None where none up to 1 fits."""
+    each = [slip.numbers(b, x, k) for b, x in zip(batches, right, strict=False)]
+    c, A = [x for part in each for x in part], [a for part in found for a in part]
+    if slip.variance is None:
+        return 0.0 if exact.near([float(x) for x in c], A, tol) else None
+    if any(x * a < 0 for x, a in zip(c, A, strict=True)):
+        return None  # whatever it is divided by
+    var = [v for b, part in zip(batches, each, strict=True) for v in slip.variance(b, part)]  # type: ignore[arg-type]
+    if any(bool(x) != (abs(a) > tol) for x, v, a in zip(c, var, A, strict=True) if v):
+        return None
+    got = exact.fit(c, var, A, tol)  # type: ignore[arg-type]
+    return got.eps if got and got.eps <= (1.0 if len({v for v in var if v}) > 1 else SMALL) else None
+
+
+# ---- another answer --------------------------------------------------------------------------------------------------
+def _ratio(right: Floats, found: Floats) -> float:
+    return next((y / x for x, y in zip(right, found, strict=True) if abs(x) > 1e-9), 1.0)
+
+
+def _largest(right: Floats, found: Floats) -> float:
+    return max(map(abs, found))
+
+
+def _answer(words: str, change: Callable[[float, float], float], k: Callable[[Floats, Floats], float] | None = None):
+    """A change of each right advantage."""
+    return Slip(words, "answer", lambda b, right, k: [change(x, k) for x in right], k=k)
+
+
+def _named(words: str, name: str, ddof: int, of: tuple[str, ...]) -> Slip:
+    """An estimator in the place of another; eps is read off."""
+    if name not in exact.NORMED:
+        return Slip(words, "estimator", lambda b, right, k: exact.advantage(name, b), of=of)
+    c, var = (lambda b, *_: exact.parts(name, b, ddof)[0]), (lambda b, c: exact.parts(name, b, ddof)[1])
+    return Slip(words, "estimator", c, var, of=of)
+
+
+def _twice(ddof: int, b: Batch, right: Floats, k: float) -> Floats:
+    return exact.advantage("whiten", replace(b, R=tuple(map(Fraction, right))), exact.Denominator(ddof))
+
+
+def _answers() -> Iterator[Slip]:
+    itself = "the mean includes the response itself: G/(G-1) is missing"
+    yield _named(itself, "group_mean", 1, of=("leave_one_out",))
+    yield _answer("the sign is flipped: bad answers are reinforced", lambda x, k: -x)
+    yield _answer("its absolute value: bad answers are reinforced", lambda x, k: abs(x))
+    yield _answer("negative advantages are dropped", lambda x, k: max(x, 0.0))
+    yield _answer("positive advantages are dropped", lambda x, k: min(x, 0.0))
+    yield _answer("every advantage is {k:.5g} times what it should be", lambda x, k: k * x, _ratio)
+    yield _answer("advantages are clipped to ±{k:.4g}", lambda x, k: max(-k, min(k, x)), _largest)
+    yield _answer("it is rounded to float16", lambda x, k: torch.tensor(x).half().item())
+    yield _answer("it is rounded to bfloat16", lambda x, k: torch.tensor(x).bfloat16().item())
+    for ddof in (0, 1):
+        yield Slip("normalised twice: by prompt, then over the batch", "answer", partial(_twice, ddof))
+    for name in exact.NORMED:
+        yield _named("the std divides by G (population)", name, 0, of=(name,))
+        yield _named("the std divides by G - 1 (Bessel)", name, 1, of=(name,))
+    for name in advantages.ADVANTAGES:
+        words = f"it is {name}" + " (over the batch, whatever the prompt)" * (name == "whiten")
+        others = tuple(n for n in advantages.ADVANTAGES if n != name)
+        for ddof in (1, 0) if name in exact.NORMED else (1,) * (name != "signed"):
+            yield _named(words, name, ddof, others)
+
+
+# ---- other formulas: a baseline of some rows, divided by a spread of some rows ---------------------------------------
+def _median(xs: Rows) -> Fraction:
+    s = sorted(xs)
+    return (s[(len(s) - 1) // 2] + s[len(s) // 2]) / 2
+
+
+def _stride(k: int, b: Batch) -> Sequence:
+    return [i // k for i in range(len(b.R))]
+
+
+CENTRES: dict[str, Callable[[Rows], Rows]] = {
+    "the mean": minus(mean),
+    "the mean of the others": exact.minus_the_others,
+    "the median": minus(_median),
+    "the smallest reward": minus(min),
+    "the largest reward": minus(max),
+    "the sum": minus(lambda xs: sum(xs, Fraction(0))),
+    "the sum over G - 1, the response itself included": minus(lambda xs: sum(xs, Fraction(0)) / max(len(xs) - 1, 1)),
+    "the first reward": minus(lambda xs: xs[0]),
+}  # fmt: skip
+KEYS: dict[str, Callable[[Batch], Sequence]] = {
+    "of its prompt": lambda b: b.group,
+    "of the whole batch": lambda b: [0] * len(b.R),
+    "of as many rows in a row as its prompt has (groups taken to be contiguous)": lambda b: sorted(b.group),
+} | {f"of {k} consecutive rows (a fixed stride)": partial(_stride, k) for k in (2, 3, 4, 5, 8)}
+Spread = Callable[[Sequence, Rows, Rows], Rows]  # of (key, rewards, differences): the square of what divides
+STD: tuple[tuple[str, Spread], ...] = (
+    ("the std {} (over G - 1)", lambda key, R, c: deviation(key, R, 1)),
+    ("the std {} (over G - 1)", lambda key, R, c: deviation(key, c, 1)),
+    ("the std {} (over G)", lambda key, R, c: deviation(key, R, 0)),
+    ("the std {} (over G)", lambda key, R, c: deviation(key, c, 0)),
+)
+OTHER: tuple[tuple[str, Spread], ...] = (
+    ("the variance {}, not by its root", lambda key, R, c: tuple(v * v for v in deviation(key, R, 1))),
+    ("the variance {}, not by its root", lambda key, R, c: tuple(v * v for v in deviation(key, R, 0))),
+    ("the range {}", lambda key, R, c: by(key, R, lambda xs: [(max(xs) - min(xs)) ** 2] * len(xs))),
+    ("the mean absolute difference {}",
+     lambda key, R, c: by(key, c, lambda xs: [mean([abs(x) for x in xs]) ** 2] * len(xs))),
+)  # fmt: skip
+
+
+@lru_cache(4096)
+def _centred(centre: str, where: str, b: Batch) -> Rows:
+    return by(KEYS[where](b), b.R, CENTRES[centre]) if centre else b.R
+
+
+@lru_cache(4096)
+def _spread(spread: Spread, where: str, b: Batch, c: Rows) -> Rows:
+    return spread(KEYS[where](b), b.R, c)
+
+
+def _formula(words: str, centre: str, where: str = "", spread: Spread | None = None, there: str = "") -> Slip:
+    var = partial(_spread, spread, there or where) if spread else None
+    return Slip(words, "formula", lambda b, right, k: _centred(centre, where, b), var)
+
+
+def _formulas() -> Iterator[Slip]:
+    """In the order in which they are tried."""
+    yield _formula("the reward itself: nothing is subtracted and nothing divided", "")
+    for centre, where in product(CENTRES, KEYS):
+        said = f"{centre} {where} is subtracted"
+        yield _formula(f"{said}, nothing divided", centre, where)
+        for there, (words, spread) in product(KEYS, STD):
+            yield _formula(f"{said}, divided by {words.format(there)}", centre, where, spread, there)
+        for words, spread in OTHER:
+            yield _formula(f"{said}, divided by {words.format(where)}", centre, where, spread)
+    for where, (words, spread) in product(KEYS, STD[::2]):
+        yield _formula(f"nothing is subtracted, divided by {words.format(where)}", "", where, spread)
+    words = "whitened over tokens, where a long response counts more"
+    yield Slip(words, "formula", _over_tokens, partial(_of_tokens, 0))
+    yield Slip(words, "formula", _over_tokens, partial(_of_tokens, 1))
+
+
+def _tokens(b: Batch) -> Rows:
+    c = _centred("the mean", "of its prompt", b)
+    return [c[i] for i, n in enumerate(b.lengths) for _ in range(n)]
+
+
+def _over_tokens(b: Batch, right: Floats, k: float) -> Rows:
+    m = mean(_tokens(b))
+    return [x - m for x in _centred("the mean", "of its prompt", b)]
+
+
+def _of_tokens(ddof: int, b: Batch, c: Rows) -> Rows:
+    return [exact.variance(_tokens(b), ddof)] * len(c)
+
+
+@cache
+def slips() -> tuple[Slip, ...]:
+    return (*_answers(), *_formulas())

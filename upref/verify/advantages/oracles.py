@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracles of advantage functions: each looks at a Case from one side and answers with Findings."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+
+from upref.errors import InputError
+from upref.verify.advantages import exact
+from upref.verify.advantages.case import SCALES, UNCOUPLED, Case
+from upref.verify.advantages.exact import EVEN, NORMED, SINGLE, UNEVEN, Batch, near
+from upref.verify.oracle import Not, Oracle, oracle
+from upref.verify.report import Finding, apart, fail, note
+
+LARGE_EPS = 1e-3  # beside rewards of 0 and 1, whose std is near 1/2
+LINES = 100_000  # of Python that a call with large prompt ids may run: a loop up to the largest id has more
+IDS = {"with gaps": (3, 3000, 40), "below 0": (-7, 5, -2), "above 2^53": (2**60, 2**60 + 1, 2**60 + 2)}
+
+
+# ---- why an oracle does not apply ------------------------------------------------------------------------------------
+def either(*whys: Not) -> Not:
+    return lambda case: next((said for why in whys if (said := why(case))), "")
+
+
+def no_ids(case: Case) -> str:
+    return "it takes no group ids: groups are contiguous and of one size" if case.f.contiguous else ""
+
+
+def no_groups(case: Case) -> str:
+    return f"{case.name} does not read groups" if case.name in exact.UNGROUPED else ""
+
+
+def wrong_already(case: Case) -> str:
+    return "the values are wrong already" if case.wrong else ""
+
+
+def no_baseline(case: Case) -> str:
+    return f"{case.name} subtracts nothing" if case.name in UNCOUPLED else ""
+
+
+def quiet(look: Callable[[Case], Iterator[Finding]]) -> Callable[[Case], Iterator[Finding]]:
+    """A function that is wrong already and raises is told once."""
+
+    def again(case: Case) -> Iterator[Finding]:
+        try:
+            yield from look(case)
+        except InputError:
+            if not case.wrong:
+                raise
+
+    return again
+
+
+@oracle("values")
+def values(case: Case) -> Iterator[Finding]:
+    yield from case.compare("values", "even groups", EVEN)
+    eps = case.divided.eps
+    if not eps or "eps" in case.hp:
+        return
+    if eps > LARGE_EPS:
+        said = "an eps that is small beside the std"
+        yield fail("values", "the denominator", said, str(case.divided), cause=exact.FORMS[case.divided.form].large)
+    else:
+        yield note("values", f"the denominator is {case.divided}", cause="harmless: small beside the std")
+
+
+@oracle("uneven-groups", not_run=either(no_ids, wrong_already))
+def uneven_groups(case: Case) -> Iterator[Finding]:
+    yield from case.compare("uneven-groups", "groups of 2, 5, 3 and 2", UNEVEN)
+
+
+@oracle("interleaving", not_run=either(no_ids, no_groups, wrong_already))
+def interleaving(case: Case) -> Iterator[Finding]:
+    yield from case.compare("interleaving", "prompts in no order", exact.INTERLEAVED)
+
+
+@oracle("large-groups", not_run=wrong_already)
+def large_groups(case: Case) -> Iterator[Finding]:
+    yield from case.compare("large-groups", "groups of 128 with one success and with two", exact.LARGE)
+
+
+@oracle("group-ids", not_run=either(no_ids, no_groups, wrong_already))
+def group_ids(case: Case) -> Iterator[Finding]:
+    """Any integers are ids. A function may refuse some; it may not answer with other numbers."""
+    if "interleaving" in case.failed:
+        return
+    case = replace(case, f=replace(case.f, lines=LINES))
+    refused: list[str] = []
+    why = ""
+    for said, ids in IDS.items():
+        b = replace(exact.INTERLEAVED, group=tuple(ids[g] for g in exact.INTERLEAVED.group))
+        try:
+            case.f(b)
+        except InputError as e:
+            refused, why = [*refused, said], why or str(e)
+            continue
+        other = "it reads more of the ids than which of them are equal: number them 0, 1, 2, ... beforehand"
+        yield from case.compare("group-ids", f"prompt ids {said}", b, other)
+    if refused:
+        yield note("group-ids", f"it takes no prompt ids {' or '.join(refused)}", cause=why)
+
+
+@oracle("shift-and-scale", not_run=either(wrong_already, no_baseline))
+def shift_and_scale(case: Case) -> Iterator[Finding]:
+    yield from case.compare("shift-and-scale", "rewards times 8, plus 16", EVEN.times(8, plus=16))
+    yield from case.compare("shift-and-scale", "rewards a million times larger", EVEN.times(2**20))
+    if case.name not in NORMED:
+        yield from case.compare("shift-and-scale", "rewards a thousand times smaller", EVEN.times(Fraction(1, 1024)))
+    elif small := next((b for b in SCALES if case.known and case.divided.least and case.differs(b) is not None), None):
+        i = case.differs(small) or 0
+        text = f"a std below {case.divided.least:.2g}: another denominator than {case.divided}"
+        yield note("shift-and-scale", text, *apart("A = {}", case.expected(small)[i], case.f(small)[i]))
+
+
+@oracle("random", not_run=either(no_ids, wrong_already))
+def random(case: Case) -> Iterator[Finding]:
+    rng = np.random.default_rng(0)
+    for n in range(200):
+        N = int(rng.integers(2, 13))
+        group = tuple(rng.integers(0, max(1, N // 2), N).tolist())
+        b = _with_peers(Batch(tuple(Fraction(int(k), 4) for k in rng.integers(-8, 9, N)), group))
+        if b.R and (got := list(case.compare("random", f"random batch {n}", b))):
+            yield from got
+            return
+
+
+def _with_peers(b: Batch) -> Batch:
+    """Only groups whose rewards differ, numbered from 0: the others are the business of two other oracles."""
+    b = b.take([i for i, g in enumerate(b.group) if len({b.R[j] for j in b.rows_of(g)}) > 1])
+    again = {g: i for i, g in enumerate(dict.fromkeys(b.group))}
+    return replace(b, group=tuple(again[g] for g in b.group))
+
+
+@oracle("singletons", not_run=either(no_ids, no_groups))
+@quiet
+def singletons(case: Case) -> Iterator[Finding]:
+    A, want = case.f(SINGLE), case.expected(SINGLE)
+    i = next((i for i in (0, 4) if not abs(A[i] - want[i]) <= 1e-6), None)
+    if i is None or (case.wrong and math.isfinite(A[i])):
+        return
+    finite = math.isfinite(A[i])
+    make = note if finite and case.name == "leave_one_out" else fail
+    said = "A = 0: it has no peer to be better than" if make is fail else "A = 0, or any convention that is finite"
+    raw = "the reward itself, without a baseline" if abs(A[i] - float(SINGLE.R[i])) < 1e-5 else ""
+    why = raw if finite else "the std of one reward, with G - 1 = 0: NaN"
+    yield make("singletons", f"a response without a peer, reward {SINGLE.R[i]}", said, f"A = {A[i]:.6g}", cause=why)
+
+
+@oracle("equal-rewards", not_run=no_baseline)
+@quiet
+def equal_rewards(case: Case) -> Iterator[Finding]:
+    b = exact.EQUAL
+    if case.f.contiguous:
+        b = Batch((Fraction(1, 10),) * 8 + EVEN.R[:8], (0,) * 8 + (1,) * 8)
+    elif case.name == "whiten":
+        b = exact.EQUAL.take(range(7))
+    regime = f"{b.rows_of(0)[-1] + 1} equal rewards of 0.1 to one prompt"
+    A = [case.f(b)[i] for i in b.rows_of(0)]
+    off = max(abs(a) if math.isfinite(a) else math.inf for a in A)
+    if off <= 1e-6 or (case.wrong and math.isfinite(off)):
+        return
+    if off > 0.05:
+        nan = off == math.inf
+        eps = f"eps = {case.divided.eps:.3g} is too small" if case.divided.eps else "eps is missing"
+        why = "0/0: no eps in the denominator" if nan else f"rounding divided by rounding: {eps}"
+        yield fail("equal-rewards", regime, "A = 0", f"A = {A[0]:.6g}", case.python(b), why)
+    else:
+        yield note("equal-rewards", regime, "A = 0", f"A = {off:.2g}", "rounding of the mean, divided by eps")
+
+
+@oracle("missing-reward")
+@quiet
+def missing_reward(case: Case) -> Iterator[Finding]:
+    """NaN may be refused, poison its own prompt, or be left out, alone or with its prompt, but not become a number."""
+    b, f = case.batch(EVEN), case.f
+    now, rows = f(b), range(1, len(b.R))
+    whole = case.name in ("whiten", "group_mean_whiten")
+    own = [i for i in rows if whole or b.group[i] == b.group[0]]
+    peers, rest = b.rows_of(b.group[0])[1:], [i for i in rows if b.group[i] != b.group[0]]
+    for bad in (math.nan, None) if f.kind == "list" else (math.nan,):
+        try:
+            A = f.outcome([bad, *b.R[1:]], b.group).A
+        except InputError:
+            continue
+        alone = near(A[1:], case.expected(b.take(rows)), 1e-3)
+        dropped = all(not A[i] or math.isnan(A[i]) for i in peers)
+        dropped = dropped and near([A[i] for i in rest], case.expected(b.take(rest)), 1e-3)
+        changed = [i for i in rows if not near([A[i]], [now[i]], f.tol)]
+        if alone or dropped or case.wrong:
+            continue
+        if set(changed) - set(own):
+            if all(math.isnan(A[i]) for i in changed):
+                yield note("missing-reward", f"one reward is {bad}: all prompts' advantages become NaN")
+                return
+            what = "other prompts' advantages change"
+        elif all(math.isnan(A[i]) for i in own) or case.name in UNCOUPLED:
+            continue
+        else:
+            zero = f.outcome([0, *b.R[1:]], b.group).A
+            as_zero = near([A[i] for i in own], [zero[i] for i in own], f.tol)
+            what = "it is read as 0, and so are its peers' baselines" if as_zero else "its peers' advantages change"
+        yield fail("missing-reward", f"one reward is {bad}", "an error, NaN, or the row left out", what,
+                   cause="drop or refuse responses without a reward before the baseline")  # fmt: skip
+        return
+
+
+@oracle("permutation", not_run=no_ids)
+@quiet
+def permutation(case: Case) -> Iterator[Finding]:
+    b = case.batch(UNEVEN)
+    order = [5, 0, 11, 3, 8, 1, 10, 2, 7, 4, 9, 6]
+    A = [case.f(b)[i] for i in order]
+    b = b.take(order)
+    B = case.f(b)
+    if not near(A, B, 10 * case.f.tol):
+        i = max(range(len(order)), key=lambda k: abs(A[k] - B[k]))
+        yield fail("permutation", "the responses in another order", f"A = {A[i]:.6g}, as before", f"A = {B[i]:.6g}",
+                   case.python(b), "rows are read by their place, not only by their prompt")  # fmt: skip
+
+
+@oracle("determinism")
+@quiet
+def determinism(case: Case) -> Iterator[Finding]:
+    b = case.batch(EVEN)
+    if not all(near(case.f(b), case.f(b), 0.0) for _ in range(3)):
+        yield fail("determinism", "the same batch twice", "the same numbers", "other numbers",
+                   cause="it draws random numbers or keeps state between calls")  # fmt: skip
+
+
+@oracle("mutation")
+@quiet
+def mutation(case: Case) -> Iterator[Finding]:
+    b = case.batch(EVEN)
+    did = case.f.outcome(b.R, b.group)
+    for role in sorted(did.wrote):
+        yield fail("mutation", f"{role} is changed in place", "inputs left alone", "other numbers after the call",
+                   cause="an in-place operation (-=, /=, scores[i] =)")  # fmt: skip
+    if did.printed:
+        yield note("mutation", "it prints")
+
+
+ORACLES: tuple[Oracle, ...] = (
+    determinism, values, uneven_groups, interleaving, large_groups, group_ids, shift_and_scale, random, singletons,
+    equal_rewards, missing_reward, permutation, mutation,
+)  # fmt: skip

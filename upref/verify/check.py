@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`upref.check`: run every oracle on a loss."""
+
+import time
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from upref.losses import SHAPES, read
+from upref.registry import Objective, get
+from upref.verify import oracles
+from upref.verify.measure import EXACT, HABIT, Case, held
+from upref.verify.oracle import Oracle, found_in, must_know, ordered, run
+from upref.verify.report import Report
+
+
+@cache
+def every() -> list[Oracle]:
+    """The oracles of a loss, in the order in which they run: all that stand in the folder `oracles`."""
+    return ordered(found_in(oracles, Oracle))
+
+
+def check(loss: Any, objective: str | Objective, *, skip: Sequence[str] = (), **hp: Any) -> Report:
+    """Whether `loss` is the objective: a Report, true where every oracle agrees, with notes on harmless habits.
+
+    loss: a callable `(log_prob, old_log_prob, advantages, mask) -> scalar` to be minimised, an Objective, a trainer
+    class of TRL's, or a name: package.module:function, path/to/file.py:function, verl:loss_mode, trl:loss_type (see
+    upref.losses for what it may take and answer). hp are the objective's hyperparameters; the loss gets those that it
+    takes by name and keeps its own defaults for the rest; one that only the loss has goes to the loss alone. skip:
+    names of oracles not to run. Raises InputError where the loss cannot be run at all.
+    """
+    start = time.perf_counter()
+    o = get(objective) if isinstance(objective, str) else objective
+    must_know(every(), skip)
+    one = read(loss, o, hp)
+    case = held(one, o, o.resolve({k: v for k, v in hp.items() if k in o.hyperparameters}))
+    found, ran = run(every(), case, skip)
+    tolerances = {"weight, relative": case.tol, "silent below": EXACT if case.tol == HABIT else case.tol}
+    seconds = time.perf_counter() - start
+    return Report(one.name, o.name, case.hp, found, one.read_as, contract(case), ran, tolerances, seconds)
+
+
+def contract(case: Case) -> list[str]:
+    """What was assumed of the loss, a sentence each."""
+    from upref.verify.oracles import batches
+
+    loss, out = case.loss, list(case.loss.contract)
+    if "group" not in loss.reads and case.o.agg == "group-token-mean":
+        out.append("the loss takes no group ids: the batch counts as one group, as in DAPO's code, verl and TRL")
+    if loss.adv_shape != "BT":
+        out.append(f"it takes advantages as {SHAPES[loss.adv_shape]}: one per response")
+    if loss.float_mask:
+        out.append("it takes the mask as numbers")
+    if loss.form == "unreduced":
+        out.append(f"it answers without reduction: aggregated here by {case.o.agg}")
+    if not batches.not_parallel(case):
+        out.append(f"gradients of data-parallel ranks are averaged; {batches.contract(case)}")
+    if not loss.splits:
+        out.append("one call sees the whole mini-batch: what its micro-batches add up to is not checked")
+    if loss.wrapped:
+        out.append("it answers with a tuple or a dict: the loss is taken from it")
+    if case.single:
+        out.append("it computes in float32: compared to 0.2 %, and not within 0.1 % of a bound")
+    return out

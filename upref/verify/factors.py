@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Aggregations, right and wrong ones, as one factor a response: what a token's weight is multiplied by."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from upref.aggregation import Totals, row_weights
+from upref.registry import Objective
+from upref.rollouts import Rollouts
+
+Factor = Callable[[Rollouts], Tensor]
+
+
+def promised(o: Objective) -> str:
+    """The objective's aggregation as row weights of terms per token."""
+    own = "seq-mean-token-sum" if o.level == "trajectory" else "seq-mean-token-mean"
+    return own if o.agg == "seq-mean" else o.agg
+
+
+def _rows(agg: str) -> Factor:
+    def f(b: Rollouts) -> Tensor:
+        w = row_weights(agg, b.mask, b.totals or Totals.of(b.mask, b.group))
+        return torch.as_tensor(w, dtype=torch.float64).expand(len(b.mask))
+
+    return f
+
+
+_one = lambda b: torch.ones(len(b.mask), dtype=torch.float64)
+_n = lambda b: b.mask.sum(-1).double()
+FACTORS: dict[str, Factor] = {
+    **{a: _rows(a) for a in ("token-mean", "group-token-mean", "seq-mean-token-mean", "seq-mean-token-sum")},
+    "the mean over the padded width (seq-mean-token-sum-norm by it)": lambda b: _one(b) / b.mask.numel(),
+    "a plain sum over all tokens": _one,
+    "the sum, not the mean, of the responses' token means": lambda b: 1 / _n(b),
+    "token-mean divided once more by the number of responses": lambda b: _rows("token-mean")(b) / len(b.mask),
+    "the responses' token means, divided by all tokens": lambda b: 1 / (_n(b) * b.mask.sum()),
+    "token-mean of each group, not divided by the number of groups": lambda b: (
+        _rows("group-token-mean")(b) * (1 if b.group is None else len(b.group.unique()))
+    ),
+    "the sum over tokens by the longest response": lambda b: _one(b) / (len(b.mask) * _n(b).max()),
+    "the sum over each response divided by the square of its length": lambda b: 1 / (len(b.mask) * _n(b) ** 2),
+    "the sum over each response divided by the square root of its length": lambda b: 1 / (len(b.mask) * _n(b).sqrt()),
+    "the mean over responses of length-weighted terms": lambda b: _n(b) / len(b.mask),
+    "token-mean of length-weighted terms": lambda b: _n(b) / b.mask.sum(),
+}
+
+
+def names(first: str) -> list[str]:
+    """All of them, this one before the others."""
+    return sorted(FACTORS, key=lambda name: name != first)
+
+
+def even(x: Tensor) -> float | None:
+    """The one number that these are to 1e-5, or None."""
+    if x.numel() == 0 or not x.isfinite().all():
+        return None
+    k = x.mean()
+    return k.item() if (x - k).abs().max() <= 1e-5 * k.abs() and k.abs() > 1e-9 else None

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `upref.identify` answers: an equivalence class of objectives, or the nearest of those that it is not."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from upref.verify.report import row, styled
+
+SHOWN = 8  # of a longer list
+
+
+@dataclass(frozen=True)
+class Match:
+    """One objective with the hyperparameters that its gradients show, and how far its gradients are."""
+
+    name: str
+    hp: dict[str, Any]  # those that have an effect; None: no dual clip
+    agg: str  # the loss's aggregation, "" where none was recognised
+    own: bool  # ... which is the objective's own
+    same_kl: bool  # the loss has no KL term, or the one this objective has
+    distance: float  # largest difference of weights, of |w|, |A| or 0.1, whichever is largest
+    mean: float  # the mean of it, each at most 1
+
+    def __str__(self) -> str:
+        said = [f"{k}={v:.7g}" for k, v in self.hp.items() if v is not None and (k != "beta" or v)]
+        return f"{self.name}({', '.join(said)})" if said else self.name
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a loss is. Truth value: it was identified (as an objective, an up(...) of one, or a known pitfall).
+
+    kind: objective | up | pitfall | none. matches: the simplest first; for none the nearest.
+    """
+
+    loss: str
+    kind: str
+    matches: list[Match]
+    why: str  # the pitfall in words
+    bounds: dict[str, list[float]]  # by sign of A: the ratios at which the weight jumps
+    read_as: str  # which argument was taken for what
+    contract: list[str]
+    seconds: float = field(compare=False)
+
+    def __bool__(self) -> bool:
+        return self.kind != "none"
+
+    @property
+    def name(self) -> str:
+        """The simplest match, or the nearest; "" where nothing could be compared."""
+        return self.matches[0].name if self.matches else ""
+
+    @property
+    def hp(self) -> dict[str, Any]:
+        return self.matches[0].hp if self.matches else {}
+
+    @property
+    def agg(self) -> str:
+        return self.matches[0].agg if self.matches else ""
+
+    @property
+    def distance(self) -> float:
+        return self.matches[0].distance if self.matches else float("inf")
+
+    @property
+    def also(self) -> list[str]:
+        """Whatever else has these gradients, aggregation included."""
+        first = self.matches[:1]
+        same = [m for m in self.matches[1:] if m.own == first[0].own]
+        return [str(m) for m in same] + [f"up_anchored{m.name[2:]}" for m in first if m.name.startswith("up(")]
+
+    @property
+    def elsewhere(self) -> list[str]:
+        """What has these weights, but another aggregation in its paper."""
+        return [str(m) for m in self.matches[1:] if m.own != self.matches[0].own]
+
+    def json(self) -> str:
+        own = {k: getattr(self, k) for k in ("name", "hp", "agg", "distance", "also", "elsewhere")}
+        return json.dumps({"identified": bool(self)} | own | asdict(self), indent=1, ensure_ascii=False)
+
+    def text(self, verbose: bool = False) -> str:
+        """The answer, what it rests on, and the command that goes on from here; verbose: what was assumed too."""
+        lines = [self._head()]
+        if self.matches:
+            m = self.matches[0]
+            off = "" if m.own or not m.agg else " (not the one of its paper)"
+            rows = {"aggregation": (m.agg or "none recognised") + off}
+            if m.hp.get("c", 0) is None:
+                rows["dual clip"] = "none"
+            rows |= {
+                sign: "the weight jumps at r = " + ", ".join(f"{r:.7g}" for r in rs)
+                for sign, rs in self.bounds.items() if rs
+            }  # fmt: skip
+            if self and m.distance:
+                rows["distance"] = f"{m.distance:.1e}, the largest difference of gradients, relative"
+            if self.also:
+                rows["the same"] = _some(self.also)
+            if self.elsewhere:
+                rows["weights of"] = _some(self.elsewhere) + ", aggregated otherwise in their papers"
+            lines += [row(key, text) for key, text in rows.items()]
+        lines += [f"read as: {self.read_as}"] if self.read_as else []
+        lines += [f"contract: {c}" for c in self.contract] if verbose else []
+        if self.matches:
+            lines.append(f"next: {self._next()}")
+        return "\n".join(lines)
+
+    def _next(self) -> str:
+        """How it differs, on which smallest batch."""
+        m = self.matches[0]
+        hp = [f"{k}={v:.7g}" for k, v in m.hp.items() if v is not None and (k != "beta" or v)]
+        if ":" in self.loss:
+            return " ".join([f"upref check {self.loss} --as '{m.name}'" if "(" in m.name else
+                             f"upref check {self.loss} --as {m.name}", *(f"--hp {x}" for x in hp)])  # fmt: skip
+        return f"upref.check({', '.join([self.loss, repr(m.name), *hp])})"
+
+    def _head(self) -> str:
+        if self.kind == "none":
+            near = f"; the nearest is {self.matches[0]}, {self.distance:.2g} away" if self.matches else ""
+            return f"{self.loss} is none of these objectives{near}" + (f": {self.why}" if self.why else "")
+        if self.kind == "pitfall":
+            return f"{self.loss} is meant as {self.matches[0]}, but: {self.why}"
+        return f"{self.loss} is {self.matches[0]}"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def lines(self, verbose: bool = False):
+        """For a terminal."""
+        return styled(self.text(verbose), {"pitfall": "bold yellow", "none": "bold red"}.get(self.kind, "bold green"))
+
+    def __rich_console__(self, console, options):
+        yield from self.lines()
+
+
+def _some(xs: list[str]) -> str:
+    more = f" and {len(xs) - SHOWN} more" if len(xs) > SHOWN else ""
+    return ", ".join(xs[:SHOWN]) + more

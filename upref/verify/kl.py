@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`upref.check_kl`: is this function of two log-probabilities the KL estimator that it is meant to be?
+
+Token by token against upref.kl, and over a vocabulary small enough to be enumerated: the expected value against the
+divergence, and the expected gradient against the divergences' gradients, on policy and off it.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref import kl
+from upref.errors import InputError
+from upref.losses.kl import Term, read
+from upref.verify.oracle import Oracle, must_know, oracle, run
+from upref.verify.report import Finding, Report, apart, fail, note
+
+# d = log π_ref - log π_θ; every number is exact in float32
+NEAR = torch.arange(-32, 33, dtype=torch.float64) / 16
+FAR = torch.tensor([s * x for x in (2.5, 3, 4, 6, 9, 12, 15, 19, 21, 40) for s in (1, -1)], dtype=torch.float64)
+Formula = Callable[[Tensor, Tensor], Tensor]
+GONE = "no gradient: it is computed under no_grad, or detached"
+CONSTANTS = "harmless while the caller passes tensors without requires_grad; .detach() makes it sure"
+
+
+@dataclass(frozen=True)
+class Slip:
+    """words; kind: what it changes; formula: what it makes of (log_prob, ref_log_prob)."""
+
+    words: str
+    kind: str  # sign | ratio | term | weight | gradient | estimator
+    formula: Formula
+
+
+SLIPS = (
+    Slip("k1 with its sign flipped: log π_ref - log π_θ", "sign", lambda lp, ref: ref - lp),
+    Slip("k3 the other way round: it has π_θ/π_ref where π_ref/π_θ belongs", "ratio", lambda lp, ref: kl.k3(ref, lp)),
+    Slip("k3 with the sign of its logarithm swapped: π_ref/π_θ - 1 + log(π_ref/π_θ)", "term",
+         lambda lp, ref: (ref - lp).exp() - 1 + (ref - lp)),
+    Slip("k3 with its sign flipped", "sign", lambda lp, ref: -kl.k3(lp, ref)),
+    Slip("k3 without its logarithm: π_ref/π_θ - 1", "term", lambda lp, ref: (ref - lp).exp() - 1),
+    Slip("|log π_θ - log π_ref|", "estimator", lambda lp, ref: (lp - ref).abs()),
+    Slip("k2 without its 1/2", "term", lambda lp, ref: (lp - ref) ** 2),
+    Slip("the value of k3 with the gradient of k2 (straight through)", "gradient",
+         lambda lp, ref: kl.k2(lp, ref) + (kl.k3(lp, ref) - kl.k2(lp, ref)).detach()),
+    Slip("the value of k1 with the gradient of k2 (straight through)", "gradient",
+         lambda lp, ref: kl.k2(lp, ref) + (kl.k1(lp, ref) - kl.k2(lp, ref)).detach()),
+    Slip("π_θ (log π_θ - log π_ref): weighted by a probability though it is sampled", "weight",
+         lambda lp, ref: lp.exp() * (lp - ref)),
+    *(Slip(f"{name} itself", "estimator", f) for name, f in kl.ESTIMATORS.items()),
+)  # fmt: skip
+
+
+# ---- a case ----------------------------------------------------------------------------------------------------------
+@dataclass
+class Case:
+    """What the oracles read."""
+
+    term: Term
+    estimator: str
+    failed: set[str] = field(default_factory=set)
+
+    @property
+    def right(self) -> Formula:
+        return kl.ESTIMATORS[self.estimator]
+
+    def off(self, d: Tensor, which: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(expected, found, by how much they differ) at each d, of the value (0) or of the gradient (1)."""
+        want, found = both(self.right, d)[which], both(self.term, d)[which]
+        return want, found, _off(found, want)
+
+    def cause(self, which: int) -> str:
+        """The first slip that gives both value and gradient, else the first that gives this one; "" where none does."""
+        gone = Slip(GONE, "gradient", lambda lp, ref: self.right(lp, ref).detach() + 0 * lp)
+        for parts in ((0, 1), (which,)):
+            for slip in (gone, *(s for s in SLIPS if s.formula is not self.right)):
+                if same(self.term, slip.formula, parts, self.term.tol):
+                    return slip.words
+        return ""
+
+
+def pair(d: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [1, N] that are d apart."""
+    lp = (-1 - d.clamp(min=0))[None]
+    return lp, lp + d
+
+
+def both(term: Formula, d: Tensor) -> tuple[Tensor, Tensor]:
+    """Value and d/dlp at each d."""
+    lp, ref = pair(d)
+    k = term(lp.requires_grad_(), ref)
+    g = torch.autograd.grad(k.sum(), lp, allow_unused=True)[0] if k.requires_grad else None
+    return k.detach()[0], torch.zeros_like(d) if g is None else g[0]
+
+
+def _off(x: Tensor, y: Tensor) -> Tensor:
+    return ((x - y).abs() / y.abs().clamp(min=1e-2)).nan_to_num(nan=math.inf)
+
+
+def same(term: Formula, other: Formula, which: tuple[int, ...] = (0, 1), tol: float = 1e-5) -> bool:
+    x, y = both(term, NEAR), both(other, NEAR)
+    return all(bool(_off(x[i], y[i]).max() <= tol) for i in which)
+
+
+# ---- a vocabulary that can be enumerated -----------------------------------------------------------------------------
+LOGITS = torch.tensor([0.3, -0.7, 1.1, 0.0, -1.6], dtype=torch.float64)
+REF = torch.tensor([-0.4, 0.5, 0.2, 0.9, -1.0], dtype=torch.float64)
+OLD = torch.tensor([0.8, -0.2, 0.1, -0.9, 0.4], dtype=torch.float64)
+DIVERGENCES = {
+    "reverse": "KL(π_θ ‖ π_ref), the reverse divergence",
+    "forward": "KL(π_ref ‖ π_θ), the forward divergence",
+    "zero": "nothing: it is 0",
+}
+
+
+def expected(term: Formula, off_policy: bool = False) -> tuple[float, Tensor]:
+    """E[k] and E[∇_θ k] over the logits θ, samples from π_θ (held fixed) or from π_old."""
+    theta = LOGITS.clone().requires_grad_()
+    lp, ref = theta.log_softmax(0), REF.log_softmax(0)
+    p = (OLD.log_softmax(0) if off_policy else lp.detach()).exp()
+    total = (p * term(lp[None], ref[None])[0]).sum()
+    g = torch.autograd.grad(total, theta, allow_unused=True)[0] if total.requires_grad else None
+    return total.item(), torch.zeros_like(LOGITS) if g is None else g
+
+
+def divergences() -> dict[str, tuple[float, Tensor]]:
+    """Both divergences with their gradients over θ, and zero."""
+    out = {"zero": (0.0, torch.zeros_like(LOGITS))}
+    theta = LOGITS.clone().requires_grad_()
+    lp, ref = theta.log_softmax(0), REF.log_softmax(0)
+    for name, p, q in (("reverse", lp, ref), ("forward", ref, lp)):
+        d = (p.exp() * (p - q)).sum()
+        out[name] = d.item(), torch.autograd.grad(d, theta, retain_graph=True)[0]
+    return out
+
+
+def whose(term: Formula, off_policy: bool = False, tol: float = 1e-5) -> str:
+    """A key of DIVERGENCES, `-reverse` for its negative, or "" where the expected gradient is that of none."""
+    g = expected(term, off_policy)[1]
+    signed = ((sign, name, want) for name, (_, want) in divergences().items() for sign in ("", "-"))
+    return next((sign + name for sign, name, want in signed if _alike(g, -want if sign else want, tol)), "")
+
+
+def _alike(x: Tensor, y: Tensor, tol: float) -> bool:
+    return torch.allclose(x, y, rtol=tol / 10, atol=tol / 1000)
+
+
+def _words(key: str) -> str:
+    said = DIVERGENCES.get(key.removeprefix("-"), "neither divergence")
+    return f"minus {said}: it pushes away from the reference" if key.startswith("-") else said
+
+
+# ---- the oracles -----------------------------------------------------------------------------------------------------
+def _pointwise(which: int, name: str, what: str) -> Oracle:
+    def look(case: Case) -> Iterator[Finding]:
+        want, found, off = case.off(NEAR, which)
+        i = int(off.argmax())
+        if off[i] > case.term.tol:
+            d = NEAR[i].item()
+            batch = f"log_prob, ref_log_prob = torch.tensor([[-3.0]]), torch.tensor([[{d - 3:.4f}]])"
+            said = apart(what + " {}", want[i].item(), found[i].item())
+            yield fail(name, f"log π_ref - log π_θ = {d:.4g}", *said, batch, case.cause(which))
+
+    return Oracle(name, look)
+
+
+@oracle("clamp", not_run=lambda case: "wrong near 0 already" if case.failed & {"value", "gradient"} else "")
+def clamp(case: Case) -> Iterator[Finding]:
+    (_, _, value), (want, found, slope) = case.off(FAR, 0), case.off(FAR, 1)
+    for i in (torch.maximum(value, slope) > case.term.tol).nonzero()[:1, 0].tolist():
+        d, numbers = FAR[i].item(), apart("gradient {}", want[i].item(), found[i].item())
+        bites = "a clamp that bites: the tokens furthest from the reference are not pulled back"
+        make, why = (fail, bites) if abs(d) < 20 else (note, "a clamp at 20 or beyond")
+        yield make("clamp", f"log π_ref - log π_θ = {d:g}", *numbers, cause=why)
+
+
+@oracle("expected-value")
+def expected_value(case: Case) -> Iterator[Finding]:
+    got, want = expected(case.term)[0], expected(case.right)[0]
+    if not abs(got - want) < case.term.tol / 10:
+        target = divergences()["reverse"][0]
+        said = f"KL(π_θ ‖ π_ref) = {target:.6g}" if case.estimator != "k2" else f"{want:.6g}, the mean of k2"
+        yield fail("expected-value", "samples of π_θ, five tokens enumerated", said, f"{got:.6g}")
+
+
+@oracle("expected-gradient")
+def expected_gradient(case: Case) -> Iterator[Finding]:
+    numbers = lambda g: "[" + ", ".join(f"{x:.4f}" for x in g.tolist()) + "]"
+    tol = case.term.tol
+    for off_policy, where in ((False, "samples of π_θ"), (True, "samples of another policy")):
+        got, want = expected(case.term, off_policy)[1], expected(case.right, off_policy)[1]
+        if not _alike(got, want, tol):
+            one, other = whose(case.right, off_policy), whose(case.term, off_policy, tol)
+            said = f"{numbers(want)}: that of {_words(one)}", f"{numbers(got)}: that of {_words(other)}"
+            yield fail("expected-gradient", f"{where}, five tokens enumerated", *said)
+
+
+@oracle("stop-gradient")
+def stop_gradient(case: Case) -> Iterator[Finding]:
+    lp, ref = pair(NEAR)
+    k = case.term(lp, ref.requires_grad_())
+    if k.requires_grad and torch.autograd.grad(k.sum(), ref, allow_unused=True)[0] is not None:
+        yield note("stop-gradient", "a gradient would flow into ref_log_prob", cause=CONSTANTS)
+
+
+@oracle("determinism")
+def determinism(case: Case) -> Iterator[Finding]:
+    if not same(case.term, case.term, tol=0.0):
+        yield fail("determinism", "the same tokens twice", "the same numbers", "other numbers")
+
+
+@oracle("mutation")
+def mutation(case: Case) -> Iterator[Finding]:
+    done = case.term.outcome(*pair(NEAR))
+    for name in sorted(done.wrote):
+        yield fail("mutation", f"{name} is changed in place", "inputs left alone", "other numbers after the call")
+    if done.printed:
+        yield note("mutation", "it prints")
+
+
+ORACLES: tuple[Oracle, ...] = (
+    determinism, _pointwise(0, "value", "value"), _pointwise(1, "gradient", "gradient by log_prob"), clamp,
+    expected_value, expected_gradient, stop_gradient, mutation,
+)  # fmt: skip
+
+
+def check_kl(fn: Any, estimator: str, *, skip: tuple[str, ...] = ()) -> Report:
+    """Whether `fn` is the per-token KL estimator of that name (k1, k2 or k3 of upref.kl), value and gradient.
+
+    fn: `(log_prob, ref_log_prob) -> tensor` of the same shape [B, T] in nats, by these names, their usual variants or
+    by position, or a name as for `check`. The contract says whose gradient it has in expectation when it is used as
+    a loss on samples. Raises InputError where fn cannot be run.
+    """
+    start = time.perf_counter()
+    if estimator not in kl.ESTIMATORS:
+        raise InputError(f"no KL estimator is called {estimator!r}: choose one of {', '.join(kl.ESTIMATORS)}.")
+    must_know(ORACLES, skip)
+    term = read(fn)
+    found, ran = run(ORACLES, Case(term, estimator), skip)
+    on, off = (_words(whose(term, off_policy, term.tol)) for off_policy in (False, True))
+    contract = ["it computes in float32: compared to 1e-3"] * (term.tol > 1e-5) + [
+        f"as a loss on samples of π_θ its expected gradient is that of {on}",
+        f"on samples of another policy it is that of {off}; correct them by importance weights",
+    ]
+    tol, took = {"per token, relative": term.tol}, time.perf_counter() - start
+    return Report(term.name, estimator, {}, found, str(term.reading), contract, ran, tol, took)

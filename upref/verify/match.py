@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hyperparameters of an objective recovered from a measured weight: one-dimensional solves on its own closed form.
+
+Nothing here knows a hyperparameter by name: at a jump of the measured weight the objective's weight has to pass the
+middle of the jump, elsewhere it has to meet the measured value.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from upref.errors import InputError
+from upref.registry import Objective
+from upref.verify.box import BlackBox, Point, measure
+from upref.verify.measure import Case
+
+RANGE = {"c": (1 + 1e-9, 1e4)}  # where a hyperparameter is looked for; c <= 1 is no dual clip
+ANY = (1e-9, 1e4)
+STEPS = 52  # halvings of the logarithm of the range: to 1e-14
+HOPELESS = 0.2  # a share of points that disagree, after every hyperparameter was solved for once
+SMOOTH_LOG_R = (-5.0, -2.0, -0.6, 0.6, 2.0, 5.0)  # where a continuous hyperparameter is read off
+
+
+class Weights:
+    """The closed form of an objective at given points, as a function of its hyperparameters."""
+
+    def __init__(self, o: Objective, points: list[Point]):
+        self.o = o
+        self.A, self.r, self.mu = (np.array([getattr(p, k) for p in points]) for k in ("A", "r", "mu"))
+        self.unsure = np.array([p.unsure for p in points], dtype=bool)
+        self.calls: list[tuple[np.ndarray, Callable]] = list(self._calls())
+
+    def __call__(self, hp: dict[str, Any]) -> np.ndarray:
+        out = np.empty(len(self.r))
+        with np.errstate(all="ignore"):
+            for at, f in self.calls:
+                out[at] = f(**hp)
+        return out
+
+    def _calls(self):
+        o, n = self.o, len(self.r)
+        if o.level != "free":
+            have = {"mu": self.mu, "log_mu": np.log(self.mu), "mask": None, "entropy": None}
+            x = np.log(self.r) if o.reads_log_r else self.r
+            extra = {k: have[k] for k in o.reads}
+            yield np.arange(n), lambda **hp: o.closed_form(x, self.A, **extra, **hp)
+            return
+        for unsure in (False, True):
+            at = np.flatnonzero(self.unsure == unsure)
+            for rows in np.split(at, len(at)) if o.coupled and len(at) else [at] if len(at) else []:
+                yield rows, self._free(rows, unsure)
+
+    def _free(self, rows: np.ndarray, unsure: bool):
+        o = self.o
+        t = lambda x: torch.as_tensor(x)[:, None]
+        r, A, mu = t(self.r[rows]), t(self.A[rows]), t(self.mu[rows])
+        H = torch.ones_like(r)
+        if unsure:
+            r, A, mu, H = (torch.cat(x, 1) for x in ((r, torch.ones_like(r)), (A, A), (mu, mu), (2 * H, H)))
+        have = {"mu": mu, "log_mu": mu.log(), "mask": torch.ones_like(r, dtype=torch.bool), "entropy": H}
+        x = r.log() if o.reads_log_r else r
+        extra = {k: have[k] for k in o.reads}
+        return lambda **hp: o.closed_form(x, A, **extra, **hp)[:, 0].numpy()
+
+
+class Candidate:
+    """An objective held against the curve of a black box; `hp` is the best found, `miss` the share that disagrees."""
+
+    def __init__(self, o: Objective, box: BlackBox):
+        self.o, self.box = o, box
+        self.points = [p for p in box.points if not p.unsure or "entropy" in o.reads]
+        keep = [i for i, p in enumerate(box.points) if not p.unsure or "entropy" in o.reads]
+        self.v = box.weights[keep]
+        self.w = Weights(o, self.points)
+        self.hp = {k: v for k, v in o.hyperparameters.items() if k != "beta"}
+        self.miss = self._score(self.hp)
+        self.possible = self._reach()
+        if self.possible and self.miss[0] > 0:
+            self._descend()
+
+    # ---- how far -----------------------------------------------------------------------------------------------------
+    def _off(self, w: np.ndarray) -> np.ndarray:
+        scale = np.maximum(np.abs(w), np.abs(self.w.A))
+        return np.nan_to_num(np.abs(w - self.v) / scale, nan=np.inf)
+
+    def _score(self, hp) -> tuple[float, float]:
+        off = self._off(self.w(hp))
+        return float((off > self.box.tol).mean()), float(np.minimum(off, 1).sum())
+
+    @property
+    def fits(self) -> bool:
+        """It agrees, and not in a limit: sapo at tau -> 0 is another objective's weight."""
+        ends = (v for k, v in self.hp.items() if v is not None and v != self.o.hyperparameters[k])
+        return self.miss[0] == 0 and all(1e-7 < v < 9e3 for v in ends)
+
+    # ---- what can be reached at all ----------------------------------------------------------------------------------
+    def _trials(self, key: str) -> list[Any]:
+        lo, hi = RANGE.get(key, ANY)
+        some: list[Any] = [lo, *np.geomspace(max(lo, 0.01), hi, 9)[:-1] + (lo if lo > 1 else 0), hi]
+        return some + [None] * (self.o.hyperparameters[key] is None)
+
+    def _reach(self) -> bool:
+        """Whether every point that depends on no hyperparameter agrees."""
+        base = self.w(self.hp)
+        free = np.zeros(len(base), dtype=bool)
+        self.smooth = {}
+        for key in self.hp:
+            values = np.array([base, *(self.w(self.hp | {key: x}) for x in self._trials(key))])
+            free |= (np.abs(values - base) > 1e-12 * np.abs(base)).any(0)
+            # continuous in this hyperparameter, where it takes many values
+            self.smooth[key] = (np.abs(np.diff(np.sort(values, 0), axis=0)) > 1e-9).sum(0) > 2
+        off = self._off(base)
+        self.stuck = float((off[~free] > self.box.tol).mean()) if (~free).any() else 0.0
+        return self.stuck == 0 or self.box.tol > 1e-4
+
+    # ---- the solves --------------------------------------------------------------------------------------------------
+    def _descend(self):
+        """Each hyperparameter in turn takes the best of its solutions, until none improves."""
+        for _ in range(3):
+            before = self.miss
+            for key in self.hp:
+                for x in self._options(key):
+                    score = self._score(self.hp | {key: x})
+                    if score < self.miss:
+                        self.hp, self.miss = self.hp | {key: x}, score
+                    if self.fits:
+                        return
+            if self.miss == before or self.miss[0] > HOPELESS:
+                return
+
+    def _options(self, key: str):
+        if self.o.hyperparameters[key] is None:
+            yield None
+        jumps = [(p, m) for p, m in self.box.jumps if not p.unsure or "entropy" in self.o.reads]
+        keys = [*jumps, *self._smooth(key)]
+        if not keys:
+            return
+        lo, hi = RANGE.get(key, ANY)
+        w, target = Weights(self.o, [p for p, _ in keys]), np.array([m for _, m in keys])
+        ends = [np.sign(w(self.hp | {key: x}) - target) for x in (lo, hi)]
+        if at := np.flatnonzero(ends[0] != ends[1]).tolist():
+            below = ends[0][at]
+            try:  # all at once: closed forms are elementwise, in their hyperparameters too
+                yield from self._solve(key, [keys[i] for i in at], lo, hi, below)
+            except (ValueError, TypeError, RuntimeError):  # but for `c or inf`, and those that take the mask
+                for i, sign in zip(at, below, strict=True):
+                    yield from self._solve(key, [keys[i]], lo, hi, sign)
+
+    def _smooth(self, key: str) -> list[tuple[Point, float]]:
+        """A few points at which the weight is continuous in this hyperparameter."""
+        at = np.flatnonzero(self.smooth[key] & ~self.w.unsure)
+        if not len(at):
+            return []
+        log_r, A = np.log(self.w.r[at]), self.w.A[at]
+        far = lambda x, sign: np.abs(log_r - x) + 100 * (sign != A)
+        picked = {int(at[far(x, sign).argmin()]) for x in SMOOTH_LOG_R for sign in (1, -1)}
+        return [(self.points[i], float(self.v[i])) for i in sorted(picked)]
+
+    def _solve(self, key: str, keys: list[tuple[Point, float]], lo: float, hi: float, below) -> list[float]:
+        """Bisection in the logarithm."""
+        w, target = Weights(self.o, [p for p, _ in keys]), np.array([m for _, m in keys])
+        los, his = np.full(len(keys), lo), np.full(len(keys), hi)
+        for _ in range(STEPS):
+            middle = np.sqrt(los * his)
+            left = np.sign(w(self.hp | {key: middle if len(keys) > 1 else float(middle[0])}) - target) == below
+            los, his = np.where(left, middle, los), np.where(left, his, middle)
+        return np.sqrt(los * his).tolist()
+
+    # ---- what the curve pins -----------------------------------------------------------------------------------------
+    def seen(self) -> dict[str, Any]:
+        """The hyperparameters without which the weights would be others; the rest have no effect here."""
+        return {k: v for k, v in self.hp.items() if v is None or self._matters(k, v)}
+
+    def _matters(self, key: str, v: float) -> bool:
+        lo = RANGE.get(key, ANY)[0]
+        moved = [self.w(self.hp | {key: max(lo, x)}) for x in (v * 0.5, v * 1.5, v * 1e-3)]
+        return any(self._off(w).max() > 10 * self.box.tol for w in moved)
+
+
+def candidate(o: Objective, box: BlackBox) -> Candidate | None:
+    """None where the objective reads what the loss does not, or the other way round."""
+    if o.reads_mu != box.reads_mu or ("entropy" in o.reads) != box.reads_entropy or bool(o.coupled) != box.coupled:
+        return None
+    try:
+        return Candidate(o, box)
+    except InputError:
+        return None
+
+
+def recover(case: Case) -> list[dict[str, Any]]:
+    """Other hyperparameters at which the objective of a case has the weights that its loss shows; [] where none has."""
+    try:
+        found = candidate(case.o, measure(case.loss))
+    except InputError:
+        return []
+    if found is None or not found.fits:
+        return []
+    moved = {k: _round(v) for k, v in found.seen().items() if not _near(v, case.hp.get(k))}
+    return [moved] if moved else []
+
+
+def _round(v: Any) -> Any:
+    """0.28 for what bisection left of it."""
+    return v if v is None else next((x for d in (3, 6, 9) if _near(x := float(f"{v:.{d}g}"), v)), v)
+
+
+def _near(x: Any, y: Any) -> bool:
+    return x is y if x is None or y is None else abs(x - y) <= 1e-9 * max(1, abs(y))

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loss held against an objective: what its gradient is made of, a weight per token times a factor per response.
+
+On policy the weight of nearly every objective is known (A), so the factors name the aggregation whatever is wrong with
+the clipping; divided out, they leave the weights, to be compared regime by regime.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref import kl
+from upref.losses import Loss, Outcome
+from upref.ops import mean_t, sum_t
+from upref.regimes import EDGES, OFF_EDGES, anchor, batch, near_a_bound, off, ready
+from upref.registry import REDUCE, Objective
+from upref.rollouts import Rollouts
+from upref.verify.factors import FACTORS, even, names, promised
+
+EXACT, HABIT, SINGLE = 1e-9, 2e-7, 2e-3  # float64; a 1e-8 in a denominator; a loss that computes in float32
+
+
+def unit_weights(o: Objective, b: Rollouts, hp: dict[str, Any]) -> Tensor:
+    """dJ_t/dlp_t before `promised(o)`, the KL term included."""
+    w = o.token_weights(b, **{k: v for k, v in hp.items() if k != "beta"})
+    if o.agg == "seq-mean" and o.level != "trajectory":
+        w = w * b.mask.sum(-1, keepdim=True)
+    if beta := hp.get("beta"):
+        w = w - beta * kl_slope(o.kl, b)
+    return torch.where(b.mask, w, 0)
+
+
+def kl_slope(estimator: str, b: Rollouts) -> Tensor:
+    """dKL/dlp of each token, 0 on masked slots."""
+    assert b.logp_ref is not None
+    x = torch.where(b.mask, b.logp, 0).detach().requires_grad_()
+    return torch.autograd.grad(kl.ESTIMATORS[estimator](x, torch.where(b.mask, b.logp_ref, 0)).sum(), x)[0]
+
+
+@dataclass
+class Case:
+    """A loss, the objective it is held against at resolved hyperparameters, and its aggregation."""
+
+    loss: Loss
+    o: Objective
+    hp: dict[str, Any]
+    agg: str = ""  # a key of FACTORS
+    k: float = 1.0  # what the gradient is multiplied by on policy, beside the aggregation
+    fits: bool = True  # some aggregation explains the on-policy gradient
+    tol: float = HABIT
+    edges: tuple[float, ...] = EDGES
+    failed: set[str] = field(default_factory=set)  # oracles
+    done: list[Outcome] = field(default_factory=list, repr=False)  # calls that wrote or printed
+
+    # ---- the loss ----------------------------------------------------------------------------------------------------
+    def both(self, b: Rollouts, ranks: int = 1, **moved) -> tuple[Tensor, Tensor]:
+        """(value, dJ/dlp); what else the call did is kept."""
+        outcome, g = self.loss.outcome(b, ranks, **moved)
+        if outcome.wrote or outcome.printed:
+            self.done.append(outcome)
+        return outcome.value, g
+
+    def gradient(self, b: Rollouts, ranks: int = 1, **moved) -> Tensor:
+        return self.both(b, ranks, **moved)[1]
+
+    def weights(self, b: Rollouts) -> Tensor:
+        """The loss's own dJ_t/dlp_t, its aggregation divided out."""
+        return self.gradient(b) / self.factors(b)
+
+    def factors(self, b: Rollouts, agg: str = "") -> Tensor:
+        return FACTORS[agg or self.agg](self.loss.view(b)).to(b.logp.dtype)[:, None]
+
+    # ---- the objective -----------------------------------------------------------------------------------------------
+    def expected(self, b: Rollouts) -> Tensor:
+        return unit_weights(self.o, b, self.hp)
+
+    def off(self, b: Rollouts, found: Tensor | None = None) -> Tensor:
+        """Relative difference of the weights, 0 on masked slots, infinite where one is not finite."""
+        found = self.weights(b) if found is None else found
+        return torch.where(b.mask, off(found, self.expected(b), b.adv), 0)
+
+    def ratio(self, b: Rollouts) -> Tensor:
+        """The ratio that the objective acts on, at each token."""
+        x = torch.where(b.mask, b.logp - b.logp_old, 0)
+        if reduce := {"sequence": mean_t, "trajectory": sum_t}.get(self.o.level):
+            x = reduce(x, b.mask)[:, None].expand_as(x)
+        return x.exp()
+
+    @property
+    def plain_hp(self) -> dict[str, Any]:
+        return {k: v for k, v in self.hp.items() if k != "beta"}
+
+    @property
+    def wrong(self) -> bool:
+        """The weights or their aggregation are wrong: what follows from that is not said again."""
+        return bool(self.failed & {"gradient", "aggregation"})
+
+    @property
+    def single(self) -> bool:
+        """It computes in float32."""
+        return self.tol >= SINGLE
+
+    # ---- batches -----------------------------------------------------------------------------------------------------
+    def grid(self, **options) -> Rollouts:
+        return self.ready(batch(self.per_response, **{"edges": self.edges} | options, **self.plain_hp))
+
+    @property
+    def per_response(self) -> Objective:
+        """For the grid alone: one advantage per response where the loss cannot take more."""
+        o = self.o
+        return o if self.loss.adv_shape == "BT" or o.level in REDUCE else replace(o, agg="seq-mean")
+
+    @property
+    def one_adv(self) -> bool:
+        return self.o.agg == "seq-mean" or self.loss.adv_shape != "BT"
+
+    def ready(self, b: Rollouts) -> Rollouts:
+        """Masked slots hold numbers that could pass for tokens; a reference policy; no groups for who takes none."""
+        return self.loss.view(ready(b))
+
+    def rounded(self, b: Rollouts) -> Tensor:
+        """Tokens so near to a bound that rounding moves them over it, where the loss computes in float32."""
+        return near_a_bound(self.expected, b) if self.single else torch.zeros_like(b.mask)
+
+
+def held(loss: Loss, o: Objective, hp: dict[str, Any]) -> Case:
+    """The Case: its aggregation named where one explains the on-policy gradient, else the promised one assumed."""
+    case = Case(loss, o, hp, promised(o))
+    b = case.ready(anchor())
+    found, W = case.gradient(b), case.expected(b)
+    for among in (b.mask, b.mask & (b.adv > 0), b.mask & (b.adv < 0)):
+        if answer := _explain(case, b, found, W, among & (W.abs() > 1e-6)):
+            case.agg, case.k = answer
+            break
+    else:
+        case.fits = False
+    if in_single(case, b):
+        case.tol, case.edges = SINGLE, OFF_EDGES
+    return case
+
+
+def in_single(case: Case, b: Rollouts) -> bool:
+    """Whether no gradient has more digits than float32 holds, at advantages and ratios that have more."""
+    i = torch.arange(b.mask.numel(), dtype=b.logp.dtype).reshape(b.mask.shape)
+    A = b.adv * (1 + 0.1 * i[:, :1].sin())
+    g = case.gradient(replace(b, logp=b.logp - 1e-3 * (1.1 + i.cos()), adv=A))[b.mask]
+    return bool((g != 0).any() and torch.equal(g.float().double(), g))
+
+
+def _explain(case: Case, b: Rollouts, found: Tensor, W: Tensor, use: Tensor) -> tuple[str, float] | None:
+    if not use.any():
+        return None
+    scaled = []
+    for name in names(promised(case.o)):
+        k = even((found / (W * case.factors(b, name)))[use])
+        if k is not None and abs(k - 1) < 1e-5:
+            return name, k
+        if k is not None:
+            scaled.append((name, k))
+    return scaled[0] if scaled else None

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one runner of oracles, for losses, advantages and KL estimators alike.
+
+An oracle looks at a case from one side and answers with Findings. A case is whatever its oracles read; the runner asks
+of it only a set `failed`, the names of the oracles that have failed so far: what follows from one is not said again.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, TypeVar
+
+from upref.errors import InputError
+from upref.verify.report import Finding, fail
+
+Case = Any
+Not = Callable[[Case], str]
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """look: the Findings of a case. not_run: why it does not apply, "" where it does. rank: small goes first."""
+
+    name: str
+    look: Callable[[Case], Iterable[Finding]]
+    not_run: Not = lambda case: ""
+    rank: float = 50
+
+
+def oracle(name: str, rank: float = 50, not_run: Not = lambda case: "") -> Callable[[Callable], Oracle]:
+    """Decorator of a function of a case."""
+    return lambda look: Oracle(name, look, not_run, rank)
+
+
+T = TypeVar("T")
+
+
+def found_in(package: ModuleType, kind: type[T]) -> list[T]:
+    """All objects of that type in the modules of a folder: a new file there needs no edit elsewhere."""
+    modules = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
+    every = {id(x): x for m in modules for x in vars(m).values() if isinstance(x, kind)}
+    return list(every.values())
+
+
+def ordered(oracles: Iterable[Oracle]) -> list[Oracle]:
+    return sorted(oracles, key=lambda o: (o.rank, o.name))
+
+
+def must_know(oracles: Iterable[Oracle], skip: Iterable[str]):
+    """InputError where something is to be skipped that no oracle is called."""
+    known = [o.name for o in oracles]
+    if unknown := sorted(set(skip) - set(known)):
+        raise InputError(f"no oracle is called {unknown[0]!r}: choose from {', '.join(known)}.")
+
+
+def run(oracles: Iterable[Oracle], case: Case, skip: Iterable[str] = ()) -> tuple[list[Finding], dict[str, str]]:
+    """(findings, what became of each oracle: ok, note, failure, or why it was not run). Adds to case.failed."""
+    found: list[Finding] = []
+    ran: dict[str, str] = {}
+    for one in oracles:
+        if why := "skipped on request" if one.name in skip else one.not_run(case):
+            ran[one.name] = why
+            continue
+        try:
+            got = list(one.look(case))
+        except InputError as e:
+            got = [fail(one.name, "on a batch of this oracle", "an answer", str(e))]
+        found += got
+        ran[one.name] = next((s for s in ("failure", "note") if any(f.severity == s for f in got)), "ok")
+        case.failed |= {f.oracle for f in got if f.severity == "failure"}
+    return found, ran

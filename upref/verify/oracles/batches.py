@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Oracles of a mini-batch that is cut up: micro-batches whose gradients add up, ranks whose gradients are averaged."""
+
+from dataclasses import replace
+
+import torch
+
+from upref.aggregation import Totals
+from upref.regimes import anchor
+from upref.rollouts import Rollouts
+from upref.verify.measure import Case
+from upref.verify.oracle import oracle
+from upref.verify.oracles.invariance import moved, slack
+from upref.verify.report import Finding, fail, note
+from upref.verify.shrink import as_python, worst
+
+
+def _batch(case: Case) -> Rollouts:
+    b = case.ready(anchor())
+    return replace(b, logp=b.logp - 0.05 * b.logp.cos().abs())
+
+
+def not_split(case: Case) -> str:
+    if not case.loss.splits:
+        return "the loss is one call on the whole mini-batch: it takes no `totals`"
+    return case.o.coupled
+
+
+@oracle("split", 40, not_split)
+def split(case: Case) -> list[Finding]:
+    b = _batch(case)
+    v, g = case.both(b)
+    for n in case.loss.parts:
+        parts = [case.both(m) for m in b.split(n)]
+        g2, v2 = torch.cat([p[1] for p in parts]), sum(p[0] for p in parts)
+        off = moved(g2, g, b.mask, slack(case, 1e-7))
+        if off.max() > 0:
+            i, t = worst(off)
+            why = "it is normalised by the micro-batch, not by the mini-batch's totals"
+            regime = f"{n} micro-batches of unequal lengths, their losses added up"
+            before, after = f"dJ/dlp {g[i, t].item():.6g}, as of the whole", f"{g2[i, t].item():.6g}"
+            return [fail("split", regime, before, after, as_python(b), why)]
+        if (v2 - v).abs() > 1e-6 * v.abs().clamp(min=1e-3):
+            return [note("split", f"the value of {n} micro-batches does not add up, the gradient does")]
+    return []
+
+
+def not_parallel(case: Case) -> str:
+    """Why this loss cannot be asked."""
+    if not case.loss.splits and (not case.o.agg.startswith("seq-mean") or "group" in case.loss.reads):
+        return "it takes no `totals`: the ranks' own token means, averaged, are not the mini-batch's"
+    return case.o.coupled
+
+
+def contract(case: Case) -> str:
+    """What a rank is taken to be told, in words."""
+    if not case.loss.splits:
+        return "each rank holds equally many responses and knows its own alone"
+    if case.loss.reads_ranks:
+        return "each rank is told the counts of the whole mini-batch and the number of ranks"
+    return "each rank is told the counts of the whole mini-batch, and its loss is multiplied by the number of ranks"
+
+
+@oracle("data-parallel", 50, not_parallel)
+def data_parallel(case: Case) -> list[Finding]:
+    """K ranks with rows dealt out in turn, so that groups lie on several; the framework averages their gradients."""
+    loss, b = case.loss, _batch(case)
+    g, totals = case.gradient(b), b.totals or Totals.of(b.mask, b.group)
+    for ranks in (2, 4):
+        mean = torch.zeros_like(g)
+        for k in range(ranks):
+            rows = torch.arange(k, len(g), ranks)
+            mine = b.rows(rows, totals)
+            if not loss.splits:
+                mine = replace(mine, totals=None, group=None)
+            told = loss.reads_ranks or not loss.splits
+            mean[rows] = case.gradient(mine, ranks) / ranks * (1 if told else ranks)
+        off = moved(mean, g, b.mask, slack(case, 1e-7))
+        if off.max() > 0:
+            i, t = worst(off)
+            text = f"{ranks} ranks of {len(g) // ranks} responses, gradients averaged: {contract(case)}"
+            before, after = f"dJ/dlp {g[i, t].item():.6g}, as on one rank", f"{mean[i, t].item():.6g}"
+            why = "it is normalised by the rank's own rows, or not scaled by the number of ranks"
+            return [fail("data-parallel", text, before, after, as_python(b), why)]
+    return []

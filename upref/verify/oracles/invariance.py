@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Oracles that need no reference: what must not change a loss's gradient, or change it in a known way."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from upref.errors import InputError
+from upref.losses.names import CALLED
+from upref.regimes import OFF_EDGES
+from upref.rollouts import Rollouts
+from upref.verify.measure import Case
+from upref.verify.oracle import oracle
+from upref.verify.report import Finding, fail, note
+from upref.verify.shrink import as_python, example, shrink, worst
+
+FIELDS = ("logp", "logp_old", "adv", "mask", "group", "logp_ref", "entropy")
+BIT = 1e-12
+
+
+def regroup(b: Rollouts, f: Callable[[str, Tensor], Tensor]) -> Rollouts:
+    return replace(b, totals=None, **{k: f(k, v) for k in FIELDS if (v := getattr(b, k)) is not None})
+
+
+def moved(x: Tensor, y: Tensor, mask: Tensor, tol: float) -> Tensor:
+    """Relative to the largest, on unmasked slots, 0 within tol; infinite where one is not finite and the other is."""
+    off = ((x - y).abs() / y.abs().amax().clamp(min=1e-30)).nan_to_num(nan=math.inf)
+    return torch.where(mask & (off > tol), off, 0)
+
+
+def slack(case: Case, least: float = BIT) -> float:
+    return max(least, case.tol if case.single else 0)
+
+
+def off_bounds(case: Case) -> Rollouts:
+    """The grid without its bounds: on a bound, the order of a sum would decide."""
+    return replace(case.grid(thin=3, edges=OFF_EDGES), totals=None)
+
+
+@oracle("padding", 60)
+def padding(case: Case) -> list[Finding]:
+    b = off_bounds(case)
+    value, g = case.both(b)
+    out = []
+    leak = torch.where(b.mask, 0, g.abs().nan_to_num(nan=math.inf))
+    if leak.max() > 0:
+        bad = lambda x: bool((case.gradient(x)[~x.mask] != 0).any())
+        text = "masked slots that hold ordinary numbers"
+        batch = example(case, b, bad)
+        out.append(fail("padding", text, "weight 0", "a gradient flows into them", batch, "the mask is ignored"))
+    for left, right in ((0, 3), (2, 0)):
+        pad = lambda v, n=(left, right): torch.nn.functional.pad(v, n, value=-0.7 if v.is_floating_point() else 0)
+        wider, g2 = case.both(regroup(b, lambda k, v, pad=pad: v if k == "group" else pad(v)))  # type: ignore[misc]
+        side = f"{left} columns of padding on the left" if left else f"{right} columns of padding on the right"
+        off = moved(g2[:, left : left + g.shape[1]], g, b.mask, slack(case))
+        if off.max() > 0:
+            i, t = worst(off)
+            before, after = f"dJ/dlp {g[i, t].item():.6g}, as without", f"{g2[i, t + left].item():.6g}"
+            batch = as_python(shrink(b, lambda x: True, (i, t)))
+            why = "a mean or a bound reads the padded width"
+            out.append(fail("padding", f"with {side}", before, after, batch, why))
+        elif (wider - value).abs() > 1e-6 * value.abs().clamp(min=1e-3):
+            text = f"the value moves with {side}, the gradient does not"
+            out.append(note("padding", text, f"{value:.6g}", f"{wider:.6g}"))
+    return out + _empty_row(case, b, g)
+
+
+def _empty_row(case: Case, b: Rollouts, g: Tensor) -> list[Finding]:
+    """A fully masked row, as frameworks pad batches with, counts nothing in a mean over tokens."""
+    if case.o.agg not in ("token-mean", "group-token-mean") or case.loss.form == "unreduced":
+        return []
+    rows = {k: torch.cat([v, v[:1]]) for k in FIELDS if (v := getattr(b, k)) is not None}
+    rows["mask"][-1] = False
+    try:
+        g2 = case.gradient(Rollouts.unchecked(**rows))  # Rollouts itself refuses such a row
+    except InputError:
+        return []
+    off = moved(g2[:-1], g, b.mask, slack(case))
+    if off.max() == 0 and (g2[-1] == 0).all():
+        return []
+    i, t = worst(off)
+    before, after = f"dJ/dlp {g[i, t].item():.6g}, as without", f"{g2[i, t].item():.6g}"
+    why = "the row is counted in a denominator"
+    return [fail("padding", "with a row that is masked throughout", before, after, cause=why)]
+
+
+JUNK = (0.0, -30.0, 30.0)  # what padding may hold: a log-probability of anything, an advantage of any size
+NOT_NUMBERS = (math.nan, math.inf, -math.inf, 1e30)
+LEAK = "NaN in a masked slot reaches the gradient: mask the inputs, torch.where(mask, x, 0), before multiplying"
+
+
+@oracle("poison", 70)
+def poison(case: Case) -> list[Finding]:
+    """Numbers in masked slots must count for nothing; NaN there is a note, since frameworks pad with numbers."""
+    b = case.grid(thin=5)
+    value, g = case.both(b)
+    reads = [k for k in ("logp", "logp_old", "adv", "logp_ref", "entropy") if k in case.loss.reads]
+    leaks: list[Finding] = []
+    for k, p in ((k, p) for p in (*JUNK, *NOT_NUMBERS) for k in reads):
+        if getattr(b, k) is None or (k == "adv" and case.loss.adv_shape != "BT"):
+            continue
+        bad = lambda c, k=k, p=p: replace(c, **{k: getattr(c, k).masked_fill(~c.mask, p)})
+        regime = f"masked slots of {CALLED[k]} hold {p:g}"
+        try:
+            v2, g2 = case.both(bad(b))
+        except InputError as e:
+            return [(fail if p in JUNK else note)("poison", regime, "no effect", str(e))]
+        changes = {
+            f"the loss is {v2.item():.4g}": not torch.equal(v2, value),
+            "the gradient of unmasked tokens changes": not torch.equal(g2[b.mask], g[b.mask]),
+            "the gradient of the masked slots is not 0": not bool((g2[~b.mask] == 0).all()),
+        }
+        if not any(changes.values()):
+            continue
+        what = " and ".join(w for w, on in changes.items() if on)
+        if p not in JUNK or case.loss.framework:
+            leaks = leaks or [note("poison", regime, "no effect, bit for bit", what, LEAK)]
+            continue
+
+        def shows(c: Rollouts, bad=bad) -> bool:
+            one, two = case.both(c), case.both(bad(c))
+            return not (torch.equal(one[0], two[0]) and torch.equal(one[1], two[1]))
+
+        finite = v2.isfinite() and g2.isfinite().all()
+        why = "masked slots are read: the mask is missing from a sum, a mean or a bound" if finite else LEAK
+        return [fail("poison", regime, "no effect, bit for bit", what, as_python(bad(shrink(b, shows))), why)]
+    return leaks
+
+
+def _moves(case: Case, b: Rollouts, i: Tensor) -> bool:
+    there = case.gradient(regroup(b, lambda k, v: v[i]))
+    return bool(moved(there, case.gradient(b)[i], b.mask[i], slack(case)).max() > 0)
+
+
+@oracle("permutation", 130)
+def permutation(case: Case) -> list[Finding]:
+    b = off_bounds(case)
+    orders = (
+        lambda n: torch.arange(n).roll(1),
+        lambda n: torch.arange(n).flip(0),
+        lambda n: torch.randperm(n, generator=torch.Generator()),
+    )
+    order = next((f for f in orders if _moves(case, b, f(len(b.mask)))), None)
+    if order is None:
+        return []
+    batch = as_python(shrink(b, lambda c: _moves(case, c, order(len(c.mask)))))
+    why = "rows are read by position, as if groups were contiguous or equal in size"
+    says = "the same gradient, in that order", "another gradient"
+    return [fail("permutation", "rows in another order", *says, batch, why)]
+
+
+@oracle("determinism", 140)
+def determinism(case: Case) -> list[Finding]:
+    b = case.grid(thin=5)
+    (v, g), (v2, g2) = case.both(b), case.both(b)
+    if torch.equal(v, v2) and torch.equal(g, g2):
+        return []
+    batch = as_python(shrink(b, lambda c: not torch.equal(case.gradient(c), case.gradient(c))))
+    why = "it draws random numbers or keeps state between calls"
+    return [fail("determinism", "the same batch twice", "the same numbers", "other numbers", batch, why)]
+
+
+def _kl(case: Case) -> str:
+    return "the KL term does not scale with A" if case.hp.get("beta") else ""
+
+
+@oracle("scaling", 110, _kl)
+def scaling(case: Case) -> list[Finding]:
+    b = off_bounds(case)
+    g, g2 = case.gradient(b), case.gradient(replace(b, adv=3 * b.adv))
+    off = moved(g2 / 3, g, b.mask, slack(case, 1e-7))
+    if off.max() == 0:
+        return []
+    i, t = worst(off)
+
+    def scales(c: Rollouts) -> bool:
+        one, three = case.gradient(c), case.gradient(replace(c, adv=3 * c.adv))
+        return bool(moved(three / 3, one, c.mask, max(1e-6, case.tol)).max() > 0)
+
+    expected, found = f"3 times the gradient: {3 * g[i, t].item():.6g}", f"{g2[i, t].item():.6g}"
+    batch, why = as_python(shrink(b, scales, (i, t))), "advantages are normalised, clipped or squared inside"
+    return [fail("scaling", "all advantages times 3", expected, found, batch, why)]
+
+
+@oracle("zero-advantage", 120, _kl)
+def zero_advantage(case: Case) -> list[Finding]:
+    b = off_bounds(case)
+    g = case.gradient(replace(b, adv=torch.zeros_like(b.adv)))
+    if (g == 0).all():
+        return []
+    found = "a gradient" if g.isfinite().all() else "NaN or infinity"
+    why = "a term without A, or a division by the advantages' deviation"
+    return [fail("zero-advantage", "A = 0 everywhere", "weight 0", found, cause=why)]

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loss against its objective: weights by regime, weights on random batches, aggregation, anchor, value."""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from upref.curve import alone
+from upref.regimes import anchor, kinks, random_batch
+from upref.registry import REDUCE
+from upref.rollouts import Rollouts
+from upref.verify.explain import explain
+from upref.verify.factors import promised
+from upref.verify.measure import EXACT, HABIT, Case
+from upref.verify.oracle import oracle
+from upref.verify.pattern import pattern
+from upref.verify.regions import NAMES, regions
+from upref.verify.report import Finding, fail, note
+from upref.verify.shrink import example, shrink, worst, wrong
+from upref.verify.slips import Slip
+
+RANDOM = 120  # random batches beside the grid
+ROUNDED = "a small constant in a denominator"
+
+
+@oracle("gradient", 10)
+def gradient(case: Case) -> list[Finding]:
+    b = case.grid()
+    found = case.weights(b)
+    off, r = case.off(b, found), case.ratio(b)
+    A = torch.where(b.mask, b.adv.expand_as(off), 0)
+    ties = torch.zeros_like(b.mask)
+    for sign in (1.0, -1.0):
+        for k in bounds_of(case, sign):
+            ties |= (A * sign > 0) & ((r / k - 1).abs() < 1e-11)
+    bad = off > case.tol
+    out = _ties(case, b, bad & ties, r, A, found)
+    if (failing := bad & ~ties).any():
+        return out + _regimes(case, b, failing, r, A, found, ties)
+    if not case.single and (small := off.masked_fill(ties, 0).max()) > EXACT:
+        out.append(note("gradient", f"weights differ by {small:.1e} relative", cause=ROUNDED))
+    return out or _random(case)
+
+
+def bounds_of(case: Case, A: float) -> list[float]:
+    if case.o.coupled or case.o.reads_mu or not A:
+        return []
+    return kinks(case.o, A, 0.02, **case.plain_hp)
+
+
+def _ties(case: Case, b: Rollouts, hit: Tensor, r: Tensor, A: Tensor, found: Tensor) -> list[Finding]:
+    expected, out = case.expected(b), []
+    for sign in (1.0, -1.0):
+        at = hit & (A * sign > 0)
+        for k in sorted({round(x, 9) for x in r[at].tolist()}):
+            i, t = (at & ((r - k).abs() < 1e-8)).nonzero()[0].tolist()
+            text = f"{NAMES[sign]}, r = {k:.6g} exactly: the bound belongs to the other side"
+            out.append(note("gradient", text, expected[i, t].item(), found[i, t].item()))
+    return out
+
+
+def _regimes(case: Case, b: Rollouts, failing, r, A, found, ties) -> list[Finding]:
+    parts = [p for sign in (1.0, -1.0, 0.0) for p in regions(case, b, sign, A, ties, failing, r, bounds_of(case, sign))]
+    bounds = sorted({round(x, 7) for p in parts for x in p.ends})
+    slip = explain(case, b, found, ties, bounds)
+    use = b.mask & ~ties
+    why = slip.words if slip else pattern(b, found, case.expected(b), r, use, case.tol, case.o.level not in REDUCE)
+    out = []
+    for n, part in enumerate(parts):
+        at = worst(torch.where(part.tokens & failing, _typical(case.off(b, found), r), -1.0))
+        # the numbers are those of the batch that is shown
+        small = shrink(b, lambda x, s=part.sign: bool(_wrong_at(case, x, s).any()), at)  # type: ignore[misc]
+        i, t = worst(case.off(small).masked_fill(~_wrong_at(case, small, part.sign), -1.0))
+        text = f"{part.words}   (here A = {small.adv[i, t].item():.4g}, r = {case.ratio(small)[i, t].item():.6g})"
+        show = example(case, small, lambda x: False) if n < 4 else ""
+        expected, got = case.expected(small)[i, t].item(), case.weights(small)[i, t].item()
+        out.append(fail("gradient", text, expected, got, show, why if n == 0 else ""))
+    if isinstance(slip, Slip) and slip.kind == "stop-gradient":
+        out.append(fail("stop-gradient", parts[0].words, cause=why))
+    return out
+
+
+def _wrong_at(case: Case, b: Rollouts, sign: float) -> Tensor:
+    return (case.off(b) > case.tol) & (b.adv.expand_as(b.mask).sign() == sign)
+
+
+def _typical(off: Tensor, r: Tensor) -> Tensor:
+    """Prefer a large difference on a ratio that a reader can picture."""
+    return off.nan_to_num(posinf=1e30).clamp(max=1e30) / (1 + r.log().abs() * 20) + 1e-12
+
+
+def _random(case: Case, seed: int = 0) -> list[Finding]:
+    rng = np.random.default_rng(seed)
+    for n in range(RANDOM // 4 if case.o.reads_mu else RANDOM):  # bounds that are solved for are slow
+        b = case.ready(random_batch(rng, case.one_adv))
+        off = case.off(b)
+        off = off.masked_fill(case.rounded(b), 0)
+        if off.max() > 10 * case.tol:
+            i, t = worst(off)
+            regime = f"{NAMES[b.adv[i, t].sign().item()]}, r = {case.ratio(b)[i, t].item():.4g}, in random batch {n}"
+            expected, found = case.expected(b)[i, t].item(), case.weights(b)[i, t].item()
+            batch = example(case, b, wrong(case), (i, t))
+            return [fail("gradient", regime, expected, found, batch, _alone(case, b, i, t))]
+    return []
+
+
+def _alone(case: Case, b: Rollouts, i: int, t: int) -> str:
+    """Whether the same token by itself has another weight: then the others move it."""
+    A, r = b.adv[i, t].item(), (b.logp[i, t] - b.logp_old[i, t]).exp().item()
+    if case.o.level in REDUCE or case.o.level == "free" or A == 0 or b.mask.sum() == 1:
+        return ""
+    single = alone(A, [r], [b.logp_old[i, t].exp().item()])
+    same = abs(case.weights(case.ready(single))[0, 0].item() - case.weights(b)[i, t].item()) <= 1e-6 * abs(A)
+    return "" if same else "the weight depends on other tokens of the batch: alone, this token has another"
+
+
+@oracle("on-policy", 20, lambda case: case.o.off_anchor)
+def on_policy(case: Case) -> list[Finding]:
+    b = case.ready(anchor())
+    off = case.off(b)
+    if off.max() <= 10 * case.tol:
+        return []
+    i, t = worst(off)
+    found, expected = case.weights(b)[i, t].item(), case.expected(b)[i, t].item()
+    why = f"every weight is {case.k:.5g} times what it should be" if case.fits and abs(case.k - 1) > 1e-5 else ""
+    text = f"{NAMES[float(np.sign(b.adv[i, t].item()))]}, r = 1"
+    return [fail("on-policy", text, expected, found, example(case, b, wrong(case), (i, t)), why)]
+
+
+@oracle("aggregation", 30)
+def aggregation(case: Case) -> list[Finding]:
+    b = case.ready(anchor())
+    want = promised(case.o)
+    said = case.o.agg if want != case.agg else want
+    if case.agg == want and HABIT < abs(case.k - 1) < 1e-5:
+        return [note("aggregation", f"a factor of 1 {case.k - 1:+.1e}", cause=ROUNDED)]
+    differ = lambda x: not torch.allclose(case.factors(x, want), case.factors(x), rtol=1e-6)
+    if not case.fits or not differ(b):
+        return []
+    n = b.mask.sum(1)
+    i = int((case.factors(b)[:, 0] / case.factors(b, want)[:, 0] - 1).abs().argmax())
+    group = "" if case.loss.view(b).group is not None else " (the loss sees no groups: the batch is one)"
+    text = f"ragged lengths, a response of {int(n[i])} of {int(n.sum())} tokens"
+    expected = f"{said}{group}: factor {case.factors(b, want)[i, 0].item():.5g} on each of its tokens"
+    found = f"{case.agg}: factor {case.factors(b)[i, 0].item():.5g}"
+    return [fail("aggregation", text, expected, found, example(case, b, differ), case.agg)]
+
+
+@oracle("value", 150, lambda case: "the weights are wrong already" if case.wrong else "")
+def value(case: Case) -> list[Finding]:
+    rng = np.random.default_rng(1)
+    for n in range(10):
+        b = case.ready(random_batch(rng, case.one_adv))
+        found, expected = case.both(b)[0].item(), case.o.loss(b, **case.hp).item()
+        if not math.isfinite(found):
+            return [fail("value", f"random batch {n}", f"{expected:.6g}", f"{found}")]
+        if abs(found - expected) > max(1e-6, case.tol) * max(1, abs(expected)):
+            why = "a form or a constant without effect on the gradient"
+            return [note("value", "the value differs", f"{expected:.6g}", f"{found:.6g}", why)]
+    return []

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For pytest: `assert_policy_loss(my_loss, "gspo", eps_low=3e-4, eps_high=4e-4)`, `assert_advantages(my_fn,
+"group_norm")` and `assert_kl(my_fn, "k3")`, imported or as fixtures.
+
+Nothing of upref is imported before the first use: the plug-in is loaded into every pytest run.
+"""
+
+from typing import Any
+
+import pytest
+
+
+def assert_policy_loss(loss: Any, objective: Any, **hp) -> Any:
+    """The Report of `upref.check`; fails the test with it where the loss is not the objective."""
+    __tracebackhide__ = True
+    from upref.verify.check import check
+
+    return _passed(check(loss, objective, **hp))
+
+
+def assert_advantages(fn: Any, estimator: str, **hp) -> Any:
+    """The Report of `upref.verify.advantages`; fails the test with it where fn is not that estimator."""
+    __tracebackhide__ = True
+    from upref.verify.advantages import check_advantages
+
+    return _passed(check_advantages(fn, estimator, **hp))
+
+
+def assert_kl(fn: Any, estimator: str, **options) -> Any:
+    """The Report of `upref.verify.kl`; fails the test with it where fn is not that estimator."""
+    __tracebackhide__ = True
+    from upref.verify.kl import check_kl
+
+    return _passed(check_kl(fn, estimator, **options))
+
+
+def _passed(report: Any) -> Any:
+    __tracebackhide__ = True
+    if not report:
+        pytest.fail(f"\n{report}", pytrace=False)
+    return report
+
+
+@pytest.fixture(name="assert_policy_loss")
+def _assert_policy_loss() -> Any:
+    """The function `assert_policy_loss` itself."""
+    return assert_policy_loss
+
+
+@pytest.fixture(name="assert_advantages")
+def _assert_advantages() -> Any:
+    """The function `assert_advantages` itself."""
+    return assert_advantages
+
+
+@pytest.fixture(name="assert_kl")
+def _assert_kl() -> Any:
+    """The function `assert_kl` itself."""
+    return assert_kl

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every check answers: true if nothing fails, notes allowed; printable, short or whole, and JSON."""
+
+import json
+import textwrap
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+RAN = ("ok", "failure", "note")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One difference: which oracle saw it, for which tokens, expected and found, the smallest batch, the cause."""
+
+    oracle: str
+    severity: str  # failure | note
+    regime: str  # in words: A < 0, r > 1.28
+    expected: str
+    found: str
+    batch: str = ""  # copyable Python
+    cause: str = ""
+
+    def text(self, verbose: bool = True) -> str:
+        if self.severity == "note" and not verbose:
+            return f"note  {self.oracle}: {self.regime}" + (f" ({self.cause})" if self.cause else "")
+        lines = [f"{'FAIL' if self.severity == 'failure' else 'note'}  {self.oracle}: {self.regime}"]
+        lines += [f"      expected  {self.expected}"] if self.expected else []
+        lines += [f"      found     {self.found}"] if self.found else []
+        lines += [f"      likely    {self.cause}"] if self.cause else []
+        lines += ["      " + line for line in self.batch.splitlines()]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+def fail(oracle: str, regime: str, expected: Any = "", found: Any = "", batch: str = "", cause: str = "") -> Finding:
+    return Finding(oracle, "failure", regime, _say(expected), _say(found), batch, cause)
+
+
+def apart(text: str, x: float, y: float) -> tuple[str, str]:
+    """Two numbers in words, with as many digits as tell them apart."""
+    for digits in (6, 9, 12, 17):
+        one, other = (text.format(f"{v + 0.0:.{digits}g}") for v in (x, y))
+        if one != other:
+            break
+    return one, other
+
+
+def note(oracle: str, regime: str, expected: Any = "", found: Any = "", cause: str = "") -> Finding:
+    return Finding(oracle, "note", regime, _say(expected), _say(found), "", cause)
+
+
+def _say(x: Any) -> str:
+    return x if isinstance(x, str) else f"weight {x + 0.0:.6g}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The verdict on one function. Truth value: no failure."""
+
+    loss: str  # its name, as it was given
+    objective: str
+    hp: dict[str, Any]
+    findings: list[Finding]
+    read_as: str  # which argument was taken for what
+    contract: list[str]  # what was assumed of it, a sentence each
+    oracles: dict[str, str]  # name -> "ok", "failure", "note" or why it was not run
+    tolerances: dict[str, float]
+    seconds: float = field(compare=False)
+
+    def __bool__(self) -> bool:
+        return not self.failures
+
+    @property
+    def failures(self) -> list[Finding]:
+        return [f for f in self.findings if f.severity == "failure"]
+
+    @property
+    def notes(self) -> list[Finding]:
+        return [f for f in self.findings if f.severity == "note"]
+
+    def assert_ok(self) -> "Report":
+        """Itself; AssertionError with the whole report where there is a failure."""
+        if not self:
+            raise AssertionError(f"\n{self}")
+        return self
+
+    def json(self) -> str:
+        return json.dumps({"ok": bool(self)} | asdict(self), indent=1, ensure_ascii=False)
+
+    def text(self, verbose: bool = False) -> str:
+        """The verdict, the failures, a line for each note; verbose: all that was assumed and run."""
+        lines = [self._head(), *(f.text() for f in self.failures), *(f.text(verbose) for f in self.notes)]
+        lines += [f"read as: {self.read_as}"] if self.read_as else []
+        left_out = {k: v for k, v in self.oracles.items() if v not in RAN}
+        if verbose:
+            ran = ", ".join(k for k, v in self.oracles.items() if v in RAN)
+            lines += [f"contract: {c}" for c in self.contract]
+            lines += [f"not run: {k} ({v})" for k, v in left_out.items()]
+            lines += [f"oracles: {ran} ({self.seconds:.1f} s)"]
+        elif more := self._more(left_out):
+            lines.append(f"{more}; -v or .text(verbose=True) shows all")
+        return "\n".join(lines)
+
+    def _more(self, left_out: dict[str, str]) -> str:
+        n = len(self.contract)
+        return "; ".join(
+            [f"{n} assumption{'s' * (n > 1)}"] * bool(n) + [f"not run: {', '.join(left_out)}"] * bool(left_out)
+        )
+
+    def _head(self) -> str:
+        hp = ", ".join(f"{k}={v:g}" for k, v in self.hp.items() if v is not None)
+        n, m = len(self.failures), len(self.notes)
+        notes = f"{m} note{'s' * (m != 1)}"
+        counts = f"{n} failure{'s' * (n != 1)}" + f", {notes}" * bool(m) if n else "agrees" + f", {notes}" * bool(m)
+        return f"{'NOT ' * bool(n)}{self.objective}: {counts}   {self.loss}" + f" at {hp}" * bool(hp)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def lines(self, verbose: bool = False):
+        """For a terminal."""
+        return styled(self.text(verbose), "bold green" if self else "bold red")
+
+    def __rich_console__(self, console, options):
+        yield from self.lines()
+
+
+def styled(text: str, head: str):
+    """The lines of a report as rich prints them."""
+    from rich.text import Text
+
+    style = {"FAIL": "bold red", "note": "yellow", "read": "dim", "cont": "dim", "orac": "dim", "not ": "dim"}
+    for n, line in enumerate(text.splitlines()):
+        yield Text(line, style=head if n == 0 else style.get(line[:4], ""), overflow="fold")
+
+
+def row(key: str, text: str, width: int = 118) -> str:
+    return textwrap.fill(text, width, initial_indent=f"  {key:12} ", subsequent_indent=" " * 15)

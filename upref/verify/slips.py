@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Known slips as records: what is done otherwise, in words, and the change it makes to the reference.
+
+`explain` searches the catalogue below for the one that reproduces a wrong loss; the audit of a framework declares the
+ones that account for its deviations, and the ledger names them. No decision is taken on the words.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.ops import clip, exp, maximum, mean_t, minimum, sg, sum_t, where
+from upref.registry import Objective, get
+from upref.rollouts import Rollouts
+from upref.verify.measure import kl_slope, unit_weights
+
+# what a slip changes
+KINDS = (
+    "sign", "hyperparameter", "objective", "clip", "ratio", "advantage", "stop-gradient", "aggregation", "term",
+    "rounding", "batches",
+)  # fmt: skip
+Term = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (lp, lp_old, A, mask), unreduced
+
+
+@dataclass(frozen=True)
+class Slip:
+    """What is done otherwise than by the objective: any of the changes below, most have one.
+
+    meant: the objective that its author had in mind, where that is another than the one it comes nearest to.
+    """
+
+    words: str
+    kind: str
+    objective: str | Objective | None = None
+    hp: dict[str, Any] = field(default_factory=dict)
+    agg: str | None = None
+    J: Term | None = None  # in the place of the objective's function
+    view: Callable[[Rollouts], Rollouts] = lambda b: b
+    scale: Callable[[Rollouts], Tensor | float] = lambda b: 1.0
+    term: Callable[[Rollouts], Tensor] | None = None  # added to J
+    # tokens too near to a bound that rounding moves
+    skip: Callable[[Rollouts], Tensor] = lambda b: torch.zeros_like(b.mask)
+    meant: str = ""
+
+    def __post_init__(self):
+        assert self.kind in KINDS, self.kind
+
+    def put_into(self, o: Objective, hp: dict[str, Any]) -> tuple[Objective, dict[str, Any]]:
+        """The objective and hyperparameters that it leaves."""
+        if self.objective is None:
+            return o, hp | self.hp
+        return get(self.objective) if isinstance(self.objective, str) else self.objective, self.hp
+
+    def weights(self, o: Objective, hp: dict[str, Any], b: Rollouts) -> Tensor:
+        """dJ_t/dlp_t of the objective with this slip in it, before aggregation."""
+        b = self.view(b)
+        if self.J is not None:
+            return _slope(self.J, b) - (hp["beta"] * kl_slope(o.kl, b) if hp.get("beta") else 0)
+        other, hp = self.put_into(o, hp)
+        return unit_weights(other, b, hp if other is o else other.resolve(hp)) * self.scale(b)
+
+
+def _slope(J: Term, b: Rollouts) -> Tensor:
+    x = b.logp.detach().clone().requires_grad_()
+    y = J(x, b.logp_old, b.adv.expand_as(x), b.mask)
+    if not y.requires_grad:
+        return torch.zeros_like(x)
+    n = b.mask.sum(-1, keepdim=True) if y.ndim == 1 else 1
+    (g,) = torch.autograd.grad(where(b.mask, y, 0).sum() if y.ndim == 2 else y.sum(), x)
+    return torch.where(b.mask, g * n, 0)
+
+
+# ---- slips that need a word only -------------------------------------------------------------------------------------
+def with_hp(**hp: float) -> Slip:
+    return Slip(", ".join(f"{k} = {v:g}" for k, v in hp.items()), "hyperparameter", hp=hp)
+
+
+def aggregated(name: str) -> Slip:
+    return Slip(f"aggregated by {name}", "aggregation", agg=name)
+
+
+GROUPS = Slip("one denominator for the batch, not one per prompt", "aggregation", view=lambda b: replace(b, group=None))
+
+
+# ---- the catalogue ---------------------------------------------------------------------------------------------------
+def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Slip]:
+    """All of the catalogue, on this objective, with the bounds at which a wrong loss was seen to change."""
+    yield Slip("the sign is flipped: it ascends the loss", "sign", J=lambda lp, old, A, m: -_own(o, hp)(lp, old, A, m))
+    lo, hi = hp.get("eps_low", hp.get("eps", 0.2)), hp.get("eps_high", hp.get("eps", hp.get("eps_low", 0.2)))
+    low, high = ([1 - x for x in bounds if 0 < x < 1][:2], [x - 1 for x in bounds if 1 < x < 10][:2])
+    for i, (a, e) in enumerate(dict.fromkeys(product([lo, *low], [hi, *high]))):
+        for slip in _forms(o, hp, bounds, a, e):
+            at = f" (with bounds {1 - a:g} and {1 + e:g})" if i else ""
+            yield replace(slip, words=slip.words + at)
+
+
+def _own(o: Objective, hp: dict[str, Any]) -> Term:
+    own = {k: v for k, v in hp.items() if k != "beta"}
+    return lambda lp, old, A, m: o.unreduced(lp, old, A, m, torch.ones_like(lp), **own)
+
+
+def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi: float) -> Iterator[Slip]:
+    """The ratio is the objective's: a token's or a response's."""
+    j, wide = _own(o, hp), o.level in ("sequence", "trajectory")
+
+    def log_r(lp, old, m):
+        x = where(m, lp - old, 0)
+        return {"sequence": mean_t, "trajectory": sum_t}[o.level](x, m)[:, None].expand_as(x) if wide else x
+
+    R = lambda lp, old, m: exp(log_r(lp, old, m))
+    ppo = lambda r, A, lo=lo, hi=hi: minimum(r * A, clip(r, 1 - lo, 1 + hi) * A)
+    form = lambda f: lambda lp, old, A, m: f(R(lp, old, m), A, lp)
+    slip = lambda kind, words, f, **more: Slip(words, kind, J=f, **more)
+    weighs = o.name.startswith(("cispo", "dppo"))  # a constant weight on log π_θ is what these are
+    two_sided = any(0 < x < 1 for x in bounds)
+
+    yield slip("clip", "the ratio is clipped before multiplying by A: the minimum is missing",
+               form(lambda r, A, lp: clip(r, 1 - lo, 1 + hi) * A))  # fmt: skip
+    yield slip("clip", "the maximum is taken where the minimum belongs",
+               form(lambda r, A, lp: maximum(r * A, clip(r, 1 - lo, 1 + hi) * A)))  # fmt: skip
+    if not weighs:
+        yield slip("clip", "A multiplies after the minimum: min(r, clip(r)) A, which bounds the wrong side where A < 0",
+                   form(lambda r, A, lp: minimum(r, clip(r, 1 - lo, 1 + hi)) * A))  # fmt: skip
+    no_ratio = slip("ratio", "log π_θ stands in the place of the ratio where A <= 0 too",
+                    form(lambda r, A, lp: A * lp))  # fmt: skip
+    if o.name.startswith("up"):
+        yield no_ratio
+    yield slip("ratio", "old_log_prob has no effect: the ratio is of the policy to itself, always 1",
+               lambda lp, old, A, m: A * lp)  # fmt: skip
+    yield slip("clip", "no bound has an effect: the ratio is not clipped", form(lambda r, A, lp: r * A))
+    inverted = "the ratio is inverted: exp(old - new)"
+    yield slip("ratio", inverted, lambda lp, old, A, m: ppo(R(old, lp, m), A))
+    yield slip("ratio", inverted, lambda lp, old, A, m: j(old, lp, A, m))
+    yield slip("advantage", "A enters by its absolute value", lambda lp, old, A, m: j(lp, old, A.abs(), m))
+    yield slip("advantage", "A enters by its sign alone", lambda lp, old, A, m: j(lp, old, A.sign(), m))
+    yield slip("advantage", "A enters squared", lambda lp, old, A, m: j(lp, old, A * A.abs(), m))
+    yield slip("advantage", "negative advantages are dropped", lambda lp, old, A, m: j(lp, old, A.clamp(min=0), m))
+    yield slip("advantage", "positive advantages are dropped", lambda lp, old, A, m: j(lp, old, A.clamp(max=0), m))
+    yield slip("advantage", "the branches of the two signs of A are exchanged",
+               lambda lp, old, A, m: -j(lp, old, -A, m))  # fmt: skip
+    yield slip("clip", "the clip has no lower side", form(lambda r, A, lp: minimum(r * A, r.clamp(max=1 + hi) * A)))
+    yield slip("clip", "the clip has no upper side", form(lambda r, A, lp: minimum(r * A, r.clamp(min=1 - lo) * A)))
+    yield slip("clip", "only positive advantages are clipped", form(lambda r, A, lp: where(A > 0, ppo(r, A), r * A)))
+    yield slip("clip", "only negative advantages are clipped", form(lambda r, A, lp: where(A < 0, ppo(r, A), r * A)))
+    yield slip("clip", "the clip is that of PPO on both sides", form(lambda r, A, lp: ppo(r, A)))
+    for said, of in (
+        ("the ratio of the response stands in the place of the token's", lambda x, m: mean_t(x, m)[:, None]),
+        ("the ratio of the token stands in the place of the response's", lambda x, m: x),
+        ("the response's log-ratio is summed, not averaged over its tokens", lambda x, m: sum_t(x, m)[:, None]),
+        ("the response's log-ratio is averaged over the padded width, padding included: the mask is ignored",
+         lambda x, m: x.mean(-1, keepdim=True)),
+        ("the response's log-ratio is divided by the padded width", lambda x, m: sum_t(x, m)[:, None] / m.shape[1]),
+    ):  # fmt: skip
+        yield slip("ratio", said, lambda lp, old, A, m, of=of: ppo(exp(of(lp - old, m)).expand_as(lp), A))
+    yield slip("clip", "the bounds are taken as absolute, [eps_low, eps_high], not as 1 - eps_low and 1 + eps_high",
+               form(lambda r, A, lp: minimum(r * A, clip(r, lo, max(lo, hi)) * A)))  # fmt: skip
+    yield slip("clip", "the bounds are on log r: [-eps_low, eps_high]",
+               form(lambda r, A, lp: minimum(r * A, exp(r.log().clamp(-lo, hi)) * A)))  # fmt: skip
+    yield slip("ratio", "where A > 0 the ratio to π_old stands in the place of log π_θ",
+               form(lambda r, A, lp: where(A > 0, r * A, ppo(r, A))))  # fmt: skip
+    yield no_ratio
+    constant = form(lambda r, A, lp: sg(clip(r, 1 - lo, 1 + hi)) * A * lp)
+    if weighs:
+        yield slip("clip", "the weight is bounded on both sides: clip(r, 1 - eps_low, 1 + eps_high)", constant)
+    else:
+        said = "stop-gradient: the clipped ratio is a constant weight on log π_θ, though it should carry the gradient"
+        yield slip("stop-gradient", said, constant)
+    for said, cut in (("clipped", lambda r: clip(r, 1 - lo, 1 + hi)), ("truncated", lambda r: r.clamp(max=1 + hi))):
+        yield slip("stop-gradient", f"stop-gradient: the {said} ratio on log π_θ is not detached",
+                   form(lambda r, A, lp, f=cut: f(r) * A * lp),
+                   meant="cispo_verl" if two_sided else "cispo")  # fmt: skip
+        if weighs:
+            yield slip("stop-gradient", f"the {said} ratio multiplies A itself: beyond the cap no gradient is left",
+                       form(lambda r, A, lp, f=cut: f(r) * A))  # fmt: skip
+    yield slip("ratio", "the ratio is missing from the weight: 1 in its place inside the bounds",
+               form(lambda r, A, lp: A * lp * where(A > 0, r <= 1 + hi, r >= 1 - lo)))  # fmt: skip
+    yield slip("stop-gradient", "stop-gradient: exp(log π_θ) without an anchor",
+               lambda lp, old, A, m: where(A > 0, A * exp(lp), j(lp, old, A, m)))  # fmt: skip
+    for x in sorted({round(abs(float(torch.tensor(v).log())), 4) for v in bounds if v > 0}):
+        if x >= 0.05:  # below, a bound of the response's ratio, no guard
+            yield slip("clip", f"log r is clamped to ±{x:g}",
+                       lambda lp, old, A, m, x=x: j(old + (lp - old).clamp(-x, x), old, A, m))  # fmt: skip
+    for x in bounds:
+        yield slip("clip", f"the ratio is capped at {x:.6g}", form(lambda r, A, lp, x=x: ppo(r.clamp(max=x), A)))
+        yield slip("clip", f"a dual clip at c = {x:.6g}",
+                   form(lambda r, A, lp, x=x: where(A < 0, ppo(r.clamp(max=x), A), ppo(r, A))))  # fmt: skip
