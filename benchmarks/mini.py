@@ -2,7 +2,7 @@
 """Speed of the miniature, as ratios within one process on one thread.
 
     python -m benchmarks.mini                   all of it, some minutes
-    python -m benchmarks.mini rollout           only one part: rollout, step or scaling
+    python -m benchmarks.mini rollout           only one part: rollout, step, scaling or hours
 
 All that is compared takes turns, round by round. A ratio is the median of the rounds' ratios, with the lowest and the
 highest; a rate is the median. Times are CPU seconds of the process: other work on the machine disturbs them less.
@@ -11,10 +11,16 @@ Tokens are those of the responses, <eos> included and padding not.
 
 import argparse
 import importlib.util
+import json
+import os
 import platform
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import transformers
@@ -32,6 +38,23 @@ from repro.mini.train.settings import Settings
 
 PROMPTS, RESPONSES = 64, 16  # of a step
 BASES = [("walk", "countdown"), ("moe", "countdown"), ("chain", "chain"), ("vl", "geometry")]
+ROOT = Path(__file__).parents[1]
+BEFORE = "9d58855"  # the last commit before policy/packed.py
+TRAIN = """
+import json, sys, time
+from pathlib import Path
+try:
+    from repro.mini.train.loop import train
+    from repro.mini.train.settings import Settings
+except ImportError:
+    from repro.mini.settings import Settings
+    from repro.mini.train import train
+import repro
+assert repro.__path__[0].startswith(sys.argv[1])
+start = time.process_time()
+train(Settings(**json.loads(sys.argv[2])), Path(sys.argv[3]), say=lambda _: None)
+print(time.process_time() - start)
+"""
 Work = Callable[[], int | None]  # returns how many tokens it made, if that is to be known
 
 
@@ -117,6 +140,37 @@ def steps(times: int) -> None:
         print(f"{base:8}{whole:8.2f}{shares}   {alive:.0%}", flush=True)
 
 
+def hours(times: int) -> None:
+    """The same run before the miniature was made fast and now, each in its own process, in turns."""
+    print(f"Runs an hour of one core, of 150 steps with the evaluations of a run: at {BEFORE} and now")
+    print(f"{'':22}{'seconds':>9}{'an hour':>9}   times as many")
+    seconds: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        old = Path(folder) / "before"
+        old.mkdir()
+        tree = subprocess.run(["git", "archive", BEFORE], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
+        subprocess.run(["tar", "x", "-C", old], input=tree, check=True)
+        for package in ("repro", "repro/mini"):
+            (old / package / "__init__.py").touch()  # without them an installed checkout would be taken for it
+        short = {"steps": 60, "eval_every": 60}
+        works = {
+            "before": (old, short),
+            "now": (ROOT, short),
+            "now, lean evaluation": (ROOT, short | {"lean_eval": True}),
+        }
+        for i in range(times):
+            for name, (checkout, settings) in works.items():
+                out = Path(folder) / f"{name}-{i}"
+                command = [sys.executable, "-c", TRAIN, str(checkout), json.dumps(settings), str(out)]
+                env = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+                done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, check=True)
+                seconds.setdefault(name, []).append(2.5 * float(done.stdout.split()[-1]))
+    for name, spent in seconds.items():
+        middle = statistics.median(spent)
+        versus = "" if name == "before" else ratio(seconds["before"], spent)
+        print(f"{name:22}{middle:9.0f}{3600 / middle:9.0f}   {versus}".rstrip())
+
+
 def step(s: Settings) -> tuple[dict[str, Work], float]:
     """The parts of loop.one_step, each on its own; and the share of the responses that an update computes."""
     run = Run(s)
@@ -183,10 +237,10 @@ def learn(model, prompts, length: int) -> Work:
 
 
 def main() -> None:
-    parts = {"rollout": (rollouts, 15), "step": (steps, 5), "scaling": (scaling, 3)}
+    parts = {"rollout": (rollouts, 15), "step": (steps, 5), "scaling": (scaling, 3), "hours": (hours, 3)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="*", choices=[[], *parts], help="default: all")
-    parser.add_argument("--rounds", type=int, help="default: 15, 5 and 3")
+    parser.add_argument("--rounds", type=int, help="default: 15, 5, 3 and 3")
     args = parser.parse_args()
     models.deterministic()
     transformers.set_seed(0)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from repro.mini.round2 import registration, rule
-from repro.mini.study import plan, results
+from repro.mini.round2 import explore, rates, registration, report, rule
+from repro.mini.study import plan, results, suite
 from repro.mini.study.plan import Claim, Contrast, Experiment
 from upref.errors import InputError
 
@@ -164,3 +164,76 @@ def test_seeds_are_those_of_the_power_calculation():
         assert row[0] == "dose_high" or float(row[6]) >= 0.8, row
     pilot = [json.loads(line)["settings"] for line in (registration.HERE / "pilot.jsonl").read_text().splitlines()]
     assert {(s["objective"], s["seed"]) for s in pilot} == {("dapo", 901)}
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+def of_the_real(tmp_path, monkeypatch, seeds: int) -> dict:
+    """Records of the registered doses by the fake trainer, the first seeds only."""
+    monkeypatch.setattr(fake, "SHIFT", {"up_dapo": {"avg": 0.05}})
+    found = {}
+    for name in ("dose_low", "universality"):
+        e = plan.load(name)
+        for arm, seed, s in e.runs():
+            if e.seeds.index(seed) < seeds and (name == "dose_low" or "cispo" in arm):
+                s = replace(s, steps=40, eval_every=20)  # short, under the registered name
+                fake.write(s, tmp_path / "runs" / e.run(arm, seed).key)
+                found[e.run(arm, seed).key] = results.record(tmp_path / "runs" / e.run(arm, seed).key)
+    return found
+
+
+@pytest.mark.parametrize("seeds", [0, 1, 3])
+def test_the_report_is_honest_about_what_is_there(seeds, tmp_path, monkeypatch):
+    records = of_the_real(tmp_path, monkeypatch, seeds)
+    report.write(records, tmp_path)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert registration.load()["commit"] in text
+    assert f"**{len(records)} of {len(plan.queue(plan.names(round=2)))} runs are finished**" in text
+    assert "**reproduced**" not in text and "**undecided**" not in text, "no verdict before the last seed"
+    assert "Not begun: " in text and "family_tuned" in text
+    if seeds:
+        assert f"UP-DAPO − DAPO on {seeds} of 17 seeds" in text and f"{seeds} of 17 seeds so far" in text
+        assert "| cispo |" in text and (tmp_path / "doses.svg").exists()
+    page = text.split("## The paper's claims")[0].splitlines()
+    assert len(page) < 120, "three screens before the tables"
+
+
+def test_the_committed_report_is_what_the_records_give(tmp_path):
+    folder = results.folder_of(2)
+    report.write(results.load(folder), tmp_path)
+    assert (tmp_path / "report.md").read_text() == (folder / "report.md").read_text()
+
+
+def test_the_suite_of_round_2(tmp_path, monkeypatch, capsys):
+    """Records are kept as each run ends, and the time that is left is foretold from them."""
+    e = replace(plan.load("moe"), seeds=[1000], settings=plan.load("moe").settings | {"steps": 3})
+    monkeypatch.setattr(plan, "load", lambda name: e)
+    monkeypatch.setattr(plan, "names", lambda *_, **__: ["moe"])
+    monkeypatch.setattr(suite, "TRAIN", "mini_fake_train")
+    monkeypatch.setattr(suite.round2, "write", lambda records, folder: None)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests' / 'mini'}")
+    monkeypatch.setattr(suite, "interruptible", lambda work, who: work())
+    asked = ["--round", "2", "--jobs", "1", "--out", str(tmp_path / "out"), "--results", str(tmp_path)]
+    assert suite.main(asked) == 0
+    assert "The rest takes about" in capsys.readouterr().out
+    assert len(results.load(tmp_path)) == 2
+    long = [s for *_, s in plan.load("moe").runs()]
+    assert results.forecast(long, results.load(tmp_path)) == pytest.approx(2.0)  # the fake says a second a run
+
+
+def test_the_rate_with_the_best_end_is_chosen(tmp_path, monkeypatch):
+    e = plan.load("family_rates")
+    wanted = {s.key: (arm, s) for arm, _, s in e.runs()}
+    line = lambda arm: {"up_grpo_6e-4": 0.9, "grpo_1e-4": 0.8}.get(arm, 0.5)
+    records = {
+        key: {"name": key, "status": "done", "steps": {"reward": [0.1, line(arm)]}} for key, (arm, _) in wanted.items()
+    }
+    assert rates.choose(records)["up_grpo"] == 6e-4 and rates.choose(records)["grpo"] == 1e-4
+    assert set(rates.choose(records)) == set(plan.load("family_tuned").arms)
+    records.popitem()
+    assert rates.choose(records) == {}
+
+
+def test_problems_that_the_base_never_solved():
+    as_bits = lambda *which: np.packbits(np.isin(np.arange(16), which)).tobytes().hex()
+    r = {"solved": {f"{name}/t_1": as_bits(1, 2, 9) for name in explore.SETS}}
+    assert explore.new(r, {name: as_bits(2, 3) for name in explore.SETS}) == 2 * len(explore.SETS)
