@@ -130,7 +130,8 @@ def step(s: Settings) -> tuple[dict[str, Work], float]:
     def score() -> None:
         quarter = rows[: len(rows) // 4]
         with torch.no_grad():
-            models.response_logits(run.base, *batch.prompts_of(quarter), batch.tokens[quarter])
+            asked = batch.prompts_of(quarter)
+            models.response_logits(run.base, *asked, batch.tokens[quarter], batch.mask[quarter])
 
     def update() -> None:
         tally = Tally(batch.tokens.shape[1])
@@ -175,7 +176,7 @@ def learn(model, prompts, length: int) -> Work:
 
     def work() -> int:
         model.zero_grad()
-        models.response_logits(model, prompts, of, tokens).log_softmax(-1)[mask].mean().backward()
+        models.response_logits(model, prompts, of, tokens, mask).log_softmax(-1).mean().backward()
         return int(mask.sum())
 
     return work

@@ -49,8 +49,9 @@ def update_and_see(run, batch, rows):
     alive[0] |= not alive.any()
 
     def see(grad):
-        here = (grad != 0).any(-1)
-        touched[alive.nonzero()[:, 0], : here.shape[1]] = here
+        mask = batch.mask[rows][alive]
+        mask = mask & (torch.arange(mask.shape[1]) < mask.any(0).sum())  # as wide as `update` reads
+        touched[alive] = torch.zeros_like(mask).masked_scatter(mask, (grad != 0).any(-1))
 
     original = models.response_logits
 

@@ -32,13 +32,19 @@ def untrained(kind, task_name, n=6):
     return task, models.new(kind, task, seed=1), models.inputs(task, problems)
 
 
+def all_logits(model, prompts, of, tokens):
+    """[N, T, V], as if no response ended before its last token."""
+    found = models.response_logits(model, prompts, of, tokens, torch.ones_like(tokens, dtype=torch.bool))
+    return found.view(*tokens.shape, -1)
+
+
 @each_kind
 def test_decoding_step_by_step_is_one_forward_pass(kind, task_name):
     task, model, prompts = untrained(kind, task_name)
     tokens, mask, logits = sample(model, prompts, 4, task.response_length, tasks.generator(0))
     with torch.no_grad():
-        whole = models.response_logits(model, prompts, torch.arange(6).repeat_interleave(4), tokens)
-    torch.testing.assert_close(logits[mask], whole[mask], atol=1e-4, rtol=1e-4)
+        whole = models.response_logits(model, prompts, torch.arange(6).repeat_interleave(4), tokens, mask)
+    torch.testing.assert_close(logits[mask], whole, atol=1e-4, rtol=1e-4)
 
 
 @each_kind
@@ -47,8 +53,8 @@ def test_a_prompt_of_another_row_changes_nothing(kind, task_name):
     tokens = sample(model, prompts, 1, task.response_length, tasks.generator(0)).tokens
     alone = {name: x[2:3] for name, x in prompts.items()}
     with torch.no_grad():
-        together = models.response_logits(model, prompts, torch.arange(6), tokens)[2:3]
-        by_itself = models.response_logits(model, alone, torch.zeros(1).long(), tokens[2:3])
+        together = all_logits(model, prompts, torch.arange(6), tokens)[2:3]
+        by_itself = all_logits(model, alone, torch.zeros(1).long(), tokens[2:3])
     torch.testing.assert_close(by_itself, together, atol=1e-5, rtol=1e-4)
 
 
@@ -60,7 +66,7 @@ def test_what_was_sampled_can_be_trained_on_even_of_one_token(kind, task_name):
     assert not any(x.is_inference() for x in (tokens, mask, logits))
     of = torch.arange(6).repeat_interleave(2)
     for length in (task.response_length, 1):
-        trained = models.response_logits(model, prompts, of, tokens[:, :length])
+        trained = all_logits(model, prompts, of, tokens[:, :length])
         assert trained.shape == logits[:, :length].shape
         (trained - logits[:, :length]).square().sum().backward()
 
@@ -72,7 +78,7 @@ def test_saved_and_loaded_is_the_same_policy(kind, task_name, tmp_path):
     again = models.load(tmp_path / "policy", task)
     tokens = torch.full((6, task.response_length), 3)
     with torch.no_grad():
-        assert torch.equal(*(models.response_logits(m, prompts, torch.arange(6), tokens) for m in (model, again)))
+        assert torch.equal(*(all_logits(m, prompts, torch.arange(6), tokens) for m in (model, again)))
     words = AutoTokenizer.from_pretrained(tmp_path / "policy", local_files_only=True)
     assert (words.pad_token_id, words.eos_token_id, words.bos_token_id) == (PAD, EOS, 2)
     assert words.decode([3, 4], skip_special_tokens=True) == f"{task.words[3]} {task.words[4]}"
@@ -88,9 +94,7 @@ def test_reading_a_prompt_once_is_reading_it_with_every_response(kind, task_name
     grads = []
     for whole in (False, True):
         model.zero_grad()
-        logits = (
-            whole_sequences(model, prompts, of, tokens) if whole else models.response_logits(model, prompts, of, tokens)
-        )
+        logits = (whole_sequences if whole else all_logits)(model, prompts, of, tokens)
         logits.log_softmax(-1).gather(-1, tokens[..., None]).sum().backward()
         grads.append((logits.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
     for mine, theirs in zip(*grads, strict=True):

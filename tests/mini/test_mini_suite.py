@@ -98,11 +98,11 @@ def test_core_experiments_share_their_runs():
 def test_an_experiment_that_does_not_fit_is_refused(text, says, tmp_path, monkeypatch):
     head = 'question="q"\nanswers=[]\nqueue=1\nseeds=[0]\narms={dapo={objective="dapo"}}\n'
     (tmp_path / "x.toml").write_text((head if "queue" not in text else "") + text)
-    monkeypatch.setattr(plan, "FOLDER", tmp_path)
+    monkeypatch.setitem(plan.FOLDERS, 1, tmp_path)
     with pytest.raises(InputError, match=says):
         plan.load("x")
     with pytest.raises(InputError, match="no experiment is called 'y': choose one of"):
-        monkeypatch.setattr(plan, "names", lambda: ["x"])
+        monkeypatch.setattr(plan, "names", lambda round=1: ["x"])
         plan.load("y")
 
 
@@ -314,7 +314,7 @@ def child(out: Path) -> int:
 
 
 def test_the_command(tmp_path, capsys):
-    assert suite.main(["--list", "--out", str(tmp_path)]) == 0
+    assert suite.main(["--round", "1", "--list", "--out", str(tmp_path)]) == 0
     assert "up_dapo_vs_dapo            core    0 of  10 runs" in capsys.readouterr().out
     assert suite.main(["--only", "nothing", "--out", str(tmp_path)]) == 2
     assert "no experiment is called 'nothing'" in capsys.readouterr().err

@@ -96,9 +96,9 @@ def test_leaving_out_what_has_no_gradient_changes_none(name, beta):
     with torch.no_grad():  # off the anchor, where objectives differ
         for p in run.policy.parameters():
             p.add_(0.02 * torch.randn(p.shape, generator=tasks.generator("noise")))
-        ref = models.response_logits(run.base, *batch.prompts_of(torch.arange(len(batch.tokens))), batch.tokens)
+        ref = models.padded_logits(run.base, *batch.prompts_of(torch.arange(len(batch.tokens))), batch.tokens)
         ref = ref.log_softmax(-1).gather(-1, batch.tokens[..., None])[..., 0]
-    logits = models.response_logits(run.policy, *batch.prompts_of(rows), batch.tokens[rows])
+    logits = models.padded_logits(run.policy, *batch.prompts_of(rows), batch.tokens[rows])
     lp_all = logits.log_softmax(-1)
     H = -(lp_all.exp() * lp_all).sum(-1).detach()
     b = upref.Rollouts(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Avg@k, Maj@k, Best@k and Pass@1 of a policy on held-out problems."""
 
+import numpy as np
 import torch
 
 from repro.mini.policy import models
@@ -15,7 +16,7 @@ def tables(model, task: Task, problems, k: int, top_p: float, g: torch.Generator
     """Of k samples a problem at T = 1: whether right, bool [P, k], and what they answer, int [P, k]."""
     right, said = [], []
     for part in problems.split(CHUNK):
-        samples = sample(model, models.inputs(task, part), k, task.response_length, g, top_p=top_p)
+        samples = sample(model, models.inputs(task, part), k, task.response_length, g, top_p=top_p, logits=False)
         verdict = task.verify(part.repeat_interleave(k, 0), samples.tokens)
         right.append(verdict.reward.bool().view(-1, k))
         said.append(verdict.answer.view(-1, k))
@@ -25,6 +26,11 @@ def tables(model, task: Task, problems, k: int, top_p: float, g: torch.Generator
 def scores(correct, answers) -> dict[str, float | int]:
     values = {name: e.value for name, e in estimates(correct, answers).items()}
     return values | {"n_problems": len(correct), "k": correct.shape[1]}
+
+
+def bits(which) -> str:
+    """Of bool [P], hexadecimal, the first problem first."""
+    return np.packbits(which.numpy()).tobytes().hex()
 
 
 def estimates(correct, answers) -> dict[str, metrics.Estimate]:

@@ -4,6 +4,7 @@
 The paper's three architectures: Qwen3 (dense), Qwen3-MoE (8 experts, 2 of them per token) and Qwen3-VL (with pictures).
 """
 
+import ctypes
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
+from repro.mini.policy import packed
 from repro.mini.tasks import BOS, EOS, PAD, Task
 from upref.errors import InputError
 
@@ -90,6 +92,27 @@ def inputs(task: Task, problems: Tensor) -> dict[str, Tensor]:
     return {"input_ids": task.prompts(problems)} | ({} if pictures is None else {"pictures": pictures})
 
 
+def reader(model: PreTrainedModel, prompts: dict[str, Tensor], of: Tensor, length: int):
+    """Reads each prompt once, then the responses token by token: `first` and `read(tokens)` are logits [N, V]."""
+    if packed.fits(model):
+        return packed.Reader(model, prompts["input_ids"], of, length)
+    return Reader(model, prompts, of)
+
+
+class Reader:
+    """By transformers."""
+
+    def __init__(self, model: PreTrainedModel, prompts: dict[str, Tensor], of: Tensor):
+        self.model = model
+        self.first, self.cache = read_prompts(model, prompts, of)
+
+    def read(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens[:, None], past_key_values=self.cache, use_cache=True).logits[:, -1]
+
+    def keep(self, rows: Tensor) -> None:
+        keep_rows(self.model, self.cache, rows)
+
+
 def read_prompts(model: PreTrainedModel, prompts: dict[str, Tensor], of: Tensor) -> tuple[Tensor, DynamicCache]:
     """Each prompt is read once; row i goes on from prompt of[i]: logits [N, V] of what comes next, and the cache."""
     ids, cache, pictures = prompts["input_ids"], DynamicCache(), {}
@@ -113,8 +136,17 @@ def keep_rows(model: PreTrainedModel, cache: DynamicCache, rows: Tensor) -> None
         model.model.rope_deltas = model.model.rope_deltas[rows]
 
 
-def response_logits(model: PreTrainedModel, prompts: dict[str, Tensor], of: Tensor, tokens: Tensor) -> Tensor:
-    """Logits [N, T, V]; entry t is what predicts tokens[:, t]. Attention is causal: nobody looks at the padding."""
+def response_logits(
+    model: PreTrainedModel, prompts: dict[str, Tensor], of: Tensor, tokens: Tensor, mask: Tensor
+) -> Tensor:
+    """Logits [mask.sum(), V], in the order of tokens[mask], of what predicts them; row i answers prompt of[i]."""
+    if packed.fits(model):
+        return packed.response_logits(model, prompts["input_ids"], of, tokens, mask)
+    return padded_logits(model, prompts, of, tokens)[mask]
+
+
+def padded_logits(model: PreTrainedModel, prompts: dict[str, Tensor], of: Tensor, tokens: Tensor) -> Tensor:
+    """The same by transformers, [N, T, V]. Attention is causal: nobody looks at the padding."""
     length = tokens.shape[1]
     if "pictures" not in prompts:  # short prompts: to read them again is faster than to share them
         ids = torch.cat([prompts["input_ids"][of], tokens[:, :-1]], 1)
@@ -152,8 +184,20 @@ def load(folder: Path, task: Task) -> PreTrainedModel:
 
 
 def deterministic() -> None:
-    """One thread and deterministic algorithms: the same numbers to the bit on the same machine."""
+    """One thread and deterministic algorithms: the same numbers to the bit on the same machine. And memory kept."""
+    keep_memory()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # a safety net that costs a tenth of the time
     transformers.utils.logging.disable_progress_bar()
+
+
+def keep_memory() -> None:
+    """Freed memory stays with the process: glibc would give tensors of 128 kB and more back to the kernel, which clears
+    every page again before the next one. Here, where tensors are small and many, that was most of the time."""
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):  # no glibc
+        return
+    for parameter, size in ((-3, 1 << 30), (-1, (1 << 31) - 1), (-2, 1 << 26)):  # M_MMAP_THRESHOLD, M_TRIM_, M_TOP_PAD
+        mallopt(parameter, size)

@@ -14,7 +14,7 @@ from repro.mini.tasks import EOS, PAD, response_mask
 class Samples(NamedTuple):
     tokens: Tensor  # int64 [N, T], <pad> after <eos>
     mask: Tensor  # bool [N, T], True on the response, <eos> included
-    logits: Tensor  # float32 [N, T, V], what the policy said of each token, before temperature and top-p
+    logits: Tensor  # float32 [N, T, V], what the policy said of each token, before temperature and top-p, if asked for
 
 
 def sample(
@@ -25,27 +25,31 @@ def sample(
     generator: torch.Generator,
     temperature: float = 1.0,
     top_p: float = 1.0,
+    logits: bool = True,
 ) -> Samples:
     """`responses` samples of at most `length` tokens for each prompt, those of one prompt side by side."""
     of = torch.arange(len(prompts["input_ids"])).repeat_interleave(responses)
     # made outside inference_mode: they are to be trained on
     tokens = torch.full((len(of), length), PAD)
-    logits = torch.zeros(len(of), length, model.config.get_text_config().vocab_size)
+    said = torch.zeros(len(of), length, model.config.get_text_config().vocab_size) if logits else torch.empty(0)
     with torch.inference_mode():
-        seen, cache = models.read_prompts(model, prompts, of)
+        reader = models.reader(model, prompts, of, length)
+        seen = reader.first
         going, ended = torch.arange(len(of)), torch.zeros(len(of), dtype=torch.bool)
         for t in range(length):
             drawn = draw(nucleus((seen / temperature).softmax(-1), top_p), generator).masked_fill(ended, PAD)
-            tokens[going, t], logits[going, t] = drawn, seen
+            tokens[going, t] = drawn
+            if logits:
+                said[going, t] = seen
             ended = ended | (drawn == EOS)
             if ended.all() or t == length - 1:
                 break
             if ended.sum() > len(ended) // 10:  # to leave them out pays
                 on = (~ended).nonzero()[:, 0]
                 going, drawn, ended = going[on], drawn[on], ended[on]
-                models.keep_rows(model, cache, on)
-            seen = model(input_ids=drawn[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
-    return Samples(tokens, response_mask(tokens), logits)
+                reader.keep(on)
+            seen = reader.read(drawn)
+    return Samples(tokens, response_mask(tokens), said)
 
 
 def draw(p: Tensor, generator: torch.Generator) -> Tensor:
@@ -59,6 +63,10 @@ def nucleus(p: Tensor, top_p: float) -> Tensor:
     """p with everything outside the fewest tokens that hold top_p of it set to 0 (not renormalised)."""
     if top_p >= 1:
         return p
-    ordered, which = p.sort(-1, descending=True)
+    largest = p.amax(-1, keepdim=True)
+    kept = p * (p == largest)
+    hard = ((largest < top_p) | (largest <= 0.5))[:, 0].nonzero()[:, 0]  # else one token does; sorting is slow
+    ordered, which = p[hard].sort(-1, descending=True)
     before = ordered.cumsum(-1) - ordered
-    return torch.zeros_like(p).scatter(-1, which, ordered.masked_fill(before >= top_p, 0))
+    kept[hard] = torch.zeros_like(ordered).scatter(-1, which, ordered.masked_fill(before >= top_p, 0))
+    return kept

@@ -7,6 +7,8 @@ status is "done", or "stopped at step N: why" where the numbers ended being fini
 """
 
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 
 from repro.mini import files
 from repro.mini.study.plan import EVAL_METRICS, STEP_METRICS, Contrast
+from repro.mini.train.settings import Settings
 from upref.errors import InputError
 
 FOLDER = Path(__file__).parents[1] / "results"
@@ -50,7 +53,7 @@ def record(folder: Path) -> Record:
         "provenance": json.loads(done.read_text(encoding="utf-8")) if done.exists() else {},
         "steps": _bins(read_lines(folder / "steps.jsonl")),
         "evals": _evals(read_lines(folder / "evals.jsonl")),
-    }
+    } | _solved(read_lines(folder / "evals.jsonl"))
 
 
 def _bins(lines: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -74,6 +77,12 @@ def _evals(lines: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
     return table
 
 
+def _solved(lines: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """Which problems were solved at least once at the end, where the run says so."""
+    found = {f"{line['set']}/{line['decoding']}": line["solved"] for line in lines if "solved" in line}
+    return {"solved": found} if found else {}
+
+
 def _number(x) -> float:
     """NaN where the line has none."""
     return float("nan") if x is None else float(x)
@@ -84,6 +93,10 @@ def _short(x: float) -> float:
 
 
 # ---- the committed file ----------------------------------------------------------------------------------------------
+def folder_of(round: int) -> Path:
+    return FOLDER if round == 1 else FOLDER.parent / "round2" / "results"
+
+
 def load(folder: Path = FOLDER) -> dict[str, Record]:
     """Name -> line of results/runs.jsonl."""
     return {line["name"]: line for line in read_lines(folder / "runs.jsonl")}
@@ -101,6 +114,17 @@ def collect(out: Path, wanted: set[str], folder: Path = FOLDER) -> dict[str, Rec
     return known
 
 
+def forecast(todo: Sequence[Settings], known: dict[str, Record]) -> float:
+    """Seconds of one core: a run takes as long for each of its steps as finished ones of the same epochs and base."""
+    kind = lambda s: (s["base"], s["epochs"], s["dynamic_sampling"])
+    spent: dict[tuple, list[float]] = {}
+    for r in known.values():
+        if r["status"] == "done":
+            spent.setdefault(kind(r["settings"]), []).append(r["provenance"]["seconds"]["all"] / r["settings"]["steps"])
+    cost = lambda s: np.mean(spent[kind(s)]) if kind(s) in spent else 0.3 + 0.4 * s["epochs"]
+    return float(sum(s.steps * cost(asdict(s)) for s in todo))
+
+
 # ---- one number of one run -------------------------------------------------------------------------------------------
 def value(r: Record, c: Contrast) -> float:
     """The contrast's metric of this run. An evaluation that a stopped run no longer reached counts as 0."""
@@ -111,11 +135,21 @@ def value(r: Record, c: Contrast) -> float:
         picked = sets if c.set == "average" else [f"{c.set}/{c.decoding}"]
         if not picked or not set(picked) <= set(r["evals"]):
             raise InputError(f"{r['name']} has no evaluation on {c.set} at {c.decoding}, only {', '.join(r['evals'])}.")
-        return float(np.mean([r["evals"][k][c.metric][-1] for k in picked]))
+        return float(np.mean([_of_curve(r["evals"][k], c) for k in picked]))
     x = np.array(r["steps"][c.metric])
     x = x[np.isfinite(x)]
     if not len(x):
         raise InputError(f"{r['name']} has no finite {c.metric} in its steps.")
     last = x[-max(1, len(x) // 5) :].mean()
     first25 = x[: 25 // BIN]
-    return float({"mean": x.mean(), "last": last, "max": x.max(), "max25": first25.max(), "change": last - x[0]}[c.at])
+    first = x[: max(1, len(x) // 5)].mean()
+    found = {"mean": x.mean(), "last": last, "max": x.max(), "max25": first25.max(), "change": last - x[0]}
+    return float((found | {"gain": last - first})[c.at])
+
+
+def _of_curve(columns: dict[str, list[float]], c: Contrast) -> float:
+    """Peaks are of the trained policy: the best one for Best@k is often the one that was not trained at all."""
+    y, x = np.array(columns[c.metric]), np.array(columns["step"])
+    if c.at == "peak":
+        return float(y[x > 0].max())
+    return float(np.trapezoid(y, x) / (x[-1] - x[0])) if c.at == "area" else float(y[-1])

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from repro.mini import files
+from repro.mini.round2 import report as round2
 from repro.mini.study import plan, report, results
 from repro.mini.train.settings import Settings
 from upref.errors import InputError
@@ -38,11 +39,24 @@ def alone(out: Path):
 
 
 def run_all(
-    wanted: dict[str, Settings], out: Path, jobs: int, lock: int, hours: float = float("inf"), train: str = ""
+    wanted: dict[str, Settings],
+    out: Path,
+    jobs: int,
+    lock: int,
+    hours: float = float("inf"),
+    train: str = "",
+    known: dict[str, results.Record] | None = None,
+    ended: Callable[[], object] = lambda: None,
 ) -> list[str]:
-    """Train what is not finished, `jobs` at a time; no new one after `hours`. Returns a sentence for each failure."""
+    """Train what is not finished, `jobs` at a time; no new one after `hours`. Returns a sentence for each failure.
+
+    How long it takes is foretold from the runs that are known; `ended` is called whenever one more has ended.
+    """
     todo = [name for name in wanted if not results.status(out / name)]
     say(f"{len(wanted) - len(todo)} of {len(wanted)} runs are finished; {len(todo)} to go, {jobs} at a time.")
+    if todo:
+        left = results.forecast([wanted[name] for name in todo], known or {}) / 3600
+        say(f"The rest takes about {left:.1f} hours of one core, {left / jobs:.1f} hours if {jobs} are free.")
     failures: list[str] = []
     running: dict[str, subprocess.Popen] = {}
     start = time.monotonic()
@@ -56,6 +70,7 @@ def run_all(
                 for name in [n for n, p in running.items() if p.poll() is not None]:
                     failures += _finished(out / name, running.pop(name).returncode)
                     bars.end(name, results.status(out / name) or "failed")
+                    ended()
                 for name in running:
                     bars.at(name, _steps(out / name))
                 time.sleep(0.3)
@@ -164,19 +179,23 @@ def interruptible(work: Callable[[], int], who: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m repro.mini.study.suite", description=__doc__.split("\n")[0])
-    parser.add_argument("--core", action="store_true", help="only the core experiments")
+    parser.add_argument("--round", type=int, choices=(1, 2), help="of experiments (default: 2, or that of --only)")
+    parser.add_argument("--core", action="store_true", help="only the core experiments of round 1")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these experiments")
     parser.add_argument("--missing", action="store_true", help="only the runs that the results do not hold yet")
     parser.add_argument("--list", action="store_true", help="show the experiments and what is finished")
     parser.add_argument("--hours", type=float, default=float("inf"), help="begin no new run after so many hours")
     parser.add_argument("--jobs", type=int, default=cores(), help="runs at a time (default: one a core)")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the runs")
-    parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder of what is to be committed")
+    parser.add_argument("--results", type=Path, help="folder of what is to be committed (default: the round's)")
     args = parser.parse_args(argv)
 
     def work() -> int:
-        names = args.only or plan.names(args.core)
-        held = results.load(args.results) if args.missing else {}
+        round = args.round or (plan.load(args.only[0]).round if args.only else 1 if args.core else 2)
+        names = args.only or plan.names(args.core, round)
+        folder = args.results or results.folder_of(round)
+        known = results.load(folder)
+        held = known if args.missing else {}
         wanted = {name: s for name, s in plan.queue(names).items() if name not in held}
         if args.list:
             return _list(names, wanted, args.out)
@@ -184,13 +203,14 @@ def main(argv: list[str] | None = None) -> int:
             raise InputError("--jobs must be at least 1 and --hours more than 0.")
         with alone(args.out) as lock:
             try:
-                failures = run_all(wanted, args.out, args.jobs, lock, args.hours)
+                collect = lambda: results.collect(args.out, set(wanted), folder)
+                failures = run_all(wanted, args.out, args.jobs, lock, args.hours, known=known, ended=collect)
             finally:
-                known = results.collect(args.out, set(wanted), args.results)
-                report.write(known, args.results)
+                known = collect()
+                (report if round == 1 else round2).write(known, folder)
         for sentence in failures:
             print(sentence, file=sys.stderr)
-        say(f"{sum(n in known for n in wanted)} of {len(wanted)} runs are in {args.results / 'verdicts.md'}.")
+        say(f"{sum(n in known for n in wanted)} of {len(wanted)} runs are in {folder}.")
         return 1 if failures else 0
 
     return interruptible(work, "suite")

@@ -52,13 +52,17 @@ class Verdict:
 
     def json(self) -> dict[str, Any]:
         found = [
-            asdict(f.contrast) | {"effect": asdict(f.effect) if f.effect else None, "p_holm": f.p}
+            _of_round_1(f.contrast) | {"effect": asdict(f.effect) if f.effect else None, "p_holm": f.p}
             for f in self.findings
         ]
         c = self.claim
         head = {"id": c.id, "figure": c.figure, "says": c.says, "source": c.source}
         return head | {"verdict": self.word, "why": self.why, "p_holm": self.p, "seeds": self.seeds, "of": self.of,
                        "contrasts": found}  # fmt: skip
+
+
+def _of_round_1(c: Contrast) -> dict[str, Any]:
+    return {k: v for k, v in asdict(c).items() if k not in ("within", "effect")}
 
 
 def judge(e: Experiment, records: dict[str, Record]) -> list[Verdict]:

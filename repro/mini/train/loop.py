@@ -20,7 +20,7 @@ from repro.mini.policy import evals, models
 from repro.mini.train.checkpoint import MOST_SEEN, Run, finish, resume, save
 from repro.mini.train.measure import Tally, mean_kl
 from repro.mini.train.replay import NotFinite, again, keep_for_replay
-from repro.mini.train.rollout import Batch, rollout
+from repro.mini.train.rollout import Batch, rollout, spread
 from repro.mini.train.settings import Settings
 from upref import Totals
 from upref.errors import InputError
@@ -73,9 +73,10 @@ def one_step(run: Run, problems: Tensor, out: Path) -> dict:
     with run.clock("score"), torch.no_grad():
         # the base's opinion of every response if the objective reads it, else of those to a quarter of the prompts
         some = torch.arange(len(batch.tokens) if s.beta else max(1, s.prompts // 4) * s.responses)
-        logits = models.response_logits(run.base, *batch.prompts_of(some), batch.tokens[some])
-        kl_base = mean_kl(batch.logits[some], logits, batch.mask[some], s.temperature)
-        ref = token_log_probs(logits, batch.tokens, temperature=s.temperature) if s.beta else None
+        tokens, mask = batch.tokens[some], batch.mask[some]
+        logits = models.response_logits(run.base, *batch.prompts_of(some), tokens, mask)
+        kl_base = mean_kl(batch.logits[some][mask], logits, s.temperature)
+        ref = spread(log_probs(logits, tokens[mask], s.temperature), mask) if s.beta else None
     tally = Tally(batch.tokens.shape[1])
     with run.clock("update"):
         for epoch in range(s.epochs):
@@ -109,9 +110,10 @@ def update(run: Run, batch: Batch, ref: Tensor | None, rows: Tensor, tally: Tall
     tokens, mask, lp_old = (x[rows, :width] for x in (batch.tokens, batch.mask, batch.logp))
     A = batch.adv[rows, None]
 
-    logits = models.response_logits(run.policy, *batch.prompts_of(rows), tokens)
-    lp = token_log_probs(logits, tokens, temperature=s.temperature)
-    H = entropy(logits.detach(), temperature=s.temperature) if "entropy" in run.objective.reads else None
+    logits = models.response_logits(run.policy, *batch.prompts_of(rows), tokens, mask)
+    lp = spread(log_probs(logits, tokens[mask], s.temperature), mask)
+    reads_entropy = "entropy" in run.objective.reads
+    H = spread(entropy(logits.detach()[None], temperature=s.temperature)[0], mask) if reads_entropy else None
     lp_ref = None if ref is None else ref[rows, :width]
     J = run.objective.J(lp, lp_old, A, mask, batch.group[rows], lp_ref, H, totals, **s.hyperparameters())
 
@@ -121,8 +123,13 @@ def update(run: Run, batch: Batch, ref: Tensor | None, rows: Tensor, tally: Tall
     if not (np.isfinite(J.item()) and np.isfinite(norm)):
         raise NotFinite(f"loss {-J.item()}, gradient norm {norm}")
     run.optimizer.step()
-    kl_old = categorical_kl(batch.logits[rows, :width], logits.detach(), temperature=s.temperature)
+    kl_old = categorical_kl(batch.logits[rows, :width][mask], logits.detach(), temperature=s.temperature)
     tally.add(lp, lp_old, A, mask, H, kl_old, -J.item(), norm)
+
+
+def log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """Of n tokens, from logits [n, V]."""
+    return token_log_probs(logits[None], tokens[None], temperature=temperature)[0]
 
 
 def evaluate(run: Run, logs: dict[str, files.Log]) -> None:
@@ -133,14 +140,18 @@ def evaluate(run: Run, logs: dict[str, files.Log]) -> None:
     s = run.s
     if not s.eval_every:
         return
-    sets = ("test", *run.task.levels) if run.step == s.steps else ("test",)
+    end = run.step == s.steps
     with run.clock("eval"):
-        for name in sets:
+        for name in ("test", *run.task.levels) if end else ("test",):
             problems = run.task.problems(name, s.eval_problems, seed=0)
-            for decoding, top_p in ((f"top_p_{s.eval_top_p:g}", s.eval_top_p), ("t_1", 1.0)):
+            for top_p in (s.eval_top_p, 1.0):
+                if s.lean_eval and ((top_p == 1 and not end) or (top_p < 1 and name != "test")):
+                    continue
                 g = tasks.generator("eval", s.seed, run.step, name)
-                found = evals.scores(*evals.tables(run.policy, run.task, problems, s.eval_samples, top_p, g))
-                logs["evals"].add({"step": run.step, "set": name, "decoding": decoding} | found)
+                right, said = evals.tables(run.policy, run.task, problems, s.eval_samples, top_p, g)
+                where = {"step": run.step, "set": name, "decoding": f"top_p_{top_p:g}" if top_p < 1 else "t_1"}
+                solved = {"solved": evals.bits(right.any(1))} if s.lean_eval and end else {}
+                logs["evals"].add(where | evals.scores(right, said) | solved)
 
 
 def replay(path: Path) -> None:

@@ -40,7 +40,7 @@ class Tally:
         self.rows.append((wide(lp), wide(lp_old), A, wide(mask)))
         if entropy is not None:
             self.entropy.append(wide(entropy))
-        self.kl[0] += kl_old[mask].double().sum().item()
+        self.kl[0] += kl_old.double().sum().item()
         self.kl[1] += int(mask.sum())
         self.losses.append(loss)
         self.norms.append(grad_norm)
@@ -65,6 +65,6 @@ class Tally:
         }
 
 
-def mean_kl(logits_p: Tensor, logits_q: Tensor, mask: Tensor, temperature: float) -> float:
-    """KL(p‖q) per token in nats, exact over the vocabulary, mean over the unmasked tokens."""
-    return categorical_kl(logits_p, logits_q, temperature=temperature)[mask].double().mean().item()
+def mean_kl(logits_p: Tensor, logits_q: Tensor, temperature: float) -> float:
+    """KL(p‖q) per token in nats, exact over the vocabulary, mean over the tokens, [n, V] each."""
+    return categorical_kl(logits_p, logits_q, temperature=temperature).double().mean().item()

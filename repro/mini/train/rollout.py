@@ -64,7 +64,7 @@ def rollout(policy: PreTrainedModel, task: Task, problems: Tensor, s: Settings, 
         tokens,
         mask,
         logits,
-        logprobs.token_log_probs(logits, tokens, temperature=s.temperature),
+        spread(logprobs.token_log_probs(logits[mask][None], tokens[mask][None], temperature=s.temperature)[0], mask),
         advantages.get(s.advantages or s.target().adv)(rewards, group),
         group,
         {
@@ -80,7 +80,12 @@ def rollout(policy: PreTrainedModel, task: Task, problems: Tensor, s: Settings, 
 
 def entropy(logits: Tensor, mask: Tensor, s: Settings) -> Tensor:
     """Σ_t H_t of each response in nats, exact over the vocabulary."""
-    return logprobs.entropy(logits, temperature=s.temperature).masked_fill(~mask, 0).sum(1)
+    return spread(logprobs.entropy(logits[mask][None], temperature=s.temperature)[0], mask).sum(1)
+
+
+def spread(x: Tensor, mask: Tensor) -> Tensor:
+    """[mask.sum()] to [B, T], 0 elsewhere: the opposite of x[mask], gradient included."""
+    return x.new_zeros(mask.shape).masked_scatter(mask, x)
 
 
 def too_long(mask: Tensor, s: Settings) -> Tensor:

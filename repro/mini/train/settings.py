@@ -10,9 +10,12 @@ from typing import Any
 
 import upref
 from repro.mini import files, tasks
+from repro.mini.train import mirror
 from upref.advantages import get as get_advantage
 from upref.aggregation import AGGREGATIONS
 from upref.errors import InputError
+
+LATER = {"lean_eval": False}  # settings that came after runs had been named, and what those runs did
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Settings:
 
     task: str = "countdown"
     base: str = "walk"  # a folder of repro/mini/bases, or any folder that save_pretrained wrote
-    objective: str = "up_dapo"  # a name of the registry, or up(NAME)
+    objective: str = "up_dapo"  # a name of the registry, up(NAME), or mirror(NAME): mirror.py
     hp: dict[str, Any] = field(default_factory=dict)  # of the objective; its own defaults where not given
     advantages: str | None = None  # None: the objective's own
     aggregation: str | None = None  # None: the objective's own
@@ -45,6 +48,7 @@ class Settings:
     eval_samples: int = 32
     eval_top_p: float = 0.7
     checkpoint_every: int = 25  # 0: at the end only
+    lean_eval: bool = False  # before the end by top-p only; at the end each set by one decoding, the test set by both
 
     def __post_init__(self):
         tasks.get(self.task)
@@ -83,7 +87,7 @@ class Settings:
 
     def target(self) -> upref.Objective:
         """The objective, with the aggregation of these settings."""
-        o = upref.get(self.objective)
+        o = mirror.get(self.objective)
         if self.aggregation is None or self.aggregation == o.agg:
             return o
         if self.aggregation not in AGGREGATIONS or "norm" in self.aggregation:
@@ -98,7 +102,8 @@ class Settings:
     @property
     def key(self) -> str:
         """The name of this run's folder."""
-        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:10]
+        said = {k: v for k, v in asdict(self).items() if k not in LATER or v != LATER[k]}
+        digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:10]
         name = self.objective.replace("(", "_of_").replace(")", "")
         return f"{name}-{Path(self.base).name}-s{self.seed}-{digest}"
 

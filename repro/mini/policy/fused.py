@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a tiny transformer with their gradients written out: fewer passes over memory than autograd's.
+
+tests/mini/test_mini_packed.py holds each against finite differences and against transformers.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    return x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+
+
+def through_rms(g: Tensor, y: Tensor, inverse: Tensor) -> Tensor:
+    """The gradient of x from that of y = x · inverse_rms(x)."""
+    return torch.addcmul(g, y, (g * y).mean(-1, keepdim=True), value=-1).mul_(inverse)
+
+
+class Rms(Function):
+    """x / √(mean x² + ε)."""
+
+    @staticmethod
+    def forward(ctx, x, eps):
+        inverse = inverse_rms(x, eps)
+        y = x * inverse
+        ctx.save_for_backward(y, inverse)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        return through_rms(g, *ctx.saved_tensors), None
+
+
+class RmsTurn(Function):
+    """Rms of each head [n, H, D], times w [H, D], then RoPE: z·cos + roll(z)·sin, cos and sin [n, 1, D]."""
+
+    @staticmethod
+    def forward(ctx, x, w, cos, sin, eps):
+        inverse = inverse_rms(x, eps)
+        y = x * inverse
+        ctx.save_for_backward(y, inverse, w, cos, sin)
+        z = y * w
+        return (z * cos).addcmul_(z.roll(x.shape[-1] // 2, -1), sin)
+
+    @staticmethod
+    def backward(ctx, g):
+        y, inverse, w, cos, sin = ctx.saved_tensors
+        gz = (g * cos).add_((g * sin).roll(y.shape[-1] // 2, -1))
+        return through_rms(gz * w, y, inverse), (gz * y).sum(0), None, None, None
+
+
+class Gate(Function):
+    """silu of the first half of [n, 2m] times the second."""
+
+    @staticmethod
+    def forward(ctx, x):
+        a, b = x.chunk(2, -1)
+        s = a.sigmoid()
+        y = s * a
+        ctx.save_for_backward(b, s, y)
+        return y * b
+
+    @staticmethod
+    def backward(ctx, g):
+        b, s, y = ctx.saved_tensors
+        out = g.new_empty(len(g), 2 * g.shape[1])
+        slope = torch.addcmul(y, y, s, value=-1).add_(s)  # of silu: s + y (1 - s)
+        torch.mul(slope.mul_(b), g, out=out[:, : g.shape[1]])
+        torch.mul(y, g, out=out[:, g.shape[1] :])
+        return out
+
+
+def softmax(x: Tensor) -> Tensor:
+    """Over the last dimension, perhaps in place: where a row is shorter than a vector register, torch's is slow."""
+    if x.shape[-1] >= 16:
+        return x.softmax(-1)
+    x = x.sub_(x.amax(-1, keepdim=True)).exp_()
+    return x.div_(x.sum(-1, keepdim=True))
+
+
+class Attend(Function):
+    """softmax(q kᵀ · scale + hide) v of [B, Q, D], [B, K, D], [B, K, D]."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, hide, scale):
+        p = softmax(torch.baddbmm(hide, q, k.mT, alpha=scale))
+        ctx.save_for_backward(q, k, v, p)
+        ctx.scale = scale
+        return p.bmm(v)
+
+    @staticmethod
+    def backward(ctx, g):
+        q, k, v, p = ctx.saved_tensors
+        gp = g.bmm(v.mT).mul_(p)
+        gs = torch.addcmul(gp, p, gp.sum(-1, keepdim=True), value=-1).mul_(ctx.scale)
+        return gs.bmm(k), gs.mT.bmm(q), p.mT.bmm(g), None, None
+
+
+class Lay(Function):
+    """Rows of x [n, C] into slots, x[which]. Row i has its home in slot home[i]; its gradient comes from there alone.
+
+    The first rows, L for each prompt, are looked at in further slots too: `guests` [N, L], of prompt of[i].
+    """
+
+    @staticmethod
+    def forward(ctx, x, which, home, guests, of):
+        ctx.save_for_backward(home, guests, of)
+        return x.index_select(0, which)
+
+    @staticmethod
+    def backward(ctx, g):
+        home, guests, of = ctx.saved_tensors
+        out = g.index_select(0, home)
+        if guests is not None:
+            N, L = guests.shape
+            seen = g.index_select(0, guests.flatten()).view(N, -1)
+            hosts = out[: L * (int(of.max()) + 1)]
+            hosts.view(-1, seen.shape[1]).index_add_(0, of, seen)
+        return out, None, None, None, None
+
+
+class Take(Function):
+    """The rows at home, slots[home], each slot at most once."""
+
+    @staticmethod
+    def forward(ctx, slots, home):
+        ctx.save_for_backward(home)
+        ctx.slots = slots.shape
+        return slots.index_select(0, home)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.new_zeros(ctx.slots).index_copy_(0, ctx.saved_tensors[0], g), None

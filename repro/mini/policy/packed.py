@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny Qwen3, computed from the weights of transformers' own class, several times as fast as by it.
+
+At 100k weights the time goes into many small operations on padding and on prompts read again for every response. Here
+a prompt is read once, the tokens of all responses stand in one long row without padding, and only attention, which is
+small, sees them row by row. tests/mini/test_mini_packed.py holds logits and gradients against transformers.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from repro.mini.policy.fused import Attend, Gate, Lay, Rms, RmsTurn, Take, softmax
+
+
+class Layer(NamedTuple):
+    """Weights that read the same input side by side, with those of the norm before them multiplied in."""
+
+    qkv: Tensor
+    turn: Tensor  # [H + G, D], of the norms of H heads of queries and G of keys
+    out: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class Qwen3:
+    """The weights as they are now: made anew after every update."""
+
+    def __init__(self, model: PreTrainedModel):
+        c, m = model.config, model.model
+        self.heads, self.kv, self.width = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        self.eps = c.rms_norm_eps
+        self.share, self.scale = self.heads // self.kv, self.width**-0.5
+        self.frequencies, self.words = m.rotary_emb.inv_freq, m.embed_tokens.weight
+        self.last = self.words * m.norm.weight
+        self.layers = []
+        for layer in m.layers:
+            a, mlp = layer.self_attn, layer.mlp
+            self.layers.append(
+                Layer(
+                    torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]) * layer.input_layernorm.weight,
+                    torch.cat([a.q_norm.weight.expand(self.heads, -1), a.k_norm.weight.expand(self.kv, -1)]),
+                    a.o_proj.weight,
+                    torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]) * layer.post_attention_layernorm.weight,
+                    mlp.down_proj.weight,
+                )
+            )
+
+    def turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """RoPE of tokens at these positions: x·cos + roll(x)·sin, the sign of half a rotation in sin."""
+        angles = positions[:, None, None].float() * self.frequencies
+        sin = angles.sin()
+        return angles.cos().repeat(1, 1, 2), torch.cat([-sin, sin], -1)
+
+    def read(self, x: Tensor, layer: Layer, turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [n, H, D], keys and values [n, G, D] of tokens x [n, d]."""
+        qkv = linear(Rms.apply(x, self.eps), layer.qkv).view(len(x), -1, self.width)
+        qk, v = qkv.split([self.heads + self.kv, self.kv], 1)
+        q, k = RmsTurn.apply(qk, layer.turn, *turns, self.eps).split([self.heads, self.kv], 1)
+        return q, k, v
+
+    def go_on(self, x: Tensor, layer: Layer, attended: Tensor) -> Tensor:
+        x = x + linear(attended, layer.out)
+        return x + linear(Gate.apply(linear(Rms.apply(x, self.eps), layer.gate_up)), layer.down)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return linear(Rms.apply(x, self.eps), self.last)
+
+    def rows(self, slots: Tensor, T: int, heads: int) -> Tensor:
+        """[rows · T, heads · D] to [rows · G, heads / G · T, D]: query heads that share keys stand in one row."""
+        x = slots.view(-1, T, heads, self.width).transpose(1, 2)
+        return x.reshape(len(x) * self.kv, -1, self.width)
+
+
+def fits(model: PreTrainedModel) -> bool:
+    return model.config.model_type == "qwen3"
+
+
+class Places(NamedTuple):
+    """Where tokens stand: in one long row, the prompts' first; and for attention in rows of T slots.
+
+    A prompt's row looks at itself, a response's at L slots of its prompt and at itself. A slot without a token holds
+    token 0: only such slots look at it, and nobody reads what they see.
+    """
+
+    tokens: Tensor  # [n], the long row
+    positions: Tensor  # [n]
+    queries: Tensor  # [P + N, T] -> long row
+    keys: Tensor  # [P + N, L + T] -> long row
+    seat: Tensor  # [n] -> its slot among the queries
+    key_seat: Tensor  # [n] -> its slot among the keys
+    guests: Tensor  # [N, L] -> slots of keys where responses look at their prompt
+    hide: Tensor  # [P + N, T, L + T], 0 or the least number
+    order: Tensor  # [mask.sum()] -> logits of each prompt's last token, then of the responses' tokens
+
+
+def places(prompts: Tensor, of: Tensor, tokens: Tensor, mask: Tensor) -> Places:
+    (P, L), (N, width) = prompts.shape, mask.shape
+    lengths = (mask * torch.arange(width)).amax(1)  # what comes after a response's last token is nobody's business
+    T = max(int(lengths.max()), L)
+    K = L + T
+    inner = torch.arange(T) < lengths[:, None]
+    there = torch.cat([(torch.arange(T) < L).expand(P, T), inner])
+    queries = there.flatten().cumsum(0).sub_(1).view(P + N, T).masked_fill_(~there, 0)
+    seat = there.flatten().nonzero()[:, 0]
+    position = torch.cat([torch.arange(T).expand(P, T), L + torch.arange(T).expand(N, T)])
+    causal = torch.ones(T, T, dtype=torch.bool).tril()
+    sees = torch.stack([torch.cat([causal.new_full((T, L), who), causal], 1) for who in (False, True)])
+    hide = torch.zeros(sees.shape).masked_fill_(~sees, torch.finfo(torch.float32).min)
+    return Places(
+        torch.cat([prompts.flatten(), tokens[:, :T][inner[:, :width]]]),
+        position[there],
+        queries,
+        torch.cat([torch.cat([of.new_zeros(P, L), queries[:P, :L][of]]), queries], 1),
+        seat,
+        seat // T * K + L + seat % T,
+        torch.arange(P, P + N)[:, None] * K + torch.arange(L),
+        hide.repeat_interleave(torch.tensor([P, N]), 0),
+        torch.cat([of[:, None], queries[P:] - P * L + P], 1)[:, :width][mask[:, : T + 1]],
+    )
+
+
+def response_logits(model: PreTrainedModel, prompts: Tensor, of: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Logits [mask.sum(), V], in the order of tokens[mask], of what predicts them; row i follows prompt of[i]."""
+    net, at = Qwen3(model), places(prompts, of, tokens, mask)
+    x, turns = net.words[at.tokens], net.turns(at.positions)
+    n, T, K = len(x), at.queries.shape[1], at.keys.shape[1]
+    hide = at.hide.repeat(1, net.share, 1).repeat_interleave(net.kv, 0)
+    for layer in net.layers:
+        q, k, v = (y.reshape(n, -1) for y in net.read(x, layer, turns))
+        q = net.rows(Lay.apply(q, at.queries.flatten(), at.seat, None, None), T, net.heads)
+        k, v = (net.rows(Lay.apply(y, at.keys.flatten(), at.key_seat, at.guests, of), K, net.kv) for y in (k, v))
+        seen = Attend.apply(q, k, v, hide, net.scale).view(-1, net.heads, T, net.width)
+        x = net.go_on(x, layer, Take.apply(seen.transpose(1, 2).reshape(-1, net.heads * net.width), at.seat))
+    ends, P = prompts.numel(), len(prompts)
+    found = net.logits(torch.cat([x[:ends].view(P, -1, x.shape[1])[:, -1], x[ends:]]))
+    return found.index_select(0, at.order)
+
+
+class Reader:
+    """Reads prompts, then one token a response at a time; its cache has a place for all of them from the start."""
+
+    def __init__(self, model: PreTrainedModel, prompts: Tensor, of: Tensor, length: int):
+        self.net, self.done = Qwen3(model), prompts.shape[1]
+        net, (P, L) = self.net, prompts.shape
+        self.rope = net.turns(torch.arange(L + length))
+        x, turns = net.words[prompts.flatten()], net.turns(torch.arange(L).repeat(P))
+        hide = torch.ones(L, L).triu(1).mul_(torch.finfo(torch.float32).min).repeat(net.share, 1)
+        self.cache = []
+        for layer in net.layers:
+            q, k, v = net.read(x, layer, turns)
+            room = [torch.empty(len(of) * net.kv, L + length, net.width) for _ in "kv"]
+            k, v = (net.rows(y.reshape(P * L, -1), L, net.kv) for y in (k, v))
+            for slots, y in zip(room, (k, v), strict=True):
+                slots[:, :L] = y.reshape(P, -1)[of].view(-1, L, net.width)
+            self.cache.append(room)
+            seen = Attend.apply(net.rows(q.reshape(P * L, -1), L, net.heads), k, v, hide, net.scale)
+            seen = seen.view(P, net.heads, L, net.width).transpose(1, 2)
+            x = net.go_on(x, layer, seen.reshape(P * L, -1))
+        self.first = net.logits(x.view(P, L, -1)[:, -1])[of]
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Logits [N, V] after one more token of each response."""
+        net, n, at = self.net, len(tokens), self.done
+        x, turns = net.words[tokens], (self.rope[0][at], self.rope[1][at])
+        for layer, room in zip(net.layers, self.cache, strict=True):
+            q, k, v = net.read(x, layer, turns)
+            for slots, y in zip(room, (k, v), strict=True):
+                slots[:, at] = y.reshape(-1, net.width)
+            k, v = (slots[:, : at + 1] for slots in room)
+            q = q.reshape(n * net.kv, net.share, net.width).mul_(net.scale)
+            x = net.go_on(x, layer, softmax(q.bmm(k.mT)).bmm(v).view(n, -1))
+        self.done += 1
+        return net.logits(x)
+
+    def keep(self, rows: Tensor) -> None:
+        rows = (rows[:, None] * self.net.kv + torch.arange(self.net.kv)).flatten()
+        self.cache = [[slots.index_select(0, rows) for slots in room] for room in self.cache]

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The second round: its rule says what it says it does, and nothing ran before it was registered."""
+
+import hashlib
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import mini_fake_train as fake
+import numpy as np
+import pytest
+from scipy import stats
+
+from repro.mini.round2 import registration, rule
+from repro.mini.study import plan, results
+from repro.mini.study.plan import Claim, Contrast, Experiment
+from upref.errors import InputError
+
+ROOT = Path(__file__).parents[2]
+MORE = Contrast(("up_dapo", "dapo"), "avg", more_than=0.0, effect=0.02)
+SAME = Contrast(("up_dapo", "dapo"), "kl_base", ratio=True, within=1.25)
+
+
+def runs(tmp_path, monkeypatch, e, shift, keep=lambda arm, seed: True):
+    monkeypatch.setattr(fake, "SHIFT", shift)
+    for arm, seed, s in e.runs():
+        if keep(arm, seed):
+            fake.write(s, tmp_path / s.key)
+    return {s.key: results.record(tmp_path / s.key) for arm, seed, s in e.runs() if keep(arm, seed)}
+
+
+def small(*claims, seeds=6) -> Experiment:
+    arms = {a: {"objective": a} for a in ("dapo", "up_dapo", "is_pg")}
+    settings = {"steps": 40, "eval_every": 20}
+    return Experiment("small", "Is it so?", [], list(range(seeds)), arms, claims, 1, settings=settings, round=2)
+
+
+def claim(*contrasts, id="it", **more):
+    return Claim(id, "Fig. 0", "It is so.", contrasts=contrasts, **more)
+
+
+# ---- the rule --------------------------------------------------------------------------------------------------------
+def test_p_values_are_scipys():
+    d = np.random.default_rng(0).normal(0.3, 1, 9)
+    found = rule.test(MORE, d)
+    assert found.p_for == pytest.approx(min(1, 2 * stats.ttest_1samp(d, 0, alternative="greater").pvalue))
+    assert found.p_against == pytest.approx(min(1, 2 * stats.ttest_1samp(d, 0, alternative="less").pvalue))
+    assert (found.low, found.high) == pytest.approx(stats.ttest_1samp(d, 0).confidence_interval(0.95))
+
+
+def test_comparable_is_an_equivalence_test_and_far_apart_is_refuted():
+    w, rng = np.log(1.25), np.random.default_rng(0)
+    near, wide, far = (rng.normal(m, s, 9) for m, s in ((0.02, 0.05), (0.02, 0.8), (0.6, 0.05)))
+    lower = lambda d: stats.ttest_1samp(d, -w, alternative="greater").pvalue
+    upper = lambda d: stats.ttest_1samp(d, w, alternative="less").pvalue
+    assert rule.test(SAME, near).p_for == pytest.approx(2 * max(lower(near), upper(near))) and lower(near) < 0.01
+    assert rule.test(SAME, wide).p_for > 0.05 and rule.test(SAME, wide).p_against > 0.05
+    assert rule.test(SAME, far).p_for == 1 and rule.test(SAME, far).p_against < 1e-4
+
+
+@pytest.mark.parametrize("c", [MORE, SAME], ids=["more", "same"])
+def test_power_is_how_often_it_would_be_found(c):
+    sd, n, level = (0.02, 12, 0.01) if c is MORE else (0.15, 12, 0.01)
+    true, rng = c.effect or 0.0, np.random.default_rng(1)
+    hits = np.mean([rule.test(c, rng.normal(true, sd, n)).p_for < level for _ in range(1500)])
+    assert rule.power(c, sd, n, level) == pytest.approx(hits, abs=0.04)
+    enough = rule.seeds_for(c, sd, level)
+    assert rule.power(c, sd, enough, level) >= 0.8 > rule.power(c, sd, enough - 1, level)
+
+
+def test_ranks_are_spearmans_with_an_exact_test():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=7), rng.normal(size=7)
+    rho, p = rule.ranks(x, y)
+    assert rho == pytest.approx(stats.spearmanr(x, y).statistic)
+    exact = stats.permutation_test((x,), lambda z: stats.spearmanr(z, y).statistic, permutation_type="pairings")
+    assert p == pytest.approx(exact.pvalue, abs=1e-9)
+
+
+def test_every_word_of_the_rule(tmp_path, monkeypatch):
+    both = (claim(MORE, id="paper"), claim(MORE, id="ours", source="ours"))
+
+    def word(shift, e=None):
+        e = e or small(*both)
+        return [v.word for v in rule.judge(e, runs(tmp_path / str(shift), monkeypatch, e, shift))]
+
+    assert word({"up_dapo": {"avg": 0.05}}) == ["reproduced", "holds"]
+    assert word({"up_dapo": {"avg": -0.05}}) == ["refuted", "refuted"]
+    assert word({}) == ["undecided", "undecided"]
+    two = small(claim(MORE, replace(MORE, arms=("up_dapo", "is_pg"))))
+    assert word({"up_dapo": {"avg": 0.051}, "is_pg": {"avg": 0.051}}, two) == ["in part"]
+    e = small(claim(MORE))
+    found = rule.judge(e, runs(tmp_path / "half", monkeypatch, e, {}, keep=lambda arm, seed: seed < 3))[0]
+    assert (found.word, found.why, found.n) == ("not finished", "3 of 6 seeds so far", 3)
+    assert rule.judge(e, {})[0].word == "not finished"
+
+
+def test_the_gate(tmp_path, monkeypatch):
+    e = small(claim(MORE, gate="dapo"))
+    records = runs(tmp_path, monkeypatch, e, {"up_dapo": {"avg": 0.05}})
+    for rises, word in ((True, "reproduced"), (False, "not testable here")):
+        for r in records.values():
+            r["steps"]["reward"] = sorted(r["steps"]["reward"], reverse=not rises)
+        assert rule.judge(e, records)[0].word == word
+
+
+def test_refuted_is_corrected_like_reproduced(tmp_path, monkeypatch):
+    """Holm over a family of many claims: what is refuted alone, barely, is undecided among them."""
+    values, nothing = [-2.0, -1.6, -0.9, -0.7, -0.4, 0.1], [-1.0, 1.0, -2.0, 2.0, -3.0, 3.0]
+    assert 0.005 < rule.test(MORE, values).p_against < 0.05
+    monkeypatch.setattr(rule, "measure", lambda c, *_: rule.test(c, values if c.at == "last" else nothing))
+    alone, among = small(claim(MORE)), [claim(replace(MORE, at="area"), id=str(i)) for i in range(12)]
+    assert rule.judge(alone, {})[0].word == "refuted"
+    assert rule.judge(small(claim(MORE), *among), {})[0].word == "undecided"
+    ours = [replace(c, source="ours") for c in among]
+    assert rule.judge(small(claim(MORE), *ours), {})[0].word == "refuted", "two families"
+
+
+def test_what_can_be_0_is_not_a_ratio():
+    with pytest.raises(InputError, match="compared by differences"):
+        rule.measure(Contrast(("up_dapo", "dapo"), "reward", ratio=True, more_than=1.0), {}, [])
+    for name in plan.names(round=2):
+        assert all(not c.ratio or c.metric in plan.POSITIVE for x in plan.load(name).claims for c in x.contrasts)
+
+
+# ---- the registration ------------------------------------------------------------------------------------------------
+def git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_nothing_registered_has_changed():
+    assert registration.load()["sha256"] == registration.digests()
+
+
+def test_the_registration_precedes_every_run():
+    commit = registration.load()["commit"]
+    try:
+        git("cat-file", "-e", commit)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no history here")
+    held = git("ls-tree", "-r", "--name-only", commit, "repro/mini/round2").split()
+    assert "repro/mini/round2/results/runs.jsonl" not in held
+    for name, digest in registration.digests().items():
+        show = ["git", "show", f"{commit}:repro/mini/round2/{name}"]
+        content = subprocess.run(show, cwd=ROOT, capture_output=True, check=True).stdout
+        assert hashlib.sha256(content).hexdigest() == digest, name
+    records = results.load(results.folder_of(2))
+    ran = {r["provenance"]["commit"]["id"] for r in records.values() if r["provenance"]}
+    for at in ran:
+        git("merge-base", "--is-ancestor", commit, at)
+    assert not any(r["provenance"]["commit"]["dirty"] for r in records.values() if r["provenance"])
+    wanted = plan.queue(plan.names(round=2))
+    assert set(records) <= set(wanted)
+    assert all(r["settings"]["seed"] != 901 for r in records.values()), "the pilot's seed is not used again"
+
+
+def test_seeds_are_those_of_the_power_calculation():
+    text = (registration.HERE / "power.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")][1:]
+    assert {row[0] for row in rows} == {n for n in plan.names(round=2) if any(c.contrasts for c in plan.load(n).claims)}
+    for row in rows:
+        assert int(row[5]) == len(plan.load(row[0]).seeds)
+        assert row[0] == "dose_high" or float(row[6]) >= 0.8, row
+    pilot = [json.loads(line)["settings"] for line in (registration.HERE / "pilot.jsonl").read_text().splitlines()]
+    assert {(s["objective"], s["seed"]) for s in pilot} == {("dapo", 901)}
