@@ -20,7 +20,7 @@ import torch
 
 import upref
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # no package: another one's "tests" may be installed
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))  # no package: another one's "tests" may be installed
 import zoo
 
 STARTS = 7
@@ -58,7 +58,7 @@ def main() -> int:
     print(f"{platform.machine()}, {os.cpu_count()} cores, {versions}")
     print("CPU seconds on one thread; the five slowest of each\n")
     upref.check(upref.get("dapo"), "dapo")
-    print(f"upref.check on the zoo of tests/zoo, {len(zoo.ALL)} losses")
+    print(f"upref.check on the zoo of tests/support/zoo, {len(zoo.ALL)} losses")
     cases = {f"{i} {case} {case.hp or ''}": case for i, case in enumerate(zoo.ALL)}
     quick = table({k: seconds(c.function, c.objective, **c.hp) for k, c in cases.items()}, MEDIAN, "median")
     print(f"upref.check of each registered objective against itself, {len(upref.names())}")

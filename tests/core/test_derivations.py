@@ -17,7 +17,7 @@ from upref.derivation import derive, sympy_gradient
 from upref.ops import exp, where
 from upref.regimes import OFF_EDGES, batch, grad
 
-DERIVATIONS = Path(__file__).parent.parent / "derivations"
+DERIVATIONS = Path(__file__).parents[2] / "derivations"
 ENV = os.environ | {"PYTHONPATH": str(DERIVATIONS.parent)}
 spec = importlib.util.spec_from_file_location("make_page", DERIVATIONS / "make_page.py")
 page = importlib.util.module_from_spec(spec)

@@ -13,7 +13,7 @@ from upref.cli import main
 from upref.verify import audit as audits
 from upref.verify.audit.ledger import hold, read
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ENTRIES = read()
 BOTH = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("verl", "trl")]
 

@@ -10,7 +10,7 @@ import upref
 from upref.cli import main
 from upref.commands import markdown_table
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

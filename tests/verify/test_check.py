@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`upref.check` on losses of other people: right ones in several styles, wrong ones, and what is no loss at all.
 
-The zoo (tests/zoo) holds many more of both kinds.
+The zoo (tests/support/zoo) holds many more of both kinds.
 """
 
 import json

@@ -13,7 +13,7 @@ from PIL import Image
 
 import upref
 
-FIGURES = Path(__file__).parent.parent / "figures"
+FIGURES = Path(__file__).parents[2] / "figures"
 spec = importlib.util.spec_from_file_location("figures_make", FIGURES / "make.py")
 make = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(make)
