@@ -75,8 +75,9 @@ def build(recipe: Recipe, say=print) -> PreTrainedModel:
         g = tasks.generator("demonstrations", recipe.style, step)
         problems, tokens = task.demonstrations(recipe.batch, recipe.style, g)
         mask = tasks.response_mask(tokens)
-        logits = models.response_logits(model, models.inputs(task, problems), torch.arange(len(tokens)), tokens, mask)
-        loss = cross_entropy(logits, tokens[mask])
+        # by transformers, as the committed ones were made: packed.py adds the same numbers in another order
+        logits = models.padded_logits(model, models.inputs(task, problems), torch.arange(len(tokens)), tokens)
+        loss = cross_entropy(logits[mask], tokens[mask])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -24,11 +24,14 @@ SETTING = """
 | | here | the paper |
 |---|---|---|
 | policy, task | 112k weights; four numbers to a target | 8B to 30B; mathematics |
-| minibatches of a step | 16, once (low) or twice (middle, high) | 4 and 8, once |
-| dynamic sampling, dual clip | none (their effect: papers_settings) | DAPO's: both |
-| denominators | per prompt (Eqs. 14 to 16 as printed) | verl's: the batch |
-| KL term | none (its effect: papers_settings) | where Table A5 has one |
-| what is compared | the end of every run, paired by seed, with intervals | peaks of one run |
+| minibatches of a step | 16, each once (low) or twice (middle, high) | 16 (DAPO), 8 (GSPO), 4 (GRPO), each once |
+| learning rate | 3e-4 (low, middle), 6e-4 (high), AdamW | 1e-6 |
+| dynamic sampling | none (its effect: papers_settings) | not said; DAPO's own paper has it |
+| dual clip | none (c = 10: papers_settings) | in Fig. 1, no value given |
+| denominators | per prompt, as Eqs. 14 to 16 print them | not said; verl's are over the batch |
+| KL term | none (its effect: papers_settings) | in the equations, its coefficient is not given |
+| W-REINFORCE, RLOO, ASPO | as printed and as trained by their authors or verl (family_tuned) | not said |
+| what is compared | the end of every run, paired by seed; peak and area beside it | peaks of one run |
 """
 
 
@@ -73,8 +76,8 @@ commit `{commit}`, before any run ([rule.py](../rule.py),
 [experiments](../experiments), [power](../power.md), [pilot](../pilot.md)).
 
 **{len(records)} of {len(wanted)} runs are finished**{hours}. The rest takes about {left:.0f} hours of one core
-as busy as it was{more}: `python -m repro.mini.study.suite`. A claim gets its verdict when all its
-seeds are there; until then this page says what the finished ones show, and that is no verdict. The first round stands
+as busy as it was{more}:
+`python -m repro.mini.study.suite`. A claim gets its verdict when all its seeds are there; until then this page says what the finished ones show, and that is no verdict. The first round stands
 in [../../results/verdicts.md](../../results/verdicts.md). These are tiny transformers on toy tasks.
 """
 
