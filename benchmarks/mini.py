@@ -40,20 +40,35 @@ PROMPTS, RESPONSES = 64, 16  # of a step
 BASES = [("walk", "countdown"), ("moe", "countdown"), ("chain", "chain"), ("vl", "geometry")]
 ROOT = Path(__file__).parents[1]
 BEFORE = "9d58855"  # the last commit before policy/packed.py
-TRAIN = """
+PARTS = """
 import json, sys, time
 from pathlib import Path
-try:
-    from repro.mini.train.loop import train
-    from repro.mini.train.settings import Settings
-except ImportError:
-    from repro.mini.settings import Settings
-    from repro.mini.train import train
 import repro
 assert repro.__path__[0].startswith(sys.argv[1])
-start = time.process_time()
-train(Settings(**json.loads(sys.argv[2])), Path(sys.argv[3]), say=lambda _: None)
-print(time.process_time() - start)
+from repro.mini import tasks
+try:
+    from repro.mini.policy import evals, models
+    from repro.mini.train import checkpoint, loop
+    from repro.mini.train.settings import Settings
+except ImportError:
+    from repro.mini import evals, policies as models, run as checkpoint, train as loop
+    from repro.mini.settings import Settings
+models.deterministic()
+run = checkpoint.Run(Settings())
+problems, held_out = run.task.problems("train", 20000, seed=0), run.task.problems("test", 256, seed=0)
+def seconds(work, times):
+    spent = []
+    for _ in range(times):
+        start = time.process_time()
+        work()
+        spent.append(time.process_time() - start)
+    return sorted(spent)[times // 2]
+def step():
+    loop.one_step(run, problems, Path(sys.argv[1]))
+    run.step += 1
+step()
+evaluation = lambda top_p: evals.tables(run.policy, run.task, held_out, 32, top_p, tasks.generator("benchmark"))
+print(json.dumps([seconds(step, 9), seconds(lambda: evaluation(0.7), 1), seconds(lambda: evaluation(1.0), 1)]))
 """
 Work = Callable[[], int | None]  # returns how many tokens it made, if that is to be known
 
@@ -141,10 +156,7 @@ def steps(times: int) -> None:
 
 
 def hours(times: int) -> None:
-    """The same run before the miniature was made fast and now, each in its own process, in turns."""
-    print(f"Runs an hour of one core, of 150 steps with the evaluations of a run: at {BEFORE} and now")
-    print(f"{'':22}{'seconds':>9}{'an hour':>9}   times as many")
-    seconds: dict[str, list[float]] = {}
+    """A step and the two kinds of evaluation before the miniature was made fast and now, in turns, a process each."""
     with tempfile.TemporaryDirectory() as folder:
         old = Path(folder) / "before"
         old.mkdir()
@@ -152,23 +164,22 @@ def hours(times: int) -> None:
         subprocess.run(["tar", "x", "-C", old], input=tree, check=True)
         for package in ("repro", "repro/mini"):
             (old / package / "__init__.py").touch()  # without them an installed checkout would be taken for it
-        short = {"steps": 60, "eval_every": 60}
-        works = {
-            "before": (old, short),
-            "now": (ROOT, short),
-            "now, lean evaluation": (ROOT, short | {"lean_eval": True}),
-        }
-        for i in range(times):
-            for name, (checkout, settings) in works.items():
-                out = Path(folder) / f"{name}-{i}"
-                command = [sys.executable, "-c", TRAIN, str(checkout), json.dumps(settings), str(out)]
+        spent: dict[str, list[list[float]]] = {"before": [], "now": []}
+        for _ in range(times):
+            for name, checkout in (("before", old), ("now", ROOT)):
                 env = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+                command = [sys.executable, "-c", PARTS, str(checkout)]
                 done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, check=True)
-                seconds.setdefault(name, []).append(2.5 * float(done.stdout.split()[-1]))
-    for name, spent in seconds.items():
-        middle = statistics.median(spent)
-        versus = "" if name == "before" else ratio(seconds["before"], spent)
-        print(f"{name:22}{middle:9.0f}{3600 / middle:9.0f}   {versus}".rstrip())
+                spent[name].append(json.loads(done.stdout.splitlines()[-1]))
+    print(f"Runs an hour of one core, at {BEFORE} and now; seconds of a step and of evaluations by top-p and at T = 1")
+    print(f"{'':8}{'step':>7}{'top-p':>7}{'T = 1':>7}{'first round':>13}{'second':>8}   times as many (first)")
+    first, second = (150, 10, 10), (100, 5, 4)  # steps and evaluations of a run, as each round registered them
+    of = lambda name, run: [3600 / sum(n * x for n, x in zip(run, parts, strict=True)) for parts in spent[name]]
+    for name, parts in spent.items():
+        seconds = "".join(f"{statistics.median(x):7.2f}" for x in zip(*parts, strict=True))
+        versus = "" if name == "before" else ratio(of(name, first), of("before", first))
+        rates = f"{statistics.median(of(name, first)):13.0f}{statistics.median(of(name, second)):8.0f}"
+        print(f"{name:8}{seconds}{rates}   {versus}".rstrip())
 
 
 def step(s: Settings) -> tuple[dict[str, Work], float]:
