@@ -8,6 +8,7 @@ Exit status: 0 all ran, 1 some run failed, 2 could not start, 130 interrupted.
 """
 
 import argparse
+import importlib
 import json
 import os
 import signal
@@ -22,14 +23,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from repro.mini import files
-from repro.mini.round2 import report as round2
-from repro.mini.study import plan, report, results
+from repro.mini.study import plan, results
 from repro.mini.train.settings import Settings
 from upref.errors import InputError
 
 ROOT = Path(__file__).parents[3]
 OUT = ROOT / "repro" / "out" / "mini"
 TRAIN = "repro.mini.train"
+REPORT = {1: "repro.mini.study.report", 2: "repro.mini.round2.report"}  # a round writes its own
 say = Console(highlight=False, soft_wrap=True).print
 
 
@@ -207,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
                 failures = run_all(wanted, args.out, args.jobs, lock, args.hours, known=known, ended=collect)
             finally:
                 known = collect()
-                (report if round == 1 else round2).write(known, folder)
+                importlib.import_module(REPORT[round]).write(known, folder)
         for sentence in failures:
             print(sentence, file=sys.stderr)
         say(f"{sum(n in known for n in wanted)} of {len(wanted)} runs are in {folder}.")
