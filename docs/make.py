@@ -27,7 +27,7 @@ PAGES = [Path("README.md"), *sorted(p.relative_to(ROOT) for p in (ROOT / "docs")
 BLOCK = re.compile(r"```(python|console)\n(.*?)```\n(?:(\s*)```text\n.*?```\n)?", re.S)
 FILE = re.compile(r"# (\S+\.py)\n")
 MARKED = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->\n", re.S)
-UPREF = 'upref() { "$PYTHON" -m upref "$@"; }; '
+SHELL = 'python() { "$PYTHON" "$@"; }; upref() { python -m upref "$@"; }; '
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------
@@ -66,9 +66,9 @@ def run(command: str, folder: Path) -> str:
     library = folder if (folder / "upref").exists() else ROOT
     env = os.environ | {"PYTHONPATH": str(library), "PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1"}
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(["bash", "-c", UPREF + command], cwd=folder, env=env, text=True, check=False, **both)
+    done = subprocess.run(["bash", "-c", SHELL + command], cwd=folder, env=env, text=True, check=False, **both)
     assert "Traceback" not in done.stdout, done.stdout
-    return "".join(line.rstrip() + "\n" for line in done.stdout.splitlines())
+    return "".join(line.rstrip() + "\n" for line in done.stdout.rstrip().splitlines())
 
 
 # ---- what is generated -----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 import hashlib
 import json
 import re
-import sys
+import shlex
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,19 @@ def digests(folder):
     return {f.relative_to(folder): hashlib.sha256(f.read_bytes()).digest() for f in files}
 
 
+SEVERAL = """import contextlib, io, json, shlex, sys
+from upref.cli import main
+
+def said(command):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main(shlex.split(command)[1:])
+    return out.getvalue()
+
+print(json.dumps([said(command) for command in sys.argv[1:]]))
+"""
+
+
 @pytest.fixture
 def added(tmp_path):
     """Puts one of the page's files into a copy of the library; no other file differs from the checkout's."""
@@ -32,62 +45,70 @@ def added(tmp_path):
         put(name, FILES[name], tmp_path)
         ours, theirs = digests(ROOT / "upref"), digests(tmp_path / "upref")
         assert {k for k in ours | theirs if ours.get(k) != theirs.get(k)} == {Path(name).relative_to("upref")}
-        return lambda command: run(command, tmp_path)
+        (tmp_path / "several.py").write_text(SEVERAL)
 
     return add
+
+
+@pytest.fixture
+def upref_says(tmp_path):
+    """What each of these commands prints, in one process that imports the copy."""
+    return lambda *commands: json.loads(run(shlex.join(["python", "several.py", *commands]), tmp_path))
 
 
 def test_the_page_adds_one_file_for_each():
     assert [str(Path(name).parent) for name in ADDED] == ["upref/objectives", "upref/verify/oracles", "upref/verify/audit"]
 
 
-def test_an_objective(added, tmp_path):
-    shell = added("upref/objectives/root_pg.py")
-    assert "root_pg" in [o["name"] for o in json.loads(shell("upref list --json"))]
+def test_an_objective(added, upref_says, tmp_path):
+    added("upref/objectives/root_pg.py")
     (tmp_path / "mine.py").write_text(
         "import torch\n\ndef loss(log_prob, old_log_prob, advantages, mask):\n"
         "    x = torch.where(mask, log_prob - old_log_prob, 0)\n"
         "    return -(2 * torch.where(mask, advantages, 0) * (x / 2).exp()).sum() / mask.sum()\n"
     )
-    assert json.loads(shell("upref check mine.py:loss --as root_pg --json"))["ok"]
-    assert not json.loads(shell("upref check mine.py:loss --as is_pg --json"))["ok"]
-    assert shell("upref identify mine.py:loss").startswith("mine.py:loss is root_pg")
-    assert "equal to the weight written by hand: yes" in shell("upref derive root_pg")
-    laws = f"{ROOT}/tests/core/test_objectives.py -q -p no:cacheprovider -p no:xdist -k registered"
-    said = shell(f'"$PYTHON" -m pytest -c {ROOT}/pyproject.toml {laws}" and root_pg-"')
-    assert re.search(r"\d\d passed|\d passed", said) and "failed" not in said, said
+    listed, right, wrong, which, derived = upref_says(
+        "upref list --json",
+        "upref check mine.py:loss --as root_pg --json",
+        "upref check mine.py:loss --as is_pg --json",
+        "upref identify mine.py:loss",
+        "upref derive root_pg",
+    )
+    assert "root_pg" in [o["name"] for o in json.loads(listed)]
+    assert json.loads(right)["ok"] and not json.loads(wrong)["ok"]
+    assert which.startswith("mine.py:loss is root_pg") and "equal to the weight written by hand: yes" in derived
 
 
-def test_an_oracle(added, tmp_path):
-    shell = added("upref/verify/oracles/single.py")
+def test_an_objective_is_held_to_every_law(added, tmp_path):
+    added("upref/objectives/root_pg.py")
+    laws = [str(ROOT / "tests/core/test_objectives.py"), "-k", "registered and root_pg-"]
+    options = ["-q", "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider", "-p", "no:xdist"]
+    said = run(shlex.join(["python", "-m", "pytest", *options, *laws]), tmp_path)
+    passed = re.search(r"(\d+) passed", said)
+    assert passed and int(passed[1]) >= 12 and "failed" not in said, said
+
+
+def test_an_oracle(added, upref_says, tmp_path):
+    added("upref/verify/oracles/single.py")
     put("whitened.py", FILES["whitened.py"], tmp_path)
-    report = json.loads(shell("upref check whitened.py:loss --as is_pg --json"))
-    assert report["oracles"]["single-response"] == "failure"
-    assert list(report["oracles"])[-1] == "single-response", "its rank is the highest"
-    text = (tmp_path / "whitened.py").read_text().replace("(A / A.std()) * A.std()", "A * 1")
-    (tmp_path / "right.py").write_text(text)
-    assert json.loads(shell("upref check right.py:loss --as is_pg --json"))["oracles"]["single-response"] == "ok"
-    assert "skipped on request" in shell("upref check right.py:loss --as is_pg --json --skip single-response")
+    (tmp_path / "right.py").write_text((tmp_path / "whitened.py").read_text().replace("(A / std) * std", "A"))
+    check = "upref check {}.py:loss --as is_pg --json"
+    commands = [check.format("whitened"), check.format("right"), check.format("right") + " --skip single-response"]
+    wrong, right, skipped = (json.loads(text)["oracles"] for text in upref_says(*commands))
+    assert wrong["single-response"] == "failure" and list(wrong)[-1] == "single-response", "its rank is the highest"
+    assert right["single-response"] == "ok" and skipped["single-response"] == "skipped on request"
 
 
-def test_a_framework(added):
-    shell = added("upref/verify/audit/plain.py")
-    assert "plain" in shell("upref audit -h")
-    audit = json.loads(shell("upref audit plain --json"))
-    assert audit["ok"] and audit["version"] == "1.0" and [r["verdict"] for r in audit["rows"]] == ["agrees exactly"]
-    assert audit["out_of_scope"] == {"vanilla": "not looked at yet"} and audit["unaudited"] == []
-
-
-def test_a_framework_that_deviates_is_seen(added, tmp_path):
-    """Its audit fails until there is a reason, and then until the ledger has it."""
-    shell = added("upref/verify/audit/plain.py")
+@pytest.mark.parametrize("clip", [0.2, 0.3])
+def test_a_framework(added, upref_says, tmp_path, clip):
+    """One that deviates is not explained until its Comparison has the reason."""
+    added("upref/verify/audit/plain.py")
     file = tmp_path / "upref/verify/audit/plain.py"
-    file.write_text(file.read_text().replace('{"clip": 0.2}', '{"clip": 0.3}'))
-    audit = json.loads(shell("upref audit plain --json"))
-    assert not audit["ok"] and audit["rows"][0]["verdict"] == "differs, UNEXPLAINED"
-
-
-def test_the_copy_is_what_runs(added, tmp_path):
-    shell = added("upref/objectives/root_pg.py")
-    where = shell('"$PYTHON" -c "import upref; print(upref.__file__)"').strip()
-    assert Path(where).resolve() == (tmp_path / "upref/__init__.py").resolve() and sys.executable
+    file.write_text(file.read_text().replace('{"clip": 0.2}', f'{{"clip": {clip}}}'))
+    usage, said = upref_says("upref audit -h", "upref audit plain --json")
+    audit = json.loads(said)
+    assert "plain" in usage and audit["version"] == "1.0" and audit["unaudited"] == []
+    assert audit["out_of_scope"] == {"vanilla": "not looked at yet"}
+    assert (audit["ok"], audit["rows"][0]["verdict"]) == (
+        (True, "agrees exactly") if clip == 0.2 else (False, "differs, UNEXPLAINED")
+    )

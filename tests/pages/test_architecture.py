@@ -2,15 +2,14 @@
 """docs/architecture.md: every path of the map exists, every file of the library is on it; the way of a loss is walked."""
 
 import re
-import sys
 from pathlib import Path
 
-from docs.make import put
-from test_readme import FILES
-from upref.cli import main
+from docs.make import put, run
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FILES = {b.split()[1]: b for b in re.findall(r"```python\n(.*?)```", README, re.S) if b.startswith("# ")}
 MAP, WAY = re.findall(r"```text\n(.*?)```", PAGE, re.S)
 
 
@@ -45,29 +44,37 @@ def test_every_folder_of_the_checkout_is_on_the_map():
     assert tops <= {p.partition("/")[0] for p in paths()}
 
 
-def test_the_way_of_a_loss_is_the_one_it_goes(tmp_path, monkeypatch, capsys):
-    """These functions are called, in this order; those that were before need not be again."""
+WATCH = """import contextlib, io, sys
+from pathlib import Path
+from upref.cli import main
+
+root, calls = sys.argv[1], []
+
+def watch(frame, event, arg):
+    if event == "call" and frame.f_code.co_filename.startswith(root):
+        calls.append((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+sys.setprofile(watch)
+with contextlib.redirect_stdout(io.StringIO()):
+    status = main(["check", "my.py:loss", "--as", "dapo"])
+sys.setprofile(None)
+for file, function in calls:
+    print(Path(file).relative_to(root).as_posix(), function)
+print("status", status)
+"""
+
+
+def test_the_way_of_a_loss_is_the_one_it_goes(tmp_path):
+    """These functions are called, in this order, in a fresh process: nothing has been kept from an earlier check."""
     way = [tuple(line.split()[:2]) for line in WAY.splitlines()]
     put("my.py", FILES["my.py"], tmp_path)
-    monkeypatch.chdir(tmp_path)
-    calls = []
-
-    def watch(frame, event, arg):
-        if event == "call" and frame.f_code.co_filename.startswith(str(ROOT)):
-            file = str(Path(frame.f_code.co_filename).relative_to(ROOT))
-            calls.append((file, frame.f_code.co_qualname))
-
-    before = sys.getprofile()
-    sys.setprofile(watch)
-    try:
-        assert main(["check", "my.py:loss", "--as", "dapo"]) == 1
-    finally:
-        sys.setprofile(before)
-    assert "the minimum is missing" in capsys.readouterr().out
-    at = 0
+    (tmp_path / "watch.py").write_text(WATCH)
+    calls = [tuple(line.split()[:2]) for line in run(f"python watch.py {ROOT}", tmp_path).splitlines()]
+    assert calls[-1] == ("status", "1")
+    at, before = 0, ""
     for step in way:
-        assert step in calls[at:], f"{step} is not called after {way[max(way.index(step) - 1, 0)]}"
-        at = calls.index(step, at)
+        assert step in calls[at:], f"{step} is not called after {before}"
+        at, before = calls.index(step, at), step
 
 
 def test_one_screen():

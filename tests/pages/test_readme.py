@@ -20,7 +20,7 @@ COMMANDS = re.findall(r"^\$ (upref .*)$|`(upref [^`]+)`", README, re.M)
 
 
 def test_it_is_short_and_opens_with_the_reader_who_has_a_loss():
-    assert README.count("\n") <= 170
+    assert README.count("\n") <= 175
     assert README.index("## Is my loss DAPO?") < 700
     order = ["Is my loss DAPO?", "Seven letters", "Install", "Five minutes", "Your own loss", "What else there is"]
     assert re.findall(r"^## (.*)", README, re.M) == order
@@ -34,7 +34,7 @@ def test_the_first_block_says_what_the_text_says_of_it():
     low, high = report.failures
     assert low.regime.startswith("A > 0, r <= 0.8") and high.regime.startswith("A < 0, r > 1.28")
     assert "the minimum is missing" in low.cause
-    assert not upref.check(space["loss"], "dapo", skip=["gradient"]).failures
+    assert report.oracles["on-policy"] == "ok"
 
 
 def test_the_seven_letters_are_those_of_the_code():
@@ -84,7 +84,7 @@ def test_the_dual_clip_is_off_by_default_and_the_figure_has_verls():
 def test_the_pytest_file_passes_and_can_fail(tmp_path):
     name = "test_ppo.py"
     put(name, FILES[name], tmp_path)
-    quiet = '"$PYTHON" -m pytest -q -p no:cacheprovider -p no:xdist ' + name
+    quiet = "python -m pytest -q -p no:cacheprovider -p no:xdist " + name
     assert "1 passed" in run(quiet, tmp_path)
     (tmp_path / name).write_text((tmp_path / name).read_text().replace("PPO(clip=0.3)", "PPO(clip=0.2)"))
     assert "NOT ppo_clip" in run(quiet, tmp_path)
