@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what is generated in README.md and docs/*.md: `python -m docs.make [PAGE...]`. Tests hold that nothing is stale.
+"""Writes what is generated in README.md and docs/*.md: `python -m docs.make [PAGE...]`. A test holds that it is fresh.
 
 What is written anew; all else in a page is left alone:
 
@@ -83,7 +83,7 @@ def letters() -> str:
         ("`p`", "π_θ(o_t): its probability now", f"{p:g}"),
         ("`lp_old`, `lp`", "their logarithms, which a loss is given", f"{log(mu):.3f}, {log(p):.3f}"),
         ("`r`", "the ratio p / mu = exp(lp − lp_old)", f"{r:g}"),
-        ("`s`", "the same of a response: the geometric mean of its ratios", f"{sqrt(r):.3f} if its other token has r = 1"),
+        ("`s`", "the same of a response: the geometric mean of its ratios", f"{sqrt(r):.3f}, its other token at 1"),
         ("`A`", "the advantage: above 0 if the response was better than its group's average", "+1"),
     ]  # fmt: skip
     return "\n".join(["| letter | of a token o_t of a sampled response | example |", "|---|---|---|",
@@ -126,8 +126,8 @@ def ledger() -> str:
 
     out = [f"* *{status}*: {says}" for status, says in STATUS.items()] + [""]
     for framework, version in dict.fromkeys((e.framework, e.version) for e in read()):
-        out += [f"### {framework} {version}", "", "| loss | held against | what differs | where: weight expected -> found | status |",
-                "|---|---|---|---|---|"]  # fmt: skip
+        head = "| loss | held against | what differs | where: weight expected -> found | status |"
+        out += [f"### {framework} {version}", "", head, "|---|---|---|---|---|"]
         for e in (e for e in read() if e.framework == framework):
             status = f"[{e.status}]({e.link})" if e.link else e.status
             out += [f"| `{x.loss}` | `{x.held_against}` | {e.reason} | {x} | {status} |" for x in e.evidence]

@@ -57,7 +57,11 @@ def upref_says(tmp_path):
 
 
 def test_the_page_adds_one_file_for_each():
-    assert [str(Path(name).parent) for name in ADDED] == ["upref/objectives", "upref/verify/oracles", "upref/verify/audit"]
+    assert [str(Path(name).parent) for name in ADDED] == [
+        "upref/objectives",
+        "upref/verify/oracles",
+        "upref/verify/audit",
+    ]
 
 
 def test_an_objective(added, upref_says, tmp_path):

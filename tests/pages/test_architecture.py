@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/architecture.md: every path of the map exists, every file of the library is on it; the way of a loss is walked."""
+"""docs/architecture.md: all paths of the map exist, all files of the library are on it; the way of a loss is walked."""
 
 import re
 from pathlib import Path

@@ -31,7 +31,9 @@ def test_links_and_named_files_exist(page):
         if heading:
             heads = re.findall(r"^#+ (.*)", where.read_text(encoding="utf-8"), re.M)
             assert heading in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in heads], target
-    for script in re.findall(r"(?:bash|python) ((?:repro|tests|figures|benchmarks|derivations)/\S+?\.(?:py|sh))", TEXT[page]):
+    for script in re.findall(
+        r"(?:bash|python) ((?:repro|tests|figures|benchmarks|derivations)/\S+?\.(?:py|sh))", TEXT[page]
+    ):
         assert (ROOT / script).exists(), script
     for module in re.findall(r"python -m ((?:repro|benchmarks|docs)[\w.]*\w)", TEXT[page]):
         path = ROOT / module.replace(".", "/")
@@ -71,6 +73,7 @@ def test_a_stale_page_is_seen():
 
 
 def test_what_a_block_prints_is_what_its_commands_print(tmp_path):
-    page = '```python\n# f.py\nx = 3\n```\n\n```console\n$ cat f.py; ls\nold\n```\n\n```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n'
+    file, console = "```python\n# f.py\nx = 3\n```\n\n", "```console\n$ cat f.py; ls\nold\n```\n\n"
+    page = file + console + "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n"
     new = make.written(page)
     assert "$ cat f.py; ls\nx = 3\nf.py\n```" in new and "```text\n2\n```" in new and "old" not in new
