@@ -28,7 +28,7 @@ def call(name, b, c=None, **kw):
         **args | {"loss_agg_mode": c.loss_agg_mode, "config": c, "rollout_is_weights": None} | kw
     )
     so_far = {k: v for k, v in metrics.items() if k.startswith("upref/parity_")}  # not of this batch alone
-    assert len(so_far) == 2 and so_far["upref/parity_of_bound"] <= 1
+    assert len(so_far) == 4 and so_far["upref/parity_of_bound"] <= 1 and so_far["upref/parity_alarms"] == 0
     return loss, {k: v for k, v in metrics.items() if k not in so_far}
 
 
