@@ -48,9 +48,21 @@ class Kept:
 
     def series(self, wanted: Callable[[str], bool]) -> tuple[list[int], list[float]]:
         """Steps and the mean of the metrics that are wanted, where there are any."""
-        found = [(r["step"], [v for k, v in r["data"].items() if wanted(k) and number(v)]) for r in self.rows]
+        found = [
+            (r["step"], of_most({k: v for k, v in r["data"].items() if wanted(k) and number(v)})) for r in self.rows
+        ]
         kept = [(step, mean(values)) for step, values in found if values]
         return [s for s, _ in kept], [v for _, v in kept]
+
+
+def of_most(found: dict[str, float]) -> list[float]:
+    """Of mean@2 and mean@4 the second: verl logs the smaller numbers of answers too."""
+    most: dict[str, tuple[int, float]] = {}
+    for key, value in found.items():
+        name, _, rest = key.partition("@")
+        k = int(rest.partition("/")[0] or 0)
+        most[name] = max(most.get(name, (-1, 0.0)), (k, value))
+    return [value for _, value in most.values()]
 
 
 def number(x: Any) -> bool:
@@ -78,7 +90,7 @@ class Panel:
 
 ACCURACY = Panel("accuracy (avg)", validation("mean"), percent=True)
 FIGURES = {  # number -> (of which scale, the paper's caption in short, panels)
-    2: ("paper_dapo", "AIME24 during training", [ACCURACY, Panel("majority", validation("maj"), percent=True)]),
+    2: ("paper_dapo", "validation while training", [ACCURACY, Panel("majority", validation("maj"), percent=True)]),
     3: (
         "paper_dapo",
         "exploration",
@@ -87,12 +99,16 @@ FIGURES = {  # number -> (of which scale, the paper's caption in short, panels)
     4: ("paper_dapo", "stability", [Panel("gradient norm", named(NORM)), Panel("KL to the base", named(KL))]),
     5: (
         "paper_dapo",
-        "ablations",
+        "stability of the ablations",
         [Panel("gradient norm", named(NORM), True), Panel("KL to the base", named(KL), True)],
     ),
-    6: ("paper_math", "the GRPO family", [Panel("entropy", named(ENTROPY)), Panel("KL to the base", named(KL), True)]),
-    7: ("paper_gspo", "GSPO and UP-GSPO", [ACCURACY, Panel("KL to the base", named(KL))]),
-    8: ("paper_geo3k", "Geometry3K", [ACCURACY, Panel("KL to the base", named(KL))]),
+    6: (
+        "paper_math",
+        "the family of GRPO",
+        [Panel("entropy", named(ENTROPY)), Panel("KL to the base", named(KL), True)],
+    ),
+    7: ("paper_gspo", "validation and KL", [ACCURACY, Panel("KL to the base", named(KL))]),
+    8: ("paper_geo3k", "validation and KL, Geometry3K", [ACCURACY, Panel("KL to the base", named(KL))]),
 }
 OURS = (
     "score",
@@ -215,15 +231,18 @@ def figures(runs: list[Kept], out: Path) -> list[str]:
             skipped.append(f"{name} ({caption}): none of {' and '.join(key)} was logged")
             continue
         if key in same and not any(p.log for p in panels):
-            parts.append(f"{name} ({caption}) has the panels of {same[key]} above.")
+            parts.append(f"{name} of the paper ({caption}) has the panels of {same[key]} above.")
             continue
         same.setdefault(key, name)
         file = f"{name.lower().replace(' ', '-')}.svg"
         draw(name, caption, panels, mine, out / file)
         absent = [p.title for p in panels if not any(r.series(p.wanted)[0] for r in mine)]
         note = f" Not logged: {', '.join(absent)}." if absent else ""
-        parts.append(f"![{name}: {caption}]({file})\n\n{name} of the paper, {caption}.{note}" if name != "Ours"
-                     else f"![{caption}]({file})\n\nNot in the paper: {caption}.")  # fmt: skip
+        if name == "Ours":
+            parts.append(f"![{caption}]({file})\n\nNot in the paper: {caption}.")
+        else:
+            words = f"What {name} of the paper shows, {caption}, of these runs.{note}"
+            parts.append(f"![{name}: {caption}]({file})\n\n{words}")
     if skipped:
         parts.append("Not drawn: " + "; ".join(skipped) + ".")
     return parts
@@ -263,7 +282,7 @@ def draw(name: str, caption: str, panels: list[Panel], runs: list[Kept], path: P
             ax.legend(fontsize=8, frameon=False)
         else:
             ax.text(0.5, 0.5, "not logged", transform=ax.transAxes, ha="center", color="gray")
-    fig.suptitle(f"{name}: {caption}", fontsize=11)
+    fig.suptitle(f"as {name} of the paper: {caption}" if name != "Ours" else caption, fontsize=11)
     fig.tight_layout()
     fig.savefig(path, metadata={"Date": None})
     plt.close(fig)
@@ -284,8 +303,9 @@ def printed(runs: list[Kept]) -> list[str]:
             method = names.get(r.objective, "")
             ours = r.series(validation(kind))[1]
             if method in values and ours and (metric == "geometry3k") == (r.scale == "paper_geo3k"):
-                rows.append([r.label, words, f"{100 * max(ours):.2f}", f"{values[method]:.2f}", r.scale])
-    head = ["run", "peak of", "here", "printed in the paper", "scale of this run"]
+                here = words if r.scale.startswith("paper_") else f"{kind}, of the validation of {r.scale}"
+                rows.append([r.label, here, f"{100 * max(ours):.2f}", f"{values[method]:.2f}, {words}"])
+    head = ["run", "peak of", "here", "printed in the paper"]
     return ["## Peaks", table(head, rows)] if rows else []
 
 

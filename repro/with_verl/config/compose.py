@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import upref
+from repro.with_verl.config.naming import name_of
 from repro.with_verl.place import ROOT, RUNS, pythonpath
-from repro.with_verl.run.folder import name_of
 from upref import InputError
 
 HERE = Path(__file__).resolve().parent

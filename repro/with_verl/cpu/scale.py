@@ -13,9 +13,9 @@ from pathlib import Path
 import upref
 from repro.with_verl.config import compose as composing
 from repro.with_verl.config.compose import ACTOR, Run, Scale
+from repro.with_verl.config.naming import name_of
 from repro.with_verl.cpu import fork, smoke, toy
 from repro.with_verl.place import RUNS
-from repro.with_verl.run.folder import name_of
 
 FIRST, STALL = 600, 120  # seconds: other work is on the machine too
 STEPS = 12

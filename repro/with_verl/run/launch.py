@@ -16,6 +16,7 @@ not start, 143 or 130 it was asked to end.
 """
 
 import argparse
+import importlib
 import os
 import subprocess
 import sys
@@ -149,8 +150,7 @@ def facts_of(e: Estimate) -> dict[str, Any]:
 
 
 def train_on_cpu(objective: str, overrides: list[str], dry_run: bool, again: list[str]) -> int:
-    from repro.with_verl.cpu import scale
-
+    scale = importlib.import_module("repro.with_verl.cpu.scale")  # it starts runs by this folder's parts
     run, total = scale.compose(objective, overrides, os.environ.get("RAY_ADDRESS", ""))
     show(run)
     if dry_run:

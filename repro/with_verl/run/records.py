@@ -10,6 +10,7 @@ import os
 import time
 from pathlib import Path
 
+PATH = "VERL_FILE_LOGGER_PATH"  # where verl's file logger writes
 STEP = "training/global_step"  # in the rows of training; a validation before it logs a row too
 
 

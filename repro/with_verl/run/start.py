@@ -67,7 +67,7 @@ def start(run: Run, total: int | None, again: str, patience: Patience | None = N
         try:
             with terminable():
                 outcome = watch.run(
-                    command, part, log, env=run.env | where | {"VERL_FILE_LOGGER_PATH": str(part)}, asked=total or 10**9,
+                    command, part, log, env=run.env | where | {records.PATH: str(part)}, asked=total or 10**9,
                     stall=patience.stall, first=patience.first, idle=patience.idle, tell=tell, echo=True,
                 )  # fmt: skip
             status = outcome.status
