@@ -269,3 +269,22 @@ def test_a_log_probability_above_0_is_rounding(name):
     loss, _ = call(name, x)
     loss.backward()
     assert loss.isfinite() and lp.grad.isfinite().all()
+
+
+def test_one_nan_does_not_end_a_run_of_days(tmp_path, monkeypatch):
+    """verl leaves out a step whose gradient is not finite; the loss must get that far."""
+    monkeypatch.setenv("UPREF_PARITY_DIR", str(tmp_path))
+    b = replace(batch(upref.get("up_dapo"), thin=9), group=None)
+    lp = b.logp.float().clone()
+    i = int(b.mask.any(1).nonzero()[0])
+    lp[i, int(b.mask[i].nonzero()[0])] = float("nan")
+    x = object.__new__(type(b))
+    x.__dict__.update(b.__dict__, logp=lp.requires_grad_(), logp_old=b.logp_old.float(), adv=b.adv.float())
+    with pytest.raises(ParityError):
+        call("up_dapo", x, config({"parity": {"on_fail": "stop"}}))
+    loss, metrics = core_algos.get_policy_loss_fn("upref/up_dapo")(
+        old_log_prob=x.logp_old, log_prob=x.logp, advantages=x.adv, response_mask=x.mask, loss_agg_mode="token-mean",
+        config=config({"parity": {"on_fail": "warn"}}), rollout_is_weights=None,
+    )  # fmt: skip
+    assert loss.isnan() and metrics["upref/parity_alarms"] == 1
+    assert all(v == v and abs(v) < float("inf") for k, v in metrics.items() if "parity" in k)
