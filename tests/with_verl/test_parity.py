@@ -16,6 +16,12 @@ RUNS = [n for n in upref.names() if n != "aspo_code"]  # it needs entropy, which
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.fixture(autouse=True)
+def _kept_elsewhere(tmp_path, monkeypatch):
+    """What differs is kept; not in the folder that the tests run in."""
+    monkeypatch.setenv("UPREF_PARITY_DIR", str(tmp_path / "parity"))
+
+
 def trained(name, dtype, wrong=lambda J, lp, b: J, dp_size=2, **hp):
     """(loss, what else `compare` takes) of the regime grid in that dtype; `wrong` may spoil J."""
     o = upref.get(name)
