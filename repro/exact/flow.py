@@ -8,7 +8,7 @@ mini-batch is infinite, so a path is the limit of many prompts, not the mean of 
 for those: each possible group alone, k epochs on it, weighted by its probability.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -66,16 +66,20 @@ def gradient(task: Task, objective: Objective, theta: Tensor, lp_old: Tensor, ro
 
 
 def drawn(
-    task: Task, objective: Objective, theta: Tensor, groups: Tensor, *, lr: float, k: int, adv: str | None = None, **hp
-) -> Tensor:
-    """θ after k epochs on each group alone: groups [M, G] of responses to one prompt, one policy each, θ [M, D, V]."""
+    task: Task, objective: Objective, theta: Tensor, groups: Tensor, *, lr: float, k: int, adv: str | None = None,
+    watch: Callable[[Tensor], object] = lambda g: None, **hp,
+) -> Tensor:  # fmt: skip
+    """θ after k epochs on each group alone: groups [M, G] of responses to one prompt, one policy each, θ [M, D, V];
+    watch is shown the gradient of each epoch."""
     (M, G), start = groups.shape, theta.expand(len(groups), *theta.shape[1:])
     policy = torch.arange(M)[:, None].expand(M, G).reshape(-1)
     A = advantages.get(adv or objective.adv)(task.reward[groups].reshape(-1), policy)
     rows = Rows(policy, groups.reshape(-1), A, torch.full((M * G,), 1 / G, dtype=F64), policy, M)
     lp_old, theta = task.log_probs(start), start
     for _ in range(k):
-        theta = theta + lr * gradient(task, objective, theta, lp_old, rows, **hp)
+        g = gradient(task, objective, theta, lp_old, rows, **hp)
+        watch(g)
+        theta = theta + lr * g
     return theta
 
 
