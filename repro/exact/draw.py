@@ -30,6 +30,7 @@ def panels(n: int, title: str, arms: Sequence[str] = (), width: float = 4.1, hei
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
+    from matplotlib.ticker import FixedFormatter, NullFormatter
 
     rows = -(-len(arms) // 5)
     with matplotlib.rc_context(STYLE):
@@ -39,6 +40,10 @@ def panels(n: int, title: str, arms: Sequence[str] = (), width: float = 4.1, hei
         yield fig, axes
         for ax in axes:
             ax.spines[["top", "right"]].set_visible(False)
+            for axis in (ax.xaxis, ax.yaxis):
+                if axis.get_scale() == "log" and not isinstance(axis.get_major_formatter(), FixedFormatter):
+                    axis.set_major_formatter("{x:g}")
+                    axis.set_minor_formatter(NullFormatter())
         colour = colours(arms)
         lines = [Line2D([], [], color=colour[a], lw=width_of(a)) for a in arms]
         if arms:

@@ -22,7 +22,7 @@ CASES = {  # title -> (π_old, reward, advantage, G)
     "all right, graded: A = 1, 2, 4": ([0.5, 0.3, 0.2], [1.0, 2.0, 4.0], "reward", None),
     "two right, one wrong": ([0.3, 0.15, 0.55], [1.0, 1.0, 0.0], "group_norm", 8),
 }
-LR, UPDATES = 1.0, 1500
+LR, UPDATES = 0.25, 3000
 
 
 def run(arms) -> Result:
@@ -42,7 +42,7 @@ def run(arms) -> Result:
             triangle(ax, case)
             for n, (p, _) in found.items():
                 x, y = corner_xy(p)
-                draw.line(ax, x, y, n, colour)
+                draw.line(ax, x, y, n, colour, alpha=0.8)
                 ax.plot(x[-1], y[-1], "o", color=colour[n], ms=6 if n.startswith("up") else 4, zorder=4)
     setting = (
         "One π_old for all updates. Left rewards are the advantages; right, groups of 8, by counts. Dot: where the path "

@@ -83,19 +83,29 @@ def findings(found) -> list[Finding]:
         return []
     log_ratio, own, right, wrong = found["dapo"]
     r = log_ratio.exp()
-    alive = int((r[:, 0] <= 1.28).sum())
-    other = float(right[-1] + wrong[-1])
+    passed = lambda x: int((x > 1.28).nonzero()[0]) if (x > 1.28).any() else None
+    common, rare = passed(r[:, 1]), passed(r[:, 0])
+    first = f"the common one at update {common}, the rare one {'never' if rare is None else f'at update {rare}'}"
     out = [
         Finding(
             "Clipped, \"the policy is strictly upper-bounded by π ≤ (1+ε) π_old\"", "Sec. 3.3",
             FAILS if r.max() > 1.29 else HOLDS,
-            f"under DAPO π/π_old of the rare right token ends at {r[-1, 0]:.3g} and goes up to {r[:, 0].max():.3g}: the "
-            f"wrong tokens' gradients move its log by {wrong[-1]:+.3g}, its own by {own[-1]:+.3g}",
+            f"under DAPO the common right token ends at {r[-1, 1]:.3g} π_old: its own gradient ends at 1.28, and the "
+            "mass taken from the wrong tokens goes on to those that have most",
         ),
         Finding(
-            "It is the rare token that the clip stops", "Sec. 3.3", FAILS if abs(other) > abs(float(own[-1])) else HOLDS,
-            f"its own gradient lives for {alive} updates of {len(r) - 1} and moves it by {own[-1]:+.2g} in all: on an "
-            "infinite batch a token's own push is proportional to π_old, and it is carried by the others",
+            "It is the rare right token that the upper clip stops", "Sec. 3.3",
+            HOLDS if rare is not None and (common is None or rare < common) else FAILS,
+            f"on an infinite batch a token's own push is proportional to π_old, so {first}",
         ),
     ]  # fmt: skip
+    if "up_dapo" in found:
+        up = found["up_dapo"][0][:, 0].exp()
+        out.append(Finding(
+            "Without the upper clip the rare right token rises more", "Sec. 4.1",
+            HOLDS if (up[1:] >= r[1:, 0]).all() else PART if up[-1] > r[-1, 0] else FAILS,
+            f"under UP it first falls, to {up.min():.2g} π_old, because the common right token takes the mass, and is at "
+            f"{up[-1]:.2g} after {len(up) - 1} updates (DAPO {r[-1, 0]:.3g}); it rests at {1 / (MU[0] + MU[1]):.3g}, much "
+            "later",
+        ))  # fmt: skip
     return out
