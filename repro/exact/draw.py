@@ -47,7 +47,8 @@ def panels(n: int, title: str, arms: Sequence[str] = (), width: float = 4.1, hei
         colour = colours(arms)
         lines = [Line2D([], [], color=colour[a], lw=width_of(a)) for a in arms]
         if arms:
-            fig.legend(lines, list(arms), loc="outside lower center", ncols=min(len(arms), 5), frameon=False, fontsize=8)
+            place: Any = {"loc": "outside lower center", "ncols": min(len(arms), 5), "frameon": False, "fontsize": 8}
+            fig.legend(lines, list(arms), **place)
 
 
 def width_of(arm: str) -> float:

@@ -56,6 +56,7 @@ def rows(task: Task, lp_old: Tensor, objective: Objective, G: int | None, adv: s
     way = way or choose(task, objective, G)
     if way == "infinite":
         return _infinite(task, pi, adv)
+    assert G is not None
     if way == "counts":
         return _counts(task, pi, adv, G)
     return _groups(task, pi, adv, G)
@@ -78,14 +79,15 @@ def J(task: Task, objective: Objective, lp: Tensor, lp_old: Tensor, rows: Rows, 
         raise InputError("the exact expectation has no KL term: leave beta at 0.")
     b = (rows.policy, rows.response)
     entropy = None
-    if "entropy" in objective._extra_names:
+    if "entropy" in objective.reads:
         H = -(table.exp() * table).sum(-1)
         entropy = H[:, task.contexts][b]
-    batch = [lp[b], lp_old[b], rows.A[:, None], task.mask[rows.response]]
+    batch = (lp[b], lp_old[b], rows.A[:, None], task.mask[rows.response])
     if objective.coupled:
-        return sum(_one_group(objective, batch, rows, g, hp) for g in range(rows.groups))
+        return torch.stack([_one_group(objective, batch, rows, g, hp) for g in range(rows.groups)]).sum()
     weights = (rows.weight * len(rows.weight))[:, None].expand_as(batch[3])
-    return objective.J(*batch, rows.group, entropy=entropy, totals=_totals(batch[3], rows), is_weights=weights, **hp)
+    totals = _totals(batch[3], rows)
+    return objective.J(*batch, group=rows.group, entropy=entropy, totals=totals, is_weights=weights, **hp)
 
 
 def _totals(mask: Tensor, rows: Rows) -> Totals:
@@ -115,10 +117,10 @@ def _advantage_by_count(adv: str, G: int, P: Tensor) -> Tensor:
     """
     own = {"whiten": "reward", "group_mean_whiten": "group_mean"}.get(adv, adv)
     A = torch.zeros(2, G + 1, dtype=F64)
-    for K in range(G + 1):
-        R = (torch.arange(G) < K).to(F64)
+    for k in range(G + 1):
+        R = (torch.arange(G) < k).to(F64)
         a = advantages.get(own)(R, torch.zeros(G, dtype=torch.int64))
-        A[0, K], A[1, K] = a[-1], a[0]  # the last is wrong, the first right, unless there is none
+        A[0, k], A[1, k] = a[-1], a[0]  # the last is wrong, the first right, unless there is none
     A = A.expand(len(P), 2, G + 1)
     if adv == own:
         return A
@@ -126,11 +128,11 @@ def _advantage_by_count(adv: str, G: int, P: Tensor) -> Tensor:
         mean = P.mean(1)[:, None, None]
         return torch.where(mean * (1 - mean) > 0, (A - mean) / ((mean * (1 - mean)).sqrt() + EPS[adv]), 0)
     K = torch.arange(G + 1, dtype=F64)
-    var = (_binomial(G, P) * (K / G * (1 - K / G))).sum(-1).mean(1)[:, None, None]
+    var = (binomial(G, P) * (K / G * (1 - K / G))).sum(-1).mean(1)[:, None, None]
     return torch.where(var > 0, A / (var.sqrt() + EPS[adv]), 0)
 
 
-def _binomial(n: int, p: Tensor) -> Tensor:
+def binomial(n: int, p: Tensor) -> Tensor:
     """P(K = 0..n), a new last dimension."""
     k = torch.arange(n + 1)
     ways = torch.tensor([float(comb(n, i)) for i in range(n + 1)], dtype=F64)
@@ -140,7 +142,7 @@ def _binomial(n: int, p: Tensor) -> Tensor:
 def _counts(task: Task, pi: Tensor, adv: str, G: int) -> Rows:
     S, N = pi.shape
     P = task.right(pi).clamp(0, 1)
-    peers = _binomial(G - 1, P)[:, task.prompt]  # [S, N, G]: right ones among the others
+    peers = binomial(G - 1, P)[:, task.prompt]  # [S, N, G]: right ones among the others
     A = _advantage_by_count(adv, G, P)
     R = task.reward.long()
     K = torch.arange(G) + R[:, None]  # [N, G]: right ones in all

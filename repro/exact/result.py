@@ -32,7 +32,8 @@ class Table:
 
     def markdown(self) -> str:
         line = lambda cells: "| " + " | ".join(shown(c).replace("|", "\\|") for c in cells) + " |"
-        return "\n".join([f"*{self.title}*", "", line(self.columns), "|---" * len(self.columns) + "|", *map(line, self.rows)])
+        rule = "|---" * len(self.columns) + "|"
+        return "\n".join([f"*{self.title}*", "", line(self.columns), rule, *map(line, self.rows)])
 
 
 @dataclass(frozen=True)

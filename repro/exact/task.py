@@ -90,7 +90,8 @@ def strings(vocabulary: int, length: int, right: set[tuple[int, ...]], end: int 
 
     end   a token after which a response is over: responses then differ in length
     """
-    whole, prefixes = [], {(): 0}
+    whole: list[tuple[int, ...]] = []
+    prefixes: dict[tuple[int, ...], int] = {(): 0}
     for o in product(range(vocabulary), repeat=length):
         if end is not None and end in o:
             o = o[: o.index(end) + 1]

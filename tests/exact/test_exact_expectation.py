@@ -100,7 +100,7 @@ def test_policies_do_not_know_of_each_other():
 
 def test_probabilities_add_up():
     task = bandit([1.0, 0, 0, 1, 1, 0], prompts=2)
-    theta, lp_old = case(task)
+    _, lp_old = case(task)
     for G in (2, 5, None):
         assert expected.rows(task, lp_old, upref.get("dapo"), G).weight.sum() == pytest.approx(1, abs=1e-14)
     assert expected.rows(task, lp_old, upref.get("dapo"), 3, way="groups").weight.sum() == pytest.approx(1, abs=1e-14)

@@ -10,8 +10,8 @@ import torch
 
 import upref
 from repro.exact import flow
-from repro.exact.experiments import collapse, drawn, entropy, fixed_points, mass, rise
 from repro.exact.expected import all_groups, group_probability
+from repro.exact.experiments import collapse, drawn, entropy, fixed_points, mass, rise
 from repro.exact.task import F64, bandit
 from upref.errors import InputError
 

@@ -99,7 +99,8 @@ def findings(share) -> list[Finding]:
             "E_old[r A ∇log π] is bounded",
         ),
         Finding(
-            "The upper clip protects from collapse", "", HOLDS if share["dapo"].max() < share["up_dapo"].max() else FAILS,
+            "The upper clip protects from collapse", "",
+            HOLDS if share["dapo"].max() < share["up_dapo"].max() else FAILS,
             f"DAPO collapses {at('dapo')}: a clip stops the small step after the large one, never the large one itself",
         ),
     ]  # fmt: skip

@@ -61,7 +61,7 @@ def run(arms) -> Result:
 def measure(o: Objective, dose: float, hp: dict, task: Task | None = None, mu=None, k: int = K, size: int = G):
     """Of k epochs with lr = dose / k: the numbers named in SEEN; "rare" is E[log π/π_old] of the first arm."""
     task, mu = task or bandit(RIGHT), mu or MU
-    theta = task.start([mu])
+    theta = task.start(torch.tensor([mu]))
     groups = all_groups(len(mu), size)
     old = task.responses(task.log_probs(theta))
     P = group_probability(groups, old)[0]
@@ -98,8 +98,8 @@ def findings(found) -> list[Finding]:
         Finding(
             "Without the upper clip importance sampling's gradients explode", "Secs. 3.2 and 5.3",
             HOLDS if ratio.max() > 10 else FAILS,
-            f"on the groups that hold the rare token: its largest gradient is up to {ratio.max():.3g} times UP's, and it "
-            "grows as 1/π_old; it is bounded all the same, by A √2/(4 π_old) for one token's term",
+            f"on the groups that hold the rare token: its largest gradient is up to {ratio.max():.3g} times UP's, and "
+            "it grows as 1/π_old; it is bounded all the same, by A √2/(4 π_old) for one token's term",
         ),
         Finding(
             "UP's KL stays comparable to DAPO's", "Sec. 5.2", PART if far.min() < 1.25 < far.max() else FAILS,
@@ -114,7 +114,7 @@ def findings(found) -> list[Finding]:
         ),
         Finding(
             "The clip of wrong answers is what holds the policy", "Sec. 5.3", HOLDS if (sym / up).max() > 2 else FAILS,
-            f"off-policy REINFORCE's KL is {(sym / up).min():.2g} to {(sym / up).max():.2g} times UP's: its wrong tokens "
-            "are pushed down for ever",
+            f"off-policy REINFORCE's KL is {(sym / up).min():.2g} to {(sym / up).max():.2g} times UP's: its wrong "
+            "tokens are pushed down for ever",
         ),
     ]  # fmt: skip

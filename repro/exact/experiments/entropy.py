@@ -122,8 +122,9 @@ def findings(found, wins) -> list[Finding]:
         ),
         Finding(
             "UP keeps more entropy than importance sampling without a clip", "Sec. 5.3",
-            HOLDS if (up > bare).all() else PART, f"{(up / bare).min():.2g} to {(up / bare).max():.2g} times, by dose; of the other starts, more : "
-            "less " + listed(wins["dapo_no_upper_clip"]),
+            HOLDS if (up > bare).all() else PART,
+            f"{(up / bare).min():.2g} to {(up / bare).max():.2g} times, by dose; of the other starts, more : less "
+            + listed(wins["dapo_no_upper_clip"]),
         ),
     ]  # fmt: skip
 
@@ -134,7 +135,7 @@ def listed(wins: list[str]) -> str:
 
 def spans(at: Tensor) -> str:
     """The doses that are marked, neighbours joined: "1, 32 to 128"."""
-    runs: list[list[float]] = []
+    runs: list[list[int]] = []
     for i in at.nonzero()[:, 0].tolist():
         if runs and runs[-1][1] == i - 1:
             runs[-1][1] = i

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where each objective comes to rest if π_old stays: three arms, so that the policy is a point of a triangle.
 
-UP's rest point for A > 0 is π_old A+, normalised (derivations/fixed_point.py proves it); with binary rewards that is π_old
-given that the answer is right, what rejection sampling would be trained on. Importance sampling rests only in a corner;
-a clip has no rest point but a region, and where one stops in it depends on the way.
+UP's rest point for A > 0 is π_old A+, normalised (derivations/fixed_point.py proves it); with binary rewards that is
+π_old given that the answer is right, what rejection sampling would be trained on. Importance sampling rests only in
+a corner; a clip has no rest point but a region, and where one stops in it depends on the way.
 """
 
 from itertools import islice
@@ -30,9 +30,7 @@ def run(arms) -> Result:
     tables = []
     for case, found in paths.items():
         star = target(case)
-        rows = [
-            [n, *p[-1].tolist(), float(0.5 * (p[-1] - star).abs().sum()), float(g)] for n, (p, g) in found.items()
-        ]
+        rows = [[n, *p[-1].tolist(), float(0.5 * (p[-1] - star).abs().sum()), float(g)] for n, (p, g) in found.items()]
         title = f"{case}: after {UPDATES} updates of lr {LR:g}; π_old A+ is ({', '.join(f'{x:.3g}' for x in star)})"
         tables.append(Table(title, ["objective", "π 1", "π 2", "π 3", "distance to π_old A+", "gradient left"], rows))
     names = [n for n, *_ in arms]
@@ -45,8 +43,8 @@ def run(arms) -> Result:
                 draw.line(ax, x, y, n, colour, alpha=0.8)
                 ax.plot(x[-1], y[-1], "o", color=colour[n], ms=6 if n.startswith("up") else 4, zorder=4)
     setting = (
-        "One π_old for all updates. Left rewards are the advantages; right, groups of 8, by counts. Dot: where the path "
-        f"is after {UPDATES} updates; cross: π_old; ring: π_old A+, normalised. Distance: total variation."
+        "One π_old for all updates. Left rewards are the advantages; right, groups of 8, by counts. Dot: where the "
+        f"path is after {UPDATES} updates; cross: π_old; ring: π_old A+, normalised. Distance: total variation."
     )
     return Result("fixed_points", "Where each objective comes to rest.", setting, tables, fig, findings(paths))
 
@@ -64,7 +62,7 @@ def trajectory(o: Objective, case: str, hp: dict, updates: int = UPDATES, lr: fl
     task = bandit(reward)
     states = [
         (s.pi[0], s.gradient.norm())
-        for s in islice(path(task, o, task.start([mu]), lr=lr, k=0, G=G, adv=adv, **hp), updates + 1)
+        for s in islice(path(task, o, task.start(torch.tensor([mu])), lr=lr, k=0, G=G, adv=adv, **hp), updates + 1)
     ]
     return torch.stack([p for p, _ in states]), states[-1][1]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from repro.exact import draw
 from repro.exact.flow import gradient, path
-from repro.exact.result import FAILS, HOLDS, Finding, Result, Table
+from repro.exact.result import FAILS, HOLDS, PART, Finding, Result, Table
 from repro.exact.task import F64, bandit
 from upref.registry import Objective
 
@@ -37,7 +37,8 @@ def run(arms) -> Result:
         Table(f"π/π_old after {UPDATES} updates of lr {LR} from one π_old", ["objective", *NAMES, "largest"], rows),
         Table(
             "What moved log π of the rare right token",
-            ["objective", "its own gradient", "the common right one's", "the wrong ones'", "second order", "sum"], parts,
+            ["objective", "its own gradient", "the common right one's", "the wrong ones'", "second order", "sum"],
+            parts,
         ),
     ]  # fmt: skip
     title = "Many updates from one π_old: where every token ends"
@@ -68,7 +69,7 @@ def pushes(o: Objective, hp: dict, lr: float = LR, updates: int = UPDATES) -> tu
     task = bandit(RIGHT)
     reward = task.reward
     log_ratio, moved = [], []
-    for s in islice(path(task, o, task.start([MU]), lr=lr, k=0, G=G, adv=ADV, **hp), updates + 1):
+    for s in islice(path(task, o, task.start(torch.tensor([MU])), lr=lr, k=0, G=G, adv=ADV, **hp), updates + 1):
         log_ratio.append((s.lp - s.lp_old)[0, :, 0])
         first, right = s.rows.response == 0, reward[s.rows.response] == 1
         kinds = (first, right & ~first, ~right)
@@ -81,8 +82,7 @@ def pushes(o: Objective, hp: dict, lr: float = LR, updates: int = UPDATES) -> tu
 def findings(found) -> list[Finding]:
     if "dapo" not in found:
         return []
-    log_ratio, own, right, wrong = found["dapo"]
-    r = log_ratio.exp()
+    r = found["dapo"][0].exp()
     passed = lambda x: int((x > 1.28).nonzero()[0]) if (x > 1.28).any() else None
     common, rare = passed(r[:, 1]), passed(r[:, 0])
     first = f"the common one at update {common}, the rare one {'never' if rare is None else f'at update {rare}'}"
@@ -104,8 +104,8 @@ def findings(found) -> list[Finding]:
         out.append(Finding(
             "Without the upper clip the rare right token rises more", "Sec. 4.1",
             HOLDS if (up[1:] >= r[1:, 0]).all() else PART if up[-1] > r[-1, 0] else FAILS,
-            f"under UP it first falls, to {up.min():.2g} π_old, because the common right token takes the mass, and is at "
-            f"{up[-1]:.2g} after {len(up) - 1} updates (DAPO {r[-1, 0]:.3g}); it rests at {1 / (MU[0] + MU[1]):.3g}, much "
-            "later",
+            f"under UP it first falls, to {up.min():.2g} π_old, because the common right token takes the mass, and is "
+            f"at {up[-1]:.2g} after {len(up) - 1} updates (DAPO {r[-1, 0]:.3g}); it rests at "
+            f"{1 / (MU[0] + MU[1]):.3g}, much later",
         ))  # fmt: skip
     return out

@@ -88,7 +88,7 @@ def findings(found) -> list[Finding]:
         Finding(
             "A sequence ratio gives the rare token of a right answer more room than token ratios", "",
             HOLDS if seq.max() < 1 else PART if seq.min() < 1 else FAILS,
-            f"at equal bounds GSPO takes {seq.min():.2g} to {seq.max():.2g} times DAPO's rollouts: one token of T may use "
-            f"the whole (1+ε)^T; at its own bounds (4e-4) it does not arrive at {none} of {len(DOSES)} doses",
+            f"at equal bounds GSPO takes {seq.min():.2g} to {seq.max():.2g} times DAPO's rollouts: one token of T may "
+            f"use the whole (1+ε)^T; at its own bounds (4e-4) it does not arrive at {none} of {len(DOSES)} doses",
         ),
     ]  # fmt: skip
