@@ -64,6 +64,7 @@ def test_the_averages_are_of_the_unrounded_numbers():
     assert FOUND.lead == pytest.approx(1.15, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_an_altered_digit_is_found():
     """Every digit of the table, in turn, to every other. The one that cannot be found makes 61.31 into 61.30: the mean
     is 61.305 exactly, and either is a rounding of it."""

@@ -57,7 +57,7 @@ class Task:
         """The expected reward of each prompt."""
         return per_prompt(self, pi * self.reward)
 
-    def start(self, probs: Float[Tensor, "... C V"]) -> Float[Tensor, "S D V"]:
+    def start(self, probs: Float[Tensor, "... C V"] | list) -> Float[Tensor, "S D V"]:
         """θ of the policy with these probabilities of tokens in each context (least squares where one layer cannot)."""
         p = torch.as_tensor(probs, dtype=F64)
         if (p <= 0).any() or ((p.sum(-1) - 1).abs() > 1e-9).any():

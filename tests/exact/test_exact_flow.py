@@ -15,6 +15,7 @@ from repro.exact.experiments import collapse, drawn, entropy, fixed_points, mass
 from repro.exact.task import F64, bandit
 from upref.errors import InputError
 
+pytestmark = pytest.mark.slow
 UP, DAPO, IS, OFF = (upref.get(n) for n in ("up_dapo", "dapo", "is_pg", "reinforce_off_policy"))
 
 

@@ -61,7 +61,7 @@ def run(arms) -> Result:
 def measure(o: Objective, dose: float, hp: dict, task: Task | None = None, mu=None, k: int = K, size: int = G):
     """Of k epochs with lr = dose / k: the numbers named in SEEN; "rare" is E[log π/π_old] of the first arm."""
     task, mu = task or bandit(RIGHT), mu or MU
-    theta = task.start(torch.tensor([mu]))
+    theta = task.start([mu])
     groups = all_groups(len(mu), size)
     old = task.responses(task.log_probs(theta))
     P = group_probability(groups, old)[0]

@@ -62,7 +62,7 @@ def trajectory(o: Objective, case: str, hp: dict, updates: int = UPDATES, lr: fl
     task = bandit(reward)
     states = [
         (s.pi[0], s.gradient.norm())
-        for s in islice(path(task, o, task.start(torch.tensor([mu])), lr=lr, k=0, G=G, adv=adv, **hp), updates + 1)
+        for s in islice(path(task, o, task.start([mu]), lr=lr, k=0, G=G, adv=adv, **hp), updates + 1)
     ]
     return torch.stack([p for p, _ in states]), states[-1][1]
 

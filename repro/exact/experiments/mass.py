@@ -69,7 +69,7 @@ def pushes(o: Objective, hp: dict, lr: float = LR, updates: int = UPDATES) -> tu
     task = bandit(RIGHT)
     reward = task.reward
     log_ratio, moved = [], []
-    for s in islice(path(task, o, task.start(torch.tensor([MU])), lr=lr, k=0, G=G, adv=ADV, **hp), updates + 1):
+    for s in islice(path(task, o, task.start([MU]), lr=lr, k=0, G=G, adv=ADV, **hp), updates + 1):
         log_ratio.append((s.lp - s.lp_old)[0, :, 0])
         first, right = s.rows.response == 0, reward[s.rows.response] == 1
         kinds = (first, right & ~first, ~right)

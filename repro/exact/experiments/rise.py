@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from repro.exact import draw
-from repro.exact.expected import binomial, all_groups
+from repro.exact.expected import all_groups, binomial
 from repro.exact.flow import drawn, path
 from repro.exact.result import FAILS, HOLDS, PART, Finding, Result, Table
 from repro.exact.task import F64, bandit
@@ -68,7 +68,7 @@ def number(t) -> float | None:
 def on_a_batch(o: Objective, doses: Tensor, hp: dict, mu: float = MU, k: int = K, most: int = MOST) -> list[float]:
     """Rollouts (updates / k, interpolated in log-odds) until the right arm of four is at 1/2; inf if not in `most`."""
     task = bandit([1.0, 0, 0, 0])
-    theta = task.start(torch.tensor([[mu, *[(1 - mu) / 3] * 3]], dtype=F64)).expand(len(doses), -1, -1)
+    theta = task.start([[mu, *[(1 - mu) / 3] * 3]]).expand(len(doses), -1, -1)
     when = torch.full((len(doses),), float("inf"), dtype=F64)
     before = None
     for s in islice(path(task, o, theta, lr=doses / k, k=k, G=G, adv=ADV, **hp), most):
