@@ -3,9 +3,10 @@
 
     θ <- θ + lr ∇ E_old[J(θ)]
 
-Plain ascent, so that an update is nothing but the objective's: no momentum, no Adam, no clipping of gradients. The
-mini-batch is infinite, so a path is the limit of many prompts, not the mean of the paths of small batches; `drawn` is
-for those: each possible group alone, k epochs on it, weighted by its probability.
+Plain ascent, so that an update is nothing but the objective's: no momentum, no clipping of gradients. (Adam gives every
+logit of a table a step of about lr, however rare its token; tables "with Adam" show what that changes.) The mini-batch
+is infinite, so a path is the limit of many prompts, not the mean of the paths of small batches; `drawn` is for those:
+each possible group alone, k epochs on it, weighted by its probability.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,15 +38,17 @@ class State:
 
 def path(
     task: Task, objective: Objective, theta: Tensor, *, lr, k, G: int | None = 8, adv: str | None = None, way: str = "",
-    **hp,
+    adam: bool = False, **hp,
 ) -> Iterator[State]:  # fmt: skip
-    """The states one after another, without end. lr and k: a number, or one per policy (k = 0: π_old stays)."""
+    """The states one after another, without end. lr and k: a number, or one per policy (k = 0: π_old stays); adam:
+    Adam's steps (betas 0.9, 0.999; eps 1e-8) in the place of plain ascent."""
     theta, S = theta.clone(), len(theta)
     lr, k = torch.as_tensor(lr, dtype=F64).expand(S), torch.as_tensor(k).expand(S)
     if not (lr.isfinite() & (lr > 0)).all() or (k < 0).any():
         raise InputError("a path needs a learning rate > 0 and k >= 0 updates from one π_old.")
     lp_old, update = task.log_probs(theta), 0
     rows = expected.rows(task, lp_old, objective, G, adv, way)
+    m, v = torch.zeros_like(theta), torch.zeros_like(theta)
     while True:
         new = (k > 0) & (update % k.clamp(min=1) == 0)
         lp = task.log_probs(theta)
@@ -54,7 +57,10 @@ def path(
             rows = expected.rows(task, lp_old, objective, G, adv, way)
         g = gradient(task, objective, theta, lp_old, rows, **hp)
         yield State(update, theta, lp, lp_old, task.responses(lp), g, rows)
-        theta, update = theta + lr[:, None, None] * g, update + 1
+        update += 1
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+        step = m / (1 - 0.9**update) / ((v / (1 - 0.999**update)).sqrt() + 1e-8) if adam else g
+        theta = theta + lr[:, None, None] * step
 
 
 def gradient(task: Task, objective: Objective, theta: Tensor, lp_old: Tensor, rows: Rows, **hp) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import upref
-from repro.exact import flow
+from repro.exact import expected, flow
 from repro.exact.expected import all_groups, group_probability
 from repro.exact.experiments import collapse, drawn, entropy, fixed_points, mass, rise
 from repro.exact.task import F64, bandit
@@ -193,6 +193,23 @@ def test_the_draw_of_off_policy_reinforce_is_a_straight_line():
     assert found[0] == pytest.approx(kl, rel=1e-9)
 
 
+def test_one_group_pushes_a_rare_right_answer_as_much_as_a_common_one_or_more():
+    """Each is in it once: dz_a = (w_a A - p_a S)/G, S = Σ w A over the group: 0 at first, so their ratios are equal;
+    later S > 0 for these objectives, and it takes more from the common one. Under REINFORCE S stays 0."""
+    task = bandit(drawn.RIGHT)
+    theta, group = task.start([drawn.MU]), torch.tensor([[0, 1, 2, 2]])
+    moved = lambda o, k: (task.log_probs(flow.drawn(task, o, theta, group, lr=0.1, k=k)) - task.log_probs(theta))[
+        0, :2, 0
+    ].tolist()
+    for o in (DAPO, UP, OFF):
+        rare, common = moved(o, 1)
+        assert rare == pytest.approx(common, abs=1e-15) and rare > 0
+        rare, common = moved(o, 30)
+        assert rare == pytest.approx(common, abs=1e-12) if o is OFF else rare > common + 1e-4
+    rare, common = mass.passing_in_one_group(mass.MU)
+    assert rare < common
+
+
 def test_no_gradient_of_importance_sampling_passes_its_bound():
     """|weight| = A r (1-p) <= A/(4 mu) √2 for the term of one token in one of G places (p = mu r)."""
     for mu in (0.01,):
@@ -200,6 +217,28 @@ def test_no_gradient_of_importance_sampling_passes_its_bound():
         best = (1 - 1 / drawn.G) / sqrt(1 / drawn.G) / drawn.G  # A of one right answer of G, over G
         assert largest < 1.3 * best / (4 * mu) * sqrt(2) + 1
     assert largest > 0.5 * best / (4 * mu) * sqrt(2)
+
+
+def test_adam_moves_every_logit_alike_at_first():
+    """Its first step is lr sign(g): a rare right token moves as far as a common one."""
+    task = bandit([1.0, 1, 0])
+    theta = task.start([[0.001, 0.3, 0.699]])
+    step = last(flow.path(task, UP, theta, lr=0.01, k=1, adam=True), 1).theta - theta
+    assert torch.allclose(step[0, 0], torch.tensor([0.01, 0.01, -0.01], dtype=F64), atol=1e-6)
+
+
+def test_adam_is_torchs():
+    task, theta = bandit([1.0, 1, 0]), torch.tensor([[[0.1, -0.5, 0.7]]], dtype=F64)
+    ours = last(flow.path(task, DAPO, theta, lr=0.05, k=4, adam=True), 12).theta
+    p = theta.clone().requires_grad_()
+    optimizer = torch.optim.Adam([p], lr=0.05, maximize=True)
+    for n in range(12):
+        if n % 4 == 0:
+            lp_old = task.log_probs(p.detach())
+            rows = expected.rows(task, lp_old, DAPO, 8)
+        p.grad = flow.gradient(task, DAPO, p, lp_old, rows)
+        optimizer.step()
+    assert torch.allclose(ours, p.detach(), atol=1e-12)
 
 
 def test_the_chain_without_drift_is_the_waiting_time_of_the_flow():

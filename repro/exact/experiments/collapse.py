@@ -23,6 +23,7 @@ ARMS = ["dapo", "dapo_no_upper_clip", "up_dapo", "reinforce_off_policy", "topr",
 RIGHT = [[1.0, 0, 0, 0, 1, 0, 0, 0, 1], [1.0, 0, 0, 1, 0, 0, 0, 1, 0]]  # all three right arms differ; two agree
 ANGLES, K, ROLLOUTS, G, ADV, DROP = 8, 16, 40, 8, "group_norm", 0.1
 DOSES = 2.0 ** torch.arange(2, 11, dtype=F64)
+ADAM = 2.0 ** torch.arange(-1, 6, dtype=F64)
 
 
 def run(arms) -> Result:
@@ -31,10 +32,17 @@ def run(arms) -> Result:
     columns = ["objective", *[f"{d:g}" for d in DOSES]]
     share = {n: (best - end > DROP).to(F64).flatten(0, -2).mean(0) for n, (end, best) in found.items()}
     reward = {n: end.flatten(0, -2).mean(0) for n, (end, _) in found.items()}
+    with_adam = {n: grid(o, hp, doses=ADAM, adam=True) for n, o, hp in arms}
+    adam = {n: (best - end > DROP).to(F64).flatten(0, -2).mean(0) for n, (end, best) in with_adam.items()}
     count = ANGLES**2 * len(RIGHT)
     tables = [
         Table(f"Share of {count} tasks that collapsed, by lr k", columns, [[n, *share[n].tolist()] for n in names]),
         Table(f"Mean reward after {ROLLOUTS} rollouts, by lr k", columns, [[n, *reward[n].tolist()] for n in names]),
+        Table(
+            "Share that collapsed with Adam, by lr k",
+            ["objective", *[f"{d:g}" for d in ADAM]],
+            [[n, *adam[n].tolist()] for n in names],
+        ),
     ]
     with draw.panels(2, "One layer, three prompts: which drift destroys what was learnt", names) as (fig, axes):
         colour = draw.colours(names)
@@ -50,7 +58,7 @@ def run(arms) -> Result:
         f"groups of {G}, {ROLLOUTS} rollouts of k = {K} updates, advantage {ADV} for every arm. Collapsed: more than "
         f"{DROP:g} below the best reward before."
     )
-    return Result("collapse", "The basin of collapse.", setting, tables, fig, findings(share))
+    return Result("collapse", "The basin of collapse.", setting, tables, fig, findings(share, adam))
 
 
 def tasks(right: list[float], angles: int, doses: Tensor) -> tuple[Task, Tensor, tuple[int, ...]]:
@@ -63,14 +71,16 @@ def tasks(right: list[float], angles: int, doses: Tensor) -> tuple[Task, Tensor,
     return bandit(right, prompts=3, features=features), dose, shape
 
 
-def grid(o: Objective, hp: dict, angles: int = ANGLES, doses: Tensor = DOSES, rollouts: int = ROLLOUTS):
+def grid(
+    o: Objective, hp: dict, angles: int = ANGLES, doses: Tensor = DOSES, rollouts: int = ROLLOUTS, adam: bool = False
+):
     """Reward at the end and the best at the start of a rollout: two of [placements, angles, angles, doses]."""
     ends, bests = [], []
     for right in RIGHT:
         task, dose, shape = tasks(right, angles, doses)
         theta = torch.zeros(len(dose), 2, 3, dtype=F64)
         best = torch.zeros(len(dose), dtype=F64)
-        for s in islice(path(task, o, theta, lr=dose / K, k=K, G=G, adv=ADV, **hp), rollouts * K + 1):
+        for s in islice(path(task, o, theta, lr=dose / K, k=K, G=G, adv=ADV, adam=adam, **hp), rollouts * K + 1):
             if s.update % K == 0:
                 end = task.right(s.pi).mean(1)
                 best = torch.maximum(best, end)
@@ -79,7 +89,7 @@ def grid(o: Objective, hp: dict, angles: int = ANGLES, doses: Tensor = DOSES, ro
     return torch.stack(ends), torch.stack(bests)
 
 
-def findings(share) -> list[Finding]:
+def findings(share, adam) -> list[Finding]:
     if not {"dapo", "up_dapo", "dapo_no_upper_clip", "reinforce_off_policy"} <= set(share):
         return []
     first = {n: next((float(d) for d, s in zip(DOSES, v, strict=True) if s > 0), None) for n, v in share.items()}
@@ -90,12 +100,14 @@ def findings(share) -> list[Finding]:
     return [
         Finding(
             "Without the clip of wrong answers training collapses", "Sec. 5.3", HOLDS if symmetric else FAILS,
-            f"off-policy REINFORCE collapses {at('reinforce_off_policy')}, UP {at('up_dapo')}",
+            f"off-policy REINFORCE collapses {at('reinforce_off_policy')}, UP {at('up_dapo')}; with Adam in up to "
+            f"{adam['reinforce_off_policy'].max():.0%} and {adam['up_dapo'].max():.0%}",
         ),
         Finding(
             "Without the upper clip importance sampling collapses where UP does not", "Sec. 5.3",
             HOLDS if bare else FAILS,
-            f"without the upper clip {at('dapo_no_upper_clip')}, UP {at('up_dapo')}: in expectation r costs nothing, "
+            f"without the upper clip {at('dapo_no_upper_clip')}, UP {at('up_dapo')}; with Adam in up to "
+            f"{adam['dapo_no_upper_clip'].max():.0%} and {adam['up_dapo'].max():.0%}: in expectation r costs nothing, "
             "E_old[r A ∇log π] is bounded",
         ),
         Finding(

@@ -23,6 +23,7 @@ RIGHT = [1.0, 1, 1, 1, 1, 0, 0]
 AGAIN = [2.0, 8.0, 32.0, 64.0]
 K, G, ADV, AIM, MOST = 16, 8, "group_norm", 0.95, 1500
 DOSES = 2.0 ** torch.arange(0, 7.1, 0.5, dtype=F64)  # beyond, one update alone takes all
+ADAM = 2.0 ** torch.arange(-3, 3, dtype=F64)
 SHOWN = 16.0  # the dose of the right panel
 
 
@@ -39,6 +40,9 @@ def run(arms) -> Result:
             [[n, *[None if v != v else v for v in found[n][0][::2].tolist()]] for n in names],
         )
     ]
+    adam = {n: kept(o, starts[: len(ADAM)], ADAM, hp, adam=True)[0] for n, o, hp in arms}
+    columns = ["objective", *[f"{d:g}" for d in ADAM]]
+    tables.append(Table("The same with Adam", columns, [[n, *h.tolist()] for n, h in adam.items()]))
     of = {n: (o, hp) for n, o, hp in arms}
     wins = {n: ensemble(of["up_dapo"], of[n]) for n in names if "up_dapo" in of and n != "up_dapo"}
     if wins:
@@ -60,14 +64,19 @@ def run(arms) -> Result:
         f"Seven arms, π_old = {MU} at the start, the first five right; infinite batch of groups of {G}, k = {K}, "
         f"advantage {ADV} for every arm."
     )
-    return Result("entropy", "What is left of the other right answers.", setting, tables, fig, findings(found, wins))
+    return Result(
+        "entropy", "What is left of the other right answers.", setting, tables, fig, findings(found, adam, wins)
+    )
 
 
 def entropy(p: Tensor) -> Tensor:
     return -(p * p.clamp(min=1e-300).log()).sum(-1)
 
 
-def kept(o: Objective, starts: Tensor, doses: Tensor, hp: dict, aim: float = AIM, most: int = MOST, k: int = K):
+def kept(
+    o: Objective, starts: Tensor, doses: Tensor, hp: dict, aim: float = AIM, most: int = MOST, k: int = K,
+    adam: bool = False,
+):  # fmt: skip
     """From each start [S, 7] at its dose [S]: the entropy among the right arms at the first update at which they have
     `aim` [S], NaN if in `most` updates they have not; along the path, the share of right answers and the entropy of the
     whole policy, [updates, S]."""
@@ -75,7 +84,7 @@ def kept(o: Objective, starts: Tensor, doses: Tensor, hp: dict, aim: float = AIM
     theta = task.start(starts[:, None])
     H = torch.full((len(doses),), float("nan"), dtype=F64)
     shares, whole = [], []
-    for s in islice(path(task, o, theta, lr=doses / k, k=k, G=G, adv=ADV, **hp), most):
+    for s in islice(path(task, o, theta, lr=doses / k, k=k, G=G, adv=ADV, adam=adam, **hp), most):
         P = s.pi @ task.reward
         q = s.pi * task.reward / P[:, None]
         H = torch.where((P >= aim) & H.isnan(), entropy(q), H)
@@ -108,7 +117,7 @@ def ensemble(up: tuple[Objective, dict], base: tuple[Objective, dict]) -> list[s
     return [f"{int(m)} : {int(n)}" for m, n in zip((a > b).sum(0), (a < b).sum(0), strict=True)]
 
 
-def findings(found, wins) -> list[Finding]:
+def findings(found, adam, wins) -> list[Finding]:
     if not {"dapo", "up_dapo", "dapo_no_upper_clip"} <= set(found):
         return []
     up, dapo, bare = (found[n][0] for n in ("up_dapo", "dapo", "dapo_no_upper_clip"))
@@ -118,7 +127,9 @@ def findings(found, wins) -> list[Finding]:
             "UP keeps more entropy than DAPO", "Sec. 5.2", HOLDS if not less.any() else PART if more.any() else FAILS,
             f"more at lr k = {spans(more)}, less at {spans(less)} (down to {(up / dapo).min():.2g} of it): there the "
             f"clip stops the common right answers first. Of {len(other_starts())} other starts, more : less "
-            + listed(wins["dapo"]),
+            + listed(wins["dapo"])
+            + f"; with Adam {(adam['up_dapo'] / adam['dapo']).min():.3g} to "
+            f"{(adam['up_dapo'] / adam['dapo']).max():.3g} of DAPO's: equal steps for all right tokens keep all of it",
         ),
         Finding(
             "UP keeps more entropy than importance sampling without a clip", "Sec. 5.3",

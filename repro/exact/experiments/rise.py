@@ -24,6 +24,7 @@ from upref.registry import Objective
 ARMS = ["dapo", "dapo_no_upper_clip", "up_dapo", "reinforce_off_policy", "cispo", "gppo", "sapo", "dppo_tv", "aspo"]
 MU, K, G = 0.01, 16, 8
 DOSES = 2.0 ** torch.arange(0, 11, dtype=F64)  # lr k: how far θ can go in one rollout
+ADAM = 2.0 ** torch.arange(-3, 4, dtype=F64)  # Adam's step is about lr, whatever the gradient
 DRAWN = 2.0 ** torch.arange(-4, 6.1, 0.5, dtype=F64)
 ADV = "group_norm"  # for every arm, so that only the surrogate differs
 MOST = 4000  # updates
@@ -31,12 +32,18 @@ MOST = 4000  # updates
 
 def run(arms) -> Result:
     batch = {name: on_a_batch(o, DOSES, hp) for name, o, hp in arms}
+    adam = {name: on_a_batch(o, ADAM, hp, adam=True) for name, o, hp in arms}
     alone = {name: [on_a_group(o, float(d), hp=hp) for d in DRAWN] for name, o, hp in arms}
     tables = [
         Table(
             f"Rollouts of infinitely many groups until the right token is at 1/2, from {MU}, by lr k",
             ["objective", *[f"{d:g}" for d in DOSES]],
             [[n, *map(number, t)] for n, t in batch.items()],
+        ),
+        Table(
+            "The same with Adam",
+            ["objective", *[f"{d:g}" for d in ADAM]],
+            [[n, *map(number, t)] for n, t in adam.items()],
         ),
         Table(
             f"Expected rollouts of one group of {G} until it is at 1/2, from {MU}, by lr k",
@@ -58,20 +65,22 @@ def run(arms) -> Result:
         f"mu = {MU}, G = {G}, k = {K}, advantage {ADV} for every arm. Infinite batch: four arms, one right, advantages "
         "averaged over all groups of 8 (by counts). One group: two arms, one right, exact up to the grid of log-odds."
     )
-    return Result("rise", "How long a rare right token takes.", setting, tables, fig, findings(batch, alone))
+    return Result("rise", "How long a rare right token takes.", setting, tables, fig, findings(batch, adam, alone))
 
 
 def number(t) -> float | None:
     return None if not t < float("inf") else float(t)
 
 
-def on_a_batch(o: Objective, doses: Tensor, hp: dict, mu: float = MU, k: int = K, most: int = MOST) -> list[float]:
+def on_a_batch(
+    o: Objective, doses: Tensor, hp: dict, mu: float = MU, k: int = K, most: int = MOST, adam: bool = False
+) -> list[float]:
     """Rollouts (updates / k, interpolated in log-odds) until the right arm of four is at 1/2; inf if not in `most`."""
     task = bandit([1.0, 0, 0, 0])
     theta = task.start([[mu, *[(1 - mu) / 3] * 3]]).expand(len(doses), -1, -1)
     when = torch.full((len(doses),), float("inf"), dtype=F64)
     before = None
-    for s in islice(path(task, o, theta, lr=doses / k, k=k, G=G, adv=ADV, **hp), most):
+    for s in islice(path(task, o, theta, lr=doses / k, k=k, G=G, adv=ADV, adam=adam, **hp), most):
         x = torch.logit(s.pi[:, 0], eps=1e-15)
         if before is not None:
             part = -before / (x - before)
@@ -119,18 +128,19 @@ def drawn_from(task, o, theta, groups, lr, k, hp):
     return drawn(task, o, theta, groups, lr=lr, k=k, adv=ADV, **hp)
 
 
-def findings(batch, alone) -> list[Finding]:
+def findings(batch, adam, alone) -> list[Finding]:
     if not {"dapo", "up_dapo", "dapo_no_upper_clip"} <= set(batch):
         return []
     ratio = lambda t: torch.tensor(t["dapo"], dtype=F64) / torch.tensor(t["up_dapo"], dtype=F64)
-    a, b = ratio(batch), ratio(alone)
+    a, b, c = ratio(batch), ratio(alone), ratio(adam)
     slow = torch.tensor(batch["up_dapo"], dtype=F64) / torch.tensor(batch["dapo_no_upper_clip"], dtype=F64)
     first = next((float(d) for d, q in zip(DRAWN, b, strict=True) if q > 1.1), None)
     out = [
         Finding(
             "The upper clip stifles rare right tokens", "Sec. 3.3", PART if b.max() > 1.5 else FAILS,
             f"one group a rollout: DAPO takes up to {b.max():.2g} times UP's rollouts, and more than 1.1 times only "
-            f"from lr k = {first:.3g}; infinite batch: between {a.min():.2g} and {a.max():.2g} times" if first else
+            f"from lr k = {first:.3g}; infinite batch: {a.min():.2g} to {a.max():.2g} times, with Adam "
+            f"{c.min():.2g} to {c.max():.2g} times" if first else
             f"DAPO takes at most {b.max():.3g} times UP's rollouts",
         ),
         Finding(
