@@ -204,8 +204,9 @@ def test_one_group_pushes_a_rare_right_answer_as_much_as_a_common_one_or_more():
     for o in (DAPO, UP, OFF):
         rare, common = moved(o, 1)
         assert rare == pytest.approx(common, abs=1e-15) and rare > 0
-        rare, common = moved(o, 30)
+        rare, common = moved(o, 3)
         assert rare == pytest.approx(common, abs=1e-12) if o is OFF else rare > common + 1e-4
+    assert moved(UP, 30)[0] > moved(UP, 30)[1] + 0.1
     rare, common = mass.passing_in_one_group(mass.MU)
     assert rare < common
 
