@@ -127,7 +127,7 @@ def test_a_true_table_fits(ns, rows, rng, weighted):
     header = ["name", *[f"c{j}" for j in range(len(ns))], "avg"]
     lines = [header, ["n", *map(str, ns), ""]]
     for i in range(rows):
-        p = [Fraction(100 * rng.randint(0, n), n) for n in ns]
+        p = [Fraction(100 * rng.randint((n + 1) // 2, n), n) for n in ns]
         w = [Fraction(n) if weighted else Fraction(1) for n in ns]
         mean = sum(x * v for x, v in zip(p, w, strict=True)) / sum(w)
         lines.append([f"row{i}", *[f"{float(x):.2f}" for x in p], f"{float(mean):.2f}"])
@@ -185,6 +185,19 @@ def test_markdown_with_what_people_put_in():
     assert found and not found.chances and "follows" in str(found)
 
 
+@pytest.mark.parametrize(
+    "text", ["m;x;y\na;50.1;2", "m\tx\ty\na\t50.1 ± 0.3\t2 %", "m,x,y\n# told by mail\na,50.1%,**2**"]
+)
+def test_other_ways_to_write_it(text):
+    assert read(text).cells == [["50.1", "2"]]
+
+
+def test_one_row_and_a_clear_winner():
+    assert audit(read("m,x\nn,40\na,50")).chances == []
+    clear = audit(read("m,x\nn,100\na,100\nb,0"))
+    assert clear.chances[0].contenders == ["a"] and "those 1" not in str(clear)
+
+
 def test_too_few_numbers_tell_no_n():
     found = audit(read("name,x\na,50.00\nb,25.00"))
     assert 4 in found.columns[0].fit and 8 in found.columns[0].fit
@@ -215,6 +228,7 @@ def test_no_n_is_no_crash():
         ("name,x\na,1\na,2", "one name"),
         ("name,avg,mean\na,1,2", "called an average"),
         ("name,avg\na,1", "one column of numbers"),
+        ("name,x\na,0.53\nb,0.61", "give per cent"),
     ],
 )
 def test_bad_tables_are_one_sentence(text, says, tmp_path, capsys):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A table of results, audited: could these numbers be, and what does the winner's lead mean?
 
-    method,AIME24,AMC23,Average        CSV, or a markdown table; per cent, as printed: the decimals are read, too
+    method,AIME24,AMC23,Average        CSV (or tab, or semicolon) or a markdown table; per cent, all decimals
     n,30x32,40,                        optional: how many answers, PROBLEMSxSAMPLES, or several to choose from: 674|675
-    GRPO,35.73,75.00,55.37             lines that begin with # are left out; an empty cell or a dash is no number
+    GRPO,35.73,75.00,55.37             no number: an empty cell, a dash; left out: lines with # first, all after ±
 
 A column called Average (avg, mean) is the mean of the others. Told are: which numbers of answers make a column possible
 (a printed p is some k/n, rounded), whether the averages follow, the standard error of each, how often chance makes such
@@ -72,7 +72,8 @@ def read(text: str) -> ResultsTable:
         grid = [row for row in grid if not all(set(c) <= set(":- ") and "-" in c for c in row)]
         grid = [[c.replace("¦", "|") for c in row] for row in grid]
     else:
-        grid = [[c.strip() for c in row] for row in csv.reader(lines)]
+        comma = next((c for c in ",\t;" if lines and c in lines[0]), ",")
+        grid = [[c.strip() for c in row] for row in csv.reader(lines, delimiter=comma)]
     if len(grid) < 2 or len(grid[0]) < 2:
         raise InputError("this is no table: give a header, a column of names, and at least one row of percentages.")
     head = grid[0]
@@ -91,6 +92,9 @@ def read(text: str) -> ResultsTable:
         raise InputError("two rows have one name: call them differently.")
     counts = [_candidates(said[0][i], head[i]) if said else [] for i in at]
     cells = [[_printed(row[i], row[0], head[i]) for i in at] for row in body]
+    values = {Decimal(t) for row in cells for t in row if t}
+    if values and max(values) <= 1 and len(values - {Decimal(0), Decimal(1)}) > 1:
+        raise InputError("no number is above 1: these look like shares, give per cent.")
     averages = [_printed(row[average[0]], row[0], "average") for row in body] if average else None
     return ResultsTable([head[i] for i in at], [row[0] for row in body], cells, counts, averages)
 
@@ -111,7 +115,7 @@ def _candidates(text: str, column: str) -> list[Count]:
 
 
 def _printed(text: str, row: str, column: str) -> str | None:
-    text = text.strip().strip("*_` ").removesuffix("%").removesuffix("\\").strip()
+    text = text.partition("±")[0].strip().strip("*_` ").removesuffix("%").removesuffix("\\").strip()
     if text.lower() in BLANK:
         return None
     try:
@@ -427,9 +431,12 @@ def _text(a: Audit) -> list[str]:
             f"({', '.join(luck.contenders[1:]) or 'none'})",
             f"    drawn again, the rows as good as printed, {a.winner} is first in {luck.again_first:.1%}",
             f"    {a.winner} and {a.second} equally good, it leads by as much in {luck.lead_of_two:.1%}",
-            f"    those {rows} equally good, whoever is first leads the next by as much in {luck.lead_if_equal:.1%}, "
-            f"and it is {a.winner} in {1 / rows:.1%}",
         ]
+        if rows > 1:
+            out.append(
+                f"    those {rows} equally good, whoever is first leads the next by as much in "
+                f"{luck.lead_if_equal:.1%}, and it is {a.winner} in {1 / rows:.1%}"
+            )
     if a.chances:
         out.append(
             f"  Binomial in every cell, cells and rows independent, {a.draws} draws, seed {a.seed}. Rows that answer "

@@ -128,8 +128,8 @@ def findings(found, adam, wins) -> list[Finding]:
             f"more at lr k = {spans(more)}, less at {spans(less)} (down to {(up / dapo).min():.2g} of it): there the "
             f"clip stops the common right answers first. Of {len(other_starts())} other starts, more : less "
             + listed(wins["dapo"])
-            + f"; with Adam {(adam['up_dapo'] / adam['dapo']).min():.3g} to "
-            f"{(adam['up_dapo'] / adam['dapo']).max():.3g} of DAPO's: equal steps for all right tokens keep all of it",
+            + "; with Adam, whose steps are equal for all right tokens, every objective keeps all of it (UP/DAPO "
+            f"{(adam['up_dapo'] / adam['dapo']).min():.3g} to {(adam['up_dapo'] / adam['dapo']).max():.3g})",
         ),
         Finding(
             "UP keeps more entropy than importance sampling without a clip", "Sec. 5.3",

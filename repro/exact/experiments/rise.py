@@ -61,6 +61,7 @@ def run(arms) -> Result:
             ax.set(xscale="log", yscale="log", xlabel=f"lr k, with k = {K} updates a rollout")
             draw.heading(ax, text)
         left.set_ylabel("rollouts, expected")
+        right.set_yticks([15, 30, 60, 120, 240])
     setting = (
         f"mu = {MU}, G = {G}, k = {K}, advantage {ADV} for every arm. Infinite batch: four arms, one right, advantages "
         "averaged over all groups of 8 (by counts). One group: two arms, one right, exact up to the grid of log-odds."
