@@ -23,7 +23,7 @@ from torch import Tensor
 
 from repro.exact.task import F64, Task, per_prompt
 from upref import advantages
-from upref.aggregate import Totals
+from upref.aggregation import Totals
 from upref.errors import InputError
 from upref.registry import Objective
 
