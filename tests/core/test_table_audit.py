@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from upref.errors import InputError
 from upref.table_audit import PAPER, audit, consistent, main, mean_fits, mend, numerators, one_digit_off, possible, read
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEX = next((p for p in (ROOT.parent / "shared/up_paper.tex", ROOT / "shared/up_paper.tex") if p.exists()), None)
 TABLE = read(PAPER.read_text(encoding="utf-8"))
 FOUND = audit(TABLE)
