@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an objective is: one pure function, its hand-written weight, and the facts of its paper."""
+"""What an objective is: one pure function, its hand-written weight, and the facts of its paper.
+
+One file, because the three are read together: what is registered, what it computes, what its gradient is.
+"""
 
 import difflib
 import importlib

@@ -103,8 +103,7 @@ def _off(x: Tensor, y: Tensor) -> Tensor:
 
 
 def same(term: Formula, other: Formula, which: tuple[int, ...] = (0, 1), tol: float = 1e-5) -> bool:
-    x, y = both(term, NEAR), both(other, NEAR)
-    return all(bool(_off(x[i], y[i]).max() <= tol) for i in which)
+    return all(bool(_off(both(term, NEAR)[i], both(other, NEAR)[i]).max() <= tol) for i in which)
 
 
 # ---- a vocabulary that can be enumerated -----------------------------------------------------------------------------
