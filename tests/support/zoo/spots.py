@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501
 """Blind spots: losses that only an unusual input tells apart from their objective, and right ones that look wrong.
 
-WRONG: each with what its author did. RIGHT: what a checker must let pass. NAMED: what identify must answer. CAUSES: what
-the report must say. None of them is in the zoo's ALL, whose witnesses look at ordinary batches.
+WRONG: each with what its author did. RIGHT: what a checker must let pass. NAMED: what identify must answer. CAUSES:
+what the report must say. None of them is in the zoo's ALL, whose witnesses look at ordinary batches.
 """
 
 import math
@@ -221,7 +222,10 @@ WRONG = [
 def _up(f):
     def loss(log_prob, old_log_prob, advantages, mask, group):
         global clipped
-        keep, clipped = clipped, lambda x, A, *_: torch.where(A > 0, A * x, torch.minimum(x.exp() * A, x.exp().clamp(min=0.8) * A))  # noqa: E501
+        keep, clipped = (
+            clipped,
+            lambda x, A, *_: torch.where(A > 0, A * x, torch.minimum(x.exp() * A, x.exp().clamp(min=0.8) * A)),
+        )
         try:
             return f(log_prob, old_log_prob, advantages, mask, group)
         finally:
@@ -297,7 +301,7 @@ RIGHT = [
 ]  # fmt: skip
 
 # ---- what identify must say ------------------------------------------------------------------------------------------
-I = lambda name, J, objective, says="", agg=mean, **hp: Spot(named(name, token(J, agg)), objective, says, hp)
+NAME = lambda name, J, objective, says="", agg=mean, **hp: Spot(named(name, token(J, agg)), objective, says, hp)
 e = math.exp
 
 
@@ -317,14 +321,15 @@ def with_constant(x, mask):
 
 
 NAMED = [
-    I("bounds_of_e_0_25", lambda lp, x, A, m: clipped(x, A, 1 - e(-0.25), e(0.25) - 1), "dapo", eps_low=1 - e(-0.25), eps_high=e(0.25) - 1),
+    NAME("bounds_of_e_0_25", lambda lp, x, A, m: clipped(x, A, 1 - e(-0.25), e(0.25) - 1), "dapo", eps_low=1 - e(-0.25), eps_high=e(0.25) - 1),
     *(Spot(gmpo_of(x), "gmpo", "", {"eps": x}) for x in (0.25, 0.3, 0.5, 0.75, 1.0)),
-    I("bound_at_1", lambda lp, x, A, m: clipped(x, A, 0.2, 0.0), "dapo", eps_low=0.2, eps_high=0.0),
-    I("quarter_of_grpo", lambda lp, x, A, m: clipped(x, A, 0.2, 0.2), "grpo", "0.25 times", quarter, eps=0.2),
-    I("constant_in_grpo", lambda lp, x, A, m: clipped(x, A, 0.2, 0.2), "grpo", "", with_constant, eps=0.2),
-    I("inverted", lambda lp, x, A, m: clipped(-x, A, 0.2, 0.2), "grpo", "inverted", per_row),
-    I("cap_below_1", lambda lp, x, A, m: x.exp().clamp(max=0.5).detach() * A * lp, "", ""),
+    NAME("bound_at_1", lambda lp, x, A, m: clipped(x, A, 0.2, 0.0), "dapo", eps_low=0.2, eps_high=0.0),
+    NAME("quarter_of_grpo", lambda lp, x, A, m: clipped(x, A, 0.2, 0.2), "grpo", "0.25 times", quarter, eps=0.2),
+    NAME("constant_in_grpo", lambda lp, x, A, m: clipped(x, A, 0.2, 0.2), "grpo", "", with_constant, eps=0.2),
+    NAME("inverted", lambda lp, x, A, m: clipped(-x, A, 0.2, 0.2), "grpo", "inverted", per_row),
+    NAME("cap_below_1", lambda lp, x, A, m: x.exp().clamp(max=0.5).detach() * A * lp, "", ""),
 ]  # fmt: skip
+
 
 # ---- what the report must say ----------------------------------------------------------------------------------------
 def stateful():
@@ -356,13 +361,13 @@ def K(name, f, why):
 ppo = lambda x, A: clipped(x, A, 0.2, 0.2)
 CAUSES = [
     Spot(named("stateful", token(stateful())), "dapo", "keeps state"),
-    I("cap_absolute", lambda lp, x, A, m: x.exp().clamp(max=4.0).detach() * A * lp, "cispo", "absolute"),
-    I("soft_gate_detached", lambda lp, x, A, m: torch.sigmoid(x.exp() - 1).detach() * 4 * A * lp, "sapo", "detach", per_row, tau_pos=1.0, tau_neg=1.0),
-    I("token_ratio_in_gspo", lambda lp, x, A, m: clipped(x, A, 3e-4, 4e-4), "gspo", "ratio of the token", per_row),
-    I("max_for_a_negative", lambda lp, x, A, m: torch.where(A < 0, torch.maximum(x.exp() * A, x.exp().clamp(0.8, 1.28) * A), clipped(x, A)), "dapo", "maximum"),
-    I("max_for_a_positive", lambda lp, x, A, m: torch.where(A > 0, torch.maximum(x.exp() * A, x.exp().clamp(0.8, 1.28) * A), clipped(x, A)), "dapo", "maximum"),
-    I("whole_batch_sum", lambda lp, x, A, m: clipped((x.where(m, 0).sum() / m.sum()).expand_as(x), A, 3e-4, 4e-4), "gspo", "whole batch", per_row),
-    I("missing_stop_gradient", lambda lp, x, A, m: x.exp().clamp(max=5.0) * A * lp, "cispo", "not detached"),
+    NAME("cap_absolute", lambda lp, x, A, m: x.exp().clamp(max=4.0).detach() * A * lp, "cispo", "absolute"),
+    NAME("soft_gate_detached", lambda lp, x, A, m: torch.sigmoid(x.exp() - 1).detach() * 4 * A * lp, "sapo", "detach", per_row, tau_pos=1.0, tau_neg=1.0),
+    NAME("token_ratio_in_gspo", lambda lp, x, A, m: clipped(x, A, 3e-4, 4e-4), "gspo", "ratio of the token", per_row),
+    NAME("max_for_a_negative", lambda lp, x, A, m: torch.where(A < 0, torch.maximum(x.exp() * A, x.exp().clamp(0.8, 1.28) * A), clipped(x, A)), "dapo", "maximum"),
+    NAME("max_for_a_positive", lambda lp, x, A, m: torch.where(A > 0, torch.maximum(x.exp() * A, x.exp().clamp(0.8, 1.28) * A), clipped(x, A)), "dapo", "maximum"),
+    NAME("whole_batch_sum", lambda lp, x, A, m: clipped((x.where(m, 0).sum() / m.sum()).expand_as(x), A, 3e-4, 4e-4), "gspo", "whole batch", per_row),
+    NAME("missing_stop_gradient", lambda lp, x, A, m: x.exp().clamp(max=5.0) * A * lp, "cispo", "not detached"),
     K("kl_clamped_low", lambda lp, x, A, d, beta: ppo(x, A) - beta * k3(d).clamp(max=0.02), "clamped"),
     K("kl_in_the_advantage", lambda lp, x, A, d, beta: ppo(x, A - beta * k3(d).detach()), "advantage"),
     K("kl_times_the_ratio", lambda lp, x, A, d, beta: ppo(x, A) - beta * k3(d) * x.exp(), "times the ratio"),
