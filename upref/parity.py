@@ -108,7 +108,7 @@ def compare(
         """(weights, terms) at these log-probabilities; a term of a whole response stands in its first column."""
         args = dict(logp=x.to(dtype), logp_old=old.to(dtype), adv=A.to(dtype), mask=mask)
         b = Rollouts.unchecked(**args, totals=totals, entropy=H)  # it is what was trained on
-        terms = objective.unreduced(*args.values(), H, **hp)
+        terms = objective.unreduced(b.logp, b.logp_old, b.adv, mask, H, **hp)
         if terms.ndim == 1:
             terms = torch.nn.functional.pad(torch.where(mask.any(1), terms, 0)[:, None], (0, mask.shape[1] - 1))
         else:

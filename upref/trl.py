@@ -5,7 +5,7 @@
     GRPOTrainer(model, reward_funcs, args, train_dataset=data, objective="up_dapo", hp={"eps_low": 0.2}).train()
 
 `objective` is a name of `upref list`, `up(NAME)`, or an Objective of your own; `hp` its hyperparameters, the paper's
-unless given. `class Mine(Trains, YourTrainer)` puts the same into a trainer of your own that keeps TRL's loss.
+unless given. `class Mine(GRPOTrainer, YourTrainer)` puts it before a trainer of your own that keeps TRL's loss.
 
 Only the policy term is replaced. Sampling, rewards, advantages, masks (padding, tool results, truncated responses),
 micro-batches, the entropy bonus, a router's loss and their metrics are TRL's own code. GRPOConfig's fields that shape
@@ -51,10 +51,10 @@ except ImportError as e:
 
 log = logging.getLogger(__name__)
 
-# field of GRPOConfig -> what to write instead; {hp} is one of the names on the left where the objective has it
+# field of GRPOConfig -> what to write instead; a name on the left is one of ours for it
 REPLACED: dict[str, tuple[tuple[str, ...], str]] = {
     "loss_type": ((), "objective= says what trains"),
-    "importance_sampling_level": ((), "the objective has its own level: objective='gspo' or 'up_gspo' acts on responses"),
+    "importance_sampling_level": ((), "objective='gspo' or 'up_gspo' acts on responses"),
     "epsilon": (("eps", "eps_low"), ""),
     "epsilon_high": (("eps_high",), ""),
     "delta": (("c", "trunc"), ""),
@@ -66,18 +66,21 @@ REPLACED: dict[str, tuple[tuple[str, ...], str]] = {
     "vespo_lambda_neg": ((), ""),
     "top_entropy_quantile": ((), "the objective acts on every token"),
     "off_policy_mask_threshold": ((), "the objective acts on every response"),
-    "use_liger_kernel": ((), "TRL may compute the loss inside Liger; model_init_kwargs={'use_kernels': True} has kernels"),
+    "use_liger_kernel": ((), "Liger may bring its own loss; model_init_kwargs={'use_kernels': True} brings kernels"),
 }  # fmt: skip
 SCALE_REWARDS = {"group_norm": "group", "group_mean": "none"}  # the advantages of a paper that TRL computes
 
 
-class Trains:
-    """Put before TRL's GRPOTrainer, or a subclass that keeps its loss: trains `objective` instead of its loss_type."""
+class GRPOTrainer(trl.GRPOTrainer):
+    """TRL's GRPOTrainer, or what stands behind it in a class of yours, with `objective` in place of a loss_type."""
 
     def __init__(
         self, model, reward_funcs=None, args=None, *more, objective: str | Objective, hp: dict[str, Any] | None = None,
         parity: dict[str, Any] | None = None, **kw,
     ):  # fmt: skip
+        behind = super()._compute_loss.__func__
+        if behind is not trl.GRPOTrainer._compute_loss:
+            raise InputError(f"{behind.__qualname__} is another loss, which would be half replaced: remove it.")
         self.objective = get(objective) if isinstance(objective, str) else objective
         self.hyperparameters = hyperparameters(self.objective, hp or {})
         known = [f.name for f in dataclasses.fields(Monitor)][1:4]
@@ -86,7 +89,7 @@ class Trains:
         self.monitor = Monitor(self.objective, **parity or {})
         if args is not None:
             refuse(self.objective, args)
-        super().__init__(model, reward_funcs, args, *more, **kw)  # type: ignore[call-arg]
+        super().__init__(model, reward_funcs, args, *more, **kw)
         tell(self.objective, self.args)
         self.loss_type = "sapo"  # of what TRL still computes (_rest): without advantages 0, and no metrics of its own
         self._forward: tuple = ()
@@ -101,7 +104,8 @@ class Trains:
         inputs["advantages"] = torch.zeros_like(inputs["advantages"])
         if "importance_sampling_ratio" in inputs:
             inputs["importance_sampling_ratio"] = torch.ones_like(inputs["importance_sampling_ratio"])
-        beta, self.beta = self.beta, 0.0
+        beta = self.beta
+        self.beta = 0.0
         try:
             return super()._compute_loss(model, inputs)
         finally:
@@ -128,7 +132,7 @@ class Trains:
         hp = self.hyperparameters
         loss = -ranks * self.objective.J(lp, lp_old, A, mask, None, None, H, totals, weights, **hp)
 
-        metrics = {}
+        metrics: dict[str, float] = {}
         if mode == "train":
             batch = dict(logp=lp, logp_old=lp_old, adv=A, mask=mask, totals=totals, dp_size=ranks, is_weights=weights)
             metrics |= self.monitor(loss, batch | ({} if H is None else {"entropy": H}), hp)
@@ -163,10 +167,6 @@ class Trains:
         everybodys = self.accelerator.gather(mine)
         for key, mean, most in zip(metrics, everybodys.mean(0).tolist(), everybodys.amax(0).tolist(), strict=True):
             self._metrics[mode][key].append(most if "/parity_" in key else mean)
-
-
-class GRPOTrainer(Trains, trl.GRPOTrainer):
-    """TRL's GRPOTrainer; objective, hp and parity are this module's, everything else is TRL's."""
 
 
 def reads_entropy(objective: Objective) -> bool:
