@@ -47,7 +47,7 @@ from upref.rollouts import one_per_response
 try:
     import trl
 except ImportError as e:
-    raise ImportError(f"upref.trl needs TRL ({e}): `pip install 'upref-rl[trl]'`.") from e
+    raise ImportError(f"upref.trl needs TRL ({e}): `pip install 'trl>=1.16'`.") from e
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,8 @@ SCALE_REWARDS = {"group_norm": "group", "group_mean": "none"}  # the advantages 
 
 class GRPOTrainer(trl.GRPOTrainer):
     """TRL's GRPOTrainer, or what stands behind it in a class of yours, with `objective` in place of a loss_type."""
+
+    beta: float
 
     def __init__(
         self, model, reward_funcs=None, args=None, *more, objective: str | Objective, hp: dict[str, Any] | None = None,
@@ -104,8 +106,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         inputs["advantages"] = torch.zeros_like(inputs["advantages"])
         if "importance_sampling_ratio" in inputs:
             inputs["importance_sampling_ratio"] = torch.ones_like(inputs["importance_sampling_ratio"])
-        beta = self.beta
-        self.beta = 0.0
+        beta, self.beta = self.beta, 0.0
         try:
             return super()._compute_loss(model, inputs)
         finally:
