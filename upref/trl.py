@@ -13,7 +13,8 @@ TRL's policy term are not read, and a run that moves one is stopped and told wha
 
 The first micro-batches of each process, and then every 50th, are compared with the float64 reference (upref.parity):
 `upref/parity_max_abs` is the largest difference so far, and a run beyond what rounding explains stops.
-`parity={"first": 8, "every": 20, "dump": DIR}` sets how often and keeps what was compared; 0 and 0: never.
+`parity={"first": 8, "every": 20, "dump": DIR, "on_fail": "warn"}` sets how often, keeps what was compared, trains on
+(`upref/parity_alarms` counts); 0 and 0: never.
 
 What differs from the objective called on `Rollouts`, because of how TRL cuts its batches:
 
@@ -40,6 +41,7 @@ from upref.aggregation import Totals, aggregate
 from upref.diagnostics import live
 from upref.errors import InputError
 from upref.kl import ESTIMATORS
+from upref.logprobs import possible
 from upref.parity import Monitor
 from upref.registry import Objective, get
 from upref.rollouts import one_per_response
@@ -85,7 +87,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             raise InputError(f"{behind.__qualname__} is another loss, which would be half replaced: remove it.")
         self.objective = get(objective) if isinstance(objective, str) else objective
         self.hyperparameters = hyperparameters(self.objective, hp or {})
-        known = [f.name for f in dataclasses.fields(Monitor)][1:4]
+        known = [f.name for f in dataclasses.fields(Monitor)][1:5]
         if unknown := set(parity or {}) - set(known):
             raise InputError(f"parity has no setting {sorted(unknown)[0]!r}; it takes: {', '.join(known)}.")
         self.monitor = Monitor(self.objective, **parity or {})
@@ -118,7 +120,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         mode = "train" if self.model.training else "eval"
         mask = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
         lp_old = inputs.get("old_per_token_logps")
-        lp_old = lp.detach() if lp_old is None else lp_old  # TRL leaves it out where the policy has not moved
+        lp = possible(lp)
+        lp_old = lp.detach() if lp_old is None else possible(lp_old)  # TRL leaves it out where the policy has not moved
         A = inputs["advantages"]
         A = A[:, None] if A.ndim == 1 else A
         if self.objective.agg == "seq-mean" and not one_per_response(A, mask):

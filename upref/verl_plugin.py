@@ -42,6 +42,7 @@ from torch import Tensor
 from upref import InputError, Objective, Totals, get, names
 from upref.aggregation import verl_name
 from upref.diagnostics import live
+from upref.logprobs import possible
 from upref.parity import Monitor
 from upref.rollouts import one_per_response
 
@@ -139,11 +140,6 @@ def monitor_of(objective: Objective, config: Any) -> Monitor:
     if key not in _monitors:
         _monitors[key] = Monitor(objective, **wanted)
     return _monitors[key]
-
-
-def possible(lp: Tensor) -> Tensor:
-    """What is above 0, as online softmax kernels round (+1e-7), set to 0; all else as it is, and every gradient."""
-    return lp - lp.detach().clamp(min=0).nan_to_num(0.0, 0.0, 0.0)
 
 
 def _refuse_ignored_keys(objective: Objective, config: Any, hp: dict, given: dict):
