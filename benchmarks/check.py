@@ -20,7 +20,8 @@ import torch
 
 import upref
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))  # no package: another one's "tests" may be installed
+# no package: another one's "tests" may be installed
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 import zoo
 
 STARTS = 7

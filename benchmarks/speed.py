@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward and backward of a loss, in copies of one tensor: upref eager, upref compiled, and verl's own function.
 
-    python benchmarks/speed.py            [256, 4096] float32, as in the README's table
+    python benchmarks/speed.py            [256, 4096] float32, as in docs/speed.md
     python benchmarks/speed.py --rows 32  a quick look
 
 All run in one process, in turn, on the same tensors; every figure is the median over rounds of the ratio to the copy

@@ -5,16 +5,17 @@
 #   mini         train the objective and its baseline, tiny, on this CPU, and report
 #   reference    prove it, hold it against verl's and TRL's real losses, draw its maps
 #   smoke        verl's own trainer with vLLM rollouts on the CPU, a tiny model
-#   gpu1, paper  verl on GPUs: one GPU, the paper's settings (repro/with_verl/PAPER.md), in .venv-gpu, which it makes,
-#                or with the Python that has verl and vLLM already, as in verl's image: UPREF_PYTHON=python repro/run.sh ...
+#   gpu1, gpu8, paper   verl on GPUs: one GPU for a day, one machine for a weekend, the paper's settings
+#                (repro/with_verl/PAPER.md), in .venv-gpu, which it makes, or with the Python that has verl and vLLM
+#                already, as in verl's image: UPREF_PYTHON=python repro/run.sh ...   (--steps 2: a look at all of it)
 #
-# Without a SCALE: the largest that this machine's GPUs carry, mini where there is none.
+# Without a SCALE: the largest that this machine's GPUs or its Ray cluster's carry, and why; mini where there is none.
 # OVERRIDES are name=value of the scale, for example: repro/run.sh up_dapo mini steps=50
 # Exit status: 0 all well, 1 something differs or failed, 2 could not run, 130 interrupted (the same command goes on).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ $# -eq 0 || $1 == -* ]]; then
-    echo "usage: repro/run.sh OBJECTIVE [mini|reference|smoke|gpu1|paper] [name=value...], for example: repro/run.sh up_dapo (all: .venv/bin/upref list)" >&2
+    echo "usage: repro/run.sh OBJECTIVE [mini|reference|smoke|gpu1|gpu8|paper] [name=value...], for example: repro/run.sh up_dapo (all: .venv/bin/upref list)" >&2
     exit 2
 fi
 objective=$1 scale=
@@ -23,9 +24,9 @@ if [[ $# -gt 0 && $1 != *=* && $1 != -* ]]; then
     scale=$1
     shift
 fi
-if [[ -z $scale ]] && ! nvidia-smi -L 2>/dev/null | grep -q GPU; then
+if [[ -z $scale && -z ${RAY_ADDRESS-} ]] && ! nvidia-smi -L 2>/dev/null | grep -q GPU; then
     scale=mini
-    echo "mini: this machine has no GPU (other scales: reference, smoke; on GPUs gpu1 and paper)."
+    echo "mini: this machine has no GPU (other scales: reference, smoke; on GPUs gpu1, gpu8 and paper)."
 fi
 case $scale in
     mini)
@@ -44,7 +45,12 @@ case $scale in
 esac
 python=${UPREF_PYTHON-}
 if [[ -z $python ]] && nvidia-smi -L 2>/dev/null | grep -q GPU; then
-    repro/venv.sh gpu
+    case $scale in
+        gpu1 | gpu1_24gb) repro/venv.sh gpu ;; # these two need no flash-attn
+        paper_gspo) repro/venv.sh gpu megatron ;;
+        paper) case $objective in *gspo) repro/venv.sh gpu megatron ;; *) repro/venv.sh gpu flash ;; esac ;;
+        *) repro/venv.sh gpu flash ;;
+    esac
     python=.venv-gpu/bin/python
 elif [[ -z $python ]]; then # it can say what is missing, and do a --dry-run
     repro/venv.sh verl

@@ -6,14 +6,17 @@
 #   repro/venv.sh verl trl     the same, and what those frameworks' losses need on a CPU
 #   repro/venv.sh smoke        the same, and all of verl's trainer and vLLM, CPU builds
 #   repro/venv.sh gpu          another one, .venv-gpu: upref, verl's trainer and vLLM for CUDA, which want another torch
+#   repro/venv.sh gpu flash    the same with flash-attn, which all paper scales and gpu8 need; prebuilt for Python 3.12
+#   repro/venv.sh gpu megatron the same with Megatron too, which paper_gspo needs; prebuilt for Python 3.12
 #
-# Needs Python 3.11 or 3.12 with venv, and a package index for pip. Writes only inside the checkout. Exit status 2: it could not.
+# Needs Python 3.11 or 3.12 (3.12 for .venv-gpu where there is one) with venv, and a package index for pip. Writes only inside the checkout. Exit status 2: it could not.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd "$root"
-venv=.venv constraints=repro/constraints.txt size="one to three minutes, 1 to 2 GB"
-if [[ "$*" == gpu ]]; then
+venv=.venv constraints=repro/constraints.txt size="one to three minutes, 1 to 2 GB" pythons="python3.11 python3.12 python3"
+if [[ ${1-} == gpu ]]; then
+    pythons="python3.12 python3.11 python3" # flash-attn and Megatron's parts are prebuilt for 3.12 only
     venv=.venv-gpu constraints=repro/with_verl/requirements-gpu.txt size="five to ten minutes, 11 GB"
 fi
 py=$venv/bin/python
@@ -25,14 +28,20 @@ declare -A list=(
     [trl]=repro/requirements-trl.txt
     [smoke]=repro/with_verl/requirements-smoke.txt
     [gpu]=repro/with_verl/requirements-gpu.txt
+    [flash]=repro/with_verl/requirements-flash.txt
+    [megatron]=repro/with_verl/requirements-megatron.txt
 )
 
 say() { echo "venv.sh: $*" >&2; }
 die() { say "$*" && exit 2; }
 
 for part in "$@"; do
-    [[ -n $part && -n ${list[$part]-} ]] || die "knows verl, trl, smoke and gpu, not '$part'."
-    [[ $part != gpu || $# -eq 1 ]] || die "gpu is an environment of its own: ask for it alone."
+    [[ -n $part && -n ${list[$part]-} ]] || die "knows verl, trl, smoke, gpu, flash and megatron, not '$part'."
+    case $part in
+        gpu) [[ $1 == gpu ]] || die "gpu is an environment of its own: ask for it alone, or first of gpu, flash, megatron." ;;
+        flash | megatron) [[ $1 == gpu ]] || die "$part is for .venv-gpu: repro/venv.sh gpu $part." ;;
+        *) [[ $1 != gpu ]] || die "gpu is an environment of its own: ask for it alone, or with flash or megatron." ;;
+    esac
 done
 parts=(base "$@")
 
@@ -67,7 +76,7 @@ die() { rm -f $half && say "$*" && exit 2; } # an error of pip leaves it whole
 
 if [[ ! -e $venv ]]; then
     python=
-    for candidate in python3.11 python3.12 python3; do
+    for candidate in $pythons; do
         if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; then
             python=$candidate && break
         fi

@@ -12,8 +12,13 @@ How far rounding may part them follows from the unit roundoff u of the dtype, no
 * each operation between lp and L rounds at most 4 times, twice forward (exp: 2 units) and twice backward: 4 u times the
   longest chain in autograd's graph, relative to each token's weight.
 * a token that some of these evaluations call alive and others dead is at a bound: either is allowed, and it is counted.
+* a log-probability above 0 is rounding, which online softmax kernels leave (+1e-7): it counts as 0.
+
+Where the band of an objective is finer than the dtype, nearly every token is at a bound and the comparison of gradients
+proves little: GSPO's, 3e-4 wide, in bfloat16. `Parity.blind`, the share of such tokens, says how much.
 """
 
+import logging
 import math
 import os
 from dataclasses import dataclass, field
@@ -29,6 +34,10 @@ from upref.ops import mean_t
 from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
 
+log = logging.getLogger(__name__)
+KEPT = 8  # micro-batches that differ, of a process
+LARGEST = 1e9  # of a metric: infinity and not-a-number have no place in JSON
+
 
 class ParityError(RuntimeError):
     """The loss that trains is not the objective: one sentence that says where and by how much."""
@@ -39,13 +48,15 @@ class Parity:
     """max_abs: largest |trained - reference|; gradient weights in units of the largest one, the loss of Σ |terms|.
 
     of_bound: the same, each in units of what rounding allows: above 1 is an error. at_bound: tokens that rounding may
-    put on either side of a clip bound. worst: the response and token where of_bound is; (-1, -1): the loss.
+    put on either side of a clip bound; blind: their share. worst: the response and token where of_bound is; (-1, -1):
+    the loss.
     """
 
     max_abs: float
     of_bound: float
     at_bound: int
     worst: tuple[int, int]
+    blind: float = 0.0
 
 
 def roundings(loss: Tensor, lp: Tensor) -> int:
@@ -75,7 +86,8 @@ def compare(
     """
     u, low = torch.finfo(logp.dtype).eps / 2, logp.dtype
     clean = lambda x, dtype: torch.where(mask, x.expand_as(mask), 0).to(dtype)
-    lp, old, A = (clean(x, torch.float64) for x in (logp, logp_old, adv))
+    lp, old = (clean(x, torch.float64).clamp(max=0) for x in (logp, logp_old))
+    A = clean(adv, torch.float64)
     w_is = torch.ones_like(lp) if is_weights is None else clean(is_weights, torch.float64)
     if objective.agg == "seq-mean":  # one term a response: their mean
         w_is = mean_t(w_is, mask)[:, None].expand_as(lp)
@@ -123,7 +135,7 @@ def compare(
         max_abs = max(max_abs, ratio(off.max(), W[0].abs().max()))
         if (top := of.max().item()) > of_bound:
             of_bound, worst = top, divmod(int(of.argmax()), mask.shape[1])
-    return Parity(max_abs, of_bound, int(either.sum()), worst)
+    return Parity(max_abs, of_bound, int(either.sum()), worst, float(either.sum() / mask.sum().clamp(min=1)))
 
 
 def ratio(x: Tensor, y: Tensor) -> float:
@@ -136,16 +148,21 @@ def ratio(x: Tensor, y: Tensor) -> float:
 class Monitor:
     """Compares the first micro-batches of a process and then every so many; keeps the largest difference so far.
 
-    dump: a folder for the micro-batches that were compared, which `python -m repro.with_verl.parity` reads.
+    on_fail: "stop" raises ParityError, "warn" logs it, counts it and trains on. dump: a folder for the micro-batches
+    that were compared, which `python -m repro.with_verl.parity` reads. One that differs is kept in any case: there, or
+    in $UPREF_PARITY_DIR, or in ./upref-parity; the first KEPT of a process, so that a run of days does not fill a disk.
     """
 
     objective: Objective
     first: int = 4
     every: int = 50
     dump: str | None = None
+    on_fail: str = "stop"
     seen: int = 0
     max_abs: float = 0.0
     of_bound: float = 0.0
+    blind: float = 0.0
+    alarms: int = 0
     checked: int = field(default=0)
 
     def __post_init__(self):
@@ -153,6 +170,9 @@ class Monitor:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise InputError(f"upref.parity.{name} must be a whole number >= 0 (0: never), got {value!r}.")
+
+        if self.on_fail not in ("stop", "warn"):
+            raise InputError(f"upref.parity.on_fail must be stop or warn, got {self.on_fail!r}.")
 
     def due(self) -> bool:
         self.seen += 1
@@ -162,7 +182,13 @@ class Monitor:
         """Metrics; raises ParityError where rounding cannot explain the difference. `batch`: keywords of `compare`."""
         if self.due():
             self.check(loss, batch, hp)
-        return {"upref/parity_max_abs": self.max_abs, "upref/parity_of_bound": self.of_bound}
+        largest = {
+            "max_abs": self.max_abs,
+            "of_bound": self.of_bound,
+            "blind": self.blind,
+            "alarms": float(self.alarms),
+        }
+        return {f"upref/parity_{k}": min(v, LARGEST) for k, v in largest.items()}
 
     def check(self, loss: Tensor, batch: dict[str, Any], hp: dict[str, Any]):
         lp, gradient = batch["logp"], None
@@ -172,18 +198,30 @@ class Monitor:
         found = compare(self.objective, loss, gradient, count, **batch, **hp)
         self.checked += 1
         self.max_abs, self.of_bound = max(self.max_abs, found.max_abs), max(self.of_bound, found.of_bound)
+        if found.blind > 0.5 >= self.blind:
+            log.warning(
+                "upref/%s: %.0f %% of the tokens are within %s rounding of a clip bound, where parity proves little",
+                self.objective.name, 100 * found.blind, str(lp.dtype)[6:],
+            )  # fmt: skip
+        self.blind = max(self.blind, found.blind)
         bad = not found.of_bound <= 1
-        where = self.save(loss, gradient, count, batch, hp) if self.dump else ""
+        self.alarms += bad
+        keep = self.dump or (bad and self.alarms <= KEPT)
+        where = self.save(loss, gradient, count, batch, hp) if keep else ""
         if bad:
             what = "the loss" if found.worst[0] < 0 else "response {}, token {}".format(*found.worst)
-            raise ParityError(
+            sentence = (
                 f"upref/{self.objective.name} is not what trains: in micro-batch {self.seen} of this process {what} is "
                 f"{found.of_bound:.3g} times as far from the float64 reference as {lp.dtype} explains (largest "
                 f"difference {found.max_abs:.2g} of the largest weight){f'; dumped to {where}' if where else ''}."
             )
+            if self.on_fail == "stop":
+                raise ParityError(sentence)
+            log.error("%s It trains on (parity.on_fail=warn).", sentence)
 
     def save(self, loss, gradient, count, batch, hp) -> Path:
-        path = Path(str(self.dump)) / f"{self.objective.name}-{os.getpid()}-{self.seen}.pt"
+        folder = self.dump or os.environ.get("UPREF_PARITY_DIR") or "upref-parity"
+        path = Path(folder) / f"{self.objective.name}-{os.getpid()}-{self.seen}.pt"
         path.parent.mkdir(parents=True, exist_ok=True)
         plain = {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in batch.items() if k != "totals"}
         totals = tuple(float(x) for x in batch["totals"])

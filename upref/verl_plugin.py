@@ -15,7 +15,8 @@ run that moves one of them from verl's default to another value than the one in 
 
 The first micro-batches of each process, and then every 50th, are compared with the float64 reference (upref.parity):
 `upref/parity_max_abs` is the largest difference so far, and a run beyond what rounding explains stops.
-`upref={parity: {first: 8, every: 20, dump: DIR}}` sets how often and keeps what was compared; 0 and 0: never.
+`upref={parity: {first: 8, every: 20, dump: DIR, on_fail: warn}}` sets how often, keeps what was compared, and trains on
+(`upref/parity_alarms` counts); 0 and 0: never.
 
 What differs from the objective called on `Rollouts`, because of what verl hands to a loss:
 
@@ -90,6 +91,7 @@ def register(objective: Objective):
         monitor = monitor_of(objective, config)
         _warn_of_aggregation(objective, loss_agg_mode)
         mask = response_mask.bool()
+        log_prob, old_log_prob = possible(log_prob), possible(old_log_prob)
         if objective.agg == "seq-mean" and not one_per_response(advantages, mask):
             raise InputError(
                 f"upref/{objective.name} wants one advantage per response, and the tokens of one differ: use an "
@@ -131,13 +133,18 @@ def _section(config: Any) -> dict[str, Any]:
 def monitor_of(objective: Objective, config: Any) -> Monitor:
     """This process's comparison of the objective with the reference, as `policy_loss.upref.parity` wants it."""
     wanted = dict(_section(config).get("parity", None) or {})
-    known = [f.name for f in dataclasses.fields(Monitor)][1:4]
+    known = [f.name for f in dataclasses.fields(Monitor)][1:5]
     if unknown := set(wanted) - set(known):
         raise InputError(f"upref.parity has no setting {sorted(unknown)[0]!r}; it takes: {', '.join(known)}.")
     key = (objective.name, *sorted(wanted.items()))
     if key not in _monitors:
         _monitors[key] = Monitor(objective, **wanted)
     return _monitors[key]
+
+
+def possible(lp: Tensor) -> Tensor:
+    """What is above 0, as online softmax kernels round (+1e-7), set to 0; all else as it is, and every gradient."""
+    return lp - lp.detach().clamp(min=0).nan_to_num(0.0, 0.0, 0.0)
 
 
 def _refuse_ignored_keys(objective: Objective, config: Any, hp: dict, given: dict):

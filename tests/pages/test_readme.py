@@ -1,39 +1,115 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page says what the code says, and its Python blocks run, in order, in one namespace."""
+"""README says what the code says; what it prints is held by test_pages.py, its words here."""
 
+import math
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import upref
+from docs.make import letters, put, run
 from upref.cli import main
-from upref.commands import markdown_table
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+FILES = {block.split()[1]: block for block in BLOCKS if block.startswith("# ")}
+COMMANDS = re.findall(r"^\$ (upref .*)$|`(upref [^`]+)`", README, re.M)
 
 
-def test_the_python_blocks_run():
-    blocks, namespace = re.findall(r"```python\n(.*?)```", README, re.S), {}
-    assert len(blocks) >= 5
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), namespace)
-    first = namespace["report"].failures[0]
-    assert first.regime.startswith("A > 0, r <= 0.8 ") and "the minimum is missing" in first.cause
-    grad = namespace["b"].logp.grad  # what the first block's comments promise, of UP
+def test_it_is_short_and_opens_with_the_reader_who_has_a_loss():
+    assert README.count("\n") <= 175
+    assert README.index("## Is my loss DAPO?") < 700
+    order = ["Is my loss DAPO?", "Seven letters", "Install", "Five minutes", "Your own loss", "What else there is"]
+    assert re.findall(r"^## (.*)", README, re.M) == order
+
+
+def test_the_first_block_says_what_the_text_says_of_it():
+    """The minimum is missing, on both sides; at r = 1 nothing is to be seen."""
+    space: dict = {}
+    exec(FILES["my.py"], space)
+    report = upref.check(space["loss"], "dapo")
+    low, high = report.failures
+    assert low.regime.startswith("A > 0, r <= 0.8") and high.regime.startswith("A < 0, r > 1.28")
+    assert "the minimum is missing" in low.cause
+    assert report.oracles["on-policy"] == "ok"
+
+
+def test_the_seven_letters_are_those_of_the_code():
+    from upref import rollouts
+
+    named = {w for row in letters().splitlines()[2:] for w in re.findall(r"`(\w+)`", row)}
+    assert named == {"lp", "lp_old", "A", "r", "s", "mu", "p"}
+    for letter in named:
+        assert re.search(rf"(^|[ ,]){letter}[ ,=]", rollouts.__doc__, re.M), letter
+    assert 0.0128 / 0.01 == pytest.approx(1.28) and f"{math.sqrt(1.28):.3f}" in letters()
+
+
+def test_the_gradient_is_what_the_five_minutes_say():
+    space: dict = {}
+    (block,) = (b for b in BLOCKS if "Rollouts(" in b)
+    exec(block, space)
+    b, grad = space["b"], space["b"].logp.grad
+    r = (b.logp - b.logp_old).detach()
+    assert r[0, 1].item() == pytest.approx(1.5) and r[1, 0].item() == pytest.approx(-0.5)
     assert grad[0, 0] == grad[0, 1] != 0 and grad[1, 0] == 0
+    b.logp.grad = None
+    upref.get("dapo").loss(b).backward()
+    assert b.logp.grad[0, 1] == 0 and b.logp.grad[1, 0] == 0
 
 
-def test_the_table_is_the_registry():
-    assert markdown_table() in README, "paste the output of `upref list --markdown`"
+def test_the_two_sentences_most_often_misread():
+    """The clip is one-sided by the sign of A; Cap bounds no policy (that is a derivation)."""
+    r = torch.tensor([0.1, 0.79, 0.81, 1.27, 1.29, 9.0])
+    dapo = upref.get("dapo").weight
+    assert (dapo(r, torch.ones(6)) != 0).tolist() == [True] * 4 + [False] * 2
+    assert (dapo(r, -torch.ones(6)) != 0).tolist() == [False] * 2 + [True] * 4
+    assert (ROOT / "derivations" / "capacity_is_not_a_bound.py").exists()
 
 
-def test_links_and_named_files_exist():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert target.startswith("http") or (ROOT / target).exists(), target
-    for script in re.findall(r"(?:bash|python) ((?:repro|tests|figures|benchmarks)/\S+?\.\w+)", README):
-        assert (ROOT / script).exists(), script
+def test_the_dual_clip_is_off_by_default_and_the_figure_has_verls():
+    import inspect
+
+    from figures import make
+
+    assert "`c=None`" in README and "c = 3" in README
+    every = [upref.get(name) for name in upref.names()]
+    assert all(o.hyperparameters["c"] is None for o in every if "c" in o.hyperparameters)
+    assert inspect.signature(make.cap).parameters["c"].default == 3
+
+
+@pytest.mark.slow
+def test_the_pytest_file_passes_and_can_fail(tmp_path):
+    name = "test_ppo.py"
+    put(name, FILES[name], tmp_path)
+    quiet = "python -m pytest -q -p no:cacheprovider -p no:xdist " + name
+    assert "1 passed" in run(quiet, tmp_path)
+    (tmp_path / name).write_text((tmp_path / name).read_text().replace("PPO(clip=0.3)", "PPO(clip=0.2)"))
+    assert "NOT ppo_clip" in run(quiet, tmp_path)
+
+
+def test_what_is_read_by_name_and_what_is_refused():
+    """The sentences under "Your own loss"."""
+    from upref.losses.names import role
+
+    said = dict(zip(("logp_old", "logp_old", "logp", "adv", "mask"),
+                    ("old_logps", "behaviour_log_probs", "new", "adv", "response_mask"), strict=True))  # fmt: skip
+    for name in ("old_logps", "behaviour_log_probs", "new", "adv", "response_mask"):
+        assert f"`{name}`" in README
+    assert all(role(name) == meant for meant, name in said.items()) and role("old_logps") == "logp_old"
+    with pytest.raises(upref.InputError, match="check a wrapper: `def loss"):
+        upref.check(lambda old, new, x, y: old, "dapo")
+
+
+@pytest.mark.parametrize("command", sorted({a or b for a, b in COMMANDS}))
+def test_commands_are_understood(command, capsys):
+    """Those that it names and does not show: each is one that the parser knows."""
+    words = command.partition("|")[0].split()[1:]
+    with pytest.raises(SystemExit) as stop:
+        main([*[w for w in words[:1] if w != "-h"], "-h"])
+    assert stop.value.code == 0 and capsys.readouterr().out
 
 
 def test_ci_runs_the_readmes_test_command():
@@ -41,31 +117,9 @@ def test_ci_runs_the_readmes_test_command():
     assert "bash tests/run.sh" in (ROOT / ".ci/run").read_text()
 
 
-@pytest.mark.parametrize("line", re.findall(r"^    upref (\w+(?: [\w.:]+)*)", README, re.M))
-def test_commands_of_the_page_are_understood(line, capsys):
-    words = line.split()
-    if words[0] in ("derive", "audit", "check", "identify", "doctor"):  # slow, and tested elsewhere
-        words = [words[0], "-h"]
-        with pytest.raises(SystemExit) as stop:
-            main(words)
-        assert stop.value.code == 0
-    else:
-        assert main([w for w in words if w != "cap.svg"]) == 0
-    assert capsys.readouterr().out
-
-
-def test_the_speed_table_is_the_committed_run():
-    assert (ROOT / "benchmarks" / "speed.txt").read_text(encoding="utf-8").strip() in README
-
-
-def test_every_verdict_on_the_paper_is_there_as_it_is_committed():
-    verdicts = (ROOT / "repro" / "mini" / "results" / "verdicts.md").read_text(encoding="utf-8")
-    table = [x for x in verdicts.partition("## Controls")[0].splitlines() if x.startswith("| ") and "[`--only" in x]
-    expected = ["|".join(x.split(" | ")[:4]) for x in table if "**not testable here**" not in x]
-    _, _, after = README.partition("| | claim | verdict |")
-    rows = [x for x in after.partition("\n\n")[0].splitlines()[2:]]
-    assert ["|".join(x.removesuffix(" |").split(" | ")) for x in rows] == expected and len(rows) >= 20
-    assert f"{re.search(r'^[0-9]+ runs', verdicts, re.M)[0]} (" in README
+def test_the_first_mention_of_gpus_says_that_no_run_was_made():
+    line = next(line for line in README.splitlines() if "GPU" in line)
+    assert "no GPU run has been made yet" in line
 
 
 def test_every_public_name_is_there():

@@ -28,12 +28,13 @@ def call(name, b, c=None, **kw):
         **args | {"loss_agg_mode": c.loss_agg_mode, "config": c, "rollout_is_weights": None} | kw
     )
     so_far = {k: v for k, v in metrics.items() if k.startswith("upref/parity_")}  # not of this batch alone
-    assert len(so_far) == 2 and so_far["upref/parity_of_bound"] <= 1
+    assert len(so_far) == 4 and so_far["upref/parity_of_bound"] <= 1 and so_far["upref/parity_alarms"] == 0
     return loss, {k: v for k, v in metrics.items() if k not in so_far}
 
 
 @pytest.fixture(autouse=True)
-def forget(monkeypatch):
-    """What it has said and compared in another test."""
+def forget(monkeypatch, tmp_path):
+    """What it has said and compared in another test; and what it keeps goes away with the test."""
+    monkeypatch.setenv("UPREF_PARITY_DIR", str(tmp_path / "parity"))
     monkeypatch.setattr(verl_plugin, "_said", set())
     monkeypatch.setattr(verl_plugin, "_monitors", {})

@@ -16,6 +16,12 @@ RUNS = [n for n in upref.names() if n != "aspo_code"]  # it needs entropy, which
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.fixture(autouse=True)
+def _kept_elsewhere(tmp_path, monkeypatch):
+    """What differs is kept; not in the folder that the tests run in."""
+    monkeypatch.setenv("UPREF_PARITY_DIR", str(tmp_path / "parity"))
+
+
 def trained(name, dtype, wrong=lambda J, lp, b: J, dp_size=2, **hp):
     """(loss, what else `compare` takes) of the regime grid in that dtype; `wrong` may spoil J."""
     o = upref.get(name)
@@ -157,3 +163,46 @@ def test_what_it_dumps_can_be_compared_again(tmp_path, capsys):
     status, said = script.main([str(tmp_path / "new")]), capsys.readouterr().err
     assert status == 2 and said.count("\n") == 1 and "cut.pt" in said
     assert script.main([str(tmp_path)]) == 2
+
+
+def test_on_fail_warn_trains_on_counts_and_keeps_the_micro_batch(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("UPREF_PARITY_DIR", str(tmp_path / "kept"))
+    m = Monitor(upref.get("up_dapo"), first=99, on_fail="warn")
+    for _ in range(10):
+        found = m(*trained("up_dapo", torch.float32, WRONG["doubled"]))
+    assert found["upref/parity_alarms"] == 10 and found["upref/parity_of_bound"] > 1
+    assert "is not what trains" in caplog.text and "trains on" in caplog.text
+    assert len(list((tmp_path / "kept").glob("*.pt"))) == 8  # not one a step for days
+    assert script.main([str(tmp_path / "kept")]) == 1
+    m = Monitor(upref.get("up_dapo"), first=99, on_fail="warn")
+    found = m(*trained("up_dapo", torch.float32, WRONG["not a number"]))
+    assert found["upref/parity_alarms"] == 1 and found["upref/parity_of_bound"] == 1e9  # JSON has no infinity
+    with pytest.raises(InputError, match="on_fail must be stop or warn"):
+        Monitor(upref.get("up_dapo"), on_fail="ignore")
+
+
+def test_stopping_keeps_the_micro_batch_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("UPREF_PARITY_DIR", str(tmp_path))
+    with pytest.raises(ParityError, match=f"dumped to {tmp_path}"):
+        Monitor(upref.get("up_dapo"))(*trained("up_dapo", torch.float32, WRONG["doubled"]))
+
+
+def a_mini_batch(name, dtype):
+    """As a run has them: 16 responses of 64 tokens, a policy that has moved by a thousandth."""
+    o, g = upref.get(name), torch.Generator().manual_seed(0)
+    old = -torch.rand(16, 64, generator=g) * 2
+    lp = (old + 1e-3 * torch.randn(16, 64, generator=g)).to(dtype).requires_grad_()
+    A = torch.randn(16, 1, generator=g).expand(16, 64).to(dtype)
+    mask = torch.ones(16, 64, dtype=torch.bool)
+    hp = {k: v for k, v in o.hyperparameters.items() if k != "beta"}
+    totals = Totals(*map(float, Totals.of(mask)))
+    batch = dict(logp=lp, logp_old=old.to(dtype), adv=A, mask=mask, totals=totals)
+    return -o.J(lp, old.to(dtype), A, mask, totals=totals, **hp), batch, hp
+
+
+def test_where_the_band_is_finer_than_the_dtype_it_says_so(caplog):
+    """GSPO's band is 3e-4 wide, a step of bfloat16 at 1 is 8e-3."""
+    found = Monitor(upref.get("gspo"))(*a_mini_batch("gspo", torch.bfloat16))
+    assert found["upref/parity_blind"] == 1 and "100 % of the tokens" in caplog.text
+    for name, dtype in (("gspo", torch.float32), ("dapo", torch.bfloat16)):
+        assert Monitor(upref.get(name))(*a_mini_batch(name, dtype))["upref/parity_blind"] < 0.1

@@ -17,7 +17,7 @@ import upref
 psutil = pytest.importorskip("psutil", reason="`repro/venv.sh smoke` installs what watches a trainer")
 from repro.with_verl.cpu import smoke, toy  # noqa: E402
 from repro.with_verl.place import ROOT  # noqa: E402
-from repro.with_verl.run import watch  # noqa: E402
+from repro.with_verl.run import advice, watch  # noqa: E402
 from repro.with_verl.trials import equivalence, every, faults  # noqa: E402
 
 SMOKE = [sys.executable, "-m", "repro.with_verl.cpu.smoke", "up_dapo"]
@@ -82,9 +82,9 @@ def test_a_trainer_that_ends_is_left_to_end(tmp_path):
 def test_a_trainer_that_fails_says_so(tmp_path):
     out, rows = trainer(tmp_path, "fails")
     assert out.status == 1 and smoke.judge(rows, 8, out)[1] == ["step 4 of 8 failed"]
-    assert smoke.error_in(tmp_path / "output") == "ValueError: no such thing"
+    assert advice.error_in(tmp_path / "output") == "ValueError: no such thing"
     (tmp_path / "output").write_text("Training Progress:  17%|#   | 2/12\n")
-    assert smoke.error_in(tmp_path / "output") == "it names no error"
+    assert advice.error_in(tmp_path / "output") == "it names no error"
 
 
 def test_a_trainer_that_ends_because_an_actor_died_names_it(tmp_path):
@@ -196,8 +196,9 @@ def test_a_score_that_does_not_rise_and_a_missing_plug_in_are_wrong():
 
 
 def test_the_toy_task():
-    assert toy.compute_score("toy", "2 2 2 2 2 2 2 2", "2") == 1
-    assert toy.compute_score("toy", "2 a 2", "2") == 2 / toy.RESPONSE and toy.compute_score("toy", "", "2") == 0
+    score = lambda text: toy.compute_score("toy", text, "2")
+    assert score("2 2 2 2 2 2 2 2") == {"score": 1.0, "acc": 1.0, "pred": "2"}
+    assert score("2 a 2") == {"score": 2 / toy.RESPONSE, "acc": 0.0, "pred": "2"} and score("")["score"] == 0
     assert len(set(toy.VOCAB)) == len(toy.VOCAB)
 
 

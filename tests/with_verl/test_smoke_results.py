@@ -10,7 +10,7 @@ import upref
 
 pytest.importorskip("psutil", reason="`repro/venv.sh smoke` installs what watches a trainer")
 RESULTS = Path(__file__).parents[2] / "repro" / "with_verl" / "results"
-RUNS = sorted(p for p in RESULTS.glob("*.json") if p.stem not in ("every", "faults", "equivalence"))
+RUNS = sorted(p for p in RESULTS.glob("*.json") if p.stem not in ("every", "faults", "equivalence", "restart"))
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda p: p.stem)
@@ -42,6 +42,17 @@ def test_the_broken_run_went_on_each_time():
     assert all(faults.judge(run) == [] for run in runs)
     survived = {row["fault"] for run in runs for row in run[:-1]}  # something came after it, and was judged
     assert survived == {*faults.FAULTS}
+
+
+def test_the_launcher_survived_what_a_run_of_days_meets():
+    found = json.loads((RESULTS / "restart.json").read_text())
+    assert {*found} == {"terminated", "seed", "sabotaged", "nodes"} and not any(t["wrong"] for t in found.values())
+    first, second = found["terminated"]["starts"]
+    assert first["status"] == 143 and first["left"] == 0 and "SIGTERM" in first["last"]
+    assert second["status"] == 0 and 1 < second["steps"][0] <= first["steps"][-1] + 1
+    assert len({run["folder"] for run in found["seed"]["starts"]}) == 2
+    assert max(found["sabotaged"]["alarms"]) > 0 and found["sabotaged"]["kept"] > 0
+    assert "trainer.nnodes=2" in found["nodes"]["starts"][0]["settings"]
 
 
 @pytest.mark.skipif(not (RESULTS / "equivalence.json").exists(), reason="not run yet")

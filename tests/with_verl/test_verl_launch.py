@@ -5,6 +5,9 @@ import json
 import re
 import subprocess
 import sys
+import time
+from importlib import metadata
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,28 +23,73 @@ from repro.with_verl.data import schema  # noqa: E402
 from repro.with_verl.machine import preflight  # noqa: E402
 from repro.with_verl.machine.estimate import GB, estimate  # noqa: E402
 from repro.with_verl.machine.preflight import VERL, Machine  # noqa: E402
+from repro.with_verl.place import ROOT  # noqa: E402
 from repro.with_verl.run import launch  # noqa: E402
 
 pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("ignore:Disabled critic")]
 RUNS = [n for n in upref.names() if n != "aspo_code"]
 HERE = {"verl": VERL, "vllm": "0.24.0", "torch": "2.11.0", "ray": "2.60.0", "TransferQueue": "0.1.11"}
-HERE["flash-attn"] = "2.8.3"
-BIG = Machine(8, 85e9, "H100", 1e13, HERE, nodes=4)
+HERE |= {
+    "flash-attn": "2.8.3",
+    "jaxtyping": "0.3.11",
+    "math-verify": "0.9.0",
+    "sympy": "1.14.0",
+    "cuda-toolkit": "13.0.2",
+}
+HERE |= dict.fromkeys(preflight.MEGATRON, "1")
+BIG = Machine(8, 85e9, "H100", 1e13, HERE, nodes=4, driver="580.95.05")
 
 
 @pytest.fixture(autouse=True)
 def _runs_elsewhere(tmp_path, monkeypatch):
     """compose() of a real run writes below the checkout; here it must not."""
     monkeypatch.setattr(c, "RUNS", tmp_path)
+    monkeypatch.setattr(launch, "RUNS", tmp_path)
 
 
-@pytest.mark.parametrize("scale", c.scale_names())
-def test_every_method_at_every_scale(scale):
-    for name in RUNS:
-        cfg = validate(c.compose(name, scale))
-        loss = cfg.actor_rollout_ref.actor.policy_loss
-        assert loss.loss_mode == f"upref/{c.load_scale(scale).loss.get(name, (name,))[0]}"
-        assert cfg.actor_rollout_ref.rollout.val_kwargs.top_p == 0.7
+SMALLEST = """
+import sys, warnings
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+absent = lambda name: name.partition(".")[0] in ABSENT
+PathFinder.find_spec = lambda name, path=None, target=None: None if absent(name) else find(name, path, target)
+import upref
+warnings.filterwarnings("ignore")
+from repro.with_verl.config import compose as c
+from repro.with_verl.config.validate import validate
+from repro.with_verl.run import launch
+for scale in SCALES:
+    for name in upref.names():
+        if name != "aspo_code":
+            cfg = validate(c.compose(name, scale))
+            loss = cfg.actor_rollout_ref.actor.policy_loss
+            assert loss.loss_mode == f"upref/{c.load_scale(scale).loss.get(name, (name,))[0]}"
+            assert cfg.actor_rollout_ref.rollout.val_kwargs.top_p == 0.7
+            print("ok", name)
+    assert launch.main(["up_dapo", scale, "--dry-run", "name=dry-run-of-a-test"]) == 0
+"""
+
+
+def absent_in_the_smallest():
+    """Top-level modules of all that is installed here beside what `repro/venv.sh verl` installs."""
+    plain = lambda name: re.sub(r"[-_.]+", "-", name).lower()
+    lists = [p.read_text() for p in (ROOT / "repro/with_verl/requirements-cpu.txt", ROOT / "repro/constraints.txt")]
+    wanted = {plain(m) for text in lists for m in re.findall(r"^([\w.-]+)==", text, re.M)}
+    rays_own = {p.name for p in (Path(metadata.distribution("ray").locate_file("ray")) / "thirdparty_files").iterdir()}
+    found = {m: {plain(n) for n in names} for m, names in metadata.packages_distributions().items()}
+    return sorted(m for m, names in found.items() if not wanted & names and m not in {"upref", *rays_own})
+
+
+@pytest.mark.parametrize("half", [0, 1])  # verl is imported once for several
+def test_every_method_at_every_scale_in_the_smallest_environment(half):
+    """A fresh machine without a GPU has neither datasets nor pandas or vLLM."""
+    absent = absent_in_the_smallest()
+    assert not {"verl", "torch", "ray"} & set(absent)
+    code = SMALLEST.replace("ABSENT", repr(absent)).replace("SCALES", repr(c.scale_names()[half::2]))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    scales = len(c.scale_names()[half::2])
+    assert done.stdout.count("ok ") == len(RUNS) * scales and done.stdout.count("checked: every key") == scales
 
 
 def test_the_papers_methods_get_the_papers_experiments():
@@ -59,7 +107,7 @@ def test_the_papers_methods_get_the_papers_experiments():
 def test_what_up_dapo_at_the_papers_scale_is_given():
     cfg = validate(c.compose("up_dapo", "paper", ["trainer.nnodes=2", "data.seed=7"]))
     actor = cfg.actor_rollout_ref.actor
-    assert dict(actor.policy_loss.upref) == {"eps_low": 0.2, "c": 10.0}
+    assert dict(actor.policy_loss.upref) == {"eps_low": 0.2, "c": 10.0, "parity": {"on_fail": "warn"}}
     assert (actor.loss_agg_mode, cfg.algorithm.adv_estimator) == ("token-mean", "grpo")
     assert (cfg.trainer.nnodes, cfg.data.seed, cfg.actor_rollout_ref.rollout.val_kwargs.n) == (2, 7, 32)
     assert cfg.algorithm.filter_groups.max_num_gen_batches == 0  # the V1 trainer would ignore another value
@@ -88,11 +136,44 @@ REFUSED = {
         ["up_dapo", "paper", "++actor_rollout_ref.actor.policy_loss.upref.eps_high=0.3"], "hyperparameter 'eps_high'",
     ),
     "batch": (["up_dapo", "paper", "data.train_batch_size=48"], "must be a multiple of"),
-    "replicas": (["gspo", "paper", "trainer.nnodes=1", "trainer.n_gpus_per_node=6"], "do not divide into vLLM"),
+    "replicas": (["gspo", "paper", "trainer.nnodes=1", "trainer.n_gpus_per_node=6"], "does not divide 6 GPUs"),
     "bypass": (["dapo", "paper", "algorithm.rollout_correction.bypass_mode=true"], "replaces every loss_mode"),
     "entropy": (["aspo_code", "paper"], "needs the policy's entropy"),
     "plug-in": (["up(sapo)", "paper"], "is not registered with verl"),
 }  # fmt: skip
+
+
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+REFUSED |= {f"{'; '.join(args[2:])} of {args[0]}": (args, sentence) for args, sentence in (
+    (["up_dapo", "paper", "trainer.nnodes=3"], "a mini-batch of 32 prompts x 16 responses does not divide over 3 data"),
+    (["up_dapo", "paper", f"{A}.ppo_max_token_len_per_gpu=2000"], "x 8 GPUs to a sequence is less than one prompt and"),
+    (["grpo", "paper", f"{A}.ppo_max_token_len_per_gpu=4095"], "x 1 GPUs to a sequence is less than one prompt and re"),
+    (["grpo", "paper", f"{R}.log_prob_max_token_len_per_gpu=1024"], "log_prob_max_token_len_per_gpu=1024 x 1 GPUs"),
+    (["up_dapo", "paper", f"{A}.ulysses_sequence_parallel_size=3"], "does not divide 32 GPUs"),
+    (["up_dapo", "paper", f"{A}.ulysses_sequence_parallel_size=16"], "does not divide 40 attention heads"),
+    (["grpo", "paper", f"{R}.gpu_memory_utilization=7"], "is a share of the GPU, between 0 and 1, got 7"),
+    (["grpo", "paper", f"{R}.val_kwargs.n=0"], "val_kwargs.n must be at least 1, got 0"),
+    (["grpo", "paper", f"{R}.n=0"], "rollout.n must be at least 1, got 0"),
+    (["grpo", "paper", f"{R}.top_p=1.5"], "top_p must be above 0 and at most 1"),
+    (["grpo", "paper", f"{R}.temperature=0.0"], "emperature should be greater than 0"),
+    (["grpo", "paper", "trainer.logger=[console,file,wandbb]"], "trainer.logger has no logger 'wandbb': did you mean "),
+    (["grpo", "paper", "trainer.logger=[console]"], "trainer.logger must have file"),
+    (["up_dapo", "paper", "algorithm.filter_groups.metric=accuracy"], "metric has no metric 'accuracy': did you mean "),
+    (["grpo", "paper", f"{A}.strategy=megatron"], "strategy=megatron has no engine in this configuration: set model_e"),
+    (["gspo", "paper", f"{A}.strategy=fsdp2"], "strategy=fsdp2 has no engine in this configuration"),
+    (["up_dapo", "paper", "data.max_response_length=8192"], "max_resp_len=20480 and data.max_response_length=8192 dif"),
+    (["up_dapo", "paper", "reward.reward_kwargs.overlong_buffer_cfg.len=0"], "overlong_buffer_cfg.len=0 must be above"),
+    (["gspo", "paper", f"{A}.megatron.tensor_model_parallel_size=8"], "tensor_model_parallel_size=8 does not divide 4"),
+    (["gspo", "paper", f"{A}.megatron.expert_model_parallel_size=24"], "does not divide 128 experts"),
+    (["grpo", "paper", f"{R}.tensor_model_parallel_size=16"], "does not divide 8 GPUs"),
+    (["grpo", "paper", f"+{R}.engine_kwargs.vllm.disable_mm_preprocessor_cache=true"], "no argument of the pinned vLL"),
+    (["grpo", "paper", f"{A}.kl_loss_type=k7"], "kl_loss_type has no value 'k7'"),
+    (["grpo", "paper", "trainer.total_training_steps=0"], "total_training_steps must be at least 1"),
+    (["grpo", "paper", "trainer.resume_mode=always"], "trainer.resume_mode has no value 'always'"),
+    (["grpo", "paper", "algorithm.adv_estimator=gae"], "wants a critic"),
+    (["grpo", "paper", f"{R}.log_prob_use_dynamic_bsz=false"], "must be the same"),
+    (["grpo", "paper", "++actor_rollout_ref.actor.policy_loss.upref.parity.on_fail=ignore"], "on_fail must be stop or"),
+)}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -134,6 +215,13 @@ def without(what, ready):
             args.append("actor_rollout_ref.rollout.gpu_memory_utilization=0.3")
         case "disk":
             machine.free_disk = 1e9
+        case "driver":
+            machine.driver = "575.57.08"
+        case "megatron":
+            args[0] = "up_gspo"
+            machine.versions["transformer-engine"] = None
+        case "jaxtyping":
+            machine.versions["jaxtyping"] = None
         case "verl version":
             machine.versions["verl"] = "0.8.0"
         case "vllm":
@@ -159,12 +247,15 @@ def without(what, ready):
 LACKS = {
     "gpu": "no GPU is visible here, and paper_dapo needs 4 x 8: take the scale mini or smoke",
     "gpus": "needs 8 GPUs a machine and 4 are visible",
-    "nodes": "needs 4 machines and Ray knows 1: `ray start --head`",
+    "nodes": "needs 4 machines and Ray knows 1: `ray start --head`.*\\.venv-gpu/bin/ray",
+    "driver": "the driver 575.57.08 is too old for this environment's CUDA 13, which needs 580 or newer",
+    "megatron": "transformer-engine is not installed, and paper_gspo trains with Megatron: `repro/venv.sh gpu",
+    "jaxtyping": "jaxtyping, which upref and its rewards need, are not installed: pip install",
     "gpu memory": "training needs about .* GB on each GPU, which has 16",
     "kv": "vLLM gets .* too little for the weights and one sequence of 22528 tokens",
     "disk": "has 1 GB free and checkpoints need",
     "verl version": "needs verl 0.9.1 and finds 0.8.0: pip install",
-    "flash-attn": "flash-attn is not installed, and verl's models want it: pip install flash-attn==2.8.3",
+    "flash-attn": "flash-attn is not installed, and verl's models want it: `repro/venv.sh gpu flash`",
     "vllm": "vllm is not installed",
     "data": r"aime24.parquet is missing: .*prepare aime24",
     "rows": "aime24.parquet is no data file of verl",
@@ -181,28 +272,116 @@ def test_the_preflight_refuses(what, ready, capsys):
     assert len(err) == 1 and re.search(LACKS[what], err[0]), err
 
 
-def test_with_everything_there_verl_is_started_with_the_saved_command(ready, monkeypatch, capsys, tmp_path):
-    started = {}
+VERL_DOES = """
+import json, os, sys
+log = next(a for a in sys.argv if "VERL_FILE_LOGGER_PATH" in a).partition("=")[2]
+with open(log, "w") as f:
+    for step in range(1, int(os.environ["STEPS"]) + 1):
+        f.write(json.dumps({"step": step, "data": {"training/global_step": step, "critic/score/mean": 0.5}}) + "\\n")
+print(os.environ["VERL_USE_EXTERNAL_MODULES"], os.environ["PYTHONPATH"])
+print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")
+sys.exit(int(os.environ["STATUS"]))
+"""
 
-    class Verl:
-        stdout = ("step:1\n",)
 
-        def __init__(self, command, env, **_):
-            started.update(command=command, env=env)
+@pytest.fixture
+def verl_does(tmp_path, monkeypatch):
+    """In the place of verl's trainer, a program that logs STEPS steps and ends with STATUS."""
+    pytest.importorskip("psutil", reason="`repro/venv.sh smoke` installs what watches a trainer")
+    from repro.with_verl.run import watch
 
-        def wait(self):
-            return 7
-
+    program = tmp_path / "verl_does.py"
+    program.write_text(VERL_DOES)
+    real = watch.run
+    stand_in = lambda command, *a, **kw: real([sys.executable, str(program), *command[3:]], *a, **kw)
+    monkeypatch.setattr(watch, "run", stand_in)
     monkeypatch.setattr(preflight, "check_plugin", lambda *_: None)
-    monkeypatch.setattr(launch.subprocess, "Popen", Verl)
+
+
+def folder_of(tmp_path, start="up_dapo-paper_dapo-"):
+    [found] = [p for p in tmp_path.iterdir() if p.name.startswith(start)]
+    return found
+
+
+def test_a_run_that_dies_says_what_to_do_and_the_same_command_goes_on(ready, verl_does, tmp_path, monkeypatch, capsys):
     args, *_ = ready
+    args = [*args, "trainer.total_training_steps=3"]
+    monkeypatch.setenv("PYTHONPATH", "/somewhere/of/the/user")
+    monkeypatch.setenv("STEPS", "2")
+    monkeypatch.setenv("STATUS", "7")
     assert launch.main(args, BIG) == 7  # verl's own status
-    saved = json.loads((tmp_path / "up_dapo-paper_dapo/overrides.json").read_text())
-    assert saved["command"] == started["command"]
-    assert started["env"]["VERL_USE_EXTERNAL_MODULES"].startswith("upref.verl_plugin,")
-    assert all(row["source"] for row in saved["overrides"])
-    assert (tmp_path / "up_dapo-paper_dapo/verl.log").read_text() == "step:1\n"
-    assert "estimate: training" in capsys.readouterr().out
+    run = folder_of(tmp_path)
+    saved = json.loads((run / "overrides.json").read_text())
+    assert all(row["source"] for row in saved["overrides"]) and saved["estimate"]["steps"] == 3
+    log = (run / "verl.log").read_text().splitlines()
+    assert log[0].startswith("upref.verl_plugin,") and log[0].endswith(":/somewhere/of/the/user")
+    assert log[-1].startswith(
+        "upref: ended after 2 of 3 steps: verl ended with status 7; a GPU ran out of memory: lower "
+    )
+    assert "The same command goes on from the beginning (no checkpoint was saved): python -m repro" in log[-1]
+    out = capsys.readouterr().out
+    assert "estimate: training" in out and out.splitlines()[-1] == log[-1]
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints/latest_checkpointed_iteration.txt").write_text("1")
+    assert launch.main(args, BIG) == 7
+    assert "goes on from the checkpoint of step 1: " in (run / "verl.log").read_text().splitlines()[-1]
+    monkeypatch.setenv("STEPS", "3")
+    monkeypatch.setenv("STATUS", "0")
+    time.sleep(1.1)  # a start's file is named by the second
+    assert launch.main(args, BIG) == 0
+    assert (run / "verl.log").read_text().splitlines()[-1].startswith("upref: finished, 3 of 3 steps: `python -m repro")
+    assert [json.loads(x)["step"] for x in (run / "steps.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_folder_is_that_of_what_was_asked(ready, verl_does, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("STEPS", "2")
+    monkeypatch.setenv("STATUS", "0")
+    args, *_ = ready
+    args = [*args, "trainer.total_training_steps=2"]
+    eps = "++actor_rollout_ref.actor.policy_loss.upref.eps_low=0.1"
+    for more in ([], ["data.seed=2"], ["seed=2"], [eps], ["trainer.logger=[console,file,tensorboard]"]):
+        assert launch.main([*args, *more], BIG) == 0
+    runs = [p for p in tmp_path.iterdir() if p.name.startswith("up_dapo-paper_dapo-")]
+    assert len(runs) == 4 and len({json.loads((p / "overrides.json").read_text())["name"] for p in runs}) == 4
+    assert any("-seed2-" in p.name for p in runs) and any("eps_low0.1" in p.name for p in runs)  # readable first
+    experiments = {p.name: "trainer.experiment_name=" + p.name for p in runs}
+    assert all(experiments[p.name] in (p / "overrides.json").read_text() for p in runs)
+    # by name: one folder, and not for something else
+    assert launch.main([*args, "name=mine"], BIG) == 0
+    assert launch.main([*args, "name=mine", "trainer.total_training_steps=9"], BIG) == 1  # longer; it logs two
+    capsys.readouterr()
+    assert launch.main([*args, "name=mine", "data.seed=2"], BIG) == 2
+    assert "mine holds a run with data.seed=1, and asked is 2" in capsys.readouterr().err
+    assert launch.main([*args, "name=../x"], BIG) == 2
+    # a dry run leaves a real one's file alone
+    before = (tmp_path / "mine/overrides.json").read_text()
+    assert launch.main([*args, "name=mine", "data.seed=3", "--dry-run"], BIG) == 0
+    assert (tmp_path / "mine/overrides.json").read_text() == before
+    assert (launch.RUNS / "dry-run/mine/overrides.json").exists()
+
+
+def test_two_launches_do_not_share_a_folder(tmp_path):
+    from repro.with_verl.run import folder
+
+    with folder.alone(tmp_path / "run"):
+        assert "process" in folder.busy(tmp_path / "run")
+        with pytest.raises(upref.InputError, match="is being trained by process"), folder.alone(tmp_path / "run"):
+            pass
+    assert folder.busy(tmp_path / "run") == ""
+
+
+def test_seeds_are_swept_by_one_option(ready, verl_does, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("STEPS", "1")
+    monkeypatch.setenv("STATUS", "0")
+    args, *_ = ready
+    assert launch.main([*args, "--steps", "1", "--seeds", "1,2,3"], BIG) == 0
+    runs = sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("up_dapo-paper_dapo-"))
+    assert len(runs) == 3 and all("seed" in r for r in runs)
+    text = folder_of(tmp_path, next(r for r in runs if "seed2" in r)) / "overrides.json"
+    assert all(f"{key}=2" in text.read_text() for key in c.SEEDS)
+    for wrong in (["--seeds", "1,x"], ["--seeds", "1,1"], ["--seeds", "1,2", "seed=3"], ["--steps", "0"]):
+        assert launch.main([*args, *wrong], BIG) == 2
+        assert capsys.readouterr().err.count("launch: ") == 1
 
 
 @pytest.mark.parametrize("name", [n for n in c.scale_names()])
@@ -216,18 +395,91 @@ def test_each_scale_fits_the_gpus_that_it_names(name):
 def test_an_estimate_is_arithmetic():
     scale = c.load_scale("paper_dapo")
     e = estimate(scale, validate(c.compose("up_dapo", "paper")), 80e9, 30)
+    assert e.gpus == 32 and e.steps == 400
     assert e.step_tokens == 512 * 16 * 20480 and e.validation_tokens == 30 * 32 * 20480
     kv_bytes = 2 * 40 * 8 * 128 * 2  # keys and values, layers, heads, dimension, bf16
     assert e.kv_tokens == pytest.approx((0.7 * 80e9 - 2 * 14.8e9 - 2e9) / kv_bytes)
+
+
+def estimated(scale, *overrides, gpu="H100", gb=80e9, objective="grpo"):
+    prompts = {"paper_math": (2400, 8523), "paper_geo3k": (601, 2101), "gpu1_24gb": (500, 8523)}.get(scale, (30, 17917))
+    cfg = validate(c.compose(objective, scale, list(overrides)))
+    return estimate(c.load_scale(scale), cfg, gb, *prompts, gpu)
+
+
+def test_the_ladder_ends_by_itself_in_a_day_and_in_a_weekend():
+    for gpu in ("H100", "A100"):
+        e = estimated("gpu1", gpu=gpu, objective="up_dapo")
+        assert not e.problem and e.gpu_hours / e.gpus < 24 and e.steps >= 100
+    e = estimated("gpu8", objective="up_dapo")
+    assert not e.problem and e.gpu_hours / e.gpus < 62 and e.gpus == 8  # Friday evening to Monday morning
+    assert all(estimated(s).steps for s in ("paper_dapo", "paper_math", "paper_geo3k"))
+    assert estimated("paper_gspo", objective="gspo").steps
+
+
+def test_megatrons_memory_is_not_spread_over_all_gpus():
+    """All bytes over 32 GPUs were 23 GB, whatever the parallelism."""
+    m = "actor_rollout_ref.actor.megatron"
+    fits = estimated("paper_gspo", objective="gspo")
+    assert not fits.problem and 30 * GB < fits.train < 80 * GB
+    kept = estimated("paper_gspo", f"++{m}.override_transformer_config.recompute_granularity=null", objective="gspo")
+    assert "training needs about" in kept.problem and kept.train > 100 * GB  # no recomputation, as before
+    ep = estimated("paper_gspo", f"{m}.expert_model_parallel_size=4", objective="gspo")
+    assert ep.train > fits.train + 15 * GB  # twice the experts on each GPU
+    assert estimated("paper_gspo", "trainer.nnodes=1", objective="gspo").train > fits.train + 20 * GB
+
+
+def test_megatron_recomputes_and_routes_in_float32():
+    cfg = validate(c.compose("up_gspo", "paper"))
+    override = cfg.actor_rollout_ref.actor.megatron.override_transformer_config
+    assert (override.recompute_granularity, override.recompute_method, override.moe_router_dtype) == (
+        "full",
+        "uniform",
+        "fp32",
+    )
+    assert cfg.actor_rollout_ref.actor.megatron.expert_model_parallel_size == 8
+    missing = preflight.missing_packages(
+        cfg, c.load_scale("paper_gspo"), Machine(versions={"megatron-core": None, "verl": VERL})
+    )
+    assert len(missing) == 1 and missing[0].startswith("megatron-core is not installed")
+
+
+def test_settings_that_are_not_the_papers_are_its_protocols_own():
+    of = lambda scale: {k: v for k, (v, _) in c.load_scale(scale).values.items()}
+    dapo, math, geo = of("paper_dapo"), of("paper_math"), of("paper_geo3k")
+    optim = "actor_rollout_ref.actor.optim"
+    assert (dapo[f"{optim}.weight_decay"], dapo[f"{optim}.lr_warmup_steps"], dapo["trainer.save_freq"]) == (0.1, 10, 5)
+    for other in (math, geo):
+        assert (other[f"{optim}.weight_decay"], other[f"{optim}.lr_warmup_steps"]) == (0.01, -1)
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    assert (geo[f"{actor}.strategy"], geo[f"{rollout}.tensor_model_parallel_size"]) == ("fsdp2", 2)
+    for name in c.scale_names():
+        s = of(name)
+        assert s[f"{actor}.use_kl_loss"] is True and f"{actor}.kl_loss_coef" in s  # logged, in any case
+        assert s["trainer.total_epochs"] <= 20 or s["trainer.total_training_steps"] <= 1000  # nothing without an end
+        assert "Table A1, commented" not in " ".join(x for _, x in c.load_scale("paper_math").values.values())
+
+
+def test_ray_is_asked_how_many_machines_there_are(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "first:6379")
+    said = {}
+
+    def run(command, **_):
+        said["address"] = command[-1]
+        return subprocess.CompletedProcess([], 0, stdout="2026 INFO\nNODES 4\n")
+
+    monkeypatch.setattr(preflight.subprocess, "run", run)
+    assert preflight.ray_nodes() == 4 and said == {"address": "first:6379"}
 
 
 @pytest.mark.parametrize(
     ("machine", "objective", "scale"),
     [
         (Machine(), "up_dapo", "mini"),
-        (Machine(1, 25.7e9, "4090", nodes=1), "up_dapo", "gpu1"),
+        (Machine(1, 25.7e9, "4090", nodes=1), "up_dapo", "gpu1_24gb"),
+        (Machine(1, 85e9, "H100", nodes=1), "up_dapo", "gpu1"),
         (Machine(1, 8e9, "small", nodes=1), "up_dapo", "mini"),
-        (Machine(8, 85e9, "H100", nodes=1), "up_dapo", "gpu1"),
+        (Machine(8, 85e9, "H100", nodes=1), "up_dapo", "gpu8"),
         (Machine(8, 85e9, "H100", nodes=4), "up_dapo", "paper_dapo"),
         (Machine(8, 85e9, "H100", nodes=4), "up_gspo", "paper_gspo"),
         (Machine(8, 85e9, "H100", nodes=1), "up_grpo", "paper_math"),

@@ -156,7 +156,9 @@ def test_clip_bounds_are_the_tables():
         assert bounds == [load_scale("paper_math").hyperparameters["grpo"]["eps"][0]] * 2
 
 
-SOURCE = r"Table A\d(, commented)?: |Table 1: |Section 5|Figure \d: |not given in the paper: \S|verl default|ours"
+SOURCE = (
+    r"Table A\d(, commented)?: |Table 1: |Section 5|Figure \d: |not given in the paper: \S|verl 0\.9\.1 default|ours"
+)
 
 
 @pytest.mark.parametrize("name", scale_names())

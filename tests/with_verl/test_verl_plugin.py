@@ -235,3 +235,56 @@ def test_how_often_it_compares_is_read_beside_the_hyperparameters(tmp_path):
     assert torch.load(next(tmp_path.glob("*.pt")), weights_only=True)["hp"] == {"eps_low": 0.1, "c": None}
     with pytest.raises(InputError, match="no setting 'evry'; it takes: first, every, dump"):
         call("up_dapo", b, config({"parity": {"evry": 3}}))
+
+
+# ---- what a GPU does -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("name", RUNS)
+def test_parity_inside_verls_bf16_autocast(name, dtype):
+    """verl's engines call the loss inside torch.autocast(bfloat16), its log-probabilities in float32 or bfloat16."""
+    b = replace(batch(upref.get(name), thin=3), group=None)
+    cast = lambda x: x.to(dtype)
+    x = object.__new__(type(b))
+    x.__dict__.update(b.__dict__, logp=cast(b.logp).requires_grad_(), logp_old=cast(b.logp_old), adv=cast(b.adv))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = call(name, x)  # compares itself with the reference: `call` asserts that nothing was found
+        plain = upref.get(name).J(x.logp, x.logp_old, x.adv, x.mask)
+    assert loss.isfinite() and torch.equal(loss, -plain)
+    loss.backward()
+    assert x.logp.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_log_probability_above_0_is_rounding(name):
+    """Online softmax kernels give +1e-7, also as the old one."""
+    b = replace(batch(upref.get(name), thin=5), group=None)
+    lp, old = (x.float().clone() for x in (b.logp, b.logp_old))
+    i = b.mask.any(1).nonzero()[:2, 0]
+    t = b.mask[i].int().argmax(1)
+    lp[i, t] = old[i, t] = 1.2e-7
+    x = object.__new__(type(b))
+    x.__dict__.update(b.__dict__, logp=lp.requires_grad_(), logp_old=old, adv=b.adv.float())
+    loss, _ = call(name, x)
+    loss.backward()
+    assert loss.isfinite() and lp.grad.isfinite().all()
+
+
+def test_one_nan_does_not_end_a_run_of_days(tmp_path, monkeypatch):
+    """verl leaves out a step whose gradient is not finite; the loss must get that far."""
+    monkeypatch.setenv("UPREF_PARITY_DIR", str(tmp_path))
+    b = replace(batch(upref.get("up_dapo"), thin=9), group=None)
+    lp = b.logp.float().clone()
+    i = int(b.mask.any(1).nonzero()[0])
+    lp[i, int(b.mask[i].nonzero()[0])] = float("nan")
+    x = object.__new__(type(b))
+    x.__dict__.update(b.__dict__, logp=lp.requires_grad_(), logp_old=b.logp_old.float(), adv=b.adv.float())
+    with pytest.raises(ParityError):
+        call("up_dapo", x, config({"parity": {"on_fail": "stop"}}))
+    loss, metrics = core_algos.get_policy_loss_fn("upref/up_dapo")(
+        old_log_prob=x.logp_old, log_prob=x.logp, advantages=x.adv, response_mask=x.mask, loss_agg_mode="token-mean",
+        config=config({"parity": {"on_fail": "warn"}}), rollout_is_weights=None,
+    )  # fmt: skip
+    assert loss.isnan() and metrics["upref/parity_alarms"] == 1
+    assert all(v == v and abs(v) < float("inf") for k, v in metrics.items() if "parity" in k)

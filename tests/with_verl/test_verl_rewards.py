@@ -4,6 +4,7 @@
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 import upref
 from repro.with_verl.reward import score as rewards
-from repro.with_verl.reward.score import NONE, Grader, compute_score, last_answer, last_boxed, tidy
+from repro.with_verl.reward.score import NONE, Grader, compute_score, last_boxed, math_dapo, tidy
 
 
 def score(text, truth, protocol):
@@ -35,13 +36,20 @@ def test_wrong(answer, truth):
 
 
 def test_the_protocols():
-    assert score("Answer: 5\nno, wait\nAnswer: $34$.", "34", "dapo") == {"score": 1.0, "acc": 1.0, "pred": "34"}
-    assert score("**Answer: \\boxed{34}**", "34", "dapo")["acc"] == 1.0
-    assert score("\\boxed{34}", "34", "dapo") == {"score": -1.0, "acc": 0.0, "pred": NONE}  # no Answer: line
+    assert score("Answer: 5\nno, wait\nAnswer: $34$", "34", "dapo") == {"score": 1.0, "acc": 1.0, "pred": "34"}
+    assert score("Answer:\n34", "34", "dapo")["acc"] == 1.0  # a line break before the number
+    assert score("\\boxed{34}", "34", "dapo")["acc"] == 1.0  # its fallback
+    assert score("I do not know", "34", "dapo") == {"score": -1.0, "acc": 0.0, "pred": NONE}
+    assert score("Answer: 34" + " " * 300, "34", "dapo")["acc"] == 0.0  # the last 300 characters
+    assert score("Answer: 30+4", "34", "dapo")["acc"] == 0.0 == score("Answer: 34%", "34", "dapo")["acc"]
+    assert score("Answer: 042", "042", "dapo")["pred"] == score("Answer: 42", "042", "dapo")["pred"] == "42"  # one vote
     assert score("Answer: 34", "34", "boxed") == {"score": 0.0, "acc": 0.0, "pred": NONE}
     assert score("\\boxed{1} or \\boxed{2}", "2", "boxed")["score"] == 1.0
     assert score("<think>hm</think> \\boxed{3}", "3", "geo3k")["score"] == pytest.approx(1.0)
     assert score("\\boxed{3}", "3", "geo3k")["score"] == pytest.approx(0.9)
+    assert score("So: <think>hm</think> \\boxed{3}", "3", "geo3k")["score"] == pytest.approx(
+        0.9
+    )  # verl: from the start
     assert score("<think>hm</think> \\boxed{4}", "3", "geo3k")["score"] == pytest.approx(0.1)
     with pytest.raises(upref.InputError, match="one of dapo, boxed, geo3k"):
         score("x", "1", "boxd")
@@ -51,7 +59,6 @@ def test_nested_and_unclosed_boxes():
     assert last_boxed(r"\boxed{\frac{1}{2}} and \boxed{x") == r"\frac{1}{2}"
     assert last_boxed(r"\boxed{a{b}c}") == "a{b}c"
     assert last_boxed("no box") is None
-    assert last_answer("answer:   \n") is None
 
 
 PIECES = st.sampled_from(
@@ -81,8 +88,8 @@ def test_comparing_junk_never_raises(text):
 @settings(max_examples=50, deadline=None)
 def test_a_whole_number_is_itself_with_commas_too(n):
     for spelling in (str(n), f"{n:,}", f"${n}$", f" {n} ."):
-        assert score(f"Answer: {spelling}", str(n), "dapo")["score"] == 1.0
-        assert score(f"Answer: {spelling}", str(n), "dapo")["pred"] == str(n)
+        assert score(rf"\boxed{{{spelling}}}", str(n), "boxed")["score"] == 1.0
+        assert score(rf"\boxed{{{spelling}}}", str(n), "boxed")["pred"] == str(n)
 
 
 def program(*lines: str) -> list[str]:
@@ -133,3 +140,54 @@ def test_threads_do_not_get_each_others_answers():
     [t.start() for t in threads]
     [t.join() for t in threads]
     assert results == {i: bool(i % 2) for i in range(12)}
+
+
+# ---- against verl, and against a person ----------------------------------------------------------------------------
+
+FORMS = (
+    "{a}", "Answer: {a}", "Answer:{a}", "answer : {a}", "Answer:\n{a}", "Answer: ${a}$", "Answer: {a}.",
+    "**Answer:** {a}",
+    "Answer: \\boxed{{{a}}}", "\\boxed{{{a}}}", "so $\\boxed{{{a}}}$.", "Answer: 1\nAnswer: {a}", "Answer: x = {a}",
+    "Answer: {a} units", "Answer: {a}\n" + "so it is. " * 40,
+)  # fmt: skip
+GIVEN = (
+    "34", "034", "-7", "1,000", "1{,}000", "12\\%", "2+3", "5\\text{ m}", "\\frac12", "$\\sqrt2$", "(1,2)",
+    "90^\\circ", "",
+)  # fmt: skip
+TRUTHS = ("34", "-7", "1000", "12", "5", "\\frac{1}{2}", "90")
+
+
+def test_150_answers_of_dapos_protocol_are_scored_as_verl_scores_them():
+    theirs = pytest.importorskip("verl.utils.reward_score.math_dapo").compute_score
+    cases = [(form.format(a=a), truth) for form in FORMS for a in GIVEN for truth in TRUTHS]
+    right = 0
+    for text, truth in cases:
+        want = theirs(text, truth)
+        got = score(text, truth, "dapo")
+        assert (got["score"], got["acc"]) == (want["score"], float(want["acc"])), (text, truth)
+        right += want["acc"]
+    assert len(cases) >= 150 and 50 < right < len(cases) / 2
+
+
+def test_without_verl_dapos_protocol_says_so(monkeypatch):
+    monkeypatch.setattr(rewards.importlib.util, "find_spec", lambda _: None)
+    math_dapo.cache_clear()
+    with pytest.raises(upref.InputError, match=r"verl's own function: `repro/venv.sh verl`"):
+        score("Answer: 1", "1", "dapo")
+    math_dapo.cache_clear()
+
+
+BOXED = [line.split("\t") for line in (Path(__file__).parent / "boxed.tsv").read_text().splitlines()[1:]]
+
+
+def test_150_boxed_answers_are_judged_as_a_person_would():
+    """Or as the file's last column says, with the reason."""
+    assert len(BOXED) >= 150 and sum(bool(other) for *_, other in BOXED) <= 5
+    wrong = []
+    for answer, truth, person, other in BOXED:
+        want = other.partition(":")[0] or person
+        got = rewards.equal(answer, truth, seconds=60)
+        if got != (want == "1"):
+            wrong.append((answer, truth, want))
+        assert not other or (other[0] != person and len(other) > 5)
+    assert not wrong

@@ -3,18 +3,22 @@
 
 import difflib
 import json
+import os
+import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import upref
+from repro.with_verl.config.naming import name_of
 from repro.with_verl.place import ROOT, RUNS, pythonpath
 from upref import InputError
 
 HERE = Path(__file__).resolve().parent
 ACTOR = "actor_rollout_ref.actor"
 MODULES = ("upref.verl_plugin", "repro.with_verl.plugins.estimators", "repro.with_verl.plugins.grpo_clip_higher")
+SEEDS = ("data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")
 HANDED_OVER = ("mini", "smoke")  # run by programs of their own
 
 # upref.advantages -> verl's estimator, its settings, and what verl does differently
@@ -55,10 +59,11 @@ class Run:
     sources: dict[str, str]
     notes: list[str] = field(default_factory=list)
     directory: Path = RUNS
+    env: dict[str, str] = field(default_factory=dict)
 
     @property
-    def env(self) -> dict[str, str]:
-        return {"VERL_USE_EXTERNAL_MODULES": ",".join(MODULES), "PYTHONPATH": pythonpath()}
+    def name(self) -> str:
+        return self.directory.name
 
 
 def paper() -> dict[str, Any]:
@@ -105,8 +110,35 @@ def paper_scale(objective: str) -> tuple[str, str]:
     return "paper_math", f"{objective} is not in the paper: it runs by the protocol of its baselines (Tables A3 and A4)"
 
 
+def environment(directory: Path) -> dict[str, str]:
+    """Of every process of a run, on every machine; what the user has verl import is imported too, behind ours."""
+    given = [m for m in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if m and m not in MODULES]
+    return {
+        "VERL_USE_EXTERNAL_MODULES": ",".join([*MODULES, *given]),
+        "PYTHONPATH": pythonpath(),
+        "UPREF_PARITY_DIR": str(directory / "parity"),
+    }
+
+
+def spelled_out(overrides: list[str]) -> tuple[list[str], str]:
+    """Two short forms: seed=N for the three seeds that a run has, and name=NAME for its folder."""
+    lines, name = [], ""
+    for line in overrides:
+        key, _, value = line.partition("=")
+        if key == "name":
+            if not re.fullmatch(r"[\w.+-][\w.+=-]*", value):
+                raise InputError(f"name={value!r} is no name of a folder: letters, digits, . _ - only.")
+            name = value
+        elif key == "seed":
+            lines += [f"{seed}={value}" for seed in SEEDS]
+        else:
+            lines.append(line)
+    return lines, name
+
+
 def compose(objective: str, scale: str, overrides: list[str] | None = None, data: Path | None = None) -> Run:
     """The overrides of one run, the user's last. Raises InputError on an unknown objective or scale."""
+    given, name = spelled_out(overrides or [])
     o = upref.get(objective)
     if objective not in upref.names():
         raise InputError(
@@ -119,13 +151,11 @@ def compose(objective: str, scale: str, overrides: list[str] | None = None, data
         scale, why = paper_scale(objective)
         notes.append(why)
     s = load_scale(scale)
-    directory = RUNS / f"{objective}-{scale}"
-    places = {"root": ROOT, "data": data or RUNS / "data", "run": directory, "objective": objective}
-    lines: dict[str, Any] = {key: _fill(value, places | {"scale": scale}) for key, (value, _) in s.values.items()}
+    lines: dict[str, Any] = {key: value for key, (value, _) in s.values.items()}
     sources = {key: source for key, (_, source) in s.values.items()}
 
     loss, why = s.loss.get(objective, (objective, "the objective"))
-    o_loss = o if loss == objective else _extra(loss)
+    o_loss = o if loss == objective else extra(loss)
     estimator, settings, difference = ESTIMATORS[o.adv]
     chosen = {
         f"{ACTOR}.policy_loss._target_": ("upref.verl_plugin.PolicyLoss", "ours: a place for hyperparameters"),
@@ -134,25 +164,30 @@ def compose(objective: str, scale: str, overrides: list[str] | None = None, data
         "algorithm.adv_estimator": (estimator, f"{o.adv} of upref.advantages in verl: {difference}"),
         **{key: (value, f"makes verl's {estimator} {o.adv}") for key, value in settings.items()},
     }
-    given = s.hyperparameters.get(objective, {})
-    o_loss.resolve({k: v for k, (v, _) in given.items()})
-    if given:
-        chosen[f"+{ACTOR}.policy_loss.upref"] = (
-            {k: v for k, (v, _) in given.items()},
-            "; ".join(f"{k}: {source}" for k, (_, source) in given.items()),
-        )
-    for name, value in Run(objective, s, [], {}).env.items():
-        chosen[f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}"] = (value, "ours: every worker loads the plug-in")
+    hp = s.hyperparameters.get(objective, {})
+    o_loss.resolve({k: v for k, (v, _) in hp.items()})
+    why_parity = "parity: ours: a run of days is not ended by one alarm, which the report shows (stop ends it)"
+    chosen[f"+{ACTOR}.policy_loss.upref"] = (
+        {k: v for k, (v, _) in hp.items()} | {"parity": {"on_fail": "warn"}},
+        "; ".join([*(f"{k}: {source}" for k, (_, source) in hp.items()), why_parity]),
+    )
     lines |= {key: value for key, (value, _) in chosen.items()}
     sources |= {key: source for key, (_, source) in chosen.items()}
     notes.append(f"advantages: {o.adv} = verl's {estimator} ({difference})")
     if o.coupled:
         notes.append(f"{objective} couples the batch and sees one micro-batch at a time: {o.coupled}")
-    own = [f"{key}={_hydra(value)}" for key, value in lines.items()]
-    return Run(objective, s, own + list(overrides or []), sources, notes, directory)
+    own = lambda places: [f"{key}={_hydra(_fill(value, places))}" for key, value in lines.items()]
+    nowhere = dict.fromkeys(("root", "data", "run", "name"), "")
+    directory = RUNS / (name or name_of(f"{objective}-{scale}", own(nowhere), given))
+    env = environment(directory)
+    for key, value in env.items():
+        key = f"+ray_kwargs.ray_init.runtime_env.env_vars.{key}"
+        lines[key], sources[key] = value, "ours: every worker loads the plug-in, and finds this checkout"
+    places = {"root": ROOT, "data": data or RUNS / "data", "run": directory, "name": directory.name}
+    return Run(objective, s, own(places) + given, sources, notes, directory, env)
 
 
-def _extra(name: str):
+def extra(name: str):
     from repro.with_verl.plugins.grpo_clip_higher import OBJECTIVES
 
     return OBJECTIVES[name]

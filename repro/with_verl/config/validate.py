@@ -19,10 +19,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import upref
-from repro.with_verl.config.compose import ACTOR, Run, _extra
+from repro.with_verl.config import sizes
+from repro.with_verl.config.compose import ACTOR, Run, extra
 from upref import InputError
 
-NAMES = (f"{ACTOR}.policy_loss.loss_mode=", "trainer.experiment_name=", "trainer.default_local_dir=")
+NAMES = (
+    f"{ACTOR}.policy_loss.loss_mode=", "trainer.experiment_name=", "trainer.default_local_dir=",
+    "+ray_kwargs.ray_init.runtime_env.env_vars.",
+)  # fmt: skip
 # Instantiated as verl does; the model's class reads the model's files, the others exist for other backends.
 SECTIONS = ("actor_rollout_ref.rollout", "algorithm")
 
@@ -32,7 +36,8 @@ def validate(run: Run) -> DictConfig:
     names = [o for o in run.overrides if o.startswith(NAMES)]
     cfg, actor = _checked(tuple(o for o in run.overrides if o not in names))
     for key, _, name in (o.partition("=") for o in names):  # every run has them all, so that none is left from another
-        OmegaConf.update(cfg, key, name)
+        OmegaConf.update(cfg, key.lstrip("+"), name, force_add=True)
+    sizes.check(cfg, run.scale)
     _check_loss(cfg, actor)
     return cfg
 
@@ -42,7 +47,6 @@ def _checked(overrides: tuple[str, ...]) -> tuple[DictConfig, Any]:
     """All but the names, which change nothing else: objectives share it, so that checking all of them is quick."""
     cfg = _compose(overrides)
     _check_types(cfg, overrides)
-    _check_sizes(cfg)
     return cfg, _classes(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)))
 
 
@@ -152,34 +156,14 @@ def _words(want: Any) -> str:
     return " or ".join(words.get(p, str(p)) for p in parts)
 
 
-def _check_sizes(cfg: DictConfig) -> None:
-    """What verl skips with use_dynamic_bsz, or notices in a worker."""
-    batch, mini = cfg.data.train_batch_size, cfg.actor_rollout_ref.actor.ppo_mini_batch_size
-    if batch % mini:
-        raise InputError(
-            f"data.train_batch_size={batch} must be a multiple of {ACTOR}.ppo_mini_batch_size={mini}: change one."
-        )
-    gpus, tp = (
-        cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node,
-        cfg.actor_rollout_ref.rollout.tensor_model_parallel_size,
-    )
-    if gpus % tp:
-        raise InputError(
-            f"{gpus} GPUs do not divide into vLLM replicas of tensor_model_parallel_size={tp}: change one."
-        )
-    sp = cfg.actor_rollout_ref.actor.get("ulysses_sequence_parallel_size", 1)
-    if gpus % sp:
-        raise InputError(f"{gpus} GPUs are no multiple of ulysses_sequence_parallel_size={sp}: set it lower.")
-
-
 def _classes(cfg: DictConfig):
     """verl's own checks, quietly; its actor config."""
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            validate_config(cfg, need_reference_policy(cfg), need_critic(cfg))
+            reference = cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
+            validate_config(cfg, use_reference_policy=bool(reference), use_critic=False)
             for section in SECTIONS:
                 omega_conf_to_dataclass(OmegaConf.select(cfg, section))
             return omega_conf_to_dataclass(cfg.actor_rollout_ref.actor)
@@ -193,7 +177,7 @@ def _check_loss(cfg: DictConfig, actor) -> None:
     from verl.workers.config import ActorConfig
 
     import repro.with_verl.plugins.estimators  # noqa: F401  registers
-    from upref.verl_plugin import VERL_KEYS, hyperparameters
+    from upref.verl_plugin import VERL_KEYS, hyperparameters, monitor_of
 
     mode = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
     for kind, name, known in (
@@ -215,4 +199,6 @@ def _check_loss(cfg: DictConfig, actor) -> None:
     if cfg.algorithm.rollout_correction.get("bypass_mode"):
         raise InputError("rollout_correction.bypass_mode replaces every loss_mode by verl's own: leave it false.")
     name = mode.removeprefix("upref/")
-    hyperparameters(_extra(name) if name == "grpo_clip_higher" else upref.get(name), actor)
+    objective = extra(name) if name == "grpo_clip_higher" else upref.get(name)
+    hyperparameters(objective, actor)
+    monitor_of(objective, actor)

@@ -24,7 +24,7 @@ from pathlib import Path
 import upref
 from repro.with_verl.cpu import fork, toy
 from repro.with_verl.place import RESULTS, ROOT, pythonpath
-from repro.with_verl.run import watch
+from repro.with_verl.run import advice, records, watch
 from upref.aggregation import verl_name
 
 PROMPTS, GROUP, MINI = 8, 8, 2  # a rollout: 8 prompts x 8 responses, in 4 mini-batches, so that 3 are off-policy
@@ -59,8 +59,8 @@ def environment(log: Path, modules: tuple[str, ...] = ()) -> dict[str, str]:
     }
 
 
-def overrides(objective: upref.Objective, steps: int, out: Path) -> list[str]:
-    settings = {
+def settings(objective: upref.Objective, steps: int, out: Path) -> dict[str, object]:
+    return {
         "data.train_files": out / "data.parquet",
         "data.val_files": out / "data.parquet",
         "data.train_batch_size": PROMPTS,
@@ -122,7 +122,10 @@ def overrides(objective: upref.Objective, steps: int, out: Path) -> list[str]:
         "+ray_kwargs.ray_init.object_store_memory": 400_000_000,
         "+ray_kwargs.ray_init.include_dashboard": False,
     }
-    return [f"{k}={v}" for k, v in settings.items()]
+
+
+def overrides(objective: upref.Objective, steps: int, out: Path) -> list[str]:
+    return [f"{k}={v}" for k, v in settings(objective, steps, out).items()]
 
 
 def dry_run(objective: upref.Objective, extra: Sequence[str] = ()) -> None:
@@ -164,15 +167,6 @@ def judge(rows: list[dict], steps: int, outcome: watch.Outcome) -> tuple[list[st
         if not parity:
             wrong.append("no parity was logged: is upref.verl_plugin loaded in the workers?")
     return report, wrong
-
-
-def error_in(output: Path) -> str:
-    """The last line of the trainer's output that names an error."""
-    prefix = re.compile(r"\x1b\[\d+m|\(\w+ pid=[^)]*\)\s*")  # Ray's: colour, actor and process
-    lines = [prefix.sub("", x) for x in output.read_text(encoding="utf-8", errors="replace").splitlines()]
-    ours = re.compile(r"\w*(InputError|ParityError)[^:]*: ")
-    named = [x for x in lines if ours.search(x)] or [x for x in lines if re.search(r"^\S*(Error|Exception)\b.*: ", x)]
-    return named[-1].strip()[-400:] if named else "it names no error"
 
 
 def full_disk(output: Path) -> str:
@@ -223,8 +217,8 @@ def main(
     if not (out / "model").exists():
         toy.make_model(out / "model", experts)
         toy.make_data(out / "data.parquet")
-    stamp = time.strftime("%H%M%S")
-    log, output = out / f"steps-{stamp}.jsonl", out / f"trainer-{stamp}.log"
+    log = records.new_part(out)
+    output = out / log.name.replace("steps-", "trainer-").replace(".jsonl", ".log")
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(objective, steps, out), *extra]
     (out / "command.txt").write_text("\n".join(command) + "\n", encoding="utf-8")
     print(f"smoke: {name}, {steps} steps; verl's output goes to {output}", flush=True)
@@ -239,13 +233,14 @@ def main(
     )
     rows = watch.steps(log)
     report, wrong = judge(rows, steps, outcome)
+    records.collect(out)
     found = json.dumps(summary(name, rows, steps, outcome, wrong, extra))
     (out / "summary.json").write_text(found + "\n")
     if keep:
         (RESULTS / f"{keep}.json").write_text(found + "\n")
     print("\n".join([f"{name}: {'; '.join(report)}", *(f"WRONG  {w}" for w in wrong)]))
     if wrong and outcome.status != 0:
-        print(full_disk(output) or f"verl's last word: {error_in(output)}")
+        print(full_disk(output) or f"verl's last word: {advice.error_in(output)}")
         if (out / "checkpoints" / "latest_checkpointed_iteration.txt").exists():
             print("the same command with --again goes on from the last checkpoint.")
     return (1 if rows else 2) if wrong else 0

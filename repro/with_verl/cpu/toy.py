@@ -17,9 +17,15 @@ TEMPLATE = (
 )
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info=None, **_) -> float:
-    """verl's reward function: right tokens in RESPONSE; a short answer forgoes the rest."""
-    return sum(word == ground_truth for word in solution_str.split()) / RESPONSE
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info=None, **_) -> dict:
+    """verl's reward function: right tokens in RESPONSE; a short answer forgoes the rest. acc: all but one are right."""
+    words = solution_str.split()
+    right = sum(word == ground_truth for word in words)
+    return {
+        "score": right / RESPONSE,
+        "acc": float(right >= RESPONSE - 1),
+        "pred": max(words, key=words.count, default=""),
+    }
 
 
 def make_model(path: Path, experts: int = 0, seed: int = 0):

@@ -19,8 +19,11 @@ from upref import InputError
 Row = dict[str, Any]
 T = TypeVar("T")
 BOXED = "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
-# reward/score.py gives a tenth for the thinking
-GEO3K = " Think first, between <think> and </think>, and give the final answer after it, within \\boxed{}."
+# verl's own, word for word (examples/data_preprocess/geo3k.py at 1dda039b), whose reward gives a tenth for the form
+GEO3K = (
+    " You FIRST think about the reasoning process as an internal monologue and then provide the final answer. "
+    "The reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST BE put in \\boxed{}."
+)
 # The DAPO data's own template, in which AIME24 comes too; it is taken off for the boxed protocol.
 DAPO_BEFORE = re.compile(r"^Solve the following math problem step by step\..*?\n\n", re.DOTALL)
 DAPO_AFTER = re.compile(r"\n\nRemember to put your answer on its own line after \"Answer:\"\.?\s*$")

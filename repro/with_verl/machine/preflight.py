@@ -9,10 +9,11 @@ import sys
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
-from repro.with_verl.config.compose import Run
+from repro.with_verl.config.compose import Run, Scale
 from repro.with_verl.machine.estimate import GB, Estimate, estimate
 from repro.with_verl.place import ROOT
 from upref import InputError
@@ -20,7 +21,13 @@ from upref import InputError
 VERL = "0.9.1"
 FLASH = "2.8.3"  # verl's own pin
 PREPARE = "-m repro.with_verl.data.prepare"
-PACKAGES = ("verl", "vllm", "torch", "transformers", "ray", "TransferQueue", "flash-attn")
+MEGATRON = ("megatron-core", "megatron-bridge", "transformer-engine", "mbridge", "apex")  # requirements-megatron.txt
+OURS = ("jaxtyping", "math-verify", "sympy")  # that `pip install --no-deps -e .` leaves out in verl's image
+PACKAGES = (
+    "verl", "vllm", "torch", "transformers", "ray", "TransferQueue", "flash-attn", *MEGATRON, *OURS, "cuda-toolkit",
+)  # fmt: skip
+DRIVER = {"13": 580, "12": 525}  # CUDA -> the oldest driver, by NVIDIA's compatibility table
+SOLD_AS_80 = 0.95
 
 
 @dataclass
@@ -33,6 +40,7 @@ class Machine:
     free_disk: float = 0.0
     versions: dict[str, str | None] = field(default_factory=dict)
     nodes: int = 1
+    driver: str = ""
 
 
 def look(where: Path = ROOT) -> Machine:
@@ -40,8 +48,9 @@ def look(where: Path = ROOT) -> Machine:
     m = Machine(versions={p: _version(p) for p in PACKAGES})
     where = next(p for p in [where, *where.parents] if p.exists())
     m.free_disk = shutil.disk_usage(where).free
+    m.nodes = max(1, ray_nodes())
     try:
-        query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+        query = ["nvidia-smi", "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader,nounits"]
         rows = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.strip().splitlines()
     except (OSError, subprocess.SubprocessError):
         return m
@@ -49,9 +58,29 @@ def look(where: Path = ROOT) -> Machine:
         rows = rows[: len(visible.split(","))]
     m.gpus = len(rows)
     if rows:
-        m.gpu_name, _, mib = rows[0].rpartition(", ")
+        m.driver, _, rest = rows[0].partition(", ")
+        m.gpu_name, _, mib = rest.rpartition(", ")
         m.gpu_bytes = float(mib) * 2**20
     return m
+
+
+def ray_nodes() -> int:
+    """Machines with GPUs of the Ray cluster that a driver would join; 0 where none runs, and none is started."""
+    address = os.environ.get("RAY_ADDRESS") or ("auto" if Path("/tmp/ray/ray_current_cluster").exists() else "")
+    if not address:
+        return 0
+    code = (
+        "import ray, logging, sys; ray.init(address=sys.argv[1], logging_level=logging.ERROR); "
+        "print('NODES', sum(n['Alive'] and n['Resources'].get('GPU', 0) > 0 for n in ray.nodes()))"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code, address], capture_output=True, text=True, timeout=120, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return 0
+    found = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("NODES ")]
+    return int(found[-1]) if found else 0
 
 
 def _version(package: str) -> str | None:
@@ -64,11 +93,13 @@ def _version(package: str) -> str | None:
 def check(run: Run, cfg: DictConfig, machine: Machine) -> Estimate:
     """All checks that need nothing but this machine, the cheapest first. Raises InputError on the first that fails."""
     check_gpus(run, cfg, machine)
-    check_versions(machine)
-    check_attention(cfg, machine)
+    if missing := missing_packages(cfg, run.scale, machine):
+        raise InputError(missing[0])
+    check_driver(machine)
     model = check_model(cfg)
     val_rows = check_data(cfg)
-    e = estimate(run.scale, cfg, machine.gpu_bytes, val_rows)
+    train_rows = count_rows(cfg.data.train_files)
+    e = estimate(run.scale, cfg, machine.gpu_bytes, val_rows, train_rows, machine.gpu_name)
     if e.problem:
         raise InputError(e.problem)
     need = e.checkpoint * ((cfg.trainer.max_actor_ckpt_to_keep or 5) + 1) if cfg.trainer.save_freq > 0 else 1 * GB
@@ -81,26 +112,53 @@ def check(run: Run, cfg: DictConfig, machine: Machine) -> Estimate:
     return e
 
 
-def check_versions(m: Machine) -> None:
-    verl = m.versions.get("verl")
-    if verl != VERL:
-        raise InputError(
-            f"needs verl {VERL} and finds {verl or 'none'}: pip install 'verl[vllm]=={VERL}' into this environment."
+def missing_packages(cfg: DictConfig, scale: Scale, m: Machine | None = None) -> list[str]:
+    """A sentence for each package that this run needs and this environment lacks, with its cure."""
+    have = m.versions if m else {p: _version(p) for p in PACKAGES}
+    lacks = lambda package: package in have and not have[package]
+    found = []
+    if have.get("verl") != VERL:
+        found.append(
+            f"needs verl {VERL} and finds {have.get('verl') or 'none'}: pip install 'verl[vllm]=={VERL}' into this "
+            "environment."
         )
     for package in ("vllm", "torch", "ray", "TransferQueue"):
-        if package in m.versions and not m.versions[package]:
+        if lacks(package):
             extra = f"'verl[vllm]=={VERL}'" if package != "TransferQueue" else "TransferQueue==0.1.11"
-            raise InputError(f"{package} is not installed, and verl's trainer needs it: pip install {extra}.")
+            found.append(f"{package} is not installed, and verl's trainer needs it: pip install {extra}.")
+    if absent := [p for p in OURS if lacks(p)]:
+        found.append(
+            f"{' and '.join(absent)}, which upref and its rewards need, are not installed: pip install "
+            "jaxtyping==0.3.11 math-verify==0.9.0 sympy==1.14.0 (`pip install --no-deps -e .` leaves them out)."
+        )
+    if (absent := [p for p in MEGATRON if lacks(p)]) and cfg.actor_rollout_ref.actor.get("megatron"):
+        found.append(
+            f"{', '.join(absent)} {'are' if len(absent) > 1 else 'is'} not installed, and {scale.name} trains with "
+            "Megatron: `repro/venv.sh gpu megatron` adds them to .venv-gpu, elsewhere pip install --no-deps -r "
+            "repro/with_verl/requirements-megatron.txt (Python 3.12)."
+        )
+    if lacks("flash-attn") and wants_flash(cfg):
+        found.append(
+            f"flash-attn is not installed, and verl's models want it: `repro/venv.sh gpu flash` adds it to .venv-gpu, "
+            f"elsewhere pip install wheel ninja && pip install flash-attn=={FLASH} --no-build-isolation."
+        )
+    return found
 
 
-def check_attention(cfg: DictConfig, m: Machine) -> None:
-    """verl's FSDP models attend by flash-attn unless told otherwise; without it they fail late, in a worker."""
-    fsdp = str(cfg.actor_rollout_ref.actor.strategy).startswith("fsdp")
+def wants_flash(cfg: DictConfig) -> bool:
+    """verl's models attend by flash-attn unless told otherwise; without it they fail late, in a worker."""
     wanted = cfg.actor_rollout_ref.model.override_config.get("attn_implementation", "flash_attention_2")
-    if fsdp and wanted == "flash_attention_2" and "flash-attn" in m.versions and not m.versions["flash-attn"]:
+    return bool(cfg.actor_rollout_ref.actor.get("megatron")) or wanted == "flash_attention_2"
+
+
+def check_driver(m: Machine) -> None:
+    """CUDA says only `driver too old`, and only when a worker starts."""
+    cuda = (m.versions.get("cuda-toolkit") or "").partition(".")[0]
+    major = m.driver.partition(".")[0]
+    if major.isdecimal() and int(major) < DRIVER.get(cuda, 0):
         raise InputError(
-            f"flash-attn is not installed, and verl's models want it: pip install flash-attn=={FLASH} "
-            "--no-build-isolation (it is compiled, and needs nvcc), or run in verl's own image (UPREF_PYTHON=python)."
+            f"the driver {m.driver} is too old for this environment's CUDA {cuda}, which needs {DRIVER[cuda]} or "
+            "newer: update it, or run in an image for its CUDA."
         )
 
 
@@ -118,7 +176,8 @@ def check_gpus(run: Run, cfg: DictConfig, m: Machine) -> None:
     if nodes > m.nodes:
         raise InputError(
             f"{run.scale.name} needs {nodes} machines and Ray knows {m.nodes}: `ray start --head` on the first and "
-            "`ray start --address=FIRST:6379` on the others (repro/with_verl/PAPER.md), or set trainer.nnodes."
+            "`ray start --address=FIRST:6379` on the others (.venv-gpu/bin/ray; repro/with_verl/PAPER.md), or set "
+            "trainer.nnodes."
         )
 
 
@@ -159,6 +218,15 @@ def check_data(cfg: DictConfig) -> int:
     return rows
 
 
+def count_rows(files: Any) -> int:
+    """Of prepared files that were checked."""
+    import pyarrow.parquet as pq
+
+    return sum(
+        pq.ParquetFile(Path(f).expanduser()).metadata.num_rows for f in ([files] if isinstance(files, str) else files)
+    )
+
+
 def check_plugin(run: Run, loss: str, estimator: str) -> None:
     """A fresh process with the run's environment has the loss and the estimator, as driver and workers must."""
     code = (
@@ -176,7 +244,7 @@ def check_plugin(run: Run, loss: str, estimator: str) -> None:
 
 
 def check_cluster(run: Run, loss: str) -> int:
-    """The number of machines in the Ray cluster; each must find the plug-in. 1 where no cluster runs."""
+    """How many machines the Ray cluster has, 1 where none runs; each must find the plug-in and the run's folder."""
     import ray
 
     try:
@@ -190,14 +258,27 @@ def check_cluster(run: Run, loss: str) -> int:
 
         return loss in POLICY_LOSS_REGISTRY
 
+    @ray.remote(num_cpus=0)
+    def sees(path: str) -> bool:
+        return os.path.exists(path)
+
+    mark = run.directory / f"seen-from-everywhere-{os.getpid()}"
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
     nodes = [n for n in ray.nodes() if n["Alive"]]
     try:
         for n in nodes:
             ip = n["NodeManagerAddress"]
             if not ray.get(has.options(resources={f"node:{ip}": 0.001}).remote(), timeout=300):
                 raise InputError(f"the machine {ip} does not load {loss}: put this checkout at {ROOT} there too.")
+            if not ray.get(sees.options(resources={f"node:{ip}": 0.001}).remote(str(mark)), timeout=300):
+                raise InputError(
+                    f"the machine {ip} does not see {run.directory}: checkpoints, logs and data must be on storage "
+                    "that all machines share."
+                )
     except ray.exceptions.RayError as e:
         raise InputError(f"a machine of the Ray cluster cannot import verl: {str(e).splitlines()[-1][:200]}.") from e
     finally:
+        mark.unlink(missing_ok=True)
         ray.shutdown()
     return len(nodes)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares answers with math-verify, for rewards.py: reads a line [truth, pred], writes a line true or false.
+"""Compares answers with math-verify, for score.py: reads a line [truth, pred], writes a line true or false.
 
-A process of its own, with few imports, because it is killed when an answer takes too long.
+A process of its own (`python -m repro.with_verl.reward.grader`), with few imports, because it is killed when an answer
+takes too long.
 """
 
 import json
@@ -10,6 +11,8 @@ import sys
 
 from math_verify import parse, verify
 
+from repro.with_verl.reward.reading import pairs
+
 
 def expressions(answer: str):
     return parse(f"${answer.strip().strip('$')}$", parsing_timeout=None)
@@ -17,7 +20,11 @@ def expressions(answer: str):
 
 def equal(truth: str, pred: str) -> bool:
     try:
-        return bool(verify(expressions(truth), expressions(pred), timeout_seconds=None))
+        asked = pairs(truth, pred)
+        if isinstance(asked, bool):
+            return asked
+        same = lambda a, b: bool(verify(expressions(a), expressions(b), timeout_seconds=None))
+        return any(same(a, b) for a, b in asked)
     except Exception:  # math-verify, sympy and ANTLR raise anything; RecursionError and MemoryError too
         return False
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is the answer right? The reward of the paper's three protocols, in the signature that verl calls.
 
-    dapo   "Answer: ..." on the last such line, +1 or -1    (DAPO-Math-17k, AIME24; the recipe's numbers)
-    boxed  the last \\boxed{...}, 1 or 0                     (MATH levels 3-5 and its five benchmarks)
-    geo3k  the last \\boxed{...}, 0.9, and 0.1 for <think>...</think> before it (verl's reward for Geometry3K)
+    dapo   verl's own math_dapo, +1 or -1                   (DAPO-Math-17k, AIME24: scores compare with everybody's)
+    boxed  the last \\boxed{...} by math-verify, 1 or 0      (MATH levels 3-5 and its five benchmarks)
+    geo3k  the same, 0.9, and 0.1 for the form that verl's geo3k wants, <think>...</think> ... \\boxed{...}
 
 The protocol stands in extra_info["protocol"], where data/prepare.py puts it. Every score comes with acc (0 or 1) and
 pred (the answer as read), which verl's mean@n, best@n and maj@n take.
@@ -13,6 +13,8 @@ grader.py, compares, and is killed at the limit: an answer that hangs or crashes
 """
 
 import atexit
+import functools
+import importlib.util
 import json
 import os
 import re
@@ -21,8 +23,11 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
+from types import ModuleType
 from typing import IO
 
+from repro.with_verl.place import pythonpath
 from upref import InputError
 
 SECONDS = 5.0  # for one answer
@@ -30,8 +35,7 @@ LONGEST = 1000  # characters: no answer of these data sets is near
 TAIL = 20_000  # characters of a response that are searched
 NONE = "[NONE]"  # what was answered by a response without an answer
 PROTOCOLS = ("dapo", "boxed", "geo3k")
-ANSWER = re.compile(r"(?i)answer\s*:[ \t]*([^\n]+)")
-THOUGHT = re.compile(r"<think>.*</think>.*\\boxed\{", re.DOTALL)
+THOUGHT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)  # of the whole response, as in verl's geo3k
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info=None, **_) -> dict:
@@ -42,20 +46,29 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     protocol = (extra_info or {}).get("protocol", "boxed")
     if protocol not in PROTOCOLS:
         raise InputError(f"extra_info.protocol of {data_source} is {protocol!r}: it is one of {', '.join(PROTOCOLS)}.")
-    text = str(solution_str)[-TAIL:]
-    pred = last_answer(text) if protocol == "dapo" else last_boxed(text)
+    text = str(solution_str)
+    if protocol == "dapo":
+        theirs = math_dapo().compute_score(text, str(ground_truth))
+        none = theirs["pred"] in ("[INVALID]", None)
+        return {"score": theirs["score"], "acc": float(theirs["acc"]), "pred": NONE if none else tidy(theirs["pred"])}
+    pred = last_boxed(text[-TAIL:])
     acc = float(pred is not None and equal(pred, str(ground_truth)))
-    score = {"dapo": 2 * acc - 1, "boxed": acc, "geo3k": 0.9 * acc + 0.1 * bool(THOUGHT.search(text))}[protocol]
+    score = {"boxed": acc, "geo3k": 0.9 * acc + 0.1 * bool(THOUGHT.fullmatch(text))}[protocol]
     return {"score": score, "acc": acc, "pred": NONE if pred is None else tidy(pred)}
 
 
-def last_answer(text: str) -> str | None:
-    """What follows the last "Answer:", to the end of its line; a box in it is opened."""
-    found = ANSWER.findall(text)
-    if not found:
-        return None
-    answer = found[-1].strip().strip("*").strip()
-    return last_boxed(answer) or answer or None
+@functools.cache
+def math_dapo() -> ModuleType:
+    """verl's file, without the seconds that `import verl` takes. InputError where verl is not installed."""
+    verl = importlib.util.find_spec("verl")
+    if verl is None or verl.origin is None:
+        raise InputError("DAPO's protocol is scored by verl's own function: `repro/venv.sh verl` installs verl.")
+    path = Path(verl.origin).parent / "utils" / "reward_score" / "math_dapo.py"
+    spec = importlib.util.spec_from_file_location("verl_math_dapo", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def last_boxed(text: str) -> str | None:
@@ -72,9 +85,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def tidy(answer: str) -> str:
-    """One spelling for what majority voting is to count together: no dollars, blanks, final stop, "1,000" as "1000"."""
+    """One spelling for what majority voting counts together: no dollars, blanks, stop; 1000 for 1,000; 42 for 042."""
     answer = re.sub(r"\s+", "", answer.replace("$", "").replace("\\!", "").replace("\\dfrac", "\\frac")).rstrip(".")
-    return re.sub(r"(?<=\d),(?=\d{3}(\D|$))", "", answer)[:LONGEST] or NONE
+    answer = re.sub(r"(?<=\d),(?=\d{3}(\D|$))", "", answer)[:LONGEST] or NONE
+    return str(int(answer)) if re.fullmatch(r"-?0\d*", answer) and len(answer) < 100 else answer
 
 
 def equal(pred: str, truth: str, seconds: float = SECONDS) -> bool:
@@ -88,10 +102,7 @@ class Grader:
     """One process that compares answers, one question at a time; killed when it is late, and made again."""
 
     def __init__(self, command: list[str] | None = None):
-        self.command = command or [
-            sys.executable,
-            os.path.join(os.path.dirname(os.path.abspath(__file__)), "grader.py"),
-        ]
+        self.command = command or [sys.executable, "-m", "repro.with_verl.reward.grader"]
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
         self.pid = 0
@@ -134,8 +145,9 @@ class Grader:
 
     def _start(self) -> None:
         self.process = subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
-        )
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+            env=os.environ | {"PYTHONPATH": pythonpath()},
+        )  # fmt: skip
         self.pid = os.getpid()
         if self._line(time.monotonic() + 120) != b"ready\n":  # it imports sympy, which is not the answer's time
             self.close()

@@ -1,44 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train an objective in verl at one of the scales.
 
-    python -m repro.with_verl.run.launch up_dapo paper [key=value ...] [--dry-run] [--data DIR]
-    python -m repro.with_verl.run.launch up_dapo --largest      the largest scale this machine carries, and why
+    python -m repro.with_verl.run.launch up_dapo paper [key=value ...] [--dry-run] [--steps N] [--seeds 1,2,3]
+    python -m repro.with_verl.run.launch up_dapo --largest      what this machine or Ray cluster carries, and why
 
-Scales: mini and smoke (no GPU), gpu1, paper (the experiment that the objective is of), or one of them by name:
-paper_dapo, paper_gspo, paper_math, paper_geo3k. Prints and saves every override with its source; --dry-run stops after
-the installed verl has accepted them, which needs no GPU. Exit status: verl's own, or 2: it could not start.
+Scales: mini and smoke (no GPU), gpu1, gpu8, paper (the experiment that the objective is of), or one of them by name:
+paper_dapo, paper_gspo, paper_math, paper_geo3k; gpu1_24gb for a small card; cpu is this very path with the toy model
+of smoke. Prints and saves every override with its source; --dry-run stops after they were checked, which needs no GPU.
+--steps 2 is a shakedown: as many steps of the very scale, its validation and its checkpoint, in a folder of their own.
+
+The folder, runs/OBJECTIVE-SCALE-WHAT_YOU_SET-HASH, is that of what was asked: the same command goes on there, another
+seed or setting has another (seed=N sets the three seeds of a run; name=NAME names the folder). It must be on storage
+that all machines share. Exit status: 0 all steps were trained, 1 it died (the last line says what to do), 2 it could
+not start, 143 or 130 it was asked to end.
 """
 
 import argparse
-import json
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from repro.with_verl.config.compose import HANDED_OVER, Run, compose, load_scale, paper_scale
 from repro.with_verl.machine import preflight
+from repro.with_verl.machine.estimate import Estimate
 from repro.with_verl.machine.preflight import GB, Machine, look
-from repro.with_verl.place import ROOT, pythonpath
+from repro.with_verl.place import ROOT, RUNS, pythonpath
 from upref import InputError, get
 
 os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
 
 
 def main(argv: list[str] | None = None, machine: Machine | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     p = argparse.ArgumentParser(prog="launch", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("objective")
     p.add_argument("scale", nargs="?")
     p.add_argument("--dry-run", action="store_true")
     p.add_argument("--largest", action="store_true")
-    p.add_argument("--data", type=Path, help="where prepare.py wrote (runs/data)")
+    p.add_argument("--steps", type=int, metavar="N", help="train so many steps, for a look at all of it: --steps 2")
+    p.add_argument("--seeds", metavar="1,2,3", help="one run after another, each with a seed and a folder of its own")
+    p.add_argument("--data", type=Path, help="where data.prepare wrote (runs/data)")
     args, overrides = p.parse_known_args(argv)
     try:
         if args.scale and "=" in args.scale:  # an override: the scale was left out
             overrides, args.scale = [args.scale, *overrides], None
         if wrong := [o for o in overrides if o.startswith("--") or "=" not in o]:
-            raise InputError(f"{wrong[0]!r} is no override: write key=value, --dry-run, --largest or --data DIR.")
+            raise InputError(
+                f"{wrong[0]!r} is no override: write key=value, --dry-run, --largest, --steps, --seeds or --data."
+            )
         get(args.objective)
+        if args.steps is not None:
+            if args.steps < 1:
+                raise InputError(f"--steps must be at least 1, got {args.steps}.")
+            overrides = [*overrides, f"trainer.total_training_steps={args.steps}"]
+        seeds = seeds_of(args.seeds, overrides)
         if args.largest or not args.scale:
             scale, why = largest(args.objective, machine or look())
             print(f"{scale}: {why}")
@@ -47,32 +65,57 @@ def main(argv: list[str] | None = None, machine: Machine | None = None) -> int:
             args.scale = scale
         if args.scale in HANDED_OVER:
             return hand_over(args.objective, args.scale, overrides, args.dry_run)
-        return train(compose(args.objective, args.scale, overrides, args.data), args.dry_run, machine)
+        status = 0
+        for seed in seeds:
+            lines = [*overrides, *seed]
+            again = [args.objective, args.scale, *lines, *(["--data", str(args.data)] if args.data else [])]
+            if args.scale == "cpu":
+                status = train_on_cpu(args.objective, lines, args.dry_run, again) or status
+            else:
+                status = (
+                    train(compose(args.objective, args.scale, lines, args.data), args.dry_run, again, machine) or status
+                )
+            if status >= 128:  # asked to end: the other seeds too
+                break
+        return status
     except InputError as e:
         print(f"launch: {e}", file=sys.stderr)
         return 2
 
 
+def seeds_of(text: str | None, overrides: list[str]) -> list[list[str]]:
+    """For each run of a sweep, what it is given."""
+    if text is None:
+        return [[]]
+    seeds = text.split(",")
+    if not all(s.isdecimal() for s in seeds) or len(set(seeds)) != len(seeds):
+        raise InputError(f"--seeds must be different whole numbers with commas between them, got {text!r}.")
+    if clash := [o for o in overrides if o.startswith(("seed=", "data.seed=", "name="))]:
+        raise InputError(f"--seeds gives each run its seed and folder: leave {clash[0]} out.")
+    return [[f"seed={s}"] for s in seeds]
+
+
 def largest(objective: str, m: Machine) -> tuple[str, str]:
-    """The largest scale that the machine carries, and why."""
+    """The largest scale that the machine or the Ray cluster carries, and why."""
     if not m.gpus:
         return (
             "mini",
             "no GPU is visible here (the scale smoke runs verl and vLLM on the CPU, after an install of 3 GB)",
         )
     found = f"{m.nodes} x {m.gpus} x {m.gpu_name or 'GPU'} with {m.gpu_bytes / GB:.0f} GB"
-    too_small = []
-    for name in (paper_scale(objective)[0], "gpu1"):
+    too_small: list[str] = []
+    for name in (paper_scale(objective)[0], "gpu8", "gpu1", "gpu1_24gb"):
         s = load_scale(name)
         nodes, gpus = s.values["trainer.nnodes"][0], s.values["trainer.n_gpus_per_node"][0]
         # what is sold as 80 GB reports 79.6 GiB or 81.6 GB
         if m.nodes >= nodes and m.gpus >= gpus and m.gpu_bytes >= 0.95 * s.gpu_gb * GB:
-            return name, f"{found} carry {nodes} x {gpus} GPUs of {s.gpu_gb:.0f} GB ({s.about})"
+            why = f"{found} carry {nodes} x {gpus} GPUs of {s.gpu_gb:.0f} GB ({s.about})"
+            return name, "; ".join([why, *too_small])
         too_small.append(f"{name} needs {nodes} x {gpus} GPUs of {s.gpu_gb:.0f} GB")
     return "mini", f"{found} are too small: {'; '.join(too_small)}"
 
 
-def train(run: Run, dry_run: bool, machine: Machine | None = None) -> int:
+def train(run: Run, dry_run: bool, again: list[str], machine: Machine | None = None) -> int:
     try:
         from repro.with_verl.config.validate import validate
     except ImportError as e:
@@ -81,44 +124,65 @@ def train(run: Run, dry_run: bool, machine: Machine | None = None) -> int:
         ) from e
 
     cfg = validate(run)
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *run.overrides]
-    report(run, command)
+    show(run)
     if dry_run:
-        print("verl accepts it; nothing was started (--dry-run).")
-        return 0
+        return dry(run, preflight.missing_packages(cfg, run.scale))
+    from repro.with_verl.run import folder, start
+
+    folder.check(run.directory, run.overrides)
     m = machine or look(run.directory)
     loss, estimator = cfg.actor_rollout_ref.actor.policy_loss.loss_mode, cfg.algorithm.adv_estimator
     if cfg.trainer.nnodes > 1 and m.gpus and machine is None:
         m.nodes = preflight.check_cluster(run, loss)
-    print(f"estimate: {preflight.check(run, cfg, m)}")
+    estimate = preflight.check(run, cfg, m)
+    print(f"estimate: {estimate}")
     preflight.check_plugin(run, loss, estimator)
-    print(f"starting verl; checkpoints and logs go to {run.directory}", flush=True)
-    with open(run.directory / "verl.log", "a", encoding="utf-8") as log:
-        process = subprocess.Popen(
-            command, env=os.environ | run.env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        assert process.stdout
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            log.write(line)
-    return process.wait()
+    facts = facts_of(estimate)
+    return start.start(run, estimate.steps, start.command_line(again), estimate=facts, gpu=m.gpu_name)
 
 
-def report(run: Run, command: list[str]) -> None:
-    """Prints, and saves beside the run, what verl is given and why."""
+def facts_of(e: Estimate) -> dict[str, Any]:
+    """What the report holds against what happened."""
+    return {
+        "train_gb": e.train / GB, "rollout_gb": e.rollout / GB, "step_tokens": e.step_tokens,
+        "step_seconds": e.step_seconds, "steps": e.steps, "gpu_hours": e.gpu_hours, "gpus": e.gpus,
+    }  # fmt: skip
+
+
+def train_on_cpu(objective: str, overrides: list[str], dry_run: bool, again: list[str]) -> int:
+    scale = importlib.import_module("repro.with_verl.cpu.scale")  # it starts runs by this folder's parts
+    run, total = scale.compose(objective, overrides, os.environ.get("RAY_ADDRESS", ""))
+    show(run)
+    if dry_run:
+        return dry(run, [])
+    from repro.with_verl.run import start
+
+    scale.prepare(run)
+    patience = start.Patience(scale.FIRST, scale.STALL, idle=not os.environ.get("RAY_ADDRESS"))
+    return start.start(run, total, start.command_line(again), patience)
+
+
+def show(run: Run) -> None:
+    """Prints what verl is given and why."""
     print(f"{run.objective}, {run.scale.name}: {run.scale.about}")
-    rows = []
     for line in run.overrides:
-        source = run.sources.get(line.partition("=")[0], "given on the command line")
-        rows.append({"override": line, "source": source})
-        print(f"  {line}    # {source}")
+        print(f"  {line}    # {run.sources.get(line.partition('=')[0], 'given on the command line')}")
     for note in run.notes:
         print(f"note: {note}")
-    run.directory.mkdir(parents=True, exist_ok=True)
-    saved = {"objective": run.objective, "scale": run.scale.name, "command": command, "env": run.env, "overrides": rows}
-    path = run.directory / "overrides.json"
-    path.write_text(json.dumps(saved, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(f"saved: {path}")
+
+
+def dry(run: Run, missing: list[str]) -> int:
+    """The file of a dry run lies elsewhere than that of a real one."""
+    from repro.with_verl.run.saved import save
+
+    print(f"saved: {save(run, RUNS / 'dry-run' / run.name)}")
+    for sentence in missing:
+        print(f"here, it would not start: {sentence}")
+    print(
+        "checked: every key and type by verl's configuration, verl's own checks of the actor, rollout and algorithm "
+        "sections, what its workers assert of sizes, vLLM's argument names; nothing was started (--dry-run)."
+    )
+    return 0
 
 
 def hand_over(objective: str, scale: str, overrides: list[str], dry_run: bool) -> int:

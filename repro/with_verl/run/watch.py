@@ -5,20 +5,23 @@ A run is over when its process is. It is ended, with all it has started, GRACE s
 engine of vLLM has gone; when no step was logged for IDLE seconds and four times the longest step so far, and it used
 less than half the CPU that it used between steps: it waits for what does not come; when no step was logged for `stall`
 seconds and ten times the longest step; and, before the first step, when nothing was written for `first` seconds. On a
-machine with more work than cores the last two count less. After the last step it has END seconds to shut down.
+machine with more work than cores the last two count less. After the last step it has END seconds to shut down. What
+Ray runs on other machines is not seen from here: there only the steps count, and what verl says.
 """
 
-import json
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from repro.with_verl.run import records
 
 GRACE, END, IDLE = 25, 120, 30  # seconds for verl to notice by itself; to finish, one actor after the other; see above
 ACTOR = re.compile(r"^ray::(?!IDLE)[A-Z]\w+|^VLLM::\w+|(?<=/)(raylet|gcs_server)(?= )")
@@ -34,12 +37,8 @@ class Outcome:
 
 
 def steps(log: Path) -> list[dict]:
-    """What verl's file logger has written: one {"step", "data"} a line; a line half written is left for later."""
-    if not log.exists():
-        return []
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    rows = [json.loads(x) for x in lines if x.endswith("\n")]
-    return [r for r in rows if "training/global_step" in r["data"]]  # validation alone logs a line too
+    """The steps of training that verl's file logger has written so far."""
+    return records.training(records.read(log))
 
 
 class Family:
@@ -85,14 +84,29 @@ def crowd() -> float:
     return max(1.0, (os.getloadavg()[0] - 2) / (os.cpu_count() or 1))
 
 
+def show(output: Path, after: int) -> int:
+    """Print what was written behind that many bytes; how many there are now."""
+    with output.open("rb") as f:
+        f.seek(after)
+        new = f.read()
+    sys.stdout.write(new.decode(errors="replace"))
+    sys.stdout.flush()
+    return after + len(new)
+
+
 def run(
-    command: list[str], log: Path, output: Path, *, env: dict, asked: int, stall: float, first: float, tell=print
-) -> Outcome:
-    """Run it, its output into a file; `tell` is called with each step that it logs, of `asked` ones."""
+    command: list[str], log: Path, output: Path, *, env: dict, asked: int, stall: float, first: float, tell=print,
+    idle: bool = True, echo: bool = False,
+) -> Outcome:  # fmt: skip
+    """Run it, its output behind what is in a file; `tell` is called with each step that it logs, of `asked` ones.
+
+    idle: end it where it waits without using the CPU, too. echo: print its output as it comes.
+    """
     start = last = time.monotonic()
     told, why, longest, written = 0, "", 0.0, -1
     pace, worked, at_first = 0.0, 0.0, (0.0, 0.0)  # CPU seconds: in a second between steps, until the last, the first
-    with output.open("wb") as f:
+    shown = output.stat().st_size if output.exists() else 0
+    with output.open("ab") as f:
         process = subprocess.Popen(
             command, stdout=f, stderr=subprocess.STDOUT, env=os.environ | env, start_new_session=True
         )
@@ -116,10 +130,11 @@ def run(
             elif family.dead:
                 if now - family.since > GRACE:
                     why = f"{family.dead[0]} died and the trainer did not end"
-            elif family.worked - worked < pace / 2 * (now - last) and now - last > max(IDLE, 4 * longest):
+            elif idle and family.worked - worked < pace / 2 * (now - last) and now - last > max(IDLE, 4 * longest):
                 why = f"no step for {now - last:.0f} s and hardly any work: it waits; does a reward hang?"
             elif now - last > (max(stall, 10 * longest) if told else first) * crowd():
                 why = f"no {'step' if told else 'sign of life'} for {now - last:.0f} s"
+            shown = show(output, shown) if echo else shown
             time.sleep(1)
         for row in steps(log)[told:]:
             tell(row)
@@ -129,4 +144,6 @@ def run(
         family.look()
         family.end()
         process.wait()
+        if echo:
+            show(output, shown)
     return Outcome(None if why else process.returncode, why, time.monotonic() - start, family.worked, gone)

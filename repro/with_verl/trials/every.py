@@ -16,7 +16,7 @@ import time
 import upref
 from repro.with_verl.cpu import smoke
 from repro.with_verl.place import RESULTS, ROOT
-from repro.with_verl.run import watch
+from repro.with_verl.run import advice, watch
 
 TABLE = RESULTS / "every.json"
 STEPS = 2
@@ -56,7 +56,7 @@ def train(names: list[str]) -> dict[str, dict]:
     logs = sorted(out.glob("steps-*.jsonl"))
     found = rows_of(names, watch.steps(logs[-1]) if logs else [])
     if status and (late := [n for n in names if found.get(n, {}).get("steps", 0) < STEPS]):
-        said = smoke.error_in(sorted(out.glob("trainer-*.log"))[-1])
+        said = advice.error_in(sorted(out.glob("trainer-*.log"))[-1])
         found[late[0]] = found.get(late[0], {"steps": 0}) | {"wrong": [said]}
     return found
 

@@ -29,7 +29,7 @@ FAULTS = ("reward", *VICTIMS, "disk")
 HANG = "UPREF_HANG"  # the file whose being there makes the reward hang
 
 
-def compute_score(*args, **kwargs) -> float:
+def compute_score(*args, **kwargs) -> dict:
     """The toy's reward, which hangs while the file is there."""
     while os.path.exists(os.environ[HANG]):
         time.sleep(1)

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes what is generated in README.md and docs/*.md: `python -m docs.make [PAGE...]`. A test holds that it is fresh.
+
+What is written anew; all else in a page is left alone:
+
+    ```text after ```python         what the Python prints; the blocks of a page are one program
+    what follows `$ ` in ```console what the command prints
+    <!-- NAME --> ... <!-- end -->  what the function of that name below returns
+
+A ```python block that begins with `# FILE.py` is that file. It stands in the folder where the page's commands run; a
+file under upref/ stands in a copy of the library there.
+"""
+
+import contextlib
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from math import sqrt
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGES = [Path("README.md"), *sorted(p.relative_to(ROOT) for p in (ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"```(python|console)\n(.*?)```\n(?:(\s*)```text\n.*?```\n)?", re.S)
+FILE = re.compile(r"# (\S+\.py)\n")
+MARKED = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->\n", re.S)
+SHELL = 'python() { "$PYTHON" "$@"; }; upref() { python -m upref "$@"; }; '
+
+
+# ---- pages -----------------------------------------------------------------------------------------------------------
+def written(text: str) -> str:
+    """The page as it should be."""
+    text = MARKED.sub(lambda m: f"<!-- {m[1]} -->\n{GENERATED[m[1]]().rstrip()}\n<!-- end -->\n", text)
+    with tempfile.TemporaryDirectory() as folder:
+        program: dict = {"__name__": "page"}
+        return BLOCK.sub(lambda m: _block(m, program, Path(folder)), text)
+
+
+def _block(m: re.Match, program: dict, folder: Path) -> str:
+    kind, code, gap = m.groups()
+    if kind == "console":
+        said = [f"$ {command}\n{run(command, folder)}" for command in re.findall(r"^\$ (.*)\n", code, re.M)]
+        return f"```console\n{''.join(said)}```\n"
+    if file := FILE.match(code):
+        put(file[1], code, folder)
+        return m[0]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(code, "page", "exec"), program)
+    return f"```python\n{code}```\n" if gap is None else f"```python\n{code}```\n{gap}```text\n{out.getvalue()}```\n"
+
+
+def put(name: str, code: str, folder: Path):
+    """That file in the folder; beside a copy of the library where it is part of it."""
+    if name.startswith("upref/") and not (folder / "upref").exists():
+        shutil.copytree(ROOT / "upref", folder / "upref", ignore=shutil.ignore_patterns("__pycache__"))
+    assert not (folder / name).exists(), f"{name} is there already"
+    (folder / name).write_text(code.partition("\n")[2].lstrip("\n") if "/" not in name else code, encoding="utf-8")
+
+
+def run(command: str, folder: Path) -> str:
+    """What it prints, in that folder."""
+    library = folder if (folder / "upref").exists() else ROOT
+    env = os.environ | {"PYTHONPATH": str(library), "PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1"}
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(["bash", "-c", SHELL + command], cwd=folder, env=env, text=True, check=False, **both)
+    assert "Traceback" not in done.stdout, done.stdout
+    return "".join(line.rstrip() + "\n" for line in done.stdout.rstrip().splitlines())
+
+
+# ---- what is generated -----------------------------------------------------------------------------------------------
+def letters() -> str:
+    """The seven letters of upref/rollouts.py, each with its number in one example."""
+    from math import log
+
+    mu, p = 0.01, 0.0128
+    r = p / mu
+    rows = [
+        ("`mu`", "π_old(o_t): its probability when it was sampled", f"{mu:g}"),
+        ("`p`", "π_θ(o_t): its probability now", f"{p:g}"),
+        ("`lp_old`, `lp`", "their logarithms, which a loss is given", f"{log(mu):.3f}, {log(p):.3f}"),
+        ("`r`", "the ratio p / mu = exp(lp − lp_old)", f"{r:g}"),
+        ("`s`", "the same of a response: the geometric mean of its ratios", f"{sqrt(r):.3f}, its other token at 1"),
+        ("`A`", "the advantage: above 0 if the response was better than its group's average", "+1"),
+    ]  # fmt: skip
+    return "\n".join(["| letter | of a token o_t of a sampled response | example |", "|---|---|---|",
+                      *(f"| {' | '.join(row)} |" for row in rows)])  # fmt: skip
+
+
+def objectives() -> str:
+    from upref.commands import markdown_table
+
+    return markdown_table()
+
+
+def _verdicts() -> tuple[str, list[list[str]]]:
+    """The committed page, and its rows about the paper's claims that can be asked of a tiny model."""
+    text = (ROOT / "repro/mini/results/verdicts.md").read_text(encoding="utf-8")
+    table = [x for x in text.partition("## Controls")[0].splitlines() if x.startswith("| ") and "[`--only" in x]
+    return text, [x.strip("|").strip().split(" | ") for x in table if "**not testable here**" not in x]
+
+
+def tally() -> str:
+    text, rows = _verdicts()
+    count = lambda verdict: sum(row[2].startswith(f"**{verdict}**") for row in rows)
+    said = ", ".join(f"{count(v)} {v}" for v in ("reproduced", "partly", "not reproduced"))
+    assert sum(map(count, ("reproduced", "partly", "not reproduced"))) == len(rows)
+    experiments = len(list((ROOT / "repro/mini/experiments").glob("*.toml")))
+    runs = re.search(r"^\d+ runs", text, re.M)
+    assert runs
+    return f"{experiments} experiments, {runs[0]}; of {len(rows)} claims: {said}."
+
+
+def verdicts() -> str:
+    _, rows = _verdicts()
+    head = ["| | claim | verdict | effect [95 %] | seeds |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *(f"| {' | '.join([*row[:4], row[5]])} |" for row in rows)])
+
+
+def ledger() -> str:
+    """Every recorded deviation, a row for each piece of evidence."""
+    from upref.verify.audit.ledger import STATUS, read
+
+    out = [f"* *{status}*: {says}" for status, says in STATUS.items()] + [""]
+    for framework, version in dict.fromkeys((e.framework, e.version) for e in read()):
+        head = "| loss | held against | what differs | where: weight expected -> found | status |"
+        out += [f"### {framework} {version}", "", head, "|---|---|---|---|---|"]
+        for e in (e for e in read() if e.framework == framework):
+            status = f"[{e.status}]({e.link})" if e.link else e.status
+            out += [f"| `{x.loss}` | `{x.held_against}` | {e.reason} | {x} | {status} |" for x in e.evidence]
+        out.append("")
+    return "\n".join(out)
+
+
+def benchmarks() -> str:
+    out = []
+    for file in sorted((ROOT / "benchmarks").glob("*.txt")):
+        says = file.with_suffix(".py").read_text(encoding="utf-8").split('"""')[1].partition("\n\n")[0]
+        text = file.read_text(encoding="utf-8").strip()
+        out += [f"## `python -m benchmarks.{file.stem}`", "", says, "", "```text", text, "```", ""]
+    return "\n".join(out)
+
+
+GENERATED = {f.__name__: f for f in (letters, objectives, tally, verdicts, ledger, benchmarks)}
+
+
+def main(*pages: str):
+    for page in [Path(p) for p in pages] or PAGES:
+        old = (ROOT / page).read_text(encoding="utf-8")
+        new = written(old)
+        if new != old:
+            (ROOT / page).write_text(new, encoding="utf-8")
+            print(f"{page}: written")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

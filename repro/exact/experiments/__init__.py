@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every objective trains a real, tiny transformer: tasks, policy (what samples), train (one run), study (many runs)."""

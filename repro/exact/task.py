@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks so small that every response is listed, and policies that are one table or one layer.
+
+    N responses of at most T tokens, each with its prompt and its reward; a token is chosen in a context, its prefix
+    logits z = features θ, [C, V]: features = identity is a table, anything else one layer shared by the contexts
+    log π(o_t) = log_softmax(z[context of o_t])[o_t]
+
+θ is [S, D, V]: S policies at once, which know nothing of each other. All in float64.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from upref.errors import InputError
+
+F64 = torch.float64
+
+
+@dataclass(frozen=True)
+class Task:
+    """All responses to all prompts; the responses to one prompt are all that can be said to it."""
+
+    contexts: Int[Tensor, "N T"]
+    tokens: Int[Tensor, "N T"]
+    mask: Bool[Tensor, "N T"]
+    prompt: Int[Tensor, " N"]
+    reward: Float[Tensor, " N"]
+    features: Float[Tensor, "C D"] | Float[Tensor, "S C D"]
+
+    @property
+    def binary(self) -> bool:
+        """Whether every reward is 0 or 1."""
+        return bool(((self.reward == 0) | (self.reward == 1)).all())
+
+    @property
+    def one_length(self) -> bool:
+        """Whether all responses have equally many tokens."""
+        return len(self.mask.sum(1).unique()) == 1
+
+    def table(self, theta: Float[Tensor, "S D V"]) -> Float[Tensor, "S C V"]:
+        """log π of every token in every context."""
+        return (self.features @ theta).log_softmax(-1)
+
+    def log_probs(self, theta: Float[Tensor, "S D V"]) -> Float[Tensor, "S N T"]:
+        """log π of every token of every response; masked slots hold something finite."""
+        return self.table(theta)[:, self.contexts, self.tokens]
+
+    def responses(self, lp: Float[Tensor, "S N T"]) -> Float[Tensor, "S N"]:
+        """π(o), from the tokens' log π."""
+        return (lp * self.mask).sum(-1).exp()
+
+    def right(self, pi: Float[Tensor, "S N"]) -> Float[Tensor, "S Q"]:
+        """The expected reward of each prompt."""
+        return per_prompt(self, pi * self.reward)
+
+    def start(self, probs: Float[Tensor, "... C V"] | list) -> Float[Tensor, "S D V"]:
+        """θ of the policy with these probabilities of tokens in each context (least squares where one layer cannot)."""
+        p = torch.as_tensor(probs, dtype=F64)
+        if (p <= 0).any() or ((p.sum(-1) - 1).abs() > 1e-9).any():
+            raise InputError("a policy's probabilities must be positive and add up to 1 in every context.")
+        z = p.log()
+        theta = torch.linalg.pinv(self.features) @ (z - z.mean(-1, keepdim=True))
+        return theta if theta.ndim == 3 else theta[None]
+
+
+def per_prompt(task: Task, x: Float[Tensor, "S N"]) -> Float[Tensor, "S Q"]:
+    """x added up over the responses to each prompt."""
+    return torch.zeros(len(x), int(task.prompt.max()) + 1, dtype=F64).index_add(1, task.prompt, x)
+
+
+def bandit(reward: list[float], prompts: int = 1, features: Tensor | None = None) -> Task:
+    """One-token responses: arm v of prompt q has reward[q V + v]; one context a prompt."""
+    N = len(reward)
+    if N % prompts:
+        raise InputError(f"{N} rewards cannot be shared out equally among {prompts} prompts.")
+    arm, prompt = torch.arange(N) % (N // prompts), torch.arange(N) // (N // prompts)
+    eye = torch.eye(prompts, dtype=F64)
+    return Task(
+        prompt[:, None], arm[:, None], torch.ones(N, 1, dtype=torch.bool), prompt, torch.tensor(reward, dtype=F64),
+        eye if features is None else features,
+    )  # fmt: skip
+
+
+def strings(vocabulary: int, length: int, right: set[tuple[int, ...]], end: int | None = None) -> Task:
+    """All strings of that many tokens, a table with one context a prefix; reward 1 for those in `right`.
+
+    end   a token after which a response is over: responses then differ in length
+    """
+    whole: list[tuple[int, ...]] = []
+    prefixes: dict[tuple[int, ...], int] = {(): 0}
+    for o in product(range(vocabulary), repeat=length):
+        if end is not None and end in o:
+            o = o[: o.index(end) + 1]
+        if o not in whole:
+            whole.append(o)
+            for t in range(len(o)):
+                prefixes.setdefault(o[:t], len(prefixes))
+    if not right <= set(whole):
+        raise InputError(f"{sorted(right - set(whole))[0]} is no response of this task.")
+    pad = lambda row: list(row) + [0] * (length - len(row))
+    return Task(
+        torch.tensor([pad([prefixes[o[:t]] for t in range(len(o))]) for o in whole]),
+        torch.tensor([pad(o) for o in whole]),
+        torch.tensor([[t < len(o) for t in range(length)] for o in whole]),
+        torch.zeros(len(whole), dtype=torch.int64),
+        torch.tensor([float(o in right) for o in whole], dtype=F64),
+        torch.eye(len(prefixes), dtype=F64),
+    )

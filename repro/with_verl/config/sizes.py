@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What verl, its workers and vLLM assert of a configuration hours later, or never: said before anything starts."""
+
+import difflib
+from typing import Any
+
+from omegaconf import DictConfig
+
+from repro.with_verl.config import vllm_args
+from repro.with_verl.config.compose import ACTOR, Scale
+from upref import InputError
+
+ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+LOGGERS = (
+    "console",
+    "file",
+    "wandb",
+    "tensorboard",
+    "mlflow",
+    "swanlab",
+    "vemlp_wandb",
+    "clearml",
+    "trackio",
+    "rl_insight",
+)
+KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")  # and each with a + behind
+STRATEGIES = {"dp": ("fsdp", "fsdp2"), "megatron": ("megatron",)}
+MANAGERS = ("naive", "dapo")  # the two whose rewards upref's function answers
+METRICS = ("acc", "score", "reward")  # what reward/score.py returns as numbers, and verl's sum of the token rewards
+AT_LEAST_ONE = (
+    "data.train_batch_size", "data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n",
+    f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.tensor_model_parallel_size", f"{ACTOR}.ppo_mini_batch_size",
+    f"{ACTOR}.ppo_epochs", "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.total_epochs",
+)  # fmt: skip
+
+
+def check(cfg: DictConfig, scale: Scale) -> None:
+    """Raises InputError on the first that cannot work."""
+    ranges(cfg)
+    names(cfg)
+    rewards(cfg)
+    engine(cfg)
+    batches(cfg, parallel(cfg, scale.model["shape"]))
+    budgets(cfg)
+
+
+def get(cfg: DictConfig, key: str) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.select(cfg, key)
+
+
+def ranges(cfg: DictConfig) -> None:
+    for key in AT_LEAST_ONE:
+        if not get(cfg, key) >= 1:
+            raise InputError(f"{key} must be at least 1, got {get(cfg, key)}.")
+    steps = cfg.trainer.total_training_steps
+    if steps is not None and steps < 1:
+        raise InputError(f"trainer.total_training_steps must be at least 1, or null, got {steps}.")
+    share = get(cfg, f"{ROLLOUT}.gpu_memory_utilization")
+    if not 0 < share < 1:
+        raise InputError(f"{ROLLOUT}.gpu_memory_utilization is a share of the GPU, between 0 and 1, got {share}.")
+    for part in (ROLLOUT, f"{ROLLOUT}.val_kwargs"):
+        if not 0 < get(cfg, f"{part}.top_p") <= 1:
+            raise InputError(f"{part}.top_p must be above 0 and at most 1, got {get(cfg, f'{part}.top_p')}.")
+    if not get(cfg, f"{ROLLOUT}.temperature") > 0:
+        raise InputError(f"{ROLLOUT}.temperature must be above 0: at 0 the answers of a group are one answer.")
+    if not get(cfg, f"{ACTOR}.optim.lr") > 0:
+        raise InputError(f"{ACTOR}.optim.lr must be above 0, got {get(cfg, f'{ACTOR}.optim.lr')}.")
+
+
+def one_of(key: str, value: Any, known: tuple[str, ...] | set[str], what: str = "") -> None:
+    if value not in known:
+        near = difflib.get_close_matches(str(value), sorted(known), 1, 0.5)
+        rest = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(sorted(known))}."
+        raise InputError(f"{key} has no {what or 'value'} {value!r}: {rest}")
+
+
+def names(cfg: DictConfig) -> None:
+    loggers = cfg.trainer.logger
+    for name in [loggers] if isinstance(loggers, str) else loggers:
+        one_of("trainer.logger", name, LOGGERS, "logger")
+    if "file" not in loggers:
+        raise InputError("trainer.logger must have file: the report, the status and the watchdog read what it writes.")
+    one_of("trainer.resume_mode", cfg.trainer.resume_mode, ("auto", "disable", "resume_path"))
+    one_of("data.truncation", cfg.data.truncation, ("error", "left", "right", "middle"))
+    if get(cfg, f"{ACTOR}.use_kl_loss"):
+        one_of(f"{ACTOR}.kl_loss_type", get(cfg, f"{ACTOR}.kl_loss_type").removesuffix("+"), KL)
+    vllm = get(cfg, f"{ROLLOUT}.engine_kwargs.vllm") or {}
+    for name in vllm:
+        one_of(f"{ROLLOUT}.engine_kwargs.vllm", str(name), vllm_args.known(), "argument of the pinned vLLM")
+    if get(cfg, f"{ROLLOUT}.name") != "vllm":
+        raise InputError(
+            f"{ROLLOUT}.name must be vllm, which the environment has, got {get(cfg, f'{ROLLOUT}.name')!r}."
+        )
+    if cfg.algorithm.adv_estimator == "gae":
+        raise InputError(
+            "algorithm.adv_estimator=gae wants a critic, which no scale has: take grpo or another of outcomes."
+        )
+
+
+def rewards(cfg: DictConfig) -> None:
+    ours = str(cfg.reward.custom_reward_function.path).endswith("repro.with_verl.reward.score")
+    groups = cfg.algorithm.filter_groups
+    if groups and groups.enable and ours:
+        one_of("algorithm.filter_groups.metric", groups.metric, METRICS, "metric")
+    if ours:
+        one_of("reward.reward_manager.name", cfg.reward.reward_manager.name, MANAGERS, "manager")
+    buffer = get(cfg, "reward.reward_kwargs.overlong_buffer_cfg")
+    if cfg.reward.reward_manager.name == "dapo" and buffer and buffer.enable:
+        longest, response = cfg.reward.reward_kwargs.max_resp_len, cfg.data.max_response_length
+        if longest != response:
+            raise InputError(
+                f"reward.reward_kwargs.max_resp_len={longest} and data.max_response_length={response} differ: the "
+                "penalty for long answers is counted back from the first, so set both."
+            )
+        if not 0 < buffer.len <= longest:
+            raise InputError(
+                f"overlong_buffer_cfg.len={buffer.len} must be above 0 and at most max_resp_len={longest}."
+            )
+
+
+def engine(cfg: DictConfig) -> None:
+    backend = "megatron" if cfg.actor_rollout_ref.actor.get("megatron") else "dp"
+    strategy = cfg.actor_rollout_ref.actor.strategy
+    if strategy not in STRATEGIES[backend]:
+        cure = "model_engine=megatron with it" if strategy == "megatron" else f"one of {', '.join(STRATEGIES[backend])}"
+        raise InputError(f"{ACTOR}.strategy={strategy} has no engine in this configuration: set {cure}.")
+    dynamic = get(cfg, f"{ACTOR}.use_dynamic_bsz"), get(cfg, f"{ROLLOUT}.log_prob_use_dynamic_bsz")
+    if dynamic[0] != dynamic[1]:
+        raise InputError(f"{ACTOR}.use_dynamic_bsz and {ROLLOUT}.log_prob_use_dynamic_bsz must be the same.")
+
+
+def parallel(cfg: DictConfig, shape: dict) -> int:
+    """How many GPUs share a sequence while training; the sizes must divide what they split."""
+    gpus = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+    tp = get(cfg, f"{ROLLOUT}.tensor_model_parallel_size")
+    divides(tp * get(cfg, f"{ROLLOUT}.data_parallel_size"), gpus, f"{ROLLOUT}.tensor_model_parallel_size", "GPUs")
+    divides(tp, shape["heads"], f"{ROLLOUT}.tensor_model_parallel_size", "attention heads")
+    if tp > cfg.trainer.n_gpus_per_node:
+        raise InputError(
+            f"{ROLLOUT}.tensor_model_parallel_size={tp} spans machines of {cfg.trainer.n_gpus_per_node} GPUs."
+        )
+    m = cfg.actor_rollout_ref.actor.get("megatron")
+    if m:
+        key = f"{ACTOR}.megatron"
+        split = m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
+        divides(split, gpus, f"{key}: tensor x pipeline x context parallel size", "GPUs")
+        for heads in ("heads", "kv_heads"):
+            divides(m.tensor_model_parallel_size, shape[heads], f"{key}.tensor_model_parallel_size", heads)
+        divides(m.pipeline_model_parallel_size, shape["layers"], f"{key}.pipeline_model_parallel_size", "layers")
+        etp = m.expert_tensor_parallel_size or m.tensor_model_parallel_size
+        ep = m.expert_model_parallel_size
+        if ep > 1:
+            divides(ep, shape.get("experts", 0) or 1, f"{key}.expert_model_parallel_size", "experts")
+            expert = ep * etp * m.pipeline_model_parallel_size
+            divides(expert, gpus, f"{key}: expert x expert tensor x pipeline parallel size", "GPUs")
+        return split
+    sp = max(
+        get(cfg, f"{ACTOR}.ulysses_sequence_parallel_size"),
+        get(cfg, f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"),
+    )
+    key = f"{ACTOR}.ulysses_sequence_parallel_size"
+    if sp < 1:
+        raise InputError(f"{key} must be at least 1, got {sp}.")
+    divides(sp, gpus, key, "GPUs")
+    divides(sp, shape["heads"], key, "attention heads")
+    kv = shape["kv_heads"]
+    if kv % sp and sp % kv:
+        raise InputError(f"{key}={sp} must divide the model's {kv} heads of keys and values, or be a multiple of them.")
+    if sp > 1 and not cfg.actor_rollout_ref.model.use_remove_padding:
+        raise InputError(f"{key}={sp} needs actor_rollout_ref.model.use_remove_padding=true.")
+    return sp
+
+
+def divides(size: int, whole: int, key: str, of: str) -> None:
+    if size < 1 or whole % size:
+        raise InputError(f"{key}={size} does not divide {whole} {of}: change one.")
+
+
+def batches(cfg: DictConfig, split: int) -> None:
+    batch, mini = cfg.data.train_batch_size, cfg.actor_rollout_ref.actor.ppo_mini_batch_size
+    if batch % mini:
+        raise InputError(
+            f"data.train_batch_size={batch} must be a multiple of {ACTOR}.ppo_mini_batch_size={mini}: change one."
+        )
+    ranks, n = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node // split, cfg.actor_rollout_ref.rollout.n
+    if mini * n % ranks:
+        raise InputError(
+            f"a mini-batch of {mini} prompts x {n} responses does not divide over {ranks} data-parallel ranks "
+            f"({cfg.trainer.nnodes} x {cfg.trainer.n_gpus_per_node} GPUs, {split} to a sequence): change "
+            f"trainer.nnodes or {ACTOR}.ppo_mini_batch_size."
+        )
+
+
+def budgets(cfg: DictConfig) -> None:
+    """A token budget must hold one whole sequence, of which each GPU that shares it has a part."""
+    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    rollout, actor = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.actor
+    m = actor.get("megatron")
+    split = m.context_parallel_size if m else max(
+        actor.ulysses_sequence_parallel_size, actor.fsdp_config.ulysses_sequence_parallel_size
+    )  # fmt: skip
+    keys = [f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"]
+    if actor.use_kl_loss or cfg.algorithm.use_kl_in_reward:
+        keys.append(f"{REF}.log_prob_max_token_len_per_gpu")
+    for key in keys if actor.use_dynamic_bsz else []:
+        if get(cfg, key) * split < longest:
+            raise InputError(
+                f"{key}={get(cfg, key)} x {split} GPUs to a sequence is less than one prompt and response "
+                f"({longest} tokens): raise it."
+            )
+    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+        raise InputError(f"{ROLLOUT}.max_model_len={rollout.max_model_len} is less than {longest} tokens.")
+    if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < longest:
+        raise InputError(
+            f"{ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than one sequence of {longest} "
+            "tokens, which vLLM needs without chunked prefill: raise it, or set enable_chunked_prefill=true."
+        )

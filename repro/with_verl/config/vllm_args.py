@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The argument names of the pinned vLLM, read from its wheel, which needs not be installed.
+
+    pip download --no-deps vllm==0.24.0 -d DIR && python -m repro.with_verl.config.vllm_args DIR/vllm-0.24.0-*.whl
+
+writes facts/vllm_args.json. verl hands rollout.engine_kwargs.vllm to vLLM's command line, which stops at a name it does
+not know, after the models are loaded.
+"""
+
+import ast
+import json
+import sys
+import zipfile
+from pathlib import Path
+
+FACTS = Path(__file__).resolve().parent / "facts" / "vllm_args.json"
+FILE, CLASSES = "vllm/engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")
+
+
+def names(source: str) -> list[str]:
+    """The fields of its argument classes."""
+    tree = ast.parse(source)
+    classes = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name in CLASSES]
+    fields = [
+        f.target.id for c in classes for f in c.body if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)
+    ]
+    return sorted({f for f in fields if not f.startswith("_")})
+
+
+def known() -> set[str]:
+    return set(json.loads(FACTS.read_text())["names"])
+
+
+if __name__ == "__main__":
+    wheel = Path(sys.argv[1])
+    with zipfile.ZipFile(wheel) as z:
+        found = names(z.read(FILE).decode())
+    facts = {"wheel": wheel.name, "file": FILE, "classes": CLASSES, "names": found}
+    FACTS.write_text(json.dumps(facts, indent=1) + "\n")
+    print(f"{len(found)} arguments of {wheel.name}: {FACTS}")

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scale `cpu` of the launcher: the path that a run on GPUs takes, with the smoke scale's toy model and settings.
+
+    python -m repro.with_verl.run.launch up_dapo cpu [seed=1] [trainer.total_training_steps=12] [key=value ...]
+
+For what can be seen without a GPU: a run that is ended and goes on, a second seed beside the first, a sabotaged loss,
+two Ray nodes (RAY_ADDRESS), and the report of them.
+"""
+
+import json
+from pathlib import Path
+
+import upref
+from repro.with_verl.config import compose as composing
+from repro.with_verl.config.compose import ACTOR, Run, Scale
+from repro.with_verl.config.naming import name_of
+from repro.with_verl.cpu import fork, smoke, toy
+from repro.with_verl.place import RUNS
+
+FIRST, STALL = 600, 120  # seconds: other work is on the machine too
+STEPS = 12
+ABOUT = "the toy model of the smoke scale on this CPU, by the launcher's own path"
+SEEN = {  # what the paper's figures show
+    "trainer.test_freq": 4,
+    "actor_rollout_ref.rollout.val_kwargs.n": 4,
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
+    "actor_rollout_ref.rollout.val_kwargs.top_p": 0.7,
+    f"{ACTOR}.use_kl_loss": True,
+    f"{ACTOR}.kl_loss_coef": 0.0,
+}
+OF_ONE_MACHINE = tuple(
+    f"{sign}ray_kwargs.ray_init.{key}="
+    for sign in ("", "+")
+    for key in ("num_gpus", "num_cpus", "object_store_memory", "include_dashboard", "runtime_env.py_executable")
+)
+
+
+def compose(objective: str, overrides: list[str], address: str = "") -> tuple[Run, int]:
+    """The run, and how many steps. InputError on what verl refuses. address: of a Ray cluster that is there already."""
+    o = upref.get(objective)
+    given, name = composing.spelled_out(overrides)
+    nowhere = [f"{k}={v}" for k, v in smoke.settings(o, STEPS, Path("RUN")).items()]
+    directory = RUNS / (name or name_of(f"{objective}-cpu", nowhere, given))
+    own = [f"{k}={v}" for k, v in smoke.settings(o, STEPS, directory).items()]
+    own = [line for line in own if not line.startswith("trainer.logger")] + ["trainer.logger=[console,file]"]
+    own += [f"{key}={value}" for key, value in SEEN.items()] + [f"data.val_files={directory / 'val.parquet'}"]
+    own.append(f"+{ACTOR}.policy_loss.upref={{parity: {{on_fail: warn}}}}")
+    if address:
+        own = [line for line in own if not line.startswith(OF_ONE_MACHINE)]
+    env = smoke.environment(directory / "unused") | composing.environment(directory)
+    env["VERL_USE_EXTERNAL_MODULES"] = f"repro.with_verl.cpu.device,{env['VERL_USE_EXTERNAL_MODULES']}"
+    env.pop("VERL_FILE_LOGGER_PATH")  # each start has its own
+    if address:  # Ray's machines were started by others, without it
+        env.pop(fork.SOCKET)
+        own += [f"+ray_kwargs.ray_init.runtime_env.env_vars.{k}={json.dumps(v)}" for k, v in env.items()]
+    smoke.dry_run(o, [f"+{ACTOR}.policy_loss.upref={{parity: {{on_fail: warn}}}}", *given])
+    scale = Scale("cpu", ABOUT, {}, {}, {}, 0.0, {}, None)
+    total = next(
+        (int(x.partition("=")[2]) for x in reversed(given) if x.startswith("trainer.total_training_steps=")), STEPS
+    )
+    return Run(objective, scale, own + given, {}, [], directory, env), total
+
+
+def prepare(run: Run) -> None:
+    """The toy's weights and prompts, once a folder."""
+    if not (run.directory / "model").exists():
+        run.directory.mkdir(parents=True, exist_ok=True)
+        toy.make_model(run.directory / "model")
+        toy.make_data(run.directory / "data.parquet")
+        toy.make_data(run.directory / "val.parquet", 16)

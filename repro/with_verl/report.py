@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs have shown, beside what the paper prints: report.md and its figures, from steps.jsonl alone.
+
+    python -m repro.with_verl.report RUN... [--out DIR]       RUN: a folder under runs/, or one of the smoke scale's
+
+Draws the paper's Figures 2 to 8 of what these runs have logged, one line a run and the mean of several seeds; Table 1
+for the runs of its family; parity, Cap statistics, and the estimate against what happened. The paper's numbers stand
+beside, as printed there, where a run is of one of its methods. Exit status 2: nothing to read.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from repro.with_verl.config.compose import paper
+from repro.with_verl.run import records
+from upref import InputError
+
+SCORE, KL, ENTROPY, NORM = "critic/score/mean", "actor/kl_loss", "actor/entropy", "actor/grad_norm"
+ALARMS, BOUND, BLIND = (f"actor/upref/parity_{k}" for k in ("alarms", "of_bound", "blind"))
+
+
+@dataclass
+class Kept:
+    """A run as it lies in its folder."""
+
+    folder: Path
+    objective: str
+    scale: str
+    rows: list[dict]  # {"step", "data"}
+    saved: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        return f"{self.objective} {self.seed}".strip()
+
+    @property
+    def seed(self) -> str:
+        pairs = [r["override"].lstrip("+").partition("=") for r in self.saved.get("overrides", [])]
+        seeds = [value for key, _, value in pairs if key == "data.seed"]
+        return f"seed {seeds[-1]}" if seeds else ""
+
+    def series(self, wanted: Callable[[str], bool]) -> tuple[list[int], list[float]]:
+        """Steps and the mean of the metrics that are wanted, where there are any."""
+        found = [
+            (r["step"], of_most({k: v for k, v in r["data"].items() if wanted(k) and number(v)})) for r in self.rows
+        ]
+        kept = [(step, mean(values)) for step, values in found if values]
+        return [s for s, _ in kept], [v for _, v in kept]
+
+
+def of_most(found: dict[str, float]) -> list[float]:
+    """Of mean@2 and mean@4 the second: verl logs the smaller numbers of answers too."""
+    most: dict[str, tuple[int, float]] = {}
+    for key, value in found.items():
+        name, _, rest = key.partition("@")
+        k = int(rest.partition("/")[0] or 0)
+        most[name] = max(most.get(name, (-1, 0.0)), (k, value))
+    return [value for _, value in most.values()]
+
+
+def number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def named(key: str) -> Callable[[str], bool]:
+    return lambda k: k == key
+
+
+def validation(kind: str) -> Callable[[str], bool]:
+    """verl's names: val-core/aime24/acc/mean@32, .../maj@32/mean, .../best@32/mean."""
+    return lambda k: (
+        k.startswith(("val-core/", "val-aux/")) and "/acc/" in k and f"/{kind}@" in k and not k.endswith("/std")
+    )
+
+
+@dataclass
+class Panel:
+    title: str
+    wanted: Callable[[str], bool]
+    log: bool = False
+    percent: bool = False
+
+
+ACCURACY = Panel("accuracy (avg)", validation("mean"), percent=True)
+FIGURES = {  # number -> (of which scale, the paper's caption in short, panels)
+    2: ("paper_dapo", "validation while training", [ACCURACY, Panel("majority", validation("maj"), percent=True)]),
+    3: (
+        "paper_dapo",
+        "exploration",
+        [Panel("entropy", named(ENTROPY)), Panel("best", validation("best"), percent=True)],
+    ),
+    4: ("paper_dapo", "stability", [Panel("gradient norm", named(NORM)), Panel("KL to the base", named(KL))]),
+    5: (
+        "paper_dapo",
+        "stability of the ablations",
+        [Panel("gradient norm", named(NORM), True), Panel("KL to the base", named(KL), True)],
+    ),
+    6: (
+        "paper_math",
+        "the family of GRPO",
+        [Panel("entropy", named(ENTROPY)), Panel("KL to the base", named(KL), True)],
+    ),
+    7: ("paper_gspo", "validation and KL", [ACCURACY, Panel("KL to the base", named(KL))]),
+    8: ("paper_geo3k", "validation and KL, Geometry3K", [ACCURACY, Panel("KL to the base", named(KL))]),
+}
+OURS = (
+    "score",
+    "reward while training",
+    [Panel("score", named(SCORE)), Panel("alive gradients", named("actor/upref/alive"))],
+)
+
+
+def read(folder: Path) -> Kept:
+    """InputError where nothing was logged."""
+    if not folder.is_dir():
+        raise InputError(f"{folder} is no folder: name one that a run has made, under runs/.")
+    rows = records.merged(folder)
+    if not rows:
+        raise InputError(f"{folder} has no steps.jsonl with a step in it: has the run logged one yet?")
+    try:
+        saved = json.loads((folder / "overrides.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        saved = {}
+    objective = saved.get("objective") or folder.parent.name  # the smoke scale: repro/out/OBJECTIVE/smoke
+    return Kept(folder, objective, saved.get("scale", "smoke"), rows, saved)
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="report", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    p.add_argument("--out", type=Path, help="where to write (report/ in the first run's folder)")
+    args = p.parse_args(argv)
+    try:
+        runs = [read(folder) for folder in args.runs]
+    except InputError as e:
+        print(f"report: {e}", file=sys.stderr)
+        return 2
+    out = args.out or args.runs[0] / "report"
+    out.mkdir(parents=True, exist_ok=True)
+    text = write(runs, out)
+    (out / "report.md").write_text(text, encoding="utf-8")
+    print(f"{out / 'report.md'}: {len(runs)} runs, {text.count('![')} figures")
+    return 0
+
+
+def write(runs: list[Kept], out: Path) -> str:
+    """The report's text; its figures go to `out`."""
+    parts = ["# " + ", ".join(dict.fromkeys(r.objective for r in runs)), where(runs), table_of(runs)]
+    if warnings := [w for r in runs for w in alarms(r)]:
+        parts += ["## To look at first", "\n".join(f"* {w}" for w in warnings)]
+    parts += [*figures(runs, out), *printed(runs), table1(runs), statistics(runs), throughput(runs)]
+    return "\n\n".join(x for x in parts if x) + "\n"
+
+
+def where(runs: list[Kept]) -> str:
+    scales = sorted({r.scale for r in runs})
+    if all(s.startswith("paper_") for s in scales):
+        return f"At the paper's scale ({', '.join(scales)}): the paper's numbers can be compared."
+    return (
+        f"Scale {', '.join(scales)}: not the paper's experiment. Its figures are drawn of these runs; its printed "
+        "numbers stand beside for orientation, and are of other models."
+    )
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    line = lambda cells: "| " + " | ".join(cells) + " |"
+    return "\n".join([line(head), line(["---"] * len(head)), *map(line, rows)])
+
+
+def table_of(runs: list[Kept]) -> str:
+    rows = []
+    for r in runs:
+        steps = records.training(r.rows)
+        k = max(1, min(5, len(steps) // 3))
+        scores = [row["data"][SCORE] for row in steps if number(row["data"].get(SCORE))]
+        said = f"{mean(scores[:k]):.3f} -> {mean(scores[-k:]):.3f}" if scores else "-"
+        total = r.saved.get("total")
+        rows.append([r.label, r.scale, f"{len(steps)}{f' of {total}' if total else ''}", said, f"`{r.folder.name}`"])
+    return table(["run", "scale", "steps", "score, first and last", "folder"], rows)
+
+
+def alarms(r: Kept) -> list[str]:
+    """What a reader must know before the curves."""
+    found = []
+    top = largest(r, ALARMS)
+    if top > 0:
+        bound = largest(r, BOUND)
+        found.append(
+            f"{r.label}: PARITY ALARM. The loss that trained was not the reference (up to {bound:.3g} times what "
+            "rounding explains); it trained on, by parity.on_fail=warn. "
+            f"`python -m repro.with_verl.parity {r.folder}/parity`"
+        )
+    if largest(r, BLIND) > 0.5:
+        found.append(
+            f"{r.label}: parity proves little here: up to {largest(r, BLIND):.0%} of the tokens of a micro-batch lie "
+            "within the dtype's rounding of a clip bound."
+        )
+    steps = [row["step"] for row in records.training(r.rows)]
+    if steps and (gaps := sorted(set(range(steps[0], steps[-1])) - set(steps))):
+        found.append(f"{r.label}: {len(gaps)} steps were not logged, the first is {gaps[0]}.")
+    nan = [row["step"] for row in records.training(r.rows) if not number(row["data"].get(NORM))]
+    if nan:
+        found.append(f"{r.label}: the gradient norm is no number in {len(nan)} steps, the first is {nan[0]}.")
+    return found
+
+
+def largest(r: Kept, key: str) -> float:
+    return max((row["data"][key] for row in r.rows if number(row["data"].get(key))), default=0.0)
+
+
+def figures(runs: list[Kept], out: Path) -> list[str]:
+    """Each of the paper's figures of which the runs have logged something."""
+    parts = ["## Figures"]
+    wanted = [(f"Figure {n}", *FIGURES[n]) for n in FIGURES] + [("Ours", *OURS)]
+    scales = {r.scale for r in runs}
+    skipped: list[str] = []
+    same: dict[tuple[str, ...], str] = {}
+    for name, scale, caption, panels in wanted:
+        mine = [r for r in runs if r.scale == scale] if scale in scales else runs
+        if scales & {s for s, *_ in FIGURES.values()} and scale.startswith("paper_") and scale not in scales:
+            continue  # another experiment of the paper
+        key = tuple(p.title for p in panels)
+        if not any(r.series(p.wanted)[0] for r in mine for p in panels):
+            skipped.append(f"{name} ({caption}): none of {' and '.join(key)} was logged")
+            continue
+        if key in same and not any(p.log for p in panels):
+            parts.append(f"{name} of the paper ({caption}) has the panels of {same[key]} above.")
+            continue
+        same.setdefault(key, name)
+        file = f"{name.lower().replace(' ', '-')}.svg"
+        draw(name, caption, panels, mine, out / file)
+        absent = [p.title for p in panels if not any(r.series(p.wanted)[0] for r in mine)]
+        note = f" Not logged: {', '.join(absent)}." if absent else ""
+        if name == "Ours":
+            parts.append(f"![{caption}]({file})\n\nNot in the paper: {caption}.")
+        else:
+            words = f"What {name} of the paper shows, {caption}, of these runs.{note}"
+            parts.append(f"![{name}: {caption}]({file})\n\n{words}")
+    if skipped:
+        parts.append("Not drawn: " + "; ".join(skipped) + ".")
+    return parts
+
+
+def draw(name: str, caption: str, panels: list[Panel], runs: list[Kept], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plt
+
+    matplotlib.rcParams["svg.hashsalt"] = "upref"
+    groups: dict[str, list[Kept]] = {}
+    for r in runs:
+        groups.setdefault(r.objective, []).append(r)
+    fig, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.2), squeeze=False)
+    for ax, panel in zip(axes[0], panels, strict=True):
+        for i, (objective, group) in enumerate(groups.items()):
+            lines = [r.series(panel.wanted) for r in group]
+            lines = [line for line in lines if line[0]]
+            scale = 100 if panel.percent else 1
+            for x, y in lines:
+                alone = len(lines) == 1
+                ax.plot(x, [scale * v for v in y], color=f"C{i}", lw=1.6 if alone else 0.8, alpha=1 if alone else 0.5,
+                        marker="." if len(x) < 30 else None, label=objective if alone else None)  # fmt: skip
+            if len(lines) > 1:  # seeds: their mean where all have logged
+                at = sorted(set.intersection(*(set(x) for x, _ in lines)))
+                mid = [scale * mean(dict(zip(x, y, strict=True))[s] for x, y in lines) for s in at]
+                ax.plot(at, mid, color=f"C{i}", lw=2, label=f"{objective}, mean of {len(lines)}")
+        drawn = [v for line in ax.lines for v in line.get_ydata()]
+        if panel.log and drawn and min(drawn) > 0:
+            ax.set_yscale("log")
+        ax.set_title(panel.title + (" (%)" if panel.percent else ""), fontsize=10)
+        ax.set_xlabel("step", fontsize=9)
+        ax.grid(alpha=0.3)
+        if ax.lines:
+            ax.legend(fontsize=8, frameon=False)
+        else:
+            ax.text(0.5, 0.5, "not logged", transform=ax.transAxes, ha="center", color="gray")
+    fig.suptitle(f"as {name} of the paper: {caption}" if name != "Ours" else caption, fontsize=11)
+    fig.tight_layout()
+    fig.savefig(path, metadata={"Date": None})
+    plt.close(fig)
+
+
+PEAKS = {"avg32": ("mean", "Avg@32 of AIME24"), "maj32": ("maj", "Maj@32"), "best32": ("best", "Best@32"),
+         "geometry3k": ("mean", "accuracy on Geometry3K")}  # fmt: skip
+
+
+def printed(runs: list[Kept]) -> list[str]:
+    """The peaks that the paper prints, beside the peaks of these runs."""
+    data = paper()
+    names = {v: k for k, v in data["names"].items()}
+    rows = []
+    for metric, values in data["peaks"].items():
+        kind, words = PEAKS[metric]
+        for r in runs:
+            method = names.get(r.objective, "")
+            ours = r.series(validation(kind))[1]
+            if method in values and ours and (metric == "geometry3k") == (r.scale == "paper_geo3k"):
+                here = words if r.scale.startswith("paper_") else f"{kind}, of the validation of {r.scale}"
+                rows.append([r.label, here, f"{100 * max(ours):.2f}", f"{values[method]:.2f}, {words}"])
+    head = ["run", "peak of", "here", "printed in the paper"]
+    return ["## Peaks", table(head, rows)] if rows else []
+
+
+BENCHMARKS = {
+    "AIME24": "aime24",
+    "AMC23": "amc23",
+    "MATH500": "math500",
+    "Minerva": "minerva",
+    "OlympiadBench": "olympiad",
+}
+
+
+def table1(runs: list[Kept]) -> str:
+    """The family's last validation, beside Table 1."""
+    data = paper()
+    names = {v: k for k, v in data["names"].items()}
+    printed_rows = {r[0]: r[1:] for r in data["table1"]["rows"]}
+    rows = []
+    for r in (r for r in runs if r.scale == "paper_math"):
+        cells = []
+        for source in BENCHMARKS.values():
+            mine = r.series(lambda k, s=source: validation("mean")(k) and s in k.lower())[1]  # type: ignore[misc]
+            cells.append(f"{100 * mine[-1]:.2f}" if mine else "-")
+        method = names.get(r.objective, "")
+        rows.append([r.label, *cells])
+        if method in printed_rows:
+            rows.append([f"{method}, printed", *(f"{x:.2f}" for x in printed_rows[method][:5])])
+    if not rows:
+        return ""
+    return "## Table 1\n\nThe last validation here, in per cent.\n\n" + table(["run", *BENCHMARKS], rows)
+
+
+STATISTICS = {  # of the Cap: what of the gradient is left
+    "alive": "share of tokens whose gradient is not clipped", "above_high": "share of tokens above the upper bound",
+    "mass_above_high": "share of the gradient's weight there", "ratio/max": "largest ratio",
+    "kl_old": "KL to the old policy",
+    "overflow": "ratios that overflow", "parity_max_abs": "parity: largest difference of the largest weight",
+    "parity_of_bound": "parity: in units of what rounding explains",
+    "parity_blind": "parity: tokens within rounding of a bound",
+    "parity_alarms": "parity: alarms",
+}  # fmt: skip
+
+
+def statistics(runs: list[Kept]) -> str:
+    rows = []
+    for r in runs:
+        for key, words in STATISTICS.items():
+            values = r.series(named(f"actor/upref/{key}"))[1]
+            if values:
+                rows.append([r.label, words, f"{mean(values):.3g}", f"{max(values):.3g}"])
+    return "## Cap and parity\n\n" + table(["run", "", "mean over steps", "largest"], rows) if rows else ""
+
+
+def throughput(runs: list[Kept]) -> str:
+    """What happened, and beside it what was estimated before the start."""
+    rows = []
+    for r in runs:
+        e = r.saved.get("estimate", {})
+        timed = {
+            k: r.series(named(k))[1] for k in ("timing_s/step", "perf/throughput", "actor/perf/max_memory_allocated_gb")
+        }
+        tokens = r.series(named("perf/total_num_tokens"))[1]
+        was = lambda key, form="{:,.0f}", e=e: form.format(e[key]) if e.get(key) is not None else "-"
+        if seconds := timed["timing_s/step"]:
+            hours = sum(seconds) / 3600
+            rows.append([r.label, "seconds a step", f"{mean(seconds):,.1f}", was("step_seconds")])
+            rows.append(
+                [
+                    r.label,
+                    "GPU-hours so far; of all steps",
+                    f"{hours * e.get('gpus', 1):,.2f}",
+                    was("gpu_hours"),
+                ]
+            )
+        if tokens:
+            rows.append([r.label, "tokens a step (most, estimated)", f"{mean(tokens):,.0f}", was("step_tokens")])
+        if per := timed["perf/throughput"]:
+            rows.append([r.label, "tokens a second and GPU", f"{mean(per):,.0f}", "-"])
+        if memory := timed["actor/perf/max_memory_allocated_gb"]:
+            rows.append([r.label, "most GB allocated on a GPU", f"{max(memory):,.1f}", was("train_gb")])
+    return "## Throughput\n\n" + table(["run", "", "here", "estimated"], rows) if rows else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What verl logged: one {"step", "data"} a line, in a file of its own for each start of a run, read as one.
+
+verl's file logger empties its file when it starts, so every start of a run has its own, steps-TIME.jsonl, and
+steps.jsonl is what they make together: a run that goes on from a checkpoint logs some steps again, and the last counts.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+PATH = "VERL_FILE_LOGGER_PATH"  # where verl's file logger writes
+STEP = "training/global_step"  # in the rows of training; a validation before it logs a row too
+
+
+def new_part(folder: Path) -> Path:
+    """Where the next start is to log; later ones sort behind it."""
+    return folder / f"steps-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
+
+
+def read(file: Path) -> list[dict]:
+    """All whole lines; one half written is left for later."""
+    if not file.exists():
+        return []
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    return [json.loads(x) for x in lines if x.endswith("\n")]
+
+
+def merged(folder: Path) -> list[dict]:
+    """All rows of all starts, by step; a later start replaces what it did again."""
+    parts = sorted(folder.glob("steps-*.jsonl")) or [folder / "steps.jsonl"]
+    rows: dict[int, dict] = {}
+    for part in parts:
+        for row in read(part):
+            step = int(row["step"])
+            before = rows.get(step, {"step": step, "data": {}})
+            rows[step] = {"step": step, "data": before["data"] | row["data"]}
+    return [rows[step] for step in sorted(rows)]
+
+
+def training(rows: list[dict]) -> list[dict]:
+    return [r for r in rows if STEP in r["data"]]
+
+
+def collect(folder: Path) -> Path:
+    """Write steps.jsonl anew, whole or not at all."""
+    path, half = folder / "steps.jsonl", folder / "steps.jsonl.half"
+    half.write_text("".join(json.dumps(r) + "\n" for r in merged(folder)), encoding="utf-8")
+    os.replace(half, path)
+    return path

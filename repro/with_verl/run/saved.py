@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""overrides.json: what a run was asked for and why, for its next start and for the report."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from repro.with_verl.config.compose import Run
+
+
+def save(run: Run, where: Path, **facts: Any) -> Path:
+    rows = [
+        {"override": line, "source": run.sources.get(line.partition("=")[0], "given on the command line")}
+        for line in run.overrides
+    ]
+    saved = {"objective": run.objective, "scale": run.scale.name, "name": run.name, "env": run.env} | facts
+    where.mkdir(parents=True, exist_ok=True)
+    path = where / "overrides.json"
+    path.write_text(json.dumps(saved | {"overrides": rows}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path

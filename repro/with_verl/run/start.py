@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start the trainer of a run, follow it to its end, and say what to do next: for a cluster as for a laptop."""
+
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from repro.with_verl.config.compose import Run
+from repro.with_verl.run import advice, folder, records, watch
+from repro.with_verl.run.saved import save
+
+SCORE = "critic/score/mean"
+LOG_TO = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH"
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds: before the first step without a word, between steps; `idle`: whether waiting without work ends it."""
+
+    first: float = 7200  # a validation before training says nothing until it is done
+    stall: float = 7200
+    idle: bool = False  # on GPUs the work is not the CPU's
+
+
+def checkpointed(directory: Path) -> int:
+    """The step of the last whole checkpoint; 0: none."""
+    try:
+        return int((directory / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def start(run: Run, total: int | None, again: str, patience: Patience | None = None, **facts: Any) -> int:
+    """Train until `total` steps are logged; the exit status: 0, 1 (it died), 143 (it was asked to end).
+
+    again: the command that goes on. facts: to write beside the overrides. InputError where the folder is another's.
+    """
+    patience = patience or Patience()
+    with folder.alone(run.directory):
+        folder.check(run.directory, run.overrides)
+        save(run, run.directory, total=total, again=again, **facts)
+        part = records.new_part(run.directory)
+        log = run.directory / "verl.log"
+        command = [
+            sys.executable,
+            "-m",
+            "verl.trainer.main_ppo",
+            *run.overrides,
+            f"{LOG_TO}={part}",
+        ]
+        print(f"starting verl; checkpoints and logs go to {run.directory}", flush=True)
+
+        def tell(row: dict) -> None:
+            records.collect(run.directory)
+            print(said(row, total), flush=True)
+
+        # A run on one machine joins no cluster: not another's, nor one that has left its address behind.
+        where = {} if joins(run) else {"RAY_ADDRESS": "local"}
+        ended = ""
+        try:
+            with terminable():
+                outcome = watch.run(
+                    command, part, log, env=run.env | where | {records.PATH: str(part)}, asked=total or 10**9,
+                    stall=patience.stall, first=patience.first, idle=patience.idle, tell=tell, echo=True,
+                )  # fmt: skip
+            status = outcome.status
+            ended = outcome.why
+        except Terminated:
+            status, ended = 143, "it was asked to end (SIGTERM)"
+        except KeyboardInterrupt:
+            status, ended = 130, "it was interrupted"
+        records.collect(run.directory)
+        last, code = last_words(run, total, status, ended, log, again)
+        with open(log, "a", encoding="utf-8") as f:
+            f.write(f"{last}\n")
+        print(last, flush=True)
+        return code
+
+
+def joins(run: Run) -> bool:
+    """Whether it is over several machines, or the user named a cluster."""
+    nodes = [line.partition("=")[2] for line in run.overrides if line.startswith("trainer.nnodes=")]
+    return bool(os.environ.get("RAY_ADDRESS")) or (bool(nodes) and nodes[-1] != "1")
+
+
+def said(row: dict, total: int | None) -> str:
+    d = row["data"]
+    parity = f"  parity {d['actor/upref/parity_of_bound']:.2g}" if "actor/upref/parity_of_bound" in d else ""
+    alarms = "  PARITY ALARM" if d.get("actor/upref/parity_alarms", 0) > 0 else ""
+    seconds = f"  {d['timing_s/step']:.1f} s" if "timing_s/step" in d else ""
+    return f"  step {row['step']:4} of {total or '?'}  score {d.get(SCORE, float('nan')):.3f}{parity}{alarms}{seconds}"
+
+
+def last_words(run: Run, total: int | None, status: int | None, ended: str, log: Path, again: str) -> tuple[str, int]:
+    """The last line of the log, and the exit status."""
+    rows = records.training(records.merged(run.directory))
+    done, kept = rows[-1]["step"] if rows else 0, checkpointed(run.directory)
+    of = f"{done} of {total} steps" if total else f"{done} steps"
+    report = f"python -m repro.with_verl.report {run.directory}"
+    if (total and done >= total) or (not total and status == 0):
+        return f"upref: finished, {of}: `{report}`", 0
+    how = ended or (f"verl ended with status {status}" if status else "verl ended early")
+    cure = "" if status in (130, 143) else f"; {advice.cure(log, run.directory)}"
+    goes = f"from the checkpoint of step {kept}" if kept else "from the beginning (no checkpoint was saved)"
+    return f"upref: ended after {of}: {how}{cure}. The same command goes on {goes}: {again}", status or 1
+
+
+class Terminated(Exception):
+    """SIGTERM, as SLURM and Kubernetes send it."""
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM becomes an exception, so that nothing which was started is left running."""
+    if threading.current_thread() is not threading.main_thread():  # there nobody may set a handler
+        yield
+        return
+
+    def end(*_: Any) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def command_line(argv: list[str]) -> str:
+    return shlex.join(["python", "-m", "repro.with_verl.run.launch", *argv])

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The newcomer's three changes of docs/adding.md: each is one new file in a copy of the library, and nothing else."""
+
+import hashlib
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from docs.make import put, run
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
+FILES = {b.split()[1]: b for b in re.findall(r"```python\n(.*?)```", PAGE, re.S) if b.startswith("# ")}
+ADDED = [name for name in FILES if name.startswith("upref/")]
+
+pytestmark = pytest.mark.slow
+
+
+def digests(folder):
+    files = (f for f in folder.rglob("*") if f.is_file() and "__pycache__" not in f.parts)
+    return {f.relative_to(folder): hashlib.sha256(f.read_bytes()).digest() for f in files}
+
+
+SEVERAL = """import contextlib, io, json, shlex, sys
+from upref.cli import main
+
+def said(command):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main(shlex.split(command)[1:])
+    return out.getvalue()
+
+print(json.dumps([said(command) for command in sys.argv[1:]]))
+"""
+
+
+@pytest.fixture
+def added(tmp_path):
+    """Puts one of the page's files into a copy of the library; no other file differs from the checkout's."""
+
+    def add(name):
+        put(name, FILES[name], tmp_path)
+        ours, theirs = digests(ROOT / "upref"), digests(tmp_path / "upref")
+        assert {k for k in ours | theirs if ours.get(k) != theirs.get(k)} == {Path(name).relative_to("upref")}
+        (tmp_path / "several.py").write_text(SEVERAL)
+
+    return add
+
+
+@pytest.fixture
+def upref_says(tmp_path):
+    """What each of these commands prints, in one process that imports the copy."""
+    return lambda *commands: json.loads(run(shlex.join(["python", "several.py", *commands]), tmp_path))
+
+
+def test_the_page_adds_one_file_for_each():
+    assert [str(Path(name).parent) for name in ADDED] == [
+        "upref/objectives",
+        "upref/verify/oracles",
+        "upref/verify/audit",
+    ]
+
+
+def test_an_objective(added, upref_says, tmp_path):
+    added("upref/objectives/root_pg.py")
+    (tmp_path / "mine.py").write_text(
+        "import torch\n\ndef loss(log_prob, old_log_prob, advantages, mask):\n"
+        "    x = torch.where(mask, log_prob - old_log_prob, 0)\n"
+        "    return -(2 * torch.where(mask, advantages, 0) * (x / 2).exp()).sum() / mask.sum()\n"
+    )
+    listed, right, wrong, which, derived = upref_says(
+        "upref list --json",
+        "upref check mine.py:loss --as root_pg --json",
+        "upref check mine.py:loss --as is_pg --json",
+        "upref identify mine.py:loss",
+        "upref derive root_pg",
+    )
+    assert "root_pg" in [o["name"] for o in json.loads(listed)]
+    assert json.loads(right)["ok"] and not json.loads(wrong)["ok"]
+    assert which.startswith("mine.py:loss is root_pg") and "equal to the weight written by hand: yes" in derived
+
+
+def test_an_objective_is_held_to_every_law(added, tmp_path):
+    added("upref/objectives/root_pg.py")
+    laws = [str(ROOT / "tests/core/test_objectives.py"), "-k", "registered and root_pg-"]
+    options = ["-q", "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider", "-p", "no:xdist"]
+    said = run(shlex.join(["python", "-m", "pytest", *options, *laws]), tmp_path)
+    passed = re.search(r"(\d+) passed", said)
+    assert passed and int(passed[1]) >= 12 and "failed" not in said, said
+
+
+def test_an_oracle(added, upref_says, tmp_path):
+    added("upref/verify/oracles/single.py")
+    put("whitened.py", FILES["whitened.py"], tmp_path)
+    (tmp_path / "right.py").write_text((tmp_path / "whitened.py").read_text().replace("(A / std) * std", "A"))
+    check = "upref check {}.py:loss --as is_pg --json"
+    commands = [check.format("whitened"), check.format("right"), check.format("right") + " --skip single-response"]
+    wrong, right, skipped = (json.loads(text)["oracles"] for text in upref_says(*commands))
+    assert wrong["single-response"] == "failure" and list(wrong)[-1] == "single-response", "its rank is the highest"
+    assert right["single-response"] == "ok" and skipped["single-response"] == "skipped on request"
+
+
+@pytest.mark.parametrize("clip", [0.2, 0.3])
+def test_a_framework(added, upref_says, tmp_path, clip):
+    """One that deviates is not explained until its Comparison has the reason."""
+    added("upref/verify/audit/plain.py")
+    file = tmp_path / "upref/verify/audit/plain.py"
+    file.write_text(file.read_text().replace('{"clip": 0.2}', f'{{"clip": {clip}}}'))
+    usage, said = upref_says("upref audit -h", "upref audit plain --json")
+    audit = json.loads(said)
+    assert "plain" in usage and audit["version"] == "1.0" and audit["unaudited"] == []
+    assert audit["out_of_scope"] == {"vanilla": "not looked at yet"}
+    assert (audit["ok"], audit["rows"][0]["verdict"]) == (
+        (True, "agrees exactly") if clip == 0.2 else (False, "differs, UNEXPLAINED")
+    )

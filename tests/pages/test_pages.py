@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No page is stale: README and docs/ are what `python -m docs.make` would write now; what they point to exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from docs import make
+from upref.verify.audit.ledger import read
+
+ROOT = Path(__file__).parents[2]
+TEXT = {str(page): (ROOT / page).read_text(encoding="utf-8") for page in make.PAGES}
+NARRATIVE = TEXT["docs/verdicts.md"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", TEXT)
+def test_it_is_fresh(page):
+    assert make.written(TEXT[page]) == TEXT[page], f"run `python -m docs.make {page}`"
+
+
+@pytest.mark.parametrize("page", TEXT)
+def test_links_and_named_files_exist(page):
+    for target in re.findall(r"\]\(([^)]+)\)", TEXT[page]):
+        if target.startswith("http"):
+            continue
+        file, _, heading = target.partition("#")
+        where = (ROOT / page).parent / file if file else ROOT / page
+        assert where.exists(), target
+        if heading:
+            heads = re.findall(r"^#+ (.*)", where.read_text(encoding="utf-8"), re.M)
+            assert heading in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in heads], target
+    for script in re.findall(
+        r"(?:bash|python) ((?:repro|tests|figures|benchmarks|derivations)/\S+?\.(?:py|sh))", TEXT[page]
+    ):
+        assert (ROOT / script).exists(), script
+    for module in re.findall(r"python -m ((?:repro|benchmarks|docs)[\w.]*\w)", TEXT[page]):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+
+
+@pytest.mark.parametrize("page", TEXT)
+def test_tables_are_whole(page):
+    """Every row has as many cells as its head, so that a | in a cell is escaped."""
+    cells = 0
+    for line in TEXT[page].splitlines():
+        if not line.startswith("| "):
+            cells = 0
+            continue
+        here = len(re.findall(r"(?<!\\)\|", line))
+        cells = cells or here
+        assert here == cells, line
+
+
+def test_every_verdict_on_the_paper_is_there():
+    _, rows = make._verdicts()
+    assert len(rows) >= 20
+    for row in rows:
+        assert f"| {row[0].strip()} | {row[1]} | {row[2]} | {row[3]} | {row[5]} |" in NARRATIVE
+
+
+def test_every_recorded_deviation_is_there():
+    page = TEXT["docs/frameworks.md"]
+    for e in read():
+        for x in e.evidence:
+            assert f"| `{x.loss}` | `{x.held_against}` | {e.reason} | {x} |" in page, e.key
+
+
+def test_a_stale_page_is_seen():
+    old = TEXT["docs/objectives.md"]
+    assert make.written(old.replace("| `dapo` |", "| `dapper` |")) == old
+
+
+def test_what_a_block_prints_is_what_its_commands_print(tmp_path):
+    file, console = "```python\n# f.py\nx = 3\n```\n\n", "```console\n$ cat f.py; ls\nold\n```\n\n"
+    page = file + console + "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n"
+    new = make.written(page)
+    assert "$ cat f.py; ls\nx = 3\nf.py\n```" in new and "```text\n2\n```" in new and "old" not in new

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report says what runs have logged, and what went wrong in them; the status is a line a run."""
+
+import json
+
+import pytest
+
+from repro.with_verl import report
+from repro.with_verl.run import records, start, status
+
+
+def row(step, **other):
+    data = {records.STEP: step, report.SCORE: step / 10, report.ENTROPY: 2.0, report.NORM: 1.0, report.KL: step / 1e4,
+            "actor/upref/alive": 0.9, "actor/upref/parity_of_bound": 0.1, "actor/upref/parity_alarms": 0.0,
+            "timing_s/step": 60.0, "perf/total_num_tokens": 1e6, "perf/throughput": 500.0}  # fmt: skip
+    return {"step": step, "data": data | other}
+
+
+def run(place, name, objective, scale, steps, seed=1, **other):
+    folder = place / name
+    folder.mkdir()
+    lines = [{"override": f"data.seed={seed}", "source": "x"}]
+    facts = {"objective": objective, "scale": scale, "total": 9, "overrides": lines} | other
+    (folder / "overrides.json").write_text(json.dumps(facts))
+    (folder / "steps-20260101-000000.jsonl").write_text("".join(json.dumps(r) + "\n" for r in steps))
+    return folder
+
+
+def validated(step, mean, task="aime24", n=32):
+    kinds = {
+        "best@2/mean": 0.01,
+        "maj@2/mean": 0.99,
+        f"mean@{n}": mean,
+        f"maj@{n}/mean": mean + 0.1,
+        f"best@{n}/mean": mean + 0.3,
+        f"best@{n}/std": 0.1,
+    }
+    return row(step, **{f"val-core/{task}/acc/{k}": v for k, v in kinds.items()})
+
+
+def text_of(out, *folders):
+    assert report.main([*map(str, folders), "--out", str(out)]) == 0
+    return (out / "report.md").read_text()
+
+
+def test_the_papers_figures_and_numbers_beside_ours(tmp_path):
+    estimate = {"step_seconds": 45.0, "gpus": 32, "gpu_hours": 100.0, "step_tokens": 2_000_000, "train_gb": 40.0}
+    up = run(tmp_path, "up", "up_dapo", "paper_dapo", [validated(s, s / 20) for s in range(1, 10)], estimate=estimate)
+    base = run(tmp_path, "base", "dapo", "paper_dapo", [validated(s, s / 25) for s in range(1, 10)])
+    text = text_of(tmp_path / "out", up, base)
+    for figure in (2, 3, 4, 5):
+        svg = (tmp_path / f"out/figure-{figure}.svg").read_text()
+        assert f"![Figure {figure}: " in text and svg.count("<path") > 20
+    assert not (tmp_path / "out/figure-7.svg").exists()  # another experiment
+    assert "| up_dapo seed 1 | Avg@32 of AIME24 | 45.00 | 51.15, Avg@32 of AIME24 |" in text
+    assert "| dapo seed 1 | Best@32 | 66.00 | 80.49, Best@32 |" in text
+    assert "At the paper's scale" in text
+    assert "| up_dapo seed 1 | seconds a step | 60.0 | 45 |" in text and "2,000,000" in text
+
+
+def test_table_1_for_the_family(tmp_path):
+    rows = [row(s, **{f"val-core/{t}/acc/mean@1": s / 10 for t in ("aime24", "amc23", "math500")}) for s in (1, 2, 3)]
+    text = text_of(tmp_path / "out", run(tmp_path, "r", "up_grpo", "paper_math", rows))
+    assert "| up_grpo seed 1 | 30.00 | 30.00 | 30.00 | - | - |" in text
+    assert "| UP-GRPO, printed | 41.04 | 87.50 | 88.40 | 31.25 | 58.33 |" in text and "figure-6.svg" in text
+
+
+def test_other_scales_are_not_called_the_papers(tmp_path):
+    text = text_of(tmp_path / "out", run(tmp_path, "r", "up_dapo", "gpu1", [validated(s, 0.1) for s in range(1, 5)]))
+    assert "| mean, of the validation of gpu1 | 10.00 | 51.15, Avg@32 of AIME24 |" in text
+    assert "not the paper's experiment" in text and "figure-2.svg" in text
+
+
+def test_alarms_come_first(tmp_path):
+    rows = [row(1), row(2, **{report.ALARMS: 3.0, report.BOUND: 1e4}), row(5, **{report.BLIND: 0.9, report.NORM: None})]
+    text = text_of(tmp_path / "out", run(tmp_path, "r", "up_dapo", "gpu1", rows))
+    head = text[: text.index("## Figures")]
+    assert "PARITY ALARM" in head and "1e+04 times" in head and "by parity.on_fail=warn" in head
+    assert "parity proves little here: up to 90%" in head
+    assert "2 steps were not logged, the first is 3" in head and "no number in 1 steps, the first is 5" in head
+
+
+def test_seeds_get_their_mean(tmp_path):
+    folders = [
+        run(tmp_path, f"s{i}", "dapo", "gpu8", [validated(s, i / 10) for s in (1, 2)], seed=i) for i in (1, 2, 3)
+    ]
+    text = text_of(tmp_path / "out", *folders)
+    assert all(f"dapo seed {i}" in text for i in (1, 2, 3))
+    assert "mean of 3" in (tmp_path / "out/figure-2.svg").read_text()
+
+
+def test_what_cannot_be_read(tmp_path, capsys):
+    assert report.main([str(tmp_path / "nothing")]) == 2
+    (tmp_path / "empty").mkdir()
+    assert report.main([str(tmp_path / "empty")]) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 2 and all(x.startswith("report: ") for x in err)
+    assert status.main([str(tmp_path / "empty")]) == 2
+
+
+def test_starts_are_read_as_one_and_the_last_counts(tmp_path):
+    first, second = tmp_path / "steps-20260101-000000.jsonl", tmp_path / "steps-20260102-000000.jsonl"
+    first.write_text("".join(json.dumps(row(s)) + "\n" for s in (1, 2, 3)) + '{"step": 4, "da')
+    second.write_text("".join(json.dumps(row(s, **{report.SCORE: 9.0})) + "\n" for s in (3, 4)))
+    merged = records.merged(tmp_path)
+    assert [(r["step"], r["data"][report.SCORE]) for r in merged] == [(1, 0.1), (2, 0.2), (3, 9.0), (4, 9.0)]
+    whole = records.read(records.collect(tmp_path))
+    assert whole == merged and not (tmp_path / "steps.jsonl.half").exists()
+
+
+def test_the_status_is_a_line_a_run(tmp_path, capsys, monkeypatch):
+    done = run(tmp_path, "done", "dapo", "gpu1", [row(s) for s in range(1, 10)])
+    died = run(tmp_path, "died", "dapo", "gpu1", [row(s, **{report.ALARMS: 1.0}) for s in (1, 2)])
+    (died / "verl.log").write_text("...\nupref: ended after 2 of 9 steps: it waits. The same command goes on: x\n")
+    going = run(tmp_path, "going", "dapo", "gpu1", [row(s) for s in (1, 2, 3)])
+    (going / "checkpoints").mkdir()
+    (going / "checkpoints/latest_checkpointed_iteration.txt").write_text("2")
+    monkeypatch.setattr(status.folder, "busy", lambda f: "process 7 on node" if f == going else "")
+    assert status.main(list(map(str, (done, died, going)))) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("done: finished, step 9 of 9, score 0.900, parity agrees, 60 s a step")
+    assert "died: ended, step 2 of 9" in lines[1] and "parity ALARM" in lines[1] and "goes on: x" in lines[1]
+    assert (
+        "going: running, step 3 of 9" in lines[2] and "0.1 h to go" in lines[2] and "checkpoint of step 2" in lines[2]
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "cure"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory.", "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
+        ("ValueError: No available memory for the cache blocks", "vLLM found too little memory"),
+        ("(TaskRunner pid=3) \x1b[36mOSError: [Errno 28] No space left on device", "the disk is full"),
+        ("ParityError: upref/dapo is not what trains: in micro-batch 3", "repro.with_verl.parity RUN/parity"),
+        ("[Rank 3] Watchdog caught collective operation timeout", "the machines lost each other (NCCL)"),
+        ("ImportError: a.so: undefined symbol: _ZN3c10", "a package was built for another torch"),
+        ("upref.errors.InputError: verl adds the KL term: set actor.use_kl_loss", "set actor.use_kl_loss"),
+        ("ValueError: no such thing", "its last error was: ValueError: no such thing"),
+        ("all is quiet", "its output names no error"),
+    ],
+)
+def test_what_to_do_when_it_dies(said, cure, tmp_path):
+    (tmp_path / "log").write_text(f"a line\n{said}\nanother\n")
+    assert cure in start.advice.cure(tmp_path / "log", "RUN")
