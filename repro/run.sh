@@ -45,7 +45,9 @@ case $scale in
 esac
 python=${UPREF_PYTHON-}
 if [[ -z $python ]] && nvidia-smi -L 2>/dev/null | grep -q GPU; then
-    case $scale in
+    asked=$scale
+    [[ -n $asked || $(nvidia-smi -L | grep -c GPU) -ge 8 ]] || asked=gpu1 # what the launcher will choose
+    case $asked in
         gpu1 | gpu1_24gb) repro/venv.sh gpu ;; # these two need no flash-attn
         paper_gspo) repro/venv.sh gpu megatron ;;
         paper) case $objective in *gspo) repro/venv.sh gpu megatron ;; *) repro/venv.sh gpu flash ;; esac ;;

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an objective does to a batch, read off the closed-form weight: which tokens are clipped, alive, overflowing."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool
 from torch import Tensor
@@ -52,6 +54,23 @@ def diagnose(objective: Objective, b: Rollouts, **hp) -> dict[str, float]:
         "kl_old": -(lp - old)[mask].double().mean(),
     }
     return dict(zip(numbers, torch.stack(list(numbers.values())).tolist(), strict=True))
+
+
+@torch.no_grad()
+def live(
+    objective: Objective, lp: Tensor, lp_old: Tensor, A: Tensor, mask: Bool[Tensor, "B T"], hp: dict[str, Any],
+    entropy: Tensor | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """`diagnose` of a micro-batch that is being trained on, as upref/KEY. Always the same keys: a framework's ranks
+    must agree on them. A metric must not stop a run, so nothing is validated and rows without a token are left out."""
+    rows = mask.any(1)
+    A = A.expand_as(mask)
+    entropy = torch.zeros_like(lp) if entropy is None else entropy
+    lp, lp_old, A, mask, entropy = (x[rows] for x in (lp, lp_old, A, mask, entropy))
+    if not len(mask):  # no token at all: one of A = 0, r = 1 stands for it
+        lp, lp_old, A, entropy, mask = *((lp.new_zeros(1, 1),) * 4), mask.new_ones(1, 1)
+    b = Rollouts.unchecked(logp=lp, logp_old=lp_old, adv=A, mask=mask, entropy=entropy)
+    return {f"upref/{k}": v for k, v in diagnose(objective, b, **hp).items()}
 
 
 def fraction(hit: Bool[Tensor, "B T"], of: Bool[Tensor, "B T"]) -> Tensor:

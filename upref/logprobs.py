@@ -103,3 +103,8 @@ def _check_tokens(logits: Tensor, tokens: Tensor, name: str) -> None:
             f"{name}{list(at)} is {tokens[at].item()}, outside the vocabulary of {logits.shape[-1]}: replace padding "
             "such as -100 by any valid id and mask it."
         )
+
+
+def possible(lp: Tensor) -> Tensor:
+    """What is above 0, as online softmax kernels round (+1e-7), set to 0; all else as it is, and every gradient."""
+    return lp - lp.detach().clamp(min=0).nan_to_num(0.0, 0.0, 0.0)

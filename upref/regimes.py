@@ -3,12 +3,22 @@
 policy, random, far; and what two weights differ by.
 
 On policy (r = 1) nearly all objectives have the same gradient, so a test at r = 1 proves nothing. Everything that
-compares losses reads its batches from here.
+compares losses reads its batches from here. What the grid holds and what only AXES hold:
+
+    axis                the grid and the random batches       AXES, one batch each, and one of all at once
+    ratio               |log r| <= 4, all bounds, 800          the same
+    advantage           |A| <= 2                               1e-6 to 40, both signs
+    π_old               0.02, 0.3, 0.9                         0.95 to exactly 1
+    response            1 to 9 tokens                          to 520, on both sides of 16, 64, 128, 256 and 512
+    batch               a few hundred tokens                   more than 65,504
+    group ids           0, 1, 2, ...                           with gaps, negative, beyond 2^40
+    π_ref               near π_old                             |log π_ref/π_θ| to 9
+    dtype               float64                                float32 and bfloat16, in the oracle of extremes
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import cycle, product
 
@@ -27,7 +37,8 @@ SIGNS = (1.0, -1.0, 0.5, -2.0, 0.0)
 LOG_R = np.unique(np.r_[np.linspace(-4, 4, 33), np.outer((-1, 1), np.geomspace(1e-5, 0.3, 12)).ravel()])
 FAR = GRID[abs(np.log(GRID)) < 8]  # where bounds are looked for
 EDGES = (-1e-9, 0.0, 1e-9)  # just inside, on and just outside a bound, relative to r
-OFF_EDGES = (-1e-3, 1e-3)  # for whoever steps, re-sums or computes in float32
+OFF_EDGES = (-1e-3, 1e-3)  # for whoever steps or re-sums
+SINGLE_EDGES = (-3e-5, 3e-5)  # for whoever computes in float32: narrower than any bound, GSPO's of 3e-4 too
 LENGTHS = (1, 5, 2, 7, 3, 4, 6, 2)
 ANCHOR_A = (1.0, -1.0, -0.5, 0.5, 2.0, -2.0, 1.5, -0.75)
 OVERFLOW = (20.0, 60.0, 80.0, 100.0, 800.0)  # log r
@@ -197,6 +208,78 @@ def ready(b: Rollouts) -> Rollouts:
 def reference(b: Rollouts) -> Tensor:
     """log π_ref of each token, near to π_old."""
     return b.logp_old - 0.3 - 0.2 * torch.arange(b.mask.numel(), dtype=b.logp.dtype).reshape(b.mask.shape).sin()
+
+
+# ---- axes of the input -----------------------------------------------------------------------------------------------
+SIZES = (1.0, -1.0)
+LONG = (1, 15, 17, 65, 129, 257, 300, 520)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One way in which an input can be unusual; the rest of it is ordinary."""
+
+    words: str
+    A: tuple[float, ...] = SIZES
+    mu: tuple[float, ...] = MU
+    lengths: tuple[int, ...] = (1, 4, 2, 6)
+    rows: int = 48
+    ref: tuple[float, ...] = (0.1, -0.2)  # log π_ref / π_θ
+
+
+LARGE = "more than 65,504 tokens"
+AXES = {
+    "advantages": Axis("|A| from 1e-6 to 40", A=(1e-6, -1e-6, 1e-3, -1e-3, 7.0, -7.0, 12.0, -12.0, 40.0, -40.0)),
+    "certain tokens": Axis("π_old from 0.95 to exactly 1", mu=(0.95, 0.97, 0.99, 0.999, 0.99999, 1.0)),
+    "lengths": Axis("responses of up to 520 tokens", lengths=LONG, rows=2 * len(LONG)),
+    "reference": Axis("|log π_ref / π_θ| up to 9", ref=(1.0, -1.0, 3.0, -3.0, 6.0, -6.0, 9.0, -9.0)),
+}
+AXES["all at once"] = Axis(
+    f"all of these at once, in {LARGE}",
+    A=tuple(x for a in AXES.values() for x in a.A),
+    mu=tuple(x for a in AXES.values() for x in a.mu),
+    lengths=(520,) * 30 + LONG,
+    rows=150,
+    ref=AXES["reference"].ref,
+)
+
+
+def beyond(axis: str, objective: Objective, seed: int = 0, **hp) -> Rollouts:
+    """The batch of that axis: one advantage a response, ratios drawn around 1 and around the objective's bounds."""
+    of, rng, wide = AXES[axis], np.random.default_rng(seed), objective.level in REDUCE
+    B, T = of.rows, max(of.lengths) + 1
+    draw = lambda among, shape: rng.choice(np.array(among), size=shape)
+    n = np.resize(np.array(of.lengths), B)
+    A = np.repeat(of.A, -(-B // len(of.A)))[:B]  # in blocks: each length with both signs
+    mask = np.arange(T) < n[:, None]
+    near = [np.log([k for k in kinks(objective, s, 0.02, **hp)] or [1.5]) for s in (1.0, -1.0)]
+    bound = np.array([rng.choice(near[0] if a > 0 else near[1]) for a in A])[:, None]
+    around = bound * rng.uniform(0.2, 1.8, (B, T))
+    x = np.where(rng.random((B, T)) < 0.5, around, rng.normal(size=(B, T)) * draw((1e-4, 0.02, 0.3), (B, T)))
+    if wide:  # the response's own ratio is drawn, its tokens are scattered around it
+        noise = np.where(mask, rng.normal(size=(B, T)) * 0.1, 0)
+        x = x[:, :1] / (1 if objective.level == "sequence" else n[:, None])
+        x = x + noise - noise.sum(1, keepdims=True) / n[:, None]
+    with np.errstate(divide="ignore"):
+        old = np.minimum(np.log(draw(of.mu, (B, T))), np.where(x > 0, -x - 1e-3, 0))
+    lp = np.minimum(old + x, 0)
+    ref = np.minimum(lp + draw(of.ref, (B, T)), -1e-3)
+    t = lambda v: torch.tensor(np.where(mask, v, math.nan), dtype=torch.float64)
+    group = torch.as_tensor(rng.permutation(B) % max(1, B // 4))
+    entropy = torch.as_tensor(rng.uniform(0, 3, size=(B, T)))
+    adv = torch.tensor(A)[:, None].expand(B, T).clone()
+    return Rollouts(t(lp), t(old), adv, torch.tensor(mask), group, t(ref).nan_to_num(nan=-1.2), entropy)
+
+
+def renamed(b: Rollouts) -> dict[str, Rollouts]:
+    """The batch under other names of its groups."""
+    assert b.group is not None
+    name = lambda f: replace(b, group=f(b.group), totals=None)
+    return {
+        "with gaps": name(lambda g: 7 + 300 * g),
+        "that are negative": name(lambda g: -1 - g),
+        "beyond 2^40": name(lambda g: 2**40 + g),
+    }
 
 
 # ---- reading and comparing -------------------------------------------------------------------------------------------

@@ -37,12 +37,12 @@ import inspect
 import logging
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from upref import InputError, Objective, Rollouts, Totals, get, names
+from upref import InputError, Objective, Totals, get, names
 from upref.aggregation import verl_name
-from upref.diagnostics import diagnose
+from upref.diagnostics import live
+from upref.logprobs import possible
 from upref.parity import Monitor
 from upref.rollouts import one_per_response
 
@@ -102,7 +102,7 @@ def register(objective: Objective):
         loss = -J * dp_size
         batch = dict(logp=log_prob, logp_old=old_log_prob, adv=advantages, mask=mask, totals=totals, dp_size=dp_size)
         parity = monitor(loss, batch | {"is_weights": rollout_is_weights}, hp)
-        return loss, metrics(objective, log_prob, old_log_prob, advantages, mask, hp) | parity
+        return loss, live(objective, log_prob, old_log_prob, advantages, mask, hp) | parity
 
     loss.__name__ = loss.__qualname__ = f"upref/{objective.name}"
     loss.__doc__ = f"{objective.name} in verl: -J, and diagnostics."
@@ -140,11 +140,6 @@ def monitor_of(objective: Objective, config: Any) -> Monitor:
     if key not in _monitors:
         _monitors[key] = Monitor(objective, **wanted)
     return _monitors[key]
-
-
-def possible(lp: Tensor) -> Tensor:
-    """What is above 0, as online softmax kernels round (+1e-7), set to 0; all else as it is, and every gradient."""
-    return lp - lp.detach().clamp(min=0).nan_to_num(0.0, 0.0, 0.0)
 
 
 def _refuse_ignored_keys(objective: Objective, config: Any, hp: dict, given: dict):
@@ -199,17 +194,6 @@ def global_totals(info: dict[str, Any], mask: Tensor) -> tuple[Totals, int]:
     sequences = mask.any(1).sum().clamp(min=1) if sequences is None else sequences
     tokens, sequences = (max(n, 1) if isinstance(n, int) else n for n in (tokens, sequences))  # all were rejected
     return Totals(tokens, sequences, 1, tokens), dp_size
-
-
-@torch.no_grad()
-def metrics(objective: Objective, lp: Tensor, lp_old: Tensor, A: Tensor, mask: Tensor, hp: dict) -> dict[str, float]:
-    """upref.diagnose of the micro-batch, which verl averages. Always the same keys: verl's ranks must agree on them."""
-    rows = mask.any(1)
-    lp, lp_old, A, mask = (x[rows] for x in (lp, lp_old, A.expand_as(mask), mask))
-    if not len(mask):  # no token at all: one of A = 0, r = 1 stands for it
-        lp, lp_old, A, mask = (lp.new_zeros(1, 1),) * 3 + (mask.new_ones(1, 1),)
-    b = Rollouts.unchecked(logp=lp, logp_old=lp_old, adv=A, mask=mask)  # a metric must not stop a run
-    return {f"upref/{k}": v for k, v in diagnose(objective, b, **hp).items()}
 
 
 for _name in names():

@@ -360,6 +360,13 @@ def test_a_folder_is_that_of_what_was_asked(ready, verl_does, tmp_path, monkeypa
     assert (launch.RUNS / "dry-run/mine/overrides.json").exists()
 
 
+def test_the_order_in_which_it_was_asked_is_no_part_of_the_name():
+    asked = ["seed=3", "trainer.total_training_steps=2"]
+    names = {c.compose("up_dapo", "gpu1", lines).name for lines in (asked, asked[::-1])}
+    assert len(names) == 1 and min(names).startswith("up_dapo-gpu1-seed3-total_training_steps2-")
+    assert c.compose("up_dapo", "gpu1", asked, Path("/elsewhere")).name in names  # nor is where things lie
+
+
 def test_two_launches_do_not_share_a_folder(tmp_path):
     from repro.with_verl.run import folder
 

@@ -14,12 +14,13 @@ from torch import Tensor
 from upref import kl
 from upref.losses import Loss, Outcome
 from upref.ops import mean_t, sum_t
-from upref.regimes import EDGES, OFF_EDGES, anchor, batch, near_a_bound, off, ready
+from upref.regimes import EDGES, SINGLE_EDGES, anchor, batch, near_a_bound, off, ready
 from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
 from upref.verify.factors import FACTORS, even, names, promised
 
-EXACT, HABIT, SINGLE = 1e-9, 2e-7, 2e-3  # float64; a 1e-8 in a denominator; a loss that computes in float32
+EXACT, HABIT, SINGLE = 1e-9, 2e-6, 2e-5  # float64; 1e-6 in a denominator; float32, beside the rounding of its inputs
+ROUND = 2e-7  # of a log-probability in float32, relative
 
 
 def unit_weights(o: Objective, b: Rollouts, hp: dict[str, Any]) -> Tensor:
@@ -76,10 +77,21 @@ class Case:
     def expected(self, b: Rollouts) -> Tensor:
         return unit_weights(self.o, b, self.hp)
 
-    def off(self, b: Rollouts, found: Tensor | None = None) -> Tensor:
-        """Relative difference of the weights, 0 on masked slots, infinite where one is not finite."""
-        found = self.weights(b) if found is None else found
-        return torch.where(b.mask, off(found, self.expected(b), b.adv), 0)
+    def off(self, b: Rollouts, found: Tensor | None = None, floor: float = 0.1) -> Tensor:
+        """Relative difference of the weights, 0 on masked slots, infinite where one is not finite; beyond what rounding
+        to float32 explains, where it computes in that."""
+        found, expected = self.weights(b) if found is None else found, self.expected(b)
+        apart = off(found, expected, b.adv, floor)
+        if self.single:
+            scale = torch.maximum(expected.abs(), b.adv.abs()).clamp(min=floor)
+            apart = (apart - 2 * self.moves(b, expected) / scale).clamp(min=0)
+        return torch.where(b.mask, apart, 0)
+
+    def moves(self, b: Rollouts, expected: Tensor) -> Tensor:
+        """How far the expected weight moves where the log-probabilities are rounded to float32, a jump included."""
+        d = torch.where(b.mask, torch.maximum(b.logp.abs(), b.logp_old.abs()).clamp(min=1) * ROUND, 0)
+        there = (replace(b, logp=b.logp - d), replace(b, logp_old=b.logp_old - d))
+        return sum(((self.expected(x) - expected).abs().nan_to_num(nan=0.0) for x in there), torch.zeros_like(d))
 
     def ratio(self, b: Rollouts) -> Tensor:
         """The ratio that the objective acts on, at each token."""
@@ -120,6 +132,10 @@ class Case:
         """Masked slots hold numbers that could pass for tokens; a reference policy; no groups for who takes none."""
         return self.loss.view(ready(b))
 
+    def in_float32(self):
+        """From here on it is compared as what computes in float32."""
+        self.tol, self.edges = SINGLE, SINGLE_EDGES
+
     def rounded(self, b: Rollouts) -> Tensor:
         """Tokens so near to a bound that rounding moves them over it, where the loss computes in float32."""
         return near_a_bound(self.expected, b) if self.single else torch.zeros_like(b.mask)
@@ -137,7 +153,7 @@ def held(loss: Loss, o: Objective, hp: dict[str, Any]) -> Case:
     else:
         case.fits = False
     if in_single(case, b):
-        case.tol, case.edges = SINGLE, OFF_EDGES
+        case.in_float32()
     return case
 
 

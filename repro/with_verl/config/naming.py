@@ -23,6 +23,6 @@ def name_of(first: str, own: list[str], given: list[str]) -> str:
     """Readable first: up_dapo-paper_dapo-seed3-1f2e3d4c. `own`: the scale's lines before places are filled in."""
     digest = hashlib.sha256(json.dumps([first, *sorted(asked([*own, *given]).items())]).encode()).hexdigest()[:8]
     short = {k: v for k, v in asked(given).items() if k not in SAID_ALREADY and "/" not in v and "[" not in v}
-    said = [f"{key.rpartition('.')[2]}{value}" for key, value in short.items()]
+    said = [f"{key.rpartition('.')[2]}{value}" for key, value in sorted(short.items())]
     readable = re.sub(r"[^\w.=-]+", "_", "-".join([first, *said]))[:80].strip("-_.")
     return f"{readable}-{digest}"

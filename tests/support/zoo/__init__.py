@@ -11,7 +11,7 @@ from typing import Any
 
 ORACLES = (
     "gradient", "value", "aggregation", "split", "data-parallel", "padding", "poison", "on-policy", "stop-gradient",
-    "extremes", "dead-hyperparameter", "scaling", "permutation", "determinism", "mutation", "zero-advantage",
+    "extremes", "dead-hyperparameter", "scaling", "permutation", "determinism", "mutation", "zero-advantage", "reach",
 )  # fmt: skip
 
 

@@ -31,6 +31,15 @@ def stop_gradient(case: Case) -> list[Finding]:
         g = torch.autograd.grad(done.value, free, allow_unused=True)[0] if done.attached else None
         if g is not None and (g != 0).any():
             out.append(CALLED[k])
+    if "entropy" in loss.reads:
+        full = loss.inputs(b, b.logp.clone().requires_grad_())
+        full["entropy"] = full["entropy"].requires_grad_()
+        done = loss.run(full, b)
+        g = torch.autograd.grad(done.value, full["entropy"], allow_unused=True)[0] if done.attached else None
+        if g is not None and (g != 0).any():
+            why = "a bonus of the policy's entropy, or a weight by it without .detach()"
+            return [fail("stop-gradient", "the entropy, which depends on the policy", "no gradient into it",
+                         f"a gradient of up to {g.abs().max().item():.3g}", cause=why)]  # fmt: skip
     notes = [note("stop-gradient", f"a gradient would flow into {', '.join(out)}", cause=CONSTANTS)] if out else []
     return _declared(case) + notes
 

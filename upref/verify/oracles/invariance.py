@@ -152,11 +152,12 @@ def permutation(case: Case) -> list[Finding]:
     return [fail("permutation", "rows in another order", *says, batch, why)]
 
 
-@oracle("determinism", 140)
+@oracle("determinism", 0)
 def determinism(case: Case) -> list[Finding]:
     b = case.grid(thin=5)
-    (v, g), (v2, g2) = case.both(b), case.both(b)
-    if torch.equal(v, v2) and torch.equal(g, g2):
+    (v, g), *more = [case.both(b) for _ in range(3)]
+    same = lambda x, y: torch.equal(x.nan_to_num(nan=12345.0), y.nan_to_num(nan=12345.0))
+    if all(same(v, v2) and same(g, g2) for v2, g2 in more):
         return []
     batch = as_python(shrink(b, lambda c: not torch.equal(case.gradient(c), case.gradient(c))))
     why = "it draws random numbers or keeps state between calls"

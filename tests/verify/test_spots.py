@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blind spots of tests/support/zoo/spots.py: wrong on unusual inputs is rejected, right in unusual ways passes."""
+
+import pytest
+from zoo import spots
+
+import upref
+from upref.regimes import AXES, LARGE, beyond
+
+
+@pytest.mark.parametrize("spot", spots.WRONG, ids=str)
+def test_rejected(spot):
+    assert not upref.check(spot.function, spot.objective, **spot.hp), spot.why
+
+
+@pytest.mark.parametrize("spot", spots.RIGHT, ids=str)
+def test_accepted(spot):
+    report = upref.check(spot.function, spot.objective, **spot.hp)
+    assert report, f"{spot.why}\n{report}"
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo", "topr"])
+def test_an_axis_holds_what_it_says(name):
+    o = upref.get(name)
+    every = {axis: beyond(axis, o) for axis in AXES}
+    live = lambda axis, x: x[every[axis].mask]
+    assert LARGE in AXES["all at once"].words and every["all at once"].mask.sum() > 65_504
+    assert every["lengths"].mask.sum(1).max() == 520
+    assert live("advantages", every["advantages"].adv).abs().max() == 40
+    assert live("certain tokens", every["certain tokens"].logp_old).max() == 0
+
+
+def test_who_answers_otherwise_each_time_is_asked_nothing_else():
+    spot = next(s for s in spots.CAUSES if s.function.__name__ == "stateful")
+    report = upref.check(spot.function, spot.objective)
+    assert [f.oracle for f in report.failures] == ["determinism"]
+
+
+def test_the_report_says_what_was_covered():
+    report = upref.check(upref.get("dapo"), "dapo")
+    (said,) = [c for c in report.contract if c.startswith("covered:")]
+    assert "65,504" in said and "π_old" in said and "2^40" in said
