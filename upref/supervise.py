@@ -69,7 +69,7 @@ def _child(work: Callable[[], int], writing: int, parent: int):
         with contextlib.suppress(OSError):  # stdout is closed
             own = os.dup(1)
             os.dup2(2, 1)
-            sys.stdout = sys.__stdout__ = open(own, "w", encoding=getattr(sys.stdout, "encoding", None))  # noqa: SIM115
+            sys.stdout = open(own, "w", encoding=getattr(sys.stdout, "encoding", None))  # noqa: SIM115
         process = os.getpid()
         status = work()
         if os.getpid() == process:

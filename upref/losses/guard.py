@@ -49,7 +49,7 @@ STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "torch's choice of algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     "the precision of torch's products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "what numpy does about overflow": (np.geterr, lambda how: np.seterr(**how)),
-    "the working directory": (_folder, lambda folder: folder and os.chdir(folder)),
+    "the working directory": (_folder, lambda folder: os.chdir(folder or os.sep)),
 }
 RANDOM: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "torch's random generator": (torch.get_rng_state, torch.set_rng_state),
@@ -68,8 +68,8 @@ def _restored(state: dict[str, tuple[Callable, Callable]]) -> Iterator[None]:
         for name, (read, put) in state.items():
             if not _equal(before[name], read()):
                 put(before[name])
-                for changed in _watching:
-                    changed.add(name)
+                if _watching:
+                    _watching[-1].add(name)
 
 
 def _equal(x: Any, y: Any) -> bool:

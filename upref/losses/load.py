@@ -105,7 +105,7 @@ class _Neighbours:
     def of(cls, folder: Path):
         """From now on modules of this folder are found, and those of the same name from files read before are not."""
         if cls not in sys.meta_path:
-            sys.meta_path.insert(0, cls)  # type: ignore[arg-type]
+            sys.meta_path.insert(0, cls)
         before = tuple(f + os.sep for f in cls.folders if f != str(folder))
         cls.folders[:] = [str(folder), *(f for f in cls.folders if f != str(folder))]
         if before:
