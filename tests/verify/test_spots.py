@@ -40,3 +40,17 @@ def test_the_report_says_what_was_covered():
     report = upref.check(upref.get("dapo"), "dapo")
     (said,) = [c for c in report.contract if c.startswith("covered:")]
     assert "65,504" in said and "π_old" in said and "2^40" in said
+
+
+@pytest.mark.parametrize("spot", spots.NAMED, ids=str)
+def test_named(spot):
+    identity = upref.identify(spot.function)
+    assert identity and spot.why in identity.why, str(identity)
+    same = next(m for m in identity.matches if m.name == spot.objective)
+    assert {k: same.hp[k] for k in spot.hp} == pytest.approx(spot.hp, abs=1e-6)
+
+
+@pytest.mark.parametrize("spot", spots.CAUSES, ids=str)
+def test_the_cause_is_the_true_one(spot):
+    report = upref.check(spot.function, spot.objective, **spot.hp)
+    assert any(spot.why in f.cause for f in report.failures), str(report)

@@ -157,7 +157,7 @@ def measure(loss: Loss) -> BlackBox:
     few, many = box.ask(some), box.ask(some + crowd)[: len(some)]
     alone = np.concatenate([box.ask([p]) for p in some[::5]])
     box.coupled = differ(few, many, box.tol) or differ(few[::5], alone, box.tol)
-    pairs = [(A, r, mu) for A in SIGNS for mu in MUS for r in np.exp(np.linspace(-3, 3, 41)) if mu * r < 0.99]
+    pairs = [(A, r, mu) for A in SIGNS for mu in MUS for r in np.exp(np.linspace(-3, 3, 41) + 0.0123) if mu * r < 0.99]
     likely = box.ask([Point(A, float(r), mu) for A, r, mu in pairs])
     box.reads_mu = differ(likely, box.ask([rare(A, r) for A, r, _ in pairs]), box.tol)
     if "entropy" in loss.reads:

@@ -223,8 +223,12 @@ def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Matc
         own = {k: v for k, v in clip.items() if k in o.hyperparameters}
         hp = {k: v for k, v in o.resolve(own).items() if k != "beta"}
         case = Case(box.loss, o, hp, box.agg or promised(o), tol=box.tol, edges=box.case.edges)
-        found = g(case) / box.scale - box.kl_weights(b)
-        if slip := reproduces(known(o, hp, bounds), case, b, found, b.mask):
+        plain = g(case)  # the factor may be the slip's own: an inverted ratio turns the sign of what is on policy
+        for k in {box.scale, 1.0}:
+            found = plain / k - box.kl_weights(b)
+            if slip := reproduces(known(o, hp, bounds), case, b, found, b.mask):
+                break
+        if slip:
             if slip.meant:
                 o = get(slip.meant)
                 hp = clip = {k: v for k, v in {"eps_low": low, "eps_high": high}.items() if k in o.hyperparameters}
