@@ -146,7 +146,7 @@ def _kl_slips(o: Objective, hp: dict[str, Any]) -> Iterator[Slip]:
     for said, on in (("A > 0", lambda A: A > 0), ("A <= 0", lambda A: A <= 0), ("A < 0", lambda A: A < 0),
                      ("A is not 0", lambda A: A != 0)):  # fmt: skip
         yield Slip(f"the KL term is there only where {said}", "term",
-                   weigh=lambda b, on=on: rest(b) - beta * kl_slope(o.kl, b) * on(b.adv.expand_as(b.mask)))  # fmt: skip  # type: ignore[misc]
+                   weigh=lambda b, on=on: rest(b) - beta * kl_slope(o.kl, b) * on(b.adv.expand_as(b.mask)))  # type: ignore[misc]  # fmt: skip
 
 
 CLAMPED = (10.0, 5.0, 20.0, 1.0, 0.1)  # where KL terms are clamped
