@@ -94,6 +94,12 @@ def _parser() -> argparse.ArgumentParser:
     c = command("audit", "the installed framework's losses against the papers")
     c.add_argument("framework", choices=_frameworks())
     c.add_argument("--ledger", action="store_true", help="print the recorded deviations, with evidence; runs nothing")
+    c = command("audit-table", "whether a results table's numbers can be, and how often chance makes the winner's lead")
+    c.add_argument("file", nargs="?", metavar="FILE", help="the table; without it, Table 1 of fan2026up")
+    c.add_argument("--seed", type=int, default=0, help="of the draws (0 unless given)")
+    c.set_defaults(verbose=False)
+    c.epilog = """FILE is CSV or markdown, in per cent: a row `method,AIME24,AMC23,Average`, then a row for each method.
+        A row called n may say how many answers there were: 30x32 (problems x samples), or 674|675 to choose from."""
     c = command("list", "the registered objectives, one line each")
     c.add_argument("--markdown", action="store_true", help="the table of docs/objectives.md")
     c = command("show", "an objective: equation, weight, Cap, defaults and where they come from, source")

@@ -73,6 +73,13 @@ def audit(args) -> int:
     return _answer(args, audits.audit(args.framework))
 
 
+def audit_table(args) -> int:
+    from upref.table import audit as audited
+    from upref.table.read import read_file
+
+    return _answer(args, audited(read_file(args.file), seed=args.seed))
+
+
 def _answer(args, verdict) -> int:
     if sys.stdout is None or sys.stdout.closed:
         raise InputError("stdout is closed: there is nowhere to print the report.")
@@ -258,6 +265,7 @@ RUN = {
     "check": check,
     "identify": identify,
     "audit": audit,
+    "audit-table": audit_table,
     "list": listing,
     "show": show,
     "cap": cap,
