@@ -54,8 +54,8 @@ def cap_map(*objectives: str | Objective | Callable, adv: float = 1.0, **hp) -> 
     adv   advantage, one sign for all panels;    hp   each goes to the objectives and losses that have it
     Raises InputError where no objective has a hyperparameter, and whatever `capacity` raises.
     """
-    if not isinstance(adv, int | float) or not np.isfinite(adv):
-        raise InputError(f"adv is an advantage, a number: got {adv!r}.")
+    if not isinstance(adv, int | float | np.number) or not abs(adv) < np.inf:
+        raise InputError(f"adv is an advantage, a number: got {repr(adv)[:60]}.")
     sign = "A > 0" if adv > 0 else "A < 0" if adv < 0 else "A = 0"
     panels = [Panel(c.name, c, adv, subtitle=", ".join([sign, *_settings(c)])) for c in of_all(objectives, hp)]
     return cap_panels(panels)
