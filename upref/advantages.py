@@ -97,7 +97,7 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
 
 def get(name: str) -> Callable[..., Tensor]:
     """The advantage called `name`. Raises InputError, with the nearest name, if there is none."""
-    if name not in ADVANTAGES:
+    if not isinstance(name, str) or name not in ADVANTAGES:
         near = difflib.get_close_matches(str(name), ADVANTAGES, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(ADVANTAGES)}."
         raise InputError(f"no advantage is called {name!r}: {hint}")

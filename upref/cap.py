@@ -72,7 +72,7 @@ def _points(pi, pi_old, adv) -> list[np.ndarray]:
     for name, x in (("pi", pi), ("pi_old", pi_old), ("adv", adv)):
         try:
             x = np.asarray(x.detach().cpu().double() if isinstance(x, Tensor) else x, dtype=float)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # 10**400; a tensor without data
             raise InputError(f"{name} must be numbers, got {type(x).__name__}.") from None
         bad = ~np.isfinite(x) if name == "adv" else ~((x >= 0) & (x <= 1))
         if bad.any():

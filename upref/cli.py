@@ -16,15 +16,30 @@ LOSS = "package.module:function, path/to/file.py:function, verl:loss_mode or trl
 OWN = ("__init__", "compare", "ledger")  # files of verify/audit that are no framework
 
 
+FOREIGN = ("check", "identify", "cap", "weights")  # verbs that run somebody's loss
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand; `upref -h` lists them."""
+    """Run one subcommand; `upref -h` lists them. argv None: the command line's own, and what runs somebody's loss does
+    so in a child process with a time limit; else all runs in this one."""
     args = _parser().parse_args(argv)
+    if argv is None and args.command in FOREIGN:
+        from upref.supervise import supervised
+
+        return supervised(lambda: _run(args), args.timeout)
+    return _run(args)
+
+
+def _run(args) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without unicode still shows the rest
     try:
         from upref.commands import RUN
 
-        return RUN[args.command](args)
+        status = RUN[args.command](args)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
     except InputError as error:
         return _fail(args, str(error))
     except ModuleNotFoundError as error:
@@ -34,12 +49,14 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except OSError as error:
         return _fail(args, f"cannot write {error.filename or 'the output'}: {error.strerror}.")
+    except (Exception, SystemExit) as error:  # nothing but a finished report is a verdict
+        return _fail(args, f"no answer: {type(error).__name__}: {error} (a bug in upref; --debug shows where).")
 
 
 def _fail(args, sentence: str) -> int:
     if args.debug:
         traceback.print_exc()
-    print(f"upref: {sentence}", file=sys.stderr)
+    print(f"upref: {' '.join(sentence.split())}", file=sys.stderr)
     return 2
 
 
@@ -67,14 +84,22 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--as-advantage", metavar="NAME", help="an advantage estimator: group_norm, leave_one_out, ...")
     what.add_argument("--as-kl", metavar="NAME", help="a KL estimator: k1, k2 or k3")
     _hyperparameters(c)
+    _limit(c)
     c.add_argument("--skip", action="append", default=[], metavar="ORACLE", help="an oracle not to run")
     c.add_argument("-v", "--verbose", action="store_true", help="also what was assumed, and each oracle")
     c = command("identify", "which objective a loss is, with its hyperparameters, by its gradients")
     c.add_argument("loss", metavar="LOSS", help=LOSS)
+    _limit(c)
     c.add_argument("-v", "--verbose", action="store_true", help="also what was assumed")
     c = command("audit", "the installed framework's losses against the papers")
     c.add_argument("framework", choices=_frameworks())
     c.add_argument("--ledger", action="store_true", help="print the recorded deviations, with evidence; runs nothing")
+    c = command("audit-table", "whether a results table's numbers can be, and how often chance makes the winner's lead")
+    c.add_argument("file", nargs="?", metavar="FILE", help="the table; without it, Table 1 of fan2026up")
+    c.add_argument("--seed", type=int, default=0, help="of the draws (0 unless given)")
+    c.set_defaults(verbose=False)
+    c.epilog = """FILE is CSV or markdown, in per cent: a row `method,AIME24,AMC23,Average`, then a row for each method.
+        A row called n may say how many answers there were: 30x32 (problems x samples), or 674|675 to choose from."""
     c = command("list", "the registered objectives, one line each")
     c.add_argument("--markdown", action="store_true", help="the table of docs/objectives.md")
     c = command("show", "an objective: equation, weight, Cap, defaults and where they come from, source")
@@ -99,8 +124,20 @@ def _hyperparameters(c: argparse.ArgumentParser):
     c.add_argument("--hp", action="append", default=[], metavar="K=V", help=text)
 
 
+def _limit(c: argparse.ArgumentParser):
+    text = "how long the loss may take altogether (600 unless given)"
+    c.add_argument("--timeout", type=_seconds, default=600.0, metavar="SECONDS", help=text)
+
+
+def _seconds(text: str) -> float:
+    if not 0 < float(text) < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds between 0 and a million")
+    return float(text)
+
+
 def _curves(c: argparse.ArgumentParser):
     c.add_argument("names", nargs="+", metavar="NAME|LOSS", help="an objective, or a loss as in `check`")
+    _limit(c)
     c.add_argument("-o", metavar="FILE", dest="file", help="write a figure (.svg, .pdf, .png)")
     _hyperparameters(c)
 

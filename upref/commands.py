@@ -29,8 +29,8 @@ def _hp(pairs: list[str]) -> dict[str, Any]:
             hp[key] = words[value] if value in words else float(value)
         except ValueError:
             raise InputError(f"--hp {pair!r} is not NAME=NUMBER.") from None
-        if isinstance(hp[key], float) and math.isnan(hp[key]):
-            raise InputError(f"--hp {pair!r} is not NAME=NUMBER: NaN is none.")
+        if isinstance(hp[key], float) and not math.isfinite(hp[key]):
+            raise InputError(f"--hp {pair!r} is not NAME=NUMBER: {value} is none.")
     return hp
 
 
@@ -73,7 +73,25 @@ def audit(args) -> int:
     return _answer(args, audits.audit(args.framework))
 
 
+def audit_table(args) -> int:
+    from upref.table import audit as audited
+    from upref.table.read import read_file
+
+    return _answer(args, audited(read_file(args.file), seed=args.seed))
+
+
 def _answer(args, verdict) -> int:
+    if sys.stdout is None or sys.stdout.closed:
+        raise InputError("stdout is closed: there is nowhere to print the report.")
+    try:
+        _print(args, verdict)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads it has seen enough; the verdict stands
+        sys.stdout = None
+    return 0 if verdict else 1
+
+
+def _print(args, verdict):
     if args.json:
         print(verdict.json())
     elif hasattr(verdict, "text") and not sys.stdout.isatty():
@@ -81,7 +99,6 @@ def _answer(args, verdict) -> int:
     else:
         console = _console()
         console.print(*verdict.lines(args.verbose) if hasattr(verdict, "lines") else [verdict], sep="\n")
-    return 0 if verdict else 1
 
 
 # ---- list and show ---------------------------------------------------------------------------------------------------
@@ -248,6 +265,7 @@ RUN = {
     "check": check,
     "identify": identify,
     "audit": audit,
+    "audit-table": audit_table,
     "list": listing,
     "show": show,
     "cap": cap,

@@ -50,7 +50,7 @@ def derive(objective: str | Objective, mu: float = 0.25, **hp) -> Derivation:
     flagged in the text, with ok = False. An objective that sympy cannot read (the record's `unread`) is not refused:
     the text says why, and autograd is held against the weight on a small batch instead.
     """
-    o = get(objective) if isinstance(objective, str) else objective
+    o = objective if isinstance(objective, Objective) else get(objective)
     resolved = {k: v for k, v in o.resolve(hp).items() if k != "beta"}
     doc = (inspect.getdoc(o.fn) or str(o.__doc__)).split("\n\n")[0]
     steps = [f"{o.name}   ({o.paper}: {o.eq})", f"  {doc}", _chain(o)]
@@ -196,7 +196,7 @@ def sympy_gradient(objective: str | Objective, b: Rollouts, **hp) -> np.ndarray:
     The third route to what autograd and `objective.gradient` give. Raises InputError where sympy cannot read.
     Responses masked alike have one derivative, in symbols: it is taken once and evaluated at each of them.
     """
-    o = get(objective) if isinstance(objective, str) else objective
+    o = objective if isinstance(objective, Objective) else get(objective)
     if o.unread:
         raise InputError(f"sympy cannot read {o.name}: {o.unread}.")
     hp, mask = o.resolve(hp), b.mask.numpy()

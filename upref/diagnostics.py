@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from upref.errors import InputError
 from upref.ops import exp, mean_t, sum_t
 from upref.registry import Objective
 from upref.rollouts import Rollouts
@@ -26,6 +27,11 @@ def diagnose(objective: Objective, b: Rollouts, **hp) -> dict[str, float]:
 
     The ratio is the one the objective acts on: r, or s or S of the whole response. The host waits once.
     """
+    for x, kind in ((objective, Objective), (b, Rollouts)):
+        if not isinstance(x, kind):
+            raise InputError(
+                f"diagnose takes an Objective, e.g. upref.get('dapo'), and Rollouts, not {type(x).__name__}."
+            )
     lp, old, mask = b.logp.detach(), b.logp_old, b.mask
     log_r = (lp - old).masked_fill(~mask, 0)
     if objective.level == "sequence":

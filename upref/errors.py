@@ -6,6 +6,10 @@ from contextlib import contextmanager
 class InputError(ValueError):
     """Bad input from the user: one sentence that says what is wrong and what to do."""
 
+    def __init__(self, sentence: str):
+        sentence = " ".join(str(sentence).split())  # it may quote what it was given
+        super().__init__(sentence if len(sentence) < 900 else f"{sentence[:700]} ... {sentence[-150:]}")
+
 
 @contextmanager
 def importing(framework: str, cure: str):

@@ -13,6 +13,7 @@ import numpy as np
 
 from upref.cap import capacity
 from upref.curve import Curve, of_all
+from upref.errors import InputError
 from upref.jumps import GRID
 from upref.registry import Objective
 
@@ -53,6 +54,8 @@ def cap_map(*objectives: str | Objective | Callable, adv: float = 1.0, **hp) -> 
     adv   advantage, one sign for all panels;    hp   each goes to the objectives and losses that have it
     Raises InputError where no objective has a hyperparameter, and whatever `capacity` raises.
     """
+    if not isinstance(adv, int | float | np.number) or not abs(adv) < np.inf:
+        raise InputError(f"adv is an advantage, a number: got {repr(adv)[:60]}.")
     sign = "A > 0" if adv > 0 else "A < 0" if adv < 0 else "A = 0"
     panels = [Panel(c.name, c, adv, subtitle=", ".join([sign, *_settings(c)])) for c in of_all(objectives, hp)]
     return cap_panels(panels)

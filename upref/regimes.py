@@ -65,6 +65,8 @@ def interval(low: float | None, high: float | None, digits: int = 4) -> str:
     """`r > 1.28`, or with both ends `0.8 < r <= 1.28`, in as many digits as tell the two apart."""
     if low is None or high is None:
         return f"r <= {high:.{digits}g}" if low is None else f"r > {low:.{digits}g}"
+    if low == high:
+        return f"r = {low:.{digits}g} alone"
     while digits < 17 and f"{low:.{digits}g}" == f"{high:.{digits}g}":
         digits += 1
     return f"{low:.{digits}g} < r <= {high:.{digits}g}"

@@ -109,9 +109,8 @@ class Objective:
                 takes = ", ".join(known) or "none"
                 raise InputError(f"{self.name} has no hyperparameter {key!r}; it takes: {takes}.")
             holds, want = _RANGES.get(key, _POSITIVE)
-            number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-            if not (number or (value is None and key == "c")) or not holds(value):
-                raise InputError(f"{self.name}: {key} must be {want}, got {value!r}.")
+            if not (_number(value) or (value is None and key == "c")) or not holds(value):
+                raise InputError(f"{self.name}: {key} must be {want}, got {repr(value)[:60]}.")
         return known | hp
 
     # ---- values ----------------------------------------------------------------------------------------------------
@@ -264,6 +263,10 @@ def names() -> list[str]:
 def get(name: str) -> Objective:
     """The objective of that name; `up(NAME)` is the plug-in on it. Raises InputError with the nearest names."""
     known = _load()
+    if not isinstance(name, str):
+        raise InputError(f"an objective is called by its name, got {type(name).__name__}: `upref list` shows all.")
+    if name.count("(") > 20:
+        raise InputError(f"{name[:40]}... is nested {name.count('(')} times: up(NAME) once is enough.")
     if name.startswith(("up(", "up_anchored(")) and name.endswith(")"):
         from upref.transforms import up, up_anchored
 
@@ -274,6 +277,14 @@ def get(name: str) -> Objective:
         hint = f"did you mean {' or '.join(near)}?" if near else "`upref list` shows all."
         raise InputError(f"no objective is called {name!r}: {hint}")
     return known[name]
+
+
+def _number(x: Any) -> bool:
+    """Whether a float can hold it; infinity is one: no bound."""
+    try:
+        return isinstance(x, int | float | np.number) and not isinstance(x, bool) and not np.isnan(float(x))
+    except (OverflowError, TypeError):  # 10**400, a complex number
+        return False
 
 
 def _parameters(fn: Callable) -> list[inspect.Parameter]:

@@ -115,8 +115,8 @@ class Rollouts:
         Each carries the whole mini-batch's `totals`. Data-parallel ranks do the same with `Totals.of_lengths` of the
         gathered lengths and groups, and sum the gradients; multiply by the world size where the framework averages.
         """
-        if n < 1:
-            raise InputError(f"a batch is split into at least one part, not {n}.")
+        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= max(len(self.mask), 64):
+            raise InputError(f"a batch of {len(self.mask)} responses is split into 1 to as many parts, not {n!r}.")
         totals = self.totals or Totals.of(self.mask, self.group)
         rows = torch.arange(len(self.mask)).tensor_split(n)
         return [self.rows(i, totals) for i in rows if len(i)]

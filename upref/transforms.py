@@ -4,6 +4,7 @@
 import inspect
 from dataclasses import replace
 
+from upref.errors import InputError
 from upref.ops import exp, mean_t, sg, where
 from upref.registry import Objective
 
@@ -20,6 +21,8 @@ def up_anchored(base: Objective) -> Objective:
 
 def _asymmetric(base: Objective, prefix: str, positive) -> Objective:
     """where(A > 0, A positive(lp), base): lp is reduced as the base reduces it."""
+    if not isinstance(base, Objective):
+        raise InputError(f"up(...) is made of an Objective, e.g. upref.get('dapo'), not of a {type(base).__name__}.")
     mean = base.level == "free" and base.agg == "seq-mean"  # one term per response: the positive branch averages too
 
     def fn(lp, lp_old, A, *args, **hp):

@@ -4,6 +4,7 @@
 import itertools
 import json
 import sys
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -103,6 +104,11 @@ def test_every_order_is_read_by_name(order):
         ({"logp": "x", "logp_old": "y", "adv": "adv", "mask": "mask"}, "cannot tell"),
         ({"logp": "logp1", "logp_old": "logp2", "adv": "adv", "mask": "mask"}, "cannot tell which of logp"),
         ({"logp": "model", "logp_old": "batch", "adv": "inputs", "mask": "tokenizer"}, "is nothing that upref gives"),
+        ({"logp": "neg_log_prob", "logp_old": "old_neg_log_prob", "adv": "adv", "mask": "mask"}, "neg_log_prob"),
+        ({"logp": "lp", "logp_old": "old_lp", "adv": "adv", "mask": "padding_mask"}, "padding_mask is nothing"),
+        ({"logp": "lp", "logp_old": "old_lp", "adv": "adv", "mask": "lengths"}, "lengths is nothing"),
+        ({"logp": "lp", "logp_old": "old_lp", "adv": "adv_fn", "mask": "mask"}, "adv_fn is nothing"),
+        ({"logp": "x", "logp_old": "lp", "adv": "adv", "mask": "mask"}, "cannot tell"),
         ({"logp": "probs", "logp_old": "old_probs", "adv": "adv", "mask": "mask"}, "probs"),
     ],
 )
@@ -219,3 +225,96 @@ def test_names_that_are_no_role():
     none = "model batch inputs tokenizer config labels temperature threshold rollout_n kl_coef clip_eps group_size"
     for n in (*none.split(), "entropy_coef", "advantage_weight"):
         assert names.role(n) == "", n
+
+
+def test_by_position_only_and_through_wrappers():
+    import functools
+
+    def only(mask, old_log_prob, /, advantages, log_prob):
+        return USUAL(log_prob, old_log_prob, advantages, mask)
+
+    def swapped(old_log_prob, log_prob, advantages, mask):
+        return USUAL(log_prob, old_log_prob, advantages, mask)
+
+    stars = functools.wraps(swapped)(lambda *a: swapped(*a))
+    first = functools.wraps(swapped)(lambda x, *a, **k: swapped(x, *a, **k))
+    named = functools.wraps(swapped)(lambda **k: swapped(**k))
+    for loss in (only, swapped, stars, first, named):
+        assert np.allclose(upref.curve.of(loss)(R, 1.0), upref.curve.of("dapo")(R, 1.0))
+
+
+class Answer(NamedTuple):
+    kl: torch.Tensor
+    loss: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("wrap", "right"),
+    [
+        (lambda x: (x, 1.0, {"clip": 0.1}), True),
+        (lambda x: (x, x.detach() * 3), True),
+        (lambda x: {"kl": x * 2, "loss": x}, True),
+        (lambda x: Answer(2 * x, x), True),
+        (lambda x: x[None], True),
+        (lambda x: (0.3 * x, x), False),
+        (lambda x: (x.detach(), x), False),
+        (lambda x: {"policy_loss": x}, False),
+        (lambda x: ({}, x), False),
+    ],
+)
+def test_the_loss_in_an_answer_is_found_or_the_answer_refused(wrap, right):
+    def loss(log_prob, old_log_prob, advantages, mask):
+        return wrap(USUAL(log_prob, old_log_prob, advantages, mask))
+
+    if right:
+        assert np.allclose(upref.curve.of(loss)(R, 1.0), upref.curve.of("dapo")(R, 1.0))
+    else:
+        assert all("def loss(log_prob, old_log_prob, advantages, mask): return" in said for said in refusals(loss))
+
+
+LOSS = "import torch\n" + BODY.format(
+    signature="log_prob, old_log_prob, advantages, mask, eps_low=EPS", **{r: c[0] for r, c in CALLED.items()}
+).replace(", eps_low=0.2, eps_high=0.28", ", eps_high=0.28")  # fmt: skip
+
+
+def test_files_of_one_name_neighbours_of_one_name_packages_and_names_of_the_standard_library(tmp_path):
+    for folder, eps in (("a", 0.1), ("b", 0.5)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "the_bounds_of_it.py").write_text(f"EPS = {eps}\n")
+        (tmp_path / folder / "random.py").write_text("from the_bounds_of_it import EPS\n" + LOSS)
+        (tmp_path / folder / "mine_too.py").write_text("from the_bounds_of_it import EPS\n" + LOSS)
+    for file in ("random", "mine_too"):
+        for folder, eps in (("a", 0.1), ("b", 0.5), ("a", 0.1)):
+            w = upref.curve.of(f"{tmp_path}/{folder}/{file}.py:loss")
+            assert w(1 - eps + 0.01, -1.0) != 0 and w(1 - eps - 0.01, -1.0) == 0, (folder, file)
+    import random
+
+    assert random.random and "a/random" not in str(random.__file__)
+    package = tmp_path / "a_package_of_mine"
+    (package / "inner").mkdir(parents=True)
+    for at in (package, package / "inner"):
+        (at / "__init__.py").write_text("")
+    (package / "bounds.py").write_text("EPS = 0.3\n")
+    (package / "inner" / "it.py").write_text("from ..bounds import EPS\n" + LOSS)
+    assert upref.curve.of(f"{package}/inner/it.py:loss")(0.69, -1.0) == 0
+    (tmp_path / "a" / "lonely.py").write_text("from .the_bounds_of_it import EPS\n" + LOSS)
+    with pytest.raises(InputError, match="does not import: ImportError: attempted relative import"):
+        upref.curve.of(f"{tmp_path}/a/lonely.py:loss")
+
+
+@pytest.mark.parametrize("body", ["print('hello')", "import sys; sys.stdout.close()", "raise KeyboardInterrupt", "1/0"])
+def test_what_a_file_does_when_it_is_imported(tmp_path, capsys, body):
+    (tmp_path / "it_does.py").write_text(body + "\nEPS = 0.2\n" + LOSS)
+    status = main(["weights", f"{tmp_path}/it_does.py:loss", "--json"])
+    out, err = capsys.readouterr()
+    assert status == (2 if "1/0" in body or "raise" in body else 0) and "Traceback" not in err
+    assert json.loads(out) if status == 0 else err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["x\0.py:f", "no/such.py:f", "upref:nothing", ".:f", ":", "::", " : ", "a b:c", ".py:f"]
+)
+def test_a_name_that_is_none_is_one_sentence(name):
+    with pytest.raises(InputError) as e:
+        read(name)
+    assert "\n" not in str(e.value)

@@ -209,7 +209,7 @@ def test_the_suite_of_round_2(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plan, "load", lambda name: e)
     monkeypatch.setattr(plan, "names", lambda *_, **__: ["moe"])
     monkeypatch.setattr(suite, "TRAIN", "mini_fake_train")
-    monkeypatch.setattr(suite.round2, "write", lambda records, folder: None)
+    monkeypatch.setattr(report, "write", lambda records, folder: None)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests' / 'mini'}")
     monkeypatch.setattr(suite, "interruptible", lambda work, who: work())
     asked = ["--round", "2", "--jobs", "1", "--out", str(tmp_path / "out"), "--results", str(tmp_path)]

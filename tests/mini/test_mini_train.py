@@ -210,3 +210,33 @@ def test_settings_round_trip(tmp_path):
     (tmp_path / "s.json").write_text("{")
     with pytest.raises(InputError, match="cannot read settings from"):
         Settings.read(tmp_path / "s.json")
+
+
+def test_up_turned_around_is_reinforce_on_what_went_wrong_and_its_base_elsewhere():
+    o, base = Settings(objective="mirror(dapo)").target(), upref.get("dapo")
+    lp_old = torch.full((40,), -2.0, dtype=torch.float64)
+    lp = (lp_old + torch.linspace(-1, 1, 40, dtype=torch.float64)).requires_grad_()
+    for A in (-1.5, 1.5):
+        adv = torch.full((40,), A, dtype=torch.float64)
+        (slope,) = torch.autograd.grad(o.fn(lp, lp_old, adv).sum(), lp)
+        (expected,) = torch.autograd.grad((adv * lp if A < 0 else base.fn(lp, lp_old, adv)).sum(), lp)
+        assert torch.equal(slope, expected)
+        r = (lp - lp_old).exp().detach().numpy()
+        np.testing.assert_allclose(np.broadcast_to(o.weight(r, A), 40), slope.numpy(), atol=1e-12)
+    with pytest.raises(InputError, match="only objectives of single tokens"):
+        Settings(objective="mirror(gspo)")
+
+
+def test_lean_evaluation_is_less_of_the_same(tmp_path):
+    s = replace(SMALL, eval_every=1, eval_problems=8, eval_samples=4)
+    lines = {}
+    for name, lean in (("whole", False), ("lean", True)):
+        loop.train(replace(s, lean_eval=lean), tmp_path / name, say=lambda _: None)
+        found = [json.loads(line) for line in (tmp_path / name / "evals.jsonl").read_text().splitlines()]
+        lines[name] = {(x["step"], x["set"], x["decoding"]): x for x in found}
+    assert (tmp_path / "lean/steps.jsonl").read_bytes() == (tmp_path / "whole/steps.jsonl").read_bytes()
+    assert set(lines["lean"]) < set(lines["whole"])
+    for key, line in lines["lean"].items():
+        solved = line.pop("solved", None)
+        assert line == lines["whole"][key] and (solved is None) == (key[0] < s.steps)
+    assert replace(s, lean_eval=False).key == s.key != replace(s, lean_eval=True).key

@@ -5,7 +5,8 @@ import pytest
 from zoo import spots
 
 import upref
-from upref.regimes import AXES, LARGE, beyond
+from upref.regimes import AXES, LARGE, beyond, interval
+from upref.verify.shrink import as_python
 
 
 @pytest.mark.parametrize("spot", spots.WRONG, ids=str)
@@ -40,3 +41,27 @@ def test_the_report_says_what_was_covered():
     report = upref.check(upref.get("dapo"), "dapo")
     (said,) = [c for c in report.contract if c.startswith("covered:")]
     assert "65,504" in said and "π_old" in said and "2^40" in said
+
+
+@pytest.mark.parametrize("spot", spots.NAMED, ids=str)
+def test_named(spot):
+    identity = upref.identify(spot.function)
+    assert identity and spot.why in identity.why, str(identity)
+    same = next(m for m in identity.matches if m.name == spot.objective)
+    assert {k: same.hp[k] for k in spot.hp} == pytest.approx(spot.hp, abs=1e-6)
+
+
+@pytest.mark.parametrize("spot", spots.CAUSES, ids=str)
+def test_the_cause_is_the_true_one(spot):
+    report = upref.check(spot.function, spot.objective, **spot.hp)
+    assert any(spot.why in f.cause for f in report.failures), str(report)
+
+
+def test_no_batch_is_printed_that_nobody_reads():
+    b = beyond("lengths", upref.get("dapo"))
+    assert "too many to print" in as_python(b) and len(as_python(b)) < 200
+
+
+def test_an_interval_of_one_ratio_is_said_to_be_one():
+    assert interval(1.0, 1.0) == "r = 1 alone"
+    assert interval(1.0, 1.0 + 1e-9) == "1 < r <= 1.000000001"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """upref.trl trains the reference through TRL's own training_step, and equals TRL's own losses where they must agree."""
 
+import os
 import re
 import subprocess
 import sys
@@ -324,6 +325,41 @@ def test_whole_runs_end_at_the_same_weights(name, more, policy, tmp_path):
     assert clipped > 0 or name in ("sapo", "cispo")
     off_policy = max(entry.get("upref/ratio/max", 1) for entry in our_log)
     assert off_policy > 1.0001, "r = 1 shows nothing"
+
+
+TWO_RANKS = """import sys
+from pathlib import Path
+import torch, trl
+from transformers import AutoTokenizer
+from test_trl_training import TWINS, bound, run
+
+torch.set_num_threads(1)
+policy, out = Path(sys.argv[1]), Path(sys.argv[2])
+policy = policy, AutoTokenizer.from_pretrained(policy)
+more = dict(per_device_train_batch_size=4, ddp_backend="gloo", ddp_find_unused_parameters=False)
+for name in ("grpo", "dapo"):
+    hp, settings, _ = TWINS[name]
+    ours, log = run(policy, bound(name, **hp), out, **more)
+    theirs, _ = run(policy, trl.GRPOTrainer, out, **settings | more)
+    apart = max((ours[key] - theirs[key]).abs().max().item() for key in theirs)
+    assert apart <= 1e-5 and log[0]["upref/parity_of_bound"] <= 1, (name, apart)
+    print("same on", torch.distributed.get_world_size())
+"""
+
+
+@pytest.mark.slow
+def test_a_run_on_two_ranks_is_trls(policy, tmp_path):
+    root = Path(__file__).parents[2]
+    (tmp_path / "two.py").write_text(TWO_RANKS)
+    places = (root, root / "tests" / "verify", root / "tests" / "support")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "two.py",
+         str(policy[0]), str(tmp_path / "out")],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places)), "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("same on 2") == 4
 
 
 def test_another_objective_ends_at_other_weights(policy, tmp_path):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.losses import names
-from upref.losses.call import called
+from upref.losses.guard import called
 from upref.losses.load import load, name_of
 from upref.losses.signature import Reading
 from upref.losses.signature import read as read_signature

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Anybody's loss as one frozen type: a function of Rollouts to the scalar that an optimiser would minimise."""
 
-import contextlib
-import io
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +10,7 @@ from torch import Tensor
 
 from upref.aggregation import Totals, aggregate
 from upref.errors import InputError
-from upref.losses.load import said
+from upref.losses.guard import called
 from upref.registry import Objective
 from upref.rollouts import Rollouts, per_response
 
@@ -93,26 +91,19 @@ class Loss:
     def run(self, full: dict[str, Any], b: Rollouts, **moved) -> Outcome:
         """One call on these inputs; InputError in one sentence for whatever the loss does instead of answering."""
         before = {k: v.detach().clone() for k, v in full.items() if isinstance(v, Tensor)}
-        out = io.StringIO()
-        try:
-            with contextlib.redirect_stdout(out):
-                got = self.call(full, self.given | moved)
-        except InputError:
-            raise
-        except SystemExit as e:
-            raise InputError(f"{self.name} ends the program (SystemExit): a loss returns its value.") from e
-        except Exception as e:
-            raise InputError(f"{self.name} raised {type(e).__name__}: {said(e)}") from e
+        got, printed = called(self.name, lambda: self.call(full, self.given | moved))
+        if full["logp"].is_leaf and full["logp"].grad is not None:
+            raise InputError(f"{self.name} calls .backward() itself: return the loss, its caller does that once.")
         value, form, wrapped = self._scalar(got, b)
         wrote = frozenset(k for k, v in before.items() if not _same(v, full[k]))
-        return Outcome(value, form, wrapped, value.requires_grad, wrote, bool(out.getvalue()))
+        return Outcome(value, form, wrapped, value.requires_grad, wrote, printed)
 
     def _scalar(self, got: Any, b: Rollouts) -> tuple[Tensor, str, bool]:
-        first = got["loss"] if isinstance(got, dict) and "loss" in got else got
-        first = first[0] if isinstance(first, tuple | list) and first and isinstance(first[0], Tensor) else first
-        wrapped = first is not got
-        if not isinstance(first, Tensor):
-            raise InputError(f"{self.name} answers with {type(first).__name__}, not a tensor: return the loss itself.")
+        first, wrapped = self._tensor(got)
+        kinds = {"complex": first.is_complex(), "nested": first.is_nested, "meta": first.is_meta}
+        kinds[str(first.layout).removeprefix("torch.")] = first.layout is not torch.strided
+        if odd := next((kind for kind, it_is in kinds.items() if it_is), ""):
+            raise InputError(f"{self.name} answers with a {odd} tensor: return a real, dense one that holds numbers.")
         B, T = b.mask.shape
         if first.ndim and first.shape in {(B, T), (B,), (B, 1)}:
             x = first[:, 0] if first.shape == (B, 1) and T > 1 else first
@@ -129,14 +120,31 @@ class Loss:
             )
         return first.reshape(()), "scalar", wrapped
 
+    def _tensor(self, got: Any) -> tuple[Tensor, bool]:
+        """The loss in an answer, and whether it was wrapped in something."""
+        if isinstance(got, Tensor):
+            return got, False
+        name = f"{self.name} answers with"
+        first = got.get("loss") if isinstance(got, dict) else getattr(got, "loss", None)
+        if not isinstance(first, Tensor) and isinstance(got, tuple | list) and got:
+            first = got[0]
+            if isinstance(first, Tensor) and any(isinstance(x, Tensor) and x.requires_grad for x in got[1:]):
+                which = "upref cannot tell which of its tensors with a gradient is the loss"
+                raise InputError(f"{name} a {type(got).__name__} of {len(got)}: {which}. {_RETURN}")
+        if not isinstance(first, Tensor):
+            raise InputError(f"{name} {type(got).__name__}, not a tensor: return the loss itself. {_RETURN}")
+        return first, True
+
     def outcome(self, b: Rollouts, ranks: int = 1, **moved) -> tuple[Outcome, Tensor]:
         """What a call did, and dJ/dlp."""
         x = b.logp.detach().clone().requires_grad_()
         done = self.run(self.inputs(b, x, ranks), b, **moved)
         if not done.attached:
             return done, torch.zeros_like(x)
-        (g,) = torch.autograd.grad(done.value, x, allow_unused=True)
-        return replace(done, value=done.value.detach()), torch.zeros_like(x) if g is None else 0 - g
+        backward = lambda: torch.autograd.grad(done.value, x, allow_unused=True)
+        (g,), printed = called(f"the backward pass of {self.name}", backward)
+        done = replace(done, value=done.value.detach(), printed=done.printed or printed)
+        return done, torch.zeros_like(x) if g is None else 0 - g
 
     def both(self, b: Rollouts, ranks: int = 1, **moved) -> tuple[Tensor, Tensor]:
         """(value, dJ/dlp)."""
@@ -148,6 +156,12 @@ class Loss:
 
     def __call__(self, b: Rollouts, **moved) -> Tensor:
         return self.run(self.inputs(b, b.logp.detach().clone()), b, **moved).value.detach()
+
+
+_RETURN = (
+    "Check a wrapper: `def loss(log_prob, old_log_prob, advantages, mask): return f(...)[i]` with the place or key of "
+    "the loss for i."
+)
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

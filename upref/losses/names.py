@@ -28,6 +28,13 @@ NEW = ("new", "cur", "curr", "current", "policy", "actor")
 LOG_P = re.compile(r"log_?p(rob(abilitie)?|s|i|\b|_|$)|(^|_)lps?(_|$)|log_?likelihood|(^|_)ll(_|$)")
 COUNTS = {"coef", "coeff", "coefficient", "weight", "weights", "size", "num", "threshold", "kl", "clip", "values"}
 NEVER = {"model", "batch", "inputs", "tokenizer", "data", "sample", "samples", "config", "cfg", "args", "trainer"}
+# words that make another thing of a log-probability, an advantage, an entropy or a mask: `neg_log_prob`, `norm_adv`
+OTHER = {"fn", "func", "function", "ratio", "rate", "type", "mode", "mean", "std", "norm", "normalize", "whiten"}
+OTHER |= {"estimator", "dim", "name", "diff", "delta", "neg", "negative", "minus", "nll"}
+INVERTED = {"pad", "padding", "padded", "ignore", "ignored", "prompt", "prompts", "query", "input", "inverse", "not"}
+# and what is none of these, whatever it is called beside
+ELSE = {"length", "lengths", "len", "lens", "seqlens", "label", "labels", "id", "ids", "value", "values", "position"}
+ELSE |= {"positions", "prompts", "completions", "index", "hidden", "states", "self", "cls", "kl", "device", "step"}
 EXACT = {
     "lp": "logp",
     "totals": "totals",
@@ -57,8 +64,10 @@ def role(name: str) -> str:
         return EXACT[plain]
     if not said or set(said) & NEVER:
         return ""
+    if set(said) & OTHER:
+        return ""
     if any(w.startswith("mask") for w in said):
-        return "mask"
+        return "" if set(said) & (COUNTS | INVERTED | ELSE) else "mask"
     if any(w.startswith("adv") for w in said):
         return "" if set(said) & COUNTS - {"values"} else "adv"
     if any(w.startswith("entrop") for w in said):
@@ -78,12 +87,19 @@ def role(name: str) -> str:
     return "logp"
 
 
-def not_logs(name: str) -> bool:
-    """Whether the name says that it wants probabilities, ratios or logits, which upref does not give."""
+def not_given(name: str) -> bool:
+    """Whether the name says that it wants what upref does not give: probabilities, a ratio, lengths, a model."""
     said = set(words(name))
+    if said & (NEVER | OTHER | ELSE) or any(w.startswith("mask") for w in said):
+        return True
     return not LOG_P.search("_".join(words(name))) and bool(
-        said & {"prob", "probs", "probability", "probabilities", "ratio", "ratios", "logits", "logit", "pi"}
+        said & {"prob", "probs", "probability", "probabilities", "ratios", "logits", "logit", "pi"}
     )
+
+
+def may_be_old(name: str) -> bool:
+    """Whether an argument that nothing else is left for may be the old log-probabilities."""
+    return any(w.startswith(OLD) for w in words(name))
 
 
 def hyperparameter(name: str, known: set[str] | frozenset[str]) -> str:

@@ -2,12 +2,14 @@
 """Which argument of anybody's function is what: by name where names say it, by position where none does."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from upref.errors import InputError
-from upref.losses.names import CALLED, NEVER, not_logs, words
+from upref.losses.guard import said
+from upref.losses.names import CALLED, may_be_old, not_given
 
 SETTINGS = bool | int | float | str  # a default of these says that an argument is no tensor,
 COUNTED = ("ranks", "n")  # unless it is a count
@@ -36,7 +38,8 @@ class Reading:
         if self.star:
             return fn(*(full[r] for r in self.star), **settings)
         given = {p: full[r] for p, r in self.roles.items()} | settings
-        return fn(*(given.pop(p) for p in self.positional if p in given), **given)
+        placed = [given.pop(p) for p in self.positional if p in given]
+        return fn(*placed, **given)
 
     @property
     def needed(self) -> list[str]:
@@ -53,8 +56,13 @@ def parameters(fn: Callable) -> list[inspect.Parameter]:
         f = fn.forward if hasattr(fn, "forward") and hasattr(fn, "register_buffer") else fn
         bound = getattr(f, "keywords", None) or {}
         return [p for p in inspect.signature(f).parameters.values() if p.name not in bound or p.kind is p.VAR_KEYWORD]
-    except (TypeError, ValueError):
+    except ValueError:  # a builtin does not say
         return []
+    except Exception as e:  # what anybody's __getattr__ or __signature__ does
+        raise InputError(
+            f"the arguments of a {type(fn).__name__} cannot be read ({type(e).__name__}: {said(e)}). Check a wrapper: "
+            "`def loss(log_prob, old_log_prob, advantages, mask): return f(...)`."
+        ) from e
 
 
 def read(fn: Callable, name: str, role: Callable[[str], str], main: Sequence[str]) -> Reading:
@@ -82,9 +90,10 @@ def read(fn: Callable, name: str, role: Callable[[str], str], main: Sequence[str
     free = [p for p in plain if p.name not in roles and p.default is p.empty and p.kind is not p.KEYWORD_ONLY]
     placed: list[tuple[str, str]] = []
     if missing:
-        if odd := [p.name for p in free if not_logs(p.name) or set(words(p.name)) & NEVER]:
+        if odd := [p.name for p in free if not_given(p.name)]:
             raise InputError(f"{_shown(name, every)}: {odd[0]} is nothing that upref gives. {_wrapper(name, main)}")
-        if (len(missing) == len(main) and len(free) >= len(main)) or len(missing) == len(free) == 1:
+        one = len(missing) == len(free) == 1 and (missing[0] != "logp_old" or may_be_old(free[0].name))
+        if one or (len(missing) == len(main) and len(free) >= len(main)):
             placed = list(zip((p.name for p in free), missing, strict=False))
         else:
             which = " and which ".join(CALLED[r] for r in missing)
@@ -94,7 +103,18 @@ def read(fn: Callable, name: str, role: Callable[[str], str], main: Sequence[str
     ordered = {p.name: roles[p.name] for p in plain if p.name in roles}
     own = {p.name: p for p in plain if p.name not in roles}
     only = tuple(p.name for p in plain if p.kind is p.POSITIONAL_ONLY)
+    if _passes_on(fn, ordered):  # in order, up to the first argument that is not handed over
+        only = tuple(takewhile(ordered.__contains__, (p.name for p in plain if p.kind is not p.KEYWORD_ONLY)))
     return Reading(ordered, frozenset(p for p, _ in placed), own, only, swallows)
+
+
+def _passes_on(fn: Callable, names: Iterable[str]) -> bool:
+    """Whether it is wrapped in a function that hands on what it gets by position, and does not know all these names."""
+    try:
+        outer = inspect.signature(fn, follow_wrapped=False).parameters
+    except (TypeError, ValueError):
+        return False
+    return any(p.kind is p.VAR_POSITIONAL for p in outer.values()) and not all(n in outer for n in names)
 
 
 def _shown(name: str, every: Sequence[inspect.Parameter]) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from upref.aggregation import Totals
 from upref.errors import InputError, importing
+from upref.losses.guard import undisturbed
 from upref.losses.loss import MAIN, Loss
 from upref.losses.settings import Bare, clip, said, split
 from upref.registry import Objective
@@ -125,10 +126,11 @@ def _trainer(cls: type, settings: tuple[tuple[str, Any], ...]):
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        trainer = type(cls.__name__, (cls,), quiet)(
-            model=model, args=args, processing_class=words, train_dataset=Dataset.from_list([{"prompt": "a"}] * 2),
-            reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        )  # fmt: skip
+        with undisturbed():  # it seeds every generator
+            trainer = type(cls.__name__, (cls,), quiet)(
+                model=model, args=args, processing_class=words, train_dataset=Dataset.from_list([{"prompt": "a"}] * 2),
+                reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            )  # fmt: skip
     finally:
         logging.disable(level)
     trainer.beta = args.beta = beta

@@ -50,6 +50,7 @@ class BlackBox:
     reads_entropy: bool = False
     coupled: bool = False  # the weight of a token depends on other responses
     random: bool = False
+    kept: float = 0.0  # the scale, while it is not divided out
     points: list[Point] = field(default_factory=list)
     weights: np.ndarray = field(default_factory=lambda: np.zeros(0))
     sides: int = 0  # how many of the last points stand beside a jump
@@ -111,6 +112,13 @@ class BlackBox:
         if sides:
             self.weights = np.r_[self.weights[:n], self.ask(sides)]
 
+    def unscale(self):
+        """The other way about: what was divided out belongs to the weights, or back again."""
+        k = self.scale if not self.kept else 1 / self.kept
+        self.kept, self.scale = (0.0, self.kept) if self.kept else (self.scale, 1.0)
+        self.weights = self.weights * k
+        self.jumps = [(p, m * k) for p, m in self.jumps]
+
     def loosen(self):
         """Look no nearer at the bounds than 0.1 %."""
         self.case.edges = OFF_EDGES
@@ -149,7 +157,7 @@ def measure(loss: Loss) -> BlackBox:
     few, many = box.ask(some), box.ask(some + crowd)[: len(some)]
     alone = np.concatenate([box.ask([p]) for p in some[::5]])
     box.coupled = differ(few, many, box.tol) or differ(few[::5], alone, box.tol)
-    pairs = [(A, r, mu) for A in SIGNS for mu in MUS for r in np.exp(np.linspace(-3, 3, 41)) if mu * r < 0.99]
+    pairs = [(A, r, mu) for A in SIGNS for mu in MUS for r in np.exp(np.linspace(-3, 3, 41) + 0.0123) if mu * r < 0.99]
     likely = box.ask([Point(A, float(r), mu) for A, r, mu in pairs])
     box.reads_mu = differ(likely, box.ask([rare(A, r) for A, r, _ in pairs]), box.tol)
     if "entropy" in loss.reads:
@@ -212,5 +220,8 @@ def _curve(box: BlackBox):
         box.points += [at(r) for r in rs]
         if not box.random:
             box.jumps += [(at(j.r), (j.below + j.above) / 2) for j in box.curve(unsure).jumps(A, mu, rs)]
+    on = [p for p, _ in box.jumps]
+    apart = lambda p, q: (p.A, p.mu in MUS, p.unsure) != (q.A, q.mu in MUS, q.unsure) or abs(p.r / q.r - 1) > box.near
+    box.points = [p for p in box.points if all(apart(p, q) for q in on)]  # on a bound, rounding decides
     box.weights = box.ask(box.points)
     box.beside()

@@ -11,7 +11,7 @@ from upref.registry import Objective, get
 from upref.verify import oracles
 from upref.verify.measure import EXACT, HABIT, Case, held
 from upref.verify.oracle import Oracle, found_in, must_know, ordered, run
-from upref.verify.report import Report
+from upref.verify.report import Report, tidy
 
 
 @cache
@@ -20,6 +20,7 @@ def every() -> list[Oracle]:
     return ordered(found_in(oracles, Oracle))
 
 
+@tidy
 def check(loss: Any, objective: str | Objective, *, skip: Sequence[str] = (), **hp: Any) -> Report:
     """Whether `loss` is the objective: a Report, true where every oracle agrees, with notes on harmless habits.
 
@@ -30,7 +31,7 @@ def check(loss: Any, objective: str | Objective, *, skip: Sequence[str] = (), **
     names of oracles not to run. Raises InputError where the loss cannot be run at all.
     """
     start = time.perf_counter()
-    o = get(objective) if isinstance(objective, str) else objective
+    o = objective if isinstance(objective, Objective) else get(objective)
     must_know(every(), skip)
     one = read(loss, o, hp)
     case = held(one, o, o.resolve({k: v for k, v in hp.items() if k in o.hyperparameters}))

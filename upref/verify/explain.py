@@ -48,7 +48,7 @@ def reproduces(slips: Iterable[Slip], case: Case, b: Rollouts, found: Tensor, us
             return False
         return bool((apart[use[n] & ~rounded[n]] < case.tol).all())
 
-    return next((s for s in slips if fits(s, small, few) and fits(s, b, slice(None))), None)
+    return next((s for s in slips if (s.whole or fits(s, small, few)) and fits(s, b, slice(None))), None)
 
 
 def _retuned(case: Case, bounds: list[float]) -> Iterator[Slip]:
@@ -62,13 +62,23 @@ def _retuned(case: Case, bounds: list[float]) -> Iterator[Slip]:
     for moved in recover(case):
         yield Slip(_said(moved, hp), "hyperparameter", hp=moved)
     if hp.get("beta"):
-        yield Slip("the KL term is missing", "term", hp={"beta": 0.0})
+        yield Slip("the KL term is missing, or carries no gradient", "term", hp={"beta": 0.0})
         yield Slip("the KL term is added to J, not subtracted", "term", hp={"beta": -hp["beta"]})
 
 
 def _said(moved: dict[str, Any], hp: dict[str, Any]) -> str:
     number = lambda v, digits: "absent" if v is None else f"{v:.{digits}g}"
-    return " and ".join(f"{k} is {number(v, 6)}, not {number(hp[k], 6)}" for k, v in moved.items())
+    said = " and ".join(f"{k} is {number(v, 6)}, not {number(hp[k], 6)}" for k, v in moved.items())
+    if moved and all(_absolute(k, v, hp[k]) for k, v in moved.items()):
+        said += ": taken as absolute, not as a distance from 1"
+    return said
+
+
+def _absolute(key: str, v: Any, now: Any) -> bool:
+    """Whether this distance from 1 makes the number itself the bound."""
+    if v is None or now is None or key not in ("eps_low", "eps_high"):
+        return False
+    return abs((1 - v if key == "eps_low" else 1 + v) - now) < 1e-6
 
 
 def _others(case: Case) -> Iterator[Slip]:

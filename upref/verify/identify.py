@@ -57,6 +57,15 @@ def identify(loss: Any) -> Identity:
         wrong = _slips(box, matches[0], grids)
         kind = "pitfall" if wrong else "up" if matches[0].name.startswith("up(") else "objective"
         return answer(kind, matches, "; ".join(wrong))
+    if not matches and box.scale != 1 and not box.coupled:  # a cap below 1 scales what is on policy
+        box.unscale()
+        if matches := _fitting(box, [Candidate(c.o, box) for c in tried], grids):
+            return answer(
+                "up" if matches[0].name.startswith("up(") else "objective",
+                matches,
+                "; ".join(_slips(box, matches[0], grids)),
+            )
+        box.unscale()
     nearest = _nearest(box, tried + (_plain(box) if box.coupled else []), grids)
     if found := _pitfall(box, get(nearest.name), grids):
         return answer("pitfall", [found[0]], found[1].words)
@@ -71,7 +80,7 @@ def _answer(box: BlackBox, start: float, kind: str, matches: list[Match], why: s
 
 
 def _nearest(box: BlackBox, tried: list[Candidate], grids: list[Grid]) -> Match:
-    near = sorted(tried, key=lambda c: (c.stuck, c.miss))[:TRIED]
+    near = sorted(tried, key=lambda c: (c.far, c.stuck, c.miss))[:TRIED]
     return min((_match(box, c, grids) for c in near), key=lambda m: (m.mean, m.distance))
 
 
@@ -104,6 +113,9 @@ def _grids(box: BlackBox) -> list[Grid]:
         for A in (A for A in ALL_SIGNS if A * p.A > 0):
             for r in (p.r * (1 - box.near), p.r * (1 + box.near)):
                 cases += [(A, mu, r) for mu in ([p.mu] if box.reads_mu else MU) if mu * r < 0.999]
+    # on a bound of its own, rounding decides
+    on = [p for p in jumps if not box.reads_mu]
+    cases = [c for c in cases if not any(p.A * c[0] > 0 and abs(c[2] / p.r - 1) < 0.9 * box.near for p in on)]
     cases = [cases[i] for i in rng.permutation(len(cases))]
     few = [c for c in cases if c[1] not in MU[1:] and c[2] < 60]  # the bounds of a response's ratio do not depend on mu
     out = [(lay(cases, "token", True, rng), False), *((lay(few, level, True, rng), False) for level in REDUCE)]
@@ -143,7 +155,7 @@ def _own(box: BlackBox, o: Objective) -> bool:
     same = promised(o) == box.agg or (
         "group" not in box.loss.reads and {promised(o), box.agg} == {"token-mean", "group-token-mean"}
     )
-    return same and box.scale == 1
+    return same
 
 
 def _agg(box: BlackBox) -> str:
@@ -200,14 +212,23 @@ def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Matc
     both, even = ({"eps_low": low, "eps_high": high} if low else {}), low and abs(low - high) < 1e-6
     mean = "grpo" if box.agg == "seq-mean-token-mean" else "dr_grpo" if box.agg == "seq-mean-token-sum" else "ppo_clip"
     bases = [(get(mean), {"eps": low} if low else {})] if even or not low else []
+    if low and high:  # where old and new are exchanged, the bounds are those of 1 / r
+        turned = {"eps_low": 1 - 1 / (1 + high), "eps_high": 1 / (1 - low) - 1}
+        mirrored = abs(turned["eps_low"] - turned["eps_high"]) < 1e-6
+        bases += [(get(mean), {"eps": turned["eps_low"]})] if mirrored else []
+        bases += [(get("dapo"), turned), (get("gspo"), turned)]
     bases += [(get("dapo"), both), (get("gspo"), both), (nearest, both)]
     b, g = _stack(grids[:2] + grids[-RANDOM:])
     for o, clip in bases:
         own = {k: v for k, v in clip.items() if k in o.hyperparameters}
         hp = {k: v for k, v in o.resolve(own).items() if k != "beta"}
         case = Case(box.loss, o, hp, box.agg or promised(o), tol=box.tol, edges=box.case.edges)
-        found = g(case) / box.scale - box.kl_weights(b)
-        if slip := reproduces(known(o, hp, bounds), case, b, found, b.mask):
+        plain = g(case)  # the factor may be the slip's own: an inverted ratio turns the sign of what is on policy
+        for k in {box.scale, 1.0}:
+            found = plain / k - box.kl_weights(b)
+            if slip := reproduces(known(o, hp, bounds), case, b, found, b.mask):
+                break
+        if slip:
             if slip.meant:
                 o = get(slip.meant)
                 hp = clip = {k: v for k, v in {"eps_low": low, "eps_high": high}.items() if k in o.hyperparameters}

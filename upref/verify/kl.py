@@ -18,7 +18,7 @@ from upref import kl
 from upref.errors import InputError
 from upref.losses.kl import Term, read
 from upref.verify.oracle import Oracle, must_know, oracle, run
-from upref.verify.report import Finding, Report, apart, fail, note
+from upref.verify.report import Finding, Report, apart, fail, note, tidy
 
 # d = log π_ref - log π_θ; every number is exact in float32
 NEAR = torch.arange(-32, 33, dtype=torch.float64) / 16
@@ -228,6 +228,7 @@ ORACLES: tuple[Oracle, ...] = (
 )  # fmt: skip
 
 
+@tidy
 def check_kl(fn: Any, estimator: str, *, skip: tuple[str, ...] = ()) -> Report:
     """Whether `fn` is the per-token KL estimator of that name (k1, k2 or k3 of upref.kl), value and gradient.
 
@@ -236,7 +237,7 @@ def check_kl(fn: Any, estimator: str, *, skip: tuple[str, ...] = ()) -> Report:
     a loss on samples. Raises InputError where fn cannot be run.
     """
     start = time.perf_counter()
-    if estimator not in kl.ESTIMATORS:
+    if not isinstance(estimator, str) or estimator not in kl.ESTIMATORS:
         raise InputError(f"no KL estimator is called {estimator!r}: choose one of {', '.join(kl.ESTIMATORS)}.")
     must_know(ORACLES, skip)
     term = read(fn)

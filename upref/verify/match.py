@@ -92,8 +92,13 @@ class Candidate:
     @property
     def fits(self) -> bool:
         """It agrees, and not in a limit: sapo at tau -> 0 is another objective's weight."""
-        ends = (v for k, v in self.hp.items() if v is not None and v != self.o.hyperparameters[k])
-        return self.miss[0] == 0 and all(1e-7 < v < 9e3 for v in ends)
+        ends = ((k, v) for k, v in self.hp.items() if v is not None and v != self.o.hyperparameters[k])
+        return self.miss[0] == 0 and all(1e-7 < v < 9e3 or (v == 0 and _may_be_0(k)) for k, v in ends)
+
+    @property
+    def far(self) -> bool:
+        """Whether it is where nobody sets a hyperparameter: the end of the search, not an answer."""
+        return any(v is not None and not (1e-5 < v < 100 or v == 0) for v in self.hp.values())
 
     # ---- what can be reached at all ----------------------------------------------------------------------------------
     def _trials(self, key: str) -> list[Any]:
@@ -133,6 +138,8 @@ class Candidate:
     def _options(self, key: str):
         if self.o.hyperparameters[key] is None:
             yield None
+        if _may_be_0(key) and any(abs(p.r - 1) < 1e-9 for p, _ in self.box.jumps):
+            yield 0.0
         jumps = [(p, m) for p, m in self.box.jumps if not p.unsure or "entropy" in self.o.reads]
         keys = [*jumps, *self._smooth(key)]
         if not keys:
@@ -175,8 +182,13 @@ class Candidate:
 
     def _matters(self, key: str, v: float) -> bool:
         lo = RANGE.get(key, ANY)[0]
-        moved = [self.w(self.hp | {key: max(lo, x)}) for x in (v * 0.5, v * 1.5, v * 1e-3)]
+        moved = [self.w(self.hp | {key: max(lo, x)}) for x in (v * 0.5, v * 1.5, v * 1e-3, *[0.1] * (v == 0))]
         return any(self._off(w).max() > 10 * self.box.tol for w in moved)
+
+
+def _may_be_0(key: str) -> bool:
+    """A bound that stands at r = 1."""
+    return key.startswith("eps")
 
 
 def candidate(o: Objective, box: BlackBox) -> Candidate | None:

@@ -8,7 +8,7 @@ from upref.rollouts import Rollouts
 
 
 def pattern(b: Rollouts, found: Tensor, expected: Tensor, r: Tensor, use: Tensor, tol: float, by_token: bool) -> str:
-    """A relation that holds on every used token, in words; "" if none of these does. by_token: a
+    """A relation that holds on every used token, in words; that no known cause fits if none of these does. by_token: a
     response's tokens may have different weights."""
     tol = max(10 * tol, 1e-7)
     if not found[use].isfinite().all():
@@ -26,17 +26,19 @@ def pattern(b: Rollouts, found: Tensor, expected: Tensor, r: Tensor, use: Tensor
                 return f"every weight of this batch is {times} times what it should be"
         same, gone = (x - y).abs() <= tol * y.abs().clamp(min=0.1), x == 0
         if (same | gone).all():
-            return "every weight is right or 0: tokens are dropped that should count"
+            return (
+                f"every weight is right or 0: {int((gone & ~same).sum())} of {same.numel()} count nothing that should"
+            )
         k = torch.where(use & (expected.abs() > 1e-9), found / expected, torch.nan)
         if by_token and all(_constant(row[~row.isnan()], tol) for row in k):
-            return "within a response the weights are right up to one factor: responses are weighted otherwise"
+            return "within each response of this batch the weights are right up to one factor"
     extra = x - y
     if _constant(extra, 1e-6) and extra.mean().abs() > 1e-9:
-        return f"{extra.mean():+.4g} is added to every weight, whatever A: a baseline, an entropy bonus or a penalty"
+        return f"{extra.mean():+.4g} is added to every weight, whatever A"
     zero = (b.adv.expand_as(found) == 0)[use]
     if zero.any() and extra[zero].abs().max() > tol:
-        return "a term that does not vanish with A is added, or A is moved by a baseline"
-    return ""
+        return f"no known cause; where A = 0 the weight is off by up to {extra[zero].abs().max():.4g}"
+    return "no known cause fits"
 
 
 def _constant(k: Tensor, tol: float) -> bool:

@@ -3,8 +3,12 @@
 
 import json
 import textwrap
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import wraps
 from typing import Any
+
+from upref.losses.guard import undisturbed
 
 RAN = ("ok", "failure", "note")
 
@@ -139,3 +143,19 @@ def styled(text: str, head: str):
 
 def row(key: str, text: str, width: int = 118) -> str:
     return textwrap.fill(text, width, initial_indent=f"  {key:12} ", subsequent_indent=" " * 15)
+
+
+def tidy(check: Callable[..., Report]) -> Callable[..., Report]:
+    """Decorator: what the function under check changes of the process is set back afterwards, and noted."""
+
+    @wraps(check)
+    def one(*args, **kwargs) -> Report:
+        with undisturbed() as changed:
+            report = check(*args, **kwargs)
+        if not changed:
+            return report
+        notes = [note("mutation", f"it changes {what}", cause="set back after the call") for what in sorted(changed)]
+        ran = report.oracles | ({} if report.oracles.get("mutation") == "failure" else {"mutation": "note"})
+        return replace(report, findings=[*report.findings, *notes], oracles=ran)
+
+    return one

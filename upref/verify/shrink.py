@@ -12,6 +12,7 @@ from upref.rollouts import Rollouts
 from upref.verify.factors import promised
 from upref.verify.measure import Case
 
+LONGEST = 160  # slots of a batch that is printed
 PER_TOKEN = ("logp", "logp_old", "adv", "mask", "logp_ref", "entropy")
 
 
@@ -86,6 +87,9 @@ def _rounded(b: Rollouts, digits: int) -> Rollouts | None:
 
 def as_python(b: Rollouts, expected: Tensor | None = None, found: Tensor | None = None) -> str:
     """`b = upref.Rollouts(...)`, and the two gradients dJ/dlp as comments."""
+    if b.mask.numel() > LONGEST:
+        B, T = b.mask.shape
+        return f"# no small batch shows it; the smallest found has {B} responses of up to {T} tokens, too many to print"
     lines = [f"    {n}=torch.tensor({_list(getattr(b, n))}, dtype=torch.float64)," for n in ("logp", "logp_old", "adv")]
     lines.append(f"    mask=torch.tensor({b.mask.tolist()}),")
     if b.group is not None:

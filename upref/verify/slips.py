@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from upref import kl
 from upref.ops import clip, exp, maximum, mean_t, minimum, sg, sum_t, where
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
+from upref.verify.factors import FACTORS, promised
 from upref.verify.measure import kl_slope, unit_weights
 
 # what a slip changes
@@ -45,6 +47,8 @@ class Slip:
     # tokens too near to a bound that rounding moves
     skip: Callable[[Rollouts], Tensor] = lambda b: torch.zeros_like(b.mask)
     meant: str = ""
+    weigh: Callable[[Rollouts], Tensor] | None = None  # the weights themselves
+    whole: bool = False  # a few rows of the batch do not show it
 
     def __post_init__(self):
         assert self.kind in KINDS, self.kind
@@ -58,6 +62,8 @@ class Slip:
     def weights(self, o: Objective, hp: dict[str, Any], b: Rollouts) -> Tensor:
         """dJ_t/dlp_t of the objective with this slip in it, before aggregation."""
         b = self.view(b)
+        if self.weigh is not None:
+            return torch.where(b.mask, self.weigh(b), 0)
         if self.J is not None:
             return _slope(self.J, b) - (hp["beta"] * kl_slope(o.kl, b) if hp.get("beta") else 0)
         other, hp = self.put_into(o, hp)
@@ -90,12 +96,65 @@ GROUPS = Slip("one denominator for the batch, not one per prompt", "aggregation"
 def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Slip]:
     """All of the catalogue, on this objective, with the bounds at which a wrong loss was seen to change."""
     yield Slip("the sign is flipped: it ascends the loss", "sign", J=lambda lp, old, A, m: -_own(o, hp)(lp, old, A, m))
+    if hp.get("beta"):
+        yield from _kl_slips(o, hp)
     lo, hi = hp.get("eps_low", hp.get("eps", 0.2)), hp.get("eps_high", hp.get("eps", hp.get("eps_low", 0.2)))
     low, high = ([1 - x for x in bounds if 0 < x < 1][:2], [x - 1 for x in bounds if 1 < x < 10][:2])
     for i, (a, e) in enumerate(dict.fromkeys(product([lo, *low], [hi, *high]))):
         for slip in _forms(o, hp, bounds, a, e):
             at = f" (with bounds {1 - a:g} and {1 + e:g})" if i else ""
             yield replace(slip, words=slip.words + at)
+
+
+def _kl_slips(o: Objective, hp: dict[str, Any]) -> Iterator[Slip]:
+    """What is done to a KL term, each put beside the objective's own weights."""
+    beta, plain = hp["beta"], {**hp, "beta": 0.0}
+    rest = lambda b: unit_weights(o, b, plain)
+    own = {k: v for k, v in plain.items() if k != "beta"}
+
+    def slope(f: Callable[[Tensor, Tensor, Tensor], Tensor], b: Rollouts) -> Tensor:
+        """d f(lp, lp_ref, log r) / d lp."""
+        assert b.logp_ref is not None
+        x = torch.where(b.mask, b.logp, 0).detach().requires_grad_()
+        ref, old = (torch.where(b.mask, v, 0) for v in (b.logp_ref, b.logp_old))
+        y = f(x, ref, x - old)
+        return torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else torch.zeros_like(x)
+
+    slip = lambda words, f: Slip(words, "term", weigh=lambda b: rest(b) - beta * slope(f, b))
+    for name, k in sorted(kl.ESTIMATORS.items(), key=lambda item: item[0] != o.kl):
+        if name != o.kl:
+            words = f"the KL term is of another estimator: {name}, not {o.kl}"
+            yield slip(words, lambda x, ref, log_r, k=k: k(x, ref))
+        yield slip(f"π_θ and π_ref are exchanged in the KL term ({name})", lambda x, ref, log_r, k=k: k(ref, x))
+        yield slip(f"the KL term ({name}) is multiplied by the ratio",
+                   lambda x, ref, log_r, k=k: k(x, ref) * exp(log_r))  # fmt: skip
+        yield slip(f"the KL term ({name}) is multiplied by the ratio, which is a constant",
+                   lambda x, ref, log_r, k=k: k(x, ref) * sg(exp(log_r)))  # fmt: skip
+        if o.level == "token":
+
+            def folded(b: Rollouts, k: Callable = k) -> Tensor:
+                less = lambda lp, old, A, m: o.fn(lp, old, A - beta * sg(_of(k, b, m)), **own)
+                return _slope(less, b)
+
+            yield Slip(f"the KL term ({name}) is folded into the advantage, without a gradient of its own", "term",
+                       weigh=folded)  # fmt: skip
+    mine = kl.ESTIMATORS[o.kl]
+    for x in CLAMPED:
+        yield slip(f"the KL term is clamped at {x:g}", lambda lp, ref, log_r, x=x: mine(lp, ref).clamp(-x, x))
+        yield slip(f"the KL term's log-ratio is clamped to ±{x:g}",
+                   lambda lp, ref, log_r, x=x: mine(lp, lp - (lp - ref).clamp(-x, x)))  # fmt: skip
+    for said, on in (("A > 0", lambda A: A > 0), ("A <= 0", lambda A: A <= 0), ("A < 0", lambda A: A < 0),
+                     ("A is not 0", lambda A: A != 0)):  # fmt: skip
+        yield Slip(f"the KL term is there only where {said}", "term",
+                   weigh=lambda b, on=on: rest(b) - beta * kl_slope(o.kl, b) * on(b.adv.expand_as(b.mask)))  # type: ignore[misc]  # fmt: skip
+
+
+CLAMPED = (10.0, 5.0, 20.0, 1.0, 0.1)  # where KL terms are clamped
+
+
+def _of(k: Callable, b: Rollouts, mask: Tensor) -> Tensor:
+    assert b.logp_ref is not None
+    return k(torch.where(mask, b.logp, 0), torch.where(mask, b.logp_ref, 0))
 
 
 def _own(o: Objective, hp: dict[str, Any]) -> Term:
@@ -122,6 +181,10 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
                form(lambda r, A, lp: clip(r, 1 - lo, 1 + hi) * A))  # fmt: skip
     yield slip("clip", "the maximum is taken where the minimum belongs",
                form(lambda r, A, lp: maximum(r * A, clip(r, 1 - lo, 1 + hi) * A)))  # fmt: skip
+    for sign, on in (("A > 0", lambda A: A > 0), ("A < 0", lambda A: A < 0)):
+        yield slip("clip", f"where {sign} the maximum is taken where the minimum belongs",
+                   form(lambda r, A, lp, on=on: where(
+                       on(A), maximum(r * A, clip(r, 1 - lo, 1 + hi) * A), ppo(r, A))))  # fmt: skip
     if not weighs:
         yield slip("clip", "A multiplies after the minimum: min(r, clip(r)) A, which bounds the wrong side where A < 0",
                    form(lambda r, A, lp: minimum(r, clip(r, 1 - lo, 1 + hi)) * A))  # fmt: skip
@@ -156,6 +219,17 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
         ("the response's log-ratio is divided by the padded width", lambda x, m: sum_t(x, m)[:, None] / m.shape[1]),
     ):  # fmt: skip
         yield slip("ratio", said, lambda lp, old, A, m, of=of: ppo(exp(of(lp - old, m)).expand_as(lp), A))
+    for said, over in (("averaged", lambda m: m.sum()), ("summed", lambda m: 1)):
+
+        def shared(b: Rollouts, over: Callable = over) -> Tensor:
+            f = FACTORS[promised(o)](b)[:, None]
+            r = lambda lp, old, m: exp((where(m, lp - old, 0).sum() / over(m)).expand_as(lp))
+            return _slope(lambda lp, old, A, m: f * ppo(r(lp, old, m), A), b) / f
+
+        words = f"the log-ratio is {said} over the whole batch, not over each response"
+        yield Slip(words, "ratio", weigh=shared, whole=True)
+    yield slip("stop-gradient", "the whole term is detached: a constant weight on log π_θ",
+               lambda lp, old, A, m: sg(j(lp, old, A, m)) * lp)  # fmt: skip
     yield slip("clip", "the bounds are taken as absolute, [eps_low, eps_high], not as 1 - eps_low and 1 + eps_high",
                form(lambda r, A, lp: minimum(r * A, clip(r, lo, max(lo, hi)) * A)))  # fmt: skip
     yield slip("clip", "the bounds are on log r: [-eps_low, eps_high]",

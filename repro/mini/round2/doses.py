@@ -99,8 +99,9 @@ def sentence(name: str, records: dict[str, Record]) -> str:
     gain = found(name, records, ("dapo",), Row("", "reward", "gain")).mean
     parts = []
     for row in (row for row in ROWS if row.drawn):
-        cells = [cell(found(name, records, arms, row), row) for arms in (UP, CLIP, ANCHOR)]
-        if all(cells):
+        effects = [found(name, records, arms, row) for arms in (UP, CLIP, ANCHOR)]
+        cells = [cell(f, row) + f" ({n_seeds(f.n)})" * (f.n != n) for f in effects]
+        if all(f.n for f in effects):
             parts.append(f"{row.name.split(',')[0]} {cells[0]}, of it the clip {cells[1]} and the anchor {cells[2]}")
     return (
         f"* **{name}**: DAPO clips {100 * dapo.mean:.1f} % of positive tokens, and its reward changes by "

@@ -76,7 +76,9 @@ commit `{commit}`, before any run ([rule.py](../rule.py),
 [experiments](../experiments), [power](../power.md), [pilot](../pilot.md)).
 
 **{len(records)} of {len(wanted)} runs are finished**{hours}. The rest takes about {left:.0f} hours of one core
-as busy as it was{more}: `python -m repro.mini.study.suite`.
+as busy as it was, beside other work and at the lowest priority; a quiet one is faster
+([benchmarks](../../../../benchmarks/mini.txt)){more}:
+`python -m repro.mini.study.suite --missing`.
 A claim gets its verdict when all its seeds are there; until then this page says what the finished ones show, and that
 is no verdict. The first round stands in [../../results/verdicts.md](../../results/verdicts.md). These are tiny
 transformers on toy tasks.

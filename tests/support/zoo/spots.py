@@ -312,6 +312,12 @@ def gmpo_of(eps):
         upref.Rollouts(log_prob, old_log_prob, advantages, mask), eps=eps))  # fmt: skip
 
 
+def aspo_capped(log_prob, old_log_prob, advantages, mask):
+    import upref
+
+    return upref.get("aspo").loss(upref.Rollouts(log_prob, old_log_prob, advantages, mask), cap=0.5)
+
+
 def quarter(x, mask):
     return per_row(x, mask) / 4
 
@@ -327,7 +333,7 @@ NAMED = [
     NAME("quarter_of_grpo", lambda lp, x, A, m: clipped(x, A, 0.2, 0.2), "grpo", "0.25 times", quarter, eps=0.2),
     NAME("constant_in_grpo", lambda lp, x, A, m: clipped(x, A, 0.2, 0.2), "grpo", "", with_constant, eps=0.2),
     NAME("inverted", lambda lp, x, A, m: clipped(-x, A, 0.2, 0.2), "grpo", "inverted", per_row),
-    NAME("cap_below_1", lambda lp, x, A, m: x.exp().clamp(max=0.5).detach() * A * lp, "", ""),
+    Spot(aspo_capped, "aspo", "", {"cap": 0.5}),
 ]  # fmt: skip
 
 
@@ -368,9 +374,9 @@ CAUSES = [
     NAME("max_for_a_positive", lambda lp, x, A, m: torch.where(A > 0, torch.maximum(x.exp() * A, x.exp().clamp(0.8, 1.28) * A), clipped(x, A)), "dapo", "maximum"),
     NAME("whole_batch_sum", lambda lp, x, A, m: clipped((x.where(m, 0).sum() / m.sum()).expand_as(x), A, 3e-4, 4e-4), "gspo", "whole batch", per_row),
     NAME("missing_stop_gradient", lambda lp, x, A, m: x.exp().clamp(max=5.0) * A * lp, "cispo", "not detached"),
-    K("kl_clamped_low", lambda lp, x, A, d, beta: ppo(x, A) - beta * k3(d).clamp(max=0.02), "clamped"),
+    K("kl_clamped_low", lambda lp, x, A, d, beta: ppo(x, A) - beta * k3(d).clamp(max=1.0), "clamped"),
     K("kl_in_the_advantage", lambda lp, x, A, d, beta: ppo(x, A - beta * k3(d).detach()), "advantage"),
-    K("kl_times_the_ratio", lambda lp, x, A, d, beta: ppo(x, A) - beta * k3(d) * x.exp(), "times the ratio"),
+    K("kl_times_the_ratio", lambda lp, x, A, d, beta: ppo(x, A) - beta * k3(d) * x.exp(), "multiplied by the ratio"),
     K("kl_of_k1", lambda lp, x, A, d, beta: ppo(x, A) + beta * d, "estimator"),
     K("kl_of_k2", lambda lp, x, A, d, beta: ppo(x, A) - beta * d**2 / 2, "estimator"),
     K("kl_where_positive", lambda lp, x, A, d, beta: ppo(x, A) - beta * k3(d) * (A > 0), "A > 0"),

@@ -15,9 +15,10 @@ from upref.verify.advantages.exact import EVEN, NORMED
 from upref.verify.advantages.function import read
 from upref.verify.advantages.oracles import ORACLES
 from upref.verify.oracle import must_know, run
-from upref.verify.report import Report
+from upref.verify.report import Report, tidy
 
 
+@tidy
 def check_advantages(fn: Any, estimator: str, *, skip: tuple[str, ...] = (), **hp: Any) -> Report:
     """Whether `fn` is the advantage estimator of that name (upref.advantages): a Report, true where nothing fails.
 

@@ -3,6 +3,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from dataclasses import replace
 from fractions import Fraction
@@ -13,15 +15,25 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
+from upref import cli
 from upref.errors import InputError
-from upref.table_audit import PAPER, audit, consistent, main, mean_fits, mend, numerators, one_digit_off, possible, read
+from upref.table import audit
+from upref.table.averages import mean_fits
+from upref.table.counts import numerators, possible
+from upref.table.digits import consistent, mend, one_digit_off
+from upref.table.read import PAPER, read
 
 ROOT = Path(__file__).parents[2]
 TEX = next((p for p in (ROOT.parent / "shared/up_paper.tex", ROOT / "shared/up_paper.tex") if p.exists()), None)
 TABLE = read(PAPER.read_text(encoding="utf-8"))
 FOUND = audit(TABLE)
 N = [960, 40, 500, 272, 672]
+
+
+def main(argv):
+    return cli.main(["audit-table", *argv])
 
 
 # ---- the paper's table -----------------------------------------------------------------------------------------------
@@ -160,6 +172,12 @@ def test_luck_against_all_outcomes_of_a_small_table():
     assert found.contenders == ["a", "b"]
 
 
+def test_equals_win_half_the_time():
+    """Of two equal rows each is first in half of all draws: sums equal but for float64's last digit are ties."""
+    luck = audit(read("m,x,y,z\nn,10,20,30\na,70,70,70\nb,70,70,70"), draws=200_000).chances[0]
+    assert luck.again_first == pytest.approx(0.5, abs=4 * 0.5 / sqrt(200_000))
+
+
 def test_the_seed_decides_the_draws():
     assert audit(TABLE).json() == FOUND.json()
     other = audit(TABLE, seed=1)
@@ -192,6 +210,10 @@ def test_other_ways_to_write_it(text):
     assert read(text).cells == [["50.1", "2"]]
 
 
+def test_markdown_whose_last_cells_are_empty():
+    assert read("|m|x|y||\n|-|-|-|-|\n|n|40|||\n|a|50|||").cells == [["50", None, None]]
+
+
 def test_one_row_and_a_clear_winner():
     assert audit(read("m,x\nn,40\na,50")).chances == []
     clear = audit(read("m,x\nn,100\na,100\nb,0"))
@@ -208,6 +230,7 @@ def test_no_n_is_no_crash():
     found = audit(read("name,x,y,avg\na,50.01,1,25.5\nb,25.03,2,13.5\nc,99.99,100,100"))
     assert found.columns[0].n is None and str(found)
     assert found.rows[2].follows
+    assert json.loads(found.json(), parse_constant=pytest.fail)["rows"][0]["se"] is None  # NaN is no JSON
 
 
 @pytest.mark.parametrize(
@@ -247,7 +270,29 @@ def test_files_that_cannot_be_read(tmp_path, capsys):
     for path in (tmp_path / "none.csv", tmp_path, binary):
         assert main([str(path)]) == 2
         assert capsys.readouterr().err.count("\n") == 1
-    assert main(["--seed", "-1"]) == 2
+    assert main(["--seed", "-1"]) == 2 and main([""]) == 2
+
+
+def test_a_terminal_shows_names_in_brackets_as_they_are():
+    console = Console(width=160, force_terminal=True, no_color=True)
+    with console.capture() as shown:
+        console.print(audit(read("m,x\nn,40\n[b] ours,50")))
+    assert "[b] ours" in shown.get()
+
+
+def test_help_imports_nothing_heavy():
+    heavy = "print({'numpy', 'torch', 'upref.table'} & set(sys.modules))"
+    script = (
+        f"import atexit, sys; atexit.register(lambda: {heavy}); from upref.cli import main; main(['audit-table', '-h'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "30x32" in done.stdout and done.stdout.endswith("\nset()\n")
+
+
+def test_it_runs_as_a_module():
+    argv = [sys.executable, "-m", "upref.table", "none.csv"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr == "upref: cannot read none.csv: No such file or directory.\n"
 
 
 def test_the_command_without_a_file_audits_the_paper(capsys):

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No false green: whatever somebody's code does, status 0 comes with a finished report, and nothing is left behind."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import upref
+import upref.regimes
+from upref.cli import main
+from upref.errors import InputError
+from upref.losses.guard import RANDOM, STATE, _equal, called, undisturbed
+
+DAPO = """
+import atexit, ctypes, os, sys, torch
+def loss(log_prob, old_log_prob, advantages, mask):
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    J = torch.min(r * advantages, r.clamp(0.8, 1.28) * advantages)
+    return -(J * mask).sum() / mask.sum()
+def does(what):
+    def f(log_prob, old_log_prob, advantages, mask):
+        what()
+        return loss(log_prob, old_log_prob, advantages, mask)
+    return f
+def forever():
+    while True: pass
+leaves, crashes = does(lambda: os._exit(0)), does(lambda: ctypes.string_at(0))
+loops, shouts = does(forever), does(lambda: os.write(1, b"shouted"))
+later = does(lambda: atexit.register(os._exit, 0))
+exits = does(lambda: sys.exit(0))
+forks = does(lambda: os.fork())
+wrong = lambda log_prob, old_log_prob, advantages, mask: -loss(log_prob, old_log_prob, advantages, mask)
+print("printed at import")
+"""
+FAST = [x for name in ("extremes", "padding", "poison", "permutation", "scaling", "value") for x in ("--skip", name)]
+COMMAND = {  # loss -> exit status, what stderr says, whether stdout has a report
+    "leaves": (2, "ended the process with exit status 0 before there was a report", False),
+    "crashes": (2, "died of signal 11 before there was a report", False),
+    "loops": (2, "no verdict within 12 s", False),
+    "exits": (2, "ends the program (SystemExit)", False),
+    "shouts": (0, "shouted", True),
+    "later": (0, "printed at import", True),
+    "forks": (0, "printed at import", True),
+    "wrong": (1, "printed at import", True),
+}
+
+
+def test_the_command_line_says_0_only_after_a_report(tmp_path):
+    (tmp_path / "mine.py").write_text(DAPO)
+    start = lambda loss: subprocess.Popen(
+        [sys.executable, "-m", "upref", "check", f"mine.py:{loss}", "--as", "dapo", *FAST, "--json", "--timeout",
+         "12" if loss == "loops" else "300"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    running = {loss: start(loss) for loss in COMMAND}
+    for loss, (status, says, report) in COMMAND.items():
+        out, err = running[loss].communicate(timeout=400)
+        assert (running[loss].returncode, says in err) == (status, True), (loss, err)
+        assert json.loads(out)["ok"] == (status == 0) if report else not out, (loss, out)  # one report, of one process
+
+
+def test_a_reader_that_leaves_early_gets_the_verdict_and_a_closed_stdout_an_error(tmp_path):
+    (tmp_path / "mine.py").write_text(DAPO)
+    for how, status in (("| head -c 1", 1), (">&-", 2), ("> /dev/full", 2)):
+        command = (
+            f"{sys.executable} -m upref check mine.py:wrong --as dapo --skip extremes {how}; exit ${{PIPESTATUS[0]}}"
+        )
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path,
+                              env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, check=False)  # fmt: skip
+        assert done.returncode == status and "Traceback" not in done.stderr, (how, done)
+
+
+def dapo(log_prob, old_log_prob, advantages, mask):
+    return upref.get("dapo").loss(upref.Rollouts(log_prob, old_log_prob, advantages, mask))
+
+
+def after(what, answer=dapo):
+    def loss(log_prob, old_log_prob, advantages, mask):
+        what()
+        return answer(log_prob, old_log_prob, advantages, mask)
+
+    return loss
+
+
+def raising(error):
+    def throw():
+        raise error
+
+    return throw
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+class Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        sys.exit(0)
+
+
+def backward(*inputs, **how):
+    loss = dapo(*inputs)
+    loss.backward(**how)
+    return loss
+
+
+def overwritten(log_prob, old_log_prob, advantages, mask):
+    r = (log_prob - old_log_prob).exp()
+    square = r * r
+    r.mul_(2)
+    return (square * mask).sum()
+
+
+REFUSED = {
+    "exits": (after(lambda: sys.exit(0)), "ends the program"),
+    "interrupts": (after(raising(KeyboardInterrupt())), "ends the program"),
+    "stops": (after(raising(GeneratorExit())), "ends the program"),
+    "base": (after(raising(BaseException("x"))), "raised BaseException: x"),
+    "unprintable": (after(raising(Unprintable())), "raised Unprintable"),
+    "lines": (after(raising(InputError("two\nlines"))), "two lines"),
+    "exits on the way back": (lambda lp, old, A, mask: dapo(Back.apply(lp), old, A, mask), "the backward pass of"),
+    "cannot go back": (overwritten, "modified by an inplace operation"),
+    "goes back itself": (lambda lp, old, A, mask: backward(lp, old, A, mask), "calls .backward() itself"),
+    "and keeps the graph": (lambda lp, old, A, m: backward(lp, old, A, m, retain_graph=True), "calls .backward()"),
+    "complex": (lambda lp, old, A, mask: dapo(lp, old, A, mask) * (1 + 0j), "complex"),
+    "sparse": (lambda lp, old, A, mask: (lp * mask).to_sparse(), "sparse"),
+    "meta": (lambda lp, old, A, mask: dapo(lp, old, A, mask).to("meta"), "meta"),
+    "nested": (lambda lp, old, A, mask: torch.nested.nested_tensor(list(lp)), "nested"),
+    "a number": (lambda lp, old, A, mask: dapo(lp, old, A, mask).item(), "def loss("),
+    "a generator": (lambda lp, old, A, mask: (x for x in lp), "def loss("),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_one_sentence_for_whatever_a_loss_does_instead_of_answering(what):
+    loss, says = REFUSED[what]
+    for ask in (
+        lambda: upref.check(loss, "dapo"),
+        lambda: upref.identify(loss),
+        lambda: upref.capacity(loss, 0.1, 0.1),
+    ):
+        with pytest.raises(InputError) as e:
+            ask()
+        assert says in str(e.value) and "\n" not in str(e.value)
+
+
+CHANGES = {
+    "torch's default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "whether torch computes gradients": lambda: torch.set_grad_enabled(False),
+    "torch's anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
+    "torch's number of threads": lambda: torch.set_num_threads(3 - torch.get_num_threads() % 2),
+    "torch's choice of algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "the precision of torch's products": lambda: torch.set_float32_matmul_precision("medium"),
+    "what numpy does about overflow": lambda: np.seterr(over="ignore", divide="ignore"),
+    "the working directory": lambda: os.chdir("/"),
+    "torch's random generator": lambda: torch.manual_seed(1),
+    "numpy's random generator": lambda: np.random.seed(1),
+    "Python's random generator": lambda: random.seed(1),
+}
+
+
+def test_what_a_loss_changes_of_the_process_is_set_back_and_noted():
+    def all_of_it(answer):
+        for change in CHANGES.values():
+            change()
+        return answer
+
+    before = {name: read() for name, (read, _) in (STATE | RANDOM).items()}
+    loss = lambda log_prob, old_log_prob, advantages, mask: all_of_it(dapo(log_prob, old_log_prob, advantages, mask))
+    report = upref.check(loss, "dapo", skip=("extremes", "poison"))
+    assert report and {f"it changes {name}" for name in CHANGES} <= {f.regime for f in report.notes}
+    k1 = upref.check_kl(lambda log_prob, ref_log_prob: all_of_it(log_prob - ref_log_prob), "k1")
+    assert k1 and "it changes torch's default dtype" in str(k1)
+    assert all(_equal(before[name], read()) for name, (read, _) in (STATE | RANDOM).items())
+
+
+def test_every_state_is_a_case():
+    assert set(CHANGES) | {"torch's default device"} == set(STATE | RANDOM)
+
+
+def test_a_loss_that_closes_stdout_prints():
+    report = upref.check(after(lambda: (print("x"), sys.stdout.close())), "dapo", skip=("extremes",))
+    assert report and "prints" in str(report) and not sys.stdout.closed
+
+
+def test_ctrl_c_is_the_users():
+    import signal
+
+    with pytest.raises(KeyboardInterrupt), undisturbed():
+        called("f", lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(1)))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda: upref.get(None), lambda: upref.get(3), lambda: upref.get("up(" * 900 + ")" * 900),
+        lambda: upref.up(None),
+        lambda: upref.check(dapo, None), lambda: upref.check(dapo, "dapo", skip=None),
+        lambda: upref.check(dapo, "dapo", eps_high=10**400), lambda: upref.check(dapo, "dapo", eps_high=1j),
+        lambda: upref.capacity("dapo", float("nan"), 0.1), lambda: upref.check_kl(dapo, []),
+        lambda: upref.check_advantages(dapo, []), lambda: upref.derive(None), lambda: upref.cap_map("dapo", adv="x"),
+        lambda: upref.diagnose(None, None), lambda: upref.Rollouts(1, 2, 3, 4),
+        lambda: upref.regimes.anchor().split(10**9), lambda: upref.regimes.anchor().split(0),
+    ],
+)  # fmt: skip
+def test_bad_inputs_of_the_api_are_one_sentence(bad):
+    with pytest.raises(InputError) as e:
+        bad()
+    assert "\n" not in str(e.value) and len(str(e.value)) < 500
+
+
+@pytest.mark.parametrize("hp", ["eps_high=nan", "eps_high=inf", "eps_high=-inf", "eps_high=1e999", "=", "eps_high"])
+def test_a_hyperparameter_is_a_finite_number(capsys, hp):
+    assert main(["cap", "dapo", "--hp", hp]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

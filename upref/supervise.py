@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work that runs somebody's code, in a child process: its exit status counts only if it says that it has finished.
+
+os._exit(0), a crash, a fork or an endless loop in a loss cannot pass for a verdict. The child is forked before anything
+heavy is imported, which costs a few milliseconds. Its file descriptor 1 is stderr: what is written there past Python
+does not mix with the report.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+
+def supervised(work: Callable[[], int], seconds: float) -> int:
+    """The exit status of the work; 2, with one sentence on stderr, where it ends without one or takes longer."""
+    if not hasattr(os, "fork"):
+        return work()
+    reading, writing = os.pipe()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    parent, child = os.getpid(), os.fork()
+    if not child:
+        _child(work, writing, parent)
+    os.close(writing)
+    try:
+        said = _said(reading, child, time.monotonic() + seconds)
+    except BaseException:  # Ctrl-C
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    if said is None:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return _no_verdict(f"no verdict within {seconds:g} s: does the loss end? --timeout SECONDS allows more.")
+    if said:
+        os.waitpid(child, 0)
+        return int(said)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    how = f"ended the process with exit status {ended}" if ended >= 0 else f"died of signal {-ended}"
+    return _no_verdict(f"the loss {how} before there was a report: a function returns its value.")
+
+
+def _no_verdict(sentence: str) -> int:
+    print(f"upref: {sentence}", file=sys.stderr)
+    return 2
+
+
+def _said(reading: int, child: int, end: float) -> bytes | None:
+    """What the child says last, b"" if it ends without a word, None if it does not end in time."""
+    while (left := end - time.monotonic()) > 0:
+        ready = select.select([reading], [], [], min(left, 0.2))[0]
+        # a process that the child has forked may hold the other end open
+        if ready or os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return os.read(reading, 16) if select.select([reading], [], [], 0)[0] else b""
+    return None
+
+
+def _child(work: Callable[[], int], writing: int, parent: int):
+    """Never returns, never runs what the loss has left for the end of the process."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the parent's; KeyboardInterrupt is the loss's
+        threading.Thread(target=_ends_with, args=(parent,), daemon=True).start()
+        with contextlib.suppress(OSError):  # stdout is closed
+            own = os.dup(1)
+            os.dup2(2, 1)
+            sys.stdout = open(own, "w", encoding=getattr(sys.stdout, "encoding", None))  # noqa: SIM115
+        process = os.getpid()
+        status = work()
+        if os.getpid() == process:
+            os.write(writing, str(status).encode())
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stderr.flush()
+        os._exit(2)
+
+
+def _ends_with(parent: int):
+    """A child whose parent was killed does not go on."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(2)
