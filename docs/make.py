@@ -91,7 +91,7 @@ def letters() -> str:
 
 
 def objectives() -> str:
-    from upref.commands import markdown_table
+    from upref.show import markdown_table
 
     return markdown_table()
 

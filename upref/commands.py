@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each verb of the command `upref` does: parsed arguments in, exit status out. See upref/cli.py."""
 
-import inspect
 import json
 import math
 import sys
-import textwrap
-from dataclasses import asdict, fields
-from importlib import resources
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from upref.errors import InputError
-from upref.registry import ERRORS, LEVELS, Objective, get, names
+from upref.registry import get, names
 
 PI_OLD = (0.001, 0.01, 0.1, 0.5, 0.9)
 RATIOS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.28, 2.0, 5.0, 50.0)
@@ -101,91 +98,25 @@ def _print(args, verdict):
         console.print(*verdict.lines(args.verbose) if hasattr(verdict, "lines") else [verdict], sep="\n")
 
 
-# ---- list and show ---------------------------------------------------------------------------------------------------
 def listing(args) -> int:
+    from upref import show
+
     objectives = [get(n) for n in names()]
     if args.json:
-        print(json.dumps([_facts(o) for o in objectives], indent=1, ensure_ascii=False))
+        print(json.dumps([show.facts(o) for o in objectives], indent=1, ensure_ascii=False))
     elif args.markdown:
-        print(markdown_table())
+        print(show.markdown_table())
     else:
         _table(["name", "level", "aggregation", "paper"], [[o.name, o.level, o.agg, o.paper] for o in objectives])
     return 0
 
 
-def markdown_table() -> str:
-    """The table of objectives in docs/objectives.md; a test holds the page against it."""
-    first = lambda o: f"`{o.equation.splitlines()[0]}`".replace("|", "\\|")
-    every = [get(n) for n in names()]
-    rows = [f"| `{o.name}` | {o.paper} | {o.level} | {o.agg} | {first(o)} |" for o in every]
-    return "\n".join(["| name | paper | level | aggregation | J |", "|---|---|---|---|---|", *rows])
-
-
-def _facts(o: Objective) -> dict[str, Any]:
-    plain = ("name", "paper", "eq", "level", "agg", "adv", "kl", "note", "unread", "coupled", "off_anchor")
-    facts = {f.name: getattr(o, f.name) for f in fields(o) if f.name in plain}
-    return facts | {"equation": o.equation, "hyperparameters": o.hyperparameters, "defaults": o.defaults}
-
-
 def show(args) -> int:
+    from upref.show import facts, page
+
     o = get(args.name)
-    if args.json:
-        print(json.dumps(_facts(o), indent=1, ensure_ascii=False))
-        return 0
-    say = lambda head, text: print(f"\n{head}\n" + textwrap.indent(text.strip(), "    "))
-    print(f"{o.name}   {o.paper}, {o.eq}")
-    say("objective, to be maximised", o.equation)
-    say("facts", "\n".join(f"{k:12} {v}" for k, v in _about(o)))
-    if o.hyperparameters:
-        say("defaults", "\n".join(f"{k} = {v}\n    {o.defaults[k]}" for k, v in o.hyperparameters.items()))
-    say("weight dJ/dlp, by hand", _source(o.closed_form))
-    say("Probability Capacity at π_θ = π_old", _capacity_lines(o))
-    say("source", _source(o.fn))
-    say("reference", bib_entry(o.paper))
-    say("units and errors", ERRORS)
+    print(json.dumps(facts(o), indent=1, ensure_ascii=False) if args.json else page(o))
     return 0
-
-
-def _about(o: Objective):
-    yield "level", f"{o.level}: {LEVELS[o.level]}"
-    yield "aggregation", o.agg
-    yield "advantage", o.adv
-    if o.kl:
-        yield "KL", f"- beta * {o.kl}, a term of its own"
-    for key in ("note", "unread", "coupled", "off_anchor"):
-        if value := getattr(o, key):
-            yield {"unread": "not in sympy", "coupled": "not split", "off_anchor": "r = 1"}.get(key, key), value
-
-
-def _source(fn) -> str:
-    lines, depth = inspect.getsource(fn).splitlines(), 0
-    for i, line in enumerate(lines):  # the decorator's facts are shown above
-        depth += line.count("(") - line.count(")")
-        if line.lstrip().startswith("def "):
-            return textwrap.dedent("\n".join(lines[i:]))
-        if not line.lstrip().startswith("@") and depth == 0 and i == 0:
-            break
-    return textwrap.dedent("\n".join(lines))
-
-
-def bib_entry(key: str) -> str:
-    """The BibTeX entry of that key in papers.bib."""
-    text = resources.files("upref").joinpath("papers.bib").read_text(encoding="utf-8")
-    for entry in text.split("\n@"):
-        if entry.partition("{")[2].partition(",")[0] == key:
-            return "@" + entry.strip().removeprefix("@")
-    return f"{key}: no entry in papers.bib"
-
-
-def _capacity_lines(o: Objective) -> str:
-    from upref.cap import capacity
-
-    try:
-        caps = {adv: capacity(o, PI_OLD, PI_OLD, adv) for adv in (1, -1)}
-    except InputError as error:
-        return str(error)
-    head = "π_old " + "".join(f"{p:>9g}" for p in PI_OLD)
-    return "\n".join([head, *(f"A {'>' if a > 0 else '<'} 0 " + "".join(f"{v:9.4g}" for v in caps[a]) for a in caps)])
 
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
