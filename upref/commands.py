@@ -12,8 +12,8 @@ import numpy as np
 
 from upref.errors import InputError
 from upref.registry import get, names
+from upref.show import PI_OLD
 
-PI_OLD = (0.001, 0.01, 0.1, 0.5, 0.9)
 RATIOS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.28, 2.0, 5.0, 50.0)
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every synthetic batch: the regime grid (sign of A x ratio below, at and above every bound x π_old x ragged masks), on
-policy, random, far; and what two weights differ by.
+policy, random, far; and what two weights differ by. One file, so that what is covered can be read off in one place.
 
 On policy (r = 1) nearly all objectives have the same gradient, so a test at r = 1 proves nothing. Everything that
 compares losses reads its batches from here. What the grid holds and what only AXES hold:

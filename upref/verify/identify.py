@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`upref.identify`: which objective a loss is, by its gradients alone."""
+"""`upref.identify`: which objective a loss is, by its gradients alone. One file: batches, matches and slips in turn."""
 
 import time
 from collections.abc import Callable

@@ -2,7 +2,8 @@
 """Known slips as records: what is done otherwise, in words, and the change it makes to the reference.
 
 `explain` searches the catalogue below for the one that reproduces a wrong loss; the audit of a framework declares the
-ones that account for its deviations, and the ledger names them. No decision is taken on the words.
+ones that account for its deviations, and the ledger names them. No decision is taken on the words. One file, because a
+catalogue is read as one.
 """
 
 from collections.abc import Callable, Iterator

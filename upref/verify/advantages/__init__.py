@@ -31,6 +31,9 @@ def check_advantages(fn: Any, estimator: str, *, skip: tuple[str, ...] = (), **h
     advantages.get(estimator)
     if unknown := sorted(hp.keys() - ({"ddof", "eps"} if estimator in NORMED else set())):
         raise InputError(f"{estimator} has no setting {unknown[0]!r}.")
+    for k, v in hp.items():
+        if isinstance(v, bool) or not isinstance(v, int | float) or not 0 <= v < 1e300:
+            raise InputError(f"{k} must be a number >= 0, got {repr(v)[:60]}.")
     must_know(ORACLES, skip)
     case = settled(read(fn, estimator, hp), estimator, hp)
     found, ran = run(ORACLES, case, skip)
