@@ -212,21 +212,23 @@ def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Matc
     both, even = ({"eps_low": low, "eps_high": high} if low else {}), low and abs(low - high) < 1e-6
     mean = "grpo" if box.agg == "seq-mean-token-mean" else "dr_grpo" if box.agg == "seq-mean-token-sum" else "ppo_clip"
     bases = [(get(mean), {"eps": low} if low else {})] if even or not low else []
-    if low and high:  # where old and new are exchanged, the bounds are those of 1 / r
+    turns: list[tuple[Objective, dict[str, float]]] = []
+    if high and 0 < low < 1:  # where old and new are exchanged, the bounds are those of 1 / r
         turned = {"eps_low": 1 - 1 / (1 + high), "eps_high": 1 / (1 - low) - 1}
         mirrored = abs(turned["eps_low"] - turned["eps_high"]) < 1e-6
-        bases += [(get(mean), {"eps": turned["eps_low"]})] if mirrored else []
-        bases += [(get("dapo"), turned), (get("gspo"), turned)]
+        turns = [(get(mean), {"eps": turned["eps_low"]})] if mirrored else []
+        turns += [(get("dapo"), turned), (get("gspo"), turned)]
     bases += [(get("dapo"), both), (get("gspo"), both), (nearest, both)]
     b, g = _stack(grids[:2] + grids[-RANDOM:])
-    for o, clip in bases:
+    for n, (o, clip) in enumerate([*turns, *bases]):
         own = {k: v for k, v in clip.items() if k in o.hyperparameters}
         hp = {k: v for k, v in o.resolve(own).items() if k != "beta"}
         case = Case(box.loss, o, hp, box.agg or promised(o), tol=box.tol, edges=box.case.edges)
         plain = g(case)  # the factor may be the slip's own: an inverted ratio turns the sign of what is on policy
         for k in {box.scale, 1.0}:
             found = plain / k - box.kl_weights(b)
-            if slip := reproduces(known(o, hp, bounds), case, b, found, b.mask):
+            slips = known(o, hp, bounds) if n >= len(turns) else (s for s in known(o, hp, []) if s.kind == "ratio")
+            if slip := reproduces(slips, case, b, found, b.mask):
                 break
         if slip:
             if slip.meant:
