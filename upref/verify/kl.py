@@ -2,7 +2,7 @@
 """`upref.check_kl`: is this function of two log-probabilities the KL estimator that it is meant to be?
 
 Token by token against upref.kl, and over a vocabulary small enough to be enumerated: the expected value against the
-divergence, and the expected gradient against the divergences' gradients, on policy and off it. One file: its oracles are short.
+divergence, and the expected gradient against theirs, on policy and off it. One file: its oracles are short.
 """
 
 import math
