@@ -164,6 +164,8 @@ def test_hyperparameters_by_what_they_mean():
     assert upref.check(clipped, "grpo") and upref.check(clipped, "grpo", eps=0.3)
     assert upref.check(clipped, "dapo", cliprange=0.2, eps_high=0.2).hp["eps_high"] == 0.2
     assert np.allclose(upref.curve.of(clipped, cliprange=0.5)(1.4, 1.0), 1.4)
+    with pytest.raises(InputError, match="eps and cliprange are one argument"):
+        upref.check(clipped, "grpo", eps=0.2, cliprange=0.3)
     with pytest.raises(InputError, match="'cliprange'"):
         upref.check(clipped, "cispo")
 

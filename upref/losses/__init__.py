@@ -63,7 +63,7 @@ def bare(loss: Any, o: Objective, hp: dict[str, Any]) -> Loss:
 
         return trl.of(name, loss, o, hp)
     if isinstance(loss, type):
-        raise InputError(f"{name} is a class. {_WRAP.format(f'{name}(...)')}")
+        raise InputError(f"{name} is a class. {_WRAP.format(name.rpartition(':')[2])}")
     if not callable(loss):
         raise InputError(f"a loss is a function or its name, got {type(loss).__name__}.")
     takes = {p.name for p in parameters(loss)}
@@ -76,7 +76,7 @@ def bare(loss: Any, o: Objective, hp: dict[str, Any]) -> Loss:
 
 _WRAP = (
     "Check a wrapper of two lines: `def loss(log_prob, old_log_prob, advantages, mask):` and "
-    "`return {}`, which hands them on as it wants them."
+    "`return {}(...)`, which hands them on as it wants them."
 )
 
 
@@ -86,7 +86,7 @@ def _plain(name: str, fn: Callable, o: Objective, hp: dict[str, Any]) -> Loss:
     if len(required) == 1 and not names.role(required[0].name):
         p = required[0]
         if p.annotation is not Rollouts and p.annotation != "Rollouts" and p.name not in ("b", "rollouts"):
-            raise InputError(f"{name}({p.name}) takes everything in one argument. {_WRAP.format(f'{name}(...)')}")
+            raise InputError(f"{name}({p.name}) takes everything in one argument. {_WRAP.format(name.rpartition(':')[2])}")
         own = {q.name: q for q in every if q is not p and q.kind is not q.VAR_KEYWORD}
         reading = Reading({}, frozenset(), own, (), len(own) < len(every) - 1)
         return _bind(name, lambda full, hp: fn(rollouts(full), **hp), reading, o, hp,
@@ -104,6 +104,8 @@ def _bind(name: str, call: Callable, reading: Reading, o: Objective, hp: dict[st
     others = {k: names.argument(k, reading.own) for k in hp if k not in known}  # by its own name for each
     foreign = {p or k: hp[k] for k, p in others.items() if p or reading.swallows}
     hp = {k: v for k, v in hp.items() if not (k in others and (others[k] or reading.swallows))}
+    if twice := [k for k in hp if argument.get(k) in foreign]:
+        raise InputError(f"{twice[0]} and {argument[twice[0]]} are one argument of {name}: give {twice[0]} alone.")
     resolved, swallows = o.resolve(hp), reading.swallows
     needed = {meant for meant, p in argument.items() if p in reading.needed}
     if unbound := [p for p in reading.needed if p not in argument.values() and p not in foreign]:
