@@ -86,7 +86,8 @@ def _plain(name: str, fn: Callable, o: Objective, hp: dict[str, Any]) -> Loss:
     if len(required) == 1 and not names.role(required[0].name):
         p = required[0]
         if p.annotation is not Rollouts and p.annotation != "Rollouts" and p.name not in ("b", "rollouts"):
-            raise InputError(f"{name}({p.name}) takes everything in one argument. {_WRAP.format(name.rpartition(':')[2])}")
+            wrapper = _WRAP.format(name.rpartition(":")[2])
+            raise InputError(f"{name}({p.name}) takes everything in one argument. {wrapper}")
         own = {q.name: q for q in every if q is not p and q.kind is not q.VAR_KEYWORD}
         reading = Reading({}, frozenset(), own, (), len(own) < len(every) - 1)
         return _bind(name, lambda full, hp: fn(rollouts(full), **hp), reading, o, hp,
