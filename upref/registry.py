@@ -282,7 +282,7 @@ def get(name: str) -> Objective:
 def _number(x: Any) -> bool:
     """Whether a float can hold it; infinity is one: no bound."""
     try:
-        return isinstance(x, int | float | np.number) and not isinstance(x, bool) and not np.isnan(float(x))
+        return isinstance(x, int | float | np.number) and not isinstance(x, bool) and float(x) == float(x)
     except (OverflowError, TypeError):  # 10**400, a complex number
         return False
 

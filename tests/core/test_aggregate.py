@@ -103,7 +103,7 @@ def test_split_refuses_nonsense():
     x, mask = padded()
     b = Rollouts(-x.abs(), -x.abs(), x, mask, torch.tensor(GROUP))
     for n in (0, -1):
-        with pytest.raises(InputError, match="split into at least one"):
+        with pytest.raises(InputError, match="is split into 1 to as many parts"):
             b.split(n)
     assert len(b.split(9)) == 5
 

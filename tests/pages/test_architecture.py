@@ -51,7 +51,7 @@ from upref.cli import main
 root, calls = sys.argv[1], []
 
 def watch(frame, event, arg):
-    if event == "call" and frame.f_code.co_filename.startswith(root):
+    if event == "call" and frame.f_code.co_filename.startswith(f"{root}/upref/"):
         calls.append((frame.f_code.co_filename, frame.f_code.co_qualname))
 
 sys.setprofile(watch)

@@ -179,6 +179,8 @@ def test_what_a_loss_changes_of_the_process_is_set_back_and_noted():
             change()
         return answer
 
+    on = torch.are_deterministic_algorithms_enabled()  # left on by another test of this process
+    torch.use_deterministic_algorithms(False)
     before = {name: read() for name, (read, _) in (STATE | RANDOM).items()}
     loss = lambda log_prob, old_log_prob, advantages, mask: all_of_it(dapo(log_prob, old_log_prob, advantages, mask))
     report = upref.check(loss, "dapo", skip=("extremes", "poison"))
@@ -186,6 +188,7 @@ def test_what_a_loss_changes_of_the_process_is_set_back_and_noted():
     k1 = upref.check_kl(lambda log_prob, ref_log_prob: all_of_it(log_prob - ref_log_prob), "k1")
     assert k1 and "it changes torch's default dtype" in str(k1)
     assert all(_equal(before[name], read()) for name, (read, _) in (STATE | RANDOM).items())
+    torch.use_deterministic_algorithms(on)
 
 
 def test_every_state_is_a_case():
