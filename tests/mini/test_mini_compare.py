@@ -148,3 +148,9 @@ def test_run_sh_refuses_in_one_line(words, says):
 def test_pictures_are_not_blank(report):
     for name in ("curves.png", "cap.png"):
         assert np.asarray(Image.open(report[1] / name), float).std() > 10
+
+
+def test_what_is_shown_loses_no_word(capsys):
+    claim = "up_dapo ends with a higher Avg@32 than dapo, after as many words as two lines hold. (+0.8 [-21.9, +23.4])"
+    compare.shown(f"* Fig. 2a: **showed in 1 of 2 seeds**. {claim}")
+    assert claim in " ".join(capsys.readouterr().out.split())

@@ -87,6 +87,11 @@ def write(e: Experiment, records: dict[str, results.Record], out: Path, folder: 
     return "\n".join(text)
 
 
+def shown(text: str) -> None:
+    """The report on a terminal, wrapped: a soft wrap would cut what is longer than a line."""
+    suite.say(Markdown(text), soft_wrap=False)
+
+
 def table(e: Experiment, records: dict[str, results.Record]) -> str:
     base, up = e.arms
     rows = [f"| | {base} | {up} | difference, seed by seed |", "|---|---|---|---|"]
@@ -193,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
         folder = args.out / "compare" / args.objective.replace("(", "_of_").replace(")", "")
         shutil.rmtree(folder, ignore_errors=True)
         text = write(e, {name: results.record(args.out / name) for name in wanted}, args.out, folder)
-        suite.say(Markdown(text))
+        shown(text)
         suite.say(f"\nReport and figures: {folder}", markup=False)
         return 0
 
