@@ -292,10 +292,15 @@ PEAKS = {"avg32": ("mean", "Avg@32 of AIME24"), "maj32": ("maj", "Maj@32"), "bes
          "geometry3k": ("mean", "accuracy on Geometry3K")}  # fmt: skip
 
 
+def methods(data: dict) -> dict[str, str]:
+    """The paper's name of an objective, in whichever form it is trained."""
+    return {v: k for k, v in data["names"].items()} | {k: v["method"] for k, v in data["forms"].items()}
+
+
 def printed(runs: list[Kept]) -> list[str]:
     """The peaks that the paper prints, beside the peaks of these runs."""
     data = paper()
-    names = {v: k for k, v in data["names"].items()}
+    names = methods(data)
     rows = []
     for metric, values in data["peaks"].items():
         kind, words = PEAKS[metric]
@@ -321,7 +326,7 @@ BENCHMARKS = {
 def table1(runs: list[Kept]) -> str:
     """The family's last validation, beside Table 1."""
     data = paper()
-    names = {v: k for k, v in data["names"].items()}
+    names = methods(data)
     printed_rows = {r[0]: r[1:] for r in data["table1"]["rows"]}
     rows = []
     for r in (r for r in runs if r.scale == "paper_math"):

@@ -24,6 +24,7 @@ from repro.with_verl.machine import preflight  # noqa: E402
 from repro.with_verl.machine.estimate import GB, estimate  # noqa: E402
 from repro.with_verl.machine.preflight import VERL, Machine  # noqa: E402
 from repro.with_verl.place import ROOT  # noqa: E402
+from repro.with_verl.report import methods  # noqa: E402
 from repro.with_verl.run import launch  # noqa: E402
 
 pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("ignore:Disabled critic")]
@@ -99,6 +100,10 @@ def test_the_papers_methods_get_the_papers_experiments():
             got = c.paper_scale(data["names"][method])[0]
             if not (name == "geo3k" or (name == "math" and method == "GSPO")):
                 assert got == f"paper_{name}"
+    scale, why = c.paper_scale("w_reinforce_code")
+    assert scale == "paper_math" and "w_reinforce` is the printed form" in why and "does not say which" in why
+    assert methods(data)["w_reinforce_code"] == methods(data)["w_reinforce"] == "W-REINFORCE"
+    assert all(upref.get(name) and form["method"] in data["names"] for name, form in data["forms"].items())
     scale, why = c.paper_scale("topr")
     assert scale == "paper_math" and "not in the paper" in why
     assert "not in the paper" in c.compose("topr", "paper").notes[0]
