@@ -108,7 +108,7 @@ def paper_scale(objective: str) -> tuple[str, str]:
             tables = " and ".join(experiment["tables"])
             return f"paper_{name}", f"{objective} is of the paper's {experiment['model']} experiment (Tables {tables})"
     if objective in data["forms"]:
-        return "paper_math", f"{data['forms'][objective]['says']}; the paper does not say which it ran (Tables A3 and A4)"
+        return "paper_math", f"{data['forms'][objective]['says']}; the paper does not say which it ran (Table A4)"
     return "paper_math", f"{objective} is not in the paper: it runs by the protocol of its baselines (Tables A3 and A4)"
 
 
