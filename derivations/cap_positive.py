@@ -1,34 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Eq. 11: the Probability Capacity for A > 0.
 
-Claim. The weight of DAPO is alive up to r = 1+ε_high, that is up to p = (1+ε_high) mu, and p <= 1, so
+Claim. dJ/dlp of DAPO is alive up to r = 1+ε_high, that is up to p = (1+ε_high) mu, and p <= 1, so
 Cap = min(1, (1+ε_high) mu) - p below and 0 above. At mu = 0.01, ε_high = 0.28: gone at 0.0128, 0.0028 from mu. UP's
-weight is alive everywhere: Cap = 1 - p.
+is A, alive everywhere: Cap = 1 - p.
 
 Only in part as written: the Cap is linear in mu only while (1+ε_high) mu < 1. From mu = 1/1.28 = 0.78 on DAPO never
 clips a positive token, and its Cap is UP's.
 """
 
-from sympy import Min, Rational, Symbol, symbols
+from sympy import Min, Rational, Symbol, log, symbols
 
 from upref import get
 from upref.symbolic import in_regime, kinks
 
 A, r, p, mu = symbols("A r p mu", positive=True)
-eps_high = Symbol("eps_high", positive=True)
+lp, eps_high = Symbol("lp", real=True), Symbol("eps_high", positive=True)
 
 
-def ceiling(weight):
-    """The largest p at which the weight, alive at r = 1, is not yet 0."""
-    edges = kinks(weight, r)
+def ceiling(o, **hp):
+    """The largest p at which dJ/dlp of the function that trains, alive at r = 1, is not yet 0."""
+    gradient = o.fn(lp, 0, A, eps_low=Rational(1, 5), c=None, **hp).diff(lp).subs(lp, log(r))
     at = {eps_high: Rational(28, 100), A: 1}
-    past = [k for k in edges if k.subs(at) > 1 and in_regime(weight, at | {r: k.subs(at) * 2}) == 0]
+    assert in_regime(gradient, at | {r: 1}) != 0
+    past = [k for k in kinks(gradient, r) if k.subs(at) > 1 and in_regime(gradient, at | {r: k.subs(at) * 2}) == 0]
     return Min(1, *(mu * k for k in past))
 
 
 def main(bound=1 + eps_high):
-    dapo = ceiling(get("dapo").closed_form(r, A, eps_low=Rational(1, 5), eps_high=eps_high, c=None))
-    up = ceiling(get("up_dapo").closed_form(r, A, eps_low=Rational(1, 5), c=None) + 0 * r)
+    dapo, up = ceiling(get("dapo"), eps_high=eps_high), ceiling(get("up_dapo"))
     print("largest p with a gradient:  DAPO", dapo, "  UP-DAPO", up)
     assert dapo == Min(1, bound * mu) and up == 1
 

@@ -7,34 +7,36 @@ positive (π_old = 0.01), two negative: in the flow of DAPO's exact gradient the
 (1 - (1-ε_low)(1-π_old))/π_old = 20.8. The Cap says where a gradient lives, not what the policy can reach.
 """
 
-import numpy as np
+import torch
 
 from upref import get
 
-MU = np.array([0.01, 0.495, 0.495])
-A = np.array([1.0, -1.0, -1.0])
-DAPO = get("dapo").weight
+MU = torch.tensor([0.01, 0.495, 0.495], dtype=torch.float64)
+A = torch.tensor([1.0, -1.0, -1.0], dtype=torch.float64)
+DAPO = get("dapo").fn
 
 
-def flow(weight, step=0.02, most=20_000):
-    """Euler steps on z, dJ/dz_b = Σ_a mu_a w_a (δ_ab - p_b): the ratios, steps till the first is dead, till all are."""
-    z, left = np.log(MU), None
+def flow(fn, step=0.1, most=4000):
+    """Euler steps on the logits z, up J = Σ_a mu_a fn(lp_a): ratios at the end, steps till the first token's own
+    gradient is dead, till all are."""
+    z, left = MU.log(), None
     for i in range(most):
-        p = np.exp(z) / np.exp(z).sum()
-        w = MU * weight(p / MU, A)
-        if not w.any():
+        lp = torch.log_softmax(z, 0).requires_grad_()
+        (own,) = torch.autograd.grad((MU * fn(lp, MU.log(), A)).sum(), lp)  # mu_a dJ/dlp_a
+        p = lp.detach().exp()
+        if not own.any():
             break
-        if left is None and w[0] == 0:
+        if left is None and own[0] == 0:
             left = i
-        z = z + step * (w - p * w.sum())
+        z = z + step * (own - p * own.sum())  # dJ/dz_b = Σ_a own_a (δ_ab - p_b)
     return p / MU, left, i
 
 
-def main(bound=1.28, weight=DAPO):
-    r, left, last = flow(weight)
+def main(bound=1.28, fn=DAPO):
+    r, left, last = flow(fn)
     print(f"own gradient of the positive token gone after {left} steps, all gradients after {last}")
-    print("ratios at the end:", np.round(r, 2).tolist())
-    limit = (1 - 0.8 * (1 - MU[0])) / MU[0]
+    print("ratios at the end:", [round(x, 2) for x in r.tolist()])
+    limit = (1 - 0.8 * (1 - MU[0].item())) / MU[0].item()
     print(f"bound of the paper: {bound}; normalisation allows {limit:.1f}")
     assert left is not None and r[0] > 10 * bound and abs(r[0] - limit) < 0.5
 

@@ -7,8 +7,8 @@ E_old[A r] = E_π[A] is stationary inside the simplex only if all A are equal: i
 probability 1.
 
 Not true as written: "equivalent to maximizing the REINFORCE objective". Off-policy it is advantage-weighted maximum
-likelihood on stale data, with a target that keeps entropy. Nor is a baseline free there: E_old[∇log π] = 0 only at
-π = π_old.
+likelihood on stale data, with a target that keeps entropy. Nor is a baseline free there: E_old[∂ log π/∂z_a] is
+π_old(a) - π(a), which is 0 for all a only at π = π_old.
 """
 
 from sympy import Rational, expand_log, log, simplify, symbols
@@ -48,11 +48,10 @@ def main(target=lambda mu, A: mu * A):
     print("π_old = (.5, .3, .2), A = (1, 2, 4):  UP ends at", [s.subs(numbers) for s in star], " IS at [0, 0, 1]")
     assert [s.subs(numbers) for s in star] != [0, 0, 1]
 
-    drift = [sum(m * k * p.diff(k) for m, p in zip(mu, lp, strict=True)) for k in x]
-    at_old = [simplify(d.subs(dict(zip(x, mu, strict=True)))) for d in drift]
-    away = [d.subs(dict.fromkeys(x, 1)).subs(numbers) for d in drift]
-    print("E_old[∇log π] at π_old:", at_old, "  at uniform π:", away)
-    assert at_old == [0, 0, 0] != away
+    drift = [sum(m * k * p.diff(k) for m, p in zip(mu, lp, strict=True)) for k in x]  # mu not normalised
+    apart = [simplify(d - (m - sum(mu) * k / sum(x))) for d, m, k in zip(drift, mu, x, strict=True)]
+    print("E_old[∂ log π/∂z_a] - (π_old(a) - π(a)) =", apart)
+    assert apart == [0, 0, 0]
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 """Eqs. 7-8: the importance-sampling gradient, and when it is the on-policy one.
 
 Claim. ∇(A r) = A r ∇log π (Eq. 8). For one step, its mean under any π_old is *exactly* ∇E_{π_θ}[A]: the factor r, which
-the paper calls the mathematical flaw, is what makes IS unbiased. The mean of A ∇log π under π_old (Eq. 13, UP) is not.
-What r costs is variance.
+the paper calls the mathematical flaw, is what makes IS unbiased. The mean of A ∇log π under π_old (Eq. 13, UP) is off
+by Σ_a (π_old - π)(a) A_a ∇log π(a), which is 0 for every A only at π = π_old.
+
+What r costs may be variance, but need not: the second moment of one term is Σ_a π²/π_old A² s², on policy it is
+Σ_a π A² s². It grows without bound where π_old -> 0, and is smaller than on policy where π_old ∝ π |A s|.
 
 For two steps the token ratio is biased off-policy, in the first token (its future is still π_old's) as in the second
 (its past is). Prefix products r_1 ... r_t mend the second only; the whole product r_1 r_2 is exact.
@@ -11,22 +14,32 @@ For two steps the token ratio is biased off-policy, in the first token (its futu
 
 from itertools import product
 
-from sympy import Rational, cancel, factor, log, simplify, symbols
+from sympy import Rational, cancel, exp, factor, limit, log, oo, simplify, symbols
 
 from upref import get
 
-J = get("is_pg").fn
-UP = get("up_grpo").fn
+IS, UP = get("is_pg").fn, get("up_grpo").fn
 ARMS = symbols("x1:4 mu1:4 A1:4", positive=True)
+X, MU, ADV = ARMS[:3], ARMS[3:6], ARMS[6:]
+PI = [k / sum(X) for k in X]  # x = e^z
+SCORE = [log(p).diff(X[0]) * X[0] for p in PI]  # ∂log π(a)/∂z_1; the other logits follow by symmetry
+lp, lp_old = symbols("lp lp_old", real=True)
 
 
-def one_step(r_power):
-    """E_old[A r^power ∇log π] - ∇E_π[A] in the first logit of three, x = e^z."""
-    x, mu, A = ARMS[:3], ARMS[3:6], ARMS[6:]
-    pi = [k / sum(x) for k in x]
-    target = sum(p * a for p, a in zip(pi, A, strict=True)).diff(x[0]) * x[0]
-    estimate = sum(m * a * (p / m) ** r_power * log(p).diff(x[0]) * x[0] for p, m, a in zip(pi, mu, A, strict=True))
-    return simplify(estimate - target)
+def weights(fn):
+    """dJ/dlp of the function that trains, at each arm."""
+    at = zip(PI, MU, ADV, strict=True)
+    return [fn(lp, lp_old, a).diff(lp).subs({lp: log(p), lp_old: log(m)}) for p, m, a in at]
+
+
+def one_step(fn):
+    """E_old[w ∇log π] - ∇E_π[A], w = A r for importance sampling, A for UP."""
+    target = sum(p * a for p, a in zip(PI, ADV, strict=True)).diff(X[0]) * X[0]
+    return simplify(sum(m * w * s for m, w, s in zip(MU, weights(fn), SCORE, strict=True)) - target)
+
+
+def second_moment(fn):
+    return sum(m * (w * s) ** 2 for m, w, s in zip(MU, weights(fn), SCORE, strict=True))
 
 
 def bern(k, p):
@@ -48,16 +61,31 @@ def two_steps(weights):
     return [factor(cancel(x)) for x in bias]
 
 
-def main(power=1):
-    lp, lp_old, A = symbols("lp lp_old A", positive=True)
-    print("∂/∂lp of Eq. 7 =", J(lp, lp_old, A).diff(lp), "  of UP, A > 0:", UP(lp, lp_old, A).diff(lp))
-    assert J(lp, lp_old, A).diff(lp) == get("is_pg").closed_form(J(lp, lp_old, 1), A)
+def main(base=IS, up=UP):
+    A = ADV[0]
+    print("∂/∂lp of Eq. 7 =", base(lp, lp_old, A).diff(lp), "  of UP, A > 0:", up(lp, lp_old, A).diff(lp))
+    assert base(lp, lp_old, A).diff(lp) == A * exp(lp - lp_old) and up(lp, lp_old, A).diff(lp) == A
 
-    print(f"one step: E_old[A r ∇log π] - ∇E_π[A] = {one_step(power)} for every π_old")
-    bias = one_step(0)
-    at = dict(zip(ARMS, (1, 1, 2, *[Rational(1, 3)] * 3, 1, 0, 0), strict=True))
-    print("          E_old[A ∇log π] - ∇E_π[A] =", bias.subs(at), "at π = (1, 1, 2)/4, π_old uniform, A = (1, 0, 0)")
-    assert one_step(power) == 0 and bias.subs(at) != 0
+    print(f"one step: E_old[A r ∇log π] - ∇E_π[A] = {one_step(base)} for every π_old")
+    bias = one_step(up)
+    apart = simplify(bias - sum((m - p) * a * s for m, p, a, s in zip(MU, PI, ADV, SCORE, strict=True)))
+    print("          E_old[A ∇log π] - ∇E_π[A] - Σ_a (π_old - π)(a) A_a ∇log π(a) =", apart)
+    assert one_step(base) == 0 == apart
+
+    excess = simplify(
+        second_moment(base) - sum(p**2 / m * (a * s) ** 2 for p, m, a, s in zip(PI, MU, ADV, SCORE, strict=True))
+    )
+    print("          E_old[(A r s)²] - Σ_a π²/π_old A² s² =", excess)
+    third = dict.fromkeys(X, 1) | dict(zip(ADV, (1, 0, 0), strict=True))
+    moment, policy = (
+        second_moment(base).subs(third),
+        second_moment(base).subs(dict(zip(MU, PI, strict=True))).subs(third),
+    )
+    rare, good = moment.subs(MU[0], Rational(1, 100)), moment.subs(MU[0], 1)
+    print(
+        f"          at uniform π, A = (1, 0, 0): {policy} on policy, {rare} at π_old(1) = 1/100, {good} at π_old(1) = 1"
+    )
+    assert excess == 0 and rare > policy > good and limit(moment, MU[0], 0, "+") == oo
 
     token, prefix = two_steps(lambda r1, r2: (r1, r2)), two_steps(lambda r1, r2: (r1, r1 * r2))
     whole = two_steps(lambda r1, r2: (r1 * r2, r1 * r2))

@@ -13,6 +13,7 @@ repeated mini-batches is not (fixed_point.py, capacity_is_not_a_bound.py).
 from sympy import Matrix, Rational, Symbol, diag, exp, limit, log, oo, simplify, symbols
 
 from upref import get
+from upref.symbolic import in_regime
 
 z, v = symbols("z1:4", real=True), Matrix(symbols("v1:4", real=True))
 A, mu, p = symbols("A mu p", positive=True)
@@ -41,8 +42,10 @@ def main(up=UP, symmetric=SYMMETRIC, sign=-1):
     print(f"                as p -> 0: J -> {rise}, dJ/dz_a -> {pull}")
     assert opposite == [0, 0, 0] and rise == oo and pull == -A
 
-    clipped = up.closed_form(Rational(1, 2), -A, eps_low=Rational(1, 5), c=None)
-    certain = get("dapo_no_upper_clip").closed_form(p / mu, A, eps_low=Rational(1, 5), c=None).subs(p, 1)
+    q = Symbol("lp", real=True)
+    clipped = in_regime(up.fn(q, 0, -A), {q: -log(2), A: 1}).diff(q)
+    unclipped = in_regime(get("dapo_no_upper_clip").fn(q, log(mu), A), {q: 0, mu: Rational(1, 3), A: 1})
+    certain = unclipped.diff(q).subs(q, 0)
     print("UP, A < 0, r = 1/2: weight", clipped, "  importance sampling, A > 0, p = 1: weight", certain)
     assert clipped == 0 and certain == A / mu and limit(certain, mu, 0, "+") == oo
 

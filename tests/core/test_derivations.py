@@ -14,6 +14,7 @@ import torch
 
 import upref
 from upref.derivation import derive, sympy_gradient
+from upref.kl import ESTIMATORS
 from upref.ops import exp, where
 from upref.regimes import OFF_EDGES, batch, grad
 
@@ -30,14 +31,14 @@ def wrong(o, factor=2):
     return replace(o, fn=functools.wraps(o.fn)(lambda *args, **hp: factor * o.fn(*args, **hp)))
 
 
-def no_negatives(r, A):
-    return where(A > 0, upref.get("dapo").weight(r, A), 0)
+def no_negatives(lp, lp_old, A):
+    return where(A > 0, upref.get("dapo").fn(lp, lp_old, A), 0 * lp)
 
 
 # What each claim is perturbed to, so that its script must fail: a false statement, or a wrong objective.
 FALSE = {
     "log_derivative": [lambda m: {"left_over": lambda A, lp: 0}],
-    "is_gradient": [lambda m: {"power": 0}, lambda m: {"power": 2}],
+    "is_gradient": [lambda m: {"base": m.UP}, lambda m: {"up": m.IS}],
     "clipped_gradient": [lambda m: {"base": upref.get("up_grpo")}, lambda m: {"base": wrong(m.GRPO)}],
     "cap_positive": [lambda m: {"bound": 1 - m.eps_high}],
     "up_positive": [
@@ -52,7 +53,7 @@ FALSE = {
     "kl_estimators": [lambda m: {"gradients": m.GRADIENTS | {"k3": m.GRADIENTS["k2"]}}],
     "stability": [lambda m: {"sign": 1}, lambda m: {"symmetric": wrong(m.SYMMETRIC)}, lambda m: {"up": wrong(m.UP)}],
     "fixed_point": [lambda m: {"target": lambda mu, A: A}],
-    "capacity_is_not_a_bound": [lambda m: {"weight": no_negatives}, lambda m: {"bound": 2.8}],
+    "capacity_is_not_a_bound": [lambda m: {"fn": no_negatives}, lambda m: {"bound": 2.8}],
     "weights": [lambda m: {"which": [wrong(upref.get("up_gspo"))]}, lambda m: {"which": [wrong(upref.get("m2po"))]}],
 }
 
@@ -67,6 +68,60 @@ def test_the_claim_can_fail(name, i):
     module = page.load(name)
     with pytest.raises(AssertionError):
         module.main(**FALSE[name][i](module))
+
+
+def alive(fn):
+    """A gradient of A more, wherever there is one and where there is none."""
+    return functools.wraps(fn)(lambda lp, lp_old, A, *more, **hp: fn(lp, lp_old, A, *more, **hp) + A * lp)
+
+
+def dead(fn):
+    """No gradient above r = 1.1."""
+
+    @functools.wraps(fn)
+    def mutant(lp, lp_old, A, *more, **hp):
+        return where(lp <= (0 * lp if lp_old is None else lp_old) + 0.1, fn(lp, lp_old, A, *more, **hp), 0 * A)
+
+    return mutant
+
+
+def read_by(name, monkeypatch):
+    """The objectives whose function that derivation asks for."""
+    asked, get = [], upref.get
+    monkeypatch.setattr(upref, "get", lambda o: asked.append(o) or get(o))
+    section.__wrapped__(name)
+    monkeypatch.undo()
+    return sorted(set(asked))
+
+
+@pytest.mark.parametrize("name", page.CLAIMS)
+def test_the_derivation_fails_where_its_objective_is_another(name, monkeypatch):
+    """Each function it reads, mutated alone: so it is derived from the function that trains, and from each of them."""
+    objectives = ["aspo", "m2po"] if name == "weights" else read_by(name, monkeypatch)
+    assert objectives or name == "kl_estimators"
+    for o in map(upref.get, objectives):
+        seen = any(fails(name, replace(o, fn=mutate(o.fn)), monkeypatch) for mutate in (alive, dead))
+        assert seen, f"derivations/{name}.py does not see that {o.name} is another function"
+
+
+def fails(name, mutant, monkeypatch):
+    get = upref.get
+    monkeypatch.setattr(upref, "get", lambda one: mutant if one == mutant.name else get(one))
+    try:
+        page.load(name).main(**({"which": [mutant]} if name == "weights" else {}))
+    except AssertionError:
+        return True
+    finally:
+        monkeypatch.undo()
+    return False
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_derivation_of_kl_terms_fails_where_one_is_another(name, monkeypatch):
+    k = ESTIMATORS[name]
+    monkeypatch.setitem(ESTIMATORS, name, lambda lp, lp_ref: 2 * k(lp, lp_ref))
+    with pytest.raises(AssertionError):
+        page.load("kl_estimators").main()
 
 
 def test_every_file_is_a_claim_on_the_page():
