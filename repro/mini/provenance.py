@@ -28,11 +28,15 @@ def of_this_machine() -> dict:
 
 
 def commit() -> dict:
-    """Of the code that runs, and whether tracked files differ from it; {"id": None} outside git."""
+    """Of the code that runs, and whether tracked files differ from it; {"id": None} outside git.
+
+    The records themselves do not count: the suite writes them between runs.
+    """
     git = ("git", "-C", str(Path(__file__).parent))
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+        changed = [*git, "status", "--porcelain", "-uno", "--", ":/", ":(exclude,glob,top)repro/mini/**/results/**"]
+        status = subprocess.run(changed, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return {"id": None, "dirty": None}
     return {"id": head.stdout.strip(), "dirty": bool(status.stdout)}

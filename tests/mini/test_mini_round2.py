@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from repro.mini import provenance
 from repro.mini.round2 import explore, rates, registration, report, rule
 from repro.mini.study import plan, results, suite
 from repro.mini.study.plan import Claim, Contrast, Experiment
@@ -237,3 +238,17 @@ def test_problems_that_the_base_never_solved():
     as_bits = lambda *which: np.packbits(np.isin(np.arange(16), which)).tobytes().hex()
     r = {"solved": {f"{name}/t_1": as_bits(1, 2, 9) for name in explore.SETS}}
     assert explore.new(r, {name: as_bits(2, 3) for name in explore.SETS}) == 2 * len(explore.SETS)
+
+
+def test_a_run_is_of_a_changed_tree_when_code_is_changed_and_not_when_records_are(tmp_path, monkeypatch):
+    code, record = tmp_path / "repro/mini/provenance.py", tmp_path / "repro/mini/round2/results/runs.jsonl"
+    for path in (code, record):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("as committed\n")
+    for words in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -qm one"):
+        subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
+    monkeypatch.setattr(provenance, "__file__", str(code))
+    record.write_text("one more\n")
+    assert provenance.commit()["dirty"] is False
+    code.write_text("changed\n")
+    assert provenance.commit()["dirty"] is True
