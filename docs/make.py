@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what is generated in README.md and docs/*.md: `python -m docs.make [PAGE...]`. A test holds that it is fresh.
+"""Writes what is generated in README.md and in docs/ and docs/course/: `python -m docs.make [PAGE...]`.
+
+A test holds that it is fresh.
 
 What is written anew; all else in a page is left alone:
 
@@ -23,7 +25,8 @@ from math import sqrt
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGES = [Path("README.md"), *sorted(p.relative_to(ROOT) for p in (ROOT / "docs").glob("*.md"))]
+FOLDERS = (ROOT / "docs", ROOT / "docs/course")
+PAGES = [Path("README.md"), *sorted(p.relative_to(ROOT) for folder in FOLDERS for p in folder.glob("*.md"))]
 BLOCK = re.compile(r"```(python|console)\n(.*?)```\n(?:(\s*)```text\n.*?```\n)?", re.S)
 FILE = re.compile(r"# (\S+\.py)\n")
 MARKED = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->\n", re.S)
@@ -144,7 +147,19 @@ def benchmarks() -> str:
     return "\n".join(out)
 
 
-GENERATED = {f.__name__: f for f in (letters, objectives, tally, verdicts, ledger, benchmarks)}
+def lessons() -> str:
+    """The lessons of the course, each with the question of its page."""
+    from upref.learn import exercises
+
+    rows = []
+    for e in exercises():
+        page = (ROOT / e.page).read_text(encoding="utf-8")
+        question = " ".join(page.partition("**Question.** ")[2].partition("\n\n")[0].split())
+        rows.append(f"| {e.number} | [{e.title}]({Path(e.page).name}) | {question} |")
+    return "\n".join(["| | lesson | the question |", "|---|---|---|", *rows])
+
+
+GENERATED = {f.__name__: f for f in (letters, objectives, tally, verdicts, ledger, benchmarks, lessons)}
 
 
 def main(*pages: str):

@@ -16,7 +16,7 @@ LOSS = "package.module:function, path/to/file.py:function, verl:loss_mode or trl
 OWN = ("__init__", "compare", "ledger")  # files of verify/audit that are no framework
 
 
-FOREIGN = ("check", "identify", "cap", "weights")  # verbs that run somebody's loss
+FOREIGN = ("check", "identify", "cap", "weights", "learn")  # verbs that run somebody's code
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,7 +26,8 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None and args.command in FOREIGN:
         from upref.supervise import supervised
 
-        return supervised(lambda: _run(args), args.timeout)
+        what = "your function" if args.command == "learn" else "the loss"
+        return supervised(lambda: _run(args), args.timeout, what)
     return _run(args)
 
 
@@ -110,6 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     _curves(command("weights", "gradient weight dJ/dlp: a table, or with -o a figure"))
     c = command("derive", "sympy derives the gradient from the function that trains")
     c.add_argument("name", metavar="NAME|all")
+    c = command("learn", "the exercises of the course: all of them, or one, written or judged")
+    c.add_argument("lesson", nargs="?", type=int, metavar="N", help="write lessonNN.py here; where it is, judge it")
+    _limit(c, 60)
+    c.set_defaults(verbose=False)
     command("doctor", "versions, optional parts, and a self-test of every gradient")
     return p
 
@@ -124,9 +129,9 @@ def _hyperparameters(c: argparse.ArgumentParser):
     c.add_argument("--hp", action="append", default=[], metavar="K=V", help=text)
 
 
-def _limit(c: argparse.ArgumentParser):
-    text = "how long the loss may take altogether (600 unless given)"
-    c.add_argument("--timeout", type=_seconds, default=600.0, metavar="SECONDS", help=text)
+def _limit(c: argparse.ArgumentParser, seconds: float = 600):
+    text = f"how long it may take altogether ({seconds:g} unless given)"
+    c.add_argument("--timeout", type=_seconds, default=seconds, metavar="SECONDS", help=text)
 
 
 def _seconds(text: str) -> float:

@@ -77,6 +77,27 @@ def audit_table(args) -> int:
     return _answer(args, audited(read_file(args.file), seed=args.seed))
 
 
+def learn(args) -> int:
+    from upref import learn as course
+
+    here = Path.cwd()
+    if args.lesson is None:
+        rows = [e.facts() | {"here": (here / e.file).exists()} for e in course.exercises()]
+        if args.json:
+            print(json.dumps(rows, indent=1, ensure_ascii=False))
+            return 0
+        words = [[str(r["lesson"]), r["title"], r["page"], r["file"] if r["here"] else ""] for r in rows]
+        _table(["", "lesson", "page", "your file"], words)
+        print("`upref learn 1` writes the exercise of lesson 1 into this folder; once it is there, judges it.")
+        return 0
+    e = course.exercise(args.lesson)
+    if not course.write(e, here):
+        return _answer(args, course.judge(e, here))
+    said = f"{e.file}: written. Fill the hole, the line with `...`; then `upref learn {e.number}` judges it."
+    print(json.dumps(e.facts(), ensure_ascii=False) if args.json else f"{said} The lesson: {e.page}")
+    return 0
+
+
 def _answer(args, verdict) -> int:
     if sys.stdout is None or sys.stdout.closed:
         raise InputError("stdout is closed: there is nowhere to print the report.")
@@ -202,6 +223,7 @@ RUN = {
     "cap": cap,
     "weights": weights,
     "derive": derive,
+    "learn": learn,
     "doctor": doctor,
 }
 

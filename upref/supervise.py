@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable
 
 
-def supervised(work: Callable[[], int], seconds: float) -> int:
-    """The exit status of the work; 2, with one sentence on stderr, where it ends without one or takes longer."""
+def supervised(work: Callable[[], int], seconds: float, what: str = "the loss") -> int:
+    """The exit status of the work; 2, with one sentence on stderr, where it ends without one or takes longer. what: it
+    runs, in words."""
     if not hasattr(os, "fork"):
         return work()
     reading, writing = os.pipe()
@@ -37,13 +38,13 @@ def supervised(work: Callable[[], int], seconds: float) -> int:
     if said is None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        return _no_verdict(f"no verdict within {seconds:g} s: does the loss end? --timeout SECONDS allows more.")
+        return _no_verdict(f"no verdict within {seconds:g} s: does {what} end? --timeout SECONDS allows more.")
     if said:
         os.waitpid(child, 0)
         return int(said)
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     how = f"ended the process with exit status {ended}" if ended >= 0 else f"died of signal {-ended}"
-    return _no_verdict(f"the loss {how} before there was a report: a function returns its value.")
+    return _no_verdict(f"{what} {how} before there was a report: a function returns its value.")
 
 
 def _no_verdict(sentence: str) -> int:

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an exercise is: a function to be filled in, the right one, small batches, and the mistakes that are known."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILES = Path(__file__).parent / "exercises"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Arguments of the function, by name and in its order; and what one sees on them, in words."""
+
+    shows: str
+    inputs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Slip:
+    """A mistake that people make: what was done, a hint that fits, and the function that makes it."""
+
+    words: str
+    hint: str
+    fn: Callable
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One of the course. The batches stand from the smallest to the largest: the first that differs is shown."""
+
+    number: int
+    slug: str  # docs/course/NN-slug.md
+    title: str
+    function: str  # what the file must have
+    right: Callable
+    batches: tuple[Batch, ...]
+    slips: tuple[Slip, ...]
+    notice: str  # what to think about once it is right
+    gradient: str = ""  # the argument whose gradient is compared; "" where there is none
+    value: bool = False  # whether the value is compared
+    proof: Callable[[Callable], Any] | None = None  # the library's own check, once every batch agrees: a Report
+    hint: Callable[[Batch, Any], str] = field(default=lambda batch, got: "")  # where no slip fits
+
+    @property
+    def file(self) -> str:
+        """What the exercise is called in the student's folder."""
+        return f"lesson{self.number:02d}.py"
+
+    @property
+    def page(self) -> str:
+        return f"docs/course/{self.number:02d}-{self.slug}.md"
+
+    def facts(self) -> dict[str, Any]:
+        return {"lesson": self.number, "title": self.title, "page": self.page, "file": self.file}
+
+    def text(self) -> str:
+        """The file with the hole, as the student gets it."""
+        return (FILES / self.file).read_text(encoding="utf-8").partition("\n")[2]
