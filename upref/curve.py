@@ -131,7 +131,8 @@ def of_loss(loss, settings: dict[str, Any] | None = None) -> Curve:
     r, A, mu = (v.ravel() for v in np.meshgrid(x, (1.0, -1.0, 0.5, -2.0), (1e-6, 1e-3, 0.3, 0.9, 0.99)))
     r, A, mu = (v[mu * r < 0.99] for v in (r, A, mu))
     w = ask(r, A, crowd(r))
-    single = bool(w.any()) and np.array_equal(w, w.astype(np.float32)) and len(np.unique(abs(w))) > 9
+    with np.errstate(over="ignore"):
+        single = bool(w.any()) and np.array_equal(w, w.astype(np.float32)) and len(np.unique(abs(w))) > 9
     curve = Curve(loss.name, ask, True, settings=settings or {})
     curve = replace(curve, hair=1e-5, floor=1e-4) if single else curve
     same = lambda x, y: np.allclose(x, y, rtol=curve.floor, atol=0.1 * curve.floor)

@@ -35,6 +35,8 @@ def supervised(work: Callable[[], int], seconds: float, what: str = "the loss") 
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         raise
+    finally:
+        os.close(reading)
     if said is None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

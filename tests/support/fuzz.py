@@ -1,99 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad and odd inputs at every entry point of the API and of the command.
+"""Bad and odd inputs (odd.py) at every entry point of the API and of the command, audits and child processes included.
 
-    python tests/support/fuzz.py [inputs] [seed]
+    python tests/support/fuzz.py [inputs] [seed] [FILE]
 
-What must hold of each: an answer, or InputError (exit status 2) with one sentence; no other exception, no status 0
-without a word on stdout, no hang, and the process as it was. Prints what broke that, and how many of what were tried.
+What must hold of each: an answer of bounded length, or InputError (exit status 2) with one sentence; no other
+exception, no status 0 without a report that says so, no hang, and the process as it was. Prints what broke that, and
+how many of what were tried. With FILE, what was done is kept there, and the same command goes on from it.
 """
 
 import collections
 import contextlib
-import functools
 import io
+import json
+import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 
-import numpy as np
-import torch
+import odd
+from odd import JUNK, VERBS, WORDS, a_loss, moody
 
 import upref
 import upref.curve
 import upref.regimes
+import upref.table
 from upref.cli import main
 from upref.errors import InputError
 from upref.losses import read
-from upref.losses.guard import STATE, _equal
+from upref.losses.guard import RANDOM, STATE, _equal
+from upref.table.read import read as read_table
+from upref.verify import audit as audits
+from upref.verify.audit import ledger
 
-LIMIT = 60  # seconds for one input
-JUNK = [
-    None, True, 0, 1, -1, 3, 10**9, 10**400, -(10**400), 0.5, 1.5, float("nan"), float("inf"), -0.0, 1j, "", "x",
-    "dapo", "up(dapo)", "up(", "up()", "up(up(dapo))", "π", "\0", "a" * 5000, b"x", [], {}, (), [1], {"a": 1}, object(),
-    int, Exception, print, len, torch, torch.tensor(1.0), torch.zeros(0), torch.full((2, 3), -1.0),
-    torch.ones(2, 3).bool(),
-    torch.tensor([1j]), torch.zeros(2, 3, device="meta"), torch.eye(2).to_sparse(), np.zeros(3), np.array(["x"]),
-    np.float64(0.2), np.array(None), range(3), iter([]), lambda: None, lambda x: x, lambda *a: a[0].sum(),
-    torch.nn.Linear(2, 2), upref.get("dapo"), upref.regimes.anchor(),
-]  # fmt: skip
-WORDS = [
-    "dapo", "gspo", "m2po", "aspo_code", "bandpo_kl", "nothing", "up(sapo)", "verl:vanilla", "verl:", "trl:nothing",
-    "trl:grpo,x", ":", "x:y", "no.py:f", ".py:f", "upref:get", "upref.kl:k1", "os:getcwd", "math:exp", "torch:max",
-    "mine.py:loss", "mine.py:wrong", "mine.py:missing", "mine.py:two.three", "torch", "π", "\0", "-", "--", "", "--hp",
-    "--json", "--as", "--adv", "-o", "--timeout", "--skip", "--hp=eps_low=0.1", "--hp=eps_low=nan", "--hp=c=None",
-    "--hp=eps=1e999", "--hp==", "--hp=x=1", "--hp=eps_high=True", "--adv=-1", "--adv=nan", "--adv=x", "-o.", "-o/",
-    "-o/no/x.svg", "-ox.xyz", "-o\0.svg", "--timeout=0", "--timeout=-1", "--timeout=nan", "--timeout=x", "--skip=no",
-    "--as=dapo", "--as=no", "--as-kl=k1", "--as-kl=no", "--as-advantage=group_norm", "--as-advantage=no", "--ledger",
-    "--markdown", "--debug", "-v",
-]  # fmt: skip
-VERBS = ["check", "identify", "audit", "list", "show", "cap", "weights", "frobnicate", "", "-x"]
-NAMES = [
-    "log_prob", "old_log_prob", "advantages", "mask", "lp", "old", "A", "x", "y", "batch", "cfg", "eps", "clip_low",
-    "ref_log_prob", "group", "entropy", "totals", "padding_mask", "neg_logp", "lengths", "self", "kl_coef", "Â", "_",
-    "f",
-]  # fmt: skip
-ANSWERS = {
-    "sum": lambda a: sum(x.sum() for x in a if isinstance(x, torch.Tensor) and x.is_floating_point()),
-    "first": lambda a: a[0] if a else None,
-    "tuple": lambda a: (a[0].sum(), a[0].sum()) if a and isinstance(a[0], torch.Tensor) else a,
-    "nothing": lambda a: None, "complex": lambda a: torch.tensor(1j, requires_grad=True),
-    "nan": lambda a: sum(x.sum() for x in a if isinstance(x, torch.Tensor)) * float("nan"),
-    "zero": lambda a: 0, "divides": lambda a: 1 / 0, "exits": lambda a: sys.exit(0),
-    "dtype": lambda a: torch.set_default_dtype(torch.float64), "no_grad": lambda a: torch.set_grad_enabled(False),
-    "stops": lambda a: next(iter([])), "recurses": lambda a: ANSWERS["recurses"](a),
-    "closes": lambda a: sys.stdout.close(),
-    "meta": lambda a: torch.zeros((), device="meta"), "dict": lambda a: {"loss": a[0].sum()} if a else {},
-}  # fmt: skip
-LOSS = """import torch
-def loss(log_prob, old_log_prob, advantages, mask):
-    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
-    return -(torch.min(r * advantages, r.clamp(0.8, 1.28) * advantages) * mask).sum() / mask.sum()
-def wrong(log_prob, old_log_prob, advantages, mask): raise ValueError("one\\ntwo")
-class two: three = 3
-"""
-
-
-def a_loss(rng: random.Random):
-    """A function with a signature and an answer by chance."""
-    chosen = rng.sample(NAMES, rng.randint(0, 6))
-    if rng.random() < 0.5:
-        chosen = [*rng.sample(NAMES[:4], 4), *chosen[:1]]
-    chosen, parts = list(dict.fromkeys(chosen)), []
-    for i, name in enumerate(chosen):
-        parts.append(name + rng.choice(["", "", "", "=None", "=0.2", "=()"]) * (i > 2))
-    cut = next((i for i, p in enumerate(parts) if "=" in p), len(parts))
-    parts = parts[:cut] + [p if "=" in p else p + "=None" for p in parts[cut:]]
-    for mark in ("/", "*", "*a"):
-        if parts and rng.random() < 0.1 and not {"*", "*a"} & set(parts):
-            parts.insert(rng.randint(1, len(parts)) if mark == "/" else rng.randint(0, len(parts) - 1), mark)
-    parts += ["**k"] * (rng.random() < 0.1)
-    scope: dict = {"answer": ANSWERS[rng.choice(list(ANSWERS))]}
-    with contextlib.suppress(SyntaxError):
-        exec(f"def f({', '.join(parts)}): return answer([{', '.join(chosen)}])", scope)
-    f = scope.get("f", lambda log_prob, old_log_prob, advantages, mask: log_prob.sum())
-    return functools.partial(f) if rng.random() < 0.1 else f
+LIMIT = 120  # seconds for one input
+LONGEST = 20_000  # characters of an answer
+EVERY = 100  # inputs between two notes in FILE
+LEDGER = resources.files("upref.verify.audit").joinpath("ledger.toml").read_text(encoding="utf-8")
 
 
 def tries(rng: random.Random):
@@ -104,11 +53,13 @@ def tries(rng: random.Random):
     }
     number = lambda: rng.choice([0.1, 0.5, 1.0, -1.0, some()])
     name = lambda: rng.choice(["dapo", "gspo", "grpo", some()])
+    any_name = lambda: rng.choice(upref.names())
     fields = ("logp", "logp_old", "adv", "mask", "group", "logp_ref", "entropy", "totals")
     b = upref.regimes.anchor()
     good = {k: getattr(b, k) for k in fields}
     mixed = lambda: upref.Rollouts(**good | {k: some() for k in rng.sample(fields, rng.randint(1, 3))})
     argv = lambda: [rng.choice(VERBS), *rng.choices(WORDS, k=rng.randint(0, 4))]
+    a_moody = lambda: moody(rng, ends=False)
     calls = {
         "get": lambda: upref.get(some()),
         "up": lambda: upref.up(some()),
@@ -131,13 +82,33 @@ def tries(rng: random.Random):
         "a loss": lambda: read(a_loss(rng)),
         "a KL": lambda: upref.check_kl(a_loss(rng), "k3"),
         "an advantage": lambda: upref.check_advantages(a_loss(rng), "group_mean"),
+        "a moody loss, checked": lambda: upref.check(a_moody(), any_name()),
+        "a moody loss, named": lambda: upref.identify(a_moody()),
+        "a moody KL": lambda: upref.check_kl(a_moody(), rng.choice(["k1", "k2", "k3"])),
+        "a moody advantage": lambda: upref.check_advantages(a_moody(), "group_norm"),
+        "a moody curve": lambda: upref.capacity(a_moody(), 0.1, 0.1, 1.0),
+        "audit": lambda: audits.audit(some(), rng.choice([(), some()])),
+        "audit, ledger": lambda: ledger.hold([], ledger.read(odd.a_ledger(rng, LEDGER)), str(some()), True),
+        "audit-table": lambda: upref.table.audit(read_table(odd.a_table(rng)), draws=200, seed=rng.choice([0, 1, -1])),
         "command": lambda: command(argv()),
         "command, mostly right": lambda: command([rng.choice(["show", "cap", "weights"]), *rng.choices(WORDS, k=2)]),
+        "child": lambda: child(rng),
     }
+    rare = {"process": lambda: child(rng, forked=False), "audit of a framework": lambda: framework(rng)}
+    if rng.random() < 0.01:
+        calls = rare
     kind = rng.choice(list(calls))
     return kind, calls[kind]
 
 
+def framework(rng: random.Random):
+    """One comparison of an installed framework's audit."""
+    name = rng.choice(audits.frameworks())
+    one = rng.choice(audits.framework(name).comparisons)
+    return audits.audit(name, (one,))
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
 def command(argv: list[str]):
     out, err = io.StringIO(), io.StringIO()
     try:
@@ -145,22 +116,94 @@ def command(argv: list[str]):
             status = main(argv)
     except SystemExit as e:
         status = e.code
-    said = err.getvalue()
-    if status not in (0, 1, 2) or (status == 2 and said.count("\n") != 1 and "--debug" not in argv):
-        raise AssertionError(f"{argv}: status {status}, {said[-300:]!r}")
-    if status != 2 and not out.getvalue():
-        raise AssertionError(f"{argv}: status {status} without a report")
+    judge(argv, status, out.getvalue(), err.getvalue())
+
+
+def child(rng: random.Random, forked: bool = True):
+    """The command line as it is typed: in a child of this process, or in a process of its own."""
+    loss = f"mine.py:{rng.choice(['loss', 'wrong', *[f'moody_{rng.randrange(10**9)}'] * 6])}"
+    objective = rng.choice(["dapo", "grpo", "gspo", "no"])
+    verbs = (["check", "--as", objective], ["check", "--as-kl", "k3"], ["check", "--as-advantage", "group_norm"])
+    verb, *what = rng.choice([*verbs, ["identify"], ["cap"], ["weights"]])
+    more = rng.choice([[], [], ["--json"], ["--skip=no"], [] if verb in ("cap", "weights") else ["-v"]])
+    argv = [verb, loss, *what, "--timeout", rng.choice(["4", "8"]), *more]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        if forked:
+            status = _forked(argv, out.fileno(), err.fileno())
+        else:
+            env = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+            command = [sys.executable, "-m", "upref", *argv]
+            status = subprocess.run(command, stdout=out, stderr=err, check=False, env=env).returncode
+        out.seek(0), err.seek(0)
+        judge(argv, status, out.read(), err.read(), noisy=True)
+
+
+def _forked(argv: list[str], out: int, err: int) -> int:
+    kept, streams, before = (os.dup(1), os.dup(2)), (sys.stdout, sys.stderr), sys.argv
+    os.dup2(out, 1), os.dup2(err, 2)
+    sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # noqa: SIM115
+    sys.argv = ["upref", *argv]
+    try:
+        return main()
+    except SystemExit as e:
+        return e.code  # type: ignore[return-value]
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        sys.stdout, sys.stderr, sys.argv = *streams, before
+        for fd, was in zip((1, 2), kept, strict=True):
+            os.dup2(was, fd), os.close(was)
+
+
+def judge(argv: list[str], status, out: str, err: str, noisy: bool = False):
+    """noisy: the loss may have written to stderr too."""
+    tail = f"{argv}: status {status}, {err[-300:]!r}"
+    assert status in (0, 1, 2), tail
+    if "--debug" not in argv:
+        assert "Traceback (most recent" not in err, tail
+        last = err.rstrip("\n").rpartition("\n")[2]
+        assert status != 2 or (last.startswith("upref") and len(last) < 1200 and (noisy or err.count("\n") == 1)), tail
+    assert status == 2 or out, f"{argv}: status {status} without a report"
+    if status != 2 and "--json" not in argv and argv[0] == "check":
+        assert out.startswith("NOT ") == (status == 1) and (": agrees" in out) == (status == 0), f"{tail} {out[:200]}"
+    if status != 2 and "--json" in argv and argv[0] in ("check", "identify"):
+        assert json.loads(out)["ok" if argv[0] == "check" else "identified"] == (status == 0), tail
+    assert argv[0] not in ("check", "identify") or "--json" in argv or len(out) <= LONGEST, f"{argv}: {len(out)} long"
+
+
+# ---- one input -------------------------------------------------------------------------------------------------------
+def _children() -> int:
+    """How many live on; those that a loss forked get a moment to end."""
+    with contextlib.suppress(ChildProcessError):
+        for _ in range(200):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(0.01)
+        return 1
+    return 0
+
+
+OTHER: dict[str, Callable] = {
+    "signal handlers": lambda: [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)],
+    "the environment": lambda: {k: v for k, v in os.environ.items() if k != "UPREF_FUZZ"},
+    "filters of warnings": lambda: list(warnings.filters),
+    "child processes": _children,
+    "open files": lambda: len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0,
+    "the trace function": sys.gettrace,
+}
 
 
 def broken(kind: str, call) -> str:
     """What does not hold of this input, "" if all does."""
-    before = {name: get() for name, (get, _) in STATE.items()}
-    stdout = sys.stdout
+    every = STATE | RANDOM
+    before, other = {name: get() for name, (get, _) in every.items()}, {name: get() for name, get in OTHER.items()}
+    stdout, modules = sys.stdout, len(sys.modules)
     signal.alarm(LIMIT)
     what = ""
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            call()
+            answer = call()
+            if hasattr(answer, "text") and (n := len(answer.text(verbose=True))) > LONGEST:
+                what = f"the report is {n} characters long"
     except InputError as e:
         what = "" if "\n" not in str(e) and len(str(e)) < 1000 else f"not one sentence: {str(e)[:200]!r}"
     except BaseException as e:
@@ -168,41 +211,50 @@ def broken(kind: str, call) -> str:
         while where is not None and where.tb_next is not None:
             where = where.tb_next
         at = f"{Path(where.tb_frame.f_code.co_filename).name}:{where.tb_lineno}" if where else ""
-        what = f"{type(e).__name__}: {' '.join(str(e).split())[:200]} ({at})"
+        what = f"{type(e).__name__}: {' '.join(str(e).split())[:400]} ({at})"
     finally:
         signal.alarm(0)
-    left = [name for name, (get, put) in STATE.items() if not _equal(before[name], get())]
+    left = [name for name, (get, _) in every.items() if not _equal(before[name], get())]
     for name in left:
-        STATE[name][1](before[name])
+        every[name][1](before[name])
+    left += [name for name, get in OTHER.items() if other[name] != get()]
+    if len(sys.modules) > modules:  # libraries change these when they are imported
+        left = [name for name in left if name not in (*RANDOM, "the environment", "filters of warnings", "open files")]
     if sys.stdout is not stdout:
         sys.stdout = stdout
         left.append("stdout")
     return what or (f"left behind: {', '.join(left)}" if left else "")
 
 
-def fuzz(inputs: int, seed: int) -> tuple[collections.Counter, dict[str, list[str]]]:
-    """(how many of each kind, what broke -> the inputs, as `kind @ number`)."""
+def fuzz(inputs: int, seed: int, file: Path | None = None) -> tuple[collections.Counter, dict[str, list[str]]]:
+    """(how many of each kind, what broke -> the inputs, as `seed number`)."""
 
     def late(number, frame):
         raise TimeoutError(f"no end within {LIMIT} s")
 
-    before = signal.signal(signal.SIGALRM, late)
-    counts: collections.Counter = collections.Counter()
-    found: dict[str, list[str]] = {}
+    begun = json.loads(file.read_text()) if file and file.exists() else {"next": 0, "counts": {}, "found": {}}
+    counts, found = collections.Counter(begun["counts"]), begun["found"]
+    before, ours = signal.signal(signal.SIGALRM, late), os.getpid()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        Path("mine.py").write_text(LOSS)
-        for i in range(inputs):
+        Path("mine.py").write_text(odd.LOSS)
+        Path("table.csv").write_text("method,a,Average\nx,50.00,50.00\ny,25,25.0\n")
+        for i in range(begun["next"], inputs):
             kind, call = tries(random.Random(f"{seed} {i}"))
             counts[kind] += 1
             if what := broken(kind, call):
                 found.setdefault(f"{kind}: {what}", []).append(f"{seed} {i}")
+            if os.getpid() != ours:
+                os._exit(3)
+            if file and (i + 1) % EVERY == 0:
+                file.write_text(json.dumps({"next": i + 1, "counts": counts, "found": found}, indent=1))
     signal.signal(signal.SIGALRM, before)
     return counts, found
 
 
 if __name__ == "__main__":
-    inputs, seed = (int(x) for x in (*sys.argv[1:], "2000", "0")[:2]) if len(sys.argv) != 2 else (int(sys.argv[1]), 0)
-    counts, found = fuzz(inputs, seed)
+    given = (*sys.argv[1:], *("2000", "0", "")[len(sys.argv) - 1 :])
+    inputs, seed, kept = int(given[0]), int(given[1]), Path(given[2]).absolute() if given[2] else None
+    counts, found = fuzz(inputs, seed, kept)
     for what, where in sorted(found.items()):
         print(f"{len(where):4} {what}   [{where[0]}]")
     print(f"{sum(counts.values())} inputs, seed {seed}: {sum(map(len, found.values()))} broke a rule")

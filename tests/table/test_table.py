@@ -246,6 +246,8 @@ def test_no_n_is_no_crash():
         ("name,x\na,NaN", "no percentage"),
         ("name,x\nn,lots\na,1", "whole number"),
         ("name,x\nn,0\na,1", "1 or more"),
+        ("name,x\nn,999999999999999999999999999999\na,1", "at most"),
+        (f"name,x\nn,{'9' * 5000}\na,1", "whole number"),
         ("name,x\nn,10\nn,20\na,1", "one row called n"),
         ("name,x\nn,10", "at least one row|one row of results"),
         ("name,x\na,1\na,2", "one name"),

@@ -2,8 +2,9 @@
 """The one guard around anybody's code: its answer, or one sentence for whatever it does instead of answering.
 
 `called` is one call: of a loss, an advantage or a KL estimator, or of their backward pass. What it changes of the
-process is set back after the call; `undisturbed` does the same for a whole check, random generators included, and tells
-what was changed. What no guard in the same process can stop (os._exit, an endless loop) ends in upref/supervise.py.
+process is set back after the call; `undisturbed` does the same for a whole check, random generators at its end, and
+tells what was changed. What no guard in the same process can stop (os._exit, an endless loop) ends in
+upref/supervise.py.
 """
 
 import contextlib
@@ -96,8 +97,9 @@ def undisturbed() -> Iterator[set[str]]:
 def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, bool]:
     """(its answer, whether it printed). lines: of Python that it may run before it is stopped, 0 for any number."""
     out, process = _Kept(), os.getpid()
+    state = _restored(STATE if _watching else STATE | RANDOM)  # in a check, a loss that draws is to be seen to
     try:
-        with contextlib.redirect_stdout(out), warnings.catch_warnings(), _restored(STATE), _ctrl_c(), _at_most(lines):
+        with contextlib.redirect_stdout(out), warnings.catch_warnings(), state, _ctrl_c(), _at_most(lines):
             warnings.simplefilter("ignore")
             answer = call()
     except InputError as e:

@@ -17,6 +17,7 @@ from upref.errors import InputError
 
 PAPER = Path(__file__).parent / "fan2026up_table1.csv"
 AVERAGE = {"average", "avg", "avg.", "mean"}
+MOST = 10**9  # answers to one column
 BLANK = {"", "-", "–", "—", "n/a"}
 
 
@@ -101,11 +102,11 @@ def _candidates(text: str, column: str) -> list[Count]:
     found = []
     for part in text.replace("/", "|").split("|"):
         problems, _, samples = part.strip().lower().replace("×", "x").partition("x")
-        if not problems.strip().isdecimal() or not (samples or "1").strip().isdecimal():
-            raise InputError(f"n of {column} is {text!r}: give a whole number, 30x32, or several as 674|675.")
+        if len(part) > 40 or not problems.strip().isdecimal() or not (samples or "1").strip().isdecimal():
+            raise InputError(f"n of {column} is {text[:60]!r}: give a whole number, 30x32, or several as 674|675.")
         n, s = int(problems), int(samples or 1)
-        if n * s < 1:
-            raise InputError(f"n of {column} is {text!r}: it must be 1 or more.")
+        if not 1 <= n * s <= MOST:
+            raise InputError(f"n of {column} is {text[:60]!r}: it must be 1 or more, and {MOST:,} at most.")
         found.append(Count(n * s, s))
     return found
 

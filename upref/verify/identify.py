@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from upref.aggregation import AGGREGATIONS, Totals
 from upref.errors import InputError
 from upref.losses import read
+from upref.losses.guard import undisturbed
 from upref.regimes import EDGES, LOG_R, MU, lay, near_a_bound, off, random_batch
 from upref.regimes import SIGNS as ALL_SIGNS
 from upref.registry import REDUCE, Objective, get, names
@@ -39,7 +41,13 @@ def identify(loss: Any) -> Identity:
     slots or to advantages before it is called is not seen). A loss that takes no group ids sees one group. Raises
     InputError where the loss cannot be run, is not differentiable or changes its inputs.
     """
-    start = time.perf_counter()
+    with undisturbed() as changed:
+        answer = _identified(loss, time.perf_counter())
+    more = [f"it changes {what}: set back afterwards" for what in sorted(changed)]
+    return replace(answer, contract=[*answer.contract, *more])
+
+
+def _identified(loss: Any, start: float) -> Identity:
     box = measure(read(loss))
     if changed := [f for f in mutation.look(box.case) if f.severity == "failure"]:
         raise InputError(f"{box.loss.name} changes its inputs ({changed[0].regime}): copy them before writing.")

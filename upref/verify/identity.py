@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from upref.verify.report import row, styled
+from upref.verify.report import row, short, some, styled
 
 SHOWN = 8  # of a longer list
 
@@ -89,7 +89,7 @@ class Identity:
             if m.hp.get("c", 0) is None:
                 rows["dual clip"] = "none"
             rows |= {
-                sign: "the weight jumps at r = " + ", ".join(f"{r:.7g}" for r in rs)
+                sign: "the weight jumps at r = " + _some([f"{r:.7g}" for r in rs])
                 for sign, rs in self.bounds.items() if rs
             }  # fmt: skip
             if self and m.distance:
@@ -99,8 +99,8 @@ class Identity:
             if self.elsewhere:
                 rows["weights of"] = _some(self.elsewhere) + ", aggregated otherwise in their papers"
             lines += [row(key, text) for key, text in rows.items()]
-        lines += [f"read as: {self.read_as}"] if self.read_as else []
-        lines += [f"contract: {c}" for c in self.contract] if verbose else []
+        lines += [f"read as: {short(self.read_as)}"] if self.read_as else []
+        lines += some([f"contract: {short(c)}" for c in self.contract], "assumptions") if verbose else []
         if self.matches:
             lines.append(f"next: {self._next()}")
         return "\n".join(lines)
@@ -117,10 +117,10 @@ class Identity:
     def _head(self) -> str:
         if self.kind == "none":
             near = f"; the nearest is {self.matches[0]}, {self.distance:.2g} away" if self.matches else ""
-            return f"{self.loss} is none of these objectives{near}" + (f": {self.why}" if self.why else "")
+            return f"{short(self.loss)} is none of these objectives{near}" + (f": {self.why}" if self.why else "")
         if self.kind == "pitfall":
-            return f"{self.loss} is meant as {self.matches[0]}, but: {self.why}"
-        return f"{self.loss} is {self.matches[0]}"
+            return f"{short(self.loss)} is meant as {self.matches[0]}, but: {self.why}"
+        return f"{short(self.loss)} is {self.matches[0]}"
 
     def __str__(self) -> str:
         return self.text()

@@ -11,6 +11,17 @@ from typing import Any
 from upref.losses.guard import undisturbed
 
 RAN = ("ok", "failure", "note")
+SHOWN, WIDE, LONGEST = 8, 400, 3000  # findings of a kind that are printed; characters of a field, and of a batch
+
+
+def short(text: str, most: int = WIDE) -> str:
+    """Its beginning, and how much more there is."""
+    return text if len(text) <= most else f"{text[:most]} ... and {len(text) - most:,} characters more"
+
+
+def some(lines: list[str], what: str, most: int = SHOWN) -> list[str]:
+    """The first of them, and how many more there are."""
+    return [*lines[:most], *([f"... and {len(lines) - most} {what} more"] if len(lines) > most else [])]
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,9 @@ class Finding:
 
 
 def fail(oracle: str, regime: str, expected: Any = "", found: Any = "", batch: str = "", cause: str = "") -> Finding:
-    return Finding(oracle, "failure", regime, _say(expected), _say(found), batch, cause)
+    if len(batch) > LONGEST:
+        batch = f"# the smallest batch that shows it takes {len(batch):,} characters: too many to print"
+    return Finding(oracle, "failure", short(regime), _say(expected), _say(found), batch, short(cause))
 
 
 def apart(text: str, x: float, y: float) -> tuple[str, str]:
@@ -53,11 +66,11 @@ def apart(text: str, x: float, y: float) -> tuple[str, str]:
 
 
 def note(oracle: str, regime: str, expected: Any = "", found: Any = "", cause: str = "") -> Finding:
-    return Finding(oracle, "note", regime, _say(expected), _say(found), "", cause)
+    return Finding(oracle, "note", short(regime), _say(expected), _say(found), "", short(cause))
 
 
 def _say(x: Any) -> str:
-    return x if isinstance(x, str) else f"weight {x + 0.0:.6g}"
+    return short(x) if isinstance(x, str) else f"weight {x + 0.0:.6g}"
 
 
 @dataclass(frozen=True)
@@ -96,17 +109,22 @@ class Report:
 
     def text(self, verbose: bool = False) -> str:
         """The verdict, the failures, a line for each note; verbose: all that was assumed and run."""
-        lines = [self._head(), *(f.text() for f in self.failures), *(f.text(verbose) for f in self.notes)]
-        lines += [f"read as: {self.read_as}"] if self.read_as else []
+        lines = [self._head(), *some([f.text() for f in self._few_batches()], "failures")]
+        lines += some([f.text(verbose) for f in self.notes], "notes")
+        lines += [f"read as: {short(self.read_as)}"] if self.read_as else []
         left_out = {k: v for k, v in self.oracles.items() if v not in RAN}
         if verbose:
             ran = ", ".join(k for k, v in self.oracles.items() if v in RAN)
-            lines += [f"contract: {c}" for c in self.contract]
+            lines += some([f"contract: {short(c)}" for c in self.contract], "assumptions", 2 * SHOWN)
             lines += [f"not run: {k} ({v})" for k, v in left_out.items()]
             lines += [f"oracles: {ran} ({self.seconds:.1f} s)"]
         elif more := self._more(left_out):
             lines.append(f"{more}; -v or .text(verbose=True) shows all")
         return "\n".join(lines)
+
+    def _few_batches(self) -> list[Finding]:
+        """The failures, the first half of them with its batch: one shows what is wrong."""
+        return [f if n < SHOWN // 2 else replace(f, batch="") for n, f in enumerate(self.failures)]
 
     def _more(self, left_out: dict[str, str]) -> str:
         n = len(self.contract)
@@ -119,7 +137,7 @@ class Report:
         n, m = len(self.failures), len(self.notes)
         notes = f"{m} note{'s' * (m != 1)}"
         counts = f"{n} failure{'s' * (n != 1)}" + f", {notes}" * bool(m) if n else "agrees" + f", {notes}" * bool(m)
-        return f"{'NOT ' * bool(n)}{self.objective}: {counts}   {self.loss}" + f" at {hp}" * bool(hp)
+        return f"{'NOT ' * bool(n)}{self.objective}: {counts}   {short(self.loss)}" + f" at {hp}" * bool(hp)
 
     def __str__(self) -> str:
         return self.text()

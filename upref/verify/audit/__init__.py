@@ -97,8 +97,8 @@ def frameworks() -> list[str]:
 
 def framework(name: str) -> Framework:
     """The tables of that framework; InputError for another name."""
-    if name not in frameworks():
-        raise InputError(f"no audit of {name!r}: choose {' or '.join(frameworks())}.")
+    if not isinstance(name, str) or name not in frameworks():
+        raise InputError(f"no audit of {repr(name)[:60]}: choose {' or '.join(frameworks())}.")
     module = importlib.import_module(f"{__name__}.{name}")
     return next(x for x in vars(module).values() if isinstance(x, Framework))
 

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a report may cost to read: its length is bounded, whatever a loss does, says or is called."""
+
+import json
+
+import pytest
+import torch
+
+import upref
+from upref.verify.report import LONGEST, SHOWN, WIDE, fail, note, short, some
+
+MOST, VERBOSE = 12_000, 20_000  # characters of a report, and of all that there is to say
+
+
+def everything_wrong(log_prob, old_log_prob, advantages, mask, group, entropy, ref_log_prob, eps_low=0.2, **kwargs):
+    """Wrong in weights, value, aggregation, padding, order, scale, sign; it writes and prints."""
+    print("x" * 10_000)
+    old_log_prob += 1e-3
+    rows = torch.arange(len(mask), dtype=log_prob.dtype)[:, None]
+    return (log_prob.cumsum(1) * (advantages**2 + rows + 0.1) * (entropy + group[:, None])).mean() + log_prob.sum()
+
+
+def long_words(log_prob, old_log_prob, advantages, mask):
+    if len(mask) > 20 or (advantages == 0).all():
+        raise RuntimeError("words " * 50_000)
+    return -(advantages * (log_prob - old_log_prob).exp() * mask).sum() / mask.sum()
+
+
+def huge_numbers(log_prob, old_log_prob, advantages, mask):
+    return (1e200 * (log_prob - old_log_prob) ** 3 * advantages).sum()
+
+
+def wrong_here_and_there(log_prob, old_log_prob, advantages, mask):
+    x = log_prob - old_log_prob
+    return -((37 * x).sin() * advantages * mask).sum() / mask.sum()
+
+
+LOSSES = [everything_wrong, long_words, huge_numbers, wrong_here_and_there]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", ["dapo", "gspo", "up_grpo"])
+def test_a_report_is_short(loss, name):
+    report = upref.check(loss, name)
+    assert not report and len(report.text()) <= MOST and len(report.text(verbose=True)) <= VERBOSE
+    assert len(report.json()) < 4 * VERBOSE and json.loads(report.json())["ok"] is False
+
+
+def test_an_identity_is_short():
+    assert len(upref.identify(wrong_here_and_there).text(verbose=True)) <= MOST
+
+
+def test_estimators_have_short_reports():
+    def estimator(rewards, group):
+        raise ValueError("words " * 50_000)
+
+    def ratio(log_prob, ref_log_prob):
+        if log_prob.numel() > 30:
+            raise ValueError("words " * 50_000)
+        return log_prob - ref_log_prob
+
+    for check in (
+        lambda: upref.check_advantages(estimator, "group_norm"),
+        lambda: upref.check_kl(ratio, "k1"),
+        lambda: upref.check_advantages(lambda rewards, group: rewards * (1 + group), "group_norm"),
+    ):
+        try:
+            report = check()
+        except upref.errors.InputError as e:
+            assert len(str(e)) < 1000
+        else:
+            assert not report and len(report.text(verbose=True)) <= VERBOSE
+
+
+def test_a_long_name_is_cut():
+    def loss(log_prob, old_log_prob, advantages, mask):
+        return -(log_prob * advantages * mask).sum()
+
+    loss.__name__ = "f" * 10_000
+    assert len(str(upref.check(loss, "dapo"))) <= MOST and len(upref.identify(loss).text()) <= MOST
+
+
+def test_what_is_left_out_is_counted():
+    assert short("x" * (WIDE + 7)).endswith("... and 7 characters more") and short("x" * WIDE) == "x" * WIDE
+    assert some(["x"] * (SHOWN + 3), "notes")[-1] == "... and 3 notes more"
+    report = upref.check(upref.get("dapo"), "dapo")
+    many = [fail("gradient", f"here {i}", batch="b") for i in range(SHOWN + 5)] + [note("value", "there")] * 99
+    text = str(upref.verify.report.replace(report, findings=many))
+    assert "... and 5 failures more" in text and f"... and {99 - SHOWN} notes more" in text
+    assert fail("gradient", "", batch="x" * (LONGEST + 1)).batch.endswith("too many to print")
