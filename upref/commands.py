@@ -44,30 +44,35 @@ def check(args) -> int:
         if hp:
             raise InputError("a KL estimator has no hyperparameter: leave --hp out.")
         return _answer(args, check_kl(args.loss, args.as_kl, skip=skip))
+    from upref.verify.audit.apart.child import named
     from upref.verify.check import check as verdict
 
-    report = verdict(args.loss, args.name, skip=skip, **hp)
+    report = verdict(named(args.loss), args.name, skip=skip, **hp)
     if changed := next((f for f in report.failures if f.oracle == "mutation"), None):
         raise InputError(f"{report.loss} changes its inputs ({changed.regime}): copy them before writing.")
     return _answer(args, report)
 
 
 def identify(args) -> int:
+    from upref.verify.audit.apart.child import named
     from upref.verify.identify import identify as which
 
-    return _answer(args, which(args.loss))
+    return _answer(args, which(named(args.loss)))
 
 
 def audit(args) -> int:
     from upref.verify import audit as audits
-    from upref.verify.audit import ledger
+    from upref.verify.audit.apart import report
 
-    if args.ledger:
-        entries = [e for e in ledger.read() if e.framework == args.framework]
-        said = [asdict(e) for e in entries] if args.json else "\n\n".join(map(str, entries))
-        print(json.dumps(said, indent=1, ensure_ascii=False) if args.json else said)
+    name = args.framework
+    if args.ledger or args.report:
+        print(report.ledger(name, args.json) if args.ledger else report.report(name, args.report))
         return 0
-    return _answer(args, audits.audit(args.framework))
+    which = {"version": args.version or "", "source": args.source or "", "loud": args.debug}
+    if args.proofs:
+        return _answer(args, report.proofs(audits.framework(name), **which))
+    a = audits.audit(name, **which)
+    return print(report.draft(a)) or 0 if args.draft else _answer(args, a)
 
 
 def audit_table(args) -> int:

@@ -103,16 +103,16 @@ def test_an_oracle(added, upref_says, tmp_path):
     assert right["single-response"] == "ok" and skipped["single-response"] == "skipped on request"
 
 
-@pytest.mark.parametrize("clip", [0.2, 0.3])
-def test_a_framework(added, upref_says, tmp_path, clip):
-    """One that deviates is not explained until its Comparison has the reason."""
+def test_a_framework(added, upref_says, tmp_path):
+    """It is explained and recorded, or the audit fails; the page's ledger is what it lacks."""
+    put("plainrl.py", FILES["plainrl.py"], tmp_path)
     added("upref/verify/audit/plain.py")
-    file = tmp_path / "upref/verify/audit/plain.py"
-    file.write_text(file.read_text().replace('{"clip": 0.2}', f'{{"clip": {clip}}}'))
-    usage, said = upref_says("upref audit -h", "upref audit plain --json")
-    audit = json.loads(said)
-    assert "plain" in usage and audit["version"] == "1.0" and audit["unaudited"] == []
-    assert audit["out_of_scope"] == {"vanilla": "not looked at yet"}
-    assert (audit["ok"], audit["rows"][0]["verdict"]) == (
-        (True, "agrees exactly") if clip == 0.2 else (False, "differs, UNEXPLAINED")
-    )
+    command = "upref audit plain --source . --json"
+    usage, bare = upref_says("upref audit -h", command)
+    (tmp_path / "upref/verify/audit/plain.toml").write_text(re.search(r"```toml\n(.*?)```", PAGE, re.S)[1])
+    whole, proofs = upref_says(command, command.replace("--json", "--proofs"))
+    bare, whole = json.loads(bare), json.loads(whole)
+    assert "plain" in usage and bare["unaudited"] == [] and bare["out_of_scope"] == {"vanilla": "it is empty"}
+    assert not bare["ok"] and "not recorded: without its 1/2" in bare["against_ledger"][0]
+    assert whole["ok"] and whole["rows"][0]["verdict"] == "agrees exactly", whole["against_ledger"]
+    assert proofs.startswith("as recorded  plain-kl-double")

@@ -76,7 +76,7 @@ def test_debug_shows_the_traceback(capsys):
         assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["frobnicate"], [], ["cap"], ["audit", "openrlhf"]])
+@pytest.mark.parametrize("argv", [["frobnicate"], [], ["cap"], ["audit", "nobody"]])
 def test_bad_usage_is_one_sentence_and_status_2(capsys, argv):
     with pytest.raises(SystemExit) as stop:
         main(argv)
@@ -126,13 +126,13 @@ class Verdict:
 
 @pytest.mark.parametrize("ok", [True, False])
 def test_audit_exit_status_is_the_verdict(capsys, monkeypatch, ok):
-    monkeypatch.setattr("upref.verify.audit.audit", lambda framework: Verdict(ok))
+    monkeypatch.setattr("upref.verify.audit.audit", lambda framework, **which: Verdict(ok))
     code, out, _ = run(capsys, "audit", "verl", "--json")
     assert code == (0 if ok else 1) and json.loads(out)["ok"] == ok
 
 
 def test_a_missing_module_is_one_sentence(capsys, monkeypatch):
-    def gone(framework):
+    def gone(framework, **which):
         raise ModuleNotFoundError("No module named 'verl'")
 
     monkeypatch.setattr("upref.verify.audit.audit", gone)

@@ -74,10 +74,10 @@ def test_a_broken_ledger_is_one_sentence():
     for text in (
         "x = [",
         "[[deviation]]\nkey = 'a'",
-        (ROOT / "upref/verify/audit/ledger.toml").read_text().replace('"open"', '"?"'),
+        (ROOT / "upref/verify/audit/verl.toml").read_text().replace('"open"', '"?"'),
     ):
         with pytest.raises(InputError, match="ledger"):
-            read(text)
+            read("verl", text)
 
 
 @pytest.mark.parametrize("name", ["verl", "trl"])

@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do the losses of an installed framework compute what their names promise? One table, every difference accounted for.
 
-A difference must have a reason that leaves none (compare.py), and an entry of ledger.toml that records it with these
-very numbers: a deviation that appears, changes or disappears fails the audit.
+A difference must have a reason that leaves none (compare.py), and an entry of the ledger, NAME.toml, that records it
+with these very numbers: a deviation that appears, changes or disappears fails the audit. A framework with a pin runs in
+a folder of packages and a process of its own (apart/).
 """
 
+import datetime
 import importlib
 import json
 import math
 import pkgutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 
 from upref.errors import InputError
 from upref.regimes import grad
-from upref.verify.audit.compare import MICRO, TOL, Comparison, Framework, Row, compare, difference, grid, unit
-from upref.verify.audit.ledger import Entry, hold, read
+from upref.verify.audit import apart
+from upref.verify.audit.apart import parts
+from upref.verify.audit.apart.framework import Framework
+from upref.verify.audit.compare import MICRO, TOL, Comparison, Row, compare, difference, grid, unit
+from upref.verify.audit.ledger import Entry, hold, moved, plainly, read
 from upref.verify.slips import Slip
 
 OWN = ("compare", "ledger")  # every other file of this folder is a framework
@@ -35,6 +41,8 @@ class Audit:
     against_ledger: list[str]  # a sentence for each deviation that is not as recorded
     remarks: list[str]
     entries: dict[str, Entry] = field(repr=False)  # by the words of the reason
+    defaults: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)  # by loss, as its config has them
+    date: str = ""
 
     def __bool__(self) -> bool:
         return self.explained and not self.against_ledger
@@ -64,7 +72,7 @@ class Audit:
             remains = "" if r.agrees else f"{r.remains:.1e}"
             table.add_row(*map(escape, (loss, r.promise, r.verdict, "\n".join(because), remains)))
         yield table
-        yield f"Each row again, with the smallest batch that shows it: upref check {self.framework}:LOSS --as OBJECTIVE"
+        yield f"Each loss, with the smallest batch that shows it: upref check {self.framework}:LOSS --as OBJECTIVE"
         yield escape(f"What [ledger] records, paper, code and links: upref audit {self.framework} --ledger")
         yield f"Split into {MICRO} micro-batches the gradient is the same, except where a row says otherwise."
         if self.nan_in_padding:
@@ -92,7 +100,7 @@ class Audit:
 
 def frameworks() -> list[str]:
     """The frameworks that can be audited: a file each in this folder."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in OWN)
+    return sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg and m.name not in OWN)
 
 
 def framework(name: str) -> Framework:
@@ -103,24 +111,54 @@ def framework(name: str) -> Framework:
     return next(x for x in vars(module).values() if isinstance(x, Framework))
 
 
-def audit(name: str, comparisons: tuple[Comparison, ...] | None = None) -> Audit:
-    """Compare the losses of the installed framework with the reference, at its defaults and at the papers' settings."""
+def audit(
+    name: str, comparisons: tuple[Comparison, ...] | None = None, *, version: str = "", source: str = "",
+    loud: bool = False,
+) -> Audit:  # fmt: skip
+    """Compare the losses of the framework with the reference, at its defaults and at the papers' settings.
+
+    One with a pin is put into a folder of its own and audited in its own process: the pinned version, another one
+    (`newest` for what is out), or the working copy `source`. loud: what that process prints is shown. InputError, in
+    one sentence, where that cannot be.
+    """
     f = framework(name)
-    version, rows, poisoned = f.version(), [], []
-    for c in f.comparisons if comparisons is None else comparisons:
-        b = grid(c)
-        weigh = lambda m, c=c: -grad(lambda x: f.loss(c, x, None), m)
-        whole, parts = (torch.cat([weigh(m) for m in b.split(n)]) for n in (1, MICRO))
-        rows.append(compare(name, c, b, whole, c.reasons, 1))
-        if c.setting == "paper" and difference(parts / unit(c, b), whole / unit(c, b)).max() > TOL:
-            why = f.split_reasons.get(c.mode, Slip("no reason known", "term"))
-            rows.append(compare(name, c, b, parts, (*c.reasons, why), MICRO))
-        if f.loss(c, b, math.nan).isnan():
+    if f.pin and not apart.INSIDE:
+        return apart.run("audit", name, f.pin, version, source, loud)
+    if version or source:
+        raise InputError(f"{name} is audited as it is installed: leave --version and --source out.")
+    inside, now = f.pin and apart.INSIDE, f.modes()
+    version = inside["version"] if inside else f.version()
+    asked = f.comparisons if comparisons is None else comparisons
+    gone = tuple(dict.fromkeys(c.mode for c in asked if f.plain and c.mode not in now))
+    rows, poisoned = [], []
+    for c in (c for c in asked if c.mode not in gone):
+        mine, has_nan = _compared(f, c)
+        rows += mine
+        if has_nan:
             words = [v for v in c.config.values() if isinstance(v, str)]
             poisoned.append(c.mode + (f" ({', '.join(words)})" if words else ""))
+    if comparisons is None:
+        rows += parts.rows(name, f.parts())
     known = {c.mode for c in f.comparisons} | f.out_of_scope.keys()
-    new = sorted(m for m in f.modes() if m not in known)
-    entries = [e for e in read() if e.framework == name]
-    against = hold(rows, entries, version, complete=comparisons is None)
-    by_words = {e.reason: e for e in entries}
-    return Audit(name, version, rows, sorted(set(poisoned)), new, f.out_of_scope, against, f.remarks(), by_words)
+    entries = read(name)
+    defaults = {m: {k: plainly(v) for k, v in f.defaults(m).items()} for m in sorted({r.mode for r in rows} & {*now})}
+    against = [f"the loss {m} is gone: {name} {version} has {', '.join(sorted(now))}" for m in gone]
+    against += moved(name, defaults, version) + hold(rows, entries, version, comparisons is None, gone)
+    return Audit(
+        name, version, rows, sorted(set(poisoned)), sorted(m for m in now if m not in known), f.out_of_scope, against,
+        [*(inside["remarks"] if inside else []), *f.remarks()], {e.reason: e for e in entries}, defaults,
+        datetime.date.today().isoformat(),
+    )  # fmt: skip
+
+
+def _compared(f: Framework, c: Comparison) -> tuple[list[Row], bool]:
+    """The rows of one comparison, and whether the loss is NaN when a masked slot holds NaN."""
+    c = replace(c, one_adv=c.one_adv or f.one_adv)
+    b = grid(c, single=f.tol > TOL)
+    weigh = lambda m: -grad(lambda x: f.of(c, x, None), m)
+    whole, split = (torch.cat([weigh(m) for m in b.split(n)]) for n in (1, MICRO))
+    rows = [compare(f.name, c, b, whole, c.reasons, 1, f.tol)]
+    if c.setting == "paper" and difference(split / unit(c, b), whole / unit(c, b)).max() > f.tol:
+        why = f.split_reasons.get(c.mode, Slip("no reason known", "term"))
+        rows.append(compare(f.name, c, b, split, (*c.reasons, why), MICRO, f.tol))
+    return rows, bool(f.of(c, b, math.nan).isnan())

@@ -6,7 +6,6 @@ remains is the proof: at most TOL, or the row is unexplained.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from upref.aggregation import Totals, row_weights
 from upref.losses.settings import written
-from upref.regimes import EDGES, LOG_R, at, batch, clamped, grad, kinks, reference, words
+from upref.regimes import EDGES, LOG_R, SINGLE_EDGES, at, batch, clamped, grad, kinks, reference, words
 from upref.registry import REDUCE, Objective, get
 from upref.rollouts import Rollouts
 from upref.verify.factors import promised
@@ -87,15 +86,17 @@ class Row:
     spot: Spot
     reasons: list[tuple[str, Spot]]
     remains: float
+    tol: float = TOL  # wider for a framework that computes in float32
+    kind: str = "loss"  # or what else it is: advantages, kl, logprobs, aggregation
 
     @property
     def agrees(self) -> bool:
-        return self.difference <= TOL
+        return self.difference <= self.tol
 
     @property
     def ok(self) -> bool:
         """Agrees, or differs for reasons that leave no difference."""
-        return self.remains <= TOL
+        return self.remains <= self.tol
 
     @property
     def verdict(self) -> str:
@@ -112,26 +113,15 @@ def accounted(c: Comparison, reasons: tuple[Slip, ...]) -> tuple[Objective, dict
     return o, hp
 
 
-@dataclass(frozen=True)
-class Framework:
-    """What the audit asks of a framework: one such object in a file of this folder, and nothing else anywhere."""
-
-    name: str
-    version: Callable[[], str]
-    loss: Callable[[Comparison, Rollouts, float | None], Tensor]  # masked slots hold the number, or what is there
-    modes: Callable[[], list[str]]  # all losses that the installed version has
-    comparisons: tuple[Comparison, ...]
-    split_reasons: dict[str, Slip]  # why a mini-batch in micro-batches has another gradient
-    out_of_scope: dict[str, str]
-    remarks: Callable[[], list[str]] = lambda: []
-
-
 # ---- comparing -------------------------------------------------------------------------------------------------------
-def grid(c: Comparison) -> Rollouts:
-    """The regimes of the objective promised and of the one accounted for, and responses far from π_old."""
+def grid(c: Comparison, single: bool = False) -> Rollouts:
+    """The regimes of the objective promised and of the one accounted for, and responses far from π_old.
+
+    single: for a framework that computes in float32, not so near to the bounds.
+    """
     pairs = [(get(c.objective), c.hp), accounted(c, c.reasons)]
     # a framework sums a response's ratio in another order: on a bound, rounding would decide
-    edges = tuple(e for e in EDGES if e or get(c.objective).level == "token")
+    edges = SINGLE_EDGES if single else tuple(e for e in EDGES if e or get(c.objective).level == "token")
     if c.one_adv or get(c.objective).agg == "seq-mean":
         pairs = [(o if o.level in REDUCE else replace(o, agg="seq-mean"), hp) for o, hp in pairs]
     b = _join(*(batch(o, edges=edges, seed=i, **hp) for i, (o, hp) in enumerate(pairs)), clamped())
@@ -185,13 +175,15 @@ def difference(found: Tensor, expected: Tensor) -> Tensor:
     return (found - expected).abs() / expected.abs().clamp(min=1)
 
 
-def compare(framework: str, c: Comparison, b: Rollouts, found: Tensor, reasons: tuple[Slip, ...], micro: int) -> Row:
+def compare(
+    framework: str, c: Comparison, b: Rollouts, found: Tensor, reasons: tuple[Slip, ...], micro: int, tol: float = TOL
+) -> Row:
     """The row of a gradient that was found on the grid of c, explained by these reasons."""
     each = unit(c, b)
     found = found / each
     steps = [_reference(c, reasons[:n], b) / each for n in range(len(reasons) + 1)]
     largest = difference(found, steps[0]).max().item()
-    if largest <= TOL:
+    if largest <= tol:
         reasons, steps = (), steps[:1]
     skip = torch.stack([why.skip(b) for why in reasons] or [torch.zeros_like(b.mask)]).any(0)
     remains = difference(found, steps[-1]).masked_fill(skip, 0).max().item()
@@ -200,7 +192,8 @@ def compare(framework: str, c: Comparison, b: Rollouts, found: Tensor, reasons: 
     hp = "".join(f" --hp {k}={v:g}" for k, v in c.hp.items())
     command = f"upref check {framework}:{c.label} --as {c.objective}{hp}"
     worst = spot(found, steps[0])
-    return Row(c.setting, c.mode, c.label, c.objective, c.promise, command, micro, largest, worst, changes, remains)
+    names = (c.setting, c.mode, c.label, c.objective, c.promise, command)
+    return Row(*names, micro, largest, worst, changes, remains, tol)
 
 
 def _spot(c: Comparison, reasons: tuple[Slip, ...], b: Rollouts, found: Tensor, expected: Tensor) -> Spot:

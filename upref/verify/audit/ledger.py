@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ledger: known deviations of frameworks from the papers, as strict expected failures.
 
-ledger.toml is reviewed by hand, and every number in it was seen by running the installed framework. `hold` says where
-the framework no longer does what is recorded, and where it does what is not.
+NAME.toml beside NAME.py is reviewed by hand, and every number in it was seen by running the framework. `hold` says
+where the framework no longer does what is recorded, and where it does what is not.
 """
 
 import tomllib
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
+from typing import Any
 
 from upref.errors import InputError
 from upref.verify.audit.compare import Row, Spot
@@ -53,6 +54,10 @@ class Entry:
     code: str
     link: str
     evidence: list[Evidence]
+    words: str = ""  # upstream's own, where it is deliberate
+    fix: str = ""
+    proof: str = ""  # a script that needs the framework and torch alone
+    prints: str = ""  # what it prints: expected and found
 
     def __str__(self) -> str:
         lines = [f"{self.key} ({self.status}; {self.framework} {self.version}): {self.reason}"]
@@ -61,29 +66,67 @@ class Entry:
             f"    code   {self.code}",
             f"    link   {self.link or 'no thread known'}",
         ]
+        lines += [f"    words  {self.words}"] * bool(self.words)
         for e in self.evidence:
             parts = f" (in {e.micro_batches} micro-batches)" if e.micro_batches > 1 else ""
             lines += [f"    shown  upref check {self.framework}:{e.command}{parts}", f"           {e}"]
         return "\n".join(lines)
 
 
-def read(text: str | None = None) -> list[Entry]:
-    """The entries of ledger.toml, or of this text; InputError where one is not whole."""
-    if text is None:
-        text = resources.files("upref.verify.audit").joinpath("ledger.toml").read_text(encoding="utf-8")
+HERE = Path(__file__).parent
+
+
+def recorded(name: str) -> dict[str, Any]:
+    """NAME.toml: [[deviation]], and what [defaults] were when the comparisons were written; {} where there is none."""
+    file = HERE / f"{name}.toml"
+    return _tables(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def _tables(text: str) -> dict[str, Any]:
     try:
-        tables = tomllib.loads(text).get("deviation", [])
-        entries = [Entry(**t | {"evidence": [Evidence(**e) for e in t.get("evidence", [])]}) for t in tables]
-    except (tomllib.TOMLDecodeError, TypeError) as error:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise InputError(f"the ledger cannot be read: {error}") from error
+
+
+def read(name: str = "", text: str | None = None) -> list[Entry]:
+    """The entries of a framework's ledger, of all, or of this text; InputError where one is not whole."""
+    if not name:
+        return [e for file in sorted(HERE.glob("*.toml")) for e in read(file.stem)]
+    tables = recorded(name) if text is None else _tables(text)
+    try:
+        given = [{"framework": name} | t for t in tables.get("deviation", [])]
+        entries = [Entry(**t | {"evidence": [Evidence(**e) for e in t.get("evidence", [])]}) for t in given]
+    except TypeError as error:
+        raise InputError(f"the ledger of {name} cannot be read: {error}") from error
     for e in entries:
         if e.status not in STATUS or not e.evidence:
             raise InputError(f"ledger entry {e.key}: status is one of {', '.join(STATUS)}, and evidence is not empty.")
     return entries
 
 
-def hold(rows: list[Row], entries: list[Entry], version: str, complete: bool) -> list[str]:
-    """Sentences: deviations of these rows that the ledger has not, or has otherwise; with complete, also those gone."""
+def moved(name: str, defaults: dict[str, dict[str, Any]], version: str) -> list[str]:
+    """Sentences: defaults of the framework's own config that are no longer what is recorded."""
+    then = recorded(name).get("defaults", {})
+    return [
+        f"{mode}: the default of {k} is {now.get(k, 'gone')} in {version}, and was {was.get(k, 'not there')}"
+        for mode, now in defaults.items()
+        if (was := then.get(mode)) is not None
+        for k in sorted({*now, *was})
+        if now.get(k) != was.get(k)
+    ]
+
+
+def plainly(x: Any) -> Any:
+    """A default as TOML and JSON can hold it."""
+    return x if isinstance(x, bool | int | float | str) else str(x)
+
+
+def hold(rows: list[Row], entries: list[Entry], version: str, complete: bool, gone: tuple[str, ...] = ()) -> list[str]:
+    """Sentences: deviations of these rows that the ledger has not, or has otherwise; with complete, also those gone.
+
+    gone: losses that are themselves.
+    """
     known = {(e.reason, x.loss, x.held_against, x.micro_batches): (e, x) for e in entries for x in e.evidence}
     said, seen = [], set()
     audited = {(r.label, r.promise, r.micro_batches) for r in rows}
@@ -98,7 +141,7 @@ def hold(rows: list[Row], entries: list[Entry], version: str, complete: bool) ->
                 entry, then = known[key]
                 said.append(f"{entry.key} has changed, {then} in {entry.version}, {now} in {version} ({now.command})")
     for key in known.keys() - seen:
-        if complete or key[1:] in audited:
+        if (complete or key[1:] in audited) and key[1].partition(",")[0] not in gone:
             entry, then = known[key]
             said.append(f"{entry.key} is gone: in {version} {then.command} no longer shows it; review the entry")
     return sorted(said)

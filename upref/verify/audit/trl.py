@@ -15,7 +15,8 @@ from upref.losses.trl import loss_types, trl, trl_loss
 from upref.ops import exp, minimum, sg
 from upref.registry import get
 from upref.rollouts import Rollouts
-from upref.verify.audit.compare import MICRO, Comparison, Framework
+from upref.verify.audit.apart.framework import Framework
+from upref.verify.audit.compare import MICRO, Comparison
 from upref.verify.slips import GROUPS, Slip, aggregated, with_hp
 
 CAP = replace(

@@ -10,7 +10,8 @@ from torch import Tensor
 from upref.losses.verl import NO_DUAL_CLIP, verl, verl_loss
 from upref.objectives.dppo_kl import binary_kl
 from upref.rollouts import Rollouts
-from upref.verify.audit.compare import MICRO, Comparison, Framework
+from upref.verify.audit.apart.framework import Framework
+from upref.verify.audit.compare import MICRO, Comparison
 from upref.verify.slips import GROUPS, Slip, aggregated, with_hp
 
 

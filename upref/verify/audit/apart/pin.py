@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which files of a framework are audited, and the folder of packages in which it runs: its own, because no two of them
+can be installed together."""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from upref.errors import InputError
+
+NEWEST = "newest"  # the --version that means whatever is out
+
+
+@dataclass(frozen=True)
+class Pin:
+    """What is audited, exactly. torch, numpy and what upref itself needs come from the running environment.
+
+    packages: requirements, installed without their dependencies; the framework's own first, unless it is on no index.
+    files: the first 32 digits of the sha256 of each file that holds what is audited, by its path as it is imported.
+    repository, commit: for a framework on no package index; packages are then what it imports.
+    root: the folder of a checkout that its packages are imported from.
+    shells: packages whose __init__ is skipped. stubs: modules that are not there; calling anything of them raises.
+    decorators: callables of stubs that may be called while the framework is imported; what they decorate raises.
+    """
+
+    packages: tuple[str, ...]
+    files: dict[str, str]
+    repository: str = ""
+    commit: str = ""
+    root: str = ""
+    shells: tuple[str, ...] = ()
+    stubs: tuple[str, ...] = ()
+    decorators: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)  # of its process
+
+    @property
+    def version(self) -> str:
+        return self.commit[:9] if self.repository else self.packages[0].partition("==")[2]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a framework was put: folders for sys.path, its version, what is to be said of it."""
+
+    paths: list[str]
+    version: str
+    remarks: list[str]
+
+
+def place(name: str, pin: Pin, version: str = "", source: str = "") -> Place:
+    """The framework in a folder of its own, made if it is not there yet; InputError where that cannot be.
+
+    version: another than the pinned one. source: a working copy of it, whose losses are audited instead.
+    """
+    if version and source:
+        raise InputError("give --version or --source, not both: a working copy has its own version.")
+    beside = pin.packages if pin.repository else pin.packages[1:]
+    if source:
+        copy = Path(source).expanduser().resolve()
+        _hashes(name, pin, copy / pin.root, missing=f"{source} is no working copy of {name}")
+        paths = [str(copy / pin.root)]
+        if beside:
+            paths.append(str(_folder(name, "beside", beside)))
+        said = f"{name} is the working copy {source}; the ledger was written for {pin.version}."
+        return Place(paths, _commit(copy), [said])
+    if pin.repository:
+        commit = version or pin.commit
+        copy = _checkout(name, pin.repository, "HEAD" if version == NEWEST else commit)
+        paths, found, root = [str(copy / pin.root)], _commit(copy), copy / pin.root
+        if beside:
+            paths.append(str(_folder(name, "beside", beside)))
+    else:
+        own = pin.packages[0].partition("==")[0]
+        first = {"": pin.packages[0], NEWEST: own}.get(version, f"{own}=={version}")
+        root = _folder(name, version or pin.version, (first, *beside))
+        paths, found = [str(root)], _installed(root, own)
+    if found != pin.version:
+        return Place(paths, found, [f"upref was written against {name} {pin.version}; this is {found}."])
+    _hashes(name, pin, root, exact=f"remove {root} and try again")
+    return Place(paths, found, [])
+
+
+# ---- the folder ------------------------------------------------------------------------------------------------------
+def cache() -> Path:
+    """$XDG_CACHE_HOME/upref/frameworks"""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "upref" / "frameworks"
+
+
+def _folder(name: str, version: str, packages: tuple[str, ...]) -> Path:
+    """These packages, without their dependencies."""
+    digest = hashlib.sha256(" ".join(packages).encode()).hexdigest()[:8]
+    folder = cache() / f"{name}-{version}-{digest}"
+    if folder.exists() and version != NEWEST:
+        return folder
+    with _made(folder) as half:
+        options = ["--quiet", "--disable-pip-version-check", "--no-input", "--retries", "1", "--timeout", "20"]
+        command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-compile", "--only-binary", ":all:"]
+        done = _run([*command, *options, "--target", str(half), *packages])
+        if done.returncode:
+            said = [x for x in done.stderr.splitlines() if x.startswith("ERROR: ")] or done.stderr.splitlines()[-1:]
+            why = said[-1].removeprefix("ERROR: ").strip() if said else f"pip ended with {done.returncode}"
+            raise InputError(
+                f"{', '.join(packages)} cannot be installed ({why}): is there a network and such a version? "
+                "--source CHECKOUT audits a working copy."
+            )
+    return folder
+
+
+def _checkout(name: str, repository: str, commit: str) -> Path:
+    """A commit of a repository, without its history."""
+    folder = cache() / f"{name}-{commit[:9]}"
+    if folder.exists() and commit != "HEAD":
+        return folder
+    if not shutil.which("git"):
+        raise InputError(f"{name} is on no package index and needs git to be fetched, which is not installed.")
+    with _made(folder) as half:
+        for command in (["init", "--quiet"], ["fetch", "--quiet", "--depth", "1", repository, commit],
+                        ["checkout", "--quiet", "FETCH_HEAD"]):  # fmt: skip
+            done = _run(["git", "-C", str(half), *command])
+            if done.returncode:
+                said = (done.stderr.strip().splitlines() or [f"git ended with {done.returncode}"])[-1]
+                raise InputError(
+                    f"{repository} at {commit} cannot be fetched ({said}): is there a network? "
+                    "--source CHECKOUT audits a working copy."
+                )
+    return folder
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[Path]:
+    """A folder that is whole or not there: filled under another name first."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        half = Path(tempfile.mkdtemp(prefix=".half-", dir=folder.parent))
+    except OSError as e:
+        raise InputError(f"cannot write in {folder.parent} ({e.strerror}): set XDG_CACHE_HOME.") from e
+    try:
+        yield half
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(half, folder)
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess:
+    quiet = {"GIT_TERMINAL_PROMPT": "0"}
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | quiet, check=False)
+
+
+# ---- what is in it ---------------------------------------------------------------------------------------------------
+def _hashes(name: str, pin: Pin, root: Path, missing: str = "", exact: str = ""):
+    """Each file is there; with exact also: it is the one that was audited."""
+    for file, digest in pin.files.items():
+        if not (root / file).is_file():
+            raise InputError(f"{missing or f'{name} {pin.version} is not what was audited'}: it has no {file}.")
+        found = hashlib.sha256((root / file).read_bytes()).hexdigest()[:32]
+        if exact and found != digest:
+            raise InputError(
+                f"{file} of {name} {pin.version} is not the file that was audited (sha256 {found}, not "
+                f"{digest or 'recorded'}): {exact}."
+            )
+
+
+def _installed(folder: Path, package: str) -> str:
+    """The version that the folder holds."""
+    normal = lambda s: re.sub(r"[-_.]+", "-", s).lower()
+    for info in folder.glob("*.dist-info"):
+        own, _, version = info.name.removesuffix(".dist-info").rpartition("-")
+        if normal(own) == normal(package):
+            return version
+    raise InputError(f"{folder} does not hold {package}: remove it and try again.")
+
+
+def _commit(copy: Path) -> str:
+    done = _run(["git", "-C", str(copy), "rev-parse", "HEAD"]) if shutil.which("git") else None
+    return done.stdout.strip()[:9] if done and done.returncode == 0 else "a working copy"
