@@ -5,6 +5,7 @@ A function below is a picture; NN_name is written to pictures/NN-name.svg. Look 
 """
 
 import sys
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ import torch
 
 import upref
 from figures.make import save
+from repro.exact.flow import path
+from repro.exact.task import bandit
 from upref import advantages
 from upref.plots import DOWN, GREY, INK, PALETTE, STYLE, UP
 
@@ -108,11 +111,145 @@ def l03_ratio():
     return fig
 
 
-PICTURES = {
-    name[1:].replace("_", "-", 1): f
-    for name, f in list(globals().items())
-    if name.startswith("l") and name[1:3].isdigit()
-}
+def l04_clip():
+    """DAPO's weight against r, for a good and a bad token."""
+    fig, panels = axes(2, 3.7, 2.8)
+    dapo, r = upref.get("dapo"), np.linspace(0.01, 2.5, 500)
+    for ax, A, c, text in zip(
+        panels, (1.0, -1.0), (UP, DOWN), ("A = +1, a good token", "A = −1, a bad token"), strict=True
+    ):
+        w = dapo.weight(r, np.full_like(r, A))
+        bound = 1.28 if A > 0 else 0.8
+        ax.plot(r, A * r, color=GREY, lw=1.2, ls=(0, (4, 3)))
+        for part in (r < bound, r > bound):
+            ax.plot(r[part], w[part], color=c, lw=2.4)
+        ax.axvspan(*((bound, 2.5) if A > 0 else (0, bound)), color="#EDEDED", zorder=0)
+        ax.axvline(1, color="#888888", lw=0.7, ls=":")
+        ax.text(1.9 if A > 0 else 0.4, A * 0.12, "clipped:\nno push", ha="center", fontsize=8.5,
+                va="bottom" if A > 0 else "top")  # fmt: skip
+        ax.text(*((0.15, 1.6) if A > 0 else (1.95, -0.6)), "not clipped\non this side", color="#777777", fontsize=8.5,
+                ha="left" if A > 0 else "center", va="center")  # fmt: skip
+        ax.axhline(0, color="#666666", lw=0.6)
+        ax.set(
+            xlim=(0, 2.5), xticks=[0, 0.8, 1, 1.28, 2], xlabel="ratio r", ylim=(-0.15, 2.5) if A > 0 else (-2.5, 0.15)
+        )
+        ax.set_xticklabels(["0", "0.8", "", "1.28", "2"])
+        title(ax, text)
+    panels[0].set_ylabel("weight of ∇log π")
+    return fig
+
+
+def l05_cap():
+    """Cap against π_old, and a token that goes on beyond its own."""
+    fig, (left, right) = axes(2, 3.8, 2.9)
+    mu = np.geomspace(1e-4, 0.99, 200)
+    for name, c, text in (("dapo", PALETTE[0], "DAPO"), ("dppo_tv", PALETTE[2], "DPPO"), ("up_dapo", UP, "UP-DAPO")):
+        room = upref.capacity(name, mu, mu)
+        left.plot(mu, room, color=c, lw=2)
+        at = (4e-3, 3e-4) if name == "dapo" else (1.3e-4, room[0] * 1.25)
+        left.text(*at, text, color=c, fontsize=9, va="bottom")
+    left.set(
+        xscale="log",
+        yscale="log",
+        ylim=(1e-5, 3),
+        xlabel=r"$\pi_\mathrm{old}$ of a token that has not moved",
+        ylabel="Cap, A > 0",
+    )
+    title(left, "how far its own gradient goes")
+    x, ratios, own = _alone()
+    right.plot(x, ratios, color=GREY, lw=2)
+    right.plot(x[own], ratios[own], color=UP, lw=2.6)
+    right.axhline(1.28, color="#888888", lw=0.8, ls=(0, (4, 3)))
+    right.text(x[-1], 1.22, "its bound, 1.28", ha="right", va="top", fontsize=8.5)
+    right.annotate("its own gradient\nends here", (x[own][-1], ratios[own][-1]), (12, 2.3), fontsize=8.5,
+                   arrowprops={"arrowstyle": "-", "color": "#777777", "lw": 0.7})  # fmt: skip
+    right.text(148, 4, "carried on by\nthe others' gradients", color="#666666", fontsize=8.5, ha="right")
+    right.set(
+        xlabel="updates from one π_old".replace("π_old", r"$\pi_\mathrm{old}$"),
+        ylabel="ratio r of a good token",
+        ylim=(0.9, 5.2),
+    )
+    title(right, "and how far the token went")
+    return fig
+
+
+def _alone():
+    """(updates, r of the one right answer under DAPO, whether its own gradient is alive)."""
+    dapo, task = upref.get("dapo"), bandit([1.0, 0.0, 0.0])
+    states = islice(path(task, dapo, task.start([[0.05, 0.5, 0.45]]), lr=0.5, k=0), 201)
+    r = torch.stack([(s.lp - s.lp_old).exp()[0, 0, 0] for s in states])
+    return np.arange(201), r.numpy(), (dapo.weight(r, torch.ones_like(r)) != 0).numpy()
+
+
+def l06_up():
+    """The three weights of a good token, and where each of them leads."""
+    fig, (left, right) = axes(2, 3.8, 2.9)
+    r = np.linspace(0.01, 2.5, 500)
+    looks = (("dapo_no_upper_clip", "no clip", GREY), ("dapo", "DAPO", PALETTE[0]), ("up_dapo", "UP-DAPO", UP))
+    for name, text, c in looks:
+        w = upref.get(name).weight(r, np.ones_like(r))
+        for part in (r < 1.28, r > 1.28):
+            left.plot(r[part], w[part], color=c, lw=2.2, label=text if part[0] else None)
+    left.set(xlim=(0, 2.5), xticks=[0, 1, 1.28, 2], ylim=(-0.1, 2.6), xlabel="ratio r", ylabel="weight, A = +1")
+    left.set_xticklabels(["0", "1", "1.28", "2"])
+    left.legend(frameon=False, fontsize=8.5, loc="upper left")
+    title(left, "the push on a good token")
+    task, start = bandit([1.0, 2.0, 4.0]), [[0.5, 0.3, 0.2]]
+    for i, (name, _, c) in enumerate(looks):
+        states = islice(path(task, upref.get(name), task.start(start), lr=0.5, k=0, G=None, adv="reward"), 301)
+        *_, last = (s.pi[0] for s in states)
+        right.bar(np.arange(3) + 0.2 * i - 0.1, last, 0.18, color=c)
+    right.bar(
+        np.arange(3) - 0.3, start[0], 0.18, color="white", edgecolor="#444444", lw=0.8, label=r"$\pi_\mathrm{old}$"
+    )
+    right.set(xticks=range(3), ylim=(0, 1.08), ylabel="probability")
+    right.set_xticklabels(["A = 1", "A = 2", "A = 4"])
+    right.legend(frameon=False, fontsize=8.5, loc="upper left")
+    title(right, "after 300 updates from one batch")
+    return fig
+
+
+def l07_sequence():
+    """How far three ratios spread with length, and what one far token does to the pushes on its response."""
+    fig, (left, right) = axes(2, 3.8, 2.9)
+    generator = torch.Generator().manual_seed(0)
+    log_r = 0.1 * torch.randn(4000, 1024, generator=generator, dtype=torch.float64)
+    T = 2 ** np.arange(11)
+    for c, text, of in ((PALETTE[1], "S, the product", lambda t: log_r[:, :t].sum(1)),
+                        (PALETTE[4], "r, one token", lambda t: log_r[:, 0]),
+                        (PALETTE[0], "s, the geometric mean", lambda t: log_r[:, :t].mean(1))):  # fmt: skip
+        low, high = np.array([np.quantile(of(int(t)).exp(), (0.05, 0.95)) for t in T]).T
+        left.fill_between(T, low, high, color=c, alpha=0.3, lw=0)
+        left.plot(T, high, color=c, lw=1.6, label=text)
+        left.plot(T, low, color=c, lw=1.6)
+    left.set(
+        xscale="log",
+        yscale="log",
+        xlabel="tokens in the response",
+        ylabel="ratio, 90 % of responses",
+        yticks=[0.01, 0.1, 1, 10, 100],
+    )
+    left.set_yticklabels(["0.01", "0.1", "1", "10", "100"])
+    left.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
+    left.legend(frameon=False, fontsize=8.5, loc="upper left")
+    title(left, "who spreads")
+    lr = torch.tensor([[0.1, -0.2, 0.05, float(np.log(3)), -0.1, -0.1, 0.05, -0.9]], dtype=torch.float64)
+    lp = torch.full_like(lr, -1.2)
+    b = upref.Rollouts(lp, lp - lr, torch.ones(1, 1, dtype=torch.float64), torch.ones(1, 8, dtype=torch.bool))
+    for i, (name, c, scale) in enumerate((("dapo", PALETTE[1], 1), ("gspo", PALETTE[0], 8))):
+        w = upref.get(name).token_weights(b)[0] * scale
+        right.bar(
+            np.arange(8) + 0.36 * i - 0.18, w, 0.34, color=c, label=("each token its own r", "GSPO, one s for all")[i]
+        )
+    right.set(xticks=range(8), ylim=(0, 1.75), xlabel="token of the response", ylabel="weight, A = +1")
+    right.set_xticklabels([f"{x:.2g}" for x in lr[0].exp()], fontsize=8)
+    right.set_xlabel("r of the eight tokens")
+    right.legend(frameon=False, fontsize=8.5, loc="upper left")
+    title(right, "who is pushed")
+    return fig
+
+
+PICTURES = {n[1:].replace("_", "-", 1): f for n, f in list(globals().items()) if n[0] == "l" and n[1:3].isdigit()}
 
 
 def main(*names: str, folder: Path = FOLDER):

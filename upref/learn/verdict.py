@@ -3,7 +3,8 @@
 a hint that fits.
 
 A mistake is known if the function that makes it (Slip.fn) gives the student's numbers on every batch: what is
-recognised is what was computed, however it was written.
+recognised is what was computed, however it was written. Where none does so, one that gives them on the batch that is
+shown, and is right on the smaller ones as the student is, is named with a `perhaps`.
 """
 
 import json
@@ -139,8 +140,8 @@ def judged(e: Exercise, fn: Callable) -> Answer:
     at = next((i for i, (x, y) in enumerate(zip(yours, right, strict=True)) if not equal(x, y)), None)
     if at is not None:
         batch, (want, got) = e.batches[at], _said(e, right[at], yours[at])
-        slip = _slip(e, yours)
-        mistake = slip.words if slip else yours[at].amiss or pattern(right[at], yours[at])
+        slip, sure = _slip(e, yours, at)
+        mistake = "perhaps: " * (not sure) + slip.words if slip else yours[at].amiss or pattern(right[at], yours[at])
         hint = slip.hint if slip else e.hint(batch, yours[at].value) or _where(e, at)
         return Answer(**about, ok=False, batch=_python(e, batch), shows=batch.shows, expected=want, found=got,
                       mistake=mistake, hint=hint)  # fmt: skip
@@ -151,12 +152,14 @@ def judged(e: Exercise, fn: Callable) -> Answer:
     return Answer(**about, ok=True, hint=e.notice)
 
 
-def _slip(e: Exercise, yours: list[Outcome]) -> Slip | None:
-    """The known mistake that gives these very numbers."""
+def _slip(e: Exercise, yours: list[Outcome], at: int) -> tuple[Slip | None, bool]:
+    """The known mistake that gives these numbers, on all batches (True) or on most of them and up to the one shown."""
+    most, found = 0, None
     for slip in e.slips:
-        if all(equal(x, outcome(e, slip.fn, batch)) for x, batch in zip(yours, e.batches, strict=True)):
-            return slip
-    return None
+        alike = [equal(x, outcome(e, slip.fn, batch)) for x, batch in zip(yours, e.batches, strict=True)]
+        if all(alike[: at + 1]) and sum(alike) > most:
+            most, found = sum(alike), slip
+    return found, most == len(yours)
 
 
 def _where(e: Exercise, at: int) -> str:
@@ -200,9 +203,7 @@ def _said(e: Exercise, right: Outcome, yours: Outcome) -> tuple[str, str]:
 
 
 def _numbers(x: Any) -> str:
-    if not isinstance(x, Tensor):
-        return repr(x)
-    return _short(x.tolist())
+    return _short(x.tolist() if isinstance(x, Tensor) else x)
 
 
 def _short(x: Any) -> str:

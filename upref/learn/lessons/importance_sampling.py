@@ -4,27 +4,13 @@ from math import log
 
 import torch
 
-from upref.learn.exercise import Batch, Exercise, Slip
+from upref.learn.exercise import Exercise, Slip
+from upref.learn.samples import batch, checked
 from upref.registry import get
-from upref.verify.check import check
 
 
 def loss(lp, lp_old, A):
     return -((lp - lp_old).exp() * A).mean()
-
-
-def batch(shows, p, mu, A):
-    numbers = lambda x: torch.tensor(x, dtype=torch.float64)
-    return Batch(shows, {"lp": numbers(p).log(), "lp_old": numbers(mu).log(), "A": numbers(A)})
-
-
-def report(fn):
-    """upref check, with the samples as tokens of responses: their mean is the mean over all tokens."""
-
-    def wrapped(log_prob, old_log_prob, advantages, mask):
-        return fn(log_prob[mask], old_log_prob[mask], advantages[mask])
-
-    return check(wrapped, replace(get("is_pg"), agg="token-mean"), skip=("extremes", "poison"))
 
 
 EXERCISE = Exercise(
@@ -34,7 +20,7 @@ EXERCISE = Exercise(
     function="loss",
     gradient="lp",
     right=loss,
-    proof=report,
+    proof=lambda fn: checked(fn, replace(get("is_pg"), agg="token-mean"), skip=("extremes", "poison")),
     batches=(
         batch("one sample of A = 1 that is twice as likely now: r = 2", [0.5], [0.25], [1.0]),
         batch("one sample of A = -1 that is half as likely now: r = 1/2", [0.25], [0.5], [-1.0]),

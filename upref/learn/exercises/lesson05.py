@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lesson 5: the Probability Capacity of a token under DAPO's clip.
+
+Fill the hole, the line with `...`, then run `upref learn 5` in this folder.
+"""
+
+
+def cap(p, mu, A, eps_low, eps_high):
+    """How far its own gradient can still carry a token: up where A > 0 (Eq. 11), down where A < 0 (Eq. A3, no dual clip).
+
+    p    its probability now, π_θ
+    mu   its probability when it was drawn, π_old
+    A    its advantage, not 0
+    All are plain numbers, and so is the answer: a probability, 0 or more.
+    """
+    return ...
+
+
+if __name__ == "__main__":  # `python lesson05.py` tries it
+    print(cap(0.01, 0.01, 1.0, 0.2, 0.28))
