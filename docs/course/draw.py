@@ -125,7 +125,7 @@ def l04_clip():
             ax.plot(r[part], w[part], color=c, lw=2.4)
         ax.axvspan(*((bound, 2.5) if A > 0 else (0, bound)), color="#EDEDED", zorder=0)
         ax.axvline(1, color="#888888", lw=0.7, ls=":")
-        ax.text(1.9 if A > 0 else 0.4, A * 0.12, "clipped:\nno push", ha="center", fontsize=8.5,
+        ax.text(*((1.9, 0.12) if A > 0 else (0.4, -1.3)), "clipped:\nno push", ha="center", fontsize=8.5,
                 va="bottom" if A > 0 else "top")  # fmt: skip
         ax.text(*((0.15, 1.6) if A > 0 else (1.95, -0.6)), "not clipped\non this side", color="#777777", fontsize=8.5,
                 ha="left" if A > 0 else "center", va="center")  # fmt: skip

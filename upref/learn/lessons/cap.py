@@ -92,5 +92,5 @@ EXERCISE = Exercise(
             pieces(UP, lambda p, mu, lo: max(0.0, (1 - lo) * mu - p)),
         ),
     ),
-    notice="this is the room of a token's own gradient. It bounds no policy: the experiment of the lesson walks past it.",
+    notice="this is the room of a token's own gradient. It bounds no policy: the lesson's experiment walks past it.",
 )  # fmt: skip

@@ -67,7 +67,7 @@ EXERCISE = Exercise(
     slips=(
         Slip(
             "the product of the ratios: the sum of their logarithms where the mean belongs",
-            "s is the geometric mean: divide the sum of lp - lp_old by |o|, the number of tokens, before the exponential.",
+            "s is the geometric mean: divide the sum of lp - lp_old by the number of tokens before the exponential.",
             lambda lp, old, A, mask: min_clip(torch.where(mask, lp - old, 0).sum(1).exp(), A).mean(),
         ),
         Slip(
@@ -123,6 +123,6 @@ EXERCISE = Exercise(
             ).mean(),
         ),
     ),
-    notice="the gradient of every token of a response is the same, A s / |o|: the ratio of one rare token hardly shows. "
-    "UP-GSPO, Eq. 16, is this with A mean(log π_θ) for A > 0.",
+    notice="the gradient of every token of a response is the same, A s / |o|: the ratio of one rare token hardly "
+    "shows. UP-GSPO, Eq. 16, is this with A mean(log π_θ) for A > 0.",
 )  # fmt: skip

@@ -45,7 +45,7 @@ EXERCISE = Exercise(
         batch("A < 0, r = 1/2: below the lower bound", [0.1], [0.2], [-1.0]),
         Batch("A > 0, and r = e^999.9, too large for a number", {"lp": FAR[0], "lp_old": FAR[1],
               "A": torch.tensor([1.0], dtype=torch.float64)}),
-        batch("four samples, r = 2, 1/2, 2 and 1/2", [0.2, 0.1, 0.4, 0.2], [0.1, 0.2, 0.2, 0.4], [1.0, 2.0, -1.0, -1.0]),
+        batch("four samples, r = 2, 1/2, 2 and 1/2", [0.2, 0.1, 0.4, 0.2], [0.1, 0.2, 0.2, 0.4], [1.0, 2, -1, -1]),
     ),
     slips=(
         Slip(
@@ -105,6 +105,6 @@ EXERCISE = Exercise(
             lambda lp, old, A: loss(lp, old, A) * len(A),
         ),
     ),
-    notice="A (lp - lp.detach()).exp(), the paper's Eq. 12, has the same gradient and another value. Where r = 1 this loss "
-    "and DAPO's have the same gradient: UP changes nothing in the first step after sampling.",
+    notice="A (lp - lp.detach()).exp(), the paper's Eq. 12, has the same gradient and another value. Where r = 1 this "
+    "loss and DAPO's have the same gradient: UP changes nothing in the first step after sampling.",
 )  # fmt: skip
