@@ -116,6 +116,8 @@ def _parser() -> argparse.ArgumentParser:
     _curves(c)
     c.add_argument("--adv", type=float, default=1.0, metavar="+1|-1", help="sign of the advantage")
     _curves(command("weights", "gradient weight dJ/dlp: a table, or with -o a figure"))
+    c = command("explorer", "a web page to drag: Cap maps, weights and a small policy, any objectives side by side")
+    c.add_argument("file", metavar="FILE", help="where to write it: one file, .html, that needs no network")
     c = command("derive", "sympy derives the gradient from the function that trains")
     c.add_argument("name", metavar="NAME|all")
     c = command("learn", "the exercises of the course: all of them, or one, written or judged")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each verb of the command `upref` does: parsed arguments in, exit status out. See upref/cli.py."""
+"""What each verb of the command `upref` does: parsed arguments in, exit status out. See upref/cli.py.
+
+One file, for each is a dozen lines.
+"""
 
 import json
 import math
@@ -173,6 +176,14 @@ def weights(args) -> int:
     return _numbers(args, "r", RATIOS, rows, "weight dJ/dlp (π_old = 0.01 where the bound depends on it)")
 
 
+def explorer(args) -> int:
+    from upref.explorer import write
+
+    file = str(write(args.file))
+    print(json.dumps({"file": file}) if args.json else f"{file}: open it in a browser; it needs no network.")
+    return 0
+
+
 def _numbers(args, axis: str, points, rows, title: str) -> int:
     if args.json:
         print(json.dumps({"title": title, axis: points, **{r[0]: r[1:] for r in rows}}, indent=1, ensure_ascii=False))
@@ -228,6 +239,7 @@ RUN = {
     "cap": cap,
     "weights": weights,
     "derive": derive,
+    "explorer": explorer,
     "learn": learn,
     "doctor": doctor,
 }

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 UP, DOWN, GREY, INK = "#D55E00", "#0072B2", "#B8B8B8", "#222222"  # A > 0, A < 0, reference, text (Okabe-Ito)
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F"]
+RAMP = ["#F4F8FB", "#C3DCEC", "#7FB6D6", "#3A86B7", "#0F5587", "#08304F"]  # Cap 0 to 1
+DEAD = ["#EDEDED", "#B5B5B5"]  # where Cap is 0: ground and hatching
 GREEK = {
     "eps": "ε", "eps_low": r"ε$_\mathrm{low}$", "eps_high": r"ε$_\mathrm{high}$", "delta": "δ", "lam": "λ",
     "tau": "τ", "tau_pos": "τ$_+$", "tau_neg": "τ$_-$",
@@ -67,7 +69,7 @@ def cap_panels(panels: list[Panel], n: int = 400) -> "Figure":
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
 
-    ramp = LinearSegmentedColormap.from_list("cap", ["#F4F8FB", "#C3DCEC", "#7FB6D6", "#3A86B7", "#0F5587", "#08304F"])
+    ramp = LinearSegmentedColormap.from_list("cap", RAMP)
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(2.75 * len(panels) + 0.85, 3.3), layout="compressed")
         axes = np.atleast_1d(fig.subplots(1, len(panels), sharex=True, sharey=True))
@@ -89,8 +91,8 @@ def _cap_square(ax, panel: Panel, n: int, ramp):
     square = {"extent": (0, 1, 0, 1), "origin": "lower", "interpolation": "nearest"}
     image = ax.imshow(np.ma.masked_array(cap, dead), cmap=ramp, vmin=0, vmax=1, **square)
     if dead.any():
-        grey = ax.contourf(mu, p, dead, levels=[0.5, 1.5], colors=["#EDEDED"], hatches=["////"])
-        grey.set(edgecolor="#B5B5B5", linewidth=0)
+        grey = ax.contourf(mu, p, dead, levels=[0.5, 1.5], colors=DEAD[:1], hatches=["////"])
+        grey.set(edgecolor=DEAD[1], linewidth=0)
     down = panel.adv < 0
     regions = {"Upper Clip": panel.adv > 0, "Lower Clip": down & (p < mu), "Dual Clip": down & (p > mu)}
     for label, region in regions.items():

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The formulas of the explorer: the gradient weight that sympy derives from the function that trains, as JavaScript.
+
+    w = dJ/dlp at lp = log mu + log r, lp_old = log mu   (r, A, mu, h) => ...,  h the hyperparameters, infinite for None
+
+A fourth reader beside torch, numpy and mpmath, not a copy: nothing here knows what an objective computes.
+"""
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+import sympy
+from sympy import Expr, Symbol, log
+from sympy.printing.jscode import JavascriptCodePrinter
+from sympy.printing.str import StrPrinter
+
+from upref.curve import obstacle
+from upref.registry import Objective, get, names
+from upref.symbolic import SymbolArray, forget_sg, kinks
+
+R, MU, A = Symbol("r", positive=True), Symbol("mu", positive=True), Symbol("A", real=True)
+
+# letter, what it does, the least and the largest value of its slider (what may be typed is the registry's to say)
+LETTERS: dict[str, tuple[str, str, float, float]] = {
+    "eps": ("ε", "how far the ratio may move: no gradient above 1 + ε for A > 0, none below 1 − ε for A < 0", 0, 1),
+    "eps_low": ("ε_low", "the lower side: 1 − ε_low is where a token with A < 0 is let go", 0, 1),
+    "eps_high": ("ε_high", "the upper side: 1 + ε_high bounds the ratio, or its weight, of a token with A > 0", 0, 1),
+    "c": ("c", "dual clip: for A < 0 no gradient above r = c either", 1.05, 10),
+    "delta": ("δ", "radius of the trust region, a divergence between π_old and π_θ in this one token", 0.001, 0.5),
+    "lam": ("λ", "what a positive token weighs against a negative one", 0, 2),
+    "tau_pos": ("τ_+", "steepness of the soft gate for A > 0: larger is narrower", 0.05, 10),
+    "tau_neg": ("τ_−", "steepness of the soft gate for A ≤ 0", 0.05, 10),
+    "trunc": ("C", "the largest weight that the ratio may give", 0.1, 10),
+    "cap": ("C", "the largest weight that the ratio may give", 0.1, 10),
+}
+
+
+@cache
+def formulas() -> dict[str, dict[str, Any]]:
+    """name -> record, for every registered objective that sympy reads and for UP of each that is not UP itself."""
+    read = [n for n in names() if not why_not(get(n))]
+    return {n: record(get(n)) for n in [*read, *(f"up({n})" for n in read if not n.startswith("up_"))]}
+
+
+def left_out() -> dict[str, str]:
+    """name -> why it is not in the explorer."""
+    return {n: why for n in names() if (why := why_not(get(n)))}
+
+
+def why_not(o: Objective) -> str:
+    return o.unread or obstacle(o)
+
+
+def record(o: Objective) -> dict[str, Any]:
+    """What the page knows of an objective. `w` and the functions in `edges` are JavaScript."""
+    w = weight(o)
+    return {
+        "w": f"(r, A, mu, h) => {javascript(w)}",
+        "edges": [[_label(e), f"(mu, h) => {javascript(e)}"] for e in kinks(w, R) if e.free_symbols and not e.has(R)],
+        "readsMu": o.reads_mu,
+        "level": o.level,
+        "equation": o.equation,
+        "source": f"{o.paper}, {o.eq}",
+        "note": o.note,
+        "hp": {k: _hyperparameter(k, v, o.defaults.get(k, "")) for k, v in _own(o).items()},
+    }
+
+
+def weight(o: Objective) -> Expr:
+    """dJ/dlp of one token alone in its response, A of either sign, in r, A, mu and the hyperparameters."""
+    lp, lp_old = Symbol("lp", real=True), Symbol("lp_old", real=True)
+    hp = {k: Symbol(k, positive=True) for k in _own(o)}
+    if o.level == "free":
+        response = (SymbolArray([[x]]) for x in (lp, lp_old, A))
+        (J,) = np.ravel(o.fn(*response, np.ones((1, 1), dtype=bool), **hp))
+    else:
+        J = sympy.sympify(o.fn(lp, lp_old, A, **hp))
+    return _calm(forget_sg(J.diff(lp)).subs({lp: log(MU) + log(R), lp_old: log(MU)}))
+
+
+class Sigmoid(sympy.Function):
+    """σ(x) = 1 / (1 + e^-x), under a name: the page computes it without overflow."""
+
+    nargs = 1
+
+
+def _calm(expr: Expr) -> Expr:
+    """e^v / (1 + e^v)² as σ(v) σ(-v), which is finite where numerator and denominator are not."""
+
+    def calm(product):
+        for power in product.args:
+            if power.is_Pow and power.exp == -2 and power.base.is_Add:
+                for e in product.args:
+                    if isinstance(e, sympy.exp) and power.base == 1 + e:
+                        v = e.args[0]
+                        return product / (power * e) * Sigmoid(v) * Sigmoid(-v)
+        return product
+
+    return expr.replace(lambda e: e.is_Mul, calm)
+
+
+def _own(o: Objective) -> dict[str, Any]:
+    """The hyperparameters of the surrogate; the KL term is no part of a token's weight."""
+    own = {k: v for k, v in o.hyperparameters.items() if k != "beta"}
+    assert all(v is not None or k == "c" for k, v in own.items()), "None is printed as infinity: only c means that"
+    return own
+
+
+def _hyperparameter(name: str, default: float | None, source: str) -> dict[str, Any]:
+    letter, says, low, high = LETTERS.get(name, (name, "a hyperparameter of this objective", 0, 1))
+    if default and default < 0.01:  # a sequence's ratio
+        high = round(10 * default, 9)
+    elif default and default > high / 2:
+        high = 10 * math.ceil(default / 4)
+    step = 0.05 if name == "c" else float(f"{10.0 ** math.floor(math.log10((high - low) / 90)):.0e}")
+    return {"default": default, "letter": letter, "says": says, "from": source, "low": low, "high": high, "step": step}
+
+
+# ---- printers --------------------------------------------------------------------------------------------------------
+class _Printer(JavascriptCodePrinter):
+    """The two words of `upref.symbolic` and an exp that saturates; hyperparameters are fields of h."""
+
+    def _print_Where(self, e):
+        condition, x, y = map(self._print, e.args)
+        return f"({condition} ? {x} : {y})"
+
+    def _print_exp(self, e):
+        return f"exp({self._print(e.args[0])})"
+
+    def _print_Sigmoid(self, e):
+        return f"sigmoid({self._print(e.args[0])})"
+
+    def _print_Symbol(self, s):
+        return s.name if s in (R, MU, A) else f"h.{s.name}"
+
+
+def javascript(expr: Expr) -> str:
+    return _Printer().doprint(expr)
+
+
+class _Letters(StrPrinter):
+    def _print_Symbol(self, s):
+        return "π_old" if s == MU else LETTERS[s.name][0] if s.name in LETTERS else s.name
+
+    def _print_exp(self, e):
+        return f"e^{self._print(e.args[0])}".replace("-", "−")
+
+    def _print_Add(self, e, order=None):  # 1 + ε, not ε + 1
+        first, *rest = sorted(e.args, key=lambda x: (not x.is_number, x.could_extract_minus_sign()))
+        says = self._print(first)
+        for x in rest:
+            says += f" − {self._print(-x)}" if x.could_extract_minus_sign() else f" + {self._print(x)}"
+        return says
+
+
+def _label(edge: Expr) -> str:
+    return _Letters().doprint(sympy.expand(edge)).replace("sqrt", "√").replace("*", " ")

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+// All that can be set is one object, and the part of the address after # is the same object as text.
+
+const MOST = 6;  // panels
+const TOKENS = ["rare, right", "common, right", "wrong 1", "wrong 2", "wrong 3"];
+const POINT = { A: 1, mu: 0.25, p: 0.25, eta: 1, link: true };
+const FLOW = { mu: [0.01, 0.24, 0.45, 0.2, 0.1], A: [1.732, 1.732, -0.577, -0.577, -0.577], lr: 0.1, k: 0, n: 1200, t: 0 };
+const LIMITS = {  // least, most, step of each slider
+  A: [-3, 3, 0.1], mu: [0.001, 1, 0.001], p: [0.001, 1, 0.001], eta: [0, 10, 0.1],
+  lr: [0.01, 1, 0.01], n: [100, 5000, 100], weight: [0.002, 1, 0.002], adv: [-4, 4, 0.1],
+};
+const ROLLOUTS = [0, 1, 4, 16, 64, 256];
+
+const PRESETS = [
+  ["Fig. 1: DAPO vs UP-DAPO", "o=dapo~c:3;up_dapo~c:3&A=1&mu=0.25&p=0.25",
+    "The paper's Fig. 1, right tokens. DAPO's Cap ends at r = 1 + ε_high; UP's is all that is left, 1 − π_θ."],
+  ["Fig. 1, A < 0", "o=dapo~c:3;up_dapo~c:3&A=-1&mu=0.4&p=0.36",
+    "Wrong tokens: both have the same lower clip, and here the dual clip, which the paper draws and gives no value."],
+  ["UP is a plug-in", "o=sapo;up(sapo);cispo;up(cispo)&A=1&mu=0.1&p=0.3",
+    "up(X) keeps X for A ≤ 0 and puts A log π_θ for A > 0. On objectives whose weight never is 0 it changes no Cap, only the weight."],
+  ["Bounds that know π_old", "o=dppo_tv;bandpo_tv;bandpo_chi2;dppo_kl&A=1&mu=0.05&p=0.08",
+    "A ratio's clip holds rare tokens tightest. These four measure the distance in probability instead."],
+  ["One response at a time", "o=gspo;up_gspo;gmpo&A=1&mu=0.3&p=0.3001",
+    "Sequence level: π is the geometric mean over a response, and GSPO's window is a thousand times narrower."],
+  ["A step beyond Cap", "o=dapo;dapo~eps_high:0.6&A=1&mu=0.2&p=0.24&eta=6",
+    "Cap says how far a token's own gradient lasts, not how far it can go: one large step overshoots it."],
+];
+const SCENES = [
+  ["A rare right token", "", "Two right tokens, one rare; the wrong ones lose their mass to both."],
+  ["All right, graded", "pi=0.5,0.3,0.2&adv=1,2,4&lr=0.25&n=3000",
+    "A = 1, 2, 4. UP rests at π_old A+; importance sampling rests in a corner only."],
+  ["Two right, one wrong", "pi=0.3,0.15,0.55&adv=1.106,1.106,-0.905&lr=0.25&n=3000",
+    "UP rests at π_old given that the answer is right, which rejection sampling would train on."],
+  ["New rollouts", "k=16", "A new π_old after every 16 updates: each rollout opens the clip again."],
+];
+
+function panel(name, hp = {}) { return { name, hp }; }
+
+function start() {
+  return { o: [panel("dapo", { c: 3 }), panel("up_dapo", { c: 3 })], ...POINT, flow: copied(FLOW) };
+}
+
+function copied(x) { return JSON.parse(JSON.stringify(x)); }
+
+/** Whether a value is one that Python's registry takes. */
+function legal(name, key, value) {
+  const of = OBJECTIVES[name].hp[key];
+  if (!of) return false;
+  if (key === "c") return value === null || value > 1;
+  return Number.isFinite(value) && (of.low > 0 ? value > 0 : value >= 0);
+}
+
+/** The state as text: only what differs from the defaults, but always the objectives. */
+function toHash(s) {
+  const one = ({ name, hp }) => [name, ...Object.entries(hp)
+    .filter(([k, v]) => v !== OBJECTIVES[name].hp[k].default).map(([k, v]) => `${k}:${v === null ? "None" : v}`)].join("~");
+  const parts = [`o=${s.o.map(one).join(";")}`];
+  for (const k of ["A", "mu", "p", "eta"]) if (s[k] !== POINT[k]) parts.push(`${k}=${s[k]}`);
+  if (!s.link) parts.push("link=0");
+  const same = (a, b) => a.length === b.length && a.every((x, i) => x === b[i]);
+  if (!same(s.flow.mu, FLOW.mu)) parts.push(`pi=${s.flow.mu.join(",")}`);
+  if (!same(s.flow.A, FLOW.A)) parts.push(`adv=${s.flow.A.join(",")}`);
+  for (const k of ["lr", "k", "n", "t"]) if (s.flow[k] !== FLOW[k]) parts.push(`${k}=${s.flow[k]}`);
+  return parts.join("&");
+}
+
+/** { state, refused }: whatever cannot be read is left out and named. */
+function fromHash(text) {
+  const s = start(), refused = [];
+  let plain = String(text).replace(/^#/, "");
+  try { plain = decodeURIComponent(plain); } catch { refused.push("the address is not well written"); }
+  for (const part of plain.split("&").filter(Boolean)) {
+    const at = part.indexOf("="), key = part.slice(0, at), value = part.slice(at + 1);
+    if (key === "o") {
+      const panels = value.split(";").filter(Boolean).map(x => readPanel(x, refused)).filter(Boolean);
+      if (panels.length > MOST) refused.push(`more than ${MOST} objectives`);
+      if (panels.length) s.o = panels.slice(0, MOST);
+    } else if (key === "link") s.link = value !== "0";
+    else if (!readNumber(s, key, value)) refused.push(part);
+  }
+  if (s.flow.A.length !== s.flow.mu.length) {
+    refused.push("pi and adv of different lengths");
+    Object.assign(s.flow, { mu: [...FLOW.mu], A: [...FLOW.A] });
+  }
+  s.flow.t = Math.min(s.flow.t, s.flow.n);
+  return { state: s, refused };
+}
+
+function readPanel(text, refused) {
+  const [name, ...pairs] = text.split("~");
+  if (!Object.hasOwn(OBJECTIVES, name)) {
+    refused.push(name in LEFT_OUT ? `${name} (${LEFT_OUT[name]})` : name);
+    return null;
+  }
+  const hp = {};
+  for (const pair of pairs) {
+    const [key, value] = pair.split(":"), x = value === "None" ? null : number(value);
+    if (Object.hasOwn(OBJECTIVES[name].hp, key) && legal(name, key, x)) hp[key] = x; else refused.push(`${name} ${pair}`);
+  }
+  return panel(name, hp);
+}
+
+function number(text) { return text === undefined || String(text).trim() === "" ? NaN : Number(text); }
+
+function readNumber(s, key, value) {
+  const list = value.split(",").map(number), x = list[0];
+  if (key === "A" && Math.abs(x) <= 1000) s.A = x;
+  else if ((key === "mu" || key === "p") && x > 0 && x <= 1) s[key] = x;
+  else if (key === "eta" && x >= 0 && x <= 1000) s.eta = x;
+  else if (key === "pi" && list.length > 1 && list.length <= TOKENS.length && list.every(v => v > 0 && v <= 1)) s.flow.mu = list;
+  else if (key === "adv" && list.length > 1 && list.length <= TOKENS.length && list.every(v => Math.abs(v) <= 100)) s.flow.A = list;
+  else if (key === "lr" && x > 0 && x <= 10) s.flow.lr = x;
+  else if ((key === "n" || key === "t" || key === "k") && Number.isInteger(x) && x >= (key === "n" ? 1 : 0) && x <= 5000) s.flow[key] = x;
+  else return false;
+  return true;
+}
+
+/** π_old of the small policy: what the sliders say, made to add up to 1. */
+function distribution(weights) {
+  const sum = weights.reduce((a, b) => a + b);
+  return weights.map(x => x / sum);
+}
