@@ -138,6 +138,18 @@ def ledger() -> str:
     return "\n".join(out)
 
 
+def claims() -> str:
+    from upref.claims.page import markdown
+
+    return markdown()
+
+
+def claims_tally() -> str:
+    from upref.claims.page import summary
+
+    return summary()
+
+
 def benchmarks() -> str:
     out = []
     for file in sorted((ROOT / "benchmarks").glob("*.txt")):
@@ -159,7 +171,9 @@ def lessons() -> str:
     return "\n".join(["| | lesson | the question |", "|---|---|---|", *rows])
 
 
-GENERATED = {f.__name__: f for f in (letters, objectives, tally, verdicts, ledger, benchmarks, lessons)}
+GENERATED = {
+    f.__name__: f for f in (letters, objectives, tally, verdicts, ledger, claims, claims_tally, benchmarks, lessons)
+}
 
 
 def main(*pages: str):

@@ -124,6 +124,15 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument("lesson", nargs="?", type=int, metavar="N", help="write lessonNN.py here; where it is, judge it")
     _limit(c, 60)
     c.set_defaults(verbose=False)
+    c = command("claims", "every statement of fan2026up's theory and experiments, with a verdict and its evidence")
+    c.add_argument("--section", metavar="3|4.1|B", help="of this section or appendix only")
+    c.add_argument("--verdict", metavar="WORD", help="of this verdict only: proved, false, undecided, ...")
+    c.add_argument("--run", action="store_true", help="compute the verdicts again from their evidence; in a checkout")
+    c.add_argument("--save", action="store_true", help="with --run: write them where `upref claims` reads them")
+    c.add_argument("-v", "--verbose", action="store_true", help="also what each piece of evidence found")
+    c.epilog = (
+        """Exit status: 1 if a claim is red, that is if its evidence is missing, fails, or says two things at once."""
+    )
     command("doctor", "versions, optional parts, and a self-test of every gradient")
     return p
 

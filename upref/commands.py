@@ -218,6 +218,19 @@ def derive(args) -> int:
     return 0 if all(d.ok for d in derivations) else 1
 
 
+def claims(args) -> int:
+    from upref.claims import as_computed, last, page
+    from upref.claims.evidence import compute
+
+    if args.save and (not args.run or args.section or args.verdict):
+        raise InputError("--save goes with --run, and with all the claims.")
+    computed, judged = last(), page.chosen(as_computed(), args.section, args.verdict)
+    if args.run:
+        judged, computed = compute([j.claim for j in judged], save=args.save)
+    print(page.as_json(judged, computed) if args.json else page.text(judged, page.made(computed), args.verbose))
+    return 0 if all(judged) else 1
+
+
 def doctor(args) -> int:
     from upref.doctor import examine
 
@@ -241,6 +254,7 @@ RUN = {
     "derive": derive,
     "explorer": explorer,
     "learn": learn,
+    "claims": claims,
     "doctor": doctor,
 }
 

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How every registered claim stands, both rounds, as JSON for a program: `python -m repro.mini.standing`. Runs nothing.
+
+EXPERIMENT/CLAIM -> word and why of the round's own rule; refuted: whether that says that the opposite is shown; shown:
+effects with intervals; seeds, of; needed: the seeds it would take for power 0.8. Of the second round these are those
+that it registered (power.py), of the first those for the effect that was seen; null: more than 200, or the effect that
+was seen is on the other side.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from math import log, sqrt
+
+from scipy.stats import t
+
+from repro.mini.round2 import power, rule
+from repro.mini.round2 import report as report_2
+from repro.mini.study import plan, report, results, verdicts
+from repro.mini.study.plan import Contrast
+from repro.mini.study.stats import Effect
+
+MOST = 200
+
+
+def first(records: dict[str, results.Record]) -> dict[str, dict]:
+    found = {}
+    for e in map(plan.load, plan.names(round=1)):
+        for v in verdicts.judge(e, records):
+            refuted = v.why == "refuted" or "are refuted" in v.why
+            needed = [seen(f.contrast, f.effect) for f in v.findings if f.effect]
+            found[f"{e.name}/{v.claim.id}"] = {
+                "says": v.claim.says, "word": v.word, "why": v.why, "refuted": refuted, "shown": report.effects(v),
+                "seeds": v.seeds, "of": v.of, "needed": worst(needed),
+            }  # fmt: skip
+    return found
+
+
+def second(records: dict[str, results.Record], first_round: dict[str, results.Record]) -> dict[str, dict]:
+    found = {}
+    for e in map(plan.load, plan.names(round=2)):
+        for v in rule.judge(e, records):
+            family = [c for c in e.claims if c.source == v.claim.source and c.contrasts]
+            spread = lambda c: power.spread(c, first_round)
+            needed = [rule.seeds_for(c, spread(c), rule.ALPHA / len(family), most=MOST) for c in v.claim.contrasts]
+            found[f"{e.name}/{v.claim.id}"] = {
+                "says": v.claim.says, "word": v.word, "why": v.why, "refuted": v.word == "refuted",
+                "shown": report_2.effects(v), "seeds": v.n, "of": v.of, "needed": worst(needed),
+            }  # fmt: skip
+    return found
+
+
+def seen(c: Contrast, e: Effect) -> int:
+    """Seeds for power 0.8 at level 0.05, were the effect and its spread what they look like."""
+    scale = log if c.ratio else float
+    if e.n < 2 or c.side * (e.mean - c.bound) <= 0:
+        return MOST
+    sd = (scale(e.high) - scale(e.mean)) * sqrt(e.n) / float(t.ppf(0.975, e.n - 1))
+    return rule.seeds_for(replace(c, effect=e.mean), sd, rule.ALPHA, most=MOST)
+
+
+def worst(needed: list[int]) -> int | None:
+    return None if not needed or max(needed) >= MOST else max(needed)
+
+
+def main() -> int:
+    one, two = results.load(), results.load(results.folder_of(2))
+    json.dump(first(one) | second(two, one), sys.stdout, indent=1, ensure_ascii=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verdicts follow from evidence: what is missing, fails or contradicts itself turns a claim red."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from docs import make
+from upref import cli
+from upref.claims import RED, VERDICTS, Claim, Outcome, as_computed, evidence, judge, last, page, read, to_save
+from upref.errors import InputError
+
+ROOT = Path(__file__).parents[2]
+CLAIMS = read()
+TEX = evidence.paper()
+FAKE = Claim("fake", "Sec. 3.1", "w", "s")
+
+
+# ---- the records -----------------------------------------------------------------------------------------------------
+def test_every_pointer_leads_to_something():
+    """Cheap, so that a renamed test or derivation is seen without running any."""
+    derivations = {p.stem for p in (ROOT / "derivations").glob("*.py")}
+    exact = json.loads((ROOT / "repro/exact/results/results.json").read_text(encoding="utf-8"))
+    registered = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "repro/mini").rglob("experiments/*.toml"))
+    for c in CLAIMS:
+        assert c.pointers, c.id
+        for kind, pointer in c.pointers:
+            name, _, more = pointer.partition("/")
+            assert (
+                pointer in derivations if kind == "derivations"
+                else evidence.has_test(ROOT, pointer) if kind == "tests"
+                else [f["claim"].startswith(more) for f in exact[name]["findings"]].count(True) == 1 if kind == "exact"
+                else f'id = "{more}"' in registered if kind == "mini"
+                else re.compile(pointer)
+            ), (c.id, pointer)  # fmt: skip
+
+
+@pytest.mark.skipif(TEX is None, reason="the paper's LaTeX is not here")
+@pytest.mark.parametrize("c", CLAIMS, ids=lambda c: c.id)
+def test_the_paper_says_so_there(c):
+    assert not [o.text for o in evidence.in_the_paper(c, TEX) if "failed" in o.finds]
+
+
+def test_the_last_verdicts_are_those_of_these_records():
+    """computed.json is not edited: each verdict is what `judge` makes of the outcomes kept beside it."""
+    for j in as_computed():
+        assert j, f"{j.claim.id}: {j.why} (upref claims --run --save)"
+        again = judge(j.claim, list(j.outcomes), j.verdict)
+        assert (again.verdict, again.why) == (j.verdict, j.why), j.claim.id
+    assert set(last()["claims"]) == {c.id for c in CLAIMS}
+
+
+def test_nothing_undecided_is_called_not_reproduced():
+    for j in as_computed():
+        if j.verdict == "not reproduced":
+            assert any("refuted" in o.finds for o in j.outcomes), j.claim.id
+        if j.verdict == "undecided":
+            assert any("seed" in o.text for o in j.outcomes), j.claim.id
+        if j.verdict == "false as written":
+            assert any("found" in o.text for o in j.outcomes if "counterexample" in o.finds), j.claim.id
+
+
+# ---- one word from what is found -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("finds", "condition", "verdict"),
+    [
+        (["proof"], "", "proved"),
+        (["identity"], "", "holds numerically"),
+        (["identity", "proof"], "", "proved"),
+        (["counterexample"], "", "false as written"),
+        (["reproduced", "undecided"], "", "reproduced in miniature"),
+        (["identity", "undecided"], "", "undecided"),
+        (["refuted", "undecided"], "", "not reproduced"),
+        (["unspecified"], "", "unspecified in the paper"),
+        (["proof", "counterexample"], "x < 1", "holds under a stated condition"),
+        (["proof", "counterexample"], "", RED),
+        (["reproduced", "refuted"], "", RED),
+        (["proof"], "x < 1", RED),  # nothing shows that the condition is needed
+        (["counterexample"], "x < 1", RED),  # nothing shows that it is enough
+        (["unspecified", "proof"], "", RED),
+        (["proof", "failed"], "", RED),
+        ([], "", RED),
+    ],
+)
+def test_judge(finds, condition, verdict):
+    outcomes = [Outcome("tests", f, (f,), f) for f in finds]
+    assert judge(replace(FAKE, condition=condition), outcomes).verdict == verdict
+
+
+def test_what_cannot_run_leaves_the_last_verdict_standing():
+    outcomes = [Outcome("absent", "x", ("not run",), "no paper")]
+    assert judge(FAKE, outcomes, "unspecified in the paper").verdict == "unspecified in the paper"
+    assert not judge(FAKE, outcomes) and not judge(FAKE, [*outcomes, Outcome("tests", "t", ("failed",))], "proved")
+
+
+# ---- evidence that is wrong ------------------------------------------------------------------------------------------
+@pytest.fixture
+def checkout(tmp_path):
+    (tmp_path / "derivations").mkdir()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "derivations/right.py").write_text('"""It is so.\n\nClaim."""')
+    (tmp_path / "derivations/wrong.py").write_text("assert 1 == 2, 'it is not so'")
+    (tmp_path / "tests/test_fake.py").write_text(
+        "import pytest\n"
+        "def test_right(record_property): record_property('counterexample', 'by the paper 1, found 2')\n"
+        "def test_silent(): pass\n"
+        "@pytest.mark.parametrize('x', [1, 2])\n"
+        "def test_wrong(x): assert x == 1, 'two is not one'\n"
+        "def test_away(): pytest.skip('no verl')\n"
+    )
+    return tmp_path
+
+
+def test_a_claim_is_as_red_as_its_evidence(checkout):
+    pointers = {
+        "proved": {"derivations": ("right",)},
+        "false as written": {"tests": ("tests/test_fake.py::test_right",)},
+        "holds numerically": {"tests": ("tests/test_fake.py::test_silent",)},
+        "it is not so": {"derivations": ("right", "wrong")},
+        "no such derivation": {"derivations": ("gone",)},
+        "two is not one": {"tests": ("tests/test_fake.py::test_silent", "tests/test_fake.py::test_wrong")},
+        "there is no such test": {"tests": ("tests/test_fake.py::test_gone",)},
+        "no verl": {"tests": ("tests/test_fake.py::test_away",)},
+        "no evidence": {},
+    }
+    claims = [replace(FAKE, id=name, words="REINFORCE", **p) for name, p in pointers.items()]
+    found = {j.claim.id: j for j in evidence.run(claims, {}, root=checkout)}
+    for name, j in found.items():
+        assert j.verdict == name if name in VERDICTS else (j.verdict == RED and name in j.why), (name, j.verdict, j.why)
+
+
+def test_experiments_speak_by_their_own_rule():
+    say = lambda **k: evidence.mini_outcome("x", {"refuted": False, "shown": "×2", "seeds": 5, "of": 5, "why": ""} | k)
+    assert say(word="reproduced").finds == ("reproduced",) and say(word="partly", refuted=True).finds == ("refuted",)
+    few = say(word="not finished", seeds=2, of=17, needed=16)
+    assert few.finds == ("undecided",) and "2 of 17 seeds: it would take 16 seeds" in few.text
+    assert evidence.mini_outcome("gone", None).finds == ("failed",)
+    part = evidence.exact_outcome("x", {"verdict": "holds in part", "because": "at large doses"})
+    assert part.finds == ("reproduced", "refuted") and part.condition == "at large doses"
+
+
+def test_the_paper_is_searched_as_it_prints():
+    tex = r"\section{A} \section{B} \subsection{C} words here \beginappendix \section{D} words here"
+    assert evidence.sections_of("words here", tex) == ["2.1", "A"]
+    c = replace(FAKE, place="Sec. 2.1", words="words here", absent=("dual",))
+    assert [o.finds for o in evidence.in_the_paper(c, tex)] == [("unspecified",)]
+    assert [o.finds for o in evidence.in_the_paper(c, tex + "Dual")] == [("failed",)]
+    assert next(iter(evidence.in_the_paper(replace(c, place="App. B"), tex))).finds == ("failed",)
+
+
+def test_the_paper_is_read_without_its_comments(tmp_path, monkeypatch):
+    file = tmp_path / "p.tex"
+    file.write_text("50\\% of\n it % hidden\nis")
+    monkeypatch.setenv("UPREF_PAPER", str(file))
+    assert evidence.paper() == "50\\% of it is"
+    monkeypatch.setenv("UPREF_PAPER", str(tmp_path / "none"))
+    with pytest.raises(InputError, match="cannot be read"):
+        evidence.paper()
+
+
+# ---- the command and the pages ---------------------------------------------------------------------------------------
+def test_the_command(capsys):
+    assert cli.main(["claims"]) == 0
+    listed = capsys.readouterr().out
+    assert listed.startswith(f"{len(CLAIMS)} statements") and all(f"[{c.id}]" in listed for c in CLAIMS)
+    assert cli.main(["claims", "--section", "3.1", "--verdict", "false", "--json"]) == 0
+    some = json.loads(capsys.readouterr().out)["claims"]
+    assert some and {(c["section"], c["verdict"]) for c in some} == {("3.1", "false as written")}
+    assert cli.main(["claims", "--section", "3", "-v"]) == 0 and "proof" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argv", [["--section", "9"], ["--verdict", "maybe"], ["--save"], ["--run", "--save", "--section", "3"]]
+)
+def test_bad_input_is_one_sentence(argv, capsys):
+    assert cli.main(["claims", *argv]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_wheel_shows_the_verdicts_and_says_what_a_rerun_needs(tmp_path):
+    assert as_computed() and page.made(last()).startswith("Computed on 20")
+    with pytest.raises(InputError, match="not in the wheel"):
+        evidence.run(CLAIMS, {}, root=tmp_path)
+
+
+def test_a_red_claim_is_exit_status_1(monkeypatch, capsys):
+    """A record that has changed since its verdict was computed has none."""
+    monkeypatch.setattr("upref.claims.read", lambda: [replace(CLAIMS[0], says="something else"), *CLAIMS[1:]])
+    assert cli.main(["claims"]) == 1 and "1 red" in capsys.readouterr().out
+
+
+def test_what_is_saved_is_what_is_read():
+    judged = as_computed()
+    saved = json.loads(to_save(judged, date="d", commit="c", paper=None))
+    assert as_computed(CLAIMS, saved) == judged
+
+
+@pytest.mark.parametrize("text", ["[[claim]]\nid = 3", "x = ", '[[claim]]\nid="a"\nplace="p. 3"\nwords="w"\nsays="s"'])
+def test_a_bad_record_is_one_sentence(text):
+    with pytest.raises(InputError):
+        read(text)
+
+
+def test_the_pages_are_fresh():
+    for name, text in (("docs/claims.md", page.markdown()), ("README.md", page.summary())):
+        assert text.rstrip() in (ROOT / name).read_text(encoding="utf-8"), f"run `python -m docs.make {name}`"
+    assert {"claims", "claims_tally"} <= set(make.GENERATED)
