@@ -52,7 +52,7 @@ def run(claims: list[Claim], before: dict[str, str], root: Path = ROOT, rerun_ex
         for kind in ("derivations", "mini", "exact", "tests")
     }
     with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(lambda n=n: {("derivations", n): derivation(n, root)}) for n in asked["derivations"]]
+        jobs = [pool.submit(derivations, asked["derivations"], root)]
         jobs += [pool.submit(tests, asked["tests"], root), pool.submit(mini, asked["mini"], root)]
         jobs += [pool.submit(exact, asked["exact"], root, rerun_exact)]
         found = {k: v for job in jobs for k, v in job.result().items()}
@@ -77,6 +77,10 @@ def failed(kind: str, pointer: str, why: str) -> Outcome:
 
 
 # ---- derivations and tests -------------------------------------------------------------------------------------------
+def derivations(names: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
+    return {("derivations", n): derivation(n, root) for n in names}
+
+
 def derivation(name: str, root: Path) -> Outcome:
     file = root / "derivations" / f"{name}.py"
     if not file.exists():
@@ -84,9 +88,8 @@ def derivation(name: str, root: Path) -> Outcome:
     done = process(root, str(file))
     if done.returncode:
         return failed("derivations", name, done.stderr or "it failed")
-    return Outcome(
-        "derivations", name, ("proof",), ast.get_docstring(ast.parse(file.read_text("utf-8")), True).partition("\n")[0]
-    )  # type: ignore[union-attr]
+    title = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+    return Outcome("derivations", name, ("proof",), title)
 
 
 def tests(nodes: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
