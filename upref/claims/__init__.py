@@ -138,8 +138,8 @@ def read(text: str | None = None) -> list[Claim]:
     try:
         records = tomllib.loads(text).get("claim", [])
         listed = {f.name for f in fields(Claim)} & set(KINDS)
-        whole = lambda r: {k: tuple(v) if k in listed else str(v) for k, v in r.items()}
-        claims = [Claim(**whole(r)) for r in records]
+        whole: list[dict[str, Any]] = [{k: tuple(v) if k in listed else v for k, v in r.items()} for r in records]
+        claims = [Claim(**r) for r in whole]
     except (tomllib.TOMLDecodeError, TypeError) as error:
         raise InputError(f"the claims cannot be read: {error}") from error
     seen: set[str] = set()
