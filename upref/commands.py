@@ -8,7 +8,6 @@ import json
 import math
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -157,9 +156,9 @@ def cap(args) -> int:
         raise InputError("--adv is a sign: give +1 or -1.")
     curves = of_all(args.names, _hp(args.hp))
     if args.file:
-        from upref.plots import cap_map
+        from upref.plots import cap_map, save
 
-        return _save(lambda: cap_map(*curves, adv=args.adv), args.file)
+        return save(lambda: cap_map(*curves, adv=args.adv), args.file)
     rows = [[c.name, *capacity(c, PI_OLD, PI_OLD, args.adv).tolist()] for c in curves]
     return _numbers(args, "π_old", PI_OLD, rows, f"Cap at π_θ = π_old, A = {args.adv:+g}")
 
@@ -169,9 +168,10 @@ def weights(args) -> int:
 
     curves = of_all(args.names, _hp(args.hp))
     if args.file:
+        from upref.plots import save
         from upref.plots import weights as draw
 
-        return _save(lambda: draw(*curves), args.file)
+        return save(lambda: draw(*curves), args.file)
     rows = [[f"{c.name}, A = {A:+d}", *c(np.array(RATIOS), float(A), 0.01).tolist()] for c in curves for A in (1, -1)]
     return _numbers(args, "r", RATIOS, rows, "weight dJ/dlp (π_old = 0.01 where the bound depends on it)")
 
@@ -193,17 +193,6 @@ def _numbers(args, axis: str, points, rows, title: str) -> int:
     return 0
 
 
-def _save(draw, file: str) -> int:
-    from matplotlib.figure import Figure
-
-    known = Figure().canvas.get_supported_filetypes()
-    if Path(file).suffix.lstrip(".") not in known:
-        raise InputError(f"cannot write a figure as {file!r}: end the name in one of .{', .'.join(sorted(known))}.")
-    draw().savefig(file)
-    print(file)
-    return 0
-
-
 # ---- proofs and health -----------------------------------------------------------------------------------------------
 def derive(args) -> int:
     from upref.derivation import derive as derivation
@@ -219,16 +208,9 @@ def derive(args) -> int:
 
 
 def claims(args) -> int:
-    from upref.claims import as_computed, last, page
-    from upref.claims.evidence import compute
+    from upref.claims.command import run
 
-    if args.save and (not args.run or args.section or args.verdict):
-        raise InputError("--save goes with --run, and with all the claims.")
-    computed, judged = last(), page.chosen(as_computed(), args.section, args.verdict)
-    if args.run:
-        judged, computed = compute([j.claim for j in judged], save=args.save)
-    print(page.as_json(judged, computed) if args.json else page.text(judged, page.made(computed), args.verbose))
-    return 0 if all(judged) else 1
+    return run(args)
 
 
 def doctor(args) -> int:

@@ -7,6 +7,7 @@ Every figure is drawn from the functions that train. matplotlib is imported on t
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -223,3 +224,15 @@ def ratio_axis(ax, reach):
 
 def _settings(curve: Curve) -> list[str]:
     return [f"{GREEK.get(k, k)} = {v}" for k, v in curve.settings.items() if v is not None and k != "beta"]
+
+
+def save(draw: Callable[[], "Figure"], file: str) -> int:
+    """Write the figure that `draw` makes; InputError, before it is drawn, where the name ends in no known format."""
+    from matplotlib.figure import Figure
+
+    known = Figure().canvas.get_supported_filetypes()
+    if Path(file).suffix.lstrip(".") not in known:
+        raise InputError(f"cannot write a figure as {file!r}: end the name in one of .{', .'.join(sorted(known))}.")
+    draw().savefig(file)
+    print(file)
+    return 0
