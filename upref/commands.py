@@ -8,34 +8,21 @@ import json
 import math
 import sys
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 
 from upref.errors import InputError
+from upref.losses.settings import hyperparameters
 from upref.registry import get, names
 from upref.show import PI_OLD
 
 RATIOS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.28, 2.0, 5.0, 50.0)
 
 
-def _hp(pairs: list[str]) -> dict[str, Any]:
-    words = {"None": None, "True": True, "False": False}
-    hp: dict[str, Any] = {}
-    for pair in pairs:
-        key, _, value = pair.partition("=")
-        try:
-            hp[key] = words[value] if value in words else float(value)
-        except ValueError:
-            raise InputError(f"--hp {pair!r} is not NAME=NUMBER.") from None
-        if isinstance(hp[key], float) and not math.isfinite(hp[key]):
-            raise InputError(f"--hp {pair!r} is not NAME=NUMBER: {value} is none.")
-    return hp
-
-
 # ---- verdicts --------------------------------------------------------------------------------------------------------
 def check(args) -> int:
-    hp, skip = _hp(args.hp), tuple(args.skip)
+    hp, skip = hyperparameters(args.hp), tuple(args.skip)
     if args.as_advantage:
         from upref.verify.advantages import check_advantages
 
@@ -154,7 +141,7 @@ def cap(args) -> int:
 
     if args.adv == 0 or not math.isfinite(args.adv):
         raise InputError("--adv is a sign: give +1 or -1.")
-    curves = of_all(args.names, _hp(args.hp))
+    curves = of_all(args.names, hyperparameters(args.hp))
     if args.file:
         from upref.plots import cap_map, save
 
@@ -166,7 +153,7 @@ def cap(args) -> int:
 def weights(args) -> int:
     from upref.curve import of_all
 
-    curves = of_all(args.names, _hp(args.hp))
+    curves = of_all(args.names, hyperparameters(args.hp))
     if args.file:
         from upref.plots import save
         from upref.plots import weights as draw

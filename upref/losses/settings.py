@@ -6,6 +6,7 @@ that: `trl:grpo,importance_sampling_level=sequence`. With `defaults` in front of
 `trl:cispo,defaults`, `verl:vanilla,defaults,clip_ratio_c=10`.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,3 +68,18 @@ class Bare:
     totals: Totals
     logp_ref: Tensor | None = None
     entropy: Tensor | None = None
+
+
+def hyperparameters(pairs: list[str]) -> dict[str, Any]:
+    """`--hp NAME=NUMBER` of a command line; InputError where one is not that."""
+    words = {"None": None, "True": True, "False": False}
+    hp: dict[str, Any] = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        try:
+            hp[key] = words[value] if value in words else float(value)
+        except ValueError:
+            raise InputError(f"--hp {pair!r} is not NAME=NUMBER.") from None
+        if isinstance(hp[key], float) and not math.isfinite(hp[key]):
+            raise InputError(f"--hp {pair!r} is not NAME=NUMBER: {value} is none.")
+    return hp
