@@ -126,7 +126,7 @@ def test_a_claim_is_as_red_as_its_evidence(checkout):
         "no verl": {"tests": ("tests/test_fake.py::test_away",)},
         "no evidence": {},
     }
-    claims = [replace(FAKE, id=name, words="REINFORCE", **p) for name, p in pointers.items()]
+    claims = [replace(FAKE, id=name, quote="REINFORCE", **p) for name, p in pointers.items()]
     found = {j.claim.id: j for j in evidence.run(claims, {}, root=checkout)}
     for name, j in found.items():
         assert j.verdict == name if name in VERDICTS else (j.verdict == RED and name in j.why), (name, j.verdict, j.why)
@@ -145,7 +145,7 @@ def test_experiments_speak_by_their_own_rule():
 def test_the_paper_is_searched_as_it_prints():
     tex = r"\section{A} \section{B} \subsection{C} words here \beginappendix \section{D} words here"
     assert evidence.sections_of("words here", tex) == ["2.1", "A"]
-    c = replace(FAKE, place="Sec. 2.1", words="words here", absent=("dual",))
+    c = replace(FAKE, place="Sec. 2.1", quote="words here", absent=("dual",))
     assert [o.finds for o in evidence.in_the_paper(c, tex)] == [("unspecified",)]
     assert [o.finds for o in evidence.in_the_paper(c, tex + "Dual")] == [("failed",)]
     assert next(iter(evidence.in_the_paper(replace(c, place="App. B"), tex))).finds == ("failed",)
@@ -198,7 +198,7 @@ def test_what_is_saved_is_what_is_read():
     assert as_computed(CLAIMS, saved) == judged
 
 
-@pytest.mark.parametrize("text", ["[[claim]]\nid = 3", "x = ", '[[claim]]\nid="a"\nplace="p. 3"\nwords="w"\nsays="s"'])
+@pytest.mark.parametrize("text", ["[[claim]]\nid = 3", "x = ", '[[claim]]\nid="a"\nplace="p. 3"\nquote="w"\nsays="s"'])
 def test_a_bad_record_is_one_sentence(text):
     with pytest.raises(InputError):
         read(text)

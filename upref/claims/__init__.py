@@ -5,7 +5,7 @@ claims.toml holds the statements and points at their evidence; evidence.py runs 
 each piece of evidence finds something, and `judge` makes one word of it. computed.json is what the last run said.
 
     [[claim]]
-    id, place, words  its name; section and equation; words of the paper's LaTeX that stand there
+    id, place, quote  its name; section and equation; words of the paper's LaTeX that stand there
     says              the statement in our words
     condition         under which it holds: asks for evidence that it does, and for some that without it it does not
     derivations       derivations/NAME.py, which passes: finds a proof
@@ -54,7 +54,7 @@ KINDS = ("derivations", "tests", "mini", "exact", "absent")
 class Claim:
     id: str
     place: str
-    words: str
+    quote: str
     says: str
     condition: str = ""
     derivations: tuple[str, ...] = ()
@@ -144,8 +144,8 @@ def read(text: str | None = None) -> list[Claim]:
         raise InputError(f"the claims cannot be read: {error}") from error
     seen: set[str] = set()
     for c in claims:
-        if c.id in seen or not c.place.startswith(("Sec. ", "App. ")) or not c.words or not c.says:
-            raise InputError(f"claim {c.id!r}: an id of its own, a place (Sec. or App.), words and says are needed.")
+        if c.id in seen or not c.place.startswith(("Sec. ", "App. ")) or not c.quote or not c.says:
+            raise InputError(f"claim {c.id!r}: an id of its own, a place (Sec. or App.), quote and says are needed.")
         seen.add(c.id)
     return claims
 

@@ -216,8 +216,8 @@ def in_the_paper(c: Claim, tex: str | None) -> Iterable[Outcome]:
         if c.absent:
             yield Outcome("absent", c.id, ("not run",), NO_PAPER)
         return
-    if c.section not in sections_of(c.words, tex):
-        yield failed("words", c.id, f"{c.words!r} does not stand in {c.place}")
+    if c.section not in sections_of(c.quote, tex):
+        yield failed("words", c.id, f"{c.quote!r} does not stand in {c.place}")
     if c.absent:
         there = [p for p in c.absent if re.search(p, tex, re.I)]
         if there:
