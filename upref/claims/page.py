@@ -118,5 +118,4 @@ def cell(text: str) -> str:
 def summary() -> str:
     """Two lines for README."""
     every = "What the paper states in Sections 3 to 5 and Appendices A to C, [statement by statement](docs/claims.md)"
-    again = "`upref claims` lists them, `upref claims --run` computes each again from its evidence."
-    return f"{every}, {tally(as_computed())}.\n{again}"
+    return f"{every}, as `upref claims --run` computes it:\n{tally(as_computed())}."
