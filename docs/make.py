@@ -123,19 +123,28 @@ def verdicts() -> str:
     return "\n".join([*head, *(f"| {' | '.join([*row[:4], row[5]])} |" for row in rows)])
 
 
-def ledger() -> str:
-    """Every recorded deviation, a row for each piece of evidence."""
-    from upref.verify.audit.ledger import STATUS, read
+def frameworks() -> str:
+    from docs import field
 
-    out = [f"* *{status}*: {says}" for status, says in STATUS.items()] + [""]
-    for framework, version in dict.fromkeys((e.framework, e.version) for e in read()):
-        head = "| loss | held against | what differs | where: weight expected -> found | status |"
-        out += [f"### {framework} {version}", "", head, "|---|---|---|---|---|"]
-        for e in (e for e in read() if e.framework == framework):
-            status = f"[{e.status}]({e.link})" if e.link else e.status
-            out += [f"| `{x.loss}` | `{x.held_against}` | {e.reason} | {x} | {status} |" for x in e.evidence]
-        out.append("")
-    return "\n".join(out)
+    return field.summary()
+
+
+def field_objectives() -> str:
+    from docs import field
+
+    return field.objectives()
+
+
+def field_parts() -> str:
+    from docs import field
+
+    return field.parts()
+
+
+def statuses() -> str:
+    from docs import field
+
+    return field.statuses()
 
 
 def claims() -> str:
@@ -171,8 +180,9 @@ def lessons() -> str:
     return "\n".join(["| | lesson | the question |", "|---|---|---|", *rows])
 
 
+FIELD = (frameworks, field_objectives, field_parts, statuses)
 GENERATED = {
-    f.__name__: f for f in (letters, objectives, tally, verdicts, ledger, claims, claims_tally, benchmarks, lessons)
+    f.__name__: f for f in (letters, objectives, tally, verdicts, *FIELD, claims, claims_tally, benchmarks, lessons)
 }
 
 

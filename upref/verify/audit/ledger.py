@@ -77,7 +77,7 @@ HERE = Path(__file__).parent
 
 
 def recorded(name: str) -> dict[str, Any]:
-    """NAME.toml: [[deviation]], and what [defaults] were when the comparisons were written; {} where there is none."""
+    """NAME.toml: [[deviation]], and what the defaults were, of every loss and of each; {} where there is none."""
     file = HERE / f"{name}.toml"
     return _tables(file.read_text(encoding="utf-8")) if file.exists() else {}
 
@@ -111,7 +111,7 @@ def moved(name: str, defaults: dict[str, dict[str, Any]], version: str) -> list[
     return [
         f"{mode}: the default of {k} is {now.get(k, 'gone')} in {version}, and was {was.get(k, 'not there')}"
         for mode, now in defaults.items()
-        if (was := then.get(mode)) is not None
+        for was in [then.get("every", {}) | then.get(mode, {})] * bool(then)
         for k in sorted({*now, *was})
         if now.get(k) != was.get(k)
     ]

@@ -46,8 +46,7 @@ def _modes() -> list[str]:
 def _defaults(mode: str) -> dict[str, Any]:
     """The arguments of the module that users construct."""
     signature = inspect.signature(_grpo().LigerFusedLinearGRPOLoss.__init__).parameters
-    own = {k: p.default for k, p in signature.items() if k != "self"}
-    return own | {"loss_type": mode}
+    return {k: p.default for k, p in signature.items() if k not in ("self", "loss_type")}
 
 
 ELSEWHERE = ("compiled", "use_ref_model", "chunk_size", "temperature")  # not of the loss on log-probabilities
@@ -60,7 +59,7 @@ def _plain(mode: str, config: dict[str, Any]):
         counted = {"num_items_in_batch": int(totals.tokens)} if mode in COUNTED else {}
         value, _ = _grpo().LigerFusedLinearGRPOFunction.ppo_loss_fn(
             log_prob, mask, advantages, mask,
-            ref_per_token_logps=ref_log_prob, old_per_token_logps=old_log_prob, **settings, **counted,
+            ref_per_token_logps=ref_log_prob, old_per_token_logps=old_log_prob, loss_type=mode, **settings, **counted,
         )  # fmt: skip
         return value if mode in COUNTED else value / num_micro_batches
 

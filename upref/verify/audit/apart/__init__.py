@@ -13,6 +13,7 @@ from upref.errors import InputError
 from upref.verify.audit.apart.pin import Pin, place
 
 SECONDS = 900
+LIBRARY = Path(__file__).parents[4]  # where its process finds upref
 QUIET = {  # no GPU, no network, no telemetry
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
@@ -33,7 +34,7 @@ def run(work: str, name: str, pin: Pin, version: str = "", source: str = "", lou
     with tempfile.TemporaryDirectory() as folder:
         job, answer = Path(folder) / "job", Path(folder) / "answer"
         job.write_bytes(pickle.dumps((work, name, where, more)))
-        env = os.environ | QUIET | pin.env | {"PYTHONPATH": str(Path(__file__).parents[4])}
+        env = os.environ | QUIET | pin.env | {"PYTHONPATH": str(LIBRARY)}
         command = [sys.executable, "-m", "upref.verify.audit.apart.child", str(job), str(answer)]
         try:
             said = subprocess.run(command, env=env, cwd=folder, timeout=SECONDS, text=True, errors="replace",

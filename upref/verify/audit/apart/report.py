@@ -73,8 +73,12 @@ def proofs(f: Framework, version: str = "", source: str = "", loud: bool = False
 def draft(a: Any) -> str:
     """What NAME.toml lacks, as TOML to be finished by hand: the defaults, and every deviation that is not recorded."""
     lines = []
-    for mode, fields in a.defaults.items() if not recorded(a.framework).get("defaults") else ():
-        lines += [f"[defaults.{mode}]", *(f"{k} = {_toml(v)}" for k, v in fields.items()), ""]
+    if not recorded(a.framework).get("defaults"):
+        each = list(a.defaults.values())
+        shared = {k: v for k, v in each[0].items() if all(d.get(k) == v for d in each)} if each else {}
+        own = {m: {k: v for k, v in d.items() if k not in shared} for m, d in a.defaults.items()}
+        for mode, fields in ({"every": shared} | own).items():
+            lines += [f"[defaults.{mode}]", *(f"{k} = {_toml(v)}" for k, v in fields.items()), ""] * bool(fields)
     known = {(e.reason, x) for e in a.entries.values() for x in e.evidence}
     new: dict[str, list[str]] = {}
     for r in a.rows:

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every framework with a folder of its own is what its ledger says, where that folder is at hand; no network is used.
+
+`upref audit NAME` makes the folder. The ledgers' form is held for all of them, wherever this runs.
+"""
+
+import pytest
+
+from upref.verify import audit as audits
+from upref.verify.audit.apart import pin as pins
+from upref.verify.audit.apart.report import proofs, report
+from upref.verify.audit.ledger import read
+
+APART = [name for name in audits.frameworks() if audits.framework(name).pin]
+
+
+def at_hand(name: str):
+    """The framework, if nothing would have to be fetched for it."""
+    f = audits.framework(name)
+    if not any(pins.cache().glob(f"{name}-{f.pin.version}*")):
+        pytest.skip(f"`upref audit {name}` makes the folder that this needs, from a network")
+    return f
+
+
+@pytest.mark.parametrize("name", APART)
+def test_the_audit_is_the_ledger(name):
+    at_hand(name)
+    table = audits.audit(name)
+    assert table, str(table)
+    assert not table.unaudited and table.defaults
+
+
+@pytest.mark.parametrize("name", APART)
+def test_every_deviation_is_proved_by_a_script_too(name):
+    said = proofs(at_hand(name))
+    assert said, str(said)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_the_ledger_is_whole(name):
+    for e in read(name):
+        assert len(e.proof.strip().splitlines()) <= 15 and "upref" not in e.proof, e.key
+        assert e.status == "numerical" or (e.proof and e.prints and e.fix), f"{e.key}: a script, what it prints, a fix"
+        assert e.status != "deliberate" or (e.words and e.link), f"{e.key}: upstream's words, and where they stand"
+        assert e.prints in report(name, e.key) and e.paper in report(name, e.key)
