@@ -159,6 +159,18 @@ def claims_tally() -> str:
     return summary()
 
 
+def wild() -> str:
+    from docs.in_the_wild import page
+
+    return page.table()
+
+
+def wild_tally() -> str:
+    from docs.in_the_wild import page
+
+    return page.tally()
+
+
 def benchmarks() -> str:
     out = []
     for file in sorted((ROOT / "benchmarks").glob("*.txt")):
@@ -180,7 +192,7 @@ def lessons() -> str:
     return "\n".join(["| | lesson | the question |", "|---|---|---|", *rows])
 
 
-FIELD = (frameworks, field_objectives, field_parts, statuses)
+FIELD = (frameworks, field_objectives, field_parts, statuses, wild, wild_tally)
 GENERATED = {
     f.__name__: f for f in (letters, objectives, tally, verdicts, *FIELD, claims, claims_tally, benchmarks, lessons)
 }

@@ -112,12 +112,6 @@ class Back(torch.autograd.Function):
         sys.exit(0)
 
 
-def backward(*inputs, **how):
-    loss = dapo(*inputs)
-    loss.backward(**how)
-    return loss
-
-
 def overwritten(log_prob, old_log_prob, advantages, mask):
     r = (log_prob - old_log_prob).exp()
     square = r * r
@@ -134,8 +128,6 @@ REFUSED = {
     "lines": (after(raising(InputError("two\nlines"))), "two lines"),
     "exits on the way back": (lambda lp, old, A, mask: dapo(Back.apply(lp), old, A, mask), "the backward pass of"),
     "cannot go back": (overwritten, "modified by an inplace operation"),
-    "goes back itself": (lambda lp, old, A, mask: backward(lp, old, A, mask), "calls .backward() itself"),
-    "and keeps the graph": (lambda lp, old, A, m: backward(lp, old, A, m, retain_graph=True), "calls .backward()"),
     "complex": (lambda lp, old, A, mask: dapo(lp, old, A, mask) * (1 + 0j), "complex"),
     "sparse": (lambda lp, old, A, mask: (lp * mask).to_sparse(), "sparse"),
     "meta": (lambda lp, old, A, mask: dapo(lp, old, A, mask).to("meta"), "meta"),

@@ -5,7 +5,8 @@ A loss is a plain callable `(log_prob, old_log_prob, advantages, mask)`, by thes
 (upref.losses.names), by position where no name says anything; by name also ref_log_prob, group, entropy, totals (the
 mini-batch's `Totals`, for a micro-batch), num_micro_batches, dp_size and hyperparameters. Or an `Objective`; a trainer
 class of TRL's; a name: package.module:function, path/to/file.py:function, verl:LOSS_MODE, trl:LOSS_TYPE. It answers
-with a scalar, with a tuple or dict that holds one, or with an unreduced [B, T] or [B].
+with a scalar, with a tuple or dict that holds one, or with an unreduced [B, T] or [B]. A training step, which calls
+.backward() itself, is judged by the gradient that it leaves.
 """
 
 import importlib
@@ -159,22 +160,23 @@ def _is_trainer(x: Any) -> bool:
 # ---- in which shapes it takes its inputs -----------------------------------------------------------------------------
 def fit(loss: Loss) -> Loss:
     """With the shapes of advantages and mask in which it runs and keeps its responses apart, the plainest first."""
-    first: InputError | None = None
+    said: dict[str, str] = {}
     runs: list[tuple[float, int, Loss]] = []
     for shape in [loss.adv_shape] if loss.framework else list(SHAPES):
         for as_float in (False, True):
             try:
                 one, leak = _tried(replace(loss, adv_shape=shape, float_mask=as_float))
             except InputError as e:
-                first = first or e
+                said.setdefault(str(e), SHAPES[shape])
                 continue
             if leak <= 1e-6:
                 return one
             runs.append((leak, len(runs), one))
             break
+    if not runs and len(said) == 1:
+        raise InputError(*said)
     if not runs:
-        assert first is not None
-        raise first
+        raise InputError("; ".join(f"{e.rstrip('.')} (advantages {shape})" for e, shape in said.items()))
     return min(runs)[2]
 
 
@@ -188,7 +190,7 @@ def _tried(loss: Loss) -> tuple[Loss, float]:
         )
     if not done.value.isfinite():
         raise InputError(f"{loss.name} is {done.value.item()} on a good batch (π_θ = π_old, finite log-probabilities).")
-    loss = replace(loss, form=done.form, wrapped=done.wrapped)
+    loss = replace(loss, form=done.form, wrapped=done.wrapped, backs=done.backs)
     A = b.adv.clone()
     A[0] *= 1.5
     elsewhere = (loss.gradient(replace(b, adv=A)) - g)[1:][b.mask[1:]]

@@ -28,6 +28,7 @@ class Outcome:
     attached: bool  # it has a gradient
     wrote: frozenset[str]  # roles whose tensors it changed
     printed: bool
+    backs: bool = False  # it called .backward() itself
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Loss:
     float_mask: bool = False
     form: str = "scalar"
     wrapped: bool = False
+    backs: bool = False  # it calls .backward() itself
     parts: tuple[int, ...] = (2, 3, 8)  # into how many micro-batches the split oracle cuts a mini-batch
 
     @property
@@ -92,11 +94,14 @@ class Loss:
         """One call on these inputs; InputError in one sentence for whatever the loss does instead of answering."""
         before = {k: v.detach().clone() for k, v in full.items() if isinstance(v, Tensor)}
         got, printed = called(self.name, lambda: self.call(full, self.given | moved))
-        if full["logp"].is_leaf and full["logp"].grad is not None:
-            raise InputError(f"{self.name} calls .backward() itself: return the loss, its caller does that once.")
         value, form, wrapped = self._scalar(got, b)
+        left = [v for v in full.values() if isinstance(v, Tensor) and v.is_leaf and v.grad is not None]
+        if left and form != "scalar":
+            raise InputError(f"{self.name} calls .backward() itself and answers with {form} numbers: return the loss.")
+        if left:  # a training step: the gradient that it left is the one that trains
+            value = _Stepped.apply(value.detach(), len(left), *left, *(x.grad for x in left))
         wrote = frozenset(k for k, v in before.items() if not _same(v, full[k]))
-        return Outcome(value, form, wrapped, value.requires_grad, wrote, printed)
+        return Outcome(value, form, wrapped, value.requires_grad, wrote, printed, bool(left))
 
     def _scalar(self, got: Any, b: Rollouts) -> tuple[Tensor, str, bool]:
         first, wrapped = self._tensor(got)
@@ -155,7 +160,21 @@ class Loss:
         return self.outcome(b, ranks, **moved)[1]
 
     def __call__(self, b: Rollouts, **moved) -> Tensor:
-        return self.run(self.inputs(b, b.logp.detach().clone()), b, **moved).value.detach()
+        x = b.logp.detach().clone().requires_grad_(self.backs)
+        return self.run(self.inputs(b, x), b, **moved).value.detach()
+
+
+class _Stepped(torch.autograd.Function):
+    """value, n, *inputs, *their gradients: the value, with those gradients, of a loss that went back itself."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor, n: int, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs[n:])
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, g: Tensor):
+        return None, None, *(g * x for x in ctx.saved_tensors), *(None for _ in ctx.saved_tensors)
 
 
 _RETURN = (

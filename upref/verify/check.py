@@ -60,6 +60,8 @@ def contract(case: Case) -> list[str]:
         out.append("it takes the mask as numbers")
     if loss.form == "unreduced":
         out.append(f"it answers without reduction: aggregated here by {case.o.agg}")
+    if loss.backs:
+        out.append("it calls .backward() itself: the gradient that it leaves is the one compared")
     if not batches.not_parallel(case):
         out.append(f"gradients of data-parallel ranks are averaged; {batches.contract(case)}")
     if not loss.splits:

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each loss of losses.toml computes, written down after reading it: (lp, old, A, m, ref) -> what to minimise.
+
+lp, old and ref are log-probabilities [B, T], A advantages [B, T], m the mask. The docstring is the formula.
+"""
+
+import torch
+
+
+def tokens(x, m):
+    return x[m].sum() / m.sum()
+
+
+def responses(x, m):
+    return torch.stack([row[i].mean() for row, i in zip(x, m, strict=True)]).mean()
+
+
+def means(x, m):
+    return torch.stack([row[i].mean() for row, i in zip(x, m, strict=True)])
+
+
+def sums(x, m):
+    return torch.stack([row[i].sum() for row, i in zip(x, m, strict=True)])
+
+
+def clip(lp, old, A, low=0.2, high=0.2):
+    r = (lp - old).exp()
+    return torch.where(A > 0, A * r.clamp(max=1 + high), A * r.clamp(min=1 - low))
+
+
+def k3(lp, ref):
+    return (ref - lp).exp() - 1 - (ref - lp)
+
+
+def ppo(lp, old, A, m, ref):
+    """−mean_i mean_t min(r A, clip(r, 1 ± 0.2) A)"""
+    return -responses(clip(lp, old, A), m)
+
+
+def ppo_tokens(lp, old, A, m, ref):
+    """−mean over all tokens of min(r A, clip(r, 1 ± 0.2) A)"""
+    return -tokens(clip(lp, old, A), m)
+
+
+def grpo(lp, old, A, m, ref):
+    """−mean_i mean_t [min(r A, clip(r, 1 ± 0.2) A) − 0.04 k3]"""
+    return -responses(clip(lp, old, A) - 0.04 * k3(lp, ref), m)
+
+
+def feld_grpo(lp, old, A, m, ref):
+    """−mean_i mean_t [min(r A, clip(r, 1 ± 0.2) A) − 0.01 (log π_ref − log π)]: the KL term has the wrong sign"""
+    return -responses(clip(lp, old, A) - 0.01 * (ref - lp), m)
+
+
+def nick(lp, old, A, m, ref):
+    """−mean_i min(R A, clip(R, 1 ± 0.25) A) + 0.04 mean_i Σ_t k3, R = Π_t r_t the product over a response"""
+    return -clip(sums(lp, m), sums(old, m), A[:, 0], 0.25, 0.25).mean() + 0.04 * sums(k3(lp, ref), m).mean()
+
+
+def yuanxuns(lp, old, A, m, ref):
+    """−mean over all tokens of [min(r A, clip(r, 0.8, 1.3) A) − 0.01 k3]"""
+    return -tokens(clip(lp, old, A, 0.2, 0.3) - 0.01 * k3(lp, ref), m)
+
+
+def nikhil(lp, old, A, m, ref):
+    """−mean_i mean_t [A log π − 0.04 (log π − log π_ref)]: no ratio, no clip"""
+    return -responses(A * lp - 0.04 * (lp - ref), m)
+
+
+def gameof(lp, old, A, m, ref):
+    """−mean_i mean_t [min(r A, clip(r, 1 ± 0.2) A) − 0.01 k3], after an assertion that r = 1: it stops off policy"""
+    return -responses(clip(lp, old, A) - 0.01 * k3(lp, ref), m)
+
+
+def fangyuan(lp, old, A, m, ref):
+    """−mean_i mean_t [min(r A, clip(r, 1 ± 0.2) A) − 0.1 k3]"""
+    return -responses(clip(lp, old, A) - 0.1 * k3(lp, ref), m)
+
+
+def r20213(lp, old, A, m, ref):
+    """−mean over all tokens of [min(r A, clip(r, 1 ± 0.2) A) − 0.04 · k3 / 2]"""
+    return -tokens(clip(lp, old, A) - 0.02 * k3(lp, ref), m)
+
+
+def on_policy(lp, old, A, m, ref):
+    """−mean_i mean_t [A π / sg(π) − 0.04 k3]: the ratio is 1 by construction"""
+    return -responses(A * lp - 0.04 * k3(lp, ref), m)
+
+
+def skandml(lp, old, A, m, ref):
+    """−mean_i mean_t [A π / sg(π) − 0.01 k3]: the ratio is 1 by construction"""
+    return -responses(A * lp - 0.01 * k3(lp, ref), m)
+
+
+def joecummings_simple(lp, old, A, m, ref):
+    """−mean_i mean_t [A π / sg(π) − 0.1 k3]: the ratio is 1 by construction"""
+    return -responses(A * lp - 0.1 * k3(lp, ref), m)
+
+
+def gspo(lp, old, A, m, ref):
+    """−mean_i min(s A, clip(s, 1 ± 0.2) A), s = exp(mean_t log r)"""
+    return -clip(means(lp, m), means(old, m), A[:, 0]).mean()
+
+
+def gspo_kl(lp, old, A, m, ref):
+    """−mean_i [min(s A, clip(s, 1 ± 0.2) A) − 0.04 mean_t k3], s = exp(mean_t log r)"""
+    return gspo(lp, old, A, m, ref) + 0.04 * responses(k3(lp, ref), m)
+
+
+def gamendez(lp, old, A, m, ref):
+    """+mean_i Σ_t [min(r A, clip(r A, 0.8, 1.2)) − 0.01 (π/π_ref − log(π/π_ref))]: minimised as it stands"""
+    x = (lp - old).exp() * A
+    q = (lp - ref).exp()
+    return sums(torch.minimum(x, x.clamp(0.8, 1.2)) - 0.01 * (q - q.log()), m).mean()
+
+
+def wangitu(lp, old, A, m, ref):
+    """−mean_i mean_t [min(r A, clip(r, 1 ± 0.2) A) − 0.04 r k3]: the KL term is weighted by the ratio"""
+    return -responses(clip(lp, old, A) - 0.04 * k3(lp, ref) * (lp - old).exp(), m)
+
+
+def robotsail(lp, old, A, m, ref):
+    """−mean_i mean_t [min(r A, clip(r, 1 ± 0.1) A) − k3]"""
+    return -responses(clip(lp, old, A, 0.1, 0.1) - k3(lp, ref), m)
+
+
+def tianyi(lp, old, A, m, ref):
+    """−mean_i mean_t [min(r A, clip(r, 1 ± 0.2) A) − 0.04 k3], log r and log π_ref/π cut at ±20"""
+    cut = lambda x: x.clamp(-20, 20)
+    return -responses(clip(cut(lp - old), 0 * old, A) - 0.04 * k3(cut(lp - ref), 0 * ref), m)
+
+
+def asimkadav(lp, old, A, m, ref):
+    """−(1/BT) Σ A log π + 0.02 mean_i Σ_t (log π − log π_ref), over padded slots as well: it takes no mask"""
+    return -(A[:, :1] * lp).mean() + 0.02 * (lp - ref).sum(1).mean()
+
+
+def ojus(lp, old, A, m, ref):
+    """−mean_i Σ_t min(r A, clip(r, 1 ± 0.1) A) / (|o_i| + 1e-6)"""
+    return -(sums(clip(lp, old, A, 0.1, 0.1), m) / (m.sum(1) + 1e-6)).mean()
+
+
+def sandesh(lp, old, A, m, ref):
+    """−mean_i A Σ_t log π"""
+    return -sums(A * lp, m).mean()
+
+
+def zhili(lp, old, A, m, ref):
+    """−mean over all tokens of A_t log π_t: [:None] leaves A [B], which runs only where B = T"""
+    raise RuntimeError
+
+
+def zyl_grpo(lp, old, A, m, ref):
+    """−mean over all tokens of A log π"""
+    return -tokens(A * lp, m)
+
+
+def malice(lp, old, A, m, ref):
+    """−mean over all tokens of clip(r, 1 ± 0.2) clip(A, ±5): without the minimum"""
+    return -tokens((lp - old).exp().clamp(0.8, 1.2) * A.clamp(-5, 5), m)
+
+
+def malice_soft(lp, old, A, m, ref):
+    """−mean over all tokens of r exp(−|log r|) clip(A, ±5), r cut at e^±30"""
+    d = lp - old
+    return -tokens((d.clamp(-30, 30) - d.abs()).exp() * A.clamp(-5, 5), m)
+
+
+def dapo(lp, old, A, m, ref):
+    """−mean over all tokens of min(r A, clip(r, 0.8, 1.28) A)"""
+    return -tokens(clip(lp, old, A, 0.2, 0.28), m)
+
+
+def linxinrong_grpo(lp, old, A, m, ref):
+    """−mean_i mean_t min(r A, clip(r, 1 ± 0.2) A) + 0.04 · mean of k3 over all tokens"""
+    return -responses(clip(lp, old, A), m) + 0.04 * tokens(k3(lp, ref), m)
+
+
+def jimyma(lp, old, A, m, ref):
+    """−mean over all tokens of [min(r A, clip(r, 1 ± 0.2) A) − 0.04 k3]"""
+    return -tokens(clip(lp, old, A) - 0.04 * k3(lp, ref), m)
+
+
+def vegaction(lp, old, A, m, ref):
+    """−mean_i Σ_t min(r A, clip(r, 1 ± 0.2) A) / (|o_i| + 1e-8)"""
+    return -(sums(clip(lp, old, A), m) / (m.sum(1) + 1e-8)).mean()
+
+
+def briefgpt(lp, old, A, m, ref):
+    """−mean over all tokens of [min(r A, clip(r, 1 ± 0.2) A) − 0.01 (log π − log π_old)]"""
+    return -tokens(clip(lp, old, A) - 0.01 * (lp - old), m)
+
+
+def joecummings(lp, old, A, m, ref):
+    """−mean over all tokens (their number + 1e-8) of [min(r A, clip(r, 1 ± 0.1) A) − 0.1 k3]"""
+    return -(clip(lp, old, A, 0.1, 0.1) - 0.1 * k3(lp, ref))[m].sum() / (m.sum() + 1e-8)
+
+
+def joecummings_completion(lp, old, A, m, ref):
+    """−mean_i min(R A, clip(R, 1 ± 0.1) A) + 0.1 (P − 1 − log P), R = Π r and P = Π π_ref/π over the whole batch"""
+    one = clip(lp[m].sum(), old[m].sum(), A[:, 0], 0.1, 0.1).mean()
+    return -one + 0.1 * k3(lp[m].sum(), ref[m].sum()) * m.sum() / (m.sum() + 1e-8)
+
+
+def bary(lp, old, A, m, ref):
+    """−(1/BT) Σ min(r A_t, clip(r, 1 ± 0.2) A_t) + ...: A [B] is laid over the tokens, which runs only where B = T"""
+    raise RuntimeError
+
+
+def guochen(lp, old, A, m, ref):
+    """−Σ_i Σ_t min(r A, clip(r, 1 ± 0.2) A): the sum over the batch"""
+    return -clip(lp, old, A)[m].sum()
+
+
+def reinforce_mean(lp, old, A, m, ref):
+    """−mean_i mean_t A log π"""
+    return -responses(A * lp, m)

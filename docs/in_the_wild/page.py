@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of docs/in-the-wild.md, from losses.toml and found.json."""
+
+import json
+import tomllib
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SAME = 1e-5  # gradients that differ by less are the same, with room for a 1e-6 in a denominator
+
+
+def read() -> tuple[dict, dict]:
+    table = tomllib.loads((HERE / "losses.toml").read_text(encoding="utf-8"))
+    return table, json.loads((HERE / "found.json").read_text(encoding="utf-8"))
+
+
+def right(found: dict) -> bool:
+    """Whether the verdict is what the formula, written by hand and held against the code, says."""
+    if "refused" in found:
+        return found["raises"]
+    agrees = found["off_formula"] is not None and found["off_formula"] < 1e-6
+    beyond = {f["oracle"] for f in found["failures"]} <= {"extremes"}  # past what the batches by hand reach
+    return agrees and (found["check"] or beyond) == (found["off_objective"] < SAME)
+
+
+def table() -> str:
+    losses, every = read()
+    out, last = [], ""
+    for name, x in losses.items():
+        if x["list"] != last:
+            head = "| code | its name or text says | wrapper | `upref.check` | `upref.identify` | by hand |"
+            out += ["", f"### {x['list']}", "", head, "|---|---|---|---|---|---|"]
+            last = x["list"]
+        out.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row(x, every[name]))} |")
+    return "\n".join(out)
+
+
+def row(x: dict, found: dict) -> list[str]:
+    where = f"[{x['repo']}](https://github.com/{x['repo']}/blob/{x['commit']}/{x['file'].replace('+', '%2B')})"
+    lines = f"{found['lines']} line{'s' * (found['lines'] != 1)}: {x['needs']}"
+    hand = found["by_hand"] + ("" if right(found) else " **(the verdict is wrong)**")
+    return [f"{where}<br>{x['file'].rpartition('/')[2]}", x["says"], lines, verdict(x, found), named(found), hand]
+
+
+def verdict(x: dict, found: dict) -> str:
+    if "refused" in found:
+        return f"refused: {found['refused']}"
+    hp = ", ".join(f"{k}={v:g}" for k, v in x["hp"].items())
+    name = f"{x['held']}({hp})" if hp else x["held"]
+    if found["check"]:
+        return f"**is {name}**"
+    whys: dict[str, str] = {}
+    for f in found["failures"]:
+        whys[f["oracle"]] = whys.get(f["oracle"]) or f["cause"]
+    says = "; ".join(f"{k}: {v}" if v else k for k, v in whys.items())
+    return f"**is not {name}**; {says}"
+
+
+def named(found: dict) -> str:
+    return found["identify"] or "refused, as before"
+
+
+def tally() -> str:
+    losses, every = read()
+    rows = [every[k] for k in losses]
+    agree, refused = sum(r.get("check", False) for r in rows), sum("refused" in r for r in rows)
+    lines = sorted(r["lines"] for r in rows)
+    told = sum(right(r) for r in rows)
+    repos = len({x["repo"] for x in losses.values()})
+    cpu = sorted(r["cpu"] for r in rows)
+    return (
+        f"{len(rows)} losses of {repos} repositories: {agree} are what they say, {len(rows) - agree - refused} are "
+        f"not, {refused} were refused. The check by hand agrees with {told} of {len(rows)} verdicts. A wrapper takes "
+        f"{lines[len(lines) // 2]} lines (median), at most {lines[-1]}. Both questions and the check by hand take "
+        f"{cpu[len(cpu) // 2]:g} CPU seconds a loss (median), at most {cpu[-1]:g}; {every['machine']}; shared machine."
+    )

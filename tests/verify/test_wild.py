@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What code found in the wild does and upref could not read or misjudged: docs/in-the-wild.md. A class a test."""
+
+import pytest
+import torch
+
+import upref
+from upref.errors import InputError
+
+
+def per_token(log_prob, old_log_prob, advantages, clip):
+    r = (log_prob - old_log_prob).exp()
+    return -torch.minimum(r * advantages, r.clamp(1 - clip, 1 + clip) * advantages)
+
+
+def seq_mean(x, mask):
+    return ((x * mask).sum(1) / mask.sum(1)).mean()
+
+
+# ---- a training step: it goes back itself ----------------------------------------------------------------------------
+def step(policy_log_probs, response_mask, advantages, old_log_probs, cliprange=0.2):
+    r = (policy_log_probs - old_log_probs).exp()
+    loss = seq_mean(per_token(policy_log_probs, old_log_probs, advantages, cliprange), response_mask)
+    loss.backward()
+    return loss, {"ratio": r.detach()}
+
+
+def detached(log_prob, old_log_prob, advantages, mask):
+    loss = seq_mean(per_token(log_prob, old_log_prob, advantages, 0.2), mask)
+    loss.backward()
+    return loss.detach()
+
+
+def kept(log_prob, old_log_prob, advantages, mask):
+    loss = seq_mean(per_token(log_prob, old_log_prob, advantages, 0.2), mask)
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def two_steps(log_prob, old_log_prob, advantages, mask):
+    """The first half of the batch, then the second: the gradients add up."""
+    x = per_token(log_prob, old_log_prob, advantages, 0.2) * mask / mask.sum(1, keepdim=True) / len(mask)
+    n = len(mask) // 2
+    x[:n].sum().backward(retain_graph=True)
+    x[n:].sum().backward()
+    return x.sum().detach()
+
+
+def summed_step(log_prob, old_log_prob, advantages, mask):
+    loss = (per_token(log_prob, old_log_prob, advantages, 0.2) * mask).sum()
+    loss.backward()
+    return loss
+
+
+def unreduced_step(log_prob, old_log_prob, advantages, mask):
+    x = per_token(log_prob, old_log_prob, advantages, 0.2) * mask
+    x.sum().backward()
+    return x
+
+
+@pytest.mark.parametrize("loss", [step, detached, kept, two_steps])
+def test_a_training_step_is_judged_by_the_gradient_that_it_leaves(loss):
+    report = upref.check(loss, "grpo", eps=0.2)
+    assert report, report
+    assert any(".backward() itself" in c for c in report.contract)
+    assert str(upref.identify(loss)).partition("\n")[0].endswith("is grpo(eps=0.2)")
+    assert upref.capacity(loss, 0.1, 0.1) == pytest.approx(0.02)
+
+
+def test_and_a_wrong_step_is_rejected():
+    assert not upref.check(step, "dapo", eps_low=0.2, eps_high=0.28)
+    report = upref.check(summed_step, "grpo", eps=0.2)
+    assert any(f.oracle == "aggregation" and "plain sum" in f.cause for f in report.failures), report
+
+
+def test_but_not_one_that_leaves_the_sum_to_its_caller():
+    with pytest.raises(InputError, match=r"calls \.backward\(\) itself and answers with unreduced numbers"):
+        upref.check(unreduced_step, "grpo", eps=0.2)
+
+
+# ---- a guard against numbers that are not finite ---------------------------------------------------------------------
+def guarded(log_prob, old_log_prob, advantages, mask):
+    if not (log_prob - old_log_prob).exp()[mask].isfinite().all():
+        raise RuntimeError("the ratio is not finite")
+    return seq_mean(per_token(log_prob, old_log_prob, advantages, 0.2), mask)
+
+
+def narrow(log_prob, old_log_prob, advantages, mask):
+    if (log_prob - old_log_prob)[mask].abs().max() > 20:
+        raise RuntimeError("the policy is far away")
+    return seq_mean(per_token(log_prob, old_log_prob, advantages, 0.2), mask)
+
+
+def test_a_loss_may_refuse_a_ratio_that_overflows():
+    report = upref.check(guarded, "grpo", eps=0.2)
+    assert report, report
+    assert [f for f in report.notes if f.oracle == "extremes" and "the ratio is not finite" in f.found]
+
+
+def test_but_not_one_that_does_not():
+    assert [f.oracle for f in upref.check(narrow, "grpo", eps=0.2).failures] == ["extremes"]
+
+
+# ---- what is said where nothing fits ---------------------------------------------------------------------------------
+def one_a_response(log_prob, old_log_prob, advantages, mask, clip_eps=None):
+    x = per_token(log_prob, old_log_prob, advantages.unsqueeze(-1), clip_eps)
+    return seq_mean(x, mask)
+
+
+def test_the_reason_of_every_shape_is_told():
+    """[B, T] fails as it must; that another would do but for a setting that is None is what its author needs."""
+    with pytest.raises(InputError, match=r"size of tensor.*NoneType.*advantages \[B, 1\]"):
+        upref.identify(one_a_response)
