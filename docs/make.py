@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what is generated in README.md and in docs/ and docs/course/: `python -m docs.make [PAGE...]`.
+"""Writes what is generated in README.md, docs/, docs/course/ and docs/howto/: `python -m docs.make [PAGE...]`.
 
 A test holds that it is fresh.
 
@@ -25,7 +25,7 @@ from math import sqrt
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = (ROOT / "docs", ROOT / "docs/course")
+FOLDERS = (ROOT / "docs", ROOT / "docs/course", ROOT / "docs/howto")
 PAGES = [Path("README.md"), *sorted(p.relative_to(ROOT) for folder in FOLDERS for p in folder.glob("*.md"))]
 BLOCK = re.compile(r"```(python|console)\n(.*?)```\n(?:(\s*)```text\n.*?```\n)?", re.S)
 FILE = re.compile(r"# (\S+\.py)\n")

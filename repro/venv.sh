@@ -4,6 +4,7 @@
 #
 #   repro/venv.sh              upref (editable) with its test and dev tools
 #   repro/venv.sh verl trl     the same, and what those frameworks' losses need on a CPU
+#   repro/venv.sh docs         the same, and what docs/build.sh builds the site with
 #   repro/venv.sh smoke        the same, and all of verl's trainer and vLLM, CPU builds
 #   repro/venv.sh gpu          another one, .venv-gpu: upref, verl's trainer and vLLM for CUDA, which want another torch
 #   repro/venv.sh gpu flash    the same with flash-attn, which all paper scales and gpu8 need; prebuilt for Python 3.12
@@ -26,6 +27,7 @@ half=$venv-half-made # there while it is being changed: still there without that
 declare -A list=(
     [verl]=repro/with_verl/requirements-cpu.txt
     [trl]=repro/requirements-trl.txt
+    [docs]=repro/requirements-docs.txt
     [smoke]=repro/with_verl/requirements-smoke.txt
     [gpu]=repro/with_verl/requirements-gpu.txt
     [flash]=repro/with_verl/requirements-flash.txt
@@ -36,7 +38,7 @@ say() { echo "venv.sh: $*" >&2; }
 die() { say "$*" && exit 2; }
 
 for part in "$@"; do
-    [[ -n $part && -n ${list[$part]-} ]] || die "knows verl, trl, smoke, gpu, flash and megatron, not '$part'."
+    [[ -n $part && -n ${list[$part]-} ]] || die "knows verl, trl, docs, smoke, gpu, flash and megatron, not '$part'."
     case $part in
         gpu) [[ $1 == gpu ]] || die "gpu is an environment of its own: ask for it alone, or first of gpu, flash, megatron." ;;
         flash | megatron) [[ $1 == gpu ]] || die "$part is for .venv-gpu: repro/venv.sh gpu $part." ;;

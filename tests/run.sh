@@ -24,7 +24,7 @@ if [[ "$*" == quick ]]; then
         --ignore tests/with_verl --ignore-glob '*test_zoo*' --ignore-glob '*test_identify*' --ignore-glob '*test_audit*' \
         --ignore tests/exact --ignore-glob '*test_trl*' --ignore-glob '*test_figures*' --ignore-glob '*test_compile*'
 fi
-repro/venv.sh verl trl
+repro/venv.sh verl trl docs
 judge upref repro
 "$bin"/python -m pytest -n 2 -q -m "not smoke" "$@"
 [[ $# -eq 0 ]] || exit 0

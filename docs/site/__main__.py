@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the site: `python -m docs.site [FOLDER]`, by default build/site. FOLDER/html/index.html is its first page.
+
+Any warning, any page whose code fails, any dead link ends it with exit status 1.
+"""
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from docs.site import gather, links
+
+ROOT = Path(__file__).parents[2]
+
+
+def build(folder: Path) -> list[str]:
+    """Gathers the sources, runs Sphinx, follows every link. What is wrong, as lines; none if all is well."""
+    from sphinx.cmd.build import build_main
+
+    source, html = folder / "source", folder / "html"
+    for stale in (source, html, folder / "doctrees"):
+        shutil.rmtree(stale, ignore_errors=True)
+    gather.gather(source)
+    os.environ["PYTHONPATH"] = str(ROOT)  # for the kernels that run pages
+    strict = ["-W", "--keep-going", "-n", "-q", "-b", "html"]
+    places = ["-d", str(folder / "doctrees"), str(source), str(html)]
+    if build_main([*strict, *places]):
+        return ["Sphinx had warnings or errors, above."]
+    return links.dead(html)
+
+
+def main(folder: str = str(ROOT / "build" / "site")) -> int:
+    begun, used = time.time(), os.times()
+    wrong = build(Path(folder).resolve())
+    now = os.times()
+    cpu = sum(now[:4]) - sum(used[:4])
+    pages = len(list(Path(folder, "html").rglob("*.html")))
+    print(*wrong, sep="\n", end="\n" if wrong else "")
+    took = f"{time.time() - begun:.0f} s, {cpu:.0f} s of CPU"
+    print(f"{pages} pages in {folder}/html, {took}: {'NOT ' * bool(wrong)}whole")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

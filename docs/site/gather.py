@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the site's sources together: the pages of the repository, their links turned to where they stand in the site.
+
+A page is README.md, any docs/**/*.md, CHANGELOG.md, CONTRIBUTING.md, and every other .md that one of them links to.
+Any other file that is linked to becomes a page that shows it. Nothing of a page is run here.
+"""
+
+import fnmatch
+import hashlib
+import os
+import re
+import shutil
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+NAMED = {
+    "README.md": "start",
+    "derivations/README.md": "derivations",
+    "CHANGELOG.md": "changelog",
+    "CONTRIBUTING.md": "contributing",
+}
+PICTURES = (".svg", ".png", ".jpg")
+LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".bib": "bibtex", ".json": "json", ".yaml": "yaml"}
+LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+FENCED = re.compile(r"^(`{3,}|:{3,}|~{3,}).*?^\1[ \t]*$", re.M | re.S)
+MATHJAX = "d4295dc33744836935c1399feece5159577b34c5c8ffb9f1c6324cd82e03a882"
+
+
+@dataclass
+class Section:
+    """A tab of the site: its first page, and the pages of which no earlier section has the name."""
+
+    head: str  # the docname of its first page, which is generated where no page of that name is there
+    title: str
+    text: str  # on its card, and on its first page if that is generated
+    pages: list[str] = field(default_factory=list)  # patterns of docnames, in the order of the sidebar
+
+
+SECTIONS = [
+    Section("start", "Start here", "Is my loss DAPO? In five minutes, without a GPU."),
+    Section("howto", "How-to", "Check a loss in CI, train in verl or TRL, draw a Cap map, add an objective.",
+            ["howto/*", "verl", "trl", "adding"]),
+    Section("course/README", "Course", "From “a policy is a softmax” to “what is wrong with this run”.", ["course/*"]),
+    Section("objectives", "Objectives", "Each on a page: equation, witnesses, pictures, relatives.", ["objectives/*"]),
+    Section("derivations", "Derivations", "What the paper proves, and what only on conditions.", ["derivations/*"]),
+    Section("frameworks", "Frameworks", "What the losses of verl, TRL and others really compute.",
+            ["frameworks*", "frameworks/*", "what-check-sees", "in-the-wild"]),
+    Section("claims", "Claims", "A verdict on every claim of the paper, and where it comes from.",
+            ["claims*", "verdicts", "repro/mini/*", "repro/exact/*"]),
+    Section("api", "API", "Every public name."),
+    Section("more", "More", "How fast, where what stands, how to contribute, what has changed.",
+            ["speed", "architecture", "contributing", "changelog", "*"]),
+]  # fmt: skip
+
+
+def docname(path: str) -> str:
+    """Where a page of the repository stands in the site."""
+    return NAMED.get(path) or path.removesuffix(".md").removeprefix("docs/")
+
+
+class Gathering:
+    """The sources under `source`, as they come together."""
+
+    def __init__(self, source: Path):
+        self.source = source
+        self.texts: dict[str, str] = {}  # docname -> markdown
+        self.todo: list[str] = []
+
+    def page(self, path: str):
+        """A page of the repository, with all that it links to."""
+        name = docname(path)
+        if name in self.texts:
+            return
+        self.texts[name] = ""
+        text = (ROOT / path).read_text(encoding="utf-8")
+        self.texts[name] = self.turned(text, Path(path).parent, name)
+
+    def turned(self, text: str, folder: Path, name: str) -> str:
+        """Its links, those outside of fenced blocks, turned to where they lead in the site."""
+        out, at = [], 0
+        for fence in FENCED.finditer(text):
+            code = not fence[0].startswith(":") and not re.match(r"`+\{(?!code|literal)", fence[0])
+            out.append(self._links(text[at : fence.start()], folder, name))
+            out.append(fence[0] if code else self._links(fence[0], folder, name))
+            at = fence.end()
+        return "".join([*out, self._links(text[at:], folder, name)])
+
+    def _links(self, text: str, folder: Path, name: str) -> str:
+        def turn(m: re.Match) -> str:
+            target, _, heading = m[2].partition("#")
+            if not target or re.match(r"[a-z]+:", m[2]):
+                return m[0]
+            path = os.path.normpath(folder / target)
+            if not (ROOT / path).exists():
+                return m[0]  # a page that is generated, or Sphinx will complain
+            leads = os.path.relpath(self.put(path), Path(name).parent)
+            return m[1] + leads + (f"#{heading}" if heading else "") + m[3]
+
+        return LINK.sub(turn, text)
+
+    def put(self, path: str) -> str:
+        """Where a file or folder of the repository stands in the site, put there if it is not yet."""
+        file = ROOT / path
+        if path.endswith(".md"):
+            self.page(path)
+            return f"{docname(path)}.md"
+        if file.suffix in PICTURES:
+            (self.source / "files" / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, self.source / "files" / path)
+            return f"files/{path}"
+        name = f"files/{path}"
+        if name not in self.texts:
+            self.texts[name] = ""  # it may link to itself
+            shown = self.listing(path) if file.is_dir() else self.shown(path)
+            self.texts[name] = f"---\norphan: true\n---\n\n# `{path}`\n\n{shown}\n"
+        return f"{name}.md"
+
+    def shown(self, path: str) -> str:
+        text = (ROOT / path).read_text(encoding="utf-8").rstrip("\n")
+        return f"``````{{code-block}} {LANGUAGES.get(Path(path).suffix, 'text')}\n{text}\n``````"
+
+    def listing(self, path: str) -> str:
+        files = sorted(f for f in (ROOT / path).iterdir() if f.is_file() and f.suffix in {*LANGUAGES, ".md", ".txt"})
+        rows = [
+            (f.name, os.path.relpath(self.put(str(f.relative_to(ROOT))), Path("files", path).parent)) for f in files
+        ]
+        return "\n".join(f"* [{name}]({leads})" for name, leads in rows)
+
+    def write(self):
+        for name, text in self.texts.items():
+            file = self.source / f"{name}.md"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+
+
+def sections(texts: dict[str, str]):
+    """Every page into one section; the first page of a section gets the list of the others."""
+    left = [name for name in texts if not name.startswith("files/") and name not in {s.head for s in SECTIONS}]
+    cards, heads = [], []
+    for section in SECTIONS:
+        found = [n for p in section.pages for n in sorted(fnmatch.filter(left, p))]
+        found = list(dict.fromkeys(found))
+        left = [n for n in left if n not in found]
+        if section.head not in texts and not found:
+            continue
+        listed = "\n".join(os.path.relpath(n, Path(section.head).parent) for n in found)
+        visible = "" if section.head in texts else ":maxdepth: 1\n"
+        texts.setdefault(section.head, f"# {section.title}\n\n{section.text}\n")
+        if found:
+            hidden = visible or ":hidden:\n"
+            texts[section.head] += f"\n```{{toctree}}\n{hidden}\n{listed}\n```\n"
+        heads.append(f"{section.title} <{section.head}>")
+        cards.append(
+            f"\n:::{{grid-item-card}} {section.title}\n:link: {section.head}\n:link-type: doc\n{section.text}\n:::\n"
+        )
+    index = (Path(__file__).parent / "index.md").read_text(encoding="utf-8").replace("CARDS\n", "".join(cards))
+    texts["index"] = index + "\n```{toctree}\n:hidden:\n\n" + "\n".join(heads) + "\n```\n"
+
+
+def settings(source: Path):
+    """conf.py, the style sheet, and MathJax from the wheel that repro/requirements-docs.txt pins, and no other."""
+    here = Path(__file__).parent
+    shutil.copy(here / "conf.py", source)
+    shutil.copytree(here / "static", source / "_static")
+    wheel = metadata.distribution("sphinx-mathjax-offline")
+    file = Path(str(wheel.locate_file("sphinx-mathjax-offline/static/mathjax/tex-svg.js")))
+    found = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert found.startswith(MATHJAX), f"{file} is another MathJax: {found}"
+    (source / "_static/mathjax").mkdir()
+    shutil.copy(file, source / "_static/mathjax")
+
+
+def gather(source: Path):
+    g = Gathering(source)
+    for page in ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]:
+        if not page.startswith("docs/site/"):
+            g.page(page)
+    for page in ("CHANGELOG.md", "CONTRIBUTING.md"):
+        if (ROOT / page).exists():
+            g.page(page)
+    g.texts["start"] = re.sub(r"\A# upref\n", "# Start here\n", g.texts["start"])
+    sections(g.texts)
+    g.write()
+    settings(source)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every link of the built site leads somewhere in it, anchors included; nothing is fetched from elsewhere.
+
+python -m docs.site.links [FOLDER]      one line for each that does not; exit status 1 if there is one
+"""
+
+import sys
+from collections import defaultdict
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+FETCHED = {"img": "src", "script": "src", "iframe": "src", "source": "src", "link": "href", "use": "href"}
+
+
+class Page(HTMLParser):
+    """The ids, links and fetched files of a page."""
+
+    def __init__(self, file: Path):
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.fetched: list[str] = []
+        self.feed(file.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        said = {k: v for k, v in attrs if v is not None}
+        self.ids |= {said[k] for k in ("id", "name") if k in said}
+        if tag == "a" and "href" in said:
+            self.links.append(said["href"])
+        if (where := said.get(FETCHED.get(tag, ""))) and said.get("rel") not in {"canonical", "search", "next", "prev"}:
+            self.fetched.append(where)
+
+
+def dead(html: Path) -> list[str]:
+    """One line for each link that leads nowhere, and for each thing that a page would fetch from a network."""
+    files = (file.resolve() for file in sorted(html.rglob("*.html")) if "_static" not in file.parts)
+    pages = {file: Page(file) for file in files}
+    wrong = defaultdict(list)
+    for file, page in pages.items():
+        for link in dict.fromkeys([*page.links, *page.fetched]):
+            parts = urlsplit(link)
+            if parts.scheme == "data" or (parts.scheme and link in page.links and link not in page.fetched):
+                continue
+            why = "is fetched from a network" if parts.scheme or parts.netloc else _leads(file, parts, pages)
+            if why:
+                wrong[f"{link} {why}"].append(str(file.relative_to(html.resolve())))
+    return [f"{what}: {', '.join(where[:3])}{' ...' * (len(where) > 3)}" for what, where in wrong.items()]
+
+
+def _leads(file: Path, parts, pages: dict[Path, Page]) -> str:
+    """Why the link leads nowhere; "" if it does."""
+    target = (file.parent / unquote(parts.path)).resolve() if parts.path else file
+    if target.is_dir():
+        target /= "index.html"
+    if not target.exists():
+        return "leads nowhere"
+    anchor = unquote(parts.fragment)
+    if anchor and target in pages and anchor not in pages[target].ids and not anchor.startswith(":~:"):
+        return "has no such heading"
+    return ""
+
+
+if __name__ == "__main__":
+    lines = dead(Path(sys.argv[1] if len(sys.argv) > 1 else "build/site/html"))
+    print(*lines, sep="\n", end="\n" if lines else "")
+    sys.exit(bool(lines))
