@@ -29,7 +29,7 @@ def table() -> str:
     for name, x in losses.items():
         if x["list"] != last:
             head = "| code | its name or text says | wrapper | `upref.check` | `upref.identify` | by hand |"
-            out += ["", f"### {x['list']}", "", head, "|---|---|---|---|---|---|"]
+            out += ["", f"## {x['list']}", "", head, "|---|---|---|---|---|---|"]
             last = x["list"]
         out.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row(x, every[name]))} |")
     return "\n".join(out)

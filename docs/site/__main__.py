@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from docs.site import gather, links
+from upref import explorer
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +29,8 @@ def build(folder: Path) -> list[str]:
     places = ["-d", str(folder / "doctrees"), str(source), str(html)]
     if build_main([*strict, *places]):
         return ["Sphinx had warnings or errors, above."]
+    (html / "explorer").mkdir()
+    explorer.write(html / "explorer" / "index.html")
     return links.dead(html)
 
 

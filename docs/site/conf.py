@@ -52,7 +52,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = html_show_sourcelink = False
 html_last_updated_fmt = None
-html_sidebars = {page: [] for page in ("index", "start", "api", "search", "genindex", "files/**")}
+html_sidebars = {page: [] for page in ("index", "start", "explorer", "api", "search", "genindex", "files/**")}
 html_theme_options = {
     "logo": {"text": "upref"},
     "navbar_align": "left",

@@ -44,6 +44,7 @@ SECTIONS = [
             ["howto/*", "verl", "trl", "adding"]),
     Section("course/README", "Course", "From “a policy is a softmax” to “what is wrong with this run”.", ["course/*"]),
     Section("objectives", "Objectives", "Each on a page: equation, witnesses, pictures, relatives.", ["objectives/*"]),
+    Section("explorer", "Explorer", "Drag a bound, a token, an advantage, and see what follows."),
     Section("derivations", "Derivations", "What the paper proves, and what only on conditions.", ["derivations/*"]),
     Section("frameworks", "Frameworks", "What the losses of verl, TRL and others really compute.",
             ["frameworks*", "frameworks/*", "what-check-sees", "in-the-wild"]),
@@ -180,6 +181,7 @@ def gather(source: Path):
     for page in ("CHANGELOG.md", "CONTRIBUTING.md"):
         if (ROOT / page).exists():
             g.page(page)
+    g.texts["explorer"] = (Path(__file__).parent / "explorer.md").read_text(encoding="utf-8")
     g.texts["start"] = re.sub(r"\A# upref\n", "# Start here\n", g.texts["start"])
     sections(g.texts)
     g.write()
