@@ -12,11 +12,15 @@ import numpy as np
 import torch
 
 import upref
+from docs.course import runs
 from figures.make import save
 from repro.exact.flow import path
 from repro.exact.task import bandit
-from upref import advantages
+from upref import advantages, kl
+from upref.aggregation import Totals, row_weights
+from upref.learn.lessons.reading_a_run import KEY
 from upref.plots import DOWN, GREY, INK, PALETTE, STYLE, UP
+from upref.verify import kl as verify_kl
 
 FOLDER = Path(__file__).parent / "pictures"
 
@@ -249,12 +253,82 @@ def l07_sequence():
     return fig
 
 
+def l08_aggregation():
+    """What a token counts under three aggregations, and what becomes of it in two micro-batches."""
+    lengths = torch.tensor([2, 2, 8, 8])
+    mask = torch.arange(8) < lengths[:, None]
+    fig, (left, right) = axes(2, 3.8, 2.9)
+    totals = Totals.of(mask)
+    looks = (("token-mean", "token mean (DAPO)", PALETTE[0]), ("seq-mean-token-mean", "mean of means (GRPO)", UP),
+             ("seq-mean-token-sum-norm", "sum / constant (Dr. GRPO)", PALETTE[2]))  # fmt: skip
+    for i, (name, text, c) in enumerate(looks):
+        w = torch.as_tensor(row_weights(name, mask, totals, 8)).expand(4)
+        left.bar(np.arange(2) + 0.26 * i - 0.26, [w[0], w[2]], 0.24, color=c, label=text)
+    left.set(xticks=[0, 1], ylabel="weight of one token")
+    left.set_xticklabels(["of a response of 2", "of a response of 8"])
+    left.legend(frameon=False, fontsize=8.5)
+    title(left, "what a token counts")
+    whole = torch.as_tensor(row_weights("token-mean", mask, totals)).expand(4)
+    parts = [row_weights("token-mean", mask[i : i + 2], Totals.of(mask[i : i + 2])) / 2 for i in (0, 2)]
+    for i, (w, text, c) in enumerate((((whole[0], whole[2]), "by the mini-batch's tokens", PALETTE[0]),
+                                      (parts, "each part by its own, then the mean", GREY))):  # fmt: skip
+        right.bar(np.arange(2) + 0.36 * i - 0.18, [float(x) for x in w], 0.34, color=c, label=text)
+    right.set(xticks=[0, 1], ylim=(0, 0.17), ylabel="weight of one token")
+    right.set_xticklabels(["part 1: two short", "part 2: two long"])
+    right.legend(frameon=False, fontsize=8.5)
+    title(right, "token mean, in two parts")
+    return fig
+
+
+def l09_kl():
+    """The three estimators, and whose gradient each has as a loss."""
+    fig, (left, right) = axes(2, 3.8, 2.9)
+    d = torch.linspace(-2.5, 2, 200, dtype=torch.float64)
+    colours = {"k1": PALETTE[4], "k2": PALETTE[2], "k3": PALETTE[0]}
+    for name, c in colours.items():
+        left.plot(d, kl.ESTIMATORS[name](-d, torch.zeros_like(d)), color=c, lw=2, label=name)
+    left.axhline(0, color="#666666", lw=0.6)
+    left.set(xlabel=r"d = log $\pi_\mathrm{ref}$ − log $\pi_\theta$", ylabel="estimate from one token", ylim=(-2, 4.5))
+    left.legend(frameon=False, fontsize=8.5, loc="upper center")
+    title(left, "one token's estimate")
+    goals = verify_kl.divergences()
+    bars = (("k1, as a loss", colours["k1"], verify_kl.expected(kl.k1)[1]),
+            ("k2", colours["k2"], verify_kl.expected(kl.k2)[1]),
+            ("k3", colours["k3"], verify_kl.expected(kl.k3)[1]))  # fmt: skip
+    x = np.arange(5)
+    for i, (text, c, g) in enumerate(bars):
+        right.bar(x + 0.26 * i - 0.26, g, 0.24, color=c, label=text)
+    for i, key in ((1, "reverse"), (2, "forward")):
+        right.plot(x + 0.26 * i - 0.26, goals[key][1], "_", color=INK, ms=11, mew=1.6)
+    right.axhline(0, color="#666666", lw=0.6)
+    right.set(xticks=x, xlabel="logit of five tokens", ylabel="mean gradient")
+    right.set_xticklabels(list("ABCDE"))
+    right.legend(frameon=False, fontsize=8.5, loc="upper right")
+    title(right, "and its mean gradient")
+    return fig
+
+
+def l10_runs():
+    """What six runs logged."""
+    fig, panels = axes(4, 2.5, 2.7)
+    keys = (("reward", "reward"), ("pass@8", "pass@8"), ("entropy", "entropy, nats"), ("clipped", "clipped"))
+    for ax, (key, text) in zip(panels, keys, strict=True):
+        for name, c in zip(KEY, PALETTE, strict=False):
+            y = [x[key] for x in runs.run(name)]
+            ax.plot(y, color=c, lw=1.8, label=name)
+        ax.set(xlabel="batch", xlim=(0, len(y) - 1), ylim=(0, None))
+        title(ax, text)
+    fig.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+    return fig
+
+
 PICTURES = {n[1:].replace("_", "-", 1): f for n, f in list(globals().items()) if n[0] == "l" and n[1:3].isdigit()}
 
 
 def main(*names: str, folder: Path = FOLDER):
     import matplotlib
 
+    torch.set_num_threads(1)
     folder.mkdir(exist_ok=True)
     for name, draw in PICTURES.items():
         if not names or name in names:

@@ -145,6 +145,25 @@ def test_an_answer_for_a_program(asked):
     assert said["ok"] is False and "the sign" in said["mistake"] and "torch.tensor" in said["batch"]
 
 
+def test_the_runs_of_the_last_exercise_are_as_they_are_said_to_be():
+    """The file is what the runs log now; the answers' names are what was done to them."""
+    from docs.course import runs
+    from upref.learn.lessons.reading_a_run import KEY, SIGNS
+
+    text = runs.FILE.read_text(encoding="utf-8")
+    assert runs.written(text) == text, "run `python -m docs.course.runs`"
+    assert set(KEY.values()) == set(SIGNS) == set(runs.WRONG)
+    last = {wrong: runs.run(name)[-1] for name, wrong in KEY.items()}
+    first = {wrong: runs.run(name)[0] for name, wrong in KEY.items()}
+    assert last["sign"]["reward"] < first["sign"]["reward"]
+    assert last["nothing"]["pass@8"] > first["nothing"]["pass@8"]
+    assert last["no baseline"]["pass@8"] < first["no baseline"]["pass@8"]
+    assert last["no baseline"]["reward"] > first["no baseline"]["reward"], "it answers better and knows less"
+    assert all(x["last"] == 1 and x["clipped"] == 0 for x in runs.run("D")) and last["nothing"]["last"] > 1
+    assert all(x["signal"] == x["norm"] == 0 for x in runs.run("E"))
+    assert all((x["first"] != 1) == (wrong == "temperature") for wrong, x in first.items())
+
+
 # ---- the pages -------------------------------------------------------------------------------------------------------
 PARTS = ["The equation, case by case", "A picture", "An experiment", "What frameworks do", "Exercise"]
 

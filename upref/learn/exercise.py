@@ -41,6 +41,7 @@ class Exercise:
     gradient: str = ""  # the argument whose gradient is compared; "" where there is none
     value: bool = False  # whether the value is compared
     proof: Callable[[Callable], Any] | None = None  # the library's own check, once every batch agrees: a Report
+    hidden: bool = False  # whether the right answer is kept back
     hint: Callable[[Batch, Any], str] = field(default=lambda batch, got: "")  # where no slip fits
 
     @property

@@ -91,7 +91,7 @@ def outcome(e: Exercise, fn: Callable[..., Any], batch: Batch) -> Outcome:
         return Outcome(value=answer.detach() if isinstance(answer, Tensor) else answer)
     if not isinstance(answer, Tensor):
         return Outcome(amiss=f"it returns a {type(answer).__name__}, not a tensor: so there is no gradient")
-    if answer.numel() != 1:
+    if answer.numel() != 1 and not e.value:
         return Outcome(amiss=f"it returns {answer.numel()} numbers, {list(answer.shape)}: reduce them to one")
     if not answer.requires_grad:
         return Outcome(amiss="the result has no gradient: it is detached, or does not depend on " + e.gradient)
@@ -199,7 +199,7 @@ def _said(e: Exercise, right: Outcome, yours: Outcome) -> tuple[str, str]:
     if e.gradient and (yours.amiss or not _same(right.gradient, yours.gradient)):
         what = f"gradient by {e.gradient} "
         return what + _numbers(right.gradient), yours.amiss or what + _numbers(yours.gradient)
-    return _numbers(right.value), yours.amiss or _numbers(yours.value)
+    return "another answer" if e.hidden else _numbers(right.value), yours.amiss or _numbers(yours.value)
 
 
 def _numbers(x: Any) -> str:

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lesson 10's six training runs, with one thing wrong in each but one.
+
+`python -m docs.course.runs` prints them and writes them into the exercise.
+
+A policy that is a table, 32 prompts of 12 answers, 2 of them right; groups of 8, 8 updates on each batch, DAPO's own J.
+What is logged is what a trainer would log; reward, entropy and pass@8 are exact, over all answers.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import upref
+from upref import advantages
+from upref.learn.lessons.reading_a_run import KEY
+
+FILE = Path(upref.__file__).parent / "learn/exercises/lesson10.py"
+HEAD = "run  batch  reward  entropy  pass@8  signal   r, first update   r, last update   clipped  gradient"
+BATCHES, UPDATES, PROMPTS, ANSWERS, G = 41, 8, 32, 12, 8
+F64 = torch.float64
+DOC_END = '"""'
+DAPO = upref.get("dapo")
+
+
+def group_norm(R: Tensor, group: Tensor) -> Tensor:
+    return advantages.group_norm(R, group)
+
+
+WRONG: dict[str, dict] = {  # what is wrong, by its name in the exercise -> how it is done
+    "nothing": {},
+    "sign": {"advantage": lambda R, group: -group_norm(R, group)},
+    "no baseline": {"advantage": lambda R, group: R + 3},
+    "no signal": {"hard": True},
+    "recomputed": {"recompute": True},
+    "temperature": {"temperature": 0.7},
+}
+
+
+@cache
+def run(name: str) -> list[dict[str, float]]:
+    """What it logged at each batch."""
+    return train(**WRONG[KEY[name]])
+
+
+def train(advantage=group_norm, temperature: float = 1.0, recompute=False, hard=False, lr=4.0, seed=0) -> list[dict]:
+    """temperature: the trainer's; the sampler's is 1. recompute: lp_old anew before every update. hard: hardly any
+    answer is right."""
+    generator = torch.Generator().manual_seed(seed)
+    z = 1.5 * torch.randn(PROMPTS, ANSWERS, generator=generator, dtype=F64)
+    reward = (torch.arange(ANSWERS) < 2).to(F64)
+    z = z - (9.0 if hard else 1.0) * reward
+    rows = torch.arange(PROMPTS).repeat_interleave(G)
+    log = []
+    for _ in range(BATCHES):
+        pi = z.softmax(-1)
+        drawn = torch.multinomial(pi, G, replacement=True, generator=generator).reshape(-1)
+        R = reward[drawn]
+        per_prompt = R.reshape(PROMPTS, G).mean(1)
+        p = (pi * reward).sum(1)
+        seen = {
+            "reward": float(p.mean()),
+            "entropy": float(-(pi * pi.log()).sum(1).mean()),
+            "pass@8": float((1 - (1 - p) ** 8).mean()),
+            "signal": float(((per_prompt > 0) & (per_prompt < 1)).double().mean()),
+        }
+        lp_sampler = z.log_softmax(-1)[rows, drawn]
+        A, mask = advantage(R, rows), torch.ones(len(rows), 1, dtype=torch.bool)
+        clipped, norms, ratios = [], [], []
+        for _ in range(UPDATES):
+            theta = z.clone().requires_grad_()
+            lp = (theta / temperature).log_softmax(-1)[rows, drawn]
+            lp_old = lp.detach() if recompute else lp_sampler
+            (g,) = torch.autograd.grad(DAPO.J(lp[:, None], lp_old[:, None], A[:, None], mask), theta)
+            r = (lp.detach() - lp_old).exp()
+            dead = DAPO.weight(r, A) == 0
+            clipped.append(float((dead & (A != 0)).sum() / (A != 0).sum().clamp(min=1)))
+            norms.append(float(g.norm()))
+            ratios.append(float(r.max()))
+            z = z + lr * g
+        seen |= {
+            "first": ratios[0],
+            "last": ratios[-1],
+            "clipped": sum(clipped) / UPDATES,
+            "norm": sum(norms) / UPDATES,
+        }
+        log.append(seen)
+    return log
+
+
+def table(every: int = 8) -> str:
+    """All runs, a row for every so many batches."""
+    rows = [HEAD]
+    for name in KEY:
+        for n, x in list(enumerate(run(name)))[::every]:
+            rows.append(
+                f"{name:3}  {n:5}  {x['reward']:6.2f}  {x['entropy']:7.2f}  {x['pass@8']:6.2f}  {x['signal']:6.2f}   "
+                f"{x['first']:15.3f}   {x['last']:14.3f}   {x['clipped']:7.2f}  {x['norm']:8.3f}"
+            )
+        rows.append("")
+    return "\n".join(rows)
+
+
+def written(text: str) -> str:
+    """The exercise with the runs in it."""
+    head, _, rest = text.partition("without a gradient.\n\n")
+    return f'{head}without a gradient.\n\n{table()}"""{rest.partition(DOC_END)[2]}'
+
+
+def main():
+    torch.set_num_threads(1)
+    FILE.write_text(written(FILE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(table())
+
+
+if __name__ == "__main__":
+    main()

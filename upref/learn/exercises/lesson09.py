@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lesson 9: the estimator k3.
+
+Fill the hole, the line with `...`, then run `upref learn 9` in this folder.
+"""
+
+import torch
+
+
+def k3(lp, lp_ref):
+    """k3 of each of N tokens that π_θ has drawn, [N]: e^d - 1 - d.
+
+    lp, lp_ref  [N]  log π_θ and log π_ref of each token; lp carries the gradient
+    """
+    return ...
+
+
+if __name__ == "__main__":  # `python lesson09.py` tries it
+    lp = torch.tensor([0.2, 0.4]).log().requires_grad_()
+    value = k3(lp, torch.tensor([0.4, 0.2]).log())
+    print("k3:", value)
+    value.sum().backward()
+    print("gradient by lp:", lp.grad)
