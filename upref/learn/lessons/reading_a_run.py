@@ -46,6 +46,6 @@ EXERCISE = Exercise(
     right=diagnosis,
     batches=tuple(Batch(f"run {run}", {"run": run}) for run in KEY),
     slips=(),
-    notice="run D earns most here, though its clip is dead: at this learning rate the clip was not needed. A fault need "
-    "not show in the reward; look at what must be so, r = 1 at the first update, before you look at what you hope for.",
+    notice="run D earns most here, though its clip is dead: at this learning rate the clip was not needed. A fault "
+    "need not show in the reward: look first at what must be so, r = 1 at the first update, then at what you hope for.",
 )  # fmt: skip
