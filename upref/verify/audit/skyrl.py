@@ -37,7 +37,7 @@ READ = (
 
 
 def _utils() -> Any:
-    importlib.import_module("ray").is_initialized = lambda: False  # which is so
+    vars(importlib.import_module("ray"))["is_initialized"] = lambda: False  # which is so
     return importlib.import_module("skyrl.backends.skyrl_train.utils.ppo_utils")
 
 
@@ -98,8 +98,8 @@ SUMS = NO_KL | {"loss_reduction": "seq_mean_token_sum_norm", "max_seq_len": 1}
 CLAMP = Slip("log r clamped to ±20", "clip", view=_clamp_tokens)
 CLAMP_S = Slip("log s clamped to 10", "clip", view=_clamp_responses)
 CLAMP_KL = Slip("k3 clamped to 10", "term", view=_far_kl)
-FLOOR = Slip("weights in [1, 6]: cispo_eps_clip_low = 0 lifts every smaller one to 1", "objective", objective="cispo_verl",
-             hp={"eps_low": 0.0, "eps_high": 5.0})  # fmt: skip
+FLOOR = Slip("weights in [1, 6]: cispo_eps_clip_low = 0 lifts every smaller one to 1", "objective",
+             objective="cispo_verl", hp={"eps_low": 0.0, "eps_high": 5.0})  # fmt: skip
 NEAR = Slip("1e-8 inside the logarithms moves the bound by < 1e-5 (tokens there left out)", "rounding", skip=_near)
 TOKENS = aggregated("token-mean")
 COMPARISONS = (
@@ -124,8 +124,8 @@ COMPARISONS = (
         GROUPS,)),
     Comparison("paper", "sapo", MEANS, "sapo", {}),
     Comparison("paper", "dppo", SUMS | {"delta_low": 0.15, "delta_high": 0.15}, "dppo_tv", {}, (CLAMP,)),
-    Comparison("paper", "dppo", SUMS | {"dppo_type": "binary_kl", "delta_low": 0.05, "delta_high": 0.05}, "dppo_kl", {}, (
-        NEAR, CLAMP)),
+    Comparison("paper", "dppo", SUMS | {"dppo_type": "binary_kl", "delta_low": 0.05, "delta_high": 0.05},
+               "dppo_kl", {}, (NEAR, CLAMP)),
     Comparison("paper", "importance_sampling", SUMS, "is_pg", {}),
 )  # fmt: skip
 
