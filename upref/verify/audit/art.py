@@ -87,8 +87,9 @@ ART = Framework(
     comparisons=COMPARISONS,
     out_of_scope={},
     remarks=lambda: [
-        "There is one loss: ppo=True is `ppo`, else it is `cispo`, which is the default. Tokens weigh 1 over the "
-        "length of their response and the sum is divided by the tokens of the batch, as pack.py and the Megatron trainer do.",
+        "There is one loss: ppo=True is `ppo`, else it is `cispo`, which is the default.",
+        "Tokens weigh 1 over the length of their response and the sum is divided by the tokens of the batch, as "
+        "pack.py and the Megatron trainer do.",
         "Not covered: advantages (pack.py divides them by the batch's mean |A|), the KL penalty (it moves advantages), "
         "kimi_k2_tau, truncated importance sampling, the averages of both ratios.",
     ],
