@@ -13,5 +13,5 @@ from upref import explorer
 def js():
     """Evaluates JavaScript beside the explorer's own, and gives back what JSON can say."""
     with MiniRacer() as v8:  # closed by all means: its thread would outlive the tests
-        v8.eval(explorer.data() + explorer.script())
+        v8.eval(explorer.data() + explorer.script() + explorer.script(("curves",)))
         yield lambda code: json.loads(v8.eval(f"JSON.stringify({code})"))

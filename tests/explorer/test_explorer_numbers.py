@@ -65,6 +65,22 @@ def test_the_map_is_made_of_the_same_caps(js):
         np.testing.assert_allclose(np.maximum(cells, 0), expected, atol=1e-6)  # float32
 
 
+@pytest.mark.parametrize("name", ["dapo", "sapo", "is_pg", "dppo_kl", "gspo", "up(bandpo_tv)", "aspo"])
+def test_the_curves_are_made_of_the_same_weights(js, name):
+    """Beyond r = 1/mu, too, where the objective does not read mu; with both sides of every end."""
+    reach, mu = js(f"halfWidth({json.dumps(name)}, {{}}, 0.4)"), 0.4
+    for A in (1.0, -1.0):
+        r, w = np.transpose(js(f"weightLine({json.dumps(name)}, {{}}, {A}, {mu}, {reach})"))
+        np.testing.assert_allclose(w, of(name)(r, A, mu), rtol=1e-9, atol=1e-12)
+        ends = of(name).ends(A, mu)[0][0]
+        for end in ends[abs(np.log(ends)) < reach]:
+            assert (
+                (w[(r < end * (1 + 1e-10)) & (r > end * (1 - 2e-9))] != 0)
+                != (w[(r > end) & (r < end * (1 + 2e-9))] != 0)
+            ).all()
+    assert (reach < 0.01) == (name == "gspo")
+
+
 def test_every_objective_that_sympy_reads_is_there(js):
     there, left = set(FORMULAS), set(js("LEFT_OUT"))
     assert set(js("Object.keys(OBJECTIVES)")) == there

@@ -43,7 +43,7 @@ def test_all_of_it_is_javascript(js):
 def test_every_file_is_in_the_page():
     files = {f.stem for f in explorer.HERE.glob("*.js")}
     assert files == {*explorer.PURE, *explorer.DRAWN}
-    assert all(f.read_text(encoding="utf-8").count("\n") <= 350 for f in explorer.HERE.glob("*.js"))
+    assert all(f.read_text(encoding="utf-8").count("\n") <= 250 for f in explorer.HERE.glob("*.js"))
 
 
 def test_the_formula_is_read_from_the_function_that_trains(js):
@@ -104,14 +104,13 @@ def test_the_small_policy_moves_as_the_exact_miniature_does(js, name, k):
     states = islice(path(bandit(A), get(name), bandit(A).start([mu]), lr=lr, k=k, G=None, adv="reward"), n + 1)
     expected = [s.pi[0].tolist() for s in states]
     setting = json.dumps({"mu": mu, "A": A, "lr": lr, "k": k, "n": n})
-    found = js(f"flowPath({json.dumps(name)}, {{}}, {setting})")
+    walk = "((path, n) => [...Array(n + 1).keys()].map(t => stateAt(path, t)))"
+    found = js(f"{walk}(flowPath({json.dumps(name)}, {{}}, {setting}), {n})")
     np.testing.assert_allclose([s["p"] for s in found], expected, rtol=1e-9)
     gained = np.log(np.array(found[-1]["p"]) / mu)  # own and others' pushes add up, but for the second order of a step
     finely = json.dumps({"mu": mu, "A": A, "lr": lr / 100, "k": 100 * k, "n": 100 * n})
-    small = js(f"flowPath({json.dumps(name)}, {{}}, {finely})")
-    np.testing.assert_allclose(
-        np.add(small[-1]["own"], small[-1]["others"]), np.log(np.array(small[-1]["p"]) / mu), atol=5e-3
-    )
+    last = js(f"stateAt(flowPath({json.dumps(name)}, {{}}, {finely}), {100 * n})")
+    np.testing.assert_allclose(np.add(last["own"], last["others"]), np.log(np.array(last["p"]) / mu), atol=5e-3)
     assert abs(gained).max() > 0.1 or name == "gspo"
 
 
@@ -119,16 +118,17 @@ def test_up_comes_to_rest_at_pi_old_times_A(js):
     mu, A = [0.5, 0.3, 0.2], [1, 2, 4]
     rest = np.multiply(mu, A) / np.dot(mu, A)
     np.testing.assert_allclose(js(f"restOfUp({mu}, {A})"), rest)
-    go = lambda name: js(f"flowPath('{name}', {{}}, {{mu: {mu}, A: {A}, lr: 0.25, k: 0, n: 3000}})[3000].p")
+    go = lambda name: js(f"stateAt(flowPath('{name}', {{}}, {{mu: {mu}, A: {A}, lr: 0.25, k: 0, n: 3000}}), 3000).p")
     np.testing.assert_allclose(go("up_dapo"), rest, atol=1e-6)
     assert abs(np.array(go("is_pg")) - rest).max() > 0.2  # which rests in a corner
     assert js("restOfUp([0.5, 0.5], [-1, 0])") is None
 
 
 def test_the_clipped_token_is_named_with_who_moves_it(js):
-    states = "flowPath('dapo', {}, {...FLOW, mu: FLOW.mu})"
-    said = js(f"flowWords({states}, 1200, FLOW.A, TOKENS)")
-    assert "clipped" in said and "its own gradient gave log π" in said and "the others'" in said
+    say = lambda t: js(f"flowWords(stateAt(flowPath('dapo', {{}}, FLOW), {t}), {t}, FLOW.A, TOKENS)")
+    assert say(0).startswith("Every token stands at π_old")
+    assert "“common, right” stands at" in say(40) and "they go on pushing it up" in say(40)
+    assert say(1200).startswith("Every token is clipped") and "nothing moves it any more" in say(1200)
 
 
 def test_group_norm_is_that_of_the_library(js):

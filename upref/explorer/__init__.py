@@ -13,7 +13,7 @@ from upref.errors import InputError
 
 HERE = Path(__file__).parent
 PURE = ("cap", "words", "flow", "state", "python")
-DRAWN = ("map", "curves", "flowview", "figure", "app")
+DRAWN = ("map", "curves", "flowview", "figure", "controls", "cards", "policy", "app")
 
 
 def write(file: str | Path) -> Path:

@@ -22,8 +22,9 @@ function weightLine(name, hp, A, mu, reach, many = 160) {
 function curvePanel(panels, A, { mu, p, here }, width, look) {
   const H = 240, left = 34, top = 26, right = 132, bottom = 36, w = width - left - right, h = H - top - bottom, f = v => +v.toFixed(1);
   const reach = Math.max(...panels.map(o => halfWidth(o.name, o.hp, mu))), lines = panels.map(o => weightLine(o.name, o.hp, A, mu, reach));
+  const highest = Math.max(...lines.flatMap(l => l.map(([, y]) => Math.abs(y))));
   const lasts = lines.map(l => l.length ? l[l.length - 1][1] : 0), size = Math.abs(A) || 1;
-  const bound = Math.min(Math.max(1.25 * size, ...lasts.map(Math.abs)), 5 * size) * 1.08;
+  const bound = Math.min(Math.max(1.25 * size, highest), 4 * size) * 1.08;
   const [low, high] = A < 0 ? [-bound, 0.06 * bound] : [-0.06 * bound, bound];
   const X = r => left + w * (Math.log(r) / reach + 1) / 2, Y = v => top + h * (high - v) / (high - low), s = [], id = `clip${A < 0 ? "d" : "u"}${width}`;
   const text = (x, y, what, more = "") => s.push(`<text x="${f(x)}" y="${f(y)}" font-size="11.5" fill="${look.ink}" ${more}>${what}</text>`);

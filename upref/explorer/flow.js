@@ -5,28 +5,45 @@
 //
 // What happens to log π of one token is linear in the gradient, so it is its own push plus those of the others.
 
-function softmax(z) {
-  const top = Math.max(...z), e = z.map(x => Math.exp(x - top)), sum = e.reduce((a, b) => a + b);
-  return e.map(x => x / sum);
+/** The path: flat arrays of n + 1 rows, one column a token. own and others add up what pushed log π, now is the others'
+    push of that update, r is π against the first π_old. `stateAt` gives one row. */
+function flowPath(name, hp, { mu, A, lr, k, n }) {
+  const w = weigher(name, hp), V = mu.length, array = () => new Float64Array((n + 1) * V);
+  const path = { V, p: array(), r: array(), own: array(), others: array(), now: array(), live: new Uint8Array((n + 1) * V) };
+  const z = Float64Array.from(mu, Math.log), old = Float64Array.from(mu), g = new Float64Array(V);
+  const own = new Float64Array(V), others = new Float64Array(V);
+  for (let t = 0, row = 0; t <= n; t++, row += V) {
+    const p = path.p.subarray(row, row + V);
+    let top = -Infinity, sum = 0, G = 0, square = 0, mean = 0;
+    for (let a = 0; a < V; a++) top = Math.max(top, z[a]);
+    for (let a = 0; a < V; a++) sum += p[a] = Math.exp(z[a] - top);
+    for (let a = 0; a < V; a++) p[a] /= sum;
+    if (k && t && t % k === 0) old.set(p);
+    for (let a = 0; a < V; a++) {
+      const weight = w(p[a] / old[a], A[a], old[a]);
+      path.live[row + a] = weight !== 0;
+      path.r[row + a] = p[a] / mu[a];
+      G += g[a] = old[a] * weight;
+      square += p[a] * p[a];
+    }
+    for (let a = 0; a < V; a++) mean += p[a] * (g[a] - p[a] * G);
+    for (let a = 0; a < V; a++) {
+      const all = lr * (g[a] - p[a] * G - mean), mine = lr * g[a] * (1 - 2 * p[a] + square);
+      path.own[row + a] = own[a];
+      path.others[row + a] = others[a];
+      path.now[row + a] = all - mine;
+      own[a] += mine;
+      others[a] += all - mine;
+      z[a] += lr * (g[a] - p[a] * G);
+    }
+  }
+  return path;
 }
 
-/** n + 1 states: { p, r (against the first π_old), live, own, others }; own and others add up what pushed log π. */
-function flowPath(name, hp, { mu, A, lr, k, n }) {
-  const w = weigher(name, hp), states = [];
-  let z = mu.map(Math.log), old = mu, own = mu.map(() => 0), others = mu.map(() => 0);
-  for (let t = 0; t <= n; t++) {
-    const p = softmax(z);
-    if (k && t && t % k === 0) old = p;
-    const weights = p.map((x, a) => w(x / old[a], A[a], old[a]));
-    states.push({ p, r: p.map((x, a) => x / mu[a]), live: weights.map(x => x !== 0), own, others });
-    const g = weights.map((x, a) => old[a] * x), G = g.reduce((a, b) => a + b), square = p.reduce((s, x) => s + x * x, 0);
-    const push = (a, c) => lr * g[c] * ((a === c) - p[a] - p[c] + square);  // on log p_a, by the rows of c
-    const mine = p.map((_, a) => push(a, a)), all = p.map((_, a) => p.reduce((s, _, c) => s + push(a, c), 0));
-    own = own.map((x, a) => x + mine[a]);
-    others = others.map((x, a) => x + all[a] - mine[a]);
-    z = z.map((x, a) => x + lr * (g[a] - p[a] * G));
-  }
-  return states;
+/** The state after t updates: { p, r, live, own, others, now }, a number for each token. */
+function stateAt(path, t) {
+  const row = key => Array.from(path[key].subarray(t * path.V, (t + 1) * path.V));
+  return { p: row("p"), r: row("r"), live: row("live").map(Boolean), own: row("own"), others: row("others"), now: row("now") };
 }
 
 /** Where UP rests if π_old stays: π_old A+, normalised; null where no A is positive. */
@@ -42,15 +59,16 @@ function groupNorm(mu, A) {
 }
 
 /** Who takes the mass, in a sentence: of the clipped token that the others carried furthest, else of none. */
-function flowWords(states, t, A, names) {
-  const s = states[t], stopped = s.live.map((live, a) => !live && A[a] !== 0 ? a : -1).filter(a => a >= 0);
+function flowWords(s, t, A, names) {
+  const stopped = s.live.map((live, a) => !live && A[a] !== 0 ? a : -1).filter(a => a >= 0);
   if (t === 0) return "Every token stands at π_old. Move the slider, or play.";
   if (!stopped.length) return "No token is clipped here: each has a gradient of its own.";
   const a = stopped.reduce((best, x) => Math.abs(s.others[x]) > Math.abs(s.others[best]) ? x : best);
-  const way = s.others[a] > 0 ? "up" : "down", list = stopped.map(x => names[x]).join(", ");
-  const verb = stopped.length > 1 ? "are" : "is";
-  return `${list} ${verb} clipped. ${names[a]} is at ${num(s.r[a])} times π_old: its own gradient gave log π ` +
-    `${signed(s.own[a])}, the others' ${signed(s.others[a])}, which goes on pushing it ${way}.`;
+  const all = stopped.length === A.filter(x => x !== 0).length;
+  const list = all ? "Every token" : stopped.map(x => `“${names[x]}”`).join(", "), verb = all || stopped.length === 1 ? "is" : "are";
+  const goes = Math.abs(s.now[a]) < 1e-9 ? "nothing moves it any more" : `they go on pushing it ${s.now[a] > 0 ? "up" : "down"}`;
+  return `${list} ${verb} clipped. “${names[a]}” stands at ${num(s.r[a])} times π_old: its own gradient gave its log π ` +
+    `${signed(s.own[a])}, those of the others ${signed(s.others[a])}; ${goes}.`;
 }
 
 function signed(x) {

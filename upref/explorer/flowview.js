@@ -4,10 +4,11 @@
 const SHADES = ["#D55E00", "#E69F00", "#0072B2", "#56B4E9", "#009E73"];
 
 /** π/π_old of every token, a log axis; rest: where UP would rest. */
-function ratioChart(states, t, mu, rest, width, look) {
-  const H = 210, left = 38, right = 14, top = 10, bottom = 34, w = width - left - right, h = H - top - bottom, n = states.length - 1;
-  const f = v => +v.toFixed(1), all = states.flatMap(s => s.r).concat(rest ? rest.map((x, a) => x / mu[a]).filter(x => x > 0) : []);
-  const high = Math.min(Math.max(2, ...all) * 1.15, 1000), low = Math.max(Math.min(0.5, ...all) / 1.15, 0.02);
+function ratioChart(path, t, mu, rest, width, look) {
+  const H = 200, left = 38, right = 14, top = 8, bottom = 22, w = width - left - right, h = H - top - bottom, n = path.r.length / path.V - 1;
+  const f = v => +v.toFixed(1), goals = rest ? rest.map((x, a) => x / mu[a]).filter(x => x > 0) : [], state = stateAt(path, t);
+  const high = Math.min(path.r.reduce((x, y) => Math.max(x, y), Math.max(2, ...goals)) * 1.15, 1000);
+  const low = Math.max(path.r.reduce((x, y) => Math.min(x, y), Math.min(0.5, ...goals)) / 1.15, 0.02);
   const X = i => left + w * i / n, Y = r => top + h * (Math.log(high) - Math.log(Math.min(Math.max(r, low), high))) / (Math.log(high) - Math.log(low));
   const s = [], text = (x, y, what, more = "") => s.push(`<text x="${f(x)}" y="${f(y)}" font-size="11" fill="${look.ink}" ${more}>${what}</text>`);
   const ticks = [0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500].filter(v => v >= low && v <= high);
@@ -15,26 +16,24 @@ function ratioChart(states, t, mu, rest, width, look) {
     s.push(`<path d="M${left} ${f(Y(v))}H${left + w}" stroke="${look.line}" stroke-width="${v === 1 ? 1.4 : 0.7}"/>`);
     text(left - 6, Y(v) + 4, num(v), 'text-anchor="end"');
   }
-  text(left, H - 18, "0");
-  text(left + w, H - 18, num(n, 4), 'text-anchor="end"');
-  text(left + w / 2, H - 3, `updates; upward: ${letterSVG("π_θ")} / first ${letterSVG("π_old")}`, 'text-anchor="middle"');
-  const every = Math.max(1, Math.floor(n / 150)), shown = states.map((_, i) => i).filter(i => i % every === 0 || i === n);
-  mu.forEach((_, a) => s.push(`<path d="M${shown.map(i => `${f(X(i))} ${f(Y(states[i].r[a]))}`).join("L")}" fill="none" stroke="${SHADES[a]}" stroke-width="2"/>`));
+  text(left, H - 4, "0");
+  text(left + w, H - 4, num(n, 4), 'text-anchor="end"');
+  const every = Math.max(1, Math.floor(n / 150)), shown = Array.from({ length: n + 1 }, (_, i) => i).filter(i => i % every === 0 || i === n);
+  mu.forEach((_, a) => s.push(`<path d="M${shown.map(i => `${f(X(i))} ${f(Y(path.r[i * path.V + a]))}`).join("L")}" fill="none" stroke="${SHADES[a]}" stroke-width="2"/>`));
   if (rest) rest.forEach((x, a) => {
     if (x > 0) s.push(`<path d="M${left + w + 2} ${f(Y(x / mu[a]))}l7 -4v8z" fill="${SHADES[a]}"/>`);
   });
   s.push(`<path class="now" d="M${f(X(t))} ${top}V${top + h}" stroke="${look.ink}" stroke-width="1"/>`);
-  mu.forEach((_, a) => s.push(`<circle cx="${f(X(t))}" cy="${f(Y(states[t].r[a]))}" r="3.6" fill="${states[t].live[a] ? SHADES[a] : look.paper}" stroke="${SHADES[a]}" stroke-width="2"/>`));
+  mu.forEach((_, a) => s.push(`<circle cx="${f(X(t))}" cy="${f(Y(state.r[a]))}" r="3.6" fill="${state.live[a] ? SHADES[a] : look.paper}" stroke="${SHADES[a]}" stroke-width="2"/>`));
   return `<svg viewBox="0 0 ${width} ${H}" role="img" aria-label="π over π_old of each token against updates">${s.join("")}</svg>`;
 }
 
 /** Log π gained by each token since the start: by its own gradient (solid), by the others' (hollow). */
-function pushChart(states, t, A, names, width, look) {
-  const row = 34, left = 92, right = 8, top = 18, w = width - left - right, now = states[t], f = v => +v.toFixed(1), H = top + row * names.length + 4;
-  const most = Math.max(0.3, ...states[states.length - 1].own.concat(states[states.length - 1].others, now.own, now.others).map(Math.abs));
+function pushChart(path, t, A, names, width, look) {
+  const row = 34, left = 122, right = 8, top = 4, w = width - left - right, now = stateAt(path, t), last = stateAt(path, path.r.length / path.V - 1), f = v => +v.toFixed(1), H = top + row * names.length + 4;
+  const most = Math.max(0.3, ...last.own.concat(last.others, now.own, now.others).map(Math.abs));
   const X = v => left + w * (v / most + 1) / 2, s = [];
   const text = (x, y, what, more = "") => s.push(`<text x="${f(x)}" y="${f(y)}" font-size="11" fill="${look.ink}" ${more}>${what}</text>`);
-  text(X(0), 10, "pushes on log π so far: ■ its own, □ the others'", 'text-anchor="middle"');
   names.forEach((name, a) => {
     const y = top + row * a, bar = (v, at, hollow) => s.push(`<rect x="${f(Math.min(X(0), X(v)))}" y="${f(at)}" width="${f(Math.abs(X(v) - X(0)))}" height="9" ` +
       `fill="${hollow ? "none" : SHADES[a]}" stroke="${SHADES[a]}" stroke-width="1.4"/>`);

@@ -147,6 +147,12 @@ class _Letters(StrPrinter):
     def _print_exp(self, e):
         return f"e^{self._print(e.args[0])}".replace("-", "−")
 
+    def _print_Mul(self, e):  # √(δ (1 − π_old)/π_old), not three roots
+        roots = [x for x in e.args if x.is_Pow and abs(x.exp) == sympy.S.Half]
+        if len(roots) < 2 or len(roots) < len(e.args):
+            return super()._print_Mul(e)
+        return f"√({self._print(sympy.Mul(*(x**2 for x in roots)))})"
+
     def _print_Add(self, e, order=None):  # 1 + ε, not ε + 1
         first, *rest = sorted(e.args, key=lambda x: (not x.is_number, x.could_extract_minus_sign()))
         says = self._print(first)
@@ -156,4 +162,4 @@ class _Letters(StrPrinter):
 
 
 def _label(edge: Expr) -> str:
-    return _Letters().doprint(sympy.expand(edge)).replace("sqrt", "√").replace("*", " ")
+    return _Letters().doprint(sympy.expand(edge)).replace("*", " ")

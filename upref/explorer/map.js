@@ -82,8 +82,10 @@ function overlay({ labels, sees, p, mu, A, ink, soft, grip = false }) {
   }
   text(X(0.75), Y(0) + 6, letterSVG("π_old"), 'style="font-size:4.8px"');
   text(X(0) - 4.4, Y(0.75) + 1, letterSVG("π_θ"), 'style="font-size:4.8px"');
-  s.push(`<path d="M${X(0)} ${Y(0)}L${X(1)} ${Y(1)}" stroke="#222" stroke-opacity=".65" stroke-width=".35" stroke-dasharray="1.6 1.2"/>`);
-  s.push(`<text x="${X(0.66)}" y="${Y(0.635)}" font-size="3.3" fill="#222" text-anchor="middle" transform="rotate(-45 ${X(0.66)} ${Y(0.635)})">on-policy</text>`);
+  s.push(`<path d="M${X(0)} ${Y(0)}L${X(1)} ${Y(1)}" stroke="#fff" stroke-opacity=".45" stroke-width=".8"/>`);
+  s.push(`<path d="M${X(0)} ${Y(0)}L${X(1)} ${Y(1)}" stroke="#222" stroke-opacity=".75" stroke-width=".35" stroke-dasharray="1.6 1.2"/>`);
+  const on = [X(0.66), Y(0.61)].map(f);
+  s.push(`<text x="${on[0]}" y="${on[1]}" font-size="3.3" fill="#222" stroke="#fff" stroke-opacity=".55" stroke-width=".7" paint-order="stroke" text-anchor="middle" transform="rotate(-45 ${on})">on-policy</text>`);
   for (const [label, x, y] of labels) {
     s.push(`<rect x="${f(X(x) - 10)}" y="${f(Y(y) - 3.2)}" width="20" height="6.4" rx="1.2" fill="#fff" fill-opacity=".92"/>`);
     s.push(`<text x="${f(X(x))}" y="${f(Y(y) + 1.3)}" font-size="3.8" fill="#222" text-anchor="middle">${label}</text>`);

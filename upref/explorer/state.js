@@ -4,7 +4,7 @@
 const MOST = 6;  // panels
 const TOKENS = ["rare, right", "common, right", "wrong 1", "wrong 2", "wrong 3"];
 const POINT = { A: 1, mu: 0.25, p: 0.25, eta: 1, link: true };
-const FLOW = { mu: [0.01, 0.24, 0.45, 0.2, 0.1], A: [1.732, 1.732, -0.577, -0.577, -0.577], lr: 0.1, k: 0, n: 1200, t: 0 };
+const FLOW = { mu: [0.01, 0.24, 0.45, 0.2, 0.1], A: [1.732, 1.732, -0.577, -0.577, -0.577], lr: 0.1, k: 0, n: 1200, t: 1200 };
 const LIMITS = {  // least, most, step of each slider
   A: [-3, 3, 0.1], mu: [0.001, 1, 0.001], p: [0.001, 1, 0.001], eta: [0, 10, 0.1],
   lr: [0.01, 1, 0.01], n: [100, 5000, 100], weight: [0.002, 1, 0.002], adv: [-4, 4, 0.1],
@@ -27,9 +27,9 @@ const PRESETS = [
 ];
 const SCENES = [
   ["A rare right token", "", "Two right tokens, one rare; the wrong ones lose their mass to both."],
-  ["All right, graded", "pi=0.5,0.3,0.2&adv=1,2,4&lr=0.25&n=3000",
+  ["All right, graded", "pi=0.5,0.3,0.2&adv=1,2,4&lr=0.25&n=3000&t=3000",
     "A = 1, 2, 4. UP rests at π_old A+; importance sampling rests in a corner only."],
-  ["Two right, one wrong", "pi=0.3,0.15,0.55&adv=1.106,1.106,-0.905&lr=0.25&n=3000",
+  ["Two right, one wrong", "pi=0.3,0.15,0.55&adv=1.106,1.106,-0.905&lr=0.25&n=3000&t=3000",
     "UP rests at π_old given that the answer is right, which rejection sampling would train on."],
   ["New rollouts", "k=16", "A new π_old after every 16 updates: each rollout opens the clip again."],
 ];
