@@ -33,7 +33,9 @@ class Framework:
     modes: Callable[[], list[str]]  # all losses that the installed version has
     comparisons: tuple[Comparison, ...]
     out_of_scope: dict[str, str]
-    split_reasons: dict[str, Slip] = field(default_factory=dict)  # why micro-batches have another gradient, by mode
+    split_reasons: dict[str, Slip] = field(
+        default_factory=dict
+    )  # why micro-batches have another gradient, by label or mode
     version: Callable[[], str] = lambda: "?"  # a framework with a pin is told
     loss: Callable[[Comparison, Rollouts, float | None], Tensor] | None = None
     plain: Callable[[str, dict[str, Any]], Callable[..., Tensor]] | None = None

@@ -24,7 +24,7 @@ def report(name: str, key: str) -> str:
     if key not in entries:
         raise InputError(f"the ledger of {name} has no {key!r}: choose {', '.join(entries) or 'nothing, it is empty'}.")
     e = entries[key]
-    lines = [f"# {name} {e.version}: {e.code.partition(';')[0].partition(':')[0]}", ""]
+    lines = [f"# {name} {e.version}, {e.code.partition(':')[0]}: {e.reason}", ""]
     lines += [f"**Promised** ({e.bib}): {e.paper}.", "", f"**Found**: {e.code}.", ""]
     lines += [f"**Status**: {e.status}" + (f'; upstream says: "{e.words}"' if e.words else "") + "."]
     lines += [f"**Thread**: {e.link or 'none known'}", ""]
