@@ -55,11 +55,13 @@ def test_weight_and_cap_are_numpys(js, name):
         np.testing.assert_allclose(cap, capacity(name, p, mu, A, **hp), rtol=0, atol=1e-9, err_msg=f"{name} {hp}")
 
 
-def test_the_map_is_made_of_the_same_caps(js):
+@pytest.mark.parametrize("axis", ["linear", "log"])
+def test_the_map_is_made_of_the_same_caps(js, axis):
     n, x = 60, (np.arange(60) + 0.5) / 60
+    x = x if axis == "linear" else 10 ** (4 * (x - 1))
     mu, p = np.meshgrid(x, x)
     for name, A in (("dapo", 1), ("dapo", -1), ("dppo_kl", 1), ("bandpo_chi2", -1), ("up(sapo)", 1), ("dapo", 0)):
-        cells = np.reshape(js(f"Array.from(capSquare({json.dumps(name)}, {{}}, {A}, {n}))"), (n, n))
+        cells = np.reshape(js(f"Array.from(capSquare({json.dumps(name)}, {{}}, {A}, {n}, AXES.{axis}))"), (n, n))
         expected = capacity(name, p, mu, A)
         np.testing.assert_array_equal(cells < 0, expected == 0)
         np.testing.assert_allclose(np.maximum(cells, 0), expected, atol=1e-6)  # float32

@@ -32,9 +32,9 @@ function facts(o) { return verdict(o.name, o.hp, S.p, S.mu, S.A, S.eta); }
 
 function drawMaps() {
   cards.forEach((card, i) => {
-    const o = S.o[i], key = JSON.stringify([o.name, o.hp, Math.sign(S.A)]);
+    const o = S.o[i], key = JSON.stringify([o.name, o.hp, Math.sign(S.A), S.log]);
     if (card.key !== key) {
-      card.labels = regionLabels(paint(card.canvas, o.name, o.hp, S.A), S.A);
+      card.labels = regionLabels(paint(card.canvas, o.name, o.hp, S.A, axisOf(S)), S.A);
       card.key = key;
     }
     const sees = facts(o);
@@ -71,6 +71,7 @@ function build() {
   $("cards").dataset.n = S.o.length;
   $("add").disabled = S.o.length >= MOST;
   $("link").checked = S.link;
+  $("log").checked = S.log;
   $("curves").replaceChildren(make("div"), make("div"));
   buildTokens();
   flows = S.o.map((o, i) => {
@@ -144,6 +145,7 @@ function begin() {
   ].map(([head, text]) => `<div><h3>${head}</h3><p>${text}</p></div>`).join("");
   $("add").addEventListener("click", () => { S.o.push(panel(Object.keys(OBJECTIVES).find(n => !S.o.some(o => o.name === n)))); draw("all"); });
   $("link").addEventListener("change", e => { S.link = e.target.checked; draw(); });
+  $("log").addEventListener("change", e => { S.log = e.target.checked; draw("maps"); });
   $("copy-python").addEventListener("click", () => copy($("python").textContent));
   $("copy-link").addEventListener("click", () => copy(`${location.href.split("#")[0]}#${toHash(S)}`));
   $("save-svg").addEventListener("click", () => { download(figure(), "cap.svg", "image/svg+xml"); done("Saved as cap.svg."); });

@@ -77,20 +77,28 @@ function capacity(name, hp, p, mu, A) {
   return goal(ends(weigher(name, hp), A, mu, readsMu), p, mu, A).cap;
 }
 
-/** Cap on n x n cells, mu along rows and p along columns from 0 to 1: cell [j * n + i] is (mu_i, p_j); -1 where dead. */
-function capSquare(name, hp, A, n) {
+/** An axis of the square: a probability's place from 0 to 1, the probability there, the ticks. */
+const AXES = {
+  linear: { to: v => v, from: u => u, ticks: [[0, "0"], [0.5, "½"], [1, "1"]] },
+  log: { to: v => Math.max(1 + Math.log10(v) / 4, 0), from: u => 10 ** (4 * (u - 1)), ticks: [[1e-4, "10⁻⁴"], [1e-2, "10⁻²"], [1, "1"]] },
+};
+const axisOf = s => s.log ? AXES.log : AXES.linear;
+
+/** Cap on n x n cells, mu along rows and p along columns: cell [j * n + i] is (mu_i, p_j); -1 where dead. */
+function capSquare(name, hp, A, n, axis = AXES.linear) {
   const out = new Float32Array(n * n).fill(-1), w = weigher(name, hp), { readsMu } = OBJECTIVES[name];
   const up = A > 0, slack = up ? 1 - HAIR : 1 + HAIR;  // a cell on a bound falls where `goal` puts it
   let found = A === 0 ? null : ends(w, A, 0.5 / n, readsMu);
+  const cell = Float64Array.from({ length: n }, (_, i) => axis.from((i + 0.5) / n));
   for (let i = 0; i < n && A !== 0; i++) {
-    const mu = (i + 0.5) / n;
+    const mu = cell[i];
     if (readsMu) found = ends(w, A, mu, true);
     const cuts = [0, ...found.at.map(r => r * mu), Infinity];
     for (let k = 0; k + 1 < cuts.length; k++) {
       if (found.alive !== (k % 2 === 0)) continue;
       const star = up ? Math.min(cuts[k + 1], 1) : cuts[k];
-      const last = x => Math.min(n - 1, Math.floor(x * slack * n - 0.5)), to = last(cuts[k + 1]);
-      for (let j = last(cuts[k]) + 1; j <= to; j++) out[j * n + i] = Math.abs(star - (j + 0.5) / n);
+      const last = x => Math.min(n - 1, Math.floor(axis.to(x * slack) * n - 0.5)), to = last(cuts[k + 1]);
+      for (let j = k ? last(cuts[k]) + 1 : 0; j <= to; j++) out[j * n + i] = Math.abs(star - cell[j]);
     }
   }
   return out;

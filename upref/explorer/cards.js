@@ -53,7 +53,7 @@ function more(o, facts) {
 function movable(map) {
   const at = e => {
     const box = map.getBoundingClientRect(), x = (e.clientX - box.left) / box.width * 100, y = (e.clientY - box.top) / box.height * 100;
-    place((x - SQUARE.x) / SQUARE.size, 1 - (y - SQUARE.y) / SQUARE.size);
+    place((x - SQUARE.x) / SQUARE.size, 1 - (y - SQUARE.y) / SQUARE.size, 3);
   };
   map.addEventListener("pointerdown", e => {
     if (e.button || (e.pointerType === "touch" && !e.target.classList.contains("grip"))) return;  // a finger beside it scrolls
@@ -66,13 +66,14 @@ function movable(map) {
     const by = e.shiftKey ? 0.05 : 0.005, way = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1] }[e.key];
     if (!way || e.ctrlKey || e.metaKey || e.altKey) return;
     e.preventDefault();
-    place(S.mu + way[0] * by, S.p + way[1] * by);
+    place(axisOf(S).to(S.mu) + way[0] * by, axisOf(S).to(S.p) + way[1] * by, 4);
   });
 }
 
-function place(mu, p) {
-  const inside = x => +Math.min(Math.max(x, LIMITS.p[0]), 1).toFixed(4);
-  S.mu = inside(mu);
-  S.p = inside(p);
+/** The token at this place of the square. */
+function place(x, y, digits) {
+  const axis = axisOf(S), inside = u => Math.max(+axis.from(Math.min(Math.max(u, 0), 1)).toPrecision(digits), S.log ? 1e-4 : LIMITS.p[0]);
+  S.mu = inside(x);
+  S.p = inside(y);
   draw("maps");
 }

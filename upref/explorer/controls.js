@@ -43,6 +43,6 @@ function slider({ letter, name, says, limits: [low, high, step], get, set, legal
 
 /** ε_low, π_θ, e^ε as a reader wants them. */
 function prose(text) {
-  return text.replace(/\br = c\b/g, "<i>r</i> = <i>c</i>").replace(/\b([rsSAc]) (?=[=<>≤]|is )/g, "<i>$1</i> ").replace(/([πετ])_(old|θ|low|high|\+|−)/g, "<i>$1</i><sub>$2</sub>")
+  return text.replace(/η/g, "<i>η</i>").replace(/\br = c\b/g, "<i>r</i> = <i>c</i>").replace(/\b([rsSAc]) (?=[=<>≤]|is )/g, "<i>$1</i> ").replace(/([πετ])_(old|θ|low|high|\+|−)/g, "<i>$1</i><sub>$2</sub>")
     .replace(/\^(−?[\dεδ]+(?:\/<i>π<\/i><sub>old<\/sub>)?)/g, "<sup>$1</sup>");
 }

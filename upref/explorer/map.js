@@ -18,9 +18,9 @@ function rampColours(stops, n) {
 }
 
 /** Paint Cap on the canvas; gives back the cells. */
-function paint(canvas, name, hp, A, n = CELLS) {
+function paint(canvas, name, hp, A, axis, n = CELLS) {
   if (canvas.width !== n) canvas.width = canvas.height = n;
-  const cap = capSquare(name, hp, A, n), context = canvas.getContext("2d");
+  const cap = capSquare(name, hp, A, n, axis), context = canvas.getContext("2d");
   const image = context.createImageData(n, n), pixels = new Uint32Array(image.data.buffer);
   const period = Math.round(n / 32), thick = Math.max(1, Math.round(n / 250));
   for (let j = 0; j < n; j++) {
@@ -71,30 +71,31 @@ function letterSVG(letter) {
 }
 
 /** Axes, names, the token, its Cap and its step, as the inside of an SVG of 100 x 100. */
-function overlay({ labels, sees, p, mu, A, ink, soft, grip = false }) {
-  const X = v => SQUARE.x + SQUARE.size * v, Y = v => SQUARE.y + SQUARE.size * (1 - v), f = v => +v.toFixed(2), s = [];
+function overlay({ labels, sees, p, mu, A, log, ink, soft, grip = false }) {
+  const axis = axisOf({ log }), U = u => SQUARE.x + SQUARE.size * u, V = u => SQUARE.y + SQUARE.size * (1 - u), f = v => +v.toFixed(2), s = [];
+  const X = v => U(axis.to(v)), Y = v => V(axis.to(v));
   const text = (x, y, what, more = "") => s.push(`<text x="${f(x)}" y="${f(y)}" font-size="3.9" fill="${ink}" text-anchor="middle" ${more}>${what}</text>`);
   s.push(`<rect x="${SQUARE.x}" y="${SQUARE.y}" width="${SQUARE.size}" height="${SQUARE.size}" fill="none" stroke="${soft}" stroke-width=".3"/>`);
-  for (const [v, tick] of [[0, "0"], [0.5, "½"], [1, "1"]]) {
-    s.push(`<path d="M${X(v)} ${Y(0)}v1M${X(0)} ${Y(v)}h-1" stroke="${soft}" stroke-width=".3"/>`);
-    text(X(v), Y(0) + 5, tick);
-    text(X(0) - 3, Y(v) + 1.4, tick);
+  for (const [v, tick] of axis.ticks) {
+    s.push(`<path d="M${f(X(v))} ${V(0)}v1M${U(0)} ${f(Y(v))}h-1" stroke="${soft}" stroke-width=".3"/>`);
+    text(X(v), V(0) + 5, tick);
+    text(U(0) - 1.8, Y(v) + 1.4, tick, 'style="text-anchor:end"');
   }
-  text(X(0.75), Y(0) + 6, letterSVG("π_old"), 'style="font-size:4.8px"');
-  text(X(0) - 4.4, Y(0.75) + 1, letterSVG("π_θ"), 'style="font-size:4.8px"');
-  s.push(`<path d="M${X(0)} ${Y(0)}L${X(1)} ${Y(1)}" stroke="#fff" stroke-opacity=".45" stroke-width=".8"/>`);
-  s.push(`<path d="M${X(0)} ${Y(0)}L${X(1)} ${Y(1)}" stroke="#222" stroke-opacity=".75" stroke-width=".35" stroke-dasharray="1.6 1.2"/>`);
-  const on = [X(0.66), Y(0.61)].map(f);
-  s.push(`<text x="${on[0]}" y="${on[1]}" font-size="3.3" fill="#222" stroke="#fff" stroke-opacity=".55" stroke-width=".7" paint-order="stroke" text-anchor="middle" transform="rotate(-45 ${on})">on-policy</text>`);
+  text(U(0.75), V(0) + 6, letterSVG("π_old"), 'style="font-size:4.8px"');
+  text(U(0) - 4.4, V(0.75) + 1, letterSVG("π_θ"), 'style="font-size:4.8px"');
+  s.push(`<path d="M${U(0)} ${V(0)}L${U(1)} ${V(1)}" stroke="#fff" stroke-opacity=".45" stroke-width=".8"/>`);
+  s.push(`<path d="M${U(0)} ${V(0)}L${U(1)} ${V(1)}" stroke="#222" stroke-opacity=".75" stroke-width=".35" stroke-dasharray="1.6 1.2"/>`);
+  const on = [U(0.66), V(0.61)].map(f);
+  s.push(`<text x="${on[0]}" y="${on[1]}" font-size="3.3" fill="#222" stroke="#fff" stroke-opacity=".8" stroke-width=".8" paint-order="stroke" text-anchor="middle" transform="rotate(-45 ${on})">on-policy</text>`);
   for (const [label, x, y] of labels) {
-    s.push(`<rect x="${f(X(x) - 10)}" y="${f(Y(y) - 3.2)}" width="20" height="6.4" rx="1.2" fill="#fff" fill-opacity=".92"/>`);
-    s.push(`<text x="${f(X(x))}" y="${f(Y(y) + 1.3)}" font-size="3.8" fill="#222" text-anchor="middle">${label}</text>`);
+    s.push(`<rect x="${f(U(x) - 10)}" y="${f(V(y) - 3.2)}" width="20" height="6.4" rx="1.2" fill="#fff" fill-opacity=".92"/>`);
+    s.push(`<text x="${f(U(x))}" y="${f(V(y) + 1.3)}" font-size="3.8" fill="#222" text-anchor="middle">${label}</text>`);
   }
   const x = f(X(mu)), y = f(Y(p)), push = A > 0 ? COLOURS.up : COLOURS.down;
   const halo = (d, colour, width) => s.push(`<path d="${d}" fill="none" stroke="#fff" stroke-opacity=".85" stroke-width="${width + 0.9}"/>`,
     `<path d="${d}" fill="none" stroke="${colour}" stroke-width="${width}"/>`);
   if (sees.alive) halo(`M${x} ${y}V${f(Y(sees.star))}m-2 0h4`, "#222", 0.5);
-  const stepY = Y(sees.next), way = Math.sign(y - stepY), xs = mu < 0.93 ? f(X(mu) + 3.2) : f(X(mu) - 3.2);
+  const stepY = Y(sees.next), way = Math.sign(y - stepY), xs = axis.to(mu) < 0.93 ? f(X(mu) + 3.2) : f(X(mu) - 3.2);
   if (Math.abs(stepY - y) > 0.8) {
     halo(`M${xs} ${y}V${f(stepY + way * 1.4)}`, push, 1);
     s.push(`<path d="M${xs} ${f(stepY)}l-1.5 ${f(way * 2.6)}h3z" fill="${push}" stroke="#fff" stroke-width=".3"/>`);

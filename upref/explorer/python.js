@@ -10,7 +10,8 @@ function pythonLine(s, file = "cap.svg") {
     return set ? `of("${o.name}"${set})` : `"${o.name}"`;
   };
   const needs = s.o.some(o => own(o).length) ? "; from upref.curve import of" : "";
-  return `import upref${needs}; upref.cap_map(${s.o.map(one).join(", ")}, adv=${literal(s.A)}).savefig("${file}")`;
+  const axes = s.log ? "  # on linear axes" : "";
+  return `import upref${needs}; upref.cap_map(${s.o.map(one).join(", ")}, adv=${literal(s.A)}).savefig("${file}")${axes}`;
 }
 
 /** The numbers at the point: Cap and weight of each. */

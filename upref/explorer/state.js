@@ -3,7 +3,7 @@
 
 const MOST = 6;  // panels
 const TOKENS = ["rare, right", "common, right", "wrong 1", "wrong 2", "wrong 3"];
-const POINT = { A: 1, mu: 0.25, p: 0.25, eta: 1, link: true };
+const POINT = { A: 1, mu: 0.25, p: 0.25, eta: 1, link: true, log: false };
 const FLOW = { mu: [0.01, 0.24, 0.45, 0.2, 0.1], A: [1.732, 1.732, -0.577, -0.577, -0.577], lr: 0.1, k: 0, n: 1200, t: 1200 };
 const LIMITS = {  // least, most, step of each slider
   A: [-3, 3, 0.1], mu: [0.001, 1, 0.001], p: [0.001, 1, 0.001], eta: [0, 10, 0.1],
@@ -22,6 +22,8 @@ const PRESETS = [
     "A ratio's clip holds rare tokens tightest. These four measure the distance in probability instead."],
   ["One response at a time", "o=gspo;up_gspo;gmpo&A=1&mu=0.3&p=0.3001",
     "Sequence level: π is the geometric mean over a response, and GSPO's window is a thousand times narrower."],
+  ["Rare tokens", "o=dapo;up_dapo;dppo_tv&A=1&mu=0.001&p=0.001&log=1",
+    "The same squares on logarithmic axes. To a token of one in a thousand DAPO's clip leaves next to nothing, UP all the rest."],
   ["A step beyond Cap", "o=dapo;dapo~eps_high:0.6&A=1&mu=0.2&p=0.24&eta=6",
     "Cap says how far a token's own gradient lasts, not how far it can go: one large step overshoots it."],
 ];
@@ -57,6 +59,7 @@ function toHash(s) {
   const parts = [`o=${s.o.map(one).join(";")}`];
   for (const k of ["A", "mu", "p", "eta"]) if (s[k] !== POINT[k]) parts.push(`${k}=${s[k]}`);
   if (!s.link) parts.push("link=0");
+  if (s.log) parts.push("log=1");
   const same = (a, b) => a.length === b.length && a.every((x, i) => x === b[i]);
   if (!same(s.flow.mu, FLOW.mu)) parts.push(`pi=${s.flow.mu.join(",")}`);
   if (!same(s.flow.A, FLOW.A)) parts.push(`adv=${s.flow.A.join(",")}`);
@@ -75,7 +78,7 @@ function fromHash(text) {
       const panels = value.split(";").filter(Boolean).map(x => readPanel(x, refused)).filter(Boolean);
       if (panels.length > MOST) refused.push(`more than ${MOST} objectives`);
       if (panels.length) s.o = panels.slice(0, MOST);
-    } else if (key === "link") s.link = value !== "0";
+    } else if ((key === "link" || key === "log") && (value === "0" || value === "1")) s[key] = value === "1";
     else if (!readNumber(s, key, value)) refused.push(part);
   }
   if (s.flow.A.length !== s.flow.mu.length) {
