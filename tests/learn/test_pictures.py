@@ -12,6 +12,8 @@ from PIL import Image
 
 from docs.course import draw
 
+pytestmark = pytest.mark.slow
+
 SAME = 0.01  # root mean square of the difference, black to white being 1
 
 

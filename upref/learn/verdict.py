@@ -66,7 +66,7 @@ class Answer:
 
 
 def _filled(key: str, text: str) -> str:
-    return textwrap.fill(text, 100, initial_indent=key, subsequent_indent=" " * len(key))
+    return textwrap.fill(text, 86, initial_indent=key, subsequent_indent=" " * len(key))
 
 
 # ---- what a function does on a batch ---------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 
 
 def loss(logits, action, reward):
-    """One number for an optimiser that goes downhill. Its gradient is minus that of the expected reward (Eq. 2).
+    """One number for an optimiser that goes downhill. Its gradient is minus the mean of R ∇log π over the samples.
 
     logits  [K]  a number for each of K actions; the policy is softmax(logits)
     action  [N]  N samples of the policy: which action was taken, 0 .. K - 1
