@@ -21,7 +21,10 @@ from upref.verify.slips import GROUPS, Slip, aggregated, with_hp
 
 PIN = Pin(
     packages=("openrlhf==0.11.2",),
-    files={"openrlhf/models/loss.py": "a6dd82c27e8b1711c6a33b6acd0319be", "openrlhf/models/utils.py": "bb0c73194c8a14173ebe15dff103f5a9"},
+    files={
+        "openrlhf/models/loss.py": "a6dd82c27e8b1711c6a33b6acd0319be",
+        "openrlhf/models/utils.py": "bb0c73194c8a14173ebe15dff103f5a9",
+    },
     shells=("openrlhf", "openrlhf.models", "openrlhf.trainer", "openrlhf.trainer.ppo_utils", "openrlhf.trainer.ray",
             "openrlhf.utils"),
     stubs=("deepspeed", "ray", "transformers", "openrlhf.trainer.ray.launcher"),
