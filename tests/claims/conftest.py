@@ -10,7 +10,13 @@ from math import isclose
 
 import pytest
 
-WORDS = {operator.le: "at most ", operator.ge: "at least ", operator.lt: "below ", operator.gt: "above "}
+WORDS = {
+    operator.le: "at most ",
+    operator.ge: "at least ",
+    operator.lt: "below ",
+    operator.gt: "above ",
+    operator.ne: "other than ",
+}
 
 
 def equal(found, claimed):

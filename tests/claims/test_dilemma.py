@@ -6,22 +6,9 @@ from itertools import pairwise, product
 from math import exp, prod
 
 import torch
+from on_tokens import F64, T, flow, gradient, weight
 
 import upref
-
-F64 = torch.float64
-T = lambda *x: torch.tensor(x, dtype=F64)
-
-
-def weight(name, r, A, **hp):
-    """dJ/dlp of the function that trains."""
-    lp = T(r).log().requires_grad_()
-    return torch.autograd.grad(upref.get(name).fn(lp, T(1.0).log(), T(A), **hp).sum(), lp)[0].item()
-
-
-def gradient(J, z):
-    z = z.clone().requires_grad_()
-    return torch.autograd.grad(J(z), z)[0]
 
 
 # ---- REINFORCE -------------------------------------------------------------------------------------------------------
@@ -139,14 +126,6 @@ def test_the_derivative_at_the_kink(holds, counterexample):
     near = lambda found, claimed: abs(found - claimed) < 1e-5
     holds("left derivative at r = 1+ε = 2", 2, (J(at) - J(at - h)) / h, near)
     counterexample("right derivative at r = 1+ε = 2", 2, (J(at + h) - J(at)) / h, near)
-
-
-def flow(steps, lr, mu, A):
-    """Gradient ascent on the expectation of DAPO's own function, over arms: π/π_old at the end."""
-    z, mu, A = T(*mu).log(), T(*mu), T(*A)
-    for _ in range(steps):
-        z = z + lr * gradient(lambda z: (mu * upref.get("dapo").fn(torch.log_softmax(z, 0), mu.log(), A)).sum(), z)
-    return (torch.softmax(z, 0) / mu).tolist()
 
 
 def test_one_large_step_passes_the_bound(counterexample):

@@ -155,7 +155,7 @@ def mini_outcome(name: str, s: dict | None) -> Outcome:
     if s["refuted"]:
         return Outcome("mini", name, ("refuted",), f"{text} ({s['seeds']} seeds)")
     if s["word"] == "not testable here":
-        return Outcome("mini", name, ("undecided",), f"no miniature can say: {s['why']}")
+        return Outcome("mini", name, ("undecided",), f"no number of the miniature's seeds can say: {s['why']}")
     seeds = (
         f"it would take {s['needed']} seeds"
         if s["needed"]

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Claims of Section 5 and Appendix A that numbers in print can settle: tables, peaks, settings."""
+
+import operator
+from math import floor
+
+from on_tokens import weight
+
+from repro.with_verl.config.compose import paper
+from upref import get
+from upref.table import audit
+from upref.table.read import PAPER, read
+
+TABLE = read(PAPER.read_text(encoding="utf-8"))
+PRINTED = {name: list(map(float, cells)) for name, cells in zip(TABLE.rows, TABLE.cells, strict=True)}
+AVERAGE = dict(zip(TABLE.rows, map(float, TABLE.averages), strict=True))
+OURS = "UP-GRPO"
+KEPT = paper()
+PEAKS = KEPT["peaks"]
+close = lambda found, claimed: abs(found - claimed) < 0.005 + 1e-9
+
+
+def best_other(j):
+    return max(cells[j] for name, cells in PRINTED.items() if name != OURS)
+
+
+# ---- peaks -----------------------------------------------------------------------------------------------------------
+def nearest(percent, n):
+    return max((floor(percent * n / 100 + x) for x in (0, 1)), key=lambda k: -abs(100 * k / n - percent))
+
+
+def test_avg32_peaks_are_shares_of_960_answers(holds):
+    for name, p in PEAKS["avg32"].items():
+        k = nearest(p, 960)
+        holds(f"{name}: {k} of 30 x 32 answers, in per cent", p, 100 * k / 960, close)
+
+
+def test_best32_peaks_are_no_shares_of_30_problems(counterexample):
+    for name, p in PEAKS["best32"].items():
+        counterexample(f"{name}: the nearest share of 30 problems, in per cent", p, 100 * nearest(p, 30) / 30, close)
+
+
+def lead(metric, one, other, holds, said):
+    holds(f"{one} minus {other}, {metric}, points", said, PEAKS[metric][one] - PEAKS[metric][other], close)
+
+
+def test_gain_of_up_gspo(holds):
+    lead("avg32", "UP-GSPO", "GSPO", holds, 3.02)
+
+
+def test_gain_on_geometry3k(holds):
+    lead("geometry3k", "UP-GRPO", "GRPO", holds, 3.30)
+
+
+def test_up_dapo_peaks_are_above_dapo_s(holds):
+    for metric in ("avg32", "maj32", "best32"):
+        up, dapo = PEAKS[metric]["UP-DAPO"], PEAKS[metric]["DAPO"]
+        holds(f"UP-DAPO's peak against DAPO's, {metric}", dapo, up, operator.gt)
+
+
+# ---- Table 1 ---------------------------------------------------------------------------------------------------------
+def test_up_grpo_has_the_best_average(holds):
+    assert all(r.follows for r in audit(TABLE).rows)
+    holds("UP-GRPO's average, in per cent", 61.31, AVERAGE[OURS])
+    holds("against the best other average", max(a for n, a in AVERAGE.items() if n != OURS), AVERAGE[OURS], operator.gt)
+
+
+def test_the_margin_over_gspo(holds, counterexample):
+    holds("UP-GRPO minus GSPO, of the printed averages", 1.16, AVERAGE[OURS] - AVERAGE["GSPO"])
+    counterexample("UP-GRPO minus GSPO, of the answers themselves", 1.16, round(audit(TABLE).lead, 4))
+
+
+def test_up_grpo_is_first_or_tied_on_four(holds):
+    first = [PRINTED[OURS][j] >= best_other(j) for j in range(5)]
+    holds("benchmarks on which UP-GRPO is first or ties", 4, sum(first))
+    assert first == [True, True, True, True, False]
+
+
+def test_olympiadbench_is_second_to_aspo(holds):
+    holds("UP-GRPO on OlympiadBench", 58.33, PRINTED[OURS][4])
+    holds("best other on OlympiadBench", 58.48, PRINTED["ASPO"][4])
+    assert sorted((c[4] for c in PRINTED.values()), reverse=True)[:2] == [58.48, 58.33]
+
+
+def test_up_grpo_is_above_grpo_on_all_five(holds):
+    gains = [a - b for a, b in zip(PRINTED[OURS], PRINTED["GRPO"], strict=True)]
+    holds("smallest gain over GRPO, points", 0, min(gains), operator.gt)
+
+
+def test_up_grpo_is_never_behind_its_family(holds, counterexample):
+    family = [PRINTED[n] for n in ("GRPO", "Dr. GRPO", "GMPO", "GSPO")]
+    least = min(ours - theirs[j] for theirs in family for j, ours in enumerate(PRINTED[OURS]))
+    holds("smallest lead over GRPO, Dr. GRPO, GMPO and GSPO on a benchmark, points", 0, least, operator.ge)
+    counterexample("the same, without ties", 0, least, operator.gt)
+
+
+def test_twelve_baselines_are_eleven_and_dapo(holds):
+    others = [n for n in TABLE.rows if n != OURS]
+    holds("baselines in Table 1", 11, len(others))
+    assert "DAPO" not in others and KEPT["names"]["DAPO"] == "dapo"
+
+
+# ---- what the ablations are taken to show ----------------------------------------------------------------------------
+def test_a_bounded_gradient_that_is_never_clipped_needs_no_self_anchor(counterexample):
+    """GPPO keeps π_old in its ratio and stops the gradient of the ratio's excess: 1+ε at most, and never 0."""
+    found = weight("gppo", 50.0, 1.0)
+    assert 0 < found
+    counterexample("weight of a right token under GPPO, r = 50: as large as r", 50, found, operator.ge)
+
+
+def test_methods_that_collapse_are_asymmetric_too(holds, counterexample):
+    """SAPO's temperatures and GSPO's bounds differ by the sign of the advantage."""
+    for name in ("w_reinforce", "aspo", "up_grpo"):
+        wrong, right = -weight(name, 1.1, -1.0), weight(name, 1.1, 1.0)
+        holds(f"weight at r = 1.1 of a right token under {name}, as of a wrong one", wrong, right, operator.ne)
+    wrong, right = -weight("sapo", 1.3, -1.0), weight("sapo", 1.3, 1.0)
+    counterexample("weight at r = 1.3 of a right token under SAPO, as of a wrong one", wrong, right)
+    bounds = get("gspo").hyperparameters
+    counterexample("ε_high of GSPO, as ε_low", bounds["eps_low"], bounds["eps_high"])
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+def pairs(table):
+    t = KEPT[table]
+    return [
+        (t["columns"][i : i + 2], [(row[0], row[1 + i], row[2 + i]) for row in t["rows"]])
+        for i in range(0, len(t["columns"]), 2)
+    ]
+
+
+def test_only_eps_high_differs(holds):
+    for table in ("A1", "A3", "A5"):
+        for names, rows in pairs(table):
+            differ = [what for what, a, b in rows if a != b]
+            assert differ == ["Upper Clip ε_high"], (table, names)
+    holds("settings that differ, in each of Tables A1, A3 and A5", 1, len(differ))
+
+
+def test_table_a5_gives_grpo_two_bounds(counterexample):
+    rows = {row[0]: row[1] for row in KEPT["A5"]["rows"]}
+    counterexample("ε_high of GRPO in Table A5, as ε_low", rows["Lower Clip ε_low"], rows["Upper Clip ε_high"])
