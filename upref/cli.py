@@ -128,7 +128,11 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument("--section", metavar="3|4.1|B", help="of this section or appendix only")
     c.add_argument("--verdict", metavar="WORD", help="of this verdict only: proved, false, undecided, ...")
     c.add_argument("--run", action="store_true", help="compute the verdicts again from their evidence; in a checkout")
-    c.add_argument("--save", action="store_true", help="with --run: write them where `upref claims` reads them")
+    c.add_argument(
+        "--save",
+        action="store_true",
+        help="with --run: write them where `upref claims` reads them (--verdict red: new and changed records only)",
+    )
     c.add_argument("-v", "--verbose", action="store_true", help="also what each piece of evidence found")
     c.epilog = (
         """Exit status: 1 if a claim is red, that is if its evidence is missing, fails, or says two things at once."""

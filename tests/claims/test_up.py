@@ -152,7 +152,7 @@ def test_cap_is_largest_at_the_dual_clip(holds, counterexample):
 
 
 # ---- Appendix C ------------------------------------------------------------------------------------------------------
-def test_the_exponent_reduces_the_variance_of_a_ratio_only(holds, counterexample):
+def test_the_exponent_reduces_the_variance_of_a_ratio_only(counterexample):
     """Four tokens, r = 1.2 or 0.8: mean square of |o| times a token's weight, exponent 1/|o| over exponent 1."""
     lp = torch.tensor(list(product((1.2, 0.8), repeat=4)), dtype=F64).log()
 
@@ -166,6 +166,6 @@ def test_the_exponent_reduces_the_variance_of_a_ratio_only(holds, counterexample
 
     bounds = {"gspo": {"eps_low": 0.99, "eps_high": 10.0}}
     mean, whole = lambda x: x.mean(1), lambda x: x.sum(1)
-    holds("reduction in GSPO", 1, square("gspo", mean) / square("gspo", whole), operator.lt)
+    assert square("gspo", mean) / square("gspo", whole) < 0.9
     found = square("up_gspo_anchored", mean) / square("up_gspo_anchored", whole)
     counterexample("reduction in UP-GSPO, A > 0", 1, found, operator.lt)

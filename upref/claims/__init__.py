@@ -152,14 +152,14 @@ def read(text: str | None = None) -> list[Claim]:
 
 # ---- what the last run said ------------------------------------------------------------------------------------------
 def last() -> dict[str, Any]:
-    """computed.json: date, commit, paper (the LaTeX's sha256), claims."""
+    """computed.json: id -> verdict, outcomes, date, commit, and the digest of the record that they are of."""
     file = resources.files("upref.claims").joinpath("computed.json")
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"claims": {}}
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def as_computed(claims: list[Claim] | None = None, computed: dict[str, Any] | None = None) -> list[Judged]:
     """The verdicts of the last run; red where the record has changed since."""
-    known = (last() if computed is None else computed)["claims"]
+    known = last() if computed is None else computed
     found = []
     for c in read() if claims is None else claims:
         k = known.get(c.id)
@@ -171,11 +171,7 @@ def as_computed(claims: list[Claim] | None = None, computed: dict[str, Any] | No
     return found
 
 
-def to_save(judged: list[Judged], **made: str | None) -> str:
-    """The text of computed.json."""
-    claims = {
-        j.claim.id: {"record": j.claim.digest, "verdict": j.verdict, "why": j.why}
-        | {"outcomes": [asdict(o) for o in j.outcomes]}
-        for j in judged
-    }
-    return json.dumps(made | {"claims": claims}, indent=1, ensure_ascii=False) + "\n"
+def saved(judged: list[Judged], date: str, commit: str) -> dict[str, Any]:
+    """Their entries of computed.json."""
+    entry = lambda j: {"date": date, "commit": commit, "record": j.claim.digest, "verdict": j.verdict, "why": j.why}
+    return {j.claim.id: entry(j) | {"outcomes": [asdict(o) for o in j.outcomes]} for j in judged}

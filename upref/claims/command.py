@@ -8,8 +8,8 @@ from upref.errors import InputError
 
 def run(args) -> int:
     """Exit status 1 where a claim is red."""
-    if args.save and (not args.run or args.section or args.verdict):
-        raise InputError("--save goes with --run, and with all the claims.")
+    if args.save and not args.run:
+        raise InputError("--save goes with --run.")
     computed, judged = last(), page.chosen(as_computed(), args.section, args.verdict)
     if args.run:
         judged, computed = compute([j.claim for j in judged], save=args.save)

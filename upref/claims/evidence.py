@@ -14,11 +14,10 @@ import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from hashlib import sha256
 from pathlib import Path
 from xml.etree import ElementTree
 
-from upref.claims import Claim, Judged, Outcome, judge, last, to_save
+from upref.claims import Claim, Judged, Outcome, judge, last, read, saved
 from upref.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -27,16 +26,16 @@ NO_PAPER = "the paper's LaTeX is not here (UPREF_PAPER=FILE names it)"
 
 
 def compute(claims: list[Claim], save: bool = False, root: Path = ROOT) -> tuple[list[Judged], dict]:
-    """The claims judged now, and what was computed when and where; with save, computed.json is written."""
+    """The claims judged now, and their entries of computed.json; with save, they are written there."""
     known = last()
-    judged = run(claims, {c.id: known["claims"].get(c.id, {}).get("verdict", "") for c in claims}, root)
-    git = lambda *argv: subprocess.run(
-        ["git", *argv], cwd=root, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    commit = git("rev-parse", "--short=10", "HEAD") + (" and changes" if git("status", "--porcelain") else "")
-    made = {"date": datetime.now(UTC).date().isoformat(), "commit": commit, "paper": paper_digest()}
+    judged = run(claims, {c.id: known.get(c.id, {}).get("verdict", "") for c in claims}, root)
+    git = lambda *argv: subprocess.run(["git", *argv], cwd=root, capture_output=True, text=True, check=False).stdout
+    commit = git("rev-parse", "--short=10", "HEAD").strip() + (" and changes" if git("status", "--porcelain") else "")
+    made = saved(judged, datetime.now(UTC).date().isoformat(), commit)
     if save:
-        (Path(__file__).parent / "computed.json").write_text(to_save(judged, **made), encoding="utf-8")
+        every = {c.id: entry for c in read() if (entry := (known | made).get(c.id))}
+        text = json.dumps(every, indent=1, ensure_ascii=False) + "\n"
+        (Path(__file__).parent / "computed.json").write_text(text, encoding="utf-8")
     return judged, made
 
 
@@ -203,11 +202,6 @@ def paper() -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"UPREF_PAPER={file} cannot be read: {error}.") from error
     return " ".join(re.sub(r"(?<!\\)%.*", "", text).split())
-
-
-def paper_digest() -> str | None:
-    tex = paper()
-    return None if tex is None else sha256(tex.encode()).hexdigest()[:12]
 
 
 def in_the_paper(c: Claim, tex: str | None) -> Iterable[Outcome]:

@@ -44,10 +44,9 @@ def tally(judged: Sequence[Judged]) -> str:
 
 
 def made(computed: dict) -> str:
-    if not computed.get("date"):
-        return "Never computed."
-    paper = "" if computed.get("paper") else "; without the paper's LaTeX"
-    return f"Computed on {computed['date']} at commit {computed['commit']}{paper}."
+    """When and at which commits these entries of computed.json were made."""
+    dates, commits = (sorted({c[key] for c in computed.values()}) for key in ("date", "commit"))
+    return f"Computed on {' and '.join(dates)} at commit {', '.join(commits)}." if dates else "Never computed."
 
 
 def text(judged: Sequence[Judged], head: str, verbose: bool = False) -> str:
@@ -72,9 +71,9 @@ def shown(j: Judged) -> list[str]:
 
 
 def as_json(judged: Sequence[Judged], computed: dict) -> str:
-    facts = {k: computed.get(k) for k in ("date", "commit", "paper")}
-    count = Counter(j.verdict for j in judged)
-    return json.dumps(facts | {"count": count, "claims": [j.json() for j in judged]}, indent=1, ensure_ascii=False)
+    when = lambda j: {k: computed.get(j.claim.id, {}).get(k) for k in ("date", "commit")}
+    facts = {"count": Counter(j.verdict for j in judged), "claims": [j.json() | when(j) for j in judged]}
+    return json.dumps(facts, indent=1, ensure_ascii=False)
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------
