@@ -14,9 +14,10 @@ ATTEMPTS: dict[int, list[tuple[str, str, str]]] = {
          "the reward is left out"),
         ("-(reward * log_prob[action]).mean()", "-reward * log_prob[action]", "it returns 2 numbers"),
         ("-(reward * log_prob[action]).mean()", "-(reward * log_prob[action].detach()).mean()", "no gradient"),
+        ("-(reward * log_prob[action]).mean()", "-(reward * log_prob[action]).mean().item()", ".item(), .tolist()"),
         ("-(reward * log_prob[action]).mean()", "-3 * (reward * log_prob[action]).mean()", "3 times what it should be"),
         ("torch.log_softmax(logits, dim=0)", "torch.log_softmax(torch.softmax(logits, 0), 0)", "the softmax twice"),
-        ("-(reward * log_prob[action]).mean()", "print(reward * log_prob[action])", "it returns nothing"),
+        ("-(reward * log_prob[action]).mean()", "print(reward * log_prob[action])", "without `return`"),
     ],
     2: [
         ("rewards[here].std()", "rewards[here].var().sqrt()", ""),

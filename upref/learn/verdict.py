@@ -142,7 +142,7 @@ def judged(e: Exercise, fn: Callable) -> Answer:
         batch, (want, got) = e.batches[at], _said(e, right[at], yours[at])
         slip, sure = _slip(e, yours, at)
         mistake = "perhaps: " * (not sure) + slip.words if slip else yours[at].amiss or pattern(right[at], yours[at])
-        hint = slip.hint if slip else e.hint(batch, yours[at].value) or _where(e, at)
+        hint = slip.hint if slip else e.hint(batch, yours[at].value) or _where(e, at, yours[at].amiss)
         return Answer(**about, ok=False, batch=_python(e, batch), shows=batch.shows, expected=want, found=got,
                       mistake=mistake, hint=hint)  # fmt: skip
     if e.proof and not (report := e.proof(fn)):
@@ -162,8 +162,12 @@ def _slip(e: Exercise, yours: list[Outcome], at: int) -> tuple[Slip | None, bool
     return found, most == len(yours)
 
 
-def _where(e: Exercise, at: int) -> str:
+def _where(e: Exercise, at: int, amiss: str) -> str:
     """What can be said of the place alone."""
+    if amiss == NOTHING:
+        return "a function that ends without `return` answers None."
+    if amiss:
+        return f"answer with one number, a tensor made of {e.gradient}: .item(), .tolist(), .detach(), numpy cut that."
     if not at:
         return "this is the smallest batch there is: work it out by hand, with the table of the lesson."
     before = "the smaller batch" if at == 1 else f"the {at} smaller batches"
