@@ -30,6 +30,16 @@ RATIO = {"token": "r", "sequence": "s", "trajectory": "S", "free": "r"}
 FREE_TOKENS = 3  # an objective that couples the tokens of a response is derived on one of this length
 
 
+class Row(NamedTuple):
+    """One regime: the sign of A, where r is, J there, its derivative by lp, and the weight written by hand."""
+
+    sign: int
+    where: str
+    J: Expr
+    gradient: Expr
+    weight: Expr
+
+
 @dataclass(frozen=True)
 class Derivation:
     """str() prints it. ok: in every regime the derivative minus the hand-written weight simplifies to 0."""
@@ -37,6 +47,7 @@ class Derivation:
     name: str
     steps: list[str]
     ok: bool
+    rows: tuple["Row", ...] = ()  # empty where sympy cannot read it
 
     def __str__(self) -> str:
         return "\n".join(self.steps)
@@ -60,9 +71,10 @@ def derive(objective: str | Objective, mu: float = 0.25, **hp) -> Derivation:
     at = {Symbol(k, positive=True): _exact(3 if v is None else v) for k, v in resolved.items() if k not in hp}
     letters = {s.name: s for s in at} | {k: v if v is None else _exact(v) for k, v in resolved.items() if k in hp}
     at[Symbol("mu", positive=True)] = _exact(mu)
-    ok, notes = True, dict[Expr, bool]()
+    ok, notes, every = True, dict[Expr, bool](), list[Row]()
     for A, sign in ((Symbol("A", positive=True), 1), (Symbol("A", negative=True), -1), (sympy.S.Zero, 0)):
         rows = list(_regimes(o, A, letters, at | {A: sign}, notes))
+        every += [Row(sign, *row) for row in rows]
         widths = [max(len(str(row[i])) for row in rows) for i in (0, 1)]
         steps.append("A > 0" if sign > 0 else "A < 0" if sign < 0 else "A = 0")
         for label, J, gradient, weight in rows:
@@ -71,7 +83,7 @@ def derive(objective: str | Objective, mu: float = 0.25, **hp) -> Derivation:
             flag = "" if same else f"   MISMATCH: by hand {weight}"
             steps.append(f"  {label:{widths[0]}}   J = {J!s:{widths[1]}}   dJ/dlp = {gradient}{flag}")
     steps += [f"*  {f} = 0, for mu = {mu} and the defaults" for f in notes]
-    return Derivation(o.name, [*steps, f"equal to the weight written by hand: {'yes' if ok else 'NO'}"], ok)
+    return Derivation(o.name, [*steps, f"equal to the weight written by hand: {'yes' if ok else 'NO'}"], ok, (*every,))
 
 
 def _equal(x: Expr, y: Expr) -> bool:

@@ -55,6 +55,7 @@ class _Exp(torch.autograd.Function):
 
 
 def exp(x):
+    """e^x; for torch at most the largest finite number of the dtype, its gradient 0 there."""
     match _reader(x):
         case "torch":
             return _Exp.apply(x)
@@ -86,6 +87,7 @@ def saturate(x):
 
 
 def log(x):
+    """The natural logarithm."""
     match _reader(x):
         case "torch":
             return x.log()
@@ -95,6 +97,7 @@ def log(x):
 
 
 def sqrt(x):
+    """The square root."""
     match _reader(x):
         case "torch":
             return x.sqrt()
@@ -104,6 +107,7 @@ def sqrt(x):
 
 
 def sigmoid(x):
+    """1/(1 + e^-x)."""
     match _reader(x):
         case "torch":
             return x.sigmoid()
@@ -136,6 +140,7 @@ def dual_clip(r, A, c):
 
 
 def minimum(x, y):
+    """The smaller of the two, elementwise."""
     match _reader(x, y):
         case "torch":
             if isinstance(x, Tensor) and isinstance(y, Tensor):
@@ -147,6 +152,7 @@ def minimum(x, y):
 
 
 def maximum(x, y):
+    """The larger of the two, elementwise."""
     match _reader(x, y):
         case "torch":
             if isinstance(x, Tensor) and isinstance(y, Tensor):

@@ -209,6 +209,7 @@ def half_width(curve: Curve, mu: float) -> float:
 
 
 def ratio_axis(ax, reach):
+    """The ratio on a logarithmic axis; where the reach is narrow, (r - 1) in 1e-4."""
     ax.spines[["top", "right"]].set_visible(False)
     if reach == WIDE:
         ax.set_xscale("log")

@@ -174,6 +174,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
 
 def reads_entropy(objective: Objective) -> bool:
+    """Whether its function is handed the policy's entropies."""
     return "entropy" in inspect.signature(objective.fn).parameters
 
 

@@ -2,6 +2,7 @@
 """Sphinx's settings; `docs.site.gather` copies this file beside the sources that it puts together."""
 
 import upref
+from docs.site import api
 
 project = "upref"
 author = "The upref contributors"
@@ -67,3 +68,7 @@ html_theme_options = {
     "secondary_sidebar_items": ["page-toc"],
     "back_to_top_button": False,
 }
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", api.process)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from docs.site import api, objectives
+
 ROOT = Path(__file__).parents[2]
 NAMED = {
     "README.md": "start",
@@ -50,7 +52,7 @@ SECTIONS = [
             ["frameworks*", "frameworks/*", "what-check-sees", "in-the-wild"]),
     Section("claims", "Claims", "A verdict on every claim of the paper, and where it comes from.",
             ["claims*", "verdicts", "repro/mini/*", "repro/exact/*"]),
-    Section("api", "API", "Every public name."),
+    Section("api", "API", "Every public name.", ["api/*"]),
     Section("more", "More", "How fast, where what stands, how to contribute, what has changed.",
             ["speed", "architecture", "contributing", "changelog", "*"]),
 ]  # fmt: skip
@@ -182,6 +184,10 @@ def gather(source: Path):
         if (ROOT / page).exists():
             g.page(page)
     g.texts["explorer"] = (Path(__file__).parent / "explorer.md").read_text(encoding="utf-8")
+    own = objectives.pages(source)
+    linked = re.compile(r"^\| `(\w+)` \|", re.M)
+    g.texts["objectives"] = linked.sub(r"| [`\1`](objectives/\1.md) |", g.texts["objectives"])
+    g.texts |= own | api.pages()
     g.texts["start"] = re.sub(r"\A# upref\n", "# Start here\n", g.texts["start"])
     sections(g.texts)
     g.write()

@@ -45,6 +45,7 @@ def found_in(package: ModuleType, kind: type[T]) -> list[T]:
 
 
 def ordered(oracles: Iterable[Oracle]) -> list[Oracle]:
+    """By rank, then by name."""
     return sorted(oracles, key=lambda o: (o.rank, o.name))
 
 

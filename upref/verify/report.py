@@ -51,6 +51,7 @@ class Finding:
 
 
 def fail(oracle: str, regime: str, expected: Any = "", found: Any = "", batch: str = "", cause: str = "") -> Finding:
+    """A finding that makes the report false; a batch too long to read is left out."""
     if len(batch) > LONGEST:
         batch = f"# the smallest batch that shows it takes {len(batch):,} characters: too many to print"
     return Finding(oracle, "failure", short(regime), _say(expected), _say(found), batch, short(cause))
@@ -66,6 +67,7 @@ def apart(text: str, x: float, y: float) -> tuple[str, str]:
 
 
 def note(oracle: str, regime: str, expected: Any = "", found: Any = "", cause: str = "") -> Finding:
+    """A finding that the reader should know of, and that changes no verdict."""
     return Finding(oracle, "note", short(regime), _say(expected), _say(found), "", short(cause))
 
 
@@ -160,6 +162,7 @@ def styled(text: str, head: str):
 
 
 def row(key: str, text: str, width: int = 118) -> str:
+    """One line of a report, `key text`, wrapped under its text."""
     return textwrap.fill(text, width, initial_indent=f"  {key:12} ", subsequent_indent=" " * 15)
 
 

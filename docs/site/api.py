@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The API pages: every public name, by Sphinx's autodoc. One without a docstring, or in no group, ends the build."""
+
+import inspect
+import re
+from importlib import import_module
+
+import upref
+
+# Each name of upref.__all__ is in one of these.
+GROUPS = {
+    "Judge a loss": ["check", "identify", "check_advantages", "check_kl"],
+    "In pytest": ["assert_policy_loss", "assert_advantages", "assert_kl"],
+    "Objectives": ["get", "names", "Objective", "objective", "up", "up_anchored", "derive"],
+    "Batches and aggregation": ["Rollouts", "Totals", "aggregate", "row_weights"],
+    "Pictures and numbers": ["cap_map", "capacity", "diagnose"],
+    "Errors": ["InputError"],
+}
+# What these modules define and do not begin with an underscore.
+MODULES = {
+    "advantages": "Advantages", "aggregation": "Aggregations", "kl": "KL estimators", "logprobs": "Log-probabilities",
+    "metrics": "Metrics", "ops": "The words of an objective", "plots": "Pictures", "atlas": "The atlas",
+    "curve": "Weights as curves", "cap": "Probability Capacity", "regimes": "Synthetic batches",
+    "derivation": "Derivations", "verify.report": "The report of a check", "verify.identity": "The answer of identify",
+    "verify.oracle": "Oracles", "parity": "Parity while training", "explorer": "The Cap explorer",
+    "trl": "TRL's trainer", "verl_plugin": "verl's plug-in",
+}  # fmt: skip
+
+
+def pages() -> dict[str, str]:
+    """docname -> markdown."""
+    named = [name for group in GROUPS.values() for name in group]
+    assert sorted(named) == sorted(upref.__all__), f"in no group, or gone: {set(named) ^ set(upref.__all__)}"
+    front = '# API\n\nEvery public name. Of a tensor, the type is its shape: `Float[Tensor, "B T"]`.\n'
+    for head, names in GROUPS.items():
+        front += f"\n## {head}\n\n" + "".join(_entry("upref", name) for name in names)
+    out = {"api": front}
+    for name, head in MODULES.items():
+        text = _module(name, head)
+        if text:
+            out[f"api/{name}"] = text
+    return out
+
+
+def _module(name: str, head: str) -> str:
+    try:
+        module = import_module(f"upref.{name}")
+    except ImportError:  # TRL or verl is not installed
+        return ""
+    here = lambda x: getattr(x, "__module__", "") == module.__name__ and (inspect.isroutine(x) or inspect.isclass(x))
+    entries = "".join(_entry(module.__name__, k) for k, v in vars(module).items() if k[0] != "_" and here(v))
+    body = "\n".join(_restructured((module.__doc__ or "").splitlines()))
+    assert module.__doc__, f"upref.{name} has no docstring"
+    return f"# {head}: `upref.{name}`\n\n```{{eval-rst}}\n{body}\n```\n\n{entries}"
+
+
+def _entry(module: str, name: str) -> str:
+    thing = getattr(import_module(module), name)
+    assert inspect.getdoc(thing), f"{module}.{name} has no docstring"
+    kind = "class" if inspect.isclass(thing) else "function"
+    options = "   :members:\n   :show-inheritance:\n" if kind == "class" and thing.__bases__ == (Exception,) else ""
+    options = options or ("   :members:\n" if kind == "class" else "")
+    options += "   :no-index:\n" if module != "upref" and name in upref.__all__ else ""
+    return f"```{{eval-rst}}\n.. auto{kind}:: {module}.{name}\n{options}```\n\n"
+
+
+# ---- docstrings ------------------------------------------------------------------------------------------------------
+def _restructured(lines: list[str]) -> list[str]:
+    """The house's docstrings are plain text: a paragraph is one, what is set out in columns stays so."""
+    out: list[str] = []
+    for paragraph in re.split(r"\n\s*\n", "\n".join(lines).strip("\n")):
+        if not paragraph.strip():
+            continue
+        rows = paragraph.splitlines()
+        if any(re.search(r"\S {2,}\S", row) or row.startswith(" ") for row in rows):
+            out += [".. code-block:: none", "", *(f"   {row}" for row in rows), ""]
+        else:
+            out += [*map(_escaped, rows), ""]
+    return out
+
+
+def _escaped(row: str) -> str:
+    """`x` is code; nothing else means anything."""
+    parts = re.split(r"`([^`]+)`", row)
+    plain = lambda text: re.sub(r"([\\*_|`<>\[\]])", r"\\\1", text)
+    return "".join(f"``{part}``" if i % 2 else plain(part) for i, part in enumerate(parts)).lstrip(" ")
+
+
+def process(app, what, name, obj, options, lines):
+    """Sphinx's event for each docstring."""
+    lines[:] = _restructured(lines)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A page for each objective, from the registry: nothing on it is written by hand."""
+
+import functools
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from docs.site import tex
+from upref import plots
+from upref.curve import of
+from upref.derivation import derive
+from upref.errors import InputError
+from upref.registry import LEVELS, Objective, get, names
+from upref.show import _source, bib_entry
+from upref.verify.audit.ledger import read
+
+SIGNS = {1: "A > 0", -1: "A < 0", 0: "A = 0"}
+RATIOS = np.exp(np.linspace(-5, 5, 81)) * 1.0001  # on none of the bounds
+MUS = (0.02, 0.5)
+INFINITE = 1e9
+
+
+def pages(source: Path) -> dict[str, str]:
+    """docname -> markdown; the pictures stand beside the pages."""
+    (source / "objectives").mkdir(parents=True)
+    return {f"objectives/{name}": page(get(name), source / "objectives") for name in names()}
+
+
+def page(o: Objective, folder: Path) -> str:
+    parts = [f"# {o.name}\n\n{_paper(o)}", tex.block(tex.equation(o.equation)), _facts(o)]
+    parts += ["## Three witnesses", _witnesses(o), "## Pictures", _pictures(o, folder)]
+    if o.hyperparameters:
+        parts += ["## Hyperparameters", _hyperparameters(o)]
+    parts += ["## Where frameworks differ", _frameworks(o), "## Relatives", _relatives(o)]
+    parts += ["## Reference", f"```bibtex\n{bib_entry(o.paper)}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+# ---- its parts -------------------------------------------------------------------------------------------------------
+def _paper(o: Objective) -> str:
+    fields = dict(
+        line.strip().rstrip(",").split(" = ", 1) for line in bib_entry(o.paper).splitlines() if " = {" in line
+    )
+    title, url = (fields.get(k, "").strip("{}").replace("{", "").replace("}", "") for k in ("title", "url"))
+    return f"[{title or o.paper}]({url}), {o.eq}." if url else f"{title or o.paper}, {o.eq}."
+
+
+def _facts(o: Objective) -> str:
+    rows = [("level", f"{o.level}: {LEVELS[o.level]}"), ("aggregation", f"`{o.agg}`"), ("advantage", f"`{o.adv}`")]
+    rows += [("KL", f"− β · `{o.kl}`, a term of its own")] if o.kl else []
+    said = {"note": o.note, "not in sympy": o.unread, "not split": o.coupled, "at r = 1": o.off_anchor}
+    return _table(["", ""], [*rows, *((k, v) for k, v in said.items() if v)])
+
+
+def _witnesses(o: Objective) -> str:
+    card = "`````{{grid-item}}\n**{}**\n\n```python\n{}\n```\n`````"
+    code = card.format("The function that trains", _source(o.fn).rstrip())
+    weight = card.format("Its weight dJ/dlp, by hand from the paper", _source(o.closed_form).rstrip())
+    return f"``````{{grid}} 1 1 2 2\n:gutter: 2\n\n{code}\n\n{weight}\n``````\n\n{_derived(o)}"
+
+
+def _derived(o: Objective) -> str:
+    d = derive(o)
+    assert d.ok, f"{o.name}: {d}"
+    if not d.rows:
+        return "**By autograd**, on a small batch:\n\n```text\n" + "\n".join(d.steps[3:]) + "\n```"
+    math = lambda e: f"${tex.expression(e)}$".replace("|", r"\vert ")
+    rows = [(f"${SIGNS[x.sign]}$", f"${tex.where(x.where)}$", math(x.J), math(x.gradient)) for x in d.rows]
+    head = "**sympy's derivative of that function**, regime by regime. Minus the weight by hand each simplifies to 0."
+    return f"{head}\n\n" + _table(["advantage", "ratio", "J", "dJ/dlp"], rows)
+
+
+def _pictures(o: Objective, folder: Path) -> str:
+    try:
+        curve = of(o)
+    except InputError as error:
+        return f"None: {error}"
+    panels = [plots.Panel(o.name, o, A, subtitle=SIGNS[A]) for A in (1, -1)]
+    plots.cap_panels(panels, n=200).savefig(folder / f"{o.name}-cap.svg")
+    plots.weights(o).savefig(folder / f"{o.name}-weight.svg")
+    from upref.cap import capacity
+
+    x = (np.arange(100) + 0.5) / 100
+    mu, p = np.meshgrid(x, x)
+    alive = [f"for {SIGNS[A]} {100 * np.mean(capacity(o, p, mu, A) > 0):.0f} %" for A in (1, -1)]
+    at = (0.5, 0.9, 1.1, 2.0)
+    said = [", ".join(f"{float(curve(r, A, 0.1)):.3g} at r = {r:g}" for r in at) for A in (1, -1)]
+    return (
+        f"![Cap map of {o.name} over π_old and π_θ, described below.]({o.name}-cap.svg)\n\n"
+        f"The Cap is above 0 in this share of the square: {', '.join(alive)}. Hatched: no gradient.\n\n"
+        f"![Gradient weight of {o.name} against the ratio, described below.]({o.name}-weight.svg)\n\n"
+        f"The weight where A = 1: {said[0]}; where A = −1: {said[1]}."
+    )
+
+
+def _hyperparameters(o: Objective) -> str:
+    rows = [(f"`{k}`", f"`{v}`", o.defaults.get(k, "")) for k, v in o.hyperparameters.items()]
+    return _table(["name", "default", "where its value comes from"], rows)
+
+
+def _frameworks(o: Objective) -> str:
+    found = [(e, x) for e in read() for x in e.evidence if x.held_against.split(",")[0] == o.name]
+    if not found:
+        return "No difference is on record. [What is held against what](../frameworks.md)."
+    status = lambda e: f"[{e.status}]({e.link})" if e.link else e.status
+    rows = [(f"{e.framework} {e.version}", f"`{x.loss}`", e.reason, str(x), status(e)) for e, x in found]
+    head = ["framework", "loss", "what differs", "where: weight expected -> found", "status"]
+    return f"{_table(head, rows)}\n\nFrom [the ledgers](../frameworks.md), which the audits hold true."
+
+
+# ---- relatives -------------------------------------------------------------------------------------------------------
+def _limits(o: Objective):
+    """Settings at which an objective may become another: (in words, hyperparameters)."""
+    own = {k: v for k, v in o.hyperparameters.items() if k != "beta"}
+    yield "", {}
+    for k in own:
+        if k == "lam":
+            yield "lam = 1", {k: 1.0}
+        elif k.startswith("tau_"):
+            continue
+        elif k != "c":
+            yield f"{k} → ∞", {k: INFINITE}
+    if {"tau_pos", "tau_neg"} <= {*own}:
+        yield "tau_pos, tau_neg → 0", {"tau_pos": 1e-6, "tau_neg": 1e-6}
+    if {"eps_low", "eps_high"} <= {*own}:
+        yield "eps_low, eps_high → ∞", {"eps_low": INFINITE, "eps_high": INFINITE}
+        yield "eps_high = eps_low = 0.2", {"eps_low": 0.2, "eps_high": 0.2}
+    if "eps_low" in own and own["eps_low"] != 0.2:
+        yield "eps_low = 0.2", {"eps_low": 0.2}
+    if "eps_low" in own and own["eps_low"] != 0.2 and "eps_high" in own:
+        yield "eps_low = 0.2, eps_high = 0.28", {"eps_low": 0.2, "eps_high": 0.28}
+
+
+@functools.cache
+def _curves() -> list[tuple[str, str, dict, dict[int, np.ndarray]]]:
+    """(name, setting in words, setting, the weights for each sign) of whatever has a weight of a token by itself."""
+    out = []
+    for o in map(get, names()):
+        for words, hp in _limits(o):
+            try:
+                curve = of(o, **hp)
+                out.append((o.name, words, hp, {A: np.array([curve(RATIOS, A, mu) for mu in MUS]) for A in (1, -1)}))
+            except InputError:
+                break
+    return out
+
+
+def _relatives(o: Objective) -> str:
+    """Those whose weight is the same number at 162 points for each sign, computed now."""
+    mine = [c for c in _curves() if c[0] == o.name]
+    rows = []
+    for (_, here, _, a), (name, there, _, b) in product(mine, (c for c in _curves() if c[0] != o.name)):
+        if here and there:
+            continue
+        same = [A for A in (1, -1) if np.allclose(a[A], b[A], rtol=1e-5, atol=1e-9)]
+        if len(same) == 2 or (same and not here and not there):
+            other = get(name)
+            sign = "everywhere" if len(same) == 2 else f"{SIGNS[same[0]]} only"
+            link = f"[{name}]({name}.md)"
+            rows.append(
+                (link, sign, here or "at its defaults", there or "at its defaults", other.level, f"`{other.agg}`")
+            )
+    if not rows:
+        return "No other has its weight, at the defaults or in a limit."
+    rows.sort(key=lambda row: (row[1] != "everywhere", row[2] != "at its defaults", row[0]))
+    head = ["the weight is that of", "where", f"{o.name}", "the other", "level", "aggregation"]
+    at = f"at {len(RATIOS)} ratios, for both signs and π_old = {' and '.join(map(str, MUS))}"
+    text = f"Computed when this page was built, {at}; what still differs is level and aggregation."
+    return f"{text}\n\n{_table(head, rows)}"
+
+
+def _table(head: list[str], rows) -> str:
+    cell = lambda x: " ".join(str(x).split()).replace("|", r"\|")
+    return "\n".join(f"| {' | '.join(map(cell, row))} |" for row in [head, ["---"] * len(head), *rows])

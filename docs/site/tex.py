@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The registry's equations and sympy's expressions as TeX."""
+
+import re
+
+import sympy
+
+from upref import names
+
+GREEK = {
+    "ε": r"\varepsilon", "θ": r"\theta", "π": r"\pi", "μ": r"\mu", "σ": r"\sigma", "τ": r"\tau", "β": r"\beta",
+    "λ": r"\lambda", "δ": r"\delta", "Σ": r"\sum", "Π": r"\prod", "∞": r"\infty", "∇": r"\nabla", "‖": r"\,\Vert\,",
+    "∈": r"\in ", "≠": r"\ne ", "²": "^2", "Ê": r"\hat{\mathbb{E}}", "E": r"\mathbb{E}", "∝": r"\propto ",
+}  # fmt: skip
+SIGNS = {"<=": r"\le ", ">=": r"\ge ", "~": r"\sim ", "%": r"\% ", "->": r"\to ", "{": r"\{", "}": r"\}", "#": r"\#"}
+WORDS = "min max clip log exp sg mean sgn std KL Bern whiten low high"
+SYMBOLS = {
+    "lp": r"\mathrm{lp}", "lp_old": r"\mathrm{lp}_\mathrm{old}", "mu": r"\mu", "eps": r"\varepsilon",
+    "eps_low": r"\varepsilon_\mathrm{low}", "eps_high": r"\varepsilon_\mathrm{high}", "tau_pos": r"\tau_{+}",
+    "tau_neg": r"\tau_{-}", "lam": r"\lambda", "delta": r"\delta", "cap": r"\mathrm{cap}", "tau": r"\tau",
+}  # fmt: skip
+OBJECTIVES = "|".join(sorted(names(), key=len)[::-1])
+TOKEN = re.compile(
+    rf"(?P<name>{OBJECTIVES})\b"
+    r"|\^(?P<power>\(|-?[^\s({])|_(?P<sub>\{|[^\W\d_]+|\d+)|(?P<word>[A-Za-z]{2,}(?:['’-][a-z]+)*\.?)"
+    r"|(?P<sign><=|>=|->|[~%{}#])|(?P<gap>[,;] {2,})|(?P<char>.)",
+    re.S,
+)
+
+
+def equation(text: str) -> str:
+    """A line of the registry, "J = Σ_t min(r A, clip(r, 1-ε, 1+ε) A)", as TeX; what is not mathematics is text."""
+    tex = _converted(" ".join(text.split("\n")))
+    while (joined := re.sub(r"(\\text\{[^{}]*?) ?\} \\text\{ ?", r"\1 ", tex)) != tex:
+        tex = joined
+    return tex.strip()
+
+
+def _converted(text: str) -> str:
+    out, at = [], 0
+    while at < len(text):
+        m = TOKEN.match(text, at)
+        assert m
+        at = m.end()
+        kind, found = m.lastgroup, m[m.lastgroup or 0]
+        if kind in ("power", "sub") and found in "({":
+            end = _closing(text, at - 1)
+            inside, at = _converted(text[at:end]), end + 1
+            out.append(f"^{{({inside})}}" if kind == "power" else f"_{{{inside}}}")
+        elif kind == "power":
+            out.append(f"^{{{_converted(found)}}}")
+        elif kind == "sub":
+            inside = GREEK.get(found) or (found if len(found) <= 2 and found != "KL" else rf"\mathrm{{{found}}}")
+            out.append(f"_{{{inside}}}")
+        elif kind == "name":
+            out.append(rf"\text{{{found.replace('_', chr(92) + '_')}}}")
+        elif kind == "word":
+            plain = rf"\operatorname{{{found}}}" if re.search(rf"\b{found}\b", WORDS) else rf"\text{{ {found} }}"
+            out.append(r"\mu " if found == "mu" else plain)
+        elif kind == "gap":
+            out.append(rf"{found[0]}\\ ")
+        else:
+            out.append(SIGNS.get(found) or (GREEK[found] + " " if found in GREEK else found))
+    return "".join(out)
+
+
+def _closing(text: str, at: int) -> int:
+    """Where the bracket at that place is closed."""
+    depth = 0
+    for i in range(at, len(text)):
+        depth += (text[i] in "({") - (text[i] in ")}")
+        if not depth:
+            return i
+    raise ValueError(f"not closed: {text[at:]}")
+
+
+def block(tex: str) -> str:
+    """Displayed; its lines, parted by \\\\, one under the other."""
+    return f"$$\n\\begin{{gathered}}\n{tex}\n\\end{{gathered}}\n$$"
+
+
+def expression(e) -> str:
+    """What sympy found, in the paper's letters."""
+    return sympy.latex(sympy.sympify(e), symbol_names={s: SYMBOLS[s.name] for s in _symbols(e) if s.name in SYMBOLS})
+
+
+def _symbols(e):
+    return sympy.sympify(e).atoms(sympy.Symbol)
+
+
+def where(label: str) -> str:
+    """A regime, "1 - eps_low < r < c", as TeX."""
+    for name in sorted(SYMBOLS, key=len, reverse=True):
+        label = re.sub(rf"\b{name}\b", lambda _, n=name: SYMBOLS[n], label)
+    for name, meant in (("*", r"\cdot "), ("every ", r"\text{every } "), ("exp", r"\exp"), ("oo", r"\infty")):
+        label = label.replace(name, meant)
+    return label
