@@ -2,9 +2,9 @@
 """How every registered claim stands, both rounds, as JSON for a program: `python -m repro.mini.standing`. Runs nothing.
 
 EXPERIMENT/CLAIM -> word and why of the round's own rule; refuted: whether that says that the opposite is shown; shown:
-effects with intervals; seeds, of; needed: the seeds it would take for power 0.8. Of the second round these are those
-that it registered (power.py), of the first those for the effect that was seen; null: more than 200, or the effect that
-was seen is on the other side.
+effects with intervals; seeds, of; needed: the seeds it would take for power 0.8 at 0.05 / claims of the experiment. Of
+the second round these are those that it registered (power.py), of the first those for the effect that was seen; null:
+more than 200, or the effect that was seen is on the other side.
 """
 
 import json
@@ -26,9 +26,10 @@ MOST = 200
 def first(records: dict[str, results.Record]) -> dict[str, dict]:
     found = {}
     for e in map(plan.load, plan.names(round=1)):
+        level = rule.ALPHA / max(1, sum(bool(c.contrasts) for c in e.claims))
         for v in verdicts.judge(e, records):
             refuted = v.why == "refuted" or "are refuted" in v.why
-            needed = [seen(f.contrast, f.effect) for f in v.findings if f.effect]
+            needed = [seen(f.contrast, f.effect, level) for f in v.findings if f.effect]
             found[f"{e.name}/{v.claim.id}"] = {
                 "says": v.claim.says, "word": v.word, "why": v.why, "refuted": refuted, "shown": report.effects(v),
                 "seeds": v.seeds, "of": v.of, "needed": worst(needed),
@@ -50,13 +51,13 @@ def second(records: dict[str, results.Record], first_round: dict[str, results.Re
     return found
 
 
-def seen(c: Contrast, e: Effect) -> int:
-    """Seeds for power 0.8 at level 0.05, were the effect and its spread what they look like."""
+def seen(c: Contrast, e: Effect, level: float) -> int:
+    """Seeds for power 0.8 at this level, were the effect and its spread what they look like."""
     scale = log if c.ratio else float
     if e.n < 2 or c.side * (e.mean - c.bound) <= 0:
         return MOST
     sd = (scale(e.high) - scale(e.mean)) * sqrt(e.n) / float(t.ppf(0.975, e.n - 1))
-    return rule.seeds_for(replace(c, effect=e.mean), sd, rule.ALPHA, most=MOST)
+    return rule.seeds_for(replace(c, effect=e.mean), sd, level, most=MOST)
 
 
 def worst(needed: list[int]) -> int | None:

@@ -24,7 +24,7 @@ def equal(found, claimed):
 
 
 def words(where, claimed, found, relation):
-    return f"{where}: by the paper {WORDS.get(relation, '')}{claimed:.5g}, found {found:.5g}"
+    return f"{where}: by the paper {WORDS.get(relation, '')}{claimed:.5g}, found {found + 0.0:.5g}"
 
 
 @pytest.fixture

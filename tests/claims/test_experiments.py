@@ -52,10 +52,21 @@ def test_gain_on_geometry3k(holds):
     lead("geometry3k", "UP-GRPO", "GRPO", holds, 3.30)
 
 
-def test_up_dapo_peaks_are_above_dapo_s(holds):
-    for metric in ("avg32", "maj32", "best32"):
-        up, dapo = PEAKS[metric]["UP-DAPO"], PEAKS[metric]["DAPO"]
-        holds(f"UP-DAPO's peak against DAPO's, {metric}", dapo, up, operator.gt)
+def above(metric, holds):
+    up, dapo = PEAKS[metric]["UP-DAPO"], PEAKS[metric]["DAPO"]
+    holds(f"UP-DAPO's peak against DAPO's, {metric}, as printed", dapo, up, operator.gt)
+
+
+def test_peak_of_avg32(holds):
+    above("avg32", holds)
+
+
+def test_peak_of_maj32(holds):
+    above("maj32", holds)
+
+
+def test_peak_of_best32(holds):
+    above("best32", holds)
 
 
 # ---- Table 1 ---------------------------------------------------------------------------------------------------------

@@ -145,22 +145,20 @@ def mini(names: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
 
 
 def mini_outcome(name: str, s: dict | None) -> Outcome:
-    """What the registered rule says; of a claim that holds in part nothing is shown but that it is not refuted."""
+    """What the registered rule says; a claim of which a part is refuted is refuted, a part that holds leaves it open."""
     if s is None:
         return failed("mini", name, "no experiment registers it")
-    text = s["shown"].replace("<br>", "; ")
+    part = f"{s['why']}; " if "contrasts hold" in s["why"] and s["word"] != "reproduced" else ""
+    text = part + s["shown"].replace("<br>", "; ")
     if s["word"] in ("reproduced", "holds"):
         return Outcome("mini", name, ("reproduced",), f"{text} ({s['seeds']} seeds)")
     if s["refuted"]:
         return Outcome("mini", name, ("refuted",), f"{text} ({s['seeds']} seeds)")
     if s["word"] == "not testable here":
         return Outcome("mini", name, ("undecided",), f"no number of the miniature's seeds can say: {s['why']}")
-    seeds = (
-        f"it would take {s['needed']} seeds"
-        if s["needed"]
-        else "more than 200 seeds, or the effect seen is on the other side"
-    )
-    so_far = f"{s['seeds']} of {s['of']} seeds: {seeds}" if s["of"] else seeds
+    unknown = "more than 200 seeds, or the effect seen is on the other side"
+    seeds = f"it would take {s['needed']} seeds" if s["needed"] else unknown
+    so_far = f"{s['seeds']} of {s['of']} seeds: {seeds}"
     return Outcome("mini", name, ("undecided",), f"{text} ({so_far})" if text else so_far)
 
 

@@ -40,7 +40,8 @@ def chosen(judged: Sequence[Judged], section: str | None = None, verdict: str | 
 def tally(judged: Sequence[Judged]) -> str:
     """`88 statements: 20 proved, ...`, in the order of VERDICTS."""
     count = Counter(j.verdict for j in judged)
-    return f"{len(judged)} statements: " + ", ".join(f"{count[v]} {v}" for v in (*VERDICTS, RED) if count[v])
+    head = f"{len(judged)} statement{'s' * (len(judged) != 1)}"
+    return (f"{head}: " if count else head) + ", ".join(f"{count[v]} {v}" for v in (*VERDICTS, RED) if count[v])
 
 
 def made(computed: dict) -> str:
@@ -67,7 +68,9 @@ def text(judged: Sequence[Judged], head: str, verbose: bool = False) -> str:
 
 def shown(j: Judged) -> list[str]:
     """Numbers and effects: what is found by more than a proof's or a test's passing."""
-    return [o.text for o in j.outcomes if o.text and o.kind != "derivations" and o.text != j.why]
+    said = [o for o in j.outcomes if o.text and o.kind != "derivations" and o.text != j.why]
+    where = lambda o: f"{o.pointer.partition('/')[0]}: " if o.kind in ("mini", "exact") else ""
+    return list(dict.fromkeys(where(o) + o.text for o in said))
 
 
 def as_json(judged: Sequence[Judged], computed: dict) -> str:
