@@ -145,7 +145,7 @@ def mini(names: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
 
 
 def mini_outcome(name: str, s: dict | None) -> Outcome:
-    """What the registered rule says; a claim of which a part is refuted is refuted, a part that holds leaves it open."""
+    """What the registered rule says. A claim with a refuted part is refuted; one of which only a part holds is open."""
     if s is None:
         return failed("mini", name, "no experiment registers it")
     part = f"{s['why']}; " if "contrasts hold" in s["why"] and s["word"] != "reproduced" else ""
