@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How often the checker is right: losses written from the registry in foreign styles, changed by one slip each.
+
+    python tests/support/mutants [--mutants N] [--rewritings N] [--seed S] [--scratch FOLDER] [--write]
+
+An independent search (search.py) says which of the changed losses have another gradient than their objective anywhere
+in the declared domain. Each that has must be rejected, each that has not must be accepted. Nothing in this folder reads
+the checker's batches (upref.regimes) or its oracles' but for asking them for the verdict.
+"""

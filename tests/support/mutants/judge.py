@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the checker says of a loss: the verdict alone, or the whole report with its causes held against the search's
+batches."""
+
+import contextlib
+import importlib
+import pkgutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from unittest import mock
+
+import torch
+
+import upref
+from upref.errors import InputError
+from upref.losses import read
+from upref.verify import oracles
+from upref.verify.check import every
+from upref.verify.measure import held
+from upref.verify.oracle import run
+
+from .search import Batch
+from .styles import Config
+
+SEEN = [importlib.import_module(f"{oracles.__name__}.{m.name}") for m in pkgutil.iter_modules(oracles.__path__)]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """accepted: the truth of check's report. said: the first failure. cause: "" or what is printed of why."""
+
+    accepted: bool
+    said: str
+    seconds: float = 0.0  # of CPU
+    cause: str = ""
+    true: str = ""  # of a cause that is a record: yes, no; "" where there is none, or it is a fixed sentence
+
+
+@contextlib.contextmanager
+def without_words() -> Iterator[None]:
+    """No search for the cause and no shrinking: neither moves a verdict."""
+    plain = {"explain": lambda *a: None, "pattern": lambda *a: "", "shrink": lambda b, *a: b, "example": lambda *a: ""}
+    with contextlib.ExitStack() as stack:
+        for module in SEEN:
+            for name, f in plain.items():
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, f))
+        yield
+
+
+def verdict(loss: Callable, c: Config) -> Verdict:
+    """As upref.check, up to the first failure: an oracle after the other."""
+    start = time.process_time()
+    try:
+        one = read(loss, c.o, dict(c.hp))
+        case = held(one, c.o, c.all_hp)
+    except InputError as e:
+        return Verdict(False, f"refused: {e}", time.process_time() - start)
+    with without_words():
+        for o in every():
+            found, _ = run([o], case)
+            if failures := [f for f in found if f.severity == "failure"]:
+                said = f"{failures[0].oracle}: {failures[0].regime}: {failures[0].expected} / {failures[0].found}"
+                return Verdict(False, said[:300], time.process_time() - start)
+    return Verdict(True, "", time.process_time() - start)
+
+
+@dataclass
+class Watch:
+    """What explain answered inside."""
+
+    slips: list = field(default_factory=list)
+
+
+def whole(loss: Callable, c: Config, held_against: list[Batch], names: list[str]) -> Verdict:
+    """upref.check itself; its cause put into the reference and held against the loss on batches of the search."""
+    watch = Watch()
+    with contextlib.ExitStack() as stack:
+        for module in SEEN:
+            if inner := getattr(module, "explain", None):
+
+                def seen(case, *a, inner=inner):
+                    slip = inner(case, *a)
+                    watch.slips.append((slip, case))
+                    return slip
+
+                stack.enter_context(mock.patch.object(module, "explain", seen))
+        start = time.process_time()
+        try:
+            report = upref.check(loss, c.o, **dict(c.hp))
+        except InputError as e:
+            return Verdict(False, f"refused: {e}", time.process_time() - start)
+        seconds = time.process_time() - start
+    first = next(iter(report.failures), None)
+    cause = next((f.cause for f in report.failures if f.cause), "")
+    true = ""
+    for slip, case in watch.slips:
+        if slip is not None and hasattr(slip, "weights"):
+            cause, true = slip.words, _holds(slip, case, c, held_against)
+    said = f"{first.oracle}: {first.regime}" if first else ""
+    return Verdict(bool(report), said[:300], seconds, cause, true)
+
+
+def _holds(slip, case, c: Config, held_against: list[Batch]) -> str:
+    """Whether the reference with this slip in it has the loss's gradient, where a bound does not decide."""
+    for b in held_against:
+        if case.loss.adv_shape != "BT" and not b.one_adv:
+            continue
+        x = b.of
+        rollouts = case.loss.view(upref.Rollouts.unchecked(
+            logp=x["log_prob"], logp_old=x["old_log_prob"], adv=x["advantages"], mask=x["mask"], group=x["group"],
+            logp_ref=x["ref_log_prob"], entropy=x["entropy"]))  # fmt: skip
+        f = case.factors(rollouts)
+        near = lambda s, r=rollouts: slip.weights(c.o, case.hp, replace(r, logp_old=r.logp_old + s))
+        try:
+            found, want = case.gradient(rollouts) / f, near(0.0)
+            edge = (near(1e-7) - want).abs() + (near(-1e-7) - want).abs()
+        except (InputError, RuntimeError, TypeError):
+            return "no"
+        A = x["advantages"].abs()
+        scale = torch.maximum(torch.maximum(want.abs(), A), torch.tensor(1e-9))
+        off = ((found - want).abs() - 3 * edge) / scale
+        off = off.masked_fill(~x["mask"] | ((x["log_prob"] - x["old_log_prob"]).abs() > 8), 0).nan_to_num(nan=1e9)
+        if off.max() > 1e-4:
+            return "no"
+    return "yes"

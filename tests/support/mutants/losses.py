@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mutants of every registered objective, one after the other: the truth, then the verdict."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import upref
+
+from . import judge, search
+from .operators import sample
+from .store import Store, digest, library, searcher
+from .styles import STYLES, Config, arguments, compiled, configs, fits, write
+
+WHOLE = 10  # every tenth mutant gets the whole report
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One loss that is to be judged."""
+
+    config: Config
+    style: str
+    kind: str
+    what: str
+    text: str
+    single: bool = False
+
+    @property
+    def key(self) -> str:
+        return digest(str(self.config), self.style, self.text)
+
+    @property
+    def adv(self) -> str:
+        return "B" if self.style == "trl" else "BT"
+
+    @property
+    def names(self) -> list[str]:
+        return arguments(self.config, self.style)
+
+
+def every_config() -> list[Config]:
+    return [c for name in upref.names() for c in configs(upref.get(name))]
+
+
+def of(c: Config, style: str, n: int, seed: int) -> list[Subject]:
+    rng = np.random.default_rng([seed, *map(ord, f"{c}{style}")])
+    allowed = lambda m: not (m.single and (c.o.reads_mu or c.o.coupled))  # bounds that rounding moves at will
+    picked = sample(write(c, style), n, rng, allowed)
+    return [Subject(c, style, m.kind, m.what, m.text, m.single) for m in picked]
+
+
+def subjects(total: int, seed: int, only: list[Config] | None = None) -> Iterator[Subject]:
+    """So many in all, as evenly as it goes over configurations and styles."""
+    places = [(c, s) for c in every_config() for s in STYLES if fits(s, c)]
+    for i, (c, s) in enumerate(places):
+        n = total * (i + 1) // len(places) - total * i // len(places)
+        if only is None or c in only:
+            yield from of(c, s, n, seed)
+
+
+def deep(c: Config) -> bool:
+    """Whether its mutants that the small search cannot tell apart may go through the large one."""
+    return c == configs(c.o)[-1]
+
+
+def judged(s: Subject, scratch: Path, seed: int, nth: int = 1, large: int = search.BULK, small: int = search.SMALL) -> dict[str, Any]:
+    """truth and verdict of one, kept. Without a large search none is called equal to its objective."""
+    truths, verdicts = Store_of(scratch, "truth"), Store_of(scratch, "verdict")
+
+    def true() -> dict[str, Any]:
+        try:
+            f = compiled(s.text)
+        except Exception:
+            return {"kind": "stillborn", "apart": -1.0, "tokens": 0}
+        return asdict(search.truth(f, s.config, s.names, s.adv, seed, small=small, large=large, single=s.single))
+
+    t = truths.get(digest(s.key, searcher(), str(seed), str(small), str(large)), true)
+    out = {"id": s.key, "config": str(s.config), "objective": s.config.o.name, "style": s.style, "operator": s.kind,
+           "what": s.what, "truth": t["kind"], "apart": t["apart"], "tokens": t["tokens"]}  # fmt: skip
+    if out["truth"] == "equal" and not large and s.kind != "rewriting":
+        out["truth"] = "unsearched"
+    if out["truth"] in ("stillborn", "unsearched"):
+        return out
+    full = nth % WHOLE == 0
+
+    def said() -> dict[str, Any]:
+        f = compiled(s.text)
+        v = judge.verdict(f, s.config)
+        row = {"quick": v.accepted, "said": v.said}
+        if full:
+            few = search.batches(s.config, "group" in s.names, seed, search.SMALL)[:12]
+            few = [b for b in few if b.of["mask"].any(1).all()]  # the reference refuses a row without a token
+            row |= asdict(judge.whole(f, s.config, few, s.names))
+        return row
+
+    return out | verdicts.get(digest(s.key, library(), str(full)), said)
+
+
+_stores: dict[Path, Store] = {}
+
+
+def Store_of(scratch: Path, name: str) -> Store:
+    path = scratch / f"{name}.jsonl"
+    if path not in _stores:
+        _stores[path] = Store(path)
+    return _stores[path]
+
+
+def wrong(row: dict[str, Any]) -> str:
+    """missed, or alarm: what the checker got wrong of it; "" where it is right or nothing is known."""
+    if "quick" not in row:
+        return ""
+    return {("differs", True): "missed", ("equal", False): "alarm"}.get((row["truth"], row["quick"]), "")
