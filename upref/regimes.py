@@ -50,7 +50,23 @@ def kinks(objective: Objective, A: float, mu: float, **hp) -> list[float]:
     """The ratios with mu r < 1 at which the weight of a token by itself jumps, ascending."""
     if objective.coupled:
         return []
-    return [jump.r for jump in of_objective(objective, **hp).jumps(A, mu, FAR) if jump.r * mu < 1]
+    curves = [of_objective(objective, **hp)]
+    curves += [replace(curves[0], weight=_unsure(objective, hp))] if "entropy" in objective.reads else []
+    return sorted({jump.r for curve in curves for jump in curve.jumps(A, mu, FAR) if jump.r * mu < 1})
+
+
+def _unsure(objective: Objective, hp) -> Callable:
+    """The weight of a token beside one of half its entropy."""
+
+    def weight(r, A, mu):
+        points = np.broadcast_arrays(r, A, mu)
+        x, A, mu = (torch.tensor(v.reshape(-1, 1)).expand(-1, 2).clone() for v in points)
+        x[:, 1] = 1.0
+        H = torch.tensor([2.0, 1.0], dtype=x.dtype).expand_as(x)
+        w = objective.weight(x, A, mu, torch.ones_like(x, dtype=torch.bool), H, **hp)
+        return w[:, 0].numpy().reshape(points[0].shape)
+
+    return weight
 
 
 def ratios(objective: Objective, A: float, mu: float, edges: tuple[float, ...] = EDGES, **hp) -> list[float]:
@@ -90,6 +106,7 @@ def batch(objective: Objective, *, seed: int = 0, edges: tuple[float, ...] = EDG
     # the bounds of a response's ratio do not depend on mu
     mus = MU[:1] if objective.level in REDUCE else MU
     cases = [(A, mu, r) for A, mu in product(SIGNS, mus) for r in ratios(objective, A, mu, edges, **hp)]
+    cases *= 3 if "entropy" in objective.reads else 1  # each beside calmer tokens and beside less calm ones
     rng = np.random.default_rng(seed)
     cases = [cases[i] for i in rng.permutation(len(cases))][::thin]
     return lay(cases, objective.level, objective.agg == "seq-mean", rng)

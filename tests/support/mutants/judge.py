@@ -20,7 +20,7 @@ from upref.verify.check import every
 from upref.verify.measure import held
 from upref.verify.oracle import run
 
-from .search import Batch
+from .batches import Batch
 from .styles import Config
 
 SEEN = [importlib.import_module(f"{oracles.__name__}.{m.name}") for m in pkgutil.iter_modules(oracles.__path__)]

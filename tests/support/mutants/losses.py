@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mutants of every registered objective, one after the other: the truth, then the verdict."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 
 import upref
 
-from . import judge, search
+from . import batches, judge, search
 from .operators import sample
 from .store import Store, digest, library, searcher
 from .styles import STYLES, Config, arguments, compiled, configs, fits, write
@@ -67,43 +68,54 @@ def deep(c: Config) -> bool:
     return c == configs(c.o)[-1]
 
 
-def judged(s: Subject, scratch: Path, seed: int, nth: int = 1, large: int = search.BULK, small: int = search.SMALL) -> dict[str, Any]:
-    """truth and verdict of one, kept. Without a large search none is called equal to its objective."""
-    truths, verdicts = Store_of(scratch, "truth"), Store_of(scratch, "verdict")
+def judged(
+    s: Subject, scratch: Path, seed: int, nth: int = 1, *, large: int = search.BULK, few: int = search.SMALL,
+    known: bool = False,
+) -> dict[str, Any] | None:  # fmt: skip
+    """Truth and verdict of one, kept. Without a large search no mutant is called equal to its objective.
+
+    known: only what is kept already; None where it is not.
+    """
+    truths, verdicts = store_of(scratch, "truth"), store_of(scratch, "verdict")
+    key, full = digest(s.key, searcher(), str(seed), str(few), str(large)), nth % WHOLE == 0
+    if known and key not in truths.known:
+        return None
 
     def true() -> dict[str, Any]:
         try:
             f = compiled(s.text)
         except Exception:
             return {"kind": "stillborn", "apart": -1.0, "tokens": 0}
-        return asdict(search.truth(f, s.config, s.names, s.adv, seed, small=small, large=large, single=s.single))
+        return asdict(search.truth(f, s.config, s.names, s.adv, seed, few=few, large=large, single=s.single))
 
-    t = truths.get(digest(s.key, searcher(), str(seed), str(small), str(large)), true)
+    def said() -> dict[str, Any]:
+        f = compiled(s.text)
+        start = time.process_time()
+        v = judge.verdict(f, s.config)
+        row = {"quick": v.accepted, "said": v.said, "spent": time.process_time() - start}
+        if full:
+            some = batches.small(s.config, "group" in s.names, seed, 24)
+            some = [b for b in some if b.of["mask"].any(1).all()]  # the reference refuses a row without a token
+            row |= asdict(judge.whole(f, s.config, some, s.names))
+        return row
+
+    t = truths.get(key, true)
     out = {"id": s.key, "config": str(s.config), "objective": s.config.o.name, "style": s.style, "operator": s.kind,
            "what": s.what, "truth": t["kind"], "apart": t["apart"], "tokens": t["tokens"]}  # fmt: skip
     if out["truth"] == "equal" and not large and s.kind != "rewriting":
         out["truth"] = "unsearched"
     if out["truth"] in ("stillborn", "unsearched"):
         return out
-    full = nth % WHOLE == 0
-
-    def said() -> dict[str, Any]:
-        f = compiled(s.text)
-        v = judge.verdict(f, s.config)
-        row = {"quick": v.accepted, "said": v.said}
-        if full:
-            few = search.batches(s.config, "group" in s.names, seed, search.SMALL)[:12]
-            few = [b for b in few if b.of["mask"].any(1).all()]  # the reference refuses a row without a token
-            row |= asdict(judge.whole(f, s.config, few, s.names))
-        return row
-
-    return out | verdicts.get(digest(s.key, library(), str(full)), said)
+    key = digest(s.key, library(), str(full))
+    if known and key not in verdicts.known:
+        return None
+    return out | verdicts.get(key, said)
 
 
 _stores: dict[Path, Store] = {}
 
 
-def Store_of(scratch: Path, name: str) -> Store:
+def store_of(scratch: Path, name: str) -> Store:
     path = scratch / f"{name}.jsonl"
     if path not in _stores:
         _stores[path] = Store(path)

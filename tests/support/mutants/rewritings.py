@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501
 """The same loss, written otherwise: algebra, other calls, loops, chunks, einsum, custom autograd, buffers of other
 dtypes, packed rows, torch.compile; several at once. What must be accepted."""
 
@@ -42,7 +43,10 @@ def others(node: ast.AST) -> Iterator[tuple[str, str]]:
                 yield "algebra", f"-({b} - {a})"
                 if not numeric:
                     yield "algebra", f"{a} + {b} * -1"
-                    yield "calls", f"torch.sub({a}, {b})" if not number(node.left) and not number(node.right) else f"{a} - {b}"
+                    yield (
+                        "calls",
+                        f"torch.sub({a}, {b})" if not number(node.left) and not number(node.right) else f"{a} - {b}",
+                    )
             case ast.Div():
                 yield "algebra", f"{a} * (1.0 / {b})"
         if numeric:
@@ -178,7 +182,11 @@ AROUND = {
 
 
 def around(s: str, names: list[str], how: str, c: Config) -> str:
-    share = "p['mask'].sum() / mask.sum()" if "token-mean" in c.o.agg and "seq" not in c.o.agg else "len(p['mask']) / len(mask)"
+    share = (
+        "p['mask'].sum() / mask.sum()"
+        if "token-mean" in c.o.agg and "seq" not in c.o.agg
+        else "len(p['mask']) / len(mask)"
+    )
     body = textwrap.indent(textwrap.dedent(AROUND[how].replace("SHARE", share)).strip(), "    ")
     given = ", ".join(f"{k}={k}" for k in names)
     head = "import torch.utils.checkpoint\n" * (how == "checkpoint")
@@ -196,7 +204,9 @@ def rewritings(total: int, seed: int, compiled: int = 4, only: list[Config] | No
             continue
         source, said = inside(write(c, style), int(rng.integers(1, 7)), rng)
         one = Subject(c, style, "", "", source)
-        ways = [w for w in AROUND if w != "compiled" and not (w == "chunks of rows" and (c.o.coupled or style == "groups"))]
+        ways = [
+            w for w in AROUND if w != "compiled" and not (w == "chunks of rows" and (c.o.coupled or style == "groups"))
+        ]
         ways = [w for w in ways if not (style == "trl" and w == "columns dropped that nobody uses")]
         if n >= total - compiled:
             ways = ["compiled"]
@@ -204,4 +214,6 @@ def rewritings(total: int, seed: int, compiled: int = 4, only: list[Config] | No
             way = ways[rng.integers(len(ways))]
             source, said = around(source, one.names, way, c), [*said, way]
         start = "import math\nimport torch\n"
-        yield Subject(c, style, "rewriting", ", ".join(said), start + PRELUDE + source.removeprefix(start), FLOAT32 in said)
+        yield Subject(
+            c, style, "rewriting", ", ".join(said), start + PRELUDE + source.removeprefix(start), FLOAT32 in said
+        )

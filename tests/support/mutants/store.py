@@ -23,7 +23,7 @@ def library() -> str:
 @cache
 def searcher() -> str:
     here = Path(__file__).parent
-    return digest(*((here / name).read_text() for name in ("search.py", "styles.py")))
+    return digest(*((here / name).read_text() for name in ("batches.py", "search.py", "styles.py")))
 
 
 class Store:

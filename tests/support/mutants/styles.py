@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501
 """The styles in which people write losses: each turns an objective at some hyperparameters into a module's source.
 
-    ratio     log-probabilities, ratio, clip, torch.where for the mask
-    logs      the same with every bound on log r
-    verl      losses instead of objectives, a mask of numbers, 1e-8 in the denominators
-    trl       coef_1, one advantage a response, denominators clamped at 1
-    loop      one response after the other
-    packed    padding dropped, tokens end to end
-    weights   the gradient written down: a constant weight times log π_θ
-    groups    a denominator for each prompt
+ratio     log-probabilities, ratio, clip, torch.where for the mask
+logs      the same with every bound on log r
+verl      losses instead of objectives, a mask of numbers, 1e-8 in the denominators
+trl       coef_1, one advantage a response, denominators clamped at 1
+loop      one response after the other
+packed    padding dropped, tokens end to end
+weights   the gradient written down: a constant weight times log π_θ
+groups    a denominator for each prompt
 """
 
 import ast
@@ -24,11 +25,7 @@ from upref.registry import REDUCE, Objective
 from .words import body, number, parsed
 
 STYLES = ("ratio", "logs", "verl", "trl", "loop", "packed", "weights", "groups")
-KL = {
-    "k1": "lp - ref",
-    "k2": "(lp - ref) ** 2 / 2",
-    "k3": "torch.exp(ref - lp) - (ref - lp) - 1",
-}
+KL = {"k1": "lp - ref", "k2": "(lp - ref) ** 2 / 2", "k3": "torch.exp(ref - lp) - (ref - lp) - 1"}
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,11 @@ def write(c: Config, style: str) -> str:
     final = _reduced(c, style, tokens)
     if rowwise:
         start = ["total = 0.0"] + ["count = 0"] * (c.o.agg.endswith("token-mean") and not c.o.agg.startswith("seq"))
-        lines = [*start, "for i in range(len(mask)):", *("    " + s.replace("\n", "\n    ") for s in inner + final[:-1])]
+        lines = [
+            *start,
+            "for i in range(len(mask)):",
+            *("    " + s.replace("\n", "\n    ") for s in inner + final[:-1]),
+        ]
         lines += final[-1:]
     else:
         lines = inner + (["J = torch.where(mask, J, 0.0)"] if tokens and not packed and style != "verl" else []) + final
@@ -121,7 +122,9 @@ def write(c: Config, style: str) -> str:
 def _inputs(c: Config, style: str) -> list[str]:
     """lp, old, A (ref, entropy) as the core reads them."""
     o = c.o
-    pairs = {"lp": "log_prob", "old": "old_log_prob", "A": "advantages"} | ({"ref": "ref_log_prob"} if c.all_hp.get("beta") else {})
+    pairs = {"lp": "log_prob", "old": "old_log_prob", "A": "advantages"} | (
+        {"ref": "ref_log_prob"} if c.all_hp.get("beta") else {}
+    )
     out = []
     if style == "loop" and o.level == "free":
         take = {k: f"{v}[i:i + 1]" for k, v in pairs.items()} | {"m": "mask[i:i + 1]"}
@@ -200,7 +203,11 @@ class _Logs(ast.NodeTransformer):
 
     def visit_Assign(self, node):
         name = node.targets[0]
-        if isinstance(name, ast.Name) and name.id in ("r", "s", "S") and ast.unparse(node.value).startswith("torch.exp("):
+        if (
+            isinstance(name, ast.Name)
+            and name.id in ("r", "s", "S")
+            and ast.unparse(node.value).startswith("torch.exp(")
+        ):
             self.of.add(name.id)
             inside = node.value.args[0]
             return [ast.Assign([ast.Name(f"log_{name.id}", ast.Store())], inside), node]

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501
 """An objective's own function, or its closed-form weight, as the plain torch that somebody else would write.
 
 The source is parsed, hyperparameters become numbers, each word of upref.ops becomes calls of torch; helpers of the

@@ -22,18 +22,20 @@ LAST = "all at once"
 
 @oracle("reach", 145, lambda case: "the weights are wrong already" if case.wrong else "")
 def reach(case: Case) -> list[Finding]:
-    spent, tokens = 0.0, 1
+    spent, tokens, notes = 0.0, 1, []
     for name in AXES:
         if name == "reference" and not case.hp.get("beta"):
             continue
         if name == LAST and spent / tokens * 80_000 > TOO_LONG:
-            return [note("reach", f"{LARGE}: not asked, it would take long")]
+            return [*notes, note("reach", f"{LARGE}: not asked, it would take long")]
         b = case.ready(beyond(name, case.o, **case.plain_hp))
         start = time.process_time()
-        if found := _look(case, name, b):
+        found = _look(case, name, b)
+        if any(f.severity == "failure" for f in found):
             return found
+        notes += found
         spent, tokens = (time.process_time() - start, int(b.mask.sum())) if name == "lengths" else (spent, tokens)
-    return _groups(case)
+    return notes + _groups(case)
 
 
 def _look(case: Case, name: str, b: Rollouts) -> list[Finding]:
@@ -43,11 +45,26 @@ def _look(case: Case, name: str, b: Rollouts) -> list[Finding]:
         return [fail("reach", AXES[name].words, "a finite loss", str(e))]
     if not off.max() > 10 * case.tol:
         return []
+    if not case.single and _in_part(case, b):
+        return [note("reach", f"{AXES[name].words}: {PARTLY}")]
     i, t = worst(off)
     found = case.weights(b)
     n, A = int(b.mask[i].sum()), b.adv[i, t].item()
     text = f"{AXES[name].words}: A = {A:.4g}, π_old = {b.logp_old[i, t].exp().item():.6g}, token {t + 1} of {n}"
     return [fail("reach", text, case.expected(b)[i, t].item(), found[i, t].item(), _shown(case, name, b, i, t))]
+
+
+PARTLY = "right up to what rounding its inputs to float32 makes of them"
+
+
+def _in_part(case: Case, b: Rollouts) -> bool:
+    """Whether a part in float32 explains it, which only many tokens show; then it is so compared from here on."""
+    single = replace(case)
+    single.in_float32()
+    if _off(single, b).max() > 10 * single.tol:
+        return False
+    case.in_float32()
+    return True
 
 
 def _off(case: Case, b: Rollouts) -> Tensor:

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501
+"""The figure: what the run said, as a page, and what was misjudged, as a table that must not grow."""
+
+import collections
+import platform
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import run
+from .losses import wrong
+from .store import library, searcher
+
+HERE = Path(__file__).parent
+SURVIVORS = HERE / "survivors.tsv"
+COLUMNS = ("id", "kind", "config", "style", "operator", "what", "said", "reason")
+
+
+def write(plan: run.Plan) -> None:
+    rows = list(run.rows(plan, known=True))
+    (HERE / "figure.md").write_text(page(plan, rows))
+    kept = {row["id"]: row.get("reason", "") for row in survivors()}
+    bad = sorted((r for r in rows if wrong(r)), key=lambda r: (r["config"], r["id"]))
+    lines = ["\t".join(COLUMNS)]
+    for r in bad:
+        cells = [r["id"], wrong(r), r["config"], r["style"], r["operator"], r["what"], r["said"], kept.get(r["id"], "")]
+        lines.append("\t".join(" ".join(str(c).split()) for c in cells))
+    SURVIVORS.write_text("\n".join(lines) + "\n")
+
+
+def survivors() -> list[dict[str, str]]:
+    if not SURVIVORS.exists():
+        return []
+    head, *lines = SURVIVORS.read_text().splitlines()
+    return [dict(zip(head.split("\t"), line.split("\t"), strict=False)) for line in lines]
+
+
+def page(plan: run.Plan, rows: list[dict[str, Any]]) -> str:
+    new = [r for r in rows if r.get("operator") == "rewriting"]
+    old = [r for r in rows if r.get("operator") != "rewriting"]
+    of = lambda rs, truth: [r for r in rs if r["truth"] == truth]
+    n = lambda rs, accepted: sum(r.get("quick") is accepted for r in rs)
+    differ, equal = of(old, "differs"), of(old, "equal")
+    same = of(new, "equal")
+    whole = [r for r in rows if "accepted" in r]
+    agree = sum(r["accepted"] == r["quick"] for r in whole)
+    caused = [r for r in whole if r["true"]]
+    spent = sorted(r["seconds"] for r in whole) or [0.0]
+    kinds = collections.Counter(r["operator"] for r in differ)
+    table = [
+        f"| {k} | {n([r for r in differ if r['operator'] == k], False)} of {c} |" for k, c in sorted(kinds.items())
+    ]
+    tokens = max((r["tokens"] for r in equal), default=0)
+    return "\n".join([
+        "# How often the checker is right",
+        "",
+        f"`python tests/support/mutants --mutants {plan.mutants} --rewritings {plan.rewritings} --seed {plan.seed}`, then",
+        f"`--write`. Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, one thread, the machine",
+        f"shared with other work; the library {library()}, the search {searcher()}.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| mutants that differ, rejected | {n(differ, False)} of {len(differ)} |",
+        f"| mutants that do not, accepted | {n(equal, True)} of {len(equal)} |",
+        f"| rewritings, accepted | {n(same, True)} of {len(same)} |",
+        f"| causes printed that are records, reproduced on the search's batches | {sum(r['true'] == 'yes' for r in caused)} of {len(caused)} |",
+        f"| rejections that print a cause, of those with the whole report | {sum(bool(r['cause']) for r in whole if not r['accepted'])} of {sum(not r['accepted'] for r in whole)} |",
+        f"| verdict up to the first failure the same as the whole report's | {agree} of {len(whole)} |",
+        f"| CPU seconds of a whole report: median, slowest | {statistics.median(spent):.2f}, {spent[-1]:.2f} |",
+        "",
+        f"Not judged: {len(of(old, 'stillborn'))} mutants that run on no batch, {len(of(rows, 'unclear'))} between the two",
+        f"tolerances (2e-6 and 2e-5), {len(of(old, 'unsearched'))} that {run.FIRST} small batches do not tell apart and that were",
+        "not drawn for the whole search. A mutant is called equal to its objective only after the whole search, of up to",
+        f"{tokens:,} tokens (a whole report looks at 86,000).",
+        f"{len(of(new, 'differs')) + len(of(new, 'stillborn'))} rewritings were dropped because they do not keep the meaning.",
+        "",
+        "| slip | rejected |",
+        "|---|---|",
+        *table,
+        "",
+        "What was misjudged, each with its reason, is in [survivors.tsv](survivors.tsv).",
+        "",
+    ])  # fmt: skip

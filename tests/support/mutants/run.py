@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run consists of, in the order in which it is done, the cheap first."""
+
+import collections
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .losses import Config, Subject, deep, every_config, judged, subjects, wrong
+from .rewritings import rewritings
+
+FIRST = 60  # small batches for what differs: most show it on the first
+LOT = 5  # of each configuration's mutants that these do not tell apart, how many go through the whole search
+
+__all__ = ["Plan", "rows", "wrong"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    mutants: int
+    rewritings: int
+    seed: int
+    scratch: Path
+
+
+def rows(plan: Plan, part: int = 0, parts: int = 1, known: bool = False) -> Iterator[dict[str, Any]]:
+    """One row for each loss; known: those alone whose answers are kept."""
+    mine = every_config()[part::parts]
+    unlike: list[tuple[Subject, int]] = []
+    for n, s in enumerate(subjects(plan.mutants, plan.seed, mine)):
+        row = judged(s, plan.scratch, plan.seed, n, large=0, few=FIRST, known=known)
+        if row is None:
+            continue
+        if row["truth"] == "unsearched":
+            unlike.append((s, n))
+        else:
+            yield row
+    for s in rewritings(plan.rewritings, plan.seed, only=mine):
+        if row := judged(s, plan.scratch, plan.seed, 1, large=0, few=FIRST, known=known):
+            yield row
+    lot: collections.Counter[Config] = collections.Counter()
+    for s, _ in unlike:
+        lot[s.config] += 1
+        row = None
+        if deep(s.config) and lot[s.config] <= LOT:
+            row = judged(s, plan.scratch, plan.seed, 0 if lot[s.config] == 1 else 1, known=known)
+        yield row or {"id": s.key, "truth": "unsearched", "config": str(s.config)}
+
+
+def dumped(plan: Plan) -> str:
+    return json.dumps({"mutants": plan.mutants, "rewritings": plan.rewritings, "seed": plan.seed})

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A seeded sample of tests/support/mutants; that the sample can fail; and what the whole run found, each as a test."""
+
+import math
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from mutants import figure, judge, search
+from mutants.losses import deep, judged, of, wrong
+from mutants.rewritings import rewritings
+from mutants.styles import STYLES, arguments, compiled, configs, fits, write
+
+import upref
+
+SAMPLE = {"dapo": 2, "gspo": 2, "up_grpo": 1, "topr": 1, "aspo_code": 1, "bandpo_tv": 1}  # mutants of a style
+pytestmark = pytest.mark.filterwarnings("ignore")  # what mutants warn of
+MOST = 0  # survivors: mend one, and lower it
+
+
+def rows(tmp_path, names=SAMPLE, seed=5):
+    for name, n in names.items():
+        c = configs(upref.get(name))[-1]
+        assert deep(c)
+        for style in STYLES:
+            for s in of(c, style, n, seed) if fits(style, c) else ():
+                yield judged(s, tmp_path, seed, 1, large=0, few=60)
+
+
+def test_what_differs_is_rejected(tmp_path):
+    seen = [r for r in rows(tmp_path) if r["truth"] == "differs"]
+    assert len(seen) > 40 and not [r for r in seen if wrong(r)]
+
+
+@pytest.mark.parametrize("left_out", ["gradient", "aggregation"])
+def test_a_checker_without_one_of_its_oracles_is_caught(tmp_path, left_out):
+    weak = [o for o in judge.every() if o.name not in (left_out, "reach", "extremes", "on-policy", "data-parallel")]
+    few = {"dapo": 3, "grpo": 2} if left_out == "aggregation" else {"dapo": 2}
+    with mock.patch.object(judge, "every", lambda: weak):
+        assert any(wrong(r) == "missed" for r in rows(tmp_path, few, seed=3))
+
+
+def test_what_keeps_the_meaning_is_accepted(tmp_path):
+    seen = [judged(s, tmp_path, 5, large=0, few=40) for s in rewritings(12, 5, compiled=0)]
+    assert sum(r["truth"] == "equal" for r in seen) > 9 and not [r for r in seen if wrong(r)]
+
+
+def test_the_short_verdict_is_the_reports():
+    for name, style in (("dapo", "verl"), ("gspo", "packed")):
+        c = configs(upref.get(name))[0]
+        for s in of(c, style, 3, 11):
+            loss = compiled(s.text)
+            assert judge.verdict(loss, c).accepted == judge.whole(loss, c, [], s.names).accepted
+
+
+def test_the_search_sees_what_is_rare():
+    c = configs(upref.get("dapo"))[0]
+    source = write(c, "ratio")
+    truth = lambda text, **how: search.truth(compiled(text), c, arguments(c, "ratio"), "BT", 0, few=30, **how).kind
+    late = source.replace("J = torch.where(mask, J, 0.0)", "J = torch.where(mask & (mask.cumsum(1) < 500), J, 0.0)")
+    assert late != source
+    assert truth(source, large=2) == "equal"
+    assert truth(late, large=0) == "equal" and truth(late, large=2) == "differs"
+
+
+def test_survivors_do_not_grow():
+    known = figure.survivors()
+    assert len(known) <= MOST and all(row["reason"] for row in known)
+
+
+# ---- what it found ---------------------------------------------------------------------------------------------------
+def calm(mask, *xs):
+    return [torch.where(mask, x, 0.0) for x in xs]
+
+
+def gspo_of(high, by=len, dtype=torch.float64):
+    def loss(log_prob, old_log_prob, advantages, mask):
+        lp, old = (x.to(dtype).double() for x in calm(mask, log_prob, old_log_prob))
+        s, A = ((lp - old).sum(-1) / mask.sum(-1)).exp(), advantages.gather(1, mask.int().argmax(1, keepdim=True))[:, 0]
+        return -torch.minimum(s * A, s.clamp(1 - 3e-4, 1 + high) * A).sum() / by(mask)
+
+    return loss
+
+
+def test_a_bound_that_is_off_by_a_hair_is_no_rounding():
+    assert not upref.check(gspo_of(4.004e-4), "gspo")
+    assert upref.check(gspo_of(4e-4, dtype=torch.float32), "gspo")
+    c = configs(upref.get("bandpo_tv"))[0]
+    moved = write(c, "ratio").replace("torch.clamp(r, low, high)", "torch.clamp(r, low, high + 1e-5)")
+    assert not upref.check(compiled(moved), "bandpo_tv")
+
+
+def test_a_habit_in_a_denominator_is_one_on_every_rank_too():
+    assert upref.check(gspo_of(4e-4, by=lambda mask: len(mask) + 1e-6), "gspo")
+
+
+def test_a_part_in_float32_that_only_long_responses_show():
+    def loss(log_prob, old_log_prob, advantages):
+        A = advantages
+        S = log_prob.float().double() - old_log_prob
+        return -torch.where(A >= 0, A * log_prob, S.exp().clamp(max=1).detach() * A * log_prob).mean()
+
+    def topr(log_prob, old_log_prob, advantages, mask):
+        lp, old = (x.sum(-1) for x in calm(mask, log_prob, old_log_prob))
+        return loss(lp, old, advantages.gather(1, mask.int().argmax(1, keepdim=True))[:, 0])
+
+    report = upref.check(topr, "topr")
+    assert report, str(report)
+
+
+def test_bounds_of_an_uncertain_token_are_visited():
+    c = configs(upref.get("aspo_code"))[0]
+    moved = write(c, "ratio").replace("r <= 1 + 0.4", "r <= 1.001 + 0.4")
+    assert moved != write(c, "ratio") and not upref.check(compiled(moved), "aspo_code")
+
+
+def test_another_seed_is_another_search():
+    a, b = (search.small(configs(upref.get("gspo"))[0], False, seed, 3) for seed in (0, 1))
+    assert all(not np.array_equal(x.of["log_prob"], y.of["log_prob"]) for x, y in zip(a, b, strict=True))
+    assert all(math.isfinite(float(x.g.sum())) for x in a)
