@@ -22,7 +22,8 @@ LAST = "all at once"
 
 @oracle("reach", 145, lambda case: "the weights are wrong already" if case.wrong else "")
 def reach(case: Case) -> list[Finding]:
-    spent, tokens, notes = 0.0, 1, []
+    spent, tokens = 0.0, 1
+    notes: list[Finding] = []
     for name in AXES:
         if name == "reference" and not case.hp.get("beta"):
             continue
