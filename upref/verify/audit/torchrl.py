@@ -126,12 +126,14 @@ def _floored(R: Tensor, group: Tensor) -> Tensor:
 
 
 def _parts() -> tuple[Part, ...]:
-    norm = {"ddof": 1, "eps": 1e-6}
     floor = (("1e-6 is a floor of the deviation, not added to it", _floored),)
+    one = ("uneven", "one")  # it waits for grpo_size responses
+    plain = lambda R, g: advantage("group_norm")(R, g, ddof=1, eps=0.0)
+    rounds = (*one, "equal rewards that do not round alike")
     return (
-        Part("advantages", "MCAdvantage", _advantages, "group_norm", norm, floor, leaves_out=("uneven", "one"), tol=1e-7),
-        Part("advantages", "MCAdvantage, eps=0", _advantages, lambda R, g: advantage("group_norm")(R, g, ddof=1, eps=0.0),
-             leaves_out=("uneven", "one", "equal rewards that do not round alike"), words="group_norm, ddof=1, eps=0"),
+        Part("advantages", "MCAdvantage", _advantages, "group_norm", {"ddof": 1, "eps": 1e-6}, floor, one),
+        Part("advantages", "MCAdvantage, no eps", _advantages, plain, leaves_out=rounds,
+             words="group_norm, ddof=1, eps=0"),
     )  # fmt: skip
 
 
