@@ -111,7 +111,8 @@ COMPARISONS = (
 def _advantages(R: Tensor, group: Tensor) -> Tensor:
     """MCAdvantage: each response a trajectory of one step."""
     td, n = importlib.import_module("tensordict"), int((group == group[0]).sum())
-    transform, A = _llm().MCAdvantage(grpo_size=n), []
+    transform = _llm().MCAdvantage(grpo_size=n)
+    A: list[float] = []
     for r, g in zip(R.tolist(), group.tolist(), strict=True):
         step = {"reward": torch.tensor([[[r]]], dtype=R.dtype), "done": torch.ones(1, 1, dtype=torch.bool)}
         out = transform._inv_call(td.TensorDict(  # noqa: SLF001
