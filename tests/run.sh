@@ -22,7 +22,7 @@ if [[ "$*" == quick ]]; then
     # Left out: the experiments, pictures and compilers, and what holds many whole losses against each other.
     exec "$bin"/python -m pytest -n 2 -q -m "not (slow or verl or trl or smoke)" --ignore tests/mini \
         --ignore tests/with_verl --ignore-glob '*test_zoo*' --ignore-glob '*test_identify*' --ignore-glob '*test_audit*' \
-        --ignore tests/exact --ignore-glob '*test_trl*' --ignore-glob '*test_figures*' --ignore-glob '*test_compile*'
+        --ignore tests/exact --ignore tests/explorer --ignore-glob '*test_trl*' --ignore-glob '*test_figures*' --ignore-glob '*test_compile*'
 fi
 repro/venv.sh verl trl docs
 judge upref repro

@@ -113,6 +113,17 @@ def test_the_small_policy_moves_as_the_exact_miniature_does(js, name, k):
     assert abs(gained).max() > 0.1 or name == "gspo"
 
 
+def test_a_tokens_own_push_is_what_its_rows_alone_would_do(js):
+    """One small update with all rows, against one in which only those of the token have an advantage."""
+    mu, A, lr = [0.1, 0.3, 0.6], [1.5, 0.8, -0.7], 1e-5
+    step = lambda A: js(f"stateAt(flowPath('up_dapo', {{}}, {{mu: {mu}, A: {A}, lr: {lr}, k: 0, n: 1}}), 1)")
+    both = step(A)
+    for a in range(3):
+        alone = np.log(step([x if b == a else 0 for b, x in enumerate(A)])["p"][a] / mu[a])
+        assert both["own"][a] == pytest.approx(alone, rel=1e-3)
+        assert both["others"][a] == pytest.approx(np.log(both["p"][a] / mu[a]) - alone, rel=1e-3)
+
+
 def test_up_comes_to_rest_at_pi_old_times_A(js):
     mu, A = [0.5, 0.3, 0.2], [1, 2, 4]
     rest = np.multiply(mu, A) / np.dot(mu, A)

@@ -34,12 +34,18 @@ function drawMaps() {
   cards.forEach((card, i) => {
     const o = S.o[i], key = JSON.stringify([o.name, o.hp, Math.sign(S.A), S.log]);
     if (card.key !== key) {
-      card.labels = regionLabels(paint(card.canvas, o.name, o.hp, S.A, axisOf(S)), S.A);
-      card.key = key;
+      const at = performance.now(), hurried = OBJECTIVES[o.name].readsMu && at - card.at < 200;  // in a drag: finely later
+      const n = hurried ? CELLS / 2 : CELLS;
+      card.labels = regionLabels(paint(card.canvas, o.name, o.hp, S.A, axisOf(S), n), S.A, n);
+      Object.assign(card, { key, at });
+      clearTimeout(card.finely);
+      if (hurried) card.finely = setTimeout(() => { card.key = ""; draw("maps"); }, 250);
     }
     const sees = facts(o);
     card.sees = sees;
-    card.svg.innerHTML = overlay({ ...S, labels: card.labels, sees, ink: LOOK.ink, soft: LOOK.axis, grip: true });
+    card.svg.innerHTML = overlay({ ...S, labels: card.labels, sees, ink: LOOK.ink, soft: LOOK.axis });
+    card.grip.style.left = `${SQUARE.x + SQUARE.size * axisOf(S).to(S.mu)}%`;
+    card.grip.style.top = `${SQUARE.y + SQUARE.size * (1 - axisOf(S).to(S.p))}%`;
     const dead = !sees.alive && S.A !== 0;
     card.says.innerHTML = `<span class="tag${dead ? " dead" : ""}">${sees.tag}</span>${prose(sees.text)}`;
     card.map.setAttribute("aria-label", `${o.name}: the token at π_old ${num(S.mu)}, π_θ ${num(S.p)}. ${sees.tag}, Cap ${num(sees.cap)}. Arrow keys move it.`);
@@ -59,7 +65,7 @@ function drawText() {
   clearTimeout(told);
   told = setTimeout(() => {
     const hash = `#${toHash(S)}`;
-    if (location.hash !== hash) history.replaceState(null, "", hash);
+    if (location.hash !== hash) try { history.replaceState(null, "", hash); } catch { /* a frame without an address */ }
     const said = cards.map((c, i) => c.sees ? `${S.o[i].name}: ${c.sees.tag}. ${c.sees.text}` : "").join(" ");
     if ($("say").textContent !== said) $("say").textContent = said;
   }, 400);

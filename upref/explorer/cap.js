@@ -15,10 +15,10 @@ function resolved(name, hp = {}) {
   return h;
 }
 
-/** w(r, A, mu) of an objective at these hyperparameters: dJ/dlp of a token by itself; one that reads mu stays at r = 1/mu. */
+/** w(r, A, mu) of an objective at these hyperparameters: dJ/dlp of a token by itself; mu r <= 1. */
 function weigher(name, hp) {
-  const { w, readsMu } = OBJECTIVES[name], h = resolved(name, hp);
-  return readsMu ? (r, A, mu) => w(Math.min(r, 1 / mu), A, mu, h) : (r, A, mu) => w(r, A, mu, h);
+  const { w } = OBJECTIVES[name], h = resolved(name, hp);
+  return (r, A, mu) => w(r, A, mu, h);
 }
 
 // Where a weight is looked at first: every 12 % in 1e-3..1e3, every decade beyond, ever closer towards r = 1.

@@ -17,15 +17,15 @@ function card(o, i) {
   up.disabled = !(`up(${base})` in OBJECTIVES);
   const remove = make("button", { type: "button", class: "quiet", "aria-label": `Remove ${o.name}`, click: () => { S.o.splice(i, 1); draw("all"); } }, "✕");
   remove.disabled = S.o.length < 2;
-  const canvas = make("canvas"), svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  const canvas = make("canvas"), grip = make("div", { class: "grip" }), svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   svg.setAttribute("viewBox", "0 0 100 100");
   svg.setAttribute("aria-hidden", "true");
-  const map = make("div", { class: "map", tabindex: "0", role: "application", "aria-roledescription": "map with a movable token" }, canvas, svg);
+  const map = make("div", { class: "map", tabindex: "0", role: "application", "aria-roledescription": "map with a movable token" }, canvas, svg, grip);
   movable(map);
   const says = make("p", { class: "verdict" });
   const element = make("article", { class: "card", style: `--c: ${colour(i)}`, "aria-label": o.name }, make("header", {}, make("span", { class: "dot" }), pick, up, remove),
     map, says, make("div", { class: "controls" }, Object.entries(facts.hp).map(([k, of]) => hyperparameter(o, k, of))), more(o, facts));
-  return { element, canvas, svg, map, says };
+  return { element, canvas, svg, map, grip, says, at: 0 };
 }
 
 function hyperparameter(o, key, of) {

@@ -71,7 +71,7 @@ function letterSVG(letter) {
 }
 
 /** Axes, names, the token, its Cap and its step, as the inside of an SVG of 100 x 100. */
-function overlay({ labels, sees, p, mu, A, log, ink, soft, grip = false }) {
+function overlay({ labels, sees, p, mu, A, log, ink, soft }) {
   const axis = axisOf({ log }), U = u => SQUARE.x + SQUARE.size * u, V = u => SQUARE.y + SQUARE.size * (1 - u), f = v => +v.toFixed(2), s = [];
   const X = v => U(axis.to(v)), Y = v => V(axis.to(v));
   const text = (x, y, what, more = "") => s.push(`<text x="${f(x)}" y="${f(y)}" font-size="3.9" fill="${ink}" text-anchor="middle" ${more}>${what}</text>`);
@@ -100,7 +100,6 @@ function overlay({ labels, sees, p, mu, A, log, ink, soft, grip = false }) {
     halo(`M${xs} ${y}V${f(stepY + way * 1.4)}`, push, 1);
     s.push(`<path d="M${xs} ${f(stepY)}l-1.5 ${f(way * 2.6)}h3z" fill="${push}" stroke="#fff" stroke-width=".3"/>`);
   }
-  if (grip) s.push(`<circle class="grip" cx="${x}" cy="${y}" r="8" fill="#000" fill-opacity="0"/>`);
-  s.push(`<circle cx="${x}" cy="${y}" r="2" fill="#fff" stroke="#222" stroke-width=".8" pointer-events="none"/>`);
+  s.push(`<circle cx="${x}" cy="${y}" r="2" fill="#fff" stroke="#222" stroke-width=".8"/>`);
   return s.join("");
 }
