@@ -22,7 +22,10 @@ PIN = Pin(
     packages=(),
     repository="https://github.com/allenai/open-instruct",
     commit="e6c3044aa6201c8bfa4573c1b03142af599e730d",
-    files={"open_instruct/grpo_utils.py": "dcadf2c3ce4d3b70e0f113942a00226e", "open_instruct/model_utils.py": "ea12a42c088812498dd29f152c061ac3"},
+    files={
+        "open_instruct/grpo_utils.py": "dcadf2c3ce4d3b70e0f113942a00226e",
+        "open_instruct/model_utils.py": "ea12a42c088812498dd29f152c061ac3",
+    },
     shells=("open_instruct",),
     stubs=(
         "open_instruct.data_loader", "open_instruct.data_types", "open_instruct.logger_utils",
@@ -102,7 +105,7 @@ OPEN_INSTRUCT = Framework(
     out_of_scope={},
     remarks=lambda: [
         "The sum is divided by the tokens of the whole batch, or by a constant (loss_denominator).",
-        "Not covered: several ranks, the correction for the sampler (use_rho_correction, on by default: its weights are 1 "
-        "where sampler and trainer agree), advantages (its data loader wants datasets and ray).",
+        "Not covered: several ranks, the correction for the sampler (use_rho_correction, on by default: its weights are "
+        "1 where sampler and trainer agree), advantages (its data loader wants datasets and ray).",
     ],
 )
