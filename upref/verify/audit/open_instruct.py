@@ -105,7 +105,7 @@ OPEN_INSTRUCT = Framework(
     out_of_scope={},
     remarks=lambda: [
         "The sum is divided by the tokens of the whole batch, or by a constant (loss_denominator).",
-        "Not covered: several ranks, the correction for the sampler (use_rho_correction, on by default: its weights are "
-        "1 where sampler and trainer agree), advantages (its data loader wants datasets and ray).",
+        "Not covered: several ranks, the correction for the sampler (use_rho_correction, on by default: its weights "
+        "are 1 where sampler and trainer agree), advantages (its data loader wants datasets and ray).",
     ],
 )
