@@ -111,3 +111,74 @@ def test_the_reason_of_every_shape_is_told():
     """[B, T] fails as it must; that another would do but for a setting that is None is what its author needs."""
     with pytest.raises(InputError, match=r"size of tensor.*NoneType.*advantages \[B, 1\]"):
         upref.identify(one_a_response)
+
+
+# ---- a KL term that the objective does not have, or of another size --------------------------------------------------
+def k3(log_prob, ref_log_prob):
+    d = ref_log_prob - log_prob
+    return d.exp() - 1 - d
+
+
+def dapo_and_k3(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+    r = (log_prob - old_log_prob).exp()
+    x = torch.minimum(r * advantages, r.clamp(0.8, 1.3) * advantages) - 0.01 * k3(log_prob, ref_log_prob)
+    return -(x * mask).sum() / mask.sum()
+
+
+def gspo_and_k3(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+    """advantages: [B]"""
+    n = mask.sum(1)
+    s = (((log_prob - old_log_prob) * mask).sum(1) / n).exp()
+    x = torch.minimum(s * advantages, s.clamp(0.8, 1.2) * advantages)
+    return -(x - 0.04 * (k3(log_prob, ref_log_prob) * mask).sum(1) / n).mean()
+
+
+def half_k3(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+    """Its aggregation is another one too: each is told."""
+    x = per_token(log_prob, old_log_prob, advantages, 0.2) + 0.04 * 0.5 * k3(log_prob, ref_log_prob)
+    return (x * mask).sum() / mask.sum()
+
+
+def reinforce_and_k1(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+    return seq_mean(-advantages * log_prob + 0.04 * (log_prob - ref_log_prob), mask)
+
+
+def grpo_and_k1_flipped(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+    x = per_token(log_prob, old_log_prob, advantages, 0.2)
+    return seq_mean(x + 0.01 * (ref_log_prob - log_prob), mask)
+
+
+def ppo_and_k1_to_old(log_prob, old_log_prob, advantages, mask):
+    x = per_token(log_prob, old_log_prob, advantages, 0.2) + 0.01 * (log_prob - old_log_prob)
+    return (x * mask).sum() / mask.sum()
+
+
+def gradient(report):
+    return next(f.cause for f in report.failures if f.oracle == "gradient")
+
+
+def test_a_kl_term_that_does_not_belong_there_is_named():
+    report = upref.check(dapo_and_k3, "dapo", eps_low=0.2, eps_high=0.3)
+    assert gradient(report) == "a KL term is subtracted that dapo does not have: 0.01 k3"
+    report = upref.check(gspo_and_k3, "gspo", eps_low=0.2, eps_high=0.2)
+    assert gradient(report) == "a KL term is subtracted that gspo does not have: 0.04 k3"
+
+
+def test_one_of_another_size_and_another_aggregation_are_both_named():
+    report = upref.check(half_k3, "grpo", eps=0.2, beta=0.04)
+    assert gradient(report) == "beta is 0.02, not 0.04"
+    assert [f.cause for f in report.failures if f.oracle == "aggregation"] == ["token-mean"]
+
+
+LACKS = "a KL term is subtracted that {} does not have: {}"
+KL = {
+    reinforce_and_k1: "meant as reinforce, but: " + LACKS.format("reinforce", "0.04 k1"),
+    grpo_and_k1_flipped: "meant as grpo(eps=0.2), but: a KL term is added to J that grpo does not have: 0.01 k1",
+    ppo_and_k1_to_old: "meant as ppo_clip(eps=0.2), but: " + LACKS.format("ppo_clip", "0.01 k1"),
+    dapo_and_k3: "meant as dapo(eps_low=0.2, eps_high=0.3), but: " + LACKS.format("dapo", "0.01 k3"),
+}
+
+
+@pytest.mark.parametrize("loss", KL)
+def test_identify_names_the_objective_beside_a_kl_term_of_any_estimator(loss):
+    assert str(upref.identify(loss)).partition("\n")[0] == f"{loss.__name__} is {KL[loss]}"

@@ -20,7 +20,7 @@ from upref.losses import Loss, neutral
 from upref.regimes import OFF_EDGES, anchor, off, paired
 from upref.rollouts import Rollouts
 from upref.verify.factors import even, names
-from upref.verify.measure import Case, held, kl_slope
+from upref.verify.measure import Case, held, kl_slope, without_rest
 
 SIGNS = (1.0, -1.0)
 LOG_R = np.unique(np.r_[np.linspace(-8, 8, 49), np.outer((-1, 1), np.geomspace(1e-6, 0.3, 25)).ravel()])
@@ -67,7 +67,10 @@ class BlackBox:
 
     def curve(self, unsure: bool = False) -> Curve:
         """The weight of one token, alone, or (unsure) before one of lower entropy whose ratio is 1."""
-        together = lambda r, A, mu: self.gradient(self.loss.view((paired if unsure else alone)(A, r, mu)))[:, 0].numpy()
+
+        def together(r, A, mu):
+            b = self.loss.view((paired if unsure else alone)(A, r, mu))
+            return (self.gradient(b) - self.kl_weights(b))[:, 0].numpy()
 
         def weight(r, A, mu):
             points = np.broadcast_arrays(r, A, mu)
@@ -93,6 +96,8 @@ class BlackBox:
         """dKL/dlp of each token, times -beta."""
         if not self.beta:
             return torch.zeros_like(b.logp)
+        if self.kl == "k1":  # the same on every token, whatever the reference
+            return -self.beta * b.mask.to(b.logp.dtype)
         return torch.where(b.mask, -self.beta * kl_slope(self.kl, b), 0)
 
     @property
@@ -140,7 +145,7 @@ def measure(loss: Loss) -> BlackBox:
     box = BlackBox(loss, case)
     b = case.ready(anchor())
     on = replace(b, logp_ref=b.logp)
-    g = case.gradient(on)
+    g = without_rest(case, on)
     if not (g[b.mask].isfinite().all() and g[b.mask].any()):
         why = "no gradient" if g[b.mask].isfinite().all() else "a gradient that is not finite"
         raise InputError(f"{loss.name} has {why} on a good batch (π_θ = π_old, finite log-probabilities).")
@@ -150,7 +155,7 @@ def measure(loss: Loss) -> BlackBox:
     rows = {k: v[:5, :8] for k in ("logp", "logp_old", "adv", "mask") if (v := getattr(on, k)) is not None}
     group = None if on.group is None else on.group[:5]
     fewer = loss.view(replace(on, **rows, logp_ref=on.logp[:5, :8], entropy=None, group=group, totals=None))
-    box.agg, box.scale = _aggregation(box, [(on, g), (fewer, case.gradient(fewer))])
+    box.agg, box.scale = _aggregation(box, [(on, g), (fewer, without_rest(case, fewer))])
     _find_kl(box, b)
     some = [rare(A, np.exp(A * x)) for A in SIGNS for x in (-1, -0.1, *np.geomspace(0.03, 3, 12))]
     crowd = [rare(A, r) for A in SIGNS for r in np.exp(LOG_R)]
@@ -195,13 +200,11 @@ def _aggregation(box: BlackBox, seen: list[tuple[Rollouts, Tensor]]) -> tuple[st
 
 def _find_kl(box: BlackBox, b: Rollouts):
     """With A = 0 only the KL term is left."""
-    if "logp_ref" not in box.loss.reads:
-        return
     b = replace(b, adv=torch.zeros_like(b.adv), logp=b.logp - 0.2)
     g = box.gradient(b)[b.mask]
     if not g.abs().max() > 0:
         return
-    for name in kl.ESTIMATORS:
+    for name in kl.ESTIMATORS if "logp_ref" in box.loss.reads else ["k1"]:
         d = kl_slope(name, b)[b.mask]
         beta = -(g @ d / (d @ d)).item()
         if (g + beta * d).abs().max() <= max(1e-6, box.tol) * g.abs().max():

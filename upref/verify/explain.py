@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from upref.errors import InputError
+from upref.kl import ESTIMATORS
 from upref.regimes import off
 from upref.registry import Objective, get, names
 from upref.rollouts import Rollouts
 from upref.transforms import up
-from upref.verify.measure import Case
+from upref.verify.measure import Case, kl_slope, unit_weights
 from upref.verify.slips import Slip, known
 
 FEW = 24  # responses: most slips fail on a few already
@@ -28,7 +29,14 @@ def explain(case: Case, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list
     if not (found[use].abs() > 0).any():
         return NOTHING
     every = (
-        slip for slips in (_retuned(case, bounds), known(case.o, case.hp, bounds), _others(case)) for slip in slips
+        slip
+        for slips in (
+            _retuned(case, bounds),
+            _other_kl(case, b, found, use),
+            known(case.o, case.hp, bounds),
+            _others(case),
+        )
+        for slip in slips
     )
     return reproduces(every, case, b, found, use)
 
@@ -64,6 +72,26 @@ def _retuned(case: Case, bounds: list[float]) -> Iterator[Slip]:
     if hp.get("beta"):
         yield Slip("the KL term is missing, or carries no gradient", "term", hp={"beta": 0.0})
         yield Slip("the KL term is added to J, not subtracted", "term", hp={"beta": -hp["beta"]})
+
+
+def _other_kl(case: Case, b: Rollouts, found: Tensor, use: Tensor) -> Iterator[Slip]:
+    """A KL term of another size, or that the objective does not have: where A = 0 nothing else is left."""
+    zero = use & (b.adv.expand_as(use) == 0)
+    if b.logp_ref is None or "logp_ref" not in case.loss.reads or not zero.any():
+        return
+    o, plain = case.o, {k: v for k, v in case.hp.items() if k != "beta"}
+    rest = lambda b: unit_weights(o, b, o.resolve(plain))
+    for name in sorted(ESTIMATORS, key=lambda k: k != o.kl):
+        d = kl_slope(name, b)[zero]
+        beta = -(found[zero] @ d / (d @ d)).item() if d.any() else 0.0
+        if not abs(beta) > case.tol:
+            continue
+        if name == o.kl:
+            yield Slip(_said({"beta": beta}, case.hp), "hyperparameter", hp={"beta": beta})
+        elif not case.hp.get("beta"):
+            done = "subtracted" if beta > 0 else "added to J"
+            yield Slip(f"a KL term is {done} that {o.name} does not have: {abs(beta):.6g} {name}", "term",
+                       weigh=lambda b, beta=beta, name=name: rest(b) - beta * kl_slope(name, b))  # type: ignore[misc]  # fmt: skip
 
 
 def _said(moved: dict[str, Any], hp: dict[str, Any]) -> str:

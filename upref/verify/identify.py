@@ -179,6 +179,7 @@ def _simplest(m: Match):
     return (
         not m.own,
         not m.same_kl,
+        not m.same_kl and not get(m.name).kl,
         m.name.startswith("up("),
         plain,
         inert,
@@ -199,7 +200,8 @@ def _slips(box: BlackBox, m: Match, grids: list[Grid]) -> list[str]:
     if box.agg and box.agg not in AGGREGATIONS:
         out.append(f"aggregated by {box.agg}")
     if box.kl and not m.same_kl:
-        out.append(f"a KL term is subtracted that {m.name} does not have: {box.beta:.7g} {box.kl}")
+        done = "subtracted" if box.beta > 0 else "added to J"
+        out.append(f"a KL term is {done} that {m.name} does not have: {abs(box.beta):.7g} {box.kl}")
     b = grids[0][0]
     if box.loss.splits and not get(m.name).coupled:
         rows = torch.arange(len(b.mask) // 8 * 8)  # TRL's micro-batches are equal

@@ -145,7 +145,8 @@ def held(loss: Loss, o: Objective, hp: dict[str, Any]) -> Case:
     """The Case: its aggregation named where one explains the on-policy gradient, else the promised one assumed."""
     case = Case(loss, o, hp, promised(o))
     b = case.ready(anchor())
-    found, W = case.gradient(b), case.expected(b)
+    b = replace(b, logp_ref=b.logp)  # a KL term, right or wrong, has no gradient there, or one without A
+    found, W = without_rest(case, b), case.expected(b)
     for among in (b.mask, b.mask & (b.adv > 0), b.mask & (b.adv < 0)):
         if answer := _explain(case, b, found, W, among & (W.abs() > 1e-6)):
             case.agg, case.k = answer
@@ -155,6 +156,12 @@ def held(loss: Loss, o: Objective, hp: dict[str, Any]) -> Case:
     if in_single(case, b):
         case.in_float32()
     return case
+
+
+def without_rest(case: Case, b: Rollouts) -> Tensor:
+    """The part of the gradient that depends on A."""
+    g, rest = case.gradient(b), case.gradient(replace(b, adv=torch.zeros_like(b.adv)))
+    return g - rest if rest.isfinite().all() and rest.any() else g
 
 
 def in_single(case: Case, b: Rollouts) -> bool:
