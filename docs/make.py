@@ -192,7 +192,13 @@ def lessons() -> str:
     return "\n".join(["| | lesson | the question |", "|---|---|---|", *rows])
 
 
-FIELD = (frameworks, field_objectives, field_parts, statuses, wild, wild_tally)
+def wild_estimators() -> str:
+    from docs.in_the_wild import page
+
+    return page.estimators()
+
+
+FIELD = (frameworks, field_objectives, field_parts, statuses, wild, wild_tally, wild_estimators)
 GENERATED = {
     f.__name__: f for f in (letters, objectives, tally, verdicts, *FIELD, claims, claims_tally, benchmarks, lessons)
 }

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import upref
-from docs.in_the_wild import by_hand, wrappers
+from docs.in_the_wild import by_hand, estimators, wrappers
 from docs.in_the_wild.fetched import Fetched
 from upref.errors import InputError
 
@@ -137,16 +137,23 @@ def _names(code) -> set[str]:
     return set(code.co_names).union(*(_names(c) for c in code.co_consts if inspect.iscode(c)))
 
 
+def write(found: dict, table: dict):
+    kept = {name: found[name] for name in ["machine", *table, "estimators"] if name in found}
+    (HERE / "found.json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def main(folder: str, *names: str):
     table = tomllib.loads((HERE / "losses.toml").read_text(encoding="utf-8"))
     file = HERE / "found.json"
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    for name in names or table:
+    if "estimators" in names or not names:
+        found["estimators"] = estimators.judged(Path(folder))
+    for name in [n for n in names if n in table] or ([] if names else table):
         found[name] = judged(name, table[name], Path(folder))
         found |= {"machine": f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"}
-        kept = {name: found[name] for name in ["machine", *table] if name in found}
-        file.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write(found, table)
         print(name, {k: found[name].get(k) for k in ("check", "refused", "identify")}, flush=True)
+    write(found, table)
 
 
 if __name__ == "__main__":

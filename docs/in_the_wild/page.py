@@ -42,6 +42,21 @@ def row(x: dict, found: dict) -> list[str]:
     return [f"{where}<br>{x['file'].rpartition('/')[2]}", x["says"], lines, verdict(x, found), named(found), hand]
 
 
+def estimators() -> str:
+    _, every = read()
+    head = "| code | its name or text says | `check_advantages`, `check_kl` | by hand |"
+    out = [head, "|---|---|---|---|"]
+    for x in every["estimators"].values():
+        where = f"[{x['repo']}](https://github.com/{x['repo']}/blob/{x['commit']}/{x['file']})"
+        says = f"**is {x['held']}**" if x["check"] else f"**is not {x['held']}**; {'; '.join(x['failures'])}"
+        says += "".join(f"; {c}" for c in x["read"])
+        beyond = all(f.startswith("equal-rewards") for f in x["failures"])  # rounding, which a formula has not
+        wrong = x["off_formula"] > 1e-6 or (x["check"] or beyond) != x["same"]
+        hand = x["by_hand"] + " **(the verdict is wrong)**" * wrong
+        out.append(f"| {' | '.join([f'{where}<br>' + x['file'].rpartition('/')[2], x['says'], says, hand])} |")
+    return "\n".join(out)
+
+
 def verdict(x: dict, found: dict) -> str:
     if "refused" in found:
         return f"refused: {found['refused']}"

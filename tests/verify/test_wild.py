@@ -182,3 +182,9 @@ KL = {
 @pytest.mark.parametrize("loss", KL)
 def test_identify_names_the_objective_beside_a_kl_term_of_any_estimator(loss):
     assert str(upref.identify(loss)).partition("\n")[0] == f"{loss.__name__} is {KL[loss]}"
+
+
+def test_half_of_k3_is_named():
+    """A 1/2 that belongs to k2."""
+    report = upref.check_kl(lambda log_prob, ref_log_prob: 0.5 * k3(log_prob, ref_log_prob), "k3")
+    assert [f.cause for f in report.failures if f.oracle in ("value", "gradient")] == ["half of k3"] * 2

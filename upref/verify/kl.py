@@ -45,6 +45,7 @@ SLIPS = (
     Slip("k3 with its sign flipped", "sign", lambda lp, ref: -kl.k3(lp, ref)),
     Slip("k3 without its logarithm: π_ref/π_θ - 1", "term", lambda lp, ref: (ref - lp).exp() - 1),
     Slip("|log π_θ - log π_ref|", "estimator", lambda lp, ref: (lp - ref).abs()),
+    Slip("half of k3", "term", lambda lp, ref: kl.k3(lp, ref) / 2),
     Slip("k2 without its 1/2", "term", lambda lp, ref: (lp - ref) ** 2),
     Slip("the value of k3 with the gradient of k2 (straight through)", "gradient",
          lambda lp, ref: kl.k2(lp, ref) + (kl.k3(lp, ref) - kl.k2(lp, ref)).detach()),
