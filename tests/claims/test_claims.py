@@ -207,6 +207,12 @@ def test_bad_input_is_one_sentence(argv, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_what_is_right_comes_first():
+    """In a section; and the sections in the paper's order."""
+    shown = [(j.claim.section[0], VERDICTS.index(j.verdict)) for j in page.right_first(as_computed())]
+    assert shown == sorted(shown) and len(shown) == len(CLAIMS)
+
+
 def test_a_wheel_shows_the_verdicts_and_says_what_a_rerun_needs(tmp_path):
     assert as_computed() and page.made(last()).startswith("Computed on 20")
     with pytest.raises(InputError, match="not in the wheel"):

@@ -37,6 +37,12 @@ def chosen(judged: Sequence[Judged], section: str | None = None, verdict: str | 
     return [j for j in judged if here(j.claim.section) and j.verdict.startswith(verdict or "")]
 
 
+def right_first(judged: Sequence[Judged]) -> list[Judged]:
+    """Section by section, in each what is right before what is open and what is wrong; else in the paper's order."""
+    rank = lambda j: (list(HEADINGS).index(j.claim.section[0]), (*VERDICTS, RED).index(j.verdict))
+    return sorted(judged, key=rank)
+
+
 def tally(judged: Sequence[Judged]) -> str:
     """`88 statements: 20 proved, ...`, in the order of VERDICTS."""
     count = Counter(j.verdict for j in judged)
@@ -52,7 +58,7 @@ def made(computed: dict) -> str:
 
 def text(judged: Sequence[Judged], head: str, verbose: bool = False) -> str:
     out = [f"{tally(judged)}.", head, ""]
-    for j in judged:
+    for j in right_first(judged):
         out.append(f"{j.verdict.upper() if not j else j.verdict}   {j.claim.place}   [{j.claim.id}]")
         said = [j.claim.says]
         if j.why:
@@ -85,7 +91,7 @@ def markdown() -> str:
     judged = as_computed()
     out = [f"{tally(judged)}. {made(last())}", ""]
     for letter, heading in HEADINGS.items():
-        mine = [j for j in judged if j.claim.section.startswith(letter)]
+        mine = [j for j in right_first(judged) if j.claim.section.startswith(letter)]
         if mine:
             out += [f"## {heading}", "", "| where | the paper says | verdict | evidence |", "|---|---|---|---|"]
             out += [f"| {' | '.join(map(cell, row(j)))} |" for j in mine] + [""]
