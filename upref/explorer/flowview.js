@@ -48,4 +48,7 @@ function pushChart(path, t, A, names, width, look) {
 }
 
 /** How far π is from where UP would rest: total variation. */
-function distance(p, rest) { return rest.reduce((s, x, a) => s + Math.abs(x - p[a]), 0) / 2; }
+function distance(p, rest) {
+  const gap = rest.reduce((s, x, a) => s + Math.abs(x - p[a]), 0) / 2;
+  return gap < 1e-6 ? 0 : gap;
+}
