@@ -86,7 +86,7 @@ def test_the_pytest_file_passes_and_can_fail(tmp_path):
     put(name, FILES[name], tmp_path)
     quiet = "python -m pytest -q -p no:cacheprovider -p no:xdist " + name
     assert "1 passed" in run(quiet, tmp_path)
-    (tmp_path / name).write_text((tmp_path / name).read_text().replace("PPO(clip=0.3)", "PPO(clip=0.2)"))
+    (tmp_path / name).write_text((tmp_path / name).read_text().replace("ppo, clip=0.3", "ppo, clip=0.2"))
     assert "NOT ppo_clip" in run(quiet, tmp_path)
 
 
