@@ -35,6 +35,7 @@ def library(tmp_path_factory):
     known = FILES["upref/verify/audit/plain.py"].replace(
         "PIN = Pin(", 'PIN = Pin(stubs=("heavy",), decorators=("heavy.jit",), '
     )
+    known = known.replace("sha256, its first 32 digits", DIGEST)
     put("upref/verify/audit/plain.py", known, folder)
     (folder / "upref/verify/audit/plain.toml").write_text(LEDGER, encoding="utf-8")
     return folder
@@ -210,3 +211,13 @@ def test_a_pinned_commit(index, tmp_path):
     assert place("plain", pin, source=str(there)).version == commit[:9]
     with pytest.raises(InputError, match=r"at 000.* cannot be fetched .*--source CHECKOUT"):
         place("plain", pin, "0" * 40)
+
+
+def test_one_of_its_losses_is_checked_by_name(index, library):
+    def check(loss):
+        command = [sys.executable, "-m", "upref", "check", loss, "--as", "ppo_clip"]
+        return subprocess.run(command, cwd=library, capture_output=True, text=True, check=False)
+
+    right, unknown = check("plain:ppo,defaults"), check("plain:nobody,defaults")
+    assert right.returncode == 0 and right.stdout.startswith("ppo_clip: agrees"), right.stderr
+    assert unknown.returncode == 2 and "plain has no loss 'nobody': choose ppo, vanilla." in unknown.stderr
