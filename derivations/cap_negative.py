@@ -17,23 +17,24 @@ from upref.symbolic import in_regime
 
 A = Symbol("A", negative=True)
 r, p, mu, eps_low, c = symbols("r p mu eps_low c", positive=True)
-lp = Symbol("lp", real=True)
+lp, lp_old = symbols("lp lp_old", real=True)
 UP = get("up_dapo")
 AT = {eps_low: Rational(1, 5), c: 3, A: -1}
 
 
 def main(base=UP, direction=-1):
-    J = base.fn(lp, 0, A, eps_low=eps_low, c=c)
+    J = base.fn(lp, lp_old, A, eps_low=eps_low, c=c)
     alive = []
     regimes = ("r < 1-ε_low", Rational(1, 2), (1 - eps_low) * A), ("inside", 2, A * r), ("r > c", 4, c * A)
     for name, ratio, value in regimes:
-        branch = in_regime(J, AT | {lp: log(ratio)})
-        weight = simplify(branch.diff(lp).subs(lp, log(r)))
+        at = AT | {lp: log(ratio), lp_old: 0}
+        branch = in_regime(J, at)
+        weight = simplify(branch.diff(lp).subs(lp, lp_old + log(r)))
         by_hand = in_regime(base.closed_form(r, A, eps_low=eps_low, c=c), AT | {r: ratio})
         dual = max(min(-ratio, -max(ratio, Rational(4, 5))), -3)  # max(min(r A, clip(r) A), c A) at the numbers of AT
         print(f"{name:12} J = {branch}   dJ/dlp = {weight}")
-        assert simplify(branch.subs(lp, log(r)) - value) == 0 and weight == by_hand
-        assert dual == branch.subs(AT | {lp: log(ratio)})
+        assert simplify(branch.subs(lp, lp_old + log(r)) - value) == 0 and weight == by_hand
+        assert dual == branch.subs(at)
         alive.append(weight != 0)
     assert alive == [False, True, False]
 

@@ -16,7 +16,7 @@ from sympy import Rational, Symbol, log, simplify, symbols
 from upref import get
 from upref.symbolic import in_regime
 
-lp = Symbol("lp", real=True)
+lp, lp_old = symbols("lp lp_old", real=True)
 eps_low, c = symbols("eps_low c", positive=True)
 eps_high = Symbol("eps_high", real=True)
 PAIRS = {"dapo": "up_dapo", "gspo": "up_gspo", "grpo": "up_grpo"}
@@ -24,13 +24,10 @@ LOW = Rational(1, 5)
 
 
 def terms(name, A):
-    """J of the base and of its UP variant at lp_old = 0; GRPO's one ε is read as both bounds."""
-    if name == "gspo":
-        return get(name).fn(lp, 0, A, eps_low=eps_low, eps_high=eps_high), get("up_gspo").fn(lp, 0, A, eps_low=eps_low)
-    if name == "grpo":
-        return get(name).fn(lp, 0, A, eps=eps_low, c=c), get("up_grpo").fn(lp, 0, A, eps=eps_low, c=c)
-    J_up = get("up_dapo").fn(lp, 0, A, eps_low=eps_low, c=c)
-    return get(name).fn(lp, 0, A, eps_low=eps_low, eps_high=eps_high, c=c), J_up
+    """J of the base and of its UP variant; GRPO's one ε is read as both bounds."""
+    both = {"dapo": {"eps_low": eps_low, "c": c}, "gspo": {"eps_low": eps_low}, "grpo": {"eps": eps_low, "c": c}}[name]
+    own = {} if name == "grpo" else {"eps_high": eps_high}
+    return get(name).fn(lp, lp_old, A, **both, **own), get(PAIRS[name]).fn(lp, lp_old, A, **both)
 
 
 def main(smallest=-LOW):
@@ -41,7 +38,7 @@ def main(smallest=-LOW):
         J, J_up = terms(base, A)
         read = set()
         for ratio, high, bound in product(ratios, highs, (Rational(6, 5), 4)):
-            point = {lp: log(ratio), eps_low: LOW, eps_high: high, c: bound, A: -1}
+            point = {lp: log(ratio), lp_old: 0, eps_low: LOW, eps_high: high, c: bound, A: -1}
             branch = in_regime(J, point)
             assert not branch.has(eps_high) and simplify(branch - in_regime(J_up, point)) == 0, (base, ratio, high)
             read.add(str(branch))
@@ -49,7 +46,7 @@ def main(smallest=-LOW):
         assert {in_regime(f, point) for f in terms(base, 0 * A)} == {0}
 
     J, _ = terms("dapo", A)
-    crossed = {lp: log(Rational(7, 10)), eps_low: LOW, eps_high: -Rational(2, 5), c: 4, A: -1}
+    crossed = {lp: log(Rational(7, 10)), lp_old: 0, eps_low: LOW, eps_high: -Rational(2, 5), c: 4, A: -1}
     print("with 1+ε_high = 0.6 < 0.8 = 1-ε_low, at r = 0.7:", in_regime(J, crossed), " instead of ", end="")
     print(in_regime(J, crossed | {eps_high: LOW}))
     assert in_regime(J, crossed) != in_regime(J, crossed | {eps_high: LOW})

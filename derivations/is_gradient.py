@@ -10,6 +10,8 @@ What r costs may be variance, but need not: the second moment of one term is Σ_
 
 For two steps the token ratio is biased off-policy, in the first token (its future is still π_old's) as in the second
 (its past is). Prefix products r_1 ... r_t mend the second only; the whole product r_1 r_2 is exact.
+The two tokens are 0 or 1: the first has π(1) = p and π_old(1) = q, the second, after a first one a, π(1|a) = p_a and
+π_old(1|a) = q_a. R_ab is the return of the response ab.
 """
 
 from itertools import product

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from docs.site import api, objectives
+from docs.site import api, derivations, objectives
 
 ROOT = Path(__file__).parents[2]
 NAMED = {
@@ -187,7 +187,7 @@ def gather(source: Path):
     own = objectives.pages(source)
     linked = re.compile(r"^\| `(\w+)` \|", re.M)
     g.texts["objectives"] = linked.sub(r"| [`\1`](objectives/\1.md) |", g.texts["objectives"])
-    g.texts |= own | api.pages()
+    g.texts |= own | api.pages() | derivations.pages(g.texts["derivations"])
     g.texts["start"] = re.sub(r"\A# upref\n", "# Start here\n", g.texts["start"])
     sections(g.texts)
     g.write()

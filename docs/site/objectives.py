@@ -2,6 +2,7 @@
 """A page for each objective, from the registry: nothing on it is written by hand."""
 
 import functools
+import re
 from itertools import product
 from pathlib import Path
 
@@ -44,14 +45,15 @@ def _paper(o: Objective) -> str:
         line.strip().rstrip(",").split(" = ", 1) for line in bib_entry(o.paper).splitlines() if " = {" in line
     )
     title, url = (fields.get(k, "").strip("{}").replace("{", "").replace("}", "") for k in ("title", "url"))
-    return f"[{title or o.paper}]({url}), {o.eq}." if url else f"{title or o.paper}, {o.eq}."
+    place = f"Eq. {o.eq}" if re.match(r"A?\d", o.eq) else o.eq
+    return f"[{title or o.paper}]({url}), {place}." if url else f"{title or o.paper}, {place}."
 
 
 def _facts(o: Objective) -> str:
     rows = [("level", f"{o.level}: {LEVELS[o.level]}"), ("aggregation", f"`{o.agg}`"), ("advantage", f"`{o.adv}`")]
     rows += [("KL", f"− β · `{o.kl}`, a term of its own")] if o.kl else []
     said = {"note": o.note, "not in sympy": o.unread, "not split": o.coupled, "at r = 1": o.off_anchor}
-    return _table(["", ""], [*rows, *((k, v) for k, v in said.items() if v)])
+    return _table(["what", "of this objective"], [*rows, *((k, v) for k, v in said.items() if v)])
 
 
 def _witnesses(o: Objective) -> str:

@@ -22,6 +22,7 @@ SYMBOLS = {
 OBJECTIVES = "|".join(sorted(names(), key=len)[::-1])
 TOKEN = re.compile(
     rf"(?P<name>{OBJECTIVES})\b"
+    r"|1/(?P<over>\([^()]*\)|Σ_i\|o_i\||\|o(?:_i)?\||[Gk]\b)"
     r"|\^(?P<power>\(|-?[^\s({])|_(?P<sub>\{|[^\W\d_]+|\d+)|(?P<word>[A-Za-z]{2,}(?:['’-][a-z]+)*\.?)"
     r"|(?P<sign><=|>=|->|[~%{}#])|(?P<gap>[,;] {2,})|(?P<char>.)",
     re.S,
@@ -52,6 +53,8 @@ def _converted(text: str) -> str:
         elif kind == "sub":
             inside = GREEK.get(found) or (found if len(found) <= 2 and found != "KL" else rf"\mathrm{{{found}}}")
             out.append(f"_{{{inside}}}")
+        elif kind == "over":
+            out.append(rf"\frac{{1}}{{{_converted(found)}}} ")
         elif kind == "name":
             out.append(rf"\text{{{found.replace('_', chr(92) + '_')}}}")
         elif kind == "word":

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sdist and the wheel, built and installed into an environment of their own, do what README shows."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import upref
+
+pytest.importorskip("hatchling", reason="`repro/venv.sh` installs what builds the wheel")
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folder with the sdist, and the wheel that is built from the sdist, as `python -m build` does."""
+    folder = tmp_path_factory.mktemp("dist")
+    quiet = {"check": True, "capture_output": True}
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder], cwd=ROOT, **quiet)
+    (sdist,) = folder.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (source,) = (folder / "unpacked").iterdir()
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], cwd=source, **quiet)
+    return folder
+
+
+def test_the_wheel_holds_the_whole_library_and_nothing_else(built):
+    (wheel,) = built.glob("*.whl")
+    names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+    kept = subprocess.run(["git", "ls-files", "upref"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    assert names == {*kept.split()} or not kept
+    assert wheel.name.startswith(f"upref_rl-{upref.__version__}-")
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_judges_a_loss(built, tmp_path):
+    """In a fresh environment whose only other packages are the ones it depends on."""
+    (wheel,) = built.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(tmp_path / "env/bin/python")]
+    subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True)
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    path = tmp_path / "env/lib" / version / "site-packages" / "dependencies.pth"
+    path.write_text(sysconfig.get_paths()["purelib"] + "\n")
+    block = next(b for b in re.findall(r"```python\n(.*?)```", README, re.S) if b.startswith("# my.py"))
+    (tmp_path / "my.py").write_text(block)
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+
+    def said(*words, status=0):
+        done = subprocess.run(
+            [tmp_path / "env/bin/upref", *words], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout
+
+    assert "check" in said("-h")
+    assert said("check", "my.py:loss", "--as", "dapo", status=1).startswith("NOT dapo: 2 failures")
+    assert said("check", "my.py:loss", "--as", "no_such", status=2) == ""
+    where = [tmp_path / "env/bin/python", "-c", "import upref; print(upref.__file__)"]
+    assert str(tmp_path) in subprocess.run(where, cwd=tmp_path, env=env, capture_output=True, text=True).stdout
+
+
+def test_one_version_everywhere():
+    changes = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    cited = re.search(r"^version: (.*)", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.M)
+    assert changes[0] == upref.__version__ == cited[1]
+
+
+def test_the_install_lines_are_true():
+    """What README installs is there: the extras by their names, the distribution by its own."""
+    extras = set(re.findall(r"pip install[^\n]*?\[([\w,-]+)\]", README + (ROOT / "docs/trl.md").read_text()))
+    assert {e for group in extras for e in group.split(",")} <= {*PROJECT["optional-dependencies"]}
+    assert "`upref-rl`" in README and PROJECT["name"] == "upref-rl" and PROJECT["scripts"]["upref"] == "upref.cli:main"
+
+
+def test_the_workflow_runs_what_contributing_names():
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    for command in ("bash tests/run.sh", "bash docs/build.sh", "python -m build"):
+        assert f"{command}\n" in workflow
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert "bash tests/run.sh" in page and "bash docs/build.sh" in page and len(page.splitlines()) <= 60
