@@ -42,6 +42,6 @@ def pages(text: str) -> dict[str, str]:
 
 def _equations(name: str) -> str:
     """Displayed, with the paper's numbers."""
-    shown = (f"$$\n{tex} \\tag{{{number}}}\n$$\n" for number, tex in EQUATIONS.get(name, {}).items())
+    shown = (f"$$\n{tex} \\qquad \\text{{({number})}}\n$$\n" for number, tex in EQUATIONS.get(name, {}).items())
     text = "\n".join(shown)
     return f"The paper has:\n\n{text}" if text else ""

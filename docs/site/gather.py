@@ -143,7 +143,8 @@ def sections(texts: dict[str, str]):
     left = [name for name in texts if not name.startswith("files/") and name not in {s.head for s in SECTIONS}]
     cards, heads = [], []
     for section in SECTIONS:
-        found = [n for p in section.pages for n in sorted(fnmatch.filter(left, p))]
+        given = (fnmatch.filter(left, p) for p in section.pages)
+        found = [n for some in given for n in (some if section.head == "derivations" else sorted(some))]
         found = list(dict.fromkeys(found))
         left = [n for n in left if n not in found]
         if section.head not in texts and not found:
