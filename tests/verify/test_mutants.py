@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from mutants import figure, judge, search
+from mutants import estimators, figure, judge, search
 from mutants.losses import deep, judged, of, wrong
 from mutants.rewritings import rewritings
 from mutants.styles import STYLES, arguments, compiled, configs, fits, write
@@ -119,3 +119,14 @@ def test_another_seed_is_another_search():
     a, b = (search.small(configs(upref.get("gspo"))[0], False, seed, 3) for seed in (0, 1))
     assert all(not np.array_equal(x.of["log_prob"], y.of["log_prob"]) for x, y in zip(a, b, strict=True))
     assert all(math.isfinite(float(x.g.sum())) for x in a)
+
+
+def test_rewards_that_are_no_halves():
+    rounded = lambda rewards, group: rewards.bfloat16().to(rewards.dtype)
+    assert not upref.check_advantages(rounded, "reward")
+    assert upref.check_advantages(lambda rewards, group: rewards.float().double(), "reward")
+
+
+def test_estimators():
+    seen = [estimators.judged(*s, 5) for s in estimators.subjects(5, each=2)]
+    assert sum(r["truth"] == "differs" for r in seen) > 10 and not [r for r in seen if wrong(r)]

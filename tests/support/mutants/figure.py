@@ -12,7 +12,7 @@ import torch
 
 from . import run
 from .losses import wrong
-from .store import library, searcher
+from .store import searcher
 
 HERE = Path(__file__).parent
 SURVIVORS = HERE / "survivors.tsv"
@@ -53,13 +53,16 @@ def page(plan: run.Plan, rows: list[dict[str, Any]]) -> str:
     table = [
         f"| {k} | {n([r for r in differ if r['operator'] == k], False)} of {c} |" for k, c in sorted(kinds.items())
     ]
+    by = collections.Counter(r["library"] for r in rows if "library" in r)
+    judges = ", ".join(f"{k} ({v:,} verdicts)" for k, v in by.most_common())
     tokens = max((r["tokens"] for r in equal), default=0)
     return "\n".join([
         "# How often the checker is right",
         "",
         f"`python tests/support/mutants --mutants {plan.mutants} --rewritings {plan.rewritings} --seed {plan.seed}`, then",
         f"`--write`. Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, one thread, the machine",
-        f"shared with other work; the library {library()}, the search {searcher()}.",
+        f"shared with other work; the search {searcher()}; judged by the library",
+        f"{judges}; a loss that one version misjudged was given to the next.",
         "",
         "| | |",
         "|---|---|",

@@ -54,13 +54,19 @@ def of(c: Config, style: str, n: int, seed: int) -> list[Subject]:
     return [Subject(c, style, m.kind, m.what, m.text, m.single) for m in picked]
 
 
+ROUNDS = 6  # a run that is cut off has seen every objective
+
+
 def subjects(total: int, seed: int, only: list[Config] | None = None) -> Iterator[Subject]:
     """So many in all, as evenly as it goes over configurations and styles."""
     places = [(c, s) for c in every_config() for s in STYLES if fits(s, c)]
-    for i, (c, s) in enumerate(places):
-        n = total * (i + 1) // len(places) - total * i // len(places)
-        if only is None or c in only:
-            yield from of(c, s, n, seed)
+    counts = [total * (i + 1) // len(places) - total * i // len(places) for i in range(len(places))]
+    picked: dict[int, list[Subject]] = {}
+    for turn in range(ROUNDS):
+        for i, (c, s) in enumerate(places):
+            if only is None or c in only:
+                picked[i] = picked.get(i) or of(c, s, counts[i], seed)
+                yield from picked[i][turn::ROUNDS]
 
 
 def deep(c: Config) -> bool:
@@ -92,7 +98,7 @@ def judged(
         f = compiled(s.text)
         start = time.process_time()
         v = judge.verdict(f, s.config)
-        row = {"quick": v.accepted, "said": v.said, "spent": time.process_time() - start}
+        row = {"quick": v.accepted, "said": v.said, "spent": time.process_time() - start, "library": library()}
         if full:
             some = batches.small(s.config, "group" in s.names, seed, 24)
             some = [b for b in some if b.of["mask"].any(1).all()]  # the reference refuses a row without a token
@@ -106,10 +112,11 @@ def judged(
         out["truth"] = "unsearched"
     if out["truth"] in ("stillborn", "unsearched"):
         return out
-    key = digest(s.key, library(), str(full))
-    if known and key not in verdicts.known:
-        return None
-    return out | verdicts.get(key, said)
+    key = digest(s.key, str(full))
+    if known:
+        return out | verdicts.known[key] if key in verdicts.known else None
+    stale = lambda row: bool(wrong(out | row)) and row["library"] != library()  # what was misjudged is judged again
+    return out | verdicts.get(key, said, stale)
 
 
 _stores: dict[Path, Store] = {}

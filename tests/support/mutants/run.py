@@ -2,14 +2,15 @@
 """What a run consists of, in the order in which it is done, the cheap first."""
 
 import collections
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .losses import Config, Subject, deep, every_config, judged, subjects, wrong
+from . import estimators
+from .losses import Config, Subject, deep, every_config, judged, store_of, subjects, wrong
 from .rewritings import rewritings
+from .store import digest, library
 
 FIRST = 60  # small batches for what differs: most show it on the first
 LOT = 5  # of each configuration's mutants that these do not tell apart, how many go through the whole search
@@ -37,6 +38,9 @@ def rows(plan: Plan, part: int = 0, parts: int = 1, known: bool = False) -> Iter
             unlike.append((s, n))
         else:
             yield row
+    for one in estimators.subjects(plan.seed) if part == 0 else ():
+        if row := kept(plan, one, known):
+            yield row
     for s in rewritings(plan.rewritings, plan.seed, only=mine):
         if row := judged(s, plan.scratch, plan.seed, 1, large=0, few=FIRST, known=known):
             yield row
@@ -49,5 +53,8 @@ def rows(plan: Plan, part: int = 0, parts: int = 1, known: bool = False) -> Iter
         yield row or {"id": s.key, "truth": "unsearched", "config": str(s.config)}
 
 
-def dumped(plan: Plan) -> str:
-    return json.dumps({"mutants": plan.mutants, "rewritings": plan.rewritings, "seed": plan.seed})
+def kept(plan: Plan, one: tuple, known: bool) -> dict[str, Any] | None:
+    store, key = store_of(plan.scratch, "estimators"), digest(one[1], one[4], library())
+    if known:
+        return store.known.get(key)
+    return store.get(key, lambda: estimators.judged(*one, plan.seed))

@@ -79,6 +79,7 @@ def interleaving(case: Case) -> Iterator[Finding]:
 
 @oracle("large-groups", not_run=wrong_already)
 def large_groups(case: Case) -> Iterator[Finding]:
+    yield from case.compare("large-groups", "graded rewards between 0 and 1", exact.FINE)
     yield from case.compare("large-groups", "groups of 128 with one success and with two", exact.LARGE)
 
 

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501
+"""The same for advantage and KL estimators: written as others do, changed by one slip, searched, judged."""
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+import upref
+from upref import advantages, kl
+from upref.errors import InputError
+
+from .operators import sample
+from .store import digest
+from .styles import KL
+
+LOOP = """import math
+import torch
+def loss(rewards, group):
+    out = torch.zeros_like(rewards)
+    for g in group.unique():
+        pick = group == g
+        x = rewards[pick]
+        n = len(x)
+        if n > 1 and x.max() > x.min():
+            out[pick] = {}
+    return out
+"""
+WHOLE = "import math\nimport torch\ndef loss(rewards, group):\n    x = rewards\n    return {}\n"
+SCATTER = """import math
+import torch
+def loss(rewards, group):
+    ids, g, n = group.unique(return_inverse=True, return_counts=True)
+    low = torch.zeros(len(ids), dtype=rewards.dtype).scatter_reduce(0, g, rewards, 'amin', include_self=False)
+    R = rewards - low[g]
+    mean = torch.zeros(len(ids), dtype=rewards.dtype).index_add(0, g, R) / n
+    x = R - mean[g]
+    n = n[g]
+    return {}
+"""
+SPREAD = "torch.sqrt(torch.zeros(len(ids), dtype=x.dtype).index_add(0, g, x ** 2)[g] / (n - 1).clamp(min=1))"
+FORMS: dict[str, list[tuple[str, dict[str, float]]]] = {
+    "group_norm": [
+        (LOOP.format("(x - x.mean()) / (x.std() + 1e-06)"), {"ddof": 1, "eps": 1e-6}),
+        (LOOP.format("(x - x.sum() / n) / (torch.sqrt(((x - x.mean()) ** 2).sum() / n) + 0.0001)"), {"ddof": 0, "eps": 1e-4}),
+        (SCATTER.format(f"x / ({SPREAD} + 1e-06)"), {"ddof": 1, "eps": 1e-6}),
+    ],
+    "group_mean": [(LOOP.format("x - x.mean()"), {}), (SCATTER.format("x"), {})],
+    "leave_one_out": [(LOOP.format("x - (x.sum() - x) / (n - 1)"), {}), (LOOP.format("(x - x.mean()) * n / (n - 1)"), {}),
+                      (SCATTER.format("x * n / (n - 1).clamp(min=1)"), {})],
+    "whiten": [(WHOLE.format("(x - x.mean()) / (x.std(unbiased=False) + 1e-08)"), {"ddof": 0, "eps": 1e-8})],
+    "signed": [(WHOLE.format("torch.where(x > 0, 1.0, -1.0).to(x.dtype)"), {}), (WHOLE.format("2.0 * x - 1.0"), {})],
+    "reward": [(WHOLE.format("x.clone()"), {})],
+}  # fmt: skip
+
+
+def compiled(text: str):
+    scope: dict[str, Any] = {}
+    exec(compile(text, "<mutant>", "exec"), scope)
+    return scope["loss"]
+
+
+def batches(name: str, seed: int, n: int = 300) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Rewards and groups: correct or not, graded, normal, of several sizes; even, uneven, interleaved, large."""
+    rng = np.random.default_rng([seed, 3])
+    for i in range(n):
+        N = int(rng.choice([4, 8, 12, 30, 300]))
+        group = rng.integers(0, max(1, N // int(rng.integers(2, 9)) if N < 300 else 2), N) * int(rng.integers(1, 50))
+        if i % 3 == 0:
+            group = np.arange(N) // 4
+        R = {0: rng.integers(0, 2, N).astype(float), 1: rng.normal(size=N), 2: rng.integers(-8, 9, N) / 4}[
+            i % 3 if name != "signed" else 0
+        ]
+        R = R if name == "signed" else R * rng.choice([1.0, 1.0, 8.0, 0.25]) + rng.choice([0.0, 0.0, 3.0])
+        if name == "whiten" and R.max() == R.min():
+            continue
+        yield torch.tensor(R), torch.tensor(group.astype(np.int64))
+
+
+def advantage_truth(f, name: str, hp: dict[str, float], seed: int) -> str:
+    right, ran = advantages.get(name), False
+    for R, group in batches(name, seed):
+        want = right(R, group, **hp)
+        try:
+            got = f(R.clone(), group.clone())
+            off = (got - want).abs() / want.abs().max().clamp(min=1e-9)
+            if name == "leave_one_out":  # what a response without a peer gets is a convention, if it is a number
+                size = (group[:, None] == group).sum(1)
+                off = off.where((size > 1) | ~off.isfinite(), 0)
+            off = float(off.nan_to_num(nan=math.inf).max())
+        except Exception:
+            if not ran:
+                return "stillborn"
+            off = math.inf
+        ran = True
+        if off > 1e-3:
+            return "differs"
+        if off > 1e-7:
+            return "unclear"
+    return "equal"
+
+
+def kl_truth(f, name: str, seed: int) -> str:
+    rng, right = np.random.default_rng([seed, 4]), kl.ESTIMATORS[name]
+    for n in range(200):
+        lp = torch.tensor(-rng.exponential(2, (4, 7)), requires_grad=True)
+        ref = torch.tensor(
+            np.minimum(lp.detach().numpy() - np.clip(rng.normal(size=(4, 7)) * rng.choice([0.05, 1, 4]), -15, 15), 0)
+        )
+        want = right(lp, ref)
+        try:
+            got = f(lp, ref)
+            g = torch.autograd.grad(got.sum(), lp, allow_unused=True)[0] if got.requires_grad else None
+        except Exception:
+            return "stillborn" if n == 0 else "differs"
+        slope = torch.autograd.grad(want.sum(), lp)[0]
+        if got.shape != want.shape:
+            return "stillborn" if n == 0 else "differs"
+        g = torch.zeros_like(slope) if g is None else g
+        off = max(
+            float(((a - b).abs() / b.abs().clamp(min=1)).nan_to_num(nan=math.inf).max())
+            for a, b in ((got, want), (g, slope))
+        )
+        if off > 1e-3:
+            return "differs"
+        if off > 1e-7:
+            return "unclear"
+    return "equal"
+
+
+def subjects(seed: int, each: int = 40) -> Iterator[tuple[str, str, dict[str, float], str, str]]:
+    """(advantage or KL, estimator, hp, what, text)."""
+    for name, forms in FORMS.items():
+        for i, (text, hp) in enumerate(forms):
+            yield "advantage", name, hp, "", text
+            for m in sample(text, each, np.random.default_rng([seed, 5, i])):
+                yield "advantage", name, hp, m.what, m.text
+    for name, form in KL.items():
+        text = f"import math\nimport torch\ndef loss(log_prob, ref_log_prob):\n    lp = log_prob\n    ref = ref_log_prob\n    return {form}\n"
+        yield "KL", name, {}, "", text
+        for m in sample(text, each, np.random.default_rng([seed, 6])):
+            yield "KL", name, {}, m.what, m.text
+
+
+def judged(kind: str, name: str, hp: dict[str, float], what: str, text: str, seed: int) -> dict[str, Any]:
+    row = {
+        "id": digest(kind, name, text),
+        "config": name,
+        "objective": name,
+        "style": kind,
+        "operator": f"{kind} estimator",
+        "what": what,
+    }
+    try:
+        f = compiled(text)
+    except Exception:
+        return row | {"truth": "stillborn"}
+    truth = advantage_truth(f, name, hp, seed) if kind == "advantage" else kl_truth(f, name, seed)
+    row |= {"truth": truth}
+    if truth == "stillborn":
+        return row
+    start = time.process_time()
+    try:
+        report = upref.check_advantages(f, name, **hp) if kind == "advantage" else upref.check_kl(f, name)
+        said = "; ".join(f"{x.oracle}: {x.regime}: {x.found}" for x in report.failures[:1])
+        return row | {"quick": bool(report), "said": said[:300], "seconds_": time.process_time() - start}
+    except InputError as e:
+        return row | {"quick": False, "said": f"refused: {e}"[:300]}
