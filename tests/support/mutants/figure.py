@@ -74,6 +74,8 @@ def page(plan: run.Plan, rows: list[dict[str, Any]]) -> str:
         f"| verdict up to the first failure the same as the whole report's | {agree} of {len(whole)} |",
         f"| CPU seconds of a whole report: median, slowest | {statistics.median(spent):.2f}, {spent[-1]:.2f} |",
         "",
+        f"So far {len(rows):,} of the {plan.mutants + plan.rewritings:,} losses of the plan have an answer; the same command goes on.",
+        "",
         f"Not judged: {len(of(old, 'stillborn'))} mutants that run on no batch, {len(of(rows, 'unclear'))} between the two",
         f"tolerances (2e-6 and 2e-5), {len(of(old, 'unsearched'))} that {run.FIRST} small batches do not tell apart and that were",
         "not drawn for the whole search. A mutant is called equal to its objective only after the whole search, of up to",
