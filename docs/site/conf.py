@@ -38,7 +38,6 @@ copybutton_exclude = ".linenos, .gp, .go"
 # ---- API -------------------------------------------------------------------------------------------------------------
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-python_maximum_signature_line_length = 88
 nitpick_ignore_regex = [("py:.*", r".*")]
 
 # ---- mathematics, without a network ----------------------------------------------------------------------------------
@@ -51,6 +50,7 @@ html_title = f"upref {release}"
 html_short_title = "upref"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_copy_source = html_show_sourcelink = False
 html_last_updated_fmt = None
 html_sidebars = {page: [] for page in ("index", "start", "explorer", "api", "search", "genindex", "files/**")}
