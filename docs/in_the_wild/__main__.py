@@ -9,6 +9,7 @@ formula against the objective that the loss is held against.
 import inspect
 import json
 import platform
+import subprocess
 import sys
 import time
 import tomllib
@@ -137,6 +138,14 @@ def _names(code) -> set[str]:
     return set(code.co_names).union(*(_names(c) for c in code.co_consts if inspect.iscode(c)))
 
 
+def machine() -> str:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=True
+    )
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, upref {commit.stdout.strip()}"
+    return f"{platform.machine()}, {versions}"
+
+
 def write(found: dict, table: dict):
     kept = {name: found[name] for name in ["machine", *table, "estimators"] if name in found}
     (HERE / "found.json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -150,7 +159,7 @@ def main(folder: str, *names: str):
         found["estimators"] = estimators.judged(Path(folder))
     for name in [n for n in names if n in table] or ([] if names else table):
         found[name] = judged(name, table[name], Path(folder))
-        found |= {"machine": f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"}
+        found |= {"machine": machine()}
         write(found, table)
         print(name, {k: found[name].get(k) for k in ("check", "refused", "identify")}, flush=True)
     write(found, table)
