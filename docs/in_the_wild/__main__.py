@@ -9,7 +9,6 @@ formula against the objective that the loss is held against.
 import inspect
 import json
 import platform
-import subprocess
 import sys
 import time
 import tomllib
@@ -139,11 +138,7 @@ def _names(code) -> set[str]:
 
 
 def machine() -> str:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=True
-    )
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}, upref {commit.stdout.strip()}"
-    return f"{platform.machine()}, {versions}"
+    return f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 def write(found: dict, table: dict):
