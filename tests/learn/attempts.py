@@ -17,6 +17,8 @@ ATTEMPTS: dict[int, list[tuple[str, str, str]]] = {
         ("-(reward * log_prob[action]).mean()", "-(reward * log_prob[action]).mean().item()", ".item(), .tolist()"),
         ("-(reward * log_prob[action]).mean()", "-3 * (reward * log_prob[action]).mean()", "3 times what it should be"),
         ("torch.log_softmax(logits, dim=0)", "torch.log_softmax(torch.softmax(logits, 0), 0)", "the softmax twice"),
+        ("-(reward * log_prob[action]).mean()", "-(torch.eye(len(logits))[action] - log_prob.exp()).mean(0)", "PyTorch finds it"),
+        ("-(reward * log_prob[action]).mean()", "-((reward - reward.mean()) * log_prob[action]).mean()", "a baseline, the mean"),
         ("-(reward * log_prob[action]).mean()", "print(reward * log_prob[action])", "without `return`"),
     ],
     2: [
@@ -30,6 +32,9 @@ ATTEMPTS: dict[int, list[tuple[str, str, str]]] = {
         ("rewards[here].std()", "rewards[here].var()", "the variance where the standard deviation"),
         ("rewards[here].std()", "rewards.std()", "the deviation of all prompts"),
         ("rewards[here] - rewards[here].mean()", "rewards[here].mean() - rewards[here]", "the sign"),
+        ("(rewards[here] - rewards[here].mean())", "rewards[here] - rewards[here].mean()", "only the mean is divided"),
+        ("(rewards[here].std() + 1e-6)", "rewards[here].std() + 1e-6", "x / (deviation + 1e-6), in brackets"),
+        ("rewards[here].std() + 1e-6", "rewards[here].std() + 10e-6", "found [0.70710"),
         ("rewards[here].std() + 1e-6", "rewards[here].std() + 0.1", "times what it should be"),
     ],
     3: [
@@ -42,6 +47,8 @@ ATTEMPTS: dict[int, list[tuple[str, str, str]]] = {
         ("torch.exp(lp - lp_old)", "lp.exp()", "π_old is left out"),
         ("torch.exp(lp - lp_old)", "torch.exp(lp - lp_old) * lp", "both carry a gradient"),
         (").mean()", ").sum()", "the sum over the samples"),
+        ("(torch.exp(lp - lp_old) * A)", "torch.exp(lp - lp_old)", "the advantage is left out"),
+        ("-(torch.exp(lp - lp_old) * A).mean()", "-(lp - lp_old).exp() * A", "a loss is one number"),
         ("torch.exp(lp - lp_old)", "torch.exp(lp - lp_old).detach()", "no gradient"),
         ("torch.exp(lp - lp_old)", "torch.exp(lp - lp_old).clamp(max=3.5)", "you are right on the 3 smaller batches"),
     ],

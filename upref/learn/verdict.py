@@ -166,6 +166,8 @@ def _where(e: Exercise, at: int, amiss: str) -> str:
     """What can be said of the place alone."""
     if amiss == NOTHING:
         return "a function that ends without `return` answers None."
+    if "reduce them" in amiss:
+        return "a loss is one number, here the mean over the samples. You need not write its gradient: PyTorch finds it."
     if amiss:
         return f"answer with one number, a tensor made of {e.gradient}: .item(), .tolist(), .detach(), numpy cut that."
     if not at:
@@ -193,7 +195,8 @@ def pattern(right: Outcome, yours: Outcome) -> str:
             and torch.allclose(factor, factor[:1].expand_as(factor), rtol=TOL)
             and _same(got, want * factor[0])
         ):
-            return f"every number is {factor[0].item():.4g} times what it should be"
+            times = factor[0].item()
+            return f"every number is {times:{'.4g' if abs(times - 1) > 1e-3 else '.8g'}} times what it should be"
     return ""
 
 
@@ -202,19 +205,24 @@ def _said(e: Exercise, right: Outcome, yours: Outcome) -> tuple[str, str]:
     """What is expected and what was found: the first of value and gradient that differs."""
     if e.gradient and (yours.amiss or not _same(right.gradient, yours.gradient)):
         what = f"gradient by {e.gradient} "
-        return what + _numbers(right.gradient), yours.amiss or what + _numbers(yours.gradient)
-    return "another answer" if e.hidden else _numbers(right.value), yours.amiss or _numbers(yours.value)
+        want, got = _numbers(right.gradient, yours.gradient)
+        return what + want, yours.amiss or what + got
+    want, got = _numbers(right.value, yours.value)
+    return "another answer" if e.hidden else want, yours.amiss or got
 
 
-def _numbers(x: Any) -> str:
-    return _short(x.tolist() if isinstance(x, Tensor) else x)
+def _numbers(*values: Any) -> list[str]:
+    """Each in as few digits as tell them apart."""
+    lists = [x.tolist() if isinstance(x, Tensor) else x for x in values]
+    short = [_short(x) for x in lists]
+    return short if len(set(short)) == len(short) else [_short(x, 8) for x in lists]
 
 
-def _short(x: Any) -> str:
+def _short(x: Any, digits: int = 4) -> str:
     if isinstance(x, list):
-        return "[" + ", ".join(map(_short, x)) + "]"
+        return "[" + ", ".join(_short(v, digits) for v in x) + "]"
     if isinstance(x, float):
-        short = f"{x + 0.0:.4g}" if math.isfinite(x) else f"float('{x}')"
+        short = f"{x + 0.0:.{digits}g}" if math.isfinite(x) else f"float('{x}')"
         return f"{short}.0" if short.lstrip("-").isdigit() else short
     return repr(x)
 

@@ -16,7 +16,7 @@ def advantages(rewards, group):
     """
     A = torch.zeros_like(rewards)
     for g in group.unique():
-        here = group == g  # [N], True for the answers to prompt g
+        here = group == g  # [N], True for the answers to prompt g: rewards[here] are theirs
         A[here] = ...
     return A
 

@@ -82,8 +82,13 @@ EXERCISE = Exercise(
         ),
         Slip(
             "0/0: a group of equal rewards has no deviation",
-            "add a small number to the denominator, 1e-6.",
+            "add a small number to the denominator, 1e-6: x / (deviation + 1e-6), in brackets.",
             in_groups(lambda R: (R - R.mean()) / R.std()),
+        ),
+        Slip(
+            "only the mean is divided: brackets are missing around reward - mean",
+            "a - b / c is a - (b / c).",
+            in_groups(lambda R: R - R.mean() / (R.std() + EPS)),
         ),
         Slip(
             "the sign: answers worse than the mean come out positive",

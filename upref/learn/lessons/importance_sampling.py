@@ -60,6 +60,11 @@ EXERCISE = Exercise(
             lambda lp, old, A: -((lp - old).exp() * lp * A).mean(),
         ),
         Slip(
+            "the advantage is left out: every sample is made likelier",
+            "each sample's ratio is multiplied by that sample's own A.",
+            lambda lp, old, A: -(lp - old).exp().mean(),
+        ),
+        Slip(
             "the sum over the samples where their mean belongs",
             "with twice as many samples the step should not be twice as long.",
             lambda lp, old, A: -((lp - old).exp() * A).sum(),

@@ -71,6 +71,11 @@ EXERCISE = Exercise(
             lambda z, a, R: -R.mean() * lp(z)[a].mean(),
         ),
         Slip(
+            "a baseline, the mean reward: a sample that stands alone is no better than itself, and pushes nothing",
+            "that is lesson 2. Here a sample counts as much as it earned.",
+            lambda z, a, R: -((R - R.mean()) * lp(z)[a]).mean(),
+        ),
+        Slip(
             "the reward is left out: every action that was taken is made likelier",
             "this is what one trains a language model on a text with. Here a sample counts as much as it earned.",
             lambda z, a, R: -lp(z)[a].mean(),
