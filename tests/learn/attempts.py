@@ -34,7 +34,7 @@ ATTEMPTS: dict[int, list[tuple[str, str, str]]] = {
         ("rewards[here] - rewards[here].mean()", "rewards[here].mean() - rewards[here]", "the sign"),
         ("(rewards[here] - rewards[here].mean())", "rewards[here] - rewards[here].mean()", "only the mean is divided"),
         ("(rewards[here].std() + 1e-6)", "rewards[here].std() + 1e-6", "x / (deviation + 1e-6), in brackets"),
-        ("rewards[here].std() + 1e-6", "rewards[here].std() + 10e-6", "found [0.70710"),
+        ("rewards[here].std() + 1e-6", "rewards[here].std() + 10e-6", "found [0.70709678"),
         ("rewards[here].std() + 1e-6", "rewards[here].std() + 0.1", "times what it should be"),
     ],
     3: [

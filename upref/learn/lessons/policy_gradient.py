@@ -77,7 +77,7 @@ EXERCISE = Exercise(
         ),
         Slip(
             "the reward is left out: every action that was taken is made likelier",
-            "this is what one trains a language model on a text with. Here a sample counts as much as it earned.",
+            "so a language model is trained on a text that somebody wrote. Here a sample counts as much as it earned.",
             lambda z, a, R: -lp(z)[a].mean(),
         ),
         Slip(
