@@ -18,7 +18,7 @@ ATTEMPTS: dict[int, list[tuple[str, str, str]]] = {
         ("-(reward * log_prob[action]).mean()", "-3 * (reward * log_prob[action]).mean()", "3 times what it should be"),
         ("torch.log_softmax(logits, dim=0)", "torch.log_softmax(torch.softmax(logits, 0), 0)", "the softmax twice"),
         ("-(reward * log_prob[action]).mean()", "-(torch.eye(len(logits))[action] - log_prob.exp()).mean(0)",
-         "PyTorch finds it"),
+         "found by PyTorch"),
         ("-(reward * log_prob[action]).mean()", "-((reward - reward.mean()) * log_prob[action]).mean()",
          "a baseline, the mean"),
         ("-(reward * log_prob[action]).mean()", "print(reward * log_prob[action])", "without `return`"),

@@ -167,7 +167,7 @@ def _where(e: Exercise, at: int, amiss: str) -> str:
     if amiss == NOTHING:
         return "a function that ends without `return` answers None."
     if "reduce them" in amiss:
-        return "a loss is one number: average as the exercise says. Its gradient is not yours to write: PyTorch finds it."
+        return "a loss is one number: average as the exercise says. The gradient is found by PyTorch, not by you."
     if amiss:
         return f"answer with one number, a tensor made of {e.gradient}: .item(), .tolist(), .detach(), numpy cut that."
     if not at:
