@@ -55,7 +55,7 @@ def page(plan: run.Plan, rows: list[dict[str, Any]]) -> str:
     ]
     by = collections.Counter(r["library"] for r in rows if "library" in r)
     judges = ", ".join(f"{k} ({v:,} verdicts)" for k, v in by.most_common())
-    tokens = max((r["tokens"] for r in equal), default=0)
+    tokens = max((r.get("tokens", 0) for r in equal), default=0)
     return "\n".join([
         "# How often the checker is right",
         "",
