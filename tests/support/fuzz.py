@@ -88,7 +88,7 @@ def tries(rng: random.Random):
         "a moody advantage": lambda: upref.check_advantages(a_moody(), "group_norm"),
         "a moody curve": lambda: upref.capacity(a_moody(), 0.1, 0.1, 1.0),
         "audit": lambda: audits.audit(some(), rng.choice([(), some()])),
-        "audit, ledger": lambda: ledger.hold([], ledger.read(text=odd.a_ledger(rng, LEDGER)), str(some()), True),
+        "audit, ledger": lambda: ledger.hold([], ledger.read("verl", odd.a_ledger(rng, LEDGER)), str(some()), True),
         "audit-table": lambda: upref.table.audit(read_table(odd.a_table(rng)), draws=200, seed=rng.choice([0, 1, -1])),
         "command": lambda: command(argv()),
         "command, mostly right": lambda: command([rng.choice(["show", "cap", "weights"]), *rng.choices(WORDS, k=2)]),
