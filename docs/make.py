@@ -211,10 +211,29 @@ def wild_estimators() -> str:
     return page.estimators()
 
 
+def sees(part: str) -> str:
+    from docs import sees
+
+    return getattr(sees, part)()
+
+
+def axes() -> str:
+    return sees("axes")
+
+
+def tolerances() -> str:
+    return sees("tolerances")
+
+
+def habits() -> str:
+    return sees("habits")
+
+
+SEES = (axes, tolerances, habits)
 FIELD = (frameworks, field_objectives, field_parts, statuses, wild, wild_tally, wild_estimators)
 GENERATED = {
     f.__name__: f
-    for f in (letters, objectives, tally, verdicts, round_two, *FIELD, claims, claims_tally, benchmarks, lessons)
+    for f in (letters, objectives, tally, verdicts, round_two, *FIELD, claims, claims_tally, benchmarks, lessons, *SEES)
 }
 
 

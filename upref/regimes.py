@@ -3,17 +3,17 @@
 policy, random, far; and what two weights differ by. One file, so that what is covered can be read off in one place.
 
 On policy (r = 1) nearly all objectives have the same gradient, so a test at r = 1 proves nothing. Everything that
-compares losses reads its batches from here. What the grid holds and what only AXES hold:
+compares losses reads its batches from here. What the grid holds and what only AXES hold (docs/what-check-sees.md):
 
-    axis                the grid and the random batches       AXES, one batch each, and one of all at once
-    ratio               |log r| <= 4, all bounds, 800          the same
+    axis                the grid and the random batches       AXES: each by itself, every two together, all at once
+    ratio               |log r| <= 4, all bounds, 800          |log r| = 6 and 15
     advantage           |A| <= 2                               1e-6 to 40, both signs
     π_old               0.02, 0.3, 0.9                         0.95 to exactly 1
     response            1 to 9 tokens                          to 520, on both sides of 16, 64, 128, 256 and 512
     batch               a few hundred tokens                   more than 65,504
     group ids           0, 1, 2, ...                           with gaps, negative, beyond 2^40
     π_ref               near π_old                             |log π_ref/π_θ| to 9
-    dtype               float64                                float32 and bfloat16, in the oracle of extremes
+    dtype               float64                                float32; bfloat16 in the oracle of extremes
 """
 
 import math
@@ -42,6 +42,8 @@ SINGLE_EDGES = (-3e-5, 3e-5)  # for whoever computes in float32: narrower than a
 LENGTHS = (1, 5, 2, 7, 3, 4, 6, 2)
 ANCHOR_A = (1.0, -1.0, -0.5, 0.5, 2.0, -2.0, 1.5, -0.75)
 OVERFLOW = (20.0, 60.0, 80.0, 100.0, 800.0)  # log r
+# of |log r|: a clamp from there on is a guard that training does not meet; a response's is a mean over its tokens
+GUARD = {"token": 20.0, "free": 20.0, "trajectory": 20.0, "sequence": 10.0}
 CLAMPS = (9.5, 10.5, 19.5, 20.5, 25.0)  # on both sides of where implementations clamp log r
 
 
@@ -107,6 +109,8 @@ def batch(objective: Objective, *, seed: int = 0, edges: tuple[float, ...] = EDG
     mus = MU[:1] if objective.level in REDUCE else MU
     cases = [(A, mu, r) for A, mu in product(SIGNS, mus) for r in ratios(objective, A, mu, edges, **hp)]
     cases *= 3 if "entropy" in objective.reads else 1  # each beside calmer tokens and beside less calm ones
+    if objective.coupled:  # no two tokens tie where the batch is sorted
+        cases = [(A, mu, r * (1 - 1e-5 * i)) for i, (A, mu, r) in enumerate(cases)]
     rng = np.random.default_rng(seed)
     cases = [cases[i] for i in rng.permutation(len(cases))][::thin]
     return lay(cases, objective.level, objective.agg == "seq-mean", rng)
@@ -244,37 +248,66 @@ class Axis:
     lengths: tuple[int, ...] = (1, 4, 2, 6)
     rows: int = 48
     ref: tuple[float, ...] = (0.1, -0.2)  # log π_ref / π_θ
+    far: tuple[float, ...] = ()  # log r of a quarter of the tokens
+    single: bool = False  # its numbers are the same in float32, and it is asked in that too
 
 
 LARGE = "more than 65,504 tokens"
 AXES = {
+    "ratios": Axis("|log r| of 6 and 15 (a response's: 6 and 9)", far=(6.0, -6.0, 15.0, -15.0)),
     "advantages": Axis("|A| from 1e-6 to 40", A=(1e-6, -1e-6, 1e-3, -1e-3, 7.0, -7.0, 12.0, -12.0, 40.0, -40.0)),
     "certain tokens": Axis("π_old from 0.95 to exactly 1", mu=(0.95, 0.97, 0.99, 0.999, 0.99999, 1.0)),
     "lengths": Axis("responses of up to 520 tokens", lengths=LONG, rows=2 * len(LONG)),
     "reference": Axis("|log π_ref / π_θ| up to 9", ref=(1.0, -1.0, 3.0, -3.0, 6.0, -6.0, 9.0, -9.0)),
 }
+_FAR, _REF = AXES["ratios"].far, AXES["reference"].ref
+AXES["every two"] = Axis(
+    "every two of these together, in float64 and in float32",
+    A=(1.0, -1.0, 1e-6, -1e-6, 7.0, -7.0, 40.0, -40.0),
+    mu=(0.02, 0.3, 0.9, 0.95, 0.99, 0.999, 0.99999, 1.0),
+    lengths=(1, 4, 17, 129, 257, 520),
+    rows=8 * 6,  # each A with each length
+    ref=(0.1, -0.2, *_REF),
+    far=_FAR,
+    single=True,
+)
 AXES["all at once"] = Axis(
-    f"all of these at once, in {LARGE}",
+    f"all of these at once, in {LARGE}, in float64 and in float32",
     A=tuple(x for a in AXES.values() for x in a.A),
     mu=tuple(x for a in AXES.values() for x in a.mu),
     lengths=(520,) * 30 + LONG,
     rows=150,
-    ref=AXES["reference"].ref,
+    ref=_REF,
+    far=_FAR,
+    single=True,
 )
+NAMED: dict[str, Callable[[Tensor], Tensor]] = {  # group ids
+    "with gaps": lambda g: 7 + 300 * g,
+    "that are negative": lambda g: -1 - g,
+    "beyond 2^40": lambda g: 2**40 + g,
+}
 
 
-def beyond(axis: str, objective: Objective, seed: int = 0, **hp) -> Rollouts:
-    """The batch of that axis: one advantage a response, ratios drawn around 1 and around the objective's bounds."""
+def beyond(axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] = (), **hp) -> Rollouts:
+    """The batch of that axis: one advantage a response, ratios drawn around 1 and around the objective's bounds. ids:
+    the keys of NAMED by which its groups are named, each of them in some rows of every A and of every length."""
     of, rng, wide = AXES[axis], np.random.default_rng(seed), objective.level in REDUCE
     B, T = of.rows, max(of.lengths) + 1
     draw = lambda among, shape: rng.choice(np.array(among), size=shape)
     n = np.resize(np.array(of.lengths), B)
-    A = np.repeat(of.A, -(-B // len(of.A)))[:B]  # in blocks: each length with both signs
+    each = -(-B // len(of.A))
+    A = np.repeat(of.A, each)[:B]  # in blocks: each length with both signs
     mask = np.arange(T) < n[:, None]
     near = [np.log([k for k in kinks(objective, s, 0.02, **hp)] or [1.5]) for s in (1.0, -1.0)]
     bound = np.array([rng.choice(near[0] if a > 0 else near[1]) for a in A])[:, None]
     around = bound * rng.uniform(0.2, 1.8, (B, T))
     x = np.where(rng.random((B, T)) < 0.5, around, rng.normal(size=(B, T)) * draw((1e-4, 0.02, 0.3), (B, T)))
+    row = np.arange(B)
+    guard = GUARD[objective.level] - 1
+    if of.far:  # a quarter of the tokens; of responses two thirds, those of either sign with each A and each length
+        side = (row % each + 2 * (row // each))[:, None] % 3
+        away = np.abs(draw(of.far, (B, T))) * np.where(side == 1, 1, -1) if wide else draw(of.far, (B, T))
+        x = np.where(side > 0 if wide else rng.random((B, T)) < 0.25, away.clip(-guard, guard), x)
     if wide:  # the response's own ratio is drawn, its tokens are scattered around it
         noise = np.where(mask, rng.normal(size=(B, T)) * 0.1, 0)
         x = x[:, :1] / (1 if objective.level == "sequence" else n[:, None])
@@ -283,22 +316,22 @@ def beyond(axis: str, objective: Objective, seed: int = 0, **hp) -> Rollouts:
         old = np.minimum(np.log(draw(of.mu, (B, T))), np.where(x > 0, -x - 1e-3, 0))
     lp = np.minimum(old + x, 0)
     ref = np.minimum(lp + draw(of.ref, (B, T)), -1e-3)
-    t = lambda v: torch.tensor(np.where(mask, v, math.nan), dtype=torch.float64)
-    group = torch.as_tensor(rng.permutation(B) % max(1, B // 4))
-    entropy = torch.as_tensor(rng.uniform(0, 3, size=(B, T)))
-    adv = torch.tensor(A)[:, None].expand(B, T).clone()
+    exact = (lambda v: v.astype(np.float32).astype(float)) if of.single else (lambda v: v)
+    t = lambda v: torch.tensor(exact(np.where(mask, v, math.nan)), dtype=torch.float64)
+    entropy = torch.as_tensor(exact(rng.uniform(0, 3, size=(B, T))))
+    adv = torch.tensor(exact(A))[:, None].expand(B, T).clone()
+    kinds = len(ids) + 1
+    mixed = (row // each + row % each) % kinds + kinds * rng.integers(3, size=B)
+    plain = group = torch.as_tensor(mixed if ids else rng.permutation(B) % max(1, B // 4))
+    for k, name in enumerate(ids):
+        group = torch.where(plain % kinds == k + 1, NAMED[name](plain), group)
     return Rollouts(t(lp), t(old), adv, torch.tensor(mask), group, t(ref).nan_to_num(nan=-1.2), entropy)
 
 
 def renamed(b: Rollouts) -> dict[str, Rollouts]:
     """The batch under other names of its groups."""
     assert b.group is not None
-    name = lambda f: replace(b, group=f(b.group), totals=None)
-    return {
-        "with gaps": name(lambda g: 7 + 300 * g),
-        "that are negative": name(lambda g: -1 - g),
-        "beyond 2^40": name(lambda g: 2**40 + g),
-    }
+    return {name: replace(b, group=f(b.group), totals=None) for name, f in NAMED.items()}
 
 
 # ---- reading and comparing -------------------------------------------------------------------------------------------

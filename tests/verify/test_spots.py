@@ -51,6 +51,17 @@ def test_named(spot):
     assert {k: same.hp[k] for k in spot.hp} == pytest.approx(spot.hp, abs=1e-6)
 
 
+@pytest.mark.parametrize("spot", spots.RIGHT, ids=str)
+def test_identify_agrees_with_check(spot):
+    """What check accepts is named so, or as what has the same gradient: partly in float32 or not."""
+    identity = upref.identify(spot.function)
+    assert identity and not identity.why, str(identity)
+    match = next(m for m in identity.matches if m.name == spot.objective)
+    expected = upref.get(spot.objective).resolve(spot.hp)
+    for k, v in match.hp.items():
+        assert v == expected[k] or v == pytest.approx(expected[k], abs=2e-6), f"{k} = {v}, not {expected[k]}"
+
+
 @pytest.mark.parametrize("spot", spots.CAUSES, ids=str)
 def test_the_cause_is_the_true_one(spot):
     report = upref.check(spot.function, spot.objective, **spot.hp)
@@ -60,6 +71,12 @@ def test_the_cause_is_the_true_one(spot):
 def test_no_batch_is_printed_that_nobody_reads():
     b = beyond("lengths", upref.get("dapo"))
     assert "too many to print" in as_python(b) and len(as_python(b)) < 200
+
+
+def test_a_row_without_tokens_that_makes_nan_is_noted():
+    """Outside what the papers define, and many batches are padded by such rows."""
+    report = upref.check(spots.empty_row_makes_nan, "grpo")
+    assert report and any("masked throughout" in f.regime and f.found == "NaN" for f in report.notes), str(report)
 
 
 def test_an_interval_of_one_ratio_is_said_to_be_one():

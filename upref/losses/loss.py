@@ -53,6 +53,7 @@ class Loss:
     form: str = "scalar"
     wrapped: bool = False
     backs: bool = False  # it calls .backward() itself
+    lines: int = 0  # of Python that a call may run before it is stopped, 0 for any number
     parts: tuple[int, ...] = (2, 3, 8)  # into how many micro-batches the split oracle cuts a mini-batch
 
     @property
@@ -93,7 +94,7 @@ class Loss:
     def run(self, full: dict[str, Any], b: Rollouts, **moved) -> Outcome:
         """One call on these inputs; InputError in one sentence for whatever the loss does instead of answering."""
         before = {k: v.detach().clone() for k, v in full.items() if isinstance(v, Tensor)}
-        got, printed = called(self.name, lambda: self.call(full, self.given | moved))
+        got, printed = called(self.name, lambda: self.call(full, self.given | moved), self.lines)
         value, form, wrapped = self._scalar(got, b)
         left = [v for v in full.values() if isinstance(v, Tensor) and v.is_leaf and v.grad is not None]
         if left and form != "scalar":

@@ -24,7 +24,7 @@ from upref.verify.explain import reproduces
 from upref.verify.factors import promised
 from upref.verify.identity import Identity, Match
 from upref.verify.match import Candidate, candidate
-from upref.verify.measure import Case, unit_weights
+from upref.verify.measure import SINGLE, Case, unit_weights
 from upref.verify.oracles.conduct import mutation
 from upref.verify.slips import Slip, known
 
@@ -75,6 +75,11 @@ def _identified(loss: Any, start: float) -> Identity:
             )
         box.unscale()
     nearest = _nearest(box, tried + (_plain(box) if box.coupled else []), grids)
+    if nearest.distance <= SINGLE and nearest.name:  # its curve has jumps that rounding makes, its gradients have not
+        wrong = _slips(box, nearest, grids)
+        kind = "pitfall" if wrong else "up" if nearest.name.startswith("up(") else "objective"
+        named = answer(kind, [nearest], "; ".join(wrong))
+        return replace(named, contract=[*named.contract, "a part of it in float32: compared to 2e-5"])
     if found := _pitfall(box, get(nearest.name), grids):
         return answer("pitfall", [found[0]], found[1].words)
     return answer("none", [nearest], "")

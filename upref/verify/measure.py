@@ -53,6 +53,7 @@ class Case:
     tol: float = HABIT
     edges: tuple[float, ...] = EDGES
     failed: set[str] = field(default_factory=set)  # oracles
+    covered: list[str] = field(default_factory=list)  # the unusual inputs on which it was right, in words
     done: list[Outcome] = field(default_factory=list, repr=False)  # calls that wrote or printed
 
     # ---- the loss ----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from upref.rollouts import Rollouts
+from upref.verify.report import UNKNOWN
 
 
 def pattern(b: Rollouts, found: Tensor, expected: Tensor, r: Tensor, use: Tensor, tol: float, by_token: bool) -> str:
@@ -37,8 +38,8 @@ def pattern(b: Rollouts, found: Tensor, expected: Tensor, r: Tensor, use: Tensor
         return f"{extra.mean():+.4g} is added to every weight, whatever A"
     zero = (b.adv.expand_as(found) == 0)[use]
     if zero.any() and extra[zero].abs().max() > tol:
-        return f"no known cause; where A = 0 the weight is off by up to {extra[zero].abs().max():.4g}"
-    return "no known cause fits"
+        return f"{UNKNOWN}; where A = 0 the weight is off by up to {extra[zero].abs().max():.4g}"
+    return UNKNOWN
 
 
 def _constant(k: Tensor, tol: float) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from upref.losses.guard import undisturbed
 
+UNKNOWN = "no known cause fits"
 RAN = ("ok", "failure", "note")
 SHOWN, WIDE, LONGEST = 8, 400, 3000  # findings of a kind that are printed; characters of a field, and of a batch
 
@@ -112,6 +113,8 @@ class Report:
     def text(self, verbose: bool = False) -> str:
         """The verdict, the failures, a line for each note; verbose: all that was assumed and run."""
         lines = [self._head(), *some([f.text() for f in self._few_batches()], "failures")]
+        if self.failures and not any(f.cause for f in self.failures):
+            lines.append(f"      likely    {UNKNOWN}; the numbers are what was found")
         lines += some([f.text(verbose) for f in self.notes], "notes")
         lines += [f"read as: {short(self.read_as)}"] if self.read_as else []
         left_out = {k: v for k, v in self.oracles.items() if v not in RAN}

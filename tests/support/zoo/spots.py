@@ -300,6 +300,26 @@ RIGHT = [
     Spot(one_number_a_response, "grpo", "[B], unreduced"), Spot(gspo_in_float32, "gspo", "float32"),
 ]  # fmt: skip
 
+
+def partly(objective, part, agg=mean):
+    """part: the surrogate of (lp, log r, A), a factor of it in float32."""
+    return Spot(named(f"{objective}_in_part", token(part, agg)), objective, "a factor of it in float32")
+
+
+def _s_in_float32(lp, log_r, A, mask):
+    s = (torch.where(mask, log_r, 0).sum(1, keepdim=True) / mask.sum(1, keepdim=True)).float().exp().double()
+    return (torch.minimum(s * A, s.clamp(1 - 3e-4, 1 + 4e-4) * A)).expand_as(lp)
+
+
+PARTLY = [
+    partly("gspo", _s_in_float32, per_row),
+    partly("cispo", lambda lp, x, A, m: x.float().exp().clamp(max=5.0).double().detach() * A * lp),
+    partly("sapo", lambda lp, x, A, m: 4 * torch.where(
+        A > 0, torch.sigmoid((x.exp() - 1).float()), torch.sigmoid(1.05 * (x.exp() - 1).float()) / 1.05).double() * A, per_row),
+    partly("reinforce", lambda lp, x, A, m: A.float().double() * lp, lambda x, m: -torch.where(m, x, 0).sum(1).mean()),
+]  # fmt: skip
+RIGHT += PARTLY
+
 # ---- what identify must say ------------------------------------------------------------------------------------------
 NAME = lambda name, J, objective, says="", agg=mean, **hp: Spot(named(name, token(J, agg)), objective, says, hp)
 e = math.exp

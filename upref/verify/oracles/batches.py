@@ -4,6 +4,7 @@
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from upref.aggregation import Totals
 from upref.regimes import anchor
@@ -36,13 +37,26 @@ def split(case: Case) -> list[Finding]:
         off = moved(g2, g, b.mask, slack(case, HABIT))
         if off.max() > 0:
             i, t = worst(off)
-            why = "it is normalised by the micro-batch, not by the mini-batch's totals"
+            alone = [_right(case, replace(m, totals=None)) for m in b.split(n)]
+            why = OWN.format("micro-batch") if _alike(g2, torch.cat(alone)) else ""
             regime = f"{n} micro-batches of unequal lengths, their losses added up"
             before, after = f"dJ/dlp {g[i, t].item():.6g}, as of the whole", f"{g2[i, t].item():.6g}"
             return [fail("split", regime, before, after, as_python(b), why)]
         if (v2 - v).abs() > 1e-6 * v.abs().clamp(min=1e-3):
             return [note("split", f"the value of {n} micro-batches does not add up, the gradient does")]
     return []
+
+
+OWN = "it is normalised by the {}'s own tokens or responses, not by the mini-batch's"
+
+
+def _right(case: Case, b: Rollouts) -> Tensor:
+    """dJ/dlp of the objective itself, aggregated as this loss does."""
+    return case.expected(b) * case.factors(b)
+
+
+def _alike(x: Tensor, y: Tensor) -> bool:
+    return bool((x - y).abs().max() <= 1e-5 * y.abs().max())
 
 
 def not_parallel(case: Case) -> str:
@@ -80,6 +94,18 @@ def data_parallel(case: Case) -> list[Finding]:
             i, t = worst(off)
             text = f"{ranks} ranks of {len(g) // ranks} responses, gradients averaged: {contract(case)}"
             before, after = f"dJ/dlp {g[i, t].item():.6g}, as on one rank", f"{mean[i, t].item():.6g}"
-            why = "it is normalised by the rank's own rows, or not scaled by the number of ranks"
-            return [fail("data-parallel", text, before, after, as_python(b), why)]
+            return [fail("data-parallel", text, before, after, as_python(b), _why(case, b, mean, ranks))]
     return []
+
+
+def _why(case: Case, b: Rollouts, mean: Tensor, ranks: int) -> str:
+    """The change to the reference that gives this mean."""
+    g = _right(case, b)
+    if _alike(mean * ranks, g):
+        return "it is not scaled by the number of ranks"
+    own = torch.zeros_like(g)
+    for k in range(ranks):
+        rows = torch.arange(k, len(g), ranks)
+        own[rows] = _right(case, replace(b.rows(rows, Totals.of(b.mask[rows])), totals=None)) / ranks
+    times = next((k for k in (1, ranks) if _alike(mean, k * own)), 0)
+    return OWN.format("rank") if times else ""

@@ -11,6 +11,7 @@ from upref.losses.names import CALLED
 from upref.ops import replayed_sg
 from upref.regimes import OFF_EDGES
 from upref.rollouts import Rollouts
+from upref.verify.factors import even
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, fail, note
@@ -37,7 +38,8 @@ def stop_gradient(case: Case) -> list[Finding]:
         done = loss.run(full, b)
         g = torch.autograd.grad(done.value, full["entropy"], allow_unused=True)[0] if done.attached else None
         if g is not None and (g != 0).any():
-            why = "a bonus of the policy's entropy, or a weight by it without .detach()"
+            bonus = even(-(g / case.factors(b))[b.mask])
+            why = f"a bonus of {bonus:.4g} times the entropy of each token" if bonus is not None else ""
             return [fail("stop-gradient", "the entropy, which depends on the policy", "no gradient into it",
                          f"a gradient of up to {g.abs().max().item():.3g}", cause=why)]  # fmt: skip
     notes = [note("stop-gradient", f"a gradient would flow into {', '.join(out)}", cause=CONSTANTS)] if out else []
@@ -61,7 +63,9 @@ def _declared(case: Case) -> list[Finding]:
                 ends.append(case.loss(replace(b, logp=b.logp + sign * step)))
         there, here = (ends[0] - ends[1]).item() / 2e-6, (g * step).sum().item() / 1e-6
         if not abs(there - here) <= 1e-5 * (g * step).abs().sum().item() / 1e-6 + 1e-9:
-            why = "a .detach() that is not declared with sg, or a backward pass that is not its function's"
+            why = (
+                "its gradient is not that of its value: a .detach() not declared with sg, or a backward pass of its own"
+            )
             regime = "finite differences in a random direction, every sg(x) held at its value"
             return [fail("stop-gradient", regime, f"derivative {there:.6g}", f"autograd {here:.6g}", cause=why)]
     return []
@@ -70,7 +74,7 @@ def _declared(case: Case) -> list[Finding]:
 @oracle("mutation", 160)
 def mutation(case: Case) -> list[Finding]:
     """What all calls so far have changed or printed."""
-    why = "an in-place operation (x[...] =, mul_, clamp_, nan_to_num_)"
+    why = "it writes into the tensor that it was given"
     changed = sorted({CALLED[k] for done in case.done for k in done.wrote if k in CALLED})
     says = "inputs left alone", "other numbers after the call"
     out = [fail("mutation", f"{name} is changed in place", *says, cause=why) for name in changed]
@@ -99,13 +103,13 @@ def _moved(case: Case, key: str) -> list[Finding]:
     except InputError as e:
         return [fail("dead-hyperparameter", f"{key} = {other:g}", "another gradient", str(e))]
     if torch.equal(told, changed):
-        why = "it is swallowed by **kwargs" if key not in loss.takes else "the argument is never read"
+        why = "it goes into **kwargs and has no effect" if key not in loss.takes else "the argument has no effect"
         make = fail if asked else note
         return [make("dead-hyperparameter", text, "another gradient", "the same gradient, bit for bit", cause=why)]
     if _explained(there, b, changed):
         return []
     want = f"the gradient of {o.name} at {key} = {other:g}"
-    why = f"{key} does not mean what it means in {o.name}"
+    why = f"{key} has another effect than in {o.name}"
     return [fail("dead-hyperparameter", text, want, "another gradient", cause=why)]
 
 

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Oracles that need no reference: what must not change a loss's gradient, or change it in a known way."""
 
+import contextlib
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from upref.errors import InputError
+from upref.losses.guard import undisturbed
 from upref.losses.names import CALLED
 from upref.regimes import OFF_EDGES
 from upref.rollouts import Rollouts
+from upref.verify.factors import promised
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, fail, note
@@ -29,6 +34,11 @@ def moved(x: Tensor, y: Tensor, mask: Tensor, tol: float) -> Tensor:
     """Relative to the largest, on unmasked slots, 0 within tol; infinite where one is not finite and the other is."""
     off = ((x - y).abs() / y.abs().amax().clamp(min=1e-30)).nan_to_num(nan=math.inf)
     return torch.where(mask & (off > tol), off, 0)
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    """Whether the change to the right-hand side is what was found on the left."""
+    return bool((x - y).abs().max() <= 1e-5 * y.abs().max())
 
 
 def slack(case: Case, least: float = BIT) -> float:
@@ -50,7 +60,9 @@ def padding(case: Case) -> list[Finding]:
         bad = lambda x: bool((case.gradient(x)[~x.mask] != 0).any())
         text = "masked slots that hold ordinary numbers"
         batch = example(case, b, bad)
-        out.append(fail("padding", text, "weight 0", "a gradient flows into them", batch, "the mask is ignored"))
+        every = replace(b, mask=torch.ones_like(b.mask))
+        why = "the mask is ignored" if _same(g, case.expected(every) * case.factors(every)) else ""
+        out.append(fail("padding", text, "weight 0", "a gradient flows into them", batch, why))
     for left, right in ((0, 3), (2, 0)):
         pad = lambda v, n=(left, right): torch.nn.functional.pad(v, n, value=-0.7 if v.is_floating_point() else 0)
         wider, g2 = case.both(regroup(b, lambda k, v, pad=pad: v if k == "group" else pad(v)))  # type: ignore[misc]
@@ -60,7 +72,8 @@ def padding(case: Case) -> list[Finding]:
             i, t = worst(off)
             before, after = f"dJ/dlp {g[i, t].item():.6g}, as without", f"{g2[i, t + left].item():.6g}"
             batch = as_python(shrink(b, lambda x: True, (i, t)))
-            why = "a mean or a bound reads the padded width"
+            T, inner = g.shape[1], g2[:, left : left + g.shape[1]]
+            why = "it divides by the padded width" if _same(inner * (T + left + right), g * T) else ""
             out.append(fail("padding", f"with {side}", before, after, batch, why))
         elif (wider - value).abs() > 1e-6 * value.abs().clamp(min=1e-3):
             text = f"the value moves with {side}, the gradient does not"
@@ -69,27 +82,33 @@ def padding(case: Case) -> list[Finding]:
 
 
 def _empty_row(case: Case, b: Rollouts, g: Tensor) -> list[Finding]:
-    """A fully masked row, as frameworks pad batches with, counts nothing in a mean over tokens."""
-    if case.o.agg not in ("token-mean", "group-token-mean") or case.loss.form == "unreduced":
+    """A fully masked row, as frameworks pad batches with, counts nothing in a mean over tokens. What it counts in a
+    mean over responses nobody says; that it is NaN there must only be known."""
+    if case.loss.form == "unreduced":
         return []
     rows = {k: torch.cat([v, v[:1]]) for k in FIELDS if (v := getattr(b, k)) is not None}
     rows["mask"][-1] = False
     try:
-        g2 = case.gradient(Rollouts.unchecked(**rows))  # Rollouts itself refuses such a row
+        value, g2 = case.both(Rollouts.unchecked(**rows))  # Rollouts itself refuses such a row
     except InputError:
         return []
+    text = "with a row that is masked throughout"
+    if case.o.agg not in ("token-mean", "group-token-mean"):
+        nan = note("padding", text, "a number", "NaN", "drop such rows, or divide by lengths of at least 1")
+        return [] if value.isfinite() and g2.isfinite().all() else [nan]
     off = moved(g2[:-1], g, b.mask, slack(case))
     if off.max() == 0 and (g2[-1] == 0).all():
         return []
     i, t = worst(off)
     before, after = f"dJ/dlp {g[i, t].item():.6g}, as without", f"{g2[i, t].item():.6g}"
-    why = "the row is counted in a denominator"
-    return [fail("padding", "with a row that is masked throughout", before, after, cause=why)]
+    B = len(g)
+    why = "the row is counted among the responses of a mean" if _same(g2[:-1] * (B + 1), g * B) else ""
+    return [fail("padding", text, before, after, cause=why)]
 
 
 JUNK = (0.0, -30.0, 30.0)  # what padding may hold: a log-probability of anything, an advantage of any size
 NOT_NUMBERS = (math.nan, math.inf, -math.inf, 1e30)
-LEAK = "NaN in a masked slot reaches the gradient: mask the inputs, torch.where(mask, x, 0), before multiplying"
+LEAK = "{} in a masked slot reaches the gradient: torch.where(mask, x, 0) before it is multiplied keeps it out"
 
 
 @oracle("poison", 70)
@@ -117,15 +136,16 @@ def poison(case: Case) -> list[Finding]:
             continue
         what = " and ".join(w for w, on in changes.items() if on)
         if p not in JUNK or case.loss.framework:
-            leaks = leaks or [note("poison", regime, "no effect, bit for bit", what, LEAK)]
+            leaks = leaks or [
+                note("poison", regime, "no effect, bit for bit", what, LEAK.format(f"{p:g}".replace("nan", "NaN")))
+            ]
             continue
 
         def shows(c: Rollouts, bad=bad) -> bool:
             one, two = case.both(c), case.both(bad(c))
             return not (torch.equal(one[0], two[0]) and torch.equal(one[1], two[1]))
 
-        finite = v2.isfinite() and g2.isfinite().all()
-        why = "masked slots are read: the mask is missing from a sum, a mean or a bound" if finite else LEAK
+        why = "masked slots are read"
         return [fail("poison", regime, "no effect, bit for bit", what, as_python(bad(shrink(b, shows))), why)]
     return leaks
 
@@ -133,6 +153,17 @@ def poison(case: Case) -> list[Finding]:
 def _moves(case: Case, b: Rollouts, i: Tensor) -> bool:
     there = case.gradient(regroup(b, lambda k, v: v[i]))
     return bool(moved(there, case.gradient(b)[i], b.mask[i], slack(case)).max() > 0)
+
+
+def _by_place(case: Case, b: Rollouts) -> str:
+    """Whether the reference, its groups taken for blocks of n rows, is what was found."""
+    g, row = case.gradient(b), torch.arange(len(b.mask))
+    for n in range(2, len(row)) if "group" in case.loss.reads else ():
+        with contextlib.suppress(InputError):  # a group of one
+            blocks = replace(b, group=row // n, totals=None)
+            if _same(g, case.expected(b) * case.factors(blocks, promised(case.o))):
+                return f"groups are taken for blocks of {n} rows, whatever their ids"
+    return ""
 
 
 @oracle("permutation", 130)
@@ -147,9 +178,12 @@ def permutation(case: Case) -> list[Finding]:
     if order is None:
         return []
     batch = as_python(shrink(b, lambda c: _moves(case, c, order(len(c.mask)))))
-    why = "rows are read by position, as if groups were contiguous or equal in size"
+    why = _by_place(case, b)
     says = "the same gradient, in that order", "another gradient"
     return [fail("permutation", "rows in another order", *says, batch, why)]
+
+
+STATE_OF_ITS_OWN = "seeded alike it differs too: it keeps state between calls, or has a clock or generator of its own"
 
 
 @oracle("determinism", 0)
@@ -160,7 +194,16 @@ def determinism(case: Case) -> list[Finding]:
     if all(same(v, v2) and same(g, g2) for v2, g2 in more):
         return []
     batch = as_python(shrink(b, lambda c: not torch.equal(case.gradient(c), case.gradient(c))))
-    why = "it draws random numbers or keeps state between calls"
+
+    def seeded() -> Tensor:
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        return case.gradient(b)
+
+    with undisturbed():
+        drawn = same(seeded(), seeded())
+    why = "it draws random numbers" if drawn else STATE_OF_ITS_OWN
     return [fail("determinism", "the same batch twice", "the same numbers", "other numbers", batch, why)]
 
 
@@ -182,7 +225,9 @@ def scaling(case: Case) -> list[Finding]:
         return bool(moved(three / 3, one, c.mask, max(1e-6, case.tol)).max() > 0)
 
     expected, found = f"3 times the gradient: {3 * g[i, t].item():.6g}", f"{g2[i, t].item():.6g}"
-    batch, why = as_python(shrink(b, scales, (i, t))), "advantages are normalised, clipped or squared inside"
+    batch = as_python(shrink(b, scales, (i, t)))
+    why = "the size of A has no effect: it is divided out" if _same(g2, g) else ""
+    why = "A enters squared" if _same(g2, 9 * g) else why
     return [fail("scaling", "all advantages times 3", expected, found, batch, why)]
 
 
@@ -192,6 +237,5 @@ def zero_advantage(case: Case) -> list[Finding]:
     g = case.gradient(replace(b, adv=torch.zeros_like(b.adv)))
     if (g == 0).all():
         return []
-    found = "a gradient" if g.isfinite().all() else "NaN or infinity"
-    why = "a term without A, or a division by the advantages' deviation"
-    return [fail("zero-advantage", "A = 0 everywhere", "weight 0", found, cause=why)]
+    found = f"a gradient of up to {g.abs().max().item():.4g}" if g.isfinite().all() else "NaN or infinity"
+    return [fail("zero-advantage", "A = 0 everywhere", "weight 0", found)]

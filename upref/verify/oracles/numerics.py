@@ -7,13 +7,14 @@ from dataclasses import replace
 import torch
 
 from upref.errors import InputError
-from upref.regimes import column, overflowing
+from upref.regimes import GUARD, column, overflowing
 from upref.rollouts import Rollouts
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.regions import NAMES
-from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import as_python, example, wrong
+from upref.verify.report import UNKNOWN, Finding, fail, note
+from upref.verify.shrink import as_python, example
+from upref.verify.shrink import wrong as wrong_of
 
 FAR = (5.0, 8.0, 9.5, 10.5, 15.0, 19.5, 20.5, 30.0, 50.0)
 FULL = math.log(torch.finfo(torch.float64).max) - 1
@@ -60,14 +61,7 @@ def _overflows(case: Case, dtype: torch.dtype) -> list[Finding]:
         i, t = hit.nonzero()[0].tolist()
         text = f"{NAMES[A[i, t].item()]}, log r = {log_r[i, t].item():.3g}, log π = {b.logp[i, t].item():.4g}, {short}"
         want, got = expected[i, t].item(), found[i, t].item()
-        if found[i, t].isfinite():
-            why = "an overflowing ratio is replaced by another weight"
-        elif overflow[i, t]:
-            why = "exp overflows where it is not taken, and 0 * inf = NaN on the way back"
-        elif b.logp[i, t] < math.log(torch.finfo(dtype).tiny) + 20:
-            why = "exp(log_prob) underflows: use differences of log-probabilities"
-        else:
-            why = "it computes in a narrower dtype than its inputs have"
+        why = _why(case, b, low, i, t)
         if not severe:
             return [note("extremes", text, want, got, why)]
         keep = {k: getattr(low, k)[i : i + 1, :1] for k in ("logp", "logp_old", "adv", "mask")}
@@ -85,20 +79,51 @@ def _runs_below_overflow(case: Case, b: Rollouts) -> bool:
     return True
 
 
+def _why(case: Case, b: Rollouts, low: Rollouts, i: int, t: int) -> str:
+    """The one change that makes it right: a nearer ratio, or the same ratio of a likelier token."""
+    x, A = (b.logp - b.logp_old)[i, t].item(), b.adv[i, t].item()
+    dtype = low.logp.dtype
+
+    def right(log_r: float, lp: float) -> bool:
+        full = lambda v: torch.full_like(low.logp[:1, :1], v)
+        one = case.ready(Rollouts(full(lp), full(lp - log_r), full(A), full(1).bool(), logp_ref=full(lp)))
+        try:
+            found = case.gradient(one).double() / case.factors(one)
+        except InputError:
+            return False
+        wide = replace(one, **{k: getattr(one, k).double() for k in FLOATS if getattr(one, k) is not None})
+        return bool(
+            (found - case.expected(wide)).abs().max() <= 0.05 * max(abs(A), float(case.expected(wide).abs().max()))
+        )
+
+    for d in (torch.float32, dtype):
+        name, most, least = str(d).removeprefix("torch."), math.log(torch.finfo(d).max), -math.log(torch.finfo(d).tiny)
+        sign = math.copysign(1, x)
+        if abs(x) > most and right(sign * (most - 4), -1 - most) and not right(sign * (most + 4), -5 - most):
+            return f"exp(log r) overflows {name}, at |log r| > {most:.3g}, and 0 * inf is NaN"
+        if abs(x) < 1 and right(x, 9 - least) and not right(x, -60 - least):
+            return f"exp(log_prob) underflows {name}, though the ratio is near 1: use differences of log-probabilities"
+    return ""
+
+
 def _clamps(case: Case) -> list[Finding]:
     """A weight that is lost beyond some |log r|: a clamp of the log-ratio."""
-    at = lambda A, x: case.ready(column(A, [math.exp(x)]))
+    guard = GUARD[case.o.level]
     for A in (1.0, -1.0):
-        hit = [s * x for x in FAR for s in (1, -1) if float(case.off(at(A, s * x)).max()) > 1e-6]
-        near = [x for x in hit if abs(x) < 20]
+        b = case.ready(column(A, [math.exp(s * x) for x in FAR for s in (1, -1)]))
+        xs, found, expected = (v[:, 0].tolist() for v in (b.logp - b.logp_old, case.weights(b), case.expected(b)))
+        wrong = (case.off(b)[:, 0] > 1e-6).tolist()
+        hit = [n for n in range(len(xs)) if wrong[n]]
         if not hit:
             continue
-        x = near[0] if near else hit[0]
-        b = at(A, x)
-        expected, found = case.expected(b)[0, 0].item(), case.weights(b)[0, 0].item()
-        text = f"{NAMES[A]}, log r = {x:g}"
-        if near:
-            why = "the log-ratio is clamped below 20"
-            return [fail("extremes", text, expected, found, example(case, b, wrong(case)), why)]
-        return [note("extremes", text, expected, found, "the log-ratio is clamped at 20 or beyond")]
+        n = hit[0]  # the nearest
+        beyond = [not found[k] for k in range(len(xs)) if xs[k] * xs[n] > 0 and abs(xs[k]) >= abs(xs[n]) - 1e-9]
+        last = max((abs(x) for x in xs[:n] if x * xs[n] > 0), default=0.0)
+        text = f"{NAMES[A]}, log r = {xs[n]:.4g}"
+        # a clamp leaves the value where it is and no gradient, for all that is farther
+        why = f"log r is clamped, between {last:.4g} and {abs(xs[n]):.4g}" if all(beyond) else UNKNOWN
+        if abs(xs[n]) < guard:
+            one = case.ready(column(A, [math.exp(xs[n])]))
+            return [fail("extremes", text, expected[n], found[n], example(case, one, wrong_of(case)), why)]
+        return [note("extremes", f"{text}: clamped at {guard:g} or beyond", expected[n], found[n], why)]
     return []

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle of unusual inputs: each axis of upref.regimes.AXES by itself, then all of them at once."""
+"""The oracle of unusual inputs: each axis of upref.regimes.AXES by itself, every two of them together, all at once."""
 
+import math
 import time
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.regimes import AXES, LARGE, anchor, beyond, renamed
+from upref.regimes import AXES, anchor, beyond, renamed
 from upref.rollouts import Rollouts
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
@@ -16,43 +17,70 @@ from upref.verify.oracles.invariance import moved, slack
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import example, worst
 
-TOO_LONG = 0.8  # seconds: a loss that would take longer for the large batch is not asked for it
-LAST = "all at once"
+TOO_LONG = 0.8  # seconds: a loss that would take longer for a batch is not asked for it
+SIZE = {"every two": 7_000, "all at once": 70_000}  # tokens
+LINES = 100_000  # of Python, for a loss that goes through all ids up to the largest
+FLOATS = ("logp", "logp_old", "adv", "logp_ref", "entropy")
 
 
 @oracle("reach", 145, lambda case: "the weights are wrong already" if case.wrong else "")
 def reach(case: Case) -> list[Finding]:
     spent, tokens = 0.0, 1
+    ids: tuple[str, ...] = ()
     notes: list[Finding] = []
-    for name in AXES:
+    for name, axis in AXES.items():
         if name == "reference" and not case.hp.get("beta"):
             continue
-        if name == LAST and spent / tokens * 80_000 > TOO_LONG:
-            return [*notes, note("reach", f"{LARGE}: not asked, it would take long")]
-        b = case.ready(beyond(name, case.o, **case.plain_hp))
+        if name == "every two" and "group" in case.loss.reads:  # from here on with the ids that it takes
+            found, ids = _groups(case)
+            if any(f.severity == "failure" for f in found):
+                return [*notes, *found]
+            notes += found
+        if spent / tokens * SIZE.get(name, 0) > TOO_LONG:
+            notes.append(note("reach", f"{axis.words}: not asked, it would take long"))
+            continue
+        b = case.ready(beyond(name, case.o, ids=ids, **case.plain_hp))
         start = time.process_time()
-        found = _look(case, name, b)
+        found = _look(case, name, b, ids)
         if any(f.severity == "failure" for f in found):
-            return found
+            return [*notes, *found]
         notes += found
-        spent, tokens = (time.process_time() - start, int(b.mask.sum())) if name == "lengths" else (spent, tokens)
-    return notes + _groups(case)
+        case.covered.append(axis.words)
+        if name == "lengths":
+            spent, tokens = time.process_time() - start, int(b.mask.sum())
+    return notes
 
 
-def _look(case: Case, name: str, b: Rollouts) -> list[Finding]:
+def _look(case: Case, name: str, b: Rollouts, ids: tuple[str, ...]) -> list[Finding]:
+    """Its weights there; where the axis says so, in float32 too."""
     try:
-        off = _off(case, b)
+        off, notes = _off(case, b), []
+        if off.max() > 10 * case.tol:
+            if case.single or not _in_part(case, b):
+                return [_wrong(case, name, b, off, case.weights(b), ids)]
+            notes = [note("reach", f"{AXES[name].words}: {PARTLY}")]
     except InputError as e:
         return [fail("reach", AXES[name].words, "a finite loss", str(e))]
-    if not off.max() > 10 * case.tol:
-        return []
-    if not case.single and _in_part(case, b):
-        return [note("reach", f"{AXES[name].words}: {PARTLY}")]
+    if not AXES[name].single:
+        return notes
+    one = replace(case)
+    one.in_float32()
+    low = replace(b, **{k: v.float() for k in FLOATS if (v := getattr(b, k)) is not None})
+    try:
+        found = one.gradient(low).double() / one.factors(b)
+    except InputError as e:
+        return [*notes, note("reach", "float32 inputs are refused", found=str(e))]
+    if (off := _off(one, b, found)).max() > 10 * one.tol:
+        return [_wrong(one, name, b, off, found, ids, ", in float32")]
+    return notes
+
+
+def _wrong(case: Case, name: str, b: Rollouts, off: Tensor, found: Tensor, ids: tuple[str, ...], dtype="") -> Finding:
     i, t = worst(off)
-    found = case.weights(b)
     n, A = int(b.mask[i].sum()), b.adv[i, t].item()
-    text = f"{AXES[name].words}: A = {A:.4g}, π_old = {b.logp_old[i, t].exp().item():.6g}, token {t + 1} of {n}"
-    return [fail("reach", text, case.expected(b)[i, t].item(), found[i, t].item(), _shown(case, name, b, i, t))]
+    text = f"{AXES[name].words}: A = {A:.4g}, π_old = {b.logp_old[i, t].exp().item():.6g}, token {t + 1} of {n}{dtype}"
+    shown = _shown(case, name, b, i, t, ids, dtype)
+    return fail("reach", text, case.expected(b)[i, t].item(), found[i, t].item(), shown)
 
 
 PARTLY = "right up to what rounding its inputs to float32 makes of them"
@@ -68,17 +96,24 @@ def _in_part(case: Case, b: Rollouts) -> bool:
     return True
 
 
-def _off(case: Case, b: Rollouts) -> Tensor:
-    """Tokens beside a bound, and those where the objective itself has no weight, count nothing."""
-    apart = case.off(b, floor=1e-12)
+def _off(case: Case, b: Rollouts, found: Tensor | None = None) -> Tensor:
+    """Tokens beside a bound, and those where the objective itself has no weight, count nothing; nor does NaN where the
+    product of a response's ratios is beyond what its dtype holds: some write the geometric mean as a root of it."""
+    found = case.weights(b) if found is None else found
+    apart = case.off(b, found, floor=1e-12)
     if not apart.max() > 10 * case.tol:
         return apart
     expected = case.expected(b)
+    if case.o.level in ("sequence", "free"):
+        log_r = torch.where(b.mask, b.logp - b.logp_old, 0)
+        most = math.log(torch.finfo(torch.float32 if case.single else b.logp.dtype).max)
+        out = log_r.abs().sum(1, keepdim=True) > most / 2
+        apart = apart.masked_fill(out & ~found.isfinite(), 0)
     edge = case.moves(b, expected) > 1e-3 * torch.maximum(expected.abs(), b.adv.abs())
     return apart.masked_fill(edge | ~expected.isfinite(), 0)
 
 
-def _shown(case: Case, name: str, b: Rollouts, i: int, t: int) -> str:
+def _shown(case: Case, name: str, b: Rollouts, i: int, t: int, ids: tuple[str, ...], dtype: str) -> str:
     """One token or one response where that still shows it, else how the batch is made."""
     bad = lambda x: bool(_off(case, x).max() > 10 * case.tol)
     row = lambda cut: replace(b, **{
@@ -86,36 +121,36 @@ def _shown(case: Case, name: str, b: Rollouts, i: int, t: int) -> str:
         if (v := getattr(b, k)) is not None}, group=None, totals=None)  # fmt: skip
     for cut in (slice(t, t + 1), slice(0, int(b.mask[i].nonzero().max()) + 1)):
         small = case.ready(row(cut))
-        if small.mask.numel() <= 32 and bad(small):
+        if not dtype and small.mask.numel() <= 32 and bad(small):
             return example(case, small, lambda x: False)
     hp = "".join(f", {k}={v!r}" for k, v in case.plain_hp.items() if v is not None)
-    return f"from upref.regimes import beyond, ready\nb = ready(beyond({name!r}, upref.get({case.o.name!r}){hp}))"
+    of = f"{name!r}, upref.get({case.o.name!r})" + f", ids={ids!r}" * bool(ids) + hp
+    low = "  # every number of it in float32" if dtype else ""
+    return f"from upref.regimes import beyond, ready\nb = ready(beyond({of})){low}"
 
 
-def _groups(case: Case) -> list[Finding]:
-    if "group" not in case.loss.reads:
-        return []
-    b = case.ready(anchor())
-    g, notes = case.gradient(b), []
+def _groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
+    """A failure, or notes and the names of groups that it takes."""
+    b, asked = case.ready(anchor()), replace(case, loss=replace(case.loss, lines=LINES))
+    g, notes, takes = case.gradient(b), [], []
     for words, c in renamed(b).items():
         try:
-            off = moved(case.gradient(c), g, b.mask, slack(case, 1e-7))
+            off = moved(asked.gradient(c), g, b.mask, slack(case, 1e-7))
         except InputError as e:
             if words == "with gaps":
-                return [fail("reach", f"group ids {words}", "the same gradient", str(e))]
+                return [fail("reach", f"group ids {words}", "the same gradient", str(e))], ()
             notes.append(note("reach", f"group ids {words} are refused", found=str(e)))
             continue
         if off.max() > 0:
             i, t = worst(off)
             says = f"dJ/dlp {g[i, t].item():.6g}, as with ids 0, 1, 2", f"{case.gradient(c)[i, t].item():.6g}"
             ids = f"{c.group.unique().tolist()}" if c.group is not None else ""
-            return [fail("reach", f"group ids {words}: {ids}", *says)]
-    return notes
+            return [fail("reach", f"group ids {words}: {ids}", *says)], ()
+        takes.append(words)
+    case.covered.append("group ids " + ", ".join(takes))
+    return notes, tuple(takes)
 
 
 def covered(case: Case) -> str:
     """What was looked at, in one sentence; what is not in it was not."""
-    words = [a.words for name, a in AXES.items() if name != "reference" or case.hp.get("beta")]
-    groups = ["group ids with gaps, negative, beyond 2^40"] if "group" in case.loss.reads else []
-    said = "; ".join(["every bound, |log r| up to 800", *words[:-1], *groups, words[-1]])
-    return "covered: " + ("the objective's regimes alone, since it is wrong there" if case.wrong else said)
+    return "covered: " + "; ".join(["every bound, |log r| up to 800", *case.covered])

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What docs/make.py writes into docs/what-check-sees.md: axes, tolerances and habits, from where they are decided."""
+
+import sys
+from pathlib import Path
+
+
+def axes() -> str:
+    """The axes of the input, from upref.regimes."""
+    from upref.regimes import AXES, LOG_R, MU, NAMED, OVERFLOW, SIGNS
+
+    said = lambda xs: ", ".join(f"{x:g}" for x in xs)
+    rows = [
+        ("the grid", f"A of {said(SIGNS)}; π_old of {said(MU)}; every bound from below, on it and from above; "
+                     f"{len(LOG_R)} more ratios with |log r| up to {max(LOG_R):g}; masks with holes, NaN in padding"),
+        ("far ratios", f"|log r| of {said(OVERFLOW)} in float64, float32 and bfloat16"),
+        *((name, axis.words) for name, axis in AXES.items()),
+        ("group ids", f"{', '.join(NAMED)}; in the last two batches above mixed with each A and each length"),
+    ]  # fmt: skip
+    return _rows("axis | what is asked", rows)
+
+
+def tolerances() -> str:
+    """Every tolerance of a verdict, from where it is used."""
+    from upref.regimes import EDGES, GUARD, SINGLE_EDGES
+    from upref.verify.advantages.case import SINGLE_TOL
+    from upref.verify.measure import EXACT, HABIT, ROUND, SINGLE
+    from upref.verify.oracles.reach import TOO_LONG
+
+    rows = [
+        (f"{EXACT:g}", "a weight in float64, nothing said", "rounding over a few hundred terms stays below"),
+        (f"{HABIT:g}", "a weight in float64, with a note", "1e-6 beside a length of one token is the largest habit"),
+        (f"{SINGLE:g}", "a weight of what computes in float32", f"beside what rounding log-probabilities by {ROUND:g} "
+                                                               "of themselves moves, which is taken off first"),
+        (f"{max(EDGES):g}", "how near to a bound both sides are asked, relative to r", "a bound that is off shows"),
+        (f"{max(SINGLE_EDGES):g}", "the same in float32", "narrower than the narrowest bound, 3e-4 of GSPO"),
+        ("10 times these", "on random batches and unusual inputs", "long sums round more"),
+        (f"{GUARD['token']:g}", "log r of a token from which a clamp is a note", "a ratio of 5e8 is a guard's"),
+        (f"{GUARD['sequence']:g}", "log s of a response from which a clamp is a note", "a mean over its tokens"),
+        (f"{SINGLE_TOL:g}", "an advantage in float32", "a variance loses half its digits"),
+        (f"{TOO_LONG:g} s", "a loss that would need longer for a batch is not asked for it", "the report says so"),
+    ]  # fmt: skip
+    return _rows(" | of what | why", rows)
+
+
+def _rows(head: str, rows: list[tuple[str, ...]]) -> str:
+    cells = (" | ".join(x.replace("|", "\\|") for x in row) for row in rows)
+    return "\n".join([f"| {head} |", "|---" * len(rows[0]) + "|", *(f"| {row} |" for row in cells)])
+
+
+def habits() -> str:
+    """The table of tests/support/zoo/habits.py; a test judges a function with each."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
+    from zoo.habits import HABITS
+
+    return _rows("habit | verdict | why", [(h.words, h.verdict, h.why) for h in HABITS])

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Borderline habits, each decided once: how people write it, the verdict, and why. docs/what-check-sees.md shows them.
+
+verdict: accepted | noted (accepted, and the report says so) | rejected. says: what stands in the report's findings or
+assumptions where it is noted or rejected.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import upref
+
+ACCEPTED, NOTED, REJECTED = "accepted", "noted", "rejected"
+KINDS = {"loss": upref.check, "advantages": upref.check_advantages, "KL": upref.check_kl}
+
+
+@dataclass(frozen=True)
+class Habit:
+    words: str
+    verdict: str
+    why: str
+    function: Callable
+    held_against: str
+    says: str = ""
+    hp: dict[str, Any] = field(default_factory=dict)
+    kind: str = "loss"
+
+    def judged(self):
+        return KINDS[self.kind](self.function, self.held_against, **self.hp)
+
+    def __str__(self):
+        return self.function.__name__
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+def calm(mask, *xs):
+    return [torch.where(mask, x, 0) for x in xs]
+
+
+def ppo(r, A, low=0.2, high=0.28):
+    return torch.minimum(r * A, r.clamp(1 - low, 1 + high) * A)
+
+
+def dapo(change, add=0.0):
+    """-Σ J / (Σ mask + add) of what `change` makes of (lp, lp_old, A)."""
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
+        return -torch.where(mask, change(lp, old, A), 0).sum() / (mask.sum() + add)
+
+    return loss
+
+
+def grpo(add=0.0, least=0.0):
+    def loss(log_prob, old_log_prob, advantages, mask):
+        lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
+        n = (mask.sum(1) + add).clamp(min=least)
+        return -(torch.where(mask, ppo((lp - old).exp(), A, 0.2, 0.2), 0).sum(1) / n).mean()
+
+    return loss
+
+
+def gspo(clamp):
+    def loss(log_prob, old_log_prob, advantages, mask):
+        lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
+        s = ((lp - old).sum(1) / mask.sum(1)).clamp(max=clamp).exp()
+        return -ppo(s, A.sum(1) / mask.sum(1), 3e-4, 4e-4).mean()
+
+    return loss
+
+
+plain = lambda lp, old, A: ppo((lp - old).exp(), A)
+clamped = lambda x: lambda lp, old, A: ppo((lp - old).clamp(-x, x).exp(), A)
+
+
+def mask_multiplied(log_prob, old_log_prob, advantages, mask):
+    return -(ppo((log_prob - old_log_prob).exp(), advantages) * mask).sum() / mask.sum()
+
+
+def not_detached(log_prob, old_log_prob, advantages, mask):
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    return -torch.where(mask, ppo(r, advantages), 0).sum() / mask.sum()
+
+
+def strictly_inside(lp, old, A):
+    r = (lp - old).exp()
+    dead = (A > 0) & (r >= 1.28) | (A < 0) & (r <= 0.8)
+    return r * A * ~dead
+
+
+def anchored(lp, old, A):
+    r = torch.where(A > 0, lp - lp.detach(), lp - old).exp()
+    return torch.where(A > 0, r * A, torch.minimum(r * A, r.clamp(min=0.8) * A))
+
+
+def up_dapo_by_groups(present, counted):
+    """UP-DAPO in a loop over all ids up to the largest; present: absent ids are passed over."""
+
+    def loss(log_prob, old_log_prob, advantages, mask, group):
+        lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
+        J, total, n = torch.where(mask, anchored(lp, old, A), 0).sum(1), 0.0, 0
+        for g in range(int(group.max()) + 1):
+            rows = group == g
+            if present and not rows.any():
+                continue
+            total, n = total + J[rows].sum() / mask[rows].sum().clamp(min=1), n + 1
+        return -total / (n if counted else int(group.max()) + 1)
+
+    return loss
+
+
+def ties_one_by_one(log_prob, old_log_prob, advantages, mask):
+    """M2PO's Algorithm 1 as it is written: the largest is dropped until the mean is small enough."""
+    lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
+    x = lp.detach() - old
+    beyond = mask & ((A > 0) & (x > 0) | (A < 0) & (x < 0))
+    order = torch.where(beyond, x**2, -1).flatten().argsort(descending=True, stable=True)
+    squares, drop = (x**2).flatten(), torch.zeros(x.numel(), dtype=torch.bool)
+    left = squares[beyond.flatten()].sum().item()
+    n = int(beyond.sum())
+    for i in order.tolist():
+        if n == 0 or left / n <= 0.04:
+            break
+        drop[i], left, n = True, left - squares[i].item(), n - 1
+    J = torch.where(drop.reshape(x.shape), 0, (lp - old).exp() * A)
+    return -torch.where(mask, J, 0).sum() / mask.sum()
+
+
+def scaled_by_the_largest(log_prob, old_log_prob, advantages, mask):
+    lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
+    return -torch.where(mask, ppo((lp - old).exp(), A / A.abs().max().clamp(min=1e-8)), 0).sum() / mask.sum()
+
+
+def printing(log_prob, old_log_prob, advantages, mask):
+    print("loss")
+    return dapo(plain)(log_prob, old_log_prob, advantages, mask)
+
+
+def seeding(log_prob, old_log_prob, advantages, mask):
+    torch.manual_seed(0)
+    return dapo(plain)(log_prob, old_log_prob, advantages, mask)
+
+
+def in_place(log_prob, old_log_prob, advantages, mask):
+    advantages.masked_fill_(~mask, 0)
+    return dapo(plain)(log_prob, old_log_prob, advantages, mask)
+
+
+def twice(log_prob, old_log_prob, advantages, mask):
+    return 2 * dapo(plain)(log_prob, old_log_prob, advantages, mask)
+
+
+def N(name, f):
+    f.__name__ = name
+    return f
+
+
+LOSSES = [
+    Habit("1e-8 added to the number of tokens", ACCEPTED, "no gradient moves by more than the rounding of float32",
+          N("tokens_1e_8", dapo(plain, 1e-8)), "dapo"),
+    Habit("1e-6 added to the number of tokens, or to each length", NOTED,
+          "at most 1e-6 of a gradient, for a response of one token; the limit is 2e-6",
+          N("lengths_1e_6", grpo(1e-6)), "grpo", "below the limit"),
+    Habit("1e-4 added to each length", REJECTED, "short responses count 0.01 % less: above the limit, and for nothing",
+          N("lengths_1e_4", grpo(1e-4)), "grpo"),
+    Habit("a length is at least 1", ACCEPTED, "responses without tokens are the only ones that it touches",
+          N("lengths_of_1", grpo(least=1)), "grpo"),
+    Habit("no guard for a response without tokens: the loss is NaN", NOTED,
+          "the paper's 1/|o| has no value there and upref.Rollouts refuses such a row; who pads by rows must know",
+          N("no_guard", grpo()), "grpo", "masked throughout"),
+    Habit("log r clamped to ±20 before exp", NOTED,
+          "a ratio of 5e8 is no number that training meets; without the clamp exp overflows in half precision",
+          N("clamp_20", dapo(clamped(20.0))), "dapo", "clamped, between 19.5 and 20.5"),
+    Habit("log r of a token clamped to ±10", REJECTED,
+          "rare tokens reach it: from π_old = 1e-6 a token needs to get no likelier than 0.02",
+          N("clamp_10", dapo(clamped(10.0))), "dapo", "clamped, between 9.5 and 10.5"),
+    Habit("log s of a response clamped at 10, as in verl's GSPO", NOTED,
+          "s is a mean over tokens: every token of the response would have to be e^10 times likelier than before",
+          N("gspo_10", gspo(10.0)), "gspo", "clamped, between 9.5 and 10.5"),
+    Habit("log s of a response clamped at 5", REJECTED, "e^5 is reached by responses of one token",
+          N("gspo_5", gspo(5.0)), "gspo"),
+    Habit("the ratio as exp(lp) / (exp(lp_old) + 1e-8)", REJECTED,
+          "tokens rarer than 1e-8 lose their gradient; a difference of logarithms needs no guard",
+          N("quotient", dapo(lambda lp, old, A: ppo(lp.exp() / (old.exp() + 1e-8), A))), "dapo"),
+    Habit("1e-8 inside a logarithm: log(π + 1e-8)", REJECTED, "the same: rare tokens are not pulled",
+          N("log_eps", lambda log_prob, old_log_prob, advantages, mask: -torch.where(
+              mask, advantages * (log_prob.exp() + 1e-8).log(), 0).sum() / mask.sum()), "reinforce"),
+    Habit("computed in float32, in whole or in part", NOTED,
+          "compared as far as float32 goes, 2e-5, and no nearer to a bound than its rounding",
+          N("float32", dapo(lambda lp, old, A: plain(lp.float(), old.float(), A.float()).double())), "dapo", "float32"),
+    Habit("computed in bfloat16 or float16, in whole or in part", REJECTED,
+          "0.4 % of a ratio: GSPO's bounds are narrower than that",
+          N("bfloat16", dapo(lambda lp, old, A: plain(lp.bfloat16(), old.bfloat16(), A.bfloat16()).double())), "dapo"),
+    Habit("the mask multiplies, and nothing is selected by it", NOTED,
+          "right while padding holds numbers, as frameworks fill it; NaN there would reach the gradient",
+          N("mask_multiplied", mask_multiplied), "dapo", "NaN in a masked slot"),
+    Habit("a ratio exactly on a bound belongs to the other side", NOTED,
+          "no batch of floating-point numbers depends on it",
+          N("strictly_inside", dapo(strictly_inside)), "dapo", "exactly"),
+    Habit("a gradient would flow into π_old or A if their caller let it", NOTED,
+          "frameworks pass both without requires_grad; .detach() makes it sure",
+          N("not_detached", not_detached), "dapo", "would flow"),
+    Habit("`for g in range(max_id + 1)` over group ids, absent ones passed over", NOTED,
+          "right, and endless where ids are hashes: ids beyond 2^40 are not asked",
+          N("range_of_ids", up_dapo_by_groups(True, True)), "up_dapo", "beyond 2^40"),
+    Habit("the same, absent ids counted in the mean", REJECTED,
+          "ids with gaps shrink the gradient: a batch that was filtered has them",
+          N("range_of_ids_counted", up_dapo_by_groups(False, False)), "up_dapo"),
+    Habit("M2PO: of tokens that tie at the cut, some are dropped and some kept", ACCEPTED,
+          "Algorithm 1 drops one after the other and says nothing of ties",
+          N("ties", ties_one_by_one), "m2po"),
+    Habit("advantages divided by max|A| of the batch", REJECTED,
+          "the step depends on the largest reward of the batch, and J(kA) = k J(A) is lost",
+          N("largest", scaled_by_the_largest), "dapo"),
+    Habit("a constant factor, a sum for a mean", REJECTED,
+          "a factor is a learning rate that nobody has set; name it, or check the loss divided by it",
+          N("twice", twice), "dapo"),
+    Habit("the value differs, the gradient does not", NOTED, "training sees the gradient alone; loggers see the value",
+          N("another_value", lambda log_prob, old_log_prob, advantages, mask: 3 + dapo(plain)(
+              log_prob, old_log_prob, advantages, mask)), "dapo", "value"),
+    Habit("it prints", NOTED, "a loss is called thousands of times", N("prints", printing), "dapo", "prints"),
+    Habit("it changes the process: a seed, the default dtype, the number of threads", NOTED,
+          "set back after the check; in training it would stay", N("seeds", seeding), "dapo", "it changes"),
+    Habit("it writes into its inputs", REJECTED, "whoever calls it twice, or logs them, has other numbers",
+          N("writes", in_place), "dapo", "in place"),
+]  # fmt: skip
+
+
+# ---- estimators ------------------------------------------------------------------------------------------------------
+def normed(scale, reward=lambda x: x):
+    def estimator(rewards, group):
+        rewards, out = reward(rewards), torch.zeros_like(rewards)
+        for g in group.unique():
+            x = rewards[group == g]
+            out[group == g] = (x - x.mean()) / scale(x) if len(x) > 1 else 0 * x
+        return out
+
+    return estimator
+
+
+def left_out(rewards, group):
+    ok = ~rewards.isnan()
+    out = torch.zeros_like(rewards)
+    out[ok] = normed(lambda x: x.std() + 1e-6)(rewards[ok], group[ok])
+    return out
+
+
+def k3(clamp):
+    def estimator(log_prob, ref_log_prob):
+        d = (ref_log_prob - log_prob).clamp(-clamp, clamp)
+        return d.exp() - d - 1
+
+    return estimator
+
+
+ESTIMATORS = [
+    Habit("eps beside the standard deviation, however large; G or G - 1 under it", NOTED,
+          "papers leave both open: they are read off the function and stand in the report",
+          N("eps", normed(lambda x: x.std() + 1e-4)), "group_norm", "eps = 0.0001", kind="advantages"),
+    Habit("a floor under the standard deviation", NOTED, "the same, and the report says that it is a floor",
+          N("floor", normed(lambda x: x.std().clamp(min=1e-3))), "group_norm", "max(std, eps)", kind="advantages"),
+    Habit("responses without a reward (NaN) left out", ACCEPTED,
+          "the others' baseline is that of those that were judged",
+          N("left_out", left_out), "group_norm", kind="advantages"),
+    Habit("a NaN reward makes its prompt's advantages NaN", ACCEPTED, "loud is safe",
+          N("nan", normed(lambda x: x.std() + 1e-6)), "group_norm", kind="advantages"),
+    Habit("a NaN reward read as 0", REJECTED, "a response that nobody judged moves its peers' baseline",
+          N("zero", normed(lambda x: x.std() + 1e-6, lambda x: x.nan_to_num(nan=0.0))), "group_norm", "read as 0",
+          kind="advantages"),
+    Habit("a KL estimator clamped at 20 or beyond", NOTED, "as for ratios",
+          N("kl_20", k3(20.0)), "k3", "clamp", kind="KL"),
+    Habit("a KL estimator clamped at 10", REJECTED, "the tokens furthest from the reference are not pulled back",
+          N("kl_10", k3(10.0)), "k3", "clamp", kind="KL"),
+]  # fmt: skip
+HABITS = [*LOSSES, *ESTIMATORS]

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sentence about the cause stands where it is true, and not where another fault trips the same oracle."""
+
+import math
+
+import pytest
+import torch
+
+import upref
+from upref.verify.report import UNKNOWN
+
+
+def J(lp, old, A, low=0.2, high=0.28):
+    r = (lp - old).exp()
+    return torch.minimum(r * A, r.clamp(1 - low, 1 + high) * A)
+
+
+def calm(mask, *xs):
+    return [torch.where(mask, x, 0) for x in xs]
+
+
+def dapo(change=J, total=lambda x, m: -torch.where(m, x, 0).sum() / m.sum()):
+    """`change`: the surrogate of (lp, old, A); total: its sum."""
+    return lambda log_prob, old_log_prob, advantages, mask: total(
+        change(*calm(mask, log_prob, old_log_prob, advantages)), mask
+    )
+
+
+def unmasked(total):
+    return lambda log_prob, old_log_prob, advantages, mask: total(J(log_prob, old_log_prob, advantages), mask)
+
+
+def up_dapo(ids):
+    def loss(log_prob, old_log_prob, advantages, mask, group):
+        lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
+        r = torch.where(A > 0, lp - lp.detach(), lp - old).exp()
+        x = torch.where(A > 0, r * A, torch.minimum(r * A, r.clamp(min=0.8) * A))
+        g = ids(group, len(mask))
+        each = [torch.where(mask, x, 0)[g == i].sum() / mask[g == i].sum() for i in g.unique()]
+        return -torch.stack(each).mean()
+
+    return loss
+
+
+def by_row(log_prob, old_log_prob, advantages, mask, group):
+    weight = 1 + torch.arange(len(mask), dtype=log_prob.dtype)[:, None] / 10
+    return up_dapo(lambda g, n: g)(log_prob, old_log_prob, weight * advantages, mask, group)
+
+
+def counted(n):
+    return lambda x, m: -torch.where(m, x, 0).sum() / n(m.sum(1), len(m))
+
+
+def stateful():
+    calls = [0]
+
+    def change(lp, old, A):
+        calls[0] += 1
+        return J(lp, old, A) * (1 + calls[0] / 1000)
+
+    return change
+
+
+def entropy(of):
+    def loss(log_prob, old_log_prob, advantages, mask, entropy):
+        lp, old, A, H = calm(mask, log_prob, old_log_prob, advantages, entropy)
+        return -torch.where(mask, of(J(lp, old, A), H), 0).sum() / mask.sum()
+
+    return loss
+
+
+def micro(n):
+    """Unreduced by a denominator of its own, though it is told the mini-batch's totals."""
+
+    def loss(log_prob, old_log_prob, advantages, mask, totals):
+        x = J(*calm(mask, log_prob, old_log_prob, advantages))
+        return -torch.where(mask, x, 0).sum() / n(mask, totals)
+
+    return loss
+
+
+def quotient(lp, old, A):
+    r = lp.exp() / old.exp()
+    return torch.minimum(r * A, r.clamp(0.8, 1.28) * A)
+
+
+MEAN = lambda x, m: (x * m).sum() / m.sum()
+FLOOR = lambda x, at: torch.where(x.abs() > at, 0.5 * x + 0.5 * x.detach(), x)
+CAUSES = {  # oracle -> (sentence, a loss of which it is true, one that trips the oracle for another reason)
+    "padding: leak": ("padding", "the mask is ignored", unmasked(lambda x, m: -x.mean()),
+                      unmasked(lambda x, m: -(x * (m | m.roll(1, 1))).sum() / m.sum())),
+    "padding: width": ("padding", "it divides by the padded width",
+                       dapo(total=lambda x, m: -torch.where(m, x, 0).mean()),
+                       dapo(total=lambda x, m: -torch.where(m, x, 0).sum() / (m.sum() + m.shape[1]))),
+    "padding: row": ("padding", "counted among the responses",
+                     dapo(total=counted(lambda n, B: B * n[n > 0].double().mean())),
+                     dapo(total=counted(lambda n, B: n.clamp(min=1).sum()))),
+    "permutation": ("permutation", "blocks of", up_dapo(lambda g, n: torch.arange(n) // ((n + 1) // 2)), by_row),
+    "determinism: drawn": ("determinism", "it draws random numbers",
+                           dapo(lambda lp, old, A: J(lp, old, A) * (1 + torch.rand_like(lp) / 9)), dapo(stateful())),
+    "determinism: state": ("determinism", "keeps state", dapo(stateful()),
+                           dapo(lambda lp, old, A: J(lp, old, A) * (1 + torch.rand_like(lp) / 9))),
+    "scaling: divided": ("scaling", "it is divided out",
+                         dapo(lambda lp, old, A: J(lp, old, A / A.abs().max().clamp(min=1e-9))),
+                         dapo(lambda lp, old, A: J(lp, old, A.clamp(-1.5, 1.5)))),
+    "scaling: squared": ("scaling", "A enters squared", dapo(lambda lp, old, A: J(lp, old, A * A.abs())),
+                         dapo(lambda lp, old, A: J(lp, old, A**3))),
+    "split": ("split", "by the micro-batch's own", micro(lambda m, t: m.sum()),
+              micro(lambda m, t: t.tokens + 0.1 * (t.tokens - m.sum()))),
+    "data-parallel: ranks": ("data-parallel", "by the rank's own", micro(lambda m, t: m.sum()),
+                             micro(lambda m, t: t.tokens + 0.1 * (t.tokens - m.sum()))),
+    "extremes: clamp": ("extremes", "log r is clamped, between 9.5 and 10.5",
+                        dapo(lambda lp, old, A: J((lp - old).clamp(-10, 10), 0 * old, A)),
+                        dapo(lambda lp, old, A: J(FLOOR(lp - old, 10), 0 * old, A))),
+    "extremes: underflow": ("extremes", "exp(log_prob) underflows", dapo(quotient),
+                            dapo(lambda lp, old, A: J(lp, old, A) + torch.where(lp < -100, math.nan * lp, 0))),
+    "stop-gradient: bonus": ("stop-gradient", "a bonus of 0.01 times the entropy", entropy(lambda x, H: x + 0.01 * H),
+                             entropy(lambda x, H: x * (1 + H - H.detach()))),
+    "on-policy": ("on-policy", "every weight is 3 times", dapo(lambda lp, old, A: 3 * J(lp, old, A)),
+                  dapo(lambda lp, old, A: torch.where(A > 0, 3, 2) * J(lp, old, A))),
+}  # fmt: skip
+OBJECTIVE = {"permutation": "up_dapo"}
+SKIPPED = {"scaling", "on-policy"}  # what follows from wrong weights is still said there
+
+
+def said(name, loss):
+    oracle, sentence, *_ = CAUSES[name]
+    report = upref.check(loss, OBJECTIVE.get(name, "dapo"))
+    hit = [f for f in report.failures if f.oracle == oracle]
+    return report, hit, any(sentence in f.cause for f in hit)
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_where_it_is_true(name):
+    report, _, found = said(name, CAUSES[name][2])
+    assert found, str(report)
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_where_another_fault_trips_the_same_oracle(name):
+    report, hit, found = said(name, CAUSES[name][3])
+    assert hit and not found, str(report)
+
+
+def test_where_no_cause_is_known_the_report_says_so():
+    odd = dapo(lambda lp, old, A: J(lp, old, A) * torch.where((lp - old).abs() > 5, 1.1, 1.0))
+    for loss in (odd, dapo(lambda lp, old, A: J(lp, old, A) + 0.1 * lp * torch.where(A > 0, A.sin(), A))):
+        report = upref.check(loss, "dapo")
+        assert not report and UNKNOWN in str(report)
+
+
+def test_every_failing_report_has_a_cause_or_says_that_none_fits():
+    import zoo
+
+    for case in zoo.WRONG[::7]:
+        report = upref.check(case.function, case.objective, **case.hp)
+        assert not report and "      likely    " in str(report)
