@@ -14,7 +14,7 @@ from upref.registry import REDUCE
 from upref.rollouts import Rollouts
 from upref.verify.explain import explain
 from upref.verify.factors import promised
-from upref.verify.measure import EXACT, HABIT, Case
+from upref.verify.measure import EXACT, HABIT, Case, without_rest
 from upref.verify.oracle import oracle
 from upref.verify.pattern import pattern
 from upref.verify.regions import NAMES, regions
@@ -185,7 +185,9 @@ def aggregation(case: Case) -> list[Finding]:
     text = f"ragged lengths, a response of {int(n[i])} of {int(n.sum())} tokens"
     expected = f"{said}{group}: factor {case.factors(b, want)[i, 0].item():.5g} on each of its tokens"
     found = f"{case.agg}: factor {case.factors(b)[i, 0].item():.5g}"
-    every = bool((case.weights(b) / case.k - case.expected(b)).abs().max() <= 1e-5 * case.expected(b).abs().max())
+    on = replace(b, logp_ref=b.logp)  # as in `held`: a KL term is no aggregation's
+    weights, right = without_rest(case, on) / case.factors(on) / case.k, case.expected(on)
+    every = bool((weights - right).abs().max() <= 1e-5 * right.abs().max())
     return [fail("aggregation", text, expected, found, example(case, b, differ), case.agg if every else "")]
 
 
