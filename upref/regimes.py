@@ -321,7 +321,9 @@ def beyond(axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] 
     entropy = torch.as_tensor(exact(rng.uniform(0, 3, size=(B, T))))
     adv = torch.tensor(exact(A))[:, None].expand(B, T).clone()
     kinds = len(ids) + 1
-    mixed = (row // each + row % each) % kinds + kinds * rng.integers(3, size=B)
+    kind = (row // each + row % each) % kinds
+    nth = (np.cumsum(kind[:, None] == np.arange(kinds), 0) - 1)[row, kind]  # of its kind: every group has several rows
+    mixed = kind + kinds * (nth % 3)
     plain = group = torch.as_tensor(mixed if ids else rng.permutation(B) % max(1, B // 4))
     for k, name in enumerate(ids):
         group = torch.where(plain % kinds == k + 1, NAMED[name](plain), group)
