@@ -67,7 +67,7 @@ def test_every_entry_has_its_paper_and_its_own_name():
     for e in ENTRIES:
         assert f"{{{e.bib}," in papers and e.paper and e.code, e.key
         assert not e.link or e.link.startswith("https://github.com/"), e.key
-        assert e.key.startswith(f"{e.framework}-")
+        assert e.key.startswith(f"{e.framework}-".replace("_", "-"))
     assert len({e.key for e in ENTRIES}) == len(ENTRIES) == len({(e.framework, e.reason) for e in ENTRIES})
 
 
