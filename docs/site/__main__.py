@@ -35,6 +35,9 @@ def build(folder: Path) -> list[str]:
 
 
 def main(folder: str = str(ROOT / "build" / "site")) -> int:
+    if folder.startswith("-"):
+        print(__doc__, file=sys.stdout if folder in ("-h", "--help") else sys.stderr)
+        return 0 if folder in ("-h", "--help") else 2
     begun, used = time.time(), os.times()
     wrong = build(Path(folder).resolve())
     now = os.times()
