@@ -38,6 +38,8 @@ from upref.losses.guard import RANDOM, STATE, _equal
 from upref.table.read import read as read_table
 from upref.verify import audit as audits
 from upref.verify.audit import ledger
+from upref.verify.identity import Identity
+from upref.verify.report import Report
 
 LIMIT = 60  # seconds of CPU for one input
 LONGEST = 20_000  # characters of an answer
@@ -205,7 +207,7 @@ def broken(kind: str, call) -> str:
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             answer = call()
-            if hasattr(answer, "text") and (n := len(answer.text(verbose=True))) > LONGEST:
+            if isinstance(answer, Report | Identity) and (n := len(answer.text(verbose=True))) > LONGEST:
                 what = f"the report is {n} characters long"
     except InputError as e:
         what = "" if "\n" not in str(e) and len(str(e)) < 1000 else f"not one sentence: {str(e)[:200]!r}"
