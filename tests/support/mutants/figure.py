@@ -56,6 +56,9 @@ def page(plan: run.Plan, rows: list[dict[str, Any]]) -> str:
     by = collections.Counter(r["library"] for r in rows if "library" in r)
     judges = ", ".join(f"{k} ({v:,} verdicts)" for k, v in by.most_common())
     tokens = max((r.get("tokens", 0) for r in equal), default=0)
+    searched = "The whole search has not been reached: the mutants that do not differ are of estimators."
+    if tokens:
+        searched = f"A mutant is called equal to its objective only after the whole search, of up to {tokens:,} tokens."
     return "\n".join([
         "# How often the checker is right",
         "",
@@ -78,8 +81,7 @@ def page(plan: run.Plan, rows: list[dict[str, Any]]) -> str:
         "",
         f"Not judged: {len(of(old, 'stillborn'))} mutants that run on no batch, {len(of(rows, 'unclear'))} between the two",
         f"tolerances (2e-6 and 2e-5), {len(of(old, 'unsearched'))} that {run.FIRST} small batches do not tell apart and that were",
-        "not drawn for the whole search. A mutant is called equal to its objective only after the whole search, of up to",
-        f"{tokens:,} tokens (a whole report looks at 86,000).",
+        f"not drawn for the whole search. {searched}",
         f"{len(of(new, 'differs')) + len(of(new, 'stillborn'))} rewritings were dropped because they do not keep the meaning.",
         "",
         "| slip | rejected |",

@@ -4,20 +4,19 @@
 import importlib
 import inspect
 import re
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from upref.ops import exp, minimum, sg
-from upref.registry import get
+from upref.ops import exp, minimum
 from upref.rollouts import Rollouts, per_response
 from upref.verify.audit.apart.framework import Framework
 from upref.verify.audit.apart.parts import Part
 from upref.verify.audit.apart.pin import Pin
-from upref.verify.audit.compare import MICRO, Comparison
+from upref.verify.audit.apart.usual import LUSPO, MICRO_MEAN, capped
+from upref.verify.audit.compare import Comparison
 from upref.verify.slips import GROUPS, Slip, aggregated, with_hp
 
 PIN = Pin(
@@ -66,20 +65,8 @@ def _plain(mode: str, config: dict[str, Any]):
     return loss
 
 
-def _micro_tokens(b: Rollouts) -> Tensor:
-    """All tokens over MICRO times those of the micro-batch a response is in."""
-    share = [b.mask.sum() / (MICRO * m.mask.sum()) for m in b.split(MICRO)]
-    return torch.cat([s.expand(len(m.mask), 1) for s, m in zip(share, b.split(MICRO), strict=True)]).to(b.logp)
-
-
 def _capped(cap: float) -> Slip:
-    capped = replace(
-        get("cispo"),
-        name=f"cispo, weights at most {cap:g}",
-        fn=lambda lp, lp_old, A: sg(minimum(exp(lp - lp_old), cap)) * A * lp,
-        closed_form=lambda r, A: A * minimum(r, cap),
-    )
-    return Slip(f"epsilon_high is the cap itself: every weight is at most {cap:g}", "objective", objective=capped)
+    return Slip(f"epsilon_high is the cap itself: every weight is at most {cap:g}", "objective", objective=capped(cap))
 
 
 def _masked_too(b: Rollouts) -> Tensor:
@@ -93,8 +80,6 @@ BETA = with_hp(beta=0.04)
 F32 = Slip("1.05 held in float32", "rounding", hp={"tau_neg": float(np.float32(1.05))})
 CLIP = with_hp(eps_low=0.2, eps_high=0.2)
 GSPO = {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
-LUSPO = Slip("a response weighs its length more (LUSPO): aggregated by seq-mean-token-sum", "aggregation",
-             agg="seq-mean-token-sum")  # fmt: skip
 WIDTH = Slip("divided by the padded width", "aggregation",
              scale=lambda b: b.mask.sum(1, keepdim=True) / b.mask.shape[1])  # fmt: skip
 COMPARISONS = (
@@ -146,7 +131,7 @@ LIGER = Framework(
     one_adv=True,
     comparisons=COMPARISONS,
     parts=_parts,
-    split_reasons={"bnpo": Slip("the token mean of each micro-batch, then their mean", "batches", scale=_micro_tokens)},
+    split_reasons={"bnpo": MICRO_MEAN},
     out_of_scope={"vespo": "no objective of the registry: a Gamma-shaped weight of the response's product of ratios"},
     remarks=lambda: [
         "Micro-batches as TRL's Liger path had it: the loss of each is divided by their number, but for dapo, cispo "

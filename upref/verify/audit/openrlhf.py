@@ -4,7 +4,6 @@
 import importlib
 import inspect
 import re
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +11,12 @@ import torch
 from torch import Tensor
 
 from upref import kl
-from upref.rollouts import Rollouts
 from upref.verify.audit.apart.framework import Framework
 from upref.verify.audit.apart.parts import Part
 from upref.verify.audit.apart.pin import Pin
+from upref.verify.audit.apart.usual import CLAMP
 from upref.verify.audit.compare import Comparison
-from upref.verify.slips import GROUPS, Slip, aggregated, with_hp
+from upref.verify.slips import GROUPS, aggregated, with_hp
 
 PIN = Pin(
     packages=("openrlhf==0.11.2",),
@@ -54,11 +53,6 @@ def _plain(mode: str, config: dict[str, Any]):
     return loss
 
 
-def _clamped(b: Rollouts) -> Rollouts:
-    return replace(b, logp=b.logp_old + (b.logp - b.logp_old).clamp(-20, 20))
-
-
-CLAMP = Slip("log r clamped to ±20", "clip", view=_clamped)
 SEQ = {"token_level_loss": False}
 COMPARISONS = (
     Comparison("default", "ppo", {}, "ppo_clip", {}, (CLAMP,)),

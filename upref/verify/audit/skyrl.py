@@ -2,7 +2,7 @@
 """SkyRL's policy losses as the audit holds them against the papers, and why they differ."""
 
 import importlib
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from upref.rollouts import Rollouts
 from upref.verify.audit.apart.framework import Framework
 from upref.verify.audit.apart.parts import Part
 from upref.verify.audit.apart.pin import Pin
+from upref.verify.audit.apart.usual import CLAMP, CLAMP_K3, CLAMP_S
 from upref.verify.audit.compare import Comparison
 from upref.verify.slips import GROUPS, Slip, aggregated, with_hp
 
@@ -72,22 +73,6 @@ def _plain(mode: str, config: dict[str, Any]):
     return loss
 
 
-def _clamp_tokens(b: Rollouts) -> Rollouts:
-    return replace(b, logp=b.logp_old + (b.logp - b.logp_old).clamp(-20, 20))
-
-
-def _clamp_responses(b: Rollouts) -> Rollouts:
-    log_s = torch.where(b.mask, b.logp - b.logp_old, 0).sum(1, keepdim=True) / b.mask.sum(1, keepdim=True)
-    return replace(b, logp=torch.where(log_s > 10, b.logp_old + 10, b.logp))
-
-
-def _far_kl(b: Rollouts) -> Rollouts:
-    """k3's gradient is 0 where it is clamped: as if the reference were the policy there."""
-    assert b.logp_ref is not None
-    d = b.logp_ref - b.logp
-    return replace(b, logp_ref=torch.where(d.exp() - d - 1 > 10, b.logp.detach(), b.logp_ref))
-
-
 def _near(b: Rollouts) -> Tensor:
     return (binary_kl(b.logp, b.logp_old) - 0.05).abs() < 1e-5
 
@@ -95,9 +80,6 @@ def _near(b: Rollouts) -> Tensor:
 NO_KL = {"use_kl_loss": False}
 MEANS = NO_KL | {"loss_reduction": "sequence_mean"}
 SUMS = NO_KL | {"loss_reduction": "seq_mean_token_sum_norm", "max_seq_len": 1}
-CLAMP = Slip("log r clamped to ±20", "clip", view=_clamp_tokens)
-CLAMP_S = Slip("log s clamped to 10", "clip", view=_clamp_responses)
-CLAMP_KL = Slip("k3 clamped to 10", "term", view=_far_kl)
 FLOOR = Slip("weights in [1, 6]: cispo_eps_clip_low = 0 lifts every smaller one to 1", "objective",
              objective="cispo_verl", hp={"eps_low": 0.0, "eps_high": 5.0})  # fmt: skip
 NEAR = Slip("1e-8 inside the logarithms moves the bound by < 1e-5 (tokens there left out)", "rounding", skip=_near)
@@ -105,7 +87,7 @@ TOKENS = aggregated("token-mean")
 COMPARISONS = (
     Comparison("default", "regular", NO_KL, "ppo_clip", {}, (CLAMP,)),
     Comparison("default", "regular", {"loss_reduction": "sequence_mean"}, "grpo", {}, (
-        with_hp(beta=0.001), CLAMP, CLAMP_KL)),
+        with_hp(beta=0.001), CLAMP, CLAMP_K3)),
     Comparison("default", "dual_clip", NO_KL, "ppo_clip", {}, (with_hp(c=3.0),)),
     Comparison("default", "gspo", NO_KL, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2), TOKENS, CLAMP_S)),
     Comparison("default", "cispo", NO_KL, "cispo", {}, (FLOOR, GROUPS)),
@@ -116,7 +98,7 @@ COMPARISONS = (
     Comparison("paper", "regular", MEANS, "grpo", {}, (CLAMP,)),
     Comparison("paper", "regular", SUMS, "dr_grpo", {}, (CLAMP,)),
     Comparison("paper", "regular", MEANS | {"use_kl_loss": True, "kl_loss_coef": 0.04}, "grpo", {"beta": 0.04}, (
-        CLAMP, CLAMP_KL)),
+        CLAMP, CLAMP_K3)),
     Comparison("paper", "dual_clip", NO_KL | {"eps_clip_high": 0.28, "clip_ratio_c": 10.0}, "dapo", {"c": 10.0}, (
         GROUPS,)),
     Comparison("paper", "gspo", MEANS | {"eps_clip_low": 3e-4, "eps_clip_high": 4e-4}, "gspo", {}, (CLAMP_S,)),

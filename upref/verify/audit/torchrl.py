@@ -18,7 +18,8 @@ from upref.rollouts import Rollouts
 from upref.verify.audit.apart.framework import Framework
 from upref.verify.audit.apart.parts import Part
 from upref.verify.audit.apart.pin import Pin
-from upref.verify.audit.compare import MICRO, Comparison
+from upref.verify.audit.apart.usual import MICRO_MEAN
+from upref.verify.audit.compare import Comparison
 from upref.verify.slips import GROUPS, Slip, aggregated, with_hp
 
 PIN = Pin(
@@ -66,12 +67,6 @@ def _plain(mode: str, config: dict[str, Any]):
     return loss
 
 
-def _micro_tokens(b: Rollouts) -> Tensor:
-    """All tokens over MICRO times those of the micro-batch a response is in."""
-    share = [b.mask.sum() / (MICRO * m.mask.sum()) for m in b.split(MICRO)]
-    return torch.cat([s.expand(len(m.mask), 1) for s, m in zip(share, b.split(MICRO), strict=True)]).to(b.logp)
-
-
 def _clipped(low: float, high: float) -> Slip:
     form = replace(
         get("cispo"),
@@ -92,7 +87,6 @@ def _padded_kl(b: Rollouts) -> Tensor:
 
 
 KL = Slip("the mean of the KL term is over all slots, padding included", "term", hp={"beta": 0.0}, term=_padded_kl)
-MEAN = Slip("the token mean of each micro-batch, then their mean", "batches", scale=_micro_tokens)
 OFF = {"entropy_bonus": False}  # on by default; its gradient is of the logits
 SEQ = {"aggregation": "prompt_mean"}
 COMPARISONS = (
@@ -146,7 +140,7 @@ TORCHRL = Framework(
     plain=_plain,
     comparisons=COMPARISONS,
     parts=_parts,
-    split_reasons={"GRPOLoss": MEAN, "DAPO": MEAN, "CISPOLoss": MEAN},
+    split_reasons={"GRPOLoss": MICRO_MEAN, "DAPO": MICRO_MEAN, "CISPOLoss": MICRO_MEAN},
     out_of_scope={},
     tol=1e-4,
     remarks=lambda: [

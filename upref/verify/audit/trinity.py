@@ -19,6 +19,7 @@ from upref.rollouts import Rollouts
 from upref.verify.audit.apart.framework import Framework
 from upref.verify.audit.apart.parts import Part
 from upref.verify.audit.apart.pin import Pin
+from upref.verify.audit.apart.usual import CLAMP
 from upref.verify.audit.compare import MICRO, Comparison
 from upref.verify.slips import GROUPS, Slip, aggregated, with_hp
 
@@ -53,10 +54,6 @@ def _plain(mode: str, config: dict[str, Any]):
     return loss
 
 
-def _clamped(b: Rollouts) -> Rollouts:
-    return replace(b, logp=b.logp_old + (b.logp - b.logp_old).clamp(-20, 20))
-
-
 def _token_sums(b: Rollouts) -> Tensor:
     """The token means of the micro-batches, added up: N over the tokens of the micro-batch a response is in."""
     share = [(b.mask.sum() / m.mask.sum()).expand(len(m.mask), 1) for m in b.split(MICRO)]
@@ -83,7 +80,6 @@ def _gate(r, A, tau_pos, tau_neg):
     return where(A > 0, 4 / tau_pos * sigmoid(tau_pos * (r - 1)), 4 / tau_neg * sigmoid(tau_neg * (r - 1)))
 
 
-CLAMP = Slip("log r clamped to ±20", "clip", view=_clamped)
 SOFT = Slip("stop-gradient: the gate is a constant weight on log π_θ", "stop-gradient", objective=GATE,
             hp={"tau_pos": 1.0, "tau_neg": 1.05})  # fmt: skip
 HALF = Slip("divided by 1 + tau = 2", "aggregation", scale=lambda b: 0.5)

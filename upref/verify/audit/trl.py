@@ -6,33 +6,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from upref.aggregation import aggregate
 from upref.kl import k3
 from upref.losses.trl import loss_types, trl, trl_loss
-from upref.ops import exp, minimum, sg
+from upref.ops import exp
 from upref.registry import get
 from upref.rollouts import Rollouts
 from upref.verify.audit.apart.framework import Framework
-from upref.verify.audit.compare import MICRO, Comparison
+from upref.verify.audit.apart.usual import LUSPO, MICRO_MEAN, capped
+from upref.verify.audit.compare import Comparison
 from upref.verify.slips import GROUPS, Slip, aggregated, with_hp
 
-CAP = replace(
-    get("cispo"),
-    name="cispo, weights at most 0.2",
-    fn=lambda lp, lp_old, A: sg(minimum(exp(lp - lp_old), 0.2)) * A * lp,
-    closed_form=lambda r, A: A * minimum(r, 0.2),
-)
 PRODUCT = replace(get("gspo"), name="min(S A, clip(S) A), S the product of a response's ratios", level="trajectory")
 UNCLIPPED = 1e30  # RLOOTrainer cannot switch its clip off
-
-
-def _micro_tokens(b: Rollouts) -> Tensor:
-    """All tokens over MICRO times those of the micro-batch a response is in."""
-    share = [b.mask.sum() / (MICRO * m.mask.sum()) for m in b.split(MICRO)]
-    return torch.cat([s.expand(len(m.mask), 1) for s, m in zip(share, b.split(MICRO), strict=True)]).to(b.logp)
 
 
 def _product(eps: float) -> Slip:
@@ -52,8 +40,6 @@ BETA = 0.04
 SAID = "the KL term is multiplied by the ratio, which is differentiated too"
 KL = Slip(SAID, "term", hp={"beta": 0.0}, term=_weighted_kl)
 LENGTH = Slip("divided by max_completion_length = 512", "aggregation", scale=lambda b: 1 / 512)
-LONGER = "a response weighs its length more (LUSPO): aggregated by seq-mean-token-sum"
-LUSPO = Slip(LONGER, "aggregation", agg="seq-mean-token-sum")
 GSPO = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}
 COMPARISONS = (
     Comparison("default", "dapo", {}, "dapo", {}, (with_hp(eps_high=0.2), GROUPS)),
@@ -65,7 +51,7 @@ COMPARISONS = (
         with_hp(eps_low=0.2, eps_high=0.2), aggregated("token-mean"))),
     Comparison("default", "cispo", {}, "cispo", {}, (
         Slip("epsilon_high is the cap itself, 0.2 by default: every weight is at most 0.2", "objective",
-             objective=CAP), GROUPS)),
+             objective=capped(0.2)), GROUPS)),
     Comparison("default", "sapo", {}, "sapo", {}, (F32,)),
     Comparison("default", "luspo", {}, "gspo", {}, (
         Slip("the ratio of each token (importance_sampling_level), eps = 0.2", "objective",
@@ -112,7 +98,7 @@ TRL = Framework(
     loss=lambda c, b, padding: trl_loss(c.mode, b, padding=padding, **c.config),
     modes=_modes,
     comparisons=COMPARISONS,
-    split_reasons={"bnpo": Slip("the token mean of each micro-batch, then their mean", "batches", scale=_micro_tokens)},
+    split_reasons={"bnpo": MICRO_MEAN},
     out_of_scope=OUT_OF_SCOPE,
     remarks=lambda: REMARKS,
 )

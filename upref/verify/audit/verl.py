@@ -2,7 +2,6 @@
 """verl's policy losses as the audit holds them against the papers, and why they differ."""
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,17 +10,9 @@ from upref.losses.verl import NO_DUAL_CLIP, verl, verl_loss
 from upref.objectives.dppo_kl import binary_kl
 from upref.rollouts import Rollouts
 from upref.verify.audit.apart.framework import Framework
+from upref.verify.audit.apart.usual import CLAMP, CLAMP_S
 from upref.verify.audit.compare import MICRO, Comparison
 from upref.verify.slips import GROUPS, Slip, aggregated, with_hp
-
-
-def _clamp_tokens(b: Rollouts) -> Rollouts:
-    return replace(b, logp=b.logp_old + (b.logp - b.logp_old).clamp(-20, 20))
-
-
-def _clamp_responses(b: Rollouts) -> Rollouts:
-    log_s = torch.where(b.mask, b.logp - b.logp_old, 0).sum(1, keepdim=True) / b.mask.sum(1, keepdim=True)
-    return replace(b, logp=torch.where(log_s > 10, b.logp_old + 10, b.logp))
 
 
 def _micro_means(b: Rollouts) -> Tensor:
@@ -30,8 +21,6 @@ def _micro_means(b: Rollouts) -> Tensor:
 
 
 E20 = math.exp(20)
-CLAMP = Slip("log r clamped to ±20", "clip", view=_clamp_tokens)
-CLAMP_S = Slip("log s clamped to 10", "clip", view=_clamp_responses)
 MICRO_MEAN = Slip("torch.mean of each micro-batch, global_batch_info unread", "batches", scale=_micro_means)
 
 
