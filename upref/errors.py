@@ -12,7 +12,7 @@ class InputError(ValueError):
 
 
 @contextmanager
-def importing(framework: str, cure: str):
+def importing(framework: str):
     """Whatever a framework that is not installed, or half installed, raises becomes one sentence."""
     try:
         yield
@@ -20,5 +20,5 @@ def importing(framework: str, cure: str):
         why = f"{type(e).__name__}: {e}".splitlines()[0]
         raise InputError(
             f"{framework} does not import here ({why}): in a checkout `repro/venv.sh {framework}` installs what its "
-            f"losses need, elsewhere `pip install {cure}`."
+            f"losses need, elsewhere `pip install {framework}`."
         ) from e

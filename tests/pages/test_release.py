@@ -81,6 +81,8 @@ def test_the_install_lines_are_true():
     """What README installs is there: the extras by their names, the distribution by its own."""
     extras = set(re.findall(r"pip install[^\n]*?\[([\w,-]+)\]", README + (ROOT / "docs/trl.md").read_text()))
     assert {e for group in extras for e in group.split(",")} <= {*PROJECT["optional-dependencies"]}
+    texts = [p.read_text(encoding="utf-8") for kind in ("md", "yml") for p in (ROOT / "docs").rglob(f"*.{kind}")]
+    assert not [t for t in (README, *texts) if re.search(r"pip install '?upref", t)], "it is on no index yet"
     assert "`upref-rl`" in README and PROJECT["name"] == "upref-rl" and PROJECT["scripts"]["upref"] == "upref.cli:main"
 
 

@@ -33,7 +33,7 @@ HALVES = (2, 4, 8)  # TRL's micro-batches are equal
 
 def trl():
     """The installed trl with its trainers loaded; InputError where there is none."""
-    with importing("trl", "trl"):
+    with importing("trl"):
         import trl
         from trl.trainer import grpo_trainer, rloo_trainer  # noqa: F401  trl itself loads them lazily
     return trl

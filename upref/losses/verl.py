@@ -20,7 +20,7 @@ NO_DUAL_CLIP = 1e10  # verl cannot switch it off; its ratio never exceeds e^20
 
 def verl():
     """(core_algos, ActorConfig, version) of the installed verl; InputError where there is none."""
-    with importing("verl", "'upref-rl[verl]'"):
+    with importing("verl"):
         import verl
         from verl.trainer.ppo import core_algos
         from verl.workers.config import ActorConfig

@@ -181,7 +181,7 @@ def _kinds(every: Sequence[inspect.Parameter], reading: Reading) -> tuple[str, .
 
 
 def _verl(name: str) -> Callable:
-    with importing("verl", "'upref-rl[verl]'"):
+    with importing("verl"):
         from verl.trainer.ppo import core_algos
     try:
         return core_algos.get_adv_estimator_fn(name)
