@@ -161,7 +161,7 @@ def _kl(name: str):
 
 
 def _parts() -> tuple[Part, ...]:
-    equal = {"leaves_out": ("uneven", "one")}  # its groups are of one size
+    equal = ("uneven", "one")  # its groups are of one size
     over = lambda A, std: A / (std + 1e-6)
     own = lambda R, g: over(R - torch.stack([R[g == i].mean() for i in g]), R.std())
     sample = lambda R, g: over(R - R.mean(), R.std())
@@ -169,11 +169,12 @@ def _parts() -> tuple[Part, ...]:
     whitened = lambda R, g: _functions().masked_whiten(R[:, None], torch.ones(len(R), 1))[:, 0]
     z = lambda R, g: torch.zeros_like(R)
     return (
-        Part("advantages", "grpo", _norm("group", "group"), "group_norm", **equal),
+        Part("advantages", "grpo", _norm("group", "group"), "group_norm", leaves_out=equal),
         Part("advantages", "grpo, one response a prompt", _norm("group", "group", 1), z, words="0", reasons=(
             ("one response has no standard deviation: NaN", lambda R, g: R * torch.nan),)),
-        Part("advantages", "mean group, std none", _norm("group", None), "group_mean", **equal),
-        Part("advantages", "mean group, std batch", _norm("group", "batch"), "group_mean_whiten", **equal, reasons=(
+        Part("advantages", "mean group, std none", _norm("group", None), "group_mean", leaves_out=equal),
+        Part("advantages", "mean group, std batch", _norm("group", "batch"), "group_mean_whiten", leaves_out=equal,
+             reasons=(
             ("over the standard deviation of the rewards, not of what is left of them", own),)),
         Part("advantages", "mean batch, std batch", _norm("batch", "batch"), "whiten", reasons=(
             ("the standard deviation is the sample's (N - 1) and has 1e-6 added", sample),)),
