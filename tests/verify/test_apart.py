@@ -117,6 +117,7 @@ SEEN = {
     "import pytest": "ModuleNotFoundError",  # of the environment, and nothing that upref needs
     "import torch, numpy, plainrl; print('here')": "here",
     "import heavy.deep; heavy.deep.f(1)": "NotImplementedError: heavy.deep.f is a stand-in",
+    "import heavy\ndel heavy.Base.__init__\nprint('patched')": "patched",
     "import heavy\nclass A(heavy.Base): pass\nprint('named')\nA()": "NotImplementedError: A derives from a stand-in",
     "from heavy import jit\n@jit\ndef f(): return 1\nf()": "NotImplementedError: heavy.jit",
     "from heavy import jit\n@jit(fast=True)\ndef f(): return 1\nf()": "NotImplementedError: heavy.jit",

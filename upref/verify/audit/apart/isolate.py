@@ -87,7 +87,7 @@ def _shell(name: str):
 
 # ---- modules that are not there --------------------------------------------------------------------------------------
 class Absent:
-    """Anything of a module that is not there: it may be named, inherited from and asked about; a call raises."""
+    """Anything of a module that is not there: it may be named, inherited from, patched; a call raises."""
 
     def __init__(self, name: str, decorators: tuple[str, ...] = (), decorates: bool = False):
         self.__dict__.update(_name=name, _decorators=decorators, _decorates=decorates)
@@ -96,6 +96,9 @@ class Absent:
         if key.startswith("__"):
             raise AttributeError(key)
         return Absent(f"{self._name}.{key}", self._decorators)
+
+    def __delattr__(self, key: str):
+        """There is nothing to be deleted."""
 
     def __call__(self, *args, **kwargs):
         alone = len(args) == 1 and not kwargs and (callable(args[0]) or isinstance(args[0], Absent))
