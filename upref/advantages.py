@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from upref.errors import InputError
+from upref.tensors import dense, described
 
 Rewards = Float[Tensor, " N"]
 Advantages = Float[Tensor, " N"]
@@ -111,7 +112,7 @@ def whiten_tokens(
 
     OpenRLHF has ddof=0 and √max(var, eps). Masked slots may hold anything, NaN included, and return 0.
     """
-    if not (isinstance(adv, Tensor) and isinstance(mask, Tensor) and adv.ndim == 2 and adv.shape == mask.shape):
+    if not (dense(adv) and dense(mask) and adv.ndim == 2 and adv.shape == mask.shape and adv.is_floating_point()):
         raise InputError("adv and mask must be two tensors of the same shape [B, T]: expand [B, 1] advantages first.")
     if mask.dtype != torch.bool or not mask.any():
         raise InputError(f"mask must be bool (it is {mask.dtype}) and True somewhere: there is nothing to whiten.")
@@ -137,10 +138,10 @@ def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _variance(centred: Tensor, g: Tensor, ddof: int, eps: float) -> Tensor:
     """Σ_g centred² / (G - ddof) of each response's group, [N]; 0 for a group of one."""
-    if ddof not in (0, 1):
-        raise InputError(f"ddof must be 0 (divide by G) or 1 (divide by G - 1), got {ddof!r}.")
-    if not (isinstance(eps, int | float) and 0 <= eps < float("inf")):
-        raise InputError(f"eps must be a finite number >= 0, got {eps!r}.")
+    if not isinstance(ddof, int) or ddof not in (0, 1):
+        raise InputError(f"ddof must be 0 (divide by G) or 1 (divide by G - 1), got {repr(ddof)[:60]}.")
+    if not (isinstance(eps, int | float) and 0 <= eps < 1e300):
+        raise InputError(f"eps must be a finite number >= 0, got {repr(eps)[:60]}.")
     size = torch.bincount(g)
     squares = torch.zeros_like(size, dtype=centred.dtype).index_add(0, g, centred**2)
     return (squares / (size - ddof).clamp(min=1))[g]
@@ -152,9 +153,10 @@ def _over_std(centred: Tensor, g: Tensor, ddof: int, eps: float) -> Tensor:
 
 
 def _check(rewards: Tensor, group: Tensor | None, optional: bool = False) -> None:
-    if not isinstance(rewards, Tensor) or rewards.ndim != 1 or rewards.numel() == 0:
-        got = str(tuple(rewards.shape)) if isinstance(rewards, Tensor) else type(rewards).__name__
-        raise InputError(f"rewards must be a tensor [N], one number per response, and not empty, got {got}.")
+    if not dense(rewards) or rewards.ndim != 1 or rewards.numel() == 0:
+        raise InputError(
+            f"rewards must be a tensor [N], one number per response, and not empty, got {described(rewards)}."
+        )
     if rewards.dtype not in (torch.float32, torch.float64):
         raise InputError(f"rewards must be float32 or float64, got {rewards.dtype}: convert with .float().")
     bad = ~(rewards.abs() < 1e30)  # squares and sums of anything smaller stay finite in float64
@@ -163,9 +165,8 @@ def _check(rewards: Tensor, group: Tensor | None, optional: bool = False) -> Non
         raise InputError(f"rewards[{i}] is {rewards[i].item()}, not a reward: drop that row or fix its reward.")
     if optional and group is None:
         return
-    if not isinstance(group, Tensor) or group.is_floating_point() or group.is_complex() or group.dtype == torch.bool:
-        got = str(group.dtype) if isinstance(group, Tensor) else type(group).__name__
-        raise InputError(f"group must be an integer tensor, one prompt id per response, got {got}.")
+    if not dense(group) or group.is_floating_point() or group.is_complex() or group.dtype == torch.bool:
+        raise InputError(f"group must be an integer tensor, one prompt id per response, got {described(group)}.")
     if group.shape != rewards.shape or group.device != rewards.device:
         got = f"{tuple(group.shape)} on {group.device}, rewards {tuple(rewards.shape)} on {rewards.device}"
         raise InputError(f"group is {got}: give one prompt id per response, on the same device.")

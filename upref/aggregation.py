@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from upref.errors import InputError
+from upref.tensors import dense, described
 
 AGGREGATIONS = (
     "token-mean",
@@ -60,6 +61,7 @@ class Totals(NamedTuple):
     @classmethod
     def of(cls, mask: Bool[Tensor, "B T"], group: Int[Tensor, " B"] | None = None) -> "Totals":
         """The counts of a batch that is all here."""
+        _must(_is_mask(mask), "mask must be a boolean tensor [B, T]", mask)
         # float32 counts a row exactly up to 2^24 tokens and vectorises where int64 does not
         return cls.of_lengths(mask.sum(-1, dtype=torch.float32), group)
 
@@ -67,13 +69,19 @@ class Totals(NamedTuple):
     def of_lengths(cls, lengths: Tensor, group: Int[Tensor, " B"] | None = None) -> "Totals":
         """From |o_i| and the prompt of every response of the mini-batch: over data-parallel ranks, all-gather the two,
         count, and give each rank `.rows(its indices)`; a group may lie on several ranks."""
+        _must(isinstance(lengths, Tensor) and lengths.ndim == 1, "lengths must be a tensor [B]", lengths)
         lengths = lengths.double()
         if group is None:
             return cls(lengths.sum(), len(lengths), 1, lengths.sum())
+        fits = isinstance(group, Tensor) and group.shape == lengths.shape and group.device == lengths.device
+        _must(fits, f"group must be one prompt id for each of the {len(lengths)} responses, on their device", group)
         same = (group[:, None] == group[None, :]).double()  # [B, B]: no sort, no host synchronisation
         return cls(lengths.sum(), len(lengths), (1 / same.sum(1)).sum().round(), same @ lengths)
 
     def rows(self, i: Tensor) -> "Totals":
+        """Those of these rows: the counts stay the mini-batch's."""
+        fits = dense(i) and i.ndim == 1 and i.dtype in (torch.int64, torch.int32, torch.bool)
+        _must(fits, "the rows must be a tensor of their numbers", i)
         per_row = self.group_tokens
         return self._replace(group_tokens=per_row[i] if isinstance(per_row, Tensor) and per_row.ndim else per_row)
 
@@ -82,6 +90,9 @@ def row_weights(
     agg: str, mask: Bool[Tensor, "B T"], totals: Totals, length: int | None = None
 ) -> Float[Tensor, " B"] | Tensor | float:
     """w_i of the table above. `length` is L of seq-mean-token-sum-norm. Raises InputError on an unknown name."""
+    _must(isinstance(totals, Totals), "totals must be a Totals, e.g. Totals.of(mask, group)", totals)
+    symbols = not isinstance(totals.tokens, Tensor | int | float)  # derivation.py asks for the weight as a formula
+    _must(symbols or _is_mask(mask), "mask must be a boolean tensor [B, T]", mask)
     match agg:
         case "token-mean":
             count = totals.tokens
@@ -114,8 +125,20 @@ def aggregate(
 
     A response without a token, which Rollouts refuses but a framework's padding may bring, adds nothing; it is counted.
     """
+    _must(_is_mask(mask), "mask must be a boolean tensor [B, T]", mask)
+    fits = isinstance(x, Tensor) and x.shape in (mask.shape, mask.shape[:1]) and x.device == mask.device
+    _must(fits, f"x must be a tensor {list(mask.shape)} as the mask, or {list(mask.shape[:1])}, on its device", x)
     wide = torch.promote_types(x.dtype, torch.float32)
     tokens = torch.where(mask, x, 0) if x.ndim == 2 else torch.where(mask.any(-1), x, 0)[:, None]
     per_row = tokens.sum(-1, dtype=wide)
     w = row_weights(agg, mask, totals or Totals.of(mask, group), length)
     return (per_row * (w.to(wide) if isinstance(w, Tensor) else w)).sum()
+
+
+def _is_mask(x) -> bool:
+    return dense(x) and x.dtype == torch.bool and x.ndim == 2
+
+
+def _must(fits: bool, what: str, got) -> None:
+    if not fits:
+        raise InputError(f"{what}, got {described(got)}.")

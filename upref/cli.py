@@ -63,7 +63,7 @@ def _fail(args, sentence: str) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
-        self.exit(2, f"{self.prog}: {message} (`{self.prog} -h` shows what it takes).\n")
+        self.exit(2, f"{self.prog}: {InputError(message)} (`{self.prog} -h` shows what it takes).\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -61,6 +61,8 @@ def derive(objective: str | Objective, mu: float = 0.25, **hp) -> Derivation:
     flagged in the text, with ok = False. An objective that sympy cannot read (the record's `unread`) is not refused:
     the text says why, and autograd is held against the weight on a small batch instead.
     """
+    if isinstance(mu, bool) or not isinstance(mu, int | float) or not 0 < mu <= 1:
+        raise InputError(f"mu is a probability in (0, 1], got {repr(mu)[:60]}.")
     o = objective if isinstance(objective, Objective) else get(objective)
     resolved = {k: v for k, v in o.resolve(hp).items() if k != "beta"}
     doc = (inspect.getdoc(o.fn) or str(o.__doc__)).split("\n\n")[0]

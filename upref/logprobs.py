@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from upref.errors import InputError
+from upref.tensors import dense, described
 
 
 def token_log_probs(
@@ -80,20 +81,18 @@ def _pick(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 
 
 def _check(logits: Tensor, temperature: float) -> None:
-    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.ndim < 2:
-        got = f"{logits.dtype} {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-        raise InputError(f"logits must be a floating-point tensor [B, T, V], got {got}.")
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < float("inf"):
+    if not dense(logits) or not logits.is_floating_point() or logits.ndim < 2:
+        raise InputError(f"logits must be a floating-point tensor [B, T, V], got {described(logits)}.")
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < 1e300:
         raise InputError(
-            f"temperature must be a finite number > 0, the one that the tokens were sampled at, got {temperature!r}; "
-            "greedy sampling (0) has no log-probabilities."
+            "temperature must be a finite number > 0, the one that the tokens were sampled at, got "
+            f"{repr(temperature)[:60]}; greedy sampling (0) has no log-probabilities."
         )
 
 
 def _check_tokens(logits: Tensor, tokens: Tensor, name: str) -> None:
-    if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.dtype == torch.bool:
-        got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise InputError(f"{name} must be an integer tensor of token ids, got {got}.")
+    if not dense(tokens) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise InputError(f"{name} must be an integer tensor of token ids, got {described(tokens)}.")
     if logits.shape[:-1] != tokens.shape:
         raise InputError(f"{name} {tuple(tokens.shape)} must have the shape of logits {tuple(logits.shape)} without V.")
     bad = (tokens < 0) | (tokens >= logits.shape[-1])

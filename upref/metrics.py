@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import comb, sqrt
+from typing import Any
 
 import numpy as np
 
@@ -95,6 +96,8 @@ def best_at_k_bootstrap(correct, k: int, draws: int = 1000, seed: int = 42) -> E
     table = _table(correct)
     _check_count("k", k)
     _check_count("draws", draws)
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
+        raise InputError(f"seed must be a whole number from 0 to 2^32 - 1, got {repr(seed)[:60]}.")
     tuples = np.random.RandomState(seed).choice(table.shape[1], size=(draws, k), replace=True)
     return Estimate.of([row[tuples].any(1).mean() for row in table])
 
@@ -108,9 +111,12 @@ def maj_at_k(answers: Sequence[Sequence[Hashable]], correct) -> Estimate:
     InputError if equal answers have different verdicts.
     """
     table = _table(correct)
-    if len(answers) != len(table) or any(len(row) != table.shape[1] for row in answers):
+    plain = lambda x: x.tolist() if isinstance(x, np.ndarray) else x
+    rows: Any = [plain(row) for row in answers] if isinstance(answers, Sequence) else plain(answers)
+    sized = isinstance(rows, list) and all(isinstance(row, Sequence) for row in rows)
+    if not sized or len(rows) != len(table) or any(len(row) != table.shape[1] for row in rows):
         raise InputError(f"answers must be {table.shape[0]} lists of {table.shape[1]} answers, the shape of `correct`.")
-    return Estimate.of([_vote(p, row, verdicts) for p, (row, verdicts) in enumerate(zip(answers, table, strict=True))])
+    return Estimate.of([_vote(p, row, verdicts) for p, (row, verdicts) in enumerate(zip(rows, table, strict=True))])
 
 
 def _vote(problem: int, row: Sequence[Hashable], verdicts: np.ndarray) -> float:

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from upref import kl as kl_estimators
-from upref.aggregation import Totals, aggregate, row_weights
+from upref.aggregation import AGGREGATIONS, Totals, aggregate, row_weights
 from upref.errors import InputError
 from upref.ops import exp, log, mean_t, sum_t, where
 from upref.rollouts import Rollouts, per_response
@@ -83,7 +83,11 @@ class Objective:
     reads_log_r: bool = field(init=False, repr=False)
 
     def __post_init__(self):
-        takes, weighs = _parameters(self.fn), _parameters(self.closed_form)
+        known = {"level": [*LEVELS], "agg": [*AGGREGATIONS], "kl": ["", *kl_estimators.ESTIMATORS]}
+        for fact, of in known.items():
+            if (value := getattr(self, fact)) not in of:
+                raise InputError(f"{fact} must be one of {', '.join(filter(None, of))}, got {repr(value)[:60]}.")
+        takes, weighs = _parameters(self.fn, 3, "fn"), _parameters(self.closed_form, 0, "closed_form")
         put = partial(object.__setattr__, self)
         put("_own", {p.name: p.default for p in takes if p.kind is p.KEYWORD_ONLY} | ({"beta": 0.0} if self.kl else {}))
         put("_extra_names", tuple(p.name for p in takes[3:] if p.kind is p.POSITIONAL_OR_KEYWORD))
@@ -104,6 +108,8 @@ class Objective:
     def resolve(self, hp: dict[str, Any]) -> dict[str, Any]:
         """Defaults overlaid with hp, names and ranges checked."""
         known = self._own
+        if not isinstance(hp, dict):
+            raise InputError(f"hyperparameters are a dictionary, name -> value, not a {type(hp).__name__}.")
         for key, value in hp.items():
             if key not in known:
                 takes = ", ".join(known) or "none"
@@ -116,6 +122,8 @@ class Objective:
     # ---- values ----------------------------------------------------------------------------------------------------
     def __call__(self, b: Rollouts, **hp) -> Float[Tensor, ""]:
         """J of the batch, the aggregation and the KL term included; gradients flow into b.logp alone."""
+        if not isinstance(b, Rollouts):
+            raise InputError(f"{self.name} is computed of upref.Rollouts, not of a {type(b).__name__}.")
         if self.agg == "seq-mean" and not b.one_adv_per_response:
             raise InputError(
                 f"{self.name} wants one advantage per response, and the tokens of one differ: pass adv as [B, 1]."
@@ -191,9 +199,15 @@ class Objective:
         mu = π_old(o_t) is read by objectives whose bounds depend on it; "free" ones read the whole [B, T] arrays and
         the mask. Works on tensors, arrays and symbols.
         """
-        log_mu = None if mu is None else log(mu)
-        have = {"mu": mu, "log_mu": log_mu, "mask": mask, "entropy": entropy}
-        return self._closed(log(r) if self.reads_log_r else r, A, have, hp)
+        try:
+            log_mu = None if mu is None else log(mu)
+            have = {"mu": mu, "log_mu": log_mu, "mask": mask, "entropy": entropy}
+            return self._closed(log(r) if self.reads_log_r else r, A, have, hp)
+        except InputError:
+            raise
+        except (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError, ValueError) as e:
+            given = f"r = {repr(r)[:60]}, A = {repr(A)[:60]}"
+            raise InputError(f"{self.name} has no weight at {given}: {type(e).__name__}: {e}") from e
 
     @property
     def reads_mu(self) -> bool:
@@ -234,7 +248,6 @@ _OBJECTIVES: dict[str, Objective] = {}
 
 def objective(*, paper: str, eq: str, level: str, agg: str, adv: str, **facts) -> Callable[[Callable], Objective]:
     """Decorator of the pure function `(lp, lp_old, A, *, hyperparameters)`; follow it by `@NAME.with_weight`."""
-    assert level in LEVELS, level
 
     def wrap(fn: Callable) -> Objective:
         return Objective(fn.__name__, fn, inspect.getdoc(fn) or "", paper, eq, level, agg, adv, **facts)
@@ -287,8 +300,14 @@ def _number(x: Any) -> bool:
         return False
 
 
-def _parameters(fn: Callable) -> list[inspect.Parameter]:
-    return list(inspect.signature(fn).parameters.values())
+def _parameters(fn: Callable, least: int, name: str) -> list[inspect.Parameter]:
+    try:
+        takes = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        takes = []
+    if len(takes) < max(least, 1):
+        raise InputError(f"{name} must be a function (lp, lp_old, A, *, hyperparameters), got {repr(fn)[:60]}.")
+    return takes
 
 
 class _Unmasked(torch.autograd.Function):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from upref.aggregation import Totals
 from upref.errors import InputError
+from upref.tensors import dense, described
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,9 @@ class Rollouts:
         with jaxtyped("context"):  # binds B and T over all the fields
             for field in fields_of(self)[:-1]:
                 x, kinds = getattr(self, field.name), get_args(field.type) or (field.type,)
-                if not any(isinstance(x, kind) for kind in kinds):
+                if not any(isinstance(x, kind) for kind in kinds) or (isinstance(x, Tensor) and not dense(x)):
                     want = " or ".join(getattr(k, "__name__", str(k)) for k in kinds)
-                    raise InputError(f"{field.name} must be {want}, got {_describe(x)}{_shapes(self)}.")
+                    raise InputError(f"{field.name} must be {want}, got {described(x)}{_shapes(self)}.")
         if self.mask.numel() == 0:
             raise InputError(
                 f"the batch is empty (mask has shape {tuple(self.mask.shape)}): give one response at least."
@@ -142,9 +143,5 @@ def _first(bad: Tensor) -> tuple[int, ...]:
     return tuple(bad.nonzero()[0].tolist())
 
 
-def _describe(x) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-
-
 def _shapes(b: Rollouts) -> str:
-    return f" (logp is {_describe(b.logp)})" if isinstance(b.logp, Tensor) else ""
+    return f" (logp is {described(b.logp)})" if isinstance(b.logp, Tensor) else ""

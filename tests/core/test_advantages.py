@@ -255,7 +255,7 @@ def test_all_share_one_calling_form_keep_the_dtype_and_pass_no_gradient(name, dt
     [
         (torch.tensor([1, 0]), torch.tensor([0, 0]), "int64: convert"),
         (torch.tensor([1.0, 0.0]).half(), torch.tensor([0, 0]), "float16: convert"),
-        (torch.tensor([[1.0, 0.0]]), torch.tensor([[0, 0]]), "got (1, 2)"),
+        (torch.tensor([[1.0, 0.0]]), torch.tensor([[0, 0]]), "got float32[1, 2]"),
         (torch.tensor([]), torch.tensor([], dtype=torch.int64), "not empty"),
         ([1.0, 0.0], torch.tensor([0, 0]), "got list"),
         (torch.tensor([1.0, float("nan"), float("inf")]), torch.tensor([0, 0, 0]), "rewards[1] is nan"),
@@ -265,7 +265,7 @@ def test_all_share_one_calling_form_keep_the_dtype_and_pass_no_gradient(name, dt
         (torch.tensor([1.0, 0.0]), torch.tensor([True, False]), "integer tensor"),
         (torch.tensor([1.0, 0.0]), [0, 0], "got list"),
         (torch.tensor([1.0, 0.0]), torch.tensor([0]), "one prompt id per response"),
-        (torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.int64, device="meta"), "same device"),
+        (torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.int64, device="meta"), "got meta int64[2]"),
     ],
 )
 def test_bad_input_is_one_sentence(name, rewards, group, says):

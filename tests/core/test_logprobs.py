@@ -227,7 +227,7 @@ def test_bad_temperatures_are_refused(temperature):
         (torch.zeros(1, 3, 5), [[0, 1, 2]], "got list"),
         (torch.zeros(1, 3, 5, dtype=torch.int64), torch.tensor([[0, 1, 2]]), "floating-point"),
         ([[0.0]], torch.tensor([0]), "got list"),
-        (torch.zeros(5), torch.tensor(0), "[B, T, V], got torch.float32 (5,)"),
+        (torch.zeros(5), torch.tensor(0), "[B, T, V], got float32[5]"),
     ],
 )
 def test_bad_tokens_and_logits_are_refused(f, logits, tokens, says):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad and odd inputs (odd.py) at every entry point of the API and of the command, audits and child processes included.
+"""Bad and odd inputs (odd.py) at every entry point: public functions (entries.py), the command (typed.py), audits.
 
     python tests/support/fuzz.py [inputs] [seed] [FILE]
 
@@ -10,12 +10,12 @@ how many of what were tried. With FILE, what was done is kept there, and the sam
 
 import collections
 import contextlib
+import functools
 import io
 import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,14 +24,18 @@ from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
+import entries
 import odd
-from odd import JUNK, VERBS, WORDS, a_loss, moody
+import pytest
+import typed
+from odd import JUNK, a_loss, moody
 
 import upref
+import upref.claims
 import upref.curve
 import upref.regimes
 import upref.table
-from upref.cli import main
+from upref import learn
 from upref.errors import InputError
 from upref.losses import read
 from upref.losses.guard import RANDOM, STATE, _equal
@@ -42,8 +46,9 @@ from upref.verify.identity import Identity
 from upref.verify.report import Report
 
 LIMIT = 60  # seconds of CPU for one input
-LONGEST = 20_000  # characters of an answer
+ANSWERS = Report | Identity | learn.Answer
 EVERY = 100  # inputs between two notes in FILE
+CLAIMS = resources.files("upref.claims").joinpath("claims.toml").read_text(encoding="utf-8")
 LEDGER = resources.files("upref.verify.audit").joinpath("verl.toml").read_text(encoding="utf-8")
 
 
@@ -60,20 +65,15 @@ def tries(rng: random.Random):
     b = upref.regimes.anchor()
     good = {k: getattr(b, k) for k in fields}
     mixed = lambda: upref.Rollouts(**good | {k: some() for k in rng.sample(fields, rng.randint(1, 3))})
-    argv = lambda: [rng.choice(VERBS), *rng.choices(WORDS, k=rng.randint(0, 4))]
     a_moody = lambda: moody(rng, ends=False)
-    calls = {
+    calls = {f"upref.{name}": functools.partial(entry, name, rng) for name in entries.PUBLIC}
+    calls |= {
         "get": lambda: upref.get(some()),
-        "up": lambda: upref.up(some()),
-        "up_anchored": lambda: upref.up_anchored(some()),
         "Rollouts": mixed,
-        "split": lambda: upref.regimes.anchor().split(some()),
         "J": lambda: upref.get("dapo")(b if rng.random() < 0.7 else mixed(), **hp()),
-        "weight": lambda: upref.get("dapo").weight(1.0, 1.0, **hp()),
         "capacity": lambda: upref.capacity(name(), number(), number(), number(), **hp()),
-        "weights": lambda: upref.curve.of(name(), **hp())(1.0, 1.0),
+        "curve": lambda: upref.curve.of(name(), **hp())(1.0, 1.0),
         "cap_map": lambda: upref.cap_map(*rng.choices(JUNK, k=rng.randint(0, 1)), adv=some(), **hp()),
-        "derive": lambda: upref.derive(some()),
         "diagnose": lambda: upref.diagnose(some(), some()),
         "check": lambda: upref.check(some(), some(), **hp()),
         "check, skip": lambda: upref.check(upref.get("dapo"), "nothing", skip=some()),
@@ -92,18 +92,34 @@ def tries(rng: random.Random):
         "audit": lambda: audits.audit(some(), rng.choice([(), some()])),
         "audit, ledger": lambda: ledger.hold([], ledger.read("verl", odd.a_ledger(rng, LEDGER)), str(some()), True),
         "audit-table": lambda: upref.table.audit(read_table(odd.a_table(rng)), draws=200, seed=rng.choice([0, 1, -1])),
-        "command": lambda: command(argv()),
-        "command, mostly right": lambda: command([rng.choice(["show", "cap", "weights"]), *rng.choices(WORDS, k=2)]),
-        "child": lambda: child(rng),
+        "a student": lambda: a_student(rng),
+        "claims": lambda: upref.claims.read(odd.a_ledger(rng, CLAIMS)),
+        "explorer": lambda: upref.explorer.write(rng.choice(["no/x.html", *map(str, JUNK)])),
     }
-    slow = ("a moody loss, checked", "a moody loss, named")
-    rare = {"process": lambda: child(rng, forked=False), "audit of a framework": lambda: framework(rng)}
-    kind = rng.choice(list(calls))
-    if kind in slow and rng.random() < 0.5:
-        kind = "a moody curve"
-    if rng.random() < 0.01:
-        kind, calls = rng.choice(list(rare)), rare
-    return kind, calls[kind]
+    slow = ("a moody loss, checked", "a moody loss, named", "upref.assert_policy_loss", "upref.check", "upref.identify")
+    kind = rng.choice([*calls, *["command"] * 15, *["child"] * 4])
+    if kind in slow and rng.random() < 0.6:
+        kind = rng.choice(["upref.Rollouts", "a student", "a loss"])
+    if rng.random() < 0.006:  # each takes seconds
+        kind = rng.choice(["process"] * 4 + ["audit of a framework"])
+    if kind == "command":
+        argv = typed.argv(rng)
+        return f"command {argv[0] if argv[0] in typed.VERBS else ''}", lambda: typed.command(argv)
+    if kind in ("child", "process"):
+        argv = typed.judging(rng)
+        return f"{kind} {argv[0]}", lambda: typed.child(argv, forked=kind == "child")
+    return kind, calls[kind] if kind in calls else lambda: framework(rng)
+
+
+def entry(name: str, rng: random.Random):
+    """A public function; what fails a test is an answer."""
+    with contextlib.suppress(pytest.fail.Exception):
+        return entries.called(name, rng)()
+
+
+def a_student(rng: random.Random):
+    typed.a_lesson(number := rng.randint(1, 10), rng, ends=False)
+    return learn.judge(learn.exercise(number), Path.cwd())
 
 
 def framework(rng: random.Random):
@@ -113,66 +129,7 @@ def framework(rng: random.Random):
     return audits.audit(name, (one,))
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
-def command(argv: list[str]):
-    out, err = io.StringIO(), io.StringIO()
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = main(argv)
-    except SystemExit as e:
-        status = e.code
-    judge(argv, status, out.getvalue(), err.getvalue())
-
-
-def child(rng: random.Random, forked: bool = True):
-    """The command line as it is typed: in a child of this process, or in a process of its own."""
-    loss = f"mine.py:{rng.choice(['loss', 'wrong', *[f'moody_{rng.randrange(10**9)}'] * 6])}"
-    objective = rng.choice(["dapo", "grpo", "gspo", "no"])
-    verbs = (["check", "--as", objective], ["check", "--as-kl", "k3"], ["check", "--as-advantage", "group_norm"])
-    verb, *what = rng.choice([*verbs, ["identify"], ["cap"], ["weights"]])
-    more = rng.choice([[], [], ["--json"], ["--skip=no"], [] if verb in ("cap", "weights") else ["-v"]])
-    argv = [verb, loss, *what, "--timeout", rng.choice(["4", "8"]), *more]
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        if forked:
-            status = _forked(argv, out.fileno(), err.fileno())
-        else:
-            env = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-            command = [sys.executable, "-m", "upref", *argv]
-            status = subprocess.run(command, stdout=out, stderr=err, check=False, env=env).returncode
-        out.seek(0), err.seek(0)
-        judge(argv, status, out.read(), err.read(), noisy=True)
-
-
-def _forked(argv: list[str], out: int, err: int) -> int:
-    kept, streams, before = (os.dup(1), os.dup(2)), (sys.stdout, sys.stderr), sys.argv
-    os.dup2(out, 1), os.dup2(err, 2)
-    sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # noqa: SIM115
-    sys.argv = ["upref", *argv]
-    try:
-        return main()
-    except SystemExit as e:
-        return e.code  # type: ignore[return-value]
-    finally:
-        sys.stdout.flush(), sys.stderr.flush()
-        sys.stdout, sys.stderr, sys.argv = *streams, before
-        for fd, was in zip((1, 2), kept, strict=True):
-            os.dup2(was, fd), os.close(was)
-
-
-def judge(argv: list[str], status, out: str, err: str, noisy: bool = False):
-    """noisy: the loss may have written to stderr too."""
-    tail = f"{argv}: status {status}, {err[-300:]!r}"
-    assert status in (0, 1, 2), tail
-    if "--debug" not in argv:
-        assert "Traceback (most recent" not in err, tail
-        last = err.rstrip("\n").rpartition("\n")[2]
-        assert status != 2 or (last.startswith("upref") and len(last) < 1200 and (noisy or err.count("\n") == 1)), tail
-    assert status == 2 or out, f"{argv}: status {status} without a report"
-    if status != 2 and "--json" not in argv and argv[0] == "check":
-        assert out.startswith("NOT ") == (status == 1) and (": agrees" in out) == (status == 0), f"{tail} {out[:200]}"
-    if status != 2 and "--json" in argv and argv[0] in ("check", "identify"):
-        assert json.loads(out)["ok" if argv[0] == "check" else "identified"] == (status == 0), tail
-    assert argv[0] not in ("check", "identify") or "--json" in argv or len(out) <= LONGEST, f"{argv}: {len(out)} long"
+VERDICTS = Path(upref.claims.__file__).with_name("computed.json")
 
 
 # ---- one input -------------------------------------------------------------------------------------------------------
@@ -194,6 +151,8 @@ OTHER: dict[str, Callable] = {
     "child processes": _children,
     "open files": lambda: len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0,
     "the trace function": sys.gettrace,
+    "the registry": upref.names,
+    "the verdicts of the claims": lambda: VERDICTS.read_bytes(),
 }
 
 
@@ -207,7 +166,7 @@ def broken(kind: str, call) -> str:
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             answer = call()
-            if isinstance(answer, Report | Identity) and (n := len(answer.text(verbose=True))) > LONGEST:
+            if isinstance(answer, ANSWERS) and (n := len(answer.text(verbose=True))) > typed.LONGEST:
                 what = f"the report is {n} characters long"
     except InputError as e:
         what = "" if "\n" not in str(e) and len(str(e)) < 1000 else f"not one sentence: {str(e)[:200]!r}"
@@ -241,8 +200,7 @@ def fuzz(inputs: int, seed: int, file: Path | None = None) -> tuple[collections.
     counts, found = collections.Counter(begun["counts"]), begun["found"]
     before, ours = signal.signal(signal.SIGPROF, late), os.getpid()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        Path("mine.py").write_text(odd.LOSS)
-        Path("table.csv").write_text("method,a,Average\nx,50.00,50.00\ny,25,25.0\n")
+        typed.beside()
         for i in range(begun["next"], inputs):
             kind, call = tries(random.Random(f"{seed} {i}"))
             counts[kind] += 1

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Odd inputs for fuzz.py: values, words of a command line, signatures, answers, and losses that turn bad when asked
-for something particular."""
+"""Odd inputs for fuzz.py: values, signatures, answers, tables, ledgers, and losses and solutions of exercises that turn
+bad when asked for something particular."""
 
 import contextlib
 import functools
 import os
 import random
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -26,18 +27,6 @@ JUNK = [
     np.float64(0.2), np.array(None), range(3), iter([]), lambda: None, lambda x: x, lambda *a: a[0].sum(),
     torch.nn.Linear(2, 2), upref.get("dapo"), upref.regimes.anchor(),
 ]  # fmt: skip
-WORDS = [
-    "dapo", "gspo", "m2po", "aspo_code", "bandpo_kl", "nothing", "up(sapo)", "verl:vanilla", "verl:", "trl:nothing",
-    "trl:grpo,x", ":", "x:y", "no.py:f", ".py:f", "upref:get", "upref.kl:k1", "os:getcwd", "math:exp", "torch:max",
-    "mine.py:loss", "mine.py:wrong", "mine.py:missing", "mine.py:two.three", "table.csv", "torch", "π", "\0", "-", "--",
-    "", "--hp",
-    "--json", "--as", "--adv", "-o", "--timeout", "--skip", "--hp=eps_low=0.1", "--hp=eps_low=nan", "--hp=c=None",
-    "--hp=eps=1e999", "--hp==", "--hp=x=1", "--hp=eps_high=True", "--adv=-1", "--adv=nan", "--adv=x", "-o.", "-o/",
-    "-o/no/x.svg", "-ox.xyz", "-o\0.svg", "--timeout=0", "--timeout=-1", "--timeout=nan", "--timeout=x", "--skip=no",
-    "--as=dapo", "--as=no", "--as-kl=k1", "--as-kl=no", "--as-advantage=group_norm", "--as-advantage=no", "--ledger",
-    "--markdown", "--debug", "-v", "--seed=1", "--seed=-1", "trl", "verl",
-]  # fmt: skip
-VERBS = ["check", "identify", "audit", "audit-table", "list", "show", "cap", "weights", "frobnicate", "", "-x"]
 NAMES = [
     "log_prob", "old_log_prob", "advantages", "mask", "lp", "old", "A", "x", "y", "batch", "cfg", "eps", "clip_low",
     "ref_log_prob", "group", "entropy", "totals", "padding_mask", "neg_logp", "lengths", "self", "kl_coef", "Â", "_",
@@ -61,23 +50,11 @@ CELLS = [
     '"',
     "1",
 ]
-LOSS = f"""import sys, torch
-sys.path.insert(0, {os.path.dirname(__file__)!r})
-def loss(log_prob, old_log_prob, advantages, mask):
-    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
-    return -(torch.min(r * advantages, r.clamp(0.8, 1.28) * advantages) * mask).sum() / mask.sum()
-def wrong(log_prob, old_log_prob, advantages, mask): raise ValueError("one\\ntwo")
-class two: three = 3
-def __getattr__(name):
-    import odd, random
-    if not name.startswith("moody_"): raise AttributeError(name)
-    return odd.moody(random.Random(name))
-"""
 
 
 def _forever(*_):
     while True:
-        pass
+        time.sleep(0.01)
 
 
 # ---- functions with a signature and an answer by chance --------------------------------------------------------------
@@ -248,3 +225,34 @@ def a_ledger(rng: random.Random, text: str) -> str:
         lines[i : i + 1] = {"drop": [], "twice": [lines[i]] * 2, "cut": [half], "junk": [junk]}[what]
         lines = lines or [""]
     return "\n".join(lines)
+
+
+# ---- what a student writes -------------------------------------------------------------------------------------------
+TURNED: dict[str, Callable] = {  # of the answer of a solution
+    "as it is": lambda x: x, "twice": lambda x: 2 * x, "negated": lambda x: -x, "detached": lambda x: x.detach(),
+    "a number": lambda x: float(x.sum()), "nothing": lambda x: None, "text": lambda x: "x" * 9999,
+    "a list": lambda x: [x],
+    "longer": lambda x: torch.stack([x, x]), "complex": lambda x: x * 1j, "NaN": lambda x: x * float("nan"),
+    "infinite": lambda x: x * float("inf"), "rounded": lambda x: round(float(x), 1), "half": lambda x: x.half(),
+    "numpy": lambda x: np.asarray(x), "a bool": lambda x: bool(x.any()), "meta": lambda x: x.to("meta"),
+    "huge": lambda x: 10**400, "junk": lambda x: object(), "itself": lambda x: (lambda y: y.append(y) or y)([]),
+}  # fmt: skip
+
+
+def student(number: int, rng: random.Random, ends: bool = True) -> Callable:
+    """A solution of that exercise: right or with a known mistake, answered oddly, or that turns bad at some call."""
+    from upref.learn import exercise
+
+    e = exercise(number)
+    base, turn = rng.choice([e.right, *(s.fn for s in e.slips)]), rng.choice(list(TURNED.values()))
+    then, bad = rng.choice(list((THEN | ENDS if ends and rng.random() < 0.3 else THEN).values())), rng.randint(1, 30)
+    calls = [0]
+    FORKS[:] = [True] * 5
+
+    def solution(*given):
+        calls[0] += 1
+        if calls[0] == bad and (got := then(*(given * 4)[:4])) is not None:
+            return got
+        return turn(base(*given))
+
+    return solution

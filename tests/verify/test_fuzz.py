@@ -1,9 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sample of tests/support/fuzz.py, the same every time; the whole run is `python tests/support/fuzz.py 20000`."""
 
-from fuzz import fuzz
+import argparse
+import random
+
+import entries
+import typed
+from fuzz import fuzz, tries
+
+from upref import cli, commands
 
 
 def test_a_sample_of_bad_inputs():
     counts, found = fuzz(250, 7)
     assert not found and len(counts) > 20
+
+
+def test_no_public_function_is_missing():
+    assert not entries.there_is() - {*entries.PUBLIC}
+
+
+def test_what_each_takes_is_what_it_accepts():
+    """Else junk in one argument would be seen to be refused for another."""
+    for name, (fn, good) in entries.PUBLIC.items():
+        if name != "explorer.write":
+            fn(*([good["*"]] if "*" in good else []), **{k: v for k, v in good.items() if k != "*"})
+
+
+def test_no_verb_and_no_option_is_missing():
+    verbs = next(a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction)).choices
+    assert {*verbs} == {*commands.RUN} == {*typed.VERBS} == {*typed.FIT}
+    for verb, parser in verbs.items():
+        words = {w.partition("=")[0] if w[:2] == "--" else w[:2] for w in typed.VERBS[verb] + typed.ALL}
+        options = {o for a in parser._actions for o in a.option_strings}
+        assert options <= words, f"{verb}: no word for {options - words}"
+
+
+def test_each_is_among_the_inputs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a file of a student is written where it is asked for
+    kinds = {tries(random.Random(f"0 {i}"))[0] for i in range(8000)}
+    assert {f"upref.{name}" for name in entries.PUBLIC} <= kinds
+    assert {f"command {verb}" for verb in typed.VERBS} | {"child learn", "process learn"} <= kinds

@@ -17,11 +17,17 @@ DRAWN = ("map", "curves", "flowview", "figure", "controls", "cards", "policy", "
 
 
 def write(file: str | Path) -> Path:
-    """Write the page there, and return the path. Raises InputError where the name does not end in .html."""
+    """Write the page there, and return the path. Raises InputError where the name does not end in .html, and where no
+    such file can be written."""
+    if not isinstance(file, str | Path):
+        raise InputError(f"the explorer is written to a file: give its name, not {type(file).__name__}.")
     file = Path(file)
     if file.suffix not in (".html", ".htm"):
         raise InputError(f"the explorer is a web page: end the name in .html, not as {file.name!r}.")
-    file.write_text(page(), encoding="utf-8")
+    try:
+        file.write_text(page(), encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        raise InputError(f"cannot write {str(file)!r}: {getattr(error, 'strerror', None) or error}.") from error
     return file
 
 

@@ -5,6 +5,7 @@
 Nothing of upref is imported before the first use: the plug-in is loaded into every pytest run.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -26,12 +27,12 @@ def assert_advantages(fn: Any, estimator: str, **hp) -> Any:
     return _passed(check_advantages(fn, estimator, **hp))
 
 
-def assert_kl(fn: Any, estimator: str, **options) -> Any:
+def assert_kl(fn: Any, estimator: str, *, skip: Sequence[str] = ()) -> Any:
     """The Report of `upref.verify.kl`; fails the test with it where fn is not that estimator."""
     __tracebackhide__ = True
     from upref.verify.kl import check_kl
 
-    return _passed(check_kl(fn, estimator, **options))
+    return _passed(check_kl(fn, estimator, skip=skip))
 
 
 def _passed(report: Any) -> Any:

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry points that fuzz.py must reach, and arguments that each accepts; test_fuzz.py holds that none is missing.
+
+PUBLIC: every name of upref.__all__, the methods of its types, and the functions of the modules that docs/site/api.py
+shows. INNER: what of those answers to no user, with the reason.
+"""
+
+import inspect
+import random
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from odd import JUNK
+
+import upref
+import upref.regimes
+
+INNER = {  # of docs/site/api.py: module or function -> why it need not answer with a sentence
+    "ops": "the words in which objectives are written, for tensors, arrays and symbols: their own errors",
+    "kl": "two tensors in, elementwise: torch's own errors",
+    "regimes": "makes the batches of the checker; nothing foreign reaches it",
+    "curve": "`of`, which reads what is foreign, is the entry point; the rest is called with curves",
+    "derivation": "parts of `derive`",
+    "plots": "parts of `cap_map` and `weights`, handed curves and axes",
+    "plots.save": "the last step of `upref cap -o`",
+    "atlas": "takes nothing",
+    "verify.report": "parts of a report",
+    "verify.identity": "parts of an answer",
+    "verify.oracle": "for who writes an oracle",
+    "parity": "inside a training step: a trainer's own errors",
+    "trl": "inside a training step: a trainer's own errors",
+    "verl_plugin": "inside a training step: a trainer's own errors",
+    "aggregation.verl_name": "two words from the registry",
+    "cap.own_token_bound": "one line of numpy",
+    "logprobs.possible": "for tensors that the library made",
+    "explorer.page": "takes nothing",
+    "explorer.script": "file names of its own folder",
+    "explorer.data": "takes nothing",
+    "metrics.Estimate.of": "made by the metrics",
+}
+UNCHECKED = {  # methods that say of themselves that they look at nothing: inside a compiled training step
+    "Objective.J",
+    "Objective.unreduced",
+    "Objective.surrogate",
+    "Objective.token_weights",
+    "Objective.gradient",
+    "Objective.with_weight",
+    "Rollouts.unchecked",
+    "Rollouts.rows",
+}
+
+
+def _plain(lp, lp_old, A, *, eps=0.2):
+    """J = A r."""
+    return A * upref.get("is_pg").fn(lp, lp_old, A)
+
+
+def _loss(log_prob, old_log_prob, advantages, mask):
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    return -(torch.min(r * advantages, r.clamp(0.8, 1.28) * advantages) * mask).sum() / mask.sum()
+
+
+def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
+    """What it is called -> the function, and arguments that it accepts, by name; `*` before what goes by position."""
+    b, o = upref.regimes.anchor(), upref.get("dapo")
+    totals = upref.Totals.of(b.mask, b.group)
+    rewards, group = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([0, 0, 1, 1])
+    logits, tokens, right = torch.zeros(2, 3, 5), torch.ones(2, 3, dtype=torch.int64), [[True, False], [False, False]]
+    fields = {k: getattr(b, k) for k in ("logp", "logp_old", "adv", "mask", "group")}
+    facts = {"paper": "x", "eq": "1", "level": "token", "agg": "token-mean", "adv": "group_norm"}
+    k3 = lambda log_prob, ref_log_prob: (ref_log_prob - log_prob).expm1() - (ref_log_prob - log_prob)
+    mean = lambda rewards, group: upref_advantages.group_mean(rewards, group)
+    from upref import advantages as upref_advantages
+    from upref import cap, curve, explorer, logprobs, metrics, plots
+
+    many = {
+        "get": (upref.get, {"name": "dapo"}),
+        "names": (upref.names, {}),
+        "up": (upref.up, {"base": o}),
+        "up_anchored": (upref.up_anchored, {"base": o}),
+        "objective": (lambda **facts: upref.objective(**facts)(_plain), facts),
+        "Objective": (upref.Objective, {"name": "x", "fn": _plain, "equation": "J", **facts}),
+        "Objective.__call__": (o, {"b": b, "eps_low": 0.1}),
+        "Objective.loss": (o.loss, {"b": b, "eps_low": 0.1}),
+        "Objective.weight": (o.weight, {"r": 1.0, "A": 1.0, "eps_low": 0.1}),
+        "Objective.resolve": (o.resolve, {"hp": {"eps_low": 0.1}}),
+        "Rollouts": (upref.Rollouts, fields),
+        "Rollouts.split": (b.split, {"n": 2}),
+        "Totals": (upref.Totals, {"tokens": 3, "sequences": 2, "groups": 1, "group_tokens": 3}),
+        "Totals.of": (upref.Totals.of, {"mask": b.mask, "group": b.group}),
+        "Totals.of_lengths": (upref.Totals.of_lengths, {"lengths": torch.tensor([2, 3]), "group": tokens[0, :2]}),
+        "Totals.rows": (totals.rows, {"i": torch.tensor([0])}),
+        "aggregate": (upref.aggregate, {"x": b.logp, "mask": b.mask, "agg": "token-mean", "group": b.group}),
+        "row_weights": (upref.row_weights, {"agg": "token-mean", "mask": b.mask, "totals": totals}),
+        "capacity": (upref.capacity, {"objective": "dapo", "pi": 0.1, "pi_old": 0.1, "adv": 1.0, "eps_low": 0.1}),
+        "cap_map": (upref.cap_map, {"*": "dapo", "adv": 1.0, "eps_low": 0.1}),
+        "derive": (upref.derive, {"objective": "dapo", "mu": 0.25, "eps_low": 0.1}),
+        "diagnose": (upref.diagnose, {"objective": o, "b": b, "eps_low": 0.1}),
+        "check": (upref.check, {"loss": _loss, "objective": "dapo", "skip": (), "eps_low": 0.1}),
+        "identify": (upref.identify, {"loss": o}),
+        "check_kl": (upref.check_kl, {"fn": k3, "estimator": "k3", "skip": ()}),
+        "check_advantages": (upref.check_advantages, {"fn": mean, "estimator": "group_mean", "skip": ()}),
+        "assert_policy_loss": (upref.assert_policy_loss, {"loss": _loss, "objective": "dapo"}),
+        "assert_kl": (upref.assert_kl, {"fn": k3, "estimator": "k3"}),
+        "assert_advantages": (upref.assert_advantages, {"fn": mean, "estimator": "group_mean"}),
+        "InputError": (upref.InputError, {"sentence": "x"}),
+        "curve.of": (curve.of, {"what": "dapo", "eps_low": 0.1}),
+        "cap.capacity": (cap.capacity, {"objective": _loss, "pi": 0.1, "pi_old": 0.1, "adv": -1.0}),
+        "plots.weights": (plots.weights, {"*": "dapo", "mu": 0.1, "eps_low": 0.1}),
+        "explorer.write": (explorer.write, {"file": "no/folder/x.html"}),
+        "advantages.get": (upref_advantages.get, {"name": "whiten"}),
+        "advantages.whiten_tokens": (upref_advantages.whiten_tokens, {"adv": b.adv, "mask": b.mask}),
+        "logprobs.token_log_probs": (logprobs.token_log_probs, {"logits": logits, "tokens": tokens, "temperature": 1}),
+        "logprobs.shifted_log_probs": (logprobs.shifted_log_probs, {"logits": logits, "input_ids": tokens}),
+        "logprobs.entropy": (logprobs.entropy, {"logits": logits, "temperature": 0.5}),
+        "logprobs.categorical_kl": (logprobs.categorical_kl, {"logits_p": logits, "logits_q": logits}),
+        "metrics.maj_at_k": (metrics.maj_at_k, {"answers": [["a", "b"], ["c", "c"]], "correct": right}),
+    }  # fmt: skip
+    for name, fn in upref_advantages.ADVANTAGES.items():
+        more = {"ddof": 0, "eps": 1e-6} if "ddof" in inspect.signature(fn).parameters else {}
+        many[f"advantages.{name}"] = fn, {"rewards": rewards, "group": group, **more}
+    for name in ("avg_at_k", "pass_at_1", "best_at_k", "best_at_k_replaced", "best_at_k_bootstrap"):
+        fn = getattr(metrics, name)
+        good = {"correct": right, "k": 2, "draws": 10, "seed": 1}
+        many[f"metrics.{name}"] = fn, {k: v for k, v in good.items() if k in inspect.signature(fn).parameters}
+    return many
+
+
+PUBLIC = public()
+
+
+def an_argument(good: Any, rng: random.Random) -> Any:
+    """Something in its place: junk; or, of a tensor, one like it of another size, type or content."""
+    if not isinstance(good, torch.Tensor) or rng.random() < 0.5:
+        return rng.choice(JUNK)
+    x = good.clone()
+    match rng.choice(["dtype", "longer", "flat", "nan", "empty", "strange", "wide"]):
+        case "dtype":
+            return x.to(rng.choice([torch.int8, torch.float16, torch.complex64, torch.bool, torch.int64]))
+        case "longer":
+            return torch.cat([x, x])
+        case "flat":
+            return x.reshape(-1)
+        case "nan":
+            return x.double() * float("nan")
+        case "empty":
+            return x[:0]
+        case "strange":
+            return rng.choice([x.to("meta"), x.to_sparse(), x.double().requires_grad_()])
+    return x[None]
+
+
+def called(name: str, rng: random.Random) -> Callable[[], Any]:
+    """The public function with one of its arguments otherwise, or two, or with one more."""
+    fn, good = PUBLIC[name]
+    given = dict(good)
+    for k in rng.sample(list(given), min(len(given), rng.choice([0, 1, 1, 1, 2]))):
+        given[k] = an_argument(given[k], rng)
+    if rng.random() < 0.1 and "VAR_KEYWORD" in {p.kind.name for p in inspect.signature(fn).parameters.values()}:
+        given[rng.choice(["beta", "c", "eps_high", "eps", "seed", "x", "length"])] = rng.choice(JUNK)
+    first = [given.pop("*")] if "*" in given else []
+    return lambda: fn(*first, **given)
+
+
+# ---- what there is, asked of the library itself ----------------------------------------------------------------------
+def there_is() -> set[str]:
+    """Every public function and method, as PUBLIC calls them; without INNER and UNCHECKED."""
+    from docs.site.api import MODULES
+
+    found = set(upref.__all__)
+    for name in upref.__all__:
+        if inspect.isclass(kind := getattr(upref, name)) and not issubclass(kind, Exception):
+            facts = getattr(kind, "__dataclass_fields__", {})
+            own = {k: v for k, v in vars(kind).items() if k == "__call__" or (k[0] != "_" and k not in facts)}
+            found |= {f"{name}.{k}" for k, v in own.items() if isinstance(v, classmethod) or inspect.isfunction(v)}
+    for where in {*MODULES} - {*INNER} | {"cap", "plots", "curve"}:
+        module = import_module(f"upref.{where}")
+        here = {k for k, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__}
+        if where not in INNER:
+            found |= {f"{where}.{k}" for k in here if k[0] != "_" and k not in upref.__all__}
+    return found - {*INNER} - UNCHECKED
