@@ -7,6 +7,7 @@ from typing import Any
 
 from upref.errors import InputError
 from upref.verify.audit import apart
+from upref.verify.audit.apart.child import scripts
 from upref.verify.audit.apart.framework import Framework
 from upref.verify.audit.ledger import Entry, as_evidence, read, recorded
 
@@ -62,11 +63,13 @@ class Proofs:
 
 
 def proofs(f: Framework, version: str = "", source: str = "", loud: bool = False) -> Proofs:
-    """Runs each script of the ledger where the framework is."""
-    if f.pin is None:
-        raise InputError(f"the ledger of {f.name} has no scripts.")
+    """Runs each script of the ledger where the framework is: in its own process, or here."""
     entries = [e for e in read(f.name) if e.proof]
-    said = apart.run("scripts", f.name, f.pin, version, source, loud, texts=[e.proof for e in entries])
+    texts = [e.proof for e in entries]
+    if f.pin is None and (version or source):
+        raise InputError(f"{f.name} is audited as it is installed: leave --version and --source out.")
+    f.version()  # InputError where it is not installed
+    said = apart.run("scripts", f.name, f.pin, version, source, loud, texts=texts) if f.pin else scripts(f.name, texts)
     return Proofs(list(zip(entries, said, strict=True)))
 
 
