@@ -56,7 +56,8 @@ def page(a: dict[str, Any], entries: list[Entry]) -> str:
 
 
 def _because(words: str, spot: dict[str, Any], tag: dict[str, str]) -> str:
-    seen = f" [{spot['where']}: {spot['expected']:.4g} -> {spot['found']:.4g}]" if spot["difference"] else ""
+    expected, found = float(spot["expected"]), float(spot["found"])
+    seen = f" [{spot['where']}: {expected:.4g} -> {found:.4g}]" if spot["difference"] else ""
     return f"{words}{seen} ({tag.get(words, 'not recorded')})".replace("|", "\\|")
 
 

@@ -5,6 +5,9 @@
 form is held for all of them, wherever this runs.
 """
 
+import json
+import math
+
 import pytest
 
 from upref.verify import audit as audits
@@ -48,3 +51,8 @@ def test_the_ledger_is_whole(name):
         assert e.status == "numerical" or (e.proof and e.prints and e.fix), f"{e.key}: a script, what it prints, a fix"
         assert e.status != "deliberate" or (e.words and e.link), f"{e.key}: upstream's words, and where they stand"
         assert e.prints in report(name, e.key) and e.paper in report(name, e.key)
+
+
+def test_a_number_that_json_has_no_word_for_is_a_string():
+    a = audits.Audit("plain", "1.0", [], [], [], {}, [], [], {}, {"ppo": {"clip": math.nan, "high": [math.inf]}})
+    assert json.loads(a.json(), parse_constant=pytest.fail)["defaults"]["ppo"] == {"clip": "nan", "high": ["inf"]}

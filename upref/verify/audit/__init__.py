@@ -54,7 +54,8 @@ class Audit:
 
     def json(self) -> str:
         rows = [asdict(r) | {"verdict": r.verdict, "ok": r.ok} for r in self.rows]
-        return json.dumps(asdict(self) | {"rows": rows, "ok": bool(self)}, indent=2, ensure_ascii=False)
+        said = _finite(asdict(self) | {"rows": rows, "ok": bool(self)})
+        return json.dumps(said, indent=2, ensure_ascii=False, allow_nan=False)
 
     def __rich_console__(self, console, options):
         from rich.markup import escape
@@ -149,6 +150,15 @@ def audit(
         [*(inside["remarks"] if inside else []), *f.remarks()], {e.reason: e for e in entries}, defaults,
         datetime.date.today().isoformat(),
     )  # fmt: skip
+
+
+def _finite(x: Any) -> Any:
+    """JSON has no word for nan and inf: they are strings, which float() reads."""
+    if isinstance(x, dict):
+        return {k: _finite(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [_finite(v) for v in x]
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def _compared(f: Framework, c: Comparison) -> tuple[list[Row], bool]:

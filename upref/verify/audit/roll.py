@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from upref.kl import k3
+from upref.ops import clip, exp, sg, when, where
 from upref.registry import get
 from upref.verify.audit.apart.framework import Framework
 from upref.verify.audit.apart.parts import Part
@@ -105,6 +106,11 @@ def _plain(mode: str, config: dict[str, Any]):
     return loss
 
 
+def _held(r, A):
+    """The weight of a token that cispo_use_unified_mask leaves in."""
+    return when(where(A > 0, r <= 1.1, r >= 0.9), A * clip(r, 0.9, 1.1))
+
+
 TOKENS, SUMS = {"loss_agg_mode": "token-mean"}, {"loss_agg_mode": "seq-mean-token-sum"}
 MEANS = aggregated("seq-mean-token-mean")
 HIGHER = {"use_pg_clip_range": True, "pg_clip_high": 0.28}
@@ -117,6 +123,11 @@ NARROW = Slip("weights in [0.9, 1.1], from both sides", "objective", objective="
               hp={"eps_low": 0.1, "eps_high": 0.1})  # fmt: skip
 TOKEN_TOPR = Slip("the ratio of each token is tapered, not the response's", "ratio",
                   objective=replace(get("topr"), level="token", agg="seq-mean-token-sum"))  # fmt: skip
+UNIFIED = Slip(
+    "its weights are in [0.9, 1.1] on the side that PPO leaves free, too", "objective",
+    objective=replace(get("grpo"), name="A clip(r) where PPO trains", fn=lambda lp, lp_old, A: sg(
+        _held(exp(lp - lp_old), A)) * lp, closed_form=_held, defaults={}, kl=""),
+)  # fmt: skip
 COMPARISONS = (
     Comparison("default", PLAIN, {}, "grpo", {}),
     Comparison("default", PLAIN, KL, "grpo", {"beta": 0.04}, (CLAMP_K3,)),
@@ -128,6 +139,7 @@ COMPARISONS = (
     Comparison("default", "topr", {}, "topr", {}, (TOKEN_TOPR, MEANS)),
     Comparison("default", "tis", {}, "cispo", {"eps_high": 0.0}, (GROUPS, MEANS)),
     Comparison("default", "cispo", {}, "cispo", {}, (NARROW, GROUPS, MEANS)),
+    Comparison("default", "cispo", {"cispo_use_unified_mask": True}, "grpo", {"eps": 0.1}, (UNIFIED,)),
     Comparison("paper", PLAIN, TOKENS, "ppo_clip", {}),
     Comparison("paper", PLAIN, TOKENS | HIGHER, "dapo", {}, (GROUPS,)),
     Comparison("paper", PLAIN, TOKENS | HIGHER | {"dual_clip_loss": True, "pg_clip": 4.5}, "dapo", {"c": 10.0}, (
