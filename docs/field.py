@@ -56,9 +56,12 @@ def page(a: dict[str, Any], entries: list[Entry]) -> str:
 
 
 def _because(words: str, spot: dict[str, Any], tag: dict[str, str]) -> str:
-    expected, found = float(spot["expected"]), float(spot["found"])
-    seen = f" [{spot['where']}: {expected:.4g} -> {found:.4g}]" if spot["difference"] else ""
+    seen = f" [{_moved(spot)}]" if spot["difference"] else ""
     return f"{words}{seen} ({tag.get(words, 'not recorded')})".replace("|", "\\|")
+
+
+def _moved(spot: dict[str, Any]) -> str:
+    return f"{spot['where']}: {float(spot['expected']):.4g} -> {float(spot['found']):.4g}"  # "nan" is a string
 
 
 def _code(label: str) -> str:
@@ -142,7 +145,7 @@ def parts() -> str:
     out = ["| what | framework | function | held against | |", "|---|---|---|---|---|"]
     rows = [(a, r) for a in audits() for r in a["rows"] if r["kind"] in ORDER]
     for a, r in sorted(rows, key=lambda x: ORDER.index(x[1]["kind"])):
-        why = [f"{w}, {s['where']}: {s['expected']:.4g} -> {s['found']:.4g}" for w, s in r["reasons"]]
+        why = [f"{w}, {_moved(s)}" for w, s in r["reasons"]]
         said = "agrees" if r["difference"] <= r["tol"] else "differs: " + "; ".join(why)
         out.append(f"| {r['kind']} | {a['framework']} | `{r['mode']}` | {r['promise']} | {said} |".replace(" || ", " "))
     return "\n".join(out)

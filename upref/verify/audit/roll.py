@@ -54,7 +54,7 @@ def _source() -> str:
 
 
 def _modes() -> list[str]:
-    return [PLAIN, *re.findall(r"pg_variant == '(\w+)'", _source())]
+    return [PLAIN, *dict.fromkeys(re.findall(r"pg_variant == '(\w+)'", _source()))]
 
 
 def _pipeline() -> dict[str, Any]:
