@@ -6,7 +6,7 @@ On policy (r = 1) nearly all objectives have the same gradient, so a test at r =
 compares losses reads its batches from here. What the grid holds and what only AXES hold (docs/what-check-sees.md):
 
     axis                the grid and the random batches       AXES: each by itself, every two together, all at once
-    ratio               |log r| <= 4, all bounds, 800          |log r| = 6 and 15
+    ratio               |log r| <= 4, all bounds, 800          |log r| from 4.5 to 15
     advantage           |A| <= 2                               1e-6 to 40, both signs
     π_old               0.02, 0.3, 0.9                         0.95 to exactly 1
     response            1 to 9 tokens                          to 520, on both sides of 16, 64, 128, 256 and 512
@@ -33,6 +33,7 @@ from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
 
 MU = (0.02, 0.3, 0.9)  # π_old of a rare, a likely and a nearly certain token
+MU_READ = (0.07, 0.6, 0.97, 0.995)  # and of more, where the bounds depend on it
 SIGNS = (1.0, -1.0, 0.5, -2.0, 0.0)
 LOG_R = np.unique(np.r_[np.linspace(-4, 4, 33), np.outer((-1, 1), np.geomspace(1e-5, 0.3, 12)).ravel()])
 FAR = GRID[abs(np.log(GRID)) < 8]  # where bounds are looked for
@@ -106,7 +107,7 @@ def batch(objective: Objective, *, seed: int = 0, edges: tuple[float, ...] = EDG
     tokens whose ratios differ. thin=k keeps every k-th regime.
     """
     # the bounds of a response's ratio do not depend on mu
-    mus = MU[:1] if objective.level in REDUCE else MU
+    mus = MU[:1] if objective.level in REDUCE else MU + MU_READ * objective.reads_mu
     cases = [(A, mu, r) for A, mu in product(SIGNS, mus) for r in ratios(objective, A, mu, edges, **hp)]
     cases *= 3 if "entropy" in objective.reads else 1  # each beside calmer tokens and beside less calm ones
     if objective.coupled:  # no two tokens tie where the batch is sorted
@@ -248,19 +249,32 @@ class Axis:
     lengths: tuple[int, ...] = (1, 4, 2, 6)
     rows: int = 48
     ref: tuple[float, ...] = (0.1, -0.2)  # log π_ref / π_θ
-    far: tuple[float, ...] = ()  # log r of a quarter of the tokens
+    far: tuple[float, ...] = ()  # log r of a part of the tokens
+    share: float = 0.25  # how large a part
+    sure: bool = False  # another part: 1 - π_old and 1 - π_θ from 0.1 to 1e-6
     single: bool = False  # its numbers are the same in float32, and it is asked in that too
 
 
 LARGE = "more than 65,504 tokens"
 AXES = {
-    "ratios": Axis("|log r| of 6 and 15 (a response's: 6 and 9)", far=(6.0, -6.0, 15.0, -15.0)),
+    "ratios": Axis(
+        "|log r| of 4.5 to 15 (a response's: to 9) at π_old from 0.02 to 0.9",
+        mu=(0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 0.9),
+        lengths=(1, 4, 17, 40),
+        far=(4.5, -4.5, 6.0, -6.0, 8.0, -8.0, 11.0, -11.0, 15.0, -15.0),
+        share=0.6,
+    ),
     "advantages": Axis("|A| from 1e-6 to 40", A=(1e-6, -1e-6, 1e-3, -1e-3, 7.0, -7.0, 12.0, -12.0, 40.0, -40.0)),
-    "certain tokens": Axis("π_old from 0.95 to exactly 1", mu=(0.95, 0.97, 0.99, 0.999, 0.99999, 1.0)),
+    "certain tokens": Axis(
+        "π_old from 0.95 to exactly 1; π_old and π_θ both from 0.9 to 1 - 1e-6",
+        mu=(0.95, 0.97, 0.99, 0.999, 0.99999, 1.0),
+        lengths=(1, 4, 17, 40),
+        sure=True,
+    ),
     "lengths": Axis("responses of up to 520 tokens", lengths=LONG, rows=2 * len(LONG)),
     "reference": Axis("|log π_ref / π_θ| up to 9", ref=(1.0, -1.0, 3.0, -3.0, 6.0, -6.0, 9.0, -9.0)),
 }
-_FAR, _REF = AXES["ratios"].far, AXES["reference"].ref
+_FAR, _REF = (6.0, -6.0, 15.0, -15.0), AXES["reference"].ref
 AXES["every two"] = Axis(
     "every two of these together, in float64 and in float32",
     A=(1.0, -1.0, 1e-6, -1e-6, 7.0, -7.0, 40.0, -40.0),
@@ -304,10 +318,10 @@ def beyond(axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] 
     x = np.where(rng.random((B, T)) < 0.5, around, rng.normal(size=(B, T)) * draw((1e-4, 0.02, 0.3), (B, T)))
     row = np.arange(B)
     guard = GUARD[objective.level] - 1
-    if of.far:  # a quarter of the tokens; of responses two thirds, those of either sign with each A and each length
+    if of.far:  # of responses two thirds, those of either sign with each A and each length
         side = (row % each + 2 * (row // each))[:, None] % 3
         away = np.abs(draw(of.far, (B, T))) * np.where(side == 1, 1, -1) if wide else draw(of.far, (B, T))
-        x = np.where(side > 0 if wide else rng.random((B, T)) < 0.25, away.clip(-guard, guard), x)
+        x = np.where(side > 0 if wide else rng.random((B, T)) < of.share, away.clip(-guard, guard), x)
     if wide:  # the response's own ratio is drawn, its tokens are scattered around it
         noise = np.where(mask, rng.normal(size=(B, T)) * 0.1, 0)
         x = x[:, :1] / (1 if objective.level == "sequence" else n[:, None])
@@ -315,6 +329,9 @@ def beyond(axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] 
     with np.errstate(divide="ignore"):
         old = np.minimum(np.log(draw(of.mu, (B, T))), np.where(x > 0, -x - 1e-3, 0))
     lp = np.minimum(old + x, 0)
+    if of.sure and not wide:
+        here, q = rng.random((B, T)) < 0.6, 10 ** rng.uniform(-6, -1, (2, B, T))
+        old, lp = np.where(here, np.log1p(-q), (old, lp))
     ref = np.minimum(lp + draw(of.ref, (B, T)), -1e-3)
     exact = (lambda v: v.astype(np.float32).astype(float)) if of.single else (lambda v: v)
     t = lambda v: torch.tensor(exact(np.where(mask, v, math.nan)), dtype=torch.float64)

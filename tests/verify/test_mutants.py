@@ -10,13 +10,13 @@ import torch
 from mutants import estimators, figure, judge, search
 from mutants.losses import deep, judged, of, wrong
 from mutants.rewritings import rewritings
-from mutants.styles import STYLES, arguments, compiled, configs, fits, write
+from mutants.styles import STYLES, Config, arguments, compiled, configs, fits, write
 
 import upref
 
 SAMPLE = {"dapo": 2, "gspo": 2, "up_grpo": 1, "topr": 1, "aspo_code": 1, "bandpo_tv": 1}  # mutants of a style
 pytestmark = pytest.mark.filterwarnings("ignore")  # what mutants warn of
-MOST = 14  # survivors: mend one, and lower it
+MOST = 0  # survivors: mend one, and lower it
 
 
 def rows(tmp_path, names=SAMPLE, seed=5):
@@ -115,6 +115,40 @@ def test_bounds_of_an_uncertain_token_are_visited():
     assert moved != write(c, "ratio") and not upref.check(compiled(moved), "aspo_code")
 
 
+MOVED = [  # objective, hyperparameters, what is written, what should be
+    ("bandpo_chi2", {"delta": 0.1}, "torch.clamp(r, low, high)", "torch.clamp(r, low + 1e-5, high)"),
+    ("dppo_kl", {}, "lp - old, old - lp) <= 0", "lp - old, old - lp) <= 0.01"),
+    ("dppo_kl_verl", {}, "q_old > 0", "q_old > 0.01"),
+    ("dppo_kl_verl", {}, "* (old - lp)", "* torch.clamp(old - lp, -3, 3)"),
+    ("m2po", {}, "lp - old", "torch.clamp(lp - old, -10, 10)"),
+]
+
+
+@pytest.mark.parametrize(("name", "hp", "right", "slip"), MOVED, ids=[f"{m[0]}: {m[3]}" for m in MOVED])
+def test_what_only_some_tokens_show(name, hp, right, slip):
+    """Of some probabilities alone: nearly certain ones, or those between the grid's at far ratios."""
+    source = write(Config(upref.get(name), tuple(hp.items())), "ratio")
+    assert source.count(right) == 1 and upref.check(compiled(source), name, **hp)
+    assert not upref.check(compiled(source.replace(right, slip)), name, **hp)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_habit_in_the_denominator_of_a_chunk(dim):
+    """1e-8 there weighs otherwise where rows or columns stand in other chunks."""
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        total = 0.0
+        for given in zip(*(x.split(3, dim) for x in (log_prob, old_log_prob, advantages, mask)), strict=True):
+            (lp, old, A), m = calm(given[-1], *given[:-1]), given[-1]
+            r = (lp - old).exp()
+            J = torch.minimum(r * A, r.clamp(0.8, 1.28) * A) * m
+            total = total - J.sum() / (m.sum() + 1e-8) * m.sum() / mask.sum()
+        return total
+
+    report = upref.check(loss, "dapo")
+    assert report, str(report)
+
+
 def test_another_seed_is_another_search():
     a, b = (search.small(configs(upref.get("gspo"))[0], False, seed, 3) for seed in (0, 1))
     assert all(not np.array_equal(x.of["log_prob"], y.of["log_prob"]) for x, y in zip(a, b, strict=True))
@@ -125,6 +159,24 @@ def test_rewards_that_are_no_halves():
     rounded = lambda rewards, group: rewards.bfloat16().to(rewards.dtype)
     assert not upref.check_advantages(rounded, "reward")
     assert upref.check_advantages(lambda rewards, group: rewards.float().double(), "reward")
+
+
+@pytest.mark.parametrize("name", ["group_norm", "group_mean", "leave_one_out"])
+@pytest.mark.parametrize("least", [0.01, 1e-9])
+def test_small_rewards_are_rewards(name, least):
+    def gated(rewards, group):
+        out = torch.zeros_like(rewards)
+        for g in group.unique():
+            x = rewards[group == g]
+            if x.max() > x.min() + least:
+                out[group == g] = upref.advantages.get(name)(x, torch.zeros(len(x), dtype=torch.int64))
+        return out
+
+    assert bool(upref.check_advantages(gated, name)) == (least < 1e-6)
+
+
+def test_rewards_of_any_size():
+    assert not upref.check_advantages(lambda rewards, group: rewards * (rewards.abs() > 0.01), "reward")
 
 
 def test_estimators():

@@ -22,6 +22,7 @@ from upref.rollouts import Rollouts
 from .styles import Config
 
 SINGLE = 4e-7  # of a log-probability, what rounding to float32 moves
+SURE = 2.0**-23  # the last log π below 0 that float32 tells from it, and a bit
 
 
 @dataclass
@@ -129,11 +130,11 @@ def made(c: Config, arrays: dict[str, Any], rng: np.random.Generator, far: bool,
     w = torch.as_tensor(rows, dtype=torch.float64).expand(len(mask))[:, None]
     beta = hp.pop("beta", 0)
 
-    def gradient(old: Tensor) -> Tensor:
+    def gradient(old: Tensor, lp: Tensor = t["log_prob"]) -> Tensor:
         """The closed form of the weight, and of the KL term's."""
-        g = o.gradient(Rollouts.unchecked(**fields | {"logp_old": old}), **hp)
+        g = o.gradient(Rollouts.unchecked(**fields | {"logp": lp, "logp_old": old}), **hp)
         if beta:
-            d = t["log_prob"] - t["ref_log_prob"]
+            d = lp - t["ref_log_prob"]
             g = g - beta * w * torch.where(mask, {"k2": d, "k3": 1 - torch.exp(-d)}[o.kl], 0)
         return g
 
@@ -145,10 +146,13 @@ def made(c: Config, arrays: dict[str, Any], rng: np.random.Generator, far: bool,
     keep = mask & g.isfinite()
     if far:
         keep &= (g.abs() > 0.1 * w * A) & (g.abs() < 10 * w * A)
-    if o.reads_mu:  # π_θ = 1 exactly is a bound of some
-        keep &= sum((gradient(fields["logp_old"] + s) - g).abs() / scale for s in (-1e-9, 1e-9)) < 1e-3
-    d = SINGLE * torch.maximum(t["log_prob"].abs(), t["old_log_prob"].abs()).clamp(min=1)
-    jump = lambda: sum(((gradient(fields["logp_old"] + s * d) - g).abs() / scale for s in (-1, 1)), torch.zeros_like(g))
+    lp, old = t["log_prob"], t["old_log_prob"]
+    if o.reads_mu:  # π_θ = 1 exactly is a bound of some, and is what float32 makes of the last 6e-8 before it
+        there = [gradient(old + s) for s in (-1e-9, 1e-9)] + [gradient(old, torch.where(lp == 0, -SURE, lp))]
+        keep &= sum((x - g).abs() / scale for x in there) < 1e-3
+    d = SINGLE * torch.maximum(lp.abs(), old.abs()).clamp(min=1)
+    moved = lambda: [gradient(old + s * d) for s in (-1, 1)] + [gradient(old, lp - d)]
+    jump = lambda: sum(((x - g).abs() / scale for x in moved()), torch.zeros_like(g))
     return Batch(t, one, g, torch.where(keep, scale, 0), far, jump)
 
 

@@ -64,8 +64,8 @@ def compiled(text: str):
     return scope["loss"]
 
 
-def batches(name: str, seed: int, n: int = 300) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Rewards and groups: correct or not, graded, normal, of several sizes; even, uneven, interleaved, large."""
+def batches(name: str, seed: int, n: int = 400) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Rewards and groups: correct or not, graded, normal, from 1e-3 to 1e4; even, uneven, interleaved, large."""
     rng = np.random.default_rng([seed, 3])
     for i in range(n):
         N = int(rng.choice([4, 8, 12, 30, 300]))
@@ -75,7 +75,12 @@ def batches(name: str, seed: int, n: int = 300) -> Iterator[tuple[torch.Tensor, 
         R = {0: rng.integers(0, 2, N).astype(float), 1: rng.normal(size=N), 2: rng.integers(-8, 9, N) / 4}[
             i % 3 if name != "signed" else 0
         ]
-        R = R if name == "signed" else R * rng.choice([1.0, 1.0, 8.0, 0.25]) + rng.choice([0.0, 0.0, 3.0])
+        R = (
+            R
+            if name == "signed"
+            else R * rng.choice([1.0, 1.0, 8.0, 0.25, 10 ** rng.uniform(-3.3, -2.7), 1e4])
+            + rng.choice([0.0, 0.0, 3.0, -3.0])
+        )
         if name == "whiten" and R.max() == R.min():
             continue
         yield torch.tensor(R), torch.tensor(group.astype(np.int64))

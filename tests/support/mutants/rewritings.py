@@ -48,7 +48,8 @@ def others(node: ast.AST) -> Iterator[tuple[str, str]]:
                         f"torch.sub({a}, {b})" if not number(node.left) and not number(node.right) else f"{a} - {b}",
                     )
             case ast.Div():
-                yield "algebra", f"{a} * (1.0 / {b})"
+                counts = not number(node.right)  # 1 / an integer tensor has float32's digits
+                yield (FLOAT32 if counts else "algebra"), f"{a} * (1.0 / {b})"
         if numeric:
             yield "algebra", repr(eval(text(node), {}))
             yield FLOAT32, f"torch.tensor({text(node)})"

@@ -3,10 +3,12 @@
 """An independent search: does a loss's gradient differ from its objective's anywhere in the declared domain?
 
 The domain: log π <= 0, |log r| <= 18 (a sum over a response <= 300) and beyond it wherever the objective's own weight is
-an ordinary number; one token to hundreds in a response, padding left, right and in between, any number in masked slots
+an ordinary number; one token to thousands in a response, padding left, right and in between, any number in masked slots
 (-30 to 30); advantages 0 and 1e-6 to 40, one a response, or one a token where the objective allows it; groups of two and
 more under any ids; |log π_ref / π_θ| <= 9; a row without a token where the aggregation is a mean over tokens. Left out
-are ratios on a bound, to 1e-9 (which side they belong to is the habit of an implementation).
+are ratios on a bound, to 1e-9 (which side they belong to is the habit of an implementation), and π_θ = 1 where the last
+float32 below it is another matter (a divergence is infinite there). Of a loss that computes in float32 in part the rounding of
+log-probabilities is forgiven.
 
 Written with numpy's generator alone; it shares no batch and no generator with the checker.
 """
@@ -76,7 +78,8 @@ def apart(loss: Callable, c: Config, b: Batch, names: list[str], adv: str, singl
     """The largest relative difference of a token's gradient; infinite where it is not a number or leaks."""
     g = gradient(loss, c, b, names, adv)
     mask = b.of["mask"]
-    if bool((g.masked_fill(mask, 0).nan_to_num(nan=1.0) != 0).any()):
+    leak = g.masked_fill(mask, 0).nan_to_num(nan=1.0) != 0
+    if bool((leak & (b.scale > 0).any(1, keepdim=True)).any()):
         return math.inf
     off = (g.double() - b.g).abs() / b.scale
     off = off.nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(b.scale == 0, 0)

@@ -10,10 +10,11 @@ import numpy as np
 
 from upref.errors import InputError
 from upref.verify.advantages import exact
-from upref.verify.advantages.case import SCALES, UNCOUPLED, Case
-from upref.verify.advantages.exact import EVEN, NORMED, SINGLE, UNEVEN, Batch, near
+from upref.verify.advantages.case import UNCOUPLED, Case
+from upref.verify.advantages.exact import EVEN, SINGLE, UNEVEN, Batch, near
+from upref.verify.advantages.sizes import shift_and_scale
 from upref.verify.oracle import Not, Oracle, oracle
-from upref.verify.report import Finding, apart, fail, note
+from upref.verify.report import Finding, fail, note
 
 LARGE_EPS = 1e-3  # beside rewards of 0 and 1, whose std is near 1/2
 LINES = 100_000  # of Python that a call with large prompt ids may run: a loop up to the largest id has more
@@ -102,18 +103,6 @@ def group_ids(case: Case) -> Iterator[Finding]:
         yield from case.compare("group-ids", f"prompt ids {said}", b, other)
     if refused:
         yield note("group-ids", f"it takes no prompt ids {' or '.join(refused)}", cause=why)
-
-
-@oracle("shift-and-scale", not_run=either(wrong_already, no_baseline))
-def shift_and_scale(case: Case) -> Iterator[Finding]:
-    yield from case.compare("shift-and-scale", "rewards times 8, plus 16", EVEN.times(8, plus=16))
-    yield from case.compare("shift-and-scale", "rewards a million times larger", EVEN.times(2**20))
-    if case.name not in NORMED:
-        yield from case.compare("shift-and-scale", "rewards a thousand times smaller", EVEN.times(Fraction(1, 1024)))
-    elif small := next((b for b in SCALES if case.known and case.divided.least and case.differs(b) is not None), None):
-        i = case.differs(small) or 0
-        text = f"a std below {case.divided.least:.2g}: another denominator than {case.divided}"
-        yield note("shift-and-scale", text, *apart("A = {}", case.expected(small)[i], case.f(small)[i]))
 
 
 @oracle("random", not_run=either(no_ids, wrong_already))

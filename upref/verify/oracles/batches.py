@@ -9,7 +9,7 @@ from torch import Tensor
 from upref.aggregation import Totals
 from upref.regimes import anchor
 from upref.rollouts import Rollouts
-from upref.verify.measure import HABIT, Case
+from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.report import Finding, fail, note
@@ -34,7 +34,7 @@ def split(case: Case) -> list[Finding]:
     for n in case.loss.parts:
         parts = [case.both(m) for m in b.split(n)]
         g2, v2 = torch.cat([p[1] for p in parts]), sum(p[0] for p in parts)
-        off = moved(g2, g, b.mask, slack(case, HABIT))
+        off = moved(g2, g, b.mask, slack(case))
         if off.max() > 0:
             i, t = worst(off)
             alone = [_right(case, replace(m, totals=None)) for m in b.split(n)]
@@ -89,7 +89,7 @@ def data_parallel(case: Case) -> list[Finding]:
                 mine = replace(mine, totals=None, group=None)
             told = loss.reads_ranks or not loss.splits
             mean[rows] = case.gradient(mine, ranks) / ranks * (1 if told else ranks)
-        off = moved(mean, g, b.mask, slack(case, HABIT))
+        off = moved(mean, g, b.mask, slack(case))
         if off.max() > 0:
             i, t = worst(off)
             text = f"{ranks} ranks of {len(g) // ranks} responses, gradients averaged: {contract(case)}"

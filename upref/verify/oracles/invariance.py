@@ -17,13 +17,12 @@ from upref.losses.names import CALLED
 from upref.regimes import OFF_EDGES
 from upref.rollouts import Rollouts
 from upref.verify.factors import promised
-from upref.verify.measure import Case
+from upref.verify.measure import HABIT, Case
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import as_python, example, shrink, worst
 
 FIELDS = ("logp", "logp_old", "adv", "mask", "group", "logp_ref", "entropy")
-BIT = 1e-12
 
 
 def regroup(b: Rollouts, f: Callable[[str, Tensor], Tensor]) -> Rollouts:
@@ -41,7 +40,8 @@ def _same(x: Tensor, y: Tensor) -> bool:
     return bool((x - y).abs().max() <= 1e-5 * y.abs().max())
 
 
-def slack(case: Case, least: float = BIT) -> float:
+def slack(case: Case, least: float = HABIT) -> float:
+    """By default 1e-6 in a denominator is let pass: of a chunk, other rows or columns make another one."""
     return max(least, case.tol if case.single else 0)
 
 

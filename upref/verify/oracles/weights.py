@@ -2,13 +2,14 @@
 """A loss against its objective: weights by regime, weights on random batches, aggregation, anchor, value."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from upref.curve import alone
+from upref.curve import alone, of_objective
 from upref.regimes import anchor, kinks, lay, random_batch
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
@@ -70,15 +71,22 @@ def _moved_bound(case: Case) -> bool:
     """Whether a bound lies elsewhere for tokens of all probabilities alike: rounding moves some over it, some back."""
     if case.o.coupled:
         return False
-    mus = np.geomspace(0.02, 0.6, 8 if case.o.reads_mu else 24).tolist()
+    weight = of_objective(case.o, **case.plain_hp)
     for A in (1.0, -1.0):
-        every = {mu: kinks(case.o, A, mu if case.o.reads_mu else 0.02, **case.plain_hp) for mu in mus}
-        for i in range(max(map(len, every.values()))):
-            for side in (1 - BESIDE, 1 + BESIDE):
-                cases = [(A, mu, ks[i] * side) for mu, ks in every.items() if len(ks) > i and mu * ks[i] < 0.99]
-                b = case.ready(lay(cases, case.o.level, True, np.random.default_rng(0))) if len(cases) > 3 else None
-                if b is not None and (case.off(b)[b.mask] > 0.01).all():
-                    return True
+        alike: dict[tuple, list] = {}  # one bound at every π_old: side, what lives beside it, the how manieth of these
+        for mu in np.geomspace(0.02, 0.6, 8 if case.o.reads_mu else 24).tolist():
+            seen: Counter[tuple] = Counter()
+            for k in kinks(case.o, A, mu if case.o.reads_mu else 0.02, **case.plain_hp):
+                ends = k * (1 - BESIDE), k * (1 + BESIDE)
+                lives = tuple((weight(ends, A, mu) != 0).tolist())
+                seen[lives] += 1
+                for side, r in enumerate(ends):
+                    if mu * r < 0.99:
+                        alike.setdefault((side, *lives, seen[lives]), []).append((A, mu, r))
+        for cases in alike.values():
+            b = case.ready(lay(cases, case.o.level, True, np.random.default_rng(0))) if len(cases) > 3 else None
+            if b is not None and (case.off(b)[b.mask] > 0.01).all():
+                return True
     return False
 
 

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle of the size of rewards: large, small, and small beside an offset."""
+
+import contextlib
+from collections.abc import Iterator
+from fractions import Fraction
+
+from upref.errors import InputError
+from upref.verify.advantages.case import SCALES, Case
+from upref.verify.advantages.exact import EVEN, Batch
+from upref.verify.oracle import oracle
+from upref.verify.report import Finding, apart, note
+
+
+def no_sizes(case: Case) -> str:
+    return "the values are wrong already" if case.wrong else "correct or not has no size" * (case.name == "signed")
+
+
+@oracle("shift-and-scale", not_run=no_sizes)
+def shift_and_scale(case: Case) -> Iterator[Finding]:
+    """Rewards of any size and beside any offset, all of them numbers that float32 holds."""
+    close = {(k, plus): EVEN.times(Fraction(k, 1024), plus) for k in (1, -1) for plus in (0, 3, -3)}
+    yield from case.compare("shift-and-scale", "rewards times 8, plus 16", EVEN.times(8, plus=16))
+    yield from case.compare("shift-and-scale", "rewards a million times larger", EVEN.times(2**20))
+    seen = not case.known or not case.divided.least  # no denominator, or one that holds however small the std
+    for (k, plus), b in close.items():
+        if seen or not _shrinks(case, b):
+            said = "a thousand times smaller" + ", negated" * (k < 0) + f", plus {plus}" * bool(plus)
+            if got := list(case.compare("shift-and-scale", f"rewards {said}", b)):
+                yield from got
+                return
+    if not seen and (other := next((b for b in SCALES if case.differs(b) is not None), None)):
+        i = case.differs(other) or 0
+        text = f"a std below {case.divided.least:.2g}: another denominator than {case.divided}"
+        yield note("shift-and-scale", text, *apart("A = {}", case.expected(other)[i], case.f(other)[i]))
+
+
+def _shrinks(case: Case, b: Batch) -> bool:
+    """Whether its advantages are smaller than they should be, but of the same signs: divided by more."""
+    with contextlib.suppress(InputError):
+        pairs = list(zip(case.expected(b), case.f(b), strict=True))
+        return all(0 < y / x <= 1 + 10 * case.f.tol if x else abs(y) <= case.f.tol for x, y in pairs)
+    return False
