@@ -100,14 +100,16 @@ def words(A: float, r: float, bounds: list[float]) -> str:
     return f"{sign}, {interval(below[-1] if below else None, above[0] if above else None)}"
 
 
-def batch(objective: Objective, *, seed: int = 0, edges: tuple[float, ...] = EDGES, thin: int = 1, **hp) -> Rollouts:
+def batch(
+    objective: Objective, *, seed: int = 0, edges: tuple[float, ...] = EDGES, thin: int = 1, mus=MU, **hp
+) -> Rollouts:
     """A float64 batch that visits every regime of the objective, masked slots poisoned with NaN, groups interleaved.
 
     A token-level objective meets one regime per token; one that acts on a response meets one per response, reached by
-    tokens whose ratios differ. thin=k keeps every k-th regime.
+    tokens whose ratios differ. thin=k keeps every k-th regime. mus: π_old.
     """
     # the bounds of a response's ratio do not depend on mu
-    mus = MU[:1] if objective.level in REDUCE else MU + MU_READ * objective.reads_mu
+    mus = mus[:1] if objective.level in REDUCE else mus
     cases = [(A, mu, r) for A, mu in product(SIGNS, mus) for r in ratios(objective, A, mu, edges, **hp)]
     cases *= 3 if "entropy" in objective.reads else 1  # each beside calmer tokens and beside less calm ones
     if objective.coupled:  # no two tokens tie where the batch is sorted
@@ -288,7 +290,7 @@ AXES["every two"] = Axis(
 AXES["all at once"] = Axis(
     f"all of these at once, in {LARGE}, in float64 and in float32",
     A=tuple(x for a in AXES.values() for x in a.A),
-    mu=tuple(x for a in AXES.values() for x in a.mu),
+    mu=tuple(x for name, a in AXES.items() for x in (MU if name == "ratios" else a.mu)),
     lengths=(520,) * 30 + LONG,
     rows=150,
     ref=_REF,

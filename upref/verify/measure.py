@@ -15,7 +15,7 @@ from upref import kl
 from upref.errors import InputError
 from upref.losses import Loss, Outcome
 from upref.ops import mean_t, sum_t
-from upref.regimes import EDGES, SINGLE_EDGES, anchor, batch, near_a_bound, off, ready
+from upref.regimes import EDGES, MU, MU_READ, SINGLE_EDGES, anchor, batch, near_a_bound, off, ready
 from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
 from upref.verify.factors import FACTORS, even, names, promised
@@ -118,7 +118,8 @@ class Case:
 
     # ---- batches -----------------------------------------------------------------------------------------------------
     def grid(self, **options) -> Rollouts:
-        return self.ready(batch(self.per_response, **{"edges": self.edges} | options, **self.plain_hp))
+        mus = MU + MU_READ * self.o.reads_mu
+        return self.ready(batch(self.per_response, **{"edges": self.edges, "mus": mus} | options, **self.plain_hp))
 
     @property
     def per_response(self) -> Objective:
