@@ -40,7 +40,7 @@ def first(records: dict[str, results.Record]) -> dict[str, dict]:
 def second(records: dict[str, results.Record], first_round: dict[str, results.Record]) -> dict[str, dict]:
     found = {}
     for e in map(plan.load, plan.names(round=2)):
-        for v in rule.judge(e, records):
+        for v in report_2.judge(e, records):
             family = [c for c in e.claims if c.source == v.claim.source and c.contrasts]
             spread = lambda c: power.spread(c, first_round)
             needed = [rule.seeds_for(c, spread(c), rule.ALPHA / len(family), most=MOST) for c in v.claim.contrasts]

@@ -103,7 +103,13 @@ def test_the_gate(tmp_path, monkeypatch):
     for rises, word in ((True, "reproduced"), (False, "not testable here")):
         for r in records.values():
             r["steps"]["reward"] = sorted(r["steps"]["reward"], reverse=not rises)
-        assert rule.judge(e, records)[0].word == word
+        assert rule.judge(e, records)[0].word == report.judge(e, records)[0].word == word
+    few = {key: r for key, r in records.items() if key != e.run("dapo", 5).key}
+    assert rule.judge(e, few)[0].word == "not testable here", "as registered: the mean over the seeds that finished"
+    found = report.judge(e, few)[0]
+    assert (found.word, found.why) == ("not finished", "5 of 6 seeds so far"), "five seeds close nothing"
+    other = small(claim(replace(MORE, arms=("up_dapo",)), gate="dapo"))
+    assert [f(other, few)[0].word for f in (rule.judge, report.judge)] == ["not testable here", "not finished"]
 
 
 def test_refuted_is_corrected_like_reproduced(tmp_path, monkeypatch):
