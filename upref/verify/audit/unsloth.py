@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from upref.aggregation import aggregate
+from upref.ops import exp, expm1
+from upref.rollouts import Rollouts
 from upref.verify.audit.apart.framework import Framework
 from upref.verify.audit.apart.parts import Part
 from upref.verify.audit.apart.pin import Pin
@@ -65,6 +68,13 @@ def _plain(mode: str, config: dict[str, Any]):
     return loss
 
 
+def _weighted_kl(b: Rollouts) -> Tensor:
+    assert b.logp_ref is not None
+    d = (b.logp_ref - b.logp).clamp(-20, 20)
+    kl = (exp(b.logp - b.logp_old) * (expm1(d) - d)).clamp(-10, 10)
+    return -0.04 * aggregate(kl, b.mask, "seq-mean-token-mean")
+
+
 KL, SEQUENCE = {"beta": 0.04}, {"importance_sampling_level": "sequence"}
 GSPO = SEQUENCE | {"epsilon_low": 3e-4, "epsilon_high": 4e-4}
 HIGHER = {"epsilon_high": 0.28}
@@ -72,10 +82,13 @@ CAP = Slip("epsilon_high is the cap itself: every weight is at most 0.2", "objec
 F32 = Slip("1.05 held in float32", "rounding", hp={"tau_neg": float(np.float32(1.05))})
 LENGTH = Slip("divided by max_completion_length = 8192", "aggregation", scale=lambda b: 1 / 8192)
 TOKEN = Slip("the ratio of each token, eps = 0.2", "objective", objective="ppo_clip", hp={"eps": 0.2})
+WEIGHTED = Slip("the KL term is multiplied by the ratio, which is differentiated too, and clamped to 10", "term",
+                hp={"beta": 0.0}, term=_weighted_kl)  # fmt: skip
 CLIP = with_hp(eps_low=0.2, eps_high=0.2)
 COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {}),
     Comparison("default", "grpo", KL, "grpo", {"beta": 0.04}, (CLAMP_K3,)),
+    Comparison("default", "grpo", KL | {"use_bias_correction_kl": True}, "grpo", {"beta": 0.04}, (WEIGHTED,)),
     Comparison("default", "bnpo", {}, "ppo_clip", {}),
     Comparison("default", "dapo", {}, "dapo", {}, (with_hp(eps_high=0.2), GROUPS)),
     Comparison("default", "dapo", SEQUENCE, "gspo", {}, (CLIP, aggregated("token-mean"))),
@@ -120,8 +133,8 @@ UNSLOTH = Framework(
         "grpo_compute_loss as UnslothEfficientGRPO calls it, which then differentiates it in one chunk. Defaults are "
         "what it falls back to; Unsloth's trainer hands over TRL's settings.",
         "Micro-batches by TRL's contract: of equal size; cispo and dapo divide by the tokens of the accumulated batch.",
-        "Not covered: vLLM's correction weights and rejection, the off-policy mask, entropy terms, sample weights, the "
-        "KL term with use_bias_correction_kl, advantages (they are TRL's), compiled code.",
+        "Not covered: vLLM's correction weights and rejection, the off-policy mask, entropy terms, sample weights, "
+        "advantages (they are TRL's), compiled code.",
     ],
     one_adv=True,
 )
