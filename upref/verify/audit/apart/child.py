@@ -4,6 +4,7 @@
 import contextlib
 import functools
 import io
+import os
 import pickle
 import sys
 import traceback
@@ -43,6 +44,7 @@ def enter(name: str, where):
     """Makes this process the framework's."""
     pin = audits.framework(name).pin
     assert pin is not None
+    os.environ.update(pin.env)
     apart.INSIDE.update(name=name, version=where.version, remarks=where.remarks)
     isolate(where.paths, pin)
 
