@@ -45,6 +45,7 @@ READ = (
     "pg_clip", "use_pg_clip_range", "pg_clip_low", "pg_clip_high", "dual_clip_loss", "loss_agg_mode", "use_kl_loss",
     "kl_loss_coef", "rl_loss_coef",
 )  # fmt: skip
+GUIDE = ("postive_loss_coef", "use_topr_neg_loss_coef")  # of TOPR, by its user guide
 
 
 def _source() -> str:
@@ -68,7 +69,7 @@ def _defaults(mode: str) -> dict[str, Any]:
     """Of the pipeline; of a variant also what its loss reads from actor_train, by name and default."""
     pipeline = {k: v for k, v in _pipeline().items() if k in READ}
     if mode == PLAIN:
-        return pipeline | {"importance_sampling": _pipeline()["importance_sampling"]}
+        return pipeline | {k: v for k, v in _pipeline().items() if k in ("importance_sampling", *GUIDE)}
     own = re.findall(rf"_get_or_cache_config\('({mode}_\w+)', (\S+)\)", _source())
     return pipeline | {k: {"True": True, "False": False}[v] if v[0] in "TF" else float(v) for k, v in own}
 
@@ -123,6 +124,8 @@ NARROW = Slip("weights in [0.9, 1.1], from both sides", "objective", objective="
               hp={"eps_low": 0.1, "eps_high": 0.1})  # fmt: skip
 TOKEN_TOPR = Slip("the ratio of each token is tapered, not the response's", "ratio",
                   objective=replace(get("topr"), level="token", agg="seq-mean-token-sum"))  # fmt: skip
+NOTHING = Slip("no gradient: rl_loss_coef is 0, and nothing reads the two coefficients of the user guide", "term",
+               scale=lambda b: 0.0)  # fmt: skip
 UNIFIED = Slip(
     "its weights are in [0.9, 1.1] on the side that PPO leaves free, too", "objective",
     objective=replace(get("grpo"), name="A clip(r) where PPO trains", fn=lambda lp, lp_old, A: sg(
@@ -133,6 +136,7 @@ COMPARISONS = (
     Comparison("default", PLAIN, KL, "grpo", {"beta": 0.04}, (CLAMP_K3,)),
     Comparison("default", PLAIN, GSPO, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2),)),
     Comparison("default", PLAIN, TOKENS | {"dual_clip_loss": True}, "ppo_clip", {"c": 3.0}, (DUAL,)),
+    Comparison("default", PLAIN, SUMS | {"rl_loss_coef": 0.0} | dict.fromkeys(GUIDE, 1.0), "topr", {}, (NOTHING,)),
     Comparison("default", "ppo", {}, "grpo", {}),
     Comparison("default", "ppo", TOKENS | {"dual_clip_loss": True}, "ppo_clip", {"c": 3.0}, (DUAL,)),
     Comparison("default", "vanilla", {}, "reinforce", {}, (MEANS,)),
