@@ -18,6 +18,7 @@ SYMBOLS = {
     "lp": r"\mathrm{lp}", "lp_old": r"\mathrm{lp}_\mathrm{old}", "mu": r"\mu", "eps": r"\varepsilon",
     "eps_low": r"\varepsilon_\mathrm{low}", "eps_high": r"\varepsilon_\mathrm{high}", "tau_pos": r"\tau_{+}",
     "tau_neg": r"\tau_{-}", "lam": r"\lambda", "delta": r"\delta", "cap": r"\mathrm{cap}", "tau": r"\tau",
+    "c1_pos": "c_{1+}", "c2_pos": "c_{2+}", "c1_neg": "c_{1-}", "c2_neg": "c_{2-}",
 }  # fmt: skip
 OBJECTIVES = "|".join(sorted(names(), key=len)[::-1])
 TOKEN = re.compile(

@@ -99,6 +99,7 @@ FACTS = {
     "up_dapo": ("token", "group-token-mean", "group_norm", ""),
     "up_grpo": ("token", "seq-mean-token-mean", "group_norm", "k3"),
     "up_gspo": ("sequence", "seq-mean", "group_norm", ""),
+    "vespo": ("trajectory", "seq-mean", "group_mean", ""),
     "w_reinforce": ("token", "seq-mean-token-sum", "signed", ""),
 }
 

@@ -18,6 +18,7 @@ NARROW = ("gspo", "up_gspo", "up_gspo_anchored")  # their bounds are of the orde
 RANGES = {
     "c": (1.5, 20), "cap": (1.3, 8), "trunc": (1.3, 8), "delta": (0.02, 0.4), "beta": (0.01, 0.2), "lam": (0.05, 0.9),
     "tau": (0.005, 0.5), "tau_pos": (0.3, 4), "tau_neg": (0.3, 4),
+    "c1_pos": (0.5, 5), "c2_pos": (0.5, 5), "c1_neg": (0.5, 5), "c2_neg": (0.5, 5),
 }  # fmt: skip
 
 

@@ -32,6 +32,10 @@ LETTERS: dict[str, tuple[str, str, float, float]] = {
     "lam": ("λ", "what a positive token weighs against a negative one", 0, 2),
     "tau_pos": ("τ_+", "steepness of the soft gate for A > 0: larger is narrower", 0.05, 10),
     "tau_neg": ("τ_−", "steepness of the soft gate for A ≤ 0", 0.05, 10),
+    "c1_pos": ("c_1+", "A > 0: power of the response's ratio, larger lets go sooner of what the policy has left", 0.05, 10),
+    "c2_pos": ("c_2+", "A > 0: decay in the response's ratio, larger lets go sooner of what it has taken up", 0.05, 10),
+    "c1_neg": ("c_1−", "A ≤ 0: the same power", 0.05, 10),
+    "c2_neg": ("c_2−", "A ≤ 0: the same decay", 0.05, 10),
     "trunc": ("C", "the largest weight that the ratio may give", 0.1, 10),
     "cap": ("C", "the largest weight that the ratio may give", 0.1, 10),
 }

@@ -20,6 +20,7 @@ RANGE = {"c": (1 + 1e-9, 1e4)}  # where a hyperparameter is looked for; c <= 1 i
 ANY = (1e-9, 1e4)
 STEPS = 52  # halvings of the logarithm of the range: to 1e-14
 HOPELESS = 0.2  # a share of points that disagree, after every hyperparameter was solved for once
+GAUSS_NEWTON = 20  # steps
 SMOOTH_LOG_R = (-5.0, -2.0, -0.6, 0.6, 2.0, 5.0)  # where a continuous hyperparameter is read off
 
 
@@ -79,6 +80,8 @@ class Candidate:
         self.possible = self._reach()
         if self.possible and self.miss[0] > 0:
             self._descend()
+            if not self.fits:
+                self._jointly()
 
     # ---- how far -----------------------------------------------------------------------------------------------------
     def _off(self, w: np.ndarray) -> np.ndarray:
@@ -134,6 +137,25 @@ class Candidate:
                         return
             if self.miss == before or self.miss[0] > HOPELESS:
                 return
+
+    def _jointly(self):
+        """All that are continuous at once, by Gauss and Newton in their logarithms: where two of them shape the same
+        tokens, neither is right alone."""
+        keys = [k for k, v in self.hp.items() if v and (self.smooth[k] & ~self.w.unsure).any()]
+        if len(keys) < 2:
+            return
+        at = lambda x: self.hp | dict(zip(keys, np.exp(x).tolist(), strict=True))
+        x, h = np.log([self.hp[k] for k in keys]), 1e-6
+        for _ in range(GAUSS_NEWTON):
+            w = self.w(at(x))
+            slopes = [(self.w(at(x + h * e)) - w) / h for e in np.eye(len(keys))]
+            rows = np.isfinite([w, *slopes]).all(0)
+            if not rows.any():
+                return
+            step = np.linalg.lstsq(np.array(slopes).T[rows], (self.v - w)[rows], rcond=None)[0]
+            x = x + step.clip(-1, 1)
+        if (score := self._score(at(x))) < self.miss:
+            self.hp, self.miss = at(x), score
 
     def _options(self, key: str):
         if self.o.hyperparameters[key] is None:

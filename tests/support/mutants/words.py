@@ -13,7 +13,7 @@ import textwrap
 from typing import Any
 
 NUMBERS = {"eps", "eps_low", "eps_high", "c", "cap", "delta", "lam", "tau", "tau_pos", "tau_neg", "trunc",
-           "eps_calm", "eps_unsure", "budget"}  # fmt: skip
+           "c1_pos", "c2_pos", "c1_neg", "c2_neg", "eps_calm", "eps_unsure", "budget"}  # fmt: skip
 SAME = {"exp", "expm1", "log", "sqrt", "sigmoid"}
 
 
