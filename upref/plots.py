@@ -27,8 +27,8 @@ RAMP = ["#F4F8FB", "#C3DCEC", "#7FB6D6", "#3A86B7", "#0F5587", "#08304F"]  # Cap
 DEAD = ["#EDEDED", "#B5B5B5"]  # where Cap is 0: ground and hatching
 GREEK = {
     "eps": "ε", "eps_low": r"ε$_\mathrm{low}$", "eps_high": r"ε$_\mathrm{high}$", "delta": "δ", "lam": "λ",
-    "tau": "τ", "tau_pos": "τ$_+$", "tau_neg": "τ$_-$", "c1_pos": "c$_{1+}$", "c2_pos": "c$_{2+}$", "c1_neg": "c$_{1-}$",
-    "c2_neg": "c$_{2-}$",
+    "tau": "τ", "tau_pos": "τ$_+$", "tau_neg": "τ$_-$",
+    "c1_pos": "c$_{1+}$", "c2_pos": "c$_{2+}$", "c1_neg": "c$_{1-}$", "c2_neg": "c$_{2-}$",
 }  # fmt: skip
 STYLE: Any = {
     "font.family": "DejaVu Sans", "font.size": 9, "mathtext.fontset": "dejavusans", "hatch.linewidth": 0.5,

@@ -12,7 +12,7 @@ SOURCE = 'shen2026vespo Sec. 4.1: "VESPO uses (c1,c2) = (2.0,3.0) for A>0 and (3
     agg="seq-mean",
     adv="group_mean",
     defaults={k: SOURCE for k in ("c1_pos", "c2_pos", "c1_neg", "c2_neg")},
-    note="φ peaks near W = 1 and vanishes smoothly on both sides: no weight is clipped, none exceeds (c1/c2)^c1 e^(c2-c1). "
+    note="φ peaks near W = 1 and vanishes smoothly on both sides; the largest is (c1/c2)^c1 e^(c2-c1). "
     "The authors' code calls c1 k and c2 lambda, and divides by the tokens of the batch.",
 )
 def vespo(lp, lp_old, A, *, c1_pos=2.0, c2_pos=3.0, c1_neg=3.0, c2_neg=2.0):

@@ -15,7 +15,7 @@ from upref.rollouts import Rollouts, per_response
 from upref.verify.audit.apart.framework import Framework
 from upref.verify.audit.apart.parts import Part
 from upref.verify.audit.apart.pin import Pin
-from upref.verify.audit.apart.usual import LUSPO, MICRO_MEAN, capped
+from upref.verify.audit.apart.usual import BY_TOKENS, LUSPO, MICRO_MEAN, capped
 from upref.verify.audit.compare import Comparison
 from upref.verify.slips import GROUPS, Slip, aggregated, with_hp
 
@@ -80,6 +80,7 @@ BETA = with_hp(beta=0.04)
 F32 = Slip("1.05 held in float32", "rounding", hp={"tau_neg": float(np.float32(1.05))})
 CLIP = with_hp(eps_low=0.2, eps_high=0.2)
 GSPO = {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
+VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
 WIDTH = Slip("divided by the padded width", "aggregation",
              scale=lambda b: b.mask.sum(1, keepdim=True) / b.mask.shape[1])  # fmt: skip
 COMPARISONS = (
@@ -90,6 +91,7 @@ COMPARISONS = (
         Slip("divided by max_completion_length = 512", "aggregation", scale=lambda b: 1 / 512),)),
     Comparison("default", "cispo", NO_KL, "cispo", {}, (_capped(0.2), GROUPS)),
     Comparison("default", "sapo", NO_KL, "sapo", {}, (F32,)),
+    Comparison("default", "vespo", NO_KL, "vespo", {}, (BY_TOKENS,)),
     Comparison("default", "dapo", NO_KL | {"importance_sampling_level": "sequence"}, "gspo", {}, (
         CLIP, aggregated("token-mean"))),
     Comparison("default", "luspo", NO_KL, "gspo", {}, (
@@ -104,6 +106,7 @@ COMPARISONS = (
     Comparison("paper", "dr_grpo", NO_KL | {"max_completion_length": 1}, "dr_grpo", {}),
     Comparison("paper", "cispo", NO_KL | {"epsilon_high": 5.0}, "cispo", {}, (GROUPS,)),
     Comparison("paper", "sapo", NO_KL, "sapo", {}, (F32,)),
+    Comparison("paper", "vespo", NO_KL | VESPO, "vespo", {}, (BY_TOKENS,)),
     Comparison("paper", "luspo", NO_KL | GSPO, "gspo", {}, (LUSPO,)),
 )  # fmt: skip
 
@@ -132,7 +135,7 @@ LIGER = Framework(
     comparisons=COMPARISONS,
     parts=_parts,
     split_reasons={"bnpo": MICRO_MEAN},
-    out_of_scope={"vespo": "no objective of the registry: a Gamma-shaped weight of the response's product of ratios"},
+    out_of_scope={},
     remarks=lambda: [
         "Micro-batches as TRL's Liger path had it: the loss of each is divided by their number, but for dapo, cispo "
         "and vespo, which are given num_items_in_batch.",

@@ -15,7 +15,7 @@ from upref.ops import exp
 from upref.registry import get
 from upref.rollouts import Rollouts
 from upref.verify.audit.apart.framework import Framework
-from upref.verify.audit.apart.usual import LUSPO, MICRO_MEAN, capped
+from upref.verify.audit.apart.usual import BY_TOKENS, LUSPO, MICRO_MEAN, capped
 from upref.verify.audit.compare import Comparison
 from upref.verify.slips import GROUPS, Slip, aggregated, with_hp
 
@@ -41,6 +41,7 @@ SAID = "the KL term is multiplied by the ratio, which is differentiated too"
 KL = Slip(SAID, "term", hp={"beta": 0.0}, term=_weighted_kl)
 LENGTH = Slip("divided by max_completion_length = 512", "aggregation", scale=lambda b: 1 / 512)
 GSPO = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}
+VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
 COMPARISONS = (
     Comparison("default", "dapo", {}, "dapo", {}, (with_hp(eps_high=0.2), GROUPS)),
     Comparison("default", "grpo", {}, "grpo", {}),
@@ -53,6 +54,7 @@ COMPARISONS = (
         Slip("epsilon_high is the cap itself, 0.2 by default: every weight is at most 0.2", "objective",
              objective=capped(0.2)), GROUPS)),
     Comparison("default", "sapo", {}, "sapo", {}, (F32,)),
+    Comparison("default", "vespo", {}, "vespo", {}, (BY_TOKENS,), one_adv=True),
     Comparison("default", "luspo", {}, "gspo", {}, (
         Slip("the ratio of each token (importance_sampling_level), eps = 0.2", "objective",
              objective="ppo_clip", hp={"eps": 0.2}),
@@ -69,11 +71,11 @@ COMPARISONS = (
     Comparison("paper", "cispo", {"epsilon_high": 5.0}, "cispo", {}, (GROUPS,)),
     Comparison("paper", "sapo", {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}, "sapo", {}, (F32,)),
     Comparison("paper", "luspo", GSPO, "gspo", {}, (LUSPO,)),
+    Comparison("paper", "vespo", VESPO, "vespo", {}, (BY_TOKENS,), one_adv=True),
     Comparison("paper", "gmpo", {"epsilon": 0.4}, "gmpo", {}),
     Comparison("paper", "rloo", {"epsilon": UNCLIPPED}, "rloo", {}, (_product(UNCLIPPED),), one_adv=True),
 )  # fmt: skip
 OUT_OF_SCOPE = {
-    "vespo": "no objective of the registry: a Gamma-shaped weight of the product of a response's ratios",
     "async_grpo": "no GRPOTrainer, and its constructor wants a running vLLM server",
 }
 

@@ -44,6 +44,7 @@ LUSPO = Slip(
     "aggregation",
     agg="seq-mean-token-sum",
 )
+BY_TOKENS = Slip("every token weighs alike, as in the authors' code of VESPO", "aggregation", agg="token-mean")
 
 
 def capped(cap: float) -> Objective:
