@@ -158,7 +158,7 @@ def called(name: str, rng: random.Random) -> Callable[[], Any]:
     given = dict(good)
     for k in rng.sample(list(given), min(len(given), rng.choice([0, 1, 1, 1, 2]))):
         given[k] = an_argument(given[k], rng)
-    if rng.random() < 0.1 and "VAR_KEYWORD" in {p.kind.name for p in inspect.signature(fn).parameters.values()}:
+    if rng.random() < 0.1 and "eps_low" in good:
         given[rng.choice(["beta", "c", "eps_high", "eps", "seed", "x", "length"])] = rng.choice(JUNK)
     first = [given.pop("*")] if "*" in given else []
     return lambda: fn(*first, **given)

@@ -30,8 +30,8 @@ def diagnosis(run):
 
 def hint(batch: Batch, said) -> str:
     run = batch.inputs["run"]
-    if said not in SIGNS:
-        return f"{said!r} is none of: {', '.join(SIGNS)}."
+    if not isinstance(said, str) or said not in SIGNS:
+        return f"{repr(said)[:60]} is none of: {', '.join(SIGNS)}."
     return f"with {said!r} one would see: {SIGNS[said]}. Run {run} is not so: {LOOK[run]}"
 
 
