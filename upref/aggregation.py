@@ -83,7 +83,12 @@ class Totals(NamedTuple):
         fits = dense(i) and i.ndim == 1 and i.dtype in (torch.int64, torch.int32, torch.bool)
         _must(fits, "the rows must be a tensor of their numbers", i)
         per_row = self.group_tokens
-        return self._replace(group_tokens=per_row[i] if isinstance(per_row, Tensor) and per_row.ndim else per_row)
+        if not isinstance(per_row, Tensor) or not per_row.ndim:
+            return self
+        try:
+            return self._replace(group_tokens=per_row[i])
+        except IndexError as e:
+            raise InputError(f"of {len(per_row)} rows these cannot be taken: {e}.") from e
 
 
 def row_weights(
@@ -126,7 +131,7 @@ def aggregate(
     A response without a token, which Rollouts refuses but a framework's padding may bring, adds nothing; it is counted.
     """
     _must(_is_mask(mask), "mask must be a boolean tensor [B, T]", mask)
-    fits = isinstance(x, Tensor) and x.shape in (mask.shape, mask.shape[:1]) and x.device == mask.device
+    fits = dense(x) and x.shape in (mask.shape, mask.shape[:1]) and x.device == mask.device
     _must(fits, f"x must be a tensor {list(mask.shape)} as the mask, or {list(mask.shape[:1])}, on its device", x)
     wide = torch.promote_types(x.dtype, torch.float32)
     tokens = torch.where(mask, x, 0) if x.ndim == 2 else torch.where(mask.any(-1), x, 0)[:, None]

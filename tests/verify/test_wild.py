@@ -188,3 +188,56 @@ def test_half_of_k3_is_named():
     """A 1/2 that belongs to k2."""
     report = upref.check_kl(lambda log_prob, ref_log_prob: 0.5 * k3(log_prob, ref_log_prob), "k3")
     assert [f.cause for f in report.failures if f.oracle in ("value", "gradient")] == ["half of k3"] * 2
+
+
+# ---- two slips, and a KL term that is averaged otherwise than the rest -----------------------------------------------
+def product_and_kl(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+    r = ((log_prob - old_log_prob) * mask).sum(1).exp()
+    x = torch.minimum(r * advantages, r.clamp(0.75, 1.25) * advantages)
+    return -x.mean() + 0.04 * (k3(log_prob, ref_log_prob) * mask).sum(1).mean()
+
+
+def kl_by_tokens(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+    x = seq_mean(per_token(log_prob, old_log_prob, advantages, 0.2), mask)
+    return x + 0.04 * (k3(log_prob, ref_log_prob) * mask).sum() / mask.sum()
+
+
+def maximum_and_k3(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+    r = (log_prob - old_log_prob).exp()
+    x = torch.maximum(r * advantages, r.clamp(0.8, 1.28) * advantages) - 0.01 * k3(log_prob, ref_log_prob)
+    return -(x * mask).sum() / mask.sum()
+
+
+def kl_by_width(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+    x = seq_mean(-advantages * log_prob, mask)
+    return x + 0.02 * seq_mean(log_prob - ref_log_prob, mask) * mask.shape[1]
+
+
+OLD = "old_log_prob has no effect: the ratio is of the policy to itself, always 1"
+SUMMED = "the product of the response's ratios stands in the place of the token's: one term for each response"
+TWO = {
+    product_and_kl: ("grpo", {"eps": 0.25, "beta": 0.04}, SUMMED),
+    kl_by_tokens: ("grpo", {"eps": 0.2, "beta": 0.04},
+                   "the KL term is aggregated otherwise than the rest: token-mean"),
+    reinforce_and_k1: ("grpo", {"eps": 0.2, "beta": 0.04},
+                       f"two slips together: {OLD}; and the KL term is of another estimator: k1, not k3"),
+    maximum_and_k3: ("dapo", {},
+                     "two slips together: the maximum is taken where the minimum belongs; and a KL term is subtracted "
+                     "that dapo does not have: 0.01 k3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", TWO)
+def test_two_slips_that_together_give_the_numbers_are_the_cause(loss):
+    name, hp, cause = TWO[loss]
+    assert gradient(upref.check(loss, name, **hp)) == cause
+
+
+def test_what_gives_the_numbers_of_one_batch_alone_is_no_cause():
+    """Its KL term has no coefficient: it grows with the width of the batch."""
+    assert gradient(upref.check(kl_by_width, "grpo", eps=0.2)).startswith("no known cause fits")
+
+
+def test_identify_tells_a_kl_term_beside_a_slip():
+    said = upref.identify(product_and_kl).why
+    assert said == f"{SUMMED}; a KL term is subtracted that dr_grpo does not have: 0.04 k3"

@@ -21,6 +21,7 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.learn.exercise import Batch, Exercise, Slip
 from upref.losses.guard import called
+from upref.verify.report import short
 
 TOL = 1e-6
 NOTHING = "it returns nothing"
@@ -110,7 +111,7 @@ def _same(x: Any, y: Any) -> bool:
         return x is y or x == y
     try:
         x, y = (torch.as_tensor(v, dtype=torch.float64).squeeze() for v in (x, y))
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError, RecursionError):
         return False
     return x.shape == y.shape and torch.allclose(x, y, rtol=TOL, atol=TOL, equal_nan=True)
 
@@ -214,16 +215,18 @@ def _said(e: Exercise, right: Outcome, yours: Outcome) -> tuple[str, str]:
 def _numbers(*values: Any) -> list[str]:
     """Each in as few digits as tell them apart."""
     lists = [x.tolist() if isinstance(x, Tensor) else x for x in values]
-    short = [_short(x) for x in lists]
-    return short if len(set(short)) == len(short) else [_short(x, 8) for x in lists]
+    texts = [_short(x) for x in lists]
+    return [short(t) for t in (texts if len(set(texts)) == len(texts) else [_short(x, 8) for x in lists])]
 
 
-def _short(x: Any, digits: int = 4) -> str:
+def _short(x: Any, digits: int = 4, depth: int = 9) -> str:
     if isinstance(x, list):
-        return "[" + ", ".join(_short(v, digits) for v in x) + "]"
+        if not depth:
+            return "..."  # it may hold itself
+        return "[" + ", ".join(_short(v, digits, depth - 1) for v in x) + "]"
     if isinstance(x, float):
-        short = f"{x + 0.0:.{digits}g}" if math.isfinite(x) else f"float('{x}')"
-        return f"{short}.0" if short.lstrip("-").isdigit() else short
+        text = f"{x + 0.0:.{digits}g}" if math.isfinite(x) else f"float('{x}')"
+        return f"{text}.0" if text.lstrip("-").isdigit() else text
     return repr(x)
 
 

@@ -2,61 +2,119 @@
 """What a wrong loss is: the record, put into the reference, that reproduces its weights; searched, never guessed."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from upref.errors import InputError
 from upref.kl import ESTIMATORS
-from upref.regimes import off
+from upref.regimes import off, random_batch
 from upref.registry import Objective, get, names
 from upref.rollouts import Rollouts
 from upref.transforms import up
+from upref.verify.factors import FACTORS
 from upref.verify.measure import Case, kl_slope, unit_weights
-from upref.verify.slips import Slip, known
+from upref.verify.slips import Slip, kl_slips, known
 
+TERMS = 3  # KL terms that are tried with a slip of the rest
 FEW = 24  # responses: most slips fail on a few already
 NOTHING = Slip("no gradient reaches log_prob: it is detached, or rounded away", "stop-gradient", scale=lambda b: 0.0)
 
 
 def explain(case: Case, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list[float]) -> Slip | None:
-    """The first slip that, put into the reference, has the found weights on every token of the batch.
+    """The first slip that, put into the reference, has the found weights on every token of the batch, and of another.
 
-    Tried in this order: other hyperparameters, the catalogue, the plug-in, other objectives. ignore: tokens at a bound.
+    Tried in this order: other hyperparameters, the catalogue, the plug-in, other objectives; then two together, one of
+    the KL term and one of the rest. ignore: tokens at a bound.
     """
     use = b.mask & ~ignore
     if not (found[use].abs() > 0).any():
         return NOTHING
-    every = (
-        slip
-        for slips in (
-            _retuned(case, bounds),
-            _other_kl(case, b, found, use),
-            known(case.o, case.hp, bounds),
-            _others(case),
-        )
-        for slip in slips
-    )
-    return reproduces(every, case, b, found, use)
+    more = _elsewhere(case)
+    every = chain(_retuned(case, bounds), _other_kl(case, b, found, use), _kl_aggregated(case),
+                  known(case.o, case.hp, bounds), _others(case))  # fmt: skip
+    one = reproduces((slip for slip in every if more.fits(slip, case)), case, b, found, use)
+    return one or _two(case, b, found, use, bounds, more)
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Another batch, of other lengths: what is said of the loss must be true there too."""
+
+    b: Rollouts
+    found: Tensor
+    use: Tensor
+
+    def fits(self, slip: Slip, case: Case) -> bool:
+        return fits(slip, case, self.b, self.found, self.use, 10 * case.tol)
+
+
+def _elsewhere(case: Case) -> Elsewhere:
+    b = case.ready(random_batch(np.random.default_rng(0), case.one_adv))
+    try:
+        found = case.weights(b)
+    except InputError:  # what it refuses is another finding
+        return Elsewhere(b, torch.zeros_like(b.logp), torch.zeros_like(b.mask))
+    return Elsewhere(b, found, b.mask & found.isfinite() & ~case.rounded(b))
+
+
+def _two(case: Case, b: Rollouts, found: Tensor, use: Tensor, bounds: list[float], more: Elsewhere) -> Slip | None:
+    """A slip of the KL term, which stands alone where A = 0, and one of the rest, each put into the reference."""
+    zero = use & (b.adv.expand_as(use) == 0)
+    if b.logp_ref is None or "logp_ref" not in case.loss.reads or not zero.any():
+        return None
+    o, hp, plain = case.o, case.hp, case.plain_hp | ({"beta": 0.0} if case.o.kl else {})
+    terms = [*_other_kl(case, b, found, use)]
+    if hp.get("beta"):
+        missing = Slip("the KL term is missing, or carries no gradient", "term", hp={"beta": 0.0})
+        terms += [missing, *_kl_aggregated(case), *kl_slips(o, hp)]
+    part = lambda term, b: term.weights(o, hp, b) - unit_weights(o, b, plain)
+    alone = replace(case, hp=plain)
+    for term in [t for t in terms if (off(found, part(t, b), b.adv)[zero] < case.tol).all()][:TERMS]:
+        less = replace(more, found=more.found - part(term, more.b))
+        rest = chain(_retuned(alone, bounds), known(o, plain, bounds), _others(alone))
+        slip = reproduces((s for s in rest if less.fits(s, alone)), alone, b, found - part(term, b), use)
+        if slip is not None:
+            both = lambda b, slip=slip, term=term: slip.weights(o, plain, b) + part(term, b)
+            return Slip(f"two slips together: {slip.words}; and {term.words}", slip.kind, weigh=both)
+    return None
+
+
+def _kl_aggregated(case: Case) -> Iterator[Slip]:
+    """The KL term aggregated otherwise than the rest."""
+    o, beta = case.o, case.hp.get("beta") or 0.0
+    for name in FACTORS if beta else ():
+        if name != case.agg:
+
+            def otherwise(b: Rollouts, name: str = name) -> Tensor:
+                w = unit_weights(o, b, case.plain_hp | {"beta": 0.0})
+                return w - beta * kl_slope(o.kl, b) * (case.factors(b, name) / case.factors(b))
+
+            yield Slip(
+                f"the KL term is aggregated otherwise than the rest: {name}", "term", weigh=otherwise, whole=True
+            )
 
 
 def reproduces(slips: Iterable[Slip], case: Case, b: Rollouts, found: Tensor, use: Tensor) -> Slip | None:
     """The first that agrees on all used tokens."""
-    few = slice(0, FEW)
     fields = ("logp", "logp_old", "adv", "mask", "logp_ref", "entropy")
-    rows = {k: v[few] for k in fields if (v := getattr(b, k)) is not None}
-    small = replace(b, group=None, totals=None, **rows)
-    rounded = case.rounded(b)
+    rows = {k: v[:FEW] for k in fields if (v := getattr(b, k)) is not None}
+    small, use = replace(b, group=None, totals=None, **rows), use & ~case.rounded(b)
+    few = lambda slip: slip.whole or fits(slip, case, small, found[:FEW], use[:FEW], case.tol)
+    return next((s for s in slips if few(s) and fits(s, case, b, found, use, case.tol)), None)
 
-    def fits(slip: Slip, part: Rollouts, n: slice) -> bool:
-        try:
-            apart = off(found[n], slip.weights(case.o, case.hp, part), part.adv)
-        except (InputError, RuntimeError, TypeError):  # of other shapes: not this objective's form
-            return False
-        return bool((apart[use[n] & ~rounded[n]] < case.tol).all())
 
-    return next((s for s in slips if (s.whole or fits(s, small, few)) and fits(s, b, slice(None))), None)
+def fits(slip: Slip, case: Case, b: Rollouts, found: Tensor, use: Tensor, tol: float) -> bool:
+    """Whether the objective with this slip in it has the found weights on the used tokens."""
+    try:
+        apart = off(found, slip.weights(case.o, case.hp, b), b.adv)
+    except (InputError, RuntimeError, TypeError):  # of other shapes: not this objective's form
+        return False
+    return bool((apart[use] < tol).all())
 
 
 def _retuned(case: Case, bounds: list[float]) -> Iterator[Slip]:

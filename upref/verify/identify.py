@@ -81,7 +81,7 @@ def _identified(loss: Any, start: float) -> Identity:
         named = answer(kind, [nearest], "; ".join(wrong))
         return replace(named, contract=[*named.contract, "a part of it in float32: compared to 2e-5"])
     if found := _pitfall(box, get(nearest.name), grids):
-        return answer("pitfall", [found[0]], found[1].words)
+        return answer("pitfall", [found[0]], "; ".join([found[1].words, *_term(box, found[0])]))
     return answer("none", [nearest], "")
 
 
@@ -204,9 +204,7 @@ def _slips(box: BlackBox, m: Match, grids: list[Grid]) -> list[str]:
         out.append(f"every weight is {abs(box.scale):.7g} times what it should be")
     if box.agg and box.agg not in AGGREGATIONS:
         out.append(f"aggregated by {box.agg}")
-    if box.kl and not m.same_kl:
-        done = "subtracted" if box.beta > 0 else "added to J"
-        out.append(f"a KL term is {done} that {m.name} does not have: {abs(box.beta):.7g} {box.kl}")
+    out += _term(box, m)
     b = grids[0][0]
     if box.loss.splits and not get(m.name).coupled:
         rows = torch.arange(len(b.mask) // 8 * 8)  # TRL's micro-batches are equal
@@ -216,6 +214,14 @@ def _slips(box: BlackBox, m: Match, grids: list[Grid]) -> list[str]:
         if (parts - whole).abs().max() > 1e-5 * whole.abs().max():
             out.append("the mean is taken of each micro-batch: the gradients of parts do not add up to the batch's")
     return out
+
+
+def _term(box: BlackBox, m: Match) -> list[str]:
+    """A KL term that is not the objective's."""
+    if not box.kl or m.same_kl:
+        return []
+    done = "subtracted" if box.beta > 0 else "added to J"
+    return [f"a KL term is {done} that {m.name} does not have: {abs(box.beta):.7g} {box.kl}"]
 
 
 def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Match, Slip] | None:

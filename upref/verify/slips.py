@@ -98,7 +98,7 @@ def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Sli
     """All of the catalogue, on this objective, with the bounds at which a wrong loss was seen to change."""
     yield Slip("the sign is flipped: it ascends the loss", "sign", J=lambda lp, old, A, m: -_own(o, hp)(lp, old, A, m))
     if hp.get("beta"):
-        yield from _kl_slips(o, hp)
+        yield from kl_slips(o, hp)
     lo, hi = hp.get("eps_low", hp.get("eps", 0.2)), hp.get("eps_high", hp.get("eps", hp.get("eps_low", 0.2)))
     low, high = ([1 - x for x in bounds if 0 < x < 1][:2], [x - 1 for x in bounds if 1 < x < 10][:2])
     for i, (a, e) in enumerate(dict.fromkeys(product([lo, *low], [hi, *high]))):
@@ -107,7 +107,7 @@ def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Sli
             yield replace(slip, words=slip.words + at)
 
 
-def _kl_slips(o: Objective, hp: dict[str, Any]) -> Iterator[Slip]:
+def kl_slips(o: Objective, hp: dict[str, Any]) -> Iterator[Slip]:
     """What is done to a KL term, each put beside the objective's own weights."""
     beta, plain = hp["beta"], {**hp, "beta": 0.0}
     rest = lambda b: unit_weights(o, b, plain)
@@ -229,6 +229,13 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
 
         words = f"the log-ratio is {said} over the whole batch, not over each response"
         yield Slip(words, "ratio", weigh=shared, whole=True)
+
+    def product(b: Rollouts) -> Tensor:
+        w = _slope(lambda lp, old, A, m: ppo(exp(sum_t(where(m, lp - old, 0), m))[:, None].expand_as(lp), A), b)
+        return w / b.mask.sum(-1, keepdim=True) - (hp["beta"] * kl_slope(o.kl, b) if hp.get("beta") else 0)
+
+    words = "the product of the response's ratios stands in the place of the token's: one term for each response"
+    yield Slip(words, "ratio", weigh=product)
     yield slip("stop-gradient", "the whole term is detached: a constant weight on log π_θ",
                lambda lp, old, A, m: sg(j(lp, old, A, m)) * lp)  # fmt: skip
     yield slip("clip", "the bounds are taken as absolute, [eps_low, eps_high], not as 1 - eps_low and 1 + eps_high",
