@@ -69,11 +69,11 @@ class Totals(NamedTuple):
     def of_lengths(cls, lengths: Tensor, group: Int[Tensor, " B"] | None = None) -> "Totals":
         """From |o_i| and the prompt of every response of the mini-batch: over data-parallel ranks, all-gather the two,
         count, and give each rank `.rows(its indices)`; a group may lie on several ranks."""
-        _must(isinstance(lengths, Tensor) and lengths.ndim == 1, "lengths must be a tensor [B]", lengths)
+        _must(dense(lengths) and lengths.ndim == 1, "lengths must be a tensor [B]", lengths)
         lengths = lengths.double()
         if group is None:
             return cls(lengths.sum(), len(lengths), 1, lengths.sum())
-        fits = isinstance(group, Tensor) and group.shape == lengths.shape and group.device == lengths.device
+        fits = dense(group) and group.shape == lengths.shape and group.device == lengths.device
         _must(fits, f"group must be one prompt id for each of the {len(lengths)} responses, on their device", group)
         same = (group[:, None] == group[None, :]).double()  # [B, B]: no sort, no host synchronisation
         return cls(lengths.sum(), len(lengths), (1 / same.sum(1)).sum().round(), same @ lengths)
