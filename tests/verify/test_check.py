@@ -223,6 +223,22 @@ def test_wrong(loss, oracle, regime, cause):
     assert any(cause in f.cause for f in hit), str(report)
 
 
+def test_a_loss_that_is_told_the_number_of_micro_batches():
+    """Then they are equal, as in TRL: a mean over responses adds up, one over the micro-batch's own tokens does not."""
+
+    def by_responses(log_prob, old_log_prob, advantages, mask, num_micro_batches):
+        x = ppo((log_prob - old_log_prob).exp(), advantages, 0.8, 1.2).where(mask, 0)
+        return -(x.sum(1) / mask.sum(1)).mean() / num_micro_batches
+
+    def by_tokens(log_prob, old_log_prob, advantages, mask, gradient_accumulation_steps):
+        return plain(log_prob, old_log_prob, advantages, mask) / gradient_accumulation_steps
+
+    report = upref.check(by_responses, "grpo")
+    assert report and report.oracles["split"] == "ok", str(report)
+    assert "micro-batches have equally many responses" in report.text(verbose=True)
+    assert "split" in {f.oracle for f in upref.check(by_tokens, "dapo").failures}
+
+
 def test_a_nan_under_the_mask_is_a_note_and_a_number_is_not():
     report = upref.check(poisoned, "dapo")
     assert report and [f for f in report.notes if f.oracle == "poison" and "nan" in f.regime and "NaN" in f.cause]

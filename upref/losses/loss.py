@@ -54,7 +54,6 @@ class Loss:
     wrapped: bool = False
     backs: bool = False  # it calls .backward() itself
     lines: int = 0  # of Python that a call may run before it is stopped, 0 for any number
-    parts: tuple[int, ...] = (2, 3, 8)  # into how many micro-batches the split oracle cuts a mini-batch
 
     @property
     def reads_ranks(self) -> bool:
@@ -65,6 +64,11 @@ class Loss:
     def splits(self) -> bool:
         """Whether it says how the micro-batches of a mini-batch add up."""
         return self.form == "unreduced" or bool({"totals", "parts"} & self.reads)
+
+    @property
+    def equal_cuts(self) -> bool:
+        """Whether it is asked with equal micro-batches only: their number says enough of no others."""
+        return self.framework == "trl" or "parts" in self.reads
 
     def view(self, b: Rollouts) -> Rollouts:
         """The batch as this loss can know it: without groups where it takes none."""

@@ -28,8 +28,6 @@ from upref.losses.settings import Bare, clip, said, split
 from upref.registry import Objective
 from upref.rollouts import Rollouts, per_response
 
-HALVES = (2, 4, 8)  # TRL's micro-batches are equal
-
 
 def trl():
     """The installed trl with its trainers loaded; InputError where there is none."""
@@ -231,6 +229,4 @@ def of(
     )
     reads = frozenset({*MAIN, "totals", "logp_ref", "entropy"})
     shape = "BT" if token_advantages(trainer_of(mode)[0]) else "B"
-    return Loss(
-        name, call, o, reads, framework="trl", read_as="TRL's trainer", contract=contract, parts=HALVES, adv_shape=shape
-    )
+    return Loss(name, call, o, reads, framework="trl", read_as="TRL's trainer", contract=contract, adv_shape=shape)

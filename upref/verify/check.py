@@ -64,6 +64,8 @@ def contract(case: Case) -> list[str]:
         out.append("it calls .backward() itself: the gradient that it leaves is the one compared")
     if not batches.not_parallel(case):
         out.append(f"gradients of data-parallel ranks are averaged; {batches.contract(case)}")
+    if loss.equal_cuts:
+        out.append("micro-batches have equally many responses")
     if not loss.splits:
         out.append("one call sees the whole mini-batch: what its micro-batches add up to is not checked")
     if loss.wrapped:
