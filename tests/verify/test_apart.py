@@ -119,6 +119,7 @@ SEEN = {
     "import heavy.deep; heavy.deep.f(1)": "NotImplementedError: heavy.deep.f is a stand-in",
     "import heavy\ndel heavy.Base.__init__\nprint('patched')": "patched",
     "import heavy\nclass A(heavy.Base): pass\nprint('named')\nA()": "NotImplementedError: A derives from a stand-in",
+    "import heavy\nclass A(heavy.Base[int]): pass\nclass B(A[int]): pass\nprint('generic')": "generic",
     "from heavy import jit\n@jit\ndef f(): return 1\nf()": "NotImplementedError: heavy.jit",
     "from heavy import jit\n@jit(fast=True)\ndef f(): return 1\nf()": "NotImplementedError: heavy.jit",
     "import heavy\nif heavy.flag: pass": "NotImplementedError: heavy.flag",

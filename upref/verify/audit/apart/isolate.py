@@ -112,7 +112,8 @@ class Absent:
         def refuse(self, *args, **kwargs):
             raise NotImplementedError(f"{type(self).__name__} derives from a stand-in, and it was called")
 
-        return (type(self._name.rpartition(".")[2], (), {"__init__": refuse}),)
+        generic = classmethod(lambda cls, key: cls)  # whoever inherits from a generic class may be subscripted
+        return (type(self._name.rpartition(".")[2], (), {"__init__": refuse, "__class_getitem__": generic}),)
 
     def __instancecheck__(self, x) -> bool:
         return False
