@@ -170,6 +170,15 @@ def test_hyperparameters_by_what_they_mean():
         upref.check(clipped, "cispo")
 
 
+@pytest.mark.parametrize(
+    ("name", "of", "meant"),
+    [("vespo_k_pos", "vespo", "c1_pos"), ("lambda_neg", "vespo", "c2_neg"), ("k", "vespo", ""),
+     ("lambda_pos", "w_reinforce", "lam"), ("temperature_neg", "sapo", "tau_neg")],
+)  # fmt: skip
+def test_hyperparameters_by_their_words(name, of, meant):
+    assert names.hyperparameter(name, {*get(of).hyperparameters}) == meant
+
+
 class Configured:
     """A loss with a config, as an instance."""
 

@@ -117,8 +117,10 @@ def hyperparameter(name: str, known: set[str] | frozenset[str]) -> str:
         meant = "eps_low" if low and not high else "eps_high" if high and not low else "eps"
     elif "tau" in said or "temperature" in said:
         meant = "tau_pos" if "pos" in said else "tau_neg" if "neg" in said else "tau"
-    elif "lambda" in said:
+    elif "lambda" in said and "lam" in known:
         meant = "lam"
+    elif (sign := {"pos", "neg"} & set(said)) and (letter := {"k", "lambda"} & set(said)):  # as VESPO's code has them
+        meant = f"{'c1' if 'k' in letter else 'c2'}_{sign.pop()}"
     return meant if meant in known else ""
 
 
