@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from mutants import estimators, figure, judge, search
+from mutants import estimators, figure, judge, naming, search
 from mutants.losses import deep, judged, of, wrong
 from mutants.rewritings import rewritings
 from mutants.styles import STYLES, Config, arguments, compiled, configs, fits, write
@@ -147,6 +147,26 @@ def test_a_habit_in_the_denominator_of_a_chunk(dim):
 
     report = upref.check(loss, "dapo")
     assert report, str(report)
+
+
+def test_a_batch_of_one_token_is_a_batch():
+    """A denominator of at least 2, a std over the rows of a batch."""
+    for name, right, slip in (
+        ("dapo", "mask.sum()", "mask.sum().clamp(min=2)"),
+        ("topr", "A >= 0", "A / A.std() >= 0"),
+    ):
+        source = write(configs(upref.get(name))[0], "ratio")
+        assert right in source and not upref.check(compiled(source.replace(right, slip)), name)
+
+
+def test_identify_sees_what_check_sees_at_far_ratios():
+    c = configs(upref.get("sapo"))[0]
+    source = write(c, "ratio")
+    assert naming.named(compiled(source), c, "equal").right
+    clamped = compiled(source.replace("lp - old", "torch.clamp(lp - old, -10, 10)"))
+    who = upref.identify(clamped)
+    assert who.kind == "pitfall" and "log r is clamped, between 9.5 and 10.5" in who.why
+    assert naming.named(clamped, c, "differs").right and not naming.named(clamped, c, "equal").right
 
 
 def test_another_seed_is_another_search():

@@ -15,7 +15,7 @@ from upref.aggregation import AGGREGATIONS, Totals
 from upref.errors import InputError
 from upref.losses import read
 from upref.losses.guard import undisturbed
-from upref.regimes import EDGES, LOG_R, MU, lay, near_a_bound, off, random_batch
+from upref.regimes import EDGES, LOG_R, MU, beyond, lay, near_a_bound, off, random_batch
 from upref.regimes import SIGNS as ALL_SIGNS
 from upref.registry import REDUCE, Objective, get, names
 from upref.rollouts import Rollouts
@@ -26,6 +26,8 @@ from upref.verify.identity import Identity, Match
 from upref.verify.match import Candidate, candidate
 from upref.verify.measure import SINGLE, Case, unit_weights
 from upref.verify.oracles.conduct import mutation
+from upref.verify.oracles.numerics import clamps
+from upref.verify.oracles.reach import look
 from upref.verify.slips import Slip, known
 
 Grid = tuple[Rollouts, bool, Tensor]  # a batch, whether its advantages differ within a response, the loss's gradient
@@ -37,9 +39,10 @@ TRIED = 6  # candidates of which the distance is taken where none fits
 def identify(loss: Any) -> Identity:
     """The objective that `loss` is: an Identity, true where one is named, printable, and JSON.
 
-    loss: as for `upref.check`. Compared are gradients, for |log r| <= 8 (what the loss does to the value, to masked
-    slots or to advantages before it is called is not seen). A loss that takes no group ids sees one group. Raises
-    InputError where the loss cannot be run, is not differentiable or changes its inputs.
+    loss: as for `upref.check`. Compared are gradients: |log r| <= 15, |A| from 1e-6 to 40, responses of up to 520
+    tokens (what the loss does to the value, to masked slots or to advantages before it is called is not seen). A loss
+    that takes no group ids sees one group. Raises InputError where the loss cannot be run, is not differentiable or
+    changes its inputs.
     """
     with undisturbed() as changed:
         answer = _identified(loss, time.perf_counter())
@@ -62,7 +65,7 @@ def _identified(loss: Any, start: float) -> Identity:
         if not matches:
             box.case.edges = EDGES
     if matches:
-        wrong = _slips(box, matches[0], grids)
+        wrong = _slips(box, matches[0], grids) or _beyond(box, matches[0])
         kind = "pitfall" if wrong else "up" if matches[0].name.startswith("up(") else "objective"
         return answer(kind, matches, "; ".join(wrong))
     if not matches and box.scale != 1 and not box.coupled:  # a cap below 1 scales what is on policy
@@ -222,6 +225,23 @@ def _term(box: BlackBox, m: Match) -> list[str]:
         return []
     done = "subtracted" if box.beta > 0 else "added to J"
     return [f"a KL term is {done} that {m.name} does not have: {abs(box.beta):.7g} {box.kl}"]
+
+
+ASKED = ("ratios", "advantages", "certain tokens", "lengths")  # of upref.regimes.AXES
+
+
+def _beyond(box: BlackBox, m: Match) -> list[str]:
+    """What unusual inputs show of a loss that has the right weights on ordinary ones, as check asks them."""
+    if box.scale != 1 or not (m.own and m.same_kl) or box.near >= LOOSE or box.coupled:
+        return []
+    o, agg = get(m.name), box.agg or promised(get(m.name))
+    case = replace(box.case, o=o, hp=o.resolve({k: v for k, v in m.hp.items() if v is not None}), agg=agg)
+    for axis in ASKED:
+        b = case.ready(beyond(axis, o, **case.plain_hp))
+        if found := [f for f in look(case, axis, b, ()) if f.severity == "failure"]:
+            return [f"{found[0].regime}: {found[0].expected} is due, {found[0].found} found"]
+    found = [f for f in clamps(case) if f.severity == "failure"] if not case.single else []
+    return [f"{f.regime}: {f.cause}" for f in found]
 
 
 def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Match, Slip] | None:

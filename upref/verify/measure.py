@@ -89,9 +89,9 @@ class Case:
             apart = (apart - 2 * self.moves(b, expected) / scale).clamp(min=0)
         return torch.where(b.mask, apart, 0)
 
-    def moves(self, b: Rollouts, expected: Tensor) -> Tensor:
+    def moves(self, b: Rollouts, expected: Tensor, times: float = 1.0) -> Tensor:
         """How far the expected weight moves where the log-probabilities are rounded to float32, a jump included."""
-        d = torch.where(b.mask, torch.maximum(b.logp.abs(), b.logp_old.abs()).clamp(min=1) * ROUND, 0)
+        d = torch.where(b.mask, torch.maximum(b.logp.abs(), b.logp_old.abs()).clamp(min=1) * ROUND * times, 0)
         there = (replace(b, logp=b.logp - d), replace(b, logp_old=b.logp_old - d))
         return sum(((self.expected(x) - expected).abs().nan_to_num(nan=0.0) for x in there), torch.zeros_like(d))
 

@@ -3,6 +3,8 @@
 
     python tests/support/mutants [--mutants N] [--rewritings N] [--seed S] [--scratch FOLDER] [--write]
 
+identify is asked about some of them too (naming.py).
+
 An independent search (search.py) says which of the changed losses have another gradient than their objective anywhere
 in the declared domain. Each that has must be rejected, each that has not must be accepted. Nothing in this folder reads
 the checker's batches (upref.regimes) or its oracles' but for asking them for the verdict.

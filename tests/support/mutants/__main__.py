@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from mutants import figure, run
+from mutants import figure, naming, run
 
 
 def main() -> int:
@@ -34,6 +34,10 @@ def main() -> int:
             print(run.wrong(row), row["config"], row["style"], row["what"], "|", row["said"], flush=True)
         if n % 100 == 0:
             print(f"{n} done, {time.process_time() - start:.0f} s of CPU", flush=True)
+    if args.part.startswith("0/"):
+        for row in naming.rows(figure.NAMED, args.seed, args.scratch):
+            if not row["right"]:
+                print("misnamed", row["config"], row["style"], row["what"], "|", row["said"], flush=True)
     return 0
 
 

@@ -115,7 +115,8 @@ def judged(
     key = digest(s.key, str(full))
     if known:
         return out | verdicts.known[key] if key in verdicts.known else None
-    stale = lambda row: bool(wrong(out | row)) and row["library"] != library()  # what was misjudged is judged again
+    # what was misjudged, or had a false cause, is judged again
+    stale = lambda row: bool(wrong(out | row) or row.get("true") == "no") and row["library"] != library()
     return out | verdicts.get(key, said, stale)
 
 

@@ -25,7 +25,7 @@ FLOATS = ("logp", "logp_old", "adv", "logp_ref", "entropy")
 def extremes(case: Case) -> list[Finding]:
     out: list[Finding] = []
     if not case.single and not case.o.coupled and not case.wrong:
-        out += _clamps(case)
+        out += clamps(case)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         if found := _overflows(case, dtype):
             return out + found
@@ -106,7 +106,7 @@ def _why(case: Case, b: Rollouts, low: Rollouts, i: int, t: int) -> str:
     return ""
 
 
-def _clamps(case: Case) -> list[Finding]:
+def clamps(case: Case) -> list[Finding]:
     """A weight that is lost beyond some |log r|: a clamp of the log-ratio."""
     guard = GUARD[case.o.level]
     for A in (1.0, -1.0):
