@@ -12,8 +12,8 @@ import torch
 
 from upref.verify.report import UNKNOWN
 
-from . import naming, run
-from .losses import wrong
+from . import run
+from .losses import store_of, wrong
 from .store import searcher
 
 HERE = Path(__file__).parent
@@ -53,7 +53,7 @@ def page(plan: run.Plan, rows: list[dict[str, Any]]) -> str:
     no = [r for r in whole if not r["accepted"]]
     caused = [r for r in no if r["true"]]
     printed = [r for r in no if r["cause"] and not r["cause"].startswith(UNKNOWN)]
-    who = list(naming.rows(NAMED, plan.seed, plan.scratch, known=True))
+    who = list(store_of(plan.scratch, "named").known.values())
     spent = sorted(r["seconds"] for r in whole) or [0.0]
     kinds = collections.Counter(r["operator"] for r in differ)
     table = [
@@ -80,11 +80,13 @@ def page(plan: run.Plan, rows: list[dict[str, Any]]) -> str:
         f"| rewritings, accepted | {n(same, True)} of {len(same)} |",
         f"| rejections with the whole report (every tenth mutant) that print more than that no known cause fits | {len(printed)} of {len(no)} |",
         f"| of these, causes that are a change of the objective; put into it, they have the loss's gradient on the search's batches | {sum(r['true'] == 'yes' for r in caused)} of {len(caused)} |",
-        f"| identify, of rewritings: the objective is among the names | {sum(r['right'] for r in of(who, 'equal'))} of {len(of(who, 'equal'))} |",
+        f"| identify, of rewritings: the objective is named, or one of the same gradient | {sum(r['right'] for r in of(who, 'equal'))} of {len(of(who, 'equal'))} |",
         f"| identify, of mutants that differ: not the objective's name, and a name that is given holds in check | {sum(r['right'] for r in of(who, 'differs'))} of {len(of(who, 'differs'))} |",
         f"| verdict up to the first failure the same as the whole report's | {agree} of {len(whole)} |",
         f"| CPU seconds of a whole report: median, slowest | {statistics.median(spent):.2f}, {spent[-1]:.2f} |",
         "",
+        "The objectives are those of the library named above." if len(by) == 1 else
+        "The objectives are those of the library that judged most.",
         f"So far {len(rows):,} of the {plan.mutants + plan.rewritings:,} losses of the plan have an answer; the same command goes on.",
         "",
         f"Not judged: {len(of(old, 'stillborn'))} mutants that run on no batch, {len(of(rows, 'unclear'))} between the two",

@@ -113,8 +113,9 @@ def judged(
     if out["truth"] in ("stillborn", "unsearched"):
         return out
     key = digest(s.key, str(full))
-    if known:
-        return out | verdicts.known[key] if key in verdicts.known else None
+    if known:  # whichever was asked for: parts count on their own
+        keys = [digest(s.key, x) for x in ("True", "False")]
+        return next((out | verdicts.known[k] for k in keys if k in verdicts.known), None)
     # what was misjudged, or had a false cause, is judged again
     stale = lambda row: bool(wrong(out | row) or row.get("true") == "no") and row["library"] != library()
     return out | verdicts.get(key, said, stale)

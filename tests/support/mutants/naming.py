@@ -33,7 +33,7 @@ class Named:
 
 
 def named(loss: Callable, c: Config, kind: str) -> Named:
-    """equal: the objective has to be among the names. differs: it may not be, and a name that is given has to hold."""
+    """equal: the objective, or one of the same gradient, has to be named. differs: it may not be, and a name that is given has to hold."""
     start = time.process_time()
     try:
         who = upref.identify(loss)
@@ -43,8 +43,8 @@ def named(loss: Callable, c: Config, kind: str) -> Named:
     claimed = [m for m in who.matches if m.own] if who.kind in ("objective", "up") else []
     here = any(_is(m, c) for m in claimed)
     said = str(who).splitlines()[0][:200]
-    if kind == "equal":
-        return Named(here, said, seconds)
+    if kind == "equal":  # by its name, or by another of the same gradient
+        return Named(here or (bool(claimed) and _holds(loss, claimed[0])), said, seconds)
     return Named(not here and (not claimed or _holds(loss, claimed[0])), said, seconds)
 
 
