@@ -33,7 +33,7 @@ class Named:
 
 
 def named(loss: Callable, c: Config, kind: str) -> Named:
-    """equal: the objective, or one of the same gradient, has to be named. differs: it may not be, and a name that is given has to hold."""
+    """equal: the objective, or one of its gradient, is to be named. differs: it is not, and a given name holds."""
     start = time.process_time()
     try:
         who = upref.identify(loss)
