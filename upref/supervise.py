@@ -7,6 +7,7 @@ does not mix with the report.
 """
 
 import contextlib
+import hmac
 import os
 import select
 import signal
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from os import _exit, write  # as they are now: a loss may put others in their place
 
 
 def supervised(work: Callable[[], int], seconds: float, what: str = "the loss") -> int:
@@ -22,12 +24,13 @@ def supervised(work: Callable[[], int], seconds: float, what: str = "the loss") 
     if not hasattr(os, "fork"):
         return work()
     reading, writing = os.pipe()
+    word = os.urandom(16)  # stands before the status: whatever else is written into the pipe is none
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
     parent, child = os.getpid(), os.fork()
     if not child:
-        _child(work, writing, parent)
+        _child(work, writing, word, parent)
     os.close(writing)
     try:
         said = _said(reading, child, time.monotonic() + seconds)
@@ -42,8 +45,12 @@ def supervised(work: Callable[[], int], seconds: float, what: str = "the loss") 
         os.waitpid(child, 0)
         return _no_verdict(f"no verdict within {seconds:g} s: does {what} end? --timeout SECONDS allows more.")
     if said:
+        if not hmac.compare_digest(said[: len(word)], word):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return _no_verdict(f"no verdict: {what} writes into files that it has not opened.")
         os.waitpid(child, 0)
-        return int(said)
+        return int(said[len(word) :])
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     how = f"ended the process with exit status {ended}" if ended >= 0 else f"died of signal {-ended}"
     return _no_verdict(f"{what} {how} before there was a report: a function returns its value.")
@@ -60,11 +67,11 @@ def _said(reading: int, child: int, end: float) -> bytes | None:
         ready = select.select([reading], [], [], min(left, 0.2))[0]
         # a process that the child has forked may hold the other end open
         if ready or os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            return os.read(reading, 16) if select.select([reading], [], [], 0)[0] else b""
+            return os.read(reading, 64) if select.select([reading], [], [], 0)[0] else b""
     return None
 
 
-def _child(work: Callable[[], int], writing: int, parent: int):
+def _child(work: Callable[[], int], writing: int, word: bytes, parent: int):
     """Never returns, never runs what the loss has left for the end of the process."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the parent's; KeyboardInterrupt is the loss's
@@ -76,11 +83,11 @@ def _child(work: Callable[[], int], writing: int, parent: int):
         process = os.getpid()
         status = work()
         if os.getpid() == process:
-            os.write(writing, str(status).encode())
+            write(writing, word + str(status).encode())
     finally:
         with contextlib.suppress(Exception):
             sys.stderr.flush()
-        os._exit(2)
+        _exit(2)
 
 
 def _ends_with(parent: int):

@@ -57,6 +57,34 @@ RANDOM: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "numpy's random generator": (lambda: np.random.get_state(legacy=True), np.random.set_state),
     "Python's random generator": (random.getstate, random.setstate),
 }
+
+
+def _ours(x: Any) -> bool:
+    """A class of upref's, or one thing of such a class, an objective for example."""
+    return (x if isinstance(x, type) else type(x)).__module__.partition(".")[0] == "upref" and hasattr(x, "__dict__")
+
+
+def _itself() -> dict[tuple[int, str], tuple[Any, Any]]:
+    """Every name that upref's modules, classes and objectives hold, and what it is."""
+    holders: list[Any] = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == "upref" and m]
+    holders += [v for m in holders for v in vars(m).values() if _ours(v)]
+    return {(id(x), k): (x, v) for x in holders for k, v in vars(x).items()}
+
+
+@contextlib.contextmanager
+def _unpatched() -> Iterator[None]:
+    """InputError where upref is no longer what it was; it is set back."""
+    before = _itself()
+    yield
+    now = _itself()
+    moved = {key: was for key, was in before.items() if key in now and now[key][1] is not was[1]}
+    for (_, name), (x, was) in moved.items():
+        (type if isinstance(x, type) else object).__setattr__(x, name, was)
+    if moved:
+        names = sorted(f"{getattr(x, '__name__', type(x).__name__)}.{name}" for (_, name), (x, _) in moved.items())
+        raise InputError(f"no verdict: what is checked changes upref itself ({', '.join(names[:3])}).")
+
+
 _watching: list[set[str]] = []  # one for each `undisturbed` that is open
 
 
@@ -87,7 +115,7 @@ def undisturbed() -> Iterator[set[str]]:
     changed: set[str] = set()
     _watching.append(changed)
     try:
-        with _restored(STATE | RANDOM):
+        with _restored(STATE | RANDOM), _unpatched():
             yield changed
     finally:
         _watching[:] = [x for x in _watching if x is not changed]

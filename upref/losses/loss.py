@@ -110,6 +110,7 @@ class Loss:
 
     def _scalar(self, got: Any, b: Rollouts) -> tuple[Tensor, str, bool]:
         first, wrapped = self._tensor(got)
+        first = _plain(first)
         kinds = {"complex": first.is_complex(), "nested": first.is_nested, "meta": first.is_meta}
         kinds[str(first.layout).removeprefix("torch.")] = first.layout is not torch.strided
         if odd := next((kind for kind, it_is in kinds.items() if it_is), ""):
@@ -154,7 +155,7 @@ class Loss:
         backward = lambda: torch.autograd.grad(done.value, x, allow_unused=True)
         (g,), printed = called(f"the backward pass of {self.name}", backward)
         done = replace(done, value=done.value.detach(), printed=done.printed or printed)
-        return done, torch.zeros_like(x) if g is None else 0 - g
+        return done, torch.zeros_like(x) if g is None else 0 - _plain(g)
 
     def both(self, b: Rollouts, ranks: int = 1, **moved) -> tuple[Tensor, Tensor]:
         """(value, dJ/dlp)."""
@@ -186,6 +187,11 @@ _RETURN = (
     "Check a wrapper: `def loss(log_prob, old_log_prob, advantages, mask): return f(...)[i]` with the place or key of "
     "the loss for i."
 )
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Of a subclass, whose comparisons may be its own, the tensor."""
+    return x if type(x) is Tensor or type(x) is torch.nn.Parameter else x.as_subclass(Tensor)
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
