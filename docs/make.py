@@ -229,7 +229,11 @@ def habits() -> str:
     return sees("habits")
 
 
-SEES = (axes, tolerances, habits)
+def fuzzed() -> str:
+    return sees("fuzzed")
+
+
+SEES = (axes, tolerances, habits, fuzzed)
 FIELD = (frameworks, field_objectives, field_parts, statuses, wild, wild_tally, wild_estimators)
 GENERATED = {
     f.__name__: f

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What docs/make.py writes into docs/what-check-sees.md: axes, tolerances and habits, from where they are decided."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -55,3 +56,16 @@ def habits() -> str:
     from zoo.habits import HABITS
 
     return _rows("habit | verdict | why", [(h.words, h.verdict, h.why) for h in HABITS])
+
+
+def fuzzed() -> str:
+    """What tests/support/fuzz.json says of the last whole run of the fuzzer."""
+    run = json.loads((Path(__file__).parent.parent / "tests/support/fuzz.json").read_text(encoding="utf-8"))
+    counts, broke = run["counts"], sum(map(len, run["found"].values()))
+    verbs = {kind.split()[1] for kind in counts if kind.startswith("command ") and kind != "command "}
+    functions = [kind for kind in counts if kind.startswith("upref.")]
+    return (
+        f"{sum(counts.values()):,} inputs of seed {run['seed']} over {len(counts)} entry points, {len(verbs)} verbs of "
+        f"the command and {len(functions)} public functions and methods among them: {broke} broke a rule, of which "
+        f"{run['again']} still do on the code as it is now."
+    )

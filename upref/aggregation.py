@@ -95,6 +95,8 @@ def row_weights(
     agg: str, mask: Bool[Tensor, "B T"], totals: Totals, length: int | None = None
 ) -> Float[Tensor, " B"] | Tensor | float:
     """w_i of the table above. `length` is L of seq-mean-token-sum-norm. Raises InputError on an unknown name."""
+    if not isinstance(agg, str):
+        raise InputError(f"an aggregation is called by its name, got {described(agg)}: {', '.join(AGGREGATIONS)}.")
     _must(isinstance(totals, Totals), "totals must be a Totals, e.g. Totals.of(mask, group)", totals)
     symbols = not isinstance(totals.tokens, Tensor | int | float)  # derivation.py asks for the weight as a formula
     _must(symbols or _is_mask(mask), "mask must be a boolean tensor [B, T]", mask)

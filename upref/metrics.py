@@ -84,7 +84,7 @@ def best_at_k_replaced(correct, k: int) -> Estimate:
     """
     table = _table(correct)
     _check_count("k", k)
-    return Estimate.of(1 - (1 - table.mean(1)) ** k)
+    return Estimate.of(1 - (1 - table.mean(1)) ** float(min(k, 10**300)))
 
 
 def best_at_k_bootstrap(correct, k: int, draws: int = 1000, seed: int = 42) -> Estimate:
@@ -96,6 +96,8 @@ def best_at_k_bootstrap(correct, k: int, draws: int = 1000, seed: int = 42) -> E
     table = _table(correct)
     _check_count("k", k)
     _check_count("draws", draws)
+    if k * draws > 10**9:
+        raise InputError("so many draws do not fit into memory: k times draws is 1e9 at most.")
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
         raise InputError(f"seed must be a whole number from 0 to 2^32 - 1, got {repr(seed)[:60]}.")
     tuples = np.random.RandomState(seed).choice(table.shape[1], size=(draws, k), replace=True)

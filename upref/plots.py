@@ -140,6 +140,8 @@ def weights(*objectives: str | Objective | Callable, mu: float = 0.1, **hp) -> "
     import matplotlib
     from matplotlib.figure import Figure
 
+    if isinstance(mu, bool) or not isinstance(mu, int | float | np.number) or not 0 < mu <= 1:
+        raise InputError(f"mu is a probability in (0, 1], got {repr(mu)[:60]}.")
     chosen = of_all(objectives, hp)
     colors = [PALETTE[i % len(PALETTE)] for i in range(len(chosen))]
     reach = max(half_width(c, mu) for c in chosen)

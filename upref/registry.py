@@ -85,7 +85,7 @@ class Objective:
     def __post_init__(self):
         known = {"level": [*LEVELS], "agg": [*AGGREGATIONS], "kl": ["", *kl_estimators.ESTIMATORS]}
         for fact, of in known.items():
-            if (value := getattr(self, fact)) not in of:
+            if not isinstance(value := getattr(self, fact), str) or value not in of:
                 raise InputError(f"{fact} must be one of {', '.join(filter(None, of))}, got {repr(value)[:60]}.")
         takes, weighs = _parameters(self.fn, 3, "fn"), _parameters(self.closed_form, 0, "closed_form")
         put = partial(object.__setattr__, self)

@@ -66,3 +66,35 @@ def test_an_answer_with_comparisons_of_its_own_is_compared_by_those_of_tensors()
         return (-torch.where(mask, r * advantages, 0).sum() / mask.sum()).as_subclass(Agrees)
 
     assert not upref.check(loss, "dapo")
+
+
+# ---- a batch of one response -----------------------------------------------------------------------------------------
+def dapo(log_prob, old_log_prob, advantages, mask, low=0.2):
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    x = torch.min(r * advantages, r.clamp(1 - low, 1.28) * advantages)
+    return -torch.where(mask, x, 0).sum() / mask.sum()
+
+
+WHEN = {
+    "one response": lambda A, mask: len(mask) == 1,
+    "all advantages positive": lambda A, mask: bool((A[mask] > 0).all()),
+    "all advantages negative": lambda A, mask: bool((A[mask] < 0).all()),
+}
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_a_loss_that_is_wrong_on_a_batch_of_one_response_is_rejected(when):
+    def loss(log_prob, old_log_prob, advantages, mask):
+        bad = WHEN[when](advantages.expand_as(mask), mask)
+        return dapo(log_prob, old_log_prob, advantages, mask) * (0.9 if bad else 1)
+
+    assert "one-response" in {f.oracle for f in upref.check(loss, "dapo").failures}
+    assert upref.check(dapo, "dapo")
+
+
+def test_one_that_asks_for_several_responses_is_not_wrong():
+    def loss(log_prob, old_log_prob, advantages, mask):
+        assert len(mask) > 1
+        return dapo(log_prob, old_log_prob, advantages, mask)
+
+    assert upref.check(loss, "dapo")

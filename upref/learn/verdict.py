@@ -21,6 +21,7 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.learn.exercise import Batch, Exercise, Slip
 from upref.losses.guard import called
+from upref.tensors import dense, described
 from upref.verify.report import short
 
 TOL = 1e-6
@@ -88,6 +89,8 @@ def outcome(e: Exercise, fn: Callable[..., Any], batch: Batch) -> Outcome:
     answer = fn(*inputs.values())
     if answer is None:
         return Outcome(amiss=NOTHING)
+    if isinstance(answer, Tensor) and not dense(answer):
+        return Outcome(amiss=f"it returns {described(answer)}, a tensor that does not hold its numbers")
     if not e.gradient:
         return Outcome(value=answer.detach() if isinstance(answer, Tensor) else answer)
     if not isinstance(answer, Tensor):

@@ -75,14 +75,24 @@ def _itself() -> dict[tuple[int, str], tuple[Any, Any]]:
 def _unpatched() -> Iterator[None]:
     """InputError where upref is no longer what it was; it is set back."""
     before = _itself()
-    yield
+    try:
+        yield
+    except Exception as e:  # what a changed upref raises is no answer either
+        if changed := _set_back(before):
+            raise InputError(changed) from e
+        raise
+    if changed := _set_back(before):
+        raise InputError(changed)
+
+
+def _set_back(before: dict[tuple[int, str], tuple[Any, Any]]) -> str:
+    """What was changed of upref since then, in a sentence."""
     now = _itself()
     moved = {key: was for key, was in before.items() if key in now and now[key][1] is not was[1]}
     for (_, name), (x, was) in moved.items():
         (type if isinstance(x, type) else object).__setattr__(x, name, was)
-    if moved:
-        names = sorted(f"{getattr(x, '__name__', type(x).__name__)}.{name}" for (_, name), (x, _) in moved.items())
-        raise InputError(f"no verdict: what is checked changes upref itself ({', '.join(names[:3])}).")
+    names = sorted(f"{getattr(x, '__name__', type(x).__name__)}.{name}" for (_, name), (x, _) in moved.items())
+    return f"no verdict: what is checked changes upref itself ({', '.join(names[:3])})." if names else ""
 
 
 _watching: list[set[str]] = []  # one for each `undisturbed` that is open

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from upref.aggregation import Totals
-from upref.regimes import anchor
+from upref.errors import InputError
+from upref.regimes import OFF_EDGES, anchor
 from upref.rollouts import Rollouts
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
@@ -31,7 +32,7 @@ def not_split(case: Case) -> str:
 def split(case: Case) -> list[Finding]:
     b = _batch(case)
     v, g = case.both(b)
-    for n in (2, 4, 8) if case.loss.equal_cuts else (2, 3, 8):  # of eight responses
+    for n in case.loss.parts:
         parts = [case.both(m) for m in b.split(n)]
         g2, v2 = torch.cat([p[1] for p in parts]), sum(p[0] for p in parts)
         off = moved(g2, g, b.mask, slack(case))
@@ -47,6 +48,36 @@ def split(case: Case) -> list[Finding]:
     return []
 
 
+def _coupled(case: Case) -> str:
+    return case.o.coupled
+
+
+@oracle("one-response", 45, _coupled)
+def one_response(case: Case) -> list[Finding]:
+    """The grid's responses, each as a batch of its own, and of it the tokens of one sign of A."""
+    grid = case.grid(edges=OFF_EDGES)
+    for n in torch.linspace(0, len(grid.mask) - 1, SOME).long().unique():
+        fields = ("logp", "logp_old", "adv", "mask", "logp_ref", "entropy")
+        row = {k: v[n : n + 1] for k in fields if (v := getattr(grid, k)) is not None}
+        for sign in (1, -1):
+            mask = row["mask"] & (row["adv"] * sign > 0)
+            if not mask.any():
+                continue
+            b = case.ready(Rollouts(**row | {"mask": mask}))
+            try:
+                found = case.weights(b)
+            except InputError:  # one that asks for whole groups says so itself
+                return []
+            off = case.off(b, found).masked_fill(case.rounded(b), 0)
+            if off.max() > 10 * case.tol:
+                i, t = worst(off)
+                regime = f"a batch of one response, its advantages {'positive' if sign > 0 else 'negative'}"
+                expected, got = case.expected(b)[i, t].item(), found[i, t].item()
+                return [fail("one-response", regime, expected, got, as_python(b))]
+    return []
+
+
+SOME = 12  # responses of the grid, each alone
 OWN = "it is normalised by the {}'s own tokens or responses, not by the mini-batch's"
 
 
