@@ -32,7 +32,7 @@ def not_split(case: Case) -> str:
 def split(case: Case) -> list[Finding]:
     b = _batch(case)
     v, g = case.both(b)
-    for n in case.loss.parts:
+    for n in (2, 4, 8) if case.loss.equal_cuts else (2, 3, 8):  # of eight responses
         parts = [case.both(m) for m in b.split(n)]
         g2, v2 = torch.cat([p[1] for p in parts]), sum(p[0] for p in parts)
         off = moved(g2, g, b.mask, slack(case))
