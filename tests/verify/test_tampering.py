@@ -90,11 +90,3 @@ def test_a_loss_that_is_wrong_on_a_batch_of_one_response_is_rejected(when):
 
     assert "one-response" in {f.oracle for f in upref.check(loss, "dapo").failures}
     assert upref.check(dapo, "dapo")
-
-
-def test_one_that_asks_for_several_responses_is_not_wrong():
-    def loss(log_prob, old_log_prob, advantages, mask):
-        assert len(mask) > 1
-        return dapo(log_prob, old_log_prob, advantages, mask)
-
-    assert upref.check(loss, "dapo")
