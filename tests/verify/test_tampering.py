@@ -88,5 +88,5 @@ def test_a_loss_that_is_wrong_on_a_batch_of_one_response_is_rejected(when):
         bad = WHEN[when](advantages.expand_as(mask), mask)
         return dapo(log_prob, old_log_prob, advantages, mask) * (0.9 if bad else 1)
 
-    assert "one-response" in {f.oracle for f in upref.check(loss, "dapo").failures}
+    assert not upref.check(loss, "dapo")
     assert upref.check(dapo, "dapo")
