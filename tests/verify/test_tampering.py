@@ -90,3 +90,14 @@ def test_a_loss_that_is_wrong_on_a_batch_of_one_response_is_rejected(when):
 
     assert not upref.check(loss, "dapo")
     assert upref.check(dapo, "dapo")
+
+
+def test_a_loss_that_asks_for_several_responses_says_so_and_is_judged_on_them():
+    def loss(log_prob, old_log_prob, advantages, mask):
+        assert len(mask) > 1, "one response is no batch"
+        return dapo(log_prob, old_log_prob, advantages, mask)
+
+    report = upref.check(loss, "dapo")
+    assert not [f for f in report.failures if "one response" in f.regime or "one token" in f.regime], str(report)
+    assert any("is refused" in f.regime and "no batch" in str(f.found) for f in report.notes), str(report)
+    assert "batches of one token" in upref.check(dapo, "dapo").text(verbose=True)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Oracles of a mini-batch that is cut up: micro-batches whose gradients add up, ranks whose gradients are averaged."""
+"""Oracles of a mini-batch that is cut up: micro-batches that add up, averaged ranks, one response by itself."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from upref.aggregation import Totals
+from upref.curve import alone
 from upref.errors import InputError
 from upref.regimes import OFF_EDGES, anchor
 from upref.rollouts import Rollouts
@@ -48,38 +50,42 @@ def split(case: Case) -> list[Finding]:
     return []
 
 
-def _coupled(case: Case) -> str:
-    return case.o.coupled
-
-
-@oracle("one-response", 45, _coupled)
+@oracle("one-response", 45)
 def one_response(case: Case) -> list[Finding]:
-    """The grid's responses, each as a batch of its own, and of it the tokens of one sign of A."""
+    """Batches of one response: a denominator of at least 2 shows, a std over rows, what one sign of A hides."""
     if case.wrong:
         return []
+    for regime, b in _single(case):
+        try:
+            found = case.weights(b)
+        except InputError as e:  # one that asks for several responses, or for whole groups, says so itself
+            return [note("one-response", f"{regime} is refused", found=str(e))]
+        off = case.off(b, found).masked_fill(case.rounded(b), 0)
+        if off.max() > 10 * case.tol:
+            i, t = worst(off)
+            return [fail("one-response", regime, case.expected(b)[i, t].item(), found[i, t].item(), as_python(b))]
+    case.covered.append(ONE_RESPONSE)
+    return []
+
+
+def _single(case: Case) -> Iterator[tuple[str, Rollouts]]:
+    """One token; then responses of the grid, and of each the tokens of one sign of A."""
+    for A, r in ((0.7, 1.1), (-0.7, 1.1), (0.7, 0.4), (-0.7, 0.4)):
+        yield "a batch of one token", case.ready(replace(alone(A, [r], [0.3]), logp_ref=None))
+    if case.o.coupled:
+        return
     grid = case.grid(edges=OFF_EDGES)
     for n in torch.linspace(0, len(grid.mask) - 1, SOME).long().unique():
         fields = ("logp", "logp_old", "adv", "mask", "logp_ref", "entropy")
         row = {k: v[n : n + 1] for k in fields if (v := getattr(grid, k)) is not None}
-        for sign in (1, -1):
-            mask = row["mask"] & (row["adv"] * sign > 0)
-            if not mask.any():
-                continue
-            b = case.ready(Rollouts(**row | {"mask": mask}))
-            try:
-                found = case.weights(b)
-            except InputError:  # one that asks for whole groups says so itself
-                return []
-            off = case.off(b, found).masked_fill(case.rounded(b), 0)
-            if off.max() > 10 * case.tol:
-                i, t = worst(off)
-                regime = f"a batch of one response, its advantages {'positive' if sign > 0 else 'negative'}"
-                expected, got = case.expected(b)[i, t].item(), found[i, t].item()
-                return [fail("one-response", regime, expected, got, as_python(b))]
-    return []
+        for sign, words in ((1, "positive"), (-1, "negative")):
+            if (mask := row["mask"] & (row["adv"] * sign > 0)).any():
+                b = case.ready(Rollouts(**row | {"mask": mask}))
+                yield f"a batch of one response, its advantages {words}", b
 
 
 SOME = 12  # responses of the grid, each alone
+ONE_RESPONSE = f"batches of one token, and of one response: {SOME} of the grid's, one sign of A at a time"
 OWN = "it is normalised by the {}'s own tokens or responses, not by the mini-batch's"
 
 

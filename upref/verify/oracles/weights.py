@@ -140,7 +140,7 @@ def _typical(off: Tensor, r: Tensor) -> Tensor:
 def _random(case: Case, seed: int = 0) -> list[Finding]:
     rng = np.random.default_rng(seed)
     for n in range(RANDOM // 4 if case.o.reads_mu else RANDOM):  # bounds that are solved for are slow
-        b = case.ready(random_batch(rng, case.one_adv) if n >= len(ONE) else _one_token(*ONE[n]))
+        b = case.ready(random_batch(rng, case.one_adv))
         off = case.off(b)
         off = off.masked_fill(case.rounded(b), 0)
         if off.max() > 10 * case.tol:
@@ -150,14 +150,6 @@ def _random(case: Case, seed: int = 0) -> list[Finding]:
             batch = example(case, b, wrong(case), (i, t))
             return [fail("gradient", regime, expected, f"weight {found:.6g}{_alone(case, b, i, t)}", batch)]
     return []
-
-
-ONE = ((0.7, 1.1), (-0.7, 1.1), (0.7, 0.4), (-0.7, 0.4))  # A and r
-
-
-def _one_token(A: float, r: float) -> Rollouts:
-    """All of a batch: a denominator of at least 2 shows, and a std over rows."""
-    return replace(alone(A, [r], [0.3]), logp_ref=None)
 
 
 def _alone(case: Case, b: Rollouts, i: int, t: int) -> str:
