@@ -300,7 +300,7 @@ AXES["all at once"] = Axis(
 NAMED: dict[str, Callable[[Tensor], Tensor]] = {  # group ids
     "with gaps": lambda g: 7 + 300 * g,
     "that are negative": lambda g: -1 - g,
-    "beyond 2^40": lambda g: 2**40 + g,
+    "beyond 2^40": lambda g: 2**40 + g % 2 + 2**32 * (g // 2),  # the same in 32 bits or as floats
 }
 
 

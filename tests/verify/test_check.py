@@ -233,6 +233,11 @@ def test_a_loss_that_is_told_the_number_of_micro_batches():
     def by_tokens(log_prob, old_log_prob, advantages, mask, gradient_accumulation_steps):
         return plain(log_prob, old_log_prob, advantages, mask) / gradient_accumulation_steps
 
+    def twice(log_prob, old_log_prob, advantages, mask, totals, num_micro_batches=1):
+        x = ppo((log_prob - old_log_prob).exp(), advantages, 0.8, 1.28).where(mask, 0)
+        return -x.sum() / totals.tokens / num_micro_batches  # a default is no reason not to be told
+
+    assert "split" in {f.oracle for f in upref.check(twice, "dapo").failures}
     report = upref.check(by_responses, "grpo")
     assert report and report.oracles["split"] == "ok", str(report)
     assert "micro-batches have equally many responses" in report.text(verbose=True)

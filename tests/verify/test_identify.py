@@ -259,3 +259,26 @@ def test_bad_losses_are_one_sentence_and_status_2(tmp_path, capsys, name, says):
 def test_a_narrow_regime_has_two_ends():
     assert interval(1.07641, 1.07649) == "1.0764 < r <= 1.0765"
     assert interval(None, 0.8) == "r <= 0.8" and interval(1.28, None) == "r > 1.28"
+
+
+def clipped(log_prob, old_log_prob, advantages, mask, guard=lambda x: x):
+    r = guard(log_prob - old_log_prob).exp()
+    x = torch.minimum(r * advantages, r.clamp(0.8, 1.2) * advantages)
+    return -(torch.where(mask, x, 0).sum(1) / mask.sum(1)).mean()
+
+
+def test_a_guard_far_from_1_is_not_taken_for_the_clip():
+    loss = lambda log_prob, old_log_prob, advantages, mask: clipped(
+        log_prob, old_log_prob, advantages, mask, lambda x: x.clamp(-5, 5)
+    )
+    identity = upref.identify(loss)
+    assert (identity.name, identity.hp["eps"]) == ("grpo", pytest.approx(0.2)) and "clamped to ±5" in identity.why
+
+
+def test_no_slip_is_named_that_changes_nothing():
+    """Padding is averaged into the advantages: of that identify knows no slip."""
+    loss = lambda log_prob, old_log_prob, advantages, mask: clipped(
+        log_prob, old_log_prob, advantages.mean(1, keepdim=True), mask
+    )
+    identity = upref.identify(loss)
+    assert not identity and not identity.why, identity

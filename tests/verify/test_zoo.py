@@ -4,6 +4,7 @@
 `witnesses` is the second opinion: a handful of batches on which the loss is held against the registry's closed form.
 """
 
+import functools
 import inspect
 import math
 from dataclasses import replace
@@ -183,6 +184,12 @@ def scales(case, hp) -> bool:
     return any(differs(found(case, x | {"advantages": k * x["advantages"]}, **hp)[1] / k, base) for k in (0.01, 100.0))
 
 
+def unscaled(case, hp) -> bool:
+    x = inputs(full())
+    twice = functools.wraps(case.function)(lambda **given: 2 * case.function(**given))
+    return differs(found(replace(case, function=twice), x, **hp)[1] / 2, found(case, x, **hp)[1])
+
+
 def zero(case, hp) -> bool:
     x = inputs(full())
     return bool(found(case, x | {"advantages": 0 * x["advantages"]}, **hp)[1].any())
@@ -204,7 +211,7 @@ PROBES = {
     ),
     "split": split, "padding": padded, "poison": poisoned, "extremes": extreme, "scaling": scales,
     "value": value_of_padding, "permutation": permuted, "determinism": random, "mutation": mutates,
-    "zero-advantage": zero,
+    "zero-advantage": zero, "loss-scale": unscaled,
 }  # fmt: skip
 KL = {"zero-advantage", "on-policy", "scaling", "extremes"}  # a declared KL term is no defect of these
 

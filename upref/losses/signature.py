@@ -12,7 +12,7 @@ from upref.losses.guard import said
 from upref.losses.names import CALLED, may_be_old, not_given
 
 SETTINGS = bool | int | float | str  # a default of these says that an argument is no tensor,
-COUNTED = ("ranks", "n")  # unless it is a count
+COUNTED = ("ranks", "parts", "n")  # unless it is a count
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from upref.regimes import SIGNS as ALL_SIGNS
 from upref.registry import REDUCE, Objective, get, names
 from upref.rollouts import Rollouts
 from upref.verify.box import SIGNS, BlackBox, measure
-from upref.verify.explain import reproduces
+from upref.verify.explain import fits, reproduces
 from upref.verify.factors import promised
 from upref.verify.identity import Identity, Match
 from upref.verify.match import Candidate, candidate
@@ -247,7 +247,7 @@ def _beyond(box: BlackBox, m: Match) -> list[str]:
 def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Match, Slip] | None:
     """A known slip on the clip that the jumps suggest, else on the nearest objective."""
     bounds = sorted({round(r, 9) for A in SIGNS for r in box.bounds(A)})
-    low = next((1 - x for x in bounds if 0 < x < 1), None)
+    low = next((1 - x for x in reversed(bounds) if 0 < x < 1), None)  # nearest to 1: a guard is farther
     high = next((x - 1 for x in bounds if 1 < x < 10), None)
     low, high = low or high or 0.0, high or low or 0.0
     both, even = ({"eps_low": low, "eps_high": high} if low else {}), low and abs(low - high) < 1e-6
@@ -271,6 +271,8 @@ def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Matc
             slips = known(o, hp, bounds) if n >= len(turns) else (s for s in known(o, hp, []) if s.kind == "ratio")
             if slip := reproduces(slips, case, b, found, b.mask):
                 break
+        if slip and fits(Slip("", slip.kind), case, b, found, b.mask, case.tol):
+            return None  # right on all of this without any slip: it is wrong elsewhere
         if slip:
             if slip.meant:
                 o = get(slip.meant)

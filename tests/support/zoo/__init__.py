@@ -12,7 +12,7 @@ from typing import Any
 ORACLES = (
     "gradient", "value", "aggregation", "split", "data-parallel", "padding", "poison", "on-policy", "stop-gradient",
     "extremes", "dead-hyperparameter", "scaling", "permutation", "determinism", "mutation", "zero-advantage", "reach",
-    "one-response",
+    "one-response", "loss-scale",
 )  # fmt: skip
 
 

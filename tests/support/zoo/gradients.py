@@ -12,6 +12,28 @@ def ratio_of_itself(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     return -(torch.where(mask, terms, 0.0).sum(1) / mask.sum(1)).mean()
 
 
+class _Fused(torch.autograd.Function):
+    """Gradient and value at once, as kernels compute them; what comes from above is forgotten."""
+
+    @staticmethod
+    def forward(ctx, log_prob, old_log_prob, advantages, mask):
+        with torch.enable_grad():
+            x = log_prob.detach().requires_grad_()
+            ratio = torch.exp(x - old_log_prob)
+            terms = torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+            value = -(torch.where(mask, terms, 0.0).sum(1) / mask.sum(1)).mean()
+            ctx.save_for_backward(*torch.autograd.grad(value, x))
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx, above):
+        return *ctx.saved_tensors, None, None, None
+
+
+def fused(log_prob, old_log_prob, advantages, mask):
+    return _Fused.apply(log_prob, old_log_prob, advantages, mask)
+
+
 def detached_negatives(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
     ratio = torch.exp(log_prob - old_log_prob).detach()
     negative = torch.min(ratio * advantages, ratio.clamp(min=1 - eps_low) * advantages)
@@ -168,5 +190,6 @@ ZOO = [
         kl_under_no_grad, "grpo", {"beta": 0.04}, {"gradient", "dead-hyperparameter", "stop-gradient"},
         "the KL penalty is computed under no_grad", "allenai/open-instruct#530",
     ),
+    Case(fused, "grpo", {"eps": 0.2}, {"loss-scale"}, "its backward pass ignores grad_output: no scaled loss is scaled"),
     Case(kl_the_other_way, "grpo", {"beta": 0.04}, {"gradient"}, "k3 with policy and reference exchanged"),
 ]  # fmt: skip

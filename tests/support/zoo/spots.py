@@ -160,6 +160,11 @@ def groups_in_int8(log_prob, old_log_prob, advantages, mask, group):
     return groups_in_float32(log_prob, old_log_prob, advantages, mask, group.to(torch.int8))
 
 
+def groups_in_int32(log_prob, old_log_prob, advantages, mask, group):
+    of = group.int().unique(return_inverse=True)[1]
+    return groups_in_float32(log_prob, old_log_prob, advantages, mask, of)
+
+
 def large_advantages_clipped(lp, log_r, A, mask):
     return clipped(log_r, A.clamp(-8, 8))
 
@@ -210,6 +215,7 @@ WRONG = [
     Spot(groups_that_are_not_negative, "up_dapo", "a negative id counts nothing"),
     Spot(groups_in_float32, "up_dapo", "large ids are one"),
     Spot(groups_in_int8, "up_dapo", "ids beyond 127 collide"),
+    Spot(groups_in_int32, "up_dapo", "ids that are equal in their lower 32 bits collide"),
     W("large_advantages_clipped", large_advantages_clipped, "dapo", "|A| is at most 8"),
     W("tiny_advantages_dropped", tiny_advantages_dropped, "dapo", "|A| below 1e-5 counts nothing"),
     W("positive_beyond_a_threshold", positive_beyond_a_threshold, "up_dapo", "A = 1e-5 is clipped as if negative"),

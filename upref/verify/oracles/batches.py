@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Oracles of a mini-batch that is cut up: micro-batches that add up, averaged ranks, one response by itself."""
+"""Oracles of a mini-batch that is cut up: micro-batches that add up, a loss that is scaled for it, averaged ranks, one
+response by itself."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ from torch import Tensor
 from upref.aggregation import Totals
 from upref.curve import alone
 from upref.errors import InputError
+from upref.losses.guard import called
 from upref.regimes import OFF_EDGES, anchor
 from upref.rollouts import Rollouts
 from upref.verify.measure import Case
@@ -48,6 +50,26 @@ def split(case: Case) -> list[Finding]:
         if (v2 - v).abs() > 1e-6 * v.abs().clamp(min=1e-3):
             return [note("split", f"the value of {n} micro-batches does not add up, the gradient does")]
     return []
+
+
+@oracle("loss-scale", 42, lambda case: "it calls .backward() itself" if case.loss.backs else "")
+def loss_scale(case: Case) -> list[Finding]:
+    """The loss times 1/2, as where gradients are accumulated: a backward pass of its own has to pass that on."""
+    b, loss = _batch(case), case.loss
+    x = b.logp.detach().clone().requires_grad_()
+    done = loss.run(loss.inputs(b, x), b)
+    if not done.attached:
+        return []
+    backward = lambda: torch.autograd.grad(done.value / 2, x, allow_unused=True)
+    (half,), _ = called(f"the backward pass of {loss.name}", backward)
+    g, half = case.gradient(b), torch.zeros_like(x) if half is None else -half
+    off = moved(2 * half, g, b.mask & g.isfinite(), slack(case, 1e-7))
+    if off.max() == 0:
+        return []
+    i, t = worst(off)
+    before, after = f"half the gradient: {g[i, t].item() / 2:.6g}", f"{half[i, t].item():.6g}"
+    why = "its backward pass leaves out what comes from above (grad_output)" if torch.equal(half, g) else ""
+    return [fail("loss-scale", "the loss times 1/2, as for accumulated gradients", before, after, as_python(b), why)]
 
 
 @oracle("one-response", 45)
