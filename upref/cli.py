@@ -157,9 +157,13 @@ def _limit(c: argparse.ArgumentParser, seconds: float = 600):
 
 
 def _seconds(text: str) -> float:
-    if not 0 < float(text) < 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds between 0 and a million")
-    return float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0
+    if not 0 < seconds < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds between 0 and a million")
+    return seconds
 
 
 def _curves(c: argparse.ArgumentParser):

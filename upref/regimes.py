@@ -257,7 +257,7 @@ class Axis:
     single: bool = False  # its numbers are the same in float32, and it is asked in that too
 
 
-LARGE = "more than 65,504 tokens"
+LARGE, ROWS = "more than 65,504 tokens", 150
 AXES = {
     "ratios": Axis(
         "|log r| of 4.5 to 15 (a response's: to 9) at π_old from 0.02 to 0.9",
@@ -288,11 +288,11 @@ AXES["every two"] = Axis(
     single=True,
 )
 AXES["all at once"] = Axis(
-    f"all of these at once, in {LARGE}, in float64 and in float32",
+    f"all of these at once, in {ROWS} responses with {LARGE}, in float64 and in float32",
     A=tuple(x for a in AXES.values() for x in a.A),
     mu=tuple(x for name, a in AXES.items() for x in (MU if name == "ratios" else a.mu)),
     lengths=(520,) * 30 + LONG,
-    rows=150,
+    rows=ROWS,
     ref=_REF,
     far=_FAR,
     single=True,
@@ -300,7 +300,7 @@ AXES["all at once"] = Axis(
 NAMED: dict[str, Callable[[Tensor], Tensor]] = {  # group ids
     "with gaps": lambda g: 7 + 300 * g,
     "that are negative": lambda g: -1 - g,
-    "beyond 2^40": lambda g: 2**40 + g % 2 + 2**32 * (g // 2),  # the same in 32 bits or as floats
+    "beyond 2^40, some equal in 32 bits": lambda g: 2**40 + g % 2 + 2**32 * (g // 2),
 }
 
 

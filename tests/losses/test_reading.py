@@ -329,3 +329,15 @@ def test_a_name_that_is_none_is_one_sentence(name):
     with pytest.raises(InputError) as e:
         read(name)
     assert "\n" not in str(e.value)
+
+
+def test_an_optional_argument_gives_way_to_a_required_one_of_its_kind():
+    """As where a correction between the sampler's log-probabilities and the trainer's is an option."""
+
+    def loss(log_prob, old_log_prob, advantages, mask, rollout_log_probs=None):
+        assert rollout_log_probs is None
+        r = (log_prob - old_log_prob).exp()
+        return -(torch.where(mask, torch.minimum(r * advantages, r.clamp(0.8, 1.2) * advantages), 0)).sum() / mask.sum()
+
+    report = upref.check(loss, "ppo_clip")
+    assert report and "rollout_log_probs is left at its default, None" in report.contract, report.contract

@@ -217,6 +217,7 @@ KL_WRONG = [
     (lambda lp, ref: kl.k2(lp, ref) + (kl.k3(lp, ref) - kl.k2(lp, ref)).detach(), "k3", "gradient", "straight"),
     (kl.k1, "k3", "value", "k1 itself"),
     (lambda lp, ref: k3_by_hand(lp.float(), ref.float()) * 1.01, "k3", "value", ""),
+    (lambda lp, ref: k3_by_hand(lp, ref) / math.log(2), "k3", "gradient", "1.4427 times k3"),
     (lambda lp, ref: ref.sub_(lp.detach()).exp() - 1 - ref, "k3", "mutation", ""),
     (lambda lp, ref: k3_by_hand(lp, ref.clamp(min=-12)), "k3", "clamp", "bites"),
     (lambda lp, ref: kl.k1(lp, ref) + 1e-3 * torch.rand(()), "k1", "determinism", ""),

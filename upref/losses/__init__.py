@@ -121,7 +121,7 @@ def _bind(name: str, call: Callable, reading: Reading, o: Objective, hp: dict[st
         f"{k} is not an argument of the loss: {k} = {v} is expected of it"
         for k, v in hp.items()
         if k not in argument and not swallows
-    )
+    ) + tuple(f"{p} is left at its default, {reading.own[p].default!r:.40}" for p in reading.left)
     spelled = lambda hp: {argument.get(k, k): v for k, v in hp.items()}
     return Loss(
         name, lambda full, hp: call(full, foreign | spelled(hp)), o, reads, frozenset(argument), swallows, given,

@@ -25,6 +25,7 @@ class Reading:
     positional: tuple[str, ...]  # arguments that can only be passed by position, in order
     swallows: bool  # it has **kwargs
     star: tuple[str, ...] = ()  # roles that go into *args, in order
+    left: tuple[str, ...] = ()  # arguments with a default, of a role that another must be given
 
     def __str__(self) -> str:
         """Empty where every argument is called as upref calls it."""
@@ -80,6 +81,9 @@ def read(fn: Callable, name: str, role: Callable[[str], str], main: Sequence[str
         raise InputError(f"{_shown(name, every)} names none of its arguments. {_wrapper(name, main)}")
     told = lambda p, r: r in COUNTED or not isinstance(p.default, SETTINGS)
     roles = {p.name: r for p in plain if (r := role(p.name)) and told(p, r)}
+    must = {(p.name, roles[p.name]) for p in plain if p.name in roles and p.default is p.empty}
+    left = tuple(p for p, r in roles.items() if r in main and (p, r) not in must and r in {r for _, r in must})
+    roles = {p: r for p, r in roles.items() if p not in left}  # `rollout_log_probs=None` beside old_log_prob
     twice = [p for p in roles if list(roles.values()).count(roles[p]) > 1]
     if twice and roles[twice[0]] in main:
         raise InputError(
@@ -105,7 +109,7 @@ def read(fn: Callable, name: str, role: Callable[[str], str], main: Sequence[str
     only = tuple(p.name for p in plain if p.kind is p.POSITIONAL_ONLY)
     if _passes_on(fn, ordered):  # in order, up to the first argument that is not handed over
         only = tuple(takewhile(ordered.__contains__, (p.name for p in plain if p.kind is not p.KEYWORD_ONLY)))
-    return Reading(ordered, frozenset(p for p, _ in placed), own, only, swallows)
+    return Reading(ordered, frozenset(p for p, _ in placed), own, only, swallows, left=left)
 
 
 def _passes_on(fn: Callable, names: Iterable[str]) -> bool:

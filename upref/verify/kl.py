@@ -82,7 +82,9 @@ class Case:
             for slip in (gone, *(s for s in SLIPS if s.formula is not self.right)):
                 if same(self.term, slip.formula, parts, self.term.tol):
                     return slip.words
-        return ""
+        k = both(self.term, NEAR[-1:])[which].item() / both(self.right, NEAR[-1:])[which].item()
+        scaled = same(self.term, lambda lp, ref: k * self.right(lp, ref), tol=self.term.tol)
+        return f"{k:.6g} times {self.estimator}" if scaled else ""
 
 
 def pair(d: Tensor) -> tuple[Tensor, Tensor]:

@@ -306,6 +306,14 @@ def large_floor(rewards, group):
     return each(rewards, group, lambda c, std: c / std.clamp(min=0.2))
 
 
+def peers_of_none(rewards, group):
+    out = torch.empty_like(rewards)
+    for g in group.unique():
+        x = rewards[group == g]
+        out[group == g] = x - (x.sum() - x) / (len(x) - 1)
+    return out
+
+
 WRONG = [  # function, estimator, oracle, cause
     (over_the_batch, "group_norm", "values", "over the batch"),
     (std_of_the_batch, "group_norm", "values", "divided by the std of the whole batch"),
@@ -315,7 +323,8 @@ WRONG = [  # function, estimator, oracle, cause
     (normalised_twice, "group_norm", "values", "twice"),
     (includes_itself, "leave_one_out", "values", "includes the response itself"),
     (one_too_few, "leave_one_out", "values", "over G - 1, the response itself"),
-    (nan_for_one, "group_norm", "singletons", "NaN"),
+    (nan_for_one, "group_norm", "singletons", "division by 0"),
+    (peers_of_none, "leave_one_out", "singletons", "by G - 1"),
     (no_eps, "group_norm", "equal-rewards", "eps"),
     (large_eps, "group_norm", "values", "shrinks"),
     (variance_for_deviation, "group_norm", "values", "variance"),

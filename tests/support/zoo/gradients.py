@@ -190,6 +190,6 @@ ZOO = [
         kl_under_no_grad, "grpo", {"beta": 0.04}, {"gradient", "dead-hyperparameter", "stop-gradient"},
         "the KL penalty is computed under no_grad", "allenai/open-instruct#530",
     ),
-    Case(fused, "grpo", {"eps": 0.2}, {"loss-scale"}, "its backward pass ignores grad_output: no scaled loss is scaled"),
+    Case(fused, "grpo", {"eps": 0.2}, {"loss-scale"}, "its backward pass ignores grad_output: a scale has no effect"),
     Case(kl_the_other_way, "grpo", {"beta": 0.04}, {"gradient"}, "k3 with policy and reference exchanged"),
 ]  # fmt: skip

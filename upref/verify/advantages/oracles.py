@@ -135,7 +135,7 @@ def singletons(case: Case) -> Iterator[Finding]:
     make = note if finite and case.name == "leave_one_out" else fail
     said = "A = 0: it has no peer to be better than" if make is fail else "A = 0, or any convention that is finite"
     raw = "the reward itself, without a baseline" if abs(A[i] - float(SINGLE.R[i])) < 1e-5 else ""
-    why = raw if finite else "the std of one reward, with G - 1 = 0: NaN"
+    why = raw if finite else "a division by 0: by G - 1, or by the std of one reward"
     yield make("singletons", f"a response without a peer, reward {SINGLE.R[i]}", said, f"A = {A[i]:.6g}", cause=why)
 
 
