@@ -235,7 +235,7 @@ def test_a_loss_that_is_told_the_number_of_micro_batches():
 
     def twice(log_prob, old_log_prob, advantages, mask, totals, num_micro_batches=1):
         x = ppo((log_prob - old_log_prob).exp(), advantages, 0.8, 1.28).where(mask, 0)
-        return -x.sum() / totals.tokens / num_micro_batches  # a default is no reason not to be told
+        return -x.sum() / totals.tokens / num_micro_batches  # who is told the totals is told this too
 
     assert "split" in {f.oracle for f in upref.check(twice, "dapo").failures}
     report = upref.check(by_responses, "grpo")

@@ -12,7 +12,7 @@ from upref.losses.guard import said
 from upref.losses.names import CALLED, may_be_old, not_given
 
 SETTINGS = bool | int | float | str  # a default of these says that an argument is no tensor,
-COUNTED = ("ranks", "parts", "n")  # unless it is a count
+COUNTED = ("ranks", "n")  # unless it is a count
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ def read(fn: Callable, name: str, role: Callable[[str], str], main: Sequence[str
         if not every or any(p.kind is p.VAR_POSITIONAL for p in every):
             return Reading({}, frozenset(), {}, (), swallows, tuple(main))
         raise InputError(f"{_shown(name, every)} names none of its arguments. {_wrapper(name, main)}")
-    told = lambda p, r: r in COUNTED or not isinstance(p.default, SETTINGS)
+    counted = (*COUNTED, "parts") if any(role(p.name) == "totals" for p in plain) else COUNTED
+    told = lambda p, r: r in counted or not isinstance(p.default, SETTINGS)
     roles = {p.name: r for p in plain if (r := role(p.name)) and told(p, r)}
     must = {(p.name, roles[p.name]) for p in plain if p.name in roles and p.default is p.empty}
     left = tuple(p for p, r in roles.items() if r in main and (p, r) not in must and r in {r for _, r in must})
