@@ -14,7 +14,7 @@ from math import log, sqrt
 
 from scipy.stats import t
 
-from repro.mini.round2 import power, rule
+from repro.mini.round2 import power, rule, tables
 from repro.mini.round2 import report as report_2
 from repro.mini.study import plan, report, results, verdicts
 from repro.mini.study.plan import Contrast
@@ -46,7 +46,7 @@ def second(records: dict[str, results.Record], first_round: dict[str, results.Re
             needed = [rule.seeds_for(c, spread(c), rule.ALPHA / len(family), most=MOST) for c in v.claim.contrasts]
             found[f"{e.name}/{v.claim.id}"] = {
                 "says": v.claim.says, "word": v.word, "why": v.why, "refuted": v.word == "refuted",
-                "shown": report_2.effects(v), "seeds": v.n, "of": v.of, "needed": worst(needed),
+                "shown": tables.effects(v), "seeds": v.n, "of": v.of, "needed": worst(needed),
             }  # fmt: skip
     return found
 

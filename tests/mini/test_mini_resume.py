@@ -141,6 +141,25 @@ def test_killed_for_real_at_random_moments(whole, tmp_path):
     same_end(out, whole)
 
 
+def test_a_run_of_the_second_round_killed_for_real(tmp_path):
+    """As dose_middle trains: two epochs, the lean evaluation, a checkpoint every second step only."""
+    s = replace(S, lean_eval=True, epochs=2, lr=3e-4, checkpoint_every=2)
+    loop.train(s, tmp_path / "whole", say=lambda _: None)
+    out = tmp_path / "run"
+    for last in ("steps.jsonl", "checkpoints/step-2", "done.json"):  # killed in step 2, in step 3, and not at all
+        victim = multiprocessing.get_context("fork").Process(target=loop.train, args=(s, out))
+        victim.start()
+        while victim.is_alive() and not (out / last).exists():
+            time.sleep(0.005)
+        if last == "done.json":
+            victim.join()
+        victim.kill()
+        victim.join()
+    assert contents(out) == contents(tmp_path / "whole")
+    model = f"checkpoints/step-{S.steps}/model.safetensors"
+    assert (out / model).read_bytes() == (tmp_path / "whole" / model).read_bytes()
+
+
 @pytest.fixture
 def interrupted(whole, tmp_path):
     """Stopped after step 3: checkpoints of steps 2 and 3, and lines of step 4 that no checkpoint knows of."""

@@ -210,6 +210,34 @@ def test_other_ways_to_write_it(text):
     assert read(text).cells == [["50.1", "2"]]
 
 
+def test_latex_with_what_people_put_in():
+    text = r"""
+\begin{table}[t] \centering
+\begin{tabular}{l|cc|c}
+\toprule
+& \multicolumn{2}{c}{Benchmarks} & \\
+\cmidrule(lr){2-3}
+Method & GSM8K & MATH500 & Avg. \\ \midrule % all of them
+n & 1319 & 500x4 & \\
+Base \cite{me} & 75.06 & $34.20_{}$ & 54.63 \\[2pt]
+\rowcolor{gray!10} \textbf{Ours} & \textbf{80.97}\% & \underline{40.10} {\scriptsize $\pm$ 0.3} & -- \\
+\bottomrule
+\end{tabular}
+\end{table}"""
+    table = read(text)
+    assert table.columns == ["GSM8K", "MATH500"] and [[c.n for c in cs] for cs in table.counts] == [[1319], [2000]]
+    assert table.rows[1] == "Ours" and table.cells[1] == ["80.97", "40.10"] and table.averages == ["54.63", None]
+    assert audit(table) is not None
+
+
+def test_the_paper_s_table_as_latex_is_the_same_audit():
+    cells = lambda i: [TABLE.rows[i], *TABLE.cells[i], TABLE.averages[i]]
+    body = [cells(i) for i in range(len(TABLE.rows))]
+    n = ["n", *("/".join(f"{c.n // c.samples}x{c.samples}" for c in cs) for cs in TABLE.counts), ""]
+    text = "\n".join(" & ".join(row) + r" \\" for row in [["m", *TABLE.columns, "Average"], n, *body])
+    assert read(text) == TABLE
+
+
 def test_markdown_whose_last_cells_are_empty():
     assert read("|m|x|y||\n|-|-|-|-|\n|n|40|||\n|a|50|||").cells == [["50", None, None]]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A table of results, read:
 
-    method,AIME24,AMC23,Average        CSV (or tab, or semicolon) or a markdown table; per cent, all decimals
+    method,AIME24,AMC23,Average        CSV (or tab, semicolon), markdown or LaTeX; per cent, all decimals
     n,30x32,40,                        optional: how many answers, PROBLEMSxSAMPLES, or several to choose from: 674|675
     GRPO,35.73,75.00,55.37             no number: an empty cell, a dash; left out: lines with # first, all after ±
 
@@ -14,11 +14,12 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 from upref.errors import InputError
+from upref.table import latex
 
 PAPER = Path(__file__).parent / "fan2026up_table1.csv"
 AVERAGE = {"average", "avg", "avg.", "mean"}
 MOST = 10**9  # answers to one column
-BLANK = {"", "-", "–", "—", "n/a"}
+BLANK = {"", "-", "--", "---", "–", "—", "n/a"}
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,10 @@ def read_file(file: str | Path | None = None) -> ResultsTable:
 
 
 def read(text: str) -> ResultsTable:
-    """The table in a CSV or markdown text. Raises InputError on what is none."""
+    """The table in a CSV, markdown or LaTeX text. Raises InputError on what is none."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    grid = _markdown(lines) if any(line.startswith("|") for line in lines) else _csv(lines)
+    markdown = any(line.startswith("|") for line in lines)
+    grid = _markdown(lines) if markdown else latex.rows(lines) if latex.is_latex(lines) else _csv(lines)
     if len(grid) < 2 or len(grid[0]) < 2:
         raise InputError("this is no table: give a header, a column of names, and at least one row of percentages.")
     head = grid[0]

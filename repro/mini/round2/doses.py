@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What UP does at each dose of drift, and its two parts: the missing upper clip, and the self-anchor."""
 
+from functools import cache
 from math import exp
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from repro.mini.study.results import Record
 from upref.plots import PALETTE, STYLE
 
 NAMES = ("dose_low", "dose_middle", "dose_high")
+COLOURS = (PALETTE[1], "#7B3294", PALETTE[2])  # of the first three pairs: UP's, that of no upper clip, the rest
 UP, CLIP, ANCHOR = ("up_dapo", "dapo"), ("dapo_no_upper_clip", "dapo"), ("up_dapo", "dapo_no_upper_clip")
 PAIRS = {
     "UP-DAPO − DAPO": UP,
@@ -46,11 +48,23 @@ ROWS = (
 )
 
 
+def asked() -> list[Contrast]:
+    """All that the table, the page and the figure ask of a run."""
+    of = lambda arms, row: Contrast(arms, row.metric, row.at, more_than=1.0 if row.ratio else 0.0, ratio=row.ratio)
+    return [of(arms, row) for arms in PAIRS.values() for row in ROWS]
+
+
 def found(name: str, records: dict[str, Record], arms: tuple[str, ...], row: Row) -> Found:
-    e = plan.load(name)
-    known: rule.Runs = {(arm, seed): records.get(s.key) for arm, seed, s in e.runs()}
+    seeds, keys = runs(name)
+    known: rule.Runs = {run: records.get(key) for run, key in keys.items()}
     c = Contrast(arms, row.metric, row.at, more_than=1.0 if row.ratio else 0.0, ratio=row.ratio)
-    return rule.measure(c, known, e.seeds)
+    return rule.measure(c, known, seeds)
+
+
+@cache  # an experiment is read once, not for every cell
+def runs(name: str) -> tuple[list[int], dict[tuple[str, int], str]]:
+    e = plan.load(name)
+    return e.seeds, {(arm, seed): s.key for arm, seed, s in e.runs()}
 
 
 def clipped(name: str, records: dict[str, Record]) -> Found:
@@ -67,7 +81,7 @@ def table(records: dict[str, Record]) -> str:
     if not shown:
         return "No run has finished.\n"
     share = lambda name: f"{100 * clipped(name, records).mean:.1f} % clipped"
-    heads = [f"{n.removeprefix('dose_')}: {share(n)}, {n_seeds(pairs(n, records))}" for n in shown]
+    heads = [f"{short(n)}: {share(n)}, {n_seeds(pairs(n, records))}" for n in shown]
     lines = [f"| | {' | '.join(heads)} |", "|---" * (len(shown) + 1) + "|"]
     for title, arms in PAIRS.items():
         if not any(found(name, records, arms, ROWS[0]).n for name in shown):
@@ -91,23 +105,28 @@ def cell(f: Found, row: Row) -> str:
     return f"{'×' * row.ratio}{number(f.mean)}" + (f" [{number(f.low)}, {number(f.high)}]" if f.n > 1 else "")
 
 
-def sentence(name: str, records: dict[str, Record]) -> str:
-    """A line of the page: DAPO's own learning, and UP's effect with its two parts."""
-    e, dapo, n = plan.load(name), clipped(name, records), pairs(name, records)
+def short(name: str) -> str:
+    return name.removeprefix("dose_")
+
+
+def heading(name: str, records: dict[str, Record]) -> str:
+    """The dose, and whether DAPO itself learns there."""
+    dapo = clipped(name, records)
     if not dapo.n:
-        return ""
+        return short(name)
     gain = found(name, records, ("dapo",), Row("", "reward", "gain")).mean
-    parts = []
-    for row in (row for row in ROWS if row.drawn):
-        effects = [found(name, records, arms, row) for arms in (UP, CLIP, ANCHOR)]
-        cells = [cell(f, row) + f" ({n_seeds(f.n)})" * (f.n != n) for f in effects]
-        if all(f.n for f in effects):
-            parts.append(f"{row.name.split(',')[0]} {cells[0]}, of it the clip {cells[1]} and the anchor {cells[2]}")
-    return (
-        f"* **{name}**: DAPO clips {100 * dapo.mean:.1f} % of positive tokens, and its reward changes by "
-        f"{100 * gain:+.1f} points from first to last fifth. UP-DAPO − DAPO on {n} of {len(e.seeds)} seeds: "
-        f"{'; '.join(parts) or 'none yet'}."
-    )
+    return f"{short(name)}: {100 * dapo.mean:.1f} % clipped, DAPO's reward {100 * gain:+.1f} in training"
+
+
+def coverage(name: str, records: dict[str, Record]) -> tuple[float, float, float, int]:
+    """Best@32, %: before training, DAPO's and UP-DAPO's at the end, means over the seeds that have both."""
+    seeds, keys = runs(name)
+    both = [[records.get(keys[arm, seed]) for arm in ("dapo", "up_dapo")] for seed in seeds]
+    pairs = [[r["evals"]["test/top_p_0.7"]["best"] for r in pair if r] for pair in both if all(pair)]
+    if not pairs:
+        return 0.0, 0.0, 0.0, 0
+    mean = lambda arm, at: 100 * float(np.mean([pair[arm][at] for pair in pairs]))
+    return mean(0, 0), mean(0, -1), mean(1, -1), len(pairs)
 
 
 def figure(records: dict[str, Record]):
@@ -126,7 +145,7 @@ def figure(records: dict[str, Record]):
             for i, (label, arms) in enumerate(list(PAIRS.items())[:3]):
                 for x, name in enumerate(shown):
                     f = found(name, records, arms, row)
-                    _dots(ax, x + 0.24 * (i - 1), f, row, PALETTE[i], label if x == 0 else "")
+                    _dots(ax, x + 0.24 * (i - 1), f, row, COLOURS[i], label if x == 0 else "")
             ax.axhline(1 if row.ratio else 0, color="#888888", lw=0.8, zorder=0)
             ax.set_xticks(range(len(shown)), [f"{100 * clipped(n, records).mean:.1f} %" for n in shown])
             ax.set_xlim(-0.5, len(shown) - 0.5)

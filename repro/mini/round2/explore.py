@@ -1,85 +1,161 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does entropy that is kept become exploration? Over all runs of the second round, a description and no test.
 
-    python -m repro.mini.round2.explore       which held-out problems the base solves in 1,000 tries (minutes; once)
+    python -m repro.mini.round2.explore       how often the base solves each held-out problem in 1,000 tries (minutes)
 
-Then, of every run: entropy at the end over that at the start; Best@32 at the end over that of the base; and how many of
-the problems that the base never solved in 1,000 tries were solved at the end, at T = 1, in 32.
+Then, of every run: entropy at the end over that at the start; Best@32 at the end over that of the base; and the share
+that it solves at the end, at T = 1 in 32, of the problems that the base solves at most RARE times in 1,000. What the
+base never solves was to be asked (`base_never`), and there is nothing: it solves every problem of these sets.
 """
 
 import json
 import sys
+from collections.abc import Sequence
+from math import isfinite
+from pathlib import Path
 
 import numpy as np
 import torch
+from scipy.stats import spearmanr
 
 from repro.mini import files, tasks
 from repro.mini.policy import bases, evals, models
-from repro.mini.round2 import rule
-from repro.mini.study import results
-from repro.mini.study.results import Record
+from repro.mini.round2 import doses
+from repro.mini.study import curves
+from repro.mini.study.plan import Contrast
+from repro.mini.study.results import Record, value
+from upref.plots import STYLE
 
 TRIES, PROBLEMS, SETS = 1000, 256, ("test", "one_step", "two_steps", "three_steps")
-FILE = results.folder_of(2) / "base_solves.json"
+RARE, ASKED = 10, 32  # of TRIES; samples of a problem at the end of a run
+FILE = Path(__file__).with_name("base_tries.json")
+LEAST = 8  # runs, for a correlation
+Tries = dict[str, list[int]]
 
 
 def bits(text: str) -> np.ndarray:
     return np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8)).astype(bool)
 
 
-def base_solves() -> dict[str, str]:
-    """Of the held-out sets of Countdown, which problems base `walk` solves at least once at T = 1."""
+def base_tries() -> Tries:
+    """Of the held-out sets of Countdown, how often base `walk` solves each problem in TRIES samples at T = 1."""
     models.deterministic()
     task, model, found = tasks.get("countdown"), bases.load("walk", "countdown"), {}
     for name in SETS:
         problems = task.problems(name, PROBLEMS, seed=0)
-        once = torch.zeros(PROBLEMS, dtype=torch.bool)
+        times = torch.zeros(PROBLEMS, dtype=torch.long)
         for part in range(TRIES // 40):
-            once |= evals.tables(model, task, problems, 40, 1.0, tasks.generator("unsolved", name, part))[0].any(1)
-        found[name] = evals.bits(once)
-        print(f"{name}: {int(once.sum())} of {PROBLEMS}", flush=True)
+            times += evals.tables(model, task, problems, 40, 1.0, tasks.generator("unsolved", name, part))[0].sum(1)
+        found[name] = times.tolist()
+        print(f"{name}: {sum(t > 0 for t in found[name])} of {PROBLEMS}", flush=True)
     return found
 
 
-def new(r: Record, base: dict[str, str]) -> int:
-    """Problems that this run solves at its end and the base never did."""
-    return sum(int((bits(r["solved"][f"{name}/t_1"]) & ~bits(base[name])).sum()) for name in SETS)
+def base() -> Tries:
+    return json.loads(FILE.read_text(encoding="utf-8"))["solved"]
 
 
-def section(records: dict[str, Record]) -> str:
+def rare(tries: Tries) -> dict[str, np.ndarray]:
+    return {name: np.array(times) <= RARE for name, times in tries.items()}
+
+
+def solved(r: Record, which: dict[str, np.ndarray]) -> float:
+    """The share of these problems that the run solves at its end."""
+    return float(np.concatenate([bits(r["solved"][f"{name}/t_1"])[which[name]] for name in SETS]).mean())
+
+
+def expected(tries: Tries, which: dict[str, np.ndarray]) -> float:
+    """The same of the base, from how often it solved them: 1 − (1 − p)^ASKED."""
+    p = np.concatenate([np.array(tries[name])[which[name]] for name in SETS]) / TRIES
+    return float((1 - (1 - p) ** ASKED).mean())
+
+
+def comparable(records: dict[str, Record]) -> list[Record]:
+    """Runs from base `walk` that finished and say what they solve."""
     there = [r for r in records.values() if r["status"] == "done" and r["settings"]["base"] == "walk" and "solved" in r]
-    if not FILE.exists() or len(there) < 8:
-        return ""
-    base = json.loads(FILE.read_text(encoding="utf-8"))["solved"]
-    kept = [entropy_kept(r) for r in there]
-    best = [r["evals"]["test/top_p_0.7"]["best"] for r in there]
-    lines = [f"## Does entropy become exploration? ({len(there)} runs, described and not tested)\n"]
-    never = {name: int((~bits(base[name])).sum()) for name in SETS}
-    asked = {"Best@32 kept, end over base": [curve[-1] / curve[0] for curve in best]}
-    if any(never.values()):
-        asked["problems solved that the base never solved in 1,000 tries"] = [float(new(r, base)) for r in there]
-    for what, y in asked.items():
-        rho, inside = rule.ranks(kept, y)[0], within(there, kept, y)
-        lines.append(f"* Entropy kept and {what}: rank correlation over all runs {rho:+.2f}; among the seeds")
-        lines.append(f"  of one method and dose {inside:+.2f}.")
-    missing = ", ".join(f"{name} {n}" for name, n in never.items())
-    lines.append(
-        f"* Problems of {PROBLEMS} a set that the base does not solve at T = 1 in {TRIES} tries: {missing}. Methods"
-    )
-    lines.append("  differ in more than their entropy, so the correlation over all runs is not one of cause.")
-    if not any(never.values()):
-        lines.append("* So whether training solves what the base never does cannot be asked of these problems.")
-    lines.append("")
-    return "\n".join(lines)
+    return [r for r in there if isfinite(entropy_kept(r)) and r["evals"]["test/top_p_0.7"]["best"][0] > 0]
+
+
+def best_kept(r: Record) -> float:
+    curve = r["evals"]["test/top_p_0.7"]["best"]
+    return curve[-1] / curve[0]
+
+
+def learned(r: Record) -> bool:
+    return value(r, Contrast(("",), "reward", "gain", more_than=0)) > 0
 
 
 def entropy_kept(r: Record) -> float:
     H = np.array(r["steps"]["entropy"])
     n = max(1, len(H) // 5)
-    return float(H[-n:].mean() / H[:n].mean())
+    before = float(H[:n].mean())
+    return float(H[-n:].mean()) / before if before else float("nan")
 
 
-def within(there: list[Record], x: list[float], y: list[float]) -> float:
+# ---- in words --------------------------------------------------------------------------------------------------------
+def sentence(records: dict[str, Record]) -> list[str]:
+    """A line of the page."""
+    there = comparable(records)
+    if len(there) < LEAST:
+        return []
+    kept, best = [entropy_kept(r) for r in there], [best_kept(r) for r in there]
+    return [
+        f"* Entropy kept and Best@32 kept over all {len(there)} runs (described, not tested): "
+        f"{correlations(there, kept, best)}. The base solves every held-out problem in {TRIES} tries, so what it never"
+        " solves cannot be asked; of those that it solves rarely [more below](#does-entropy-become-exploration)."
+    ]
+
+
+def section(records: dict[str, Record]) -> str:
+    there = comparable(records)
+    if len(there) < LEAST:
+        return ""
+    tries = base()
+    which = rare(tries)
+    n, never = sum(int(w.sum()) for w in which.values()), sum(t == 0 for times in tries.values() for t in times)
+    kept, best = [entropy_kept(r) for r in there], [best_kept(r) for r in there]
+    found = [solved(r, which) for r in there]
+    lines = ["## Does entropy become exploration?\n", f"{len(there)} runs, described and not tested.\n"]
+    lines += [f"* Entropy kept and Best@32 kept, end over base: {correlations(there, kept, best)}."]
+    lines += [f"* Entropy kept and the share of rarely solved problems that is solved at the end: "
+              f"{correlations(there, kept, found)}."]  # fmt: skip
+    lines += [f"* Rarely solved are the {n} of {len(SETS) * PROBLEMS} held-out problems that the base solves at most "
+              f"{RARE} times in {TRIES} tries at T = 1; {never} of them it never solves. In {ASKED} tries the base is "
+              f"expected to solve {100 * expected(tries, which):.0f} %. Trained policies, means over the seeds: "
+              f"{of_arms(records, which) or 'no dose has them yet'}."]  # fmt: skip
+    lines += ["* Methods differ in more than their entropy: the correlation over all runs is not one of cause.\n"]
+    return "\n".join(lines)
+
+
+def of_arms(records: dict[str, Record], which: dict[str, np.ndarray]) -> str:
+    said = []
+    for name in doses.NAMES:
+        seeds, keys = doses.runs(name)
+        shares = []
+        for arm in ("dapo", "up_dapo"):
+            there = comparable({keys[arm, s]: r for s in seeds if (r := records.get(keys[arm, s]))})
+            shares += [f"{arm} {100 * np.mean([solved(r, which) for r in there]):.0f} %"] if there else []
+        said += [f"{doses.short(name)} {', '.join(shares)}"] if shares else []
+    return "; ".join(said)
+
+
+def correlations(there: Sequence[Record], x: list[float], y: list[float]) -> str:
+    """Spearman's, in three ways, each with the number of runs."""
+    up = [i for i, r in enumerate(there) if learned(r)]
+    among = rho([x[i] for i in up], [y[i] for i in up])
+    return (
+        f"rank correlation {rho(x, y)} over all runs, {among} over the {len(up)} whose reward rose, "
+        f"{within(there, x, y)} among the seeds of one method and dose"
+    )
+
+
+def rho(x: Sequence[float], y: Sequence[float]) -> str:
+    if len(x) < LEAST or len(set(x)) == 1 or len(set(y)) == 1:
+        return "none (too few, or all equal)"
+    return f"{spearmanr(x, y).statistic:+.2f}"
+
+
+def within(there: Sequence[Record], x: list[float], y: list[float]) -> str:
     """The rank correlation of what differs from the mean of the runs that are equal but for the seed."""
     kinds: dict[str, list[int]] = {}
     for i, r in enumerate(there):
@@ -88,10 +164,45 @@ def within(there: list[Record], x: list[float], y: list[float]) -> float:
     for z in (a, b):
         for rows in kinds.values():
             z[rows] -= z[rows].mean()
-    return rule.ranks(list(a), list(b))[0]
+    return rho(list(a), list(b))
+
+
+def figure(records: dict[str, Record]):
+    """A matplotlib Figure, every run a dot; None while there are too few."""
+    there = comparable(records)
+    if len(there) < LEAST:
+        return None
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    which = rare(base())
+    named = [n for n in curves.COLOURS if any(r["settings"]["objective"] == n for r in there)]
+    named = [n for n in named if n.startswith(("dapo", "up_dapo", "is_pg", "reinforce"))]
+    y = {"Best@32 kept, end over base": best_kept, "rarely solved problems solved at the end, %": None}
+    with matplotlib.rc_context(STYLE):
+        fig = Figure(figsize=(11.5, 3.9), layout="constrained")
+        fig.suptitle("Entropy that is kept, and what is still found: every run", fontsize=11, fontweight="bold")
+        for ax, (label, of) in zip(fig.subplots(1, 2), y.items(), strict=True):
+            for name in ["other objectives", *named]:
+                mine = [r for r in there if called(r, named) == name]
+                points = [(entropy_kept(r), of(r) if of else 100 * solved(r, which)) for r in mine]
+                if points:
+                    colour = curves.COLOURS.get(name, "#999999")
+                    ax.plot(*zip(*points, strict=True), "o", ms=4, color=colour, alpha=0.6, mew=0, label=name)
+            ax.axvline(1, color="#888888", lw=0.8, zorder=0)
+            ax.set_xlabel("entropy kept, last fifth over first fifth")
+            ax.set_title(label, loc="left", fontsize=9)
+            ax.spines[["top", "right"]].set_visible(False)
+        handles, labels = fig.axes[0].get_legend_handles_labels()
+        fig.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
+    return fig
+
+
+def called(r: Record, named: Sequence[str]) -> str:
+    name = r["settings"]["objective"]
+    return name if name in named else "other objectives"
 
 
 if __name__ == "__main__":
-    text = json.dumps({"tries": TRIES, "solved": base_solves()}, indent=1) + "\n"
-    files.write_atomically(FILE, text.encode())
+    files.write_atomically(FILE, (json.dumps({"tries": TRIES, "solved": base_tries()}) + "\n").encode())
     sys.exit(0)

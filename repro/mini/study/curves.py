@@ -16,6 +16,7 @@ COLOURS = {  # by name, so that an objective looks the same in every figure
 }  # fmt: skip
 OTHERS = ["#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F", "#7B3294", "#00A6A6", "#B22222", "#7F7F7F",
           "#6B8E23", "#1B1B8F"]  # fmt: skip
+FORMS = ("_code", "_clipped")  # of an arm's ending: the same method in another form
 Series = dict[str, list[tuple[np.ndarray, np.ndarray]]]  # arm -> (steps, values) of each seed
 
 
@@ -42,11 +43,7 @@ def draw(panels: Sequence[dict[str, Any]], found: Sequence[Series], title: str, 
     from matplotlib.figure import Figure
 
     arms = list(dict.fromkeys(arm for s in found for arm in s))
-    colour: dict[str, str] = {}
-    for arm in arms:
-        free = (c for c in OTHERS * 2 if c not in colour.values())
-        own = COLOURS.get(arm, PALETTE[1] if arm.startswith("up(") else "")
-        colour[arm] = own if own and own not in colour.values() else next(free, OTHERS[0])
+    colour, dashes = looks(arms)
     columns = len(panels) if len(panels) < 4 else -(-len(panels) // 2)
     rows, keys = -(-len(panels) // columns), -(-len(arms) // 6)
     with matplotlib.rc_context(STYLE):
@@ -54,23 +51,47 @@ def draw(panels: Sequence[dict[str, Any]], found: Sequence[Series], title: str, 
         fig.suptitle(title, fontsize=11, fontweight="bold")
         axes = np.ravel(fig.subplots(rows, columns, squeeze=False))
         for ax, panel, s in zip(axes, panels, found, strict=True):
-            _panel(ax, panel, s, colour, highlight)
-        lines = [matplotlib.lines.Line2D([], [], color=colour[a], lw=2.4 if a == highlight else 1.6) for a in arms]
+            _panel(ax, panel, s, colour, dashes, highlight)
+        width = lambda arm: 2.4 if arm == highlight else 1.6
+        lines = [matplotlib.lines.Line2D([], [], color=colour[a], lw=width(a), ls=dashes[a]) for a in arms]
         labels = [f"{a}, {_count(max(len(s.get(a, [])) for s in found))}" for a in arms]
-        fig.legend(lines, labels, loc="outside lower center", ncols=min(len(arms), 4), frameon=False, fontsize=8)
+        fig.legend(lines, labels, loc="outside lower center", ncols=min(len(arms), 5), frameon=False, fontsize=8)
     return fig
 
 
-def _panel(ax, panel: dict[str, Any], s: Series, colour: dict[str, str], highlight: str) -> None:
+def looks(arms: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Colour and dash of each arm. One that has no colour of its own is dashed in that of the arm it is a form of."""
+    colour: dict[str, str] = {}
+    dashes = dict.fromkeys(arms, "-")
+    for arm in sorted(arms, key=lambda a: _of(a, arms) is not None):
+        own = COLOURS.get(arm, PALETTE[1] if arm.startswith("up(") else "")
+        plain = _of(arm, arms)
+        if own and own not in colour.values():
+            colour[arm] = own
+        elif plain in colour:
+            colour[arm], dashes[arm] = colour[plain], "--"
+        else:
+            colour[arm] = next((c for c in OTHERS if c not in colour.values()), OTHERS[0])
+    return colour, dashes
+
+
+def _of(arm: str, arms: Sequence[str]) -> str | None:
+    """The arm that this one is UP of, or another form of."""
+    names = [arm.removeprefix("up_"), *(arm.removesuffix(form) for form in FORMS)]
+    return next((name for name in names if name != arm and name in arms), None)
+
+
+def _panel(ax, panel: dict[str, Any], s: Series, colour: dict[str, str], dashes: dict[str, str], highlight) -> None:
     peaks = []
     for arm, curves in s.items():
         for x, y in curves:
             ax.plot(x, y, color=colour[arm], lw=0.6, alpha=0.3 if len(s) < 8 else 0.12)
         x, mean = _mean(curves)
-        ax.plot(x, mean, color=colour[arm], lw=2.4 if arm == highlight else 1.6, zorder=3 if arm == highlight else 2)
+        bold = {"lw": 2.4, "zorder": 3} if arm == highlight else {"lw": 1.6, "zorder": 2}
+        ax.plot(x, mean, color=colour[arm], ls=dashes[arm], **bold)
         peaks.append((float(np.nanmax(mean)), colour[arm]))
     if panel.get("log"):
-        ax.set_yscale("log")
+        ax.set_yscale("log", nonpositive="mask")  # a step without any gradient is a gap
     if panel.get("peaks"):
         _peaks(ax, peaks)
     ax.spines[["top", "right"]].set_visible(False)

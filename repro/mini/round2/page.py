@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page before the tables: what holds, at which dose and by how much; what is not settled, and what it would take.
+
+Every word is chosen by the registered verdicts; nothing here decides.
+"""
+
+from collections import Counter
+
+from repro.mini.round2 import doses, explore, tables
+from repro.mini.round2.rule import Verdict
+from repro.mini.round2.tables import FINAL
+from repro.mini.study.plan import Experiment
+from repro.mini.study.results import Record
+
+Judged = dict[str, list[Verdict]]
+ORDER = (*FINAL, "not testable here", "not finished")
+BREAKS = {  # an ablation and the registered claim that says that it breaks
+    "DAPO without its upper clip": "no_upper_clip_explodes",
+    "importance sampling without any clip (it loses reward)": "is_pg",
+    "off-policy REINFORCE": "reinforce_collapses",
+}
+
+
+def in_short(
+    experiments: list[Experiment], judged: Judged, records: dict[str, Record], everything: dict[str, Record]
+) -> list[str]:
+    """`everything`: also the runs that are left out of the numbers."""
+    lines = [counts(judged), *undecided(judged), "", *by_dose(judged, records), ""]
+    lines += [line for line in (least_dose(judged), coverage(records)) if line]
+    lines += [
+        rest(e, judged[e.name], records) for e in experiments if e.name not in doses.NAMES and begun(e, everything)
+    ]
+    lines += explore.sentence(records)
+    waiting = [e.name for e in experiments if not begun(e, everything)]
+    return lines + ([f"* Not begun: {', '.join(waiting)}. Nothing is said of them."] if waiting else [])
+
+
+def begun(e: Experiment, records: dict[str, Record]) -> bool:
+    return any(s.key in records for *_, s in e.runs())
+
+
+def counts(judged: Judged) -> str:
+    said = []
+    for source, whose in (("paper", "the paper's"), ("ours", "our")):
+        words = Counter(v.word for vs in judged.values() for v in vs if v.claim.source == source and v.claim.contrasts)
+        said.append(f"of {whose} {words.total()} claims {', '.join(f'{words[w]} {w}' for w in ORDER if words[w])}")
+    return f"* Verdicts: {'; '.join(said)}."
+
+
+def undecided(judged: Judged) -> list[str]:
+    """What the registered budget could not reach."""
+    open_ = [v for vs in judged.values() for v in vs if v.word == "undecided"]
+    if not open_:
+        return []
+    powers, needed = sorted(v.power for v in open_ if v.power == v.power), sorted(v.seeds_needed or 0 for v in open_)
+    out = sum(any(map(tables.excluded, v.found)) for v in open_)
+    most = f"more than {tables.MOST}" if needed[-1] >= tables.MOST else str(needed[-1])
+    line = f"* Undecided means that the registered seeds did not reach it: {len(open_)} claims"
+    if powers:
+        line += f", whose power for the registered effect was {powers[0]:.2f} to {powers[-1]:.2f} at the spread seen"
+    line += f"; it would take {needed[0]} to {most} seeds."
+    return [line + (f" In {out} of them the interval leaves that effect out." if out else "")]
+
+
+def by_dose(judged: Judged, records: dict[str, Record]) -> list[str]:
+    """One row a claim, one column a dose: the verdict, or how far it is, and the effect."""
+    names = [name for name in doses.NAMES if name in judged]
+    rows = [f"| | {' | '.join(doses.heading(name, records) for name in names)} |", "|---" * (len(names) + 1) + "|"]
+    for source, title in (("paper", "**the paper claims**"), ("ours", "**we ask**")):
+        rows.append(f"| {title} |" + " |" * len(names))
+        ids = dict.fromkeys(v.claim.id for name in names for v in judged[name] if v.claim.source == source)
+        for id in ids:
+            found = [next((v for v in judged[name] if v.claim.id == id), None) for name in names]
+            says = next(v.claim.says for v in found if v).removesuffix(".")
+            rows.append(f"| {says} | {' | '.join(cell(v) for v in found)} |")
+    return rows
+
+
+def cell(v: Verdict | None) -> str:
+    if v is None:
+        return ""
+    effect = ", ".join(tables.show(f) for f in v.found if f.n)
+    if not effect:
+        return "no run"
+    if v.word == "not finished":
+        return f"{v.n} of {v.of} seeds: {effect}"
+    if v.word == "not testable here":
+        return f"not testable: {effect}"
+    more = f"; 0.8 by {tables.seeds(v)} seeds" if v.word == "undecided" and v.seeds_needed else ""
+    return f"**{v.word}** {effect}{more}"
+
+
+def least_dose(judged: Judged) -> str:
+    """The lowest dose at which the registered claim that an ablation breaks is reproduced."""
+    parts = []
+    for what, id in BREAKS.items():
+        word = {n: v.word for n in doses.NAMES for v in judged.get(n, []) if v.claim.id == id}
+        broke = [n for n in word if word[n] in ("reproduced", "holds")]
+        if not broke:
+            first = "at none" + " so far" * ("not finished" in word.values())
+        elif any(word[n] == "not finished" for n in list(word)[: list(word).index(broke[0])]):
+            first = f"at **{doses.short(broke[0])}**, perhaps below"
+        else:
+            first = f"from **{doses.short(broke[0])}** on"
+        others = [f"{doses.short(n)}: {w}" for n, w in word.items() if n not in broke]
+        parts.append(f"{what} {first}" + (f" ({', '.join(others)})" if others else ""))
+    return f"* The least dose at which an ablation breaks, by its registered claim: {'; '.join(parts)}."
+
+
+def coverage(records: dict[str, Record]) -> str:
+    """Best@32 of the untrained policy and at the end."""
+    parts, less, falls = [], True, True
+    for name in doses.NAMES:
+        start, dapo, up, n = doses.coverage(name, records)
+        if n:
+            parts.append(f"{doses.short(name)} {start:.0f} → {dapo:.0f} and {up:.0f} ({doses.n_seeds(n)})")
+            falls, less = falls and max(dapo, up) < start, less and up > dapo
+    if not parts:
+        return ""
+    said = "Coverage falls in training" if falls else "Coverage"
+    said += ", and UP-DAPO loses less of it" if falls and less else ""
+    return f"* {said}: Best@32, %, from the untrained policy to DAPO's and UP-DAPO's end: {', '.join(parts)}."
+
+
+def rest(e: Experiment, found: list[Verdict], records: dict[str, Record]) -> str:
+    runs = [s.key in records for *_, s in e.runs()]
+    ids = lambda word: ", ".join(v.claim.id for v in found if v.word == word and v.claim.contrasts)
+    said = [f"{word}: {ids(word)}" for word in ORDER if word != "not finished" and ids(word)]
+    if not any(v.claim.contrasts for v in found):
+        said = ["no claim is asked of it"]
+    return f"* **{e.name}**, {sum(runs)} of {len(runs)} runs: {'; '.join(said) or 'no verdict yet'}."
