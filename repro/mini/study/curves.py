@@ -45,7 +45,9 @@ def draw(panels: Sequence[dict[str, Any]], found: Sequence[Series], title: str, 
     arms = list(dict.fromkeys(arm for s in found for arm in s))
     colour, dashes = looks(arms)
     columns = len(panels) if len(panels) < 4 else -(-len(panels) // 2)
-    rows, keys = -(-len(panels) // columns), -(-len(arms) // 6)
+    rows = -(-len(panels) // columns)
+    beside = min(len(arms), {1: 2, 2: 4}.get(columns, 5))
+    keys = -(-len(arms) // beside)
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(4.1 * columns, 2.9 * rows + 0.35 + 0.2 * keys), layout="constrained")
         fig.suptitle(title, fontsize=11, fontweight="bold")
@@ -55,7 +57,7 @@ def draw(panels: Sequence[dict[str, Any]], found: Sequence[Series], title: str, 
         width = lambda arm: 2.4 if arm == highlight else 1.6
         lines = [matplotlib.lines.Line2D([], [], color=colour[a], lw=width(a), ls=dashes[a]) for a in arms]
         labels = [f"{a}, {_count(max(len(s.get(a, [])) for s in found))}" for a in arms]
-        fig.legend(lines, labels, loc="outside lower center", ncols=min(len(arms), 5), frameon=False, fontsize=8)
+        fig.legend(lines, labels, loc="outside lower center", ncols=beside, frameon=False, fontsize=8)
     return fig
 
 
