@@ -123,12 +123,12 @@ def section(e: Experiment, records: dict[str, Record], judged: list[Verdict], dr
 def table(e: Experiment, records: dict[str, Record]) -> str:
     """The paper's Table 1: a row an arm, a column a held-out set, the mean over seeds, the best of a column in bold."""
     metric, sets = e.table["metric"], e.table["sets"]
-    how = {"decoding": "t_1"} if e.settings.get("lean_eval") else {}  # the only one of the sets by difficulty there
+    how = "t_1" if e.settings.get("lean_eval") else Contrast.decoding  # the only one of the sets by difficulty there
     cells: dict[str, list[Effect]] = {}
     for arm in e.arms:
         found = [r for seed in e.seeds if (r := records.get(e.run(arm, seed).key))]
         if found:
-            at = [Contrast((arm,), metric, set=s, more_than=0, **how) for s in [*sets, "average"]]
+            at = [Contrast((arm,), metric, set=s, decoding=how, more_than=0) for s in [*sets, "average"]]
             cells[arm] = [effect([100 * results.value(r, c) for r in found]) for c in at]
     best = [max(round(row[j].mean, 1) for row in cells.values()) for j in range(len(sets) + 1)]
     rows = [f"{e.table['title']}, %, mean over seeds ± half of its 95 % interval; the best of a column in bold.\n"]
