@@ -284,6 +284,7 @@ def test_the_report_of_all_runs_however_odd(kind, tmp_path, monkeypatch, undrawn
     judged = {v.word for v in verdicts}
     assert all(v.n == v.of for v in verdicts if v.word not in ("not finished", "not testable here"))
     if kind == "plain":
+        assert "claims. At the spread seen" in text and "in 32 tries it is expected to solve" in text
         assert "not finished" not in judged and "Ranks of the clipped share" in text and "Chosen: " in text
     if kind in ("stopped", "zero"):
         assert "not finished" in judged and "left out, it has no number" in text

@@ -101,8 +101,9 @@ def sentence(records: dict[str, Record]) -> list[str]:
     kept, best = [entropy_kept(r) for r in there], [best_kept(r) for r in there]
     return [
         f"* Entropy kept and Best@32 kept over all {len(there)} runs (described, not tested): "
-        f"{correlations(there, kept, best)}. The base solves every held-out problem in {TRIES} tries, so what it never"
-        " solves cannot be asked; of those that it solves rarely [more below](#does-entropy-become-exploration)."
+        f"{correlations(there, kept, best)}.",
+        f"* {rarely(records)} What it never solves cannot be asked: there is no such problem. "
+        "[More](#does-entropy-become-exploration).",
     ]
 
 
@@ -112,19 +113,27 @@ def section(records: dict[str, Record]) -> str:
         return ""
     tries = base()
     which = rare(tries)
-    n, never = sum(int(w.sum()) for w in which.values()), sum(t == 0 for times in tries.values() for t in times)
+    never = sum(t == 0 for times in tries.values() for t in times)
     kept, best = [entropy_kept(r) for r in there], [best_kept(r) for r in there]
     found = [solved(r, which) for r in there]
     lines = ["## Does entropy become exploration?\n", f"{len(there)} runs, described and not tested.\n"]
     lines += [f"* Entropy kept and Best@32 kept, end over base: {correlations(there, kept, best)}."]
     lines += [f"* Entropy kept and the share of rarely solved problems that is solved at the end: "
               f"{correlations(there, kept, found)}."]  # fmt: skip
-    lines += [f"* Rarely solved are the {n} of {len(SETS) * PROBLEMS} held-out problems that the base solves at most "
-              f"{RARE} times in {TRIES} tries at T = 1; {never} of them it never solves. In {ASKED} tries the base is "
-              f"expected to solve {100 * expected(tries, which):.0f} %. Trained policies, means over the seeds: "
-              f"{of_arms(records, which) or 'no dose has them yet'}."]  # fmt: skip
+    lines += [f"* {rarely(records)} It never solves {never} of them."]
     lines += ["* Methods differ in more than their entropy: the correlation over all runs is not one of cause.\n"]
     return "\n".join(lines)
+
+
+def rarely(records: dict[str, Record]) -> str:
+    tries = base()
+    which = rare(tries)
+    n, share = sum(int(w.sum()) for w in which.values()), expected(tries, which)
+    return (
+        f"Of {len(SETS) * PROBLEMS} held-out problems the base solves {n} at most {RARE} times in {TRIES} tries at T = 1; "
+        f"in {ASKED} tries it is expected to solve {100 * share:.0f} % of them. Trained policies at the end, means over "
+        f"the seeds: {of_arms(records, which) or 'none yet'}."
+    )
 
 
 def of_arms(records: dict[str, Record], which: dict[str, np.ndarray]) -> str:
@@ -190,6 +199,8 @@ def figure(records: dict[str, Record]):
                     colour = curves.COLOURS.get(name, "#999999")
                     ax.plot(*zip(*points, strict=True), "o", ms=4, color=colour, alpha=0.6, mew=0, label=name)
             ax.axvline(1, color="#888888", lw=0.8, zorder=0)
+            if not of:
+                ax.axhline(100 * expected(base(), which), color="#888888", lw=1.2, ls="--", label="base, expected")
             ax.set_xlabel("entropy kept, last fifth over first fifth")
             ax.set_title(label, loc="left", fontsize=9)
             ax.spines[["top", "right"]].set_visible(False)

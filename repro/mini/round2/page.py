@@ -48,18 +48,28 @@ def counts(judged: Judged) -> str:
 
 
 def undecided(judged: Judged) -> list[str]:
-    """What the registered budget could not reach."""
-    open_ = [v for vs in judged.values() for v in vs if v.word == "undecided"]
-    if not open_:
-        return []
-    powers, needed = sorted(v.power for v in open_ if v.power == v.power), sorted(v.seeds_needed or 0 for v in open_)
+    """For which of these the registered budget was too small, and for which the effect is."""
+    open_ = [v for vs in judged.values() for v in vs if v.word == "undecided" and v.seeds_needed]
+    short = [v for v in open_ if not tables.enough(v)]
     out = sum(any(map(tables.excluded, v.found)) for v in open_)
-    most = f"more than {tables.MOST}" if needed[-1] >= tables.MOST else str(needed[-1])
-    line = f"* Undecided means that the registered seeds did not reach it: {len(open_)} claims"
-    if powers:
-        line += f", whose power for the registered effect was {powers[0]:.2f} to {powers[-1]:.2f} at the spread seen"
-    line += f"; it would take {needed[0]} to {most} seeds."
-    return [line + (f" In {out} of them the interval leaves that effect out." if out else "")]
+    lines = []
+    if short:
+        needed, powers = sorted(v.seeds_needed or 0 for v in short), sorted(v.power for v in short)
+        most = f"more than {tables.MOST}" if needed[-1] >= tables.MOST else str(needed[-1])
+        lines.append(
+            f"* Undecided for want of seeds: {len(short)} claims. At the spread seen the registered seeds had power "
+            f"{powers[0]:.2f} to {powers[-1]:.2f} for the registered effect; {needed[0]} to {most} would have 0.8."
+        )
+    if len(short) < len(open_):
+        lines.append(
+            f"* Undecided although the power was there: {len(open_) - len(short)} claims. What is there "
+            "is less than the effect registered, or, where none was claimed, a difference near the bound."
+        )
+    if out:
+        lines.append(
+            f"* In {out} of the {len(open_)} undecided claims the 95 % interval leaves the registered effect out."
+        )
+    return lines
 
 
 def by_dose(judged: Judged, records: dict[str, Record]) -> list[str]:
@@ -86,7 +96,7 @@ def cell(v: Verdict | None) -> str:
         return f"{v.n} of {v.of} seeds: {effect}"
     if v.word == "not testable here":
         return f"not testable: {effect}"
-    more = f"; 0.8 by {tables.seeds(v)} seeds" if v.word == "undecided" and v.seeds_needed else ""
+    more = f"; {tables.lacks(v)}" if v.word == "undecided" and v.seeds_needed else ""
     return f"**{v.word}** {effect}{more}"
 
 
@@ -124,7 +134,8 @@ def coverage(records: dict[str, Record]) -> str:
 
 def rest(e: Experiment, found: list[Verdict], records: dict[str, Record]) -> str:
     runs = [s.key in records for *_, s in e.runs()]
-    ids = lambda word: ", ".join(v.claim.id for v in found if v.word == word and v.claim.contrasts)
+    effect = lambda v: f" {tables.show(v.found[0])}" if v.word in FINAL and len(v.found) == 1 else ""
+    ids = lambda word: ", ".join(v.claim.id + effect(v) for v in found if v.word == word and v.claim.contrasts)
     said = [f"{word}: {ids(word)}" for word in ORDER if word != "not finished" and ids(word)]
     if not any(v.claim.contrasts for v in found):
         said = ["no claim is asked of it"]

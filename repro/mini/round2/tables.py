@@ -49,6 +49,18 @@ def seeds(v: Verdict) -> str:
     return "" if not n else f"over {MOST}" if n >= MOST else str(n)
 
 
+def enough(v: Verdict) -> bool:
+    """Whether the seeds had power 0.8 at the spread that was seen."""
+    return v.power >= 0.8
+
+
+def lacks(v: Verdict) -> str:
+    """What an undecided claim would have taken."""
+    if not enough(v):
+        return f"{seeds(v)} seeds for 0.8"
+    return "near its bound" if any(f.contrast.within for f in v.found) else "less than was registered"
+
+
 def assumed(v: Verdict) -> str:
     """Which budget could not decide: its seeds, the effect that they were counted for, and whether that is left out."""
     parts = []
