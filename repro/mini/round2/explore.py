@@ -130,9 +130,9 @@ def rarely(records: dict[str, Record]) -> str:
     which = rare(tries)
     n, share = sum(int(w.sum()) for w in which.values()), expected(tries, which)
     return (
-        f"Of {len(SETS) * PROBLEMS} held-out problems the base solves {n} at most {RARE} times in {TRIES} tries at T = 1; "
-        f"in {ASKED} tries it is expected to solve {100 * share:.0f} % of them. Trained policies at the end, means over "
-        f"the seeds: {of_arms(records, which) or 'none yet'}."
+        f"Of {len(SETS) * PROBLEMS} held-out problems the base solves {n} at most {RARE} times in {TRIES} tries at "
+        f"T = 1; in {ASKED} tries it is expected to solve {100 * share:.0f} % of them. Trained policies at the end, "
+        f"means over the seeds: {of_arms(records, which) or 'none yet'}."
     )
 
 
