@@ -3,8 +3,9 @@
 
 EXPERIMENT/CLAIM -> word and why of the round's own rule; refuted: whether that says that the opposite is shown; shown:
 effects with intervals; seeds, of; needed: the seeds it would take for power 0.8 at 0.05 / claims of the experiment. Of
-the second round these are those that it registered (power.py), of the first those for the effect that was seen; null:
-more than 200, or the effect that was seen is on the other side.
+the second round these are for the registered effect: those that it registered (power.py), or, where all have run and it
+is still open, at the spread that was seen; of the first for the effect that was seen. null: more than 200, or the
+effect that was seen is on the other side.
 """
 
 import json
@@ -44,6 +45,8 @@ def second(records: dict[str, results.Record], first_round: dict[str, results.Re
             family = [c for c in e.claims if c.source == v.claim.source and c.contrasts]
             spread = lambda c: power.spread(c, first_round)
             needed = [rule.seeds_for(c, spread(c), rule.ALPHA / len(family), most=MOST) for c in v.claim.contrasts]
+            if v.word in ("undecided", "in part"):  # all have run: at the spread that was seen, not that was expected
+                needed = [v.seeds_needed or MOST]
             found[f"{e.name}/{v.claim.id}"] = {
                 "says": v.claim.says, "word": v.word, "why": v.why, "refuted": v.word == "refuted",
                 "shown": tables.effects(v), "seeds": v.n, "of": v.of, "needed": worst(needed),

@@ -166,6 +166,8 @@ def test_experiments_speak_by_their_own_rule():
     assert say(word="reproduced").finds == ("reproduced",) and say(word="partly", refuted=True).finds == ("refuted",)
     few = say(word="not finished", seeds=2, of=17, needed=16)
     assert few.finds == ("undecided",) and "2 of 17 seeds: it would take 16 seeds" in few.text
+    enough = say(word="undecided", seeds=17, of=17, needed=12)
+    assert enough.finds == ("undecided",) and "17 of 17 seeds: the power was there" in enough.text
     assert evidence.mini_outcome("gone", None).finds == ("failed",)
     part = evidence.exact_outcome("x", {"verdict": "holds in part", "because": "at large doses"})
     assert part.finds == ("reproduced", "refuted") and part.condition == "at large doses"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from repro.mini import provenance, tasks
+from repro.mini import provenance, standing, tasks
 from repro.mini.round2 import doses, explore, page, rates, reach, registration, report, rule, sound
 from repro.mini.study import plan, results, suite
 from repro.mini.study import report as first
@@ -320,6 +320,18 @@ def test_the_rate_with_the_best_end_is_chosen(tmp_path, monkeypatch):
     assert set(rates.choose(records)) == set(plan.load("family_tuned").arms)
     records.popitem()
     assert rates.choose(records) == {}
+
+
+def test_what_is_undecided_after_all_seeds_says_how_many_by_the_spread_that_was_seen():
+    now = standing.second(results.load(results.folder_of(2)), results.load())
+    judged = {
+        f"{name}/{v.claim.id}": v
+        for name in doses.NAMES
+        for v in report.judge(plan.load(name), results.load(results.folder_of(2)))
+    }
+    open_ = {name: v for name, v in judged.items() if v.word == "undecided"}
+    assert open_ and all(now[name]["needed"] in (v.seeds_needed, None) for name, v in open_.items())
+    assert any(v.seeds_needed and v.seeds_needed > v.of for v in open_.values())
 
 
 def test_problems_that_the_base_solves_rarely():

@@ -158,6 +158,8 @@ def mini_outcome(name: str, s: dict | None) -> Outcome:
         return Outcome("mini", name, ("undecided",), f"no number of the miniature's seeds can say: {s['why']}")
     unknown = "more than 200 seeds, or the effect seen is on the other side"
     seeds = f"it would take {s['needed']} seeds" if s["needed"] else unknown
+    if s["needed"] and s["needed"] <= s["seeds"]:
+        seeds = "the power was there, and what is there is less than the effect asked for"
     so_far = f"{s['seeds']} of {s['of']} seeds: {seeds}"
     return Outcome("mini", name, ("undecided",), f"{text} ({so_far})" if text else so_far)
 
