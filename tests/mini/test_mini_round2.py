@@ -16,7 +16,7 @@ from scipy import stats
 
 from repro.mini import provenance, standing, tasks
 from repro.mini.round2 import doses, explore, page, rates, reach, registration, report, rule, sound
-from repro.mini.study import plan, results, suite
+from repro.mini.study import curves, plan, results, suite
 from repro.mini.study import report as first
 from repro.mini.study.plan import Claim, Contrast, Experiment
 from upref.errors import InputError
@@ -381,3 +381,16 @@ def test_a_run_is_of_a_changed_tree_when_code_is_changed_and_not_when_records_ar
     assert provenance.commit()["dirty"] is False
     code.write_text("changed\n")
     assert provenance.commit()["dirty"] is True
+
+
+def test_no_two_arms_look_alike():
+    for name in plan.names(round=2):
+        if name == "family_rates":  # it has a figure of its own
+            continue
+        arms = list(plan.load(name).arms)
+        colour, dashes = curves.looks(arms)
+        assert len({(colour[a], dashes[a]) for a in arms}) == len(arms), name
+    assert colour["up_grpo"] == curves.COLOURS["up_grpo"] and list(dashes.values()) == ["-", "-"]
+    colour, dashes = curves.looks(["cispo", "up_cispo", "rloo", "rloo_clipped", "dapo", "up_dapo"])
+    assert colour["cispo"] == colour["up_cispo"] != colour["rloo"] == colour["rloo_clipped"]
+    assert dashes["up_cispo"] == dashes["rloo_clipped"] == "--" and dashes["up_dapo"] == dashes["cispo"] == "-"
