@@ -155,3 +155,11 @@ def test_every_failing_report_has_a_cause_or_says_that_none_fits():
     for case in zoo.WRONG[::7]:
         report = upref.check(case.function, case.objective, **case.hp)
         assert not report and "      likely    " in str(report)
+
+
+def test_a_gradient_that_is_lost_on_one_batch_alone_is_not_said_to_be_lost():
+    halves = lambda lp, old, A: J(lp, old, torch.where(2 * A % 1 == 0, 0.0, A))  # such are all that the grid holds
+    said = [f.cause for f in upref.check(dapo(halves), "dapo").failures]
+    assert said and not any("no gradient reaches" in s for s in said)
+    nowhere = lambda lp, old, A: J(lp.detach(), old, A) + 0 * lp
+    assert any("no gradient reaches" in f.cause for f in upref.check(dapo(nowhere), "dapo").failures)

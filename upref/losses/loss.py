@@ -146,10 +146,20 @@ class Loss:
             raise InputError(f"{name} {type(got).__name__}, not a tensor: return the loss itself. {_RETURN}")
         return first, True
 
-    def outcome(self, b: Rollouts, ranks: int = 1, **moved) -> tuple[Outcome, Tensor]:
-        """What a call did, and dJ/dlp."""
+    def outcome(
+        self, b: Rollouts, ranks: int = 1, wanting: tuple[str, ...] | None = None, **moved
+    ) -> tuple[Outcome, Tensor]:
+        """What a call did, and dJ/dlp.
+
+        wanting: log_prob is computed from a leaf, as by a network, and so are these roles; by default it is the leaf.
+        """
         x = b.logp.detach().clone().requires_grad_()
-        done = self.run(self.inputs(b, x, ranks), b, **moved)
+        full = self.inputs(b, x, ranks)
+        if wanting is not None:
+            full |= {"logp": x * 1} | {k: full[k].requires_grad_() * 1 for k in wanting}
+        done = self.run(full, b, **moved)
+        if wanting is not None and x.grad is not None:  # it called .backward() itself
+            return replace(done, value=done.value.detach()), -x.grad
         if not done.attached:
             return done, torch.zeros_like(x)
         backward = lambda: torch.autograd.grad(done.value, x, allow_unused=True)
@@ -166,7 +176,7 @@ class Loss:
         return self.outcome(b, ranks, **moved)[1]
 
     def __call__(self, b: Rollouts, **moved) -> Tensor:
-        x = b.logp.detach().clone().requires_grad_(self.backs)
+        x = b.logp.detach().clone().requires_grad_()
         return self.run(self.inputs(b, x), b, **moved).value.detach()
 
 

@@ -32,9 +32,9 @@ def explain(case: Case, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list
     the KL term and one of the rest. ignore: tokens at a bound.
     """
     use = b.mask & ~ignore
-    if not (found[use].abs() > 0).any():
-        return NOTHING
     more = _elsewhere(case)
+    if not any(g[at].any() for g, at in ((found, use), (more.found, more.use))) and more.use.any():
+        return NOTHING
     every = chain(_retuned(case, bounds), _other_kl(case, b, found, use), _kl_aggregated(case),
                   known(case.o, case.hp, bounds), _others(case))  # fmt: skip
     one = reproduces((slip for slip in every if more.fits(slip, case)), case, b, found, use)

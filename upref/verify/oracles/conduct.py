@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Oracles of a loss's conduct as a function: what it reads, what it writes, and where its gradient goes."""
 
+import contextlib
 from dataclasses import replace
 
 import torch
@@ -12,31 +13,69 @@ from upref.ops import replayed_sg
 from upref.regimes import OFF_EDGES
 from upref.rollouts import Rollouts
 from upref.verify.factors import even
-from upref.verify.measure import Case
+from upref.verify.measure import EXACT, Case
 from upref.verify.oracle import oracle
+from upref.verify.oracles.invariance import moved, slack
 from upref.verify.report import Finding, fail, note
+from upref.verify.shrink import worst
 
+FIXED = ("logp_old", "adv", "logp_ref")  # what no gradient is to flow into
+NETWORK = "the gradient differs when log_prob is the output of a network, as in training, from that of a leaf tensor"
+UNDETACHED = "the gradient by log_prob differs with requires_grad set on {} as well"
 CONSTANTS = "harmless while the caller passes tensors without requires_grad; .detach() makes it sure"
+
+
+@oracle("in-training", 5)
+def in_training(case: Case) -> list[Finding]:
+    """The same numbers as a training step has them: log_prob computed, what was not detached wanting a gradient."""
+    b, roles = case.grid(thin=5), [k for k in (*FIXED, "entropy") if k in case.loss.reads]
+    leaf = case.gradient(b)
+    try:
+        if found := _differs(case, b, leaf, (), NETWORK):
+            return found
+    except InputError as e:
+        return [fail("in-training", "it raises when log_prob is the output of a network", "an answer", str(e))]
+    with contextlib.suppress(InputError):
+        if _moved_by(case, b, leaf, tuple(roles)) is None:
+            return []
+    for k in roles:
+        with contextlib.suppress(InputError):  # it refuses what wants a gradient: louder than it needs to be
+            if found := _differs(case, b, leaf, (k,), UNDETACHED.format(CALLED[k])):
+                return found
+    return []
+
+
+def _moved_by(case: Case, b: Rollouts, leaf: Tensor, wanting: tuple[str, ...]) -> Tensor | None:
+    """The gradient where it is another than with a leaf for log_prob."""
+    number = lambda x: x.nan_to_num(nan=1e9, posinf=2e9, neginf=-2e9)
+    g = case.gradient(b, wanting=wanting)
+    return g if moved(number(g), number(leaf), torch.ones_like(b.mask), slack(case, EXACT)).max() > 0 else None
+
+
+def _differs(case: Case, b: Rollouts, leaf: Tensor, wanting: tuple[str, ...], words: str) -> list[Finding]:
+    """The finding, once a loss that counts its calls is told apart."""
+    g = _moved_by(case, b, leaf, wanting)
+    if g is None:
+        return []
+    for again in (None, wanting, wanting, None, None, wanting):
+        if not torch.equal(case.gradient(b, wanting=again), leaf if again is None else g):
+            return [fail("determinism", "the same batch again", "the same numbers", "other numbers")]
+    i, t = worst((g - leaf).abs().nan_to_num(nan=1e30))
+    return [fail("in-training", words, f"dJ/dlp {leaf[i, t].item():.6g}", f"{g[i, t].item():.6g}")]
 
 
 @oracle("stop-gradient", 80)
 def stop_gradient(case: Case) -> list[Finding]:
-    loss, b = case.loss, case.grid(thin=5)
+    b = case.grid(thin=5)
     out = []
-    for k in ("logp_old", "adv", "logp_ref"):
-        if k not in loss.reads or (k == "logp_ref" and not case.hp.get("beta")):
+    for k in FIXED:
+        if k not in case.loss.reads or (k == "logp_ref" and not case.hp.get("beta")):
             continue
-        full = loss.inputs(b, b.logp.clone().requires_grad_())
-        free = full[k] = full[k].requires_grad_()
-        done = loss.run(full, b)
-        g = torch.autograd.grad(done.value, free, allow_unused=True)[0] if done.attached else None
+        g = _into(case, b, k)
         if g is not None and (g != 0).any():
             out.append(CALLED[k])
-    if "entropy" in loss.reads:
-        full = loss.inputs(b, b.logp.clone().requires_grad_())
-        full["entropy"] = full["entropy"].requires_grad_()
-        done = loss.run(full, b)
-        g = torch.autograd.grad(done.value, full["entropy"], allow_unused=True)[0] if done.attached else None
+    if "entropy" in case.loss.reads:
+        g = _into(case, b, "entropy")
         if g is not None and (g != 0).any():
             bonus = even(-(g / case.factors(b))[b.mask])
             why = f"a bonus of {bonus:.4g} times the entropy of each token" if bonus is not None else ""
@@ -44,6 +83,17 @@ def stop_gradient(case: Case) -> list[Finding]:
                          f"a gradient of up to {g.abs().max().item():.3g}", cause=why)]  # fmt: skip
     notes = [note("stop-gradient", f"a gradient would flow into {', '.join(out)}", cause=CONSTANTS)] if out else []
     return _declared(case) + notes
+
+
+def _into(case: Case, b: Rollouts, k: str) -> Tensor | None:
+    """The loss's gradient by one more input; None where there is none, or the loss refuses an input that wants one."""
+    full = case.loss.inputs(b, b.logp.clone().requires_grad_())
+    free = full[k] = full[k].requires_grad_()
+    try:
+        done = case.loss.run(full, b)
+    except InputError:
+        return None
+    return torch.autograd.grad(done.value, free, allow_unused=True)[0] if done.attached else None
 
 
 def _declared(case: Case) -> list[Finding]:
