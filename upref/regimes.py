@@ -54,11 +54,11 @@ def kinks(objective: Objective, A: float, mu: float, **hp) -> list[float]:
     if objective.coupled:
         return []
     curves = [of_objective(objective, **hp)]
-    curves += [replace(curves[0], weight=_unsure(objective, hp))] if "entropy" in objective.reads else []
+    curves += [replace(curves[0], weight=unsure(objective, hp))] if "entropy" in objective.reads else []
     return sorted({jump.r for curve in curves for jump in curve.jumps(A, mu, FAR) if jump.r * mu < 1})
 
 
-def _unsure(objective: Objective, hp) -> Callable:
+def unsure(objective: Objective, hp) -> Callable:
     """The weight of a token beside one of half its entropy."""
 
     def weight(r, A, mu):
@@ -266,7 +266,9 @@ AXES = {
         far=(4.5, -4.5, 6.0, -6.0, 8.0, -8.0, 11.0, -11.0, 15.0, -15.0),
         share=0.6,
     ),
-    "advantages": Axis("|A| from 1e-6 to 40", A=(1e-6, -1e-6, 1e-3, -1e-3, 7.0, -7.0, 12.0, -12.0, 40.0, -40.0)),
+    "advantages": Axis(
+        "|A| from 1e-6 to 40", A=(1e-6, -1e-6, 1e-3, -1e-3, 7.0, -7.0, 12.0, -12.0, 40.0, -40.0), mu=(0.001, *MU)
+    ),
     "certain tokens": Axis(
         "π_old from 0.95 to exactly 1; π_old and π_θ both from 0.9 to 1 - 1e-6",
         mu=(0.95, 0.97, 0.99, 0.999, 0.99999, 1.0),

@@ -17,7 +17,7 @@ from upref.curve import AT_ONCE, HAIR, Curve, alone
 from upref.curve import rare as mu_of
 from upref.errors import InputError
 from upref.losses import Loss, neutral
-from upref.regimes import OFF_EDGES, anchor, off, paired
+from upref.regimes import anchor, off, paired
 from upref.rollouts import Rollouts
 from upref.verify.factors import even, names
 from upref.verify.measure import Case, held, kl_slope, without_rest
@@ -124,9 +124,9 @@ class BlackBox:
         self.weights = self.weights * k
         self.jumps = [(p, m * k) for p, m in self.jumps]
 
-    def loosen(self):
-        """Look no nearer at the bounds than 0.1 %."""
-        self.case.edges = OFF_EDGES
+    def loosen(self, near: float):
+        """Look no nearer at the bounds than that, relative to r."""
+        self.case.edges = (-near, near)
         self.beside()
 
     def bounds(self, A: float) -> list[float]:

@@ -3,6 +3,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from upref.curve import alone, of_objective
-from upref.regimes import anchor, kinks, lay, random_batch
+from upref.regimes import anchor, kinks, lay, paired, random_batch, unsure
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
 from upref.verify.explain import explain
@@ -72,6 +73,14 @@ def _moved_bound(case: Case) -> bool:
     if case.o.coupled:
         return False
     weight = of_objective(case.o, **case.plain_hp)
+    if "entropy" not in case.o.reads:
+        return _moved_for(case, weight, lambda at: lay(at, case.o.level, True, np.random.default_rng(0)))
+    by = lambda make: lambda at: make(*np.array(at)[:, [0, 2, 1]].T)
+    return _moved_for(case, weight, by(alone)) or _moved_for(case, unsure(case.o, case.plain_hp), by(paired))
+
+
+def _moved_for(case: Case, weight: Callable, make: Callable[[list], Rollouts]) -> bool:
+    """make: a batch of tokens (A, mu, r), each the first of its row where others stand behind it."""
     for A in (1.0, -1.0):
         alike: dict[tuple, list] = {}  # one bound at every π_old: side, what lives beside it, the how manieth of these
         for mu in np.geomspace(0.02, 0.6, 8 if case.o.reads_mu else 24).tolist():
@@ -83,9 +92,9 @@ def _moved_bound(case: Case) -> bool:
                 for side, r in enumerate(ends):
                     if mu * r < 0.99:
                         alike.setdefault((side, *lives, seen[lives]), []).append((A, mu, r))
-        for cases in alike.values():
-            b = case.ready(lay(cases, case.o.level, True, np.random.default_rng(0))) if len(cases) > 3 else None
-            if b is not None and (case.off(b)[b.mask] > 0.01).all():
+        for at in alike.values():
+            b = case.ready(make(at)) if len(at) > 3 else None
+            if b is not None and (case.off(b)[b.mask if "entropy" not in case.o.reads else (..., 0)] > 0.01).all():
                 return True
     return False
 
