@@ -7,8 +7,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from mutants import estimators, figure, judge, naming, search
-from mutants.losses import deep, judged, of, wrong
+from mutants import estimators, figure, judge, naming, run, search
+from mutants.losses import Subject, judged, of, wrong
 from mutants.rewritings import rewritings
 from mutants.styles import STYLES, Config, arguments, compiled, configs, fits, write
 
@@ -22,7 +22,6 @@ MOST = 3  # survivors: mend one, and lower it
 def rows(tmp_path, names=SAMPLE, seed=5):
     for name, n in names.items():
         c = configs(upref.get(name))[-1]
-        assert deep(c)
         for style in STYLES:
             for s in of(c, style, n, seed) if fits(style, c) else ():
                 yield judged(s, tmp_path, seed, 1, large=0, few=60)
@@ -203,3 +202,38 @@ def test_rewards_of_any_size():
 def test_estimators():
     seen = [estimators.judged(*s, 5) for s in estimators.subjects(5, each=2)]
     assert sum(r["truth"] == "differs" for r in seen) > 10 and not [r for r in seen if wrong(r)]
+
+
+@pytest.mark.parametrize(("eps", "other"), [("0.2", "0.4"), ("0.4", "0.2")])
+def test_a_bound_of_some_tokens_that_is_off_by_a_hair_is_no_rounding(eps, other):
+    """Calm tokens, and uncertain ones, whose bound is another."""
+    source = write(configs(upref.get("aspo_code"))[0], "ratio")
+    assert f"r <= 1 + {eps}" in source
+    assert not upref.check(compiled(source.replace(f"r <= 1 + {eps}", f"r <= 1 + {eps} + 1e-05")), "aspo_code")
+
+
+def test_tiny_advantages_of_rare_tokens_are_asked():
+    c = Config(upref.get("bandpo_chi2"), (("c", 3.0), ("delta", 0.1)))
+    source = write(c, "ratio")
+    assert "A < 0" in source and upref.check(compiled(source), "bandpo_chi2", **dict(c.hp))
+    assert not upref.check(compiled(source.replace("A < 0", "A < 1e-05")), "bandpo_chi2", **dict(c.hp))
+
+
+def test_identify_names_an_objective_of_which_one_bound_is_rounded():
+    c = configs(upref.get("reinforce_pp"))[0]
+    source = write(c, "ratio")
+    one = source.replace("torch.clamp(r, 1 - 0.2,", "torch.clamp(r, torch.tensor(1 - 0.2),")
+    assert one != source and naming.named(compiled(one), c, "equal").right
+
+
+def test_identify_asks_for_clamps_before_it_forgives_a_part_in_float32():
+    c = configs(upref.get("gppo"))[1]
+    clamped = compiled(write(c, "ratio").replace("lp - old", "torch.clamp(lp - old, -10, 10)"))
+    assert naming.named(clamped, c, "differs").right
+
+
+def test_every_configuration_has_its_share_of_the_whole_search():
+    few = [Subject(c, "ratio", "", "", str(n)) for c in configs(upref.get("dapo")) for n in range(run.LOT + 3)]
+    by = dict(run.drawn(few, 0))
+    assert set(by) == set(configs(upref.get("dapo"))) and all(len(of) == run.LOT + 3 for of in by.values())
+    assert [s.text for s in by[few[0].config]] != [s.text for s in dict(run.drawn(few, 1))[few[0].config]]

@@ -93,7 +93,7 @@ def page(plan: run.Plan, rows: list[dict[str, Any]]) -> str:
         f"tolerances (2e-6 and 2e-5), {len(of(old, 'unsearched'))} that {run.FIRST} small batches do not tell apart and that were",
         f"not drawn for the whole search. {searched}",
         f"{len(of(new, 'differs')) + len(of(new, 'stillborn'))} rewritings were dropped because they do not keep the meaning.",
-        f"Under torch.compile are {sum('compiled' in r['what'] for r in same)} of them, with the backend aot_eager: inductor takes half a minute of CPU for one.",
+        f"Of those accepted or not, {sum('compiled' in r['what'] for r in same)} run under torch.compile: {sum('inductor' in r['what'] for r in same)} by inductor, which takes half a minute of CPU for one, the others by aot_eager.",
         "The other words that are printed, as that every weight is twice what it should be, say what the numbers are, of the batch shown.",
         "",
         "| slip | rejected |",

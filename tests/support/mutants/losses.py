@@ -65,13 +65,9 @@ def subjects(total: int, seed: int, only: list[Config] | None = None) -> Iterato
     for turn in range(ROUNDS):
         for i, (c, s) in enumerate(places):
             if only is None or c in only:
-                picked[i] = picked.get(i) or of(c, s, counts[i], seed)
+                if i not in picked:
+                    picked[i] = of(c, s, counts[i], seed) if counts[i] else []
                 yield from picked[i][turn::ROUNDS]
-
-
-def deep(c: Config) -> bool:
-    """Whether its mutants that the small search cannot tell apart may go through the large one."""
-    return c == configs(c.o)[-1]
 
 
 def judged(

@@ -4,6 +4,7 @@
 dtypes, packed rows, torch.compile; several at once. What must be accepted."""
 
 import ast
+import shutil
 import textwrap
 from collections.abc import Iterator
 
@@ -179,6 +180,7 @@ AROUND = {
         return whole(**{k: v[:, used] if v.ndim == 2 else v for k, v in given.items()})""",
     "a factor and its inverse": "return whole(**given) * 8 / 8",
     "compiled": "return quick(**given)",
+    "compiled by inductor": "return quick(**given)",
 }  # fmt: skip
 
 
@@ -191,14 +193,20 @@ def around(s: str, names: list[str], how: str, c: Config) -> str:
     body = textwrap.indent(textwrap.dedent(AROUND[how].replace("SHARE", share)).strip(), "    ")
     given = ", ".join(f"{k}={k}" for k in names)
     head = "import torch.utils.checkpoint\n" * (how == "checkpoint")
-    head += "quick = torch.compile(whole, dynamic=True, backend='aot_eager')\n" * (how == "compiled")
+    backend = {"compiled": "aot_eager", "compiled by inductor": "inductor"}.get(how)
+    if backend:  # after three shapes that it cannot generalize over, torch runs the function as it is
+        head += "import torch._dynamo\ntorch._dynamo.config.recompile_limit = 3\n"
+        head += f"quick = torch.compile(whole, dynamic=True, backend={backend!r})\n"
     return f"{s.replace('def loss(', 'def whole(')}\n{head}def loss({', '.join(names)}):\n    given = dict({given})\n{body}\n"
 
 
-def rewritings(total: int, seed: int, compiled: int = 4, only: list[Config] | None = None) -> Iterator[Subject]:
-    """So many in all, as evenly as it goes; the last few under torch.compile."""
+INDUCTOR = 3  # of those under torch.compile, how many by its own backend, which takes half a minute of CPU
+
+
+def rewritings(total: int, seed: int, compiled: int = 20, only: list[Config] | None = None) -> Iterator[Subject]:
+    """So many in all, as evenly as it goes; some under torch.compile, and these first."""
     places = [(c, s) for c in every_config() for s in STYLES if fits(s, c)]
-    for n in range(total):
+    for n in sorted(range(total), key=lambda n: n < total - compiled):
         rng = np.random.default_rng([seed, 7, n])
         c, style = places[(n * 37) % len(places)]
         if only is not None and c not in only:
@@ -206,12 +214,15 @@ def rewritings(total: int, seed: int, compiled: int = 4, only: list[Config] | No
         source, said = inside(write(c, style), int(rng.integers(1, 7)), rng)
         one = Subject(c, style, "", "", source)
         ways = [
-            w for w in AROUND if w != "compiled" and not (w == "chunks of rows" and (c.o.coupled or style == "groups"))
+            w
+            for w in AROUND
+            if not w.startswith("compiled") and not (w == "chunks of rows" and (c.o.coupled or style == "groups"))
         ]
         ways = [w for w in ways if not (style == "trl" and w == "columns dropped that nobody uses")]
         if n >= total - compiled:
-            ways = ["compiled"]
-        if "compiled" in ways or rng.random() < 0.6:
+            own = n >= total - min(INDUCTOR, compiled) and shutil.which("g++")
+            ways = ["compiled by inductor" if own else "compiled"]
+        if len(ways) == 1 or rng.random() < 0.6:
             way = ways[rng.integers(len(ways))]
             source, said = around(source, one.names, way, c), [*said, way]
         start = "import math\nimport torch\n"

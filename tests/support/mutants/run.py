@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run consists of, in the order in which it is done, the cheap first."""
 
-import collections
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import estimators
-from .losses import Config, Subject, deep, every_config, judged, store_of, subjects, wrong
+from .losses import Subject, every_config, judged, store_of, subjects, wrong
 from .rewritings import rewritings
 from .store import digest, library
+from .styles import Config
 
 FIRST = 60  # small batches for what differs: most show it on the first
-LOT = 5  # of each configuration's mutants that these do not tell apart, how many go through the whole search
+LOT = 8  # of each configuration's mutants that these do not tell apart, how many go through the whole search
 
 __all__ = ["Plan", "rows", "wrong"]
 
@@ -29,13 +29,13 @@ class Plan:
 def rows(plan: Plan, part: int = 0, parts: int = 1, known: bool = False) -> Iterator[dict[str, Any]]:
     """One row for each loss; known: those alone whose answers are kept."""
     mine = every_config()[part::parts]
-    unlike: list[tuple[Subject, int]] = []
+    unlike: list[Subject] = []
     for n, s in enumerate(subjects(plan.mutants, plan.seed, mine)):
         row = judged(s, plan.scratch, plan.seed, n, large=0, few=FIRST, known=known)
         if row is None:
             continue
         if row["truth"] == "unsearched":
-            unlike.append((s, n))
+            unlike.append(s)
         else:
             yield row
     for one in estimators.subjects(plan.seed) if part == 0 else ():
@@ -44,13 +44,20 @@ def rows(plan: Plan, part: int = 0, parts: int = 1, known: bool = False) -> Iter
     for s in rewritings(plan.rewritings, plan.seed, only=mine):
         if row := judged(s, plan.scratch, plan.seed, 1, large=0, few=FIRST, known=known):
             yield row
-    lot: collections.Counter[Config] = collections.Counter()
-    for s, _ in unlike:
-        lot[s.config] += 1
-        row = None
-        if deep(s.config) and lot[s.config] <= LOT:
-            row = judged(s, plan.scratch, plan.seed, 0 if lot[s.config] == 1 else 1, known=known)
-        yield row or {"id": s.key, "truth": "unsearched", "config": str(s.config)}
+    for c, of in drawn(unlike, plan.seed):
+        for nth, s in enumerate(of):  # one configuration after the other: they share the search's batches
+            row = judged(s, plan.scratch, plan.seed, min(nth, 1), known=known) if nth < LOT else None
+            yield row or {"id": s.key, "truth": "unsearched", "config": str(c)}
+
+
+def drawn(unlike: list[Subject], seed: int) -> Iterator[tuple[Config, list[Subject]]]:
+    """By configuration, the LOT that is to be searched first, in the order of its batches; the rest behind it."""
+    by: dict[Config, list[Subject]] = {}
+    for s in unlike:
+        by.setdefault(s.config, []).append(s)
+    for c, of in by.items():
+        mixed = sorted(of, key=lambda s: digest(str(seed), s.key))
+        yield c, sorted(mixed[:LOT], key=lambda s: "group" in s.names) + mixed[LOT:]
 
 
 def kept(plan: Plan, one: tuple, known: bool) -> dict[str, Any] | None:
