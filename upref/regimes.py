@@ -292,7 +292,7 @@ AXES["every two"] = Axis(
 AXES["all at once"] = Axis(
     f"all of these at once, in {ROWS} responses with {LARGE}, in float64 and in float32",
     A=tuple(x for a in AXES.values() for x in a.A),
-    mu=tuple(x for name, a in AXES.items() for x in (MU if name == "ratios" else a.mu)),
+    mu=tuple(x for name, a in AXES.items() for x in (MU if name in ("ratios", "advantages") else a.mu)),
     lengths=(520,) * 30 + LONG,
     rows=ROWS,
     ref=_REF,
