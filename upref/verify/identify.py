@@ -216,7 +216,7 @@ def _slips(box: BlackBox, m: Match, grids: list[Grid]) -> list[str]:
         out.append(f"every weight is {abs(box.scale):.7g} times what it should be")
     if box.agg and box.agg not in AGGREGATIONS:
         out.append(f"aggregated by {box.agg}")
-    out += _term(box, m) + [f.regime for f in in_training.look(box.case)]
+    out += _term(box, m) + [f.regime for f in in_training.look(_against(box, m))]
     b = grids[0][0]
     if box.loss.splits and not get(m.name).coupled:
         rows = torch.arange(len(b.mask) // 8 * 8)  # TRL's micro-batches are equal
@@ -236,6 +236,13 @@ def _term(box: BlackBox, m: Match) -> list[str]:
     return [f"a KL term is {done} that {m.name} does not have: {abs(box.beta):.7g} {box.kl}"]
 
 
+def _against(box: BlackBox, m: Match) -> Case:
+    """The loss held against its match."""
+    o = get(m.name)
+    hp = o.resolve({k: v for k, v in m.hp.items() if v is not None})
+    return replace(box.case, o=o, hp=hp, agg=box.agg or promised(o))
+
+
 ASKED = ("ratios", "advantages", "certain tokens", "lengths")  # of upref.regimes.AXES
 
 
@@ -243,8 +250,8 @@ def _beyond(box: BlackBox, m: Match) -> list[str]:
     """What unusual inputs show of a loss that has the right weights on ordinary ones, as check asks them."""
     if box.scale != 1 or not (m.own and m.same_kl) or box.near >= LOOSE or box.coupled:
         return []
-    o, agg = get(m.name), box.agg or promised(get(m.name))
-    case = replace(box.case, o=o, hp=o.resolve({k: v for k, v in m.hp.items() if v is not None}), agg=agg)
+    case = _against(box, m)
+    o = case.o
     if not case.single and (found := [f for f in clamps(case) if f.severity == "failure"]):
         due = lambda f: f.cause if f.cause != UNKNOWN else f"{f.expected} is due, {f.found} found"
         return [f"{f.regime}: {due(f)}" for f in found]
