@@ -129,10 +129,13 @@ def round_two() -> str:
     done, commit = re.search(r"\*\*(\d+ of \d+ runs) are finished", text), re.search(r"commit `(\w{7})", text)
     verdicts = re.search(r"^\* Verdicts: (.*)\.$", text, re.M)
     assert done and commit and verdicts
+    words = ("undecided", "reproduced", "in part", "refuted", "holds", "not finished", "not testable here")
+    count = {w: sum(map(int, re.findall(rf"(\d+) {w}\b", verdicts[1]))) for w in words}
+    said = "; ".join(f"{n} {w}" for w, n in count.items() if n)
     return f"""Does UP do as the paper says? A first round of tiny models left most of it [undecided](docs/verdicts.md).
 The second asks what UP does where about 0.5, 4 and 9 % of the positive tokens are clipped, for which objectives, and at
 the paper's other settings; rule, claims and seeds were registered in commit {commit[1]}. {done[1]} are finished;
-verdicts: {verdicts[1]}. What they show: [the report](repro/mini/round2/results/report.md);
+verdicts: {said}. What they show: [the report](repro/mini/round2/results/report.md);
 `python -m repro.mini.study.suite --missing` goes on."""
 
 
