@@ -132,11 +132,19 @@ def round_two() -> str:
     words = ("undecided", "reproduced", "in part", "refuted", "holds", "not finished", "not testable here")
     count = {w: sum(map(int, re.findall(rf"(\d+) {w}\b", verdicts[1]))) for w in words}
     said = "; ".join(f"{n} {w}" for w, n in count.items() if n)
-    return f"""Does UP do as the paper says? A first round of tiny models left most of it [undecided](docs/verdicts.md).
-The second asks what UP does where about 0.5, 4 and 9 % of the positive tokens are clipped, for which objectives, and at
-the paper's other settings; rule, claims and seeds were registered in commit {commit[1]}. {done[1]} are finished;
-verdicts: {said}. What they show: [the report](repro/mini/round2/results/report.md);
-`python -m repro.mini.study.suite --missing` goes on."""
+    doses = re.findall(r"(?:low|middle|high): ([\d.]+) % clipped, DAPO's reward", text)
+    at_each = lambda claim: re.search(rf"^\| UP-DAPO ends with a higher {claim} than DAPO \| (.*) \|$", text, re.M)
+    best, avg = at_each("Best@32"), at_each("Avg@32")
+    assert len(doses) == 3 and best and avg
+    few = lambda cells: re.sub(r"; [^|]*seeds for 0.8|; less than was registered", "", cells[1]).replace(" | ", "; ")
+    return "\n".join([
+        "Does UP do as the paper says? A first round of tiny models left most of it [undecided](docs/verdicts.md).",
+        f"The second was registered before any run (commit {commit[1]}). Does UP-DAPO end above DAPO, by how many "
+        f"points, where DAPO clips {doses[0]}, {doses[1]} and {doses[2]} % of the positive tokens?",
+        f"Best@32: {few(best)}. Avg@32: {few(avg)} (DAPO itself does not learn there).",
+        f"{done[1]} are finished; verdicts: {said}.",
+        "[The report](repro/mini/round2/results/report.md); `python -m repro.mini.study.suite --missing` goes on.",
+    ])  # fmt: skip
 
 
 def frameworks() -> str:
