@@ -237,3 +237,26 @@ def test_every_configuration_has_its_share_of_the_whole_search():
     by = dict(run.drawn(few, 0))
     assert set(by) == set(configs(upref.get("dapo"))) and all(len(of) == run.LOT + 3 for of in by.values())
     assert [s.text for s in by[few[0].config]] != [s.text for s in dict(run.drawn(few, 1))[few[0].config]]
+
+
+def test_sums_of_long_responses_may_round_apart_in_float32():
+    """Σ log π_θ and Σ log π_old, each summed by itself."""
+
+    def vespo(log_prob, old_log_prob, advantages, mask):
+        rows, n = mask.nonzero()[:, 0], mask.sum(-1)
+        total = lambda x: torch.zeros(len(mask), dtype=x.dtype).index_add(0, rows, x[mask])
+        lp, A = total(log_prob), advantages[mask][n.cumsum(0) - n]
+        log_W = lp - total(old_log_prob)
+        φ = torch.where(A > 0, (2 * log_W + 3 * (1 - log_W.exp())).exp(), (3 * log_W + 2 * (1 - log_W.exp())).exp())
+        return -(φ.detach() * A * lp).mean()
+
+    assert upref.check(vespo, "vespo")
+
+
+@pytest.mark.parametrize("by, right", [(1e-5, True), (1e-3, False)])
+def test_a_cap_is_asked_far_out_as_closely_as_near(by, right):
+    def cispo(log_prob, old_log_prob, advantages, mask):
+        lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
+        return -((lp - old).exp().clamp(max=5.4 + by).detach() * A * lp).sum() / mask.sum()
+
+    assert bool(upref.check(cispo, "cispo", eps_high=4.4)) is right

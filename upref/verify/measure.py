@@ -79,14 +79,14 @@ class Case:
     def expected(self, b: Rollouts) -> Tensor:
         return unit_weights(self.o, b, self.hp)
 
-    def off(self, b: Rollouts, found: Tensor | None = None, floor: float = 0.1) -> Tensor:
+    def off(self, b: Rollouts, found: Tensor | None = None, floor: float = 0.1, times: float = 1.0) -> Tensor:
         """Relative difference of the weights, 0 on masked slots, infinite where one is not finite; beyond what rounding
         to float32 explains, where it computes in that."""
         found, expected = self.weights(b) if found is None else found, self.expected(b)
         apart = off(found, expected, b.adv, floor)
         if self.single:
             scale = torch.maximum(expected.abs(), b.adv.abs()).clamp(min=floor)
-            apart = (apart - 2 * self.moves(b, expected) / scale).clamp(min=0)
+            apart = (apart - 2 * self.moves(b, expected, times) / scale).clamp(min=0)
         return torch.where(b.mask, apart, 0)
 
     def moves(self, b: Rollouts, expected: Tensor, times: float = 1.0) -> Tensor:

@@ -147,8 +147,9 @@ def made(c: Config, arrays: dict[str, Any], rng: np.random.Generator, far: bool,
     if far:
         keep &= (g.abs() > 0.1 * w * A) & (g.abs() < 10 * w * A)
     lp, old = t["log_prob"], t["old_log_prob"]
-    if o.reads_mu:  # π_θ = 1 exactly is a bound of some, and is what float32 makes of the last 6e-8 before it
-        there = [gradient(old + s) for s in (-1e-9, 1e-9)] + [gradient(old, torch.where(lp == 0, -SURE, lp))]
+    if o.reads_mu:  # π_θ = 1 exactly is the bound r = 1 / π_old, and is what float32 makes of the last 6e-8 before it
+        keep &= lp < 0
+        there = [gradient(old + s) for s in (-1e-9, 1e-9)] + [gradient(old, torch.where(lp > -SURE, -SURE, lp))]
         keep &= sum((x - g).abs() / scale for x in there) < 1e-3
     d = SINGLE * torch.maximum(lp.abs(), old.abs()).clamp(min=1)
     moved = lambda: [gradient(old + s * d) for s in (-1, 1)] + [gradient(old, lp - d)]
@@ -165,6 +166,20 @@ def small(c: Config, grouped: bool, seed: int, n: int) -> list[Batch]:
         shape = (int(rng.integers(2 if grouped else 1, 9)), int(rng.choice([1, 2, 3, 5, 8, 13, 40])))
         far, empty = i % 8 == 7, means and i % 16 == 5
         out.append(made(c, draw(c, rng, shape, far), rng, far, grouped, empty))
+    return out + rare(c, grouped, seed)
+
+
+def rare(c: Config, grouped: bool, seed: int) -> list[Batch]:
+    """What chance seldom draws: one token, one response, and tokens that π_old gave all its probability."""
+    rng, out = np.random.default_rng([seed, 3]), []
+    shapes = [(4, 5), (8, 13), (2, 40)] if grouped else [(1, 1), (1, 1), (1, 1), (1, 5), (1, 13), (4, 5), (8, 13)]
+    for shape in shapes:
+        x = draw(c, rng, shape)
+        if shape[0] > 1:
+            sure = rng.random(shape) < 0.4
+            x["log_prob"] = np.where(sure, -rng.exponential(0.3, shape) - 1e-3, x["log_prob"])
+            x["old_log_prob"] = np.where(sure, 0.0, x["old_log_prob"])
+        out.append(made(c, x, rng, False, grouped, False))
     return out
 
 

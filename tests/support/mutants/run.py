@@ -13,7 +13,7 @@ from .store import digest, library
 from .styles import Config
 
 FIRST = 60  # small batches for what differs: most show it on the first
-LOT = 8  # of each configuration's mutants that these do not tell apart, how many go through the whole search
+LOT = 5  # of each configuration's mutants that these do not tell apart, how many go through the whole search
 
 __all__ = ["Plan", "rows", "wrong"]
 

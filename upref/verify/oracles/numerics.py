@@ -9,7 +9,7 @@ import torch
 from upref.errors import InputError
 from upref.regimes import GUARD, column, overflowing
 from upref.rollouts import Rollouts
-from upref.verify.measure import Case
+from upref.verify.measure import HABIT, Case
 from upref.verify.oracle import oracle
 from upref.verify.regions import NAMES
 from upref.verify.report import UNKNOWN, Finding, fail, note
@@ -112,7 +112,7 @@ def clamps(case: Case) -> list[Finding]:
     for A in (1.0, -1.0):
         b = case.ready(column(A, [math.exp(s * x) for x in FAR for s in (1, -1)]))
         xs, found, expected = (v[:, 0].tolist() for v in (b.logp - b.logp_old, case.weights(b), case.expected(b)))
-        wrong = (case.off(b)[:, 0] > 1e-6).tolist()
+        wrong = (case.off(b)[:, 0] > HABIT).tolist()
         hit = [n for n in range(len(xs)) if wrong[n]]
         if not hit:
             continue
@@ -125,5 +125,6 @@ def clamps(case: Case) -> list[Finding]:
         if abs(xs[n]) < guard:
             one = case.ready(column(A, [math.exp(xs[n])]))
             return [fail("extremes", text, expected[n], found[n], example(case, one, wrong_of(case)), why)]
-        return [note("extremes", f"{text}: clamped at {guard:g} or beyond", expected[n], found[n], why)]
+        far = f"clamped at {guard:g} or beyond" if all(beyond) else f"another weight at {guard:g} or beyond"
+        return [note("extremes", f"{text}: {far}", expected[n], found[n], why)]
     return []

@@ -101,7 +101,8 @@ def _off(case: Case, b: Rollouts, found: Tensor | None = None) -> Tensor:
     """Tokens beside a bound, and those where the objective itself has no weight, count nothing; nor does NaN where the
     product of a response's ratios is beyond what its dtype holds: some write the geometric mean as a root of it."""
     found = case.weights(b) if found is None else found
-    apart = case.off(b, found, floor=1e-12)
+    sums = 4 if case.single and case.o.level in REDUCE else 1  # one sum over a batch of float32 rounds at each step
+    apart = case.off(b, found, 1e-12, sums)
     if not apart.max() > 10 * case.tol:
         return apart
     expected = case.expected(b)
@@ -110,7 +111,6 @@ def _off(case: Case, b: Rollouts, found: Tensor | None = None) -> Tensor:
         most = math.log(torch.finfo(torch.float32 if case.single else b.logp.dtype).max)
         out = log_r.abs().sum(1, keepdim=True) > most / 2
         apart = apart.masked_fill(out & ~found.isfinite(), 0)
-    sums = 4 if case.single and case.o.level in REDUCE else 1  # one sum over a batch of float32 rounds at each step
     edge = case.moves(b, expected, sums) > 1e-3 * torch.maximum(expected.abs(), b.adv.abs())
     return apart.masked_fill(edge | ~expected.isfinite(), 0)
 
