@@ -61,13 +61,17 @@ def habits() -> str:
 
 
 def fuzzed() -> str:
-    """What tests/support/fuzz.json says of the last whole run of the fuzzer."""
-    run = json.loads((Path(__file__).parent.parent / "tests/support/fuzz.json").read_text(encoding="utf-8"))
+    """What tests/support/fuzz.json says of the whole runs of the fuzzer."""
+    text = (Path(__file__).parent.parent / "tests/support/fuzz.json").read_text(encoding="utf-8")
+    return "\n".join(map(_run, json.loads(text)["runs"]))
+
+
+def _run(run: dict) -> str:
     counts, broke = run["counts"], sum(map(len, run["found"].values()))
     verbs = {kind.split()[1] for kind in counts if kind.startswith("command ") and kind != "command "}
     functions = [kind for kind in counts if kind.startswith("upref.")]
     return (
-        f"{sum(counts.values()):,} inputs of seed {run['seed']} over {len(counts)} entry points, {len(verbs)} verbs of "
+        f"* {sum(counts.values()):,} inputs of seed {run['seed']} over {len(counts)} entry points, {len(verbs)} verbs of "
         f"the command and {len(functions)} public functions and methods among them: {broke} broke a rule, of which "
         f"{run['again']} still do on the code as it is now."
     )

@@ -138,7 +138,7 @@ def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _variance(centred: Tensor, g: Tensor, ddof: int, eps: float) -> Tensor:
     """Σ_g centred² / (G - ddof) of each response's group, [N]; 0 for a group of one."""
-    if not isinstance(ddof, int) or ddof not in (0, 1):
+    if type(ddof) is not int or ddof not in (0, 1):  # True is an int that a tensor refuses
         raise InputError(f"ddof must be 0 (divide by G) or 1 (divide by G - 1), got {repr(ddof)[:60]}.")
     if not (isinstance(eps, int | float) and 0 <= eps < 1e300):
         raise InputError(f"eps must be a finite number >= 0, got {repr(eps)[:60]}.")

@@ -276,7 +276,8 @@ def test_bad_input_is_one_sentence(name, rewards, group, says):
 
 @pytest.mark.parametrize("f", [group_norm, whiten, group_mean_whiten])
 @pytest.mark.parametrize(
-    ("hp", "says"), [({"ddof": 2}, "ddof"), ({"eps": -1.0}, "eps"), ({"eps": float("nan")}, "eps")]
+    ("hp", "says"),
+    [({"ddof": 2}, "ddof"), ({"ddof": True}, "ddof"), ({"eps": -1.0}, "eps"), ({"eps": float("nan")}, "eps")],
 )
 def test_bad_hyperparameters_are_refused(f, hp, says):
     with pytest.raises(InputError, match=says):
