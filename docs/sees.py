@@ -71,7 +71,7 @@ def _run(run: dict) -> str:
     verbs = {kind.split()[1] for kind in counts if kind.startswith("command ") and kind != "command "}
     functions = [kind for kind in counts if kind.startswith("upref.")]
     return (
-        f"* {sum(counts.values()):,} inputs of seed {run['seed']} over {len(counts)} entry points, {len(verbs)} verbs of "
-        f"the command and {len(functions)} public functions and methods among them: {broke} broke a rule, of which "
+        f"* {sum(counts.values()):,} inputs of seed {run['seed']} over {len(counts)} entry points, {len(verbs)} verbs "
+        f"of the command and {len(functions)} public functions and methods among them: {broke} broke a rule, of which "
         f"{run['again']} still do on the code as it is now."
     )
