@@ -33,7 +33,7 @@ from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
 
 MU = (0.02, 0.3, 0.9)  # π_old of a rare, a likely and a nearly certain token
-MU_READ = (0.07, 0.6, 0.97, 0.995)  # and of more, where the bounds depend on it
+MU_READ = (1e-4, 0.07, 0.6, 0.97, 0.995)  # and of more, where the bounds depend on it
 SIGNS = (1.0, -1.0, 0.5, -2.0, 0.0)
 LOG_R = np.unique(np.r_[np.linspace(-4, 4, 33), np.outer((-1, 1), np.geomspace(1e-5, 0.3, 12)).ravel()])
 FAR = GRID[abs(np.log(GRID)) < 8]  # where bounds are looked for

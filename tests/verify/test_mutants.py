@@ -260,3 +260,11 @@ def test_a_cap_is_asked_far_out_as_closely_as_near(by, right):
         return -((lp - old).exp().clamp(max=5.4 + by).detach() * A * lp).sum() / mask.sum()
 
     assert bool(upref.check(cispo, "cispo", eps_high=4.4)) is right
+
+
+def test_a_bound_that_depends_on_a_rare_token_is_asked_too():
+    """Newton's method with a step clamped: only below π_old = 6e-4 it does not arrive."""
+    c = configs(upref.get("bandpo_kl"))[-1]
+    text = write(c, "weights")
+    short = text.replace("(log_1_p - log_q)", "torch.clamp(log_1_p - log_q, -5, 5)")
+    assert short != text and not upref.check(compiled(short), c.o, **dict(c.hp))

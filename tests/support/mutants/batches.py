@@ -179,6 +179,8 @@ def rare(c: Config, grouped: bool, seed: int) -> list[Batch]:
             sure = rng.random(shape) < 0.4
             x["log_prob"] = np.where(sure, -rng.exponential(0.3, shape) - 1e-3, x["log_prob"])
             x["old_log_prob"] = np.where(sure, 0.0, x["old_log_prob"])
+            x["ref_log_prob"] = np.where(sure, x["log_prob"] - rng.exponential(1, shape), x["ref_log_prob"])
+            x["advantages"], x["one"] = x["advantages"][:, :1] + np.zeros(shape), True  # as every style takes them
         out.append(made(c, x, rng, False, grouped, False))
     return out
 
