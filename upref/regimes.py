@@ -202,7 +202,8 @@ def paired(A, r, mu) -> Rollouts:
 
 def overflowing() -> Rollouts:
     """Far ratios of both signs, and rare tokens whose ratio is near 1; pairs of equal tokens."""
-    cases = [(A, x, 0.5) for A in (1.0, -1.0, 0.0) for x in (*(s * y for y in OVERFLOW for s in (1, -1)), 0.1)]
+    far = (*(s * y for y in OVERFLOW for s in (1, -1)), 0.1)
+    cases = [(A, x, 0.5) for A in (1.0, -1.0, 0.0, 1e-4, -1e-4) for x in far]
     cases += [(A, 0.0625, lp) for A in (1.0, -1.0) for lp in (50.0, 120.0, 1000.0)]
     A, x, lp = (torch.tensor(c, dtype=torch.float64)[:, None].expand(-1, 2) for c in zip(*cases, strict=True))
     new, one = torch.where(x > 0, -lp, x - lp), torch.ones_like(A)

@@ -268,3 +268,14 @@ def test_a_bound_that_depends_on_a_rare_token_is_asked_too():
     text = write(c, "weights")
     short = text.replace("(log_1_p - log_q)", "torch.clamp(log_1_p - log_q, -5, 5)")
     assert short != text and not upref.check(compiled(short), c.o, **dict(c.hp))
+
+
+def test_overflow_is_asked_at_tiny_advantages_too():
+    def up_dapo_anchored(log_prob, old_log_prob, advantages, mask):
+        lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
+        r = torch.where(A > 1e-3, 0.0, lp - old).exp()  # infinite for 0 < A <= 1e-3, in the branch that is not taken
+        low = torch.where(A > 0, 0.0, lp - old).clamp(min=math.log(0.8)).exp()
+        J = torch.where(A > 0, A * (lp - lp.detach()).exp(), torch.minimum(r * A, low * A))
+        return -torch.where(mask, J, 0.0).sum() / mask.sum()
+
+    assert not upref.check(up_dapo_anchored, "up_dapo_anchored")

@@ -59,7 +59,8 @@ def _overflows(case: Case, dtype: torch.dtype) -> list[Finding]:
         if not hit.any():
             continue
         i, t = hit.nonzero()[0].tolist()
-        text = f"{NAMES[A[i, t].item()]}, log r = {log_r[i, t].item():.3g}, log π = {b.logp[i, t].item():.4g}, {short}"
+        sign = NAMES.get(A[i, t].item(), f"A = {A[i, t].item():g}")
+        text = f"{sign}, log r = {log_r[i, t].item():.3g}, log π = {b.logp[i, t].item():.4g}, {short}"
         want, got = expected[i, t].item(), found[i, t].item()
         why = _why(case, b, low, i, t)
         if not severe:
