@@ -39,7 +39,7 @@ def write(plan: run.Plan) -> None:
 def habit(row: dict[str, Any]) -> bool:
     """Whether it is accepted for a difference that the table of habits accepts."""
     clamped = row.get("operator") == "clamp" and row["what"].endswith("-> torch.clamp((lp) - (old), -10, 10)")
-    return wrong(row) == "missed" and clamped and upref.get(row["objective"]).coupled
+    return wrong(row) == "missed" and clamped and upref.get(row["objective"]).level == "sequence"
 
 
 def survivors() -> list[dict[str, str]]:
@@ -97,7 +97,7 @@ def page(plan: run.Plan, rows: list[dict[str, Any]]) -> str:
         "",
         "The objectives are those of the library named above." if len(by) == 1 else
         "The objectives are those of the library that judged most.",
-        f"So far {len(rows):,} of the {plan.mutants + plan.rewritings:,} losses of the plan have an answer; the same command goes on.",
+        f"{len(rows):,} losses have an answer" + ("; the same command goes on." if len(rows) < plan.mutants + plan.rewritings else "."),
         "",
         f"Not judged: {len(of(old, 'stillborn'))} mutants that run on no batch, {len(of(rows, 'unclear'))} between the two",
         f"tolerances (2e-6 and 2e-5), {len(of(old, 'unsearched'))} that {run.FIRST} small batches do not tell apart and that were",
@@ -110,6 +110,9 @@ def page(plan: run.Plan, rows: list[dict[str, Any]]) -> str:
         "|---|---|",
         *table,
         "",
-        "What was misjudged, each with its reason, is in [survivors.tsv](survivors.tsv).",
+        "What was misjudged, each with its reason, is in [survivors.tsv](survivors.tsv). What was named wrongly, or had a false cause:",
+        "",
+        *(f"* identify: {r['config']} as {r['style']}, `{r['what']}`: {r['said']}" for r in who if not r["right"]),
+        *(f"* cause: {r['config']} as {r['style']}, `{r['what']}`: {r['cause']}" for r in caused if r["true"] == "no"),
         "",
     ])  # fmt: skip
