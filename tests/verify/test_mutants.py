@@ -69,6 +69,13 @@ def test_survivors_do_not_grow():
     assert len(known) <= MOST and all(row["reason"] for row in known)
 
 
+def test_a_habit_of_the_table_must_be_accepted_and_nothing_else_may():
+    clamped = {"operator": "clamp", "what": "lp - old -> torch.clamp((lp) - (old), -10, 10)", "truth": "differs"}
+    said = lambda name, quick: figure.misjudged(clamped | {"objective": name, "quick": quick})
+    assert (said("gspo", True), said("gspo", False)) == ("", "alarm")
+    assert (said("dapo", True), said("dapo", False)) == ("missed", "")
+
+
 # ---- what it found ---------------------------------------------------------------------------------------------------
 def calm(mask, *xs):
     return [torch.where(mask, x, 0.0) for x in xs]
