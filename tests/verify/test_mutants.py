@@ -286,3 +286,17 @@ def test_overflow_is_asked_at_tiny_advantages_too():
         return -torch.where(mask, J, 0.0).sum() / mask.sum()
 
     assert not upref.check(up_dapo_anchored, "up_dapo_anchored")
+
+
+@pytest.mark.parametrize("dtype, power, right", [(torch.float32, 1, True), (torch.float64, 8, False)])
+def test_overflow_where_nothing_is_to_be_learnt_is_forgiven_of_a_part_in_float32_alone(dtype, power, right):
+    def w_reinforce_code(log_prob, old_log_prob, advantages, mask):
+        lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
+        r = (power * (lp - old)).to(dtype).exp().double()  # A = 0: 0 * inf
+        lives = (r <= 1.15**power) | (A < 0)
+        lives &= (r >= 0.85**power) | (A > 0)
+        w = torch.where(lives, A, 0.0) + 0 * torch.where(A == 0, r, 1.0)
+        return -torch.where(mask, w.detach() * lp, 0.0).sum() / mask.sum()
+
+    report = upref.check(w_reinforce_code, "w_reinforce_code", lam=1.0, eps=0.15)
+    assert right is not any(f.oracle == "extremes" and "A = 0, log r" in f.regime for f in report.failures)

@@ -31,7 +31,8 @@ def write(plan: run.Plan) -> None:
     bad = sorted((r for r in rows if misjudged(r)), key=lambda r: (r["config"], r["id"]))
     lines = ["\t".join(COLUMNS)]
     for r in bad:
-        cells = [r["id"], misjudged(r), r["config"], r["style"], r["operator"], r["what"], r["said"], kept.get(r["id"], "")]
+        r |= {"kind": misjudged(r), "reason": kept.get(r["id"], "")}
+        cells = [r[k] for k in COLUMNS]
         lines.append("\t".join(" ".join(str(c).split()) for c in cells))
     SURVIVORS.write_text("\n".join(lines) + "\n")
 

@@ -48,11 +48,13 @@ def _overflows(case: Case, dtype: torch.dtype) -> list[Finding]:
     expected, found = case.expected(b), g / case.factors(b)
     log_r, A = b.logp - b.logp_old, b.adv
     inside = torch.float32 if case.single and dtype is torch.float64 else dtype
-    low_most, most = (math.log(torch.finfo(d).max) - 1 for d in (torch.float32, inside))
-    overflow = log_r.abs() > torch.where(A == 0, low_most, most)  # at A = 0 nothing else shows a part in float32
+    overflow = log_r.abs() > math.log(torch.finfo(inside).max) - 1
     plain = (expected.abs() > 0.1 * A.abs()) & (expected.abs() < 10 * A.abs() + 1)  # a weight that is no ratio run away
     lost = ~found.isfinite() | ((found - expected).abs() > 0.1 * expected.abs())
     bad = ~found.isfinite() & ~overflow & (expected.abs() < 1e30) | lost & plain
+    dead = bad & (A == 0)  # where nothing else shows a part in float32
+    if dead.any() and "overflows float32" in _why(case, b, low, *dead.nonzero()[0].tolist()):
+        bad &= ~dead
     spent = ~found.isfinite() & ~bad
     if case.wrong:
         bad = bad & ~found.isfinite()
