@@ -19,11 +19,12 @@ def policy():
     return task, models.new("qwen3", task, seed=1), models.inputs(task, task.problems("test", 3, 0))
 
 
+@pytest.mark.parametrize("words", [104, 2, 1], ids=["apart", "many begin alike", "all alike"])
 @pytest.mark.parametrize("lengths", MASKS.values(), ids=MASKS)
-def test_logits_and_every_gradient_are_those_of_transformers(policy, lengths):
+def test_logits_and_every_gradient_are_those_of_transformers(policy, lengths, words):
     task, model, prompts = policy
     of = torch.tensor([2, 0, 0, 1, 1, 1, 2])
-    tokens = torch.randint(3, 107, (7, task.response_length), generator=tasks.generator(0))
+    tokens = torch.randint(3, 3 + words, (7, task.response_length), generator=tasks.generator(0))
     mask = torch.arange(task.response_length) < torch.tensor(lengths)[:, None]
     mask[3, 1:3] = False  # holes are no trouble either
     found = []
@@ -38,6 +39,20 @@ def test_logits_and_every_gradient_are_those_of_transformers(policy, lengths):
     torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
     for name, theirs in their_grads.items():
         torch.testing.assert_close(my_grads[name], theirs, rtol=1e-3, atol=2e-5 * theirs.abs().max().item(), msg=name)
+
+
+@pytest.mark.parametrize("lengths", MASKS.values(), ids=MASKS)
+def test_what_is_said_alike_is_read_once(policy, lengths):
+    """One place in the long row for each different beginning that something follows, found here one by one."""
+    task, _, prompts = policy
+    of = torch.tensor([2, 0, 0, 1, 1, 1, 2])
+    tokens = torch.randint(3, 5, (7, task.response_length), generator=tasks.generator(0))
+    mask = torch.arange(task.response_length) < torch.tensor(lengths)[:, None]
+    at = packed.places(prompts["input_ids"], of, tokens, mask)
+    rows = list(zip(of.tolist(), tokens.tolist(), lengths, strict=True))
+    beginnings = {(p, *said[: t + 1]) for p, said, length in rows for t in range(length - 1)}
+    assert len(at.tokens) == prompts["input_ids"].numel() + len(beginnings)
+    assert torch.equal(at.queries.flatten()[at.home], torch.arange(len(at.tokens)))
 
 
 def test_it_draws_the_tokens_that_transformers_would(policy, monkeypatch):
@@ -80,7 +95,6 @@ def test_the_gradients_written_by_hand_are_those_of_finite_differences():
     hide = torch.zeros(2, 3, 20, dtype=torch.float64).masked_fill_(torch.arange(20) > 12, -1e300)
     attend = lambda q, k, v: fused.Attend.apply(q, k, v, hide, 0.5)
     assert check(attend, (random(2, 3, 4), random(2, 20, 4), random(2, 20, 4)))
-    assert check(lambda x: fused.Take.apply(x, torch.tensor([3, 0])), random(5, 2))
 
 
 @pytest.mark.parametrize("n", [3, 15, 16, 40])

@@ -92,25 +92,26 @@ def inputs(task: Task, problems: Tensor) -> dict[str, Tensor]:
     return {"input_ids": task.prompts(problems)} | ({} if pictures is None else {"pictures": pictures})
 
 
-def reader(model: PreTrainedModel, prompts: dict[str, Tensor], of: Tensor, length: int):
-    """Reads each prompt once, then the responses token by token: `first` and `read(tokens)` are logits [N, V]."""
+def reader(model: PreTrainedModel, prompts: dict[str, Tensor], length: int):
+    """Reads prompts, then token by token what follows: `first` are logits [P, V], those of `read` [len(tokens), V].
+
+    `read(after, tokens)` goes on from what was read last: tokens[i] comes after its row after[i], any number of times.
+    """
     if packed.fits(model):
-        return packed.Reader(model, prompts["input_ids"], of, length)
-    return Reader(model, prompts, of)
+        return packed.Reader(model, prompts["input_ids"], length)
+    return Reader(model, prompts)
 
 
 class Reader:
     """By transformers."""
 
-    def __init__(self, model: PreTrainedModel, prompts: dict[str, Tensor], of: Tensor):
+    def __init__(self, model: PreTrainedModel, prompts: dict[str, Tensor]):
         self.model = model
-        self.first, self.cache = read_prompts(model, prompts, of)
+        self.first, self.cache = read_prompts(model, prompts, torch.arange(len(prompts["input_ids"])))
 
-    def read(self, tokens: Tensor) -> Tensor:
+    def read(self, after: Tensor, tokens: Tensor) -> Tensor:
+        keep_rows(self.model, self.cache, after)
         return self.model(input_ids=tokens[:, None], past_key_values=self.cache, use_cache=True).logits[:, -1]
-
-    def keep(self, rows: Tensor) -> None:
-        keep_rows(self.model, self.cache, rows)
 
 
 def read_prompts(model: PreTrainedModel, prompts: dict[str, Tensor], of: Tensor) -> tuple[Tensor, DynamicCache]:

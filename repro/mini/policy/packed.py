@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny Qwen3, computed from the weights of transformers' own class, several times as fast as by it.
 
-At 100k weights the time goes into many small operations on padding and on prompts read again for every response. Here
-a prompt is read once, the tokens of all responses stand in one long row without padding, and only attention, which is
-small, sees them row by row. tests/mini/test_mini_packed.py holds logits and gradients against transformers.
+At 100k weights the time goes into many small operations on padding and on what was read before. Here what responses
+have in common, their prompt and the tokens they begin with, is read once; all tokens stand in one long row without
+padding, and only attention, which is small, sees them row by row. tests/mini/test_mini_packed.py holds logits and
+gradients against transformers.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
-from repro.mini.policy.fused import Attend, Gate, Lay, Rms, RmsTurn, Take, softmax
+from repro.mini.policy.fused import Attend, Gate, Rms, RmsTurn, softmax
 
 
 class Layer(NamedTuple):
@@ -82,44 +83,45 @@ def fits(model: PreTrainedModel) -> bool:
 class Places(NamedTuple):
     """Where tokens stand: in one long row, the prompts' first; and for attention in rows of T slots.
 
-    A prompt's row looks at itself, a response's at L slots of its prompt and at itself. A slot without a token holds
-    token 0: only such slots look at it, and nobody reads what they see.
+    A prompt's row looks at itself, a response's at its prompt's L slots and at itself. Equal responses share a row (R
+    of N are left), and what follows the same prompt and the same tokens is one token of the long row, at home where it
+    stands first. A slot without a token holds token 0: only such slots look at it, and nobody reads what they see.
     """
 
     tokens: Tensor  # [n], the long row
     positions: Tensor  # [n]
-    queries: Tensor  # [P + N, T] -> long row
-    keys: Tensor  # [P + N, L + T] -> long row
-    seat: Tensor  # [n] -> its slot among the queries
-    key_seat: Tensor  # [n] -> its slot among the keys
-    guests: Tensor  # [N, L] -> slots of keys where responses look at their prompt
-    hide: Tensor  # [P + N, T, L + T], 0 or the least number
+    queries: Tensor  # [P + R, T] -> long row
+    keys: Tensor  # [P + R, L + T] -> long row
+    home: Tensor  # [n] -> its slot among the queries
+    hide: Tensor  # [P + R, T, L + T], 0 or the least number
     order: Tensor  # [mask.sum()] -> logits of each prompt's last token, then of the responses' tokens
 
 
 def places(prompts: Tensor, of: Tensor, tokens: Tensor, mask: Tensor) -> Places:
-    (P, L), (N, width) = prompts.shape, mask.shape
+    (P, L), width = prompts.shape, mask.shape[1]
     lengths = (mask * torch.arange(width)).amax(1)  # what comes after a response's last token is nobody's business
     T = max(int(lengths.max()), L)
-    K = L + T
-    inner = torch.arange(T) < lengths[:, None]
-    there = torch.cat([(torch.arange(T) < L).expand(P, T), inner])
-    queries = there.flatten().cumsum(0).sub_(1).view(P + N, T).masked_fill_(~there, 0)
-    seat = there.flatten().nonzero()[:, 0]
-    position = torch.cat([torch.arange(T).expand(P, T), L + torch.arange(T).expand(N, T)])
+    read = pad(tokens.masked_fill(torch.arange(width) >= lengths[:, None], -1), (0, T), value=-1)[:, :T]
+    # sorted, so that responses that begin alike stand together
+    rows, row_of = torch.cat([of[:, None], read], 1).unique(dim=0, return_inverse=True)
+    of_row, read, R = rows[:, 0], rows[:, 1:], len(rows)
+    differs = (rows[1:] != rows[:-1]).cummax(1).values[:, 1:]  # from the row before, up to here
+    first = (read >= 0) & torch.cat([differs.new_ones(1, T), differs])
+    at = (first.flatten().cumsum(0).view(R, T) - 1).masked_fill_(~first, -1).cummax(0).values  # among first
+    at = (at + P * L).masked_fill_(read < 0, 0)
+    prompt = torch.arange(P * L).view(P, L)
+    queries = torch.cat([pad(prompt, (0, T - L)), at])
     causal = torch.ones(T, T, dtype=torch.bool).tril()
     sees = torch.stack([torch.cat([causal.new_full((T, L), who), causal], 1) for who in (False, True)])
     hide = torch.zeros(sees.shape).masked_fill_(~sees, torch.finfo(torch.float32).min)
     return Places(
-        torch.cat([prompts.flatten(), tokens[:, :T][inner[:, :width]]]),
-        position[there],
+        torch.cat([prompts.flatten(), read[first]]),
+        torch.cat([torch.arange(L).repeat(P), (L + torch.arange(T)).expand(R, T)[first]]),
         queries,
-        torch.cat([torch.cat([of.new_zeros(P, L), queries[:P, :L][of]]), queries], 1),
-        seat,
-        seat // T * K + L + seat % T,
-        torch.arange(P, P + N)[:, None] * K + torch.arange(L),
-        hide.repeat_interleave(torch.tensor([P, N]), 0),
-        torch.cat([of[:, None], queries[P:] - P * L + P], 1)[:, :width][mask[:, : T + 1]],
+        torch.cat([torch.cat([prompt.new_zeros(P, L), prompt[of_row]]), queries], 1),
+        torch.cat([(torch.arange(T) < L).expand(P, T), first]).flatten().nonzero()[:, 0],
+        hide.repeat_interleave(torch.tensor([P, R]), 0),
+        torch.cat([of[:, None], at[row_of] - P * L + P], 1)[:, :width][mask[:, : T + 1]],
     )
 
 
@@ -131,19 +133,20 @@ def response_logits(model: PreTrainedModel, prompts: Tensor, of: Tensor, tokens:
     hide = at.hide.repeat(1, net.share, 1).repeat_interleave(net.kv, 0)
     for layer in net.layers:
         q, k, v = (y.reshape(n, -1) for y in net.read(x, layer, turns))
-        q = net.rows(Lay.apply(q, at.queries.flatten(), at.seat, None, None), T, net.heads)
-        k, v = (net.rows(Lay.apply(y, at.keys.flatten(), at.key_seat, at.guests, of), K, net.kv) for y in (k, v))
+        q = net.rows(q.index_select(0, at.queries.flatten()), T, net.heads)
+        k, v = (net.rows(y.index_select(0, at.keys.flatten()), K, net.kv) for y in (k, v))
         seen = Attend.apply(q, k, v, hide, net.scale).view(-1, net.heads, T, net.width)
-        x = net.go_on(x, layer, Take.apply(seen.transpose(1, 2).reshape(-1, net.heads * net.width), at.seat))
+        seen = seen.transpose(1, 2).reshape(-1, net.heads * net.width)
+        x = net.go_on(x, layer, seen.index_select(0, at.home))
     ends, P = prompts.numel(), len(prompts)
     found = net.logits(torch.cat([x[:ends].view(P, -1, x.shape[1])[:, -1], x[ends:]]))
     return found.index_select(0, at.order)
 
 
 class Reader:
-    """Reads prompts, then one token a response at a time; its cache has a place for all of them from the start."""
+    """Reads prompts, then one token a row at a time; its cache has a place for all of them from the start."""
 
-    def __init__(self, model: PreTrainedModel, prompts: Tensor, of: Tensor, length: int):
+    def __init__(self, model: PreTrainedModel, prompts: Tensor, length: int):
         self.net, self.done = Qwen3(model), prompts.shape[1]
         net, (P, L) = self.net, prompts.shape
         self.rope = net.turns(torch.arange(L + length))
@@ -151,31 +154,26 @@ class Reader:
         hide = torch.ones(L, L).triu(1).mul_(torch.finfo(torch.float32).min).repeat(net.share, 1)
         self.cache = []
         for layer in net.layers:
-            q, k, v = net.read(x, layer, turns)
-            room = [torch.empty(len(of) * net.kv, L + length, net.width) for _ in "kv"]
-            k, v = (net.rows(y.reshape(P * L, -1), L, net.kv) for y in (k, v))
-            for slots, y in zip(room, (k, v), strict=True):
-                slots[:, :L] = y.reshape(P, -1)[of].view(-1, L, net.width)
-            self.cache.append(room)
-            seen = Attend.apply(net.rows(q.reshape(P * L, -1), L, net.heads), k, v, hide, net.scale)
+            q, k, v = (y.reshape(P * L, -1) for y in net.read(x, layer, turns))
+            k, v = (net.rows(y, L, net.kv) for y in (k, v))
+            self.cache.append([pad(y, (0, 0, 0, length)).view(P, net.kv, L + length, net.width) for y in (k, v)])
+            seen = Attend.apply(net.rows(q, L, net.heads), k, v, hide, net.scale)
             seen = seen.view(P, net.heads, L, net.width).transpose(1, 2)
             x = net.go_on(x, layer, seen.reshape(P * L, -1))
-        self.first = net.logits(x.view(P, L, -1)[:, -1])[of]
+        self.first = net.logits(x.view(P, L, -1)[:, -1])
 
-    def read(self, tokens: Tensor) -> Tensor:
-        """Logits [N, V] after one more token of each response."""
+    def read(self, after: Tensor, tokens: Tensor) -> Tensor:
+        """Logits [n, V] of tokens [n], each after row after[i] of what was read last."""
         net, n, at = self.net, len(tokens), self.done
+        if n != len(self.cache[0][0]) or not torch.equal(after, torch.arange(n)):
+            self.cache = [[slots.index_select(0, after) for slots in room] for room in self.cache]
         x, turns = net.words[tokens], (self.rope[0][at], self.rope[1][at])
         for layer, room in zip(net.layers, self.cache, strict=True):
             q, k, v = net.read(x, layer, turns)
             for slots, y in zip(room, (k, v), strict=True):
-                slots[:, at] = y.reshape(-1, net.width)
-            k, v = (slots[:, : at + 1] for slots in room)
+                slots[:, :, at] = y
+            k, v = (slots.flatten(0, 1)[:, : at + 1] for slots in room)
             q = q.reshape(n * net.kv, net.share, net.width).mul_(net.scale)
             x = net.go_on(x, layer, softmax(q.bmm(k.mT)).bmm(v).view(n, -1))
         self.done += 1
         return net.logits(x)
-
-    def keep(self, rows: Tensor) -> None:
-        rows = (rows[:, None] * self.net.kv + torch.arange(self.net.kv)).flatten()
-        self.cache = [[slots.index_select(0, rows) for slots in room] for room in self.cache]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling from a policy: one prefill a prompt, then one forward pass a token over all responses at once."""
+"""Sampling from a policy: one prefill a prompt, then one forward pass a token over all responses at once.
+
+Responses to one prompt that have said the same so far are one state, and are read once.
+"""
 
 from typing import NamedTuple
 
@@ -28,34 +31,34 @@ def sample(
     logits: bool = True,
 ) -> Samples:
     """`responses` samples of at most `length` tokens for each prompt, those of one prompt side by side."""
-    of = torch.arange(len(prompts["input_ids"])).repeat_interleave(responses)
+    state = torch.arange(len(prompts["input_ids"])).repeat_interleave(responses)  # of each response that goes on
     # made outside inference_mode: they are to be trained on
-    tokens = torch.full((len(of), length), PAD)
-    said = torch.zeros(len(of), length, model.config.get_text_config().vocab_size) if logits else torch.empty(0)
+    tokens = torch.full((len(state), length), PAD)
+    words = model.config.get_text_config().vocab_size
+    said = torch.zeros(*tokens.shape, words) if logits else torch.empty(0)
     with torch.inference_mode():
-        reader = models.reader(model, prompts, of, length)
-        seen = reader.first
-        going, ended = torch.arange(len(of)), torch.zeros(len(of), dtype=torch.bool)
+        reader = models.reader(model, prompts, length)
+        going, seen = torch.arange(len(tokens)), reader.first
         for t in range(length):
-            drawn = draw(nucleus((seen / temperature).softmax(-1), top_p), generator).masked_fill(ended, PAD)
+            drawn = draw(nucleus((seen / temperature).softmax(-1), top_p), state, generator)
             tokens[going, t] = drawn
             if logits:
-                said[going, t] = seen
-            ended = ended | (drawn == EOS)
-            if ended.all() or t == length - 1:
+                said[going, t] = seen[state]
+            on = (drawn != EOS).nonzero()[:, 0]
+            if not len(on) or t == length - 1:
                 break
-            if ended.sum() > len(ended) // 10:  # to leave them out pays
-                on = (~ended).nonzero()[:, 0]
-                going, drawn, ended = going[on], drawn[on], ended[on]
-                reader.keep(on)
-            seen = reader.read(drawn)
+            going, (said_so_far, state) = going[on], (state * words + drawn)[on].unique(return_inverse=True)
+            seen = reader.read(said_so_far // words, said_so_far % words)
     return Samples(tokens, response_mask(tokens), said)
 
 
-def draw(p: Tensor, generator: torch.Generator) -> Tensor:
-    """One token a row, by inverting the distribution function; p need not add up to 1. (`multinomial` draws V each.)"""
-    up_to = p.double().cumsum(-1)
-    u = torch.rand(len(p), 1, dtype=torch.float64, generator=generator) * up_to[:, -1:]
+def draw(p: Tensor, of: Tensor, generator: torch.Generator) -> Tensor:
+    """One token from each p[of], by inverting the distribution function; p need not add up to 1.
+
+    `multinomial` would draw V numbers for each.
+    """
+    up_to = p.double().cumsum(-1)[of]
+    u = torch.rand(len(of), 1, dtype=torch.float64, generator=generator) * up_to[:, -1:]
     return torch.searchsorted(up_to, u, right=True)[:, 0].clamp(max=p.shape[-1] - 1)
 
 
