@@ -279,6 +279,7 @@ def test_the_report_of_all_runs_however_odd(kind, tmp_path, monkeypatch, undrawn
     verdicts = [v for name in plan.names(round=2) for v in report.judge(plan.load(name), records)]
     judged = {v.word for v in verdicts}
     assert all(v.n == v.of for v in verdicts if v.word not in ("not finished", "not testable here"))
+    assert "272 of 272 runs finished, by the code of 0 (" in text
     if kind == "plain":
         assert "claims. At the spread seen" in text and "in 32 tries it is expected to solve" in text
         assert "not finished" not in judged and "Ranks of the clipped share" in text and "Chosen: " in text

@@ -6,6 +6,7 @@ Writes results/report.md with its figures: a page, then the tables. Every number
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -120,19 +121,25 @@ tasks. The first round stands in [../../results/verdicts.md](../../results/verdi
 
 
 def section(e: Experiment, everything: dict[str, Record], records: dict[str, Record], drawn: list[str]) -> str:
-    done = sum(s.key in everything for *_, s in e.runs())
+    mine = [r for *_, s in e.runs() if (r := everything.get(s.key))]
     lines = [f"## {e.name}\n", f"{e.question} ({', '.join(e.answers)}.) {e.note.strip()}\n"]
-    lines += [f"`{report.COMMAND.format(e.name)}`: {done} of {len(e.runs())} runs finished.\n"]
-    for r in (r for *_, s in e.runs() if (r := everything.get(s.key))):
+    lines += [f"`{report.COMMAND.format(e.name)}`: {len(mine)} of {len(e.runs())} runs finished{by_commit(mine)}.\n"]
+    for r in mine:
         left_out = "" if r["name"] in records else ": left out, it has no number for some question"
         if r["status"] != "done" or left_out:
             lines.append(f"* {r['name']} {r['status']}{left_out}")
     lines += [f"![{name}]({name}.svg)\n" for name in drawn]
     if e.name == "family_rates":
         lines.append(rates.section(records))
-    if e.table and done:
+    if e.table and mine:
         lines.append(report.table(e, records))
     return "\n".join(lines)
+
+
+def by_commit(records: Iterable[Record]) -> str:
+    """How many runs are of which commit's code, in the order of the runs."""
+    made = Counter(str(p["commit"]["id"])[:7] for r in records if (p := r["provenance"]))
+    return f", by the code of {', '.join(f'{commit} ({n})' for commit, n in made.items())}" if made else ""
 
 
 def main(argv: list[str] | None = None) -> int:
