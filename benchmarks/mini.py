@@ -40,35 +40,21 @@ PROMPTS, RESPONSES = 64, 16  # of a step
 BASES = [("walk", "countdown"), ("moe", "countdown"), ("chain", "chain"), ("vl", "geometry")]
 ROOT = Path(__file__).parents[1]
 BEFORE = "9d58855"  # the last commit before policy/packed.py
-PARTS = """
-import json, sys, time
+WHOLE = """
+import dataclasses, json, sys, time
 from pathlib import Path
 import repro
 assert repro.__path__[0].startswith(sys.argv[1])
-from repro.mini import tasks
 try:
-    from repro.mini.policy import evals, models
-    from repro.mini.train import checkpoint, loop
+    from repro.mini.train import loop
     from repro.mini.train.settings import Settings
 except ImportError:
-    from repro.mini import evals, policies as models, run as checkpoint, train as loop
+    from repro.mini import train as loop
     from repro.mini.settings import Settings
-models.deterministic()
-run = checkpoint.Run(Settings())
-problems, held_out = run.task.problems("train", 20000, seed=0), run.task.problems("test", 256, seed=0)
-def seconds(work, times):
-    spent = []
-    for _ in range(times):
-        start = time.process_time()
-        work()
-        spent.append(time.process_time() - start)
-    return sorted(spent)[times // 2]
-def step():
-    loop.one_step(run, problems, Path(sys.argv[1]))
-    run.step += 1
-step()
-evaluation = lambda top_p: evals.tables(run.policy, run.task, held_out, 32, top_p, tasks.generator("benchmark"))
-print(json.dumps([seconds(step, 9), seconds(lambda: evaluation(0.7), 1), seconds(lambda: evaluation(1.0), 1)]))
+s = Settings(**json.loads(sys.argv[3]))
+start = time.process_time()
+loop.train(s, Path(sys.argv[2]), say=lambda *_: None)
+print(time.process_time() - start)
 """
 Work = Callable[[], int | None]  # returns how many tokens it made, if that is to be known
 
@@ -156,7 +142,8 @@ def steps(times: int) -> None:
 
 
 def hours(times: int) -> None:
-    """A step and the two kinds of evaluation before the miniature was made fast and now, in turns, a process each."""
+    """Whole runs, a process each: the first round's, before the miniature was made fast and now, and the second's."""
+    first, second = {"steps": 150}, {"steps": 100, "lean_eval": True, "checkpoint_every": 50}  # as registered
     with tempfile.TemporaryDirectory() as folder:
         old = Path(folder) / "before"
         old.mkdir()
@@ -164,22 +151,25 @@ def hours(times: int) -> None:
         subprocess.run(["tar", "x", "-C", old], input=tree, check=True)
         for package in ("repro", "repro/mini"):
             (old / package / "__init__.py").touch()  # without them an installed checkout would be taken for it
-        spent: dict[str, list[list[float]]] = {"before": [], "now": []}
-        for _ in range(times):
-            for name, checkout in (("before", old), ("now", ROOT)):
+        runs = {
+            f"first round, at {BEFORE}": (old, first),
+            "first round, now": (ROOT, first),
+            "second round, low dose, now": (ROOT, second),
+        }
+        spent: dict[str, list[float]] = {name: [] for name in runs}
+        for i in range(times):
+            for j, (name, (checkout, settings)) in enumerate(runs.items()):
+                asked = json.dumps(settings | {"objective": "up_dapo", "seed": i})
                 env = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-                command = [sys.executable, "-c", PARTS, str(checkout)]
+                command = [sys.executable, "-c", WHOLE, str(checkout), f"{folder}/{i}-{j}", asked]
                 done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, check=True)
-                spent[name].append(json.loads(done.stdout.splitlines()[-1]))
-    print(f"Runs an hour of one core, at {BEFORE} and now; seconds of a step and of evaluations by top-p and at T = 1")
-    print(f"{'':8}{'step':>7}{'top-p':>7}{'T = 1':>7}{'first round':>13}{'second':>8}   times as many (first)")
-    first, second = (150, 10, 10), (100, 5, 4)  # steps and evaluations of a run, as each round registered them
-    of = lambda name, run: [3600 / sum(n * x for n, x in zip(run, parts, strict=True)) for parts in spent[name]]
-    for name, parts in spent.items():
-        seconds = "".join(f"{statistics.median(x):7.2f}" for x in zip(*parts, strict=True))
-        versus = "" if name == "before" else ratio(of(name, first), of("before", first))
-        rates = f"{statistics.median(of(name, first)):13.0f}{statistics.median(of(name, second)):8.0f}"
-        print(f"{name:8}{seconds}{rates}   {versus}".rstrip())
+                spent[name].append(float(done.stdout.splitlines()[-1]))
+    print("Whole runs of up_dapo, another seed each round: seconds, runs an hour of one core")
+    for name, seconds in spent.items():
+        at = statistics.median(seconds)
+        print(f"{name:28}{at:6.0f}{3600 / at:6.0f}")
+    before, now, _ = ([1 / x for x in seconds] for seconds in spent.values())
+    print(f"now, of the first round's, times as many: {ratio(now, before)}")
 
 
 def step(s: Settings) -> tuple[dict[str, Work], float]:
