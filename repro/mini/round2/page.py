@@ -6,7 +6,7 @@ Every word is chosen by the registered verdicts; nothing here decides.
 
 from collections import Counter
 
-from repro.mini.round2 import doses, explore, tables
+from repro.mini.round2 import doses, explore, reach, tables
 from repro.mini.round2.rule import Verdict
 from repro.mini.round2.tables import FINAL
 from repro.mini.study.plan import Experiment
@@ -30,7 +30,7 @@ def in_short(
     lines += [
         rest(e, judged[e.name], records) for e in experiments if e.name not in doses.NAMES and begun(e, everything)
     ]
-    lines += explore.sentence(records)
+    lines += reach.sentence(records) + explore.sentence(records)
     waiting = [e.name for e in experiments if not begun(e, everything)]
     return lines + ([f"* Not begun: {', '.join(waiting)}. Nothing is said of them."] if waiting else [])
 
