@@ -43,7 +43,11 @@ def section(records: dict[str, results.Record]) -> str:
     said = "; ".join(f"{rate:g} for {', '.join(by_rate[rate])}" for rate in sorted(by_rate))
     tied = [m for m, rates in ends(records).items() if len({float(np.mean(x)) for x in rates.values()}) == 1]
     equal = f" Equal at every rate, so that the first is taken: {', '.join(tied)}." if tied else ""
-    return f"Chosen: {said}.{equal}\n"
+    lowest = [m for m, rates in ends(records).items() if chosen[m] == min(rates)]
+    edge = (
+        f" The lowest rate was the best of {len(lowest)} of {len(chosen)}: a lower one may be better." if lowest else ""
+    )
+    return f"Chosen: {said}.{equal}{edge}\n"
 
 
 def figure(records: dict[str, results.Record]):
