@@ -41,7 +41,7 @@ BASES = [("walk", "countdown"), ("moe", "countdown"), ("chain", "chain"), ("vl",
 ROOT = Path(__file__).parents[1]
 BEFORE = "9d58855"  # the last commit before policy/packed.py
 WHOLE = """
-import dataclasses, json, sys, time
+import json, sys, time
 from pathlib import Path
 import repro
 assert repro.__path__[0].startswith(sys.argv[1])
@@ -169,7 +169,7 @@ def hours(times: int) -> None:
         at = statistics.median(seconds)
         print(f"{name:28}{at:6.0f}{3600 / at:6.0f}")
     before, now, _ = ([1 / x for x in seconds] for seconds in spent.values())
-    print(f"now, of the first round's, times as many: {ratio(now, before)}")
+    print(f"now, of the first round's, times as many: {ratio(now, before).strip()}")
 
 
 def step(s: Settings) -> tuple[dict[str, Work], float]:

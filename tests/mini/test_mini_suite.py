@@ -184,7 +184,7 @@ def test_an_unfinished_line_is_left_out_and_a_corrupt_one_said(tmp_path):
         results.read_lines(path)
 
 
-def test_collecting_keeps_the_lines_of_other_runs(runs, tmp_path):
+def test_collecting_keeps_the_lines_that_are_there(runs, tmp_path, monkeypatch):
     one, two = small(contrast("dapo"), seeds=1), replace(small(contrast("dapo"), seeds=2), seeds=[1])
     runs(one)
     before = (tmp_path / "results" / "runs.jsonl").read_text().splitlines()
@@ -193,6 +193,8 @@ def test_collecting_keeps_the_lines_of_other_runs(runs, tmp_path):
     line = results.load(tmp_path / "results")[one.run("dapo", 0).key]
     assert line["settings"]["seed"] == 0 and line["provenance"]["commit"] == fake.COMMIT
     assert max(map(len, before)) < 12_000, "small enough to commit"
+    monkeypatch.setattr(fake, "COMMIT", {"id": "f" * 40, "dirty": True})
+    assert runs(two) == both, "also of a run that the folder has from another version"
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def in_short(
     lines += [
         rest(e, judged[e.name], records) for e in experiments if e.name not in doses.NAMES and begun(e, everything)
     ]
-    lines += reach.sentence(records) + explore.sentence(records)
+    lines += reach.sentence(reach.bases(records)) + explore.sentence(records)
     waiting = [e.name for e in experiments if not begun(e, everything)]
     return lines + ([f"* Not begun: {', '.join(waiting)}. Nothing is said of them."] if waiting else [])
 

@@ -34,19 +34,17 @@ def choose(records: dict[str, results.Record]) -> dict[str, float]:
 
 def section(records: dict[str, results.Record]) -> str:
     """What was chosen, in words."""
-    chosen = choose(records)
+    found, chosen = ends(records), choose(records)
     if not chosen:
         return ""
     by_rate: dict[float, list[str]] = {}
     for method, rate in chosen.items():
         by_rate.setdefault(rate, []).append(method)
     said = "; ".join(f"{rate:g} for {', '.join(by_rate[rate])}" for rate in sorted(by_rate))
-    tied = [m for m, rates in ends(records).items() if len({float(np.mean(x)) for x in rates.values()}) == 1]
+    tied = [m for m, rates in found.items() if len({float(np.mean(x)) for x in rates.values()}) == 1]
     equal = f" Equal at every rate, so that the first is taken: {', '.join(tied)}." if tied else ""
-    lowest = [m for m, rates in ends(records).items() if chosen[m] == min(rates)]
-    edge = (
-        f" The lowest rate was the best of {len(lowest)} of {len(chosen)}: a lower one may be better." if lowest else ""
-    )
+    lowest = sum(rate == min(found[m]) and m not in tied for m, rate in chosen.items())
+    edge = f" The lowest rate was the best of {lowest} of {len(chosen)}: a lower one may be better." if lowest else ""
     return f"Chosen: {said}.{equal}{edge}\n"
 
 

@@ -55,13 +55,13 @@ def section(records: dict[str, Record]) -> str:
             continue
         rho, p = rule.ranks(x, y)
         rows.append(f"\nRanks of the clipped share and of UP's effect on {name}: ρ = {rho:+.2f}, p = {p:.2g}.")
-    rows += [f"\n{line.removeprefix('* ')}" for line in sentence(records)]
+    rows += [f"\n{line.removeprefix('* ')}" for line in sentence(every)]
     return "\n".join(rows) + "\n"
 
 
-def sentence(records: dict[str, Record]) -> list[str]:
+def sentence(every: list[Base]) -> list[str]:
     """What the two effects have to do with one another: seen when all was there, and not registered."""
-    others = [b for b in bases(records) if b.name != "dapo"]
+    others = [b for b in every if b.name != "dapo"]
     H, avg = ([b.effects[i].mean for b in others] for i in range(2))
     if not all(b.whole for b in others) or len(set(H)) == 1 or len(set(avg)) == 1:
         return []

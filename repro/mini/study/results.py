@@ -103,9 +103,9 @@ def load(folder: Path = FOLDER) -> dict[str, Record]:
 
 
 def collect(out: Path, wanted: set[str], folder: Path = FOLDER) -> dict[str, Record]:
-    """Add the finished ones of the wanted runs under `out` to results/runs.jsonl; lines of other runs stay."""
+    """Add the finished ones of the wanted runs under `out` to results/runs.jsonl; lines that are there stay."""
     known = load(folder)
-    for name in sorted(wanted):
+    for name in sorted(wanted - known.keys()):
         if status(out / name):
             known[name] = record(out / name)
     folder.mkdir(parents=True, exist_ok=True)
