@@ -263,6 +263,8 @@ def test_only_what_the_results_do_not_hold(tmp_path, monkeypatch, capsys):
     (tmp_path / "runs.jsonl").write_text(lines)
     asked = ["--only", "second_task", "--missing", "--list", "--out", str(tmp_path), "--results", str(tmp_path)]
     assert suite.main(asked) == 0 and "0 of   1 runs" in capsys.readouterr().out
+    (tmp_path / "runs.jsonl").write_text("".join(json.dumps({"name": name}) + "\n" for name in held))
+    assert suite.main(asked) == 0 and f"holds all {len(held)} runs" in capsys.readouterr().out
 
 
 def test_no_new_run_after_the_hours(tmp_path, monkeypatch):

@@ -198,6 +198,10 @@ def main(argv: list[str] | None = None) -> int:
         known = results.load(folder)
         held = known if args.missing else {}
         wanted = {name: s for name, s in plan.queue(names).items() if name not in held}
+        if args.missing and not wanted:
+            say(f"Nothing is missing: {folder} holds all {len(plan.queue(names))} runs.")
+            say("To train them again: --results FOLDER instead of --missing.")
+            return 0
         if args.list:
             return _list(names, wanted, args.out)
         if args.jobs < 1 or args.hours <= 0:
