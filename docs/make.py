@@ -143,7 +143,8 @@ def round_two() -> str:
         f"points, where DAPO clips {doses[0]}, {doses[1]} and {doses[2]} % of the positive tokens?",
         f"Best@32: {few(best)}. Avg@32: {few(avg)} (DAPO itself does not learn there).",
         f"{done[1]} are finished; verdicts: {said}.",
-        "[The report](repro/mini/round2/results/report.md); `python -m repro.mini.study.suite --results FOLDER` trains it all again.",
+        "[The report](repro/mini/round2/results/report.md); "
+        "`python -m repro.mini.study.suite --results FOLDER` trains it all again.",
     ])  # fmt: skip
 
 
