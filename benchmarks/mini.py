@@ -226,7 +226,7 @@ def qwen3(hidden: int, layers: int):
 
 
 def learn(model, prompts, length: int) -> Work:
-    tokens, mask, _ = sample(model, prompts, RESPONSES, length, tasks.generator("benchmark"))
+    tokens, mask, _, _ = sample(model, prompts, RESPONSES, length, tasks.generator("benchmark"))
     of = torch.arange(len(tokens) // RESPONSES).repeat_interleave(RESPONSES)
 
     def work() -> int:

@@ -73,9 +73,9 @@ def test_any_number_of_heads(heads):
     torch.manual_seed(0)
     model = models.ready(type(model)(config))
     prompts = models.inputs(task, task.problems("test", 3, 0))
-    tokens, mask, logits = sample(model, prompts, 4, task.response_length, tasks.generator(0))
+    tokens, mask, logits, state = sample(model, prompts, 4, task.response_length, tasks.generator(0))
     whole = models.padded_logits(model, prompts, torch.arange(3).repeat_interleave(4), tokens)
-    torch.testing.assert_close(logits[mask], whole[mask], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[state[mask]], whole[mask], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(
         packed.response_logits(model, prompts["input_ids"], torch.arange(3).repeat_interleave(4), tokens, mask),
         whole[mask], atol=1e-4, rtol=1e-4,

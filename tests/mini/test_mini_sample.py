@@ -41,10 +41,10 @@ def all_logits(model, prompts, of, tokens):
 @each_kind
 def test_decoding_step_by_step_is_one_forward_pass(kind, task_name):
     task, model, prompts = untrained(kind, task_name)
-    tokens, mask, logits = sample(model, prompts, 4, task.response_length, tasks.generator(0))
+    tokens, mask, logits, state = sample(model, prompts, 4, task.response_length, tasks.generator(0))
     with torch.no_grad():
         whole = models.response_logits(model, prompts, torch.arange(6).repeat_interleave(4), tokens, mask)
-    torch.testing.assert_close(logits[mask], whole, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[state[mask]], whole, atol=1e-4, rtol=1e-4)
 
 
 @each_kind
@@ -62,13 +62,14 @@ def test_a_prompt_of_another_row_changes_nothing(kind, task_name):
 def test_what_was_sampled_can_be_trained_on_even_of_one_token(kind, task_name):
     """The sampler works in inference mode, whose tensors autograd refuses; none of them may come out or stay behind."""
     task, model, prompts = untrained(kind, task_name)
-    tokens, mask, logits = sample(model, prompts, 2, task.response_length, tasks.generator(0))
-    assert not any(x.is_inference() for x in (tokens, mask, logits))
+    tokens, mask, logits, state = sample(model, prompts, 2, task.response_length, tasks.generator(0))
+    assert not any(x.is_inference() for x in (tokens, mask, logits, state))
     of = torch.arange(6).repeat_interleave(2)
     for length in (task.response_length, 1):
         trained = all_logits(model, prompts, of, tokens[:, :length])
-        assert trained.shape == logits[:, :length].shape
-        (trained - logits[:, :length]).square().sum().backward()
+        said = logits[state[:, :length]]
+        assert trained.shape == said.shape
+        (trained - said).square().sum().backward()
 
 
 @each_kind
@@ -159,8 +160,8 @@ def test_samples_follow_the_policy():
     """First tokens of 20000 responses to one prompt against its softmax: chi-square, 106 degrees of freedom."""
     task, model, prompts = untrained("qwen3", "countdown", 1)
     for temperature in (1.0, 0.6):
-        tokens, _, logits = sample(model, prompts, 20000, 1, tasks.generator(1), temperature)
-        expected = 20000 * (logits[0, 0] / temperature).softmax(-1)
+        tokens, _, logits, _ = sample(model, prompts, 20000, 1, tasks.generator(1), temperature)
+        expected = 20000 * (logits[0] / temperature).softmax(-1)
         seen = tokens[:, 0].bincount(minlength=len(task.words))
         enough = expected >= 5
         assert ((seen - expected)[enough] ** 2 / expected[enough]).sum() < 170  # p < 1e-4 beyond
@@ -177,7 +178,7 @@ def test_the_generator_decides_alone():
 
 def test_after_eos_comes_padding():
     task, model, prompts = untrained("qwen3", "chain", 200)
-    tokens, mask, _ = sample(model, prompts, 2, task.response_length, tasks.generator(0))
+    tokens, mask, _, _ = sample(model, prompts, 2, task.response_length, tasks.generator(0))
     assert mask.sum(1).min() < task.response_length
     assert (tokens[~mask] == PAD).all()
     ended = (tokens == EOS).any(1)

@@ -3,6 +3,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,11 +14,12 @@ from repro.mini import tasks
 from repro.mini.policy import models
 from repro.mini.policy.tokens import tokenizer
 from repro.mini.tasks import Verdict
-from repro.mini.train import loop
+from repro.mini.train import loop, measure
 from repro.mini.train.checkpoint import Run
 from repro.mini.train.measure import Tally
 from repro.mini.train.rollout import rollout, too_long
 from repro.mini.train.settings import Settings
+from upref import logprobs
 from upref.errors import InputError
 
 SMALL = Settings(steps=1, prompts=16, responses=8, minibatches=2, eval_every=0, train_problems=200, warmup=0)
@@ -115,6 +117,25 @@ def test_leaving_out_what_has_no_gradient_changes_none(name, beta):
     assert (batch.adv[rows] == 0).any()
     loop.update(run, batch, ref if beta else None, rows, Tally(batch.tokens.shape[1]))
     torch.testing.assert_close(gradient(run), expected, rtol=1e-3, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_is_kept_of_the_old_policy_is_what_it_said(dynamic):
+    """Of every token, by states that responses share, at a temperature; against transformers and upref.logprobs."""
+    run, batch, _ = a_step(replace(SMALL, temperature=0.6, dynamic_sampling=dynamic))
+    assert batch.seen["rounds"] > 1 or not dynamic
+    with torch.no_grad():
+        logits = models.padded_logits(run.policy, *batch.prompts_of(torch.arange(len(batch.tokens))), batch.tokens)
+    mask, close = batch.mask, partial(torch.testing.assert_close, atol=1e-4, rtol=1e-4)
+    close(batch.logp[mask], logprobs.token_log_probs(logits, batch.tokens, temperature=0.6)[mask])
+    assert (batch.logp[~mask] == 0).all()
+    lp, said = batch.log_probs[batch.state][mask], logits[mask][None]
+    close(measure.entropy(lp), logprobs.entropy(said, temperature=0.6)[0])
+    if not dynamic:  # else over all that was sampled
+        assert batch.seen["entropy"] == pytest.approx(measure.entropy(lp).mean().item(), rel=1e-4)
+    other = said + torch.randn(said.shape, generator=tasks.generator("noise"))
+    q = (other[0] / 0.6).log_softmax(-1)
+    close(measure.kl(lp, q), logprobs.categorical_kl(said, other, temperature=0.6)[0])
 
 
 def test_a_minibatch_without_any_gradient_is_a_step_of_zero_gradient():

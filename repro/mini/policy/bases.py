@@ -97,7 +97,7 @@ def describe(model: PreTrainedModel, task: tasks.Task) -> dict:
         facts[name] = {k: round(v, 4) for k, v in evals.scores(right, said).items()}
     samples = sample(model, models.inputs(task, problems), 4, task.response_length, tasks.generator("base"))
     lp = samples.logits.log_softmax(-1)
-    return facts | {"entropy": round(-(lp.exp() * lp).sum(-1)[samples.mask].mean().item(), 4)}
+    return facts | {"entropy": round(-(lp.exp() * lp).sum(-1)[samples.state[samples.mask]].mean().item(), 4)}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,7 +16,7 @@ def tables(model, task: Task, problems, k: int, top_p: float, g: torch.Generator
     """Of k samples a problem at T = 1: whether right, bool [P, k], and what they answer, int [P, k]."""
     right, said = [], []
     for part in problems.split(CHUNK):
-        samples = sample(model, models.inputs(task, part), k, task.response_length, g, top_p=top_p, logits=False)
+        samples = sample(model, models.inputs(task, part), k, task.response_length, g, top_p=top_p, keep=False)
         verdict = task.verify(part.repeat_interleave(k, 0), samples.tokens)
         right.append(verdict.reward.bool().view(-1, k))
         said.append(verdict.answer.view(-1, k))

@@ -17,7 +17,8 @@ from repro.mini.tasks import EOS, PAD, response_mask
 class Samples(NamedTuple):
     tokens: Tensor  # int64 [N, T], <pad> after <eos>
     mask: Tensor  # bool [N, T], True on the response, <eos> included
-    logits: Tensor  # float32 [N, T, V], what the policy said of each token, before temperature and top-p, if asked for
+    logits: Tensor  # float32 [S, V], what the policy said in each state it was in, before temperature and top-p
+    state: Tensor  # int64 [N, T], the one in which each token was drawn; 0 on padding
 
 
 def sample(
@@ -28,28 +29,33 @@ def sample(
     generator: torch.Generator,
     temperature: float = 1.0,
     top_p: float = 1.0,
-    logits: bool = True,
+    keep: bool = True,
 ) -> Samples:
-    """`responses` samples of at most `length` tokens for each prompt, those of one prompt side by side."""
+    """`responses` samples of at most `length` tokens for each prompt, those of one prompt side by side.
+
+    Without `keep` the policy's logits are forgotten.
+    """
     state = torch.arange(len(prompts["input_ids"])).repeat_interleave(responses)  # of each response that goes on
     # made outside inference_mode: they are to be trained on
     tokens = torch.full((len(state), length), PAD)
     words = model.config.get_text_config().vocab_size
-    said = torch.zeros(*tokens.shape, words) if logits else torch.empty(0)
+    said, states, at = [], 0, torch.zeros_like(tokens)
     with torch.inference_mode():
         reader = models.reader(model, prompts, length)
         going, seen = torch.arange(len(tokens)), reader.first
         for t in range(length):
             drawn = draw(nucleus((seen / temperature).softmax(-1), top_p), state, generator)
             tokens[going, t] = drawn
-            if logits:
-                said[going, t] = seen[state]
+            if keep:
+                said.append(seen)
+                at[going, t] = states + state
+                states += len(seen)
             on = (drawn != EOS).nonzero()[:, 0]
             if not len(on) or t == length - 1:
                 break
             going, (said_so_far, state) = going[on], (state * words + drawn)[on].unique(return_inverse=True)
             seen = reader.read(said_so_far // words, said_so_far % words)
-    return Samples(tokens, response_mask(tokens), said)
+    return Samples(tokens, response_mask(tokens), torch.cat(said) if keep else torch.empty(0), at)
 
 
 def draw(p: Tensor, of: Tensor, generator: torch.Generator) -> Tensor:

@@ -18,13 +18,12 @@ from torch import Tensor
 from repro.mini import files, tasks
 from repro.mini.policy import evals, models
 from repro.mini.train.checkpoint import MOST_SEEN, Run, finish, resume, save
-from repro.mini.train.measure import Tally, mean_kl
+from repro.mini.train.measure import Tally, entropy, kl
 from repro.mini.train.replay import NotFinite, again, keep_for_replay
 from repro.mini.train.rollout import Batch, rollout, spread
 from repro.mini.train.settings import Settings
 from upref import Totals
 from upref.errors import InputError
-from upref.logprobs import categorical_kl, entropy, token_log_probs
 
 
 def train(s: Settings, out: Path, watch=lambda *_: None, say=print) -> None:
@@ -74,9 +73,9 @@ def one_step(run: Run, problems: Tensor, out: Path) -> dict:
         # the base's opinion of every response if the objective reads it, else of those to a quarter of the prompts
         some = torch.arange(len(batch.tokens) if s.beta else max(1, s.prompts // 4) * s.responses)
         tokens, mask = batch.tokens[some], batch.mask[some]
-        logits = models.response_logits(run.base, *batch.prompts_of(some), tokens, mask)
-        kl_base = mean_kl(batch.logits[some][mask], logits, s.temperature)
-        ref = spread(log_probs(logits, tokens[mask], s.temperature), mask) if s.beta else None
+        base = log_probs(run.base, batch.prompts_of(some), tokens, mask, s.temperature)
+        kl_base = kl(batch.log_probs[batch.state[some][mask]], base).double().mean().item()
+        ref = spread(of_tokens(base, tokens[mask]), mask) if s.beta else None
     tally = Tally(batch.tokens.shape[1])
     with run.clock("update"):
         for epoch in range(s.epochs):
@@ -110,10 +109,9 @@ def update(run: Run, batch: Batch, ref: Tensor | None, rows: Tensor, tally: Tall
     tokens, mask, lp_old = (x[rows, :width] for x in (batch.tokens, batch.mask, batch.logp))
     A = batch.adv[rows, None]
 
-    logits = models.response_logits(run.policy, *batch.prompts_of(rows), tokens, mask)
-    lp = spread(log_probs(logits, tokens[mask], s.temperature), mask)
-    reads_entropy = "entropy" in run.objective.reads
-    H = spread(entropy(logits.detach()[None], temperature=s.temperature)[0], mask) if reads_entropy else None
+    all_lp = log_probs(run.policy, batch.prompts_of(rows), tokens, mask, s.temperature)
+    lp = spread(of_tokens(all_lp, tokens[mask]), mask)
+    H = spread(entropy(all_lp.detach()), mask) if "entropy" in run.objective.reads else None
     lp_ref = None if ref is None else ref[rows, :width]
     J = run.objective.J(lp, lp_old, A, mask, batch.group[rows], lp_ref, H, totals, **s.hyperparameters())
 
@@ -123,13 +121,17 @@ def update(run: Run, batch: Batch, ref: Tensor | None, rows: Tensor, tally: Tall
     if not (np.isfinite(J.item()) and np.isfinite(norm)):
         raise NotFinite(f"loss {-J.item()}, gradient norm {norm}")
     run.optimizer.step()
-    kl_old = categorical_kl(batch.logits[rows, :width][mask], logits.detach(), temperature=s.temperature)
+    kl_old = kl(batch.log_probs[batch.state[rows, :width][mask]], all_lp.detach())
     tally.add(lp, lp_old, A, mask, H, kl_old, -J.item(), norm)
 
 
-def log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """Of n tokens, from logits [n, V]."""
-    return token_log_probs(logits[None], tokens[None], temperature=temperature)[0]
+def log_probs(policy, prompts: tuple[dict[str, Tensor], Tensor], tokens: Tensor, mask: Tensor, temperature: float):
+    """Of every word, where the responses' tokens stand: [mask.sum(), V]."""
+    return (models.response_logits(policy, *prompts, tokens, mask) / temperature).log_softmax(-1)
+
+
+def of_tokens(log_probs: Tensor, tokens: Tensor) -> Tensor:
+    return log_probs.gather(1, tokens[:, None])[:, 0]
 
 
 def evaluate(run: Run, logs: dict[str, files.Log]) -> None:

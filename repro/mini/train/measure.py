@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from upref import Objective, Rollouts, diagnose
-from upref.logprobs import categorical_kl
 
 QUANTILES = torch.tensor([0.001, 0.01, 0.5, 0.99, 0.999], dtype=torch.float64)
 CLIPS = {
@@ -65,6 +64,11 @@ class Tally:
         }
 
 
-def mean_kl(logits_p: Tensor, logits_q: Tensor, temperature: float) -> float:
-    """KL(p‖q) per token in nats, exact over the vocabulary, mean over the tokens, [n, V] each."""
-    return categorical_kl(logits_p, logits_q, temperature=temperature).double().mean().item()
+def entropy(lp: Tensor) -> Tensor:
+    """-Σ_v p(v) log p(v) in nats. Takes log-probabilities [n, V], which are there; `upref.logprobs` takes logits."""
+    return -(lp.exp() * lp).sum(-1)
+
+
+def kl(lp: Tensor, lq: Tensor) -> Tensor:
+    """KL(p‖q) = Σ_v p(v) (log p(v) - log q(v)) likewise."""
+    return (lp.exp() * (lp - lq)).sum(-1)

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 from repro.mini.policy import models
 from repro.mini.policy.sample import sample
 from repro.mini.tasks import Task, generator
+from repro.mini.train.measure import entropy
 from repro.mini.train.settings import Settings
-from upref import advantages, logprobs
+from upref import advantages
 
 MOST_ROUNDS = 8  # of dynamic sampling; then groups of equal rewards fill up, with advantage 0
 
@@ -23,8 +24,9 @@ class Batch:
     prompts: dict[str, Tensor]
     tokens: Tensor  # [B, T]
     mask: Tensor  # [B, T]
-    logits: Tensor  # [B, T, V] of π_old
-    logp: Tensor  # [B, T] of π_old, at the temperature of the sampling
+    log_probs: Tensor  # [S, V] of π_old in each state it was in, at the temperature of the sampling
+    state: Tensor  # [B, T], the one of each token
+    logp: Tensor  # [B, T] of π_old
     adv: Tensor  # [B]
     group: Tensor  # [B]
     seen: dict[str, float]  # for steps.jsonl: over all that was sampled
@@ -38,33 +40,37 @@ class Batch:
 def rollout(policy: PreTrainedModel, task: Task, problems: Tensor, s: Settings, step: int) -> Batch:
     kept: list[tuple[Tensor, ...]] = []
     judged: list[tuple[Tensor, ...]] = []
+    said: list[Tensor] = []
     for attempt in range(MOST_ROUNDS if s.dynamic_sampling else 1):
         g = generator("rollout", s.seed, step, attempt)
         drawn = problems[torch.randperm(len(problems), generator=g)[: s.prompts]]
-        tokens, mask, logits = sample(
+        tokens, mask, logits, state = sample(
             policy, models.inputs(task, drawn), s.responses, task.response_length, g, s.temperature
         )
+        said.append((logits / s.temperature).log_softmax(-1))
         verdict = task.verify(drawn.repeat_interleave(s.responses, 0), tokens)
-        judged.append((verdict.reward, verdict.valid, mask.sum(1), entropy(logits, mask, s)))
+        judged.append((verdict.reward, verdict.valid, mask.sum(1), entropy(said[-1])[state].where(mask, 0.0).sum(1)))
         rewards = verdict.reward - too_long(mask, s)
         mixed = (rewards.view(s.prompts, -1) != rewards.view(s.prompts, -1)[:, :1]).any(1)
+        state += sum(map(len, said[:-1]))
         kept.append(
-            (mixed, drawn, *(x.view(s.prompts, s.responses, *x.shape[1:]) for x in (tokens, mask, logits, rewards)))
+            (mixed, drawn, *(x.view(s.prompts, s.responses, *x.shape[1:]) for x in (tokens, mask, state, rewards)))
         )
         if sum(int(mixed.sum()) for mixed, *_ in kept) >= s.prompts:
             break
     mixed, drawn, *rest = (torch.cat(x) for x in zip(*kept, strict=True))
     # without dynamic sampling, all of them as they came
     first = torch.argsort(~mixed, stable=True)[: s.prompts] if s.dynamic_sampling else torch.arange(s.prompts)
-    tokens, mask, logits, rewards = (x[first].flatten(0, 1) for x in rest)
-    group = torch.arange(s.prompts).repeat_interleave(s.responses)
+    tokens, mask, state, rewards = (x[first].flatten(0, 1) for x in rest)
+    log_probs, group = torch.cat(said), torch.arange(s.prompts).repeat_interleave(s.responses)
     right, valid, length, H = (torch.cat(x).double() for x in zip(*judged, strict=True))
     return Batch(
         models.inputs(task, drawn[first]),
         tokens,
         mask,
-        logits,
-        spread(logprobs.token_log_probs(logits[mask][None], tokens[mask][None], temperature=s.temperature)[0], mask),
+        log_probs,
+        state,
+        log_probs[state, tokens].where(mask, 0.0),
         advantages.get(s.advantages or s.target().adv)(rewards, group),
         group,
         {
@@ -76,11 +82,6 @@ def rollout(policy: PreTrainedModel, task: Task, problems: Tensor, s: Settings, 
             "rounds": attempt + 1,
         },
     )
-
-
-def entropy(logits: Tensor, mask: Tensor, s: Settings) -> Tensor:
-    """Σ_t H_t of each response in nats, exact over the vocabulary."""
-    return spread(logprobs.entropy(logits[mask][None], temperature=s.temperature)[0], mask).sum(1)
 
 
 def spread(x: Tensor, mask: Tensor) -> Tensor:
