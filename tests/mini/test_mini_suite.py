@@ -263,6 +263,8 @@ def test_only_what_the_results_do_not_hold(tmp_path, monkeypatch, capsys):
     (tmp_path / "runs.jsonl").write_text(lines)
     asked = ["--only", "second_task", "--missing", "--list", "--out", str(tmp_path), "--results", str(tmp_path)]
     assert suite.main(asked) == 0 and "0 of   1 runs" in capsys.readouterr().out
+    assert suite.main([a for a in asked if a != "--missing"]) == 0
+    assert f"{len(held) - 1} of {len(held):3} runs" in capsys.readouterr().out
     (tmp_path / "runs.jsonl").write_text("".join(json.dumps({"name": name}) + "\n" for name in held))
     assert suite.main(asked) == 0 and f"holds all {len(held)} runs" in capsys.readouterr().out
 
@@ -318,8 +320,10 @@ def child(out: Path) -> int:
 
 
 def test_the_command(tmp_path, capsys):
-    assert suite.main(["--round", "1", "--list", "--out", str(tmp_path)]) == 0
-    assert "up_dapo_vs_dapo            core    0 of  10 runs" in capsys.readouterr().out
+    asked = ["--round", "1", "--list", "--out", str(tmp_path)]
+    for results_at, done in ([], 10), (["--results", str(tmp_path)], 0):  # those committed, and those of nobody yet
+        assert suite.main(asked + results_at) == 0
+        assert f"up_dapo_vs_dapo            core  {done:3} of  10 runs" in capsys.readouterr().out
     assert suite.main(["--only", "nothing", "--out", str(tmp_path)]) == 2
     assert "no experiment is called 'nothing'" in capsys.readouterr().err
     assert suite.main(["--jobs", "0", "--out", str(tmp_path)]) == 2

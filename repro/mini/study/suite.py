@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--core", action="store_true", help="only the core experiments of round 1")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these experiments")
     parser.add_argument("--missing", action="store_true", help="only the runs that the results do not hold yet")
-    parser.add_argument("--list", action="store_true", help="show the experiments and what is finished")
+    parser.add_argument("--list", action="store_true", help="show the experiments, and how many of their runs the results or --out hold")
     parser.add_argument("--hours", type=float, default=float("inf"), help="begin no new run after so many hours")
     parser.add_argument("--jobs", type=int, default=cores(), help="runs at a time (default: one a core)")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the runs")
@@ -203,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
             say("To train them again: --results FOLDER instead of --missing.")
             return 0
         if args.list:
-            return _list(names, wanted, args.out)
+            return _list(names, wanted, args.out, known)
         if args.jobs < 1 or args.hours <= 0:
             raise InputError("--jobs must be at least 1 and --hours more than 0.")
         with alone(args.out) as lock:
@@ -221,10 +221,10 @@ def main(argv: list[str] | None = None) -> int:
     return interruptible(work, "suite")
 
 
-def _list(names: Iterable[str], wanted: dict[str, Settings], out: Path) -> int:
+def _list(names: Iterable[str], wanted: dict[str, Settings], out: Path, known: Container[str]) -> int:
     for name in names:
         e, mine = plan.load(name), plan.queue([name]).keys() & wanted
-        done = sum(bool(results.status(out / n)) for n in mine)
+        done = sum(n in known or bool(results.status(out / n)) for n in mine)
         say(f"{name:26} {'core' if e.core else '':5} {done:3} of {len(mine):3} runs  {e.question}", markup=False)
     return 0
 
