@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--core", action="store_true", help="only the core experiments of round 1")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these experiments")
     parser.add_argument("--missing", action="store_true", help="only the runs that the results do not hold yet")
-    parser.add_argument("--list", action="store_true", help="show the experiments, and how many of their runs the results or --out hold")
+    parser.add_argument("--list", action="store_true", help="show the experiments and how many of their runs are there")
     parser.add_argument("--hours", type=float, default=float("inf"), help="begin no new run after so many hours")
     parser.add_argument("--jobs", type=int, default=cores(), help="runs at a time (default: one a core)")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the runs")
