@@ -135,16 +135,20 @@ def round_two() -> str:
     doses = re.findall(r"(?:low|middle|high): ([\d.]+) % clipped, DAPO's reward", text)
     at_each = lambda claim: re.search(rf"^\| UP-DAPO ends with a higher {claim} than DAPO \| (.*) \|$", text, re.M)
     best, avg = at_each("Best@32"), at_each("Avg@32")
+    first = _verdicts()[1]
+    open_ = sum("undecided" in row[2] for row in first)
     assert len(doses) == 3 and best and avg and avg[1].count("not testable") == 1
-    few = lambda cells: re.sub(r"; [^|]*seeds for 0.8|; less than was registered", "", cells[1]).replace(" | ", "; ")
+    more = r"; [^|]*seeds for 0.8|; less than was registered|; too close to call"
+    few = lambda cells: re.sub(more, "", cells[1]).replace(" | ", "; ")
     return "\n".join([
-        "Does UP do as the paper says? A first round of tiny models left most of it [undecided](docs/verdicts.md).",
+        f"Does UP do as the paper says? A first round of tiny models left {open_} of {len(first)} claims "
+        "[undecided](docs/verdicts.md).",
         f"The second was registered before any run (commit {commit[1]}). Does UP-DAPO end above DAPO, by how many "
         f"points, where DAPO clips {doses[0]}, {doses[1]} and {doses[2]} % of the positive tokens?",
         f"Best@32: {few(best)}. Avg@32: {few(avg)} (DAPO itself does not learn there).",
         f"{done[1]} are finished; verdicts: {said}.",
         "[The report](repro/mini/round2/results/report.md); "
-        "`python -m repro.mini.study.suite --results FOLDER` trains it all again.",
+        "`python -m repro.mini.study.suite --out RUNS --results FOLDER` trains it all again.",
     ])  # fmt: skip
 
 

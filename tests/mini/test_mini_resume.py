@@ -19,6 +19,9 @@ import torch
 
 from repro.mini import files
 from repro.mini.train import checkpoint, command, loop
+from repro.mini.train.checkpoint import Run
+from repro.mini.train.replay import NotFinite, keep_for_replay
+from repro.mini.train.rollout import rollout
 from repro.mini.train.settings import Settings
 from upref.errors import InputError
 
@@ -295,6 +298,20 @@ def test_a_loss_that_is_no_number_stops_and_can_be_replayed(tmp_path, capsys, mo
     calls[:] = [1] * 6
     assert command.main(["--replay", str(kept)]) == 0  # mended
     assert "grad_norm" in capsys.readouterr().out
+
+
+def test_replay_file_of_another_version_is_one_sentence(tmp_path, capsys):
+    s = Settings(prompts=4, responses=2, minibatches=2)
+    run = Run(s)
+    batch = rollout(run.policy, run.task, run.task.problems("train", 8, 0), s, 0)
+    said = keep_for_replay(run, batch, None, torch.arange(4), tmp_path, 0, NotFinite("loss nan"))
+    kept = tmp_path / "replay-0-0.pt"
+    assert str(kept) in said and command.main(["--replay", str(kept)]) == 0
+    vars(batch)["logits"] = vars(batch).pop("state")  # as it was
+    keep_for_replay(run, batch, None, torch.arange(4), tmp_path, 0, NotFinite("loss nan"))
+    capsys.readouterr()
+    assert command.main(["--replay", str(kept)]) == 2
+    assert "is no replay file of this version: ValueError: logits, state of its batch" in capsys.readouterr().err
 
 
 def test_half_written_replay_file_is_one_sentence(tmp_path, capsys):

@@ -16,7 +16,7 @@ Judged = dict[str, list[Verdict]]
 ORDER = (*FINAL, "not testable here", "not finished")
 BREAKS = {  # an ablation and the registered claim that says that it breaks
     "DAPO without its upper clip": "no_upper_clip_explodes",
-    "importance sampling without any clip (it loses reward)": "is_pg",
+    "importance sampling without any clip (it ends below DAPO)": "is_pg",
     "off-policy REINFORCE": "reinforce_collapses",
 }
 
@@ -50,9 +50,14 @@ def counts(judged: Judged) -> str:
 def undecided(judged: Judged) -> list[str]:
     """For which of these the registered budget was too small, and for which the effect is."""
     open_ = [v for vs in judged.values() for v in vs if v.word == "undecided" and v.seeds_needed]
-    short = [v for v in open_ if not tables.enough(v)]
-    out = sum(any(map(tables.excluded, v.found)) for v in open_)
+    less = [v for v in open_ if any(map(tables.excluded, v.found))]
+    short = [v for v in open_ if v not in less and not tables.enough(v)]
     lines = []
+    if less:
+        lines.append(
+            f"* Undecided, and less than was registered: {len(less)} claims. Their 95 % interval leaves out the effect "
+            "that their seeds were counted for."
+        )
     if short:
         needed, powers = sorted(v.seeds_needed or 0 for v in short), sorted(v.power for v in short)
         most = f"more than {tables.MOST}" if needed[-1] >= tables.MOST else str(needed[-1])
@@ -60,15 +65,8 @@ def undecided(judged: Judged) -> list[str]:
             f"* Undecided for want of seeds: {len(short)} claims. At the spread seen the registered seeds had power "
             f"{powers[0]:.2f} to {powers[-1]:.2f} for the registered effect; {needed[0]} to {most} would have 0.8."
         )
-    if len(short) < len(open_):
-        lines.append(
-            f"* Undecided although the power was there: {len(open_) - len(short)} claims. What is there "
-            "is less than the effect registered, or, where none was claimed, a difference near the bound."
-        )
-    if out:
-        lines.append(
-            f"* In {out} of the {len(open_)} undecided claims the 95 % interval leaves the registered effect out."
-        )
+    if close := len(open_) - len(less) - len(short):
+        lines.append(f"* Undecided although the power was there, too close to call: {close} claim{'s' * (close > 1)}.")
     return lines
 
 
@@ -111,7 +109,9 @@ def least_dose(judged: Judged) -> str:
         elif any(word[n] == "not finished" for n in list(word)[: list(word).index(broke[0])]):
             first = f"at **{doses.short(broke[0])}**, perhaps below"
         else:
-            first = f"from **{doses.short(broke[0])}** on"
+            whole = broke == list(word)[list(word).index(broke[0]) :]
+            at = " and ".join(f"**{doses.short(n)}**" for n in broke)
+            first = f"from **{doses.short(broke[0])}** on" if whole else f"at {at}"
         others = [f"{doses.short(n)}: {w}" for n, w in word.items() if n not in broke]
         parts.append(f"{what} {first}" + (f" ({', '.join(others)})" if others else ""))
     return f"* The least dose at which an ablation breaks, by its registered claim: {'; '.join(parts)}."

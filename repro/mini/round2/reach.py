@@ -17,6 +17,7 @@ EFFECTS = {"entropy, nats": ("entropy", "mean"), "Avg@32, points": ("avg", "last
 class Base(NamedTuple):
     name: str
     dead: Found  # its share of positive tokens without gradient
+    gain: Found  # of its own reward in training
     effects: list[Found]  # up(x) minus x, as in EFFECTS
     whole: bool  # all seeds of both are there
 
@@ -28,7 +29,8 @@ def bases(records: dict[str, Record]) -> list[Base]:
     found = []
     for b in (arm for arm in e.arms if f"up_{arm}" in e.arms):
         effects = [of((f"up_{b}", b), *m) for m in EFFECTS.values()]
-        found.append(Base(b, of((b,), "clip_pos_high", "mean"), effects, effects[0].n == len(e.seeds)))
+        own = of((b,), "clip_pos_high", "mean"), of((b,), "reward", "gain")
+        found.append(Base(b, *own, effects, effects[0].n == len(e.seeds)))
     return found
 
 
@@ -39,11 +41,12 @@ def section(records: dict[str, Record]) -> str:
         return ""
     rows = ["## UP on other objectives\n"]
     rows += [
-        "| base | positive tokens it clips, % | entropy, up − base | Avg@32, up − base | seeds |",
-        "|---" * 5 + "|",
+        "| base | positive tokens it clips, % | its gain in reward | entropy, up − base | Avg@32, up − base | seeds |",
+        "|---" * 6 + "|",
     ]
     for b in there:
-        rows.append(f"| {b.name} | {100 * b.dead.mean:.1f} | {' | '.join(map(show, b.effects))} | {b.effects[0].n} |")
+        numbers = [f"{100 * b.dead.mean:.1f}", *map(show, [b.gain, *b.effects])]
+        rows.append(f"| {b.name} | {' | '.join(numbers)} | {b.effects[0].n} |")
     others = [b for b in every if b.name != "dapo"]
     if not all(b.whole for b in others):
         rows.append("\nThe rank correlation is computed when all seeds are there.")
@@ -65,10 +68,15 @@ def sentence(every: list[Base]) -> list[str]:
     H, avg = ([b.effects[i].mean for b in others] for i in range(2))
     if not all(b.whole for b in others) or len(set(H)) == 1 or len(set(avg)) == 1:
         return []
+    flat = [f"{b.name} {show(b.gain)}" for b in others if b.gain.low <= 0 < b.gain.mean]
+    hardly = f" Its gate is open, but not shown to learn by itself: {', '.join(flat)} points." if flat else ""
+    gain = rule.ranks([b.gain.mean for b in others], avg)[0]
     apart = sum(h * a < 0 for h, a in zip(H, avg, strict=True))
     return [
         f"* On {apart} of {len(others)} other objectives UP's effects on entropy and on Avg@32 have opposite signs: "
-        f"rank correlation {rule.ranks(H, avg)[0]:+.2f} (described, not registered)."
+        f"rank correlation {rule.ranks(H, avg)[0]:+.2f} (described, not registered). "
+        f"That of UP's effect on Avg@32 and of what the objective gains by itself is {gain:+.2f}, in part because "
+        f"the objective's own end is in both.{hardly}"
     ]
 
 

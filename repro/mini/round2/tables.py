@@ -23,7 +23,7 @@ def verdicts(experiments: Iterable[Experiment], judged: dict[str, list[Verdict]]
     rows.append(
         "\np is Holm's over the experiment's claims of this kind. Power and seeds for 0.8 are for the registered effect"
     )
-    rows.append("at the spread seen so far and the strictest level of the correction.\n")
+    rows.append("at the spread seen and the strictest level of the correction.\n")
     return "\n".join(rows)
 
 
@@ -56,9 +56,9 @@ def enough(v: Verdict) -> bool:
 
 def lacks(v: Verdict) -> str:
     """What an undecided claim would have taken."""
-    if not enough(v):
-        return f"{seeds(v)} seeds for 0.8"
-    return "near its bound" if any(f.contrast.within for f in v.found) else "less than was registered"
+    if any(map(excluded, v.found)):
+        return "less than was registered"
+    return "too close to call" if enough(v) else f"{seeds(v)} seeds for 0.8"
 
 
 def assumed(v: Verdict) -> str:
@@ -83,7 +83,7 @@ def excluded(f: Found) -> bool:
 def effects(v: Verdict) -> str:
     found = [f for f in v.found if f.n]
     if len(found) > 3:
-        worst = max(found, key=lambda f: f.p_for)
+        worst = max(found, key=lambda f: (f.p_for, -f.p_against))
         held = sum(p < rule.ALPHA for p in holm([f.p_for for f in found]))
         return f"{held} of {len(found)} hold; weakest: {one(worst)}"
     return "<br>".join(one(f) for f in found)
@@ -110,5 +110,6 @@ def show(f: Found) -> str:
 
 
 def number(c: Contrast, x: float, times: str = "×") -> str:
-    k, form = (1, ".3g") if c.ratio else (100, "+.1f") if c.metric in POINTS else (1, "+.3f")
+    factor = ".3f" if 0.1 <= x < 10 else ".3g"
+    k, form = (1, factor) if c.ratio else (100, "+.1f") if c.metric in POINTS else (1, "+.3f")
     return f"{times * c.ratio}{k * x:{form}}"

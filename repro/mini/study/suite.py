@@ -200,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
         wanted = {name: s for name, s in plan.queue(names).items() if name not in held}
         if args.missing and not wanted:
             say(f"Nothing is missing: {folder} holds all {len(plan.queue(names))} runs.")
-            say("To train them again: --results FOLDER instead of --missing.")
+            say("To train them again: --out RUNS --results FOLDER.")
             return 0
         if args.list:
             return _list(names, wanted, args.out, known)

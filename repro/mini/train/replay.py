@@ -2,7 +2,7 @@
 """A loss or a gradient that is no number: the minibatch is kept with the policy before it, and can be played again."""
 
 import pickle
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
@@ -12,6 +12,8 @@ from repro.mini.train.checkpoint import Run
 from repro.mini.train.rollout import Batch
 from repro.mini.train.settings import Settings
 from upref.errors import InputError
+
+UNREADABLE = (OSError, EOFError, pickle.PickleError, RuntimeError, LookupError, TypeError, ValueError, AttributeError)
 
 
 class NotFinite(Exception):
@@ -35,6 +37,8 @@ def again(path: Path) -> tuple[Run, Batch, Tensor | None, Tensor]:
         run = Run(Settings.of(at["settings"]))
         run.policy.load_state_dict(at["policy"])
         run.optimizer.load_state_dict(at["optimizer"])
+        if (there := vars(at["batch"]).keys()) != (due := {f.name for f in fields(Batch)}):
+            raise ValueError(f"{', '.join(sorted(there ^ due))} of its batch are too many or too few")
         return run, at["batch"], at["ref"], at["rows"]
-    except (OSError, RuntimeError, KeyError, pickle.UnpicklingError, EOFError) as e:
+    except UNREADABLE as e:
         raise InputError(f"{path} is no replay file of this version: {type(e).__name__}: {e}.") from e
