@@ -138,8 +138,7 @@ def round_two() -> str:
     first = _verdicts()[1]
     open_ = sum("undecided" in row[2] for row in first)
     assert len(doses) == 3 and best and avg and avg[1].count("not testable") == 1
-    more = r"; [^|]*seeds for 0.8|; less than was registered|; too close to call"
-    few = lambda cells: re.sub(more, "", cells[1]).replace(" | ", "; ")
+    few = lambda cells: "; ".join(cell.partition("];")[0].removesuffix("]") + "]" for cell in cells[1].split(" | "))
     return "\n".join([
         f"Does UP do as the paper says? A first round of tiny models left {open_} of {len(first)} claims "
         "[undecided](docs/verdicts.md).",

@@ -15,7 +15,7 @@ import pytest
 from scipy import stats
 
 from repro.mini import provenance, standing, tasks
-from repro.mini.round2 import doses, explore, page, rates, reach, registration, report, rule, sound
+from repro.mini.round2 import doses, explore, page, rates, reach, registration, report, rule, sound, tables
 from repro.mini.study import curves, plan, results, suite
 from repro.mini.study import report as first
 from repro.mini.study.plan import Claim, Contrast, Experiment
@@ -331,6 +331,25 @@ def test_what_is_undecided_after_all_seeds_says_how_many_by_the_spread_that_was_
     assert any(v.seeds_needed and v.seeds_needed > v.of for v in open_.values())
 
 
+def test_three_kinds_of_undecided():
+    less, wide = (-0.02, 0.02, -0.01, 0.01, 0.0, 0.004), np.random.default_rng(0).normal(0.01, 0.05, 6)
+    assert rule.test(MORE, less).high < MORE.effect < rule.test(MORE, wide).high
+
+    def said(values, power):
+        found = (rule.test(MORE, values),)
+        return tables.lacks(rule.Verdict(claim(MORE), "undecided", "", found, power=power, seeds_needed=31))
+
+    assert [said(less, 0.9), said(less, 0.5)] == [tables.LESS] * 2
+    assert [said(wide, 0.9), said(wide, 0.5)] == [tables.CLOSE, "31 seeds for 0.8"]
+
+
+def test_the_weakest_contrast_is_the_one_that_refutes():
+    seen = [(0.1, 0.11), (-0.01, 0.001), (-0.1, -0.11), (-0.001, -0.02)]
+    found = tuple(rule.test(replace(MORE, arms=(f"arm{i}", "dapo")), d) for i, d in enumerate(seen))
+    assert all(f.p_for == 1 for f in found[1:])
+    assert "weakest: -10.5 " in tables.effects(rule.Verdict(claim(MORE), "refuted", "", found))
+
+
 def test_problems_that_the_base_solves_rarely():
     bits = lambda *which: np.packbits(np.isin(np.arange(16), which)).tobytes().hex()
     r = {"solved": {f"{name}/t_1": bits(1, 2, 9) for name in explore.SETS}}
@@ -351,6 +370,8 @@ def test_the_least_dose_is_that_of_the_registered_verdicts():
     said = page.least_dose(of(low="refuted", middle="reproduced", high="reproduced"))
     assert said.count("from **middle** on (low: refuted)") == 3
     assert "at **middle**, perhaps below (low: not finished" in page.least_dose(of(low="not finished", middle="holds"))
+    said = page.least_dose(of(low="holds", middle="holds", high="not testable here"))
+    assert said.count("at **low** and **middle** (high: not testable here)") == 3
     assert page.least_dose(of(low="refuted", high="undecided")).count("at none (low: refuted, high: undecided)") == 3
     assert page.least_dose(of(low="not finished")).count("at none so far (low: not finished)") == 3
 

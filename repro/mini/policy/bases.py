@@ -19,6 +19,7 @@ from repro.mini import files, provenance, tasks
 from repro.mini.policy import evals, models
 from repro.mini.policy.sample import sample
 from repro.mini.policy.tokens import tokenizer
+from upref import logprobs
 from upref.errors import InputError
 
 ROOT = Path(__file__).parents[1] / "bases"
@@ -96,8 +97,8 @@ def describe(model: PreTrainedModel, task: tasks.Task) -> dict:
         right, said = evals.tables(model, task, problems, 32, 1.0, tasks.generator("base", name))
         facts[name] = {k: round(v, 4) for k, v in evals.scores(right, said).items()}
     samples = sample(model, models.inputs(task, problems), 4, task.response_length, tasks.generator("base"))
-    lp = samples.logits.log_softmax(-1)
-    return facts | {"entropy": round(-(lp.exp() * lp).sum(-1)[samples.state[samples.mask]].mean().item(), 4)}
+    of_states = logprobs.entropy(samples.logits[None])[0]
+    return facts | {"entropy": round(of_states[samples.state[samples.mask]].mean().item(), 4)}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -39,7 +39,8 @@ def sample(
     # made outside inference_mode: they are to be trained on
     tokens = torch.full((len(state), length), PAD)
     words = model.config.get_text_config().vocab_size
-    said, states, at = [], 0, torch.zeros_like(tokens)
+    said: list[Tensor] = []
+    at = torch.zeros_like(tokens)
     with torch.inference_mode():
         reader = models.reader(model, prompts, length)
         going, seen = torch.arange(len(tokens)), reader.first
@@ -47,9 +48,8 @@ def sample(
             drawn = draw(nucleus((seen / temperature).softmax(-1), top_p), state, generator)
             tokens[going, t] = drawn
             if keep:
+                at[going, t] = state + sum(map(len, said))
                 said.append(seen)
-                at[going, t] = states + state
-                states += len(seen)
             on = (drawn != EOS).nonzero()[:, 0]
             if not len(on) or t == length - 1:
                 break

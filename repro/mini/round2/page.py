@@ -50,8 +50,7 @@ def counts(judged: Judged) -> str:
 def undecided(judged: Judged) -> list[str]:
     """For which of these the registered budget was too small, and for which the effect is."""
     open_ = [v for vs in judged.values() for v in vs if v.word == "undecided" and v.seeds_needed]
-    less = [v for v in open_ if any(map(tables.excluded, v.found))]
-    short = [v for v in open_ if v not in less and not tables.enough(v)]
+    less, short, close = ([v for v in open_ if tables.kind(v) == k] for k in (tables.LESS, tables.SHORT, tables.CLOSE))
     lines = []
     if less:
         lines.append(
@@ -65,8 +64,9 @@ def undecided(judged: Judged) -> list[str]:
             f"* Undecided for want of seeds: {len(short)} claims. At the spread seen the registered seeds had power "
             f"{powers[0]:.2f} to {powers[-1]:.2f} for the registered effect; {needed[0]} to {most} would have 0.8."
         )
-    if close := len(open_) - len(less) - len(short):
-        lines.append(f"* Undecided although the power was there, too close to call: {close} claim{'s' * (close > 1)}.")
+    if close:
+        claims = f"{len(close)} claim{'s' * (len(close) > 1)}"
+        lines.append(f"* Undecided although the power was there, too close to call: {claims}.")
     return lines
 
 

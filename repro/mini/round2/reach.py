@@ -69,7 +69,7 @@ def sentence(every: list[Base]) -> list[str]:
     if not all(b.whole for b in others) or len(set(H)) == 1 or len(set(avg)) == 1:
         return []
     flat = [f"{b.name} {show(b.gain)}" for b in others if b.gain.low <= 0 < b.gain.mean]
-    hardly = f" Its gate is open, but not shown to learn by itself: {', '.join(flat)} points." if flat else ""
+    hardly = f" Not shown to learn by itself, though its gate is open: {', '.join(flat)} points." if flat else ""
     gain = rule.ranks([b.gain.mean for b in others], avg)[0]
     apart = sum(h * a < 0 for h, a in zip(H, avg, strict=True))
     return [

@@ -54,11 +54,17 @@ def enough(v: Verdict) -> bool:
     return v.power >= 0.8
 
 
+LESS, SHORT, CLOSE = "less than was registered", "seeds", "too close to call"
+
+
+def kind(v: Verdict) -> str:
+    """Why a claim is undecided: the interval leaves out what was registered, seeds lack, or neither."""
+    return LESS if any(map(excluded, v.found)) else CLOSE if enough(v) else SHORT
+
+
 def lacks(v: Verdict) -> str:
-    """What an undecided claim would have taken."""
-    if any(map(excluded, v.found)):
-        return "less than was registered"
-    return "too close to call" if enough(v) else f"{seeds(v)} seeds for 0.8"
+    """The same for a table, and how many seeds."""
+    return f"{seeds(v)} seeds for 0.8" if kind(v) == SHORT else kind(v)
 
 
 def assumed(v: Verdict) -> str:
