@@ -25,7 +25,7 @@ SETTING = """
 | | here | the paper |
 |---|---|---|
 | policy, task | 112k weights; four numbers to a target | 8B to 30B; mathematics |
-| minibatches of a step | 16, once (low) or twice (4, 8: papers_settings) | 16 (DAPO), 8 (GSPO), 4 (GRPO), each once |
+| minibatches | 16, once (low) or twice (middle, high); 4, 8: papers_settings | 16 (DAPO), 8 (GSPO), 4 (GRPO), once |
 | learning rate | 3e-4 (low, middle), 6e-4 (high), each method's own in family_tuned; AdamW | 1e-6 |
 | dynamic sampling | none (its effect: papers_settings) | not said; DAPO's own paper has it |
 | dual clip | none (c = 10: papers_settings) | in Fig. 1, no value given |
