@@ -238,6 +238,12 @@ def test_every_run_once_and_never_again(tmp_path, monkeypatch):
     assert {name: (tmp_path / name / "starts").read_text() for name in QUEUE} == dict.fromkeys(QUEUE, "x")
 
 
+def test_a_folder_named_from_where_one_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_suite(Path("runs"), monkeypatch) == []
+    assert all(results.status(tmp_path / "runs" / name) == "done" for name in QUEUE)
+
+
 def test_a_failed_run_is_told_and_tried_again_and_stops_nothing(tmp_path, monkeypatch):
     (said,) = run_suite(tmp_path, monkeypatch, "fail-dapo")
     assert "status 2: cannot write: no space left" in said and said.startswith("dapo-")

@@ -81,6 +81,7 @@ def run_all(
 
 
 def _launch(folder: Path, settings: Settings, lock: int, train: str) -> subprocess.Popen:
+    folder = folder.resolve()  # the run works in ROOT
     folder.mkdir(parents=True, exist_ok=True)
     asked = folder / "asked.json"
     asked.write_text(json.dumps(asdict(settings)), encoding="utf-8")
