@@ -11,7 +11,7 @@ from docs.site import links
 
 pytest.importorskip("sphinx", reason="`repro/venv.sh docs` installs what the site is built with")
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.site]
 
 
 @pytest.fixture(scope="module")
