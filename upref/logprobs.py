@@ -8,6 +8,10 @@ first token. A sampler that truncates (top-p, top-k) renormalises over fewer tok
 Half-precision logits are widened to float32 before the division by τ, float64 stays. A logit of -inf is a forbidden
 token (p = 0, and 0 log 0 = 0); a row without a finite logit, or with a NaN or +inf, gives NaN in its own slot only, so
 padding may hold anything. All raise InputError on a τ that is not a finite number > 0 and on shapes that do not fit.
+
+With d = z/τ - max z/τ, log π(v) = d_v - log Σ_u exp(d_u). `torch.log_softmax` on a CPU adds the exponentials in a few
+long chains: beside a peak at V = 152k a float32 chain drops the tail, and the log-probability is off by 1e-4.
+`torch.sum` adds them in a tree, off by 1e-6. `upref.hidden` starts from hidden states and stores no [T, V] logits.
 """
 
 import torch
@@ -47,9 +51,8 @@ def shifted_log_probs(
 def entropy(logits: Float[Tensor, "*B T V"], *, temperature: float = 1.0) -> Float[Tensor, "*B T"]:
     """H_t = -Σ_v π_t(v) log π_t(v), between 0 and log V."""
     _check(logits, temperature)
-    lp = _log_softmax(logits, temperature)
-    p = lp.exp()
-    return -(p * lp.masked_fill(p == 0, 0)).sum(-1)
+    d, e, s = _softmax(logits, temperature)
+    return s.log() - (e * d.masked_fill(e == 0, 0)).sum(-1) / s
 
 
 def categorical_kl(
@@ -71,17 +74,26 @@ def categorical_kl(
     return (p * (lp.masked_fill(p == 0, 0) - lq.masked_fill(p == 0, 0))).sum(-1)
 
 
+def _softmax(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """d = z/τ - max z/τ, exp(d), and Σ exp(d) over the vocabulary."""
+    x = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+    d = x - x.detach().amax(-1, keepdim=True)
+    e = d.exp()
+    return d, e, e.sum(-1)
+
+
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return (wide / temperature).log_softmax(-1)
+    d, _, s = _softmax(logits, temperature)
+    return d - s.log()[..., None]
 
 
 def _pick(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    return _log_softmax(logits, temperature).gather(-1, tokens.long()[..., None])[..., 0]
+    d, _, s = _softmax(logits, temperature)
+    return d.gather(-1, tokens.long()[..., None])[..., 0] - s.log()
 
 
 def _check(logits: Tensor, temperature: float) -> None:
-    if not dense(logits) or not logits.is_floating_point() or logits.ndim < 2:
+    if not dense(logits) or not logits.is_floating_point() or logits.ndim < 2 or not logits.shape[-1]:
         raise InputError(f"logits must be a floating-point tensor [B, T, V], got {described(logits)}.")
     if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < 1e300:
         raise InputError(

@@ -165,6 +165,21 @@ def test_a_poisoned_row_stays_in_its_slot(poison):
         assert f(dirty)[1, 2].isnan()
 
 
+@pytest.mark.parametrize("V", [1000, 151_936, 262_144])
+@pytest.mark.parametrize("kind", ["flat", "mixed", "peaked", "peaked first"])
+def test_float32_is_within_5e_6_of_float64_at_any_vocabulary(V, kind):
+    torch.manual_seed(V)
+    z = torch.randn(4, V) * {"flat": 0.1, "mixed": 3.0}.get(kind, 1.0)
+    at = torch.zeros(4, dtype=torch.int64) if kind == "peaked first" else torch.randint(V, (4,))
+    if kind.startswith("peaked"):
+        z.scatter_(1, at[:, None], z.logsumexp(1, keepdim=True) + 2.2)  # p = 0.9
+    for tokens in (at, torch.randint(V, (4,))):
+        lp, want = token_log_probs(z, tokens), token_log_probs(z.double(), tokens)
+        assert (lp - want).abs().max() < 5e-6
+    assert (entropy(z) - entropy(z.double())).abs().max() < 5e-6
+    assert categorical_kl(z, z.roll(1, 0)).isfinite().all()
+
+
 # ---- gradients -----------------------------------------------------------------------------------------------------
 def test_gradients_are_those_of_finite_differences():
     torch.manual_seed(2)
