@@ -30,7 +30,7 @@ def token_log_probs(
     InputError on a token outside the vocabulary, masked or not: give padding any valid id.
     """
     _check(logits, temperature)
-    _check_tokens(logits, tokens, "tokens")
+    check_tokens(tokens, logits.shape[:-1], logits.shape[-1], "logits", "tokens")
     return _pick(logits, tokens, temperature)
 
 
@@ -42,7 +42,7 @@ def shifted_log_probs(
     Its mask is therefore the token mask shifted likewise, `mask[:, 1:]`. The first token is predicted by nothing.
     """
     _check(logits, temperature)
-    _check_tokens(logits, input_ids, "input_ids")
+    check_tokens(input_ids, logits.shape[:-1], logits.shape[-1], "logits", "input_ids")
     if logits.ndim != 3:
         raise InputError(f"logits must be [B, S, V], one row per entry of input_ids, got {tuple(logits.shape)}.")
     return _pick(logits[:, :-1], input_ids[:, 1:], temperature)
@@ -95,6 +95,11 @@ def _pick(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 def _check(logits: Tensor, temperature: float) -> None:
     if not dense(logits) or not logits.is_floating_point() or logits.ndim < 2 or not logits.shape[-1]:
         raise InputError(f"logits must be a floating-point tensor [B, T, V], got {described(logits)}.")
+    check_temperature(temperature)
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise InputError where it is not a finite number > 0."""
     if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < 1e300:
         raise InputError(
             "temperature must be a finite number > 0, the one that the tokens were sampled at, got "
@@ -102,17 +107,19 @@ def _check(logits: Tensor, temperature: float) -> None:
         )
 
 
-def _check_tokens(logits: Tensor, tokens: Tensor, name: str) -> None:
+def check_tokens(tokens: Tensor, shape: torch.Size, V: int, of: str, name: str) -> None:
+    """Raise InputError where they are not integers in [0, V), one for each row of `of`."""
     if not dense(tokens) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise InputError(f"{name} must be an integer tensor of token ids, got {described(tokens)}.")
-    if logits.shape[:-1] != tokens.shape:
-        raise InputError(f"{name} {tuple(tokens.shape)} must have the shape of logits {tuple(logits.shape)} without V.")
-    bad = (tokens < 0) | (tokens >= logits.shape[-1])
+    if shape != tokens.shape:
+        last = "V" if of == "logits" else "H"
+        raise InputError(f"{name} {tuple(tokens.shape)} must have the shape of {of} without {last}, {tuple(shape)}.")
+    bad = (tokens < 0) | (tokens >= V)
     if bad.any():
         at = tuple(bad.nonzero()[0].tolist())
         raise InputError(
-            f"{name}{list(at)} is {tokens[at].item()}, outside the vocabulary of {logits.shape[-1]}: replace padding "
-            "such as -100 by any valid id and mask it."
+            f"{name}{list(at)} is {tokens[at].item()}, outside the vocabulary of {V}: replace padding such as -100 by "
+            "any valid id and mask it."
         )
 
 

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From hidden states to log-probabilities and entropy, without the N x V logits.
+
+    y = logit_scale (h W^T + bias),   z = softcap tanh(y / softcap)  or  z = y,   π = softmax(z/τ)
+
+1. Forward. A tile is all N tokens by as many columns of the vocabulary as make `chunk` logits. Each tile updates four
+   numbers per token: the largest logit m, s = Σ exp(x - m), t = Σ exp(x - m)(x - m), and the sampled token's logit.
+   When a tile raises m, s and t are moved to the new m first. Then log π(o) = x_o - m - log s and H = log s - t/s.
+2. Backward. Each tile is computed again. With p = exp(x - m - log s) and upstream gradients g (of log π) and g_H (of H)
+
+       dx_v = g (1[v = o] - p_v) - g_H p_v (log p_v + H),
+
+   which the chain rule carries to h, W and bias. A tile holds every token, so its rows of dW are one matrix product,
+   rounded to the dtype of W once; tiles of tokens would need a second [V, H] to add up.
+3. Tokens without upstream gradient are left out of the backward. The result is exact, and NaN padding never meets dW.
+
+Products and sums are float32, or float64 where an input is. Memory beyond dh and dW is O(N H + chunk).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from upref.errors import InputError
+from upref.logprobs import check_temperature, check_tokens
+from upref.tensors import dense, described
+
+ZERO = -1e4  # exp of it is 0 in every dtype, and 0 times it is 0: what -inf is replaced by
+
+
+@torch.compiler.disable
+def token_log_probs(
+    hidden: Float[Tensor, "*B T H"],
+    weight: Float[Tensor, "V H"],
+    tokens: Int[Tensor, "*B T"],
+    *,
+    temperature: float = 1.0,
+    bias: Float[Tensor, " V"] | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    chunk: int = 2**23,
+) -> tuple[Float[Tensor, "*B T"], Float[Tensor, "*B T"]]:
+    """Compute log π(o_t) and the entropy H_t, in nats, from the inputs of the output layer.
+
+    hidden[b, t] is the state that predicted tokens[b, t]; give padding any valid id. Both results have gradients with
+    respect to hidden, weight and bias, once. An entropy that is not used costs nothing in the backward.
+
+    Args:
+        hidden: hidden states after the last norm, in any floating-point dtype.
+        weight: the output layer, `lm_head.weight`.
+        tokens: the sampled tokens.
+        temperature: τ, the sampler's.
+        bias: the output layer's bias; -inf forbids a token.
+        logit_scale: what the logits are multiplied by before the cap.
+        softcap: the cap of `final_logit_softcapping`, or None.
+        chunk: logits in memory at once; 2^23 of them take 34 MB a copy in float32, and there are three copies.
+
+    Returns:
+        (log π, H), float64 if an input is, else float32. A token whose logits are not finite has NaN in its own slot.
+
+    Raises:
+        InputError: on shapes, dtypes, devices, ids or settings that do not fit.
+
+    Works under `torch.func.vmap` over hidden and tokens. `torch.compile` runs it eagerly, between two graphs.
+    """
+    if not dense(hidden) or not hidden.is_floating_point() or hidden.ndim < 2:
+        raise InputError(f"hidden must be a floating-point tensor [B, T, H], got {described(hidden)}.")
+    for name, x, shape in (("weight", weight, (-1, hidden.shape[-1])), ("bias", bias, (-1,))):
+        if x is None and name == "bias":
+            continue
+        if not dense(x) or not x.is_floating_point() or x.ndim != len(shape) or x.shape[1:] != shape[1:]:
+            wanted = f"[V, H] with H = {shape[1]}" if len(shape) == 2 else "[V]"
+            raise InputError(f"{name} must be a floating-point tensor {wanted}, got {described(x)}.")
+    if not len(weight) or (bias is not None and len(bias) != len(weight)):
+        raise InputError(f"weight {described(weight)} and bias {described(bias)} must have one row per token, V > 0.")
+    if len({x.device for x in (hidden, weight, tokens, bias) if isinstance(x, Tensor)}) > 1:
+        raise InputError("hidden, weight, tokens and bias must be on one device.")
+    check_temperature(temperature)
+    for name, number in (("logit_scale", logit_scale), ("softcap", 1.0 if softcap is None else softcap)):
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < 1e300:
+            raise InputError(f"{name} must be a finite number > 0, got {repr(number)[:60]}.")
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise InputError(f"chunk must be a whole number of logits > 0, got {repr(chunk)[:60]}.")
+    lp, H, _ = _LogProbs.apply(hidden, weight, bias, tokens, _Head(temperature, logit_scale, softcap, chunk))
+    return lp, H
+
+
+@dataclass(frozen=True)
+class _Head:
+    """From states h to x = z/τ: x = h' W^T with h' = inner h, or x = outer tanh(h' W^T)."""
+
+    temperature: float
+    logit_scale: float
+    softcap: float | None
+    chunk: int
+
+    @property
+    def inner(self) -> float:
+        return self.logit_scale / (self.softcap or self.temperature)
+
+    @property
+    def outer(self) -> float:
+        return (self.softcap or 0.0) / self.temperature
+
+    def tiles(self, h: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """(columns, their rows of W, x [N, columns]); h is inner times the states."""
+        width = max(1, self.chunk // max(1, len(h)))
+        for start in range(0, len(weight), width):
+            at = slice(start, start + width)
+            W = weight[at].to(h.dtype)
+            x = h @ W.T if bias is None else torch.addmm(self.inner * bias[at].to(h.dtype), h, W.T)
+            yield at, W, x.tanh_().mul_(self.outer) if self.softcap else x
+
+
+def _wide(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
+
+
+def _here(tokens: Tensor, at: slice, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Which tokens lie in the tile, and each one's column, clamped to the tile."""
+    column = tokens - at.start
+    return (column >= 0) & (column < x.shape[1]), column.clamp(0, x.shape[1] - 1)[:, None]
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(hidden, weight, bias, tokens, head):
+        check_tokens(tokens, hidden.shape[:-1], len(weight), "hidden", "tokens")  # here, where vmap shows values
+        shape, tokens = tokens.shape, tokens.flatten().long()
+        with torch.autocast(hidden.device.type, enabled=False):
+            h = head.inner * hidden.flatten(0, -2).to(_wide(hidden, weight))
+            m, s, t, picked = (h.new_zeros(len(h)) for _ in range(4))
+            m = m + torch.finfo(h.dtype).min
+            for at, _, x in head.tiles(h, weight, bias):
+                inside, column = _here(tokens, at, x)
+                picked = torch.where(inside, x.gather(1, column)[:, 0], picked)
+                top = torch.maximum(m, x.amax(1))
+                up = (m - top).clamp(min=ZERO)
+                d = x.sub_(top[:, None]).clamp_(min=ZERO)
+                e = d.exp()
+                m, s, t = top, up.exp() * s + e.sum(1), up.exp() * (t + s * up) + d.mul_(e).sum(1)
+            lp, H, log_z = picked - m - s.log(), s.log() - t / s, m + s.log()
+        return lp.reshape(shape), H.reshape(shape), log_z.reshape(shape)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        hidden, weight, bias, tokens, ctx.head = inputs
+        _, H, log_z = output
+        ctx.save_for_backward(hidden, weight, bias, tokens, H, log_z)
+        ctx.mark_non_differentiable(log_z)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g, g_H, _):
+        hidden, weight, bias, tokens, H, log_z = ctx.saved_tensors
+        head, (want_h, want_W, want_b, *_) = ctx.head, ctx.needs_input_grad
+        with torch.autocast(hidden.device.type, enabled=False):
+            g = torch.zeros_like(H) if g is None else g
+            rows = (g != 0 if g_H is None else (g != 0) | (g_H != 0)).flatten().nonzero()[:, 0]
+            h = head.inner * hidden.flatten(0, -2)[rows].to(H.dtype)
+            tokens = tokens.flatten()[rows].long()
+            H, log_z, g, g_H = (None if x is None else x.flatten()[rows, None] for x in (H, log_z, g, g_H))
+            dh, dW = torch.zeros_like(h) if want_h else None, torch.empty_like(weight) if want_W else None
+            db = torch.empty_like(bias) if want_b else None
+            for at, W, x in head.tiles(h, weight, bias):
+                slope = (1 - (x / head.outer) ** 2).mul_(head.outer) if head.softcap else None
+                log_p = x.sub_(log_z).clamp_(min=ZERO)
+                p = log_p.exp()
+                dx = p.mul_(-g) if g_H is None else p.mul_(log_p.add_(H).mul_(-g_H).sub_(g))
+                inside, column = _here(tokens, at, x)
+                dx.scatter_add_(1, column, torch.where(inside[:, None], g, 0))
+                if slope is not None:
+                    dx.mul_(slope)
+                if dh is not None:
+                    dh.addmm_(dx, W, alpha=head.inner)
+                if dW is not None:
+                    dW[at] = dx.T @ h
+                if db is not None:
+                    db[at] = head.inner * dx.sum(0)
+            if dh is not None:
+                every = hidden.new_zeros(hidden.shape).flatten(0, -2)
+                dh = every.index_copy_(0, rows, dh.to(hidden.dtype)).reshape(hidden.shape)
+        return dh, dW, db, None, None
+
+    @staticmethod
+    def vmap(info, in_dims, hidden, weight, bias, tokens, head):
+        if in_dims[1] is not None or in_dims[2] is not None:
+            raise InputError("vmap over weight or bias is not supported: call token_log_probs once for each of them.")
+        front = lambda x, dim: x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+        states, ids = front(hidden, in_dims[0]), front(tokens, in_dims[3])
+        return _LogProbs.apply(states, weight, bias, ids, head), (0, 0, 0)
