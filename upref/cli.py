@@ -12,7 +12,9 @@ from pathlib import Path
 
 from upref.errors import InputError
 
-LOSS = "package.module:function, path/to/file.py:function, verl:loss_mode or trl:loss_type"
+LOSS = (
+    "package.module:function, path/to/file.py:function, or a framework's own as it ships, verl:loss_mode, trl:loss_type"
+)
 OWN = ("__init__", "compare", "ledger")  # files of verify/audit that are no framework
 
 
@@ -79,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         return c
 
     c = command("check", "whether a loss (an advantage, a KL estimator) is what it is meant to be")
-    c.add_argument("loss", metavar="LOSS", help=LOSS)
+    c.add_argument("loss", metavar="LOSS", help=LOSS + "; verl:loss_mode@matched: with the objective's settings")
     what = c.add_mutually_exclusive_group(required=True)
     what.add_argument("--as", dest="name", metavar="NAME", help="the objective (`upref list`)")
     what.add_argument("--as-advantage", metavar="NAME", help="an advantage estimator: group_norm, leave_one_out, ...")

@@ -36,7 +36,7 @@ def check(args) -> int:
     from upref.verify.audit.apart.child import named
     from upref.verify.check import check as verdict
 
-    report = verdict(named(args.loss), args.name, skip=skip, **hp)
+    report = verdict(named(args.loss, args.name, hp), args.name, skip=skip, **hp)
     if changed := next((f for f in report.failures if f.oracle == "mutation"), None):
         raise InputError(f"{report.loss} changes its inputs ({changed.regime}): copy them before writing.")
     return _answer(args, report)

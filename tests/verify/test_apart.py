@@ -220,6 +220,6 @@ def test_one_of_its_losses_is_checked_by_name(index, library):
         command = [sys.executable, "-m", "upref", "check", loss, "--as", "ppo_clip"]
         return subprocess.run(command, cwd=library, capture_output=True, text=True, check=False)
 
-    right, unknown = check("plain:ppo,defaults"), check("plain:nobody,defaults")
+    right, unknown = check("plain:ppo"), check("plain:nobody")
     assert right.returncode == 0 and right.stdout.startswith("ppo_clip: agrees"), right.stderr
     assert unknown.returncode == 2 and "plain has no loss 'nobody': choose ppo, vanilla." in unknown.stderr

@@ -102,7 +102,7 @@ def test_printing_and_json(audit):
     data = json.loads(audit.json())
     assert data["ok"] is True and len(data["rows"]) == len(audit.rows)
     assert data["rows"][0]["verdict"] == audit.rows[0].verdict
-    assert data["rows"][0]["command"] == "upref check verl:vanilla,defaults,loss_agg_mode=token-mean --as ppo_clip"
+    assert data["rows"][0]["command"] == "upref check verl:vanilla,loss_agg_mode=token-mean --as ppo_clip"
 
 
 @pytest.mark.parametrize(("mode", "kw"), [("vanila", {}), ("vanilla", {"epsilon": 1}), ("gpg", {"agg": "sum"})])

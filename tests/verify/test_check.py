@@ -351,8 +351,28 @@ def test_import_is_light():
 )
 def test_verl(mode, name, ok):
     pytest.importorskip("verl")
-    report = upref.check(f"verl:{mode}", name)
+    report = upref.check(f"verl:{mode}@matched", name)
     assert bool(report) is ok, str(report)
+
+
+@pytest.mark.verl
+def test_a_named_loss_is_the_one_that_ships():
+    """verl's vanilla loss is not DAPO: its upper clip is 0.2, and its dual clip is on."""
+    pytest.importorskip("verl")
+    quick = [o.name for o in every() if o.name not in ("gradient", "on-policy", "aggregation")]
+    shipped = upref.check("verl:vanilla", "dapo", skip=quick)
+    assert not shipped and "eps_high is 0.2, not 0.28 and c is 3, not absent" in str(shipped)
+    assert str(shipped).splitlines()[0].endswith("; as shipped")
+    matched = str(upref.check("verl:vanilla@matched", "dapo", skip=quick)).splitlines()[0]
+    assert matched.startswith("dapo: agrees") and matched.endswith("as shipped: NOT dapo")
+    assert "clip_ratio_high=0.28 (shipped: 0.2)" in matched and "clip_ratio_c=1e+10 (shipped: 3)" in matched
+    one = str(upref.check("verl:vanilla,clip_ratio_high=0.28", "dapo", skip=quick)).splitlines()[0]
+    assert one.startswith("NOT dapo") and one.endswith("; sets clip_ratio_high=0.28 (shipped: 0.2)")
+
+
+def test_matched_needs_an_objective(capsys):
+    for words in (["identify", "verl:vanilla@matched"], ["check", "verl:vanilla@like", "--as", "dapo"]):
+        assert main(words) == 2 and "as shipped" in capsys.readouterr().err
 
 
 def verl_style(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None, **_):

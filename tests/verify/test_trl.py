@@ -32,7 +32,7 @@ def audit():
 
 
 def test_check_runs_every_oracle_on_trl():
-    report = upref.check("trl:dapo", "dapo")
+    report = upref.check("trl:dapo@matched", "dapo")
     assert report, str(report)
     assert report.oracles["split"] == "ok" and any("num_items_in_batch" in c for c in report.contract)
 
@@ -45,10 +45,10 @@ def test_check_runs_every_oracle_on_trl():
 )  # fmt: skip
 def test_right(loss, name, hp):
     """Aggregation, split and the on-policy gradient; and the whole regime grid at once."""
-    report = upref.check(f"trl:{loss}", name, skip=QUICK, **hp)
+    report = upref.check(f"trl:{loss}@matched", name, skip=QUICK, **hp)
     assert report, str(report)
     o = upref.get(name)
-    theirs = read(f"trl:{loss}", o, hp)
+    theirs = read(f"trl:{loss}@matched", o, hp)
     b = replace(batch(o, edges=OFF_EDGES, **{k: v for k, v in hp.items() if k != "beta"}), group=None)
     b = replace(b, **{k: getattr(b, k).masked_fill(~b.mask, -1.0) for k in ("logp", "logp_old", "adv")})
     b = replace(b, logp_ref=b.logp_old - 0.1)
@@ -57,8 +57,8 @@ def test_right(loss, name, hp):
 
 @pytest.mark.parametrize(
     ("loss", "name", "oracle"),
-    [("cispo,defaults", "cispo", "on-policy"), ("dapo", "gspo", "aggregation"), ("bnpo", "ppo_clip", "split"),
-     ("grpo", "dapo", "aggregation")],
+    [("cispo", "cispo", "on-policy"), ("dapo@matched", "gspo", "aggregation"), ("bnpo", "ppo_clip", "split"),
+     ("grpo", "dapo", "aggregation"), ("dapo", "dapo", "gradient")],
 )  # fmt: skip
 def test_wrong(loss, name, oracle):
     report = upref.check(f"trl:{loss}", name, skip=QUICK)
@@ -66,7 +66,7 @@ def test_wrong(loss, name, oracle):
 
 
 def test_rloo_is_not_its_papers():
-    report = upref.check("trl:rloo", "rloo", skip=("extremes",))
+    report = upref.check("trl:rloo@matched", "rloo", skip=("extremes",))
     assert {f.oracle for f in report.failures} == {"gradient"}, str(report)
 
 

@@ -22,6 +22,7 @@ from upref.errors import InputError
 from upref.losses import names
 from upref.losses.load import load, name_of
 from upref.losses.loss import MAIN, SHAPES, Loss, Outcome
+from upref.losses.settings import Shipped
 from upref.losses.signature import Reading, parameters
 from upref.losses.signature import read as read_signature
 from upref.registry import Objective, get
@@ -50,6 +51,8 @@ def bare(loss: Any, o: Objective, hp: dict[str, Any]) -> Loss:
     name = name_of(loss)
     if isinstance(loss, str):
         framework, _, mode = loss.partition(":")
+        if mode.partition(",")[0].endswith("@matched") and o.name == neutral().name:
+            raise InputError(f"{loss} is matched to no objective here: name the loss as shipped, and its fields.")
         if (
             framework.isidentifier()
             and importlib.util.find_spec(f"upref.losses.{framework}")
@@ -95,7 +98,12 @@ def _plain(name: str, fn: Callable, o: Objective, hp: dict[str, Any]) -> Loss:
                      frozenset({*MAIN, "group", "totals", "logp_ref", "entropy"}), f"{p.name} -> Rollouts")  # fmt: skip
     reading = read_signature(fn, name, names.role, MAIN)
     call = lambda full, settings: reading.call(fn, full, settings)
-    return _bind(name, call, reading, o, hp, frozenset(reading.roles.values()) or frozenset(MAIN), str(reading))
+    reads = frozenset(reading.roles.values()) or frozenset(MAIN)
+    loss = _bind(name, call, reading, o, hp, reads, str(reading))
+    if isinstance(how := getattr(fn, "__upref__", None), Shipped):
+        plain = how.plain and _plain(name_of(how.plain), how.plain, o, hp)
+        loss = replace(loss, fields=how.fields, defaults=how.defaults, shipped=plain)
+    return loss
 
 
 def _bind(name: str, call: Callable, reading: Reading, o: Objective, hp: dict[str, Any], reads, read_as: str) -> Loss:

@@ -11,6 +11,7 @@ from torch import Tensor
 from upref.aggregation import Totals, aggregate
 from upref.errors import InputError
 from upref.losses.guard import called
+from upref.losses.settings import said
 from upref.registry import Objective
 from upref.rollouts import Rollouts, per_response
 
@@ -54,11 +55,21 @@ class Loss:
     wrapped: bool = False
     backs: bool = False  # it calls .backward() itself
     lines: int = 0  # of Python that a call may run before it is stopped, 0 for any number
+    fields: dict[str, Any] | None = None  # of its framework's config that were set; None where there is none
+    defaults: dict[str, Any] = field(default_factory=dict)  # what the framework ships for these fields
+    shipped: Any = field(default=None, repr=False)  # a Loss: itself as shipped, where it was matched
 
     @property
     def reads_ranks(self) -> bool:
         """Whether it scales itself by their number."""
         return self.framework == "verl" or "ranks" in self.reads
+
+    @property
+    def settings(self) -> str:
+        """What was set of its framework's config, in words; empty where there is none."""
+        if self.fields is None:
+            return ""
+        return f"sets {said(self.fields, self.defaults)}" if self.fields else "as shipped"
 
     @property
     def splits(self) -> bool:

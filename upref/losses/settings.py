@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is common to the names of frameworks' losses: MODE, then fields of the framework's config.
+"""The names of frameworks' losses, and what they set: `FRAMEWORK:MODE[@matched][,FIELD=VALUE...]`.
 
-`verl:LOSS_MODE` and `trl:LOSS_TYPE` are set up as the objective's hyperparameters say. Fields may follow and overrule
-that: `trl:grpo,importance_sampling_level=sequence`. With `defaults` in front of them nothing is set but they:
-`trl:cispo,defaults`, `verl:vanilla,defaults,clip_ratio_c=10`.
+`verl:vanilla` is the loss as the framework ships it. Fields of its config may follow: `verl:vanilla,clip_ratio_c=10`.
+`verl:vanilla@matched` sets what the objective's hyperparameters call for; fields after it overrule that.
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -17,10 +18,18 @@ from upref.errors import InputError
 
 
 def split(name: str, mode: str) -> tuple[str, dict[str, Any], bool]:
-    """(mode, fields, whether all else stays at the framework's defaults); InputError where it cannot be read."""
+    """(mode, fields, whether `@matched` follows the mode); InputError where it cannot be read.
+
+    `defaults`, the word that once asked for the loss as shipped, is still accepted before the fields.
+    """
     mode, *words = mode.split(",")
-    plain = words[:1] == ["defaults"]
-    return mode, dict(_field(name, w) for w in words[plain:]), plain
+    mode, at, word = mode.partition("@")
+    if at and word != "matched":
+        raise InputError(f"{name}: {word!r} is unknown; write {mode} for the loss as shipped, or {mode}@matched.")
+    old = words[:1] == ["defaults"]
+    if at and old:
+        raise InputError(f"{name}: leave `defaults` out of a matched loss.")
+    return mode, dict(_field(name, w) for w in words[old:]), bool(at)
 
 
 def _field(name: str, word: str) -> tuple[str, Any]:
@@ -43,18 +52,34 @@ def _pairs(fields: dict[str, Any]) -> list[str]:
 
 
 def written(mode: str, fields: dict[str, Any]) -> str:
-    """The name, without its framework, of a loss at these settings and otherwise the framework's defaults."""
-    return ",".join([mode, "defaults", *_pairs(fields)])
+    """The name, without its framework, of a loss as shipped but for these fields."""
+    return ",".join([mode, *_pairs(fields)])
 
 
-def said(fields: dict[str, Any]) -> str:
-    return ", ".join(_pairs(fields)) or "its defaults"
+def said(fields: dict[str, Any], shipped: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """The fields in words, each with its shipped value where that is known and another."""
+    out = []
+    for key, value in fields.items():
+        (pair,) = _pairs({key: value})
+        if key in shipped and shipped[key] != value:
+            pair += f" (shipped: {_pairs({key: shipped[key]})[0].partition('=')[2]})"
+        out.append(pair)
+    return ", ".join(out) or "its defaults"
 
 
 def clip(h: dict[str, Any]) -> tuple[Any, Any]:
     """(low, high) of an objective's hyperparameters."""
     both = h.get("eps", h.get("delta"))
     return h.get("eps_low", both), h.get("eps_high", both)
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """What a framework's loss, bound as a plain function, keeps in `__upref__`: how it was set up."""
+
+    fields: dict[str, Any]
+    defaults: dict[str, Any]
+    plain: Callable | None = None  # the same loss as shipped, where it was matched
 
 
 @dataclass

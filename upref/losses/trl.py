@@ -208,15 +208,15 @@ def settings_for(mode: str | type, objective: Objective, hp: dict[str, Any]) -> 
 
 
 def named(name: str, mode: str, objective: Objective, hp: dict[str, Any]) -> Loss:
-    mode, fields, plain = split(name, mode)
-    return of(name, mode, objective, hp, fields, plain)
+    mode, fields, matched = split(name, mode)
+    return of(name, mode, objective, hp, fields, matched)
 
 
 def of(
-    name: str, mode: str | type, o: Objective, hp: dict[str, Any], fields: dict | None = None, plain: bool = False
+    name: str, mode: str | type, o: Objective, hp: dict[str, Any], fields: dict | None = None, matched: bool = True
 ) -> Loss:
-    """The Loss of a loss_type or of a trainer class, set up as the objective says."""
-    settings = lambda hp: ({} if plain else settings_for(mode, o, hp)) | (fields or {})
+    """The Loss of a loss_type or of a trainer class; matched: set up as the objective says."""
+    settings = lambda hp: (settings_for(mode, o, hp) if matched else {}) | (fields or {})
 
     def call(full: dict[str, Any], moved: dict[str, Any]) -> Tensor:
         b = Bare(**{k: full[k] for k in ("logp", "logp_old", "mask", "totals", "adv", "logp_ref", "entropy")})
@@ -229,4 +229,9 @@ def of(
     )
     reads = frozenset({*MAIN, "totals", "logp_ref", "entropy"})
     shape = "BT" if token_advantages(trainer_of(mode)[0]) else "B"
-    return Loss(name, call, o, reads, framework="trl", read_as="TRL's trainer", contract=contract, adv_shape=shape)
+    config = config_of(trainer_of(mode)[0])
+    defaults = {f.name: f.default for f in dataclasses.fields(config) if f.default is not dataclasses.MISSING}
+    return Loss(
+        name, call, o, reads, framework="trl", read_as="TRL's trainer", contract=contract, adv_shape=shape,
+        fields=settings(hp), defaults=defaults, shipped=of(name, mode, o, hp, None, False) if matched else None,
+    )  # fmt: skip

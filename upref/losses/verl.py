@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's own policy losses on a batch of ours, and as `Loss`: `verl:LOSS_MODE`, or a function of its signature."""
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +92,15 @@ def verl_loss(
     return loss
 
 
+def shipped() -> dict[str, Any]:
+    """The defaults of verl's ActorConfig, or where verl is not installed those of its 0.9.1 that a loss reads."""
+    try:
+        config = verl()[1]
+    except InputError:
+        return {"loss_agg_mode": "token-mean"} | {k: v for k, v in vars(StandInConfig()).items() if k != "policy_loss"}
+    return {f.name: f.default for f in dataclasses.fields(config) if f.default is not dataclasses.MISSING}
+
+
 # ---- as a Loss -------------------------------------------------------------------------------------------------------
 def settings_for(objective: Objective, hp: dict[str, Any]) -> dict[str, Any]:
     """The fields of verl's ActorConfig that say what the objective's hyperparameters say."""
@@ -104,25 +114,28 @@ def settings_for(objective: Objective, hp: dict[str, Any]) -> dict[str, Any]:
 
 
 def named(name: str, mode: str, objective: Objective, hp: dict[str, Any]) -> Loss:
-    mode, fields, plain = split(name, mode)
-    return of(name, mode, objective, hp, fields, plain)
+    mode, fields, matched = split(name, mode)
+    return of(name, mode, objective, hp, fields, matched)
 
 
 def of(
-    name: str, mode: str | Callable, o: Objective, hp: dict[str, Any], fields: dict | None = None, plain: bool = False
+    name: str, mode: str | Callable, o: Objective, hp: dict[str, Any], fields: dict | None = None, matched: bool = True
 ) -> Loss:
-    """The Loss of a registered name or of a function of that signature, set up as the objective says."""
-    agg = "token-mean" if plain else verl_name(o.level, o.agg)  # verl's default
-    settings = lambda hp: {"loss_agg_mode": agg} | ({} if plain else settings_for(o, hp)) | (fields or {})
+    """The Loss of a registered name or of a function of that signature; matched: set up as the objective says."""
+    every = ({"loss_agg_mode": verl_name(o.level, o.agg)} if matched else {}) | (fields or {})
+    settings = lambda hp: (settings_for(o, hp) if matched else {}) | every
 
     def call(full: dict[str, Any], moved: dict[str, Any]) -> Tensor:
         b = Bare(**{k: full[k] for k in ("logp", "logp_old", "mask", "totals", "adv")})
-        use = settings(hp | moved)
+        use = {"loss_agg_mode": shipped()["loss_agg_mode"]} | settings(hp | moved)
         return verl_loss(mode, b, use.pop("loss_agg_mode"), padding=None, ranks=full["ranks"], **use)
 
     contract = (
         f"verl's contract: {said(settings(hp))}; global_batch_info carries the counts of the mini-batch, so that the "
         "losses of its micro-batches add up; masked slots hold finite numbers",
     )
-    reads = frozenset({*MAIN, "totals"})
-    return Loss(name, call, o, reads, framework="verl", read_as="verl's signature", contract=contract)
+    plain = of(name, mode, o, hp, None, matched=False) if matched and isinstance(mode, str) else None
+    return Loss(
+        name, call, o, frozenset({*MAIN, "totals"}), framework="verl", read_as="verl's signature", contract=contract,
+        fields=settings(hp), defaults=shipped(), shipped=plain,
+    )  # fmt: skip

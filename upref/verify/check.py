@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from upref.losses import SHAPES, read
+from upref.losses import SHAPES, Loss, fit, read
 from upref.registry import Objective, get
 from upref.verify import oracles
 from upref.verify.measure import EXACT, HABIT, Case, held
@@ -44,7 +44,19 @@ def check(loss: Any, objective: str | Objective, *, skip: Sequence[str] = (), **
         found, ran = found + more, ran | became
     tolerances = {"weight, relative": case.tol, "silent below": EXACT if case.tol == HABIT else case.tol}
     seconds = time.perf_counter() - start
-    return Report(one.name, o.name, case.hp, found, one.read_as, contract(case), ran, tolerances, seconds)
+    settings = "; ".join(filter(None, [one.settings, as_shipped(one, case)]))
+    return Report(one.name, o.name, case.hp, found, one.read_as, contract(case), ran, tolerances, seconds, settings)
+
+
+def as_shipped(loss: Loss, case: Case) -> str:
+    """What the framework's own defaults give, where the loss was set up as the objective says; else empty."""
+    if loss.shipped is None:
+        return ""
+    shipped = held(fit(loss.shipped), case.o, case.hp)
+    found, _ = run(
+        [oracle for oracle in every() if oracle.name in ("gradient", "on-policy", "aggregation")], shipped, ()
+    )
+    return f"as shipped: {'NOT ' * any(f.severity == 'failure' for f in found)}{case.o.name}"
 
 
 def contract(case: Case) -> list[str]:

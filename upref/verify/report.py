@@ -89,6 +89,7 @@ class Report:
     oracles: dict[str, str]  # name -> "ok", "failure", "note" or why it was not run
     tolerances: dict[str, float]
     seconds: float = field(compare=False)
+    settings: str = ""  # what was set of the framework's config, and what the loss as shipped gives
 
     def __bool__(self) -> bool:
         return not self.failures
@@ -142,7 +143,8 @@ class Report:
         n, m = len(self.failures), len(self.notes)
         notes = f"{m} note{'s' * (m != 1)}"
         counts = f"{n} failure{'s' * (n != 1)}" + f", {notes}" * bool(m) if n else "agrees" + f", {notes}" * bool(m)
-        return f"{'NOT ' * bool(n)}{self.objective}: {counts}   {short(self.loss)}" + f" at {hp}" * bool(hp)
+        loss = short(self.loss) + f" at {hp}" * bool(hp) + f"; {self.settings}" * bool(self.settings)
+        return f"{'NOT ' * bool(n)}{self.objective}: {counts}   {loss}"
 
     def __str__(self) -> str:
         return self.text()

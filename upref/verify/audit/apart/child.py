@@ -14,9 +14,10 @@ from typing import Any
 
 from upref.errors import InputError
 from upref.losses.guard import said
-from upref.losses.settings import split
+from upref.losses.settings import Shipped, split
 from upref.verify import audit as audits
 from upref.verify.audit import apart
+from upref.verify.audit.apart.framework import Framework
 from upref.verify.audit.apart.isolate import isolate
 from upref.verify.audit.apart.pin import place
 
@@ -49,20 +50,29 @@ def enter(name: str, where):
     isolate(where.paths, pin)
 
 
-def named(loss: str) -> Any:
-    """A loss of a framework with a pin, `liger:dapo,defaults,beta=0`, as a function; any other name as it is.
+def named(loss: str, objective: str = "", hp: dict[str, Any] | None = None) -> Any:
+    """A loss of a framework with a pin, `liger:dapo,beta=0`, as a function; any other name as it is.
 
-    From then on this process is that framework's: nothing else can be imported here.
+    `liger:dapo@matched` has the settings at which the audit holds this loss against the objective. From then on this
+    process is that framework's: nothing else can be imported here.
     """
     name, colon, mode = loss.partition(":")
     if not colon or name not in audits.frameworks() or not (f := audits.framework(name)).pin or not f.plain:
         return loss
-    mode, fields, plain = split(loss, mode)
-    if not plain:
-        raise InputError(f"{loss}: write {name}:{mode},defaults and then what is to be set, FIELD=VALUE.")
+    mode, fields, matched = split(loss, mode)
     enter(name, place(name, f.pin))
     if mode not in f.modes():
         raise InputError(f"{name} has no loss {mode!r}: choose {', '.join(sorted(f.modes()))}.")
+    if matched:
+        fields = _matching(f, mode, objective, hp or {}) | fields
+    fn = _function(f, loss, mode, fields)
+    plain = _function(f, f"{name}:{mode}", mode, {}) if matched else None
+    vars(fn)["__upref__"] = Shipped(fields, f.defaults(mode), plain)
+    return fn
+
+
+def _function(f: Framework, loss: str, mode: str, fields: dict[str, Any]) -> Callable:
+    assert f.plain is not None
     inner = f.plain(mode, f.configured(mode, fields))
 
     @functools.wraps(inner)
@@ -73,6 +83,17 @@ def named(loss: str) -> Any:
 
     fn.__name__ = loss
     return fn
+
+
+def _matching(f: Framework, mode: str, objective: str, hp: dict[str, Any]) -> dict[str, Any]:
+    """The fields at which the audit holds this loss against the objective; InputError where it does not."""
+    mine = [c for c in f.comparisons if c.mode == mode and c.objective == objective]
+    c = next((c for c in sorted(mine, key=lambda c: c.setting == "default") if c.hp == hp), None)
+    if c is None:
+        other = ", ".join(sorted({c.promise for c in f.comparisons if c.mode == mode}))
+        at = ", ".join([objective or "no objective", *(f"{k}={v:g}" for k, v in hp.items())])
+        raise InputError(f"no settings are known with which {f.name}:{mode} is {at}; the audit has {other}.")
+    return c.config
 
 
 def scripts(name: str, texts: list[str]) -> list[str]:
