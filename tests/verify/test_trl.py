@@ -58,7 +58,7 @@ def test_right(loss, name, hp):
 @pytest.mark.parametrize(
     ("loss", "name", "oracle"),
     [("cispo", "cispo", "on-policy"), ("dapo@matched", "gspo", "aggregation"), ("bnpo", "ppo_clip", "split"),
-     ("grpo", "dapo", "aggregation"), ("dapo", "dapo", "gradient")],
+     ("grpo", "dapo", "aggregation"), ("dapo", "dapo", "one-response")],
 )  # fmt: skip
 def test_wrong(loss, name, oracle):
     report = upref.check(f"trl:{loss}", name, skip=QUICK)
