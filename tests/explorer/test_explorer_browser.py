@@ -154,6 +154,28 @@ def test_objectives_come_and_go_the_policy_plays_and_it_is_dark(browser, page):
     assert paper() != light
 
 
+def test_panels_side_by_side_have_one_scale_and_every_bar_its_number(browser, page):
+    """The labels of the axes are the same; a nat is as long under DAPO as under UP."""
+    browser.open(page)
+    texts = "e.querySelectorAll('svg')[n].querySelectorAll('text[text-anchor=end]')"
+    ticks = f"(e, n) => [...{texts}].map(t => t.textContent)"
+    flows = browser.js(f"[...document.querySelectorAll('.card.flow')].map(e => ({ticks})(e, 0))")
+    assert len(flows) == 2 and flows[0] == flows[1] and len(flows[0]) > 3
+    bars = browser.js(
+        """[...document.querySelectorAll('.card.flow')].map(e => [
+        [...e.querySelectorAll('svg')[1].querySelectorAll('rect')].map(r => Number(r.getAttribute('width'))),
+        [...e.querySelectorAll('.number')].map(t => t.textContent)])"""
+    )
+    scales = []
+    for widths, numbers in bars:
+        assert len(widths) == len(numbers) == 10
+        values = [abs(float(x.replace("−", "-"))) for x in numbers]
+        scales += [w / v for w, v in zip(widths, values, strict=True) if v > 0.2]
+    assert max(scales) < 1.1 * min(scales)
+    up, down = browser.js(f"[0, 1].map(i => ({ticks})(document.getElementById('curves').children[i], 0))")
+    assert len({x.lstrip("−") for x in (up[-1], down[0])}) == 1, (up, down)
+
+
 def test_the_svg_stands_by_itself(browser, page):
     resvg = pytest.importorskip("resvg_py")
     browser.open(page, "o=dapo~eps_high:0.5;up(sapo);gspo&A=-1&mu=0.4&p=0.3")

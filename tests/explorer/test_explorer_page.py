@@ -187,6 +187,13 @@ def test_what_an_address_cannot_say_is_named_and_left_out(js, text):
     assert again["refused"] == [] and again["state"] == read["state"]
 
 
+def test_the_page_begins_without_the_dual_clip(js):
+    """The paper gives it no value; the one example that has it says so."""
+    assert js("start().o") == [{"name": "dapo", "hp": {}}, {"name": "up_dapo", "hp": {}}]
+    with_c = js("PRESETS.filter(x => x[1].includes('c:'))")
+    assert len(with_c) == 1 and "c = 3" in with_c[0][2]
+
+
 def test_examples_are_read_whole(js):
     for hash_ in js("[...PRESETS, ...SCENES].map(x => x[1])"):
         assert js(f"fromHash({json.dumps(hash_)})")["refused"] == [], hash_

@@ -84,7 +84,7 @@ function build() {
     const parts = { chart: make("div"), who: make("p", { class: "who" }), pushes: make("div") };
     parts.element = make("article", { class: "card flow", style: `--c: ${colour(i)}`, "aria-label": `${o.name}, the small policy` },
       make("header", {}, make("span", { class: "dot" }), make("h3", {}, o.name)), html("h4", prose("π_θ over the first π_old, against updates; hollow dots are clipped")), parts.chart,
-      html("h4", 'Pushes on log π: <span class="key full"></span> by its own gradient <span class="key"></span> by the others\''), parts.pushes, parts.who);
+      html("h4", 'Pushes on log π, nats: <span class="key full"></span> by its own gradient <span class="key"></span> by the others\''), parts.pushes, parts.who);
     return parts;
   });
   $("flows").replaceChildren(...flows.map(f => f.element));

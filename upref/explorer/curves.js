@@ -22,7 +22,8 @@ function weightLine(name, hp, A, mu, reach, many = 160) {
 function curvePanel(panels, A, { mu, p, here }, width, look) {
   const H = 240, left = 34, top = 26, right = 132, bottom = 36, w = width - left - right, h = H - top - bottom, f = v => +v.toFixed(1);
   const reach = Math.max(...panels.map(o => halfWidth(o.name, o.hp, mu))), lines = panels.map(o => weightLine(o.name, o.hp, A, mu, reach));
-  const highest = Math.max(...lines.flatMap(l => l.map(([, y]) => Math.abs(y))));
+  const opposite = panels.map(o => weightLine(o.name, o.hp, -A, mu, reach));  // its panel stands beside this one, on the same scale
+  const highest = Math.max(...[...lines, ...opposite].flatMap(l => l.map(([, y]) => Math.abs(y))));
   const lasts = lines.map(l => l.length ? l[l.length - 1][1] : 0), size = Math.abs(A) || 1;
   const bound = Math.min(Math.max(1.25 * size, highest), 4 * size) * 1.08;
   const [low, high] = A < 0 ? [-bound, 0.06 * bound] : [-0.06 * bound, bound];

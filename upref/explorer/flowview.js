@@ -3,12 +3,20 @@
 
 const SHADES = ["#D55E00", "#E69F00", "#0072B2", "#56B4E9", "#009E73"];
 
+/** Axes for panels that stand side by side: the ratios' ends, and the longest bar of all paths. */
+function commonAxes(paths, t, mu, rest) {
+  const goals = rest ? rest.map((x, a) => x / mu[a]).filter(x => x > 0) : [];
+  const states = paths.flatMap(path => [stateAt(path, t), stateAt(path, path.r.length / path.V - 1)]);
+  const most = paths.reduce((m, path) => path.r.reduce((x, y) => Math.max(x, y), m), Math.max(2, ...goals));
+  const least = paths.reduce((m, path) => path.r.reduce((x, y) => Math.min(x, y), m), Math.min(0.5, ...goals));
+  return { high: Math.min(most * 1.15, 1000), low: Math.max(least / 1.15, 0.02),
+    push: Math.max(0.3, ...states.flatMap(s => [...s.own, ...s.others]).map(Math.abs)) };
+}
+
 /** π/π_old of every token, a log axis; rest: where UP would rest. */
-function ratioChart(path, t, mu, rest, width, look) {
+function ratioChart(path, t, mu, rest, { low, high }, width, look) {
   const H = 200, left = 38, right = 14, top = 8, bottom = 22, w = width - left - right, h = H - top - bottom, n = path.r.length / path.V - 1;
-  const f = v => +v.toFixed(1), goals = rest ? rest.map((x, a) => x / mu[a]).filter(x => x > 0) : [], state = stateAt(path, t);
-  const high = Math.min(path.r.reduce((x, y) => Math.max(x, y), Math.max(2, ...goals)) * 1.15, 1000);
-  const low = Math.max(path.r.reduce((x, y) => Math.min(x, y), Math.min(0.5, ...goals)) / 1.15, 0.02);
+  const f = v => +v.toFixed(1), state = stateAt(path, t);
   const X = i => left + w * i / n, Y = r => top + h * (Math.log(high) - Math.log(Math.min(Math.max(r, low), high))) / (Math.log(high) - Math.log(low));
   const s = [], text = (x, y, what, more = "") => s.push(`<text x="${f(x)}" y="${f(y)}" font-size="11" fill="${look.ink}" ${more}>${what}</text>`);
   const ticks = [0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500].filter(v => v >= low && v <= high);
@@ -28,15 +36,16 @@ function ratioChart(path, t, mu, rest, width, look) {
   return `<svg viewBox="0 0 ${width} ${H}" role="img" aria-label="π over π_old of each token against updates">${s.join("")}</svg>`;
 }
 
-/** Log π gained by each token since the start: by its own gradient (solid), by the others' (hollow). */
-function pushChart(path, t, A, names, width, look) {
-  const row = 34, left = 122, right = 8, top = 4, w = width - left - right, now = stateAt(path, t), last = stateAt(path, path.r.length / path.V - 1), f = v => +v.toFixed(1), H = top + row * names.length + 4;
-  const most = Math.max(0.3, ...last.own.concat(last.others, now.own, now.others).map(Math.abs));
-  const X = v => left + w * (v / most + 1) / 2, s = [];
+/** Log π gained by each token since the start: by its own gradient (solid), by the others' (hollow), in nats. */
+function pushChart(path, t, A, names, { push }, width, look) {
+  const row = 34, left = 122, right = 8, top = 4, room = 34, w = width - left - right - 2 * room, now = stateAt(path, t), f = v => +v.toFixed(1), H = top + row * names.length + 4;
+  const X = v => left + room + w * (v / push + 1) / 2, s = [];
   const text = (x, y, what, more = "") => s.push(`<text x="${f(x)}" y="${f(y)}" font-size="11" fill="${look.ink}" ${more}>${what}</text>`);
   names.forEach((name, a) => {
-    const y = top + row * a, bar = (v, at, hollow) => s.push(`<rect x="${f(Math.min(X(0), X(v)))}" y="${f(at)}" width="${f(Math.abs(X(v) - X(0)))}" height="9" ` +
-      `fill="${hollow ? "none" : SHADES[a]}" stroke="${SHADES[a]}" stroke-width="1.4"/>`);
+    const y = top + row * a, bar = (v, at, hollow) => {
+      s.push(`<rect x="${f(Math.min(X(0), X(v)))}" y="${f(at)}" width="${f(Math.abs(X(v) - X(0)))}" height="9" fill="${hollow ? "none" : SHADES[a]}" stroke="${SHADES[a]}" stroke-width="1.4"/>`);
+      s.push(`<text class="number" x="${f(X(v) + (v < 0 ? -4 : 4))}" y="${f(at + 8.5)}" font-size="9.5" fill="${look.ink}" text-anchor="${v < 0 ? "end" : "start"}">${signed(v)}</text>`);
+    };
     text(0, y + 13, name);
     const clipped = A[a] !== 0 && !now.live[a];
     s.push(`<text x="0" y="${f(y + 26)}" font-size="10.5" fill="${look.soft}">π = ${num(now.p[a])}${clipped ? " · clipped" : ""}</text>`);

@@ -45,10 +45,11 @@ function computeFlows() {
 function drawFlows() {
   const { t, A } = S.flow, names = TOKENS_OF();
   $("time-is").textContent = String(t);
+  const axes = commonAxes(flows.map(f => f.path), t, flows[0].mu, flows[0].rest);
   flows.forEach(({ chart, who, pushes, path, rest, mu }) => {
     const width = Math.max(260, Math.round(chart.clientWidth) || 320);
-    chart.innerHTML = ratioChart(path, t, mu, rest, width, LOOK);
-    pushes.innerHTML = pushChart(path, t, A, names, width, LOOK);
+    chart.innerHTML = ratioChart(path, t, mu, rest, axes, width, LOOK);
+    pushes.innerHTML = pushChart(path, t, A, names, axes, width, LOOK);
     who.innerHTML = prose(flowWords(stateAt(path, t), t, A, names)) + (rest ? prose(` From UP's place of rest, π_old A<sup>+</sup>, the policy is ${num(distance(stateAt(path, t).p, rest), 2)} away (total variation).`) : "");
   });
 }

@@ -12,10 +12,10 @@ const LIMITS = {  // least, most, step of each slider
 const ROLLOUTS = [0, 1, 4, 16, 64, 256];
 
 const PRESETS = [
-  ["Fig. 1: DAPO vs UP-DAPO", "o=dapo~c:3;up_dapo~c:3&A=1&mu=0.25&p=0.25",
+  ["Fig. 1: DAPO vs UP-DAPO", "o=dapo;up_dapo&A=1&mu=0.25&p=0.25",
     "The paper's Fig. 1, right tokens. DAPO's Cap ends at r = 1 + ε_high; UP's is all that is left, 1 − π_θ."],
   ["Fig. 1, A < 0", "o=dapo~c:3;up_dapo~c:3&A=-1&mu=0.4&p=0.36",
-    "Wrong tokens: both have the same lower clip, and here the dual clip, which the paper draws and gives no value."],
+    "Wrong tokens: both have the same lower clip. The paper also draws a dual clip and gives it no value: here it is on, at verl's default c = 3."],
   ["UP is a plug-in", "o=sapo;up(sapo);cispo;up(cispo)&A=1&mu=0.1&p=0.3",
     "up(X) keeps X for A ≤ 0 and puts A log π_θ for A > 0. On objectives whose weight never is 0 it changes no Cap, only the weight."],
   ["Bounds that know π_old", "o=dppo_tv;bandpo_tv;bandpo_chi2;dppo_kl&A=1&mu=0.05&p=0.08",
@@ -39,7 +39,7 @@ const SCENES = [
 function panel(name, hp = {}) { return { name, hp }; }
 
 function start() {
-  return { o: [panel("dapo", { c: 3 }), panel("up_dapo", { c: 3 })], ...POINT, flow: copied(FLOW) };
+  return { o: [panel("dapo"), panel("up_dapo")], ...POINT, flow: copied(FLOW) };
 }
 
 function copied(x) { return JSON.parse(JSON.stringify(x)); }
