@@ -10,13 +10,13 @@ the weight is negative: an update *lowers* p, back towards π_old. The dual clip
 over-probable wrong token without correction. And A = 0 has no gradient anywhere, hence no Cap ("A <= 0").
 """
 
-from sympy import Rational, Symbol, log, simplify, symbols
+from sympy import Rational, Symbol, exp, simplify, symbols
 
 from upref import get
-from upref.symbolic import in_regime
+from upref.symbolic import pieces
 
 A = Symbol("A", negative=True)
-r, p, mu, eps_low, c = symbols("r p mu eps_low c", positive=True)
+r, p, mu, eps_low, c, step = symbols("r p mu eps_low c step", positive=True)
 lp, lp_old = symbols("lp lp_old", real=True)
 UP = get("up_dapo")
 AT = {eps_low: Rational(1, 5), c: 3, A: -1}
@@ -24,29 +24,28 @@ AT = {eps_low: Rational(1, 5), c: 3, A: -1}
 
 def main(base=UP, direction=-1):
     J = base.fn(lp, lp_old, A, eps_low=eps_low, c=c)
-    alive = []
-    regimes = ("r < 1-ε_low", Rational(1, 2), (1 - eps_low) * A), ("inside", 2, A * r), ("r > c", 4, c * A)
-    for name, ratio, value in regimes:
-        at = AT | {lp: log(ratio), lp_old: 0}
-        branch = in_regime(J, at)
-        weight = simplify(branch.diff(lp).subs(lp, lp_old + log(r)))
-        by_hand = in_regime(base.closed_form(r, A, eps_low=eps_low, c=c), AT | {r: ratio})
-        dual = max(min(-ratio, -max(ratio, Rational(4, 5))), -3)  # max(min(r A, clip(r) A), c A) at the numbers of AT
-        print(f"{name:12} J = {branch}   dJ/dlp = {weight}")
-        assert simplify(branch.subs(lp, lp_old + log(r)) - value) == 0 and weight == by_hand
-        assert dual == branch.subs(at)
-        alive.append(weight != 0)
-    assert alive == [False, True, False]
+    window = []
+    for low, high, [found] in pieces([J], lp, lp_old, r, AT):
+        print(f"{low} < r < {high}:  J = {found[0]}   dJ/dlp = {found[1]}")
+        if high.subs(AT) <= Rational(4, 5):
+            claimed = ((1 - eps_low) * A, 0)
+        elif low.subs(AT) >= 3:
+            claimed = (c * A, 0)
+        else:
+            claimed = (A * exp(lp - lp_old), A * r)
+            window.append((low, high, found[1]))
+        assert all(simplify(x - y) == 0 for x, y in zip(found, claimed, strict=True)), f"{low} < r < {high}: {found}"
+    lower, upper, weight = window[0][0], window[-1][1], window[-1][2]
+    assert (lower, upper) == (1 - eps_low, c)
 
-    cap = p - (1 - eps_low) * mu
-    print("Cap inside the window:", cap, "  just below c:", cap.subs(p, c * mu).factor(mu))
-    step = Symbol("step", positive=True)
-    change = (step * A * r).subs(r, c)  # gradient ascent moves lp by step x weight
+    cap = p - lower * mu
+    print("Cap inside the window:", cap, "  just below c:", cap.subs(p, upper * mu).factor(mu))
+    change = step * weight.subs(r, upper)  # gradient ascent moves lp by step x weight
     print("ascent just below c moves lp by", change, "< 0: towards π_old, as log c > 0")
     assert change.is_negative == (direction < 0)
 
-    on_edge = cap.subs(p, c * mu)  # grows with mu until p = c mu = 1
-    top = simplify(on_edge.subs(mu, 1 / c))
+    on_edge = cap.subs(p, upper * mu)  # grows with mu until p = c mu = 1
+    top = simplify(on_edge.subs(mu, 1 / upper))
     print("supremum over the unit square:", top, "at mu = 1/c, p = 1;  beyond, Cap(p = 1) =", cap.subs(p, 1), "falls")
     assert simplify(on_edge.diff(mu)) == c - 1 + eps_low and cap.subs(p, 1).diff(mu) == eps_low - 1
     assert simplify(top - (1 - (1 - eps_low) / c)) == 0

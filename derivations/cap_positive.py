@@ -1,34 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """Eq. 11: the Probability Capacity for A > 0.
 
-Claim. dJ/dlp of DAPO is alive up to r = 1+ε_high, that is up to p = (1+ε_high) mu, and p <= 1, so
+Claim. dJ/dlp of DAPO is A r up to r = 1+ε_high, that is up to p = (1+ε_high) mu, and 0 above; p <= 1. So
 Cap = min(1, (1+ε_high) mu) - p below and 0 above. At mu = 0.01, ε_high = 0.28: gone at 0.0128, 0.0028 from mu. UP's
-is A, alive everywhere: Cap = 1 - p.
+dJ/dlp is A at every ratio: Cap = 1 - p.
 
-Only in part as written: the Cap is linear in mu only while (1+ε_high) mu < 1. From mu = 1/1.28 = 0.78 on DAPO never
-clips a positive token, and its Cap is UP's.
+Holds under a condition: the Cap is linear in mu while (1+ε_high) mu < 1. From mu = 1/1.28 = 0.78 on DAPO never clips a
+positive token, and its Cap is UP's.
 """
 
-from sympy import Min, Rational, Symbol, log, symbols
+from sympy import Min, Rational, Symbol, oo, symbols
 
 from upref import get
-from upref.symbolic import in_regime, kinks
+from upref.symbolic import pieces
 
 A, r, p, mu = symbols("A r p mu", positive=True)
-lp, eps_high = Symbol("lp", real=True), Symbol("eps_high", positive=True)
+lp, lp_old = symbols("lp lp_old", real=True)
+eps_high = Symbol("eps_high", positive=True)
+AT = {eps_high: Rational(28, 100), A: 1}
 
 
-def ceiling(o, **hp):
-    """The largest p at which dJ/dlp of the function that trains, alive at r = 1, is not yet 0."""
-    gradient = o.fn(lp, 0, A, eps_low=Rational(1, 5), c=None, **hp).diff(lp).subs(lp, log(r))
-    at = {eps_high: Rational(28, 100), A: 1}
-    assert in_regime(gradient, at | {r: 1}) != 0
-    past = [k for k in kinks(gradient, r) if k.subs(at) > 1 and in_regime(gradient, at | {r: k.subs(at) * 2}) == 0]
-    return Min(1, *(mu * k for k in past))
+def ceiling(name, weight, bound, **hp):
+    """The largest p at which the function that trains has a gradient: it must be `weight` below `bound`, 0 above."""
+    J = get(name).fn(lp, lp_old, A, eps_low=Rational(1, 5), c=None, **hp)
+    alive = []
+    for low, high, [(_, found)] in pieces([J], lp, lp_old, r, AT):
+        print(f"{name}: dJ/dlp = {found} for {low} < r < {high}")
+        below = bool(high.subs(AT) <= bound.subs(AT))
+        assert found == (weight if below else 0), f"{name}, {low} < r < {high}: {found}"
+        alive += [high] if below else []
+    return Min(1, mu * alive[-1])
 
 
 def main(bound=1 + eps_high):
-    dapo, up = ceiling(get("dapo"), eps_high=eps_high), ceiling(get("up_dapo"))
+    dapo, up = ceiling("dapo", A * r, bound, eps_high=eps_high), ceiling("up_dapo", A, oo)
     print("largest p with a gradient:  DAPO", dapo, "  UP-DAPO", up)
     assert dapo == Min(1, bound * mu) and up == 1
 

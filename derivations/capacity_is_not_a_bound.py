@@ -5,6 +5,7 @@ Claim. Clipping removes a token's own gradient; it does not bound the policy. A 
 positive (π_old = 0.01), two negative: in the flow of DAPO's exact gradient the positive token's own term stops at r =
 1.28, then the negatives, pushed down to 1-ε_low, leave it their mass by normalisation. It ends at
 (1 - (1-ε_low)(1-π_old))/π_old = 20.8. The Cap says where a gradient lives, not what the policy can reach.
+This is one run of small steps: a counterexample, and no statement about every task.
 """
 
 import torch

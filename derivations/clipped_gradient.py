@@ -10,7 +10,7 @@ import torch
 from sympy import Rational, Symbol, exp, log, simplify, symbols
 
 from upref import get
-from upref.symbolic import in_regime
+from upref.symbolic import in_regime, pieces
 
 A, r, eps = Symbol("A", positive=True), Symbol("r", positive=True), Symbol("eps", positive=True)
 lp, lp_old = symbols("lp lp_old", real=True)
@@ -18,18 +18,14 @@ GRPO = get("grpo")
 
 
 def main(base=GRPO):
-    J = base.fn(lp, lp_old, A, eps=eps, c=None)
-
-    def read(at_r):
-        """J where eps = 1/5 and r = at_r, and its derivative by lp, in r."""
-        branch = in_regime(J, {lp: log(at_r), lp_old: 0, eps: Rational(1, 5), A: 1})
-        return branch, simplify(branch.diff(lp).subs(lp, lp_old + log(r)))
-
-    (low, below), (_, at), (high, above) = (read(x) for x in (1, Rational(6, 5), 2))
-    print("r < 1+ε:  J =", low, "  dJ/dlp =", below)
-    print("r > 1+ε:  J =", high, "  dJ/dlp =", above)
-    print("r = 1+ε:  left", below.subs(r, 1 + eps), "  right", above, "  chosen", at.subs(r, 1 + eps))
-    assert (low, high) == (A * exp(lp - lp_old), A * (1 + eps)) and (below, at, above) == (A * r, A * r, 0)
+    J, at = base.fn(lp, lp_old, A, eps=eps, c=None), {eps: Rational(1, 5), A: 1}
+    for low, high, [found] in pieces([J], lp, lp_old, r, at):
+        print(f"{low} < r < {high}:  J = {found[0]}   dJ/dlp = {found[1]}")
+        below = bool(high.subs(at) <= Rational(6, 5))
+        assert found == ((A * exp(lp - lp_old), A * r) if below else (A * (1 + eps), 0)), f"{low} < r < {high}: {found}"
+    at_kink = in_regime(J, at | {lp: log(Rational(6, 5)), lp_old: 0}).diff(lp).subs(lp, lp_old + log(1 + eps))
+    print("r = 1+ε:  left", A * (1 + eps), "  right 0   chosen", simplify(at_kink))
+    assert simplify(at_kink - A * (1 + eps)) == 0
 
     x = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     old = -torch.tensor([2.0], dtype=torch.float64).log()

@@ -14,11 +14,11 @@ from itertools import product
 from sympy import Rational, Symbol, log, simplify, symbols
 
 from upref import get
-from upref.symbolic import in_regime
+from upref.symbolic import in_regime, pieces
 
 lp, lp_old = symbols("lp lp_old", real=True)
 eps_low, c = symbols("eps_low c", positive=True)
-eps_high = Symbol("eps_high", real=True)
+eps_high, r = Symbol("eps_high", real=True), Symbol("r", positive=True)
 PAIRS = {"dapo": "up_dapo", "gspo": "up_gspo", "grpo": "up_grpo"}
 LOW = Rational(1, 5)
 
@@ -32,17 +32,17 @@ def terms(name, A):
 
 def main(smallest=-LOW):
     A = Symbol("A", negative=True)
-    ratios = [Rational(1, 2), Rational(4, 5), Rational(9, 10), 1, Rational(11, 10), Rational(5, 4), 2, 5, 10**10]
     highs = [smallest, 0, Rational(28, 100), 3, 10**9]
     for base, variant in PAIRS.items():
-        J, J_up = terms(base, A)
         read = set()
-        for ratio, high, bound in product(ratios, highs, (Rational(6, 5), 4)):
-            point = {lp: log(ratio), lp_old: 0, eps_low: LOW, eps_high: high, c: bound, A: -1}
-            branch = in_regime(J, point)
-            assert not branch.has(eps_high) and simplify(branch - in_regime(J_up, point)) == 0, (base, ratio, high)
-            read.add(str(branch))
+        for high, bound in product(highs, (Rational(6, 5), 4)):
+            at = {eps_low: LOW, eps_high: high, c: bound, A: -1}
+            for low, up_to, [(J, w), (J_up, w_up)] in pieces(terms(base, A), lp, lp_old, r, at):
+                where = f"{base}, {low} < r < {up_to} at ε_high = {high}"
+                assert not J.has(eps_high) and simplify(J - J_up) == 0 == simplify(w - w_up), f"{where}: {J}, {J_up}"
+                read.add(str(J))
         print(f"{base} = {variant} for A < 0 in every order of the bounds; J there: {', '.join(sorted(read))}")
+        point = at | {lp: log(2), lp_old: 0}
         assert {in_regime(f, point) for f in terms(base, 0 * A)} == {0}
 
     J, _ = terms("dapo", A)

@@ -45,8 +45,12 @@ def main(target=lambda mu, A: mu * A):
     assert pull == [0, 0, 0] and simplify(J_is - mean) == 0
 
     numbers = dict(zip((*mu, *A), (Rational(1, 2), Rational(3, 10), Rational(1, 5), 1, 2, 4), strict=True))
-    print("π_old = (.5, .3, .2), A = (1, 2, 4):  UP ends at", [s.subs(numbers) for s in star], " IS at [0, 0, 1]")
-    assert [s.subs(numbers) for s in star] != [0, 0, 1]
+    best = max(range(3), key=lambda k: mean.subs(numbers).subs({y: 0 for j, y in enumerate(x) if j != k}))
+    short = [numbers[A[best]] - numbers[a] for a in A]  # A_best - E_π[A] = Σ_k π_k short_k
+    print("π_old = (.5, .3, .2), A = (1, 2, 4):  UP ends at", [s.subs(numbers) for s in star], end="; ")
+    print(f"IS at arm {best + 1} alone: A_{best + 1} - E_π[A] = Σ_k π_k {short}_k, 0 there only")
+    rest = J_is.subs(at).subs(numbers)  # E_π[A] where UP rests
+    assert all((d == 0) == (k == best) and d >= 0 for k, d in enumerate(short)) and rest < numbers[A[best]]
 
     drift = [sum(m * k * p.diff(k) for m, p in zip(mu, lp, strict=True)) for k in x]  # mu not normalised
     apart = [simplify(d - (m - sum(mu) * k / sum(x))) for d, m, k in zip(drift, mu, x, strict=True)]

@@ -89,8 +89,9 @@ def main(base=IS, up=UP):
     )
     assert excess == 0 and rare > policy > good and limit(moment, MU[0], 0, "+") == oo
 
-    token, prefix = two_steps(lambda r1, r2: (r1, r2)), two_steps(lambda r1, r2: (r1, r1 * r2))
-    whole = two_steps(lambda r1, r2: (r1 * r2, r1 * r2))
+    w = lambda r: base(lp, lp_old, 1).diff(lp).subs({lp: log(r), lp_old: 0})  # of the function, at that ratio
+    token, prefix = two_steps(lambda r1, r2: (w(r1), w(r2))), two_steps(lambda r1, r2: (w(r1), w(r1 * r2)))
+    whole = two_steps(lambda r1, r2: (w(r1 * r2), w(r1 * r2)))
     print("two steps, bias in π(1) and in π(1|1)")
     print("  token ratios r_t:     ", token)
     print("  prefix products:      ", prefix)

@@ -2,9 +2,9 @@
 """Sec. 4.1: what is stable about the positive branch, and why the negative one may not be unbounded.
 
 Claim, in the logits z of a softmax. A log π_a, A > 0, is concave (its Hessian is -A (diag p - p pᵀ)) and <= 0; its
-gradient in z_a is A (1 - p) <= A. With A < 0 the same term is convex and unbounded above, and its gradient tends to
--|A|, not to 0, as π_a -> 0; UP's own negative branch has weight 0 below 1-ε_low. The importance-sampling weight is A r,
-up to A/π_old.
+gradient in z_a is A (1 - p) <= A. This says nothing about the parameters. With A < 0 the same term is convex and
+unbounded above, and its gradient tends to -|A|, not to 0, as π_a -> 0; UP's own negative branch has weight 0 below
+1-ε_low. The importance-sampling weight is A r, up to A/π_old.
 
 Not proved by this, and not true: that instability is "completely eradicated". The gradient is bounded, the drift over
 repeated mini-batches is not (fixed_point.py, capacity_is_not_a_bound.py).
@@ -13,7 +13,7 @@ repeated mini-batches is not (fixed_point.py, capacity_is_not_a_bound.py).
 from sympy import Matrix, Rational, Symbol, diag, exp, limit, log, oo, simplify, symbols
 
 from upref import get
-from upref.symbolic import in_regime
+from upref.symbolic import pieces
 
 z, v = symbols("z1:4", real=True), Matrix(symbols("v1:4", real=True))
 A, mu, p = symbols("A mu p", positive=True)
@@ -38,16 +38,22 @@ def main(up=UP, symmetric=SYMMETRIC, sign=-1):
 
     opposite = [simplify(J_neg.diff(a) + J.diff(a)) for a in z]
     print("A < 0, no clip: its gradient and the one above add up to", opposite, " hence convex")
-    rise, pull = limit(symmetric.fn(log(p), None, -A), p, 0, "+"), limit(-A * (1 - p), p, 0)
+    assert opposite == [0, 0, 0]
+    slope_neg = simplify(J_neg.diff(z[0]) + A * (1 - pi[0]))  # so dJ/dz_a = -A (1 - p)
+    rise, pull = limit(symmetric.fn(log(p), None, -A), p, 0, "+"), limit(slope_neg - A * (1 - p), p, 0)
     print(f"                as p -> 0: J -> {rise}, dJ/dz_a -> {pull}")
-    assert opposite == [0, 0, 0] and rise == oo and pull == -A
+    assert slope_neg == 0 and rise == oo and pull == -A
 
-    q = Symbol("lp", real=True)
-    clipped = in_regime(up.fn(q, 0, -A), {q: -log(2), A: 1}).diff(q)
-    unclipped = in_regime(get("dapo_no_upper_clip").fn(q, log(mu), A), {q: 0, mu: Rational(1, 3), A: 1})
-    certain = unclipped.diff(q).subs(q, 0)
-    print("UP, A < 0, r = 1/2: weight", clipped, "  importance sampling, A > 0, p = 1: weight", certain)
-    assert clipped == 0 and certain == A / mu and limit(certain, mu, 0, "+") == oo
+    q, old, r = Symbol("lp", real=True), Symbol("lp_old", real=True), Symbol("r", positive=True)
+    low_clip = {"eps_low": Rational(1, 5)}
+    for low, high, [(_, weight)] in pieces([up.fn(q, old, -A, **low_clip)], q, old, r, {A: 1}):
+        print(f"UP, A < 0, {low} < r < {high}: weight {weight}")
+        assert weight == 0 or high > 1 - low_clip["eps_low"]
+    unclipped = get("dapo_no_upper_clip").fn(q, old, A, **low_clip)
+    for low, high, [(_, weight)] in pieces([unclipped], q, old, r, {A: 1}):
+        certain = weight.subs(r, 1 / mu)
+        print(f"importance sampling, A > 0, {low} < r < {high}: weight {weight}; at p = 1: {certain}")
+        assert weight == A * r and limit(certain, mu, 0, "+") == oo
 
 
 if __name__ == "__main__":

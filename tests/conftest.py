@@ -8,3 +8,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests st
 import torch
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # for this one, where a plug-in imported torch before
+
+
+def pytest_collection_modifyitems(config, items):
+    """What is nightly runs only where it is asked for: -m nightly."""
+    if "nightly" not in config.option.markexpr:
+        left = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]

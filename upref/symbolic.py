@@ -2,7 +2,8 @@
 """The sympy side of `upref.ops`: its words `sg` and `where` as functions, arrays of symbols, how a regime is read."""
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import sympy
@@ -98,6 +99,25 @@ def in_regime(expr: Expr, point: dict) -> Expr:
     while expr.has(Where):
         expr = expr.replace(Where, branch)
     return expr
+
+
+def pieces(Js: Sequence[Expr], lp: Symbol, lp_old: Symbol, r: Symbol, at: dict) -> list[tuple]:
+    """(low, high, [(J, dJ/dlp in r), ...]) of these J on every open interval of r = exp(lp - lp_old) between kinks.
+
+    at: numbers for the other symbols, which order the kinks. The intervals are those of all Js together.
+    """
+    ends = {sympy.S.Zero: sympy.S.Zero, sympy.oo: sympy.oo}
+    for J in Js:
+        for k in kinks(J.subs({lp: sympy.log(r), lp_old: 0}), r):
+            if k.subs(at).is_positive:
+                ends.setdefault(k.subs(at), k)
+    found = []
+    for a, b in pairwise(sorted(ends)):
+        inside = (2 * a if a else sympy.S.One) if b == sympy.oo else (a + b) / 2
+        branches = [in_regime(J, at | {lp: sympy.log(inside), lp_old: 0}) for J in Js]
+        read = [(J, sympy.simplify(forget_sg(J.diff(lp)).subs(lp, lp_old + sympy.log(r)))) for J in branches]
+        found.append((ends[a], ends[b], read))
+    return found
 
 
 def kinks(expr: Expr, r: Symbol) -> list[Expr]:
