@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from upref.plots import cap_map
     from upref.registry import Objective, get, names, objective
     from upref.rollouts import Rollouts
+    from upref.step import check_recorded, check_step, record_step
     from upref.transforms import up, up_anchored
     from upref.verify.advantages import check_advantages
     from upref.verify.check import check
@@ -37,12 +38,15 @@ _HOME = {
     "check": "verify.check",
     "check_advantages": "verify.advantages",
     "check_kl": "verify.kl",
+    "check_recorded": "step",
+    "check_step": "step",
     "derive": "derivation",
     "diagnose": "diagnostics",
     "get": "registry",
     "identify": "verify.identify",
     "names": "registry",
     "objective": "registry",
+    "record_step": "step",
     "row_weights": "aggregation",
     "up": "transforms",
     "up_anchored": "transforms",
@@ -61,12 +65,15 @@ __all__ = [
     "check",
     "check_advantages",
     "check_kl",
+    "check_recorded",
+    "check_step",
     "derive",
     "diagnose",
     "get",
     "identify",
     "names",
     "objective",
+    "record_step",
     "row_weights",
     "up",
     "up_anchored",

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""check_step on bare loops: right ones agree, and one bug each is named."""
+
+import copy
+
+import pytest
+import torch
+from loops import BUGS, RIGHT, T, policy_step, qwen3, right
+
+import upref
+from upref.step import Row, TorchModel, check_recorded, check_step, record_step
+from upref.step.case import built, meant
+
+
+@pytest.fixture(scope="module")
+def model():
+    return qwen3()
+
+
+@pytest.mark.parametrize("name, step", RIGHT)
+def test_a_right_step_agrees(name, step, model):
+    report = check_step(step, model, "dapo", temperature=T)
+    assert report and report.error < 5e-6, report
+
+
+@pytest.mark.parametrize("name, cause, step", BUGS)
+def test_a_bug_is_rejected_and_named(name, cause, step, model):
+    report = check_step(step, model, "dapo", temperature=T)
+    assert not report
+    assert cause in report.failures[0].cause, report
+
+
+def test_the_model_is_as_it_was(model):
+    before = copy.deepcopy(model.state_dict())
+    check_step(right, model, "dapo", temperature=T)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_lazy_case_is_refused(model):
+    with pytest.raises(upref.InputError, match="temperature 1"):
+        check_step(right, model, "dapo", temperature=1.0)
+    rows = [Row([3, 4], [5, 6], [True, True], 1.0), Row([7, 8, 9], [10, 11], [True, True], -1.0)]
+    with pytest.raises(upref.InputError, match="could hide bugs"):
+        check_step(right, model, "dapo", temperature=T, rows=rows)
+    assert check_step(lambda m, r: policy_step(m, r, temperature=1.0), model, "dapo", temperature=1.0,
+                      without=["temperature"])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "step, sentence",
+    [
+        (lambda m, rows: None, "left no gradient"),
+        (lambda m, rows: 1 / 0, "the step fails on these rows: ZeroDivisionError"),
+    ],
+)
+def test_a_step_that_cannot_be_judged_gets_a_sentence(step, sentence, model):
+    with pytest.raises(upref.InputError, match=sentence):
+        check_step(step, model, "dapo", temperature=T)
+
+
+def test_a_trainer_that_cannot_be_handed_rows_is_recorded(model):
+    """Three epochs on the same rows: the weights move between the steps, and each is held against its own."""
+    net = copy.deepcopy(model)
+    rows = built(TorchModel(net), meant("dapo", {}, T), None, ()).rows
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    with record_step(net) as seen:
+        for _ in range(3):
+            policy_step(net, rows)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(seen.steps) == 3
+    report = check_recorded(seen, rows, "dapo", temperature=T)
+    assert report and report.error < 1e-5, report
+    assert not check_recorded(seen, [rows], "dapo", temperature=T, eps_high=0.5)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a check is made of: the goal, the rows, the stirred model, and the gradient that the step makes."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from upref.errors import InputError
+from upref.registry import Objective, get
+from upref.step import rows as batch
+from upref.step.forward import Forward
+from upref.step.goal import Goal
+from upref.step.record import Step, watched
+from upref.step.reference import Gradient, Model, TorchModel, as_float64, unwrapped
+from upref.step.rows import AXES, Padded, Row
+from upref.verify.report import short
+
+BOUNDS = {torch.float64: 1e-8, torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of |g - g*| / |g*|
+
+@dataclass
+class Case:
+    """Rows, the reference's forward pass over them, and what it does not vary."""
+
+    rows: list[Row]
+    b: Padded
+    forward: Forward
+    unvaried: dict[str, str]
+
+
+def built(
+    model: Model, goal: Goal, rows: Sequence[Row] | None, without: Sequence[str], seed: int = 0, coarse: bool = False
+) -> Case:  # fmt: skip
+    """The rows, made or validated, with the reference's forward pass. InputError where they could hide bugs."""
+    if rows is None:
+        made = batch.made(model.vocabulary, seed, without, model.end)
+        forward = Forward(model, made, goal.temperature)
+        still = "ratio" in without
+        batch.sampled(made, forward.lp(), goal.o, goal.hp, seed=seed, still=still, coarse=coarse)
+    else:
+        made = batch.validated(rows, model.vocabulary)
+        forward = Forward(model, made, goal.temperature)
+    unvaried = batch.unvaried(made, goal.temperature, forward.lp())
+    if bad := [k for k in unvaried if k not in without]:
+        raise InputError(
+            f"this case could hide bugs: {unvaried[bad[0]]}. Vary it, or pass without={bad!r} and read what is left "
+            "unexercised."
+        )
+    return Case(made, Padded.of(made), forward, unvaried)
+
+
+def must_know(without: Sequence[str]):
+    if isinstance(without, str) or (bad := [w for w in without if w not in AXES]):
+        raise InputError(
+            f"without takes a list of {', '.join(AXES)}, got {without if isinstance(without, str) else bad[0]!r}."
+        )
+
+
+def meant(
+    objective, hp, temperature, beta=0.0, entropy_coef=0.0, z_loss_coef=0.0, clip=None, scale=1.0
+) -> Goal:  # fmt: skip
+    """The goal, its numbers checked."""
+    o = objective if isinstance(objective, Objective) else get(objective)
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < 1e6:
+        raise InputError(f"temperature must be a finite number above 0, the sampler's, got {temperature!r}.")
+    if "beta" in hp:
+        beta = hp.pop("beta")
+    if beta and not o.kl:
+        o = replace(o, kl="k3")
+    resolved = {k: v for k, v in o.resolve(dict(hp)).items() if k != "beta"}
+    return Goal(o, resolved, float(temperature), beta, entropy_coef, z_loss_coef, clip, scale)
+
+
+def torch_model(model: Any) -> TorchModel:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be an nn.Module, or upref.step.Functions, got {type(model).__name__}.")
+    return TorchModel(model)
+
+
+def with_weights(model: TorchModel, step: Step) -> TorchModel:
+    if step.weights:
+        missing = model.net.load_state_dict(step.weights, strict=False).missing_keys
+        if set(missing) & set(model.names):
+            raise InputError(f"the recorded weights lack {missing[0]}: record the module that is trained.")
+    return model
+
+
+def bound_of(model: Any) -> float:
+    if not isinstance(model, nn.Module):
+        return BOUNDS[torch.float32]
+    kinds = {p.dtype for p in model.parameters() if p.requires_grad}
+    return max((BOUNDS.get(k, BOUNDS[torch.float32]) for k in kinds), default=BOUNDS[torch.float32])
+
+
+@contextmanager
+def stirred(model: nn.Module, stir: bool) -> Iterator[None]:
+    """Larger, disturbed weights for a while: in a fresh model attention and biases hardly move the logits."""
+    net = unwrapped(model)
+    before = {n: v.detach().clone() for n, v in net.state_dict().items()}
+    grads = {n: p.grad for n, p in net.named_parameters()}
+    modes = {m: m.training for m in net.modules()}
+    random = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad():
+            for p in net.parameters():
+                p.grad = None
+                if stir and p.is_floating_point() and p.device.type == "cpu":
+                    noise = torch.randn(p.shape, generator=random, dtype=torch.float32)
+                    want = 0.1 if p.ndim < 2 else 1.4 / p.shape[-1] ** 0.5
+                    had = 0.0 if p.ndim < 2 else float(p.float().std())
+                    p.add_((max(want**2 - had**2, (0.1 * want) ** 2) ** 0.5 * noise).to(p.dtype))
+        yield
+    finally:
+        net.load_state_dict(before)
+        for n, p in net.named_parameters():
+            p.grad = grads.get(n)
+        for m, mode in modes.items():
+            m.training = mode
+
+
+def run(step: Callable, model: Any, case: Case) -> tuple[Gradient, int]:
+    """The gradient that the step makes on copies of the rows, and its number of backward passes."""
+    rows = copy.deepcopy(case.rows)
+    if not isinstance(model, nn.Module):
+        return _taken(_called(step, model.params if hasattr(model, "params") else model, rows)), 0
+    net = unwrapped(model)
+    steps: list[Step] = []
+    weights = {n: v.detach().clone() for n, v in net.state_dict().items()}
+    for p in net.parameters():
+        p.grad = None
+    with watched(model, steps, 9, weights=False) as count:
+        out = _called(step, model, rows)
+    passes = count[0] + sum(s.backwards for s in steps)
+    if len(steps) > 1:
+        raise InputError(
+            f"the step made {len(steps)} optimizer steps on these rows: let it make one, or use record_step."
+        )
+    found = (
+        steps[0].gradients
+        if steps
+        else {n: as_float64(p.grad) for n, p in net.named_parameters() if p.grad is not None}
+    )
+    if isinstance(out, dict) and out and all(hasattr(v, "shape") for v in out.values()) and not found:
+        found = _taken({k.removeprefix("_orig_mod.").removeprefix("module."): v for k, v in out.items()})
+    with torch.no_grad():
+        net.load_state_dict(weights)
+    for p in net.parameters():
+        p.grad = None
+    if not found:
+        raise InputError(
+            "the step left no gradient: it must leave .grad, let an optimizer step, or return {name: array}; and train "
+            "the very model that it is handed."
+        )
+    return found, passes
+
+
+def _called(step: Callable, model: Any, rows: list[Row]) -> Any:
+    try:
+        with torch.enable_grad():
+            return step(model, rows)
+    except InputError:
+        raise
+    except Exception as e:
+        raise InputError(f"the step fails on these rows: {type(e).__name__}: {short(str(e), 300)}") from e
+
+
+def _taken(out: Any) -> Gradient:
+    if not isinstance(out, dict) or not out:
+        raise InputError("a step whose model is not torch's must return {name of a parameter: its gradient}.")
+    return {k: as_float64(v) for k, v in out.items()}

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`upref.check_step`: whether what a training step hands to its optimizer is the gradient of the objective."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from upref.errors import InputError
+from upref.registry import Objective
+from upref.step import rows as batch
+from upref.step.case import BOUNDS, Case, bound_of, built, meant, must_know, run, stirred, torch_model, with_weights
+from upref.step.diagnose import diagnosed, half_precision, parameters
+from upref.step.forward import added, clipped, expected, norm
+from upref.step.goal import Goal
+from upref.step.record import Recorded
+from upref.step.reference import Gradient, Model
+from upref.step.rows import AXES, Row
+from upref.verify.report import Finding, Report, note, tidy
+
+
+@dataclass(frozen=True)
+class StepReport(Report):
+    """The verdict on one training step, with the relative error of its gradient and what the case exercised."""
+
+    error: float = 0.0
+    exercised: list[str] = field(default_factory=list)
+    unexercised: list[str] = field(default_factory=list)
+
+    def text(self, verbose: bool = False) -> str:
+        lines = [super().text(verbose), f"error of the gradient: {self.error:.2g} of its norm"]
+        lines += [f"exercised: {', '.join(self.exercised)}"] if self.exercised else []
+        lines += [f"not exercised: {', '.join(self.unexercised)}"] if self.unexercised else []
+        return "\n".join(lines)
+
+
+@tidy
+def check_step(
+    step: Callable[[Any, list[Row]], Any],
+    model: Any,
+    objective: str | Objective,
+    *,
+    temperature: float,
+    rows: Sequence[Row] | None = None,
+    beta: float = 0.0,
+    entropy_coef: float = 0.0,
+    z_loss_coef: float = 0.0,
+    clip: float | None = None,
+    scale: float = 1.0,
+    without: Sequence[str] = (),
+    stir: bool = True,
+    seed: int = 0,
+    **hp: Any,
+) -> StepReport:
+    """Check whether a training step computes the gradient of an objective.
+
+    The reference is g = -∇_θ (J - β KL + c H) at the given temperature: one unpadded row at a time, in float64.
+
+    Args:
+        step: `(model, rows)`: your forward, loss and backward on these rows. It leaves gradients in `.grad`, lets an
+            optimizer step, or returns {name: array}.
+        model: the nn.Module that the step trains, a small one; or upref.step.Functions. Its weights are the same
+            after the check as before.
+        objective: a name of `upref list`, or an Objective.
+        temperature: of the sampler; log-probabilities are taken at it.
+        rows: responses with distinct tokens; None: upref makes eight.
+        beta: coefficient of the KL term, of the objective's estimator, or k3.
+        entropy_coef: coefficient of an entropy bonus, averaged as the objective is.
+        z_loss_coef: coefficient of the token mean of (log Σ exp z)², subtracted from J.
+        clip: bound of the gradient's norm, where the step clips it.
+        scale: a constant factor of the loss that you mean.
+        without: what the step cannot do, and the case leaves out: lengths, temperature, ratio, holes.
+        stir: enlarge and disturb the weights first, so that attention, biases and norms have an effect.
+        seed: of the rows.
+        **hp: the objective's hyperparameters.
+
+    Returns:
+        A Report: true where the gradients agree, with the cause where they do not.
+
+    Raises:
+        InputError: the step fails or leaves no gradient, or the case could hide bugs.
+    """
+    start = time.perf_counter()
+    goal = meant(objective, hp, temperature, beta, entropy_coef, z_loss_coef, clip, scale)
+    must_know(without)
+    if temperature == 1 and "temperature" not in without:
+        raise InputError(
+            'at temperature 1 a forgotten temperature does not show: pass temperature=0.7, or without=["temperature"].'
+        )
+    with stirred(model, stir) if isinstance(model, nn.Module) else nullcontext():
+        reference = model if isinstance(model, Model) else torch_model(model)
+        bound, kind = bound_of(model), ""
+        case = built(reference, goal, rows, without, seed, bound > 1e-3)
+        found, passes = run(step, model, case)
+        if bound < 1e-3 and isinstance(model, nn.Module) and compared(goal, case, found, bound).error > bound:
+            kind = half_precision(lambda: run(step, model, case))
+        if kind:
+            bound, case = BOUNDS[torch.bfloat16], built(reference, goal, rows, without, seed, True)
+            found, passes = run(step, model, case)
+        again = lambda: run(step, model, case)[0]
+        name = getattr(step, "__name__", type(step).__name__)
+        return _report(name, goal, case, found, passes, bound, start, again, kind)
+
+
+@tidy
+def check_recorded(
+    seen: Recorded,
+    rows: Sequence[Row] | Sequence[Sequence[Row]],
+    objective: str | Objective,
+    *,
+    temperature: float,
+    beta: float = 0.0,
+    entropy_coef: float = 0.0,
+    z_loss_coef: float = 0.0,
+    clip: float | None = None,
+    scale: float = 1.0,
+    without: Sequence[str] = (),
+    bound: float | None = None,
+    **hp: Any,
+) -> StepReport:
+    """Check the optimizer steps that `record_step` recorded.
+
+    Args:
+        seen: what `record_step` yielded.
+        rows: the rows of each step, a list per step; one plain list stands for every step.
+        bound: the relative error that is allowed; None: 2e-5, for gradients in float32.
+        objective, temperature, beta, entropy_coef, z_loss_coef, clip, scale, without, **hp: as for `check_step`.
+
+    Returns:
+        A Report on all steps; findings name theirs where there are several.
+
+    Raises:
+        InputError: there are fewer steps than lists of rows, or the case could hide bugs.
+    """
+    start = time.perf_counter()
+    goal = meant(objective, hp, temperature, beta, entropy_coef, z_loss_coef, clip, scale)
+    must_know(without)
+    if not seen.steps:
+        raise InputError("nothing was recorded: no optimizer step was taken inside record_step.")
+    each: list[Any] = [rows] * len(seen.steps) if isinstance(rows[0], Row) else [*rows]
+    if len(each) > len(seen.steps):
+        raise InputError(f"there are rows of {len(each)} steps, and {len(seen.steps)} were recorded.")
+    reports = []
+    for n, (one, its) in enumerate(zip(seen.steps, each, strict=False)):
+        reference = with_weights(seen.model, one)
+        case = built(reference, goal, its, without if n == 0 else AXES, 0)
+        tol = bound or BOUNDS[torch.float32]
+        reports.append(_report(f"step {n}", goal, case, one.gradients, one.backwards, tol, start))
+    worst = max(reports, key=lambda r: r.error)
+    if len(reports) == 1:
+        return worst
+    findings = [replace(f, regime=f"step {n}: {f.regime}") for n, r in enumerate(reports) for f in r.findings]
+    return replace(worst, loss=f"{len(reports)} steps", findings=findings, exercised=reports[0].exercised,
+                   unexercised=reports[0].unexercised)  # fmt: skip
+
+
+# ---- the verdict -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Compared:
+    """A gradient beside the one that it should be."""
+
+    goal: Goal
+    rows: list[Gradient]  # what each row brings, before any clip of the norm
+    want: Gradient
+    error: float  # |g - g*| / |g*|
+
+
+def compared(goal: Goal, case: Case, found: Gradient, bound: float) -> Compared:
+    """Tokens count over the whole step, or per group where that alone agrees."""
+    tried = []
+    for one in [goal, replace(goal, grouped=True)] if goal.o.agg == "group-token-mean" else [goal]:
+        rows = expected(one, case.forward, case.b)
+        want = clipped(added(rows), one.clip)
+        if not norm(want) > 0:
+            raise InputError("the objective's gradient is 0 on these rows: no row can show anything.")
+        tried.append(Compared(one, rows, want, _error(found, want)))
+        if tried[-1].error <= bound:
+            return tried[-1]
+    return tried[0]
+
+
+def _report(
+    name: str, goal: Goal, case: Case, found: Gradient, passes: int, bound: float, start: float,
+    again: Callable[[], Gradient] | None = None, kind: str = "",
+) -> StepReport:  # fmt: skip
+    it = compared(goal, case, found, bound)
+    goal, error = it.goal, it.error
+    contract = [f"allowed error of the gradient: {bound:g} of its norm"]
+    if goal.o.agg == "group-token-mean":
+        contract.append("tokens are counted " + ("per group" if goal.grouped else "over the whole step, not per group"))
+    findings: list[Finding] = []
+    if kind:
+        findings.append(note("gradient", f"the step computes in {kind}: compared to {bound:g} of the norm only",
+                             cause="check it in float32: there 2e-5 shows"))  # fmt: skip
+    if unnamed := sorted(set(found) - set(it.want)):
+        findings.append(note("parameters", f"{len(unnamed)} frozen parameters have a gradient, {unnamed[0]} first"))
+    if not error <= bound or parameters(found, it.want, bound):
+        findings += diagnosed(goal, case.forward, case.b, it.rows, it.want, found, error, bound, again)
+    where = [f"{passes} backward passes" if passes > 1 else "one backward pass"] if passes else []
+    unexercised = [f"{k} ({why})" for k, why in case.unvaried.items()]
+    unexercised += ["micro-batches"] * (passes == 1) + ["several ranks"] * (not _ranks())
+    said = batch.exercised(case.rows, goal.temperature, case.forward.lp()) + where
+    hp = goal.hp | {"temperature": goal.temperature} | ({"beta": goal.beta} if goal.beta else {})
+    ran = {"gradient": "failure" if any(f.severity == "failure" for f in findings) else "ok"}
+    return StepReport(
+        name, goal.o.name, hp, findings, "", contract, ran, {"gradient, relative": bound},
+        time.perf_counter() - start, error=error, exercised=said, unexercised=unexercised,
+    )  # fmt: skip
+
+
+def _error(found: Gradient, want: Gradient) -> float:
+    if bad := [n for n in want if n in found and found[n].numel() != want[n].numel()]:
+        raise InputError(
+            f"the gradient of {bad[0]} has {found[bad[0]].numel()} entries, the parameter {want[bad[0]].numel()}."
+        )
+    apart = {n: (found[n].reshape(w.shape) - w if n in found else -w) for n, w in want.items()}
+    size = norm(want)
+    total = norm(apart)
+    return total / size if size and total == total else float("inf")
+
+
+def _ranks() -> bool:
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )

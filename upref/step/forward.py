@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient that a step should have: one row at a time, float64, eager attention, no padding, no dropout, no cache.
+
+    lp_t = log softmax(z_{t-1} / T)[o_t],    g = -∇_θ { J(lp) + c_H H - c_z Z }
+
+with J the registered objective over the counts of the whole step, H the entropy bonus, Z the z-loss.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from upref.step.goal import Goal
+from upref.step.reference import Gradient, Model
+from upref.step.rows import Padded, Row
+
+
+@dataclass
+class Forward:
+    """All rows through the model: logits at the positions that predict response tokens, and what follows from them."""
+
+    model: Model
+    rows: Sequence[Row]
+    temperature: float
+    z: list[Tensor] = field(default_factory=list)  # [S, V], attached; S may count tokens in front of the row's own
+    shift: int = 1  # how far the logits stand before the token that they predict
+
+    def __post_init__(self):
+        self.z = self.z or [self.model.logits(r.ids) for r in self.rows]
+        self.leaves = [z.detach().clone().requires_grad_() for z in self.z]
+
+    def at(self, i: int, t: int) -> int:
+        """Which of row i's logits predict its token t."""
+        return len(self.z[i]) - len(self.rows[i].ids) + t - self.shift
+
+    def statistics(self, goal: Goal | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """lp, entropy and squared log-normalizer of every response token, [B, T], functions of the leaves."""
+        with torch.enable_grad():
+            width = max(len(r.response) for r in self.rows)
+            lps: list[Tensor] = []
+            Hs: list[Tensor] = []
+            Zs: list[Tensor] = []
+            for i, (r, z) in enumerate(zip(self.rows, self.leaves, strict=True)):
+                s, n = self.at(i, len(r.prompt)), len(r.response)
+                x = z[s : s + n] / self.temperature
+                logp = x.log_softmax(-1)
+                lp = logp.gather(1, torch.tensor(r.response)[:, None])[:, 0]
+                p = logp.exp()
+                H = -(p * torch.where(p > 0, logp, 0)).sum(-1)
+                grow = lambda v: nn.functional.pad(v, (0, width - len(v)))
+                for out, v in ((lps, lp), (Hs, H), (Zs, x.logsumexp(-1) ** 2)):
+                    out.append(grow(v))
+            return torch.stack(lps), torch.stack(Hs), torch.stack(Zs)
+
+    def lp(self) -> list[Tensor]:
+        """Log-probabilities of each response's tokens."""
+        lp = self.statistics()[0].detach()
+        return [x[: len(r.response)] for x, r in zip(lp, self.rows, strict=True)]
+
+    def by_row(self, loss: Tensor) -> list[Gradient]:
+        """The part of the loss's gradient that each row brings; they add up to the whole."""
+        with torch.enable_grad():
+            dz = torch.autograd.grad(loss, self.leaves, allow_unused=True, retain_graph=True)
+        none = {n: torch.zeros((), dtype=torch.float64) for n in self.model.names}
+        return [
+            none if d is None or not d.any() else self.model.pull(z, d, r.ids)
+            for z, d, r in zip(self.z, dz, self.rows, strict=True)
+        ]
+
+
+def added(gradients: Sequence[Gradient]) -> Gradient:
+    out: Gradient = {}
+    for g in gradients:
+        for k, v in g.items():
+            out[k] = out[k] + v if k in out else v
+    return out
+
+
+def norm(g: Gradient) -> float:
+    return sum(float((v * v).sum()) for v in g.values()) ** 0.5
+
+
+def clipped(g: Gradient, bound: float | None) -> Gradient:
+    """As torch.nn.utils.clip_grad_norm_ leaves it."""
+    if bound is None:
+        return g
+    k = min(1.0, bound / (norm(g) + 1e-6))
+    return {n: v * k for n, v in g.items()}
+
+
+def expected(goal: Goal, forward: Forward, b: Padded) -> list[Gradient]:
+    """The gradient by row, before any clip of its norm."""
+    return forward.by_row(goal.loss(goal.parts(*forward.statistics(), b)))

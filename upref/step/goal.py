@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step is meant to maximize: the registered objective over the counts of the whole step, and what is added."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.aggregation import Totals, aggregate
+from upref.errors import InputError
+from upref.kl import ESTIMATORS
+from upref.registry import Objective
+from upref.step.rows import Padded
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the step is meant to maximize, and how its gradient is used."""
+
+    o: Objective
+    hp: dict[str, Any]  # resolved, without beta
+    temperature: float
+    beta: float = 0.0
+    entropy_coef: float = 0.0
+    z_loss_coef: float = 0.0
+    clip: float | None = None  # bound of the gradient's norm
+    scale: float = 1.0  # a constant factor that is meant
+    grouped: bool = False  # group-token-mean over the rows' groups, else over the whole step
+
+    def parts(self, lp: Tensor, H: Tensor, Z: Tensor, b: Padded) -> dict[str, Tensor]:
+        """The terms of the sum that is maximized, without their coefficients."""
+        group = b.group if self.grouped else None
+        totals = Totals.of(b.mask, group)
+        live = b.mask.any(1)  # a response without a token counts, and adds nothing
+        rows = totals.rows(live.nonzero()[:, 0])
+        cut = lambda x: x[live]
+        old = lp.detach() if b.old is None else b.old
+        entropy = cut(H.detach())
+        own = {k: v for k, v in self.hp.items() if k != "beta"}
+        J = self.o.J(cut(lp), cut(old), cut(b.adv), cut(b.mask), None, None, entropy, rows, **own)
+        out = {"J": J}
+        if self.beta and b.ref is None:
+            raise InputError("beta needs the reference model's log-probabilities: give every row `ref`.")
+        if b.ref is not None:
+            kl = ESTIMATORS[self.o.kl or "k3"](torch.where(b.mask, lp, 0), torch.where(b.mask, b.ref, 0))
+            out["KL"] = aggregate(kl, b.mask, self.o.agg, totals=totals)
+        out["H"] = aggregate(
+            H, b.mask, self.o.agg if self.o.agg != "seq-mean" else "seq-mean-token-mean", totals=totals
+        )
+        out["Z"] = aggregate(Z, b.mask, "token-mean", totals=Totals.of(b.mask))
+        return out
+
+    @property
+    def coefficients(self) -> dict[str, float]:
+        return {"J": 1.0, "KL": -self.beta, "H": self.entropy_coef, "Z": -self.z_loss_coef}
+
+    def loss(self, parts: dict[str, Tensor]) -> Tensor:
+        c = self.coefficients
+        return -self.scale * sum((c[k] * v for k, v in parts.items() if c[k]), torch.zeros((), dtype=torch.float64))

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradients that any torch trainer hands to its optimizer, and the weights that it had before."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from upref.errors import InputError
+from upref.step.reference import Gradient, TorchModel, as_float64, unwrapped
+
+
+@dataclass
+class Step:
+    """One optimizer step: the weights before it, and the gradients that the optimizer was handed."""
+
+    weights: dict[str, Tensor]
+    gradients: Gradient
+    backwards: int = 0  # backward passes that made it
+
+
+@dataclass
+class Recorded:
+    """What `record_step` collects. `model` is a float64 copy of the model, made before the trainer touched it."""
+
+    model: TorchModel
+    steps: list[Step] = field(default_factory=list)
+
+
+@contextmanager
+def record_step(model: nn.Module, first: int = 8) -> Iterator[Recorded]:
+    """Record each optimizer step of any torch trainer that trains this model.
+
+    Enter it before the trainer is built: the reference is a copy of the model as it was then. Gradients are gathered
+    from FSDP2's sharded tensors. They are what the optimizer gets, that is after a clip of their norm: switch the
+    clip off, or name its bound to `check_recorded`.
+
+    Args:
+        model: the nn.Module that is trained, in place.
+        first: how many steps to keep.
+
+    Yields:
+        Recorded, whose `steps` fill up while the trainer runs.
+
+    Raises:
+        InputError: no optimizer step was taken, or the optimizer's parameters are not the model's.
+    """
+    seen = Recorded(TorchModel(model))
+    with watched(model, seen.steps, first):
+        yield seen
+    if not seen.steps:
+        raise InputError("no optimizer step was taken inside record_step: train for one step at least.")
+    if not any(s.gradients for s in seen.steps):
+        raise InputError("the optimizer does not hold this model's parameters: record the module that is trained.")
+
+
+@contextmanager
+def watched(model: nn.Module, steps: list[Step], first: int, weights: bool = True) -> Iterator[list[int]]:
+    """Append to steps whenever an optimizer steps; yields the counter of backward passes."""
+    count, open_ = [0], set[str]()
+    backward = torch.autograd.backward
+
+    def counting(*args: Any, **kw: Any) -> Any:
+        count[0] += 1
+        return backward(*args, **kw)
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        named = {id(p): n for n, p in unwrapped(model).named_parameters()}
+        mine = {named[id(p)]: p for g in optimizer.param_groups for p in g["params"] if id(p) in named}
+        if not steps or open_ & mine.keys() or not mine:  # one optimizer per parameter makes one step together
+            open_.clear()
+            if len(steps) >= first:
+                return
+            state = unwrapped(model).state_dict() if weights else {}
+            steps.append(Step({k: _whole(v).clone() for k, v in state.items()}, {}, count[0]))
+            count[0] = 0
+        open_.update(mine)
+        steps[-1].gradients |= {n: as_float64(p.grad) for n, p in mine.items() if p.grad is not None}
+
+    handle = register_optimizer_step_pre_hook(look)
+    torch.autograd.backward = counting
+    try:
+        yield count
+    finally:
+        torch.autograd.backward = backward
+        handle.remove()
+
+
+def _whole(x: Tensor) -> Tensor:
+    x = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return x.detach().cpu()

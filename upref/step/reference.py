@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model as the reference computes it: one row at a time, float64, eager attention, no padding, dropout or cache."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from upref.errors import InputError
+
+NARROW = (torch.float32, torch.float16, torch.bfloat16)
+Gradient = dict[str, Tensor]  # name of a parameter -> float64
+
+
+class Wide(TorchFunctionMode):
+    """float64 wherever a model asks for less inside: RMSNorm, softmax, rotary embeddings."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        wide = lambda x: torch.float64 if isinstance(x, torch.dtype) and x in NARROW else x
+        if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
+            func = torch.Tensor.double
+        return func(*map(wide, args), **{k: wide(v) for k, v in (kwargs or {}).items()})
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Wide(), torch.autocast("cpu", enabled=False), torch.enable_grad():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module itself, behind torch.compile and DistributedDataParallel."""
+    while True:
+        inner = getattr(model, "_orig_mod", None) or (
+            model.module if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel) else None
+        )
+        if inner is None:
+            return model
+        model = inner
+
+
+class Model:
+    """What the reference needs of a model: `logits(ids)`, and `pull`, the gradient of Σ logits · dz."""
+
+    vocabulary: int
+    end: int | None = None
+    names: list[str]
+
+    def logits(self, ids: Sequence[int], **how: Any) -> Tensor:
+        """[S, V] of one unpadded sequence, float64, attached to its graph."""
+        raise NotImplementedError
+
+    def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Gradient:
+        raise NotImplementedError
+
+
+class TorchModel(Model):
+    """A float64 copy of an nn.Module, in evaluation mode. Any forward that takes ids [1, S] and answers [1, S, V]."""
+
+    def __init__(self, model: nn.Module):
+        model = unwrapped(model)
+        try:
+            copied: Any = copy.deepcopy(model)
+            self.net = copied.double().eval()
+        except (RuntimeError, TypeError, NotImplementedError) as e:
+            raise InputError(
+                f"the model cannot be copied ({type(e).__name__}: {str(e)[:120]}): hand over the plain module, before "
+                "FSDP or a trainer wraps it."
+            ) from e
+        for p in self.net.parameters():
+            p.grad = None
+        config = getattr(self.net, "config", None)
+        if hasattr(self.net, "set_attn_implementation"):
+            self._eager()
+        if hasattr(self.net, "gradient_checkpointing_disable"):
+            self.net.gradient_checkpointing_disable()
+        self.params = {n: p for n, p in self.net.named_parameters() if p.requires_grad}
+        if not self.params:
+            raise InputError("no parameter of the model requires a gradient: unfreeze what the step trains.")
+        self.names = [*self.params]
+        self.vocabulary = _vocabulary(self.net)
+        end = getattr(config, "eos_token_id", None)
+        end = end[0] if isinstance(end, list) else end
+        self.end = end if end is not None and 0 <= end < self.vocabulary else None
+        self._takes_cache = config is not None and hasattr(config, "use_cache")
+
+    def _eager(self):
+        for name in ("set_attn_implementation", "set_experts_implementation"):
+            with suppress(AttributeError, ValueError, KeyError, ImportError):  # the model has one implementation only
+                getattr(self.net, name)("eager")
+
+    def logits(self, ids: Sequence[int], **how: Any) -> Tensor:
+        with in_float64():
+            how = ({"use_cache": False} if self._takes_cache else {}) | how
+            out = self.net(torch.tensor([list(ids)]), **how)
+        z = getattr(out, "logits", out)
+        z = z[0] if isinstance(z, tuple) else z
+        if not isinstance(z, Tensor) or z.ndim != 3 or z.shape[1] != len(ids):
+            raise InputError("the model must answer token ids [1, S] with logits [1, S, V], or an object with .logits.")
+        return z[0]
+
+    def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Gradient:
+        with in_float64():
+            g = torch.autograd.grad(z, [*self.params.values()], dz, retain_graph=True, allow_unused=True)
+        return {n: torch.zeros_like(p) if x is None else x for (n, p), x in zip(self.params.items(), g, strict=True)}
+
+
+@dataclass
+class Functions(Model):
+    """A model that is not torch's, by two functions.
+
+    logits: (params, ids) -> [S, V] for one unpadded sequence; pull: (params, ids, dz) -> {name: array}, its
+    vector-Jacobian product. Both in float64 where the framework has it.
+    """
+
+    forward: Callable[[Any, list[int]], Any]
+    vjp: Callable[[Any, list[int], Any], dict[str, Any]]
+    params: Any
+    vocabulary: int
+    end: int | None = None
+    names: list[str] = field(default_factory=list)
+
+    def logits(self, ids: Sequence[int], **how: Any) -> Tensor:
+        import numpy as np
+
+        if how:
+            raise NotImplementedError
+        return torch.tensor(np.asarray(self.forward(self.params, list(ids))), dtype=torch.float64)
+
+    def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Gradient:
+        g = self.vjp(self.params, list(ids), dz.numpy())
+        return {k: as_float64(v) for k, v in g.items()}
+
+
+def as_float64(x: Any) -> Tensor:
+    """A gradient, whatever array it is, on the CPU."""
+    import numpy as np
+
+    if isinstance(x, Tensor):
+        x = x.full_tensor() if hasattr(x, "full_tensor") else x
+        x = x.detach().to_dense() if x.is_sparse else x.detach()
+        return x.to("cpu", torch.float64, copy=True)
+    return torch.tensor(np.asarray(x), dtype=torch.float64)
+
+
+def _vocabulary(net: nn.Module) -> int:
+    config: Any = getattr(net, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(config, "vocab_size", None)
+    if isinstance(size, int):
+        return size
+    tables = [m.num_embeddings for m in net.modules() if isinstance(m, nn.Embedding)]
+    if not tables:
+        raise InputError(
+            "the size of the vocabulary is nowhere: give the model an nn.Embedding or a config.vocab_size."
+        )
+    return tables[0]

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The responses of one training step, without tensors or padding: the trainer makes those."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from upref.errors import InputError
+from upref.registry import Objective
+
+AXES = ("lengths", "temperature", "ratio", "holes")  # what a case must vary
+PROMPTS, LENGTHS = (3, 7, 4, 6, 2, 5, 3, 8), (9, 4, 7, 5, 8, 6, 11, 3)  # tokens of the eight responses
+ADVANTAGES = (1.3, -0.7, 0.4, -1.6, 0.9, -1.1, 2.0, -0.5)
+GROUPS = (0, 0, 0, 1, 1, 2, 2, 2)
+HOLES = {0: (3, 4), 3: (2,), 4: (0,), 6: (5, 6, 7), 7: (2,)}  # response -> tokens that do not train
+SPREAD = (0.03, 0.7)  # |log r| of a token
+COARSE = (0.03, 0.12), (0.4, 0.7)  # in half precision: inside the usual clip bounds and outside, far from both
+BESIDE = 0.012  # log r from a bound, of the tokens beside it
+MEANS = {  # of log r over a response, or its sum, where an objective acts on that
+    "sequence": (1e-4, -1.5e-4, 0.06, -0.05, -0.04, 1.2e-4, -1e-4, 0.05),
+    "trajectory": (0.08, -0.1, 0.5, -0.4, -0.6, 0.09, -0.05, 0.4),
+}
+
+
+@dataclass
+class Row:
+    """One response with its prompt.
+
+    Token ids; `trains`, `old` and `ref` have one entry per response token, log-probabilities in nats. `adv` is one
+    number, or one per token. `old` None: the response is on policy, r = 1. `ref` is needed by a KL term only.
+    """
+
+    prompt: list[int]
+    response: list[int]
+    trains: list[bool]
+    adv: float | list[float]
+    old: list[float] | None = None
+    ref: list[float] | None = None
+    group: int = 0
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True)
+class Padded:
+    """The rows as tensors [B, T] over the response tokens, right-padded."""
+
+    old: Tensor | None
+    adv: Tensor
+    mask: Tensor
+    group: Tensor
+    ref: Tensor | None
+    here: Tensor  # slots that hold a token
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> "Padded":
+        def pad(lists, value, dtype=torch.float64):
+            width = max(map(len, lists))
+            return torch.tensor([[*x, *[value] * (width - len(x))] for x in lists], dtype=dtype)
+
+        adv = [r.adv if isinstance(r.adv, list) else [r.adv] * len(r.response) for r in rows]
+        has = lambda name: all(getattr(r, name) is not None for r in rows)
+        return cls(
+            pad([r.old for r in rows], 0.0) if has("old") else None, pad(adv, 0.0),
+            pad([r.trains for r in rows], False, torch.bool), torch.tensor([r.group for r in rows]),
+            pad([r.ref for r in rows], 0.0) if has("ref") else None,
+            pad([[True] * len(r.response) for r in rows], False, torch.bool),
+        )  # fmt: skip
+
+
+def validated(rows: Sequence[Row], vocabulary: int) -> list[Row]:
+    """The rows; InputError on what no step can mean."""
+    if not isinstance(rows, list | tuple) or not rows or not all(isinstance(r, Row) for r in rows):
+        raise InputError("rows must be a list of upref.step.Row, one per response.")
+    for i, r in enumerate(rows):
+        n = len(r.response)
+        if not r.prompt or not n:
+            raise InputError(f"row {i} has no {'response' if r.prompt else 'prompt'} token: leave it out.")
+        for name in ("trains", "old", "ref"):
+            x = getattr(r, name)
+            if x is not None and len(x) != n:
+                raise InputError(f"row {i}: {name} has {len(x)} entries, and the response has {n} tokens.")
+        if isinstance(r.adv, list) and len(r.adv) != n:
+            raise InputError(f"row {i}: adv must be one number, or one for each of the {n} response tokens.")
+        if not np.isfinite(np.asarray(r.adv, dtype=float)).all():
+            raise InputError(f"row {i}: adv is not finite: check the rewards and the group's standard deviation.")
+        if any(not 0 <= t < vocabulary for t in r.ids):
+            raise InputError(f"row {i} has a token id outside the vocabulary of {vocabulary}.")
+        for name in ("old", "ref"):
+            x = np.asarray(getattr(r, name) or [0.0], dtype=float)
+            if not (np.isfinite(x) & (x <= 1e-3)).all():
+                raise InputError(f"row {i}: {name} must be log-probabilities: finite, and never above 0.")
+    if sum(r.old is None for r in rows) not in (0, len(rows)):
+        raise InputError("some rows have old log-probabilities and some have none: give them all, or none.")
+    if not any(any(r.trains) for r in rows):
+        raise InputError("no token of any row trains: there is no gradient to compare.")
+    return list(rows)
+
+
+def made(vocabulary: int, seed: int = 0, without: Sequence[str] = (), end: int | None = None) -> list[Row]:
+    """Eight responses with distinct tokens and holes in their masks, still without log-probabilities.
+
+    end: the id that ends a sequence; it closes most responses, and stands inside most prompts.
+    """
+    if vocabulary < 8:
+        raise InputError(f"a vocabulary of {vocabulary} tokens is too small: give a model with 8 at least.")
+    rng = np.random.default_rng(seed)
+    lengths = (6,) * 8 if "lengths" in without else LENGTHS
+    prompts = (4,) * 8 if "lengths" in without else PROMPTS
+    # 0 is left out: many loops pad by it
+    total = sum(lengths) + sum(prompts)
+    ids = np.concatenate([rng.permutation(np.arange(1, vocabulary)) for _ in range(1 + total // (vocabulary - 1))])
+    rows, at = [], 0
+    for i, (p, n) in enumerate(zip(prompts, lengths, strict=True)):
+        tokens = ids[at : at + p + n].tolist()
+        at += p + n
+        holes = () if "holes" in without else HOLES.get(i, ())
+        if end is not None and i % 4:
+            tokens[-1] = end
+            if p > 2:
+                tokens[1] = end  # as in a chat template: an attention mask made of token values cuts it out
+        rows.append(Row(tokens[:p], tokens[p:], [t not in holes for t in range(n)], ADVANTAGES[i], group=GROUPS[i]))
+    return rows
+
+
+def sampled(
+    rows: list[Row], lp: list[Tensor], o: Objective, hp: dict[str, Any], *, seed: int = 0, still: bool = False,
+    coarse: bool = False,
+) -> list[Row]:  # fmt: skip
+    """The rows with old and reference log-probabilities: lp[i] of row i, moved so that r is on both sides of bounds.
+
+    still: r = 1. coarse: no token is beside a bound.
+    """
+    rng = np.random.default_rng(seed + 1)
+    bounds = [1 - hp.get("eps_low", hp.get("eps", 0.2)), 1 + hp.get("eps_high", hp.get("eps", 0.2))]
+    marks = [np.log(b) + side for b in bounds if b > 0 for side in (-BESIDE, BESIDE)]
+    for i, (row, x) in enumerate(zip(rows, lp, strict=True)):
+        n = len(row.response)
+        inside, outside = (rng.uniform(*span, n) for span in COARSE)
+        d = np.where(rng.random(n) < 0.5, inside, outside) if coarse else rng.uniform(*SPREAD, n)
+        d = d * rng.choice([-1, 1], n)
+        if not coarse:
+            d = np.where(rng.random(n) < 0.4, rng.choice(marks, n), d)
+        if o.level in MEANS:
+            mask = np.array(row.trains)
+            count = mask.sum() if o.level == "sequence" else 1
+            d[mask] += (MEANS[o.level][i % 8] * count - d[mask].sum()) / mask.sum()
+        row.old = np.minimum(x.numpy() - d * (not still), -1e-3).tolist()
+        row.ref = np.minimum(x.numpy() + rng.normal(0, 0.3, n), -1e-3).tolist()
+    return rows
+
+
+def unvaried(rows: Sequence[Row], temperature: float, lp: list[Tensor]) -> dict[str, str]:
+    """Axis -> why this case cannot show a bug on it."""
+    out = {}
+    if len({len(r.response) for r in rows}) == 1 or len({len(r.prompt) for r in rows}) == 1:
+        out["lengths"] = "all responses, or all prompts, have one length"
+    if temperature == 1:
+        out["temperature"] = "the temperature is 1"
+    if all(r.old is None or np.allclose(r.old, x, atol=1e-6) for r, x in zip(rows, lp, strict=True)):
+        out["ratio"] = "r = 1 everywhere"
+    if all(all(r.trains) for r in rows):
+        out["holes"] = "every response token trains"
+    return out
+
+
+def exercised(rows: Sequence[Row], temperature: float, lp: list[Tensor]) -> list[str]:
+    """What the case varies, in words."""
+    both = [(len(r.prompt), len(r.response)) for r in rows]
+    p, n = zip(*both, strict=True)
+    moved = [abs(o - v) > 1e-3 for r, x in zip(rows, lp, strict=True) for o, v in zip(r.old or x, x, strict=True)]
+    holes = sum(not t for r in rows for t in r.trains)
+    return [
+        f"temperature {temperature:g}", f"{len(rows)} responses of {min(n)} to {max(n)} tokens",
+        f"prompts of {min(p)} to {max(p)}", f"{holes} masked response tokens",
+        f"r != 1 on {100 * sum(moved) / len(moved):.0f} % of the tokens",
+    ]  # fmt: skip

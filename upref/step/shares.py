@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why the responses of a step have the factors that they have: the aggregation, and what it was taken over."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from upref.aggregation import Totals
+from upref.rollouts import Rollouts
+from upref.step.goal import Goal
+from upref.step.rows import Padded, Row
+from upref.verify.factors import FACTORS, promised
+
+
+def factor_words(
+    goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor, dead: list[int], tol: float
+) -> str | None:  # fmt: skip
+    """The aggregation, right or wrong, that gives these factors, in words; None where none does. dead: responses that
+    do not train."""
+    tell = ~k.isnan()
+    scaled = None
+    for words, f in aggregations(goal, rows, b, k, dead):
+        ratio = (k / f)[tell]
+        if not ratio.isfinite().all() or (ratio.abs() < 1e-12).any():
+            continue
+        c = float(ratio.median())
+        if (ratio / c - 1).abs().max() > 10 * tol:
+            continue
+        if abs(c - 1) <= 10 * tol:
+            return words
+        scaled = scaled or (words, c)
+    if scaled is None:
+        return None
+    words, c = scaled
+    return "; ".join(filter(None, [words, f"every weight is {_times(c, goal.temperature)} times what it should be"]))
+
+
+def _times(c: float, T: float) -> str:
+    for n in range(2, 65):
+        if abs(abs(c) * n - 1) < 1e-3:
+            return f"{'-' * (c < 0)}1/{n}"
+    for words, v in {"T": T, "1/T": 1 / T, "1/T²": T**-2}.items():
+        if T != 1 and abs(c / v - 1) < 1e-3:
+            return f"{c:.4g} (= {words})"
+    return f"{c:.5g}"
+
+
+def aggregations(
+    goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor, dead: list[int]
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    """Words and factor per response, the right one first."""
+    own = promised(goal.o)
+    group = b.group if goal.grouped else None
+    if own == "group-token-mean" and group is None:
+        own = "token-mean"
+    here = b.here
+    counts = {"": b.mask, "the normalizer counts masked tokens too": here}
+    whole = lambda mask, agg: FACTORS[agg](_counted(mask, group))
+    yield "", whole(b.mask, own)
+    n = len(rows)
+    if dead:
+        alive = b.mask.clone()
+        alive[dead] = False
+        f = FACTORS[own](_counted(alive[[i for i in range(n) if i not in dead]], None))
+        kept = torch.ones(n, dtype=torch.float64)
+        kept[[i for i in range(n) if i not in dead]] = f
+        yield "the normalizer counts the others only", kept
+    parts = [*_partitions(n, goal, rows, b, k)]
+    for words, mask in counts.items():
+        for agg in dict.fromkeys([own, *FACTORS]):
+            name = "" if agg == own else f"aggregated by {agg}, not by {own}"
+            yield "; ".join(filter(None, [words, name])), whole(mask, agg)
+        for called, part in parts:
+            for agg in dict.fromkeys([own, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]):
+                f = torch.zeros(n, dtype=torch.float64)
+                for at in part:
+                    f[at] = FACTORS[agg](_counted(mask[at], None))
+                name = f"{agg} is taken over {called}, and the results are averaged"
+                yield "; ".join(filter(None, [words, name])), f / len(part)
+
+
+def _counted(mask: Tensor, group: Tensor | None) -> Rollouts:
+    zero = torch.zeros(mask.shape, dtype=torch.float64)
+    totals = Totals.of(mask, group)
+    return Rollouts.unchecked(logp=zero, logp_old=zero, adv=zero, mask=mask, group=group, totals=totals)
+
+
+def _partitions(n: int, goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor) -> Iterator[tuple[str, list[Tensor]]]:
+    for m in range(1, n):
+        yield f"micro-batches of {m}", [*torch.arange(n).split(m)]
+    for ranks in (2, 4):
+        yield f"{ranks} ranks with every {ranks}th row", [torch.arange(r, n, ranks) for r in range(ranks) if r < n]
+    lengths = torch.tensor([len(r.ids) for r in rows])
+    for m in (2, 4):
+        yield f"micro-batches of {m} sorted by length", [*lengths.argsort().split(m)]
+    unit = (k / FACTORS[promised(goal.o)](_counted(b.mask, None))).nan_to_num(0)
+    same = [
+        torch.tensor([j for j in range(n) if abs(unit[j] / unit[i] - 1) < 1e-3], dtype=torch.long) for i in range(n)
+    ]
+    alike = {tuple(s.tolist()): s for s in same if len(s)}
+    if 1 < len(alike) < n and sum(map(len, alike)) == n:
+        yield "micro-batches (responses " + " | ".join(" ".join(map(str, a)) for a in alike) + ")", [*alike.values()]
