@@ -14,6 +14,7 @@ mu = 0 the limit is meant. At A = 0 there is no update: Cap = 0 (the paper's A <
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
@@ -46,7 +47,7 @@ def capacity(objective: "str | Objective | Curve | Callable[..., Tensor]", pi, p
     """
     p, mu, A = _points(pi, pi_old, adv)
     shape, (p, mu, A) = p.shape, (p.ravel(), np.maximum(mu.ravel(), TINY), A.ravel())
-    curve = of(objective, **hp)
+    curve = _toward_the_update(of(objective, **hp))
     pairs, row = np.unique((mu if curve.reads_mu else 1) + 1j * A, return_inverse=True)  # complex: unique pairs (mu, A)
     ends, alive = curve.ends(pairs.imag, pairs.real)
     r, up = np.maximum(p, TINY) / mu, A > 0
@@ -56,6 +57,17 @@ def capacity(objective: "str | Objective | Curve | Callable[..., Tensor]", pi, p
     goal = np.minimum(ends[row, passed + up] * mu, 1)
     cap = np.maximum(np.where(up, goal - p, p - goal), 0)
     return np.where((alive[row] ^ (passed % 2 == 1)) & (A != 0), cap, 0).reshape(shape)
+
+
+def _toward_the_update(curve: Curve) -> Curve:
+    """Its weight where that has the sign of A, else 0: from where a penalty pulls a token back, it is carried no
+    further."""
+
+    def weight(r, A, mu):
+        w = curve.weight(r, A, mu)
+        return np.where(w * A > 0, w, 0)
+
+    return replace(curve, weight=weight)
 
 
 def own_token_bound(pi_old, eps_high, length, log_ratio_of_others=0.0) -> np.ndarray:

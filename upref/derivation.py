@@ -241,7 +241,8 @@ def _derivative(o: Objective, mask: np.ndarray, hp: dict) -> Callable[..., list]
     if o.level in REDUCE:
         read = (REDUCE[o.level](lp, mask), REDUCE[o.level](lp_old, mask), first)
     terms = o.fn(*read, *[mask] * (o.level == "free"), **{k: v for k, v in hp.items() if k != "beta"})
-    J = np.dot(rows, terms if terms.ndim == 1 else sum_t(terms, mask))
+    copies = 1 if o.agg == "seq-mean" else mask.sum(-1)  # of a response's term
+    J = np.dot(rows, terms * copies if terms.ndim == 1 else sum_t(terms, mask))
     if hp.get("beta"):
         J -= hp["beta"] * np.dot(rows, sum_t(ESTIMATORS[o.kl](lp, ref), mask))
     derivatives = [forget_sg(J.diff(x)) for x in lp.flat]

@@ -8,9 +8,11 @@ import difflib
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
+from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,9 @@ ERRORS = """Log-probabilities in nats, J and weights in units of the advantage. 
 that are positive, non-finite or of another shape, on a mask that is not boolean, on a response without a token, and on
 hyperparameters that it does not have or that are out of range."""
 REDUCE = {"sequence": mean_t, "trajectory": sum_t}
+NO_DUAL_CLIP = (  # where the default c=None comes from
+    "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10"
+)
 
 # One range per hyperparameter name, whatever the objective.
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -43,6 +48,8 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "c": (lambda v: v is None or v > 1, "None or greater than 1 (a dual clip at c <= 1 would clip on-policy tokens)"),
     "beta": (lambda v: v >= 0, "a number >= 0"),
     "lam": (lambda v: v >= 0, "a number >= 0"),
+    "is_min": (lambda v: v >= 0, "a number >= 0"),
+    "seed": (lambda v: v >= 0 and int(v) == v, "a whole number >= 0"),
 }
 _POSITIVE = (lambda v: v > 0, "a number > 0")
 
@@ -73,6 +80,8 @@ class Objective:
     note: str = field(default="", repr=False)  # what a reader must know beside the equation
     unread: str = field(default="", repr=False)  # why sympy cannot read it, where it cannot
     off_anchor: str = field(default="", repr=False)  # why the weight at r = 1 is not A, where it is not
+    off_scale: str = field(default="", repr=False)  # why three times the advantages are not three times the weights
+    known_from: str = field(default="", repr=False)  # where its equation was read, where that was not the paper
     coupled: str = field(default="", repr=False)  # why splitting the batch changes it, where it does
     closed_form: Callable = field(default=_no_weight, repr=False)
 
@@ -87,14 +96,21 @@ class Objective:
         for fact, of in known.items():
             if not isinstance(value := getattr(self, fact), str) or value not in of:
                 raise InputError(f"{fact} must be one of {', '.join(filter(None, of))}, got {repr(value)[:60]}.")
-        takes, weighs = _parameters(self.fn, 3, "fn"), _parameters(self.closed_form, 0, "closed_form")
+        takes = _parameters(self.fn, 3, "fn")
         put = partial(object.__setattr__, self)
         put("_own", {p.name: p.default for p in takes if p.kind is p.KEYWORD_ONLY} | ({"beta": 0.0} if self.kl else {}))
         put("_extra_names", tuple(p.name for p in takes[3:] if p.kind is p.POSITIONAL_OR_KEYWORD))
+        self._read_weight()
+        title, url = papers().get(self.paper, ("", ""))
+        where_from = f"{title} ({self.paper}, {self.eq})".strip() + (f", {url}" if url else "")
+        shapes = f"Level {self.level}: {LEVELS[self.level]}."
+        put("__doc__", f"{self.name}: {self.equation}\n\n{where_from}.\n\n{shapes} {ERRORS}")
+
+    def _read_weight(self):
+        weighs = _parameters(self.closed_form, 0, "closed_form")
+        put = partial(object.__setattr__, self)
         put("reads", tuple(p.name for p in weighs[2:] if p.kind is p.POSITIONAL_OR_KEYWORD))
         put("reads_log_r", weighs[0].name == "log_r")
-        shapes = f"Level {self.level}: {LEVELS[self.level]}."
-        put("__doc__", f"{self.equation}\n\n{self.paper}, {self.eq}. {shapes} {ERRORS}")
 
     def __reduce__(self):
         return get, (self.name,)
@@ -124,7 +140,7 @@ class Objective:
         """J of the batch, the aggregation and the KL term included; gradients flow into b.logp alone."""
         if not isinstance(b, Rollouts):
             raise InputError(f"{self.name} is computed of upref.Rollouts, not of a {type(b).__name__}.")
-        if self.agg == "seq-mean" and not b.one_adv_per_response:
+        if self.one_adv and not b.one_adv_per_response:
             raise InputError(
                 f"{self.name} wants one advantage per response, and the tokens of one differ: pass adv as [B, 1]."
             )
@@ -170,7 +186,8 @@ class Objective:
 
     def unreduced(self, lp, lp_old, A, mask, entropy=None, **hp) -> Float[Tensor, "B T"] | Float[Tensor, " B"]:
         """J before aggregation: [B, T], or [B] where the objective has one term per response."""
-        return self.fn(*self._at_level(lp, lp_old, A, mask), **self._extras(mask, entropy), **hp)
+        terms = self.fn(*self._at_level(lp, lp_old, A, mask), **self._extras(mask, entropy), **hp)
+        return terms[:, None].expand_as(mask) if terms.ndim == 1 and self.agg != "seq-mean" else terms
 
     def _at_level(self, lp, lp_old, A, mask):
         """What the pure function is handed; no gradient into lp_old and A, none into masked slots."""
@@ -210,6 +227,11 @@ class Objective:
             raise InputError(f"{self.name} has no weight at {given}: {type(e).__name__}: {e}") from e
 
     @property
+    def one_adv(self) -> bool:
+        """Whether the tokens of a response must share one advantage."""
+        return self.agg == "seq-mean" or self.level in REDUCE
+
+    @property
     def reads_mu(self) -> bool:
         return bool({"mu", "log_mu"} & set(self.reads))
 
@@ -226,7 +248,9 @@ class Objective:
         have = {"mu": exp(lp_old), "log_mu": lp_old, "mask": b.mask, "entropy": b.entropy}
         w = self._closed(log_r if self.reads_log_r else exp(log_r), A, have, hp)
         if self.level in REDUCE:
-            w = (w / b.mask.sum(-1) if self.level == "sequence" else w)[:, None]
+            n = b.mask.sum(-1)
+            w = w if self.agg == "seq-mean" else w * n  # the response's term stands on each of its tokens
+            w = (w / n if self.level == "sequence" else w)[:, None]
         return where(b.mask, w, 0)
 
     def gradient(self, b: Rollouts, **hp) -> Float[Tensor, "B T"]:
@@ -236,14 +260,22 @@ class Objective:
         return w * (rows[:, None].to(w.dtype) if isinstance(rows, Tensor) and rows.ndim else rows)
 
     # ---- for the one who writes an objective -----------------------------------------------------------------------
-    def with_weight(self, closed_form: Callable) -> "Objective":
+    def with_weight(self, closed_form: Callable) -> Callable:
         """Decorator: attach the closed form and put the objective into the registry."""
-        done = replace(self, closed_form=closed_form)
-        _OBJECTIVES[self.name] = done
-        return done
+        object.__setattr__(self, "closed_form", closed_form)
+        self._read_weight()
+        _OBJECTIVES[self.name] = self
+        return closed_form
 
 
 _OBJECTIVES: dict[str, Objective] = {}
+_TRANSFORMS: dict[str, Callable[[Objective], Objective]] = {}  # NAME of NAME(BASE)
+
+
+def transform(make: Callable[[Objective], Objective]) -> Callable[[Objective], Objective]:
+    """Decorator of a function from an objective to another: `get("NAME(BASE)")` calls it."""
+    _TRANSFORMS[make.__name__] = make
+    return make
 
 
 def objective(*, paper: str, eq: str, level: str, agg: str, adv: str, **facts) -> Callable[[Callable], Objective]:
@@ -261,6 +293,7 @@ def _load() -> dict[str, Objective]:
 
         for module in sorted(m.name for m in pkgutil.iter_modules(objectives.__path__)):
             importlib.import_module(f"upref.objectives.{module}")
+        importlib.import_module("upref.transforms")
         _loaded.append(True)
     return _OBJECTIVES
 
@@ -280,16 +313,22 @@ def get(name: str) -> Objective:
         raise InputError(f"an objective is called by its name, got {type(name).__name__}: `upref list` shows all.")
     if name.count("(") > 20:
         raise InputError(f"{name[:40]}... is nested {name.count('(')} times: up(NAME) once is enough.")
-    if name.startswith(("up(", "up_anchored(")) and name.endswith(")"):
-        from upref.transforms import up, up_anchored
-
-        plug, _, base = name[:-1].partition("(")
-        return (up if plug == "up" else up_anchored)(get(base))
+    make, _, base = name.partition("(")
+    if make in _TRANSFORMS and base.endswith(")"):
+        return _TRANSFORMS[make](get(base[:-1]))
     if name not in known:
         near = difflib.get_close_matches(name, known, 3, 0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "`upref list` shows all."
         raise InputError(f"no objective is called {name!r}: {hint}")
     return known[name]
+
+
+@cache
+def papers() -> dict[str, tuple[str, str]]:
+    """Title and link of each key in papers.bib."""
+    text = resources.files("upref").joinpath("papers.bib").read_text(encoding="utf-8")
+    entries = re.findall(r"^@\w+\{([^,\s]+),.*?^  title = \{(.*?)\},\n.*?^  url = \{(.*?)\}", text, re.M | re.S)
+    return {key: (" ".join(re.sub(r"[{}]", "", title).split()), url) for key, title, url in entries}
 
 
 def _number(x: Any) -> bool:

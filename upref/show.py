@@ -17,13 +17,14 @@ def markdown_table() -> str:
     """The table of objectives in docs/objectives.md; a test holds the page against it."""
     first = lambda o: f"`{o.equation.splitlines()[0]}`".replace("|", "\\|")
     every = [get(n) for n in names()]
-    rows = [f"| `{o.name}` | {o.paper} | {o.level} | {o.agg} | {first(o)} |" for o in every]
+    paper = lambda o: o.paper + " †" * bool(o.known_from)
+    rows = [f"| `{o.name}` | {paper(o)} | {o.level} | {o.agg} | {first(o)} |" for o in every]
     return "\n".join(["| name | paper | level | aggregation | J |", "|---|---|---|---|---|", *rows])
 
 
 def facts(o: Objective) -> dict[str, Any]:
-    plain = ("name", "paper", "eq", "level", "agg", "adv", "kl", "note", "unread", "coupled", "off_anchor")
-    facts = {f.name: getattr(o, f.name) for f in fields(o) if f.name in plain}
+    plain = ("name", "paper", "eq", "level", "agg", "adv", "kl", "note", "known_from", "unread", "coupled")
+    facts = {f.name: getattr(o, f.name) for f in fields(o) if f.name in (*plain, "off_anchor", "off_scale")}
     return facts | {"equation": o.equation, "hyperparameters": o.hyperparameters, "defaults": o.defaults}
 
 
@@ -49,9 +50,10 @@ def _about(o: Objective):
     yield "advantage", o.adv
     if o.kl:
         yield "KL", f"- beta * {o.kl}, a term of its own"
-    for key in ("note", "unread", "coupled", "off_anchor"):
+    said = {"unread": "not in sympy", "coupled": "not split", "off_anchor": "r = 1", "off_scale": "A times 3"}
+    for key in ("note", "known_from", *said):
         if value := getattr(o, key):
-            yield {"unread": "not in sympy", "coupled": "not split", "off_anchor": "r = 1"}.get(key, key), value
+            yield said.get(key, key.replace("_", " ")), value
 
 
 def _source(fn) -> str:

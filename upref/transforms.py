@@ -6,14 +6,16 @@ from dataclasses import replace
 
 from upref.errors import InputError
 from upref.ops import exp, mean_t, sg, where
-from upref.registry import Objective
+from upref.registry import Objective, transform
 
 
+@transform
 def up(base: Objective) -> Objective:
     """UP(base) = A log π_θ where A > 0, the base's own term where A <= 0. Eqs. 14-16: up(dapo), up(grpo), up(gspo)."""
     return _asymmetric(base, "up", lambda lp: lp)
 
 
+@transform
 def up_anchored(base: Objective) -> Objective:
     """The same with the self-anchored ratio π_θ/sg(π_θ) of Eqs. 12 and A4: equal gradient, other value and Hessian."""
     return _asymmetric(base, "up_anchored", lambda lp: exp(lp - sg(lp)))

@@ -124,7 +124,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         lp_old = lp.detach() if lp_old is None else possible(lp_old)  # TRL leaves it out where the policy has not moved
         A = inputs["advantages"]
         A = A[:, None] if A.ndim == 1 else A
-        if self.objective.agg == "seq-mean" and not one_per_response(A, mask):
+        if self.objective.one_adv and not one_per_response(A, mask):
             raise InputError(
                 f"upref/{self.objective.name} wants one advantage per response, and the tokens of one differ: choose "
                 "an objective of token level, or advantages of responses."

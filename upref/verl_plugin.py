@@ -92,7 +92,7 @@ def register(objective: Objective):
         _warn_of_aggregation(objective, loss_agg_mode)
         mask = response_mask.bool()
         log_prob, old_log_prob = possible(log_prob), possible(old_log_prob)
-        if objective.agg == "seq-mean" and not one_per_response(advantages, mask):
+        if objective.one_adv and not one_per_response(advantages, mask):
             raise InputError(
                 f"upref/{objective.name} wants one advantage per response, and the tokens of one differ: use an "
                 "outcome estimator (grpo, rloo, ...) without KL in the reward, or an objective of token level."

@@ -15,8 +15,8 @@ TOL = 1e-9
 MU, P = np.meshgrid(np.linspace(0.005, 1, 97), np.linspace(0, 1, 101))
 MAPPABLE = [n for n in upref.names() if not obstacle(upref.get(n))]
 ALWAYS_ALIVE_UP = [n for n in MAPPABLE if n.startswith("up_")] + [
-    "cispo", "cispo_verl", "dapo_no_upper_clip", "gppo", "is_pg", "reinforce", "reinforce_off_policy", "rloo", "sapo",
-    "topr", "up(sapo)", "up(gmpo)", "up(dppo_tv)", "w_reinforce",
+    "ce_gppo", "cispo", "cispo_verl", "dapo_no_upper_clip", "drpo", "gppo", "is_pg", "reinforce",
+    "reinforce_off_policy", "rloo", "sapo", "topr", "up(sapo)", "up(gmpo)", "up(dppo_tv)", "w_reinforce",
 ]  # fmt: skip
 
 
@@ -52,6 +52,19 @@ def test_no_clip_for_positive_advantages_leaves_all_of_1_minus_p(name):
     assert_cap(capacity(name, P, MU), 1 - P, 0)
     assert_cap(capacity(name, 1e-5, [1e-9, 1e-5, 1e-3]), 1 - 1e-5, 0)  # SAPO's gate has underflowed there
     assert capacity(name, 0.9, 1e-9) == pytest.approx(0.1, abs=TOL)
+
+
+def test_a_penalty_that_pulls_back_ends_the_capacity():
+    """CFPO has no clip and the Cap of one; DRO carries a token to r = e^(A/τ)."""
+    for A in (1, -1):
+        assert_cap(capacity("cfpo", P, MU, A, eps=0.2), capacity("ppo_clip", P, MU, A, eps=0.2))
+    assert_cap(capacity("dro", 0.01, 0.01, 1.0, tau=2.0), 0.01 * (np.exp(0.5) - 1))
+
+
+def test_a_bound_that_widens_for_rare_tokens():
+    """RIPO lets a token rise to mu + √(δ mu), DPPO to mu + δ."""
+    assert_cap(capacity("ripo", P, MU), np.maximum(np.minimum(1, MU + np.sqrt(0.05 * MU)) - P, 0))
+    assert_cap(capacity("dppo_tv", P, MU), np.maximum(np.minimum(1, MU + 0.15) - P, 0))
 
 
 PROBABILITY = st.floats(0, 1) | st.floats(-12, 0).map(lambda x: 10**x)
@@ -180,7 +193,7 @@ def test_shapes_broadcast_and_signs_mix():
 
 
 def test_magnitude_of_the_advantage_does_not_matter():
-    for name in MAPPABLE:
+    for name in (n for n in MAPPABLE if not upref.get(n).off_scale):
         for A in (1, -1):
             assert_cap(capacity(name, 0.2, MU[0], A), capacity(name, 0.2, MU[0], 7.5 * A), 1e-15)
 

@@ -16,6 +16,7 @@ from upref import kl
 from upref.advantages import ADVANTAGES
 from upref.ops import replayed_sg
 from upref.regimes import OFF_EDGES, batch, grad
+from upref.registry import REDUCE
 
 TOL = 1e-12
 LAWS = []
@@ -97,6 +98,8 @@ def micro_batches_add_up(o):
 
 @law
 def zero_advantage_is_silent(o):
+    if o.off_scale:
+        pytest.skip(o.off_scale)
     b = batch(o)
     g = grad(o, replace(b, adv=torch.zeros_like(b.adv)))
     assert (g == 0).all()
@@ -105,7 +108,11 @@ def zero_advantage_is_silent(o):
 @law
 def scales_with_the_advantage(o):
     b = batch(o)
-    close(grad(o, replace(b, adv=3 * b.adv)), 3 * grad(o, b))
+    found, expected = grad(o, replace(b, adv=3 * b.adv)), 3 * grad(o, b)
+    if o.off_scale:
+        assert not torch.allclose(found, expected), f"{o.name} is listed as an exception and is none"
+    else:
+        close(found, expected)
 
 
 @law
@@ -125,6 +132,7 @@ def on_policy_weight_is_the_advantage(o):
 def finite_differences_agree(o):
     """Of the declared surrogate, sg(x) held where it was: ties the value of J to its gradient."""
     b = batch(o, edges=OFF_EDGES, thin=7)
+    b = replace(b, logp=b.logp - 1e-4)  # a bound may lie at r = 1 itself
     if o.coupled:  # a step must not change the batch's ranking
         b = replace(b, logp=b.logp_old + (b.logp - b.logp_old) * 0.05)
     g, values, h = grad(o, b), [], 1e-6
@@ -188,7 +196,7 @@ def extreme_ratios_never_make_nan(o):
 
 def ratio(o, b):
     log_r = (b.logp - b.logp_old).double().masked_fill(~b.mask, 0)
-    if o.level == "token" or o.agg != "seq-mean":
+    if o.level not in REDUCE and o.agg != "seq-mean":
         return log_r
     total = log_r.sum(-1, keepdim=True)
     return (total if o.level == "trajectory" else total / b.mask.sum(-1, keepdim=True)).expand_as(log_r)
@@ -212,11 +220,14 @@ def extreme_batch(o, dtype):
     return upref.Rollouts(old + log_r, old, A, mask, group, entropy=torch.ones_like(log_r))
 
 
+MOVED = {"c": 2.0, "beta": 0.1, "seed": 1, "share": 0.1, "high": 1.05}
+
+
 @law
 def every_hyperparameter_is_alive(o):
     """Moving it moves the gradient somewhere; a name it does not have is refused."""
     for key, default in o.hyperparameters.items():
-        other = {"c": 2.0, "beta": 0.1}.get(key, default * 1.5 if default else None)
+        other = MOVED.get(key, default * 1.5 if default else None)
         moved = {key: other}
         b = batch(o, **({} if key == "beta" else moved))
         b = replace(b, logp_ref=b.logp_old - 0.1)

@@ -38,7 +38,11 @@ def named(identity, name: str):
     return next(m for m in identity.matches if m.name == name and m.own)
 
 
-@pytest.mark.parametrize("name", upref.names())
+# A curve does not pin these: they couple tokens, or their weight is not the advantage times a function of the ratio.
+UNNAMED = ("ce_gppo", "clip_cov", "cppo", "dro", "kl_cov")
+
+
+@pytest.mark.parametrize("name", [n for n in upref.names() if n not in UNNAMED])
 def test_hyperparameters_and_aggregation_are_recovered(name):
     o, hp = upref.get(name), draw(name)
     identity = upref.identify(partial(o.loss, **hp))

@@ -28,7 +28,7 @@ def aspo(lp, lp_old, A, *, eps=0.2, cap=3.0):
 
 
 @aspo.with_weight
-def aspo(r, A, *, eps, cap):
+def aspo_weight(r, A, *, eps, cap):
     return where(A > 0, when(r <= 1 + eps, A * minimum(1 / r, cap)), when(r >= 1 - eps, A * minimum(r, cap)))
 
 
@@ -60,7 +60,7 @@ def aspo_code(lp, lp_old, A, mask, entropy, *, eps_calm=0.2, eps_unsure=0.4, cap
 
 
 @aspo_code.with_weight
-def aspo_code(r, A, mask, entropy, *, eps_calm, eps_unsure, cap):
+def aspo_code_weight(r, A, mask, entropy, *, eps_calm, eps_unsure, cap):
     calm = is_calm(entropy, mask)
     below = where(calm, r <= 1 + eps_calm, r <= 1 + eps_unsure)
     above = where(calm, r >= 1 - eps_calm, r >= 1 - eps_unsure)

@@ -5,7 +5,8 @@ from upref.registry import objective
 
 @objective(
     paper="li2026bandpo",
-    eq="Proposition 4, as its code cites it (paper not read here)",
+    eq="Proposition 4, as its code cites it",
+    known_from="the authors' code and scripts",
     level="token",
     agg="seq-mean-token-mean",
     adv="group_norm",
@@ -28,7 +29,7 @@ def bandpo_chi2(lp, lp_old, A, *, delta=0.05, c=None):
 
 
 @bandpo_chi2.with_weight
-def bandpo_chi2(r, A, mu, *, delta, c):
+def bandpo_chi2_weight(r, A, mu, *, delta, c):
     reach = sqrt(delta * (1 - mu) / mu)
     low, high = maximum(1 - reach, 0), minimum(1 + reach, 1 / mu)
     return where(A > 0, when(r <= high, A * r), when((r >= low) & (r <= (c or inf)), A * r))

@@ -29,7 +29,8 @@ def band(log_mu, delta):
 
 @objective(
     paper="li2026bandpo",
-    eq="Theorem 1, as its code cites it (paper not read here)",
+    eq="Theorem 1, as its code cites it",
+    known_from="the authors' code and scripts",
     level="token",
     agg="seq-mean-token-mean",
     adv="group_norm",
@@ -51,6 +52,6 @@ def bandpo_kl(lp, lp_old, A, *, delta=0.05, c=None):
 
 
 @bandpo_kl.with_weight
-def bandpo_kl(r, A, log_mu, *, delta, c):
+def bandpo_kl_weight(r, A, log_mu, *, delta, c):
     low, high = band(log_mu, delta)
     return where(A > 0, when(r <= high, A * r), when((r >= low) & (r <= (c or inf)), A * r))

@@ -5,7 +5,8 @@ from upref.registry import objective
 
 @objective(
     paper="li2026bandpo",
-    eq="Proposition 4, as its code cites it (paper not read here)",
+    eq="Proposition 4, as its code cites it",
+    known_from="the authors' code and scripts",
     level="token",
     agg="seq-mean-token-mean",
     adv="group_norm",
@@ -27,6 +28,6 @@ def bandpo_tv(lp, lp_old, A, *, delta=0.05, c=None):
 
 
 @bandpo_tv.with_weight
-def bandpo_tv(r, A, mu, *, delta, c):
+def bandpo_tv_weight(r, A, mu, *, delta, c):
     low, high = maximum(1 - delta / mu, 0), minimum(1 + delta / mu, 1 / mu)
     return where(A > 0, when(r <= high, A * r), when((r >= low) & (r <= (c or inf)), A * r))

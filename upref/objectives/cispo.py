@@ -21,7 +21,7 @@ def cispo(lp, lp_old, A, *, eps_high=4.0):
 
 
 @cispo.with_weight
-def cispo(r, A, *, eps_high):
+def cispo_weight(r, A, *, eps_high):
     return A * minimum(r, 1 + eps_high)
 
 
@@ -43,5 +43,5 @@ def cispo_verl(lp, lp_old, A, *, eps_low=0.2, eps_high=0.2):
 
 
 @cispo_verl.with_weight
-def cispo_verl(r, A, *, eps_low, eps_high):
+def cispo_verl_weight(r, A, *, eps_low, eps_high):
     return A * clip(r, 1 - eps_low, 1 + eps_high)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from upref.ops import clip, dual_clip, exp, inf, minimum, when, where
-from upref.registry import objective
+from upref.registry import NO_DUAL_CLIP, objective
 
 
 @objective(
@@ -12,7 +12,7 @@ from upref.registry import objective
     defaults={
         "eps_low": 'fan2026up Table A1, "Lower Clip": 0.2; yu2025dapo Sec. 4.1: "the clipping parameter ε_low to 0.2"',
         "eps_high": 'fan2026up Table A1, "Upper Clip": 0.28; yu2025dapo Sec. 4.1: "and ε_high to 0.28"',
-        "c": "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10",
+        "c": NO_DUAL_CLIP,
     },
     note="Without group ids the whole batch counts as one group, which is what DAPO's code, verl and TRL compute.",
 )
@@ -23,5 +23,5 @@ def dapo(lp, lp_old, A, *, eps_low=0.2, eps_high=0.28, c=None):
 
 
 @dapo.with_weight
-def dapo(r, A, *, eps_low, eps_high, c):
+def dapo_weight(r, A, *, eps_low, eps_high, c):
     return where(A > 0, when(r <= 1 + eps_high, A * r), when((r >= 1 - eps_low) & (r <= (c or inf)), A * r))

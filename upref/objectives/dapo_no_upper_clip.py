@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from upref.ops import dual_clip, exp, inf, maximum, minimum, when, where
-from upref.registry import objective
+from upref.registry import NO_DUAL_CLIP, objective
 
 
 @objective(
@@ -11,7 +11,7 @@ from upref.registry import objective
     adv="group_norm",
     defaults={
         "eps_low": 'fan2026up Table A1, "Lower Clip" of DAPO: 0.2',
-        "c": "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10",
+        "c": NO_DUAL_CLIP,
     },
     note="The ablation that keeps π_old in the ratio: the weight of a positive token grows with r, up to 1/π_old.",
 )
@@ -22,5 +22,5 @@ def dapo_no_upper_clip(lp, lp_old, A, *, eps_low=0.2, c=None):
 
 
 @dapo_no_upper_clip.with_weight
-def dapo_no_upper_clip(r, A, *, eps_low, c):
+def dapo_no_upper_clip_weight(r, A, *, eps_low, c):
     return where(A > 0, A * r, when((r >= 1 - eps_low) & (r <= (c or inf)), A * r))

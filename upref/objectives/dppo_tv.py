@@ -23,7 +23,7 @@ def dppo_tv(lp, lp_old, A, *, delta=0.15):
 
 
 @dppo_tv.with_weight
-def dppo_tv(log_r, A, log_mu, *, delta):
+def dppo_tv_weight(log_r, A, log_mu, *, delta):
     gain = exp(log_mu + log_r) - exp(log_mu)
     return when(where(A > 0, gain, -gain) <= delta, A * exp(log_r))
 
@@ -48,6 +48,6 @@ def dppo_tv_verl(lp, lp_old, A, *, delta=0.2, trunc=3.0):
 
 
 @dppo_tv_verl.with_weight
-def dppo_tv_verl(log_r, A, log_mu, *, delta, trunc):
+def dppo_tv_verl_weight(log_r, A, log_mu, *, delta, trunc):
     gain = exp(log_mu + log_r) - exp(log_mu)
     return when(where(A > 0, gain, -gain) <= delta, A * minimum(exp(log_r), trunc))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from upref.ops import clip, dual_clip, exp, inf, minimum, when, where
-from upref.registry import objective
+from upref.registry import NO_DUAL_CLIP, objective
 
 
 @objective(
@@ -12,7 +12,7 @@ from upref.registry import objective
     kl="k3",
     defaults={
         "eps": '0.2: liu2025understanding Table 6: "Policy clipping parameter 0.2"',
-        "c": "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10",
+        "c": NO_DUAL_CLIP,
         "beta": '0: liu2025understanding Sec. 3: "We will assume β = 0 throughout this paper"',
     },
     note="GRPO without 1/|o_i| and without the standard deviation. Official code divides by a fixed length as well: "
@@ -25,5 +25,5 @@ def dr_grpo(lp, lp_old, A, *, eps=0.2, c=None):
 
 
 @dr_grpo.with_weight
-def dr_grpo(r, A, *, eps, c):
+def dr_grpo_weight(r, A, *, eps, c):
     return where(A > 0, when(r <= 1 + eps, A * r), when((r >= 1 - eps) & (r <= (c or inf)), A * r))

@@ -20,7 +20,7 @@ def gmpo(lp, lp_old, A, mask, *, eps=0.4):
 
 
 @gmpo.with_weight
-def gmpo(log_r, A, mask, *, eps):
+def gmpo_weight(log_r, A, mask, *, eps):
     g = exp(mean_t(where(A > 0, minimum(log_r, eps), maximum(log_r, -eps)), mask))
     share = A * (g / mask.sum(-1))[..., None]
     return where(A > 0, when(log_r <= eps, share), when(log_r >= -eps, share))

@@ -5,7 +5,8 @@ from upref.registry import objective
 
 @objective(
     paper="su2025klear",
-    eq="the objective of its README and code",
+    eq="as coded by its authors",
+    known_from="the authors' README and code",
     level="token",
     agg="group-token-mean",
     adv="group_norm",
@@ -25,5 +26,5 @@ def gppo(lp, lp_old, A, *, eps_low=0.2, eps_high=0.28, c=None):
 
 
 @gppo.with_weight
-def gppo(r, A, *, eps_low, eps_high, c):
+def gppo_weight(r, A, *, eps_low, eps_high, c):
     return where(A > 0, A * minimum(r, 1 + eps_high), when(r <= (c or inf), A * maximum(r, 1 - eps_low)))

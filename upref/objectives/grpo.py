@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from upref.ops import clip, dual_clip, exp, inf, minimum, when, where
-from upref.registry import objective
+from upref.registry import NO_DUAL_CLIP, objective
 
 
 @objective(
@@ -12,7 +12,7 @@ from upref.registry import objective
     kl="k3",
     defaults={
         "eps": 'fan2026up Table A3, "Lower Clip" and "Upper Clip": 0.2; shao2024deepseekmath publishes no value',
-        "c": "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10",
+        "c": NO_DUAL_CLIP,
         "beta": '0: fan2026up gives none; shao2024deepseekmath Sec. 4.2: "The KL coefficient is 0.04"',
     },
 )
@@ -23,5 +23,5 @@ def grpo(lp, lp_old, A, *, eps=0.2, c=None):
 
 
 @grpo.with_weight
-def grpo(r, A, *, eps, c):
+def grpo_weight(r, A, *, eps, c):
     return where(A > 0, when(r <= 1 + eps, A * r), when((r >= 1 - eps) & (r <= (c or inf)), A * r))

@@ -23,5 +23,5 @@ def gspo(lp, lp_old, A, *, eps_low=3e-4, eps_high=4e-4):
 
 
 @gspo.with_weight
-def gspo(s, A, *, eps_low, eps_high):
+def gspo_weight(s, A, *, eps_low, eps_high):
     return where(A > 0, when(s <= 1 + eps_high, A * s), when(s >= 1 - eps_low, A * s))

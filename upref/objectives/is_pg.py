@@ -17,5 +17,5 @@ def is_pg(lp, lp_old, A):
 
 
 @is_pg.with_weight
-def is_pg(r, A):
+def is_pg_weight(r, A):
     return A * r

@@ -33,6 +33,6 @@ def m2po(lp, lp_old, A, mask, *, tau=0.04):
 
 
 @m2po.with_weight
-def m2po(log_r, A, mask, *, tau):
+def m2po_weight(log_r, A, mask, *, tau):
     beyond = mask & ((A > 0) & (log_r > 0) | (A < 0) & (log_r < 0))
     return when(~beyond | keep_smallest(log_r**2, beyond, tau), A * exp(log_r))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from upref.ops import clip, dual_clip, exp, inf, minimum, when, where
-from upref.registry import objective
+from upref.registry import NO_DUAL_CLIP, objective
 
 
 @objective(
@@ -11,7 +11,7 @@ from upref.registry import objective
     adv="whiten",
     defaults={
         "eps": 'schulman2017proximal Sec. 3: "where epsilon is a hyperparameter, say, ε = 0.2"',
-        "c": "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10",
+        "c": NO_DUAL_CLIP,
     },
 )
 def ppo_clip(lp, lp_old, A, *, eps=0.2, c=None):
@@ -21,5 +21,5 @@ def ppo_clip(lp, lp_old, A, *, eps=0.2, c=None):
 
 
 @ppo_clip.with_weight
-def ppo_clip(r, A, *, eps, c):
+def ppo_clip_weight(r, A, *, eps, c):
     return where(A > 0, when(r <= 1 + eps, A * r), when((r >= 1 - eps) & (r <= (c or inf)), A * r))

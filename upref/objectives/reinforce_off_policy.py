@@ -16,5 +16,5 @@ def reinforce_off_policy(lp, lp_old, A):
 
 
 @reinforce_off_policy.with_weight
-def reinforce_off_policy(r, A):
+def reinforce_off_policy_weight(r, A):
     return A + 0 * r

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from upref.ops import clip, dual_clip, exp, inf, minimum, when, where
-from upref.registry import objective
+from upref.registry import NO_DUAL_CLIP, objective
 
 
 @objective(
@@ -11,7 +11,7 @@ from upref.registry import objective
     adv="whiten",
     defaults={
         "eps": "0.2: hu2025reinforce++ v1, Sec. 4.2, Table 1; v9 reports none",
-        "c": "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10",
+        "c": NO_DUAL_CLIP,
     },
     note="PPO's clip on rewards whitened over the global batch; its KL (k1) belongs into the reward.",
 )
@@ -22,7 +22,7 @@ def reinforce_pp(lp, lp_old, A, *, eps=0.2, c=None):
 
 
 @reinforce_pp.with_weight
-def reinforce_pp(r, A, *, eps, c):
+def reinforce_pp_weight(r, A, *, eps, c):
     return where(A > 0, when(r <= 1 + eps, A * r), when((r >= 1 - eps) & (r <= (c or inf)), A * r))
 
 
@@ -35,7 +35,7 @@ def reinforce_pp(r, A, *, eps, c):
     kl="k2",
     defaults={
         "eps": "0.2: hu2025reinforce++ v1, Sec. 4.2, Table 1; v9 reports none",
-        "c": "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10",
+        "c": NO_DUAL_CLIP,
         "beta": "0: hu2025reinforce++ adds λ E[k2] and reports no λ",
     },
     note="The variant with a group baseline, then whitened over the global batch.",

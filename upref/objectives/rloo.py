@@ -16,5 +16,5 @@ def rloo(lp, lp_old, A):
 
 
 @rloo.with_weight
-def rloo(r, A):
+def rloo_weight(r, A):
     return A + 0 * r

@@ -5,12 +5,13 @@ from upref.registry import objective
 
 @objective(
     paper="gao2025soft",
-    eq="5 (by a third-party note; paper not read here)",
+    eq="5 and 6",
+    known_from="verl's and TRL's code, and public notes that print both equations",
     level="token",
     agg="seq-mean-token-mean",
     adv="group_norm",
     defaults={
-        "tau_pos": "1.0: gao2025soft, as TRL's paper_index.md and verl's ActorConfig have it; paper not read here",
+        "tau_pos": "1.0: gao2025soft, as TRL's paper_index.md and verl's ActorConfig have it",
         "tau_neg": "1.05: the same",
     },
     note="A soft gate: the weight is A at r = 1, largest near r = 2, then decays, never 0. J(r = 1) = 2A/τ, not A.",
@@ -23,7 +24,7 @@ def sapo(lp, lp_old, A, *, tau_pos=1.0, tau_neg=1.05):
 
 
 @sapo.with_weight
-def sapo(r, A, *, tau_pos, tau_neg):
+def sapo_weight(r, A, *, tau_pos, tau_neg):
     return A * r * where(A > 0, slope(r, tau_pos), slope(r, tau_neg))
 
 

@@ -18,5 +18,5 @@ def topr(lp, lp_old, A):
 
 
 @topr.with_weight
-def topr(S, A):
+def topr_weight(S, A):
     return where(A >= 0, A + 0 * S, A * minimum(S, 1))

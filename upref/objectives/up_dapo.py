@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 from upref.ops import dual_clip, exp, inf, maximum, minimum, sg, when, where
-from upref.registry import objective
+from upref.registry import NO_DUAL_CLIP, objective
 
 DEFAULTS = {
     "eps_low": 'fan2026up Table A1, "Lower Clip": 0.2; App. A: UP "eliminate the need for the upper clip"',
-    "c": "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10",
+    "c": NO_DUAL_CLIP,
 }
 
 
@@ -25,7 +25,7 @@ def up_dapo(lp, lp_old, A, *, eps_low=0.2, c=None):
 
 
 @up_dapo.with_weight
-def up_dapo(r, A, *, eps_low, c):
+def up_dapo_weight(r, A, *, eps_low, c):
     return where(A > 0, A, when((r >= 1 - eps_low) & (r <= (c or inf)), A * r))
 
 

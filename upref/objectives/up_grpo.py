@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 from upref.ops import dual_clip, exp, inf, maximum, minimum, sg, when, where
-from upref.registry import objective
+from upref.registry import NO_DUAL_CLIP, objective
 
 DEFAULTS = {
     "eps": 'fan2026up Table A3, "Lower Clip" of UP-GRPO: 0.2, "Upper Clip": "-"',
-    "c": "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10",
+    "c": NO_DUAL_CLIP,
     "beta": "0: the paper prints -β D_KL in both branches (its prose says negative ones) and gives no β",
 }
 
@@ -26,7 +26,7 @@ def up_grpo(lp, lp_old, A, *, eps=0.2, c=None):
 
 
 @up_grpo.with_weight
-def up_grpo(r, A, *, eps, c):
+def up_grpo_weight(r, A, *, eps, c):
     return where(A > 0, A, when((r >= 1 - eps) & (r <= (c or inf)), A * r))
 
 
@@ -47,3 +47,25 @@ def up_grpo_anchored(lp, lp_old, A, *, eps=0.2, c=None):
 
 
 up_grpo_anchored.with_weight(up_grpo.closed_form)
+
+
+@objective(
+    paper="fan2026up",
+    eq="15, as coded in verl pull request 7022",
+    level="token",
+    agg="token-mean",
+    adv="group_norm",
+    known_from="the pull request's description and a public copy of its compute_policy_loss_up",
+    defaults={
+        "eps": "0.2: verl's ActorConfig.clip_ratio",
+        "c": "3.0: verl's ActorConfig.clip_ratio_c, which verl's losses always apply",
+    },
+    note="up_grpo_anchored with a dual clip and verl's default aggregation; the KL term is verl's own.",
+)
+def up_grpo_verl(lp, lp_old, A, *, eps=0.2, c=3.0):
+    """As up_grpo_anchored, 1/Σ_i|o_i| Σ_i Σ_t of it, and no gradient above r = c where A < 0"""
+    r = dual_clip(exp(lp - lp_old), A, c)
+    return where(A > 0, A * exp(lp - sg(lp)), minimum(r * A, maximum(r, 1 - eps) * A))
+
+
+up_grpo_verl.with_weight(up_grpo.closed_form)

@@ -24,7 +24,7 @@ def up_gspo(lp, lp_old, A, *, eps_low=3e-4):
 
 
 @up_gspo.with_weight
-def up_gspo(s, A, *, eps_low):
+def up_gspo_weight(s, A, *, eps_low):
     return where(A > 0, A, when(s >= 1 - eps_low, A * s))
 
 

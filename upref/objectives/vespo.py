@@ -24,6 +24,6 @@ def vespo(lp, lp_old, A, *, c1_pos=2.0, c2_pos=3.0, c1_neg=3.0, c2_neg=2.0):
 
 
 @vespo.with_weight
-def vespo(log_r, A, *, c1_pos, c2_pos, c1_neg, c2_neg):
+def vespo_weight(log_r, A, *, c1_pos, c2_pos, c1_neg, c2_neg):
     W = exp(log_r)
     return A * where(A > 0, exp(c2_pos * (1 - W) + c1_pos * log_r), exp(c2_neg * (1 - W) + c1_neg * log_r))

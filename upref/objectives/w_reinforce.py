@@ -19,7 +19,7 @@ def w_reinforce(lp, lp_old, A, *, lam=0.1):
 
 
 @w_reinforce.with_weight
-def w_reinforce(r, A, *, lam):
+def w_reinforce_weight(r, A, *, lam):
     return where(A > 0, lam * A, A) + 0 * r
 
 
@@ -43,5 +43,5 @@ def w_reinforce_code(lp, lp_old, A, *, lam=0.1, eps=0.2):
 
 
 @w_reinforce_code.with_weight
-def w_reinforce_code(r, A, *, lam, eps):
+def w_reinforce_code_weight(r, A, *, lam, eps):
     return where(A > 0, when(r <= 1 + eps, lam * A * r), when(r >= 1 - eps, A * r))

@@ -129,7 +129,7 @@ class Case:
 
     @property
     def one_adv(self) -> bool:
-        return self.o.agg == "seq-mean" or self.loss.adv_shape != "BT"
+        return self.o.one_adv or self.loss.adv_shape != "BT"
 
     def ready(self, b: Rollouts) -> Rollouts:
         """Masked slots hold numbers that could pass for tokens; a reference policy; no groups for who takes none."""

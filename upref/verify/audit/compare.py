@@ -122,7 +122,7 @@ def grid(c: Comparison, single: bool = False) -> Rollouts:
     pairs = [(get(c.objective), c.hp), accounted(c, c.reasons)]
     # a framework sums a response's ratio in another order: on a bound, rounding would decide
     edges = SINGLE_EDGES if single else tuple(e for e in EDGES if e or get(c.objective).level == "token")
-    if c.one_adv or get(c.objective).agg == "seq-mean":
+    if c.one_adv or get(c.objective).one_adv:
         pairs = [(o if o.level in REDUCE else replace(o, agg="seq-mean"), hp) for o, hp in pairs]
     b = _join(*(batch(o, edges=edges, seed=i, **hp) for i, (o, hp) in enumerate(pairs)), clamped())
     # masked slots hold what could pass for tokens, as a tool's answer in a multi-turn response does

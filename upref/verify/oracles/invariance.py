@@ -208,7 +208,7 @@ def determinism(case: Case) -> list[Finding]:
 
 
 def _kl(case: Case) -> str:
-    return "the KL term does not scale with A" if case.hp.get("beta") else ""
+    return "the KL term does not scale with A" if case.hp.get("beta") else case.o.off_scale
 
 
 @oracle("scaling", 110, _kl)
