@@ -15,13 +15,14 @@ import pytest
 from scipy import stats
 
 from repro.mini import provenance, standing, tasks
-from repro.mini.round2 import doses, explore, page, rates, reach, registration, report, rule, sound, tables
-from repro.mini.study import curves, plan, results, suite
+from repro.mini.round2 import doses, explore, page, rates, reach, report, rule, sound, tables
+from repro.mini.study import curves, plan, registration, results, suite
 from repro.mini.study import report as first
 from repro.mini.study.plan import Claim, Contrast, Experiment
 from upref.errors import InputError
 
 ROOT = Path(__file__).parents[2]
+HERE = plan.FOLDERS[2].parent  # what is registered
 MORE = Contrast(("up_dapo", "dapo"), "avg", more_than=0.0, effect=0.02)
 SAME = Contrast(("up_dapo", "dapo"), "kl_base", ratio=True, within=1.25)
 
@@ -140,18 +141,18 @@ def git(*words: str) -> str:
 
 
 def test_nothing_registered_has_changed():
-    assert registration.load()["sha256"] == registration.digests()
+    assert registration.load(HERE)["sha256"] == registration.digests(HERE)
 
 
 def test_the_registration_precedes_every_run():
-    commit = registration.load()["commit"]
+    commit = registration.load(HERE)["commit"]
     try:
         git("cat-file", "-e", commit)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no history here")
     held = git("ls-tree", "-r", "--name-only", commit, "repro/mini/round2").split()
     assert "repro/mini/round2/results/runs.jsonl" not in held
-    for name, digest in registration.digests().items():
+    for name, digest in registration.digests(HERE).items():
         show = ["git", "show", f"{commit}:repro/mini/round2/{name}"]
         content = subprocess.run(show, cwd=ROOT, capture_output=True, check=True).stdout
         assert hashlib.sha256(content).hexdigest() == digest, name
@@ -166,13 +167,13 @@ def test_the_registration_precedes_every_run():
 
 
 def test_seeds_are_those_of_the_power_calculation():
-    text = (registration.HERE / "power.md").read_text(encoding="utf-8")
+    text = (HERE / "power.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")][1:]
     assert {row[0] for row in rows} == {n for n in plan.names(round=2) if any(c.contrasts for c in plan.load(n).claims)}
     for row in rows:
         assert int(row[5]) == len(plan.load(row[0]).seeds)
         assert row[0] == "dose_high" or float(row[6]) >= 0.8, row
-    pilot = [json.loads(line)["settings"] for line in (registration.HERE / "pilot.jsonl").read_text().splitlines()]
+    pilot = [json.loads(line)["settings"] for line in (HERE / "pilot.jsonl").read_text().splitlines()]
     assert {(s["objective"], s["seed"]) for s in pilot} == {("dapo", 901)}
 
 
@@ -196,7 +197,7 @@ def test_the_report_is_honest_about_what_is_there(seeds, tmp_path, monkeypatch):
     records = of_the_real(tmp_path, monkeypatch, seeds)
     report.write(records, tmp_path)
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert registration.load()["commit"] in text
+    assert registration.load(HERE)["commit"] in text
     assert f"**{len(records)} of {len(plan.queue(plan.names(round=2)))} runs are finished**" in text
     assert "**reproduced**" not in text and "**undecided**" not in text, "no verdict before the last seed"
     assert "Not begun: " in text and "family_tuned" in text

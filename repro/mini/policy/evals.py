@@ -33,6 +33,11 @@ def bits(which) -> str:
     return np.packbits(which.numpy()).tobytes().hex()
 
 
+def counts(right) -> list[int]:
+    """Of bool [P, k]: how many problems have 0, 1, ..., k right samples. Every Pass@k follows from it."""
+    return right.sum(1).bincount(minlength=right.shape[1] + 1).tolist()
+
+
 def estimates(correct, answers) -> dict[str, metrics.Estimate]:
     """Of a bool table [P, k] and answers [P, k], as what votes: a number or a word, NO_ANSWER and None do not."""
     k = correct.shape[1]

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from figures.make import save
 from repro.mini import files
-from repro.mini.round2 import doses, explore, page, rates, reach, registration, rule, tables
+from repro.mini.round2 import doses, explore, page, rates, reach, rule, tables
 from repro.mini.round2.rule import Verdict
 from repro.mini.round2.sound import sound, unsound
-from repro.mini.study import plan, report, results
+from repro.mini.study import plan, registration, report, results
 from repro.mini.study.plan import Experiment
 from repro.mini.study.results import Record
 from upref.errors import InputError
@@ -101,7 +101,7 @@ def head(experiments: Iterable[Experiment], records: dict[str, Record]) -> str:
     left = results.forecast([s for name, s in wanted.items() if name not in records], records) / 3600
     made = report.made_with(records)
     hours = f", {made['hours of one core'][0]} hours of one core" if records else ""
-    commit = registration.load().get("commit", "none yet")
+    commit = registration.load(plan.FOLDERS[2].parent).get("commit", "none yet")
     waits = [e.name for e in experiments if not e.runs()]
     more = f" ({', '.join(waits)} comes on top, once its learning rates are chosen)" if waits else ""
     rest = f""" The rest takes about {left:.0f} hours of one core

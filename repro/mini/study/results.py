@@ -53,7 +53,7 @@ def record(folder: Path) -> Record:
         "provenance": json.loads(done.read_text(encoding="utf-8")) if done.exists() else {},
         "steps": _bins(read_lines(folder / "steps.jsonl")),
         "evals": _evals(read_lines(folder / "evals.jsonl")),
-    } | _solved(read_lines(folder / "evals.jsonl"))
+    } | _at_the_end(read_lines(folder / "evals.jsonl"))
 
 
 def _bins(lines: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -77,10 +77,14 @@ def _evals(lines: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
     return table
 
 
-def _solved(lines: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
-    """Which problems were solved at least once at the end, where the run says so."""
-    found = {f"{line['set']}/{line['decoding']}": line["solved"] for line in lines if "solved" in line}
-    return {"solved": found} if found else {}
+def _at_the_end(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Where the run has them: which problems were solved at least once; how many problems were solved how often."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        for key in ("solved", "counts"):
+            if key in line:
+                found.setdefault(key, {})[f"{line['set']}/{line['decoding']}"] = line[key]
+    return found
 
 
 def _number(x) -> float:

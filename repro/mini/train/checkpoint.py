@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from repro.mini import files, provenance, tasks
 from repro.mini.policy import bases, models
@@ -33,13 +35,23 @@ class Run:
         )
         self.step = 0  # steps done
         self.seen: list[np.ndarray] = []
+        self.ring: list[dict[str, Tensor]] = []  # the weights at the last `staleness` rollouts, the oldest first
         self.seconds: dict[str, float] = defaultdict(float)
+
+    def sampler(self) -> PreTrainedModel:
+        """The policy of `staleness` rollouts ago; in the first steps, where there is none yet, the base."""
+        if not self.s.staleness:
+            return self.policy
+        self.ring = [*self.ring, {k: w.clone() for k, w in self.policy.state_dict().items()}][-self.s.staleness - 1 :]
+        stale = copy.deepcopy(self.base)
+        stale.load_state_dict(self.ring[0])
+        return stale
 
     @contextmanager
     def clock(self, part: str):
-        start = time.perf_counter()
+        start = time.process_time()
         yield
-        self.seconds[part] += time.perf_counter() - start
+        self.seconds[part] += time.process_time() - start
 
 
 def resume(run: Run, out: Path, logs: dict[str, files.Log], say) -> None:
@@ -52,7 +64,7 @@ def resume(run: Run, out: Path, logs: dict[str, files.Log], say) -> None:
     kept = torch.load(folder / "trainer.pt", weights_only=False)
     run.policy.load_state_dict(models.load(folder, run.task).state_dict())
     run.optimizer.load_state_dict(kept["optimizer"])
-    run.step, run.seen, run.seconds = kept["step"], kept["seen"], kept["seconds"]
+    run.step, run.seen, run.seconds, run.ring = kept["step"], kept["seen"], kept["seconds"], kept.get("ring", [])
     for name, log in logs.items():
         log.back_to(kept["logs"][name])
     say(f"{out.name}: going on from step {run.step}.")
@@ -87,6 +99,7 @@ def save(run: Run, out: Path, logs: dict[str, files.Log]) -> None:
         "optimizer": run.optimizer.state_dict(),
         "seen": run.seen,
         "seconds": run.seconds,
+        "ring": run.ring,
         "logs": {name: log.here() for name, log in logs.items()},
     }
 

@@ -68,7 +68,7 @@ def one_step(run: Run, problems: Tensor, out: Path) -> dict:
     for group in run.optimizer.param_groups:
         group["lr"] = s.lr * min(1.0, (run.step + 1) / (s.warmup + 1))
     with run.clock("sample"):
-        batch = rollout(run.policy, run.task, problems, s, run.step)
+        batch = rollout(run.sampler(), run.task, problems, s, run.step)
     with run.clock("score"), torch.no_grad():
         # the base's opinion of every response if the objective reads it, else of those to a quarter of the prompts
         some = torch.arange(len(batch.tokens) if s.beta else max(1, s.prompts // 4) * s.responses)
@@ -76,6 +76,10 @@ def one_step(run: Run, problems: Tensor, out: Path) -> dict:
         base = log_probs(run.base, batch.prompts_of(some), tokens, mask, s.temperature)
         kl_base = kl(batch.log_probs[batch.state[some][mask]], base).double().mean().item()
         ref = spread(of_tokens(base, tokens[mask]), mask) if s.beta else None
+        if s.old_log_probs == "recomputed":
+            every = torch.arange(len(batch.tokens))
+            now = log_probs(run.policy, batch.prompts_of(every), batch.tokens, batch.mask, s.temperature)
+            batch.logp = spread(of_tokens(now, batch.tokens[batch.mask]), batch.mask)
     tally = Tally(batch.tokens.shape[1])
     with run.clock("update"):
         for epoch in range(s.epochs):
@@ -152,8 +156,10 @@ def evaluate(run: Run, logs: dict[str, files.Log]) -> None:
                 g = tasks.generator("eval", s.seed, run.step, name)
                 right, said = evals.tables(run.policy, run.task, problems, s.eval_samples, top_p, g)
                 where = {"step": run.step, "set": name, "decoding": f"top_p_{top_p:g}" if top_p < 1 else "t_1"}
-                solved = {"solved": evals.bits(right.any(1))} if s.lean_eval and end else {}
-                logs["evals"].add(where | evals.scores(right, said) | solved)
+                more = (
+                    {"solved": evals.bits(right.any(1)), "counts": evals.counts(right)} if s.lean_eval and end else {}
+                )
+                logs["evals"].add(where | evals.scores(right, said) | more)
 
 
 def replay(path: Path) -> None:

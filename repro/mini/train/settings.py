@@ -15,7 +15,8 @@ from upref.advantages import get as get_advantage
 from upref.aggregation import AGGREGATIONS
 from upref.errors import InputError
 
-LATER = {"lean_eval": False}  # settings that came after runs had been named, and what those runs did
+# settings that came after runs had been named, and what those runs did
+LATER = {"lean_eval": False, "staleness": 0, "old_log_probs": "sampler"}
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Settings:
     eval_samples: int = 32
     eval_top_p: float = 0.7
     checkpoint_every: int = 25  # 0: at the end only
+    staleness: int = 0  # responses are sampled by the policy of so many rollouts ago
+    old_log_probs: str = "sampler"  # whose lp_old is (bypass); "recomputed": by the current policy (decoupled)
     lean_eval: bool = False  # before the end by top-p only; at the end each set by one decoding, the test set by both
 
     def __post_init__(self):
@@ -68,9 +71,11 @@ class Settings:
         for name in ("lr", "grad_clip", "temperature"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise InputError(f"settings: {name} must be a finite number above 0, got {getattr(self, name)}.")
-        for name in ("beta", "warmup", "weight_decay", "eval_every", "checkpoint_every"):
+        for name in ("beta", "warmup", "weight_decay", "eval_every", "checkpoint_every", "staleness"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise InputError(f"settings: {name} must be 0 or more, got {getattr(self, name)}.")
+        if self.old_log_probs not in ("sampler", "recomputed"):
+            raise InputError(f"settings: old_log_probs must be sampler or recomputed, got {self.old_log_probs!r}.")
         if not 0 < self.eval_top_p <= 1:
             raise InputError(f"settings: eval_top_p must be above 0 and at most 1, got {self.eval_top_p}.")
         if self.responses < 2:

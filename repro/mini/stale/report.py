@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the finished runs say, on one page: report.md and its figures. It runs nothing."""
+
+from pathlib import Path
+
+from figures.make import save
+from repro.mini import files
+from repro.mini.stale import rule
+from repro.mini.stale.design import HERE, Design
+from repro.mini.stale.rule import Cell, Effect
+from repro.mini.study import curves, registration, results
+from repro.mini.study.results import Record
+from upref.plots import PALETTE, STYLE
+
+PRIMARY = ("dapo", "neighbours")
+UNITS = {"avg": "points", "best": "points", "entropy": "nats", "malformed": "points", "survival": "steps"}
+TITLES = {
+    "avg": "Avg@32", "best": "Best@32", "entropy": "entropy", "malformed": "malformed answers", "survival": "survival",
+}  # fmt: skip
+FAMILIES = {
+    "dapo": "Right answers at the end: UP-DAPO minus DAPO",
+    "neighbours": "Right answers at the end: UP-DAPO minus its neighbours",
+    "entropy": "Entropy",
+    "malformed": "Malformed answers",
+    "survival": "Survival: the step at which the reward falls below half of its peak",
+    "slope": "Slope in the staleness, per 16 rollouts",
+    "passes": "Pass@k at the greatest staleness",
+    "recomputed": "Where lp_old is recomputed",
+}
+LIMITS = """
+## Limits
+
+Tiny transformers (112k weights), one toy task, two bases that share their architecture and were trained on
+demonstrations of the same kind: effects are of these two bases, and nothing is said of bases in general. A rate is
+chosen on a grid of half decades by runs of half the length, for both bases together. Where lp_old is recomputed, no
+weight corrects for the difference between sampler and policy. The sampler's numbers are the trainer's: there is no
+mismatch between engines or precisions."""
+
+
+def progress(d: Design, records: dict[str, Record]) -> str:
+    """What is finished, what comes next, and how long it takes."""
+    todo = d.todo(records)
+    done = sum(s.key in records for s in d.reachable(records))
+    lines = [f"{done} of {d.expected(records)} runs are finished."]
+    if todo:
+        stage = (
+            "the search for rates"
+            if todo[0].settings.steps == d.search["settings"]["steps"]
+            else "the experiment proper"
+        )
+        hours = results.forecast([run.settings for run in todo], records) / 3600
+        lines.append(
+            f"Next: {stage}, {len(todo)} runs, about {hours:.1f} hours of one core: python -m repro.mini.stale"
+        )
+    return "\n".join(lines)
+
+
+def write(d: Design, records: dict[str, Record], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    found = rule.effects(d, records)
+    parts = [f"# {d.question}\n", head(d, records), "## The answer\n", answer(d, found)]
+    if any(e.n for e in found):
+        save(effect_figure(d, found), folder / "effects.svg")
+        parts.append("![UP minus each other method against staleness](effects.svg)\n")
+    if drawn := curve_figure(d, records):
+        save(drawn, folder / "curves.svg")
+        parts.append("![Reward and entropy while training](curves.svg)\n")
+    parts += ["## Every effect\n", tables(found), "## Learning rates\n", rates(d, records), LIMITS]
+    files.write_atomically(folder / "report.md", ("\n".join(parts) + "\n").encode())
+
+
+def head(d: Design, records: dict[str, Record]) -> str:
+    commit = registration.load(HERE).get("commit", "none yet")
+    hours = sum(r["provenance"]["seconds"]["all"] for r in records.values() if r["provenance"]) / 3600
+    updates = d.settings["minibatches"]
+    return f"""Written by `python -m repro.mini.stale --collect`. Rule, arms, rates, seeds, stopping and margins were
+registered in commit `{commit}`, before any run
+([rule.py](../rule.py), [design.toml](../design.toml), [power.md](../power.md)).
+
+{progress(d, records)} {hours:.1f} hours of one core were used so far.
+
+Responses are sampled by the policy of s rollouts ago; a rollout is {updates} updates. Each method trains at its own
+learning rate, which is chosen for each s on other seeds. Effects are UP-DAPO minus another method at the same s, the
+mean over the bases {" and ".join(d.bases)}, with simultaneous intervals (95 % for each family). The words follow from
+the intervals.
+"""
+
+
+def answer(d: Design, found: list[Effect]) -> str:
+    """In words: what is decided, what is not."""
+    primary = [e for e in found if e.family in PRIMARY]
+    decided = [e for e in primary if e.word not in ("not finished", "undecided")]
+    lines = [f"* {sentence(e)}" for e in decided]
+    left: dict[str, list[str]] = {}
+    for e in primary:
+        if e not in decided:
+            left.setdefault(e.word, []).append(f"{TITLES[e.metric]} against {e.other} at s = {e.staleness}")
+    for word, which in left.items():
+        many = "all of them" if len(which) == len(primary) else "; ".join(which)
+        said = {"not finished": "Too few seeds are finished to decide", "undecided": "The seeds do not decide"}[word]
+        lines.append(f"* {said}: {many}.")
+    return "\n".join(lines) + "\n"
+
+
+def sentence(e: Effect) -> str:
+    word = {"no difference": f"differs by less than {e.margin:g} points from"}.get(e.word, e.word.split()[0])
+    against = "" if e.word == "no difference" else " against"
+    return f"At s = {e.staleness}, {TITLES[e.metric]}: UP-DAPO {word}{against} {e.other}, {shown(e)} points."
+
+
+def shown(e: Effect) -> str:
+    digits = 0 if e.metric == "survival" else 3 if e.metric == "entropy" else 1
+    return f"{e.mean:+.{digits}f} [{e.low:+.{digits}f}, {e.high:+.{digits}f}]"
+
+
+def tables(found: list[Effect]) -> str:
+    text = ""
+    for family, title in FAMILIES.items():
+        rows = [e for e in found if e.family == family and e.n]
+        if not rows:
+            continue
+        text += (
+            f"### {title}\n\n| metric | minus | s | seeds | effect, simultaneous interval | on each base | |\n"
+            + "|---" * 7
+            + "|\n"
+        )
+        for e in rows:
+            unit = "points" if e.metric.startswith("pass") else UNITS[e.metric]
+            interval = "interval at the first look" if e.word == "not finished" else f"{shown(e)} {unit}"
+            bases = ", ".join(f"{x:+.3g}" for x in e.by_base)
+            s = "slope" if e.staleness is None else e.staleness
+            text += (
+                f"| {TITLES.get(e.metric, e.metric)} | {e.other} | {s} | {e.n} | {interval} | {bases} | {e.word} |\n"
+            )
+        text += "\n"
+    return text or "No run of the experiment proper has finished on both sides of a comparison.\n"
+
+
+def rates(d: Design, records: dict[str, Record]) -> str:
+    """What was chosen, and the scores: mean training reward in the last fifth, in %."""
+    tried = sorted(
+        {rate for c in d.cells() for rate, x in d.scores(c, records).items() if x is not None} | set(d.rates)
+    )
+    rows = [
+        "| method | s | lp_old | chosen | " + " | ".join(f"{r:g}" for r in tried) + " |",
+        "|---" * (4 + len(tried)) + "|",
+    ]
+    for c in d.cells():
+        scores, rate = d.scores(c, records), d.rate(c, records)
+        cells = " | ".join("" if (x := scores[r]) is None else f"{100 * x:.1f}" for r in tried)
+        rows.append(f"| {c.arm} | {c.staleness} | {c.old} | {f'{rate:g}' if rate else 'not yet'} | {cells} |")
+    return "\n".join(rows) + "\n"
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+def effect_figure(d: Design, found: list[Effect]):
+    """Effects against s, one panel a metric; bars are simultaneous intervals, small marks the single bases."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    levels, others = sorted(d.staleness), d.arms[1:]
+    with matplotlib.rc_context(STYLE):
+        fig = Figure(figsize=(9, 3.4), layout="constrained")
+        fig.suptitle("UP-DAPO minus each other method, each at its own learning rate", fontsize=11, fontweight="bold")
+        for ax, metric in zip(fig.subplots(1, len(rule.PRIMARY)), rule.PRIMARY, strict=True):
+            ax.axhspan(-d.interest[metric], d.interest[metric], color="#EEEEEE", zorder=0)
+            ax.axhline(0, color="#888888", lw=0.8)
+            for i, other in enumerate(others):
+                for e in found:
+                    if (
+                        e.family in PRIMARY
+                        and (e.metric, e.other) == (metric, other)
+                        and e.n
+                        and e.staleness is not None
+                    ):
+                        x = levels.index(e.staleness) + 0.2 * (i - 1)
+                        bar = [[e.mean - e.low], [e.high - e.mean]] if e.word != "not finished" else None
+                        label = f"minus {other}" if e.staleness == levels[0] else None
+                        ax.errorbar([x], [e.mean], bar, fmt="o", ms=5, color=PALETTE[i], capsize=3, label=label)
+                        for y, mark in zip(e.by_base, "v^", strict=True):
+                            ax.plot([x + 0.06], [y], mark, ms=4, mfc="none", color=PALETTE[i])
+            ax.set_xticks(range(len(levels)), [str(s) for s in levels])
+            ax.set(xlabel="staleness s, rollouts", title=f"{TITLES[metric]}, points")
+            ax.spines[["top", "right"]].set_visible(False)
+        names = ", ".join(f"{mark} {base}" for mark, base in zip("▽△", d.bases, strict=True))
+        fig.legend(
+            *ax.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8,
+            title=names, title_fontsize=8,
+        )  # fmt: skip
+    return fig
+
+
+def curve_figure(d: Design, records: dict[str, Record]):
+    """Mean curves over seeds and bases at the greatest staleness; None while there is none."""
+    runs = d.main_runs([Cell(arm, max(d.staleness)) for arm in d.arms], d.main["seeds"], records)
+    panels = [{"metric": "reward", "label": "training reward"}, {"metric": "entropy", "label": "entropy, nats"}]
+    found: list[curves.Series] = [{} for _ in panels]
+    for (cell, _, _), s in runs.items():
+        if (r := records.get(s.key)) and r["status"] == "done":
+            for series, panel in zip(found, panels, strict=True):
+                series.setdefault(cell.arm, []).append(curves.curve(r, panel))
+    return curves.draw(panels, found, f"{max(d.staleness)} rollouts stale, both bases") if found[0] else None

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stale data: what staleness means in a run, the registered rule, and that nothing ran before it was registered."""
+
+import json
+import multiprocessing
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from repro.mini import tasks
+from repro.mini.stale import design, report, rule
+from repro.mini.study import results
+from repro.mini.train import loop
+from repro.mini.train.checkpoint import Run
+from repro.mini.train.settings import Settings
+from upref.errors import InputError
+
+S = Settings(
+    steps=4, prompts=4, responses=4, minibatches=2, warmup=0, train_problems=100, eval_every=0, eval_problems=4,
+    eval_samples=2, checkpoint_every=1, staleness=2, old_log_probs="recomputed", lean_eval=True,
+)  # fmt: skip
+D = design.load()
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+def test_responses_come_from_the_policy_of_s_rollouts_ago():
+    run = Run(S)
+    for step in range(6):
+        next(run.policy.parameters()).data.fill_(step)
+        assert next(run.sampler().parameters()).unique().item() == max(0, step - 2)
+    assert len(run.ring) == 3, "no more snapshots than are needed"
+    assert Run(replace(S, staleness=0)).sampler.__self__.ring == []
+
+
+def test_lp_old_is_the_samplers_or_recomputed(tmp_path):
+    """With one update a rollout a recomputed ratio is 1, whatever the staleness; the sampler's is not."""
+    for old, exact in (("recomputed", True), ("sampler", False)):
+        loop.train(replace(S, minibatches=1, old_log_probs=old), tmp_path / old, say=lambda _: None)
+        rows = [json.loads(line) for line in (tmp_path / old / "steps.jsonl").read_text().splitlines()]
+        ratios = [row["ratio_q"] for row in rows]
+        assert np.allclose(ratios[0], 1, atol=1e-5), "at the first step the sampler is the policy"
+        assert np.allclose(ratios[-1], 1, atol=1e-5) == exact
+
+
+def test_killed_with_snapshots_in_the_ring(tmp_path):
+    """kill -9 in step 3 and in step 4: the run ends as one that nothing happened to, to the bit."""
+    loop.train(S, tmp_path / "whole", say=lambda _: None)
+    out = tmp_path / "run"
+    for last in ("checkpoints/step-2", "checkpoints/step-3", "done.json"):
+        victim = multiprocessing.get_context("fork").Process(target=loop.train, args=(S, out))
+        victim.start()
+        while victim.is_alive() and not (out / last).exists():
+            time.sleep(0.002)
+        if last == "done.json":
+            victim.join()
+        victim.kill()
+        victim.join()
+    for name in ("steps.jsonl", "evals.jsonl", f"checkpoints/step-{S.steps}/model.safetensors"):
+        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    fresh = replace(S, staleness=0)
+    loop.train(fresh, tmp_path / "fresh", say=lambda _: None)
+    assert (tmp_path / "fresh/steps.jsonl").read_bytes() != (out / "steps.jsonl").read_bytes()
+
+
+def test_settings_say_what_is_wrong_and_old_names_stay():
+    for r in results.read_lines(results.folder_of(2) / "runs.jsonl")[:3]:
+        assert Settings(**r["settings"]).key == r["name"], "named before there was staleness"
+    for bad in ({"staleness": -1}, {"staleness": 1.5}, {"old_log_probs": "none"}):
+        with pytest.raises(InputError, match=next(iter(bad))):
+            Settings(**bad)
+
+
+# ---- the rule --------------------------------------------------------------------------------------------------------
+def fake(s: Settings, gain: float = 0.0) -> results.Record:
+    """A record whose numbers depend on seed, method, rate and staleness; the best rate is 1e-4."""
+    g = tasks.generator("fake", s.objective, s.base, s.staleness, s.lr, s.seed)
+    n = max(1, s.steps // results.BIN)
+    noise = 0.004 * torch.randn(n, generator=g, dtype=torch.float64).numpy()
+    reward = 0.15 + 0.1 * np.arange(n) / n - 0.02 * abs(np.log10(s.lr / 1e-4)) + noise
+    right = float(0.2 + gain * (s.objective == "up_dapo") * s.staleness / 16 + 0.005 * torch.randn(1, generator=g))
+    counts = [256 - 100, *[0] * 31, 100]
+    evals = {rule.WHERE: {"step": [0, s.steps], "avg": [0.1, right], "best": [0.5, 3 * right]}}
+    steps = {"step": [results.BIN * i for i in range(n)], "reward": reward.tolist(), "valid": [0.9] * n}
+    steps["entropy"] = (0.4 + noise).tolist()
+    return {"name": "fake", "status": "done", "settings": vars(s), "provenance": {"seconds": {"all": 60.0}},
+            "steps": steps, "evals": evals, "counts": {rule.WHERE: counts}}  # fmt: skip
+
+
+def play(gain=0.0, most=10_000):
+    """The experiment as the design asks for it, by fake runs; records after every stage."""
+    records: dict[str, results.Record] = {}
+    while (todo := D.todo(records)) and len(records) < most:
+        records |= {key: fake(s, gain) for key, s in todo}
+        yield records
+
+
+def test_rates_at_an_edge_extend_the_grid():
+    grid = [3.0, 4.0]
+    scores = dict.fromkeys([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert rule.choose(scores, grid) == (None, grid)
+    scores |= {3.0: 0.3, 4.0: 0.2}
+    assert rule.choose(scores, grid) == (None, [2.0])
+    assert rule.choose(scores | {2.0: 0.1}, grid) == (3.0, [])
+    assert rule.choose(scores | {2.0: 0.3}, grid) == (None, [1.0]), "of two that are equal the lower"
+    assert rule.choose(scores | {2.0: 0.4, 1.0: 0.5}, grid) == (1.0, []), "there is none below"
+    assert rule.choose({3.0: 0.1, 4.0: 0.2, 5.0: 0.1}, grid) == (4.0, [])
+
+
+def test_survival():
+    def lived(reward, status="done"):
+        steps = [results.BIN * i for i in range(len(reward))]
+        return rule.survival({"status": status, "settings": {"steps": 400}, "steps": {"step": steps, "reward": reward}})
+
+    assert lived([0.1, 0.2, 0.3]) == 400
+    assert lived([0.1, 0.4, 0.21, 0.19, 0.4]) == 15
+    assert lived([0.1, 0.2, 0.3], "stopped at step 13: no number") == 11
+
+
+def test_pass_at_k_is_upref_s():
+    from upref import metrics
+
+    right = torch.rand(50, 32, generator=torch.Generator().manual_seed(0)) < torch.rand(50, 1)
+    counts = right.sum(1).bincount(minlength=33).tolist()
+    for k in rule.PASSES:
+        assert rule.pass_at(k, counts) == pytest.approx(metrics.best_at_k(right, k).value)
+
+
+def test_the_whole_experiment_is_asked_for_in_order_and_ends():
+    stages = [{r["settings"]["steps"] for r in records.values()} for records in play()]
+    assert stages[0] == {200} and stages[-1] == {200, 400}
+    *_, records = play()
+    assert len(records) == D.expected(records) and not D.todo(records)
+    assert {D.rate(c, records) for c in D.cells()} <= set(D.rates)
+    assert {s.key for s in D.reachable(records)} >= set(records)
+
+
+@pytest.mark.parametrize("gain", [0.0, 0.04])
+def test_words_and_intervals_by_independent_code(gain):
+    """Every primary interval again from the records, by scipy and a way of its own."""
+    *_, records = play(gain)
+    by = {}
+    for r in records.values():
+        s = r["settings"]
+        if s["steps"] == 400 and s["old_log_probs"] == "sampler":
+            by[s["objective"], s["base"], s["staleness"], s["seed"]] = r
+    seeds, n = D.main["seeds"], rule.seeds_due(D, records)
+    assert n == 17
+    for e in rule.effects(D, records):
+        if e.family not in report.PRIMARY:
+            continue
+        end = lambda arm, b, k: 100 * by[arm, b, e.staleness, k]["evals"]["test/top_p_0.7"][e.metric][-1]  # noqa: B023
+        x = [np.mean([end("up_dapo", b, k) - end(e.other, b, k) for b in D.bases]) for k in seeds[:n]]
+        m = 6 if e.other == "dapo" else 12
+        a = stats.ttest_1samp(x[:8], 0).confidence_interval(1 - 0.01 / m)
+        b = stats.ttest_1samp(x, 0).confidence_interval(1 - 0.04 / m)
+        assert (e.mean, e.low, e.high) == pytest.approx((np.mean(x), max(a.low, b.low), min(a.high, b.high)))
+        sure = "gains" if e.low > 0 else "loses" if e.high < 0 else ""
+        assert e.word.startswith(sure) if sure else e.word in ("no difference", "undecided")
+        if gain and e.staleness == 16:
+            assert e.word == "gains"
+
+
+def test_nothing_is_said_before_the_first_look(tmp_path):
+    for records in play():
+        words = {e.word for e in rule.effects(D, records) if e.family in report.PRIMARY}
+        finished = [k for k in D.main["seeds"] if any(r["settings"]["seed"] == k for r in records.values())]
+        assert (words == {"not finished"}) == (len(finished) < 8)
+        report.write(D, records, tmp_path)
+        text = (tmp_path / "report.md").read_text(encoding="utf-8")
+        assert f"{len(records)} of {D.expected(records)} runs are finished" in text
+        assert ("not finished" in words) == ("Too few seeds are finished" in text)
+
+
+def test_more_seeds_where_the_spread_asks_for_them():
+    *_, records = play()
+    for r in records.values():
+        if r["settings"]["steps"] == 400:
+            noise = float(torch.randn(1, generator=tasks.generator("wide", *map(str, r["settings"].values()))))
+            r["evals"][rule.WHERE]["avg"][-1] += 0.03 * noise
+    assert rule.seeds_due(D, records) == 24
+
+
+def test_power_is_how_often_it_is_found():
+    rng = np.random.default_rng(0)
+    found = np.mean([rule.interval(rng.normal(1.5, 1.6, 17), 0.04 / 18)[0] > 0 for _ in range(2000)])
+    assert rule.power(1.5, 1.6, 17, 0.04 / 18) == pytest.approx(found, abs=0.04)
