@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# repro/run.sh OBJECTIVE [SCALE] [OVERRIDES...]      Needs only Python >= 3.11; makes .venv in the checkout on first use.
+# repro/run.sh OBJECTIVE [SCALE] [OVERRIDES...]      Needs only Python 3.11 to 3.13; makes .venv in the checkout on first use.
 #
 #   mini         train the objective and its baseline, tiny, on this CPU, and report
 #   reference    prove it, hold it against verl's and TRL's real losses, draw its maps
@@ -30,7 +30,7 @@ if [[ -z $scale && -z ${RAY_ADDRESS-} ]] && ! nvidia-smi -L 2>/dev/null | grep -
 fi
 case $scale in
     mini)
-        repro/venv.sh verl
+        repro/venv.sh mini
         exec .venv/bin/python -m repro.mini.study.compare "$objective" "$@"
         ;;
     reference)

@@ -2,119 +2,113 @@
 # SPDX-License-Identifier: Apache-2.0
 # Make or refresh .venv in this checkout. Run it, do not source it; it is quiet and immediate when nothing changed.
 #
-#   repro/venv.sh              upref (editable) with its test and dev tools
-#   repro/venv.sh verl trl     the same, and what those frameworks' losses need on a CPU
-#   repro/venv.sh docs         the same, and what docs/build.sh builds the site with
-#   repro/venv.sh smoke        the same, and all of verl's trainer and vLLM, CPU builds
-#   repro/venv.sh gpu          another one, .venv-gpu: upref, verl's trainer and vLLM for CUDA, which want another torch
-#   repro/venv.sh gpu flash    the same with flash-attn, which all paper scales and gpu8 need; prebuilt for Python 3.12
-#   repro/venv.sh gpu megatron the same with Megatron too, which paper_gspo needs; prebuilt for Python 3.12
+#   repro/venv.sh                upref (editable) with its test and dev tools
+#   repro/venv.sh mini verl      the same, with any of mini (the miniature's models), verl and trl (their losses on a CPU),
+#                                docs (what builds the site), smoke (verl's trainer and vLLM, CPU builds)
+#   repro/venv.sh gpu            another one, .venv-gpu: upref, verl's trainer and vLLM for CUDA, which need another torch
+#   repro/venv.sh gpu flash      the same with flash-attn, which all paper scales and gpu8 need
+#   repro/venv.sh gpu megatron   the same with Megatron too, which paper_gspo needs
 #
-# Needs Python 3.11 or 3.12 (3.12 for .venv-gpu where there is one) with venv, and a package index for pip. Writes only inside the checkout. Exit status 2: it could not.
+# Every version is in repro/requirements. Needs Python 3.11, 3.12 or 3.13 with venv (PYTHON=... chooses one) and a package
+# index for pip. Writes only inside the checkout. Exit status 2: it could not.
 set -euo pipefail
-
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
-cd "$root"
-venv=.venv constraints=repro/constraints.txt size="one to three minutes, 1 to 2 GB" pythons="python3.11 python3.12 python3"
-if [[ ${1-} == gpu ]]; then
-    pythons="python3.12 python3.11 python3" # flash-attn and Megatron's parts are prebuilt for 3.12 only
-    venv=.venv-gpu constraints=repro/with_verl/requirements-gpu.txt size="five to ten minutes, 11 GB"
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+lists=repro/requirements
+venv=.venv pythons=(python3.11 python3.12 python3.13 python3) size="one to three minutes, 1 to 2 GB"
+if [[ ${1-} == gpu ]]; then # flash-attn and Megatron's parts are prebuilt for Python 3.12 only
+    venv=.venv-gpu pythons=(python3.12 python3.11 python3) size="five to ten minutes, 11 GB"
 fi
 py=$venv/bin/python
-log=$venv/pip.log
-lock=$venv-lock      # names the process that is changing it
-half=$venv-half-made # there while it is being changed: still there without that process, it was interrupted
-declare -A list=(
-    [verl]=repro/with_verl/requirements-cpu.txt
-    [trl]=repro/requirements-trl.txt
-    [docs]=repro/requirements-docs.txt
-    [smoke]=repro/with_verl/requirements-smoke.txt
-    [gpu]=repro/with_verl/requirements-gpu.txt
-    [flash]=repro/with_verl/requirements-flash.txt
-    [megatron]=repro/with_verl/requirements-megatron.txt
-)
 
 say() { echo "venv.sh: $*" >&2; }
 die() { say "$*" && exit 2; }
 
 for part in "$@"; do
-    [[ -n $part && -n ${list[$part]-} ]] || die "knows verl, trl, docs, smoke, gpu, flash and megatron, not '$part'."
     case $part in
+        mini | verl | trl | docs | smoke) [[ $1 != gpu ]] || die "gpu is an environment of its own: ask for it alone, or with flash or megatron." ;;
         gpu) [[ $1 == gpu ]] || die "gpu is an environment of its own: ask for it alone, or first of gpu, flash, megatron." ;;
         flash | megatron) [[ $1 == gpu ]] || die "$part is for .venv-gpu: repro/venv.sh gpu $part." ;;
-        *) [[ $1 != gpu ]] || die "gpu is an environment of its own: ask for it alone, or with flash or megatron." ;;
+        *) die "knows mini, verl, trl, docs, smoke, gpu, flash and megatron, not '$part'." ;;
     esac
 done
-parts=(base "$@")
 
-# The checkout's place is stamped too, because an editable install points to it.
-stamp() { { echo "$root" && cat repro/venv.sh repro/constraints.txt "${list[@]}" pyproject.toml; } | cksum; }
-fresh() { [[ -x $py && -f $venv/stamp-$1 && $(<"$venv/stamp-$1") == "$(stamp)" ]]; }
-all_fresh() { for part in "${parts[@]}"; do fresh "$part" || return 1; done; }
+# What a part was installed from. The place of the checkout is in it, because the scripts of an environment name it.
+stamp() { { pwd && cat pyproject.toml $lists/constraints.txt "$lists/$1.txt"; } | cksum; }
+fresh() { [[ -x $py && -f $venv/stamp-$1 && $(<"$venv/stamp-$1") == "$(stamp "$1")" ]]; }
+chosen() { [[ -z ${PYTHON-} || $(version "$PYTHON") == "$(version "$py")" ]]; }
+version() { "$1" -c 'import platform; print(platform.python_version())' 2>/dev/null || true; }
+all_fresh() { for part in base "$@"; do fresh "$part" || return 1; done; }
 
-[[ ! -e $half ]] && all_fresh && exit 0
-
-# One at a time.
-[[ -w $root ]] || die "cannot write in $root."
-until (set -o noclobber && echo $$ >$lock) 2>/dev/null; do
-    owner=$(cat $lock 2>/dev/null) || continue
-    [[ -n $owner ]] || { sleep 1 && owner=$(cat $lock 2>/dev/null) || continue; }
-    if [[ -n $owner ]] && kill -0 "$owner" 2>/dev/null; then
-        say "process $owner is making $venv, waiting for it (if it is not, remove $lock)."
-        while kill -0 "$owner" 2>/dev/null && [[ -e $lock ]]; do sleep 1; done
-    else
-        rm -f $lock
-    fi
-done
-trap 'rm -f $lock' EXIT
-if [[ -e $half ]]; then
-    say "$venv was left half-made, starting over." # pip may have been stopped between two files
-    rm -rf $venv || die "cannot remove $venv; please do."
-elif [[ -e $venv ]] && ! "$py" -c 'import pip' 2>/dev/null; then
-    rm -rf $venv || die "cannot remove $venv; please do." # made by a Python that is gone
+all_fresh "$@" && chosen && exit 0
+[[ -w . ]] || die "cannot write in $PWD."
+exec 9>$venv.lock
+if [[ -n $(command -v flock) ]] && ! flock -n 9; then
+    say "another process is making $venv, waiting for it."
+    flock 9
 fi
-touch $half
-die() { rm -f $half && say "$*" && exit 2; } # an error of pip leaves it whole
 
-if [[ ! -e $venv ]]; then
-    python=
-    for candidate in $pythons; do
-        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; then
-            python=$candidate && break
-        fi
+if [[ ! -f $venv/made ]] || ! chosen || ! "$py" -c 'import pip' 2>/dev/null; then
+    [[ -z ${PYTHON-} ]] || pythons=("$PYTHON")
+    for python in "${pythons[@]}"; do
+        case $(version "$python") in 3.11.* | 3.12.* | 3.13.*) break ;; *) python= ;; esac
     done
-    [[ -n $python ]] || die "needs Python 3.11 or 3.12 (verl 0.9.1 stops there), and finds neither on the PATH."
+    if [[ -z $python ]]; then
+        found=$(version "${PYTHON:-python3}")
+        die "needs Python 3.11, 3.12 or 3.13, and ${PYTHON:-python3} is ${found:-not there}. For a newer Python, 'pip install .' installs the library alone; this command's pinned packages are not tested there."
+    fi
     say "making $venv with $python (once; $size)."
-    "$python" -m venv $venv >/dev/null 2>&1 ||
-        { rm -rf $venv && die "'$python -m venv' failed (on Debian and Ubuntu: install python3-venv)."; }
+    rm -rf $venv || die "cannot remove $venv; please do."
+    said=$("$python" -m venv $venv 2>&1) ||
+        die "'$python -m venv' failed: $(tail -n 1 <<<"$said") (on Debian and Ubuntu it needs the package python3-venv)."
+    touch $venv/made
 fi
 
-: >$log
 # install WHAT PIP-ARGUMENTS...
 install() {
-    "$py" -m pip --disable-pip-version-check --no-input --no-cache-dir install --quiet -c $constraints "${@:2}" >>$log 2>&1 ||
-        die "pip could not install $1: $(grep 'ERROR: ' $log | tail -n 1 | sed 's/^ *//' || true) (all it said: $log)."
+    local said why
+    said=$("$py" -m pip --disable-pip-version-check --no-input --no-cache-dir install --quiet "${@:2}" 2>&1) && return
+    echo "$said" 2>/dev/null >$venv/pip.log || true
+    case $said in
+        *"No space left"* | *"Disk quota"*) why="the disk is full" ;;
+        *NewConnectionError* | *NameResolutionError* | *ConnectTimeout* | *ReadTimeout* | *ProtocolError*) why="the package index did not answer" ;;
+        *) why=$(grep 'ERROR: ' <<<"$said" | tail -n 1) || why=$(tail -n 1 <<<"$said") ;;
+    esac
+    die "could not install $1: $why. Run the same command again to continue (all that pip said: $venv/pip.log)."
 }
 
-if [[ $venv == .venv-gpu ]] && ! fresh base; then
-    install upref --no-deps -e .
-    stamp >$venv/stamp-base
-elif ! fresh base; then
-    rm -f $venv/stamp-base
+torch() {
     if ! nvidia-smi -L 2>/dev/null | grep -q GPU; then
         # The CPU build, 2.13.0+cpu, sorts above PyPI's CUDA build (3 GB more). Alone, so that no other package is looked for
         # there, and impatient, because pip goes on without an index that does not answer.
-        install torch --no-deps --retries 0 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu torch
-        [[ $(uname -sm) != "Linux x86_64" ]] || compgen -G "$venv/lib/python3*/site-packages/torch-*+cpu.dist-info" >/dev/null ||
-            say "download.pytorch.org did not answer, so torch is the CUDA build: the same results, a larger download."
+        install torch --no-deps --retries 0 --timeout 15 -c $lists/constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu torch
+        [[ $(uname -sm) != "Linux x86_64" ]] || compgen -G "$venv/lib/python3*/site-packages/torch-*+cpu.dist-info" >/dev/null || {
+            say "download.pytorch.org has no answer, so torch is the CUDA build: the same results, a larger download."
+            install torch -c $lists/constraints.txt torch
+        }
+    else
+        install torch -c $lists/constraints.txt torch
     fi
-    install upref -e '.[test,dev]'
-    stamp >$venv/stamp-base
-fi
-for part in "$@"; do
+}
+
+for part in base "$@"; do
     fresh "$part" && continue
+    if [[ $part == @(verl|smoke|gpu) && $(version "$py") == 3.13.* ]]; then
+        [[ $part == verl ]] || die "$part needs Python 3.11 or 3.12, because verl 0.9.1 does; $venv has $(version "$py")."
+        say "verl 0.9.1 needs Python 3.11 or 3.12 and $venv has $(version "$py"): the rest is installed, and the tests of verl are skipped."
+    fi
+    again=()
+    [[ ! -e $venv/half-$part ]] || again=(--ignore-installed) # pip was stopped between two files
     rm -f "$venv/stamp-$part"
-    install "what $part needs" --no-deps -r "${list[$part]}"
-    stamp >"$venv/stamp-$part"
+    touch "$venv/half-$part"
+    [[ $venv/$part != .venv/base ]] || torch
+    if [[ $venv/$part != .venv-gpu/base ]]; then
+        install "what $part needs" --no-deps "${again[@]}" -r "$lists/$part.txt"
+    fi
+    if [[ $part == base ]]; then
+        install upref --no-deps -e .
+        # A relative path: Python reads this file in the locale's encoding, and the checkout may have any name.
+        for path in "$venv"/lib/python3*/site-packages/_*upref_rl.pth; do echo ../../../.. >"$path"; done
+    fi
+    stamp "$part" >"$venv/stamp-$part"
+    rm -f "$venv/half-$part"
 done
-rm -f $half

@@ -164,7 +164,7 @@ def sections(texts: dict[str, str]):
 
 
 def settings(source: Path):
-    """conf.py, the style sheet, and MathJax from the wheel that repro/requirements-docs.txt pins, and no other."""
+    """conf.py, the style sheet, and MathJax from the wheel that repro/requirements/docs.txt pins, and no other."""
     here = Path(__file__).parent
     shutil.copy(here / "conf.py", source)
     shutil.copytree(here / "static", source / "_static")

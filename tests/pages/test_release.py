@@ -15,7 +15,8 @@ import pytest
 
 import upref
 
-pytest.importorskip("hatchling", reason="`repro/venv.sh` installs what builds the wheel")
+for builder in ("hatchling", "hatch_fancy_pypi_readme"):
+    pytest.importorskip(builder, reason="`repro/venv.sh` installs what builds the wheel")
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

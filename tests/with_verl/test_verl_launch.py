@@ -74,8 +74,8 @@ for scale in SCALES:
 def absent_in_the_smallest():
     """Top-level modules of all that is installed here beside what `repro/venv.sh verl` installs."""
     plain = lambda name: re.sub(r"[-_.]+", "-", name).lower()
-    lists = [p.read_text() for p in (ROOT / "repro/with_verl/requirements-cpu.txt", ROOT / "repro/constraints.txt")]
-    wanted = {plain(m) for text in lists for m in re.findall(r"^([\w.-]+)==", text, re.M)}
+    lists = [(ROOT / f"repro/requirements/{part}.txt").read_text() for part in ("base", "verl")]
+    wanted = {"torch"} | {plain(m) for text in lists for m in re.findall(r"^([\w.-]+)==", text, re.M)}
     rays_own = {p.name for p in (Path(metadata.distribution("ray").locate_file("ray")) / "thirdparty_files").iterdir()}
     found = {m: {plain(n) for n in names} for m, names in metadata.packages_distributions().items()}
     return sorted(m for m, names in found.items() if not wanted & names and m not in {"upref", *rays_own})
@@ -83,7 +83,7 @@ def absent_in_the_smallest():
 
 @pytest.mark.parametrize("half", [0, 1])  # verl is imported once for several
 def test_every_method_at_every_scale_in_the_smallest_environment(half):
-    """A fresh machine without a GPU has neither datasets nor pandas or vLLM."""
+    """A fresh machine without a GPU has neither vLLM nor what verl's trainer needs."""
     absent = absent_in_the_smallest()
     assert not {"verl", "torch", "ray"} & set(absent)
     code = SMALLEST.replace("ABSENT", repr(absent)).replace("SCALES", repr(c.scale_names()[half::2]))

@@ -69,8 +69,8 @@ def test_every_scale_hands_vllm_what_it_knows():
     assert {"max_model_len", "enforce_eager", "mm_processor_cache_gb"} <= known
     assert "disable_mm_preprocessor_cache" not in known  # the example of 2025 had it
     facts = json.loads(vllm_args.FACTS.read_text())
-    pin = (ROOT / "repro/with_verl/requirements-gpu.txt").read_text()
-    assert facts["wheel"].split("-")[1] == pin.split("\nvllm==")[1].split("\n")[0]
+    pin = (ROOT / "repro/requirements/gpu.txt").read_text()
+    assert facts["wheel"].split("-")[1] == pin.split("\nvllm==")[1].split()[0]
     for name in c.scale_names():
         for key in c.load_scale(name).values:
             head, _, argument = key.lstrip("+").partition("engine_kwargs.vllm.")

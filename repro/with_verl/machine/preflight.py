@@ -135,7 +135,7 @@ def missing_packages(cfg: DictConfig, scale: Scale, m: Machine | None = None) ->
         found.append(
             f"{', '.join(absent)} {'are' if len(absent) > 1 else 'is'} not installed, and {scale.name} trains with "
             "Megatron: `repro/venv.sh gpu megatron` adds them to .venv-gpu, elsewhere pip install --no-deps -r "
-            "repro/with_verl/requirements-megatron.txt (Python 3.12)."
+            "repro/requirements/megatron.txt (Python 3.12)."
         )
     if lacks("flash-attn") and wants_flash(cfg):
         found.append(
