@@ -22,7 +22,7 @@ if [[ "$*" == quick ]]; then
     repro/venv.sh
     judge upref
     # Left out: the experiments, pictures and compilers, and what holds many whole losses against each other.
-    exec "$bin"/python -m pytest -n 2 -q -m "not (slow or verl or trl or smoke)" --ignore tests/mini \
+    exec "$bin"/python -m pytest -n 2 -q -m "not (slow or verl or trl or smoke or nightly)" --ignore tests/mini \
         --ignore tests/with_verl --ignore-glob '*test_zoo*' --ignore-glob '*test_identify*' --ignore-glob '*test_audit*' \
         --ignore tests/exact --ignore tests/explorer --ignore-glob '*test_trl*' --ignore-glob '*test_figures*' --ignore-glob '*test_compile*'
 fi
@@ -31,8 +31,8 @@ for part in verl trl; do
     repro/venv.sh $part || left_out "the tests of $part: it could not be installed (see above)."
 done
 judge upref repro
-[[ $# -eq 0 ]] || exec "$bin"/python -m pytest -n 2 -q -m "not smoke" "$@"
-"$bin"/python -m pytest -n 2 -q -m "not (smoke or site)"
+[[ $# -eq 0 ]] || exec "$bin"/python -m pytest -n 2 -q -m "not (smoke or nightly)" "$@"
+"$bin"/python -m pytest -n 2 -q -m "not (smoke or site or nightly)"
 
 # From here on the result of the tests stands, whatever cannot be installed.
 if repro/venv.sh docs; then

@@ -10,6 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from upref import __version__
 from upref.errors import InputError
 
 LOSS = (
@@ -70,6 +71,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     p = _Parser("upref", description="Reference and verification of policy-gradient objectives.")
+    p.add_argument("--version", action="version", version=f"upref {__version__}")
     p.add_argument("--debug", action="store_true", help="show the traceback of an error")
     sub = p.add_subparsers(required=True, metavar="COMMAND")
 
