@@ -151,7 +151,7 @@ class Grader:
         self.pid = os.getpid()
         if self._line(time.monotonic() + 120) != b"ready\n":  # it imports sympy, which is not the answer's time
             self.close()
-            raise InputError("math-verify cannot be imported: pip install math-verify==0.9.0 (repro/requirements/constraints.txt).")
+            raise InputError("math-verify cannot be imported: pip install math-verify==0.9.0.")
 
     def close(self) -> None:
         process, self.process = self.process, None
