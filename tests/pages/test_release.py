@@ -3,10 +3,10 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -29,8 +29,7 @@ def built(tmp_path_factory):
     quiet = {"check": True, "capture_output": True}
     subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder], cwd=ROOT, **quiet)
     (sdist,) = folder.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder / "unpacked", filter="data")
+    shutil.unpack_archive(sdist, folder / "unpacked")
     (source,) = (folder / "unpacked").iterdir()
     subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], cwd=source, **quiet)
     return folder
