@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stale data: what staleness means in a run, the registered rule, and that nothing ran before it was registered."""
 
+import hashlib
 import json
 import multiprocessing
+import subprocess
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +16,13 @@ from scipy import stats
 
 from repro.mini import tasks
 from repro.mini.stale import design, report, rule
-from repro.mini.study import results
+from repro.mini.study import registration, results
 from repro.mini.train import loop
 from repro.mini.train.checkpoint import Run
 from repro.mini.train.settings import Settings
 from upref.errors import InputError
 
+ROOT = Path(__file__).parents[2]
 S = Settings(
     steps=4, prompts=4, responses=4, minibatches=2, warmup=0, train_problems=100, eval_every=0, eval_problems=4,
     eval_samples=2, checkpoint_every=1, staleness=2, old_log_probs="recomputed", lean_eval=True,
@@ -188,3 +192,36 @@ def test_power_is_how_often_it_is_found():
     rng = np.random.default_rng(0)
     found = np.mean([rule.interval(rng.normal(1.5, 1.6, 17), 0.04 / 18)[0] > 0 for _ in range(2000)])
     assert rule.power(1.5, 1.6, 17, 0.04 / 18) == pytest.approx(found, abs=0.04)
+
+
+# ---- the registration ------------------------------------------------------------------------------------------------
+def git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_nothing_registered_has_changed():
+    assert registration.load(design.HERE)["sha256"] == registration.digests(design.HERE)
+    assert (design.HERE / "runs.sha256").read_text().strip() == D.digest(), "a setting of some run has changed"
+
+
+def test_the_registration_precedes_every_run():
+    commit = registration.load(design.HERE)["commit"]
+    try:
+        git("cat-file", "-e", commit)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no history here")
+    held = git("ls-tree", "-r", "--name-only", commit, "repro/mini/stale").split()
+    assert "repro/mini/stale/results/runs.jsonl" not in held
+    for name, digest in registration.digests(design.HERE).items():
+        show = ["git", "show", f"{commit}:repro/mini/stale/{name}"]
+        assert (
+            hashlib.sha256(subprocess.run(show, cwd=ROOT, capture_output=True, check=True).stdout).hexdigest() == digest
+        )
+    records = results.load(design.RESULTS)
+    made = [r["provenance"]["commit"] for r in records.values() if r["provenance"]]
+    for at in {c["id"] for c in made}:
+        git("merge-base", "--is-ancestor", commit, at)
+    assert not any(c["dirty"] for c in made)
+    assert set(records) <= {s.key for s in D.reachable(records)}
+    pilot = {r["settings"]["seed"] for r in results.read_lines(design.HERE / "pilot.jsonl")}
+    assert not {*D.main["seeds"]} & ({*D.search["seeds"]} | pilot) and not {*D.search["seeds"]} & pilot
