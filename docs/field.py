@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from upref.audits.ledger import STATUS, Entry, read
 from upref.registry import names
-from upref.verify.audit.ledger import STATUS, Entry, read
-from upref.verify.slips import GROUPS
+from upref.verify.faults import GROUPS
 
 FOLDER = Path(__file__).parent / "frameworks"
 ORDER = ("advantages", "kl", "logprobs", "aggregation")
@@ -156,7 +156,7 @@ def statuses() -> str:
 
 
 def main(*asked: str):
-    from upref.verify.audit import audit
+    from upref.audits import audit
 
     for name in asked if asked != ("--pages",) else [a["framework"] for a in audits()]:
         file = FOLDER / f"{name}.json"

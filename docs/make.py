@@ -94,7 +94,7 @@ def letters() -> str:
 
 
 def objectives() -> str:
-    from upref.show import markdown_table
+    from upref.cli.show import markdown_table
 
     return markdown_table()
 
@@ -176,13 +176,13 @@ def statuses() -> str:
 
 
 def claims() -> str:
-    from upref.claims.page import markdown
+    from upref.paper.claims.page import markdown
 
     return markdown()
 
 
 def claims_tally() -> str:
-    from upref.claims.page import summary
+    from upref.paper.claims.page import summary
 
     return summary()
 
@@ -210,7 +210,7 @@ def benchmarks() -> str:
 
 def lessons() -> str:
     """The lessons of the course, each with the question of its page."""
-    from upref.learn import exercises
+    from upref.course import exercises
 
     rows = []
     for e in exercises():

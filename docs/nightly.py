@@ -11,8 +11,8 @@ import sys
 from typing import Any
 
 from docs.field import FOLDER
-from upref.verify.audit import framework, frameworks
-from upref.verify.audit.apart.pin import NEWEST
+from upref.audits import framework, frameworks
+from upref.audits.isolated.pin import NEWEST
 
 
 def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def axes() -> str:
-    """The axes of the input, from upref.regimes."""
-    from upref.regimes import AXES, LOG_R, MU, MU_READ, NAMED, OVERFLOW, SIGNS
+    """The axes of the input, from upref.weights.batches."""
     from upref.verify.oracles.batches import ONE_RESPONSE
+    from upref.weights.batches import AXES, LOG_R, MU, MU_READ, NAMED, OVERFLOW, SIGNS
 
     said = lambda xs: ", ".join(f"{x:g}" for x in xs)
     rows = [
@@ -26,10 +26,10 @@ def axes() -> str:
 
 def tolerances() -> str:
     """Every tolerance of a verdict, from where it is used."""
-    from upref.regimes import EDGES, GUARD, SINGLE_EDGES
     from upref.verify.advantages.case import SINGLE_TOL
     from upref.verify.measure import EXACT, HABIT, ROUND, SINGLE
     from upref.verify.oracles.reach import TOO_LONG
+    from upref.weights.batches import EDGES, GUARD, SINGLE_EDGES
 
     rows = [
         (f"{EXACT:g}", "a weight in float64, nothing said", "rounding over a few hundred terms stays below"),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import matplotlib
 
-from upref.atlas import atlas
-from upref.plots import Panel, cap_panels
+from upref.weights.atlas import atlas
+from upref.weights.plots import Panel, cap_panels
 
 
 def cap(eps_low=0.2, eps_high=0.28, c=3.0):

@@ -10,9 +10,9 @@ import torch
 from rich.console import Console
 
 import upref
+from upref import audits
 from upref.derivation import derive
-from upref.regimes import batch, grad
-from upref.verify import audit as audits
+from upref.weights.batches import batch, grad
 
 ROOT = Path(__file__).parent
 say = Console(highlight=False, soft_wrap=True).print
@@ -55,7 +55,7 @@ def plugged(o):
     """verl calls the registered loss; its gradient must be the reference's, exactly."""
     from verl.workers.config import ActorConfig
 
-    from upref.verl_plugin import register
+    from upref.integrations.verl import register
 
     b = batch(o)
     config = ActorConfig(strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=1)
@@ -76,7 +76,7 @@ def audit(_):
 
 
 def maps(o):
-    from upref.plots import cap_map, weights
+    from upref.weights.plots import cap_map, weights
 
     out = ROOT / "out" / o.name
     base = o.name.removeprefix("up_")

@@ -4,24 +4,28 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from upref import _moved
+
 if TYPE_CHECKING:
     from upref.aggregation import Totals, aggregate, row_weights
-    from upref.cap import capacity
     from upref.derivation import derive
     from upref.diagnostics import diagnose
     from upref.errors import InputError
-    from upref.plots import cap_map
+    from upref.identification.identify import identify
+    from upref.integrations.pytest_plugin import assert_advantages, assert_kl, assert_policy_loss
     from upref.registry import Objective, get, names, objective
     from upref.rollouts import Rollouts
     from upref.step import check_recorded, check_step, record_step
     from upref.transforms import up, up_anchored
     from upref.verify.advantages import check_advantages
     from upref.verify.check import check
-    from upref.verify.identify import identify
     from upref.verify.kl import check_kl
-    from upref.verify.pytest_plugin import assert_advantages, assert_kl, assert_policy_loss
+    from upref.weights.capacity import capacity
+    from upref.weights.plots import cap_map
 
 __version__ = "0.1.0"
+
+_moved.install()
 
 # Where each public name lives, imported at its first use: `upref -h` needs no torch, a trainer no sympy or matplotlib.
 _HOME = {
@@ -30,11 +34,11 @@ _HOME = {
     "Rollouts": "rollouts",
     "Totals": "aggregation",
     "aggregate": "aggregation",
-    "assert_advantages": "verify.pytest_plugin",
-    "assert_kl": "verify.pytest_plugin",
-    "assert_policy_loss": "verify.pytest_plugin",
-    "cap_map": "plots",
-    "capacity": "cap",
+    "assert_advantages": "integrations.pytest_plugin",
+    "assert_kl": "integrations.pytest_plugin",
+    "assert_policy_loss": "integrations.pytest_plugin",
+    "cap_map": "weights.plots",
+    "capacity": "weights.capacity",
     "check": "verify.check",
     "check_advantages": "verify.advantages",
     "check_kl": "verify.kl",
@@ -43,7 +47,7 @@ _HOME = {
     "derive": "derivation",
     "diagnose": "diagnostics",
     "get": "registry",
-    "identify": "verify.identify",
+    "identify": "identification.identify",
     "names": "registry",
     "objective": "registry",
     "record_step": "step",

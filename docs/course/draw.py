@@ -18,9 +18,9 @@ from repro.exact.flow import path
 from repro.exact.task import bandit
 from upref import advantages, kl
 from upref.aggregation import Totals, row_weights
-from upref.learn.lessons.reading_a_run import KEY
-from upref.plots import DOWN, GREY, INK, PALETTE, STYLE, UP
+from upref.course.lessons.reading_a_run import KEY
 from upref.verify import kl as verify_kl
+from upref.weights.plots import DOWN, GREY, INK, PALETTE, STYLE, UP
 
 FOLDER = Path(__file__).parent / "pictures"
 

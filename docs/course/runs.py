@@ -15,7 +15,7 @@ from torch import Tensor
 
 import upref
 from upref import advantages
-from upref.learn.lessons.reading_a_run import KEY
+from upref.course.lessons.reading_a_run import KEY
 
 FILE = Path(upref.__file__).parent / "learn/exercises/lesson10.py"
 HEAD = "run  batch  reward  entropy  pass@8  signal   r, first update   r, last update   clipped  gradient"

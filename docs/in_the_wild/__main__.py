@@ -72,7 +72,7 @@ def raises(loss) -> bool:
 
 def called(loss):
     """A loss as upref reads it, on (lp, old, A, m, ref)."""
-    read = upref.losses.read(loss)
+    read = upref.foreign.read(loss)
 
     def f(lp, old, A, m, ref):
         b = upref.Rollouts(logp=lp.detach(), logp_old=old, adv=A, mask=m, group=torch.zeros(len(m), dtype=torch.int64),

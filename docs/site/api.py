@@ -19,11 +19,13 @@ GROUPS = {
 # What these modules define and do not begin with an underscore.
 MODULES = {
     "advantages": "Advantages", "aggregation": "Aggregations", "kl": "KL estimators", "logprobs": "Log-probabilities",
-    "metrics": "Metrics", "ops": "The words of an objective", "plots": "Pictures", "atlas": "The atlas",
-    "curve": "Weights as curves", "cap": "Probability Capacity", "regimes": "Synthetic batches",
-    "derivation": "Derivations", "verify.report": "The report of a check", "verify.identity": "The answer of identify",
-    "verify.oracle": "Oracles", "parity": "Parity while training", "explorer": "The Cap explorer",
-    "trl": "TRL's trainer", "verl_plugin": "verl's plug-in",
+    "metrics": "Metrics", "ops": "The words of an objective", "weights.plots": "Pictures", "weights.atlas": "The atlas",
+    "weights.curve": "Weights as curves", "weights.capacity": "Probability Capacity",
+    "weights.batches": "Synthetic batches",
+    "derivation": "Derivations", "verify.report": "The report of a check",
+    "identification.identification": "The answer of identify",
+    "verify.oracle": "Oracles", "integrations.parity": "Parity while training", "explorer": "The Cap explorer",
+    "integrations.trl": "TRL's trainer", "integrations.verl": "verl's plug-in",
 }  # fmt: skip
 
 

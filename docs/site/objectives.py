@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from docs.site import tex
-from upref import plots
-from upref.curve import of
+from upref.audits.ledger import read
+from upref.cli.show import _source, bib_entry
 from upref.derivation import derive
 from upref.errors import InputError
 from upref.registry import LEVELS, Objective, get, names
-from upref.show import _source, bib_entry
-from upref.verify.audit.ledger import read
+from upref.weights import plots
+from upref.weights.curve import of
 
 SIGNS = {1: "A > 0", -1: "A < 0", 0: "A = 0"}
 RATIOS = np.exp(np.linspace(-5, 5, 81)) * 1.0001  # on none of the bounds
@@ -82,7 +82,7 @@ def _pictures(o: Objective, folder: Path) -> str:
     panels = [plots.Panel(o.name, o, A, subtitle=SIGNS[A]) for A in (1, -1)]
     plots.cap_panels(panels, n=200).savefig(folder / f"{o.name}-cap.svg")
     plots.weights(o).savefig(folder / f"{o.name}-weight.svg")
-    from upref.cap import capacity
+    from upref.weights.capacity import capacity
 
     x = (np.arange(100) + 0.5) / 100
     mu, p = np.meshgrid(x, x)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from upref.plots import PALETTE, STYLE
+from upref.weights.plots import PALETTE, STYLE
 
 COLOURS = {  # an objective looks the same in every figure
     "dapo": PALETTE[0], "up_dapo": PALETTE[1], "dapo_no_upper_clip": "#7B3294", "reinforce_off_policy": "#00A6A6",

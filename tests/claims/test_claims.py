@@ -10,8 +10,8 @@ import pytest
 
 from docs import make
 from upref import cli
-from upref.claims import RED, VERDICTS, Claim, Outcome, as_computed, evidence, judge, last, page, read, saved
 from upref.errors import InputError
+from upref.paper.claims import RED, VERDICTS, Claim, Outcome, as_computed, evidence, judge, last, page, read, saved
 
 ROOT = Path(__file__).parents[2]
 CLAIMS = read()
@@ -223,7 +223,7 @@ def test_a_wheel_shows_the_verdicts_and_says_what_a_rerun_needs(tmp_path):
 
 def test_a_red_claim_is_exit_status_1(monkeypatch, capsys):
     """A record that has changed since its verdict was computed has none."""
-    monkeypatch.setattr("upref.claims.read", lambda: [replace(CLAIMS[0], says="something else"), *CLAIMS[1:]])
+    monkeypatch.setattr("upref.paper.claims.read", lambda: [replace(CLAIMS[0], says="something else"), *CLAIMS[1:]])
     assert cli.main(["claims"]) == 1 and "1 red" in capsys.readouterr().out
 
 

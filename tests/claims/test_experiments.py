@@ -8,8 +8,8 @@ from on_tokens import weight
 
 from repro.with_verl.config.compose import paper
 from upref import get
-from upref.table import audit
-from upref.table.read import PAPER, read
+from upref.paper.grim import audit
+from upref.paper.grim.read import PAPER, read
 
 TABLE = read(PAPER.read_text(encoding="utf-8"))
 PRINTED = {name: list(map(float, cells)) for name, cells in zip(TABLE.rows, TABLE.cells, strict=True)}

@@ -10,7 +10,7 @@ import torch
 from on_tokens import F64, T, flow, gradient, weight
 
 import upref
-from upref.regimes import batch, grad
+from upref.weights.batches import batch, grad
 
 RATIOS = (1e-3, 0.5, 0.8, 1.0, 1.28, 2.0, 50.0, 1e3)
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import upref
-from upref.cap import capacity, own_token_bound
-from upref.curve import obstacle, of
+from upref.weights.capacity import capacity, own_token_bound
+from upref.weights.curve import obstacle, of
 
 TOL = 1e-9
 MU, P = np.meshgrid(np.linspace(0.005, 1, 97), np.linspace(0, 1, 101))

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import upref
-from upref.regimes import OFF_EDGES, batch, grad
+from upref.weights.batches import OFF_EDGES, batch, grad
 
 
 @pytest.mark.parametrize("name", [*upref.names(), "up(sapo)"])

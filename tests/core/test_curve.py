@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import upref
-from upref.curve import Curve, of, of_loss
-from upref.jumps import GRID
-from upref.regimes import kinks
+from upref.weights.batches import kinks
+from upref.weights.curve import Curve, of, of_loss
+from upref.weights.jumps import GRID
 
 
 def piecewise(bounds, heights, slopes):

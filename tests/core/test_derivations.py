@@ -16,7 +16,7 @@ import upref
 from upref.derivation import derive, sympy_gradient
 from upref.kl import ESTIMATORS
 from upref.ops import exp, where
-from upref.regimes import OFF_EDGES, batch, grad
+from upref.weights.batches import OFF_EDGES, batch, grad
 
 DERIVATIONS = Path(__file__).parents[2] / "derivations"
 ENV = os.environ | {"PYTHONPATH": str(DERIVATIONS.parent)}

@@ -6,8 +6,8 @@ import torch
 
 from upref import kl
 from upref.aggregation import aggregate
-from upref.regimes import batch
 from upref.registry import get
+from upref.weights.batches import batch
 
 
 def test_values_against_definitions():

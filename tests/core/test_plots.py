@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import upref
-from upref.atlas import groups
-from upref.cap import capacity
-from upref.plots import Panel, cap_map, cap_panels, weights
+from upref.weights.atlas import groups
+from upref.weights.capacity import capacity
+from upref.weights.plots import Panel, cap_map, cap_panels, weights
 
 
 def texts(fig):
@@ -30,7 +30,7 @@ def my_loss(lp, lp_old, A, mask, eps=0.2):
 
 
 def test_matplotlib_is_imported_late_and_pyplot_never():
-    code = "import sys, upref, upref.plots as p; late = 'matplotlib' not in sys.modules; "
+    code = "import sys, upref, upref.weights.plots as p; late = 'matplotlib' not in sys.modules; "
     code += "p.cap_map('dapo'); p.weights('dapo'); assert late and 'matplotlib.pyplot' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 

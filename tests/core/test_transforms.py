@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import upref
-from upref.regimes import batch, grad
 from upref.registry import get
+from upref.weights.batches import batch, grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -6,10 +6,10 @@ import json
 import numpy as np
 import pytest
 
-from upref.cap import capacity
-from upref.curve import of
 from upref.explorer.formulas import formulas
 from upref.registry import get, names
+from upref.weights.capacity import capacity
+from upref.weights.curve import of
 
 POINTS, SETTINGS = 10_000, 4  # the default hyperparameters, and three drawn
 FORMULAS = formulas()

@@ -12,10 +12,11 @@ import pytest
 import upref
 from repro.exact.flow import path
 from repro.exact.task import bandit
-from upref import explorer, plots
+from upref import explorer
 from upref.cli import main
 from upref.explorer.formulas import LETTERS, formulas, javascript, weight
 from upref.registry import get
+from upref.weights import plots
 
 FIG1 = "o=dapo~c:3;up_dapo~c:3"
 

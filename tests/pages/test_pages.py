@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from docs import field, make
-from upref.verify.audit import frameworks
-from upref.verify.audit.ledger import read
+from upref.audits import frameworks
+from upref.audits.ledger import read
 
 ROOT = Path(__file__).parents[2]
 TEXT = {str(page): (ROOT / page).read_text(encoding="utf-8") for page in make.PAGES}

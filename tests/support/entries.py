@@ -15,25 +15,25 @@ import torch
 from odd import JUNK
 
 import upref
-import upref.regimes
+import upref.weights.batches
 
 INNER = {  # of docs/site/api.py: module or function -> why it need not answer with a sentence
     "ops": "the words in which objectives are written, for tensors, arrays and symbols: their own errors",
     "kl": "two tensors in, elementwise: torch's own errors",
-    "regimes": "makes the batches of the checker; nothing foreign reaches it",
-    "curve": "`of`, which reads what is foreign, is the entry point; the rest is called with curves",
+    "weights.batches": "makes the batches of the checker; nothing foreign reaches it",
+    "weights.curve": "`of`, which reads what is foreign, is the entry point; the rest is called with curves",
     "derivation": "parts of `derive`",
-    "plots": "parts of `cap_map` and `weights`, handed curves and axes",
-    "plots.save": "the last step of `upref cap -o`",
-    "atlas": "takes nothing",
+    "weights.plots": "parts of `cap_map` and `weights`, handed curves and axes",
+    "weights.plots.save": "the last step of `upref cap -o`",
+    "weights.atlas": "takes nothing",
     "verify.report": "parts of a report",
-    "verify.identity": "parts of an answer",
+    "identification.identification": "parts of an answer",
     "verify.oracle": "for who writes an oracle",
-    "parity": "inside a training step: a trainer's own errors",
-    "trl": "inside a training step: a trainer's own errors",
-    "verl_plugin": "inside a training step: a trainer's own errors",
+    "integrations.parity": "inside a training step: a trainer's own errors",
+    "integrations.trl": "inside a training step: a trainer's own errors",
+    "integrations.verl": "inside a training step: a trainer's own errors",
     "aggregation.verl_name": "two words from the registry",
-    "cap.own_token_bound": "one line of numpy",
+    "weights.capacity.own_token_bound": "one line of numpy",
     "logprobs.possible": "for tensors that the library made",
     "explorer.page": "takes nothing",
     "explorer.script": "file names of its own folder",
@@ -64,7 +64,7 @@ def _loss(log_prob, old_log_prob, advantages, mask):
 
 def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
     """What it is called -> the function, and arguments that it accepts, by name; `*` before what goes by position."""
-    b, o = upref.regimes.anchor(), upref.get("dapo")
+    b, o = upref.weights.batches.anchor(), upref.get("dapo")
     totals = upref.Totals.of(b.mask, b.group)
     rewards, group = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([0, 0, 1, 1])
     logits, tokens, right = torch.zeros(2, 3, 5), torch.ones(2, 3, dtype=torch.int64), [[True, False], [False, False]]
@@ -73,7 +73,9 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
     k3 = lambda log_prob, ref_log_prob: (ref_log_prob - log_prob).expm1() - (ref_log_prob - log_prob)
     mean = lambda rewards, group: upref_advantages.group_mean(rewards, group)
     from upref import advantages as upref_advantages
-    from upref import cap, curve, explorer, logprobs, metrics, plots
+    from upref import explorer, logprobs, metrics
+    from upref.weights import capacity as cap
+    from upref.weights import curve, plots
 
     many = {
         "get": (upref.get, {"name": "dapo"}),

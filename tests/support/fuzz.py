@@ -31,25 +31,25 @@ import typed
 from odd import JUNK, a_loss, moody
 
 import upref
-import upref.claims
-import upref.curve
-import upref.regimes
-import upref.table
-from upref import learn
+import upref.paper.claims
+import upref.weights.batches
+import upref.weights.curve
+from upref import audits
+from upref import course as learn
+from upref.audits import ledger
 from upref.errors import InputError
-from upref.losses import read
-from upref.losses.guard import RANDOM, STATE, _equal
-from upref.table.read import read as read_table
-from upref.verify import audit as audits
-from upref.verify.audit import ledger
-from upref.verify.identity import Identity
+from upref.foreign import read
+from upref.foreign.guard import RANDOM, STATE, _equal
+from upref.identification.identification import Identity
+from upref.paper import grim
+from upref.paper.grim.read import read as read_table
 from upref.verify.report import Report
 
 LIMIT = 60  # seconds of CPU for one input
 ANSWERS = Report | Identity | learn.Answer
 EVERY = 100  # inputs between two notes in FILE
-CLAIMS = resources.files("upref.claims").joinpath("claims.toml").read_text(encoding="utf-8")
-LEDGER = resources.files("upref.verify.audit").joinpath("verl.toml").read_text(encoding="utf-8")
+CLAIMS = resources.files("upref.paper.claims").joinpath("claims.toml").read_text(encoding="utf-8")
+LEDGER = resources.files("upref.audits").joinpath("verl.toml").read_text(encoding="utf-8")
 
 
 def tries(rng: random.Random):
@@ -62,7 +62,7 @@ def tries(rng: random.Random):
     name = lambda: rng.choice(["dapo", "gspo", "grpo", some()])
     any_name = lambda: rng.choice(upref.names())
     fields = ("logp", "logp_old", "adv", "mask", "group", "logp_ref", "entropy", "totals")
-    b = upref.regimes.anchor()
+    b = upref.weights.batches.anchor()
     good = {k: getattr(b, k) for k in fields}
     mixed = lambda: upref.Rollouts(**good | {k: some() for k in rng.sample(fields, rng.randint(1, 3))})
     a_moody = lambda: moody(rng, ends=False)
@@ -72,7 +72,7 @@ def tries(rng: random.Random):
         "Rollouts": mixed,
         "J": lambda: upref.get("dapo")(b if rng.random() < 0.7 else mixed(), **hp()),
         "capacity": lambda: upref.capacity(name(), number(), number(), number(), **hp()),
-        "curve": lambda: upref.curve.of(name(), **hp())(1.0, 1.0),
+        "curve": lambda: upref.weights.curve.of(name(), **hp())(1.0, 1.0),
         "cap_map": lambda: upref.cap_map(*rng.choices(JUNK, k=rng.randint(0, 1)), adv=some(), **hp()),
         "diagnose": lambda: upref.diagnose(some(), some()),
         "check": lambda: upref.check(some(), some(), **hp()),
@@ -91,9 +91,9 @@ def tries(rng: random.Random):
         "a moody curve": lambda: upref.capacity(a_moody(), 0.1, 0.1, 1.0),
         "audit": lambda: audits.audit(some(), rng.choice([(), some()])),
         "audit, ledger": lambda: ledger.hold([], ledger.read("verl", odd.a_ledger(rng, LEDGER)), str(some()), True),
-        "audit-table": lambda: upref.table.audit(read_table(odd.a_table(rng)), draws=200, seed=rng.choice([0, 1, -1])),
+        "audit-table": lambda: grim.audit(read_table(odd.a_table(rng)), draws=200, seed=rng.choice([0, 1, -1])),
         "a student": lambda: a_student(rng),
-        "claims": lambda: upref.claims.read(odd.a_ledger(rng, CLAIMS)),
+        "claims": lambda: upref.paper.claims.read(odd.a_ledger(rng, CLAIMS)),
         "explorer": lambda: upref.explorer.write(rng.choice(["no/x.html", *map(str, JUNK)])),
     }
     slow = ("a moody loss, checked", "a moody loss, named", "upref.assert_policy_loss", "upref.check", "upref.identify")
@@ -129,7 +129,7 @@ def framework(rng: random.Random):
     return audits.audit(name, (one,))
 
 
-VERDICTS = Path(upref.claims.__file__).with_name("computed.json")
+VERDICTS = Path(upref.paper.claims.__file__).with_name("computed.json")
 
 
 # ---- one input -------------------------------------------------------------------------------------------------------

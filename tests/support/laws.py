@@ -15,8 +15,8 @@ import upref
 from upref import kl
 from upref.advantages import ADVANTAGES
 from upref.ops import replayed_sg
-from upref.regimes import OFF_EDGES, batch, grad
 from upref.registry import REDUCE
+from upref.weights.batches import OFF_EDGES, batch, grad
 
 TOL = 1e-12
 LAWS = []

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import upref
-import upref.regimes
+import upref.weights.batches
 
 JUNK = [
     None, True, 0, 1, -1, 3, 10**9, 10**400, -(10**400), 0.5, 1.5, float("nan"), float("inf"), -0.0, 1j, "", "x",
@@ -25,7 +25,7 @@ JUNK = [
     torch.ones(2, 3).bool(),
     torch.tensor([1j]), torch.zeros(2, 3, device="meta"), torch.eye(2).to_sparse(), np.zeros(3), np.array(["x"]),
     np.float64(0.2), np.array(None), range(3), iter([]), lambda: None, lambda x: x, lambda *a: a[0].sum(),
-    torch.nn.Linear(2, 2), upref.get("dapo"), upref.regimes.anchor(),
+    torch.nn.Linear(2, 2), upref.get("dapo"), upref.weights.batches.anchor(),
 ]  # fmt: skip
 NAMES = [
     "log_prob", "old_log_prob", "advantages", "mask", "lp", "old", "A", "x", "y", "batch", "cfg", "eps", "clip_low",
@@ -241,7 +241,7 @@ TURNED: dict[str, Callable] = {  # of the answer of a solution
 
 def student(number: int, rng: random.Random, ends: bool = True) -> Callable:
     """A solution of that exercise: right or with a known mistake, answered oddly, or that turns bad at some call."""
-    from upref.learn import exercise
+    from upref.course import exercise
 
     e = exercise(number)
     base, turn = rng.choice([e.right, *(s.fn for s in e.slips)]), rng.choice(list(TURNED.values()))

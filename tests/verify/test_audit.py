@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from upref import InputError, Rollouts
-from upref.regimes import batch, grad
+from upref import audits as A
+from upref.audits.compare import MICRO, TOL
 from upref.registry import get
-from upref.verify import audit as A
-from upref.verify.audit.compare import MICRO, TOL
+from upref.weights.batches import batch, grad
 
 NEED = "`repro/venv.sh verl` installs what verl's losses need"
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=NEED)
-from upref.losses.verl import verl_loss  # noqa: E402
-from upref.verify.audit.verl import COMPARISONS  # noqa: E402
+from upref.foreign.verl import verl_loss  # noqa: E402
+from upref.frameworks.verl.audit import COMPARISONS  # noqa: E402
 
 pytestmark = pytest.mark.verl
 IDS = [f"{c.setting}-{c.mode}-{c.objective}-{c.config['loss_agg_mode']}" for c in COMPARISONS]

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 import upref
 from upref.cli import main
-from upref.losses import read
+from upref.foreign import read
+from upref.integrations.pytest_plugin import _assert_policy_loss, assert_policy_loss  # noqa: F401  the fixture, as pytest finds it
 from upref.ops import sg
-from upref.regimes import random_batch
 from upref.verify.check import every
 from upref.verify.measure import held
-from upref.verify.pytest_plugin import _assert_policy_loss, assert_policy_loss  # noqa: F401  the fixture, as pytest finds it
+from upref.weights.batches import random_batch
 
 
 def calm(mask, *xs):

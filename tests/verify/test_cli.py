@@ -108,7 +108,7 @@ def test_doctor(capsys, monkeypatch):
 
     wrong = registry.replace(upref.get("dapo"), name="wrong", closed_form=lambda r, A, *, eps_low, eps_high, c: A * r)
     monkeypatch.setitem(registry._OBJECTIVES, "wrong", wrong)
-    monkeypatch.setattr("upref.doctor.names", lambda: ["dapo", "wrong"])
+    monkeypatch.setattr("upref.cli.doctor.names", lambda: ["dapo", "wrong"])
     code, out, _ = run(capsys, "doctor", "--json")
     assert code == 1 and json.loads(out)["wrong"] == "wrong"
 
@@ -126,7 +126,7 @@ class Verdict:
 
 @pytest.mark.parametrize("ok", [True, False])
 def test_audit_exit_status_is_the_verdict(capsys, monkeypatch, ok):
-    monkeypatch.setattr("upref.verify.audit.audit", lambda framework, **which: Verdict(ok))
+    monkeypatch.setattr("upref.audits.audit", lambda framework, **which: Verdict(ok))
     code, out, _ = run(capsys, "audit", "verl", "--json")
     assert code == (0 if ok else 1) and json.loads(out)["ok"] == ok
 
@@ -135,7 +135,7 @@ def test_a_missing_module_is_one_sentence(capsys, monkeypatch):
     def gone(framework, **which):
         raise ModuleNotFoundError("No module named 'verl'")
 
-    monkeypatch.setattr("upref.verify.audit.audit", gone)
+    monkeypatch.setattr("upref.audits.audit", gone)
     code, _, err = run(capsys, "audit", "verl")
     assert code == 2 and "No module named 'verl'" in err and err.count("\n") == 1
 

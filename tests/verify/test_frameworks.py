@@ -10,10 +10,10 @@ import math
 
 import pytest
 
-from upref.verify import audit as audits
-from upref.verify.audit.apart import pin as pins
-from upref.verify.audit.apart.report import proofs, report
-from upref.verify.audit.ledger import read
+from upref import audits
+from upref.audits.isolated import pin as pins
+from upref.audits.ledger import read
+from upref.audits.report import proofs, report
 
 ALL = audits.frameworks()
 APART = [name for name in ALL if audits.framework(name).pin]

@@ -8,7 +8,8 @@ import entries
 import typed
 from fuzz import fuzz, tries
 
-from upref import cli, commands
+from upref import cli
+from upref.cli import commands
 
 
 def test_a_sample_of_bad_inputs():

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import upref
-import upref.regimes
+import upref.weights.batches
 from upref.cli import main
 from upref.errors import InputError
-from upref.losses.guard import RANDOM, STATE, _equal, called, undisturbed
+from upref.foreign.guard import RANDOM, STATE, _equal, called, undisturbed
 
 DAPO = """
 import atexit, ctypes, os, sys, torch
@@ -211,7 +211,7 @@ def test_ctrl_c_is_the_users():
         lambda: upref.capacity("dapo", float("nan"), 0.1), lambda: upref.check_kl(dapo, []),
         lambda: upref.check_advantages(dapo, []), lambda: upref.derive(None), lambda: upref.cap_map("dapo", adv="x"),
         lambda: upref.diagnose(None, None), lambda: upref.Rollouts(1, 2, 3, 4),
-        lambda: upref.regimes.anchor().split(10**9), lambda: upref.regimes.anchor().split(0),
+        lambda: upref.weights.batches.anchor().split(10**9), lambda: upref.weights.batches.anchor().split(0),
     ],
 )  # fmt: skip
 def test_bad_inputs_of_the_api_are_one_sentence(bad):

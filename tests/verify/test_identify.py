@@ -12,7 +12,7 @@ import zoo
 
 import upref
 from upref.cli import main
-from upref.regimes import interval
+from upref.weights.batches import interval
 
 NARROW = ("gspo", "up_gspo", "up_gspo_anchored")  # their bounds are of the order of 1e-3
 RANGES = {

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from upref import InputError
+from upref import InputError, audits
+from upref.audits.ledger import hold, read
 from upref.cli import main
-from upref.verify import audit as audits
-from upref.verify.audit.ledger import hold, read
 
 ROOT = Path(__file__).parents[2]
 ENTRIES = read()
@@ -75,7 +74,7 @@ def test_a_broken_ledger_is_one_sentence():
     for text in (
         "x = [",
         "[[deviation]]\nkey = 'a'",
-        (ROOT / "upref/verify/audit/verl.toml").read_text().replace('"open"', '"?"'),
+        (ROOT / "upref/frameworks/verl/ledger.toml").read_text().replace('"open"', '"?"'),
     ):
         with pytest.raises(InputError, match="ledger"):
             read("verl", text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong only where two axes of the input meet: for every two of upref.regimes.AXES, group ids, size and dtype."""
+"""Wrong only where two axes of the input meet: for every two of the AXES, group ids, size and dtype."""
 
 from itertools import combinations, product
 
@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import upref
-from upref.regimes import AXES, NAMED, beyond
 from upref.registry import REDUCE
+from upref.weights.batches import AXES, NAMED, beyond
 
 UNUSUAL = {  # axis -> where a token is unusual on it; of lp, lp_old, A, mask, lp_ref, group
     "ratios": {"far": lambda lp, old, A, m, ref, g: (lp - old).abs() > 5},

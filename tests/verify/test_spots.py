@@ -5,8 +5,8 @@ import pytest
 from zoo import spots
 
 import upref
-from upref.regimes import AXES, LARGE, beyond, interval
 from upref.verify.shrink import as_python
+from upref.weights.batches import AXES, LARGE, beyond, interval
 
 
 @pytest.mark.parametrize("spot", spots.WRONG, ids=str)

@@ -17,7 +17,7 @@ def loss(log_prob, old_log_prob, advantages, mask):
 """
 PATCHES = {
     "Report.__bool__": "import upref.verify.report as r\nr.Report.__bool__ = lambda self: True\n",
-    "upref.regimes.off": "import upref.regimes as r\nr.off = lambda *a, **k: torch.zeros(1)\n",
+    "upref.weights.batches.off": "import upref.weights.batches as r\nr.off = lambda *a, **k: torch.zeros(1)\n",
     "Objective.closed_form": "import upref\nobject.__setattr__(upref.get('dapo'), 'closed_form', lambda r, A: r * A)\n",
 }
 

@@ -10,16 +10,16 @@ import torch
 
 import upref
 from upref import InputError
+from upref import audits as A
 from upref.cli import main
-from upref.losses import read
-from upref.regimes import OFF_EDGES, batch, grad
-from upref.verify import audit as A
+from upref.foreign import read
+from upref.weights.batches import OFF_EDGES, batch, grad
 
 pytest.importorskip("trl", reason="`repro/venv.sh trl` installs what TRL's losses need")
 from trl import GRPOTrainer, RLOOTrainer
 
-from upref.losses.trl import loss_types, trl_loss
-from upref.verify.audit.trl import COMPARISONS
+from upref.foreign.trl import loss_types, trl_loss
+from upref.frameworks.trl.audit import COMPARISONS
 
 pytestmark = pytest.mark.trl
 # the slow oracles are exercised in the two tests that run all of them
@@ -123,7 +123,7 @@ def test_without_trl(monkeypatch):
 
 def test_nothing_of_trl_is_imported_for_a_plain_loss():
     code = (
-        "import sys, upref, upref.verify.check, upref.losses.trl\n"
+        "import sys, upref, upref.verify.check, upref.foreign.trl\n"
         "f = lambda log_prob, old_log_prob, advantages, mask: -(log_prob * advantages)[mask].mean()\n"
         "upref.check(f, 'reinforce_off_policy', skip=('gradient',))\n"
         "print(sorted({'trl', 'verl', 'transformers', 'datasets'} & set(sys.modules)))"
@@ -155,7 +155,7 @@ def test_a_changed_trl_is_found(monkeypatch):
     true = GRPOTrainer._compute_loss
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda *a: 1.001 * true(*a))
     # as GRPOTrainer's own it would take [B, T] advantages
-    monkeypatch.setattr("upref.losses.trl.token_advantages", lambda cls: True)
+    monkeypatch.setattr("upref.foreign.trl.token_advantages", lambda cls: True)
     assert not A.audit("trl", (c,)).explained
 
 

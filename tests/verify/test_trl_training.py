@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""upref.trl trains the reference through TRL's own training_step, and equals TRL's own losses where they must agree."""
+"""upref.integrations.trl trains the reference through TRL's own training_step, and equals TRL's own losses."""
 
 import os
 import re
@@ -14,8 +14,8 @@ import torch
 
 import upref
 from upref import InputError, Totals
-from upref.parity import ParityError
-from upref.regimes import OFF_EDGES, batch, grad, ready
+from upref.integrations.parity import ParityError
+from upref.weights.batches import OFF_EDGES, batch, grad, ready
 
 trl = pytest.importorskip("trl", reason="`repro/venv.sh trl` installs what TRL's losses need")
 from accelerate import Accelerator  # noqa: E402
@@ -23,8 +23,8 @@ from datasets import Dataset  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-import upref.losses.trl as given  # noqa: E402
-from upref.trl import REPLACED, GRPOTrainer  # noqa: E402
+import upref.foreign.trl as given  # noqa: E402
+from upref.integrations.trl import REPLACED, GRPOTrainer  # noqa: E402
 
 pytestmark = pytest.mark.trl
 NAMES = upref.names()
@@ -33,7 +33,7 @@ DOC = Path(__file__).parents[2] / "docs" / "trl.md"
 
 @lru_cache
 def bound(name, **hp):
-    """The trainer as a class of its own: upref.losses.trl makes trainers from a class and a config."""
+    """The trainer as a class of its own: upref.foreign.trl makes trainers from a class and a config."""
 
     class Bound(GRPOTrainer):
         def __init__(self, *args, **kw):

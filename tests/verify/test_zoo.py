@@ -15,8 +15,8 @@ import zoo
 
 import upref
 from upref.aggregation import Totals
-from upref.regimes import batch
 from upref.rollouts import Rollouts
+from upref.weights.batches import batch
 
 EDGES = (-1e-9, 1e-9)  # exactly on a bound, rounding decides for whoever compares logs
 TOL = 1e-6  # of the largest weight: beyond it a gradient is wrong

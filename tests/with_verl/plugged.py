@@ -8,7 +8,7 @@ core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=NEED)
 from verl.workers.config import ActorConfig, PolicyLossConfig  # noqa: E402
 
 import upref  # noqa: E402
-from upref import verl_plugin  # noqa: E402
+from upref.integrations import verl as verl_plugin  # noqa: E402
 
 RUNS = [n for n in upref.names() if n != "aspo_code"]  # verl hands no entropy to a loss
 

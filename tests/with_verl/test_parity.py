@@ -9,8 +9,8 @@ import torch
 import upref
 from repro.with_verl import parity as script
 from upref import InputError, Totals
-from upref.parity import Monitor, ParityError, compare, roundings
-from upref.regimes import batch
+from upref.integrations.parity import Monitor, ParityError, compare, roundings
+from upref.weights.batches import batch
 
 RUNS = [n for n in upref.names() if n != "aspo_code"]  # it needs entropy, which frameworks do not hand over
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -15,9 +15,10 @@ import torch
 from plugged import RUNS, call, config, core_algos, forget  # noqa: F401
 
 import upref
-from upref import InputError, Totals, verl_plugin
+from upref import InputError, Totals
 from upref.aggregation import verl_name
-from upref.regimes import batch
+from upref.integrations import verl as verl_plugin
+from upref.weights.batches import batch
 
 pytestmark = pytest.mark.verl
 
@@ -110,7 +111,7 @@ with initialize_config_module("verl.trainer.config", version_base=None):
     c = compose("ppo_trainer", overrides=[
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
         "actor_rollout_ref.actor.policy_loss.loss_mode=upref/up_dapo",
-        "actor_rollout_ref.actor.policy_loss._target_=upref.verl_plugin.PolicyLoss",
+        "actor_rollout_ref.actor.policy_loss._target_=upref.integrations.verl.PolicyLoss",
         "+actor_rollout_ref.actor.policy_loss.upref={eps_low: 0.1, c: 10}",
     ])
 actor = omega_conf_to_dataclass(c.actor_rollout_ref.actor)
@@ -136,7 +137,7 @@ def python(code, **env):
 
 
 def test_a_fresh_verl_finds_it_by_VERL_USE_EXTERNAL_MODULES_and_reads_the_configuration():
-    done = python(CONFIG + RUN, VERL_USE_EXTERNAL_MODULES="upref.verl_plugin")
+    done = python(CONFIG + RUN, VERL_USE_EXTERNAL_MODULES="upref.integrations.verl")
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split("loss ")[1]) == 1.0  # A = -1 at r = 1: J = r A = -1
     assert "eps_low=0.1 (policy_loss.upref), c=10 (policy_loss.upref)" in done.stderr
@@ -147,17 +148,17 @@ def test_a_fresh_verl_finds_it_by_entry_point(tmp_path):
     info = tmp_path / "upref_rl-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: upref-rl\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[verl.plugins]\nupref = upref.verl_plugin\n")
+    (info / "entry_points.txt").write_text("[verl.plugins]\nupref = upref.integrations.verl\n")
     ask = "from verl.trainer.ppo.core_algos import get_policy_loss_fn as g; print(g('upref/up_dapo').__name__)"
     done = python(ask, path=[str(tmp_path)])
     assert done.returncode == 0 and done.stdout.strip() == "upref/up_dapo", done.stderr
-    done = python("import sys, upref.verify.audit; assert 'verl' not in sys.modules")
+    done = python("import sys, upref.audits; assert 'verl' not in sys.modules")
     assert done.returncode == 0, done.stderr
 
 
 def test_without_verl_one_sentence():
-    done = python("import sys; sys.modules['verl'] = None\nimport upref.verl_plugin")
-    assert done.stderr.strip().splitlines()[-1].startswith("ImportError: upref.verl_plugin needs verl")
+    done = python("import sys; sys.modules['verl'] = None\nimport upref.integrations.verl")
+    assert done.stderr.strip().splitlines()[-1].startswith("ImportError: upref.integrations.verl needs verl")
 
 
 def test_end_to_end_through_verls_ppo_loss(monkeypatch):

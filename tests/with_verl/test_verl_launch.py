@@ -319,7 +319,7 @@ def test_a_run_that_dies_says_what_to_do_and_the_same_command_goes_on(ready, ver
     saved = json.loads((run / "overrides.json").read_text())
     assert all(row["source"] for row in saved["overrides"]) and saved["estimate"]["steps"] == 3
     log = (run / "verl.log").read_text().splitlines()
-    assert log[0].startswith("upref.verl_plugin,") and log[0].endswith(":/somewhere/of/the/user")
+    assert log[0].startswith("upref.integrations.verl,") and log[0].endswith(":/somewhere/of/the/user")
     assert log[-1].startswith(
         "upref: ended after 2 of 3 steps: verl ended with status 7; a GPU ran out of memory: lower "
     )
@@ -544,7 +544,7 @@ def test_a_shaped_reward_is_signed_by_its_sign():
 
 def test_grpo_of_the_vision_table_has_two_bounds_and_grpos_average():
     from repro.with_verl.plugins.grpo_clip_higher import grpo_clip_higher as two
-    from upref.regimes import batch
+    from upref.weights.batches import batch
 
     b = batch(two)
     same = dict(eps_low=0.2, eps_high=0.2)

@@ -8,11 +8,12 @@ import torch
 from plugged import RUNS, call, config, core_algos, forget  # noqa: F401
 
 import upref
-from upref import InputError, aggregate, verl_plugin
+from upref import InputError, aggregate
 from upref.diagnostics import diagnose
-from upref.losses.verl import verl_loss
-from upref.parity import ParityError
-from upref.regimes import batch, grad
+from upref.foreign.verl import verl_loss
+from upref.integrations import verl as verl_plugin
+from upref.integrations.parity import ParityError
+from upref.weights.batches import batch, grad
 
 pytestmark = pytest.mark.verl
 WHOLE = [n for n in RUNS if not upref.get(n).coupled]

@@ -48,8 +48,9 @@ def script(names: tuple[str, ...] = PURE) -> str:
 
 def data() -> str:
     """What Python knows, as JavaScript constants: the objectives with their weights, those left out, the colours."""
-    from upref import __version__, plots
+    from upref import __version__
     from upref.explorer.formulas import formulas, left_out
+    from upref.weights import plots
 
     colours = {"palette": plots.PALETTE, "up": plots.UP, "down": plots.DOWN, "ramp": plots.RAMP, "dead": plots.DEAD}
     return "\n".join([

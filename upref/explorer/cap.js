@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Probability Capacity, read off a weight as upref/cap.py reads it:
+// Probability Capacity, read off a weight as upref/weights/capacity.py reads it:
 //
 //     Cap(p, mu) = |p* - p|,  p* the first probability in the direction of the update from which on dJ/dlp = 0
 //

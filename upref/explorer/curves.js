@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradient weights against the ratio, one line an objective, as upref.plots.weights draws them.
+// Gradient weights against the ratio, one line an objective, as upref.weights.plots.weights draws them.
 
 const WIDE = Math.log(6);
 

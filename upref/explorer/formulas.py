@@ -16,9 +16,9 @@ from sympy import Expr, Symbol, log
 from sympy.printing.jscode import JavascriptCodePrinter
 from sympy.printing.str import StrPrinter
 
-from upref.curve import obstacle
 from upref.registry import Objective, get, names
 from upref.symbolic import SymbolArray, forget_sg, kinks
+from upref.weights.curve import obstacle
 
 R, MU, A = Symbol("r", positive=True), Symbol("mu", positive=True), Symbol("A", real=True)
 

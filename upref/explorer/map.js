@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A Cap map: a canvas of colours under an SVG of axes, names and the token. The same colours as upref.plots.
+// A Cap map: a canvas of colours under an SVG of axes, names and the token. The same colours as upref.weights.plots.
 
 const SQUARE = { x: 9, y: 2, size: 89 };  // of a box of 100 x 100
 const CELLS = 400;

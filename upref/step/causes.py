@@ -17,7 +17,7 @@ from upref.rollouts import Rollouts
 from upref.step.goal import Goal
 from upref.step.rows import Padded, Row
 from upref.step.shares import factor_words
-from upref.verify.slips import Slip, known
+from upref.verify.faults import Slip, known
 
 NEAR = 1e-4  # how near weights read off a float32 gradient must come, relative to the largest
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from upref.losses import SHAPES, Loss, fit, read
+from upref.foreign import SHAPES, Loss, fit, read
 from upref.registry import Objective, get
 from upref.verify import oracles
 from upref.verify.measure import EXACT, HABIT, Case, held
@@ -26,7 +26,7 @@ def check(loss: Any, objective: str | Objective, *, skip: Sequence[str] = (), **
 
     loss: a callable `(log_prob, old_log_prob, advantages, mask) -> scalar` to be minimised, an Objective, a trainer
     class of TRL's, or a name: package.module:function, path/to/file.py:function, verl:loss_mode, trl:loss_type (see
-    upref.losses for what it may take and answer). hp are the objective's hyperparameters; the loss gets those that it
+    upref.foreign for what it may take and answer). hp are the objective's hyperparameters; the loss gets those that it
     takes by name and keeps its own defaults for the rest; one that only the loss has goes to the loss alone. skip:
     names of oracles not to run. Raises InputError where the loss cannot be run at all.
     """

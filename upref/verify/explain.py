@@ -12,13 +12,13 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.kl import ESTIMATORS
-from upref.regimes import off, random_batch
 from upref.registry import Objective, get, names
 from upref.rollouts import Rollouts
 from upref.transforms import up
 from upref.verify.factors import FACTORS
+from upref.verify.faults import Slip, kl_slips, known
 from upref.verify.measure import Case, kl_slope, unit_weights
-from upref.verify.slips import Slip, kl_slips, known
+from upref.weights.batches import off, random_batch
 
 TERMS = 3  # KL terms that are tried with a slip of the rest
 FEW = 24  # responses: most slips fail on a few already

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from upref import kl
 from upref.errors import InputError
-from upref.losses.kl import Term, read
+from upref.foreign.kl import Term, read
 from upref.verify.oracle import Oracle, must_know, oracle, run
 from upref.verify.report import Finding, Report, apart, fail, note, tidy
 

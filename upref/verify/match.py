@@ -13,8 +13,8 @@ import torch
 
 from upref.errors import InputError
 from upref.registry import Objective
-from upref.verify.box import BlackBox, Point, measure
 from upref.verify.measure import Case
+from upref.verify.probe import BlackBox, Point, measure
 
 RANGE = {"c": (1 + 1e-9, 1e4)}  # where a hyperparameter is looked for; c <= 1 is no dual clip
 ANY = (1e-9, 1e4)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from upref import kl
 from upref.errors import InputError
-from upref.losses import Loss, Outcome
+from upref.foreign import Loss, Outcome
 from upref.ops import mean_t, sum_t
-from upref.regimes import EDGES, MU, MU_READ, SINGLE_EDGES, anchor, batch, near_a_bound, off, ready
 from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
 from upref.verify.factors import FACTORS, even, names, promised
+from upref.weights.batches import EDGES, MU, MU_READ, SINGLE_EDGES, anchor, batch, near_a_bound, off, ready
 
 EXACT, HABIT, SINGLE = 1e-9, 2e-6, 2e-5  # float64; 1e-6 in a denominator; float32, beside the rounding of its inputs
 ROUND = 2e-7  # of a log-probability in float32, relative

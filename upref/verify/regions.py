@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from upref.regimes import column, interval
 from upref.rollouts import Rollouts
 from upref.verify.measure import Case
+from upref.weights.batches import column, interval
 
 NAMES = {1.0: "A > 0", -1.0: "A < 0", 0.0: "A = 0"}
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from typing import Any
 
-from upref.losses.guard import undisturbed
+from upref.foreign.guard import undisturbed
 
 UNKNOWN = "no known cause fits"
 RAN = ("ok", "failure", "note")

@@ -12,7 +12,7 @@ from repro.mini.round2.rule import Found
 from repro.mini.study import plan
 from repro.mini.study.plan import Contrast
 from repro.mini.study.results import Record
-from upref.plots import PALETTE, STYLE
+from upref.weights.plots import PALETTE, STYLE
 
 NAMES = ("dose_low", "dose_middle", "dose_high")
 COLOURS = (PALETTE[1], "#7B3294", PALETTE[2])  # of the first three pairs: UP's, that of no upper clip, the rest

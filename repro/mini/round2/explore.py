@@ -24,7 +24,7 @@ from repro.mini.round2 import doses
 from repro.mini.study import curves
 from repro.mini.study.plan import Contrast
 from repro.mini.study.results import Record, value
-from upref.plots import STYLE
+from upref.weights.plots import STYLE
 
 TRIES, PROBLEMS, SETS = 1000, 256, ("test", "one_step", "two_steps", "three_steps")
 RARE, ASKED = 10, 32  # of TRIES; samples of a problem at the end of a run

@@ -9,7 +9,7 @@ import numpy as np
 from repro.mini import files
 from repro.mini.study import plan, results
 from repro.mini.study.plan import Contrast
-from upref.plots import PALETTE, STYLE
+from upref.weights.plots import PALETTE, STYLE
 
 
 def ends(records: dict[str, results.Record]) -> dict[str, dict[float, list[float]]]:

@@ -9,7 +9,7 @@ from repro.mini.round2.tables import show
 from repro.mini.study import plan
 from repro.mini.study.plan import Contrast
 from repro.mini.study.results import Record
-from upref.plots import PALETTE, STYLE
+from upref.weights.plots import PALETTE, STYLE
 
 EFFECTS = {"entropy, nats": ("entropy", "mean"), "Avg@32, points": ("avg", "last")}
 

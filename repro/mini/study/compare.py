@@ -24,9 +24,9 @@ from repro.mini.study import curves, plan, report, results, suite
 from repro.mini.study.plan import Contrast, Experiment
 from repro.mini.study.verdicts import judge
 from repro.mini.train.settings import Settings
-from upref.curve import obstacle
 from upref.errors import InputError
-from upref.plots import Panel, cap_panels
+from upref.weights.curve import obstacle
+from upref.weights.plots import Panel, cap_panels
 
 PATTERN = "up_dapo_vs_dapo"  # the experiment whose settings and claims are taken over
 CAUTION = """A couple of seeds show, they do not prove: two seeds of one method can differ more than two methods. The

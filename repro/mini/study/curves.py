@@ -8,7 +8,7 @@ import numpy as np
 
 from repro.mini.study.plan import EVAL_METRICS, Experiment
 from repro.mini.study.results import Record
-from upref.plots import PALETTE, STYLE
+from upref.weights.plots import PALETTE, STYLE
 
 COLOURS = {  # by name, so that an objective looks the same in every figure
     "dapo": PALETTE[0], "grpo": PALETTE[0], "gspo": PALETTE[0], "up_dapo": PALETTE[1], "up_grpo": PALETTE[1],

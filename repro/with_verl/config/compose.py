@@ -17,7 +17,7 @@ from upref import InputError
 
 HERE = Path(__file__).resolve().parent
 ACTOR = "actor_rollout_ref.actor"
-MODULES = ("upref.verl_plugin", "repro.with_verl.plugins.estimators", "repro.with_verl.plugins.grpo_clip_higher")
+MODULES = ("upref.integrations.verl", "repro.with_verl.plugins.estimators", "repro.with_verl.plugins.grpo_clip_higher")
 SEEDS = ("data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")
 HANDED_OVER = ("mini", "smoke")  # run by programs of their own
 
@@ -144,7 +144,7 @@ def compose(objective: str, scale: str, overrides: list[str] | None = None, data
     o = upref.get(objective)
     if objective not in upref.names():
         raise InputError(
-            f"{objective} is not registered with verl: add upref.verl_plugin.register(upref.get(...)) there."
+            f"{objective} is not registered with verl: add upref.integrations.verl.register(upref.get(...)) there."
         )
     if "entropy" in o.reads:
         raise InputError(f"{objective} needs the policy's entropy per token, which verl does not hand to a loss.")
@@ -160,7 +160,7 @@ def compose(objective: str, scale: str, overrides: list[str] | None = None, data
     o_loss = o if loss == objective else extra(loss)
     estimator, settings, difference = ESTIMATORS[o.adv]
     chosen = {
-        f"{ACTOR}.policy_loss._target_": ("upref.verl_plugin.PolicyLoss", "ours: a place for hyperparameters"),
+        f"{ACTOR}.policy_loss._target_": ("upref.integrations.verl.PolicyLoss", "ours: a place for hyperparameters"),
         f"{ACTOR}.policy_loss.loss_mode": (f"upref/{loss}", why),
         f"{ACTOR}.loss_agg_mode": (_aggregation(o_loss), "the objective's own, for verl's KL and entropy terms"),
         "algorithm.adv_estimator": (estimator, f"{o.adv} of upref.advantages in verl: {difference}"),

@@ -177,7 +177,7 @@ def _check_loss(cfg: DictConfig, actor) -> None:
     from verl.workers.config import ActorConfig
 
     import repro.with_verl.plugins.estimators  # noqa: F401  registers
-    from upref.verl_plugin import VERL_KEYS, hyperparameters, monitor_of
+    from upref.integrations.verl import VERL_KEYS, hyperparameters, monitor_of
 
     mode = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
     for kind, name, known in (

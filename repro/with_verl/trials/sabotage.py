@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import wraps
 
 import upref
-from upref.verl_plugin import register
+from upref.integrations.verl import register
 
 right = upref.get("up_dapo")
 

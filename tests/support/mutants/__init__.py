@@ -7,5 +7,5 @@ identify is asked about some of them too (naming.py).
 
 An independent search (search.py) says which of the changed losses have another gradient than their objective anywhere
 in the declared domain. Each that has must be rejected, each that has not must be accepted. Nothing in this folder reads
-the checker's batches (upref.regimes) or its oracles' but for asking them for the verdict.
+the checker's batches (upref.weights.batches) or its oracles' but for asking them for the verdict.
 """

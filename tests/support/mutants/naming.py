@@ -11,7 +11,7 @@ import numpy as np
 
 import upref
 from upref.errors import InputError
-from upref.verify.identity import Match
+from upref.identification.identification import Match
 
 from .judge import verdict
 from .losses import Subject, every_config, of, store_of

@@ -17,10 +17,8 @@ def digest(*parts: str) -> str:
 def library() -> str:
     """Of all that judges: an answer of the checker holds for this code only."""
     root = Path(upref.__file__).parent
-    folders = ("verify", "verify/oracles", "verify/advantages", "losses", "objectives")
-    files = [
-        root / f"{n}.py" for n in ("regimes", "curve", "jumps", "registry", "ops", "aggregation", "rollouts", "kl")
-    ]
+    folders = ("verify", "verify/oracles", "verify/advantages", "foreign", "weights", "objectives")
+    files = [root / f"{n}.py" for n in ("registry", "ops", "aggregation", "rollouts", "kl")]
     files += [p for folder in folders for p in sorted((root / folder).glob("*.py"))]
     return digest(*(p.read_text() for p in files))
 

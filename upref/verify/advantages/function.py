@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError, importing
-from upref.losses import names
-from upref.losses.guard import called
-from upref.losses.load import load, name_of
-from upref.losses.signature import Reading, parameters
-from upref.losses.signature import read as read_signature
+from upref.foreign import names
+from upref.foreign.guard import called
+from upref.foreign.load import load, name_of
+from upref.foreign.signature import Reading, parameters
+from upref.foreign.signature import read as read_signature
 from upref.verify.advantages.exact import UNGROUPED, Batch, lengths
 
 KINDS = {"tensor": "", "strings": "numpy strings", "array": "numpy numbers", "list": "Python lists"}

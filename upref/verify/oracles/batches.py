@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from upref.aggregation import Totals
-from upref.curve import alone
 from upref.errors import InputError
-from upref.losses.guard import called
-from upref.regimes import OFF_EDGES, anchor
+from upref.foreign.guard import called
 from upref.rollouts import Rollouts
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import as_python, worst
+from upref.weights.batches import OFF_EDGES, anchor
+from upref.weights.curve import alone
 
 
 def _batch(case: Case) -> Rollouts:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.losses.names import CALLED
+from upref.foreign.names import CALLED
 from upref.ops import replayed_sg
-from upref.regimes import OFF_EDGES
 from upref.rollouts import Rollouts
 from upref.verify.factors import even
 from upref.verify.measure import EXACT, Case
@@ -18,6 +17,7 @@ from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import worst
+from upref.weights.batches import OFF_EDGES
 
 FIXED = ("logp_old", "adv", "logp_ref")  # what no gradient is to flow into
 NETWORK = "the gradient differs when log_prob is the output of a network, as in training, from that of a leaf tensor"

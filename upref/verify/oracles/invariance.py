@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.losses.guard import undisturbed
-from upref.losses.names import CALLED
-from upref.regimes import OFF_EDGES
+from upref.foreign.guard import undisturbed
+from upref.foreign.names import CALLED
 from upref.rollouts import Rollouts
 from upref.verify.factors import promised
 from upref.verify.measure import HABIT, Case
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import as_python, example, shrink, worst
+from upref.weights.batches import OFF_EDGES
 
 FIELDS = ("logp", "logp_old", "adv", "mask", "group", "logp_ref", "entropy")
 

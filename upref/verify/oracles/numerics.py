@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from upref.errors import InputError
-from upref.regimes import GUARD, column, overflowing
 from upref.rollouts import Rollouts
 from upref.verify.measure import HABIT, Case
 from upref.verify.oracle import oracle
@@ -15,6 +14,7 @@ from upref.verify.regions import NAMES
 from upref.verify.report import UNKNOWN, Finding, fail, note
 from upref.verify.shrink import as_python, example
 from upref.verify.shrink import wrong as wrong_of
+from upref.weights.batches import GUARD, column, overflowing
 
 FAR = (5.0, 8.0, 9.5, 10.5, 15.0, 19.5, 20.5, 30.0, 50.0)
 FULL = math.log(torch.finfo(torch.float64).max) - 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle of unusual inputs: each axis of upref.regimes.AXES by itself, every two of them together, all at once."""
+"""The oracle of unusual inputs: each of the AXES by itself, every two of them together, all at once."""
 
 import math
 import time
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.regimes import AXES, anchor, beyond, renamed
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
 from upref.verify.measure import Case
@@ -17,6 +16,7 @@ from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import example, worst
+from upref.weights.batches import AXES, anchor, beyond, renamed
 
 TOO_LONG = 0.8  # seconds: a loss that would take longer for a batch is not asked for it
 SIZE = {"every two": 7_000, "all at once": 70_000}  # tokens
@@ -128,7 +128,7 @@ def _shown(case: Case, name: str, b: Rollouts, i: int, t: int, ids: tuple[str, .
     hp = "".join(f", {k}={v!r}" for k, v in case.plain_hp.items() if v is not None)
     of = f"{name!r}, upref.get({case.o.name!r})" + f", ids={ids!r}" * bool(ids) + hp
     low = "  # every number of it in float32" if dtype else ""
-    return f"from upref.regimes import beyond, ready\nb = ready(beyond({of})){low}"
+    return f"from upref.weights.batches import beyond, ready\nb = ready(beyond({of})){low}"
 
 
 def _groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:

@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from upref.curve import alone, of_objective
-from upref.regimes import anchor, kinks, lay, paired, random_batch, unsure
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
 from upref.verify.explain import explain
 from upref.verify.factors import promised
+from upref.verify.faults import Slip
 from upref.verify.measure import EXACT, HABIT, Case, without_rest
 from upref.verify.oracle import oracle
 from upref.verify.pattern import pattern
 from upref.verify.regions import NAMES, regions
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import example, shrink, worst, wrong
-from upref.verify.slips import Slip
+from upref.weights.batches import anchor, kinks, lay, paired, random_batch, unsure
+from upref.weights.curve import alone, of_objective
 
 RANDOM = 120  # random batches beside the grid
 BELOW = f"below the limit of {HABIT:g}, as 1e-6 in a denominator is"

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`upref learn`: holes are no solutions, solutions are right, and plausible mistakes are named."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from attempts import ATTEMPTS
+
+from upref import course as learn
+from upref.cli import main
+from upref.course.verdict import judged
+
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+EVERY = {e.number: e for e in learn.exercises()}
+SOLUTION = {n: (HERE / "solutions" / e.file).read_text(encoding="utf-8") for n, e in EVERY.items()}
+RIGHT = [(n, i) for n, tries in ATTEMPTS.items() for i, (*_, words) in enumerate(tries) if not words]
+WRONG = [(n, i) for n, tries in ATTEMPTS.items() for i, (*_, words) in enumerate(tries) if words]
+lessons = pytest.mark.parametrize("n", EVERY)
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch, capsys):
+    """(exit status, what it prints) of `upref learn N` in a folder where the file has this text."""
+    monkeypatch.chdir(tmp_path)
+
+    def ask(n, text="", *options):
+        if text:
+            Path(EVERY[n].file).write_text(text, encoding="utf-8")
+        status = main(["learn", str(n), *options])
+        out, err = capsys.readouterr()
+        return status, " ".join((out + err).split())
+
+    return ask
+
+
+def attempt(n, i):
+    old, new, words = ATTEMPTS[n][i]
+    assert SOLUTION[n].count(old) >= 1, old
+    return SOLUTION[n].replace(old, new), words
+
+
+@lessons
+def test_the_hole_is_no_solution(asked, n):
+    assert asked(n)[0] == 0, "the first time it writes the file"
+    status, said = asked(n)
+    assert status == 1 and "the hole is still open" in said
+
+
+@lessons
+def test_the_solution_is_right(asked, n):
+    status, said = asked(n, SOLUTION[n])
+    assert status == 0 and "right" in said, said
+
+
+@pytest.mark.parametrize("n, i", RIGHT)
+def test_another_way_to_be_right(asked, n, i):
+    status, said = asked(n, attempt(n, i)[0])
+    assert status == 0, said
+
+
+@pytest.mark.parametrize("n, i", WRONG)
+def test_a_wrong_attempt_is_told_what_is_wrong(asked, n, i):
+    text, words = attempt(n, i)
+    status, said = asked(n, text)
+    assert status == 1 and words in said, said
+
+
+@lessons
+def test_three_wrong_attempts_at_least(n):
+    assert sum(n == m for m, _ in WRONG) >= 3
+
+
+@lessons
+def test_every_known_mistake_is_recognised_as_itself(n):
+    """No slip is right, and none is hidden by another."""
+    for slip in EVERY[n].slips:
+        answer = judged(EVERY[n], slip.fn)
+        assert not answer and answer.mistake == slip.words, (slip.words, answer.mistake)
+        assert answer.hint == slip.hint and answer.batch and answer.expected != answer.found
+
+
+@lessons
+def test_the_batches_grow(n):
+    sizes = [sum(getattr(x, "numel", lambda: 1)() for x in b.inputs.values()) for b in EVERY[n].batches]
+    assert sizes == sorted(sizes)
+
+
+def test_a_file_is_never_overwritten(asked):
+    mine = "def loss(logits, action, reward):\n    return ...\n"
+    asked(1, mine)
+    asked(1)
+    assert Path("lesson01.py").read_text() == mine
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("def loss(logits, action, reward:\n", "SyntaxError"),
+        ("def los(logits, action, reward):\n    return 0\n", "did you mean los?"),
+        ("def loss(logits):\n    return 0\n", "raised TypeError"),
+        (
+            "def loss(logits, action, reward):\n    return reward[7]\n",
+            "on the batch logits = torch.tensor([0.0, 0.0]);",
+        ),
+        ("def loss(logits, action, reward):\n    raise SystemExit\n", "ends the program"),
+        ("loss = 3\n", "not a function"),
+    ],
+)
+def test_bad_input_is_one_sentence(asked, text, words):
+    status, said = asked(1, text)
+    assert status == 2 and words in said and said.startswith("upref: "), said
+
+
+def test_a_loop_without_end_is_stopped(tmp_path):
+    import os
+    import subprocess
+    import sys
+
+    (tmp_path / "lesson01.py").write_text("def loss(logits, action, reward):\n    while True: pass\n")
+    command = [sys.executable, "-m", "upref", "learn", "1", "--timeout", "8"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "does your function end?" in done.stderr
+
+
+def test_no_such_lesson(asked, capsys):
+    assert main(["learn", "99"]) == 2
+    assert "lessons 1 to" in capsys.readouterr().err
+
+
+def test_the_list(asked, capsys):
+    asked(1)
+    main(["learn", "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    assert [r["lesson"] for r in rows] == list(EVERY) and [r["here"] for r in rows][:2] == [True, False]
+    main(["learn"])
+    said = capsys.readouterr().out
+    assert all(e.title in said for e in EVERY.values())
+
+
+def test_an_answer_for_a_program(asked):
+    said = json.loads(asked(1, attempt(1, 1)[0], "--json")[1])
+    assert said["ok"] is False and "the sign" in said["mistake"] and "torch.tensor" in said["batch"]
+
+
+def test_the_runs_of_the_last_exercise_are_as_they_are_said_to_be():
+    """The file is what the runs log now; the answers' names are what was done to them."""
+    from docs.course import runs
+    from upref.course.lessons.reading_a_run import KEY, SIGNS
+
+    text = runs.FILE.read_text(encoding="utf-8")
+    assert runs.written(text) == text, "run `python -m docs.course.runs`"
+    assert set(KEY.values()) == set(SIGNS) == set(runs.WRONG)
+    last = {wrong: runs.run(name)[-1] for name, wrong in KEY.items()}
+    first = {wrong: runs.run(name)[0] for name, wrong in KEY.items()}
+    assert last["sign"]["reward"] < first["sign"]["reward"]
+    assert last["nothing"]["pass@8"] > first["nothing"]["pass@8"]
+    assert last["no baseline"]["pass@8"] < first["no baseline"]["pass@8"]
+    assert last["no baseline"]["reward"] > first["no baseline"]["reward"], "it answers better and knows less"
+    assert all(x["last"] == 1 and x["clipped"] == 0 for x in runs.run("D")) and last["nothing"]["last"] > 1
+    assert all(x["signal"] == x["norm"] == 0 for x in runs.run("E"))
+    assert all((x["first"] != 1) == (wrong == "temperature") for wrong, x in first.items())
+
+
+# ---- the pages -------------------------------------------------------------------------------------------------------
+PARTS = ["The equation, case by case", "A picture", "An experiment", "What frameworks do", "Exercise"]
+
+
+@lessons
+def test_every_lesson_has_the_one_skeleton(n):
+    page = (ROOT / EVERY[n].page).read_text(encoding="utf-8")
+    heads = re.findall(r"^## (.*)", page, re.M)
+    assert [h for h in heads if h in PARTS] == PARTS and len(page.splitlines()) <= 150
+    assert page.startswith(f"# {n}. ") and "**Question.** " in page and f"`upref learn {n}`" in page
+    (picture,) = re.findall(r"^!\[(.*)\]\(pictures/(\d\d)-\S+\.svg\)\n\n\*\S", page, re.M)
+    assert len(picture[0]) > 60 and int(picture[1]) == n, "alt text, and a caption below"
+    assert "```text" in page.partition("## An experiment")[2]
+
+
+def test_every_page_is_a_lesson():
+    assert sorted(p.name for p in (ROOT / "docs/course").glob("[0-9]*.md")) == [
+        Path(e.page).name for e in EVERY.values()
+    ]
+
+
+@lessons
+def test_papers_are_cited_by_their_keys(n):
+    keys = re.findall(r"^@\w+\{(.*),", (ROOT / "upref/papers.bib").read_text(encoding="utf-8"), re.M)
+    page = (ROOT / EVERY[n].page).read_text(encoding="utf-8")
+    cited = re.findall(r"`([a-z]+(?:19|20)\d\d[a-z+]*)`", page)
+    assert set(cited) <= set(keys), cited

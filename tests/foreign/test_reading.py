@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one boundary: whatever a loss calls its arguments, in whatever order, all doors read it alike or refuse alike."""
+
+import itertools
+import json
+import sys
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import upref
+from upref.cli import main
+from upref.errors import InputError
+from upref.foreign import names, read
+from upref.registry import get
+
+CALLED = {
+    "logp": [
+        "log_prob",
+        "logprobs",
+        "new_log_probs",
+        "per_token_logps",
+        "policy_logps",
+        "lp",
+        "new",
+        "curr_logp",
+        "logp_new",
+    ],
+    "logp_old": [
+        "old_log_prob",
+        "behav_logprobs",
+        "behaviour_logps",
+        "rollout_log_probs",
+        "sampling_logp",
+        "logp_old",
+        "oldLogProb",
+        "old_",
+    ],
+    "adv": ["advantages", "adv", "advs", "A", "token_advantages"],
+    "mask": ["mask", "response_mask", "loss_mask", "completion_masks"],
+}
+BODY = """
+def loss({signature}, eps_low=0.2, eps_high=0.28):
+    r = torch.where({mask}, {logp} - {logp_old}, 0).exp()
+    J = torch.min(r * {adv}, r.clamp(1 - eps_low, 1 + eps_high) * {adv})
+    return -(J * {mask}).sum() / {mask}.sum()
+"""
+QUICK = ("extremes", "poison", "padding", "permutation", "dead-hyperparameter", "value", "scaling", "zero-advantage")
+R = np.array([0.5, 0.79, 1.0, 1.27, 1.3, 2.0])
+
+
+def make(called: dict[str, str], order, body: str = BODY):
+    scope = {"torch": torch}
+    exec(body.format(signature=", ".join(called[r] for r in order), **called), scope)
+    return scope["loss"]
+
+
+USUAL = make({r: c[0] for r, c in CALLED.items()}, CALLED)
+
+
+def answers(loss) -> list:
+    """What each door says of it."""
+    out: list = [bool(upref.check(loss, "dapo", skip=QUICK)), str(upref.identify(loss).matches[0])]
+    out += [upref.capacity(loss, 0.01, 0.01, A).tolist() for A in (1.0, -1.0)]
+    return [*out, [upref.weights.curve.of(loss)(R, A).tolist() for A in (1.0, -1.0)]]
+
+
+def refusals(loss) -> set[str]:
+    doors = (
+        lambda: upref.check(loss, "dapo"), lambda: upref.identify(loss), lambda: upref.capacity(loss, 0.01, 0.01),
+        lambda: upref.cap_map(loss), lambda: upref.weights.curve.of(loss),
+    )  # fmt: skip
+    said = set()
+    for door in doors:
+        with pytest.raises(InputError) as e:
+            door()
+        said.add(str(e.value))
+    return said
+
+
+@settings(deadline=None, max_examples=12, derandomize=True)
+@given(
+    order=st.permutations(list(CALLED)),
+    called=st.fixed_dictionaries({r: st.sampled_from(c) for r, c in CALLED.items()}),
+)
+def test_whatever_order_and_names_every_door_gives_one_answer(order, called):
+    assert answers(make(called, order)) == answers(USUAL)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(CALLED)))
+def test_every_order_is_read_by_name(order):
+    called = {r: c[0] for r, c in CALLED.items()}
+    assert np.allclose(upref.weights.curve.of(make(called, order))(2.0, 1.0), 0)
+    assert np.allclose(upref.weights.curve.of(make(called, order))(0.5, 1.0), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("called", "says"),
+    [
+        ({"logp": "x", "logp_old": "y", "adv": "adv", "mask": "mask"}, "cannot tell"),
+        ({"logp": "logp1", "logp_old": "logp2", "adv": "adv", "mask": "mask"}, "cannot tell which of logp"),
+        ({"logp": "model", "logp_old": "batch", "adv": "inputs", "mask": "tokenizer"}, "is nothing that upref gives"),
+        ({"logp": "neg_log_prob", "logp_old": "old_neg_log_prob", "adv": "adv", "mask": "mask"}, "neg_log_prob"),
+        ({"logp": "lp", "logp_old": "old_lp", "adv": "adv", "mask": "padding_mask"}, "padding_mask is nothing"),
+        ({"logp": "lp", "logp_old": "old_lp", "adv": "adv", "mask": "lengths"}, "lengths is nothing"),
+        ({"logp": "lp", "logp_old": "old_lp", "adv": "adv_fn", "mask": "mask"}, "adv_fn is nothing"),
+        ({"logp": "x", "logp_old": "lp", "adv": "adv", "mask": "mask"}, "cannot tell"),
+        ({"logp": "probs", "logp_old": "old_probs", "adv": "adv", "mask": "mask"}, "probs"),
+    ],
+)
+def test_what_is_ambiguous_is_refused_with_one_sentence_and_a_wrapper(called, says):
+    for order in itertools.permutations(CALLED):
+        said = refusals(make(called, order))
+        assert len(said) == 1 and says in said.copy().pop() and "def loss(" in said.pop()
+
+
+def test_by_position_where_no_name_says_anything():
+    loss = make(dict(zip(CALLED, "wxyz", strict=True)), CALLED)
+    assert read(loss).read_as.count("by position") == 4
+    assert answers(loss) == answers(USUAL)
+
+
+def test_the_one_left_is_the_role_left():
+    loss = make({"logp": "lp", "logp_old": "old_lp", "adv": "weights_of_reward", "mask": "mask"}, CALLED)
+    assert "weights_of_reward -> advantages, by position" in read(loss).read_as
+    assert upref.check(loss, "dapo", skip=QUICK)
+
+
+@pytest.mark.parametrize("shape", ["[B]", "[B, 1]"])
+def test_one_advantage_a_response_in_bounded_memory(shape):
+    body = (
+        BODY.replace("    r =", "    {adv} = {adv}[:, None] if {adv}.ndim == 1 else {adv}\n    r =")
+        if shape == "[B]"
+        else BODY
+    )
+    loss = make({r: c[0] for r, c in CALLED.items()}, CALLED, body)
+    grid = np.linspace(0.001, 0.999, 200)
+    cap = upref.capacity(loss, *np.meshgrid(grid, grid))
+    assert np.allclose(cap, upref.capacity("dapo", *np.meshgrid(grid, grid)), atol=1e-6)
+
+
+def test_shapes_and_masks_are_found_out():
+    def responses(logps, old_logps, A, mask):  # A [B], mask a float
+        one = 1.0 - (1.0 - mask)
+        s = (((logps - old_logps) * one).sum(1) / one.sum(1)).exp()
+        return -torch.min(s * A, s.clamp(1 - 3e-4, 1 + 4e-4) * A).mean()
+
+    loss = read(responses)
+    assert (loss.adv_shape, loss.float_mask) == ("B", True)
+    assert upref.check(responses, "gspo")
+    assert np.allclose(upref.weights.curve.of(responses)(R, 1.0), get("gspo").weight(R, np.ones(6)))
+
+
+def test_hyperparameters_by_what_they_mean():
+    def clipped(log_prob, old_log_prob, advantages, mask, cliprange, kl_coef=0.0):
+        r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+        J = torch.min(r * advantages, r.clamp(1 - cliprange, 1 + cliprange) * advantages)
+        return -((J * mask).sum(1) / mask.sum(1)).mean()
+
+    assert upref.check(clipped, "grpo") and upref.check(clipped, "grpo", eps=0.3)
+    assert upref.check(clipped, "dapo", cliprange=0.2, eps_high=0.2).hp["eps_high"] == 0.2
+    assert np.allclose(upref.weights.curve.of(clipped, cliprange=0.5)(1.4, 1.0), 1.4)
+    with pytest.raises(InputError, match="eps and cliprange are one argument"):
+        upref.check(clipped, "grpo", eps=0.2, cliprange=0.3)
+    with pytest.raises(InputError, match="'cliprange'"):
+        upref.check(clipped, "cispo")
+
+
+@pytest.mark.parametrize(
+    ("name", "of", "meant"),
+    [("vespo_k_pos", "vespo", "c1_pos"), ("lambda_neg", "vespo", "c2_neg"), ("k", "vespo", ""),
+     ("lambda_pos", "w_reinforce", "lam"), ("temperature_neg", "sapo", "tau_neg")],
+)  # fmt: skip
+def test_hyperparameters_by_their_words(name, of, meant):
+    assert names.hyperparameter(name, {*get(of).hyperparameters}) == meant
+
+
+class Configured:
+    """A loss with a config, as an instance."""
+
+    def __init__(self, eps):
+        self.eps = eps
+
+    def __call__(self, log_prob, old_log_prob, advantages, mask):
+        return make({r: c[0] for r, c in CALLED.items()}, CALLED)(
+            log_prob, old_log_prob, advantages, mask, self.eps, self.eps
+        )
+
+    loss = __call__
+
+
+class Module(torch.nn.Module):
+    def forward(self, log_prob, old_log_prob, advantages, mask):
+        return Configured(0.2)(log_prob, old_log_prob, advantages, mask)
+
+
+def test_instances_methods_partials_and_modules():
+    from functools import partial
+
+    for loss in (Configured(0.2), Configured(0.2).loss, partial(USUAL, eps_high=0.2), Module()):
+        assert upref.check(loss, "ppo_clip", skip=QUICK), loss
+
+
+@pytest.mark.parametrize("loss", [Configured, Module, lambda batch: batch["x"], lambda data: data.sum()])
+def test_what_needs_a_wrapper_gets_the_wrapper(loss):
+    assert all("def loss(log_prob, old_log_prob, advantages, mask):" in said for said in refusals(loss))
+
+
+def test_a_file_may_import_its_neighbours_and_may_not_end_the_program(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "neighbour_of_mine.py").write_text("EPS = 0.2\n")
+    (tmp_path / "a_loss_of_mine.py").write_text(
+        "from neighbour_of_mine import EPS\nimport torch\n"
+        + BODY.format(signature="log_prob, old_log_prob, advantages, mask", **{r: c[0] for r, c in CALLED.items()})
+        .replace("eps_low=0.2", "eps_low=EPS")
+    )  # fmt: skip
+    assert main(["check", f"{tmp_path}/a_loss_of_mine.py:loss", "--as", "dapo", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"].endswith("a_loss_of_mine.py:loss")  # as it was given
+    (tmp_path / "ends.py").write_text(
+        "import sys\ndef loss(log_prob, old_log_prob, advantages, mask): return 0\nsys.exit(0)\n"
+    )
+    assert main(["check", f"{tmp_path}/ends.py:loss", "--as", "dapo"]) == 2
+    assert "ends the program" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("role", CALLED)
+def test_the_rule_of_names(role):
+    assert all(names.role(n) == role for n in CALLED[role])
+
+
+def test_names_that_are_no_role():
+    none = "model batch inputs tokenizer config labels temperature threshold rollout_n kl_coef clip_eps group_size"
+    for n in (*none.split(), "entropy_coef", "advantage_weight"):
+        assert names.role(n) == "", n
+
+
+def test_by_position_only_and_through_wrappers():
+    import functools
+
+    def only(mask, old_log_prob, /, advantages, log_prob):
+        return USUAL(log_prob, old_log_prob, advantages, mask)
+
+    def swapped(old_log_prob, log_prob, advantages, mask):
+        return USUAL(log_prob, old_log_prob, advantages, mask)
+
+    stars = functools.wraps(swapped)(lambda *a: swapped(*a))
+    first = functools.wraps(swapped)(lambda x, *a, **k: swapped(x, *a, **k))
+    named = functools.wraps(swapped)(lambda **k: swapped(**k))
+    for loss in (only, swapped, stars, first, named):
+        assert np.allclose(upref.weights.curve.of(loss)(R, 1.0), upref.weights.curve.of("dapo")(R, 1.0))
+
+
+class Answer(NamedTuple):
+    kl: torch.Tensor
+    loss: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("wrap", "right"),
+    [
+        (lambda x: (x, 1.0, {"clip": 0.1}), True),
+        (lambda x: (x, x.detach() * 3), True),
+        (lambda x: {"kl": x * 2, "loss": x}, True),
+        (lambda x: Answer(2 * x, x), True),
+        (lambda x: x[None], True),
+        (lambda x: (0.3 * x, x), False),
+        (lambda x: (x.detach(), x), False),
+        (lambda x: {"policy_loss": x}, False),
+        (lambda x: ({}, x), False),
+    ],
+)
+def test_the_loss_in_an_answer_is_found_or_the_answer_refused(wrap, right):
+    def loss(log_prob, old_log_prob, advantages, mask):
+        return wrap(USUAL(log_prob, old_log_prob, advantages, mask))
+
+    if right:
+        assert np.allclose(upref.weights.curve.of(loss)(R, 1.0), upref.weights.curve.of("dapo")(R, 1.0))
+    else:
+        assert all("def loss(log_prob, old_log_prob, advantages, mask): return" in said for said in refusals(loss))
+
+
+LOSS = "import torch\n" + BODY.format(
+    signature="log_prob, old_log_prob, advantages, mask, eps_low=EPS", **{r: c[0] for r, c in CALLED.items()}
+).replace(", eps_low=0.2, eps_high=0.28", ", eps_high=0.28")  # fmt: skip
+
+
+def test_files_of_one_name_neighbours_of_one_name_packages_and_names_of_the_standard_library(tmp_path):
+    for folder, eps in (("a", 0.1), ("b", 0.5)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "the_bounds_of_it.py").write_text(f"EPS = {eps}\n")
+        (tmp_path / folder / "random.py").write_text("from the_bounds_of_it import EPS\n" + LOSS)
+        (tmp_path / folder / "mine_too.py").write_text("from the_bounds_of_it import EPS\n" + LOSS)
+    for file in ("random", "mine_too"):
+        for folder, eps in (("a", 0.1), ("b", 0.5), ("a", 0.1)):
+            w = upref.weights.curve.of(f"{tmp_path}/{folder}/{file}.py:loss")
+            assert w(1 - eps + 0.01, -1.0) != 0 and w(1 - eps - 0.01, -1.0) == 0, (folder, file)
+    import random
+
+    assert random.random and "a/random" not in str(random.__file__)
+    package = tmp_path / "a_package_of_mine"
+    (package / "inner").mkdir(parents=True)
+    for at in (package, package / "inner"):
+        (at / "__init__.py").write_text("")
+    (package / "bounds.py").write_text("EPS = 0.3\n")
+    (package / "inner" / "it.py").write_text("from ..bounds import EPS\n" + LOSS)
+    assert upref.weights.curve.of(f"{package}/inner/it.py:loss")(0.69, -1.0) == 0
+    (tmp_path / "a" / "lonely.py").write_text("from .the_bounds_of_it import EPS\n" + LOSS)
+    with pytest.raises(InputError, match="does not import: ImportError: attempted relative import"):
+        upref.weights.curve.of(f"{tmp_path}/a/lonely.py:loss")
+
+
+@pytest.mark.parametrize("body", ["print('hello')", "import sys; sys.stdout.close()", "raise KeyboardInterrupt", "1/0"])
+def test_what_a_file_does_when_it_is_imported(tmp_path, capsys, body):
+    (tmp_path / "it_does.py").write_text(body + "\nEPS = 0.2\n" + LOSS)
+    status = main(["weights", f"{tmp_path}/it_does.py:loss", "--json"])
+    out, err = capsys.readouterr()
+    assert status == (2 if "1/0" in body or "raise" in body else 0) and "Traceback" not in err
+    assert json.loads(out) if status == 0 else err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["x\0.py:f", "no/such.py:f", "upref:nothing", ".:f", ":", "::", " : ", "a b:c", ".py:f"]
+)
+def test_a_name_that_is_none_is_one_sentence(name):
+    with pytest.raises(InputError) as e:
+        read(name)
+    assert "\n" not in str(e.value)
+
+
+def test_an_optional_argument_gives_way_to_a_required_one_of_its_kind():
+    """As where a correction between the sampler's log-probabilities and the trainer's is an option."""
+
+    def loss(log_prob, old_log_prob, advantages, mask, rollout_log_probs=None):
+        assert rollout_log_probs is None
+        r = (log_prob - old_log_prob).exp()
+        return -(torch.where(mask, torch.minimum(r * advantages, r.clamp(0.8, 1.2) * advantages), 0)).sum() / mask.sum()
+
+    report = upref.check(loss, "ppo_clip")
+    assert report and "rollout_log_probs is left at its default, None" in report.contract, report.contract

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do the losses of an installed framework compute what their names promise? One table, every difference accounted for.
+
+A difference must have a reason that leaves none (compare.py), and an entry of the ledger, NAME.toml, that records it
+with these very numbers: a deviation that appears, changes or disappears fails the audit. A framework with a pin runs in
+a folder of packages and a process of its own (isolated/).
+"""
+
+import datetime
+import importlib
+import json
+import math
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from upref.audits import components as parts
+from upref.audits import isolated
+from upref.audits.compare import MICRO, TOL, Comparison, Row, compare, difference, grid, unit
+from upref.audits.framework import Framework
+from upref.audits.ledger import FRAMEWORKS, Entry, hold, moved, plainly, read
+from upref.errors import InputError
+from upref.verify.faults import Slip
+from upref.weights.batches import grad
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The rows; true when each agrees or is explained, and the ledger says so. Print it with rich, or take .json()."""
+
+    framework: str
+    version: str
+    rows: list[Row]
+    nan_in_padding: list[str]  # losses that are NaN when a masked slot holds NaN
+    unaudited: list[str]  # losses this version has and this audit does not know
+    out_of_scope: dict[str, str]
+    against_ledger: list[str]  # a sentence for each deviation that is not as recorded
+    remarks: list[str]
+    entries: dict[str, Entry] = field(repr=False)  # by the words of the reason
+    defaults: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)  # by loss, as its config has them
+    date: str = ""
+
+    def __bool__(self) -> bool:
+        return self.explained and not self.against_ledger
+
+    @property
+    def explained(self) -> bool:
+        """Each row agrees, or differs for reasons that leave no difference."""
+        return all(row.ok for row in self.rows)
+
+    def json(self) -> str:
+        rows = [asdict(r) | {"verdict": r.verdict, "ok": r.ok} for r in self.rows]
+        said = _finite(asdict(self) | {"rows": rows, "ok": bool(self)})
+        return json.dumps(said, indent=2, ensure_ascii=False, allow_nan=False)
+
+    def __rich_console__(self, console, options):
+        from rich.markup import escape
+        from rich.table import Table
+
+        title = f"{self.framework} {self.version} against the reference"
+        table = Table(title=title, title_justify="left", show_lines=True)
+        for column in (self.framework, "held against", "verdict", "why [ledger], and where: weight expected -> found"):
+            table.add_column(escape(column), overflow="fold")
+        table.add_column("then remains")
+        for r in self.rows:
+            because = [self._because(said, spot) for said, spot in r.reasons]
+            because = because if r.agrees or r.ok else [f"largest difference; {r.spot}", *because]
+            loss = r.label + (f", in {r.micro_batches} micro-batches" if r.micro_batches > 1 else "")
+            remains = "" if r.agrees else f"{r.remains:.1e}"
+            table.add_row(*map(escape, (loss, r.promise, r.verdict, "\n".join(because), remains)))
+        yield table
+        yield f"Each loss, with the smallest batch that shows it: upref check {self.framework}:LOSS --as OBJECTIVE"
+        yield escape(f"What [ledger] records, paper, code and links: upref audit {self.framework} --ledger")
+        yield f"Split into {MICRO} micro-batches the gradient is the same, except where a row says otherwise."
+        if self.nan_in_padding:
+            yield f"The loss is NaN when a masked slot holds NaN: {', '.join(self.nan_in_padding)}."
+        yield from self.remarks
+        for mode, reason in self.out_of_scope.items():
+            yield f"Not audited: {mode} ({reason})."
+        if self.unaudited:
+            yield f"Not audited, unknown to this version of upref: {', '.join(self.unaudited)}."
+        yield from (escape(f"LEDGER: {line}") for line in self.against_ledger)
+
+    def _because(self, said: str, spot) -> str:
+        entry = self.entries.get(said)
+        tag = f" [{entry.status}: {entry.key}]" if entry else ""
+        return (f"{said}; {spot}" if spot.difference else said) + tag
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=160, no_color=True)
+        with console.capture() as text:
+            console.print(self)
+        return text.get()
+
+
+def frameworks() -> list[str]:
+    """The frameworks that can be audited: a folder each in upref/frameworks."""
+    return sorted(f.parent.name for f in FRAMEWORKS.glob("*/audit.py"))
+
+
+def framework(name: str) -> Framework:
+    """The tables of that framework; InputError for another name."""
+    if not isinstance(name, str) or name not in frameworks():
+        raise InputError(f"no audit of {repr(name)[:60]}: choose {' or '.join(frameworks())}.")
+    module = importlib.import_module(f"upref.frameworks.{name}.audit")
+    return next(x for x in vars(module).values() if isinstance(x, Framework))
+
+
+def audit(
+    name: str, comparisons: tuple[Comparison, ...] | None = None, *, version: str = "", source: str = "",
+    loud: bool = False,
+) -> Audit:  # fmt: skip
+    """Compare the losses of the framework with the reference, at its defaults and at the papers' settings.
+
+    One with a pin is put into a folder of its own and audited in its own process: the pinned version, another one
+    (`newest` for what is out), or the working copy `source`. loud: what that process prints is shown. InputError, in
+    one sentence, where that cannot be.
+    """
+    f = framework(name)
+    if f.pin and not isolated.INSIDE:
+        return isolated.run("audit", name, f.pin, version, source, loud)
+    if version or source:
+        raise InputError(f"{name} is audited as it is installed: leave --version and --source out.")
+    inside, now = f.pin and isolated.INSIDE, f.modes()
+    version = inside["version"] if inside else f.version()
+    asked = f.comparisons if comparisons is None else comparisons
+    gone = tuple(dict.fromkeys(c.mode for c in asked if f.plain and c.mode not in now))
+    rows, poisoned = [], []
+    for c in (c for c in asked if c.mode not in gone):
+        mine, has_nan = _compared(f, c)
+        rows += mine
+        if has_nan:
+            words = [v for v in c.config.values() if isinstance(v, str)]
+            poisoned.append(c.mode + (f" ({', '.join(words)})" if words else ""))
+    if comparisons is None:
+        rows += parts.rows(name, f.parts())
+    known = {c.mode for c in f.comparisons} | f.out_of_scope.keys()
+    entries = read(name)
+    defaults = {m: {k: plainly(v) for k, v in f.defaults(m).items()} for m in sorted({r.mode for r in rows} & {*now})}
+    against = [f"the loss {m} is gone: {name} {version} has {', '.join(sorted(now))}" for m in gone]
+    against += moved(name, defaults, version) + hold(rows, entries, version, comparisons is None, gone)
+    return Audit(
+        name, version, rows, sorted(set(poisoned)), sorted(m for m in now if m not in known), f.out_of_scope, against,
+        [*(inside["remarks"] if inside else []), *f.remarks()], {e.reason: e for e in entries}, defaults,
+        datetime.date.today().isoformat(),
+    )  # fmt: skip
+
+
+def _finite(x: Any) -> Any:
+    """JSON has no word for nan and inf: they are strings, which float() reads."""
+    if isinstance(x, dict):
+        return {k: _finite(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [_finite(v) for v in x]
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def _compared(f: Framework, c: Comparison) -> tuple[list[Row], bool]:
+    """The rows of one comparison, and whether the loss is NaN when a masked slot holds NaN."""
+    c = replace(c, one_adv=c.one_adv or f.one_adv)
+    b = grid(c, single=f.tol > TOL)
+    weigh = lambda m: -grad(lambda x: f.of(c, x, None), m)
+    whole, split = (torch.cat([weigh(m) for m in b.split(n)]) for n in (1, MICRO))
+    rows = [compare(f.name, c, b, whole, c.reasons, 1, f.tol)]
+    if c.setting == "paper" and difference(split / unit(c, b), whole / unit(c, b)).max() > f.tol:
+        why = f.split_reasons.get(c.label) or f.split_reasons.get(c.mode) or Slip("no reason known", "term")
+        rows.append(compare(f.name, c, b, split, (*c.reasons, why), MICRO, f.tol))
+    return rows, bool(f.of(c, b, math.nan).isnan())

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One loss of a framework against the objective its name promises: gradients, and the slips that account for them.
+
+Where gradients differ, the slips declared are put into the reference one after the other, and the difference that
+remains is the proof: at most TOL, or the row is unexplained.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.aggregation import Totals, row_weights
+from upref.foreign.settings import written
+from upref.registry import REDUCE, Objective, get
+from upref.rollouts import Rollouts
+from upref.verify.factors import promised
+from upref.verify.faults import Slip
+from upref.weights.batches import EDGES, LOG_R, SINGLE_EDGES, at, batch, clamped, grad, kinks, reference, words
+
+TOL = 1e-7
+MICRO = 8
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A framework's loss with these fields of its config, the objective it is held against, why they differ."""
+
+    setting: str  # default | paper
+    mode: str
+    config: dict[str, Any]
+    objective: str
+    hp: dict[str, Any]
+    reasons: tuple[Slip, ...] = ()
+    one_adv: bool = False  # it takes one advantage per response
+
+    @property
+    def label(self) -> str:
+        """As `upref check FRAMEWORK:LABEL` reads it."""
+        return written(self.mode, self.config)
+
+    @property
+    def promise(self) -> str:
+        return self.objective + "".join(f", {k}={v:g}" for k, v in self.hp.items())
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A token on which two gradients differ most: its regime, and its weight dJ_t/dlp by the one and by the other.
+
+    Differences are relative to max(1, |expected|). Tokens within |log r| <= 5 go before the farther ones.
+    """
+
+    difference: float
+    where: str
+    expected: float
+    found: float
+
+    @property
+    def weights(self) -> tuple[str, str]:
+        """Expected and found, with as many digits as tell them apart."""
+        for digits in (4, 8, 12):
+            both = f"{self.expected:.{digits}g}", f"{self.found:.{digits}g}"
+            if both[0] != both[1]:
+                break
+        return both
+
+    def __str__(self) -> str:
+        return f"{self.where}: {' -> '.join(self.weights)}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison: the difference before any reason, the change each reason makes, the difference after all."""
+
+    setting: str
+    mode: str
+    label: str
+    objective: str
+    promise: str
+    command: str
+    micro_batches: int
+    difference: float
+    spot: Spot
+    reasons: list[tuple[str, Spot]]
+    remains: float
+    tol: float = TOL  # wider for a framework that computes in float32
+    kind: str = "loss"  # or what else it is: advantages, kl, logprobs, aggregation
+
+    @property
+    def agrees(self) -> bool:
+        return self.difference <= self.tol
+
+    @property
+    def ok(self) -> bool:
+        """Agrees, or differs for reasons that leave no difference."""
+        return self.remains <= self.tol
+
+    @property
+    def verdict(self) -> str:
+        if self.agrees:
+            return "agrees exactly" if self.difference == 0 else f"agrees to {self.difference:.0e}"
+        return "differs, explained" if self.ok else "differs, UNEXPLAINED"
+
+
+def accounted(c: Comparison, reasons: tuple[Slip, ...]) -> tuple[Objective, dict[str, Any]]:
+    """The objective and hyperparameters that these reasons leave."""
+    o, hp = get(c.objective), c.hp
+    for why in reasons:
+        o, hp = why.put_into(o, hp)
+    return o, hp
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------
+def grid(c: Comparison, single: bool = False) -> Rollouts:
+    """The regimes of the objective promised and of the one accounted for, and responses far from π_old.
+
+    single: for a framework that computes in float32, not so near to the bounds.
+    """
+    pairs = [(get(c.objective), c.hp), accounted(c, c.reasons)]
+    # a framework sums a response's ratio in another order: on a bound, rounding would decide
+    edges = SINGLE_EDGES if single else tuple(e for e in EDGES if e or get(c.objective).level == "token")
+    if c.one_adv or get(c.objective).one_adv:
+        pairs = [(o if o.level in REDUCE else replace(o, agg="seq-mean"), hp) for o, hp in pairs]
+    b = _join(*(batch(o, edges=edges, seed=i, **hp) for i, (o, hp) in enumerate(pairs)), clamped())
+    # masked slots hold what could pass for tokens, as a tool's answer in a multi-turn response does
+    junk = {"logp": -1.0, "logp_old": -2.0, "adv": 0.5}
+    b = replace(b, **{k: getattr(b, k).masked_fill(~b.mask, v) for k, v in junk.items()})
+    return replace(b, logp_ref=reference(b))
+
+
+def _join(*bs: Rollouts) -> Rollouts:
+    T = max(b.mask.shape[1] for b in bs)
+    wide = lambda name: torch.cat([torch.nn.functional.pad(getattr(b, name), (0, T - b.mask.shape[1])) for b in bs])
+    group, n = [], 0
+    for b in bs:
+        assert b.group is not None
+        group.append(b.group + n)
+        n = int(group[-1].max()) + 1
+    x = [wide("logp"), wide("logp_old"), wide("adv"), wide("mask"), torch.cat(group)]
+    # some rows twice, so that micro-batches are of one size, as TRL's are
+    logp, old, adv, mask, groups = (torch.cat([v, v[: -len(v) % MICRO]]) for v in x)
+    return Rollouts(logp, old, adv, mask, groups)
+
+
+def unit(c: Comparison, b: Rollouts) -> Tensor:
+    """[B, 1], the promised aggregation: a gradient over it is the token's weight dJ_t/dlp."""
+    rows = row_weights(get(c.objective).agg, b.mask, Totals.of(b.mask, b.group))
+    return torch.as_tensor(rows, dtype=b.logp.dtype).expand(len(b.mask))[:, None]
+
+
+def _reference(c: Comparison, reasons: tuple[Slip, ...], b: Rollouts) -> Tensor:
+    """The gradient of the objective promised, with these reasons put into it."""
+    o, hp = accounted(c, reasons)
+    factor: Tensor | float = 1.0
+    agg = promised(get(c.objective))
+    for why in reasons:
+        factor = factor * why.scale(b)
+        agg = why.agg or agg
+    if agg != promised(o):  # as row weights, so that an objective with one term per response can be re-aggregated
+        new, old = (row_weights(name, b.mask, Totals.of(b.mask)) for name in (agg, promised(o)))
+        factor = factor * torch.as_tensor(new / old, dtype=b.logp.dtype).reshape(-1, 1)
+
+    def J(x: Rollouts) -> Tensor:
+        for why in reasons:
+            x = why.view(x)
+        return sum((why.term(x) for why in reasons if why.term), o(x, **hp))
+
+    return grad(J, b) * factor
+
+
+def difference(found: Tensor, expected: Tensor) -> Tensor:
+    return (found - expected).abs() / expected.abs().clamp(min=1)
+
+
+def compare(
+    framework: str, c: Comparison, b: Rollouts, found: Tensor, reasons: tuple[Slip, ...], micro: int, tol: float = TOL
+) -> Row:
+    """The row of a gradient that was found on the grid of c, explained by these reasons."""
+    each = unit(c, b)
+    found = found / each
+    steps = [_reference(c, reasons[:n], b) / each for n in range(len(reasons) + 1)]
+    largest = difference(found, steps[0]).max().item()
+    if largest <= tol:
+        reasons, steps = (), steps[:1]
+    skip = torch.stack([why.skip(b) for why in reasons] or [torch.zeros_like(b.mask)]).any(0)
+    remains = difference(found, steps[-1]).masked_fill(skip, 0).max().item()
+    spot = lambda found, expected: _spot(c, reasons, b, found, expected)
+    changes = [(why.words, spot(new, old)) for why, old, new in zip(reasons, steps, steps[1:], strict=False)]
+    hp = "".join(f" --hp {k}={v:g}" for k, v in c.hp.items())
+    command = f"upref check {framework}:{c.label} --as {c.objective}{hp}"
+    worst = spot(found, steps[0])
+    names = (c.setting, c.mode, c.label, c.objective, c.promise, command)
+    return Row(*names, micro, largest, worst, changes, remains, tol)
+
+
+def _spot(c: Comparison, reasons: tuple[Slip, ...], b: Rollouts, found: Tensor, expected: Tensor) -> Spot:
+    """Of the tokens that differ as much: on the fixed grid of ratios rather than at a bound's edge, near to π_old."""
+    off = difference(found, expected)
+    log_r = torch.where(b.mask, b.logp - b.logp_old, 0)
+    if reduce := REDUCE.get(_level(c, reasons)):
+        log_r = reduce(log_r, b.mask)[:, None].expand_as(log_r)
+    near = off.masked_fill(log_r.abs() > 5, 0)
+    off = near if near.max() > TOL else off
+    edge = (log_r[..., None] - torch.as_tensor(LOG_R)).abs().amin(-1) > 1e-12
+    order = torch.where(off >= off.max() * (1 - 1e-6), log_r.abs() + 100 * edge, math.inf)
+    i, t = divmod(int(order.argmin()), order.shape[1])
+    where = _where(c, reasons, b, i, t, log_r[i, t].exp().item())
+    return Spot(off[i, t].item(), where, expected[i, t].item() + 0.0, found[i, t].item() + 0.0)
+
+
+def _where(c: Comparison, reasons: tuple[Slip, ...], b: Rollouts, i: int, t: int, r: float) -> str:
+    """The regime of the token, by the bounds of the objective promised and of the one accounted for."""
+    if not b.mask[i, t]:
+        return "a masked slot"
+    A, _, mu = at(b, i, t)
+    o, (found, hp) = get(c.objective), accounted(c, reasons)
+    bounds = sorted({*kinks(o, A, mu, **c.hp), *kinks(found, A, mu, **hp)}) if A else []
+    said = words(A, r, bounds) + (f" (mu = {mu:.2g})" if o.reads_mu else "")
+    return said.replace(" r", {"sequence": " s", "trajectory": " S"}.get(_level(c, reasons), " r"))
+
+
+def _level(c: Comparison, reasons: tuple[Slip, ...]) -> str:
+    """Whose ratio a regime is told in: the response's, where either objective acts on it."""
+    levels = [get(c.objective).level, accounted(c, reasons)[0].level]
+    return next((level for level in levels if level in REDUCE), levels[0])

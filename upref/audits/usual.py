@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several frameworks do alike, as slips: the ledger of each says it of its own code."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from upref.audits.compare import MICRO
+from upref.ops import exp, minimum, sg
+from upref.registry import Objective, get
+from upref.rollouts import Rollouts
+from upref.verify.faults import Slip
+
+
+def _tokens(b: Rollouts) -> Rollouts:
+    return replace(b, logp=b.logp_old + (b.logp - b.logp_old).clamp(-20, 20))
+
+
+def _responses(b: Rollouts) -> Rollouts:
+    log_s = torch.where(b.mask, b.logp - b.logp_old, 0).sum(1, keepdim=True) / b.mask.sum(1, keepdim=True)
+    return replace(b, logp=torch.where(log_s > 10, b.logp_old + 10, b.logp))
+
+
+def _far(b: Rollouts) -> Rollouts:
+    """k3's gradient is 0 where it is clamped: as if the reference were the policy there."""
+    assert b.logp_ref is not None
+    d = b.logp_ref - b.logp
+    return replace(b, logp_ref=torch.where(d.exp() - d - 1 > 10, b.logp.detach(), b.logp_ref))
+
+
+def _micro_tokens(b: Rollouts) -> Tensor:
+    """All tokens over MICRO times those of the micro-batch a response is in."""
+    share = [b.mask.sum() / (MICRO * m.mask.sum()) for m in b.split(MICRO)]
+    return torch.cat([s.expand(len(m.mask), 1) for s, m in zip(share, b.split(MICRO), strict=True)]).to(b.logp)
+
+
+CLAMP = Slip("log r clamped to ±20", "clip", view=_tokens)
+CLAMP_S = Slip("log s clamped to 10", "clip", view=_responses)
+CLAMP_K3 = Slip("k3 clamped to 10", "term", view=_far)
+MICRO_MEAN = Slip("the token mean of each micro-batch, then their mean", "batches", scale=_micro_tokens)
+LUSPO = Slip(
+    "a response weighs its length more (LUSPO): aggregated by seq-mean-token-sum",
+    "aggregation",
+    agg="seq-mean-token-sum",
+)
+BY_TOKENS = Slip("every token weighs alike, as in the authors' code of VESPO", "aggregation", agg="token-mean")
+
+
+def capped(cap: float) -> Objective:
+    """CISPO whose weights are at most `cap`, where the paper has 1 + ε_high."""
+    return replace(
+        get("cispo"),
+        name=f"cispo, weights at most {cap:g}",
+        fn=lambda lp, lp_old, A: sg(minimum(exp(lp - lp_old), cap)) * A * lp,
+        closed_form=lambda r, A: A * minimum(r, cap),
+    )

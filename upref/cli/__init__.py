@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `upref`. Exit status: 0 equal (or done), 1 different, 2 could not run, with one sentence on stderr.
+
+What it takes is here, what it does in upref/cli/commands.py: help and usage errors import nothing heavy.
+"""
+
+import argparse
+import io
+import sys
+import traceback
+from pathlib import Path
+
+from upref import __version__
+from upref.errors import InputError
+
+LOSS = (
+    "package.module:function, path/to/file.py:function, or a framework's own as it ships, verl:loss_mode, trl:loss_type"
+)
+
+FOREIGN = ("check", "identify", "cap", "weights", "learn")  # verbs that run somebody's code
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand; `upref -h` lists them. argv None: the command line's own, and what runs somebody's loss does
+    so in a child process with a time limit; else all runs in this one."""
+    args = _parser().parse_args(argv)
+    if argv is None and args.command in FOREIGN:
+        from upref.cli.supervise import supervised
+
+        what = "your function" if args.command == "learn" else "the loss"
+        return supervised(lambda: _run(args), args.timeout, what)
+    return _run(args)
+
+
+def _run(args) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without unicode still shows the rest
+    try:
+        from upref.cli.commands import RUN
+
+        status = RUN[args.command](args)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except InputError as error:
+        return _fail(args, str(error))
+    except ModuleNotFoundError as error:
+        return _fail(args, f"{error}: install it, or run `upref doctor` to see what is there.")
+    except BrokenPipeError:  # `upref list | head`
+        sys.stdout = None
+        return 0
+    except OSError as error:
+        return _fail(args, f"cannot write {error.filename or 'the output'}: {error.strerror}.")
+    except (Exception, SystemExit) as error:  # nothing but a finished report is a verdict
+        return _fail(args, f"no answer: {type(error).__name__}: {error} (a bug in upref; --debug shows where).")
+
+
+def _fail(args, sentence: str) -> int:
+    if args.debug:
+        traceback.print_exc()
+    print(f"upref: {' '.join(sentence.split())}", file=sys.stderr)
+    return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {InputError(message)} (`{self.prog} -h` shows what it takes).\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = _Parser("upref", description="Reference and verification of policy-gradient objectives.")
+    p.add_argument("--version", action="version", version=f"upref {__version__}")
+    p.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    sub = p.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        c = sub.add_parser(name, help=text, description=text)
+        c.set_defaults(command=name)
+        c.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        c.add_argument("--json", action="store_true", help="for a program to read")
+        return c
+
+    c = command("check", "whether a loss (an advantage, a KL estimator) is what it is meant to be")
+    c.add_argument("loss", metavar="LOSS", help=LOSS + "; verl:loss_mode@matched: with the objective's settings")
+    what = c.add_mutually_exclusive_group(required=True)
+    what.add_argument("--as", dest="name", metavar="NAME", help="the objective (`upref list`)")
+    what.add_argument("--as-advantage", metavar="NAME", help="an advantage estimator: group_norm, leave_one_out, ...")
+    what.add_argument("--as-kl", metavar="NAME", help="a KL estimator: k1, k2 or k3")
+    _hyperparameters(c)
+    _limit(c)
+    c.add_argument("--skip", action="append", default=[], metavar="ORACLE", help="an oracle not to run")
+    c.add_argument("-v", "--verbose", action="store_true", help="also what was assumed, and each oracle")
+    c = command("identify", "which objective a loss is, with its hyperparameters, by its gradients")
+    c.add_argument("loss", metavar="LOSS", help=LOSS)
+    _limit(c)
+    c.add_argument("-v", "--verbose", action="store_true", help="also what was assumed")
+    c = command("audit", "a framework's losses, advantages and KL terms against the papers")
+    c.add_argument("framework", choices=_frameworks())
+    c.add_argument("--version", metavar="V", help="another version than the pinned one, or `newest`")
+    c.add_argument("--source", metavar="CHECKOUT", help="audit this working copy of the framework")
+    what = c.add_mutually_exclusive_group()
+    what.add_argument("--ledger", action="store_true", help="print the recorded deviations; runs nothing")
+    what.add_argument("--report", metavar="ID", help="print an entry of the ledger as a bug report for upstream")
+    what.add_argument("--proofs", action="store_true", help="run the ledger's scripts, which need the framework alone")
+    what.add_argument("--draft", action="store_true", help="print what the ledger lacks, to be finished by hand")
+    c.set_defaults(verbose=False)
+    c = command("audit-table", "whether a results table's numbers can be, and how often chance makes the winner's lead")
+    c.add_argument("file", nargs="?", metavar="FILE", help="the table; without it, Table 1 of fan2026up")
+    c.add_argument("--seed", type=int, default=0, help="of the draws (0 unless given)")
+    c.set_defaults(verbose=False)
+    c.epilog = """FILE is CSV or markdown, in per cent: a row `method,AIME24,AMC23,Average`, then a row for each method.
+        A row called n may say how many answers there were: 30x32 (problems x samples), or 674|675 to choose from."""
+    c = command("list", "the registered objectives, one line each")
+    c.add_argument("--markdown", action="store_true", help="the table of docs/objectives.md")
+    c = command("show", "an objective: equation, weight, Cap, defaults and where they come from, source")
+    c.add_argument("name", metavar="NAME")
+    c = command("cap", "Probability Capacity: a table, or with -o a map")
+    _curves(c)
+    c.add_argument("--adv", type=float, default=1.0, metavar="+1|-1", help="sign of the advantage")
+    _curves(command("weights", "gradient weight dJ/dlp: a table, or with -o a figure"))
+    c = command("explorer", "a web page to drag: Cap maps, weights and a small policy, any objectives side by side")
+    c.add_argument("file", metavar="FILE", help="where to write it: one file, .html, that needs no network")
+    c = command("derive", "sympy derives the gradient from the function that trains")
+    c.add_argument("name", metavar="NAME|all")
+    c = command("learn", "the exercises of the course: all of them, or one, written or judged")
+    c.add_argument("lesson", nargs="?", type=int, metavar="N", help="write lessonNN.py here; where it is, judge it")
+    _limit(c, 60)
+    c.set_defaults(verbose=False)
+    c = command("claims", "every statement of fan2026up's theory and experiments, with a verdict and its evidence")
+    c.add_argument("--section", metavar="3|4.1|B", help="of this section or appendix only")
+    c.add_argument("--verdict", metavar="WORD", help="of this verdict only: proved, false, undecided, ...")
+    c.add_argument("--run", action="store_true", help="compute the verdicts again from their evidence; in a checkout")
+    c.add_argument(
+        "--save",
+        action="store_true",
+        help="with --run: write them where `upref claims` reads them (--verdict red: new and changed records only)",
+    )
+    c.add_argument("-v", "--verbose", action="store_true", help="also what each piece of evidence found")
+    c.epilog = (
+        """Exit status: 1 if a claim is red, that is if its evidence is missing, fails, or says two things at once."""
+    )
+    command("doctor", "versions, optional parts, and a self-test of every gradient")
+    return p
+
+
+def _frameworks() -> list[str]:
+    folder = Path(__file__).parents[1] / "frameworks"
+    return sorted(f.parent.name for f in folder.glob("*/audit.py"))
+
+
+def _hyperparameters(c: argparse.ArgumentParser):
+    text = "hyperparameter, e.g. eps_high=0.28, or an argument of the loss alone"
+    c.add_argument("--hp", action="append", default=[], metavar="K=V", help=text)
+
+
+def _limit(c: argparse.ArgumentParser, seconds: float = 600):
+    text = f"how long it may take altogether ({seconds:g} unless given)"
+    c.add_argument("--timeout", type=_seconds, default=seconds, metavar="SECONDS", help=text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0
+    if not 0 < seconds < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds between 0 and a million")
+    return seconds
+
+
+def _curves(c: argparse.ArgumentParser):
+    c.add_argument("names", nargs="+", metavar="NAME|LOSS", help="an objective, or a loss as in `check`")
+    _limit(c)
+    c.add_argument("-o", metavar="FILE", dest="file", help="write a figure (.svg, .pdf, .png)")
+    _hyperparameters(c)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

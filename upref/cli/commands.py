@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each verb of the command `upref` does: parsed arguments in, exit status out. See upref/cli/__init__.py.
+
+One file, for each is a dozen lines.
+"""
+
+import json
+import math
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from upref.cli.show import PI_OLD
+from upref.errors import InputError
+from upref.foreign.settings import hyperparameters
+from upref.registry import get, names
+
+RATIOS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.28, 2.0, 5.0, 50.0)
+
+
+# ---- verdicts --------------------------------------------------------------------------------------------------------
+def check(args) -> int:
+    hp, skip = hyperparameters(args.hp), tuple(args.skip)
+    if args.as_advantage:
+        from upref.verify.advantages import check_advantages
+
+        return _answer(args, check_advantages(args.loss, args.as_advantage, skip=skip, **hp))
+    if args.as_kl:
+        from upref.verify.kl import check_kl
+
+        if hp:
+            raise InputError("a KL estimator has no hyperparameter: leave --hp out.")
+        return _answer(args, check_kl(args.loss, args.as_kl, skip=skip))
+    from upref.audits.child import named
+    from upref.verify.check import check as verdict
+
+    report = verdict(named(args.loss, args.name, hp), args.name, skip=skip, **hp)
+    if changed := next((f for f in report.failures if f.oracle == "mutation"), None):
+        raise InputError(f"{report.loss} changes its inputs ({changed.regime}): copy them before writing.")
+    return _answer(args, report)
+
+
+def identify(args) -> int:
+    from upref.audits.child import named
+    from upref.identification.identify import identify as which
+
+    return _answer(args, which(named(args.loss)))
+
+
+def audit(args) -> int:
+    from upref import audits
+    from upref.audits import report
+
+    name = args.framework
+    if args.ledger or args.report:
+        print(report.ledger(name, args.json) if args.ledger else report.report(name, args.report))
+        return 0
+    which = {"version": args.version or "", "source": args.source or "", "loud": args.debug}
+    if args.proofs:
+        return _answer(args, report.proofs(audits.framework(name), **which))
+    a = audits.audit(name, **which)
+    return print(report.draft(a)) or 0 if args.draft else _answer(args, a)
+
+
+def audit_table(args) -> int:
+    from upref.paper.grim import audit as audited
+    from upref.paper.grim.read import read_file
+
+    return _answer(args, audited(read_file(args.file), seed=args.seed))
+
+
+def learn(args) -> int:
+    from upref import course
+
+    here = Path.cwd()
+    if args.lesson is None:
+        rows = [e.facts() | {"here": (here / e.file).exists()} for e in course.exercises()]
+        if args.json:
+            print(json.dumps(rows, indent=1, ensure_ascii=False))
+            return 0
+        words = [[str(r["lesson"]), r["title"], r["page"], r["file"] if r["here"] else ""] for r in rows]
+        _table(["", "lesson", "page", "your file"], words)
+        print("`upref learn 1` writes the exercise of lesson 1 into this folder; once it is there, judges it.")
+        return 0
+    e = course.exercise(args.lesson)
+    if not course.write(e, here):
+        return _answer(args, course.judge(e, here))
+    said = f"{e.file}: written. Fill the hole, the line with `...`; then `upref learn {e.number}` judges it."
+    print(json.dumps(e.facts(), ensure_ascii=False) if args.json else f"{said} The lesson: {e.page}")
+    return 0
+
+
+def _answer(args, verdict) -> int:
+    if sys.stdout is None or sys.stdout.closed:
+        raise InputError("stdout is closed: there is nowhere to print the report.")
+    try:
+        _print(args, verdict)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads it has seen enough; the verdict stands
+        sys.stdout = None
+    return 0 if verdict else 1
+
+
+def _print(args, verdict):
+    if args.json:
+        print(verdict.json())
+    elif hasattr(verdict, "text") and not sys.stdout.isatty():
+        print(verdict.text(args.verbose))  # nothing is wrapped or cut
+    else:
+        console = _console()
+        console.print(*verdict.lines(args.verbose) if hasattr(verdict, "lines") else [verdict], sep="\n")
+
+
+def listing(args) -> int:
+    from upref.cli import show
+
+    objectives = [get(n) for n in names()]
+    if args.json:
+        print(json.dumps([show.facts(o) for o in objectives], indent=1, ensure_ascii=False))
+    elif args.markdown:
+        print(show.markdown_table())
+    else:
+        _table(["name", "level", "aggregation", "paper"], [[o.name, o.level, o.agg, o.paper] for o in objectives])
+    return 0
+
+
+def show(args) -> int:
+    from upref.cli.show import facts, page
+
+    o = get(args.name)
+    print(json.dumps(facts(o), indent=1, ensure_ascii=False) if args.json else page(o))
+    return 0
+
+
+# ---- curves ----------------------------------------------------------------------------------------------------------
+def cap(args) -> int:
+    from upref.weights.capacity import capacity
+    from upref.weights.curve import of_all
+
+    if args.adv == 0 or not math.isfinite(args.adv):
+        raise InputError("--adv is a sign: give +1 or -1.")
+    curves = of_all(args.names, hyperparameters(args.hp))
+    if args.file:
+        from upref.weights.plots import cap_map, save
+
+        return save(lambda: cap_map(*curves, adv=args.adv), args.file)
+    rows = [[c.name, *capacity(c, PI_OLD, PI_OLD, args.adv).tolist()] for c in curves]
+    return _numbers(args, "π_old", PI_OLD, rows, f"Cap at π_θ = π_old, A = {args.adv:+g}")
+
+
+def weights(args) -> int:
+    from upref.weights.curve import of_all
+
+    curves = of_all(args.names, hyperparameters(args.hp))
+    if args.file:
+        from upref.weights.plots import save
+        from upref.weights.plots import weights as draw
+
+        return save(lambda: draw(*curves), args.file)
+    rows = [[f"{c.name}, A = {A:+d}", *c(np.array(RATIOS), float(A), 0.01).tolist()] for c in curves for A in (1, -1)]
+    return _numbers(args, "r", RATIOS, rows, "weight dJ/dlp (π_old = 0.01 where the bound depends on it)")
+
+
+def explorer(args) -> int:
+    from upref.explorer import write
+
+    file = str(write(args.file))
+    print(json.dumps({"file": file}) if args.json else f"{file}: open it in a browser; it needs no network.")
+    return 0
+
+
+def _numbers(args, axis: str, points, rows, title: str) -> int:
+    if args.json:
+        print(json.dumps({"title": title, axis: points, **{r[0]: r[1:] for r in rows}}, indent=1, ensure_ascii=False))
+    else:
+        print(title)
+        _table([axis, *(f"{p:g}" for p in points)], [[row[0], *(f"{v:.4g}" for v in row[1:])] for row in rows])
+    return 0
+
+
+# ---- proofs and health -----------------------------------------------------------------------------------------------
+def derive(args) -> int:
+    from upref.derivation import derive as derivation
+
+    derivations = []
+    for name in names() if args.name == "all" else [args.name]:
+        derivations.append(derivation(name))
+        if not args.json:
+            print(derivations[-1], end="\n\n")
+    if args.json:
+        print(json.dumps([asdict(d) for d in derivations], indent=1, ensure_ascii=False))
+    return 0 if all(d.ok for d in derivations) else 1
+
+
+def claims(args) -> int:
+    from upref.paper.claims.command import run
+
+    return run(args)
+
+
+def doctor(args) -> int:
+    from upref.cli.doctor import examine
+
+    report = examine()
+    if args.json:
+        print(json.dumps(report, indent=1))
+    else:
+        _table(["", ""], [[k, str(v)] for k, v in report.items() if k != "ok"], heads=False)
+    return 0 if report["ok"] else 1
+
+
+RUN = {
+    "check": check,
+    "identify": identify,
+    "audit": audit,
+    "audit-table": audit_table,
+    "list": listing,
+    "show": show,
+    "cap": cap,
+    "weights": weights,
+    "derive": derive,
+    "explorer": explorer,
+    "learn": learn,
+    "claims": claims,
+    "doctor": doctor,
+}
+
+
+def _console():
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def _table(head, rows, heads: bool = True):
+    from rich import box
+    from rich.table import Table
+
+    table = Table(*head, box=box.SIMPLE_HEAD, show_header=heads, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    _console().print(table)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `upref list` and `upref show` say of an objective."""
+
+import inspect
+import textwrap
+from dataclasses import fields
+from importlib import resources
+from typing import Any
+
+from upref.errors import InputError
+from upref.registry import ERRORS, LEVELS, Objective, get, names
+
+PI_OLD = (0.001, 0.01, 0.1, 0.5, 0.9)
+
+
+def markdown_table() -> str:
+    """The table of objectives in docs/objectives.md; a test holds the page against it."""
+    first = lambda o: f"`{o.equation.splitlines()[0]}`".replace("|", "\\|")
+    every = [get(n) for n in names()]
+    paper = lambda o: o.paper + " †" * bool(o.known_from)
+    rows = [f"| `{o.name}` | {paper(o)} | {o.level} | {o.agg} | {first(o)} |" for o in every]
+    return "\n".join(["| name | paper | level | aggregation | J |", "|---|---|---|---|---|", *rows])
+
+
+def facts(o: Objective) -> dict[str, Any]:
+    plain = ("name", "paper", "eq", "level", "agg", "adv", "kl", "note", "known_from", "unread", "coupled")
+    facts = {f.name: getattr(o, f.name) for f in fields(o) if f.name in (*plain, "off_anchor", "off_scale")}
+    return facts | {"equation": o.equation, "hyperparameters": o.hyperparameters, "defaults": o.defaults}
+
+
+def page(o: Objective) -> str:
+    """Everything that is known of it."""
+    parts = [f"{o.name}   {o.paper}, {o.eq}"]
+    say = lambda head, text: parts.append(f"{head}\n" + textwrap.indent(text.strip(), "    "))
+    say("objective, to be maximised", o.equation)
+    say("facts", "\n".join(f"{k:12} {v}" for k, v in _about(o)))
+    if o.hyperparameters:
+        say("defaults", "\n".join(f"{k} = {v}\n    {o.defaults[k]}" for k, v in o.hyperparameters.items()))
+    say("weight dJ/dlp, by hand", _source(o.closed_form))
+    say("Probability Capacity at π_θ = π_old", _capacity_lines(o))
+    say("source", _source(o.fn))
+    say("reference", bib_entry(o.paper))
+    say("units and errors", ERRORS)
+    return "\n\n".join(parts)
+
+
+def _about(o: Objective):
+    yield "level", f"{o.level}: {LEVELS[o.level]}"
+    yield "aggregation", o.agg
+    yield "advantage", o.adv
+    if o.kl:
+        yield "KL", f"- beta * {o.kl}, a term of its own"
+    said = {"unread": "not in sympy", "coupled": "not split", "off_anchor": "r = 1", "off_scale": "A times 3"}
+    for key in ("note", "known_from", *said):
+        if value := getattr(o, key):
+            yield said.get(key, key.replace("_", " ")), value
+
+
+def _source(fn) -> str:
+    lines, depth = inspect.getsource(fn).splitlines(), 0
+    for i, line in enumerate(lines):  # the decorator's facts are shown above
+        depth += line.count("(") - line.count(")")
+        if line.lstrip().startswith("def "):
+            return textwrap.dedent("\n".join(lines[i:]))
+        if not line.lstrip().startswith("@") and depth == 0 and i == 0:
+            break
+    return textwrap.dedent("\n".join(lines))
+
+
+def bib_entry(key: str) -> str:
+    """The BibTeX entry of that key in papers.bib."""
+    text = resources.files("upref").joinpath("papers.bib").read_text(encoding="utf-8")
+    for entry in text.split("\n@"):
+        if entry.partition("{")[2].partition(",")[0] == key:
+            return "@" + entry.strip().removeprefix("@")
+    return f"{key}: no entry in papers.bib"
+
+
+def _capacity_lines(o: Objective) -> str:
+    from upref.weights.capacity import capacity
+
+    try:
+        caps = {adv: capacity(o, PI_OLD, PI_OLD, adv) for adv in (1, -1)}
+    except InputError as error:
+        return str(error)
+    head = "π_old " + "".join(f"{p:>9g}" for p in PI_OLD)
+    return "\n".join([head, *(f"A {'>' if a > 0 else '<'} 0 " + "".join(f"{v:9.4g}" for v in caps[a]) for a in caps)])

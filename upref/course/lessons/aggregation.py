@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+import torch
+
+from upref.course.exercise import Batch, Exercise, Slip
+
+NAN = float("nan")
+
+
+def inside(x, mask):
+    return torch.where(mask, x, 0)
+
+
+def J(x, mask, responses):
+    return (inside(x, mask).sum(1) / mask.sum(1)).sum() / responses
+
+
+def batch(shows, x, mask, responses):
+    return Batch(shows, {"x": torch.tensor(x, dtype=torch.float64), "mask": torch.tensor(mask), "responses": responses})
+
+
+EXERCISE = Exercise(
+    number=8,
+    slug="aggregation",
+    title="aggregation, and its traps",
+    function="J",
+    gradient="x",
+    value=True,
+    right=J,
+    batches=(
+        batch("one response of two tokens", [[1.0, 3.0]], [[True, True]], 1),
+        batch("one response of a mini-batch of four: the other three are elsewhere", [[1.0, 3.0]], [[True, True]], 4),
+        batch("a response of two tokens and one of one, with padding", [[1.0, 3.0], [4.0, 7.0]],
+              [[True, True], [True, False]], 2),
+        batch("the same, with NaN in the padding", [[1.0, 3.0], [4.0, NAN]], [[True, True], [True, False]], 2),
+        batch("two responses of a mini-batch of six", [[1.0, 3.0, 2.0], [4.0, 9.0, 9.0]],
+              [[True, True, True], [True, False, False]], 6),
+    ),
+    slips=(
+        Slip(
+            "divided by the responses that are here, not by those of the mini-batch",
+            "the parts of a mini-batch must add up to its J: divide by `responses`, whatever the part's own size.",
+            lambda x, mask, n: (inside(x, mask).sum(1) / mask.sum(1)).mean(),
+        ),
+        Slip(
+            "the mean over tokens: long responses weigh more (DAPO's aggregation, and not of a mini-batch)",
+            "Eq. 4 has 1/|o_i| inside the sum over responses: first the mean of each row, then over rows.",
+            lambda x, mask, n: x[mask].mean(),
+        ),
+        Slip(
+            "the mean over the tokens that are here, divided by the part's share of the responses",
+            "Eq. 4 has 1/|o_i| inside the sum over responses: first the mean of each row, then over rows.",
+            lambda x, mask, n: x[mask].mean() * len(mask) / n,
+        ),
+        Slip(
+            "padding is counted in |o|",
+            "divide each row by its own number of tokens, mask.sum(1), not by the width.",
+            lambda x, mask, n: inside(x, mask).mean(1).sum() / n,
+        ),
+        Slip(
+            "nothing is divided by |o|",
+            "Eq. 4 has the mean over the tokens of each response: divide each row by mask.sum(1).",
+            lambda x, mask, n: inside(x, mask).sum() / n,
+        ),
+        Slip(
+            "0 * NaN is NaN: the padding is multiplied by the mask",
+            "padding may hold anything. Select with torch.where(mask, x, 0), then add up.",
+            lambda x, mask, n: ((x * mask).sum(1) / mask.sum(1)).sum() / n,
+        ),
+        Slip(
+            "padding is added up",
+            "what stands where the mask is False is no token: torch.where(mask, x, 0).",
+            lambda x, mask, n: (x.sum(1) / mask.sum(1)).sum() / n,
+        ),
+        Slip(
+            "the mask is not used at all",
+            "what stands where the mask is False is no token: neither add it up nor count it.",
+            lambda x, mask, n: x.mean(1).sum() / n,
+        ),
+        Slip(
+            "there is no 1/G: the responses' means are added up",
+            "divide by `responses`.",
+            lambda x, mask, n: (inside(x, mask).sum(1) / mask.sum(1)).sum(),
+        ),
+        Slip(
+            "the sign",
+            "this is J itself, to be maximised: no minus here.",
+            lambda x, mask, n: -J(x, mask, n),
+        ),
+    ),
+    notice="and DAPO's aggregation: which total must each part know? (The tokens of the mini-batch.)",
+)  # fmt: skip

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+import torch
+
+from upref.course.exercise import Exercise, Slip
+from upref.course.samples import batch, checked
+
+HIGH, LOW = 1.28, 0.8
+ratio = lambda lp, old: (lp - old).exp()
+
+
+def loss(lp, lp_old, A, eps_low=0.2, eps_high=0.28):
+    r = ratio(lp, lp_old)
+    return -torch.minimum(r * A, r.clamp(1 - eps_low, 1 + eps_high) * A).mean()
+
+
+EXERCISE = Exercise(
+    number=4,
+    slug="clipping",
+    title="clipping, and where it bites",
+    function="loss",
+    gradient="lp",
+    right=loss,
+    proof=lambda fn: checked(fn, "dapo", skip=("extremes", "poison")),
+    batches=(
+        batch("A > 0, r = 1.1: inside", [0.11], [0.1], [1.0]),
+        batch("A > 0, r = 2: above the upper bound", [0.2], [0.1], [1.0]),
+        batch("A > 0, r = 1/2: good, and less likely than it was", [0.1], [0.2], [1.0]),
+        batch("A < 0, r = 1/2: below the lower bound", [0.1], [0.2], [-1.0]),
+        batch("A < 0, r = 2: bad, and likelier than it was", [0.2], [0.1], [-1.0]),
+        batch("A > 0, r = 1.25: inside, near the upper bound", [0.25], [0.2], [1.0]),
+        batch("A < 0, r = 0.76: just below the lower bound", [0.38], [0.5], [-1.0]),
+        batch("A < 0, r = 0.81: inside, near the lower bound", [0.405], [0.5], [-1.0]),
+        batch("A < 0, r = 10: bad, and ten times as likely as it was", [0.5], [0.05], [-1.0]),
+        batch("four samples, r = 1.1, 2, 1/2 and 1/2", [0.11, 0.4, 0.1, 0.2], [0.1, 0.2, 0.2, 0.4], [1.0, 2, 1, -1]),
+    ),
+    slips=(
+        Slip(
+            "the minimum is missing: clip(r) A alone is clipped on both sides for both signs",
+            "a good token that is less likely now must be pushed up again. Which is smaller, r A or clip(r) A?",
+            lambda lp, old, A: -(ratio(lp, old).clamp(LOW, HIGH) * A).mean(),
+        ),
+        Slip(
+            "the larger of the two, where the smaller belongs",
+            "the objective takes the minimum of r A and clip(r) A. (Of a loss, which is -J, it is the maximum.)",
+            lambda lp, old, A: -torch.maximum(ratio(lp, old) * A, ratio(lp, old).clamp(LOW, HIGH) * A).mean(),
+        ),
+        Slip(
+            "there is no clip",
+            "this is lesson 3's loss. Where is the token done, for A > 0, and where for A < 0?",
+            lambda lp, old, A: -(ratio(lp, old) * A).mean(),
+        ),
+        Slip(
+            "the sign",
+            "an optimiser goes downhill: hand it minus the mean of the smaller of the two.",
+            lambda lp, old, A: torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(LOW, HIGH) * A).mean(),
+        ),
+        Slip(
+            "both bounds are eps_low",
+            "the upper bound is 1 + eps_high.",
+            lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(LOW, 1.2) * A).mean(),
+        ),
+        Slip(
+            "both bounds are eps_high",
+            "the lower bound is 1 - eps_low.",
+            lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(0.72, HIGH) * A).mean(),
+        ),
+        Slip(
+            "the two bounds have changed places",
+            "below is 1 - eps_low, above is 1 + eps_high.",
+            lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(0.72, 1.2) * A).mean(),
+        ),
+        Slip(
+            "the bounds are those of log r, not of r",
+            "0.28 is how far r may be from 1. Take the exponential first, then clip.",
+            lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, (lp - old).clamp(-0.2, 0.28).exp() * A).mean(),
+        ),
+        Slip(
+            "eps_low and eps_high are taken for the bounds themselves",
+            "they are distances from 1: the window is from 1 - eps_low to 1 + eps_high.",
+            lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(0.2, 0.28) * A).mean(),
+        ),
+        Slip(
+            "the product r A is clipped, not the ratio",
+            "clip r; then multiply by A. With A = -1 the product is never near 1.",
+            lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, (ratio(lp, old) * A).clamp(LOW, HIGH)).mean(),
+        ),
+        Slip(
+            "a bad token that has become likelier loses its gradient too: a two-sided clip, or a dual clip",
+            "for A < 0 there is a lower bound only. A bad token at r = 2 is exactly the one to push down.",
+            lambda lp, old, A: -torch.where(
+                A > 0, torch.minimum(ratio(lp, old), torch.tensor(HIGH)), ratio(lp, old).clamp(LOW, HIGH)
+            ).mul(A).mean(),
+        ),
+        Slip(
+            "a dual clip: a bad token beyond some r loses its gradient",
+            "verl has one at r = 3 by default. It is not in DAPO's equation.",
+            lambda lp, old, A: -torch.minimum(
+                ratio(lp, old) * A, ratio(lp, old).clamp(LOW, HIGH) * A
+            ).maximum(torch.where(A < 0, 3 * A, -torch.inf)).mean(),
+        ),
+        Slip(
+            "the sum over the samples where their mean belongs",
+            "with twice as many samples the step should not be twice as long.",
+            lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(LOW, HIGH) * A).sum(),
+        ),
+    ),
+    notice="at r = 1 this loss and lesson 3's are the same. A run that takes one step per batch "
+    "never clips, whatever the bounds.",
+)  # fmt: skip

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+import torch
+
+from upref.course.exercise import Batch, Exercise, Slip
+from upref.course.samples import batch, checked
+
+LOW = 0.8
+
+
+def ratio(lp, lp_old, A=None):
+    return (lp - lp_old if A is None else torch.where(A > 0, 0, lp - lp_old)).exp()
+
+
+def clipped(lp, lp_old, A):
+    r = ratio(lp, lp_old, A)
+    return torch.minimum(r * A, r.clamp(min=LOW) * A)
+
+
+def loss(lp, lp_old, A, eps_low=0.2):
+    return -torch.where(A > 0, A * lp, clipped(lp, lp_old, A)).mean()
+
+
+def branches(good, bad):
+    return lambda lp, old, A: -torch.where(A > 0, good(lp, old, A), bad(lp, old, A)).mean()
+
+
+log = lambda lp, old, A: A * lp
+weighted = lambda lp, old, A: A * ratio(lp, old)
+dapo = lambda lp, old, A: torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(LOW, 1.28) * A)
+FAR = torch.tensor([-0.1], dtype=torch.float64), torch.tensor([-1000.0], dtype=torch.float64)
+
+EXERCISE = Exercise(
+    number=6,
+    slug="up",
+    title="UP, and its price",
+    function="loss",
+    gradient="lp",
+    right=loss,
+    proof=lambda fn: checked(fn, "up_dapo", skip=("poison",)),
+    batches=(
+        batch("A > 0, r = 1", [0.1], [0.1], [1.0]),
+        batch("A > 0, r = 2: DAPO would have clipped it", [0.2], [0.1], [1.0]),
+        batch("A > 0, r = 1/2", [0.1], [0.2], [2.0]),
+        batch("A < 0, r = 2", [0.2], [0.1], [-1.0]),
+        batch("A < 0, r = 1/2: below the lower bound", [0.1], [0.2], [-1.0]),
+        Batch("A > 0, and r = e^999.9, too large for a number", {"lp": FAR[0], "lp_old": FAR[1],
+              "A": torch.tensor([1.0], dtype=torch.float64)}),
+        batch("four samples, r = 2, 1/2, 2 and 1/2", [0.2, 0.1, 0.4, 0.2], [0.1, 0.2, 0.2, 0.4], [1.0, 2, -1, -1]),
+    ),
+    slips=(
+        Slip(
+            "an unused ratio overflows, and its gradient 0 * inf is NaN",
+            "torch.where computes both branches, and the backward pass goes through both. Keep the exponent of "
+            "the one that is not taken at 0: r = torch.where(A > 0, 0, lp - lp_old).exp().",
+            branches(log, lambda lp, old, A: torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(min=LOW) * A)),
+        ),
+        Slip(
+            "good tokens still have a ratio: this is importance sampling for A > 0",
+            "UP has weight A there, whatever r is: log π_θ has no π_old in it.",
+            branches(weighted, clipped),
+        ),
+        Slip(
+            "good tokens are still clipped: this is DAPO",
+            "UP leaves the clip to the bad tokens. For A > 0 it is A log π_θ.",
+            lambda lp, old, A: -dapo(lp, old, A).mean(),
+        ),
+        Slip(
+            "A log π_θ for bad tokens, too",
+            "off-policy REINFORCE pushes a bad token down without end. For A <= 0 UP keeps DAPO's clipped term.",
+            lambda lp, old, A: -(A * lp).mean(),
+        ),
+        Slip(
+            "π_θ itself where log π_θ belongs",
+            "A π_θ has weight A π_θ: the rarer the token, the weaker the push. A log π_θ has weight A.",
+            branches(lambda lp, old, A: A * lp.exp(), clipped),
+        ),
+        Slip(
+            "the branches have changed places",
+            "A log π_θ is for the good tokens, A > 0.",
+            branches(dapo, log),
+        ),
+        Slip(
+            "bad tokens have lost their lower clip",
+            "below r = 1 - eps_low a bad token has been pushed far enough: the term of lesson 4.",
+            branches(log, weighted),
+        ),
+        Slip(
+            "bad tokens are clipped on both sides: the minimum is missing",
+            "a bad token that has become likelier (r = 2) must be pushed down: min(r A, clip(r) A).",
+            branches(log, lambda lp, old, A: torch.where(A > 0, 0, lp - old).exp().clamp(LOW, 1.28) * A),
+        ),
+        Slip(
+            "good tokens get no gradient: sg is around too much",
+            "in π_θ / sg(π_θ) only the denominator is a constant: (lp - lp.detach()).exp().",
+            branches(lambda lp, old, A: A * lp.detach(), clipped),
+        ),
+        Slip(
+            "the sign",
+            "an optimiser goes downhill: hand it minus the mean.",
+            lambda lp, old, A: -loss(lp, old, A),
+        ),
+        Slip(
+            "the sum over the samples where their mean belongs",
+            "with twice as many samples the step should not be twice as long.",
+            lambda lp, old, A: loss(lp, old, A) * len(A),
+        ),
+    ),
+    notice="A (lp - lp.detach()).exp(), the paper's Eq. 12, has the same gradient and another value. Where r = 1 this "
+    "loss and DAPO's have the same gradient: UP changes nothing in the first step after sampling.",
+)  # fmt: skip

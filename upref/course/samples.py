@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the exercises about N samples of one token share: their batches, and `upref check` of a loss of theirs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from upref.course.exercise import Batch
+from upref.registry import Objective
+from upref.verify.check import check
+from upref.verify.report import Report
+
+
+def batch(shows: str, p: list[float], mu: list[float], A: list[float]) -> Batch:
+    """lp, lp_old and A of samples whose probability was mu and is p."""
+    numbers = lambda x: torch.tensor(x, dtype=torch.float64)
+    return Batch(shows, {"lp": numbers(p).log(), "lp_old": numbers(mu).log(), "A": numbers(A)})
+
+
+def checked(fn: Callable[..., Any], objective: str | Objective, skip: tuple[str, ...] = ()) -> Report:
+    """upref check: the samples are the tokens of all responses, so that their mean is the mean over tokens."""
+
+    def wrapped(log_prob, old_log_prob, advantages, mask):
+        return fn(log_prob[mask], old_log_prob[mask], advantages[mask])
+
+    return check(wrapped, objective, skip=skip)

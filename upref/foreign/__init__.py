@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one boundary for anybody's loss: `read` makes it a `Loss`, whatever it is called and takes. Nothing here judges.
+
+A loss is a plain callable `(log_prob, old_log_prob, advantages, mask)`, by these names or their usual variants
+(upref.foreign.names), by position where no name says anything; by name also ref_log_prob, group, entropy, totals (the
+mini-batch's `Totals`, for a micro-batch), num_micro_batches, dp_size and hyperparameters. Or an `Objective`; a trainer
+class of TRL's; a name: package.module:function, path/to/file.py:function, verl:LOSS_MODE, trl:LOSS_TYPE. It answers
+with a scalar, with a tuple or dict that holds one, or with an unreduced [B, T] or [B]. A training step, which calls
+.backward() itself, is judged by the gradient that it leaves.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from upref.aggregation import Totals
+from upref.errors import InputError
+from upref.foreign import names
+from upref.foreign.load import load, name_of
+from upref.foreign.loss import MAIN, SHAPES, Loss, Outcome
+from upref.foreign.settings import Shipped
+from upref.foreign.signature import Reading, parameters
+from upref.foreign.signature import read as read_signature
+from upref.registry import Objective, get
+from upref.rollouts import Rollouts
+
+__all__ = ["MAIN", "SHAPES", "Loss", "Outcome", "load", "name_of", "neutral", "read", "takes"]
+
+
+def neutral() -> Objective:
+    """An objective without hyperparameters: a loss that is held against nothing keeps its own."""
+    return replace(get("reinforce"), name="nothing", agg="token-mean")
+
+
+def read(loss: Any, objective: Objective | None = None, hp: Mapping[str, Any] | None = None) -> Loss:
+    """The Loss, once it is known in which shapes it takes its mask and advantages; see the module for what it may be.
+
+    hp: hyperparameters of the objective, which the loss gets where it takes them; others go to the loss's own
+    arguments of that name. Raises InputError where it cannot be read, or does not run on a good batch.
+    """
+    o = objective or neutral()
+    return fit(bare(loss, o, dict(hp or {})))
+
+
+def bare(loss: Any, o: Objective, hp: dict[str, Any]) -> Loss:
+    """The Loss as its signature tells it, not run yet."""
+    name = name_of(loss)
+    if isinstance(loss, str):
+        framework, _, mode = loss.partition(":")
+        if mode.partition(",")[0].endswith("@matched") and o.name == neutral().name:
+            raise InputError(f"{loss} is matched to no objective here: name the loss as shipped, and its fields.")
+        if (
+            framework.isidentifier()
+            and importlib.util.find_spec(f"upref.foreign.{framework}")
+            and "named" in vars(module := importlib.import_module(f"upref.foreign.{framework}"))
+        ):
+            return module.named(loss, mode, o, hp)
+        loss = load(loss)
+    if isinstance(loss, Objective):
+        return _objective(loss, o, hp)
+    if _is_trainer(loss):
+        from upref.foreign import trl
+
+        return trl.of(name, loss, o, hp)
+    if isinstance(loss, type):
+        raise InputError(f"{name} is a class. {_WRAP.format(name.rpartition(':')[2])}")
+    if not callable(loss):
+        raise InputError(f"a loss is a function or its name, got {type(loss).__name__}.")
+    takes = {p.name for p in parameters(loss)}
+    if {"old_log_prob", "log_prob", "advantages", "response_mask"} <= takes and takes & {"loss_agg_mode", "config"}:
+        from upref.foreign import verl
+
+        return verl.of(name, loss, o, hp)
+    return _plain(name, loss, o, hp)
+
+
+_WRAP = (
+    "Check a wrapper of two lines: `def loss(log_prob, old_log_prob, advantages, mask):` and "
+    "`return {}(...)`, which hands them on as it wants them."
+)
+
+
+def _plain(name: str, fn: Callable, o: Objective, hp: dict[str, Any]) -> Loss:
+    every = parameters(fn)
+    required = [p for p in every if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(required) == 1 and not names.role(required[0].name):
+        p = required[0]
+        if p.annotation is not Rollouts and p.annotation != "Rollouts" and p.name not in ("b", "rollouts"):
+            wrapper = _WRAP.format(name.rpartition(":")[2])
+            raise InputError(f"{name}({p.name}) takes everything in one argument. {wrapper}")
+        own = {q.name: q for q in every if q is not p and q.kind is not q.VAR_KEYWORD}
+        reading = Reading({}, frozenset(), own, (), len(own) < len(every) - 1)
+        return _bind(name, lambda full, hp: fn(rollouts(full), **hp), reading, o, hp,
+                     frozenset({*MAIN, "group", "totals", "logp_ref", "entropy"}), f"{p.name} -> Rollouts")  # fmt: skip
+    reading = read_signature(fn, name, names.role, MAIN)
+    call = lambda full, settings: reading.call(fn, full, settings)
+    reads = frozenset(reading.roles.values()) or frozenset(MAIN)
+    loss = _bind(name, call, reading, o, hp, reads, str(reading))
+    if isinstance(how := getattr(fn, "__upref__", None), Shipped):
+        plain = how.plain and _plain(name_of(how.plain), how.plain, o, hp)
+        loss = replace(loss, fields=how.fields, defaults=how.defaults, shipped=plain)
+    return loss
+
+
+def _bind(name: str, call: Callable, reading: Reading, o: Objective, hp: dict[str, Any], reads, read_as: str) -> Loss:
+    """With the hyperparameters that it takes: by the objective's name for each, or by the argument's own."""
+    known = set(o.hyperparameters)
+    argument = {meant: p for p in reading.own if (meant := names.hyperparameter(p, known))}
+    argument |= {p: p for p in reading.own if p in known}
+    others = {k: names.argument(k, reading.own) for k in hp if k not in known}  # by its own name for each
+    foreign = {p or k: hp[k] for k, p in others.items() if p or reading.swallows}
+    hp = {k: v for k, v in hp.items() if not (k in others and (others[k] or reading.swallows))}
+    if twice := [k for k in hp if argument.get(k) in foreign]:
+        raise InputError(f"{twice[0]} and {argument[twice[0]]} are one argument of {name}: give {twice[0]} alone.")
+    resolved, swallows = o.resolve(hp), reading.swallows
+    needed = {meant for meant, p in argument.items() if p in reading.needed}
+    if unbound := [p for p in reading.needed if p not in argument.values() and p not in foreign]:
+        raise InputError(
+            f"{name} needs {unbound[0]!r}, which {o.name} does not have: bind it, `--hp {unbound[0]}=VALUE` or "
+            f"functools.partial({name.rpartition(':')[2]}, {unbound[0]}=VALUE)."
+        )
+    given = {k: v for k, v in hp.items() if k in argument or swallows}
+    given |= {k: resolved[k] for k in needed}
+    contract = tuple(
+        f"{k} is not an argument of the loss: {k} = {v} is expected of it"
+        for k, v in hp.items()
+        if k not in argument and not swallows
+    ) + tuple(f"{p} is left at its default, {reading.own[p].default!r:.40}" for p in reading.left)
+    spelled = lambda hp: {argument.get(k, k): v for k, v in hp.items()}
+    return Loss(
+        name, lambda full, hp: call(full, foreign | spelled(hp)), o, reads, frozenset(argument), swallows, given,
+        read_as=read_as, contract=contract,
+    )  # fmt: skip
+
+
+def takes(loss: Any, key: str) -> bool:
+    """Whether a loss that is held against nothing has an argument for this hyperparameter."""
+    if isinstance(loss, str) and loss.startswith(("verl:", "trl:")):
+        return False
+    every = {p.name: p for p in parameters(load(loss) if isinstance(loss, str) else loss)}
+    return bool(names.argument(key, every)) or any(p.kind is p.VAR_KEYWORD for p in every.values())
+
+
+def rollouts(full: Mapping[str, Any]) -> Rollouts:
+    adv = full["adv"]
+    keys = ("logp_old", "mask", "group", "logp_ref", "entropy", "totals")
+    return Rollouts(logp=full["logp"], adv=adv if adv.ndim == 2 else adv[:, None], **{k: full[k] for k in keys})
+
+
+def _objective(theirs: Objective, o: Objective, hp: dict[str, Any]) -> Loss:
+    known = frozenset(theirs.hyperparameters)
+    call = lambda full, hp: theirs.loss(rollouts(full), **hp)
+    reads = frozenset({*MAIN, "group", "logp_ref", "entropy", "totals"})
+    given = {k: v for k, v in hp.items() if k in known}
+    return Loss(theirs.name, call, o, reads, known & set(o.hyperparameters), given=given, read_as="an Objective")
+
+
+def _is_trainer(x: Any) -> bool:
+    """Whether x is a class derived from TRL's GRPOTrainer or RLOOTrainer; imports nothing."""
+    known = {("trl.trainer.grpo_trainer", "GRPOTrainer"), ("trl.trainer.rloo_trainer", "RLOOTrainer")}
+    return isinstance(x, type) and any((c.__module__, c.__name__) in known for c in x.__mro__)
+
+
+# ---- in which shapes it takes its inputs -----------------------------------------------------------------------------
+def fit(loss: Loss) -> Loss:
+    """With the shapes of advantages and mask in which it runs and keeps its responses apart, the plainest first."""
+    said: dict[str, str] = {}
+    runs: list[tuple[float, int, Loss]] = []
+    for shape in [loss.adv_shape] if loss.framework else list(SHAPES):
+        for as_float in (False, True):
+            try:
+                one, leak = _tried(replace(loss, adv_shape=shape, float_mask=as_float))
+            except InputError as e:
+                said.setdefault(str(e), SHAPES[shape])
+                continue
+            if leak <= 1e-6:
+                return one
+            runs.append((leak, len(runs), one))
+            break
+    if not runs and len(said) == 1:
+        raise InputError(*said)
+    if not runs:
+        raise InputError("; ".join(f"{e.rstrip('.')} (advantages {shape})" for e, shape in said.items()))
+    return min(runs)[2]
+
+
+def _tried(loss: Loss) -> tuple[Loss, float]:
+    """The loss, its form known, and how far the advantage of one response moves the gradients of others."""
+    b = loss.view(probe())
+    done, g = loss.outcome(b)
+    if not done.attached:
+        raise InputError(
+            f"the result of {loss.name} has no gradient: it is computed under no_grad, detached, or a new tensor."
+        )
+    if not done.value.isfinite():
+        raise InputError(f"{loss.name} is {done.value.item()} on a good batch (π_θ = π_old, finite log-probabilities).")
+    loss = replace(loss, form=done.form, wrapped=done.wrapped, backs=done.backs)
+    A = b.adv.clone()
+    A[0] *= 1.5
+    elsewhere = (loss.gradient(replace(b, adv=A)) - g)[1:][b.mask[1:]]
+    size = g[b.mask].abs().max().item()
+    return loss, elsewhere.abs().max().item() / size if size else 0.0
+
+
+def probe() -> Rollouts:
+    """On policy, ragged, more responses than tokens: no shape passes for another."""
+    mask = torch.arange(5) < torch.tensor([1, 3, 2, 5, 2, 3, 4, 1])[:, None]
+    lp = -0.6 - 0.3 * torch.arange(mask.numel(), dtype=torch.float64).reshape(mask.shape).sin()
+    A = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 1.5, -0.75], dtype=torch.float64)[:, None]
+    group = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    A, H, totals = A.expand(mask.shape).clone(), torch.ones_like(lp), Totals.of(mask, group)
+    return Rollouts(lp, lp.clone(), A, mask, group, lp - 0.1, H, totals)

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one guard around anybody's code: its answer, or one sentence for whatever it does instead of answering.
+
+`called` is one call: of a loss, an advantage or a KL estimator, or of their backward pass. What it changes of the
+process is set back after the call; `undisturbed` does the same for a whole check, random generators at its end, and
+tells what was changed. What no guard in the same process can stop (os._exit, an endless loop) ends in
+upref/cli/supervise.py.
+"""
+
+import contextlib
+import io
+import os
+import random
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from upref.errors import InputError
+
+
+def said(e: BaseException) -> str:
+    """What an exception says, on one line."""
+    try:
+        return " ".join(str(e).split())[:200]
+    except Exception:
+        return "(its text cannot be read)"
+
+
+# ---- the state of the process ----------------------------------------------------------------------------------------
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return ""
+
+
+# what it is called -> how it is read, and how it is set
+STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch's default device": (torch.get_default_device, torch.set_default_device),
+    "whether torch computes gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch's anomaly mode": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "torch's choice of algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "the precision of torch's products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "what numpy does about overflow": (np.geterr, lambda how: np.seterr(**how)),
+    "the working directory": (_folder, lambda folder: os.chdir(folder or os.sep)),
+}
+RANDOM: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "torch's random generator": (torch.get_rng_state, torch.set_rng_state),
+    "numpy's random generator": (lambda: np.random.get_state(legacy=True), np.random.set_state),
+    "Python's random generator": (random.getstate, random.setstate),
+}
+
+
+def _ours(x: Any) -> bool:
+    """A class of upref's, or one thing of such a class, an objective for example."""
+    return (x if isinstance(x, type) else type(x)).__module__.partition(".")[0] == "upref" and hasattr(x, "__dict__")
+
+
+def _itself() -> dict[tuple[int, str], tuple[Any, Any]]:
+    """Every name that upref's modules, classes and objectives hold, and what it is."""
+    holders: list[Any] = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == "upref" and m]
+    holders += [v for m in holders for v in vars(m).values() if _ours(v)]
+    return {(id(x), k): (x, v) for x in holders for k, v in vars(x).items()}
+
+
+@contextlib.contextmanager
+def _unpatched() -> Iterator[None]:
+    """InputError where upref is no longer what it was; it is set back."""
+    before = _itself()
+    try:
+        yield
+    except Exception as e:  # what a changed upref raises is no answer either
+        if changed := _set_back(before):
+            raise InputError(changed) from e
+        raise
+    if changed := _set_back(before):
+        raise InputError(changed)
+
+
+def _set_back(before: dict[tuple[int, str], tuple[Any, Any]]) -> str:
+    """What was changed of upref since then, in a sentence."""
+    now = _itself()
+    moved = {key: was for key, was in before.items() if key in now and now[key][1] is not was[1]}
+    for (_, name), (x, was) in moved.items():
+        (type if isinstance(x, type) else object).__setattr__(x, name, was)
+    names = sorted(f"{getattr(x, '__name__', type(x).__name__)}.{name}" for (_, name), (x, _) in moved.items())
+    return f"no verdict: what is checked changes upref itself ({', '.join(names[:3])})." if names else ""
+
+
+_watching: list[set[str]] = []  # one for each `undisturbed` that is open
+
+
+@contextlib.contextmanager
+def _restored(state: dict[str, tuple[Callable, Callable]]) -> Iterator[None]:
+    before = {name: read() for name, (read, _) in state.items()}
+    try:
+        yield
+    finally:
+        for name, (read, put) in state.items():
+            if not _equal(before[name], read()):
+                put(before[name])
+                if _watching:
+                    _watching[-1].add(name)
+
+
+def _equal(x: Any, y: Any) -> bool:
+    if isinstance(x, torch.Tensor):
+        return torch.equal(x, y)
+    if isinstance(x, tuple):
+        return all(_equal(a, b) for a, b in zip(x, y, strict=True))
+    return np.array_equal(x, y) if isinstance(x, np.ndarray) else x == y
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[set[str]]:
+    """The state of the process is after it what it was before; what was changed in between, by name."""
+    changed: set[str] = set()
+    _watching.append(changed)
+    try:
+        with _restored(STATE | RANDOM), _unpatched():
+            yield changed
+    finally:
+        _watching[:] = [x for x in _watching if x is not changed]
+
+
+# ---- one call --------------------------------------------------------------------------------------------------------
+def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, bool]:
+    """(its answer, whether it printed). lines: of Python that it may run before it is stopped, 0 for any number."""
+    out, process = _Kept(), os.getpid()
+    state = _restored(STATE if _watching else STATE | RANDOM)  # in a check, a loss that draws is to be seen to
+    try:
+        with contextlib.redirect_stdout(out), warnings.catch_warnings(), state, _ctrl_c(), _at_most(lines):
+            warnings.simplefilter("ignore")
+            answer = call()
+    except InputError as e:
+        raise InputError(said(e)) from e
+    except _CtrlC:
+        raise KeyboardInterrupt from None
+    except (SystemExit, KeyboardInterrupt, GeneratorExit) as e:
+        raise InputError(f"{name} ends the program ({type(e).__name__}): a function returns its value.") from e
+    except BaseException as e:
+        raise InputError(f"{name} raised {type(e).__name__}: {said(e)}") from e
+    finally:
+        if os.getpid() != process:  # it forked, and this is the copy: one report is enough
+            os._exit(0)
+    return answer, out.wrote
+
+
+class _Kept(io.StringIO):
+    """Whoever prints may also close it."""
+
+    wrote = False
+
+    def write(self, text: str) -> int:
+        self.wrote = self.wrote or bool(text)
+        return len(text)
+
+    def close(self) -> None:
+        pass
+
+
+class _CtrlC(BaseException):
+    """The person at the keyboard, not a loss that raises KeyboardInterrupt."""
+
+
+@contextlib.contextmanager
+def _ctrl_c() -> Iterator[None]:
+    """Ctrl-C while it runs is the user's, and ends everything."""
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def pressed(number, frame):
+        raise _CtrlC
+
+    signal.signal(signal.SIGINT, pressed)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def _at_most(lines: int) -> Iterator[None]:
+    """What runs in it is stopped after so many lines: a loop that would take years ends here."""
+    left = lines
+
+    def trace(frame, event, arg):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise TimeoutError(f"stopped after {lines} lines")
+        return trace
+
+    before = sys.gettrace()
+    if lines:
+        sys.settrace(trace)
+    try:
+        yield
+    finally:
+        if lines:
+            sys.settrace(before)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Anybody's KL estimator as one frozen type: two log-probabilities in, one number per token out."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.errors import InputError
+from upref.foreign import names
+from upref.foreign.guard import called
+from upref.foreign.load import load, name_of
+from upref.foreign.signature import Reading
+from upref.foreign.signature import read as read_signature
+
+PROBE = torch.tensor([[-1.1, -0.7, -2.3], [-0.2, -3.1, -1.9]], dtype=torch.float64)  # not exact in float32
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one call did. k: one number per token, in float64."""
+
+    k: Tensor
+    single: bool  # it answered in float32
+    wrote: frozenset[str]  # arguments whose values it changed
+    printed: bool
+
+
+@dataclass(frozen=True)
+class Term:
+    """Call it on log-probabilities [B, T] in float64; `outcome` tells the rest. dtype: what it is given."""
+
+    name: str
+    fn: Callable
+    reading: Reading
+    dtype: torch.dtype = torch.float64
+    tol: float = 1e-5
+
+    def __call__(self, lp: Tensor, ref: Tensor) -> Tensor:
+        return self.outcome(lp, ref).k
+
+    def outcome(self, lp: Tensor, ref: Tensor) -> Outcome:
+        full = {"logp": lp.to(self.dtype), "logp_ref": ref.to(self.dtype)}
+        before = {role: x.detach().clone() for role, x in full.items()}
+        k, printed = called(self.name, lambda: self.reading.call(self.fn, full, {}))
+        if not isinstance(k, Tensor) or k.shape != lp.shape or not k.is_floating_point() or k.is_meta:
+            got = list(k.shape) if isinstance(k, Tensor) and k.shape != lp.shape else type(k).__name__
+            said = f"{self.name} answers with {got} for log-probabilities {list(lp.shape)}"
+            raise InputError(f"{said}: return one per token.")
+        wrote = frozenset(names.CALLED[role] for role, x in before.items() if not torch.equal(x, full[role]))
+        return Outcome(k.double(), k.dtype == torch.float32, wrote, printed)
+
+
+def read(fn: Any) -> Term:
+    """A Term from a callable or its name; InputError where it takes other things."""
+    name = name_of(fn)
+    fn = load(fn) if isinstance(fn, str) else fn
+    if not callable(fn) or isinstance(fn, type):
+        raise InputError(f"a {type(fn).__name__} is not a KL estimator: pass a function or its name.")
+    reading = read_signature(fn, name, _role, ("logp", "logp_ref"))
+    if more := [*reading.needed, *(p for p, r in reading.roles.items() if r == "logp_old")]:
+        raise InputError(f"{name} needs {more[0]!r}, which upref cannot give: bind it with functools.partial.")
+    return _running(Term(name, fn, reading))
+
+
+def _role(name: str) -> str:
+    """`old` is known, so that it is never taken for the reference."""
+    role = names.role(name)
+    return role if role in ("logp", "logp_ref", "logp_old") else ""
+
+
+def _running(term: Term) -> Term:
+    """In float64 or else in float32, whichever it takes; compared as what it computes in."""
+    lp, ref = PROBE, PROBE.roll(1)
+    try:
+        done = term.outcome(lp, ref)
+    except InputError as first:
+        term = replace(term, dtype=torch.float32)
+        try:
+            done = term.outcome(lp, ref)
+        except InputError:
+            raise first from None
+    rounds = torch.equal(done.k, term(lp.float().double(), ref.float().double()))
+    return replace(term, tol=1e-3) if done.single or rounds else term

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a name to a callable: `package.module:function` or `path/to/file.py:function`."""
+
+import contextlib
+import difflib
+import functools
+import importlib
+import importlib.machinery
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+from upref.errors import InputError
+from upref.foreign.guard import said
+
+
+def load(target: str) -> Callable:
+    """The callable of that name; InputError where there is none, or where its file does not import."""
+    where, colon, attr = target.rpartition(":")
+    if not colon or not where or not attr:
+        raise InputError(
+            f"{target!r} names no loss: write package.module:function, path/to/file.py:function, verl:loss_mode or "
+            "trl:loss_type."
+        )
+    module = _file(Path(where)) if where.endswith(".py") else _module(where)
+    found: Any = module
+    for part in attr.split("."):
+        try:
+            found = getattr(found, part)
+        except Exception:
+            known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+            near = difflib.get_close_matches(part, known, 3, 0.5)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known[:8]) or 'no function'}."
+            raise InputError(f"{where} has no {part!r}: {hint}") from None
+    if not callable(found):
+        raise InputError(f"{target} is a {type(found).__name__}, not a function.")
+    return found
+
+
+def name_of(fn: Any) -> str:
+    """As it was given where it was given by name; else the function's own name."""
+    if isinstance(fn, str):
+        return fn
+    if isinstance(fn, functools.partial):
+        return name_of(fn.func)
+    try:
+        name = fn.__name__
+    except Exception:
+        name = ""
+    return name if isinstance(name, str) and name else type(fn).__name__
+
+
+def _file(path: Path) -> ModuleType:
+    """A file may import its neighbours, as under `python FILE.py`, and its package's others, as under `python -m`."""
+    try:
+        path.resolve(strict=True).open().close()
+    except (OSError, ValueError) as e:  # ValueError: a name that no file can have
+        raise InputError(f"there is no file {str(path)!r} to read ({getattr(e, 'strerror', None) or said(e)}).") from e
+    path = path.resolve()
+    known = sys.modules.get(path.stem)
+    name = path.stem
+    if name in sys.stdlib_module_names or (known is not None and getattr(known, "__file__", None) != str(path)):
+        name = f"{path.stem}_{abs(hash(str(path)))}"  # another module has that name already
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{path} is no Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    _Neighbours.of(path.parent)
+    try:
+        with _as_input_error(path.name):
+            try:
+                spec.loader.exec_module(module)
+            except ImportError as e:
+                if "relative import" not in str(e) or not (path.parent / "__init__.py").is_file():
+                    raise
+                del sys.modules[name]
+                module = _member(path)
+    except InputError:
+        sys.modules.pop(name, None)
+        raise
+    return module
+
+
+def _member(path: Path) -> ModuleType:
+    """The file as a module of its package."""
+    name, folder = path.stem, path.parent
+    while (folder / "__init__.py").is_file():
+        name, folder = f"{folder.name}.{name}", folder.parent
+    _Neighbours.of(folder)
+    return importlib.import_module(name)
+
+
+class _Neighbours:
+    """Finds the modules that stand beside a file, but for names of the standard library, which others need."""
+
+    folders: ClassVar[list[str]] = []  # the last one read goes first
+
+    @classmethod
+    def of(cls, folder: Path):
+        """From now on modules of this folder are found, and those of the same name from files read before are not."""
+        if cls not in sys.meta_path:
+            sys.meta_path.insert(0, cls)
+        before = tuple(f + os.sep for f in cls.folders if f != str(folder))
+        cls.folders[:] = [str(folder), *(f for f in cls.folders if f != str(folder))]
+        if before:
+            for name, module in list(sys.modules.items()):
+                where = str(getattr(module, "__file__", None) or "")
+                if where.startswith(before) and cls.find_spec(name.partition(".")[0], None, None, [str(folder)]):
+                    del sys.modules[name]
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None, folders=None):
+        if path is not None or name in sys.stdlib_module_names:
+            return None
+        return importlib.machinery.PathFinder.find_spec(name, folders or cls.folders)
+
+
+def _module(name: str) -> ModuleType:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    with _as_input_error(name):
+        return importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def _as_input_error(what: str):
+    """Whatever an import does becomes one sentence; what it prints goes to stderr: stdout is the report's."""
+    out, process = io.StringIO(), os.getpid()
+    try:
+        with contextlib.redirect_stdout(out):
+            yield
+    except InputError as e:
+        raise InputError(said(e)) from e
+    except (SystemExit, KeyboardInterrupt, GeneratorExit) as e:
+        raise InputError(
+            f"{what} ends the program when it is imported ({type(e).__name__}): put its last lines under "
+            "`if __name__ == '__main__':`."
+        ) from e
+    except BaseException as e:
+        raise InputError(f"{what} does not import: {type(e).__name__}: {said(e)}.") from e
+    finally:
+        if os.getpid() != process:  # it forked, and this is the copy
+            os._exit(0)
+        with contextlib.suppress(ValueError):  # it closed what it was given
+            print(out.getvalue(), end="", file=sys.stderr)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Anybody's loss as one frozen type: a function of Rollouts to the scalar that an optimiser would minimise."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.aggregation import Totals, aggregate
+from upref.errors import InputError
+from upref.foreign.guard import called
+from upref.foreign.settings import said
+from upref.registry import Objective
+from upref.rollouts import Rollouts, per_response
+
+MAIN = ("logp", "logp_old", "adv", "mask")
+SHAPES = {"BT": "[B, T]", "B1": "[B, 1]", "B": "[B]"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one call did. value: the scalar. form: scalar, or `unreduced` where the loss left the sum to its caller."""
+
+    value: Tensor
+    form: str
+    wrapped: bool  # the answer stood first in a tuple, or as "loss" in a dict
+    attached: bool  # it has a gradient
+    wrote: frozenset[str]  # roles whose tensors it changed
+    printed: bool
+    backs: bool = False  # it called .backward() itself
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Call it on Rollouts for the scalar to minimise; `gradient` is dJ/dlp = -d loss/d logp, [B, T].
+
+    call: inputs by role and hyperparameters by the objective's names, to whatever the function answers.
+    """
+
+    name: str
+    call: Callable[[dict[str, Any], dict[str, Any]], Any] = field(repr=False)
+    objective: Objective  # what it is held against: says how an unreduced answer is aggregated
+    reads: frozenset[str]  # roles it takes
+    takes: frozenset[str] = frozenset()  # hyperparameters of the objective that it takes by name
+    swallows: bool = False  # it has **kwargs
+    given: dict[str, Any] = field(default_factory=dict)  # hyperparameters handed to it
+    framework: str = ""
+    read_as: str = ""
+    contract: tuple[str, ...] = ()
+    adv_shape: str = "BT"
+    float_mask: bool = False
+    form: str = "scalar"
+    wrapped: bool = False
+    backs: bool = False  # it calls .backward() itself
+    lines: int = 0  # of Python that a call may run before it is stopped, 0 for any number
+    fields: dict[str, Any] | None = None  # of its framework's config that were set; None where there is none
+    defaults: dict[str, Any] = field(default_factory=dict)  # what the framework ships for these fields
+    shipped: Any = field(default=None, repr=False)  # a Loss: itself as shipped, where it was matched
+
+    @property
+    def reads_ranks(self) -> bool:
+        """Whether it scales itself by their number."""
+        return self.framework == "verl" or "ranks" in self.reads
+
+    @property
+    def settings(self) -> str:
+        """What was set of its framework's config, in words; empty where there is none."""
+        if self.fields is None:
+            return ""
+        return f"sets {said(self.fields, self.defaults)}" if self.fields else "as shipped"
+
+    @property
+    def splits(self) -> bool:
+        """Whether it says how the micro-batches of a mini-batch add up."""
+        return self.form == "unreduced" or bool({"totals", "parts"} & self.reads)
+
+    @property
+    def equal_cuts(self) -> bool:
+        """Whether it is asked with equal micro-batches only: their number says enough of no others."""
+        return self.framework == "trl" or "parts" in self.reads
+
+    def view(self, b: Rollouts) -> Rollouts:
+        """The batch as this loss can know it: without groups where it takes none."""
+        return b if "group" in self.reads else replace(b, group=None, totals=b.totals or Totals.of(b.mask))
+
+    def inputs(self, b: Rollouts, logp: Tensor, ranks: int = 1) -> dict[str, Any]:
+        """Fresh tensors by role; masked slots as they are."""
+        adv = b.adv.expand_as(b.mask)
+        if self.adv_shape != "BT":
+            adv = per_response(adv, b.mask)
+            adv = adv[:, None] if self.adv_shape == "B1" else adv
+        totals = b.totals or Totals.of(b.mask, b.group)
+        ref = b.logp_old if b.logp_ref is None else b.logp_ref
+        return {
+            "logp": logp,
+            "logp_old": b.logp_old.clone(),
+            "adv": adv.clone(),
+            "mask": b.mask.to(b.logp.dtype) if self.float_mask else b.mask.clone(),
+            "logp_ref": ref.clone(),
+            "group": torch.zeros(len(b.mask), dtype=torch.int64) if b.group is None else b.group.clone(),
+            "entropy": torch.ones_like(b.logp_old) if b.entropy is None else b.entropy.clone(),
+            "totals": totals,
+            "ranks": ranks,
+            "parts": max(1, round(float(totals.sequences) / len(b.mask))),
+        }
+
+    def run(self, full: dict[str, Any], b: Rollouts, **moved) -> Outcome:
+        """One call on these inputs; InputError in one sentence for whatever the loss does instead of answering."""
+        before = {k: v.detach().clone() for k, v in full.items() if isinstance(v, Tensor)}
+        got, printed = called(self.name, lambda: self.call(full, self.given | moved), self.lines)
+        value, form, wrapped = self._scalar(got, b)
+        left = [v for v in full.values() if isinstance(v, Tensor) and v.is_leaf and v.grad is not None]
+        if left and form != "scalar":
+            raise InputError(f"{self.name} calls .backward() itself and answers with {form} numbers: return the loss.")
+        if left:  # a training step: the gradient that it left is the one that trains
+            value = _Stepped.apply(value.detach(), len(left), *left, *(x.grad for x in left))
+        wrote = frozenset(k for k, v in before.items() if not _same(v, full[k]))
+        return Outcome(value, form, wrapped, value.requires_grad, wrote, printed, bool(left))
+
+    def _scalar(self, got: Any, b: Rollouts) -> tuple[Tensor, str, bool]:
+        first, wrapped = self._tensor(got)
+        first = _plain(first)
+        kinds = {"complex": first.is_complex(), "nested": first.is_nested, "meta": first.is_meta}
+        kinds[str(first.layout).removeprefix("torch.")] = first.layout is not torch.strided
+        if odd := next((kind for kind, it_is in kinds.items() if it_is), ""):
+            raise InputError(f"{self.name} answers with a {odd} tensor: return a real, dense one that holds numbers.")
+        B, T = b.mask.shape
+        if first.ndim and first.shape in {(B, T), (B,), (B, 1)}:
+            x = first[:, 0] if first.shape == (B, 1) and T > 1 else first
+            o, v = self.objective, self.view(b)
+            if x.ndim == 2 and o.agg == "seq-mean":
+                agg = "seq-mean-token-sum" if o.level == "trajectory" else "seq-mean-token-mean"
+            else:
+                agg = "seq-mean" if x.ndim == 1 else o.agg
+            return aggregate(x, b.mask, agg, v.group, v.totals), "unreduced", wrapped
+        if first.numel() != 1:
+            raise InputError(
+                f"{self.name} answers with shape {list(first.shape)} for inputs of shape {list(b.mask.shape)}: "
+                "return a scalar, or an unreduced [B, T] or [B]."
+            )
+        return first.reshape(()), "scalar", wrapped
+
+    def _tensor(self, got: Any) -> tuple[Tensor, bool]:
+        """The loss in an answer, and whether it was wrapped in something."""
+        if isinstance(got, Tensor):
+            return got, False
+        name = f"{self.name} answers with"
+        first = got.get("loss") if isinstance(got, dict) else getattr(got, "loss", None)
+        if not isinstance(first, Tensor) and isinstance(got, tuple | list) and got:
+            first = got[0]
+            if isinstance(first, Tensor) and any(isinstance(x, Tensor) and x.requires_grad for x in got[1:]):
+                which = "upref cannot tell which of its tensors with a gradient is the loss"
+                raise InputError(f"{name} a {type(got).__name__} of {len(got)}: {which}. {_RETURN}")
+        if not isinstance(first, Tensor):
+            raise InputError(f"{name} {type(got).__name__}, not a tensor: return the loss itself. {_RETURN}")
+        return first, True
+
+    def outcome(
+        self, b: Rollouts, ranks: int = 1, wanting: tuple[str, ...] | None = None, **moved
+    ) -> tuple[Outcome, Tensor]:
+        """What a call did, and dJ/dlp.
+
+        wanting: log_prob is computed from a leaf, as by a network, and so are these roles; by default it is the leaf.
+        """
+        x = b.logp.detach().clone().requires_grad_()
+        full = self.inputs(b, x, ranks)
+        if wanting is not None:
+            full |= {"logp": x * 1} | {k: full[k].requires_grad_() * 1 for k in wanting}
+        done = self.run(full, b, **moved)
+        if wanting is not None and x.grad is not None:  # it called .backward() itself
+            return replace(done, value=done.value.detach()), -x.grad
+        if not done.attached:
+            return done, torch.zeros_like(x)
+        backward = lambda: torch.autograd.grad(done.value, x, allow_unused=True)
+        (g,), printed = called(f"the backward pass of {self.name}", backward)
+        done = replace(done, value=done.value.detach(), printed=done.printed or printed)
+        return done, torch.zeros_like(x) if g is None else 0 - _plain(g)
+
+    def both(self, b: Rollouts, ranks: int = 1, **moved) -> tuple[Tensor, Tensor]:
+        """(value, dJ/dlp)."""
+        done, g = self.outcome(b, ranks, **moved)
+        return done.value, g
+
+    def gradient(self, b: Rollouts, ranks: int = 1, **moved) -> Tensor:
+        return self.outcome(b, ranks, **moved)[1]
+
+    def __call__(self, b: Rollouts, **moved) -> Tensor:
+        x = b.logp.detach().clone().requires_grad_()
+        return self.run(self.inputs(b, x), b, **moved).value.detach()
+
+
+class _Stepped(torch.autograd.Function):
+    """value, n, *inputs, *their gradients: the value, with those gradients, of a loss that went back itself."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor, n: int, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs[n:])
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, g: Tensor):
+        return None, None, *(g * x for x in ctx.saved_tensors), *(None for _ in ctx.saved_tensors)
+
+
+_RETURN = (
+    "Check a wrapper: `def loss(log_prob, old_log_prob, advantages, mask): return f(...)[i]` with the place or key of "
+    "the loss for i."
+)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Of a subclass, whose comparisons may be its own, the tensor."""
+    return x if type(x) is Tensor or type(x) is torch.nn.Parameter else x.as_subclass(Tensor)
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and torch.equal(x.nan_to_num(nan=12345.0), y.detach().nan_to_num(nan=12345.0))

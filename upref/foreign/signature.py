@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which argument of anybody's function is what: by name where names say it, by position where none does."""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from upref.errors import InputError
+from upref.foreign.guard import said
+from upref.foreign.names import CALLED, may_be_old, not_given
+
+SETTINGS = bool | int | float | str  # a default of these says that an argument is no tensor,
+COUNTED = ("ranks", "n")  # unless it is a count
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was read off a signature."""
+
+    roles: dict[str, str]  # argument -> role
+    placed: frozenset[str]  # of these, the arguments read by position
+    own: dict[str, inspect.Parameter]  # the other arguments: its settings
+    positional: tuple[str, ...]  # arguments that can only be passed by position, in order
+    swallows: bool  # it has **kwargs
+    star: tuple[str, ...] = ()  # roles that go into *args, in order
+    left: tuple[str, ...] = ()  # arguments with a default, of a role that another must be given
+
+    def __str__(self) -> str:
+        """Empty where every argument is called as upref calls it."""
+        if self.star:
+            return f"*args -> {', '.join(CALLED[r] for r in self.star)}, by position"
+        how = {p: ", by position" if p in self.placed else "" for p in self.roles}
+        return "; ".join(f"{p} -> {CALLED[r]}{how[p]}" for p, r in self.roles.items() if p != CALLED[r])
+
+    def call(self, fn: Callable, full: dict[str, Any], settings: dict[str, Any]) -> Any:
+        """fn on the inputs by role, with these settings by name."""
+        if self.star:
+            return fn(*(full[r] for r in self.star), **settings)
+        given = {p: full[r] for p, r in self.roles.items()} | settings
+        placed = [given.pop(p) for p in self.positional if p in given]
+        return fn(*placed, **given)
+
+    @property
+    def needed(self) -> list[str]:
+        """Settings without a default."""
+        return [p.name for p in self.own.values() if p.default is p.empty]
+
+
+def parameters(fn: Callable) -> list[inspect.Parameter]:
+    """Of a function, a method, a partial, an instance with __call__, a module with forward; [] for a builtin.
+
+    A keyword that a partial has bound is an argument no more.
+    """
+    try:
+        f = fn.forward if hasattr(fn, "forward") and hasattr(fn, "register_buffer") else fn
+        bound = getattr(f, "keywords", None) or {}
+        return [p for p in inspect.signature(f).parameters.values() if p.name not in bound or p.kind is p.VAR_KEYWORD]
+    except ValueError:  # a builtin does not say
+        return []
+    except Exception as e:  # what anybody's __getattr__ or __signature__ does
+        raise InputError(
+            f"the arguments of a {type(fn).__name__} cannot be read ({type(e).__name__}: {said(e)}). Check a wrapper: "
+            "`def loss(log_prob, old_log_prob, advantages, mask): return f(...)`."
+        ) from e
+
+
+def read(fn: Callable, name: str, role: Callable[[str], str], main: Sequence[str]) -> Reading:
+    """Which argument has which role; `main` are the roles that it must have, in the order of upref's own signature.
+
+    By name, by the rule `role`. Where no name says anything the first arguments are `main`, in that order; where all
+    but one are named, the one left is the role left. Everything else is refused in one sentence.
+    """
+    every = parameters(fn)
+    plain = [p for p in every if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    swallows = any(p.kind is p.VAR_KEYWORD for p in every)
+    if not plain:
+        if not every or any(p.kind is p.VAR_POSITIONAL for p in every):
+            return Reading({}, frozenset(), {}, (), swallows, tuple(main))
+        raise InputError(f"{_shown(name, every)} names none of its arguments. {_wrapper(name, main)}")
+    counted = (*COUNTED, "parts") if any(role(p.name) == "totals" for p in plain) else COUNTED
+    told = lambda p, r: r in counted or not isinstance(p.default, SETTINGS)
+    roles = {p.name: r for p in plain if (r := role(p.name)) and told(p, r)}
+    must = {(p.name, roles[p.name]) for p in plain if p.name in roles and p.default is p.empty}
+    left = tuple(p for p, r in roles.items() if r in main and (p, r) not in must and r in {r for _, r in must})
+    roles = {p: r for p, r in roles.items() if p not in left}  # `rollout_log_probs=None` beside old_log_prob
+    twice = [p for p in roles if list(roles.values()).count(roles[p]) > 1]
+    if twice and roles[twice[0]] in main:
+        raise InputError(
+            f"{_shown(name, every)}: upref cannot tell which of {' and '.join(twice)} is {CALLED[roles[twice[0]]]}. "
+            + _wrapper(name, main)
+        )
+    missing = [r for r in main if r not in roles.values()]
+    free = [p for p in plain if p.name not in roles and p.default is p.empty and p.kind is not p.KEYWORD_ONLY]
+    placed: list[tuple[str, str]] = []
+    if missing:
+        if odd := [p.name for p in free if not_given(p.name)]:
+            raise InputError(f"{_shown(name, every)}: {odd[0]} is nothing that upref gives. {_wrapper(name, main)}")
+        one = len(missing) == len(free) == 1 and (missing[0] != "logp_old" or may_be_old(free[0].name))
+        if one or (len(missing) == len(main) and len(free) >= len(main)):
+            placed = list(zip((p.name for p in free), missing, strict=False))
+        else:
+            which = " and which ".join(CALLED[r] for r in missing)
+            said = f"{_shown(name, every)}: upref cannot tell which argument is {which}."
+            raise InputError(f"{said} {_wrapper(name, main)}")
+    roles |= dict(placed)
+    ordered = {p.name: roles[p.name] for p in plain if p.name in roles}
+    own = {p.name: p for p in plain if p.name not in roles}
+    only = tuple(p.name for p in plain if p.kind is p.POSITIONAL_ONLY)
+    if _passes_on(fn, ordered):  # in order, up to the first argument that is not handed over
+        only = tuple(takewhile(ordered.__contains__, (p.name for p in plain if p.kind is not p.KEYWORD_ONLY)))
+    return Reading(ordered, frozenset(p for p, _ in placed), own, only, swallows, left=left)
+
+
+def _passes_on(fn: Callable, names: Iterable[str]) -> bool:
+    """Whether it is wrapped in a function that hands on what it gets by position, and does not know all these names."""
+    try:
+        outer = inspect.signature(fn, follow_wrapped=False).parameters
+    except (TypeError, ValueError):
+        return False
+    return any(p.kind is p.VAR_POSITIONAL for p in outer.values()) and not all(n in outer for n in names)
+
+
+def _shown(name: str, every: Sequence[inspect.Parameter]) -> str:
+    stars = lambda p: "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
+    return f"{name}({', '.join(stars(p) + p.name for p in every)})"
+
+
+def _wrapper(name: str, main: Sequence[str]) -> str:
+    called = ", ".join(CALLED[r] for r in main)
+    inner = name.rpartition(":")[2].rpartition(".")[2] or "f"
+    return f"Name them {called}, or check a wrapper: `def loss({called}): return {inner}(...)`."

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AReaL's policy losses as the audit holds them against the papers, and why they differ."""
+
+import dataclasses
+import importlib
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref import kl
+from upref.audits.compare import Comparison
+from upref.audits.components import Part
+from upref.audits.framework import Framework
+from upref.audits.isolated.pin import Pin
+from upref.verify.faults import GROUPS, aggregated, with_hp
+
+PIN = Pin(
+    packages=("areal==1.0.4", "colorlog==6.9.0"),
+    files={
+        "areal/utils/functional/functional.py": "941a88c0c6a082625b075196f433cb33",
+        "areal/utils/data.py": "c4d74b9b28a773a6599e27484272bf41",
+    },
+    shells=("areal", "areal.api", "areal.engine", "areal.engine.fsdp_utils", "areal.infra", "areal.utils",
+            "areal.utils.functional"),
+    stubs=("areal.infra.platforms", "uvloop", "yaml", "hydra", "omegaconf", "einops", "torchdata", "transformers",
+           "ray", "requests", "numba"),
+    decorators=("ray.remote", "numba.njit", "uvloop.install"),
+)  # fmt: skip
+READ = {
+    "ppo_actor_loss_fn": ("eps_clip", "eps_clip_higher", "c_clip", "importance_sampling_level"),
+    "sapo_loss_fn": ("sapo_tau_pos", "sapo_tau_neg", "importance_sampling_level"),
+}
+
+
+def _functional() -> Any:
+    return importlib.import_module("areal.utils.functional.functional")
+
+
+def _data() -> Any:
+    return importlib.import_module("areal.utils.data")
+
+
+def _modes() -> list[str]:
+    """The functions that take advantages and are called losses."""
+    found = [(n, f) for n, f in vars(_functional()).items() if n.endswith("_loss_fn")]
+    return [n for n, f in found if "advantages" in inspect.signature(f).parameters]
+
+
+def _defaults(mode: str) -> dict[str, Any]:
+    fields = dataclasses.fields(importlib.import_module("areal.api.cli_args").PPOActorConfig)
+    return {f.name: f.default for f in fields if f.name in READ[mode]}
+
+
+def _plain(mode: str, config: dict[str, Any]):
+    settings = {k.removeprefix("sapo_"): v for k, v in config.items()}
+
+    def loss(log_prob, old_log_prob, advantages, mask, totals) -> Tensor:
+        f = getattr(_functional(), mode)
+        proximal = {"proximal_logprobs": old_log_prob} if mode == "ppo_actor_loss_fn" else {}
+        value, _ = f(log_prob, old_logprobs=old_log_prob, advantages=advantages, loss_mask=mask, **settings, **proximal)
+        return value * mask.sum() / totals.tokens  # the engine's loss_weight_fn
+
+    return loss
+
+
+SEQUENCE = {"importance_sampling_level": "sequence"}
+TOKENS = aggregated("token-mean")
+COMPARISONS = (
+    Comparison("default", "ppo_actor_loss_fn", {}, "ppo_clip", {}),
+    Comparison("default", "ppo_actor_loss_fn", SEQUENCE, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2), TOKENS)),
+    Comparison("paper", "ppo_actor_loss_fn", {}, "grpo", {}, (TOKENS,)),
+    Comparison("paper", "ppo_actor_loss_fn", {"eps_clip_higher": 0.28}, "dapo", {}, (GROUPS,)),
+    Comparison("paper", "ppo_actor_loss_fn", {"eps_clip_higher": 0.28, "c_clip": 10.0}, "dapo", {"c": 10.0}, (GROUPS,)),
+    Comparison("paper", "ppo_actor_loss_fn", SEQUENCE | {"eps_clip": 3e-4, "eps_clip_higher": 4e-4}, "gspo", {}, (
+        TOKENS,)),
+    Comparison("paper", "sapo_loss_fn", {}, "sapo", {}, (TOKENS,)),
+)  # fmt: skip
+
+
+def _normalized(**config: Any):
+    def found(rewards: Tensor, group: Tensor) -> Tensor:
+        size = int(torch.bincount(group)[0])
+        made = importlib.import_module("areal.api.cli_args").NormConfig(group_size=size, **config)
+        return _data().Normalization(made)(rewards)
+
+    return found
+
+
+def _kl(name: str, clamp: bool):
+    return lambda lp, ref: _data().KLEstimator(name, clamp)(lp, ref)
+
+
+def _far(f):
+    """Clamped to ±10."""
+    return lambda lp, ref: f(lp, ref).clamp(-10, 10)
+
+
+def _parts() -> tuple[Part, ...]:
+    groups = ("uneven", "one")  # groups are of one size
+    clamp = lambda name: (("clamped to ±10", _far(kl.ESTIMATORS[name])),)
+    return (
+        Part("advantages", "group, group", _normalized(mean_level="group", std_level="group"), "group_norm",
+             {"eps": 1e-5}, leaves_out=groups, tol=1e-5),
+        Part("advantages", "group, none", _normalized(mean_level="group", std_level=None), "group_mean",
+             leaves_out=groups, tol=1e-6),
+        Part("advantages", "leave one out", _normalized(mean_level="group", mean_leave1out=True, std_level=None),
+             "leave_one_out", leaves_out=groups, tol=1e-6),
+        Part("advantages", "batch", _normalized(), "whiten", {"ddof": 1, "eps": 1e-5}, leaves_out=groups, tol=1e-5),
+        Part("kl", "k1", _kl("k1", True), "k1", reasons=clamp("k1"), tol=1e-5),
+        Part("kl", "k2", _kl("k2", True), "k2", reasons=clamp("k2"), tol=1e-5),
+        Part("kl", "k3", _kl("k3", True), "k3", reasons=clamp("k3"), tol=1e-5),
+    )  # fmt: skip
+
+
+AREAL = Framework(
+    "areal",
+    pin=PIN,
+    modes=_modes,
+    defaults=_defaults,
+    plain=_plain,
+    comparisons=COMPARISONS,
+    parts=_parts,
+    out_of_scope={},
+    remarks=lambda: [
+        "Micro-batches count by their tokens, as the engine's loss_weight_fn has it. The KL term (kl_ctl = 0.1, k1, in "
+        "float32) is a part of the reward, and not of these losses.",
+        "Not covered: packed sequences, the decoupled loss and its rejection sampling, M2PO's mask, distillation.",
+    ],
+)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Liger-Kernel's chunked GRPO loss as the audit holds it against the papers, and why it differs."""
+
+import importlib
+import inspect
+import re
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from upref.audits.compare import Comparison
+from upref.audits.components import Part
+from upref.audits.framework import Framework
+from upref.audits.isolated.pin import Pin
+from upref.audits.usual import BY_TOKENS, LUSPO, MICRO_MEAN, capped
+from upref.ops import exp, minimum
+from upref.rollouts import Rollouts, per_response
+from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
+
+PIN = Pin(
+    packages=("liger-kernel==0.8.5",),
+    files={
+        "liger_kernel/chunked_loss/grpo_loss.py": "b4ea24c05ac63f9981de71d0d9310876",
+        "liger_kernel/chunked_loss/fused_linear_ppo.py": "0daa930fb2967cec318f543b5137b009",
+    },
+    root="src",
+    shells=("liger_kernel", "liger_kernel.chunked_loss"),
+)
+COUNTED = ("dapo", "cispo", "vespo")  # these read num_items_in_batch
+
+
+def _grpo() -> Any:
+    return importlib.import_module("liger_kernel.chunked_loss.grpo_loss")
+
+
+def _modes() -> list[str]:
+    """What ppo_loss_fn compares loss_type with, read off its source."""
+    source = inspect.getsource(_grpo().LigerFusedLinearGRPOFunction.ppo_loss_fn)
+    tests = re.findall(r'loss_type (?:==|in) ("\w+"|\([^)]*\))', source)
+    return sorted({name for test in tests for name in re.findall(r'"(\w+)"', test)})
+
+
+def _defaults(mode: str) -> dict[str, Any]:
+    """The arguments of the module that users construct."""
+    signature = inspect.signature(_grpo().LigerFusedLinearGRPOLoss.__init__).parameters
+    return {k: p.default for k, p in signature.items() if k not in ("self", "loss_type")}
+
+
+ELSEWHERE = ("compiled", "use_ref_model", "chunk_size", "temperature")  # not of the loss on log-probabilities
+
+
+def _plain(mode: str, config: dict[str, Any]):
+    settings = {k: v for k, v in config.items() if k not in ELSEWHERE}
+
+    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, totals, num_micro_batches) -> Tensor:
+        counted = {"num_items_in_batch": int(totals.tokens)} if mode in COUNTED else {}
+        value, _ = _grpo().LigerFusedLinearGRPOFunction.ppo_loss_fn(
+            log_prob, mask, advantages, mask,
+            ref_per_token_logps=ref_log_prob, old_per_token_logps=old_log_prob, loss_type=mode, **settings, **counted,
+        )  # fmt: skip
+        return value if mode in COUNTED else value / num_micro_batches
+
+    return loss
+
+
+def _capped(cap: float) -> Slip:
+    return Slip(f"epsilon_high is the cap itself: every weight is at most {cap:g}", "objective", objective=capped(cap))
+
+
+def _masked_too(b: Rollouts) -> Tensor:
+    """What luspo's tokens in masked slots add; its other slips then scale it."""
+    r, A = exp(b.logp - b.logp_old), per_response(b.adv, b.mask)[:, None]
+    return torch.where(b.mask, 0, minimum(r * A, r.clamp(0.8, 1.2) * A)).sum() / b.mask.sum()
+
+
+NO_KL = {"beta": 0.0}  # its default is 0.04, and few papers have the term
+BETA = with_hp(beta=0.04)
+F32 = Slip("1.05 held in float32", "rounding", hp={"tau_neg": float(np.float32(1.05))})
+CLIP = with_hp(eps_low=0.2, eps_high=0.2)
+GSPO = {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
+VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
+WIDTH = Slip("divided by the padded width", "aggregation",
+             scale=lambda b: b.mask.sum(1, keepdim=True) / b.mask.shape[1])  # fmt: skip
+COMPARISONS = (
+    Comparison("default", "grpo", {}, "grpo", {}, (BETA,)),
+    Comparison("default", "dapo", NO_KL, "dapo", {}, (with_hp(eps_high=0.2), GROUPS)),
+    Comparison("default", "bnpo", NO_KL, "ppo_clip", {}),
+    Comparison("default", "dr_grpo", NO_KL | {"max_completion_length": 512}, "dr_grpo", {}, (
+        Slip("divided by max_completion_length = 512", "aggregation", scale=lambda b: 1 / 512),)),
+    Comparison("default", "cispo", NO_KL, "cispo", {}, (_capped(0.2), GROUPS)),
+    Comparison("default", "sapo", NO_KL, "sapo", {}, (F32,)),
+    Comparison("default", "vespo", NO_KL, "vespo", {}, (BY_TOKENS,)),
+    Comparison("default", "dapo", NO_KL | {"importance_sampling_level": "sequence"}, "gspo", {}, (
+        CLIP, aggregated("token-mean"))),
+    Comparison("default", "luspo", NO_KL, "gspo", {}, (
+        Slip("the ratio of each token (importance_sampling_level), eps = 0.2", "objective",
+             objective="ppo_clip", hp={"eps": 0.2}), LUSPO, WIDTH, Slip(
+            "masked slots have a gradient", "term", term=_masked_too))),
+    Comparison("paper", "grpo", {"beta": 0.04}, "grpo", {"beta": 0.04}),
+    Comparison("paper", "grpo", NO_KL | GSPO, "gspo", {}),
+    Comparison("paper", "dapo", NO_KL | {"epsilon_high": 0.28}, "dapo", {}, (GROUPS,)),
+    Comparison("paper", "dapo", NO_KL | {"epsilon_high": 0.28, "delta": 10.0}, "dapo", {"c": 10.0}, (GROUPS,)),
+    Comparison("paper", "bnpo", NO_KL, "ppo_clip", {}),
+    Comparison("paper", "dr_grpo", NO_KL | {"max_completion_length": 1}, "dr_grpo", {}),
+    Comparison("paper", "cispo", NO_KL | {"epsilon_high": 5.0}, "cispo", {}, (GROUPS,)),
+    Comparison("paper", "sapo", NO_KL, "sapo", {}, (F32,)),
+    Comparison("paper", "vespo", NO_KL | VESPO, "vespo", {}, (BY_TOKENS,)),
+    Comparison("paper", "luspo", NO_KL | GSPO, "gspo", {}, (LUSPO,)),
+)  # fmt: skip
+
+
+def _fused(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """The chunked selective log-softmax of hidden states by the identity: logits are the hidden states."""
+    base = importlib.import_module("liger_kernel.chunked_loss.fused_linear_ppo").LigerFusedLinearPPOBase
+    return base.chunk_forward(z, torch.eye(z.shape[-1], dtype=z.dtype), tokens, temperature=temperature)
+
+
+def _parts() -> tuple[Part, ...]:
+    k3 = lambda lp, ref: _grpo().k3_loss_fn(ref, lp)
+    return (
+        Part("kl", "k3_loss_fn", k3, "k3"),
+        Part("logprobs", "chunk_forward", _fused, "token_log_probs", tol=1e-4),
+    )
+
+
+LIGER = Framework(
+    "liger",
+    pin=PIN,
+    modes=_modes,
+    defaults=_defaults,
+    plain=_plain,
+    one_adv=True,
+    comparisons=COMPARISONS,
+    parts=_parts,
+    split_reasons={"bnpo": MICRO_MEAN},
+    out_of_scope={},
+    remarks=lambda: [
+        "Micro-batches as TRL's Liger path had it: the loss of each is divided by their number, but for dapo, cispo "
+        "and vespo, which are given num_items_in_batch.",
+        "chunk_forward computes in float32: compared to 1e-4.",
+        "Not covered: several ranks, the Triton kernels, torch.compile, vLLM's correction weights.",
+    ],
+)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""open-instruct's policy losses as the audit holds them against the papers, and why they differ."""
+
+import dataclasses
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.aggregation import aggregate
+from upref.audits.compare import Comparison
+from upref.audits.components import Part
+from upref.audits.framework import Framework
+from upref.audits.isolated.pin import Pin
+from upref.kl import k3
+from upref.rollouts import Rollouts
+from upref.verify.faults import GROUPS, Slip, with_hp
+
+PIN = Pin(
+    packages=(),
+    repository="https://github.com/allenai/open-instruct",
+    commit="e6c3044aa6201c8bfa4573c1b03142af599e730d",
+    files={
+        "open_instruct/grpo_utils.py": "dcadf2c3ce4d3b70e0f113942a00226e",
+        "open_instruct/model_utils.py": "ea12a42c088812498dd29f152c061ac3",
+    },
+    shells=("open_instruct",),
+    stubs=(
+        "open_instruct.data_loader", "open_instruct.data_types", "open_instruct.logger_utils",
+        "open_instruct.olmo_core_utils", "open_instruct.utils", "open_instruct.ground_truth_utils", "pandas", "ray",
+        "wandb", "datasets", "transformers", "accelerate", "deepspeed", "huggingface_hub", "olmo_core",
+    ),
+    env={"TORCHDYNAMO_DISABLE": "1"},  # log_softmax_and_gather is compiled: the plain function is audited
+    decorators=("open_instruct.logger_utils.setup_logger", "ray.remote", "open_instruct.utils.retry_on_exception"),
+)  # fmt: skip
+READ = ("beta", "clip_lower", "clip_higher", "kl_estimator", "loss_denominator", "loss_fn", "load_ref_policy")
+
+
+def _utils() -> Any:
+    return importlib.import_module("open_instruct.grpo_utils")
+
+
+def _defaults(mode: str) -> dict[str, Any]:
+    fields = {f.name: f.default for f in dataclasses.fields(_utils().GRPOExperimentConfig)}
+    return {k: fields[k] for k in READ if k != "loss_fn"}
+
+
+def _plain(mode: str, config: dict[str, Any]):
+    settings = SimpleNamespace(**config, loss_fn=mode)
+
+    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
+        """As grpo_fast.py has it; its denominator is of the whole batch."""
+        ref = ref_log_prob if config["load_ref_policy"] else None
+        ratio = torch.exp(log_prob - old_log_prob)
+        terms, _, kl = _utils().compute_grpo_loss(log_prob, ratio, advantages, ref, settings, torch.ones_like(ratio))
+        by = totals.tokens if config["loss_denominator"] == "token" else float(config["loss_denominator"])
+        return _utils().masked_mean(terms + config["beta"] * kl, mask, None, by)
+
+    return loss
+
+
+def _kl_term(b: Rollouts) -> Tensor:
+    assert b.logp_ref is not None
+    return -0.05 * aggregate(k3(b.logp, b.logp_ref), b.mask, "token-mean")
+
+
+NO_KL = {"load_ref_policy": False}
+KL = Slip("a KL term, k3 with beta = 0.05, is on by default", "term", term=_kl_term)
+HIGH = with_hp(eps_high=0.272)
+COMPARISONS = (
+    Comparison("default", "dapo", {}, "dapo", {}, (HIGH, GROUPS, KL)),
+    Comparison("default", "cispo", NO_KL, "cispo", {}, (HIGH, GROUPS)),
+    Comparison("paper", "dapo", NO_KL | {"clip_higher": 0.28}, "dapo", {}, (GROUPS,)),
+    Comparison("paper", "dapo", NO_KL | {"clip_higher": 0.2}, "ppo_clip", {}),
+    Comparison("paper", "cispo", NO_KL | {"clip_higher": 4.0}, "cispo", {}, (GROUPS,)),
+)
+
+
+def _kl(i: int):
+    def found(lp: Tensor, ref: Tensor) -> Tensor:
+        return importlib.import_module("open_instruct.model_utils").estimate_kl(lp - ref, torch.ones_like(lp))[i]
+
+    return found
+
+
+def _log_probs(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    return importlib.import_module("open_instruct.model_utils").log_softmax_and_gather(z / temperature, tokens)
+
+
+OPEN_INSTRUCT = Framework(
+    "open_instruct",
+    pin=PIN,
+    modes=lambda: [str(m) for m in _utils().GRPOLossType],
+    defaults=_defaults,
+    plain=_plain,
+    comparisons=COMPARISONS,
+    parts=lambda: (
+        Part("kl", "kl_estimator 0", _kl(0), "k1"),
+        Part("kl", "kl_estimator 1", _kl(1), "k2"),
+        Part("kl", "kl_estimator 2", _kl(2), "k3"),
+        Part("logprobs", "log_softmax_and_gather", _log_probs, "token_log_probs"),
+    ),
+    out_of_scope={},
+    remarks=lambda: [
+        "The sum is divided by the tokens of the whole batch, or by a constant (loss_denominator).",
+        "Not covered: several ranks, the correction for the sampler (use_rho_correction, on by default: its weights "
+        "are 1 where sampler and trainer agree), advantages (its data loader wants datasets and ray).",
+    ],
+)

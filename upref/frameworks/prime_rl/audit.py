@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""prime-rl's policy losses as the audit holds them against the papers, and why they differ."""
+
+import ast
+import importlib
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from upref.aggregation import aggregate
+from upref.audits.compare import Comparison
+from upref.audits.framework import Framework
+from upref.audits.isolated.pin import Pin
+from upref.ops import exp, where
+from upref.registry import get
+from upref.rollouts import Rollouts
+from upref.verify.faults import Slip, aggregated, with_hp
+
+CONFIGS = "../packages/prime-rl-configs/src/prime_rl/configs/trainer.py"
+PIN = Pin(
+    packages=("beartype==0.22.9",),
+    repository="https://github.com/PrimeIntellect-ai/prime-rl",
+    commit="559b44772e471d1538537b8805cc77f3824a5e64",
+    files={
+        "prime_rl/trainer/rl/loss.py": "102b14539a2aa7e4b807967f9c9caeaa",
+        "../packages/prime-rl-configs/src/prime_rl/configs/trainer.py": "8e9dfae7baf22c7eecd0238ddde47f2f",
+    },
+    root="src",
+    shells=("prime_rl", "prime_rl.trainer", "prime_rl.trainer.rl"),
+    stubs=("prime_rl.configs", "prime_rl.utils"),
+    env={"TORCHDYNAMO_DISABLE": "1"},
+)
+CLASSES = {"default": "DefaultLossConfig", "ipo": "IPOLossConfig"}
+
+
+def _losses() -> Any:
+    return importlib.import_module("prime_rl.trainer.rl.loss")
+
+
+def _configs() -> dict[str, dict[str, Any]]:
+    """The fields of each loss's config class with their defaults, read off its source: the class wants pydantic."""
+    spec = importlib.util.find_spec("prime_rl.trainer.rl.loss")
+    assert spec is not None and spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parents[3] / CONFIGS).read_text(encoding="utf-8"))
+    found: dict[str, dict[str, Any]] = {}
+    for c in (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name.endswith("LossConfig")):
+        fields = [
+            (f.target.id, f.value) for f in c.body if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)
+        ]
+        named = {k: v.args[0] if isinstance(v, ast.Call) and v.args else v for k, v in fields}
+        values = {k: v.value for k, v in named.items() if isinstance(v, ast.Constant)}
+        found[str(values.pop("type"))] = values
+    return found
+
+
+def _plain(mode: str, config: dict[str, Any]):
+    settings = SimpleNamespace(**config)
+
+    def loss(log_prob, old_log_prob, advantages, mask, totals) -> Tensor:
+        """As compute_loss has it: packed sequences, each on its own, over the tokens of the batch."""
+        f = getattr(_losses(), f"{mode}_loss_fn")
+        none = [None] * len(mask)
+        value, _ = _losses().compute_loss(
+            list(log_prob), list(old_log_prob), none, list(advantages), list(mask), none, none, none,
+            lambda inputs: f(inputs, settings), totals.tokens, 1, 1,
+        )  # fmt: skip
+        return value
+
+    return loss
+
+
+def _squared(tau: float) -> Slip:
+    def term(b: Rollouts) -> Tensor:
+        log_r = b.logp - b.logp_old  # by the promised aggregation: the slip before it changes the term's, too
+        return -tau * aggregate(log_r**2, b.mask, "seq-mean-token-sum")
+
+    return Slip(f"a penalty of {tau:g} (log r)² is added, of tokens out of the region too", "term", term=term)
+
+
+def _ipo(lp, lp_old, A):
+    return where(abs(exp(lp) - exp(lp_old)) <= 0.1, exp(lp - lp_old) * A, 0 * lp)
+
+
+TOKENS, PENALTY = aggregated("token-mean"), _squared(1e-3)
+SYMMETRIC = Slip(
+    "both signs are masked on both sides, where π_θ moved by more than 0.1", "objective",
+    objective=replace(get("dppo_tv"), name="A r where |π_θ - μ| <= 0.1", fn=_ipo, defaults={},
+                      closed_form=lambda r, A, mu: where(abs(r * mu - mu) <= 0.1, A * r, 0 * r)),
+)  # fmt: skip
+COMPARISONS = (
+    Comparison("default", "default", {}, "dppo_tv", {}, (with_hp(delta=0.2), TOKENS, PENALTY)),
+    Comparison("default", "ipo", {}, "dppo_tv", {}, (SYMMETRIC, TOKENS, PENALTY)),
+    Comparison("paper", "default", {"dppo_mask_low": 0.15, "dppo_mask_high": 0.15, "kl_tau": 0.0}, "dppo_tv", {}, (
+        TOKENS,)),
+    Comparison("paper", "ipo", {"kl_tau": 0.0}, "dppo_tv", {}, (SYMMETRIC, TOKENS)),
+)  # fmt: skip
+
+
+PRIME_RL = Framework(
+    "prime_rl",
+    pin=PIN,
+    modes=lambda: list(_configs()),
+    defaults=lambda mode: _configs()[mode],
+    plain=_plain,
+    comparisons=COMPARISONS,
+    out_of_scope={"custom": "the user's own function"},
+    remarks=lambda: [
+        "compute_loss divides by rl_scale, the trained tokens of all micro-batches and ranks. The ratio is to the "
+        "sampler.",
+        "Not covered: the reference-KL and cross-entropy components, advantages (they are of its environments).",
+    ],
+)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""slime's policy losses as the audit holds them against the papers, and why they differ."""
+
+import ast
+import importlib
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.aggregation import aggregate
+from upref.audits.compare import Comparison
+from upref.audits.components import Part
+from upref.audits.framework import Framework
+from upref.audits.isolated.pin import Pin
+from upref.audits.usual import CLAMP_K3
+from upref.kl import k1
+from upref.rollouts import Rollouts
+from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
+
+PIN = Pin(
+    packages=(),
+    repository="https://github.com/THUDM/slime",
+    commit="624b824a898ab0ec1fcb4d373004c7f3852bf515",
+    files={
+        "slime/utils/ppo_utils.py": "0f0ad5ee55ceb27ac7160a8665e324a2",
+        "slime/utils/arguments.py": "434f78ffce7829fb23854729f11d9af6",
+    },
+    shells=("slime", "slime.utils", "slime.backends", "slime.backends.megatron_utils"),
+    stubs=("megatron", "transformer_engine"),
+    env={"TORCHDYNAMO_DISABLE": "1"},  # its losses are compiled: the plain functions are audited
+)
+READ = (
+    "--eps-clip", "--eps-clip-high", "--eps-clip-c", "--calculate-per-token-loss", "--use-kl-loss", "--kl-loss-coef",
+    "--kl-loss-type",
+)  # fmt: skip
+
+
+def _ppo() -> Any:
+    return importlib.import_module("slime.utils.ppo_utils")
+
+
+def _arguments() -> dict[str, dict[str, Any]]:
+    """The options of its command line with their literal keywords, read off the source of arguments.py."""
+    spec = importlib.util.find_spec("slime.utils.arguments")
+    assert spec is not None and spec.origin is not None
+    options: dict[str, dict[str, Any]] = {}
+    for node in ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        for word in node.args:
+            if isinstance(word, ast.Constant) and str(word.value).startswith("--"):
+                literal = {k.arg or "": ast.literal_eval(k.value) for k in node.keywords if _is_literal(k.value)}
+                options.setdefault(str(word.value), literal)
+    return options
+
+
+def _is_literal(node: ast.expr) -> bool:
+    return all(
+        isinstance(n, ast.Constant | ast.List | ast.Tuple | ast.Load | ast.UnaryOp | ast.USub) for n in ast.walk(node)
+    )
+
+
+def _modes() -> list[str]:
+    return list(_arguments()["--advantage-estimator"]["choices"])
+
+
+def _defaults(mode: str) -> dict[str, Any]:
+    known = _arguments()
+    off = lambda o: False if o.get("action") == "store_true" else None
+    return {name.strip("-").replace("-", "_"): known[name].get("default", off(known[name])) for name in READ}
+
+
+def _plain(mode: str, config: dict[str, Any]):
+    eps, high, c = config["eps_clip"], config["eps_clip_high"], config["eps_clip_c"]
+    high = eps if high is None else high  # as its arguments are validated
+
+    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
+        """As policy_loss_function has it: sequences one after the other, each without its padding."""
+        u, per_token = _ppo(), config["calculate_per_token_loss"]
+        rows = lambda x: [r[: _length(m)] for r, m in zip(x, mask, strict=True)]
+        lp, old, masks = rows(log_prob), rows(old_log_prob), rows(mask)
+        kl = u.compute_gspo_kl(lp, old, lp, masks) if mode == "gspo" else torch.cat(old) - torch.cat(lp)
+        A, x = torch.cat(rows(advantages)), torch.cat(lp)
+        terms = (
+            u.compute_cispo_loss(kl, x, A, eps, high) if mode == "cispo" else u.compute_policy_loss(kl, A, eps, high, c)
+        )
+        lengths = [len(r) for r in lp]
+        reduced = _reducer()(lengths, lengths, masks, calculate_per_token_loss=per_token)
+        value = reduced(terms[0])
+        if config["use_kl_loss"]:
+            kls = u.compute_approx_kl(x, torch.cat(rows(ref_log_prob)), config["kl_loss_type"])
+            value = value + config["kl_loss_coef"] * reduced(kls)
+        return value / (totals.tokens if per_token else totals.sequences)
+
+    return loss
+
+
+def _reducer() -> Any:
+    cp = importlib.import_module("slime.backends.megatron_utils.cp_utils")
+    vars(cp)["mpu"] = SimpleNamespace(get_context_parallel_world_size=lambda: 1)  # which is so: one process
+    return cp.get_sum_of_sample_mean
+
+
+def _length(mask: Tensor) -> int:
+    """Up to the last token that counts."""
+    return int(mask.nonzero().max()) + 1
+
+
+def _k1(b: Rollouts) -> Tensor:
+    assert b.logp_ref is not None
+    return -BETA * aggregate(k1(b.logp, b.logp_ref), b.mask, "seq-mean-token-mean")
+
+
+BETA = 0.04
+TOKENS = {"calculate_per_token_loss": True}
+MEANS = aggregated("seq-mean-token-mean")
+KL = {"use_kl_loss": True, "kl_loss_coef": BETA}
+K1 = Slip("the KL term is k1, whose gradient has mean 0", "term", hp={"beta": 0.0}, term=_k1)
+FLOOR = Slip("weights in [0.8, 1.2]: eps_clip is 0.2 for cispo too", "objective", objective="cispo_verl")
+COMPARISONS = (
+    Comparison("default", "grpo", {}, "grpo", {}),
+    Comparison("default", "grpo", KL, "grpo", {"beta": BETA}, (K1,)),
+    Comparison("default", "gspo", {}, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2),)),
+    Comparison("default", "cispo", {}, "cispo", {}, (FLOOR, GROUPS, MEANS)),
+    Comparison("paper", "grpo", {}, "grpo", {}),
+    Comparison("paper", "grpo", KL | {"kl_loss_type": "k3"}, "grpo", {"beta": BETA}),
+    Comparison("paper", "grpo", KL | {"kl_loss_type": "low_var_kl"}, "grpo", {"beta": BETA}, (CLAMP_K3,)),
+    Comparison("paper", "grpo", TOKENS | {"eps_clip_high": 0.28}, "dapo", {}, (GROUPS,)),
+    Comparison("paper", "grpo", TOKENS | {"eps_clip_high": 0.28, "eps_clip_c": 10.0}, "dapo", {"c": 10.0}, (GROUPS,)),
+    Comparison("paper", "gspo", {"eps_clip": 3e-4, "eps_clip_high": 4e-4}, "gspo", {}),
+    Comparison("paper", "cispo", TOKENS | {"eps_clip": 1.0, "eps_clip_high": 4.0}, "cispo", {}, (GROUPS,)),
+)  # fmt: skip
+
+
+def _kl(name: str):
+    return lambda lp, ref: _ppo().compute_approx_kl(lp, ref, name)
+
+
+def _log_probs(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    f = vars(_ppo())["_calculate_log_probs_and_entropy_chunk"]
+    rows = [
+        f(x / temperature, t, None, with_entropy=False, log_prob_keep_mask=None)[0]
+        for x, t in zip(z, tokens, strict=True)
+    ]
+    return torch.stack(rows).squeeze(-1)
+
+
+def _parts() -> tuple[Part, ...]:
+    k3 = importlib.import_module("upref.kl").k3
+    return (
+        Part("kl", "k1", _kl("k1"), "k1", tol=1e-5),
+        Part("kl", "k2", _kl("k2"), "k2", tol=1e-5),
+        Part("kl", "k3", _kl("k3"), "k3", tol=1e-5),
+        Part("kl", "low_var_kl", _kl("low_var_kl"), "k3", tol=1e-5, reasons=(
+            ("clamped to ±10", lambda lp, ref: k3(lp, ref).clamp(-10, 10)),)),
+        Part("logprobs", "vocab-parallel, one rank", _log_probs, "token_log_probs", tol=1e-4),
+    )  # fmt: skip
+
+
+SLIME = Framework(
+    "slime",
+    pin=PIN,
+    modes=_modes,
+    defaults=_defaults,
+    plain=_plain,
+    comparisons=COMPARISONS,
+    parts=_parts,
+    out_of_scope={
+        "reinforce_plus_plus": "an advantage estimator: its loss is grpo's",
+        "reinforce_plus_plus_baseline": "an advantage estimator: its loss is grpo's",
+        "ppo": "an advantage estimator with a critic: its loss is grpo's",
+    },
+    remarks=lambda: [
+        "The losses as policy_loss_function puts them together, on sequences without padding; the sum is divided by "
+        "the responses of the global batch, with --calculate-per-token-loss by its tokens. KL terms are in float32.",
+        "Not covered: context parallelism, OPSM, truncated importance sampling, advantages (they want Megatron), "
+        "compiled code.",
+    ],
+    tol=3e-6,
+)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trinity-RFT's policy losses, advantages and KL terms as the audit holds them against the papers."""
+
+import importlib
+import inspect
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref import kl
+from upref.advantages import get as advantage
+from upref.audits.compare import MICRO, Comparison
+from upref.audits.components import Part
+from upref.audits.framework import Framework
+from upref.audits.isolated.pin import Pin
+from upref.audits.usual import CLAMP
+from upref.objectives.sapo import sapo
+from upref.ops import clip, exp, maximum, minimum, sg, sigmoid, where
+from upref.registry import get
+from upref.rollouts import Rollouts
+from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
+
+PIN = Pin(
+    packages=("trinity-rft==0.6.0", "safetensors==0.8.0"),
+    files={
+        "trinity/algorithm/policy_loss_fn/__init__.py": "7aacc695978ed9e3898c5605b45fef3d",
+        "trinity/algorithm/policy_loss_fn/ppo_policy_loss.py": "a4639bf00a7d88980532f1e1722a26ba",
+        "trinity/algorithm/policy_loss_fn/sapo_policy_loss.py": "40dbf1f4d3fd62a441e948b84c2f281a",
+        "trinity/algorithm/utils.py": "e22fc2abb211fd00e0ff2757f1c75cc0",
+    },
+    shells=("trinity", "trinity.algorithm", "trinity.common", "trinity.buffer", "trinity.utils"),
+    stubs=("ray", "verl", "omegaconf"),
+)
+_module = lambda name: importlib.import_module(f"trinity.algorithm.{name}")
+_losses = lambda: _module("policy_loss_fn").POLICY_LOSS_FN
+
+
+def _defaults(mode: str) -> dict[str, Any]:
+    """The arguments of its class, and over them what its default_args() say, which is what a run without any gets."""
+    cls = _losses().get(mode)
+    own = inspect.signature(cls.__init__).parameters
+    return {k: p.default for k, p in own.items() if k not in ("self", "backend")} | cls.default_args()
+
+
+def _plain(mode: str, config: dict[str, Any]):
+    fn = _losses().get(mode)(backend="verl", **config)
+
+    def loss(log_prob, old_log_prob, advantages, mask) -> Tensor:
+        return fn(logprob=log_prob, old_logprob=old_log_prob, action_mask=mask, advantages=advantages)[0]
+
+    return loss
+
+
+def _token_sums(b: Rollouts) -> Tensor:
+    """The token means of the micro-batches, added up: N over the tokens of the micro-batch a response is in."""
+    share = [(b.mask.sum() / m.mask.sum()).expand(len(m.mask), 1) for m in b.split(MICRO)]
+    return torch.cat(share).to(b.logp)
+
+
+GATE = replace(
+    sapo,
+    name="sapo, the gate a constant weight on log π_θ",
+    fn=lambda lp, lp_old, A, *, tau_pos=1.0, tau_neg=1.05: sg(_gate(exp(lp - lp_old), A, tau_pos, tau_neg)) * A * lp,
+    closed_form=lambda r, A, *, tau_pos, tau_neg: A * _gate(r, A, tau_pos, tau_neg),
+)
+TOKEN = replace(
+    get("topr"),
+    name="topr of each token",
+    level="token",
+    agg="seq-mean-token-sum",
+    fn=lambda lp, lp_old, A: where(A > 0, A * lp, sg(minimum(exp(lp - lp_old), 1)) * A * lp),
+    closed_form=lambda r, A: where(A > 0, A + 0 * r, A * minimum(r, 1)),
+)
+
+
+def _gate(r, A, tau_pos, tau_neg):
+    return where(A > 0, 4 / tau_pos * sigmoid(tau_pos * (r - 1)), 4 / tau_neg * sigmoid(tau_neg * (r - 1)))
+
+
+SOFT = Slip("stop-gradient: the gate is a constant weight on log π_θ", "stop-gradient", objective=GATE,
+            hp={"tau_pos": 1.0, "tau_neg": 1.05})  # fmt: skip
+HALF = Slip("divided by 1 + tau = 2", "aggregation", scale=lambda b: 0.5)
+TOKENS = Slip("the token means of the micro-batches, added up", "batches", scale=_token_sums)
+MEANS = Slip("the means over the micro-batches' responses, added up", "batches", scale=lambda b: float(MICRO))
+SEQ, SUM = {"loss_agg_mode": "seq-mean-token-mean"}, {"loss_agg_mode": "seq-mean-token-sum"}
+WIDE = {"clip_ratio_c": 1e10}  # the dual clip cannot be switched off
+COMPARISONS = (
+    Comparison("default", "ppo", {}, "ppo_clip", {}, (with_hp(c=3.0),)),
+    Comparison("default", "gspo", {}, "gspo", {}),
+    Comparison("default", "cispo", {}, "cispo", {}, (with_hp(eps_high=0.28), GROUPS)),
+    Comparison("default", "sapo", {}, "sapo", {}, (SOFT, aggregated("token-mean"))),
+    Comparison("default", "topr", {}, "topr", {}, (
+        Slip("the ratio of each token, not of the response", "objective", objective=TOKEN), aggregated("token-mean"))),
+    Comparison("default", "opmd", {}, "reinforce_off_policy", {}, (HALF, GROUPS)),
+    Comparison("default", "rec", {}, "reinforce_off_policy", {}, (GROUPS,)),
+    Comparison("default", "importance_sampling", {}, "is_pg", {}, (aggregated("token-mean"), CLAMP)),
+    Comparison("paper", "ppo", WIDE, "ppo_clip", {}, (CLAMP,)),
+    Comparison("paper", "ppo", SEQ | WIDE, "grpo", {}, (CLAMP,)),
+    Comparison("paper", "ppo", SUM | WIDE, "dr_grpo", {}, (CLAMP,)),
+    Comparison("paper", "ppo", {"clip_range_low": 0.2, "clip_range_high": 0.28} | WIDE, "dapo", {}, (GROUPS, CLAMP)),
+    Comparison("paper", "gspo", {}, "gspo", {}),
+    Comparison("paper", "cispo", {"clip_range_high": 4.0}, "cispo", {}, (GROUPS,)),
+    Comparison("paper", "sapo", SEQ, "sapo", {}, (SOFT,)),
+    Comparison("paper", "importance_sampling", SUM, "is_pg", {}, (CLAMP,)),
+)  # fmt: skip
+SPLIT = {c.label: MEANS if c.config.get("loss_agg_mode") or c.mode == "gspo" else TOKENS for c in COMPARISONS}
+
+
+# ---- what else it computes -------------------------------------------------------------------------------------------
+def _kl(name: str):
+    return lambda lp, ref: _module("kl_fn").KL_FN.get(name)().calculate_kl(lp, ref)
+
+
+def _group(name: str):
+    """Of Experience objects, whose reward and mask alone are read."""
+
+    def advantages(R: Tensor, group: Tensor) -> Tensor:
+        fn, A = _module("advantage_fn").ADVANTAGE_FN.get(name)(), torch.zeros_like(R)
+        for g in group.unique().tolist():
+            rows = (group == g).nonzero()[:, 0].tolist()
+            exps = [SimpleNamespace(reward=R[i].item(), action_mask=torch.ones(1)) for i in rows]
+            for i, e in zip(rows, fn.calculate_group_advantage(str(g), exps)[0], strict=True):
+                A[i] = e.advantages[0]
+        return A
+
+    return advantages
+
+
+def _batch(name: str):
+    """Of verl's DataProto, of which two dicts are read; every response is one token."""
+
+    def advantages(R: Tensor, group: Tensor) -> Tensor:
+        fn, ones = _module("advantage_fn").ADVANTAGE_FN.get(name)(), torch.ones(len(R), 1)
+        batch = {"token_level_rewards": R[:, None].float(), "response_mask": ones}
+        data = SimpleNamespace(batch=batch, non_tensor_batch={"uid": group.tolist()})
+        return fn(data)[0].batch["advantages"][:, 0]
+
+    return advantages
+
+
+def _alone(promise: str, **hp: float):
+    """As the estimator, but a response without a peer keeps its reward, over 1 + eps."""
+
+    def advantages(R: Tensor, group: Tensor) -> Tensor:
+        A, (_, g, size) = advantage(promise)(R, group, **hp), group.unique(return_inverse=True, return_counts=True)
+        return torch.where(size[g] == 1, R / (1 + hp.get("eps", 0)), A)
+
+    return advantages
+
+
+def _whitened(R: Tensor, group: Tensor) -> Tensor:
+    return (R - R.mean()) / (R.var() + 1e-8).sqrt()
+
+
+def _parts() -> tuple[Part, ...]:
+    norm, agg = {"ddof": 1, "eps": 1e-6}, _module("utils").aggregate_loss
+    alone = "a response without a peer has its reward for advantage"
+    default = _module("algorithm").GRPOAlgorithm.default_config()["kl_loss_fn"]
+    narrow = lambda lp, ref: maximum(minimum(kl.k3(lp, lp + clip(ref - lp, -20, 20)), 10.0), -10.0)
+    one = lambda promise, **hp: ((alone, _alone(promise, **hp)),)
+    return (
+        Part("advantages", "grpo", _group("grpo"), "group_norm", norm, one("group_norm", **norm), tol=2e-3),
+        Part("advantages", "grpo_verl", _batch("grpo_verl"), "group_norm", norm, one("group_norm", **norm), tol=2e-3),
+        Part("advantages", "opmd", _group("opmd"), "group_mean", {}, one("group_mean"), tol=1e-5),
+        Part("advantages", "rloo", _batch("rloo"), "leave_one_out", {}, one("leave_one_out"), tol=1e-5),
+        Part("advantages", "reinforce", _group("reinforce"), "reward", tol=1e-5),
+        Part("advantages", "reinforceplusplus", _batch("reinforceplusplus"), "whiten", {"ddof": 0, "eps": 1e-8}, (
+            ("the variance divides by N - 1, eps stands under the root", _whitened),), tol=1e-5),
+        Part("kl", "k1", _kl("k1"), "k1"),
+        Part("kl", "k2", _kl("k2"), "k2"),
+        Part("kl", "k3", _kl("k3"), "k3"),
+        Part("kl", "low_var_kl", _kl("low_var_kl"), "k3", {}, (("clamped to ±10, its log-ratio to ±20", narrow),)),
+        Part("kl", "GRPOAlgorithm's default", _kl(default), "k3", {}, (("k2 in the place of k3", kl.k2),)),
+        Part("aggregation", "token-mean", lambda x, m: agg(x, m, "token-mean"), "token-mean"),
+        Part("aggregation", "seq-mean-token-mean", lambda x, m: agg(x, m, "seq-mean-token-mean"),
+             "seq-mean-token-mean"),
+        Part("aggregation", "seq-mean-token-sum", lambda x, m: agg(x, m, "seq-mean-token-sum"), "seq-mean-token-sum"),
+        Part("aggregation", "seq-mean-token-sum-norm", lambda x, m: agg(x, m, "seq-mean-token-sum-norm", 6.0),
+             "seq-mean-token-sum-norm", {"length": 6}, (
+            ("the sum over responses, not their mean", lambda x, m: torch.where(m, x, 0).sum() / 6),)),
+    )  # fmt: skip
+
+
+PAIRS = "no policy gradient: pairs or expert data"
+OTHER = "no objective of the registry"
+TRINITY = Framework(
+    "trinity",
+    pin=PIN,
+    modes=lambda: list(_losses()._default_mapping),  # noqa: SLF001
+    defaults=_defaults,
+    plain=_plain,
+    comparisons=COMPARISONS,
+    parts=_parts,
+    split_reasons=SPLIT,
+    out_of_scope={
+        **dict.fromkeys(("dpo", "sft", "sft_is", "sft_phi", "mix", "mix_chord"), PAIRS),
+        "sppo": f"{OTHER}: the log-ratio, masked outside 1/1.3 to 1.3",
+    },
+    remarks=lambda: [
+        "Micro-batches as trainer/verl does it (verl 0.8 and later): TrinityPolicyLoss returns the mean of the "
+        "micro-batch, and verl's engine calls backward on each without a division.",
+        "Advantages are computed in float32: compared to 2e-3 where a standard deviation divides, else to 1e-5.",
+        "Not covered: several ranks, sequence masking, the other advantages (gigpo, jsd, clipb, clipv, ...).",
+    ],
+)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unsloth's policy losses as the audit holds them against the papers, and why they differ."""
+
+import ast
+import importlib
+import inspect
+import re
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from upref.aggregation import aggregate
+from upref.audits.compare import Comparison
+from upref.audits.components import Part
+from upref.audits.framework import Framework
+from upref.audits.isolated.pin import Pin
+from upref.audits.usual import CLAMP_K3, LUSPO, MICRO_MEAN, capped
+from upref.ops import exp, expm1
+from upref.rollouts import Rollouts
+from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
+
+PIN = Pin(
+    packages=("unsloth_zoo==2026.10.9",),
+    files={"unsloth_zoo/rl_replacements.py": "28275ce5683669113b8b6f47bdd04102"},
+    shells=("unsloth_zoo", "unsloth_zoo.temporary_patches"),
+    stubs=("datasets",),
+    env={"UNSLOTH_FORCE_CPU": "1", "UNSLOTH_COMPILE_DISABLE": "1"},  # its own settings: no GPU, the plain functions
+)
+READ = (
+    "epsilon_low", "epsilon_high", "delta", "importance_sampling_level", "max_completion_length",
+    "sapo_temperature_pos", "sapo_temperature_neg", "use_bias_correction_kl",
+)  # fmt: skip
+
+
+def _zoo() -> Any:
+    return importlib.import_module("unsloth_zoo.rl_replacements")
+
+
+def _source() -> str:
+    return inspect.getsource(_zoo().grpo_compute_loss)
+
+
+def _modes() -> list[str]:
+    asked = " ".join(re.findall(r"loss_type (?:==|in) (.*?):", _source()))
+    return sorted(set(re.findall(r'"(\w+)"', asked)))
+
+
+def _defaults(mode: str) -> dict[str, Any]:
+    """What it falls back to, kwargs.get(NAME, VALUE); beta is an argument without a default, 0 is no KL term."""
+    asked = (n.args for n in ast.walk(ast.parse(_source())) if isinstance(n, ast.Call) and len(n.args) == 2)
+    told = {n.value: v for n, v in asked if isinstance(n, ast.Constant)}
+    return {k: ast.literal_eval(told[k]) for k in READ} | {"beta": 0.0}
+
+
+def _plain(mode: str, config: dict[str, Any]):
+    settings = {k: v for k, v in config.items() if k != "beta"}
+
+    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, totals, num_micro_batches) -> Tensor:
+        """As its trainer calls it: the tokens of the accumulated batch, and how many micro-batches that has."""
+        return _zoo().grpo_compute_loss(
+            ref_log_prob, log_prob, old_log_prob, None, mask.long(), mask, config["beta"], advantages, loss_type=mode,
+            num_items_in_batch=torch.as_tensor(totals.tokens), current_gradient_accumulation_steps=num_micro_batches,
+            **settings,
+        )[0]  # fmt: skip
+
+    return loss
+
+
+def _weighted_kl(b: Rollouts) -> Tensor:
+    assert b.logp_ref is not None
+    d = (b.logp_ref - b.logp).clamp(-20, 20)
+    kl = (exp(b.logp - b.logp_old) * (expm1(d) - d)).clamp(-10, 10)
+    return -0.04 * aggregate(kl, b.mask, "seq-mean-token-mean")
+
+
+KL, SEQUENCE = {"beta": 0.04}, {"importance_sampling_level": "sequence"}
+GSPO = SEQUENCE | {"epsilon_low": 3e-4, "epsilon_high": 4e-4}
+HIGHER = {"epsilon_high": 0.28}
+CAP = Slip("epsilon_high is the cap itself: every weight is at most 0.2", "objective", objective=capped(0.2))
+F32 = Slip("1.05 held in float32", "rounding", hp={"tau_neg": float(np.float32(1.05))})
+LENGTH = Slip("divided by max_completion_length = 8192", "aggregation", scale=lambda b: 1 / 8192)
+TOKEN = Slip("the ratio of each token, eps = 0.2", "objective", objective="ppo_clip", hp={"eps": 0.2})
+WEIGHTED = Slip("the KL term is multiplied by the ratio, which is differentiated too, and clamped to 10", "term",
+                hp={"beta": 0.0}, term=_weighted_kl)  # fmt: skip
+CLIP = with_hp(eps_low=0.2, eps_high=0.2)
+COMPARISONS = (
+    Comparison("default", "grpo", {}, "grpo", {}),
+    Comparison("default", "grpo", KL, "grpo", {"beta": 0.04}, (CLAMP_K3,)),
+    Comparison("default", "grpo", KL | {"use_bias_correction_kl": True}, "grpo", {"beta": 0.04}, (WEIGHTED,)),
+    Comparison("default", "bnpo", {}, "ppo_clip", {}),
+    Comparison("default", "dapo", {}, "dapo", {}, (with_hp(eps_high=0.2), GROUPS)),
+    Comparison("default", "dapo", SEQUENCE, "gspo", {}, (CLIP, aggregated("token-mean"))),
+    Comparison("default", "dr_grpo", {}, "dr_grpo", {}, (LENGTH,)),
+    Comparison("default", "cispo", {}, "cispo", {}, (CAP, GROUPS)),
+    Comparison("default", "sapo", {}, "sapo", {}, (F32,)),
+    Comparison("default", "luspo", {}, "gspo", {}, (TOKEN, LUSPO)),
+    Comparison("paper", "grpo", {}, "grpo", {}),
+    Comparison("paper", "grpo", GSPO, "gspo", {}),
+    Comparison("paper", "bnpo", {}, "ppo_clip", {}),
+    Comparison("paper", "dapo", HIGHER, "dapo", {}, (GROUPS,)),
+    Comparison("paper", "dapo", HIGHER | {"delta": 10.0}, "dapo", {"c": 10.0}, (GROUPS,)),
+    Comparison("paper", "dr_grpo", {"max_completion_length": 1}, "dr_grpo", {}),
+    Comparison("paper", "cispo", {"epsilon_high": 5.0}, "cispo", {}, (GROUPS,)),
+    Comparison("paper", "sapo", {"sapo_temperature_pos": 1.0}, "sapo", {}, (F32,)),
+    Comparison("paper", "luspo", GSPO, "gspo", {}, (LUSPO,)),
+)  # fmt: skip
+
+
+def _parts() -> tuple[Part, ...]:
+    zoo = _zoo()
+    plain = lambda z, tokens, t: zoo.selective_log_softmax(z / t, tokens)
+    chunked = lambda z, tokens, t: zoo.chunked_selective_log_softmax(z, tokens, t)
+    head = lambda z, tokens, t: zoo.chunked_hidden_states_selective_log_softmax(
+        z, torch.eye(z.shape[-1], dtype=z.dtype), tokens, temperature=t
+    )
+    names = {"selective_log_softmax": plain, "in chunks": chunked, "in chunks, from hidden states": head}
+    return tuple(Part("logprobs", k, f, "token_log_probs", tol=1e-4) for k, f in names.items())
+
+
+UNSLOTH = Framework(
+    "unsloth",
+    pin=PIN,
+    modes=_modes,
+    defaults=_defaults,
+    plain=_plain,
+    comparisons=COMPARISONS,
+    parts=_parts,
+    split_reasons={"bnpo": MICRO_MEAN},
+    out_of_scope={"vespo": "its weight is computed by TRL's function, which the trainer hands over"},
+    remarks=lambda: [
+        "grpo_compute_loss as UnslothEfficientGRPO calls it, which then differentiates it in one chunk. Defaults are "
+        "what it falls back to; Unsloth's trainer hands over TRL's settings.",
+        "Micro-batches by TRL's contract: of equal size; cispo and dapo divide by the tokens of the accumulated batch.",
+        "Not covered: vLLM's correction weights and rejection, the off-policy mask, entropy terms, sample weights, "
+        "advantages (they are TRL's), compiled code.",
+    ],
+    one_adv=True,
+)

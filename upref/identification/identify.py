@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`upref.identify`: which objective a loss is, by its gradients alone. One file: batches, matches and slips in turn."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from upref.aggregation import AGGREGATIONS, Totals
+from upref.errors import InputError
+from upref.foreign import read
+from upref.foreign.guard import undisturbed
+from upref.identification.identification import Identity, Match
+from upref.registry import REDUCE, Objective, get, names
+from upref.rollouts import Rollouts
+from upref.verify.explain import fits, reproduces
+from upref.verify.factors import promised
+from upref.verify.faults import Slip, known
+from upref.verify.match import Candidate, candidate
+from upref.verify.measure import SINGLE, Case, unit_weights
+from upref.verify.oracles.conduct import in_training, mutation
+from upref.verify.oracles.numerics import clamps
+from upref.verify.oracles.reach import look
+from upref.verify.oracles.weights import BESIDE
+from upref.verify.probe import SIGNS, BlackBox, measure
+from upref.verify.report import UNKNOWN
+from upref.weights.batches import EDGES, LOG_R, MU, beyond, lay, near_a_bound, off, random_batch
+from upref.weights.batches import SIGNS as ALL_SIGNS
+
+Grid = tuple[Rollouts, bool, Tensor]  # a batch, whether its advantages differ within a response, the loss's gradient
+RANDOM = 12  # random batches beside the grid
+LOOSE = 1e-3  # bounds that agree so far are the same bound, moved by a constant in a logarithm
+TRIED = 6  # candidates of which the distance is taken where none fits
+
+
+def identify(loss: Any) -> Identity:
+    """The objective that `loss` is: an Identity, true where one is named, printable, and JSON.
+
+    loss: as for `upref.check`. Compared are gradients: |log r| <= 15, |A| from 1e-6 to 40, responses of up to 520
+    tokens (what the loss does to the value, to masked slots or to advantages before it is called is not seen). A loss
+    that takes no group ids sees one group. Raises InputError where the loss cannot be run, is not differentiable or
+    changes its inputs.
+    """
+    with undisturbed() as changed:
+        answer = _identified(loss, time.perf_counter())
+    more = [f"it changes {what}: set back afterwards" for what in sorted(changed)]
+    return replace(answer, contract=[*answer.contract, *more])
+
+
+def _identified(loss: Any, start: float) -> Identity:
+    box = measure(read(loss))
+    if changed := [f for f in mutation.look(box.case) if f.severity == "failure"]:
+        raise InputError(f"{box.loss.name} changes its inputs ({changed[0].regime}): copy them before writing.")
+    tried, grids = _candidates(box), _grids(box)
+    answer = partial(_answer, box, start)
+    if box.random or not torch.equal(box.case.gradient(grids[0][0]), grids[0][2]):
+        return answer("none", [_nearest(box, tried, grids)], "two calls on the same batch give different gradients")
+    matches = _fitting(box, tried, grids)
+    if not matches and box.near < LOOSE and not box.coupled:
+        box.loosen(LOOSE)
+        matches = _fitting(box, [Candidate(c.o, box) for c in tried if c.miss[0] < 0.1], _grids(box))
+        if not matches:
+            box.case.edges = EDGES
+    elif matches and box.agg and not matches[0].own and box.near < BESIDE and not box.coupled:
+        box.loosen(BESIDE)  # one of two bounds in float32: they differ by its rounding
+        near = _fitting(box, [Candidate(c.o, box) for c in tried if c.miss[0] < 0.1], _grids(box))
+        if near and near[0].own:
+            matches = near
+        else:
+            box.loosen(EDGES[-1])
+    if matches:
+        wrong = _slips(box, matches[0], grids) or _beyond(box, matches[0])
+        kind = "pitfall" if wrong else "up" if matches[0].name.startswith("up(") else "objective"
+        return answer(kind, matches, "; ".join(wrong))
+    if not matches and box.scale != 1 and not box.coupled:  # a cap below 1 scales what is on policy
+        box.unscale()
+        if matches := _fitting(box, [Candidate(c.o, box) for c in tried], grids):
+            return answer(
+                "up" if matches[0].name.startswith("up(") else "objective",
+                matches,
+                "; ".join(_slips(box, matches[0], grids)),
+            )
+        box.unscale()
+    nearest = _nearest(box, tried + (_plain(box) if box.coupled else []), grids)
+    if nearest.distance <= SINGLE and nearest.name:  # its curve has jumps that rounding makes, its gradients have not
+        wrong = _slips(box, nearest, grids)
+        kind = "pitfall" if wrong else "up" if nearest.name.startswith("up(") else "objective"
+        named = answer(kind, [nearest], "; ".join(wrong))
+        return replace(named, contract=[*named.contract, "a part of it in float32: compared to 2e-5"])
+    if found := _pitfall(box, get(nearest.name), grids):
+        return answer("pitfall", [found[0]], "; ".join([found[1].words, *_term(box, found[0])]))
+    return answer("none", [nearest], "")
+
+
+def _answer(box: BlackBox, start: float, kind: str, matches: list[Match], why: str) -> Identity:
+    of = " (π_old = 0.02)" if box.reads_mu else ""
+    bounds = {f"{s}{of}": box.bounds(A) for s, A in (("A > 0", 1.0), ("A < 0", -1.0))}
+    loss, seconds = box.loss, time.perf_counter() - start
+    return Identity(loss.name, kind, matches, why, bounds, loss.read_as, _contract(box), seconds)
+
+
+def _nearest(box: BlackBox, tried: list[Candidate], grids: list[Grid]) -> Match:
+    near = sorted(tried, key=lambda c: (c.far, c.stuck, c.miss))[:TRIED]
+    return min((_match(box, c, grids) for c in near), key=lambda m: (m.mean, m.distance))
+
+
+def _fitting(box: BlackBox, tried: list[Candidate], grids: list[Grid]) -> list[Match]:
+    """Those that agree on the curve and on every batch, the simplest first."""
+    matches = (_match(box, c, grids) for c in tried if c.fits)
+    return sorted((m for m in matches if m.distance <= 10 * box.tol), key=_simplest)
+
+
+def _every() -> list[Objective]:
+    every = [get(n) for n in names()]
+    return every + [get(f"up({o.name})") for o in every if not o.name.startswith("up_")]
+
+
+def _candidates(box: BlackBox) -> list[Candidate]:
+    return [c for o in _every() if (c := candidate(o, box))] or _plain(box)
+
+
+def _plain(box: BlackBox) -> list[Candidate]:
+    return [Candidate(o, box) for o in _every() if not (o.coupled or o.reads_mu or "entropy" in o.reads)]
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+def _grids(box: BlackBox) -> list[Grid]:
+    """Tokens, responses by mean and by sum, random ones."""
+    rng = np.random.default_rng(0)
+    jumps = [p for p, _ in box.jumps if not p.unsure]
+    cases = [(A, mu, float(r)) for A in ALL_SIGNS for mu in MU for r in np.exp(LOG_R) if mu * r < 0.999]
+    for p in jumps:
+        for A in (A for A in ALL_SIGNS if A * p.A > 0):
+            for r in (p.r * (1 - box.near), p.r * (1 + box.near)):
+                cases += [(A, mu, r) for mu in ([p.mu] if box.reads_mu else MU) if mu * r < 0.999]
+    # on a bound of its own, rounding decides
+    on = [p for p in jumps if not box.reads_mu]
+    cases = [c for c in cases if not any(p.A * c[0] > 0 and abs(c[2] / p.r - 1) < 0.9 * box.near for p in on)]
+    cases = [cases[i] for i in rng.permutation(len(cases))]
+    few = [c for c in cases if c[1] not in MU[1:] and c[2] < 60]  # the bounds of a response's ratio do not depend on mu
+    out = [(lay(cases, "token", True, rng), False), *((lay(few, level, True, rng), False) for level in REDUCE)]
+    mixed = lay(cases, "token", False, rng)
+    out += [(mixed, True)] if box.takes(mixed) else []
+    out += [(random_batch(rng, one_adv=True), False) for _ in range(RANDOM)]
+    ready = [(box.case.ready(b), mixed) for b, mixed in out]
+    return [(b, mixed, box.case.gradient(b)) for b, mixed in ready]
+
+
+def _off(box: BlackBox, o: Objective, hp: dict[str, Any], b: Rollouts, g: Tensor) -> Tensor:
+    """Relative difference of the weights on each token, 0 on masked slots; hp without beta."""
+    expected = unit_weights(o, b, hp) + box.kl_weights(b)
+    found = g / box.case.factors(b, box.agg or promised(o)) / box.scale
+    apart = off(found, expected, b.adv)
+    if box.case.single:
+        apart = apart.masked_fill(near_a_bound(lambda x: unit_weights(o, x, hp), b), 0)
+    return torch.where(b.mask, apart, 0)
+
+
+# ---- candidates ------------------------------------------------------------------------------------------------------
+def _match(box: BlackBox, c: Candidate, grids: list[Grid]) -> Match:
+    offs = []
+    for b, mixed, g in grids:
+        if not (mixed and c.o.agg == "seq-mean"):
+            offs.append(_off(box, c.o, c.hp, b, g))
+    distance = max(x.max().item() for x in offs)
+    mean = sum(x.clamp(max=1).sum().item() for x in offs) / sum(int(b.mask.sum()) for b, *_ in grids)
+    hp, same_kl = c.seen(), bool(box.kl) and c.o.kl == box.kl
+    if c.o.kl and (same_kl or not box.kl):
+        hp["beta"] = box.beta
+    return Match(c.o.name, hp, _agg(box), _own(box, c.o), same_kl or not box.kl, distance, mean)
+
+
+def _own(box: BlackBox, o: Objective) -> bool:
+    """Whether the aggregation is the objective's; without group ids the batch is one group."""
+    same = promised(o) == box.agg or (
+        "group" not in box.loss.reads and {promised(o), box.agg} == {"token-mean", "group-token-mean"}
+    )
+    return same
+
+
+def _agg(box: BlackBox) -> str:
+    if box.agg == "seq-mean-token-sum" and 0 < box.scale < 1:
+        return f"seq-mean-token-sum-norm, L = {1 / box.scale:.7g}"
+    return box.agg
+
+
+def _simplest(m: Match):
+    """The objective whose own aggregation it is goes first, then the one with fewer hyperparameters."""
+    plain = sum(v is not None and k != "beta" for k, v in m.hp.items())
+    inert = len(get(m.name).hyperparameters) - len(m.hp)
+    return (
+        not m.own,
+        not m.same_kl,
+        not m.same_kl and not get(m.name).kl,
+        m.name.startswith("up("),
+        plain,
+        inert,
+        len(m.hp.keys() - {"beta"}),
+        "anchored" in m.name,
+        m.name,
+    )
+
+
+# ---- slips -----------------------------------------------------------------------------------------------------------
+def _slips(box: BlackBox, m: Match, grids: list[Grid]) -> list[str]:
+    """What keeps a loss with the right weights from being right."""
+    out = []
+    if box.scale < 0:
+        out.append("the sign is flipped: J is returned where a loss, -J, should be")
+    if abs(box.scale) != 1 and not _agg(box).startswith("seq-mean-token-sum-norm"):
+        out.append(f"every weight is {abs(box.scale):.7g} times what it should be")
+    if box.agg and box.agg not in AGGREGATIONS:
+        out.append(f"aggregated by {box.agg}")
+    out += _term(box, m) + [f.regime for f in in_training.look(_against(box, m))]
+    b = grids[0][0]
+    if box.loss.splits and not get(m.name).coupled:
+        rows = torch.arange(len(b.mask) // 8 * 8)  # TRL's micro-batches are equal
+        b = b.rows(rows, Totals.of(b.mask[rows], None if b.group is None else b.group[rows]))
+        whole = box.case.gradient(b)
+        parts = torch.cat([box.case.gradient(part) for part in b.split(4)])
+        if (parts - whole).abs().max() > 1e-5 * whole.abs().max():
+            out.append("the mean is taken of each micro-batch: the gradients of parts do not add up to the batch's")
+    return out
+
+
+def _term(box: BlackBox, m: Match) -> list[str]:
+    """A KL term that is not the objective's."""
+    if not box.kl or m.same_kl:
+        return []
+    done = "subtracted" if box.beta > 0 else "added to J"
+    return [f"a KL term is {done} that {m.name} does not have: {abs(box.beta):.7g} {box.kl}"]
+
+
+def _against(box: BlackBox, m: Match) -> Case:
+    """The loss held against its match."""
+    o = get(m.name)
+    hp = o.resolve({k: v for k, v in m.hp.items() if v is not None})
+    return replace(box.case, o=o, hp=hp, agg=box.agg or promised(o))
+
+
+ASKED = ("ratios", "advantages", "certain tokens", "lengths")  # of upref.weights.batches.AXES
+
+
+def _beyond(box: BlackBox, m: Match) -> list[str]:
+    """What unusual inputs show of a loss that has the right weights on ordinary ones, as check asks them."""
+    if box.scale != 1 or not (m.own and m.same_kl) or box.near >= LOOSE or box.coupled:
+        return []
+    case = _against(box, m)
+    o = case.o
+    if not case.single and (found := [f for f in clamps(case) if f.severity == "failure"]):
+        due = lambda f: f.cause if f.cause != UNKNOWN else f"{f.expected} is due, {f.found} found"
+        return [f"{f.regime}: {due(f)}" for f in found]
+    for axis in ASKED:  # after the clamps: what it forgives as float32 is not asked so nearly any more
+        b = case.ready(beyond(axis, o, **case.plain_hp))
+        if found := [f for f in look(case, axis, b, ()) if f.severity == "failure"]:
+            return [f"{found[0].regime}: {found[0].expected} is due, {found[0].found} found"]
+    return []
+
+
+def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Match, Slip] | None:
+    """A known slip on the clip that the jumps suggest, else on the nearest objective."""
+    bounds = sorted({round(r, 9) for A in SIGNS for r in box.bounds(A)})
+    low = next((1 - x for x in reversed(bounds) if 0 < x < 1), None)  # nearest to 1: a guard is farther
+    high = next((x - 1 for x in bounds if 1 < x < 10), None)
+    low, high = low or high or 0.0, high or low or 0.0
+    both, even = ({"eps_low": low, "eps_high": high} if low else {}), low and abs(low - high) < 1e-6
+    mean = "grpo" if box.agg == "seq-mean-token-mean" else "dr_grpo" if box.agg == "seq-mean-token-sum" else "ppo_clip"
+    bases = [(get(mean), {"eps": low} if low else {})] if even or not low else []
+    turns: list[tuple[Objective, dict[str, float]]] = []
+    if high and 0 < low < 1:  # where old and new are exchanged, the bounds are those of 1 / r
+        turned = {"eps_low": 1 - 1 / (1 + high), "eps_high": 1 / (1 - low) - 1}
+        mirrored = abs(turned["eps_low"] - turned["eps_high"]) < 1e-6
+        turns = [(get(mean), {"eps": turned["eps_low"]})] if mirrored else []
+        turns += [(get("dapo"), turned), (get("gspo"), turned)]
+    bases += [(get("dapo"), both), (get("gspo"), both), (nearest, both)]
+    b, g = _stack(grids[:2] + grids[-RANDOM:])
+    for n, (o, clip) in enumerate([*turns, *bases]):
+        own = {k: v for k, v in clip.items() if k in o.hyperparameters}
+        hp = {k: v for k, v in o.resolve(own).items() if k != "beta"}
+        case = Case(box.loss, o, hp, box.agg or promised(o), tol=box.tol, edges=box.case.edges)
+        plain = g(case)  # the factor may be the slip's own: an inverted ratio turns the sign of what is on policy
+        for k in {box.scale, 1.0}:
+            found = plain / k - box.kl_weights(b)
+            slips = known(o, hp, bounds) if n >= len(turns) else (s for s in known(o, hp, []) if s.kind == "ratio")
+            if slip := reproduces(slips, case, b, found, b.mask):
+                break
+        if slip and fits(Slip("", slip.kind), case, b, found, b.mask, case.tol):
+            return None  # right on all of this without any slip: it is wrong elsewhere
+        if slip:
+            if slip.meant:
+                o = get(slip.meant)
+                hp = clip = {k: v for k, v in {"eps_low": low, "eps_high": high}.items() if k in o.hyperparameters}
+            used = {k: v for k, v in hp.items() if clip.get(k) is not None}
+            return Match(o.name, used, _agg(box) or case.agg, _own(box, o), not box.kl, 0.0, 0.0), slip
+    return None
+
+
+def _stack(grids: list[Grid]) -> tuple[Rollouts, Callable[[Case], Tensor]]:
+    """Batches of other widths below each other, and the weights of the case on them."""
+    T = max(b.mask.shape[1] for b, *_ in grids)
+    wide = lambda x, fill: torch.nn.functional.pad(x, (0, T - x.shape[1]), value=fill)
+    stack = lambda k, fill: torch.cat([wide(getattr(b, k), fill) for b, *_ in grids])
+    fields: dict[str, Any] = {"logp": -1.0, "logp_old": -1.1, "logp_ref": -1.2, "entropy": 1.0, "mask": False}
+    A = torch.cat([wide(b.adv, 0.0).where(wide(b.mask, False), b.adv[:, :1]) for b, *_ in grids])
+    fields = {k: stack(k, v) for k, v in fields.items()}
+    return Rollouts(adv=A, **fields), lambda case: torch.cat([wide(g / case.factors(b), 0.0) for b, _, g in grids])
+
+
+def _contract(box: BlackBox) -> list[str]:
+    loss, out = box.loss, list(box.loss.contract)
+    if "group" not in loss.reads and box.agg == "token-mean":
+        out.append("the loss takes no group ids: token-mean and group-token-mean are one")
+    if loss.form == "unreduced":
+        out.append("it answers without reduction: its caller chooses the aggregation")
+    elif not loss.splits:
+        out.append("one call sees the whole mini-batch: what its micro-batches add up to is not seen")
+    if box.near >= LOOSE and not box.case.single:
+        out.append("its bounds are the objective's to 0.1 %, not exactly: compared no nearer to them")
+    if BESIDE <= box.near < LOOSE and not box.case.single:
+        out.append("a bound is rounded to float32: compared no nearer to it")
+    if box.case.single:
+        out.append("it computes in float32: compared to 0.2 %, bounds known to about 1e-6")
+    return out

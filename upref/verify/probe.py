@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loss as a black box: its aggregation, its KL term, and its weight w(r, A, π_old) as a curve, every jump located.
+
+The curve is measured on responses of one token, where token, sequence and trajectory ratios are the same number.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from upref import kl
+from upref.aggregation import AGGREGATIONS
+from upref.errors import InputError
+from upref.foreign import Loss, neutral
+from upref.rollouts import Rollouts
+from upref.verify.factors import even, names
+from upref.verify.measure import Case, held, kl_slope, without_rest
+from upref.weights.batches import anchor, off, paired
+from upref.weights.curve import AT_ONCE, HAIR, Curve, alone
+from upref.weights.curve import rare as mu_of
+
+SIGNS = (1.0, -1.0)
+LOG_R = np.unique(np.r_[np.linspace(-8, 8, 49), np.outer((-1, 1), np.geomspace(1e-6, 0.3, 25)).ravel()])
+MUS = (0.3, 0.9)  # π_old, beside that of a rare token, where the weight depends on it
+
+
+class Point(NamedTuple):
+    """Where a weight is asked for. unsure: the token has the higher entropy of a response of two, else it is alone."""
+
+    A: float
+    r: float
+    mu: float
+    unsure: bool = False
+
+
+@dataclass
+class BlackBox:
+    """What the gradients of one loss say about it before any objective is tried."""
+
+    loss: Loss
+    case: Case
+    agg: str = ""  # a key of FACTORS, "" where none explains the on-policy gradient
+    scale: float = 1.0  # what every weight is multiplied by beside it
+    kl: str = ""
+    beta: float = 0.0
+    reads_mu: bool = False
+    reads_entropy: bool = False
+    coupled: bool = False  # the weight of a token depends on other responses
+    random: bool = False
+    kept: float = 0.0  # the scale, while it is not divided out
+    points: list[Point] = field(default_factory=list)
+    weights: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    sides: int = 0  # how many of the last points stand beside a jump
+    jumps: list[tuple[Point, float]] = field(default_factory=list)  # with the weight halfway through the jump
+
+    def ask(self, points: list[Point]) -> np.ndarray:
+        """w = dJ_t/dlp_t at each point, aggregation, scale and KL divided out (π_ref = π_θ)."""
+        out = np.zeros(len(points))
+        for unsure in (False, True):
+            if at := [i for i, p in enumerate(points) if p.unsure is unsure]:
+                r, A, mu = (np.array([getattr(points[i], k) for i in at]) for k in ("r", "A", "mu"))
+                out[at] = self.curve(unsure)(r, A, mu)
+        return out
+
+    def curve(self, unsure: bool = False) -> Curve:
+        """The weight of one token, alone, or (unsure) before one of lower entropy whose ratio is 1."""
+
+        def together(r, A, mu):
+            b = self.loss.view((paired if unsure else alone)(A, r, mu))
+            return (self.gradient(b) - self.kl_weights(b))[:, 0].numpy()
+
+        def weight(r, A, mu):
+            points = np.broadcast_arrays(r, A, mu)
+            flat, n = [x.ravel() for x in points], 1 if self.coupled else AT_ONCE
+            parts = [together(*(x[i : i + n] for x in flat)) for i in range(0, len(flat[0]), n)]
+            return np.concatenate(parts or [flat[0]]).reshape(points[0].shape)
+
+        hair, floor = (1e-5, 1e-4) if self.case.single else (HAIR, 100 * self.case.tol)
+        return Curve(self.loss.name, weight, True, coupled=self.coupled, hair=hair, floor=floor)
+
+    def gradient(self, b: Rollouts) -> Tensor:
+        """The weights on any batch."""
+        return self.case.gradient(b) / self.case.factors(b, self.agg or "token-mean") / self.scale
+
+    def takes(self, b: Rollouts) -> bool:
+        """Whether the loss runs on advantages that differ within a response."""
+        try:
+            return self.loss.adv_shape == "BT" and bool(self.case.gradient(self.case.ready(b)).isfinite().all())
+        except InputError:
+            return False
+
+    def kl_weights(self, b: Rollouts) -> Tensor:
+        """dKL/dlp of each token, times -beta."""
+        if not self.beta:
+            return torch.zeros_like(b.logp)
+        if self.kl == "k1":  # the same on every token, whatever the reference
+            return -self.beta * b.mask.to(b.logp.dtype)
+        return torch.where(b.mask, -self.beta * kl_slope(self.kl, b), 0)
+
+    @property
+    def tol(self) -> float:
+        return self.case.tol
+
+    @property
+    def near(self) -> float:
+        """How near to a bound the two sides are still told apart, relative to r."""
+        return max(abs(e) for e in self.case.edges)
+
+    def beside(self):
+        """Add to the curve both sides of every jump."""
+        n = len(self.points) - self.sides
+        sides = [p._replace(r=p.r * (1 + s * self.near)) for p, _ in self.jumps for s in (-1, 1)]
+        self.points, self.sides = self.points[:n] + sides, len(sides)
+        if sides:
+            self.weights = np.r_[self.weights[:n], self.ask(sides)]
+
+    def unscale(self):
+        """The other way about: what was divided out belongs to the weights, or back again."""
+        k = self.scale if not self.kept else 1 / self.kept
+        self.kept, self.scale = (0.0, self.kept) if self.kept else (self.scale, 1.0)
+        self.weights = self.weights * k
+        self.jumps = [(p, m * k) for p, m in self.jumps]
+
+    def loosen(self, near: float):
+        """Look no nearer at the bounds than that, relative to r."""
+        self.case.edges = (-near, near)
+        self.beside()
+
+    def bounds(self, A: float) -> list[float]:
+        """The ratios at which the weight jumps for this sign of A, for a rare token."""
+        mine = [p.r for p, _ in self.jumps if p.A == A and not p.unsure and p.mu not in MUS]
+        return sorted(mine)
+
+
+def rare(A: float, r: float, unsure: bool = False) -> Point:
+    return Point(A, float(r), float(mu_of(r)), unsure)
+
+
+def measure(loss: Loss) -> BlackBox:
+    """Everything of BlackBox, by a few hundred small batches. Raises InputError where the loss cannot be run."""
+    case = held(loss, neutral(), {})
+    box = BlackBox(loss, case)
+    b = case.ready(anchor())
+    on = replace(b, logp_ref=b.logp)
+    g = without_rest(case, on)
+    if not (g[b.mask].isfinite().all() and g[b.mask].any()):
+        why = "no gradient" if g[b.mask].isfinite().all() else "a gradient that is not finite"
+        raise InputError(f"{loss.name} has {why} on a good batch (π_θ = π_old, finite log-probabilities).")
+    far = replace(b, logp=b.logp - 0.4 * (1 + torch.arange(b.mask.numel()).reshape(b.mask.shape).sin()))
+    moved = case.gradient(far)
+    box.random = any(not torch.equal(case.gradient(far), moved) for _ in range(2))
+    rows = {k: v[:5, :8] for k in ("logp", "logp_old", "adv", "mask") if (v := getattr(on, k)) is not None}
+    group = None if on.group is None else on.group[:5]
+    fewer = loss.view(replace(on, **rows, logp_ref=on.logp[:5, :8], entropy=None, group=group, totals=None))
+    box.agg, box.scale = _aggregation(box, [(on, g), (fewer, without_rest(case, fewer))])
+    _find_kl(box, b)
+    some = [rare(A, np.exp(A * x)) for A in SIGNS for x in (-1, -0.1, *np.geomspace(0.03, 3, 12))]
+    crowd = [rare(A, r) for A in SIGNS for r in np.exp(LOG_R)]
+    few, many = box.ask(some), box.ask(some + crowd)[: len(some)]
+    alone = np.concatenate([box.ask([p]) for p in some[::5]])
+    box.coupled = differ(few, many, box.tol) or differ(few[::5], alone, box.tol)
+    pairs = [(A, r, mu) for A in SIGNS for mu in MUS for r in np.exp(np.linspace(-3, 3, 41) + 0.0123) if mu * r < 0.99]
+    likely = box.ask([Point(A, float(r), mu) for A, r, mu in pairs])
+    box.reads_mu = differ(likely, box.ask([rare(A, r) for A, r, _ in pairs]), box.tol)
+    if "entropy" in loss.reads:
+        r, A = (x.ravel() for x in np.meshgrid(np.exp(np.linspace(-1.5, 1.5, 301)), SIGNS))
+        two = paired(A, r, mu_of(r))
+        g, turned = (case.gradient(x) for x in (two, replace(two, entropy=torch.ones_like(two.logp))))
+        box.reads_entropy = not torch.allclose(g, turned, rtol=1e-6, atol=0)
+    _curve(box)
+    return box
+
+
+def differ(x: np.ndarray, y: np.ndarray, tol: float) -> bool:
+    return bool((off(x, y, x) > tol).any())
+
+
+def _aggregation(box: BlackBox, seen: list[tuple[Rollouts, Tensor]]) -> tuple[str, float]:
+    """The aggregation that leaves one number on each sign of A, and that number where both signs share it."""
+    found: list[tuple[bool, bool, int, str, float]] = []
+    for name in sorted(names(""), key=lambda n: n not in AGGREGATIONS):
+        units = [(b, g / (b.adv * box.case.factors(b, name))) for b, g in seen]
+        sides = [torch.cat([u[b.mask & (b.adv * A > 0)] for b, u in units]) for A in SIGNS]
+        if any(even(k) is None and k.abs().max() > 1e-9 for k in sides) or any(not k.isfinite().all() for k in sides):
+            continue
+        alive = [k.mean().item() for k in sides if k.any()] or [1.0]
+        same = max(alive) - min(alive) <= 1e-5 * abs(alive[0])
+        one = next((k for k in alive if abs(k - 1) < 1e-5), None)
+        # a side at 1 is at its own scale; both off by the same factor are a factor
+        scale = alive[0] if same and one is None else one or 1.0
+        found.append((one is None, not same, len(found), name, scale))
+    if not found:
+        return "", 1.0
+    *_, name, scale = min(found)
+    return name, 1.0 if abs(scale - 1) < min(1e-5, box.tol) else scale
+
+
+def _find_kl(box: BlackBox, b: Rollouts):
+    """With A = 0 only the KL term is left."""
+    b = replace(b, adv=torch.zeros_like(b.adv), logp=b.logp - 0.2)
+    g = box.gradient(b)[b.mask]
+    if not g.abs().max() > 0:
+        return
+    for name in kl.ESTIMATORS if "logp_ref" in box.loss.reads else ["k1"]:
+        d = kl_slope(name, b)[b.mask]
+        beta = -(g @ d / (d @ d)).item()
+        if (g + beta * d).abs().max() <= max(1e-6, box.tol) * g.abs().max():
+            box.kl, box.beta = name, beta
+
+
+def _curve(box: BlackBox):
+    """Sample the weight on a grid, and close in on every jump."""
+    grid = np.exp(LOG_R[:: 3 if box.coupled else 1])  # one call a point where the batch matters
+    lines: list[tuple[float, float | None, bool]] = [(A, None, False) for A in SIGNS]
+    lines += [(A, mu, False) for A in SIGNS for mu in MUS] if box.reads_mu else []
+    lines += [(A, None, True) for A in SIGNS] if box.reads_entropy else []
+    for A, mu, unsure in lines:
+        rs = grid if mu is None else grid[mu * grid < 0.99]
+        at = lambda r, A=A, mu=mu, unsure=unsure: rare(A, r, unsure) if mu is None else Point(A, float(r), mu, unsure)
+        box.points += [at(r) for r in rs]
+        if not box.random:
+            box.jumps += [(at(j.r), (j.below + j.above) / 2) for j in box.curve(unsure).jumps(A, mu, rs)]
+    on = [p for p, _ in box.jumps]
+    apart = lambda p, q: (p.A, p.mu in MUS, p.unsure) != (q.A, q.mu in MUS, q.unsure) or abs(p.r / q.r - 1) > box.near
+    box.points = [p for p in box.points if all(apart(p, q) for q in on)]  # on a bound, rounding decides
+    box.weights = box.ask(box.points)
+    box.beside()

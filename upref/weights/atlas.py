@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All registered objectives on one page: the gradient weight of each and its Cap."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from upref.registry import get, names
+from upref.weights.capacity import capacity
+from upref.weights.curve import Curve, obstacle, of
+from upref.weights.plots import DOWN, GREY, INK, STYLE, UP, WIDE, half_width, line, ratio_axis
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MU = np.r_[np.logspace(-4, -0.3, 30), 1 - np.logspace(-0.32, -7, 24)]
+
+
+def atlas() -> "Figure":
+    """Every registered objective at its default hyperparameters, from the widest Cap for A > 0 to the narrowest.
+
+    Left of each pair the gradient weight against r (mu = 0.1), right the Cap of a token at π_θ = π_old = mu against mu.
+    Objectives with the same weight share a pair; those that have no weight of a token by itself are named below.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    pairs, absent = groups()
+    dapo = of("dapo")
+    reference = [(line(dapo, A, 0.1, WIDE), capacity(dapo, MU, MU, A)) for A in (1.0, -1.0)]
+    columns, pair, head, foot = 4, (2.72, 1.62), 0.72, 0.5
+    rows = -(-len(pairs) // columns)
+    width, height = columns * pair[0] + 0.35, head + rows * pair[1] + foot
+    with matplotlib.rc_context(STYLE | {"font.size": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5}):
+        fig = Figure(figsize=(width, height))
+        inch = lambda x, y, w, h: fig.add_axes((x / width, y / height, w / width, h / height))
+        for i, group in enumerate(pairs):
+            x, y = 0.42 + i % columns * pair[0], height - head - (i // columns + 1) * pair[1]
+            left, right = inch(x, y + 0.32, 0.98, 0.82), inch(x + 1.5, y + 0.32, 0.82, 0.82)
+            compare = reference if group[0].name != "dapo" and group[0].level in ("token", "free") else []
+            _weight(left, group[0], [xy for xy, _ in compare])
+            _cap(right, group[0], [cap for _, cap in compare])
+            if i % columns == 0:
+                left.set_ylabel("weight", labelpad=1)
+                right.set_ylabel("Cap", labelpad=0)
+            _heading(fig, group, x / width, (y + 1.2) / height, 0.135 / height)
+        text = lambda y, s, **kw: fig.text(0.42 / width, y / height, s, **kw)
+        text(height - 0.36, "What each objective does to a token", fontsize=14, fontweight="bold")
+        _legend(fig, 0.42 / width, (height - 0.66) / height)
+        reasons = "; ".join(f"{n} ({why})" for n, why in absent.items())
+        order = "Widest Cap for A > 0 first; objectives of equal weight share a pair. Default hyperparameters."
+        text(0.33, order, color="#555555")
+        text(0.14, f"Not drawn, no weight of a token by itself: {reasons}." if absent else "", color="#555555")
+    return fig
+
+
+def _legend(fig, x, y):
+    from matplotlib.artist import Artist
+    from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea
+
+    words = {
+        "Left of each pair: gradient weight dJ/dlp against r,": INK,
+        "A = +1 upward": UP,
+        "and": INK,
+        "A = −1 downward": DOWN,
+        r"(mu = 0.1).  Right: Cap at $\pi_\theta$ = $\pi_\mathrm{old}$ = mu against mu.": INK,
+        "Grey: dapo.": "#888888",
+    }
+    style = lambda color: {"color": color, "fontsize": 9, "fontweight": "normal" if color == INK else "bold"}
+    areas: list[Artist] = [TextArea(word, textprops=style(color)) for word, color in words.items()]
+    row = HPacker(children=areas, align="baseline", pad=0, sep=3.2)
+    at = {"bbox_to_anchor": (x, y), "bbox_transform": fig.transFigure}
+    fig.add_artist(AnchoredOffsetbox("lower left", child=row, pad=0, borderpad=0, frameon=False, **at))
+
+
+def _heading(fig, group, x, y, line):
+    called = [c.name for c in group]
+    rest = ""
+    for name in called[1:]:
+        rest += ("  " if rest and len(rest.split("\n")[-1]) + len(name) < 40 else "\n" * bool(rest)) + name
+    fig.text(x, y + line * len(rest.split("\n")) * bool(rest), called[0], fontsize=9.5, fontweight="bold")
+    if rest:
+        fig.text(x, y, rest, fontsize=7.5, color="#555555", va="baseline", linespacing=1.2)
+
+
+def groups() -> tuple[list[list[Curve]], dict[str, str]]:
+    """Objectives of equal weight, widest Cap first; and those that have no Cap, with the reason."""
+    absent = {n: why for n in names() if (why := obstacle(get(n)))}
+    known: dict[tuple[str, bytes], list[Curve]] = {}
+    r = np.exp(np.r_[np.linspace(-2, 2, 201), np.linspace(-1e-3, 1e-3, 201)])
+    for curve in (of(n) for n in names() if n not in absent):
+        probe = [curve(r, A, mu) for A in (1.0, -1.0) for mu in (0.01, 0.1)]
+        unit = "token" if curve.level == "free" else curve.level
+        known.setdefault((unit, np.round(probe, 9).tobytes()), []).append(curve)
+    same = [sorted(g, key=lambda c: (c.name.count("_"), c.name)) for g in known.values()]
+    width = lambda c, A: -round(float(capacity(c, 0.01, 0.01, A)), 9)
+    return sorted(same, key=lambda g: (width(g[0], 1), width(g[0], -1), g[0].level, g[0].name)), absent
+
+
+def _weight(ax, curve: Curve, grey):
+    reach = half_width(curve, 0.1)
+    for xy in grey:
+        ax.plot(*xy, color=GREY, lw=0.9, zorder=1)
+    for A, color in ((1.0, UP), (-1.0, DOWN)):
+        r, w = line(curve, A, 0.1, reach)
+        ax.fill_between(r, w, color=color, alpha=0.16, lw=0)
+        ax.plot(r, w, color=color, lw=1.3, zorder=2)
+    ax.axhline(0, color="#666666", lw=0.5, zorder=0)
+    ax.axvline(1 if reach == WIDE else 0, color="#CCCCCC", lw=0.5, zorder=0)
+    ratio_axis(ax, reach)
+    ax.set_ylim(-5.6, 5.6)
+    ax.set_yticks([-5, -1, 1, 5], ["−5", "−1", "1", "5"])
+    unit = {"token": "r", "free": "r", "sequence": "s", "trajectory": "S"}[curve.level]
+    ax.set_xlabel(unit if reach == WIDE else f"({unit} − 1) · 10$^4$", labelpad=0.5)
+
+
+def _cap(ax, curve: Curve, grey):
+    for cap in grey:
+        ax.loglog(MU, cap, color=GREY, lw=0.9, zorder=1)
+    for A, color in ((1.0, UP), (-1.0, DOWN)):
+        cap = capacity(curve, MU, MU, A)
+        ax.loglog(MU, cap, color=color, lw=1.1 if A > 0 else 2, zorder=3 if A > 0 else 2)
+    ax.set(xlim=(1e-4, 1), ylim=(1e-6, 2))
+    ax.set_xticks([1e-4, 1e-2, 1], ["10⁻⁴", "10⁻²", "1"])
+    ax.set_yticks([1e-6, 1e-3, 1], ["10⁻⁶", "10⁻³", "1"])
+    ax.minorticks_off()
+    ax.spines[["top", "right"]].set_visible(False)
+    whose = {"sequence": "mu, geometric mean", "trajectory": "mu of the response"}
+    ax.set_xlabel(whose.get(curve.level, "mu"), labelpad=0.5)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Probability Capacity (fan2026up, Sec. 3.3 and App. B), read off the gradient weight of any objective.
+
+    Cap(p, mu) = |p* - p|,    p* = the first probability, from p in the direction of the update (up for A > 0, down
+                              for A < 0), from which on dJ/dlp = 0; 1 or 0 where there is none
+
+The paper's closed forms (Eq. 11, 1 - p for UP, Eq. A3) are consequences, and tests. What Cap is not: a bound on where
+the policy can go. It says how far a token is carried by its own gradient, all else fixed; one large step overshoots it,
+and other tokens' gradients, momentum and shared parameters move a token whose own gradient is 0.
+
+At a kink the weight is looked at a hair (1e-12 of r) ahead of p, so rounding in p/mu does not matter: Cap = 0 at
+r = 1+ε_high (Eq. 11) and at r = 1-ε_low; at r = c the token is still alive (Eq. A3 includes its end). At p = 0 and
+mu = 0 the limit is meant. At A = 0 there is no update: Cap = 0 (the paper's A <= 0 means A < 0).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor
+
+from upref.errors import InputError
+from upref.registry import Objective
+from upref.weights.curve import Curve, of
+
+TINY = 1e-30  # stands for probability 0
+
+
+def capacity(objective: "str | Objective | Curve | Callable[..., Tensor]", pi, pi_old, adv=1.0, **hp) -> np.ndarray:
+    """Cap: how far the probability pi may still move with the update before its own gradient vanishes.
+
+    objective   a registered name, an Objective, any loss (as `upref check` takes it) or its name
+                (path/to/file.py:function, package.module:function, verl:loss_mode), or the Curve of one
+    pi, pi_old  p = π_θ(o_t) and mu = π_old(o_t), probabilities in [0, 1];    adv   advantage A; they broadcast
+    hp          the objective's hyperparameters, or the loss's own keywords; a KL term does not count
+    returns     float64 array of the broadcast shape, in units of probability, to 1e-9 or better
+
+    Level "sequence": the paper leaves Cap open there; this is our definition. All tokens of a response get one gradient
+    in log space, so follow p̄ = exp(mean_t lp), the geometric-mean probability, under a common shift of all lp: then
+    pi = p̄, pi_old = p̄_old and the same formula holds. One token moved alone goes further: `own_token_bound`. Level
+    "trajectory": likewise, pi being the probability of the whole response.
+
+    A dead band narrower than the scan (2 % of r in 1e-3..1e3, finer near 1) may be missed. A weight that fades without
+    a cut (SAPO) counts as alive where float64 rounds it to 0.
+    Raises InputError on anything that is not a probability, on A that is not finite, on what has no weight of a token
+    by itself (m2po, aspo_code), and on a loss that cannot be read or without a finite gradient.
+    """
+    p, mu, A = _points(pi, pi_old, adv)
+    shape, (p, mu, A) = p.shape, (p.ravel(), np.maximum(mu.ravel(), TINY), A.ravel())
+    curve = _toward_the_update(of(objective, **hp))
+    pairs, row = np.unique((mu if curve.reads_mu else 1) + 1j * A, return_inverse=True)  # complex: unique pairs (mu, A)
+    ends, alive = curve.ends(pairs.imag, pairs.real)
+    r, up = np.maximum(p, TINY) / mu, A > 0
+    ahead = np.minimum(np.where(up, r * (1 + curve.hair), r * (1 - curve.hair)), 1 / mu)
+    passed = (ends[row] < ahead[:, None]).sum(1)  # ends below: the weight is alive between every other two
+    ends = np.pad(ends, ((0, 0), (1, 1)), constant_values=((0, 0), (0, np.inf)))
+    goal = np.minimum(ends[row, passed + up] * mu, 1)
+    cap = np.maximum(np.where(up, goal - p, p - goal), 0)
+    return np.where((alive[row] ^ (passed % 2 == 1)) & (A != 0), cap, 0).reshape(shape)
+
+
+def _toward_the_update(curve: Curve) -> Curve:
+    """Its weight where that has the sign of A, else 0: from where a penalty pulls a token back, it is carried no
+    further."""
+
+    def weight(r, A, mu):
+        w = curve.weight(r, A, mu)
+        return np.where(w * A > 0, w, 0)
+
+    return replace(curve, weight=weight)
+
+
+def own_token_bound(pi_old, eps_high, length, log_ratio_of_others=0.0) -> np.ndarray:
+    """p up to which one token alone (A > 0) keeps its gradient under GSPO: min(1, mu (1+ε_high)^T / Π_{others} r).
+
+    The sequence bound s <= 1+ε_high solved for one token of length = T; log_ratio_of_others = Σ_{others} log r.
+    """
+    log_r = length * np.log1p(eps_high) - log_ratio_of_others
+    return np.minimum(1, np.asarray(pi_old) * np.exp(np.minimum(log_r, 700)))
+
+
+def _points(pi, pi_old, adv) -> list[np.ndarray]:
+    points = []
+    for name, x in (("pi", pi), ("pi_old", pi_old), ("adv", adv)):
+        try:
+            x = np.asarray(x.detach().cpu().double() if isinstance(x, Tensor) else x, dtype=float)
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # 10**400; a tensor without data
+            raise InputError(f"{name} must be numbers, got {type(x).__name__}.") from None
+        bad = ~np.isfinite(x) if name == "adv" else ~((x >= 0) & (x <= 1))
+        if bad.any():
+            want = "an advantage is finite" if name == "adv" else "a probability is in [0, 1] (is it a logarithm?)"
+            raise InputError(f"{name} is {x[bad].flat[0]:g}: {want}.")
+        points.append(x)
+    try:
+        return list(np.broadcast_arrays(*points))
+    except ValueError:
+        shapes = ", ".join(str(x.shape) for x in points)
+        raise InputError(f"pi, pi_old and adv have shapes {shapes}, which do not broadcast.") from None

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient weight of a token by itself, w(r, A, mu) = dJ/dlp, of anything, with its jumps.
+
+It is the weight of a response of one token, alone in its batch, where the token's, the sequence's and the trajectory's
+ratio are one number. The rule for mu = π_old(o_t): mu r = π_θ(o_t) <= 1 always. A curve that reads mu stays at r = 1/mu
+from there on; any other is asked about a rare token (`rare`), whatever mu is given.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from upref import foreign as losses
+from upref.errors import InputError
+from upref.registry import Objective, get
+from upref.rollouts import Rollouts
+from upref.weights.jumps import GRID, Jump, find
+
+HAIR = 1e-12  # relative; ratios nearer than that are one
+AT_ONCE = 1000  # tokens that a loss sees in one call: a wrong [B] - [B, 1] in it makes 8 MB
+ROWS = 512  # pairs (A, mu) scanned at a time
+
+
+@dataclass(frozen=True)
+class Curve:
+    """w(r, A, mu): call it on arrays that broadcast. `of` makes it."""
+
+    name: str
+    weight: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] = field(repr=False)  # broadcasting; mu r <= 1
+    reads_mu: bool
+    level: str = "token"
+    settings: dict[str, Any] = field(default_factory=dict)  # the hyperparameters
+    coupled: bool = False  # a token's weight depends on the others of its batch, so they are asked one by one
+    hair: float = HAIR  # how far apart, relatively, two ratios are told apart,
+    floor: float = 1e-6  # and two weights
+
+    def __call__(self, r, A, mu=None) -> np.ndarray:
+        """dJ/dlp in float64. Raises InputError where a loss has no finite gradient."""
+        r, A = np.asarray(r, dtype=float), np.asarray(A, dtype=float)
+        mu = np.asarray(mu, dtype=float) if self.reads_mu and mu is not None else rare(r)
+        with np.errstate(all="ignore"):
+            return self.weight(np.minimum(r, 1 / mu), A, mu)
+
+    def jumps(self, A: float, mu: float | None = None, r: np.ndarray = GRID) -> list[Jump]:
+        """All jumps between the first and the last of the ratios r, ascending.
+
+        A jump shows if it is a quarter of what the weight changes by within a 16th of the distance of two r (by
+        default 0.15 % in 1e-3..1e3, less near 1). Two that lie between the same two r may be missed if they undo each
+        other. A weight that fades has no end.
+        """
+        found, _ = self._find(*_rows(A, mu), r, ends=False)
+        return [Jump(*map(float, jump)) for jump in zip(found.r, found.below, found.above, strict=True)]
+
+    def ends(self, A, mu=None) -> tuple[np.ndarray, np.ndarray]:
+        """For each row (A, mu): the ratios at which the weight turns to 0 or back, ascending, padded with inf; and
+        whether it is alive below them all. A dead band narrower than 2 % (r in 1e-3..1e3, less near 1) may be missed.
+        """
+        A, mu = _rows(A, mu)
+        parts = [slice(n, n + ROWS) for n in range(0, max(len(A), 1), ROWS)]
+        found, alive = zip(
+            *(self._find(A[p], None if mu is None else mu[p], GRID, ends=True) for p in parts), strict=True
+        )
+        i = np.concatenate([f.row + p.start for f, p in zip(found, parts, strict=True)])
+        nth = np.arange(len(i)) - np.searchsorted(i, i)
+        out = np.full((len(A), nth.max(initial=-1) + 1), np.inf)
+        out[i, nth] = np.concatenate([f.r for f in found])
+        return out, np.concatenate(alive)
+
+    def _find(self, A, mu, r, ends: bool):
+        reach = 1 / mu if self.reads_mu and mu is not None else np.inf
+        r = np.broadcast_to(np.minimum(r, reach), (len(A), len(r)))
+        return find(lambda x, i: self(x, A[i], None if mu is None else mu[i]), r, ends, self.hair, self.floor)
+
+
+def _rows(A, mu) -> tuple[np.ndarray, np.ndarray | None]:
+    """A and mu as columns of one length."""
+    A = np.atleast_1d(np.asarray(A, dtype=float))
+    A, m = (x[:, None] for x in np.broadcast_arrays(A, 1.0 if mu is None else mu))
+    return A, None if mu is None else m
+
+
+def rare(r):
+    """π_old of a rare token whose ratio is r."""
+    return np.minimum(0.02, 0.9 / r)
+
+
+def alone(A, r, mu) -> Rollouts:
+    """A response of one token for each (A, r, mu) of flat arrays; π_ref = π_θ."""
+    A, r, mu = (torch.tensor(x, dtype=torch.float64)[:, None] for x in np.broadcast_arrays(A, r, mu))
+    lp = (mu.log() + r.log()).clamp(max=0)
+    return Rollouts(lp, mu.log(), A, torch.ones_like(A, dtype=torch.bool), logp_ref=lp, entropy=torch.ones_like(A))
+
+
+# ---- from an objective -----------------------------------------------------------------------------------------------
+def obstacle(objective: Objective) -> str:
+    """Why the weight of a token by itself is not a function of (r, A, mu), so that there is no Cap; "" if it is one."""
+    return objective.coupled or ("its clip depends on the token's entropy" if "entropy" in objective.reads else "")
+
+
+def of_objective(objective: Objective, **hp) -> Curve:
+    """The curve of its closed form; one that reads the entropy is asked about a token of entropy 1."""
+    settings = objective.resolve(hp)
+    weight = partial(_together if objective.level == "free" else _weight, objective, hp)
+    return Curve(objective.name, weight, objective.reads_mu, objective.level, settings)
+
+
+def _weight(objective: Objective, hp, r, A, mu):
+    return objective.weight(r, A, mu=mu, **hp) + 0 * r
+
+
+def _together(objective: Objective, hp, r, A, mu):
+    """Of an objective that couples tokens: each point is a response."""
+    points = np.broadcast_arrays(r, A, mu)
+    r, A, mu = (torch.tensor(x.reshape(-1, 1)) for x in points)
+    mask = torch.ones_like(r, dtype=torch.bool)
+    return objective.weight(r, A, mu, mask, torch.ones_like(r), **hp).numpy().reshape(points[0].shape)
+
+
+# ---- from anybody's loss ---------------------------------------------------------------------------------------------
+def of_loss(loss, settings: dict[str, Any] | None = None) -> Curve:
+    """The curve of whatever has a name and a `gradient(Rollouts)`, dJ/dlp as [B, T]; measured by autograd.
+
+    A hundred small batches at most tell whether mu and the other tokens matter and whether it computes in float32.
+    """
+    ask = partial(_measured, loss)
+    crowd, x = rare, np.exp(np.linspace(-3, 3, 41) + 0.0123)  # on nobody's bound
+    r, A, mu = (v.ravel() for v in np.meshgrid(x, (1.0, -1.0, 0.5, -2.0), (1e-6, 1e-3, 0.3, 0.9, 0.99)))
+    r, A, mu = (v[mu * r < 0.99] for v in (r, A, mu))
+    w = ask(r, A, crowd(r))
+    with np.errstate(over="ignore"):
+        single = bool(w.any()) and np.array_equal(w, w.astype(np.float32)) and len(np.unique(abs(w))) > 9
+    curve = Curve(loss.name, ask, True, settings=settings or {})
+    curve = replace(curve, hair=1e-5, floor=1e-4) if single else curve
+    same = lambda x, y: np.allclose(x, y, rtol=curve.floor, atol=0.1 * curve.floor)
+    some = slice(None, None, len(r) // 9)
+    single_file = partial(_one_by_one, loss)
+    if not same(w[some], single_file(r[some], A[some], crowd(r[some]))):
+        return replace(curve, weight=single_file, coupled=True)
+    return replace(curve, reads_mu=not same(w, ask(r, A, mu)))
+
+
+def _measured(loss, r, A, mu):
+    points = np.broadcast_arrays(r, A, mu)
+    flat = [x.ravel() for x in points]
+    parts = [[x[n : n + AT_ONCE] for x in flat] for n in range(0, len(flat[0]), AT_ONCE)]
+    return np.concatenate([_crowd(loss, *part) for part in parts] or [flat[0]]).reshape(points[0].shape)
+
+
+def _one_by_one(loss, r, A, mu):
+    points = np.broadcast_arrays(r, A, mu)
+    flat = [x.reshape(-1, 1) for x in points]
+    return np.array([_gradient(loss, *p)[0] for p in zip(*flat, strict=True)]).reshape(points[0].shape)
+
+
+def _crowd(loss, r, A, mu):
+    """Many at once, and the strongest by itself, which tells the denominator of the batch."""
+    g = _gradient(loss, r, A, mu)
+    i = abs(g).argmax()
+    one = slice(i, i + 1)
+    return g * (_gradient(loss, r[one], A[one], mu[one]) / g[i]) if g[i] else g
+
+
+def _gradient(loss, r, A, mu):
+    b = alone(A, r, mu)
+    g = loss.gradient(b)
+    if "logp_ref" in getattr(loss, "reads", ()):  # what is left at A = 0 is its KL term
+        g = g - loss.gradient(replace(b, adv=0 * b.adv))
+    g = g[:, 0].double().numpy() + 0.0  # not -0
+    if not np.isfinite(g).all():
+        p = (r * mu)[~np.isfinite(g)][0]
+        raise InputError(f"{loss.name} has no finite gradient in log_prob at pi={p:.3g}.")
+    return g
+
+
+# ---- from whatever a user names --------------------------------------------------------------------------------------
+def of(what: "str | Objective | Callable | Curve", **hp) -> Curve:
+    """The curve of a registered name, an Objective, or any loss or its name (path/to/file.py:function,
+    package.module:function, verl:loss_mode, trl:loss_type), at these hyperparameters or keywords of its own.
+
+    Raises InputError for what has no weight of a token by itself (`obstacle`, or a loss whose tokens are coupled).
+    """
+    if isinstance(what, Curve):
+        return what
+    what = get(what) if isinstance(what, str) and ":" not in what else what
+    if isinstance(what, Objective):
+        what.resolve(hp)
+        if why := obstacle(what):
+            raise InputError(f"{what.name} has no weight of a token by itself: {why}.")
+        return of_objective(what, **hp)
+    curve = of_loss(losses.read(what, None, hp), hp)
+    if curve.coupled:
+        raise InputError(f"{curve.name} has no weight of a token by itself: it depends on the other tokens of a batch.")
+    return curve
+
+
+def of_all(whats, hp: dict[str, Any]) -> list[Curve]:
+    """The curve of each, with the hyperparameters that it takes; InputError for one that none takes."""
+    if not whats:
+        raise InputError("name at least one objective.")
+    takes = [_takes(what) for what in whats]
+    for key in hp:
+        if not any(take(key) for take in takes):
+            if len(whats) == 1:
+                of(whats[0], **{key: hp[key]})  # says what an objective has
+            called = ", ".join(what if isinstance(what, str) else _name(what) for what in whats)
+            raise InputError(f"none of {called} has a hyperparameter {key!r}.")
+    return [of(what, **{k: v for k, v in hp.items() if take(k)}) for what, take in zip(whats, takes, strict=True)]
+
+
+def _takes(what) -> Callable[[str], bool]:
+    what = get(what) if isinstance(what, str) and ":" not in what else what
+    return what.hyperparameters.__contains__ if isinstance(what, Objective) else partial(losses.takes, what)
+
+
+def _name(what) -> str:
+    return getattr(what, "name", None) or losses.name_of(what)
