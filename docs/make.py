@@ -61,6 +61,7 @@ def put(name: str, code: str, folder: Path):
     if name.startswith("upref/") and not (folder / "upref").exists():
         shutil.copytree(ROOT / "upref", folder / "upref", ignore=shutil.ignore_patterns("__pycache__"))
     assert not (folder / name).exists(), f"{name} is there already"
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(code.partition("\n")[2].lstrip("\n") if "/" not in name else code, encoding="utf-8")
 
 

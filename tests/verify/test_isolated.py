@@ -32,12 +32,12 @@ PIN = Pin(packages=("plainrl==1.0",), files={"plainrl.py": DIGEST})
 def library(tmp_path_factory):
     """A copy of the library that knows the framework of docs/adding.md, with some stand-ins."""
     folder = tmp_path_factory.mktemp("library")
-    known = FILES["upref/audits/plain.py"].replace(
+    known = FILES["upref/frameworks/plain/audit.py"].replace(
         "PIN = Pin(", 'PIN = Pin(stubs=("heavy",), decorators=("heavy.jit",), '
     )
     known = known.replace("sha256, its first 32 digits", DIGEST)
-    put("upref/audits/plain.py", known, folder)
-    (folder / "upref/audits/plain.toml").write_text(LEDGER, encoding="utf-8")
+    put("upref/frameworks/plain/audit.py", known, folder)
+    (folder / "upref/frameworks/plain/ledger.toml").write_text(LEDGER, encoding="utf-8")
     return folder
 
 
