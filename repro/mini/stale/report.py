@@ -10,7 +10,7 @@ from repro.mini.stale.design import HERE, Design
 from repro.mini.stale.rule import Cell, Effect
 from repro.mini.study import curves, registration, results
 from repro.mini.study.results import Record
-from upref.plots import PALETTE, STYLE
+from upref.weights.plots import PALETTE, STYLE
 
 PRIMARY = ("dapo", "neighbours")
 UNITS = {"avg": "points", "best": "points", "entropy": "nats", "malformed": "points", "survival": "steps"}
