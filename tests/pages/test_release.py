@@ -65,6 +65,7 @@ def test_the_installed_wheel_judges_a_loss(built, tmp_path):
         return done.stdout
 
     assert "check" in said("-h")
+    assert said("--version") == f"upref {upref.__version__}\n"
     assert said("check", "my.py:loss", "--as", "dapo", status=1).startswith("NOT dapo: 2 failures")
     assert said("check", "my.py:loss", "--as", "no_such", status=2) == ""
     where = [tmp_path / "env/bin/python", "-c", "import upref; print(upref.__file__)"]
@@ -86,9 +87,30 @@ def test_the_install_lines_are_true():
     assert "`upref-rl`" in README and PROJECT["name"] == "upref-rl" and PROJECT["scripts"]["upref"] == "upref.cli:main"
 
 
+def test_the_page_on_the_index_has_whole_links(built):
+    """README.md's links and pictures point into the repository, at the tag of this version."""
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as z:
+        (name,) = [n for n in z.namelist() if n.endswith("/METADATA")]
+        head, _, page = z.read(name).decode().partition("\n\n")
+    targets = re.findall(r"\]\(([^)]+)\)", page)
+    assert len(targets) == len(re.findall(r"\]\(([^)]+)\)", README)) > 10
+    assert all(t.startswith(("https://", "#")) for t in targets), targets
+    assert f"/upref/v{upref.__version__}/figures/cap.svg" in page and f"/blob/v{upref.__version__}/docs/" in page
+    assert head.count("Project-URL: ") == 4 and "Description-Content-Type: text/markdown" in head
+
+
+@pytest.mark.parametrize("workflow", sorted((ROOT / ".github/workflows").iterdir()), ids=lambda p: p.name)
+def test_a_workflow_is_pinned_bounded_and_may_do_little(workflow):
+    text = workflow.read_text(encoding="utf-8")
+    used = re.findall(r"uses: (.*)", text)
+    assert used and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", action) for action in used), used
+    assert text.count("timeout-minutes: ") == text.count("runs-on: ") and "\npermissions:\n  contents: read\n" in text
+
+
 def test_the_workflow_runs_what_contributing_names():
     workflow = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
-    for command in ("bash tests/run.sh", "bash docs/build.sh", "python -m build"):
+    for command in ("bash tests/run.sh", "bash docs/build.sh"):
         assert f"{command}\n" in workflow
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert "bash tests/run.sh" in page and "bash docs/build.sh" in page and len(page.splitlines()) <= 60
