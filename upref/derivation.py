@@ -64,9 +64,10 @@ def derive(objective: str | Objective, mu: float = 0.25, **hp) -> Derivation:
     if isinstance(mu, bool) or not isinstance(mu, int | float) or not 0 < mu <= 1:
         raise InputError(f"mu is a probability in (0, 1], got {repr(mu)[:60]}.")
     o = objective if isinstance(objective, Objective) else get(objective)
-    resolved = {k: v for k, v in o.resolve(hp).items() if k != "beta"}
+    resolved = o.of_surrogate(hp)
     doc = (inspect.getdoc(o.fn) or str(o.__doc__)).split("\n\n")[0]
     steps = [f"{o.name}   ({o.paper}: {o.eq})", f"  {doc}", _chain(o)]
+    steps += [f"  times the constant {inspect.getdoc(o.sampler)}: what follows is without it"] if o.sampler else []
     if o.unread:
         text, ok = _numeric(o, hp)
         return Derivation(o.name, [*steps, f"not read by sympy: {o.unread}; by autograd on a small batch:", *text], ok)
@@ -214,7 +215,7 @@ def sympy_gradient(objective: str | Objective, b: Rollouts, **hp) -> np.ndarray:
     if o.unread:
         raise InputError(f"sympy cannot read {o.name}: {o.unread}.")
     hp, mask = o.resolve(hp), b.mask.numpy()
-    weights = row_weights(o.agg, b.mask, b.totals or Totals.of(b.mask, b.group))
+    weights, w = row_weights(o.agg, b.mask, b.totals or Totals.of(b.mask, b.group)), o.factors(b, **hp)
     ref = b.logp if b.logp_ref is None else b.logp_ref
     tokens = [where(b.mask, x.detach(), 0).numpy() for x in (b.logp, b.logp_old, b.adv.expand(b.mask.shape), ref)]
     rows = torch.as_tensor(weights, dtype=torch.float64).expand(len(mask)).numpy()
@@ -225,7 +226,7 @@ def sympy_gradient(objective: str | Objective, b: Rollouts, **hp) -> np.ndarray:
             with mpmath.workdps(30):
                 numbers = map(mpmath.mpf, np.concatenate([*(x[i].ravel() for x in tokens), rows[i]]).tolist())
                 gradient[i] = np.reshape([float(x) for x in derivative(*numbers)], alike.shape)
-    return gradient
+    return gradient * o.per_term(w, b.mask).numpy() if w is not None else gradient
 
 
 def _derivative(o: Objective, mask: np.ndarray, hp: dict) -> Callable[..., list]:
@@ -240,7 +241,7 @@ def _derivative(o: Objective, mask: np.ndarray, hp: dict) -> Callable[..., list]
     read = (lp, lp_old, np.repeat(first[:, None], mask.shape[1], 1) if o.agg == "seq-mean" else A)
     if o.level in REDUCE:
         read = (REDUCE[o.level](lp, mask), REDUCE[o.level](lp_old, mask), first)
-    terms = o.fn(*read, *[mask] * (o.level == "free"), **{k: v for k, v in hp.items() if k != "beta"})
+    terms = o.fn(*read, *[mask] * (o.level == "free"), **o.of_surrogate(hp))
     copies = 1 if o.agg == "seq-mean" else mask.sum(-1)  # of a response's term
     J = np.dot(rows, terms * copies if terms.ndim == 1 else sum_t(terms, mask))
     if hp.get("beta"):

@@ -65,17 +65,18 @@ def diagnose(objective: Objective, b: Rollouts, **hp) -> dict[str, float]:
 @torch.no_grad()
 def live(
     objective: Objective, lp: Tensor, lp_old: Tensor, A: Tensor, mask: Bool[Tensor, "B T"], hp: dict[str, Any],
-    entropy: Tensor | None = None,
+    entropy: Tensor | None = None, logp_sampler: Tensor | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """`diagnose` of a micro-batch that is being trained on, as upref/KEY. Always the same keys: a framework's ranks
     must agree on them. A metric must not stop a run, so nothing is validated and rows without a token are left out."""
     rows = mask.any(1)
     A = A.expand_as(mask)
     entropy = torch.zeros_like(lp) if entropy is None else entropy
-    lp, lp_old, A, mask, entropy = (x[rows] for x in (lp, lp_old, A, mask, entropy))
+    engine = lp_old if logp_sampler is None else logp_sampler
+    lp, lp_old, A, mask, entropy, engine = (x[rows] for x in (lp, lp_old, A, mask, entropy, engine))
     if not len(mask):  # no token at all: one of A = 0, r = 1 stands for it
-        lp, lp_old, A, entropy, mask = *((lp.new_zeros(1, 1),) * 4), mask.new_ones(1, 1)
-    b = Rollouts.unchecked(logp=lp, logp_old=lp_old, adv=A, mask=mask, entropy=entropy)
+        lp, lp_old, A, entropy, engine, mask = *((lp.new_zeros(1, 1),) * 5), mask.new_ones(1, 1)
+    b = Rollouts.unchecked(logp=lp, logp_old=lp_old, adv=A, mask=mask, entropy=entropy, logp_sampler=engine)
     return {f"upref/{k}": v for k, v in diagnose(objective, b, **hp).items()}
 
 

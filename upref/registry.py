@@ -82,12 +82,14 @@ class Objective:
     off_anchor: str = field(default="", repr=False)  # why the weight at r = 1 is not A, where it is not
     off_scale: str = field(default="", repr=False)  # why three times the advantages are not three times the weights
     known_from: str = field(default="", repr=False)  # where its equation was read, where that was not the paper
+    sampler: Callable | None = field(default=None, repr=False)  # (log ρ, mask, *, hyperparameters): factors, [B, T]
     coupled: str = field(default="", repr=False)  # why splitting the batch changes it, where it does
     closed_form: Callable = field(default=_no_weight, repr=False)
 
     # read off the two signatures once
     reads: tuple[str, ...] = field(init=False, repr=False)  # by the closed form: of mu, log_mu, mask, entropy
     _own: dict[str, Any] = field(init=False, repr=False)
+    _of_sampler: dict[str, Any] = field(init=False, repr=False)
     _extra_names: tuple[str, ...] = field(init=False, repr=False)
     reads_log_r: bool = field(init=False, repr=False)
 
@@ -98,7 +100,9 @@ class Objective:
                 raise InputError(f"{fact} must be one of {', '.join(filter(None, of))}, got {repr(value)[:60]}.")
         takes = _parameters(self.fn, 3, "fn")
         put = partial(object.__setattr__, self)
-        put("_own", {p.name: p.default for p in takes if p.kind is p.KEYWORD_ONLY} | ({"beta": 0.0} if self.kl else {}))
+        named = lambda ps: {p.name: p.default for p in ps if p.kind is p.KEYWORD_ONLY}
+        put("_of_sampler", named(_parameters(self.sampler, 2, "sampler")) if self.sampler else {})
+        put("_own", named(takes) | ({"beta": 0.0} if self.kl else {}) | self._of_sampler)
         put("_extra_names", tuple(p.name for p in takes[3:] if p.kind is p.POSITIONAL_OR_KEYWORD))
         self._read_weight()
         title, url = papers().get(self.paper, ("", ""))
@@ -144,7 +148,8 @@ class Objective:
             raise InputError(
                 f"{self.name} wants one advantage per response, and the tokens of one differ: pass adv as [B, 1]."
             )
-        return self.J(b.logp, b.logp_old, b.adv, b.mask, b.group, b.logp_ref, b.entropy, b.totals, **hp)
+        batch = (b.logp, b.logp_old, b.adv, b.mask, b.group, b.logp_ref, b.entropy, b.totals)
+        return self.J(*batch, lp_sampler=b.logp_sampler, **hp)
 
     def loss(self, b: Rollouts, **hp) -> Float[Tensor, ""]:
         """-J, to be minimised."""
@@ -161,19 +166,20 @@ class Objective:
         entropy: Float[Tensor, "B T"] | None = None,
         totals: Totals | None = None,
         is_weights: Float[Tensor, "B T"] | None = None,
+        lp_sampler: Float[Tensor, "B T"] | None = None,
         **hp,
     ) -> Float[Tensor, ""]:
         """J on plain tensors, unvalidated: for a training step under torch.compile, without host synchronisation.
 
-        is_weights multiply each token's term as constants (sampler correction); an objective with one term per
-        response takes their mean over the response.
+        is_weights multiply each token's term as constants (a sampler correction that somebody else has computed); an
+        objective with one term per response takes their mean over the response. lp_sampler is read by `tis(...)` and
+        its like, which compute such weights themselves.
         """
         hp = self.resolve(hp)
         beta = hp.pop("beta", 0.0)
-        terms = self.unreduced(lp, lp_old, A, mask, entropy, **hp)
+        terms = self.unreduced(lp, lp_old, A, mask, entropy, lp_sampler, **hp)
         if is_weights is not None:
-            w = is_weights.detach()
-            terms = terms * (w if terms.ndim == 2 else mean_t(w, mask))
+            terms = weighed(terms, is_weights.detach(), mask)
         J = aggregate(terms, mask, self.agg, group, totals)
         if beta:
             if lp_ref is None:
@@ -184,10 +190,30 @@ class Objective:
             J = J - beta * aggregate(k, mask, self.agg, group, totals)
         return J
 
-    def unreduced(self, lp, lp_old, A, mask, entropy=None, **hp) -> Float[Tensor, "B T"] | Float[Tensor, " B"]:
+    def unreduced(self, lp, lp_old, A, mask, entropy=None, lp_sampler=None, **hp):
         """J before aggregation: [B, T], or [B] where the objective has one term per response."""
-        terms = self.fn(*self._at_level(lp, lp_old, A, mask), **self._extras(mask, entropy), **hp)
-        return terms[:, None].expand_as(mask) if terms.ndim == 1 and self.agg != "seq-mean" else terms
+        own = {k: v for k, v in hp.items() if k not in self._of_sampler}
+        terms = self.fn(*self._at_level(lp, lp_old, A, mask), **self._extras(mask, entropy), **own)
+        terms = terms[:, None].expand_as(mask) if terms.ndim == 1 and self.agg != "seq-mean" else terms
+        factors = self.sampler_weights(lp_old, lp_sampler, mask, **hp)
+        return terms if factors is None else weighed(terms, factors, mask)
+
+    def factors(self, b: Rollouts, **hp) -> Float[Tensor, "B T"] | None:
+        """`sampler_weights` of a batch."""
+        return self.sampler_weights(b.logp_old, b.logp_sampler, b.mask, **hp)
+
+    def sampler_weights(self, lp_old, lp_sampler, mask, **hp) -> Float[Tensor, "B T"] | None:
+        """The factor of each token by its sampler correction, a constant; None where the objective has none."""
+        if self.sampler is None:
+            return None
+        if lp_sampler is None:
+            raise InputError(
+                f"{self.name} needs logp_sampler, the log-probabilities of the engine that sampled: "
+                "Rollouts(..., logp_sampler=...)."
+            )
+        log_rho = where(mask, (lp_old - lp_sampler).detach(), 0)
+        own = {k: hp.get(k, v) for k, v in self._of_sampler.items()}
+        return where(mask, self.sampler(log_rho, mask, **own), 0).to(log_rho.dtype)
 
     def _at_level(self, lp, lp_old, A, mask):
         """What the pure function is handed; no gradient into lp_old and A, none into masked slots."""
@@ -204,10 +230,11 @@ class Objective:
 
     def surrogate(self, lp, lp_old, A, **hp):
         """The pure function itself, at the objective's level, for tensors, arrays or symbols."""
-        return self.fn(lp, lp_old, A, **self._without_beta(hp))
+        return self.fn(lp, lp_old, A, **self.of_surrogate(hp))
 
-    def _without_beta(self, hp: dict[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in self.resolve(hp).items() if k != "beta"}
+    def of_surrogate(self, hp: dict[str, Any]) -> dict[str, Any]:
+        """The resolved hyperparameters without those of the KL term and of the sampler's correction."""
+        return {k: v for k, v in self.resolve(hp).items() if k != "beta" and k not in self._of_sampler}
 
     # ---- gradients -------------------------------------------------------------------------------------------------
     def weight(self, r, A, mu=None, mask=None, entropy=None, **hp):
@@ -239,7 +266,7 @@ class Objective:
         missing = [k.removeprefix("log_") for k in self.reads if have[k] is None]
         if missing:
             raise InputError(f"the weight of {self.name} depends on {' and '.join(missing)}: pass {missing[0]}=.")
-        return self.closed_form(r, A, **{k: have[k] for k in self.reads}, **self._without_beta(hp))
+        return self.closed_form(r, A, **{k: have[k] for k in self.reads}, **self.of_surrogate(hp))
 
     def token_weights(self, b: Rollouts, **hp) -> Float[Tensor, "B T"]:
         """∂/∂lp_t of the unreduced J from the closed form, before aggregation and without KL; 0 on masked slots."""
@@ -251,7 +278,13 @@ class Objective:
             n = b.mask.sum(-1)
             w = w if self.agg == "seq-mean" else w * n  # the response's term stands on each of its tokens
             w = (w / n if self.level == "sequence" else w)[:, None]
+        if (factors := self.factors(b, **hp)) is not None:
+            w = weighed(w, self.per_term(factors, b.mask), b.mask)
         return where(b.mask, w, 0)
+
+    def per_term(self, factors: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Tensor:
+        """What multiplies the tokens' weights: the factors, or their mean where a response has one term."""
+        return mean_t(factors, mask)[:, None] if self.agg == "seq-mean" else factors
 
     def gradient(self, b: Rollouts, **hp) -> Float[Tensor, "B T"]:
         """dJ/dlp = weight x aggregation, the closed form of what autograd computes through J (without KL)."""
@@ -347,6 +380,12 @@ def _parameters(fn: Callable, least: int, name: str) -> list[inspect.Parameter]:
     if len(takes) < max(least, 1):
         raise InputError(f"{name} must be a function (lp, lp_old, A, *, hyperparameters), got {repr(fn)[:60]}.")
     return takes
+
+
+def weighed(terms: Tensor, w: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Tensor:
+    """Terms [B, T] times their weights, terms [B] times the mean of theirs; what weighs 0 adds 0, infinite or not."""
+    w = w if terms.ndim == 2 else mean_t(w, mask)
+    return where(w == 0, 0, terms * w)
 
 
 class _Unmasked(torch.autograd.Function):

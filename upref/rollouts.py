@@ -2,6 +2,7 @@
 """The batch that every objective reads, validated once at the boundary, and the letters used everywhere.
 
 lp, lp_old    log π_θ(o_t | q, o_<t) and log π_old(o_t | q, o_<t), in nats, [B, T]
+lp_sampler    log μ(o_t | q, o_<t) of the engine that sampled, where it differs from π_old; ρ = exp(lp_old - lp_sampler)
 A             advantage, [B, T], or [B, 1] for one number per response
 r = exp(lp - lp_old)    token ratio (Eq. 3);    s = exp(mean_t(lp - lp_old))    sequence ratio (Eq. 5)
 mu, p         π_old(o_t) and π_θ(o_t) = mu r
@@ -31,6 +32,7 @@ class Rollouts:
     anything, NaN included). adv: advantages. mask: True on response tokens; every response has one at least.
     group: prompt id of each response; None: all responses count as one prompt. entropy: policy entropy per token in
     nats, needed by one objective only. totals: the mini-batch's counts when this is a micro-batch of it (see `split`).
+    logp_sampler: log-probabilities of the inference engine, read by sampler corrections: upref.transforms.
     """
 
     logp: Float[Tensor, "B T"]
@@ -41,6 +43,7 @@ class Rollouts:
     logp_ref: Float[Tensor, "B T"] | None = None
     entropy: Float[Tensor, "B T"] | None = None
     totals: Totals | None = None
+    logp_sampler: Float[Tensor, "B T"] | None = None
 
     def __post_init__(self):
         self._check_types()
@@ -49,7 +52,7 @@ class Rollouts:
             per_row = getattr(self.totals, "group_tokens", None)
             if not isinstance(self.totals, Totals) or (isinstance(per_row, Tensor) and per_row.shape not in ((), (B,))):
                 raise InputError(f"totals must be the mini-batch's Totals, cut to these {B} rows by Totals.rows.")
-        for name in ("logp", "logp_old", "logp_ref"):
+        for name in ("logp", "logp_old", "logp_ref", "logp_sampler"):
             x = getattr(self, name)
             if x is not None:
                 self._check_logp(name, x)
@@ -74,7 +77,7 @@ class Rollouts:
 
     def _check_types(self):
         with jaxtyped("context"):  # binds B and T over all the fields
-            for field in fields_of(self)[:-1]:
+            for field in (f for f in fields_of(self) if f.name != "totals"):
                 x, kinds = getattr(self, field.name), get_args(field.type) or (field.type,)
                 if not any(isinstance(x, kind) for kind in kinds) or (isinstance(x, Tensor) and not dense(x)):
                     want = " or ".join(getattr(k, "__name__", str(k)) for k in kinds)

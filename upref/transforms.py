@@ -1,11 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UP as the paper sells it: a plug-in for any objective (fan2026up, Sec. 4.2)."""
+"""What is made of any objective: UP, the paper's plug-in (fan2026up, Sec. 4.2), and corrections for the sampler.
+
+A sampler correction is for three policies: μ, the inference engine's, which sampled (lp_sampler); π_old, before the
+update, as the trainer computes it (lp_old); π_θ (lp). It multiplies each token's term by a constant made of
+ρ_t = π_old(o_t)/μ(o_t); S = Π_t ρ_t is the ratio of a response, s = S^(1/|o|) its geometric mean.
+
+    decoupled(X)   ρ_t                                        X is PPO: π_old is the proximal policy, μ the behavior's
+    tis(X)         min(ρ_t, C)                                truncated importance sampling
+    tis_seq(X)     min(S, C)                                  of responses
+    mis(X)         ρ_t if ρ_t <= C, else 0                    masked importance sampling
+    mis_seq(X)     S if S <= C, else 0
+    icepop(X)      ρ_t if C_min <= ρ_t <= C, else 0           masked on both sides
+    seq_mask(X)    1 if C_min <= s <= C, else 0               a response is kept or dropped
+
+Weight and derivation are X's times the factor, and the Cap is X's where the factor is not 0. The two kinds commute:
+up(tis(X)) is tis(up(X)), because UP drops π_θ/π_old where A > 0, and the factor is π_old/μ. The frameworks' defaults:
+docs/sampler-corrections.md.
+"""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from upref.errors import InputError
-from upref.ops import exp, mean_t, sg, where
+from upref.ops import exp, mean_t, minimum, sg, sum_t, when, where
 from upref.registry import Objective, transform
 
 
@@ -51,6 +70,89 @@ def _asymmetric(base: Objective, prefix: str, positive) -> Objective:
         closed_form=weight,
         paper="fan2026up",
         eq="Sec. 4.2",
-        off_anchor="",
+        off_anchor=base.off_anchor if base.sampler else "",
         note=f"The plug-in on {base.name}. {base.note}".strip(),
     )
+
+
+# ---- sampler corrections ---------------------------------------------------------------------------------------------
+def _correction(paper: str, eq: str, **defaults: str) -> Callable[[Callable], Callable[[Objective], Objective]]:
+    """Decorator: of the factor `(log_rho, mask, *, hyperparameters)` the transform that multiplies by it."""
+
+    def wrap(factor: Callable) -> Callable[[Objective], Objective]:
+        def make(base: Any) -> Objective:
+            if not isinstance(base, Objective):
+                got = type(base).__name__
+                raise InputError(f"{factor.__name__}(...) is made of an Objective, e.g. get('dapo'), not of a {got}.")
+            if base.sampler is not None:
+                raise InputError(f"{base.name} corrects for its sampler already: one correction is enough.")
+            return replace(
+                base,
+                name=f"{factor.__name__}({base.name})",
+                equation=f"w_t J_t, J_t of {base.name}: {base.equation};  {inspect.getdoc(factor)}",
+                paper=paper,
+                eq=eq,
+                defaults=base.defaults | defaults,
+                sampler=factor,
+                off_anchor=base.off_anchor or "the weight is A times the sampler's correction",
+                note=f"Needs logp_sampler. {base.note}".strip(),
+            )
+
+        make.__name__ = make.__qualname__ = factor.__name__
+        make.__doc__ = f"{inspect.getdoc(factor)} ({paper}, {eq})"
+        return transform(make)
+
+    return wrap
+
+
+IS_MAX = "2.0: verl's rollout_is_threshold"
+
+
+@_correction("hilton2021batch", "the decoupled objective; fu2025areal")
+def decoupled(log_rho, mask):
+    """w_t = ρ_t = π_old(o_t)/μ(o_t), π_old the proximal policy and μ the behavior policy"""
+    return exp(log_rho)
+
+
+@_correction("yao2025offpolicy", "the truncated ratio of the blog", is_max=IS_MAX)
+def tis(log_rho, mask, *, is_max=2.0):
+    """w_t = min(ρ_t, C)"""
+    return minimum(exp(log_rho), is_max)
+
+
+@_correction("liu2025speed", "sequence-level truncated importance sampling", is_max=IS_MAX)
+def tis_seq(log_rho, mask, *, is_max=2.0):
+    """w_t = min(Π_t ρ_t, C)"""
+    return minimum(exp(sum_t(log_rho, mask)), is_max)[:, None].expand_as(mask)
+
+
+@_correction("liu2025speed", "masked importance sampling, of tokens", is_max=IS_MAX)
+def mis(log_rho, mask, *, is_max=2.0):
+    """w_t = ρ_t if ρ_t <= C, else 0"""
+    return when(exp(log_rho) <= is_max, exp(log_rho))
+
+
+@_correction("liu2025speed", "masked importance sampling", is_max="3.0: TRL's vllm_importance_sampling_clip_max")
+def mis_seq(log_rho, mask, *, is_max=3.0):
+    """w_t = S if S = Π_t ρ_t <= C, else 0"""
+    S = exp(sum_t(log_rho, mask))
+    return when(S <= is_max, S)[:, None].expand_as(mask)
+
+
+@_correction(
+    "ling2025every",
+    "IcePop's M(k)",
+    is_min="0.5: verl's decoupled_token_icepop",
+    is_max="5.0: verl's decoupled_token_icepop",
+)
+def icepop(log_rho, mask, *, is_min=0.5, is_max=5.0):
+    """w_t = ρ_t if C_min <= ρ_t <= C, else 0"""
+    rho = exp(log_rho)
+    return when((rho >= is_min) & (rho <= is_max), rho)
+
+
+@_correction("liu2025speed", "the geometric mask", is_min="0.999: verl's decoupled_geo_rs", is_max="1.001: the same")
+def seq_mask(log_rho, mask, *, is_min=0.999, is_max=1.001):
+    """w_t = 1 if C_min <= (Π_t ρ_t)^(1/|o|) <= C, else 0"""
+    s = exp(mean_t(log_rho, mask))
+    return where((s >= is_min) & (s <= is_max), 1, 0)[:, None].expand_as(mask)

@@ -15,10 +15,22 @@ def test_registered(name, law):
     law(upref.get(name))
 
 
+CORRECTED = [
+    "tis(dapo)", "icepop(up_dapo)", "mis(dapo)", "mis_seq(gspo)", "tis_seq(luspo)", "seq_mask(gmpo)",
+    "decoupled(ppo_clip)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", CORRECTED)
+def test_corrected_for_the_sampler(name, law):
+    law(upref.get(name))
+
+
 PLUGGED = [f for f in laws.LAWS if f.__name__ not in ("every_hyperparameter_is_alive", "record_is_complete")]
 
 
 @pytest.mark.parametrize("law", PLUGGED, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", ["sapo", "cispo", "gmpo", "topr", "m2po", "dppo_tv"])
+@pytest.mark.parametrize("name", ["sapo", "cispo", "gmpo", "topr", "m2po", "dppo_tv", "icepop(dapo)"])
 def test_plugged(name, law):
     law(upref.up(upref.get(name)))

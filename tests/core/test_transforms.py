@@ -65,3 +65,75 @@ def test_objectives_survive_pickling():
     for name in ("dapo", "up(sapo)", "up_anchored(gspo)"):
         o = pickle.loads(pickle.dumps(get(name)))
         assert o.name == name and torch.equal(o(batch(o)), get(name)(batch(get(name))))
+
+
+# ---- sampler corrections ---------------------------------------------------------------------------------------------
+CORRECTIONS = ("decoupled", "tis", "tis_seq", "mis", "mis_seq", "icepop", "seq_mask")
+
+
+def three_policies(ratios):
+    """One response on policy (r = 1, A = 1) whose tokens have these ratios ρ = π_old/μ."""
+    rho = torch.tensor([ratios], dtype=torch.float64)
+    lp = torch.full_like(rho, -3.0)
+    one = torch.ones_like(rho)
+    return upref.Rollouts(lp, lp.clone(), one, one.bool(), logp_sampler=lp - rho.log())
+
+
+@pytest.mark.parametrize(
+    ("name", "hp", "expected"),
+    [
+        ("decoupled", {}, [0.25, 1.0, 3.0, 8.0]),
+        ("tis", {"is_max": 2.0}, [0.25, 1.0, 2.0, 2.0]),
+        ("mis", {"is_max": 3.5}, [0.25, 1.0, 3.0, 0.0]),
+        ("icepop", {}, [0.0, 1.0, 3.0, 0.0]),
+        ("tis_seq", {"is_max": 5.0}, [5.0] * 4),
+        ("mis_seq", {"is_max": 5.0}, [0.0] * 4),
+        ("mis_seq", {"is_max": 7.0}, [6.0] * 4),
+        ("seq_mask", {"is_min": 1.5, "is_max": 1.6}, [1.0] * 4),
+        ("seq_mask", {}, [0.0] * 4),
+    ],
+)
+def test_the_factor_of_each_correction_by_hand(name, hp, expected):
+    o, b = get(f"{name}(reinforce)"), three_policies([0.25, 1.0, 3.0, 8.0])  # S = 6, s = 1.565
+    assert grad(partial(o, **hp), b)[0].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize("base", ["dapo", "gspo"])
+def test_up_and_a_correction_commute(name, base):
+    one, other = get(f"up({name}({base}))"), get(f"{name}(up({base}))")
+    b = batch(one)
+    assert torch.equal(grad(one, b), grad(other, b))
+    assert not torch.equal(grad(one, b), grad(get(f"up({base})"), b))
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_where_the_sampler_is_the_old_policy_nothing_is_corrected(name):
+    b = batch(get("dapo"))
+    torch.testing.assert_close(grad(get(f"{name}(dapo)"), replace(b, logp_sampler=b.logp_old)), grad(get("dapo"), b))
+
+
+def test_a_correction_needs_the_sampler_and_there_is_one():
+    with pytest.raises(upref.InputError, match="needs logp_sampler"):
+        get("tis(dapo)")(batch(get("dapo")))
+    with pytest.raises(upref.InputError, match="corrects for its sampler already"):
+        get("tis(mis(dapo))")
+
+
+def tis_dapo(log_prob, old_log_prob, advantages, mask, rollout_log_probs=None, cap=2.0):
+    r, A = torch.where(mask, log_prob - old_log_prob, 0).exp(), torch.where(mask, advantages, 0)
+    J = torch.minimum(r * A, r.clamp(0.8, 1.28) * A)
+    if rollout_log_probs is not None:
+        J = J * torch.where(mask, old_log_prob - rollout_log_probs, 0).exp().clamp(max=cap)
+    return -J.sum() / mask.sum()
+
+
+def test_check_knows_three_policies():
+    assert upref.check(tis_dapo, "tis(dapo)")
+    assert upref.check(tis_dapo, "dapo")  # its argument stays None: two policies
+    assert not upref.check(partial(tis_dapo, cap=3.0), "tis(dapo)")
+    assert not upref.check(tis_dapo, "icepop(dapo)")
+    required = lambda log_prob, old_log_prob, advantages, mask, vllm_logprobs: tis_dapo(
+        log_prob, old_log_prob, advantages, mask, vllm_logprobs
+    )
+    assert upref.check(required, "tis(dapo)") and upref.check(required, "dapo")

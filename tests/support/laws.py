@@ -19,6 +19,7 @@ from upref.registry import REDUCE
 from upref.weights.batches import OFF_EDGES, batch, grad
 
 TOL = 1e-12
+FLOATS = ("logp", "logp_old", "adv", "entropy", "logp_sampler")
 LAWS = []
 
 
@@ -57,12 +58,13 @@ def sympy_derivative_is_autograd(o):
 def masked_slots_are_inert(o):
     """Zero gradient there, and what they hold changes nothing, not a bit."""
     b = batch(o)
+    b = replace(b, logp_sampler=b.logp_old if b.logp_sampler is None else b.logp_sampler)
     calm = [x.masked_fill(~b.mask, fill) for x, fill in ((b.logp, -1.0), (b.logp_old, -2.0), (b.adv, 0.5))]
     expected = grad(o, replace(b, logp=calm[0], logp_old=calm[1], adv=calm[2]))
     assert (expected[~b.mask] == 0).all()
     for poison in (float("nan"), float("inf"), -float("inf"), 1e30):
-        bad = [x.masked_fill(~b.mask, poison) for x in (b.logp, b.logp_old, b.adv, b.entropy)]
-        found = grad(o, replace(b, logp=bad[0], logp_old=bad[1], adv=bad[2], entropy=bad[3]))
+        bad = {k: getattr(b, k).masked_fill(~b.mask, poison) for k in FLOATS if getattr(b, k) is not None}
+        found = grad(o, replace(b, **bad))
         assert torch.equal(found, expected), f"masked slots at {poison} leak"
 
 
@@ -72,7 +74,7 @@ def padding_is_inert(o):
     b = batch(o, edges=OFF_EDGES)
     calm = lambda x: x.masked_fill(~b.mask, -1.0) if x.is_floating_point() else x
     pad = lambda x: torch.nn.functional.pad(calm(x), (3, 2), value=-0.5 if x.is_floating_point() else 0)
-    wide = replace(b, **{k: pad(getattr(b, k)) for k in ("logp", "logp_old", "adv", "mask", "entropy")})
+    wide = replace(b, **{k: pad(v) for k in (*FLOATS, "mask") if (v := getattr(b, k)) is not None})
     close(grad(o, wide)[:, 3:-2], grad(o, b))
 
 
@@ -80,7 +82,7 @@ def padding_is_inert(o):
 def rows_commute(o):
     b = batch(o, edges=OFF_EDGES)
     i = torch.randperm(len(b.mask), generator=torch.Generator().manual_seed(1))
-    moved = replace(b, **{k: getattr(b, k)[i] for k in ("logp", "logp_old", "adv", "mask", "group", "entropy")})
+    moved = replace(b, **{k: v[i] for k in (*FLOATS, "mask", "group") if (v := getattr(b, k)) is not None})
     close(grad(o, moved), grad(o, b)[i])
 
 
@@ -152,7 +154,7 @@ def finite_differences_agree(o):
 @law
 def nothing_flows_into_constants(o):
     b = batch(o)
-    free = {k: getattr(b, k).clone().requires_grad_() for k in ("logp", "logp_old", "adv", "entropy")}
+    free = {k: v.clone().requires_grad_() for k in FLOATS if (v := getattr(b, k)) is not None}
     J = o(replace(b, **free, logp_ref=b.logp_old))
     grads = torch.autograd.grad(J, list(free.values()), allow_unused=True)
     assert grads[0] is not None
@@ -203,7 +205,7 @@ def ratio(o, b):
 
 
 def widened(b):
-    return replace(b, **{k: getattr(b, k).double() for k in ("logp", "logp_old", "adv", "entropy")})
+    return replace(b, **{k: v.double() for k in FLOATS if (v := getattr(b, k)) is not None})
 
 
 def extreme_batch(o, dtype):
@@ -217,7 +219,8 @@ def extreme_batch(o, dtype):
     mask[::2, 2] = False
     old = torch.where(log_r > 0, -log_r - 0.5, torch.full_like(log_r, -0.5))
     group = torch.arange(len(rows)) % 5
-    return upref.Rollouts(old + log_r, old, A, mask, group, entropy=torch.ones_like(log_r))
+    engine = old - 0.25 * (torch.arange(len(rows)) % 3)[:, None]
+    return upref.Rollouts(old + log_r, old, A, mask, group, entropy=torch.ones_like(log_r), logp_sampler=engine)
 
 
 MOVED = {"c": 2.0, "beta": 0.1, "seed": 1, "share": 0.1, "high": 1.05}

@@ -95,8 +95,8 @@ def _plain(name: str, fn: Callable, o: Objective, hp: dict[str, Any]) -> Loss:
         own = {q.name: q for q in every if q is not p and q.kind is not q.VAR_KEYWORD}
         reading = Reading({}, frozenset(), own, (), len(own) < len(every) - 1)
         return _bind(name, lambda full, hp: fn(rollouts(full), **hp), reading, o, hp,
-                     frozenset({*MAIN, "group", "totals", "logp_ref", "entropy"}), f"{p.name} -> Rollouts")  # fmt: skip
-    reading = read_signature(fn, name, names.role, MAIN)
+                     frozenset({*MAIN, *ROLLOUTS}), f"{p.name} -> Rollouts")  # fmt: skip
+    reading = read_signature(fn, name, names.role, MAIN, third=o.sampler is not None)
     call = lambda full, settings: reading.call(fn, full, settings)
     reads = frozenset(reading.roles.values()) or frozenset(MAIN)
     loss = _bind(name, call, reading, o, hp, reads, str(reading))
@@ -145,16 +145,19 @@ def takes(loss: Any, key: str) -> bool:
     return bool(names.argument(key, every)) or any(p.kind is p.VAR_KEYWORD for p in every.values())
 
 
+ROLLOUTS = ("group", "logp_ref", "entropy", "totals", "logp_sampler")  # what Rollouts has beside MAIN
+
+
 def rollouts(full: Mapping[str, Any]) -> Rollouts:
     adv = full["adv"]
-    keys = ("logp_old", "mask", "group", "logp_ref", "entropy", "totals")
+    keys = ("logp_old", "mask", *ROLLOUTS)
     return Rollouts(logp=full["logp"], adv=adv if adv.ndim == 2 else adv[:, None], **{k: full[k] for k in keys})
 
 
 def _objective(theirs: Objective, o: Objective, hp: dict[str, Any]) -> Loss:
     known = frozenset(theirs.hyperparameters)
     call = lambda full, hp: theirs.loss(rollouts(full), **hp)
-    reads = frozenset({*MAIN, "group", "logp_ref", "entropy", "totals"})
+    reads = frozenset({*MAIN, *ROLLOUTS})
     given = {k: v for k, v in hp.items() if k in known}
     return Loss(theirs.name, call, o, reads, known & set(o.hyperparameters), given=given, read_as="an Objective")
 

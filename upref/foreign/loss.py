@@ -99,6 +99,7 @@ class Loss:
             "adv": adv.clone(),
             "mask": b.mask.to(b.logp.dtype) if self.float_mask else b.mask.clone(),
             "logp_ref": ref.clone(),
+            "logp_sampler": (b.logp_old if b.logp_sampler is None else b.logp_sampler).clone(),
             "group": torch.zeros(len(b.mask), dtype=torch.int64) if b.group is None else b.group.clone(),
             "entropy": torch.ones_like(b.logp_old) if b.entropy is None else b.entropy.clone(),
             "totals": totals,

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 CALLED = {
     "logp": "log_prob",
     "logp_old": "old_log_prob",
+    "logp_sampler": "rollout_log_probs",
     "adv": "advantages",
     "mask": "mask",
     "logp_ref": "ref_log_prob",
@@ -23,6 +24,15 @@ CALLED = {
     "n": "n",
 }
 OLD = ("old", "behav", "rollout", "sampl", "prev", "inference", "vllm")  # beginnings of words
+SAMPLER = (
+    "behav",
+    "rollout",
+    "sampl",
+    "inference",
+    "vllm",
+    "sglang",
+    "generator",
+)  # the engine's, beside another old one
 REFERENCE = ("ref", "reference")
 NEW = ("new", "cur", "curr", "current", "policy", "actor")
 LOG_P = re.compile(r"log_?p(rob(abilitie)?|s|i|\b|_|$)|(^|_)lps?(_|$)|log_?likelihood|(^|_)ll(_|$)")
@@ -100,6 +110,11 @@ def not_given(name: str) -> bool:
 def may_be_old(name: str) -> bool:
     """Whether an argument that nothing else is left for may be the old log-probabilities."""
     return any(w.startswith(OLD) for w in words(name))
+
+
+def may_be_sampler(name: str) -> bool:
+    """Whether it says that the log-probabilities are the inference engine's."""
+    return any(w.startswith(SAMPLER) for w in words(name))
 
 
 def hyperparameter(name: str, known: set[str] | frozenset[str]) -> str:

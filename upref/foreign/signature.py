@@ -9,7 +9,7 @@ from typing import Any
 
 from upref.errors import InputError
 from upref.foreign.guard import said
-from upref.foreign.names import CALLED, may_be_old, not_given
+from upref.foreign.names import CALLED, may_be_old, may_be_sampler, not_given
 
 SETTINGS = bool | int | float | str  # a default of these says that an argument is no tensor,
 COUNTED = ("ranks", "n")  # unless it is a count
@@ -66,8 +66,10 @@ def parameters(fn: Callable) -> list[inspect.Parameter]:
         ) from e
 
 
-def read(fn: Callable, name: str, role: Callable[[str], str], main: Sequence[str]) -> Reading:
+def read(fn: Callable, name: str, role: Callable[[str], str], main: Sequence[str], third: bool = False) -> Reading:
     """Which argument has which role; `main` are the roles that it must have, in the order of upref's own signature.
+
+    third: it is asked about three policies, so that `rollout_log_probs=None` beside old_log_prob is given too.
 
     By name, by the rule `role`. Where no name says anything the first arguments are `main`, in that order; where all
     but one are named, the one left is the role left. Everything else is refused in one sentence.
@@ -82,6 +84,10 @@ def read(fn: Callable, name: str, role: Callable[[str], str], main: Sequence[str
     counted = (*COUNTED, "parts") if any(role(p.name) == "totals" for p in plain) else COUNTED
     told = lambda p, r: r in counted or not isinstance(p.default, SETTINGS)
     roles = {p.name: r for p in plain if (r := role(p.name)) and told(p, r)}
+    olds = [p for p in plain if roles.get(p.name) == "logp_old"]
+    engine = [p for p in olds if may_be_sampler(p.name) and (third or p.default is p.empty)]
+    if len(olds) == 2 and len(engine) == 1:
+        roles[engine[0].name] = "logp_sampler"
     must = {(p.name, roles[p.name]) for p in plain if p.name in roles and p.default is p.empty}
     left = tuple(p for p, r in roles.items() if r in main and (p, r) not in must and r in {r for _, r in must})
     roles = {p: r for p, r in roles.items() if p not in left}  # `rollout_log_probs=None` beside old_log_prob

@@ -79,7 +79,7 @@ def roundings(loss: Tensor, lp: Tensor) -> int:
 def compare(
     objective: Objective, loss: Tensor, gradient: Tensor | None, count: int, *, logp: Tensor, logp_old: Tensor,
     adv: Tensor, mask: Tensor, totals: Totals, dp_size: int = 1, is_weights: Tensor | None = None,
-    entropy: Tensor | None = None, **hp: Any,
+    entropy: Tensor | None = None, logp_sampler: Tensor | None = None, **hp: Any,
 ) -> Parity:  # fmt: skip
     """Trained loss and gradient [B, T] (of one rank, times dp_size, as verl wants them) against the reference.
 
@@ -89,7 +89,7 @@ def compare(
     clean = lambda x, dtype: torch.where(mask, x.expand_as(mask), 0).to(dtype)
     lp, old = (clean(x, torch.float64).clamp(max=0) for x in (logp, logp_old))
     A = clean(adv, torch.float64)
-    H = None if entropy is None else clean(entropy, torch.float64)
+    H, engine = (None if x is None else clean(x, torch.float64) for x in (entropy, logp_sampler))
     w_is = torch.ones_like(lp) if is_weights is None else clean(is_weights, torch.float64)
     if objective.agg == "seq-mean":  # one term a response: their mean
         w_is = mean_t(w_is, mask)[:, None].expand_as(lp)
@@ -107,8 +107,9 @@ def compare(
     def reference(x, dtype=torch.float64):
         """(weights, terms) at these log-probabilities; a term of a whole response stands in its first column."""
         args = dict(logp=x.to(dtype), logp_old=old.to(dtype), adv=A.to(dtype), mask=mask)
+        args |= {} if engine is None else {"logp_sampler": engine.to(dtype)}
         b = Rollouts.unchecked(**args, totals=totals, entropy=H)  # it is what was trained on
-        terms = objective.unreduced(b.logp, b.logp_old, b.adv, mask, H, **hp)
+        terms = objective.unreduced(b.logp, b.logp_old, b.adv, mask, H, b.logp_sampler, **hp)
         if terms.ndim == 1:
             terms = torch.nn.functional.pad(torch.where(mask.any(1), terms, 0)[:, None], (0, mask.shape[1] - 1))
         else:

@@ -22,7 +22,8 @@ What differs from the objective called on `Rollouts`, because of how TRL cuts it
   of optimizer steps made of it; a response that is masked altogether counts as a response;
 * no prompt ids: `group-token-mean` (Eq. 14) becomes the token mean of the step, as in TRL's own `dapo` and `cispo`;
 * dr_grpo and its like are their papers' plain sums over tokens: TRL divides by max_completion_length besides;
-* sampler corrections (vLLM) multiply token terms; a term per response takes their mean;
+* sampler corrections (vLLM) multiply token terms; a term per response takes their mean. `objective="tis(dapo)"` and its
+  like compute their own from vLLM's log-probabilities, and TRL's vllm_importance_sampling_* are not read;
 * `beta` is GRPOConfig's, whose trainer loads the reference model; the KL term has the estimator of the objective's
   paper, its aggregation, and no ratio, so that use_bias_correction_kl=True is refused beside it;
 * an objective coupled over the batch (m2po) sees one micro-batch;
@@ -130,17 +131,20 @@ class GRPOTrainer(trl.GRPOTrainer):
                 "an objective of token level, or advantages of responses."
             )
         totals, ranks = self._totals(inputs, mask, mode)
-        weights = inputs.get("importance_sampling_ratio")
+        weights, engine = inputs.get("importance_sampling_ratio"), None
         weights = None if weights is None else weights.expand_as(mask)
+        if self.objective.sampler is not None:  # it corrects for the sampler itself
+            weights, engine = None, possible(inputs["sampling_per_token_logps"])
         H = entropy.detach() if reads_entropy(self.objective) else None
         hp = self.hyperparameters
-        loss = -ranks * self.objective.J(lp, lp_old, A, mask, None, None, H, totals, weights, **hp)
+        loss = -ranks * self.objective.J(lp, lp_old, A, mask, None, None, H, totals, weights, engine, **hp)
 
         metrics: dict[str, float] = {}
         if mode == "train":
             batch = dict(logp=lp, logp_old=lp_old, adv=A, mask=mask, totals=totals, dp_size=ranks, is_weights=weights)
-            metrics |= self.monitor(loss, batch | ({} if H is None else {"entropy": H}), hp)
-        metrics |= live(self.objective, lp, lp_old, A, mask, hp, H)
+            more = {"entropy": H, "logp_sampler": engine}
+            metrics |= self.monitor(loss, batch | {k: v for k, v in more.items() if v is not None}, hp)
+        metrics |= live(self.objective, lp, lp_old, A, mask, hp, H, engine)
         self._log_over_ranks(metrics, mode)
         if self.beta:
             ref = inputs["ref_per_token_logps"]
@@ -197,6 +201,8 @@ def refuse(objective: Objective, args: Any):
                 f"upref/{objective.name} does not read GRPOConfig.{field}={value!r}: leave it at {default[field]!r}; "
                 f"{why}."
             )
+    if objective.sampler is not None and not args.use_vllm:
+        raise InputError(f"{objective.name} corrects for the engine that sampled: set GRPOConfig.use_vllm=True.")
     if args.beta and not objective.kl:
         raise InputError(f"{objective.name} has no KL term, and GRPOConfig.beta={args.beta}: leave beta at 0.")
     if args.beta and getattr(args, "use_bias_correction_kl", False):

@@ -22,6 +22,7 @@ from upref.verify.report import short
 
 BOUNDS = {torch.float64: 1e-8, torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of |g - g*| / |g*|
 
+
 @dataclass
 class Case:
     """Rows, the reference's forward pass over them, and what it does not vary."""

@@ -101,7 +101,7 @@ def _kl_aggregated(case: Case) -> Iterator[Slip]:
 
 def reproduces(slips: Iterable[Slip], case: Case, b: Rollouts, found: Tensor, use: Tensor) -> Slip | None:
     """The first that agrees on all used tokens."""
-    fields = ("logp", "logp_old", "adv", "mask", "logp_ref", "entropy")
+    fields = ("logp", "logp_old", "adv", "mask", "logp_ref", "entropy", "logp_sampler")
     rows = {k: v[:FEW] for k in fields if (v := getattr(b, k)) is not None}
     small, use = replace(b, group=None, totals=None, **rows), use & ~case.rounded(b)
     few = lambda slip: slip.whole or fits(slip, case, small, found[:FEW], use[:FEW], case.tol)

@@ -75,7 +75,7 @@ class Candidate:
         keep = [i for i, p in enumerate(box.points) if not p.unsure or "entropy" in o.reads]
         self.v = box.weights[keep]
         self.w = Weights(o, self.points)
-        self.hp = {k: v for k, v in o.hyperparameters.items() if k != "beta"}
+        self.hp = o.of_surrogate({})
         self.miss = self._score(self.hp)
         self.possible = self._reach()
         if self.possible and self.miss[0] > 0:

@@ -18,7 +18,7 @@ from upref.ops import mean_t, sum_t
 from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
 from upref.verify.factors import FACTORS, even, names, promised
-from upref.weights.batches import EDGES, MU, MU_READ, SINGLE_EDGES, anchor, batch, near_a_bound, off, ready
+from upref.weights.batches import EDGES, MU, MU_READ, SINGLE_EDGES, anchor, batch, near_a_bound, off, ready, sampler
 
 EXACT, HABIT, SINGLE = 1e-9, 2e-6, 2e-5  # float64; 1e-6 in a denominator; float32, beside the rounding of its inputs
 ROUND = 2e-7  # of a log-probability in float32, relative
@@ -133,7 +133,8 @@ class Case:
 
     def ready(self, b: Rollouts) -> Rollouts:
         """Masked slots hold numbers that could pass for tokens; a reference policy; no groups for who takes none."""
-        return self.loss.view(ready(b))
+        engine = sampler(b) if self.o.sampler is not None and b.logp_sampler is None else b.logp_sampler
+        return self.loss.view(replace(ready(b), logp_sampler=engine))
 
     def in_float32(self):
         """From here on it is compared as what computes in float32."""
@@ -147,7 +148,7 @@ class Case:
 def held(loss: Loss, o: Objective, hp: dict[str, Any]) -> Case:
     """The Case: its aggregation named where one explains the on-policy gradient, else the promised one assumed."""
     case = Case(loss, o, hp, promised(o))
-    b = case.ready(anchor())
+    b = case.ready(replace(anchor(), logp_sampler=None if o.sampler is None else anchor().logp))
     b = replace(b, logp_ref=b.logp)  # a KL term, right or wrong, has no gradient there, or one without A
     found, W = without_rest(case, b), case.expected(b)
     for among in (b.mask, b.mask & (b.adv > 0), b.mask & (b.adv < 0)):

@@ -13,7 +13,7 @@ from upref.verify.factors import promised
 from upref.verify.measure import Case
 
 LONGEST = 160  # slots of a batch that is printed
-PER_TOKEN = ("logp", "logp_old", "adv", "mask", "logp_ref", "entropy")
+PER_TOKEN = ("logp", "logp_old", "adv", "mask", "logp_ref", "entropy", "logp_sampler")
 
 
 def shrink(b: Rollouts, bad: Callable[[Rollouts], bool], at: tuple[int, int] | None = None) -> Rollouts:

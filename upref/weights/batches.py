@@ -116,7 +116,8 @@ def batch(
         cases = [(A, mu, r * (1 - 1e-5 * i)) for i, (A, mu, r) in enumerate(cases)]
     rng = np.random.default_rng(seed)
     cases = [cases[i] for i in rng.permutation(len(cases))][::thin]
-    return lay(cases, objective.level, objective.agg == "seq-mean", rng)
+    b = lay(cases, objective.level, objective.agg == "seq-mean", rng)
+    return b if objective.sampler is None else replace(b, logp_sampler=sampler(b))
 
 
 def lay(cases: list[tuple[float, float, float]], level: str, one_adv: bool, rng: np.random.Generator) -> Rollouts:
@@ -235,6 +236,14 @@ def ready(b: Rollouts) -> Rollouts:
 def reference(b: Rollouts) -> Tensor:
     """log π_ref of each token, near to π_old."""
     return b.logp_old - 0.3 - 0.2 * torch.arange(b.mask.numel(), dtype=b.logp.dtype).reshape(b.mask.shape).sin()
+
+
+def sampler(b: Rollouts) -> Tensor:
+    """log μ of each token: rows in turn equal to π_old but for rounding, near to it, and off by up to e^±2."""
+    B, T = b.mask.shape
+    spread = torch.tensor([1e-5, 0.1, 2.0], dtype=b.logp.dtype)[torch.arange(B) % 3, None]
+    wave = (1.7 * torch.arange(B * T, dtype=b.logp.dtype) + 0.3).sin().reshape(B, T)
+    return torch.where(b.mask, (b.logp_old - spread * wave).clamp(max=0), -1.2)
 
 
 # ---- axes of the input -----------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def _single(case: Case) -> Iterator[tuple[str, Rollouts]]:
         return
     grid = case.grid(edges=OFF_EDGES)
     for n in torch.linspace(0, len(grid.mask) - 1, SOME).long().unique():
-        fields = ("logp", "logp_old", "adv", "mask", "logp_ref", "entropy")
+        fields = ("logp", "logp_old", "adv", "mask", "logp_ref", "entropy", "logp_sampler")
         row = {k: v[n : n + 1] for k in fields if (v := getattr(grid, k)) is not None}
         for sign, words in ((1, "positive"), (-1, "negative")):
             if (mask := row["mask"] & (row["adv"] * sign > 0)).any():

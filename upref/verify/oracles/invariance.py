@@ -22,7 +22,7 @@ from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import as_python, example, shrink, worst
 from upref.weights.batches import OFF_EDGES
 
-FIELDS = ("logp", "logp_old", "adv", "mask", "group", "logp_ref", "entropy")
+FIELDS = ("logp", "logp_old", "adv", "mask", "group", "logp_ref", "entropy", "logp_sampler")
 
 
 def regroup(b: Rollouts, f: Callable[[str, Tensor], Tensor]) -> Rollouts:
@@ -116,7 +116,7 @@ def poison(case: Case) -> list[Finding]:
     """Numbers in masked slots must count for nothing; NaN there is a note, since frameworks pad with numbers."""
     b = case.grid(thin=5)
     value, g = case.both(b)
-    reads = [k for k in ("logp", "logp_old", "adv", "logp_ref", "entropy") if k in case.loss.reads]
+    reads = [k for k in ("logp", "logp_old", "adv", "logp_ref", "entropy", "logp_sampler") if k in case.loss.reads]
     leaks: list[Finding] = []
     for k, p in ((k, p) for p in (*JUNK, *NOT_NUMBERS) for k in reads):
         if getattr(b, k) is None or (k == "adv" and case.loss.adv_shape != "BT"):

@@ -18,7 +18,7 @@ from upref.weights.batches import GUARD, column, overflowing
 
 FAR = (5.0, 8.0, 9.5, 10.5, 15.0, 19.5, 20.5, 30.0, 50.0)
 FULL = math.log(torch.finfo(torch.float64).max) - 1
-FLOATS = ("logp", "logp_old", "adv", "logp_ref", "entropy")
+FLOATS = ("logp", "logp_old", "adv", "logp_ref", "entropy", "logp_sampler")
 
 
 @oracle("extremes", 90)
@@ -36,7 +36,7 @@ def _overflows(case: Case, dtype: torch.dtype) -> list[Finding]:
     """NaN, or a weight lost, where the objective's own is an ordinary number; forgiven where exp(log r) overflows and
     the objective has that ratio in it."""
     wide, short = case.ready(overflowing()), str(dtype).removeprefix("torch.")
-    low = replace(wide, **{k: getattr(wide, k).to(dtype) for k in FLOATS})
+    low = replace(wide, **{k: v.to(dtype) for k in FLOATS if (v := getattr(wide, k)) is not None})
     try:
         g = case.gradient(low).double()
     except InputError as e:
@@ -44,7 +44,7 @@ def _overflows(case: Case, dtype: torch.dtype) -> list[Finding]:
             return [fail("extremes", "float64, |log r| up to 800", "a finite loss", str(e))]
         beyond = f"|log r| above {FULL:.0f} is" if dtype is torch.float64 else f"{short} inputs are"
         return [note("extremes", f"{beyond} refused", found=str(e))]
-    b = replace(low, **{k: getattr(low, k).double() for k in FLOATS})
+    b = replace(low, **{k: v.double() for k in FLOATS if (v := getattr(low, k)) is not None})
     expected, found = case.expected(b), g / case.factors(b)
     log_r, A = b.logp - b.logp_old, b.adv
     inside = torch.float32 if case.single and dtype is torch.float64 else dtype
@@ -95,7 +95,7 @@ def _why(case: Case, b: Rollouts, low: Rollouts, i: int, t: int) -> str:
             found = case.gradient(one).double() / case.factors(one)
         except InputError:
             return False
-        wide = replace(one, **{k: getattr(one, k).double() for k in FLOATS if getattr(one, k) is not None})
+        wide = replace(one, **{k: v.double() for k in FLOATS if (v := getattr(one, k)) is not None})
         return bool(
             (found - case.expected(wide)).abs().max() <= 0.05 * max(abs(A), float(case.expected(wide).abs().max()))
         )

@@ -21,7 +21,7 @@ from upref.weights.batches import AXES, anchor, beyond, renamed
 TOO_LONG = 0.8  # seconds: a loss that would take longer for a batch is not asked for it
 SIZE = {"every two": 7_000, "all at once": 70_000}  # tokens
 LINES = 100_000  # of Python, for a loss that goes through all ids up to the largest
-FLOATS = ("logp", "logp_old", "adv", "logp_ref", "entropy")
+FLOATS = ("logp", "logp_old", "adv", "logp_ref", "entropy", "logp_sampler")
 
 
 @oracle("reach", 145, lambda case: "the weights are wrong already" if case.wrong else "")
@@ -119,7 +119,7 @@ def _shown(case: Case, name: str, b: Rollouts, i: int, t: int, ids: tuple[str, .
     """One token or one response where that still shows it, else how the batch is made."""
     bad = lambda x: bool(_off(case, x).max() > 10 * case.tol)
     row = lambda cut: replace(b, **{
-        k: v[i : i + 1, cut] for k in ("logp", "logp_old", "adv", "mask", "logp_ref", "entropy")
+        k: v[i : i + 1, cut] for k in ("logp", "logp_old", "adv", "mask", "logp_ref", "entropy", "logp_sampler")
         if (v := getattr(b, k)) is not None}, group=None, totals=None)  # fmt: skip
     for cut in (slice(t, t + 1), slice(0, int(b.mask[i].nonzero().max()) + 1)):
         small = case.ready(row(cut))
