@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from upref.diagnostics import diagnose
     from upref.errors import InputError
     from upref.identification.identify import identify
-    from upref.integrations.pytest_plugin import assert_advantages, assert_kl, assert_policy_loss
+    from upref.integrations.pytest_plugin import assert_advantages, assert_kl, assert_logprobs, assert_policy_loss
     from upref.registry import Objective, get, names, objective
     from upref.rollouts import Rollouts
     from upref.step import check_recorded, check_step, record_step
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from upref.verify.advantages import check_advantages
     from upref.verify.check import check
     from upref.verify.kl import check_kl
+    from upref.verify.logprobs import check_logprobs
     from upref.weights.capacity import capacity
     from upref.weights.plots import cap_map
 
@@ -36,12 +37,14 @@ _HOME = {
     "aggregate": "aggregation",
     "assert_advantages": "integrations.pytest_plugin",
     "assert_kl": "integrations.pytest_plugin",
+    "assert_logprobs": "integrations.pytest_plugin",
     "assert_policy_loss": "integrations.pytest_plugin",
     "cap_map": "weights.plots",
     "capacity": "weights.capacity",
     "check": "verify.check",
     "check_advantages": "verify.advantages",
     "check_kl": "verify.kl",
+    "check_logprobs": "verify.logprobs",
     "check_recorded": "step",
     "check_step": "step",
     "derive": "derivation",
@@ -63,12 +66,14 @@ __all__ = [
     "aggregate",
     "assert_advantages",
     "assert_kl",
+    "assert_logprobs",
     "assert_policy_loss",
     "cap_map",
     "capacity",
     "check",
     "check_advantages",
     "check_kl",
+    "check_logprobs",
     "check_recorded",
     "check_step",
     "derive",

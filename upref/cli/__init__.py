@@ -80,11 +80,12 @@ def _parser() -> argparse.ArgumentParser:
         c.add_argument("--json", action="store_true", help="for a program to read")
         return c
 
-    c = command("check", "whether a loss (an advantage, a KL estimator) is what it is meant to be")
+    c = command("check", "whether a loss (an advantage, a KL estimator, log-probs) is what it is meant to be")
     c.add_argument("loss", metavar="LOSS", help=LOSS + "; verl:loss_mode@matched: with the objective's settings")
     what = c.add_mutually_exclusive_group(required=True)
     what.add_argument("--as", dest="name", metavar="NAME", help="the objective (`upref list`)")
     what.add_argument("--as-advantage", metavar="NAME", help="an advantage estimator: group_norm, leave_one_out, ...")
+    what.add_argument("--as-logprobs", action="store_true", help="log-probs and entropy; --hp softcap=30, ranks=2")
     what.add_argument("--as-kl", metavar="NAME", help="a KL estimator: k1, k2 or k3")
     _hyperparameters(c)
     _limit(c)

@@ -33,6 +33,12 @@ def check(args) -> int:
         if hp:
             raise InputError("a KL estimator has no hyperparameter: leave --hp out.")
         return _answer(args, check_kl(args.loss, args.as_kl, skip=skip))
+    if args.as_logprobs:
+        from upref.verify.logprobs import check_logprobs
+
+        if unknown := sorted(hp.keys() - {"softcap", "logit_scale", "ranks"}):
+            raise InputError(f"a log-prob function has no setting {unknown[0]!r}: give softcap, logit_scale or ranks.")
+        return _answer(args, check_logprobs(args.loss, skip=skip, **hp))
     from upref.audits.child import named
     from upref.verify.check import check as verdict
 

@@ -22,6 +22,10 @@ CALLED = {
     "parts": "num_micro_batches",
     "rewards": "rewards",
     "n": "n",
+    "hidden": "hidden",
+    "weight": "weight",
+    "logits": "logits",
+    "tokens": "tokens",
 }
 OLD = ("old", "behav", "rollout", "sampl", "prev", "inference", "vllm")  # beginnings of words
 SAMPLER = (

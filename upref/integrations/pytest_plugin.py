@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """For pytest: `assert_policy_loss(my_loss, "gspo", eps_low=3e-4, eps_high=4e-4)`, `assert_advantages(my_fn,
-"group_norm")` and `assert_kl(my_fn, "k3")`, imported or as fixtures.
+"group_norm")`, `assert_kl(my_fn, "k3")` and `assert_logprobs(my_fn)`, imported or as fixtures.
 
 Nothing of upref is imported before the first use: the plug-in is loaded into every pytest run.
 """
@@ -35,6 +35,14 @@ def assert_kl(fn: Any, estimator: str, *, skip: Sequence[str] = ()) -> Any:
     return _passed(check_kl(fn, estimator, skip=skip))
 
 
+def assert_logprobs(fn: Any, **settings) -> Any:
+    """The Report of `upref.check_logprobs`; fails the test with it where fn computes other log-probs or gradients."""
+    __tracebackhide__ = True
+    from upref.verify.logprobs import check_logprobs
+
+    return _passed(check_logprobs(fn, **settings))
+
+
 def _passed(report: Any) -> Any:
     __tracebackhide__ = True
     if not report:
@@ -58,3 +66,9 @@ def _assert_advantages() -> Any:
 def _assert_kl() -> Any:
     """The function `assert_kl` itself."""
     return assert_kl
+
+
+@pytest.fixture(name="assert_logprobs")
+def _assert_logprobs() -> Any:
+    """The function `assert_logprobs` itself."""
+    return assert_logprobs

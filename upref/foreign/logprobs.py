@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's log-probability function as one frozen type: `(hidden, weight, tokens, temperature)` or `(logits, tokens,
+temperature)` in, log-probabilities and maybe entropies out, with their gradients."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.errors import InputError
+from upref.foreign import names
+from upref.foreign.guard import called
+from upref.foreign.load import load, name_of
+from upref.foreign.signature import Reading, parameters
+from upref.foreign.signature import read as read_signature
+
+MAIN = {"hidden": ("hidden", "weight", "tokens"), "logits": ("logits", "tokens")}
+SETTINGS = {"temperature": ("temperature", "tau", "temp"), "bias": ("bias",), "logit_scale": ("scale",),
+            "softcap": ("softcap", "softcapping", "cap")}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call. x: hidden states [B, T, H], or logits [B, T, V] where weight is None.
+
+    g, g_H: what the log-probs and entropies are multiplied by before they are added and differentiated; None: not used.
+    """
+
+    x: Tensor
+    weight: Tensor | None
+    tokens: Tensor
+    g: Tensor | None = None
+    g_H: Tensor | None = None
+    temperature: float = 1.0
+    bias: Tensor | None = None
+    softcap: float | None = None
+    logit_scale: float = 1.0
+
+    def to(self, dtype: torch.dtype) -> "Problem":
+        floating = {k: v for k, v in vars(self).items() if isinstance(v, Tensor) and k != "tokens"}
+        cast: dict[str, Any] = {k: v.to(dtype) for k, v in floating.items()}
+        return replace(self, **cast)
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """What is differentiated for, by the reader's name."""
+        first = "logits" if self.weight is None else "hidden"
+        return {k: v for k, v in ((first, self.x), ("weight", self.weight)) if v is not None}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one call did, in float64: numbers by name (log-prob, entropy, gradient of hidden, ...)."""
+
+    numbers: dict[str, Tensor]
+    wrote: frozenset[str] = frozenset()
+    printed: bool = False
+    again: str = ""  # of a second backward: "" alike, "other numbers", or what it raised
+    dtype: torch.dtype = torch.float64
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Call it on a Problem. dtype: what it is given; flat: its tokens are [N], not [B, T]."""
+
+    name: str
+    fn: Callable
+    reading: Reading
+    kind: str  # hidden | logits
+    settings: Mapping[str, str]  # temperature, bias, softcap, logit_scale -> its argument
+    dtype: torch.dtype = torch.float64
+    flat: bool = False
+    has_entropy: bool = True
+    softcap: float | None = None  # what it is expected to apply
+    logit_scale: float = 1.0
+
+    def __call__(self, p: Problem, twice: bool = False, frozen: str = "") -> Outcome:
+        """frozen: the leaf that needs no gradient. twice: the backward is run again."""
+        p = p.to(self.dtype) if self.dtype != torch.float64 and p.x.dtype == torch.float64 else p
+        leaves = {k: v.detach().requires_grad_(k != frozen) for k, v in p.leaves.items()}
+        shape = p.tokens.shape
+        flat = lambda x: x.flatten(0, len(shape) - 1) if self.flat else x
+        full = {k: v if k == "weight" else flat(v.clone()) for k, v in leaves.items()} | {"tokens": flat(p.tokens)}
+        extra = {arg: getattr(p, k) for k, arg in self.settings.items() if getattr(p, k) is not None}
+        before = {k: v.detach().clone() for k, v in full.items()}
+        answer, printed = called(self.name, lambda: self.reading.call(self.fn, full, extra))
+        out = self._outputs(answer, full["tokens"].shape)
+        numbers = {k: v.detach().double().reshape(shape) for k, v in out.items()}
+        ups = {"log-prob": p.g, "entropy": p.g_H}
+        used = {k: (out[k], flat(u).to(out[k].dtype)) for k, u in ups.items() if k in out and u is not None}
+        kept = {k: u.clone() for k, (_, u) in used.items()}
+        again = ""
+        if used:
+            wanted = {k: v for k, v in leaves.items() if k != frozen}
+            back = lambda: _backward(used, wanted, twice)
+            grads, more = called(f"the backward of {self.name}", back)
+            numbers |= {f"gradient of {k}": v.double() for k, v in grads.items()}
+            printed |= more
+            if twice:
+                try:
+                    second, _ = called(f"the second backward of {self.name}", back)
+                    again = "" if all(torch.equal(second[k], v) for k, v in grads.items()) else "other numbers"
+                except InputError as e:
+                    again = str(e)
+        wrote = {k for k, v in before.items() if not _same(v, full[k])}
+        wrote |= {f"the upstream gradient of the {k}" for k, (_, u) in used.items() if not _same(kept[k], u)}
+        return Outcome(numbers, frozenset(wrote), printed, again, out["log-prob"].dtype)
+
+    def _outputs(self, answer: Any, shape: torch.Size) -> dict[str, Tensor]:
+        if isinstance(answer, Mapping):
+            key = lambda part: next((v for k, v in answer.items() if part in str(k).lower()), None)
+            answer = (key("logp") if key("logp") is not None else key("log_p"), key("entrop"))
+        parts = list(answer) if isinstance(answer, tuple | list) else [answer]
+        out = dict(zip(("log-prob", "entropy"), parts[: 1 + self.has_entropy], strict=False))
+        if out.get("entropy") is None:
+            out.pop("entropy", None)
+        for k, v in out.items():
+            if not isinstance(v, Tensor) or v.shape != shape or not v.is_floating_point() or v.is_meta:
+                got = list(v.shape) if isinstance(v, Tensor) and v.shape != shape else type(v).__name__
+                raise InputError(
+                    f"{self.name} answers with {got} for the {k} of tokens {list(shape)}: return one each."
+                )
+        return out
+
+
+def _backward(used: dict[str, tuple[Tensor, Tensor]], leaves: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    """Gradients by leaf; upstream gradients are handed over as they are, so that their layout reaches the function."""
+    live = [(y, u) for y, u in used.values() if y.requires_grad]
+    if not live:
+        return {k: torch.zeros_like(v) for k, v in leaves.items()}
+    ys, us = zip(*live, strict=True)
+    grads = torch.autograd.grad(ys, list(leaves.values()), us, retain_graph=keep, allow_unused=True)
+    return {k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(leaves.items(), grads, strict=True)}
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x.nan_to_num(), y.detach().nan_to_num())
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+def read(fn: Any, softcap: float | None = None, logit_scale: float = 1.0) -> Kernel:
+    """A Kernel from a callable or its name, in the dtype and shape in which it runs; InputError where none does."""
+    name = name_of(fn)
+    fn = load(fn) if isinstance(fn, str) else fn
+    if not callable(fn) or isinstance(fn, type):
+        raise InputError(f"a {type(fn).__name__} is not a log-probability function: pass a function or its name.")
+    every = [p for p in parameters(fn) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if not every:
+        raise InputError(f"{name} names no arguments: check `def f(hidden, weight, tokens, temperature): ...`.")
+    settings = {s: p.name for p in every if (s := _setting(p.name))}
+    roles = {p.name: r for p in every if (r := _role(p.name))}
+    free = [p.name for p in every if p.default is p.empty and p.name not in (*roles, *settings.values())]
+    timed = [] if "temperature" in settings else ["temperature"]
+    short = "logits" in roles.values() or (not roles and len(free) < 3 + len(timed))
+    kind = "logits" if short and not {"hidden", "weight"} & set(roles.values()) else "hidden"
+    missing = [r for r in MAIN[kind] if r not in roles.values()] + timed
+    if len(free) == len(missing) and timed:  # what no name says, in order; the last is the temperature
+        settings["temperature"] = free.pop()
+        roles |= dict(zip(free, missing, strict=False))
+    reading = read_signature(fn, name, lambda n: roles.get(n, ""), MAIN[kind])
+    if unknown := [p for p in reading.needed if p not in settings.values()]:
+        raise InputError(f"{name} needs {unknown[0]!r}, which upref cannot give: bind it with functools.partial.")
+    kernel = Kernel(name, fn, reading, kind, settings, softcap=softcap, logit_scale=logit_scale)
+    return _running(kernel)
+
+
+def _setting(name: str) -> str:
+    said = names.words(name)
+    return next((k for k, parts in SETTINGS.items() if any(w in parts for w in said)), "")
+
+
+def _role(name: str) -> str:
+    """hidden, weight, tokens or logits by the words of a name; "" where it does not say."""
+    said = set(names.words(name))
+    if _setting(name) or any(w.startswith(("mask", "chunk", "ignore")) for w in said):
+        return ""
+    for role, told in (
+        ("weight", {"weight", "weights", "w", "head", "vocab", "unembedding", "embedding"}),
+        ("tokens", {"tokens", "token", "ids", "labels", "label", "target", "targets", "index", "actions"}),
+        ("logits", {"logits", "logit"}),
+        ("hidden", {"hidden", "states", "h", "input", "x", "features"}),
+    ):
+        if said & told:
+            return role
+    return ""
+
+
+def probe(kernel: Kernel) -> Problem:
+    """Values that float32 does not hold exactly."""
+    n = torch.arange(48, dtype=torch.float64)
+    x, W = (1.7 * n[:24]).sin().reshape(2, 3, 4), (2.3 * n[:28]).cos().reshape(7, 4)
+    tokens, g = torch.tensor([[0, 6, 2], [3, 3, 5]]), (n[:6] - 2.5).reshape(2, 3)
+    bias = n[:7].sin() if "bias" in kernel.settings else None
+    p = Problem(x, W, tokens, g, bias=bias, softcap=kernel.softcap, logit_scale=kernel.logit_scale)
+    return p if kernel.kind == "hidden" else replace(p, x=x @ W.T, weight=None)
+
+
+def _running(kernel: Kernel) -> Kernel:
+    """With tokens [B, T] or else [N], in float64 or else in float32, whichever it takes first."""
+    errors = []
+    for dtype in (torch.float64, torch.float32):
+        for flat in (False, True):
+            one = replace(kernel, dtype=dtype, flat=flat)
+            try:
+                done = one(probe(kernel))
+            except InputError as e:
+                errors.append(e)
+                continue
+            return replace(one, has_entropy="entropy" in done.numbers)
+    raise errors[0]

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`upref.check_logprobs`: does this function compute log-probabilities and entropies, and their gradients?"""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from upref.errors import InputError
+from upref.foreign.logprobs import Kernel, probe, read
+from upref.verify.logprobs.faults import solved
+from upref.verify.logprobs.oracles import DOUBLE, HALF, ORACLES, SINGLE, Case
+from upref.verify.oracle import must_know, run
+from upref.verify.report import Finding, Report, note, tidy
+
+
+@tidy
+def check_logprobs(
+    fn: Any, *, softcap: float | None = None, logit_scale: float = 1.0, ranks: int = 1, skip: tuple[str, ...] = ()
+) -> Report:
+    """Check a function that computes log π(o_t), and maybe the entropy H_t, from hidden states or from logits.
+
+    Values and gradients are compared with autograd in float64, at several temperatures, sizes, layouts and upstream
+    gradients. What merely rounds is a note with the size of the error. NaN at logits of -inf, or from masked NaN
+    states, and refusals of an id of -100 or of a layout are notes too.
+
+    Args:
+        fn: `(hidden [.., T, H], weight [V, H], tokens [.., T], temperature)` or `(logits [.., T, V], tokens,
+            temperature)`, by these names, their usual variants or by position; or its name. It may take a bias. It
+            returns the log-probs in nats, or (log-probs, entropies), one for each token.
+        softcap: the cap that fn applies to the logits: its argument of that name, or built in.
+        logit_scale: what fn multiplies the logits by before the cap.
+        ranks: also run it in so many gloo processes, each with an equal part of the vocabulary (of weight, bias or
+            logits) and the default process group; tokens are global ids.
+        skip: oracles not to run.
+
+    Returns:
+        The Report; true where nothing fails.
+
+    Raises:
+        InputError: where fn cannot be run, or answers with other things.
+    """
+    start = time.perf_counter()
+    for name, number in (("softcap", 1.0 if softcap is None else softcap), ("logit_scale", logit_scale)):
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < 1e300:
+            raise InputError(f"{name} must be a finite number > 0, got {repr(number)[:60]}.")
+    if isinstance(ranks, bool) or ranks not in range(1, 17):
+        raise InputError(f"ranks must be a number of processes from 1 to 16, got {repr(ranks)[:60]}.")
+    must_know(ORACLES, skip)
+    kernel = read(fn, softcap, logit_scale)
+    case, found = settled(kernel, int(ranks))
+    more, ran = run(ORACLES, case, skip)
+    hp = {k: v for k, v in (("softcap", softcap), ("logit_scale", logit_scale)) if v not in (None, 1.0)}
+    took = time.perf_counter() - start
+    return Report(
+        kernel.name, "log-probs", hp, [*found, *more], str(kernel.reading), _assumed(kernel), ran, case.tol, took
+    )
+
+
+def settled(kernel: Kernel, ranks: int = 1) -> tuple[Case, list[Finding]]:
+    """The case with a tolerance for each number, by the digits that it has on a plain batch, and its note."""
+    p = probe(kernel)
+    p = replace(p, g_H=p.g if kernel.has_entropy else None)
+    done, want = kernel(p), solved(p)
+    exact = Case(kernel, dict.fromkeys(done.numbers, 1.0))
+    off = {k: exact.off(p, replace(done, numbers={k: v}), want)[0] for k, v in done.numbers.items()}
+    tol = {k: DOUBLE if x <= 1e-9 else SINGLE for k, x in off.items()}
+    rough = [k for k, x in off.items() if SINGLE / 5 < x < HALF / 3]
+    if not rough or max(off.values()) > HALF / 2:
+        return Case(kernel, tol, ranks), []
+    said = ", ".join(f"{k} off by {off[k]:.1e}" for k in rough)
+    return Case(kernel, dict.fromkeys(tol, HALF), ranks), [note("values", f"half precision: {said}", cause="rounding")]
+
+
+def _assumed(kernel: Kernel) -> list[str]:
+    out = [f"it takes tokens [{'N' if kernel.flat else 'B, T'}], given in {str(kernel.dtype).removeprefix('torch.')}"]
+    out += ["it returns no entropy"] * (not kernel.has_entropy)
+    out += ["it takes no temperature: asked at 1 alone"] * ("temperature" not in kernel.settings)
+    return out
