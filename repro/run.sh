@@ -4,6 +4,7 @@
 #
 #   mini         train the objective and its baseline, tiny, on this CPU, and report
 #   reference    prove it, hold it against verl's and TRL's real losses, draw its maps
+#   trl          train Qwen2.5-0.5B-Instruct on GSM8K in TRL beside DAPO, on one GPU of 12 GB (--tiny: on this CPU)
 #   smoke        verl's own trainer with vLLM rollouts on the CPU, a tiny model
 #   gpu1, gpu8, paper   verl on GPUs: one GPU for a day, one machine for a weekend, the paper's settings
 #                (repro/with_verl/PAPER.md), in .venv-gpu, which it makes, or with the Python that has verl and vLLM
@@ -15,7 +16,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ $# -eq 0 || $1 == -* ]]; then
-    echo "usage: repro/run.sh OBJECTIVE [mini|reference|smoke|gpu1|gpu8|paper] [name=value...], for example: repro/run.sh up_dapo (all: .venv/bin/upref list)" >&2
+    echo "usage: repro/run.sh OBJECTIVE [mini|reference|smoke|trl|gpu1|gpu8|paper] [name=value...], for example: repro/run.sh up_dapo (all: .venv/bin/upref list)" >&2
     exit 2
 fi
 objective=$1 scale=
@@ -37,6 +38,10 @@ case $scale in
         [[ $# -eq 0 ]] || { echo "run.sh: the reference has no settings to change, got '$*'." >&2 && exit 2; }
         repro/venv.sh verl trl
         exec .venv/bin/python -m repro.reference "$objective"
+        ;;
+    trl)
+        repro/venv.sh verl trl
+        exec .venv/bin/python -m repro.with_trl.train "$objective" "$@"
         ;;
     smoke)
         repro/venv.sh smoke

@@ -10,7 +10,6 @@ beside, as printed there, where a run is of one of its methods. Exit status 2: n
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,12 +17,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from repro.with_verl import health
 from repro.with_verl.config.compose import paper
+from repro.with_verl.health import ALARMS, BLIND, BOUND, number
 from repro.with_verl.run import records
 from upref import InputError
 
 SCORE, KL, ENTROPY, NORM = "critic/score/mean", "actor/kl_loss", "actor/entropy", "actor/grad_norm"
-ALARMS, BOUND, BLIND = (f"actor/upref/parity_{k}" for k in ("alarms", "of_bound", "blind"))
 
 
 @dataclass
@@ -63,10 +63,6 @@ def of_most(found: dict[str, float]) -> list[float]:
         k = int(rest.partition("/")[0] or 0)
         most[name] = max(most.get(name, (-1, 0.0)), (k, value))
     return [value for _, value in most.values()]
-
-
-def number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
 
 
 def named(key: str) -> Callable[[str], bool]:
@@ -155,6 +151,7 @@ def write(runs: list[Kept], out: Path) -> str:
     parts = ["# " + ", ".join(dict.fromkeys(r.objective for r in runs)), where(runs), table_of(runs)]
     if warnings := [w for r in runs for w in alarms(r)]:
         parts += ["## To look at first", "\n".join(f"* {w}" for w in warnings)]
+    parts += [f"## Health of {r.label}\n\n{health.page(r.folder, records.training(r.rows), r.saved)}" for r in runs]
     parts += [*figures(runs, out), *printed(runs), table1(runs), statistics(runs), throughput(runs)]
     return "\n\n".join(x for x in parts if x) + "\n"
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -20,8 +21,9 @@ core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=NEED)
 from repro.with_verl.config import compose as c  # noqa: E402
 from repro.with_verl.config.validate import validate  # noqa: E402
 from repro.with_verl.data import schema  # noqa: E402
-from repro.with_verl.machine import preflight  # noqa: E402
-from repro.with_verl.machine.estimate import GB, estimate  # noqa: E402
+from repro.with_verl.machine import preflight, published  # noqa: E402
+from repro.with_verl.machine.estimate import GB, estimate, gpu_of  # noqa: E402
+from repro.with_verl.machine.model import KNOWN, parse, shape_of  # noqa: E402
 from repro.with_verl.machine.preflight import VERL, Machine  # noqa: E402
 from repro.with_verl.place import ROOT  # noqa: E402
 from repro.with_verl.report import methods  # noqa: E402
@@ -178,7 +180,46 @@ REFUSED |= {f"{'; '.join(args[2:])} of {args[0]}": (args, sentence) for args, se
     (["grpo", "paper", "algorithm.adv_estimator=gae"], "wants a critic"),
     (["grpo", "paper", f"{R}.log_prob_use_dynamic_bsz=false"], "must be the same"),
     (["grpo", "paper", "++actor_rollout_ref.actor.policy_loss.upref.parity.on_fail=ignore"], "on_fail must be stop or"),
+    # what nothing reads, whether or not it has a plus in front
+    (["up_dapo", "paper", "lr=1e-5"], f"verl has no setting 'lr': did you mean {A}.optim.lr?"),
+    (["up_dapo", "paper", "+lr=1e-5"], f"nothing in verl reads 'lr': did you mean {A}.optim.lr?"),
+    (["up_dapo", "paper", "++lr=1e-5"], f"nothing in verl reads 'lr': did you mean {A}.optim.lr?"),
+    (["up_dapo", "paper", "+eps_low=0.1"], f"did you mean ++{A}.policy_loss.upref.eps_low?"),
+    (["up_dapo", "paper", "+data.max_respone_length=4096"], "did you mean data.max_response_length?"),
+    (["up_dapo", "paper", "+temperature=0.7"], f"did you mean {R}.temperature?"),
+    (["up_dapo", "paper", f"+{A}.learning_rate=1e-5"], f"did you mean {A}.optim.lr?"),
+    (["up_dapo", "paper", "+nnodes=2"], "did you mean trainer.nnodes?"),
+    (["up_dapo", "paper", "+trainer.n_gpus_per_nod=4"], "did you mean trainer.n_gpus_per_node?"),
+    (["up_dapo", "paper", f"+{A}.optim.lr_warmup=10"], "lr_warmup_steps?"),
+    (["up_dapo", "paper", "+reward.reward_kwargs.max_respp_len=5"], "did you mean reward.reward_kwargs.max_resp_len?"),
+    (["up_dapo", "paper", "+data.apply_chat_template_kwargs.enable_thinkin=true"], "kwargs.enable_thinking?"),
+    (["up_dapo", "gpu1", "+actor_rollout_ref.model.override_config.atn_implementation=sdpa"], "attn_implementation?"),
+    (["up_dapo", "paper", "+my_own_note=7"], "a key that verl does not list goes under"),
+    # accepted by verl, wrong later
+    (["grpo", "paper", f"{R}.n=1"], "n must be at least 2 with adv_estimator=grpo"),
+    (["grpo", "paper", f"{R}.max_num_seqs=0"], "max_num_seqs must be at least 1"),
+    (["grpo", "paper", f"{A}.fsdp_config.fsdp_size=3"], "fsdp_size=3 does not divide 8 GPUs"),
+    (["grpo", "paper", f"{R}.load_format=dumy"], "load_format has no value 'dumy': did you mean dummy?"),
+    (["grpo", "paper", "actor_rollout_ref.nccl_timeout=5"], "nccl_timeout is in seconds, 60 at least, got 5"),
+    (["grpo", "paper", "reward.custom_reward_function.path=nowhere.py"], "path=nowhere.py is no file"),
+    (["grpo", "paper", "actor_rollout_ref.model.use_fused_kernels=true"], "fails at the first log-probability with"),
+    (["grpo", "paper", f"{A}.loss_agg_mode=token-mean"], "would change only verl's KL and entropy terms"),
+    (["grpo", "paper", "actor_rollout_ref.model.path=Qwen/Qwen9-1B"], "its size is not known"),
 )}  # fmt: skip
+
+
+def test_the_list_of_wrong_inputs_is_long_and_names_each_once():
+    assert len(REFUSED) >= 60
+
+
+def test_what_is_accepted_says_who_reads_it(capsys):
+    given = ["++actor_rollout_ref.actor.policy_loss.upref.eps_low=0.1", "+data.apply_chat_template_kwargs.x=1",
+             "actor_rollout_ref.actor.optim.lr=2e-6", "trainer.test_freq=7"]  # fmt: skip
+    assert launch.main(["up_dapo", "gpu1", *given, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    readers = ("the objective, by upref", "the tokenizer's chat template", "verl's FSDPOptimizerConfig", "verl")
+    for line, who in zip(given, readers, strict=True):
+        assert f"  {line}    # given on the command line, read by {who}\n" in out
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -194,7 +235,8 @@ def ready(tmp_path, monkeypatch):
     """A run whose model and data are there: (arguments, the model's directory, the data directory)."""
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text("{}")
+    config = tomllib.loads(KNOWN.read_text())["Qwen/Qwen3-14B"]
+    (model / "config.json").write_text(json.dumps(config))
     (model / "model.safetensors").write_bytes(b"")
     data = tmp_path / "data"
     data.mkdir()
@@ -224,6 +266,7 @@ def without(what, ready):
             machine.driver = "575.57.08"
         case "megatron":
             args[0] = "up_gspo"
+            (model / "config.json").write_text(json.dumps(tomllib.loads(KNOWN.read_text())["Qwen/Qwen3-30B-A3B"]))
             machine.versions["transformer-engine"] = None
         case "jaxtyping":
             machine.versions["jaxtyping"] = None
@@ -265,7 +308,7 @@ LACKS = {
     "data": r"aime24.parquet is missing: .*prepare aime24",
     "rows": "aime24.parquet is no data file of verl",
     "schema": "aime24.parquet .*prepare it again",
-    "model": "the model .* is not on this machine: `hf download",
+    "model": "the model .* is not on this machine, .*: `hf download",
     "weights": "holds no config.json with .*safetensors",
 }
 
@@ -325,7 +368,7 @@ def test_a_run_that_dies_says_what_to_do_and_the_same_command_goes_on(ready, ver
     )
     assert "The same command goes on from the beginning (no checkpoint was saved): python -m repro" in log[-1]
     out = capsys.readouterr().out
-    assert "estimate: training" in out and out.splitlines()[-1] == log[-1]
+    assert "estimate: 32 x H100, " in out and out.splitlines()[-1] == log[-1]
     (run / "checkpoints").mkdir()
     (run / "checkpoints/latest_checkpointed_iteration.txt").write_text("1")
     assert launch.main(args, BIG) == 7
@@ -399,24 +442,106 @@ def test_seeds_are_swept_by_one_option(ready, verl_does, tmp_path, monkeypatch, 
 @pytest.mark.parametrize("name", [n for n in c.scale_names()])
 def test_each_scale_fits_the_gpus_that_it_names(name):
     scale = c.load_scale(name)
-    e = estimate(scale, validate(c.compose("grpo", name)), scale.gpu_gb * 1e9, 30)
+    e = estimate(validate(c.compose("grpo", name)), gpu_of("H100"), scale.gpu_gb * 1e9, 30)
     assert not e.problem, e
-    assert e.train < scale.gpu_gb * GB and e.kv_tokens > 0
+    assert e.train < scale.gpu_gb * GB and e.rollout < scale.gpu_gb * GB and e.kv_tokens > 0
 
 
 def test_an_estimate_is_arithmetic():
-    scale = c.load_scale("paper_dapo")
-    e = estimate(scale, validate(c.compose("up_dapo", "paper")), 80e9, 30)
+    e = estimate(validate(c.compose("up_dapo", "paper")), gpu_of("H100"), 80e9, 30)
     assert e.gpus == 32 and e.steps == 400
     assert e.step_tokens == 512 * 16 * 20480 and e.validation_tokens == 30 * 32 * 20480
     kv_bytes = 2 * 40 * 8 * 128 * 2  # keys and values, layers, heads, dimension, bf16
-    assert e.kv_tokens == pytest.approx((0.7 * 80e9 - 2 * 14.8e9 - 2e9) / kv_bytes)
+    assert e.kv_tokens == pytest.approx((0.7 * 80e9 - 2 * shape_of("Qwen/Qwen3-14B-Base").params - 2e9) / kv_bytes)
+    assert e.dollars == pytest.approx(e.gpu_hours * gpu_of("H100").dollars)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [  # as the models' pages have them
+        ("Qwen/Qwen3-0.6B-Base", 0.6, 0.6), ("Qwen/Qwen3-1.7B-Base", 1.7, 1.7), ("Qwen/Qwen3-8B", 8.2, 7.6),
+        ("Qwen/Qwen3-14B-Base", 14.8, 14.0), ("Qwen/Qwen3-32B", 32.8, 32.0), ("Qwen/Qwen2.5-Math-7B", 7.6, 7.1),
+        ("Qwen/Qwen2.5-0.5B-Instruct", 0.5, 0.5), ("Qwen/Qwen3-30B-A3B-Base", 30.5, 3.0),
+        ("Qwen/Qwen3-VL-8B-Instruct", 8.8, 8.2), ("meta-llama/Llama-3.1-8B-Instruct", 8.0, 7.5),
+    ],
+)  # fmt: skip
+def test_a_models_size_is_counted_from_its_config(name, billions, active):
+    s = shape_of(name)
+    assert s.params == pytest.approx(billions * 1e9, rel=0.03) and s.active == pytest.approx(active * 1e9, rel=0.05)
+
+
+def test_another_models_size_is_read_and_an_unknown_one_is_refused(tmp_path, capsys):
+    model = "actor_rollout_ref.model.path="
+    small, large = (estimated("paper_math", *more) for more in ([], [f"{model}Qwen/Qwen3-32B"]))
+    assert large.checkpoint > 3.5 * small.checkpoint and large.step_seconds > 3 * small.step_seconds
+    assert launch.main(["grpo", "paper", f"{model}Qwen/Qwen9-1B", "--dry-run"]) == 2
+    assert "its size is not known: `hf download Qwen/Qwen9-1B`" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(upref.InputError, match="describes no language model"):
+        shape_of(str(tmp_path))
+    vision = {"text_config": tomllib.loads(KNOWN.read_text())["Qwen/Qwen3-8B"], "vision_config": {}}
+    assert parse(vision).params > shape_of("Qwen/Qwen3-8B").params
+
+
+def test_the_formulas_are_near_published_runs():
+    """Eleven whole steps of two projects, from 7B to 235B, on three kinds of GPU: within a factor of 1.8."""
+    whole = [here / there for *_, phase, there, here in published.compare() if phase == "step"]
+    assert len(whole) >= 10 and 1 / 1.8 < min(whole) and max(whole) < 1.8
+    assert 0.9 < float(np.exp(np.mean(np.log(whole)))) < 1.2
+
+
+def test_what_stays_beside_vllm_counts(capsys):
+    share = "actor_rollout_ref.rollout.gpu_memory_utilization"
+    for scale, value in (("gpu8", 0.95), ("paper_math", 0.9), ("gpu1", 0.99)):
+        e = estimated(scale, f"{share}={value}", objective="up_dapo" if "gpu" in scale else "grpo")
+        assert "stay beside it" in e.problem and e.rollout > 80 * GB, e
+    one = ["actor_rollout_ref.actor.fsdp_config.param_offload=false", f"{share}=0.85",
+           "actor_rollout_ref.actor.fsdp_config.optimizer_offload=false"]  # fmt: skip
+    assert "stay beside it" in estimated("gpu1", *one, objective="up_dapo").problem
+
+
+def test_a_dry_run_prices_the_run_and_its_seeds(capsys):
+    assert launch.main(["up_dapo", "paper", "--dry-run", "--gpu", "H200", "--seeds", "1,2"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("estimate: 32 x H200, ") == 2 and " dollars at 4.00 an hour" in out
+    assert re.search(r"^2 seeds: [\d,]+ GPU-hours, [\d,]+ dollars\.$", out, re.M)
+    assert launch.main(["up_dapo", "paper", "--dry-run", "--gpu", "H1OO"]) == 2
+    assert "--gpu takes a name of machine/gpus.toml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_the_watchdog_waits_for_steps_that_the_estimate_calls_long(nodes, ready, monkeypatch):
+    from repro.with_verl.run import start
+
+    seen = {}
+    monkeypatch.setattr(preflight, "check_plugin", lambda *_: None)
+    monkeypatch.setattr(
+        start, "start", lambda run, total, again, patience, **facts: seen.update(p=patience, e=facts) or 0
+    )
+    args, *_ = ready
+    assert launch.main([*args, f"trainer.nnodes={nodes}"], BIG) == 0
+    step = seen["e"]["estimate"]["step_seconds"] + seen["e"]["estimate"]["validation_seconds"]
+    assert seen["p"].stall >= 5 * step and seen["p"].first >= 5 * step and seen["p"].stall >= 7200
+    if nodes == 1:
+        assert step > 7200  # what used to be the limit
+
+
+def test_checkpoints_cost_an_hour_at_most(ready, capsys):
+    saves = "trainer.save_freq"
+    e = estimated("gpu8", objective="up_dapo")
+    run = c.compose("up_dapo", "gpu8")
+    e = launch.save_hourly(run, validate(run), e)
+    assert (
+        run.overrides[-1].startswith(f"{saves}=") and int(run.overrides[-1].partition("=")[2]) * e.step_seconds <= 3600
+    )
+    mine = c.compose("up_dapo", "gpu8", [f"{saves}=50"])
+    assert launch.save_hourly(mine, validate(mine), e) and mine.overrides[-1] == f"{saves}=50"
 
 
 def estimated(scale, *overrides, gpu="H100", gb=80e9, objective="grpo"):
     prompts = {"paper_math": (2400, 8523), "paper_geo3k": (601, 2101), "gpu1_24gb": (500, 8523)}.get(scale, (30, 17917))
     cfg = validate(c.compose(objective, scale, list(overrides)))
-    return estimate(c.load_scale(scale), cfg, gb, *prompts, gpu)
+    return estimate(cfg, gpu_of(gpu), gb, *prompts)
 
 
 def test_the_ladder_ends_by_itself_in_a_day_and_in_a_weekend():

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """No drift from verl's scripts unseen, no argument that vLLM does not have, and the batch file is the command."""
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -82,28 +84,49 @@ def test_the_argument_names_are_read_from_the_source():
     assert vllm_args.names(source) == ["model"]
 
 
-STAND_IN = """#!/bin/bash
-echo "$0 $*" >> {log}
-[[ "$*" == *run.launch* ]] || exit 0
-trap 'exit 143' TERM
-for i in {{1..100}}; do read -t 0.1 <> <(:) || true; done
+PROGRAM = """#!/bin/bash
+echo "${{0##*/}} $*" >> {log}
+case "${{0##*/}} $*" in
+    "python "*" status") echo " 1 node_a"; [[ $(grep -c "^srun" {log}) -lt 2 ]] || echo " 1 node_b" ;;
+    "scontrol show"*) printf 'n1\\nn2\\n' ;;
+    *run.launch* | srun*)
+        echo "$$" >> {log}.${{0##*/}}
+        trap 'exit {status}' TERM
+        for i in {{1..200}}; do read -t 0.05 <> <(:) || true; done ;;
+esac
 """
 
 
 @pytest.fixture
 def slurm(tmp_path):
-    """A cluster of two nodes whose programs write down how they are called."""
+    """A cluster of two nodes: its programs write down how they are called, and its sbatch signals as SLURM's does."""
     log = tmp_path / "called"
-    for name in ("srun", "sleep", "python"):
-        (tmp_path / name).write_text(STAND_IN.format(log=log))
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "scontrol").write_text(f'#!/bin/bash\necho "scontrol $*" >> {log}\n[[ $1 != show ]] || echo "n1\nn2"\n')
-    (tmp_path / "scontrol").chmod(0o755)
+
+    def programs(status=143):
+        for name in ("srun", "sleep", "python", "scontrol"):
+            (tmp_path / name).write_text(PROGRAM.format(log=log, status=status))
+            (tmp_path / name).chmod(0o755)
+
+    programs()
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "UPREF_PYTHON": str(tmp_path / "python")}
     env |= {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
     start = lambda *a, **more: subprocess.Popen(["bash", str(SLURM), *a], env=env | more)
     called = lambda: log.read_text().splitlines() if log.exists() else []
-    return start, called
+
+    def time_is_nearly_up(job):
+        """man sbatch, --signal: B: signals the batch shell alone; without it all job steps, but not the shell."""
+        [asked] = re.findall(r"^#SBATCH --signal=(\S+)$", SLURM.read_text(), re.M)
+        where, _, name = asked.rpartition(":")
+        steps = Path(f"{log}.srun")
+        pids = [job.pid] if where == "B" else [int(x) for x in steps.read_text().split()] if steps.exists() else []
+        for pid in pids:
+            os.kill(pid, getattr(signal, f"SIG{name.partition('@')[0]}"))
+
+    yield start, called, time_is_nearly_up, programs
+    for file in (Path(f"{log}.srun"), Path(f"{log}.python")):
+        for pid in file.read_text().split() if file.exists() else []:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def wait_for(called, word):
@@ -114,24 +137,41 @@ def wait_for(called, word):
     return next(line for line in called() if word in line)
 
 
-def test_the_batch_file_is_the_same_command_and_sigterm_puts_it_back(slurm):
-    start, called = slurm
-    job = start("up_dapo", "gpu8", "seed=2", SLURM_JOB_NUM_NODES="1", SLURM_ARRAY_TASK_ID="")
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_the_job_is_requeued_when_its_time_is_nearly_up(slurm, nodes):
+    start, called, time_is_nearly_up, _ = slurm
+    job = start("up_dapo", "gpu8", "seed=2", SLURM_JOB_NUM_NODES=nodes, SLURM_ARRAY_TASK_ID="")
     line = wait_for(called, "run.launch")
-    assert line.endswith("-m repro.with_verl.run.launch up_dapo gpu8 seed=2 trainer.nnodes=1")
-    job.send_signal(signal.SIGTERM)
-    assert job.wait(30) == 143 and "scontrol requeue 7" in called()
-    assert not any("srun" in x for x in called())
+    assert line.endswith(f"-m repro.with_verl.run.launch up_dapo gpu8 seed=2 trainer.nnodes={nodes}")
+    time.sleep(0.5)
+    time_is_nearly_up(job)
+    try:
+        assert job.wait(8) == 143 and "scontrol requeue 7" in called()
+    finally:
+        job.kill()
+    assert ("srun" in " ".join(called())) == (nodes == "2")
 
 
-def test_over_two_nodes_it_starts_ray_on_both(slurm):
-    start, called = slurm
+@pytest.mark.parametrize(("status", "again"), [(75, True), (1, False), (2, False)])
+def test_a_run_that_died_is_requeued_if_it_got_further(slurm, status, again):
+    start, called, _, programs = slurm
+    programs(status)
+    job = start("up_dapo", "gpu8", SLURM_JOB_NUM_NODES="1", SLURM_ARRAY_TASK_ID="")
+    wait_for(called, "run.launch")
+    time.sleep(0.5)
+    job.send_signal(signal.SIGTERM)  # the stand-in for the launcher then ends with `status`
+    assert job.wait(20) == status and ("scontrol requeue 7" in called()) == again
+
+
+def test_over_two_nodes_it_starts_ray_on_both_and_waits_for_them(slurm):
+    start, called, *_ = slurm
     job = start("up_dapo", "paper", SLURM_JOB_NUM_NODES="2", SLURM_ARRAY_TASK_ID="3")
     line = wait_for(called, "run.launch")
     assert line.endswith("up_dapo paper trainer.nnodes=2 seed=3")
-    ray = sorted((x for x in called() if "srun" in x), key=lambda x: "-w n1" not in x)  # both were started with &
+    ray = [x for x in called() if x.startswith("srun")]
     assert len(ray) == 2 and "-w n1" in ray[0] and "--head" in ray[0]
     assert "-w n2" in ray[1] and "--address=n1:20007" in ray[1]
+    assert called().index(ray[1]) > min(i for i, x in enumerate(called()) if x.endswith("status"))  # the head was up
     job.send_signal(signal.SIGTERM)
     assert job.wait(30) == 143
 

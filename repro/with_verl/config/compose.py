@@ -45,7 +45,6 @@ class Scale:
     hyperparameters: dict[str, dict[str, tuple[Any, str]]]
     loss: dict[str, tuple[str, str]]
     gpu_gb: float
-    model: dict[str, Any]
     experiment: str | None
 
 
@@ -60,6 +59,11 @@ class Run:
     notes: list[str] = field(default_factory=list)
     directory: Path = RUNS
     env: dict[str, str] = field(default_factory=dict)
+    given: list[str] = field(default_factory=list)
+
+    def source(self, line: str) -> str:
+        """Why this override is what it is."""
+        return self.sources.get(line) or self.sources.get(line.partition("=")[0], "given on the command line")
 
     @property
     def name(self) -> str:
@@ -91,7 +95,6 @@ def load_scale(name: str) -> Scale:
         {o: pairs(t) for o, t in raw.get("hyperparameters", {}).items()},
         pairs(raw.get("loss", {})),
         raw["gpu_gb"][0],
-        raw["model"],
         raw.get("experiment"),
     )
 
@@ -186,7 +189,7 @@ def compose(objective: str, scale: str, overrides: list[str] | None = None, data
         key = f"+ray_kwargs.ray_init.runtime_env.env_vars.{key}"
         lines[key], sources[key] = value, "ours: every worker loads the plug-in, and finds this checkout"
     places = {"root": ROOT, "data": data or RUNS / "data", "run": directory, "name": directory.name}
-    return Run(objective, s, own(places) + given, sources, notes, directory, env)
+    return Run(objective, s, own(places) + given, sources, notes, directory, env, given)
 
 
 def extra(name: str):

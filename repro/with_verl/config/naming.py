@@ -8,7 +8,8 @@ import re
 # Settings that may change from one start of a run to the next: they do not change what is trained.
 FREE = (
     "hydra.", "ray_kwargs.", "trainer.default_local_dir", "trainer.experiment_name", "trainer.logger",
-    "trainer.max_actor_ckpt_to_keep", "trainer.project_name", "trainer.save_freq", "reward.num_workers",
+    "trainer.max_actor_ckpt_to_keep", "trainer.project_name", "trainer.rollout_data_dir", "trainer.save_freq",
+    "reward.num_workers",
 )  # fmt: skip
 SAID_ALREADY = ("actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")  # by data.seed
 

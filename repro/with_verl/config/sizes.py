@@ -7,7 +7,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from repro.with_verl.config import vllm_args
-from repro.with_verl.config.compose import ACTOR, Scale
+from repro.with_verl.config.compose import ACTOR, ROOT
+from repro.with_verl.machine.model import Shape, shape_of
 from upref import InputError
 
 ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
@@ -26,21 +27,24 @@ LOGGERS = (
 KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")  # and each with a + behind
 STRATEGIES = {"dp": ("fsdp", "fsdp2"), "megatron": ("megatron",)}
 MANAGERS = ("naive", "dapo")  # the two whose rewards upref's function answers
+GROUPED = ("grpo", "rloo", "reinforce_plus_plus_baseline")  # estimators that compare the responses to one prompt
+LOAD = ("auto", "dummy", "safetensors", "hf", "pt", "npcache", "mistral", "runai_streamer")  # vLLM's load formats
 METRICS = ("acc", "score", "reward")  # what reward/score.py returns as numbers, and verl's sum of the token rewards
 AT_LEAST_ONE = (
     "data.train_batch_size", "data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n",
     f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.tensor_model_parallel_size", f"{ACTOR}.ppo_mini_batch_size",
-    f"{ACTOR}.ppo_epochs", "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.total_epochs",
+    f"{ACTOR}.ppo_epochs", "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.total_epochs", 
+    f"{ROLLOUT}.max_num_seqs",
 )  # fmt: skip
 
 
-def check(cfg: DictConfig, scale: Scale) -> None:
+def check(cfg: DictConfig) -> None:
     """Raises InputError on the first that cannot work."""
     ranges(cfg)
     names(cfg)
     rewards(cfg)
     engine(cfg)
-    batches(cfg, parallel(cfg, scale.model["shape"]))
+    batches(cfg, parallel(cfg, shape_of(cfg.actor_rollout_ref.model.path)))
     budgets(cfg)
 
 
@@ -65,6 +69,15 @@ def ranges(cfg: DictConfig) -> None:
             raise InputError(f"{part}.top_p must be above 0 and at most 1, got {get(cfg, f'{part}.top_p')}.")
     if not get(cfg, f"{ROLLOUT}.temperature") > 0:
         raise InputError(f"{ROLLOUT}.temperature must be above 0: at 0 the answers of a group are one answer.")
+    if get(cfg, f"{ROLLOUT}.n") < 2 and cfg.algorithm.adv_estimator in GROUPED:
+        raise InputError(
+            f"{ROLLOUT}.n must be at least 2 with adv_estimator={cfg.algorithm.adv_estimator}: a group of one "
+            "has nothing to compare with."
+        )
+    if cfg.actor_rollout_ref.nccl_timeout < 60:
+        raise InputError(
+            f"actor_rollout_ref.nccl_timeout is in seconds, 60 at least, got {cfg.actor_rollout_ref.nccl_timeout}."
+        )
     if not get(cfg, f"{ACTOR}.optim.lr") > 0:
         raise InputError(f"{ACTOR}.optim.lr must be above 0, got {get(cfg, f'{ACTOR}.optim.lr')}.")
 
@@ -86,6 +99,7 @@ def names(cfg: DictConfig) -> None:
     one_of("data.truncation", cfg.data.truncation, ("error", "left", "right", "middle"))
     if get(cfg, f"{ACTOR}.use_kl_loss"):
         one_of(f"{ACTOR}.kl_loss_type", get(cfg, f"{ACTOR}.kl_loss_type").removesuffix("+"), KL)
+    one_of(f"{ROLLOUT}.load_format", get(cfg, f"{ROLLOUT}.load_format"), LOAD)
     vllm = get(cfg, f"{ROLLOUT}.engine_kwargs.vllm") or {}
     for name in vllm:
         one_of(f"{ROLLOUT}.engine_kwargs.vllm", str(name), vllm_args.known(), "argument of the pinned vLLM")
@@ -100,7 +114,10 @@ def names(cfg: DictConfig) -> None:
 
 
 def rewards(cfg: DictConfig) -> None:
-    ours = str(cfg.reward.custom_reward_function.path).endswith("repro.with_verl.reward.score")
+    path = cfg.reward.custom_reward_function.path
+    if path and not path.startswith("pkg://") and not (ROOT / path).expanduser().is_file():
+        raise InputError(f"reward.custom_reward_function.path={path} is no file: name one, or a module as pkg://NAME.")
+    ours = str(path).endswith("repro.with_verl.reward.score")
     groups = cfg.algorithm.filter_groups
     if groups and groups.enable and ours:
         one_of("algorithm.filter_groups.metric", groups.metric, METRICS, "metric")
@@ -126,17 +143,26 @@ def engine(cfg: DictConfig) -> None:
     if strategy not in STRATEGIES[backend]:
         cure = "model_engine=megatron with it" if strategy == "megatron" else f"one of {', '.join(STRATEGIES[backend])}"
         raise InputError(f"{ACTOR}.strategy={strategy} has no engine in this configuration: set {cure}.")
+    if (
+        strategy == "fsdp2"
+        and cfg.actor_rollout_ref.model.use_fused_kernels
+        and "-VL-" not in cfg.actor_rollout_ref.model.path
+    ):
+        raise InputError(
+            f"actor_rollout_ref.model.use_fused_kernels=true fails at the first log-probability with {ACTOR}.strategy="
+            "fsdp2 (verl multiplies a tensor by a sharded one): leave it false, or set the strategy to fsdp."
+        )
     dynamic = get(cfg, f"{ACTOR}.use_dynamic_bsz"), get(cfg, f"{ROLLOUT}.log_prob_use_dynamic_bsz")
     if dynamic[0] != dynamic[1]:
         raise InputError(f"{ACTOR}.use_dynamic_bsz and {ROLLOUT}.log_prob_use_dynamic_bsz must be the same.")
 
 
-def parallel(cfg: DictConfig, shape: dict) -> int:
+def parallel(cfg: DictConfig, shape: Shape) -> int:
     """How many GPUs share a sequence while training; the sizes must divide what they split."""
     gpus = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
     tp = get(cfg, f"{ROLLOUT}.tensor_model_parallel_size")
     divides(tp * get(cfg, f"{ROLLOUT}.data_parallel_size"), gpus, f"{ROLLOUT}.tensor_model_parallel_size", "GPUs")
-    divides(tp, shape["heads"], f"{ROLLOUT}.tensor_model_parallel_size", "attention heads")
+    divides(tp, shape.heads, f"{ROLLOUT}.tensor_model_parallel_size", "attention heads")
     if tp > cfg.trainer.n_gpus_per_node:
         raise InputError(
             f"{ROLLOUT}.tensor_model_parallel_size={tp} spans machines of {cfg.trainer.n_gpus_per_node} GPUs."
@@ -146,16 +172,19 @@ def parallel(cfg: DictConfig, shape: dict) -> int:
         key = f"{ACTOR}.megatron"
         split = m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
         divides(split, gpus, f"{key}: tensor x pipeline x context parallel size", "GPUs")
-        for heads in ("heads", "kv_heads"):
-            divides(m.tensor_model_parallel_size, shape[heads], f"{key}.tensor_model_parallel_size", heads)
-        divides(m.pipeline_model_parallel_size, shape["layers"], f"{key}.pipeline_model_parallel_size", "layers")
+        for of, heads in (("heads", shape.heads), ("kv_heads", shape.kv_heads)):
+            divides(m.tensor_model_parallel_size, heads, f"{key}.tensor_model_parallel_size", of)
+        divides(m.pipeline_model_parallel_size, shape.layers, f"{key}.pipeline_model_parallel_size", "layers")
         etp = m.expert_tensor_parallel_size or m.tensor_model_parallel_size
         ep = m.expert_model_parallel_size
         if ep > 1:
-            divides(ep, shape.get("experts", 0) or 1, f"{key}.expert_model_parallel_size", "experts")
+            divides(ep, shape.experts or 1, f"{key}.expert_model_parallel_size", "experts")
             expert = ep * etp * m.pipeline_model_parallel_size
             divides(expert, gpus, f"{key}: expert x expert tensor x pipeline parallel size", "GPUs")
         return split
+    size = get(cfg, f"{ACTOR}.fsdp_config.fsdp_size")
+    if size != -1:
+        divides(size, gpus, f"{ACTOR}.fsdp_config.fsdp_size", "GPUs")
     sp = max(
         get(cfg, f"{ACTOR}.ulysses_sequence_parallel_size"),
         get(cfg, f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"),
@@ -164,8 +193,8 @@ def parallel(cfg: DictConfig, shape: dict) -> int:
     if sp < 1:
         raise InputError(f"{key} must be at least 1, got {sp}.")
     divides(sp, gpus, key, "GPUs")
-    divides(sp, shape["heads"], key, "attention heads")
-    kv = shape["kv_heads"]
+    divides(sp, shape.heads, key, "attention heads")
+    kv = shape.kv_heads
     if kv % sp and sp % kv:
         raise InputError(f"{key}={sp} must divide the model's {kv} heads of keys and values, or be a multiple of them.")
     if sp > 1 and not cfg.actor_rollout_ref.model.use_remove_padding:

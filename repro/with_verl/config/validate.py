@@ -27,6 +27,32 @@ NAMES = (
     f"{ACTOR}.policy_loss.loss_mode=", "trainer.experiment_name=", "trainer.default_local_dir=",
     "+ray_kwargs.ray_init.runtime_env.env_vars.",
 )  # fmt: skip
+# Where verl takes names that its configuration does not list, and who reads them.
+OPEN = {
+    f"{ACTOR}.policy_loss.upref": "the objective, by upref",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm": "vLLM's engine",
+    "actor_rollout_ref.model.override_config": "the model's configuration, by transformers",
+    f"{ACTOR}.megatron.override_transformer_config": "Megatron-Core",
+    f"{ACTOR}.megatron.override_ddp_config": "Megatron-Core",
+    f"{ACTOR}.optim.override_optimizer_config": "the optimizer",
+    "reward.reward_kwargs": "the reward manager",
+    "reward.custom_reward_function.reward_kwargs": "the reward function",
+    "data.apply_chat_template_kwargs": "the tokenizer's chat template",
+    "ray_kwargs.ray_init": "ray.init",
+    "hydra": "hydra",
+}
+NEAR = (  # names that these places are known to take: a near miss is a typo
+    "attn_implementation", "attention_dropout", "rope_theta", "rope_scaling", "max_position_embeddings", "max_resp_len",
+    "overlong_buffer_cfg", "penalty_factor", "enable_thinking", "num_cpus", "num_gpus", "object_store_memory",
+    "runtime_env", "env_vars", "recompute_granularity", "recompute_method", "recompute_num_layers", "moe_router_dtype",
+)  # fmt: skip
+USUAL = {
+    "learning_rate": "lr",
+    "batch_size": "train_batch_size",
+    "steps": "total_training_steps",
+    "epochs": "total_epochs",
+}
+FIRST = (ACTOR, "actor_rollout_ref.rollout", "data", "algorithm", "trainer", "actor_rollout_ref", "reward")
 # Instantiated as verl does; the model's class reads the model's files, the others exist for other backends.
 SECTIONS = ("actor_rollout_ref.rollout", "algorithm")
 
@@ -37,8 +63,11 @@ def validate(run: Run) -> DictConfig:
     cfg, actor = _checked(tuple(o for o in run.overrides if o not in names))
     for key, _, name in (o.partition("=") for o in names):  # every run has them all, so that none is left from another
         OmegaConf.update(cfg, key.lstrip("+"), name, force_add=True)
-    sizes.check(cfg, run.scale)
+    sizes.check(cfg)
     _check_loss(cfg, actor)
+    for line in run.given:
+        who = reader(cfg, line.partition("=")[0].lstrip("+~")) or "hydra"
+        run.sources[line] = f"given on the command line, read by {who}"
     return cfg
 
 
@@ -72,6 +101,9 @@ def _compose(overrides: tuple[str, ...]) -> DictConfig:
     except HydraException as e:
         raise InputError(f"hydra cannot read {''.join(groups)}: {str(e).splitlines()[0]}.") from e
     for line in overrides:
+        key = line.partition("=")[0].strip()
+        if key.startswith("+") and not reader(cfg, key.lstrip("+")):
+            raise InputError(f"nothing in verl reads {key.lstrip('+')!r}: {_hint(cfg, key.lstrip('+'))}")
         try:
             if line not in groups and not line.startswith("hydra."):
                 ConfigLoaderImpl._apply_overrides_to_config([_parsed(line)], cfg)  # noqa: SLF001  one line at a time
@@ -86,10 +118,44 @@ def _refusal(line: str, cfg: DictConfig, e: Exception) -> str:
     if not equals:
         return f"{line!r} is no override: write key=value."
     if not name.startswith("+") and OmegaConf.select(cfg, key, throw_on_missing=False) is None:
-        near = difflib.get_close_matches(key, _keys(cfg), 1, 0.5)
-        hint = f"did you mean {near[0]}?" if near else "a key that is new starts with '+'."
-        return f"verl has no setting {key!r}: {hint}"
+        return f"verl has no setting {key!r}: {_hint(cfg, key)}"
     return f"hydra cannot read {name}={text}: {str(e).splitlines()[0]}"
+
+
+def reader(cfg: DictConfig, key: str) -> str:
+    """What reads this key; "" if nothing does. A key under OPEN counts, unless it is nearly one that is known there."""
+    for place, who in OPEN.items():
+        if f"{key}.".startswith(f"{place}."):
+            near = {part: difflib.get_close_matches(part, NEAR, 1, 0.8) for part in key[len(place) + 1 :].split(".")}
+            return "" if any(found and found[0] != part for part, found in near.items()) else who
+    cls, leaf = _class(cfg, key)
+    if cls and leaf in {f.name for f in dataclasses.fields(cls)}:
+        return f"verl's {cls.__name__}"
+    return "verl" if key in _keys(cfg) else ""
+
+
+def _hint(cfg: DictConfig, key: str) -> str:
+    """What was probably meant: the same last component elsewhere, a hyperparameter of an objective, or a like name."""
+    parent, _, leaf = key.rpartition(".")
+    leaf = USUAL.get(leaf, leaf)
+    known = [k for k in _keys(cfg) if not k.startswith("critic") and "profiler" not in k]
+    known.sort(
+        key=lambda k: (k.count("."), next((i for i, part in enumerate(FIRST) if k.startswith(part)), len(FIRST)))
+    )
+    leaves = {k.rpartition(".")[2]: k for k in reversed(known)}
+    beside = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == parent]
+    close = lambda among, share: difflib.get_close_matches(leaf, among, 1, share)
+    if leaf in leaves:
+        meant = leaves[leaf]
+    elif any(leaf in upref.get(name).hyperparameters for name in upref.names()):
+        meant = f"++{ACTOR}.policy_loss.upref.{leaf}"
+    elif near := close(beside, 0.75) or (close(NEAR, 0.8) if any(parent.startswith(place) for place in OPEN) else []):
+        meant = f"{parent}.{near[0]}".lstrip(".")
+    elif near := close(leaves, 0.8):
+        meant = leaves[near[0]]
+    else:
+        return f"a key that verl does not list goes under {', '.join(OPEN)}."
+    return f"did you mean {meant}?"
 
 
 def _keys(node: DictConfig, prefix: str = "") -> list[str]:
@@ -117,19 +183,23 @@ def _check_types(cfg: DictConfig, overrides: tuple[str, ...]) -> None:
 
 def _annotation(cfg: DictConfig, key: str) -> Any:
     """The type of a key by verl's class, by verl's default where no class has it, or None."""
+    cls, leaf = _class(cfg, key)
+    if cls and leaf in {f.name for f in dataclasses.fields(cls)}:
+        return typing.get_type_hints(cls).get(leaf)
+    default = OmegaConf.select(_base(()), key)
+    return type(default) if isinstance(default, bool | int | float | str) else None
+
+
+def _class(cfg: DictConfig, key: str) -> tuple[Any, str]:
+    """verl's configuration class of the section that a key is in, None where there is none; and the key's last part."""
     from hydra.utils import get_class
 
     parent, _, leaf = key.rpartition(".")
     section = OmegaConf.select(cfg, parent) if parent else cfg
     target = section.get("_target_") if isinstance(section, DictConfig) else None
-    if target:
-        with contextlib.suppress(Exception):  # a class of a backend that is not installed
-            cls = get_class(target)
-            names = {f.name for f in dataclasses.fields(cls)}
-            if leaf in names:
-                return typing.get_type_hints(cls).get(leaf)
-    default = OmegaConf.select(_base(()), key)
-    return type(default) if isinstance(default, bool | int | float | str) else None
+    with contextlib.suppress(Exception):  # a class of a backend that is not installed
+        return (get_class(target) if target else None), leaf
+    return None, leaf
 
 
 def _fits(value: Any, want: Any) -> bool:
@@ -177,6 +247,7 @@ def _check_loss(cfg: DictConfig, actor) -> None:
     from verl.workers.config import ActorConfig
 
     import repro.with_verl.plugins.estimators  # noqa: F401  registers
+    from upref.aggregation import verl_name
     from upref.integrations.verl import VERL_KEYS, hyperparameters, monitor_of
 
     mode = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
@@ -200,5 +271,11 @@ def _check_loss(cfg: DictConfig, actor) -> None:
         raise InputError("rollout_correction.bypass_mode replaces every loss_mode by verl's own: leave it false.")
     name = mode.removeprefix("upref/")
     objective = extra(name) if name == "grpo_clip_higher" else upref.get(name)
+    own = verl_name(objective.level, objective.agg)
+    if actor.loss_agg_mode != own:
+        raise InputError(
+            f"{ACTOR}.loss_agg_mode={actor.loss_agg_mode} would change only verl's KL and entropy terms: {mode} "
+            f"aggregates by itself: leave it at {own}."
+        )
     hyperparameters(objective, actor)
     monitor_of(objective, actor)

@@ -54,7 +54,7 @@ def compose(objective: str, overrides: list[str], address: str = "") -> tuple[Ru
         env.pop(fork.SOCKET)
         own += [f"+ray_kwargs.ray_init.runtime_env.env_vars.{k}={json.dumps(v)}" for k, v in env.items()]
     smoke.dry_run(o, [f"+{ACTOR}.policy_loss.upref={{parity: {{on_fail: warn}}}}", *given])
-    scale = Scale("cpu", ABOUT, {}, {}, {}, 0.0, {}, None)
+    scale = Scale("cpu", ABOUT, {}, {}, {}, 0.0, None)
     total = next(
         (int(x.partition("=")[2]) for x in reversed(given) if x.startswith("trainer.total_training_steps=")), STEPS
     )

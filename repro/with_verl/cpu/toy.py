@@ -10,6 +10,7 @@ from pathlib import Path
 DIGITS = 4
 SPECIAL = ["<pad>", "<|im_end|>", "<user>", "<assistant>", "\n"]  # verl asks Qwen tokenizers for a newline
 VOCAB = SPECIAL + [str(i) for i in range(DIGITS)] + [chr(ord("a") + i) for i in range(11)]
+BOXED = VOCAB[:-DIGITS] + [f"\\boxed{{{i}}}" for i in range(DIGITS)]  # answers as the project's own reward reads them
 RESPONSE = 8  # tokens
 TEMPLATE = (
     "{% for m in messages %}{{ '<user> ' + m['content'] + ' ' }}{% endfor %}"
@@ -28,16 +29,16 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     }
 
 
-def make_model(path: Path, experts: int = 0, seed: int = 0):
+def make_model(path: Path, experts: int = 0, seed: int = 0, words: list[str] = VOCAB):
     """Tokenizer and random weights; the vocabulary is exactly the tokenizer's, or vLLM and the trainer would differ."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(VOCAB)}, unk_token=VOCAB[0]))
-    words.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    level = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=words[0]))
+    level.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token=SPECIAL[0], eos_token=SPECIAL[1], unk_token=SPECIAL[0], chat_template=TEMPLATE
+        tokenizer_object=level, pad_token=SPECIAL[0], eos_token=SPECIAL[1], unk_token=SPECIAL[0], chat_template=TEMPLATE
     )
     tokenizer.save_pretrained(path)
     torch.manual_seed(seed)

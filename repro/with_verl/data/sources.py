@@ -97,6 +97,14 @@ def question_answer(s: Source, rows: Iterable[Row]) -> list[Row]:
     ]
 
 
+def gsm8k(s: Source, rows: Iterable[Row]) -> list[Row]:
+    """question, answer: a solution whose last line is #### and the number."""
+    return [
+        _boxed(s, i, r["question"], r["answer"].rpartition("####")[2].strip().replace(",", ""))
+        for i, r in enumerate(rows)
+    ]
+
+
 def olympiad(s: Source, rows: Iterable[Row]) -> list[Row]:
     """question, final_answer [one text or several]; text only, each question once."""
     out: list[tuple[str, str]] = []
@@ -144,6 +152,7 @@ def geometry3k(s: Source, rows: Iterable[Row]) -> list[Row]:
 
 TRAIN, TEST = "train", "test"
 AIME = ("BytedTsinghua-SIA/AIME-2024", ("data/aime-2024.parquet",), "aa49075e24ad594b79fdf0bdcefa735c2181be67")
+GSM = "openai/gsm8k", "e53f048856ff4f594e959d75785d2c2d37b678ee"
 GEO = ("hiyouga/geometry3k", "fd21e533e1e50d0662a2bf7b223e60511bd5f8b7")
 SOURCES = {
     s.name: s
@@ -174,9 +183,13 @@ SOURCES = {
         ),
         Source(
             "olympiadbench", "math-ai/olympiadbench", ("test.parquet",),
-            "4faaf1e6ec17d11a4218a9bf4c049ecaf954dd84", 672, olympiad, TEST,
-            "Table 1 has k/672, where this source is said to have 674: the paper does not say which it left out",
+            "4faaf1e6ec17d11a4218a9bf4c049ecaf954dd84", 674, olympiad, TEST,
+            "Table 1 has k/672: the paper does not say which two of these it left out",
         ),
+        Source("gsm8k_train", GSM[0], ("main/train-00000-of-00001.parquet",), GSM[1], 7473, gsm8k, TRAIN,
+               "repro/with_trl's training set"),
+        Source("gsm8k_test", GSM[0], ("main/test-00000-of-00001.parquet",), GSM[1], 1319, gsm8k, TEST,
+               "its test set"),
         Source("geometry3k_train", GEO[0], ("data/train-00000-of-00001.parquet",), GEO[1], 2101, geometry3k, TRAIN,
                "the training set"),
         Source("geometry3k_test", GEO[0], ("data/test-00000-of-00001.parquet",), GEO[1], 601, geometry3k, TEST,

@@ -1,161 +1,279 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory, tokens, steps and GPU-hours of a run: arithmetic on the configuration, by formulas that say what they assume.
+"""Memory, time, GPU-hours and dollars of a run, by arithmetic on its configuration and the model's config.json.
 
-Memory of a GPU while it trains is the larger of
+Time of a step:
 
-    forward and backward   weights and gradients + what is kept of each layer + one layer anew + logits
-    the optimizer's step   weights, gradients and Adam's state, which comes back from the CPU for it
+    sampling           each decoding step reads the weights and the cache of all running responses; it takes the longer
+                       of that (at READ of the bandwidth) and its FLOPs, plus LATENCY. As many responses run as the
+                       cache holds; the last of them end one after another, down to the longest response
+    log-probabilities  one forward pass for the old policy and one for the reference
+    training           three forward passes' FLOPs, four with recomputation, for each epoch
+    weights            to vLLM, and what is offloaded to the CPU and back
+    other              rewards, data, checks; without flash-attn also verl's Python loop over tokens
 
-and 3 GB for CUDA and NCCL. FSDP spreads 16 bytes a parameter over all GPUs. Megatron holds 6 (bf16 weights, fp32
-gradients) of the parameters that a GPU has - the experts' divided by pipeline and expert parallel sizes, the others' by
-pipeline and tensor - and 12 more divided over the GPUs that hold the same. Without recomputation each layer keeps 34
-bytes a token and hidden unit, and an expert layer what its experts take.
+Lengths follow (1 - x / longest)^a, whose mean is LENGTH of the longest unless the caller says more. The shares of the
+peak were set once, from published runs (`python -m repro.with_verl.machine.published` prints them side by side).
 
-Time of a step: FLOPs of a token, 2 N + 4 layers hidden context, once to sample it, once for each log-probability, and
-four times to train on it (backward is two, recomputation one), over GPUs times their peak times the share of it that is
-reached: DECODE while sampling, TRAIN else. The share is what the runs are to correct: the report prints both.
+Memory of a GPU while it trains is the larger of forward-and-backward (weights, gradients, activations, logits) and the
+optimizer's step; FSDP spreads 16 bytes a parameter over all GPUs, Megatron holds 6 of what its parallelism gives a GPU
+and 12 over the replicas. While sampling it is vLLM's share and what is not offloaded.
 """
 
-from dataclasses import dataclass
+import tomllib
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
-from repro.with_verl.config.compose import Scale
+from repro.with_verl.machine.model import Shape, shape_of
 
 GB = 1e9
-PEAK = {  # bf16 without sparsity, by the makers' data sheets; the first that the name contains
-    "B200": 2250e12, "H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40": 181e12,
-    "4090": 165e12, "3090": 71e12,
-}  # fmt: skip
-UNKNOWN = 312e12
-DECODE, TRAIN = 0.06, 0.35
+READ = 0.7  # of the memory bandwidth, while decoding
+DECODE, TRAIN, FORWARD = 0.3, 0.35, 0.22  # of the peak FLOPs: decoding and prefill, training, log-probabilities
+EXPERTS = 0.4  # of all these, for a mixture of experts
+LATENCY = 6e-3, 5e-5  # seconds of a decoding step: launch and scheduling, and one exchange of a layer between GPUs
 LENGTH = 0.5  # the mean response, of the longest allowed
+PROMPT = 200  # tokens, the mean; no more than half of the longest allowed
 REFILL = 1.5  # responses sampled for one that is trained on, where groups of one reward are left out
-BETWEEN = 30.0  # seconds of a step: weights to vLLM, offloading, rewards
-ASSUMES = (
-    f"the scale's model, responses of {LENGTH:.0%} of the longest on average, {DECODE:.0%} of the GPUs' peak while "
-    f"sampling and {TRAIN:.0%} while training, {REFILL} responses sampled for each kept by dynamic sampling; memory as "
-    "machine/estimate.py says"
-)
+LINK, DISK = 10 * GB, 1 * GB  # bytes a second: between GPUs or to the host; of one machine to shared storage
+BETWEEN = 15.0  # seconds of a step for rewards, data and bookkeeping
+LOOP = 1.5e-4  # seconds a token for verl's log_softmax in a Python loop, forward and backward, without flash-attn
+CONTEXT = 3 * GB  # CUDA, NCCL
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One row of gpus.toml."""
+
+    name: str
+    tflops: float
+    bandwidth: float
+    memory: float
+    dollars: float
+
+
+@cache
+def gpus() -> dict[str, GPU]:
+    raw = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+    return {name: GPU(name, **row) for name, row in raw.items()}
+
+
+def gpu_of(name: str) -> GPU:
+    """The row whose name the GPU's own contains; an unknown one counts as an A100."""
+    return next((g for key, g in gpus().items() if key in name), gpus()["A100"])
 
 
 @dataclass
 class Estimate:
-    """Bytes per GPU, tokens and seconds per step, the whole run; `problem` is a sentence if it cannot fit."""
+    """Bytes of a GPU, seconds of a step by part, the whole run; `problem` is a sentence if it cannot fit."""
 
-    train: float
-    rollout: float
-    kv_tokens: float
-    step_tokens: int
+    gpu: GPU
+    gpus: int
+    train: float  # bytes of a GPU while it trains
+    vllm: float  # bytes of vLLM
+    resident: float  # bytes that stay beside vLLM
+    kv_tokens: float  # that one vLLM replica can cache
+    step_tokens: int  # of responses, at most
     validation_tokens: int
     checkpoint: float
-    gpus: int
-    step_seconds: float
+    parts: dict[str, float]
     steps: int | None
     validation_seconds: float
     validations: int
+    checkpoint_seconds: float
+    saves: int
     problem: str = ""
+    assumes: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def rollout(self) -> float:
+        return self.vllm + self.resident
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def hours(self) -> float:
+        """Wall-clock time of all steps, validations and checkpoints."""
+        rest = self.validations * self.validation_seconds + self.saves * self.checkpoint_seconds
+        return ((self.steps or 0) * self.step_seconds + rest) / 3600
 
     @property
     def gpu_hours(self) -> float:
-        return ((self.steps or 0) * self.step_seconds + self.validations * self.validation_seconds) * self.gpus / 3600
+        return self.hours * self.gpus
+
+    @property
+    def dollars(self) -> float:
+        return self.gpu_hours * self.gpu.dollars
+
+    def facts(self) -> dict[str, Any]:
+        """What the report compares with what happened."""
+        return {
+            "train_gb": self.train / GB, "rollout_gb": self.rollout / GB, "step_tokens": self.step_tokens,
+            "step_seconds": self.step_seconds, "parts": self.parts, "validation_seconds": self.validation_seconds,
+            "steps": self.steps, "gpu_hours": self.gpu_hours, "gpus": self.gpus, "dollars": self.dollars,
+        }  # fmt: skip
 
     def __str__(self) -> str:
-        hours = self.gpu_hours / self.gpus
-        length = (
-            f"{self.steps:,} steps, {hours:,.0f} hours, {self.gpu_hours:,.0f} GPU-hours" if self.steps else "no end set"
-        )
+        parts = ", ".join(f"{name} {seconds:,.0f}" for name, seconds in self.parts.items())
+        end = (
+            f"{self.steps:,} steps and {self.validations} validations of {self.validation_seconds:,.0f} s: "
+            f"{self.hours:,.0f} hours, {self.gpu_hours:,.0f} GPU-hours, {self.dollars:,.0f} dollars at "
+            f"{self.gpu.dollars:.2f} an hour (machine/gpus.toml)" if self.steps else "the run has no end"
+        )  # fmt: skip
         return (
-            f"training {self.train / GB:.0f} GB a GPU, vLLM {self.rollout / GB:.0f} GB a GPU with room for "
-            f"{self.kv_tokens:,.0f} cached tokens a replica; at most {self.step_tokens:,} rollout tokens a step and "
-            f"{self.validation_tokens:,} a validation; {self.step_seconds:,.0f} s a step; {length}; "
-            f"{self.checkpoint / GB:.0f} GB a checkpoint. Assumes: {ASSUMES}."
+            f"{self.gpus} x {self.gpu.name}, {self.step_seconds:,.0f} s a step ({parts}); {end}. Memory of a GPU: "
+            f"{self.train / GB:.0f} GB to train, {self.rollout / GB:.0f} GB to sample (vLLM {self.vllm / GB:.0f}, room "
+            f"for {self.kv_tokens:,.0f} cached tokens a replica); {self.checkpoint / GB:.0f} GB a checkpoint. Assumes "
+            f"responses of {self.assumes['length']:,.0f} tokens on average."
         )
 
 
 def estimate(
-    scale: Scale, cfg: DictConfig, gpu_bytes: float, val_rows: int, train_rows: int = 0, gpu: str = ""
+    cfg: DictConfig, gpu: GPU, gpu_bytes: float, val_rows: int, train_rows: int = 0, length: float | None = None
 ) -> Estimate:
-    """gpu_bytes: memory of one GPU; *_rows: prompts in the files; gpu: its name."""
-    shape = scale.model["shape"]
-    rollout, tp = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
-    gpus = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
-    peak = memory(shape, cfg, gpus)
+    """gpu_bytes: memory of one GPU; *_rows: prompts in the files; length: tokens of a mean response."""
+    shape, actor, rollout = (
+        shape_of(cfg.actor_rollout_ref.model.path),
+        *(cfg.actor_rollout_ref[k] for k in ("actor", "rollout")),
+    )
+    tp, n_gpus = rollout.tensor_model_parallel_size, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+    longest = cfg.data.max_response_length
+    mean = length or LENGTH * longest
+    prompt = min(PROMPT, cfg.data.max_prompt_length / 2)
+    moe = EXPERTS if shape.experts else 1.0
 
-    weights = shape["params"] * 2 / tp
     vllm = rollout.gpu_memory_utilization * gpu_bytes
-    kv_token = 2 * shape["layers"] * shape["kv_heads"] * shape["head_dim"] * 2 / tp
-    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    kv_tokens = (vllm - weights - 2 * GB) / kv_token
+    kv_token = 4 * shape.layers * shape.kv_heads * shape.head_dim / tp
+    kv_tokens = (vllm - shape.params * 2 / tp - 2 * GB) / kv_token
+    train, resident = memory(shape, cfg, n_gpus)
+
+    responses = cfg.data.train_batch_size * rollout.n
+    refill = REFILL if cfg.algorithm.filter_groups and cfg.algorithm.filter_groups.enable else 1
+    at_once = max(1.0, min(rollout.max_num_seqs, kv_tokens / (prompt + 0.7 * mean)))
+    replicas = n_gpus // tp
+    sample = lambda count: sampling(shape, gpu, tp, count, replicas, at_once, prompt, mean, longest)
+
+    tokens = responses * (prompt + mean)
+    context = prompt + longest / (2 + longest / mean - 1)  # attended by a mean token
+    per_token = 2 * shape.active + 4 * shape.layers * shape.heads * shape.head_dim * context
+    pace = n_gpus * gpu.tflops * 1e12 * moe
+    recompute = actor.get("megatron") is not None or cfg.actor_rollout_ref.model.enable_gradient_checkpointing
+    forwards = 1 + bool(actor.use_kl_loss)
+    offloaded = shape.params * (4 * offloads(cfg, "param") + 8 * offloads(cfg, "optimizer")) / n_gpus
+    loop = 0.0 if flash(cfg) else LOOP * tokens / n_gpus * (1 + forwards) / 2
+    parts = {
+        "sampling": sample(responses * refill),
+        "log-probabilities": forwards * tokens * per_token / (pace * FORWARD),
+        "training": (3 + recompute) * actor.ppo_epochs * tokens * per_token / (pace * TRAIN),
+        "weights": (2 * shape.params + 2 * offloaded) / LINK,
+        "other": BETWEEN + loop,
+    }
     steps = cfg.trainer.total_training_steps
     if steps is None and train_rows:
         steps = train_rows // cfg.data.train_batch_size * cfg.trainer.total_epochs
-    val_tokens = val_rows * rollout.val_kwargs.n * cfg.data.max_response_length
-    checks = cfg.trainer.test_freq
+    answers, checks, saves = val_rows * rollout.val_kwargs.n, cfg.trainer.test_freq, cfg.trainer.save_freq
+    checkpoint = shape.params * 12
     e = Estimate(
-        train=peak, rollout=vllm, kv_tokens=max(kv_tokens, 0.0),
-        step_tokens=cfg.data.train_batch_size * rollout.n * cfg.data.max_response_length,
-        validation_tokens=val_tokens, checkpoint=shape["params"] * 12, gpus=gpus,
-        step_seconds=seconds(shape, cfg, gpus, gpu), steps=steps,
-        validation_seconds=val_tokens * LENGTH * flops(shape, cfg) / (gpus * peak_flops(gpu) * DECODE),
+        gpu, n_gpus, train, vllm, resident, max(kv_tokens, 0.0), step_tokens=responses * longest,
+        validation_tokens=answers * longest, checkpoint=checkpoint, parts=parts, steps=steps,
+        validation_seconds=sample(answers) if answers else 0.0,
         validations=((steps or 0) // checks if checks > 0 else 0) + bool(cfg.trainer.val_before_train),
+        checkpoint_seconds=checkpoint / DISK / cfg.trainer.nnodes, saves=(steps or 0) // saves if saves > 0 else 0,
+        assumes={"length": mean, "prompt": prompt},
     )  # fmt: skip
-    if peak > gpu_bytes:
-        e.problem = (
-            f"training needs about {peak / GB:.0f} GB on each GPU, which has {gpu_bytes / GB:.0f}: take more GPUs "
-            "(trainer.nnodes), or set actor_rollout_ref.actor.ppo_max_token_len_per_gpu lower."
-        )
-    elif kv_tokens < longest:
-        e.problem = (
-            f"vLLM gets {vllm / GB:.0f} GB of each GPU, too little for the weights and one sequence of {longest} "
-            "tokens: raise actor_rollout_ref.rollout.gpu_memory_utilization or tensor_model_parallel_size."
-        )
+    e.problem = problem(e, gpu_bytes, cfg.data.max_prompt_length + longest)
     return e
 
 
-def memory(shape: dict, cfg: DictConfig, gpus: int) -> float:
-    """Bytes on a GPU while it trains, at their most."""
+def problem(e: Estimate, gpu_bytes: float, sequence: int) -> str:
+    """Why it cannot fit; "" if it can."""
+    if e.train > gpu_bytes:
+        return (
+            f"training needs about {e.train / GB:.0f} GB on each GPU, which has {gpu_bytes / GB:.0f}: take more GPUs "
+            "(trainer.nnodes), or set actor_rollout_ref.actor.ppo_max_token_len_per_gpu lower."
+        )
+    if e.kv_tokens < sequence:
+        return (
+            f"vLLM gets {e.vllm / GB:.0f} GB of each GPU, too little for the weights and one sequence of {sequence} "
+            "tokens: raise actor_rollout_ref.rollout.gpu_memory_utilization or tensor_model_parallel_size."
+        )
+    if e.rollout > gpu_bytes:
+        return (
+            f"vLLM takes {e.vllm / GB:.0f} GB of each GPU and {e.resident / GB:.0f} GB stay beside it, of "
+            f"{gpu_bytes / GB:.0f}: lower actor_rollout_ref.rollout.gpu_memory_utilization, or set "
+            "actor_rollout_ref.actor.fsdp_config.param_offload and optimizer_offload to true."
+        )
+    return ""
+
+
+def sampling(
+    shape: Shape,
+    gpu: GPU,
+    tp: int,
+    count: float,
+    replicas: int,
+    at_once: float,
+    prompt: float,
+    mean: float,
+    longest: int,
+) -> float:
+    """Seconds in which replicas of tp GPUs answer `count` prompts, each of them `at_once` at a time."""
+    moe = EXPERTS if shape.experts else 1.0
+    flops, bandwidth = tp * gpu.tflops * 1e12 * DECODE * moe, tp * gpu.bandwidth * 1e12 * READ * moe
+    latency = LATENCY[0] + (LATENCY[1] * 2 * shape.layers if tp > 1 else 0)
+    kv = 4 * shape.layers * shape.kv_heads * shape.head_dim
+
+    def step(running: float, cached: float) -> float:
+        """One token for each running response."""
+        read = 2 * shape.read(running) + running * cached * kv
+        return max(read / bandwidth, running * 2 * shape.active / flops) + latency
+
+    full = min(count / replicas, at_once)
+    body = max(count / replicas - full, 0) * mean / full * step(full, prompt + mean / 2)
+    a, parts = (
+        max(longest / mean - 1, 1e-6),
+        64,
+    )  # the last `full` responses, of which (1 - x)^a are left at x * longest
+    at = [(i + 0.5) / parts for i in range(parts)]  # to the end: in every step some response reaches the limit
+    drain = sum(step(max(full * (1 - x) ** a, 1), prompt + x * longest) for x in at) * longest / parts
+    return body + drain + count / replicas * prompt * 2 * shape.active / flops
+
+
+def offloads(cfg: DictConfig, what: str) -> bool:
     actor = cfg.actor_rollout_ref.actor
-    megatron = actor.get("megatron")
-    tokens, hidden, layers = actor.ppo_max_token_len_per_gpu, shape["hidden"], shape["layers"]
-    chosen = shape.get("experts_per_token", 0) * (2 * hidden + 3 * shape.get("expert_hidden", 0)) * 2
+    return bool((actor.get("megatron") or actor.fsdp_config).get(f"{what}_offload"))
+
+
+def flash(cfg: DictConfig) -> bool:
+    """Whether verl finds flash-attn's cross entropy: the scales that run without it ask for sdpa."""
+    override = cfg.actor_rollout_ref.model.override_config or {}
+    return override.get("attn_implementation", "flash_attention_2") == "flash_attention_2"
+
+
+def memory(shape: Shape, cfg: DictConfig, gpus: int) -> tuple[float, float]:
+    """Bytes on a GPU: at most while it trains; and beside vLLM while it samples."""
+    actor = cfg.actor_rollout_ref.actor
+    m = actor.get("megatron")
+    tokens, hidden, layers = actor.ppo_max_token_len_per_gpu, shape.hidden, shape.layers
+    chosen = shape.experts_per_token * (2 * hidden + 3 * shape.expert_hidden) * 2
     anew = tokens * (34 * hidden + chosen)  # one layer, all that its backward needs
-    if megatron:
-        tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-        ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size or tp
-        experts = shape.get("expert_params", 0.0)
-        mine, theirs = (shape["params"] - experts) / (tp * pp), experts / (ep * etp * pp)
-        state = 6 * (mine + theirs)
+    logits = tokens * shape.vocab * (6 if flash(cfg) else 16)  # without flash-attn log_softmax saves float32
+    if m:
+        tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
+        ep, etp = m.expert_model_parallel_size, m.expert_tensor_parallel_size or m.tensor_model_parallel_size
+        mine, theirs = (shape.params - shape.expert_params) / (tp * pp), shape.expert_params / (ep * etp * pp)
+        weights, state = 2 * (mine + theirs), 6 * (mine + theirs)
         moments = 12 * (mine * tp * pp / gpus + theirs * ep * etp * pp / gpus)
-        override = megatron.get("override_transformer_config") or {}
-        full = override.get("recompute_granularity") == "full"
+        full = (m.get("override_transformer_config") or {}).get("recompute_granularity") == "full"
         kept = (tokens * hidden * 2 if full else anew) * layers / (tp * pp)
-        logits, anew = tokens * shape["vocab"] * (2 + 4) / tp, anew / tp
-        offload = megatron.optimizer_offload
+        logits, anew = logits / tp, anew / tp
     else:
-        state, moments = shape["params"] * 8 / gpus, shape["params"] * 8 / gpus
-        checkpointing = cfg.actor_rollout_ref.model.enable_gradient_checkpointing
-        kept = (tokens * hidden * 2 if checkpointing else anew) * layers
-        logits, offload = tokens * shape["vocab"] * (2 + 4), actor.fsdp_config.optimizer_offload
-    forward = state + kept + anew + logits + (0 if offload else moments)
-    return max(forward, state + moments) + 3 * GB
-
-
-def flops(shape: dict, cfg: DictConfig) -> float:
-    """Of one token forward, at half the length of a mean sequence."""
-    context = (cfg.data.max_prompt_length + LENGTH * cfg.data.max_response_length) / 2
-    return 2 * shape.get("active_params", shape["params"]) + 4 * shape["layers"] * shape["hidden"] * context
-
-
-def peak_flops(gpu: str) -> float:
-    return next((peak for name, peak in PEAK.items() if name in gpu), UNKNOWN)
-
-
-def seconds(shape: dict, cfg: DictConfig, gpus: int, gpu: str) -> float:
-    """Of a step, without validation."""
-    actor = cfg.actor_rollout_ref.actor
-    tokens = cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n * cfg.data.max_response_length * LENGTH
-    sampled = tokens * (REFILL if cfg.algorithm.filter_groups and cfg.algorithm.filter_groups.enable else 1)
-    passes = 4 * actor.ppo_epochs + 1 + bool(actor.use_kl_loss)
-    work = sampled / DECODE + tokens * passes / TRAIN
-    return work * flops(shape, cfg) / (gpus * peak_flops(gpu)) + BETWEEN
+        weights, state, moments = shape.params * 4 / gpus, shape.params * 8 / gpus, shape.params * 8 / gpus
+        kept = (tokens * hidden * 2 if cfg.actor_rollout_ref.model.enable_gradient_checkpointing else anew) * layers
+    forward = state + kept + anew + logits + (0 if offloads(cfg, "optimizer") else moments)
+    resident = weights * (not offloads(cfg, "param")) + moments * (not offloads(cfg, "optimizer"))
+    return max(forward, state + moments) + CONTEXT, resident + CONTEXT

@@ -14,7 +14,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from repro.with_verl.config.compose import Run, Scale
-from repro.with_verl.machine.estimate import GB, Estimate, estimate
+from repro.with_verl.data.sources import SOURCES
+from repro.with_verl.machine.estimate import GB, GPU, Estimate, estimate, gpu_of
+from repro.with_verl.machine.model import local
 from repro.with_verl.place import ROOT
 from upref import InputError
 
@@ -41,6 +43,9 @@ class Machine:
     versions: dict[str, str | None] = field(default_factory=dict)
     nodes: int = 1
     driver: str = ""
+    memory: float = 1e13  # of the host
+    shared: float = 1e13  # bytes of /dev/shm
+    cores: int = 10_000
 
 
 def look(where: Path = ROOT) -> Machine:
@@ -49,6 +54,8 @@ def look(where: Path = ROOT) -> Machine:
     where = next(p for p in [where, *where.parents] if p.exists())
     m.free_disk = shutil.disk_usage(where).free
     m.nodes = max(1, ray_nodes())
+    m.memory, m.cores = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), os.cpu_count() or 1
+    m.shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else 0
     try:
         query = ["nvidia-smi", "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader,nounits"]
         rows = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.strip().splitlines()
@@ -97,19 +104,48 @@ def check(run: Run, cfg: DictConfig, machine: Machine) -> Estimate:
         raise InputError(missing[0])
     check_driver(machine)
     model = check_model(cfg)
-    val_rows = check_data(cfg)
-    train_rows = count_rows(cfg.data.train_files)
-    e = estimate(run.scale, cfg, machine.gpu_bytes, val_rows, train_rows, machine.gpu_name)
+    check_data(cfg)
+    e = price(cfg, gpu_of(machine.gpu_name), machine.gpu_bytes)
     if e.problem:
         raise InputError(e.problem)
+    check_host(cfg, machine, e)
     need = e.checkpoint * ((cfg.trainer.max_actor_ckpt_to_keep or 5) + 1) if cfg.trainer.save_freq > 0 else 1 * GB
     if machine.free_disk < need:
         raise InputError(
             f"{run.directory} has {machine.free_disk / GB:.0f} GB free and checkpoints need {need / GB:.0f}: set "
             "trainer.default_local_dir elsewhere or trainer.max_actor_ckpt_to_keep lower."
         )
-    run.notes.append(f"model: {model}")
+    print(f"model: {model}")
+    run.env["HF_HUB_OFFLINE"] = "1"  # everything was found; a node without a network would wait for time-outs
+    run.overrides.append('+ray_kwargs.ray_init.runtime_env.env_vars.HF_HUB_OFFLINE="1"')
     return e
+
+
+def price(cfg: DictConfig, gpu: GPU, gpu_bytes: float) -> Estimate:
+    """The estimate, with as many prompts as the files have, or, before they are prepared, as their sources have."""
+    return estimate(cfg, gpu, gpu_bytes, count_rows(cfg.data.val_files), count_rows(cfg.data.train_files))
+
+
+def check_host(cfg: DictConfig, m: Machine, e: Estimate) -> None:
+    """Memory, shared memory and cores of the host, which verl, Ray and NCCL take for granted."""
+    actor = cfg.actor_rollout_ref.actor
+    offload = actor.get("megatron") or actor.fsdp_config
+    held = e.checkpoint * (offload.param_offload / 3 + offload.optimizer_offload * 2 / 3) / cfg.trainer.nnodes
+    need = held + 20 * GB + 4 * GB * cfg.trainer.n_gpus_per_node
+    if m.memory < need:
+        raise InputError(
+            f"this machine has {m.memory / GB:.0f} GB of memory and the run needs {need / GB:.0f}, {held / GB:.0f} of "
+            "them for what is offloaded: take a larger machine, or turn an offload off."
+        )
+    if m.shared < 1 * GB:
+        raise InputError(
+            f"/dev/shm has {m.shared / GB:.2f} GB, too little for NCCL: start the container with --shm-size=16g."
+        )
+    if m.cores < 3 * cfg.trainer.n_gpus_per_node:
+        raise InputError(
+            f"this machine has {m.cores} cores, and verl asks Ray for 3 a GPU ({3 * cfg.trainer.n_gpus_per_node}): Ray "
+            "would wait for ever; take more cores or set trainer.n_gpus_per_node lower."
+        )
 
 
 def missing_packages(cfg: DictConfig, scale: Scale, m: Machine | None = None) -> list[str]:
@@ -162,7 +198,8 @@ def check_driver(m: Machine) -> None:
         )
 
 
-def check_gpus(run: Run, cfg: DictConfig, m: Machine) -> None:
+def check_gpus(run: Run, cfg: DictConfig, m: Machine, alone: bool = False) -> None:
+    """alone: leave the number of machines for later, when Ray was asked."""
     want, nodes = cfg.trainer.n_gpus_per_node, cfg.trainer.nnodes
     if not m.gpus:
         raise InputError(
@@ -173,7 +210,7 @@ def check_gpus(run: Run, cfg: DictConfig, m: Machine) -> None:
             f"{run.scale.name} needs {want} GPUs a machine and {m.gpus} are visible: set "
             f"trainer.n_gpus_per_node={m.gpus}, or take a smaller scale."
         )
-    if nodes > m.nodes:
+    if nodes > m.nodes and not alone:
         raise InputError(
             f"{run.scale.name} needs {nodes} machines and Ray knows {m.nodes}: `ray start --head` on the first and "
             "`ray start --address=FIRST:6379` on the others (.venv-gpu/bin/ray; repro/with_verl/PAPER.md), or set "
@@ -184,47 +221,36 @@ def check_gpus(run: Run, cfg: DictConfig, m: Machine) -> None:
 def check_model(cfg: DictConfig) -> str:
     """Where the model's files are: a directory, or the hub's cache."""
     path = cfg.actor_rollout_ref.model.path
-    if Path(path).expanduser().is_dir():
-        found = Path(path).expanduser()
-    else:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            config = try_to_load_from_cache(path, "config.json")
-        except HFValidationError:
-            config = None
-        if not isinstance(config, str):
-            raise InputError(f"the model {path} is not on this machine: `hf download {path}`, or give a directory.")
-        found = Path(config).parent
+    found = local(path)
+    if found is None:
+        raise InputError(f"the model {path} is not on this machine: `hf download {path}`, or give a directory.")
     if not (found / "config.json").exists() or not list(found.glob("*.safetensors")):
         raise InputError(f"{found} holds no config.json with *.safetensors: `hf download {path}` again.")
     return str(found)
 
 
-def check_data(cfg: DictConfig) -> int:
-    """Every file is there and in verl's format; the number of validation prompts."""
+def check_data(cfg: DictConfig) -> None:
+    """Every file is there and in verl's format."""
     from repro.with_verl.data.schema import check_file
 
-    rows = 0
     for key in ("train_files", "val_files"):
         files = cfg.data[key]
         for name in [files] if isinstance(files, str) else files:
             path = Path(name).expanduser()
             if not path.exists():
                 raise InputError(f"{path} is missing: {sys.executable} {PREPARE} {path.stem}.")
-            n = check_file(path)
-            rows += n if key == "val_files" else 0
-    return rows
+            check_file(path)
 
 
 def count_rows(files: Any) -> int:
-    """Of prepared files that were checked."""
-    import pyarrow.parquet as pq
+    """Of prepared files; of those that are not there yet, what their sources have; 0 of others."""
+    paths = [Path(f).expanduser() for f in ([files] if isinstance(files, str) else files)]
+    known = [SOURCES[p.stem].count if p.stem in SOURCES else 0 for p in paths if not p.exists()]
+    if there := [p for p in paths if p.exists()]:
+        import pyarrow.parquet as pq
 
-    return sum(
-        pq.ParquetFile(Path(f).expanduser()).metadata.num_rows for f in ([files] if isinstance(files, str) else files)
-    )
+        return sum(pq.ParquetFile(p).metadata.num_rows for p in there) + sum(known)
+    return sum(known)
 
 
 def check_plugin(run: Run, loss: str, estimator: str) -> None:

@@ -7,7 +7,8 @@
 Scales: mini and smoke (no GPU), gpu1, gpu8, paper (the experiment that the objective is of), or one of them by name:
 paper_dapo, paper_gspo, paper_math, paper_geo3k; gpu1_24gb for a small card; cpu is this very path with the toy model
 of smoke. Prints and saves every override with its source; --dry-run stops after they were checked, which needs no GPU.
---steps 2 is a shakedown: as many steps of the very scale, its validation and its checkpoint, in a folder of their own.
+--shakedown trains two steps of the very scale, with its validation and its checkpoint, in a folder of their own, and
+prints a page: truncation, answers, sampler mismatch, memory and seconds against the estimate, parity, what to change.
 
 The folder, runs/OBJECTIVE-SCALE-WHAT_YOU_SET-HASH, is that of what was asked: the same command goes on there, another
 seed or setting has another (seed=N sets the three seeds of a run; name=NAME names the folder). It must be on storage
@@ -17,6 +18,7 @@ not start, 143 or 130 it was asked to end.
 
 import argparse
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -25,8 +27,8 @@ from typing import Any
 
 from repro.with_verl.config.compose import HANDED_OVER, Run, compose, load_scale, paper_scale
 from repro.with_verl.machine import preflight
-from repro.with_verl.machine.estimate import Estimate
-from repro.with_verl.machine.preflight import GB, Machine, look
+from repro.with_verl.machine.estimate import GB, Estimate, gpu_of, gpus
+from repro.with_verl.machine.preflight import Machine, look
 from repro.with_verl.place import ROOT, RUNS, pythonpath
 from upref import InputError, get
 
@@ -40,8 +42,12 @@ def main(argv: list[str] | None = None, machine: Machine | None = None) -> int:
     p.add_argument("scale", nargs="?")
     p.add_argument("--dry-run", action="store_true")
     p.add_argument("--largest", action="store_true")
-    p.add_argument("--steps", type=int, metavar="N", help="train so many steps, for a look at all of it: --steps 2")
+    p.add_argument("--shakedown", action="store_true", help="two steps, and a page about them")
+    p.add_argument("--steps", type=int, metavar="N", help="train so many steps")
     p.add_argument("--seeds", metavar="1,2,3", help="one run after another, each with a seed and a folder of its own")
+    p.add_argument(
+        "--gpu", default="", metavar="H100", help="the GPU that a dry run prices (H100, or A100, H200, 4090 ...)"
+    )
     p.add_argument("--data", type=Path, help="where data.prepare wrote (runs/data)")
     args, overrides = p.parse_known_args(argv)
     try:
@@ -52,6 +58,7 @@ def main(argv: list[str] | None = None, machine: Machine | None = None) -> int:
                 f"{wrong[0]!r} is no override: write key=value, --dry-run, --largest, --steps, --seeds or --data."
             )
         get(args.objective)
+        args.steps = args.steps or 2 if args.shakedown else args.steps
         if args.steps is not None:
             if args.steps < 1:
                 raise InputError(f"--steps must be at least 1, got {args.steps}.")
@@ -65,18 +72,24 @@ def main(argv: list[str] | None = None, machine: Machine | None = None) -> int:
             args.scale = scale
         if args.scale in HANDED_OVER:
             return hand_over(args.objective, args.scale, overrides, args.dry_run)
-        status = 0
+        if args.gpu and args.gpu not in gpus():
+            raise InputError(f"--gpu takes a name of machine/gpus.toml, {', '.join(gpus())}, got {args.gpu!r}.")
+        status, costs = 0, []
         for seed in seeds:
             lines = [*overrides, *seed]
             again = [args.objective, args.scale, *lines, *(["--data", str(args.data)] if args.data else [])]
+            again += ["--shakedown"] * args.shakedown
             if args.scale == "cpu":
-                status = train_on_cpu(args.objective, lines, args.dry_run, again) or status
+                status = train_on_cpu(args.objective, lines, args.dry_run, again, args.shakedown) or status
             else:
-                status = (
-                    train(compose(args.objective, args.scale, lines, args.data), args.dry_run, again, machine) or status
-                )
+                run = compose(args.objective, args.scale, lines, args.data)
+                code, cost = train(run, args.dry_run, again, machine, args.gpu, args.shakedown)
+                status, costs = code or status, [*costs, cost]
             if status >= 128:  # asked to end: the other seeds too
                 break
+        if len(costs) > 1:
+            hours, dollars = sum(e.gpu_hours for e in costs), sum(e.dollars for e in costs)
+            print(f"{len(costs)} seeds: {hours:,.0f} GPU-hours, {dollars:,.0f} dollars.")
         return status
     except InputError as e:
         print(f"launch: {e}", file=sys.stderr)
@@ -115,7 +128,10 @@ def largest(objective: str, m: Machine) -> tuple[str, str]:
     return "mini", f"{found} are too small: {'; '.join(too_small)}"
 
 
-def train(run: Run, dry_run: bool, again: list[str], machine: Machine | None = None) -> int:
+def train(
+    run: Run, dry_run: bool, again: list[str], machine: Machine | None = None, gpu: str = "", shakedown: bool = False
+) -> tuple[int, Estimate]:
+    """The exit status, and what it was to cost."""
     try:
         from repro.with_verl.config.validate import validate
     except ImportError as e:
@@ -123,33 +139,67 @@ def train(run: Run, dry_run: bool, again: list[str], machine: Machine | None = N
             f"verl's configuration cannot be read ({e}): repro/venv.sh verl installs what it needs."
         ) from e
 
+    if shakedown:
+        keep_answers(run)
     cfg = validate(run)
-    show(run)
     if dry_run:
-        return dry(run, preflight.missing_packages(cfg, run.scale))
+        m = machine or look(run.directory)
+        row = gpu_of(gpu or m.gpu_name or ("4090" if run.scale.gpu_gb < 40 else "H100"))
+        estimate = save_hourly(run, cfg, preflight.price(cfg, row, (row.memory if gpu else run.scale.gpu_gb) * GB))
+        show(run)
+        print(f"estimate: {estimate}")
+        if estimate.problem:
+            print(f"there, it would not start: {estimate.problem}")
+        return dry(run, preflight.missing_packages(cfg, run.scale)), estimate
     from repro.with_verl.run import folder, start
 
-    folder.check(run.directory, run.overrides)
     m = machine or look(run.directory)
+    preflight.check_gpus(run, cfg, m, alone=True)
+    folder.check(run.directory, run.overrides)
     loss, estimator = cfg.actor_rollout_ref.actor.policy_loss.loss_mode, cfg.algorithm.adv_estimator
     if cfg.trainer.nnodes > 1 and m.gpus and machine is None:
         m.nodes = preflight.check_cluster(run, loss)
-    estimate = preflight.check(run, cfg, m)
+    estimate = save_hourly(run, cfg, preflight.check(run, cfg, m))
+    show(run)
     print(f"estimate: {estimate}")
     preflight.check_plugin(run, loss, estimator)
-    facts = facts_of(estimate)
-    return start.start(run, estimate.steps, start.command_line(again), estimate=facts, gpu=m.gpu_name)
+    patience = start.Patience.of(estimate)
+    again_line = start.command_line(again)
+    status = start.start(run, estimate.steps, again_line, patience, estimate=estimate.facts(), gpu=m.gpu_name)
+    return told(run, status, shakedown), estimate
 
 
-def facts_of(e: Estimate) -> dict[str, Any]:
-    """What the report holds against what happened."""
-    return {
-        "train_gb": e.train / GB, "rollout_gb": e.rollout / GB, "step_tokens": e.step_tokens,
-        "step_seconds": e.step_seconds, "steps": e.steps, "gpu_hours": e.gpu_hours, "gpus": e.gpus,
-    }  # fmt: skip
+def keep_answers(run: Run) -> None:
+    run.overrides.append(f"trainer.rollout_data_dir={run.directory / 'answers'}")
+    run.sources["trainer.rollout_data_dir"] = "ours: the shakedown shows answers"
 
 
-def train_on_cpu(objective: str, overrides: list[str], dry_run: bool, again: list[str]) -> int:
+def told(run: Run, status: int, shakedown: bool) -> int:
+    """Prints the page of a shakedown; the exit status."""
+    from repro.with_verl import health
+    from repro.with_verl.run import records
+
+    rows = records.training(records.merged(run.directory)) if shakedown else []
+    if rows:
+        saved = json.loads((run.directory / "overrides.json").read_text(encoding="utf-8"))
+        text = f"# Shakedown of {run.name}\n\n{health.page(run.directory, rows, saved)}\n"
+        (run.directory / "shakedown.md").write_text(text, encoding="utf-8")
+        print(f"{text}\nwritten: {run.directory / 'shakedown.md'}")
+    return status
+
+
+def save_hourly(run: Run, cfg: Any, e: Estimate) -> Estimate:
+    """Checkpoints often enough that a machine which goes away takes an hour of work; verl saves between steps only."""
+    often = max(1, int(3600 // max(e.step_seconds, 1)))
+    if not any(line.startswith("trainer.save_freq=") for line in run.given) and 0 < often < cfg.trainer.save_freq:
+        cfg.trainer.save_freq = often
+        run.overrides.append(f"trainer.save_freq={often}")
+        run.sources["trainer.save_freq"] = "ours: an hour of work between checkpoints at most, by the estimate"
+        e.saves = (e.steps or 0) // often
+    return e
+
+
+def train_on_cpu(objective: str, overrides: list[str], dry_run: bool, again: list[str], shakedown: bool) -> int:
     scale = importlib.import_module("repro.with_verl.cpu.scale")  # it starts runs by this folder's parts
     run, total = scale.compose(objective, overrides, os.environ.get("RAY_ADDRESS", ""))
     show(run)
@@ -158,15 +208,17 @@ def train_on_cpu(objective: str, overrides: list[str], dry_run: bool, again: lis
     from repro.with_verl.run import start
 
     scale.prepare(run)
+    if shakedown:
+        keep_answers(run)
     patience = start.Patience(scale.FIRST, scale.STALL, idle=not os.environ.get("RAY_ADDRESS"))
-    return start.start(run, total, start.command_line(again), patience)
+    return told(run, start.start(run, total, start.command_line(again), patience), shakedown)
 
 
 def show(run: Run) -> None:
     """Prints what verl is given and why."""
     print(f"{run.objective}, {run.scale.name}: {run.scale.about}")
     for line in run.overrides:
-        print(f"  {line}    # {run.sources.get(line.partition('=')[0], 'given on the command line')}")
+        print(f"  {line}    # {run.source(line)}")
     for note in run.notes:
         print(f"note: {note}")
 

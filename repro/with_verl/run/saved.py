@@ -9,10 +9,7 @@ from repro.with_verl.config.compose import Run
 
 
 def save(run: Run, where: Path, **facts: Any) -> Path:
-    rows = [
-        {"override": line, "source": run.sources.get(line.partition("=")[0], "given on the command line")}
-        for line in run.overrides
-    ]
+    rows = [{"override": line, "source": run.source(line)} for line in run.overrides]
     saved = {"objective": run.objective, "scale": run.scale.name, "name": run.name, "env": run.env} | facts
     where.mkdir(parents=True, exist_ok=True)
     path = where / "overrides.json"

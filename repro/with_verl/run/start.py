@@ -13,20 +13,28 @@ from pathlib import Path
 from typing import Any
 
 from repro.with_verl.config.compose import Run
+from repro.with_verl.machine.estimate import Estimate
 from repro.with_verl.run import advice, folder, records, watch
 from repro.with_verl.run.saved import save
 
 SCORE = "critic/score/mean"
+DIED_AHEAD = 75  # EX_TEMPFAIL of sysexits.h: starting again makes progress
 LOG_TO = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH"
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds: before the first step without a word, between steps; `idle`: whether waiting without work ends it."""
+    """Seconds without a word before the first step, seconds without a step later; `idle`: end a run that only waits."""
 
-    first: float = 7200  # a validation before training says nothing until it is done
+    first: float = 7200
     stall: float = 7200
     idle: bool = False  # on GPUs the work is not the CPU's
+
+    @classmethod
+    def of(cls, e: Estimate) -> "Patience":
+        """Five times what the estimate allows for, and two hours at least."""
+        step = e.step_seconds + e.validation_seconds + e.checkpoint_seconds
+        return cls(first=max(7200, 5 * step), stall=max(7200, 5 * step))
 
 
 def checkpointed(directory: Path) -> int:
@@ -38,7 +46,9 @@ def checkpointed(directory: Path) -> int:
 
 
 def start(run: Run, total: int | None, again: str, patience: Patience | None = None, **facts: Any) -> int:
-    """Train until `total` steps are logged; the exit status: 0, 1 (it died), 143 (it was asked to end).
+    """Train until `total` steps are logged; the exit status.
+
+    0: it finished. 143, 130: it was asked to end. 75: it died after it saved a checkpoint. Other: it died.
 
     again: the command that goes on. facts: to write beside the overrides. InputError where the folder is another's.
     """
@@ -46,7 +56,7 @@ def start(run: Run, total: int | None, again: str, patience: Patience | None = N
     with folder.alone(run.directory):
         folder.check(run.directory, run.overrides)
         save(run, run.directory, total=total, again=again, **facts)
-        part = records.new_part(run.directory)
+        part, kept = records.new_part(run.directory), checkpointed(run.directory)
         log = run.directory / "verl.log"
         command = [
             sys.executable,
@@ -57,9 +67,14 @@ def start(run: Run, total: int | None, again: str, patience: Patience | None = N
         ]
         print(f"starting verl; checkpoints and logs go to {run.directory}", flush=True)
 
+        told: list[float] = []
+
         def tell(row: dict) -> None:
             records.collect(run.directory)
             print(said(row, total), flush=True)
+            told.append(row["data"].get("timing_s/step", 0.0))
+            if len(told) == 2 and total:
+                print(predicted_again(facts.get("estimate", {}), told[-1], total - row["step"]), flush=True)
 
         # A run on one machine joins no cluster: not another's, nor one that has left its address behind.
         where = {} if joins(run) else {"RAY_ADDRESS": "local"}
@@ -81,7 +96,21 @@ def start(run: Run, total: int | None, again: str, patience: Patience | None = N
         with open(log, "a", encoding="utf-8") as f:
             f.write(f"{last}\n")
         print(last, flush=True)
-        return code
+        return DIED_AHEAD if code not in (0, 130, 143) and checkpointed(run.directory) > kept else code
+
+
+def predicted_again(estimate: dict[str, Any], seconds: float, left: int) -> str:
+    """What is left of the run, from a measured step; the first two steps compile and warm up, so take it as a bound."""
+    hours = left * seconds / 3600
+    line = f"  measured {seconds:,.0f} s a step: the {left} steps that are left take {hours:,.1f} hours"
+    if not estimate.get("step_seconds"):
+        return line
+    each = estimate["dollars"] / estimate["gpu_hours"] if estimate["gpu_hours"] else 0
+    cost = hours * estimate["gpus"]
+    return (
+        f"{line}, {cost:,.0f} GPU-hours, {cost * each:,.0f} dollars, without validations; the estimate was "
+        f"{estimate['step_seconds']:,.0f} s a step"
+    )
 
 
 def joins(run: Run) -> bool:

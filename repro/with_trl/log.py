@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What TRL logs, in the files and under the names that the report of verl's runs reads."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from repro.with_verl.run import records
+
+NAMES = {  # TRL's metric -> the report's
+    "reward": "critic/score/mean", "grad_norm": "actor/grad_norm", "entropy": "actor/entropy", "kl": "actor/kl_loss",
+    "completions/clipped_ratio": "response_length/clip_ratio", "completions/mean_length": "response_length/mean",
+    "frac_reward_zero_std": "training/groups_without_signal", "eval_reward": "val-core/gsm8k/acc/mean@1",
+    "num_tokens": "perf/total_num_tokens",
+}  # fmt: skip
+
+
+class StepLog(TrainerCallback):
+    """Writes RUN/steps-TIME.jsonl, one {"step", "data"} a line, overrides.json, and the last scored answers."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.part, self.at = folder, records.new_part(folder), time.monotonic()
+        self.step = 0
+
+    def begin(self, objective: str, seed: int, steps: int, args: Any, kept: int) -> None:
+        """Saves what was asked; what was logged behind the checkpoint `kept` will be logged again."""
+        given = {"data.seed": seed, "model": args.model, "steps": steps}
+        rows = [{"override": f"{k}={v}", "source": "repro/with_trl/train.py"} for k, v in given.items()]
+        saved = {"objective": objective, "scale": "trl", "total": steps, "overrides": rows}
+        (self.folder / "overrides.json").write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+        if kept:
+            print(f"  resumes from step {kept}", flush=True)
+
+    def scored(self, reward: Callable) -> Callable:
+        """The reward function, which also keeps the answers that it scored last."""
+
+        def scored(prompts: list, completions: list, answer: list[str], **more: Any) -> list[float]:
+            scores = reward(prompts, completions, answer, **more)
+            texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
+            rows = zip(texts, answer, scores, strict=True)
+            (self.folder / "answers").mkdir(exist_ok=True)
+            with open(self.folder / "answers" / f"{self.step}.jsonl", "w", encoding="utf-8") as f:
+                f.writelines(json.dumps({"output": t, "gts": a, "score": s}) + "\n" for t, a, s in rows)
+            return scores
+
+        return scored
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.step, self.at = state.global_step + 1, time.monotonic()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict | None = None, **_: Any) -> None:
+        import torch
+
+        logs = logs or {}
+        data = {NAMES[k]: v for k, v in logs.items() if k in NAMES}
+        data |= {f"actor/{k}": v for k, v in logs.items() if k.startswith("upref/")}
+        if "loss" in logs:
+            data |= {records.STEP: state.global_step, "timing_s/step": time.monotonic() - self.at}
+            if torch.cuda.is_available():
+                data["actor/perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        if "reward" in logs:  # of a generation, which several steps train on
+            print(f"  step {state.global_step:4} of {state.max_steps}  score {logs['reward']:.3f}", flush=True)
+        if data:
+            with open(self.part, "a", encoding="utf-8") as f:
+                f.write(json.dumps({"step": state.global_step, "data": data}) + "\n")
+            records.collect(self.folder)

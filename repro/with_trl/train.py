@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train an objective in TRL beside another on one GPU: Qwen2.5-0.5B-Instruct on GSM8K, boxed answers.
+
+    bash repro/run.sh up_dapo trl [--against dapo] [--seeds 1,2,3] [--steps 300]
+    bash repro/run.sh up_dapo trl --tiny          the same path on a CPU, with a model and data made here
+
+Each run has a folder under runs/trl. The same command resumes it from its last checkpoint, skips it when it is done,
+and ends with the report of all runs (repro/with_verl/report.py). Exit status 1: a run differed from the reference.
+Exit status 2: it could not start; what is missing is named.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import upref
+from repro.with_trl.log import StepLog
+from repro.with_verl import report
+from repro.with_verl.machine.model import local
+from repro.with_verl.place import RUNS
+from repro.with_verl.reward.score import compute_score
+from upref import InputError
+
+MODEL, DATA = "Qwen/Qwen2.5-0.5B-Instruct", RUNS / "data"
+TEST = 128  # problems of the test set that a validation answers
+# 32 prompts x 8 responses a generation, in four optimizer steps, so that three of four are off-policy
+BATCH = dict(num_generations=8, learning_rate=1e-6, warmup_steps=10, max_completion_length=512, logging_steps=1,
+             save_steps=20, save_total_limit=2, eval_steps=50)  # fmt: skip
+TINY = dict(num_generations=8, learning_rate=3e-3, warmup_steps=0, max_completion_length=6, logging_steps=1,
+            save_steps=8, save_total_limit=2, eval_steps=12)  # fmt: skip
+RESPONSES, UPDATES = 256, 4  # of a generation
+TINY_STEPS, STEPS = 48, 300
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="trl", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("objective")
+    p.add_argument("--against", default="dapo", help="the other objective (dapo); none: no other")
+    p.add_argument("--seeds", default="1", help="1,2,3: one run of each objective for each seed")
+    p.add_argument("--steps", type=int, help=f"optimizer steps ({STEPS}; --tiny: {TINY_STEPS})")
+    p.add_argument("--tiny", action="store_true", help="a model and data made here, on the CPU")
+    p.add_argument("--model", default=MODEL, help="a directory, or a name whose files are in the hub's cache")
+    p.add_argument("--data", type=Path, default=DATA, help="where gsm8k_train.parquet and gsm8k_test.parquet are")
+    p.add_argument("--out", type=Path, default=RUNS / "trl")
+    args = p.parse_args(argv)
+    try:
+        names = [args.objective] + [args.against] * (args.against not in ("none", args.objective))
+        seeds = args.seeds.split(",")
+        if not all(s.isdecimal() for s in seeds) or len(set(seeds)) != len(seeds):
+            raise InputError(f"--seeds must be different whole numbers with commas between them, got {args.seeds!r}.")
+        if args.steps is not None and args.steps < 1:
+            raise InputError(f"--steps must be at least 1, got {args.steps}.")
+        for name in names:
+            upref.get(name)
+        make_tiny(args) if args.tiny else check(args)
+        folders = [run(args, name, int(seed)) for seed in seeds for name in names]
+        report.main([*map(str, folders), "--out", str(args.out / "report")])
+        return 0
+    except InputError as e:
+        print(f"trl: {e}", file=sys.stderr)
+        return 2
+    except upref.ParityError as e:
+        print(f"trl: {e}", file=sys.stderr)
+        return 1
+
+
+def check(args: argparse.Namespace) -> None:
+    """A GPU, the model and the data are here; else one sentence that says what to fetch."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InputError("no GPU is visible here; --tiny runs the same path on the CPU.")
+    if local(args.model) is None:
+        raise InputError(f"the model {args.model} is not on this machine: `hf download {args.model}`.")
+    for name in ("gsm8k_train", "gsm8k_test"):
+        if not (args.data / f"{name}.parquet").exists():
+            raise InputError(
+                f"{args.data / name}.parquet is missing: {sys.executable} -m repro.with_verl.data.prepare {name} makes "
+                "it; without a network, download its file elsewhere and add --from FILE."
+            )
+    os.environ["HF_HUB_OFFLINE"] = "1"  # all is here
+
+
+def make_tiny(args: argparse.Namespace) -> None:
+    """A random Qwen3 of 100,000 parameters and prompts of one digit, whose answer is that digit in a box."""
+    from repro.with_verl.cpu import toy
+    from repro.with_verl.data import schema
+
+    args.out = args.out / "tiny"
+    args.model, args.data = str(args.out / "model"), args.out
+    if not (args.out / "model").exists():
+        args.out.mkdir(parents=True, exist_ok=True)
+        toy.make_model(args.out / "model", words=toy.BOXED)
+        for split, count in (("train", 256), ("test", 16)):
+            digits = [str(i % toy.DIGITS) for i in range(count)]
+            rows = [schema.row("toy", i, digit, digit, "boxed", split) for i, digit in enumerate(digits)]
+            schema.write(args.out / f"gsm8k_{split}.parquet", rows, {})
+
+
+def run(args: argparse.Namespace, name: str, seed: int) -> Path:
+    """One run, from its last checkpoint if there is one; its folder."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from upref.trl import GRPOTrainer
+
+    steps = args.steps or (TINY_STEPS if args.tiny else STEPS)
+    folder = args.out / f"{name}-seed{seed}-{steps}"
+    if (folder / "done").exists():
+        print(f"{folder.name}: done before")
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"{folder.name}: {steps} steps", flush=True)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)  # bf16 would round away 1e-6
+    log = StepLog(folder)
+    trainer = GRPOTrainer(
+        model, log.scored(reward), settings(args.tiny, folder, seed, steps), train_dataset=rows_of(args, "train"),
+        eval_dataset=rows_of(args, "test").select(range(16 if args.tiny else TEST)), processing_class=tokenizer,
+        objective=name, callbacks=[log], parity={"dump": str(folder / "parity")},
+    )  # fmt: skip
+    last = get_last_checkpoint(str(folder))
+    log.begin(name, seed, steps, args, kept=int(last.rpartition("-")[2]) if last else 0)
+    trainer.remove_callback(PrinterCallback)  # StepLog prints
+    trainer.train(resume_from_checkpoint=last)
+    (folder / "done").touch()
+    return folder
+
+
+def settings(tiny: bool, folder: Path, seed: int, steps: int) -> Any:
+    """TRL's GRPOConfig; a micro-batch of two responses fits 12 GB, of eight 24 GB."""
+    import torch
+    import trl
+
+    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    micro = 16 if tiny else 8 if memory > 30e9 else 4 if memory > 14e9 else 2
+    responses = 128 if tiny else RESPONSES
+    return trl.GRPOConfig(
+        str(folder), max_steps=steps, seed=seed, data_seed=seed, per_device_train_batch_size=micro,
+        steps_per_generation=responses // micro, gradient_accumulation_steps=responses // micro // UPDATES,
+        per_device_eval_batch_size=16, num_generations_eval=1, eval_strategy="steps", save_strategy="steps",
+        lr_scheduler_type="constant_with_warmup", beta=0.0, scale_rewards="group", temperature=1.0,
+        bf16=not tiny, use_cpu=tiny, gradient_checkpointing=not tiny, report_to="none", disable_tqdm=True,
+        **(TINY if tiny else BATCH),
+    )  # fmt: skip
+
+
+def rows_of(args: argparse.Namespace, split: str) -> Any:
+    """The prepared file as TRL reads it: prompt, answer."""
+    import pyarrow.parquet as pq
+    from datasets import Dataset
+
+    table = pq.read_table(args.data / f"gsm8k_{split}.parquet").to_pylist()
+    return Dataset.from_list([{"prompt": r["prompt"], "answer": r["reward_model"]["ground_truth"]} for r in table])
+
+
+def reward(prompts: list, completions: list, answer: list[str], **_: Any) -> list[float]:
+    """1 where the last box holds the answer, by the same function that scores verl's runs."""
+    texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
+    return [compute_score("gsm8k", text, truth)["acc"] for text, truth in zip(texts, answer, strict=True)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

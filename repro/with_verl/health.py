@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is a run healthy? The page of `--shakedown`, and the first section of every report.
+
+Each line is a measured number, what is normal, and what to change if it is not. Answers in full come from
+RUN/answers/STEP.jsonl, which verl writes in a shakedown.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+ALARMS, BOUND, BLIND = (f"actor/upref/parity_{k}" for k in ("alarms", "of_bound", "blind"))
+ANSWER = re.compile(r"Answer:|\\boxed\{")
+SHOWN, LONGEST = 8, 4000  # answers in full; characters of each
+Row = dict[str, Any]
+
+# name, key, how the steps' values become one, what is normal (None: nothing to say), what to change
+LINES: tuple[tuple[str, str, Callable, Callable | None, str], ...] = (
+    ("responses cut at the limit", "response_length/clip_ratio", mean, lambda x: x < 0.3,
+     "more than 30 % of the responses are cut: raise data.max_response_length, or, for a model that thinks, set "
+     "+data.apply_chat_template_kwargs.enable_thinking=false"),
+    ("responses aborted", "response/aborted_ratio", mean, lambda x: x == 0, "vLLM aborted responses: read verl.log"),
+    ("tokens of a mean response", "response_length/mean", mean, None, ""),
+    ("score", "critic/score/mean", mean, None, ""),
+    ("highest score", "critic/score/max", max, lambda x: x > 0, "no response scored: read the answers below"),
+    ("groups without signal (dynamic sampling)", "training/filter_groups/evicted_samples", mean, None, ""),
+    ("gradients alive", "actor/upref/alive", mean, lambda x: x > 0.5, "most tokens are clipped: lower the lr"),
+    ("probabilities, sampler against trainer, mean difference", "training/rollout_probs_diff_mean", max,
+     lambda x: x < 0.02, "vLLM and the trainer disagree: compare their dtypes and attention kernels"),
+    ("the same, correlation", "training/rollout_actor_probs_pearson_corr", min, lambda x: x > 0.98,
+     "vLLM and the trainer disagree: compare their dtypes and attention kernels"),
+    ("gradient norm", "actor/grad_norm", max, lambda x: x < 100, "the gradient norm is large: check the rewards"),
+    ("parity, in units of what rounding explains", BOUND, max, lambda x: x <= 1,
+     "the loss that trained is not the reference: `python -m repro.with_verl.parity RUN/parity`"),
+    ("GB allocated on a GPU", "actor/perf/max_memory_allocated_gb", max, None, ""),
+)  # fmt: skip
+
+
+def number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and x - x == 0
+
+
+def lines(rows: list[Row], saved: Row) -> tuple[list[list[str]], list[str]]:
+    """(measure, value, judgement) for each line that was logged; and what to change."""
+    found, change = [], []
+    for name, key, one, normal, cure in LINES:
+        values = [r["data"][key] for r in rows if number(r["data"].get(key))]
+        if values:
+            value = float(one(values))
+            fine = normal is None or normal(value)
+            found.append([name, f"{value:.3g}", "" if normal is None else "normal" if fine else "LOOK"])
+            change += [] if fine else [cure]
+    e = saved.get("estimate", {})
+    seconds = [r["data"]["timing_s/step"] for r in rows if number(r["data"].get("timing_s/step"))]
+    if seconds and e.get("step_seconds"):
+        ratio = mean(seconds) / e["step_seconds"]
+        found.append(["seconds a step, of the estimate's", f"{ratio:.2f}", "normal" if ratio < 1.5 else "LOOK"])
+        if ratio >= 1.5:
+            change.append(
+                f"steps take {ratio:.1f} times the estimate: the run will cost {ratio * e['dollars']:,.0f} dollars"
+            )
+    memory = [r["data"].get("actor/perf/max_memory_allocated_gb", 0) for r in rows]
+    if e.get("train_gb") and max(memory, default=0) > e["train_gb"]:
+        change.append(
+            f"training took {max(memory):.0f} GB, and the estimate was {e['train_gb']:.0f}: longer answers take more"
+        )
+    return found, change
+
+
+def answers(run: Path) -> list[Row]:
+    """What the last step that was written down sampled: {"input", "output", "gts", "score"}."""
+    files = sorted(run.glob("answers/*.jsonl"), key=lambda p: int(p.stem) if p.stem.isdecimal() else -1)
+    if not files:
+        return []
+    return [json.loads(x) for x in files[-1].read_text(encoding="utf-8").splitlines()]
+
+
+def page(run: Path, rows: list[Row], saved: Row) -> str:
+    """Markdown: the table, what to change, and eight answers in full where they were kept."""
+    found, change = lines(rows, saved)
+    parts = ["| measure | value | |\n|---|---|---|\n" + "\n".join(f"| {' | '.join(line)} |" for line in found)]
+    told = answers(run)
+    if told:
+        read = mean(bool(ANSWER.search(a["output"])) for a in told)
+        right = mean(a["score"] > 0 for a in told)
+        parts.append(
+            f"Of {len(told)} responses of the last step, {read:.0%} hold `Answer:` or a box, {right:.0%} score above 0."
+        )
+        if read < 0.5:
+            change.append("most responses contain no answer: compare the prompt with what the reward reads")
+    parts.append(
+        "To change:\n\n" + "\n".join(f"* {c}." for c in dict.fromkeys(change)) if change else "Nothing to change."
+    )
+    for i, a in enumerate(told[:: max(1, len(told) // SHOWN)][:SHOWN], 1):
+        text = (
+            a["output"]
+            if len(a["output"]) <= LONGEST
+            else f"{a['output'][: LONGEST // 2]}\n[...]\n{a['output'][-LONGEST // 2 :]}"
+        )
+        fence = "~" * (3 + max((len(m) for m in re.findall(r"~+", text)), default=0))
+        parts.append(f"Answer {i}, score {a['score']:g}, expected `{a['gts']}`:\n\n{fence}text\n{text}\n{fence}")
+    return "\n\n".join(parts)

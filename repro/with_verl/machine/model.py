@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shape of a model, read from its config.json: in a directory, in the hub's cache, or as models.toml has it."""
+
+import json
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from upref import InputError
+
+KNOWN = Path(__file__).resolve().parent / "models.toml"
+SAME_SHAPE = re.compile(r"-(Base|Instruct|Thinking)(?=-|$)|-2507$|(?<=Qwen2\.5-)Math-")  # variants of one architecture
+VISION = 0.6e9  # parameters of Qwen3-VL's vision tower and merger, the one family that a scale trains
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes in the words of config.json; parameters are counts."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    params: float
+    active: float  # parameters that one token passes through
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_hidden: int = 0
+    expert_params: float = 0.0
+
+    def read(self, tokens: float) -> float:
+        """Parameters that a decoding step of so many tokens reads: of the experts, those that some token chose."""
+        if not self.experts:
+            return self.params
+        chosen = 1 - (1 - self.experts_per_token / self.experts) ** tokens
+        return self.params - self.expert_params * (1 - chosen)
+
+
+def shape_of(path: str) -> Shape:
+    """InputError if the model's config.json is neither here nor known."""
+    folder = local(path)
+    if folder:
+        try:
+            return parse(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise InputError(f"{folder}/config.json describes no language model ({e}): download it again.") from e
+    known = tomllib.loads(KNOWN.read_text(encoding="utf-8"))
+    name = re.sub(r"-VL-(?=\d+B)", "-", path)
+    name = SAME_SHAPE.sub("", name)
+    if name not in known:
+        raise InputError(
+            f"the model {path} is not on this machine, and its size is not known: `hf download {path}`."
+        )
+    return parse(known[name] | ({"vision_config": {}} if "-VL-" in path else {}))
+
+
+def local(path: str) -> Path | None:
+    """The directory of its files: a path, or the hub's cache."""
+    if Path(path).expanduser().is_dir():
+        return Path(path).expanduser()
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def parse(config: dict[str, Any]) -> Shape:
+    """Counts what a decoder of Qwen's or Llama's kind has; a mixture of experts in every layer."""
+    c = config.get("text_config", config)
+    hidden, layers, heads = c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"]
+    kv, vocab = c.get("num_key_value_heads", heads), c["vocab_size"]
+    dim = c.get("head_dim") or hidden // heads
+    experts = c.get("num_experts") or c.get("num_local_experts") or 0
+    chosen, width = (c["num_experts_per_tok"], c["moe_intermediate_size"]) if experts else (0, 0)
+    attention = hidden * dim * (2 * heads + 2 * kv)
+    mlp = hidden * experts if experts else 3 * hidden * c["intermediate_size"]
+    table = 0 if c.get("tie_word_embeddings", config.get("tie_word_embeddings")) else vocab * hidden  # read, not used
+    rest = table + vocab * hidden + layers * (attention + mlp) + (VISION if "vision_config" in config else 0)
+    each = 3.0 * hidden * width * layers
+    return Shape(
+        hidden, layers, heads, kv, dim, vocab, rest + experts * each, rest + chosen * each - table,
+        experts, chosen, width, experts * each,
+    )  # fmt: skip

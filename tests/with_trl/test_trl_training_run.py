@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TRL rung on a CPU: two objectives, ended and resumed, one report; what is missing is one sentence."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+NEED = "`repro/venv.sh verl trl` installs what the TRL rung needs"
+pytest.importorskip("trl", reason=NEED)
+from repro.with_trl import train  # noqa: E402
+from repro.with_verl.place import ROOT  # noqa: E402
+
+
+def steps(folder):
+    rows = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    return [r["step"] for r in rows if "training/global_step" in r["data"]]
+
+
+@pytest.mark.trl
+def test_it_trains_on_a_cpu_is_resumed_and_reported(tmp_path):
+    command = [sys.executable, "-m", "repro.with_trl.train", "up_dapo", "--tiny", "--steps", "24", "--out", str(tmp_path)]
+    first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for line in first.stdout:
+        if line.startswith("  step   13 "):  # the checkpoint of step 8 is there
+            first.kill()
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert "  resumes from step 8" in again.stdout and "step   21 of 24" in again.stdout
+    folders = [tmp_path / "tiny" / f"{name}-seed1-24" for name in ("up_dapo", "dapo")]
+    assert all(steps(folder) == list(range(1, 25)) for folder in folders)
+    report = (tmp_path / "tiny/report/report.md").read_text()
+    assert "## Health of up_dapo seed 1" in report and "## Health of dapo seed 1" in report and "\\boxed{" in report
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("done before") == 2
+
+
+@pytest.mark.trl
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], "no GPU is visible here; --tiny runs the same path on the CPU"),
+        (["--seeds", "1,1"], "--seeds must be different whole numbers"),
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--against", "dappo"], "did you mean dapo"),
+    ],
+)
+def test_what_is_missing_is_one_sentence(more, said, capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert train.main(["up_dapo", *more]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.trl
+def test_without_a_network_it_says_what_to_download(capsys, monkeypatch, tmp_path):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert train.main(["up_dapo", "--model", "nobody/nothing"]) == 2
+    assert "`hf download nobody/nothing`" in capsys.readouterr().err
+    assert train.main(["up_dapo", "--model", str(tmp_path), "--data", str(tmp_path)]) == 2
+    assert "repro.with_verl.data.prepare gsm8k_train" in capsys.readouterr().err
