@@ -20,20 +20,19 @@ def steps(folder):
 
 @pytest.mark.trl
 def test_it_trains_on_a_cpu_is_resumed_and_reported(tmp_path):
-    command = [sys.executable, "-m", "repro.with_trl.train", "up_dapo", "--tiny", "--steps", "24", "--out", str(tmp_path)]
+    given = ["up_dapo", "--tiny", "--steps", "12", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "repro.with_trl.train", *given]
     first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     for line in first.stdout:
-        if line.startswith("  step   13 "):  # the checkpoint of step 8 is there
+        if line.startswith("  step    9 "):  # the checkpoint of step 8 is there
             first.kill()
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr[-2000:]
-    assert "  resumes from step 8" in again.stdout and "step   21 of 24" in again.stdout
-    folders = [tmp_path / "tiny" / f"{name}-seed1-24" for name in ("up_dapo", "dapo")]
-    assert all(steps(folder) == list(range(1, 25)) for folder in folders)
+    assert "  resumes from step 8" in again.stdout and "step    9 of 12" in again.stdout
+    folders = [tmp_path / "tiny" / f"{name}-seed1-12" for name in ("up_dapo", "dapo")]
+    assert all(steps(folder) == list(range(1, 13)) for folder in folders)
     report = (tmp_path / "tiny/report/report.md").read_text()
     assert "## Health of up_dapo seed 1" in report and "## Health of dapo seed 1" in report and "\\boxed{" in report
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count("done before") == 2
 
 
 @pytest.mark.trl
