@@ -105,7 +105,7 @@ def run(args: argparse.Namespace, name: str, seed: int) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
     from transformers.trainer_utils import get_last_checkpoint
 
-    from upref.trl import GRPOTrainer
+    from upref.integrations.trl import GRPOTrainer
 
     steps = args.steps or (TINY_STEPS if args.tiny else STEPS)
     folder = args.out / f"{name}-seed{seed}-{steps}"
