@@ -18,7 +18,7 @@ from typing import Any
 import upref
 from repro.with_trl.log import StepLog
 from repro.with_verl import report
-from repro.with_verl.machine.model import local
+from repro.with_verl.config.model import local
 from repro.with_verl.place import RUNS
 from repro.with_verl.reward.score import compute_score
 from upref import InputError

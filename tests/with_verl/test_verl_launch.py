@@ -19,11 +19,11 @@ import upref
 NEED = "`repro/venv.sh verl` installs what verl's configuration needs"
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=NEED)
 from repro.with_verl.config import compose as c  # noqa: E402
+from repro.with_verl.config.model import KNOWN, parse, shape_of  # noqa: E402
 from repro.with_verl.config.validate import validate  # noqa: E402
 from repro.with_verl.data import schema  # noqa: E402
 from repro.with_verl.machine import preflight, published  # noqa: E402
 from repro.with_verl.machine.estimate import GB, estimate, gpu_of  # noqa: E402
-from repro.with_verl.machine.model import KNOWN, parse, shape_of  # noqa: E402
 from repro.with_verl.machine.preflight import VERL, Machine  # noqa: E402
 from repro.with_verl.place import ROOT  # noqa: E402
 from repro.with_verl.report import methods  # noqa: E402

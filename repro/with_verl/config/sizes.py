@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from repro.with_verl.config import vllm_args
 from repro.with_verl.config.compose import ACTOR, ROOT
-from repro.with_verl.machine.model import Shape, shape_of
+from repro.with_verl.config.model import Shape, shape_of
 from upref import InputError
 
 ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"

@@ -27,7 +27,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from repro.with_verl.machine.model import Shape, shape_of
+from repro.with_verl.config.model import Shape, shape_of
 
 GB = 1e9
 READ = 0.7  # of the memory bandwidth, while decoding

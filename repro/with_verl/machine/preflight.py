@@ -14,9 +14,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from repro.with_verl.config.compose import Run, Scale
+from repro.with_verl.config.model import local
 from repro.with_verl.data.sources import SOURCES
 from repro.with_verl.machine.estimate import GB, GPU, Estimate, estimate, gpu_of
-from repro.with_verl.machine.model import local
 from repro.with_verl.place import ROOT
 from upref import InputError
 

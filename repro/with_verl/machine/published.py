@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+from repro.with_verl.config.model import shape_of
 from repro.with_verl.machine import estimate as e
-from repro.with_verl.machine.model import shape_of
 
 HEAD = "| run | source | GPUs | mean response | phase | published, s | formula, s | ratio |\n" + "|---" * 8 + "|"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a model, read from its config.json: in a directory, in the hub's cache, or as models.toml has it."""
+"""The shape of a model, read from its config.json: in a directory, in the hub's cache, or as facts/models.toml has it."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 from upref import InputError
 
-KNOWN = Path(__file__).resolve().parent / "models.toml"
+KNOWN = Path(__file__).resolve().parent / "facts" / "models.toml"
 SAME_SHAPE = re.compile(r"-(Base|Instruct|Thinking)(?=-|$)|-2507$|(?<=Qwen2\.5-)Math-")  # variants of one architecture
 VISION = 0.6e9  # parameters of Qwen3-VL's vision tower and merger, the one family that a scale trains
 
