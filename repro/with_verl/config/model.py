@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a model, read from its config.json: in a directory, in the hub's cache, or as facts/models.toml has it."""
+"""The shape of a model, read from its config.json: in a directory, in the hub's cache, or in facts/models.toml."""
 
 import json
 import re

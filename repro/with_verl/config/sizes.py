@@ -33,7 +33,7 @@ METRICS = ("acc", "score", "reward")  # what reward/score.py returns as numbers,
 AT_LEAST_ONE = (
     "data.train_batch_size", "data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n",
     f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.tensor_model_parallel_size", f"{ACTOR}.ppo_mini_batch_size",
-    f"{ACTOR}.ppo_epochs", "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.total_epochs", 
+    f"{ACTOR}.ppo_epochs", "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.total_epochs",
     f"{ROLLOUT}.max_num_seqs",
 )  # fmt: skip
 
