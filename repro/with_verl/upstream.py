@@ -20,8 +20,10 @@ from repro.with_verl.config import compose as composing
 from upref import InputError
 
 FACTS = Path(__file__).resolve().parent / "config" / "facts" / "upstream.json"
-SCRIPTS = {  # scale -> the script that is its model's
+SCRIPTS = {  # scale -> the script that is its model's; behind a blank, another one
     "paper_dapo": ("verl-recipe", "dapo/run_dapo_qwen2.5_32b.sh"),
+    "paper_dapo Qwen3-14B": ("verl-recipe", "dapo/run_dapo_qwen3_14b_base_npu.sh"),
+    "gpu8 Qwen3-8B": ("verl-recipe", "dapo/run_dapo_qwen3_8b_base_npu.sh"),
     "paper_gspo": ("verl", "examples/gspo_trainer/run_qwen3_30b_a3b_megatron.sh"),
     "paper_math": ("verl", "examples/grpo_trainer/run_qwen3_8b_fsdp.sh"),
     "paper_geo3k": ("verl", "examples/grpo_trainer/run_qwen3_vl_8b_fsdp.sh"),
@@ -66,6 +68,19 @@ REASONS = {
     "trainer.critic_warmup": "verl 0.9.1 default: 0",
     "trainer.resume_mode": "verl 0.9.1 default: auto",
     "trainer.n_gpus_per_node": "eight, as there",
+    "actor_rollout_ref.model.override_config.attention_dropout": "0 in Qwen3's config.json",
+    "actor_rollout_ref.model.override_config.embd_pdrop": "no setting of Qwen3",
+    "actor_rollout_ref.model.override_config.resid_pdrop": "no setting of Qwen3",
+    "data.shuffle": "verl 0.9.1 default: true",
+    "actor_rollout_ref.actor.use_torch_compile": "verl 0.9.1 default: true; the script is for Ascend NPUs",
+    "actor_rollout_ref.ref.use_torch_compile": "verl 0.9.1 default: true; the script is for Ascend NPUs",
+    "actor_rollout_ref.actor.entropy_checkpointing": "verl 0.9.1 default: false; of an entropy of coefficient 0",
+    "actor_rollout_ref.ref.entropy_checkpointing": "verl 0.9.1 default: false; the reference has no backward pass",
+    "actor_rollout_ref.actor.fsdp_config.forward_prefetch": "verl 0.9.1 default: false; FSDP1 reads it",
+    "actor_rollout_ref.ref.fsdp_config.forward_prefetch": "verl 0.9.1 default: false; FSDP1 reads it",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "verl 0.9.1 default: 1; 10,240 tokens fit one GPU",
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": "verl 0.9.1 default: 1, as the actor's",
+    "actor_rollout_ref.rollout.max_num_batched_tokens": "verl 0.9.1 default: 8,192, with chunked prefill",
 }
 STAND_INS = """
 python3() { printf 'ARG %s\\n' "$@"; }
@@ -121,7 +136,7 @@ def facts() -> dict[str, dict]:
 
 def differences(scale: str, fact: dict) -> list[tuple[str, str, str, str]]:
     """(key, there, here, why); why is "" where nobody has said."""
-    s = composing.load_scale(scale)
+    s = composing.load_scale(scale.split()[0])
     here = {k.lstrip("+"): (value, source) for k, (value, source) in s.values.items()}
     rows = []
     for key, there in fact["settings"].items():
@@ -159,7 +174,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.record:
             found = record(args.record)
-            FACTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            rows = (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in found.items())
+            FACTS.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
             print(f"recorded: {FACTS}")
         found, changed = facts(), 0
         if args.fetch:

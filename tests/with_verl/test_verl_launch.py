@@ -489,6 +489,9 @@ def test_the_formulas_are_near_published_runs():
     whole = [here / there for *_, phase, there, here in published.compare() if phase == "step"]
     assert len(whole) >= 10 and 1 / 1.8 < min(whole) and max(whole) < 1.8
     assert 0.9 < float(np.exp(np.mean(np.log(whole)))) < 1.2
+    page = (ROOT / "repro/with_verl/ESTIMATES.md").read_text()
+    assert published.table() in page and published.summary() in page
+    assert all(f"| `{name}`, " in page for name in c.scale_names())
 
 
 def test_what_stays_beside_vllm_counts(capsys):

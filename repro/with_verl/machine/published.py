@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The estimate's formulas beside published runs: `python -m repro.with_verl.machine.published` prints the table.
+"""The estimate's formulas beside published runs: `python -m repro.with_verl.machine.published` writes ESTIMATES.md.
 
 published.toml has the runs, each with its source. A length that a source does not give is set so that the training
 phase agrees; then the other phases are what the formulas predict (marked *).
@@ -66,10 +66,55 @@ def table() -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def summary() -> str:
+    """How far the formulas are from the whole steps."""
     ratios = [here / there for *_, phase, there, here in compare() if phase == "step"]
-    print(table())
-    print(
-        f"whole steps: {len(ratios)}, ratios {min(ratios):.2f} to {max(ratios):.2f}, "
-        f"geometric mean {geometric_mean(ratios):.2f}"
-    )
+    mid = geometric_mean(ratios)
+    return f"Whole steps: {len(ratios)}, ratios {min(ratios):.2f} to {max(ratios):.2f}, geometric mean {mid:.2f}."
+
+
+SCALES = ("gpu1_24gb", "gpu1", "gpu8", "paper_math", "paper_geo3k", "paper_gspo", "paper_dapo")
+
+
+def scales() -> str:
+    """What each scale costs before it starts, with the objective of this project that it is for."""
+    from repro.with_verl.config.compose import compose, load_scale
+    from repro.with_verl.config.validate import validate
+    from repro.with_verl.machine.preflight import price
+
+    lines = [
+        "| scale | GPUs | seconds a step | steps | hours | GPU-hours | dollars | GB to train | GB to sample |",
+        "|---" * 9 + "|",
+    ]
+    for name in SCALES:
+        objective = {"paper_math": "up_grpo", "paper_geo3k": "up_grpo", "paper_gspo": "up_gspo"}.get(name, "up_dapo")
+        gpu = e.gpu_of("4090" if name == "gpu1_24gb" else "H100")
+        x = price(validate(compose(objective, name)), gpu, load_scale(name).gpu_gb * e.GB)
+        cells = [f"`{name}`, {objective}", f"{x.gpus} x {gpu.name}", f"{x.step_seconds:,.0f}", f"{x.steps:,}"]
+        cells += [f"{n:,.0f}" for n in (x.hours, x.gpu_hours, x.dollars, x.train / e.GB, x.rollout / e.GB)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+PAGE = """# What a run costs, by arithmetic
+
+Written by `python -m repro.with_verl.machine.published`. **Nothing here was measured by this project**: the formulas of
+[machine/estimate.py](machine/estimate.py) assume responses of half the longest length, and after two steps a run prints
+the prediction again from what it measured. Prices are those of [machine/gpus.toml](machine/gpus.toml); edit them.
+
+{scales}
+
+## The formulas beside published runs
+
+Sources: [machine/published.toml](machine/published.toml). A length with * is not published: it is the one at which the
+training phase agrees, and the other phases are then predictions. The shares of the peak were set on these same runs.
+
+{table}
+
+{summary}
+"""
+
+if __name__ == "__main__":
+    page = Path(__file__).resolve().parents[1] / "ESTIMATES.md"
+    page.write_text(PAGE.format(scales=scales(), table=table(), summary=summary()), encoding="utf-8")
+    print(f"{page.name}: {summary()}")
