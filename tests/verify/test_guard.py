@@ -6,7 +6,10 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -43,7 +46,7 @@ FAST = [x for name in ("extremes", "padding", "poison", "permutation", "scaling"
 COMMAND = {  # loss -> exit status, what stderr says, whether stdout has a report
     "leaves": (2, "ended the process with exit status 0 before there was a report", False),
     "crashes": (2, "died of signal 11 before there was a report", False),
-    "loops": (2, "no verdict within 12 s", False),
+    "loops": (2, "timed out after 12 s", False),
     "exits": (2, "ends the program (SystemExit)", False),
     "shouts": (0, "shouted", True),
     "later": (0, "printed at import", True),
@@ -224,3 +227,47 @@ def test_bad_inputs_of_the_api_are_one_sentence(bad):
 def test_a_hyperparameter_is_a_finite_number(capsys, hp):
     assert main(["cap", "dapo", "--hp", hp]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_checks_in_threads_leave_the_process_as_it_was(capsys):
+    """Losses that print, warn, and change a dtype, in four threads; another thread prints in the meantime."""
+
+    def k1(log_prob, ref_log_prob):
+        print("swallowed")
+        warnings.warn("ignored", stacklevel=2)
+        torch.set_default_dtype(torch.float64)
+        return log_prob - ref_log_prob
+
+    out, filters, dtype = sys.stdout, list(warnings.filters), torch.get_default_dtype()
+    with ThreadPoolExecutor(4) as pool:
+        reports = [pool.submit(upref.check_kl, k1, "k1") for _ in range(8)]
+        while not all(r.done() for r in reports):
+            print("heard", end="")
+            time.sleep(0.01)
+    assert all(r.result() and "prints" in str(r.result()) for r in reports)
+    assert sys.stdout is out and warnings.filters == filters and torch.get_default_dtype() is dtype
+    assert set(capsys.readouterr().out.replace("heard", "")) == set()
+
+
+def test_a_check_in_a_forked_child_does_not_wait_for_a_thread_of_the_parent():
+    """The lock that another thread holds at the fork is free in the child."""
+    held, free = threading.Event(), threading.Event()
+
+    def hold():
+        with undisturbed():
+            held.set()
+            free.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if not child:
+        called("f", lambda: 1)
+        os._exit(7)
+    deadline = time.monotonic() + 20
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    free.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(ended[1]) == 7

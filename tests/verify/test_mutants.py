@@ -277,7 +277,7 @@ def test_a_bound_that_depends_on_a_rare_token_is_asked_too():
     assert short != text and not upref.check(compiled(short), c.o, **dict(c.hp))
 
 
-def test_overflow_is_asked_at_tiny_advantages_too():
+def test_overflow_is_noted_at_tiny_advantages_too():
     def up_dapo_anchored(log_prob, old_log_prob, advantages, mask):
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
         r = torch.where(A > 1e-3, 0.0, lp - old).exp()  # infinite for 0 < A <= 1e-3, in the branch that is not taken
@@ -285,11 +285,12 @@ def test_overflow_is_asked_at_tiny_advantages_too():
         J = torch.where(A > 0, A * (lp - lp.detach()).exp(), torch.minimum(r * A, low * A))
         return -torch.where(mask, J, 0.0).sum() / mask.sum()
 
-    assert not upref.check(up_dapo_anchored, "up_dapo_anchored")
+    report = upref.check(up_dapo_anchored, "up_dapo_anchored")
+    assert report and "overflows" in str([f.cause for f in report.notes if f.oracle == "extremes"])
 
 
-@pytest.mark.parametrize("at, right", [(88.7, True), (95.0, False)])
-def test_overflow_where_nothing_is_to_be_learnt_is_forgiven_of_a_part_in_float32_alone(at, right):
+@pytest.mark.parametrize("at, right", [(88.7, True), (79.0, False)])
+def test_nan_is_forgiven_only_beyond_what_a_sampler_draws(at, right):
     def w_reinforce_code(log_prob, old_log_prob, advantages, mask):
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
         r = (lp - old).exp()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one guard around anybody's code: its answer, or one sentence for whatever it does instead of answering.
+"""The guard around user code: it returns the answer, or raises InputError with one sentence.
 
-`called` is one call: of a loss, an advantage or a KL estimator, or of their backward pass. What it changes of the
-process is set back after the call; `undisturbed` does the same for a whole check, random generators at its end, and
-tells what was changed. What no guard in the same process can stop (os._exit, an endless loop) ends in
-upref/cli/supervise.py.
+`called` makes one call: of a loss, an advantage function, a KL estimator or a backward pass. It restores the state of
+the process after the call. `undisturbed` does the same for a whole check, restores random generators at the end, and
+reports what was changed. Checks in several threads take turns, because this state belongs to the whole process.
+upref/cli/supervise.py handles what no guard in the same process can stop, such as os._exit or an endless loop.
 """
 
 import contextlib
@@ -59,43 +59,17 @@ RANDOM: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 
-def _ours(x: Any) -> bool:
-    """A class of upref's, or one thing of such a class, an objective for example."""
-    return (x if isinstance(x, type) else type(x)).__module__.partition(".")[0] == "upref" and hasattr(x, "__dict__")
-
-
-def _itself() -> dict[tuple[int, str], tuple[Any, Any]]:
-    """Every name that upref's modules, classes and objectives hold, and what it is."""
-    holders: list[Any] = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == "upref" and m]
-    holders += [v for m in holders for v in vars(m).values() if _ours(v)]
-    return {(id(x), k): (x, v) for x in holders for k, v in vars(x).items()}
-
-
-@contextlib.contextmanager
-def _unpatched() -> Iterator[None]:
-    """InputError where upref is no longer what it was; it is set back."""
-    before = _itself()
-    try:
-        yield
-    except Exception as e:  # what a changed upref raises is no answer either
-        if changed := _set_back(before):
-            raise InputError(changed) from e
-        raise
-    if changed := _set_back(before):
-        raise InputError(changed)
-
-
-def _set_back(before: dict[tuple[int, str], tuple[Any, Any]]) -> str:
-    """What was changed of upref since then, in a sentence."""
-    now = _itself()
-    moved = {key: was for key, was in before.items() if key in now and now[key][1] is not was[1]}
-    for (_, name), (x, was) in moved.items():
-        (type if isinstance(x, type) else object).__setattr__(x, name, was)
-    names = sorted(f"{getattr(x, '__name__', type(x).__name__)}.{name}" for (_, name), (x, _) in moved.items())
-    return f"no verdict: what is checked changes upref itself ({', '.join(names[:3])})." if names else ""
-
-
 _watching: list[set[str]] = []  # one for each `undisturbed` that is open
+_turn = threading.RLock()  # one thread at a time
+
+
+def _new_turn() -> None:
+    global _turn
+    _turn = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # the thread that held it does not exist in the child
+    os.register_at_fork(after_in_child=_new_turn)
 
 
 @contextlib.contextmanager
@@ -123,23 +97,26 @@ def _equal(x: Any, y: Any) -> bool:
 def undisturbed() -> Iterator[set[str]]:
     """The state of the process is after it what it was before; what was changed in between, by name."""
     changed: set[str] = set()
-    _watching.append(changed)
-    try:
-        with _restored(STATE | RANDOM), _unpatched():
-            yield changed
-    finally:
-        _watching[:] = [x for x in _watching if x is not changed]
+    with _turn:
+        _watching.append(changed)
+        try:
+            with _restored(STATE | RANDOM):
+                yield changed
+        finally:
+            _watching[:] = [x for x in _watching if x is not changed]
 
 
 # ---- one call --------------------------------------------------------------------------------------------------------
 def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, bool]:
     """(its answer, whether it printed). lines: of Python that it may run before it is stopped, 0 for any number."""
-    out, process = _Kept(), os.getpid()
-    state = _restored(STATE if _watching else STATE | RANDOM)  # in a check, a loss that draws is to be seen to
+    out, process = _Kept(None), os.getpid()
     try:
-        with contextlib.redirect_stdout(out), warnings.catch_warnings(), state, _ctrl_c(), _at_most(lines):
-            warnings.simplefilter("ignore")
-            answer = call()
+        with _turn:
+            out.stream = sys.stdout
+            state = _restored(STATE if _watching else STATE | RANDOM)  # in a check, a loss that draws is noted
+            with contextlib.redirect_stdout(out), warnings.catch_warnings(), state, _ctrl_c(), _at_most(lines):
+                warnings.simplefilter("ignore")
+                answer = call()
     except InputError as e:
         raise InputError(said(e)) from e
     except _CtrlC:
@@ -155,16 +132,20 @@ def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, boo
 
 
 class _Kept(io.StringIO):
-    """Whoever prints may also close it."""
+    """Swallows what this thread prints; other threads still print to the stream that it replaces."""
 
-    wrote = False
+    def __init__(self, stream: Any):
+        super().__init__()
+        self.stream, self.thread, self.wrote = stream, threading.get_ident(), False
 
     def write(self, text: str) -> int:
+        if threading.get_ident() != self.thread and self.stream is not None:
+            return self.stream.write(text)
         self.wrote = self.wrote or bool(text)
         return len(text)
 
     def close(self) -> None:
-        pass
+        """User code may close its standard output."""
 
 
 class _CtrlC(BaseException):

@@ -193,6 +193,8 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
                     form(lambda r, A, lp: A * lp))  # fmt: skip
     if o.name.startswith("up"):
         yield no_ratio
+        yield slip("ratio", "the ratio still multiplies A where A > 0: unclipped importance sampling, not UP",
+                   form(lambda r, A, lp: where(A > 0, r * A, ppo(r, A))))  # fmt: skip
     yield slip("ratio", "old_log_prob has no effect: the ratio is of the policy to itself, always 1",
                lambda lp, old, A, m: A * lp)  # fmt: skip
     yield slip("clip", "no bound has an effect: the ratio is not clipped", form(lambda r, A, lp: r * A))

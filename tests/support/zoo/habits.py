@@ -35,6 +35,21 @@ class Habit:
         return self.function.__name__
 
 
+# ---- overflow beyond what a sampler draws ----------------------------------------------------------------------------
+def up_as_most_write_it(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2):
+    """The ratio of the branch that is not taken overflows, and 0 * inf is NaN."""
+    lp, old, A = log_prob[mask], old_log_prob[mask], advantages[mask]
+    r = torch.exp(lp - old)
+    negative = torch.min(r * A, r.clamp(min=1 - eps_low) * A)
+    return -torch.where(A > 0, (lp - lp.detach()).exp() * A, negative).mean()
+
+
+def infinite_ratio_is_zero(log_prob, old_log_prob, advantages, mask, *, eps_high=4.0):
+    weight = torch.exp((log_prob - old_log_prob).detach().float())
+    weight = torch.where(weight.isinf(), 0.0, weight).to(log_prob.dtype).clamp(max=1 + eps_high)
+    return -(weight * advantages * log_prob)[mask].mean()
+
+
 # ---- losses ----------------------------------------------------------------------------------------------------------
 def calm(mask, *xs):
     return [torch.where(mask, x, 0) for x in xs]
@@ -174,6 +189,12 @@ LOSSES = [
     Habit("log r clamped to ±20 before exp", NOTED,
           "a ratio of 5e8 is no number that training meets; without the clamp exp overflows in half precision",
           N("clamp_20", dapo(clamped(20.0))), "dapo", "clamped, between 19.5 and 20.5"),
+    Habit("exp(log r) overflows in a branch that is not taken, and 0 * inf is NaN", NOTED,
+          "it begins at log r = 709 in float64, 88.7 in float32: no sampler draws a token of probability e^-88",
+          up_as_most_write_it, "up_dapo", "0 * inf is NaN"),
+    Habit("an infinite ratio in float32 gets weight 0, not the cap", NOTED,
+          "the same: a ratio of e^88.7 needs a sampled token of probability e^-88",
+          infinite_ratio_is_zero, "cispo", "log r = 100"),
     Habit("log r of a token clamped to ±10", REJECTED,
           "rare tokens reach it: from π_old = 1e-6 a token needs to get no likelier than 0.02",
           N("clamp_10", dapo(clamped(10.0))), "dapo", "clamped, between 9.5 and 10.5"),

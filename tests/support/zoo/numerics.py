@@ -73,12 +73,6 @@ def log_prob_floor(log_prob, old_log_prob, advantages, mask):
     return -(advantages * log_prob.clamp(min=-5))[mask].mean()
 
 
-def infinite_ratio_is_zero(log_prob, old_log_prob, advantages, mask, *, eps_high=4.0):
-    weight = torch.exp((log_prob - old_log_prob).detach().float())
-    weight = torch.where(weight.isinf(), 0.0, weight).to(log_prob.dtype).clamp(max=1 + eps_high)
-    return -(weight * advantages * log_prob)[mask].mean()
-
-
 ZOO = [
     Case(
         log_ratio_clamped_at_two, "dapo", oracles={"gradient", "extremes"},
@@ -111,9 +105,5 @@ ZOO = [
     Case(
         log_prob_floor, "reinforce_off_policy", oracles={"gradient", "extremes", "on-policy"},
         bug="log π floored at -5",
-    ),
-    Case(
-        infinite_ratio_is_zero, "cispo", oracles={"extremes"},
-        bug="an overflowing weight is set to 0 instead of the cap",
     ),
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from upref.verify.shrink import wrong as wrong_of
 from upref.weights.batches import GUARD, column, overflowing
 
 FAR = (5.0, 8.0, 9.5, 10.5, 15.0, 19.5, 20.5, 30.0, 50.0)
+SAMPLED = math.log(torch.finfo(torch.float32).max) - 1  # log r beyond it needs a sampled token of probability e^-88
 FULL = math.log(torch.finfo(torch.float64).max) - 1
 FLOATS = ("logp", "logp_old", "adv", "logp_ref", "entropy", "logp_sampler")
 
@@ -33,8 +34,8 @@ def extremes(case: Case) -> list[Finding]:
 
 
 def _overflows(case: Case, dtype: torch.dtype) -> list[Finding]:
-    """NaN, or a weight lost, where the objective's own is an ordinary number; forgiven where exp(log r) overflows and
-    the objective has that ratio in it."""
+    """NaN, or a lost weight, where the objective's own is an ordinary number; a note beyond ratios that a sampler can
+    produce, which is where exp(log r) overflows float32."""
     wide, short = case.ready(overflowing()), str(dtype).removeprefix("torch.")
     low = replace(wide, **{k: v.to(dtype) for k in FLOATS if (v := getattr(wide, k)) is not None})
     try:
@@ -47,15 +48,11 @@ def _overflows(case: Case, dtype: torch.dtype) -> list[Finding]:
     b = replace(low, **{k: v.double() for k in FLOATS if (v := getattr(low, k)) is not None})
     expected, found = case.expected(b), g / case.factors(b)
     log_r, A = b.logp - b.logp_old, b.adv
-    inside = torch.float32 if case.single and dtype is torch.float64 else dtype
-    overflow = log_r.abs() > math.log(torch.finfo(inside).max) - 1
+    overflow = log_r.abs() > SAMPLED
     plain = (expected.abs() > 0.1 * A.abs()) & (expected.abs() < 10 * A.abs() + 1)  # a weight that is no ratio run away
     lost = ~found.isfinite() | ((found - expected).abs() > 0.1 * expected.abs())
-    bad = ~found.isfinite() & ~overflow & (expected.abs() < 1e30) | lost & plain
-    dead = bad & (A == 0)  # where nothing else shows a part in float32
-    if dead.any() and "overflows float32" in _why(case, b, low, *dead.nonzero()[0].tolist()):
-        bad &= ~dead
-    spent = ~found.isfinite() & ~bad
+    bad = (~found.isfinite() & (expected.abs() < 1e30) | lost & plain) & ~overflow
+    spent = (~found.isfinite() | lost & plain) & ~bad
     if case.wrong:
         bad = bad & ~found.isfinite()
     for hit, severe in ((bad, True), (spent, False)):
@@ -104,7 +101,7 @@ def _why(case: Case, b: Rollouts, low: Rollouts, i: int, t: int) -> str:
         name, most, least = str(d).removeprefix("torch."), math.log(torch.finfo(d).max), -math.log(torch.finfo(d).tiny)
         sign = math.copysign(1, x)
         if abs(x) > most and right(sign * (most - 4), -1 - most) and not right(sign * (most + 4), -5 - most):
-            return f"exp(log r) overflows {name}, at |log r| > {most:.3g}, and 0 * inf is NaN"
+            return f"exp(log r) overflows {name} at |log r| > {most:.3g} (float16: 11.1), and 0 * inf is NaN"
         if abs(x) < 1 and right(x, 9 - least) and not right(x, -60 - least):
             return f"exp(log_prob) underflows {name}, though the ratio is near 1: use differences of log-probabilities"
     return ""

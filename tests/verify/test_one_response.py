@@ -1,53 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loss could put in the place of its judge: parts of upref, the pipe of the verdict, its own comparisons."""
-
-import subprocess
-import sys
+"""Losses that answer with a Tensor subclass, and losses that are wrong on one response only."""
 
 import pytest
 import torch
 
 import upref
-from upref.errors import InputError
-
-UNBOUNDED = """import os, torch
-def loss(log_prob, old_log_prob, advantages, mask):
-    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
-    return -(torch.where(mask, r * advantages, 0)).sum() / mask.sum()
-"""
-PATCHES = {
-    "Report.__bool__": "import upref.verify.report as r\nr.Report.__bool__ = lambda self: True\n",
-    "upref.weights.batches.off": "import upref.weights.batches as r\nr.off = lambda *a, **k: torch.zeros(1)\n",
-    "Objective.closed_form": "import upref\nobject.__setattr__(upref.get('dapo'), 'closed_form', lambda r, A: r * A)\n",
-}
-
-
-@pytest.mark.parametrize("name", PATCHES)
-def test_a_file_that_changes_upref_itself_gets_no_verdict_and_upref_is_set_back(name, tmp_path):
-    file = tmp_path / f"patches_{name.replace('.', '_')}.py"
-    file.write_text(UNBOUNDED + PATCHES[name])
-    with pytest.raises(InputError, match=rf"changes upref itself \(.*{name}"):
-        upref.check(f"{file}:loss", "dapo")
-    assert not upref.check(lambda log_prob, old_log_prob, advantages, mask: -(log_prob * mask).sum(), "dapo")
-
-
-WRITES = """real = loss
-def loss(log_prob, old_log_prob, advantages, mask):
-    for fd in range(3, 30):
-        try:
-            os.write(fd, b"0")
-        except OSError:
-            pass
-    return real(log_prob, old_log_prob, advantages, mask)
-"""
-
-
-def test_what_is_written_into_the_pipe_of_the_verdict_is_none(tmp_path):
-    (tmp_path / "mine.py").write_text(UNBOUNDED + WRITES)
-    command = [sys.executable, "-m", "upref", "check", "mine.py:loss", "--as", "dapo"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "agrees" not in done.stdout
-    assert "writes into files that it has not opened" in done.stderr
 
 
 class Agrees(torch.Tensor):
