@@ -311,7 +311,7 @@ AXES["all at once"] = Axis(
 )
 NAMED: dict[str, Callable[[Tensor], Tensor]] = {  # group ids
     "with gaps": lambda g: 7 + 300 * g,
-    "of which some are negative": lambda g: torch.where(g % 2 == 0, g, -g),  # a loss may refuse them, not drop them
+    "that are negative": lambda g: -1 - g,
     "beyond 2^40, some equal in 32 bits": lambda g: 2**40 + g % 2 + 2**32 * (g // 2),
 }
 
@@ -362,9 +362,10 @@ def beyond(axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] 
 
 
 def renamed(b: Rollouts) -> dict[str, Rollouts]:
-    """The batch under other names of its groups."""
+    """The batch with other ids for half of its groups."""
     assert b.group is not None
-    return {name: replace(b, group=f(b.group), totals=None) for name, f in NAMED.items()}
+    some = b.group % 2 == 0  # beside plain ids: a loss may refuse the others, but not drop them
+    return {k: replace(b, group=torch.where(some, f(b.group), b.group), totals=None) for k, f in NAMED.items()}
 
 
 # ---- reading and comparing -------------------------------------------------------------------------------------------
