@@ -361,11 +361,11 @@ def beyond(axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] 
     return Rollouts(t(lp), t(old), adv, torch.tensor(mask), group, t(ref).nan_to_num(nan=-1.2), entropy)
 
 
-def renamed(b: Rollouts) -> dict[str, Rollouts]:
-    """The batch with other ids for half of its groups."""
+def renamed(b: Rollouts) -> dict[str, list[Rollouts]]:
+    """The batch with other ids for all of its groups, and for all but one: who refuses some ids may not drop them."""
     assert b.group is not None
-    some = b.group % 2 == 0  # beside plain ids: a loss may refuse the others, but not drop them
-    return {k: replace(b, group=torch.where(some, f(b.group), b.group), totals=None) for k, f in NAMED.items()}
+    g, one = b.group, b.group == b.group.max()
+    return {k: [replace(b, group=x, totals=None) for x in (f(g), torch.where(one, g, f(g)))] for k, f in NAMED.items()}
 
 
 # ---- reading and comparing -------------------------------------------------------------------------------------------

@@ -135,20 +135,23 @@ def _groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
     """A failure, or notes and the names of groups that it takes."""
     b, asked = case.ready(anchor()), replace(case, loss=replace(case.loss, lines=LINES))
     g, notes, takes = case.gradient(b), [], []
-    for words, c in renamed(b).items():
-        try:
-            off = moved(asked.gradient(c), g, b.mask, slack(case, 1e-7))
-        except InputError as e:
-            if words == "with gaps":
-                return [fail("reach", f"group ids {words}", "the same gradient", str(e))], ()
-            notes.append(note("reach", f"group ids {words} are refused", found=str(e)))
-            continue
-        if off.max() > 0:
-            i, t = worst(off)
-            says = f"dJ/dlp {g[i, t].item():.6g}, as with ids 0, 1, 2", f"{case.gradient(c)[i, t].item():.6g}"
-            ids = f"{c.group.unique().tolist()}" if c.group is not None else ""
-            return [fail("reach", f"group ids {words}: {ids}", *says)], ()
-        takes.append(words)
+    for words, batches in renamed(b).items():
+        for c in batches:
+            try:
+                off = moved(asked.gradient(c), g, b.mask, slack(case, 1e-7))
+            except InputError as e:
+                if words == "with gaps":
+                    return [fail("reach", f"group ids {words}", "the same gradient", str(e))], ()
+                refused = note("reach", f"group ids {words} are refused", found=str(e))
+                notes += [refused] * (refused not in notes)
+                continue
+            if off.max() > 0:
+                i, t = worst(off)
+                says = f"dJ/dlp {g[i, t].item():.6g}, as with ids 0, 1, 2", f"{case.gradient(c)[i, t].item():.6g}"
+                ids = f"{c.group.unique().tolist()}" if c.group is not None else ""
+                return [fail("reach", f"group ids {words}: {ids}", *says)], ()
+        if not any(words in n.regime for n in notes):
+            takes.append(words)
     case.covered.append("group ids " + ", ".join(takes))
     return notes, tuple(takes)
 
