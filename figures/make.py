@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the figures that README shows: `python figures/make.py [folder]`. Equal library versions give equal bytes."""
+"""Writes the figures that README and docs/objectives.md show: `python figures/make.py [folder]`.
+
+Equal library versions give equal bytes.
+"""
 
 import io
 import re
@@ -7,9 +10,12 @@ import sys
 from pathlib import Path
 
 import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
 
 from upref.weights.atlas import atlas
-from upref.weights.plots import Panel, cap_panels
+from upref.weights.capacity import capacity
+from upref.weights.plots import PALETTE, STYLE, Panel, cap_panels
 
 
 def cap(eps_low=0.2, eps_high=0.28, c=3.0):
@@ -21,6 +27,30 @@ def cap(eps_low=0.2, eps_high=0.28, c=3.0):
         Panel("(b) UP-DAPO, A > 0", "up_dapo", 1, bounds, r"no clip: Cap = 1 − $\pi_\theta$"),
         Panel("(c) DAPO and UP-DAPO, A < 0", "up_dapo", -1, bounds, f"{low}, {dual}"),
     ])  # fmt: skip
+
+
+def rare():
+    """Whose bound widens for rare tokens: RIPO, DPPO and UP at their papers' defaults, A > 0."""
+    return cap_panels([
+        Panel("(a) RIPO, A > 0", "ripo", 1, {}, r"$\pi_\theta \leq \pi_\mathrm{old}$ + √(0.05 $\pi_\mathrm{old}$)"),
+        Panel("(b) DPPO-TV, A > 0", "dppo_tv", 1, {}, r"$\pi_\theta \leq \pi_\mathrm{old} + 0.15$"),
+        Panel("(c) UP-DAPO, A > 0", "up_dapo", 1, {}, r"no clip: Cap = 1 − $\pi_\theta$"),
+    ])  # fmt: skip
+
+
+def rare_lines():
+    """Cap of a token at π_θ = π_old against π_old, A > 0: the slope says how a bound treats rare tokens."""
+    drawn = ("dapo", "cfpo", "wapo", "ripo", "bandpo_chi2", "bandpo_kl", "dppo_tv", "up_dapo")
+    mu = np.logspace(-6, np.log10(0.5), 60)
+    with matplotlib.rc_context(STYLE):
+        fig = Figure(figsize=(6.4, 3.8), layout="constrained")
+        ax = fig.add_subplot()
+        for name, color in zip(drawn, PALETTE, strict=True):
+            ax.loglog(mu, capacity(name, mu, mu), color=color, lw=1.5, label=name, ls="--" if name == "cfpo" else "-")
+        ax.set(xlabel=r"$\pi_\mathrm{old}(o_t)$", ylabel="Cap, A > 0", ylim=(1e-7, 2))
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.legend(frameon=False, fontsize=8, loc="lower right", ncols=2)
+    return fig
 
 
 def save(fig, path):
@@ -38,6 +68,8 @@ def save(fig, path):
 def main(folder=Path(__file__).parent):
     save(cap(), Path(folder) / "cap.svg")
     save(atlas(), Path(folder) / "atlas.svg")
+    save(rare(), Path(folder) / "rare.svg")
+    save(rare_lines(), Path(folder) / "rare_lines.svg")
 
 
 if __name__ == "__main__":

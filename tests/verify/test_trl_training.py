@@ -14,8 +14,8 @@ import torch
 
 import upref
 from upref import InputError, Totals
-from upref.integrations.parity import ParityError
-from upref.weights.batches import OFF_EDGES, batch, grad, ready
+from upref.integrations.parity import Monitor, ParityError
+from upref.weights.batches import OFF_EDGES, batch, grad, ready, sampler
 
 trl = pytest.importorskip("trl", reason="`repro/venv.sh trl` installs what TRL's losses need")
 from accelerate import Accelerator  # noqa: E402
@@ -408,3 +408,28 @@ def test_the_pages_example_learns(tmp_path, monkeypatch, capsys):
 def test_import_upref_loads_nothing_heavy():
     code = "import sys, upref; print(sorted({'trl', 'transformers', 'datasets', 'accelerate'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_a_sampler_correction_reads_vllms_log_probabilities():
+    b, o = plain("dapo", thin=5), upref.get("tis(dapo)")
+    b = replace(b, adv=b.adv[:, :1], logp_sampler=sampler(b))
+    with pytest.raises(InputError, match="use_vllm=True"):
+        given._trainer(bound(o.name), ())
+    trainer = given._trainer(bound("dapo"), ())
+    trainer.objective, trainer.hyperparameters, trainer.monitor = o, o.hyperparameters, Monitor(o)
+    trainer.current_gradient_accumulation_steps, trainer.args.steps_per_generation = 1, 1
+
+    def J(x):
+        inputs = {
+            "prompt_ids": torch.zeros(len(x.mask), 1, dtype=torch.int64),
+            "prompt_mask": torch.ones(len(x.mask), 1, dtype=torch.int64),
+            "completion_ids": torch.zeros(x.mask.shape, dtype=torch.int64),
+            "completion_mask": x.mask.long(),
+            "advantages": x.adv[:, 0],
+            "old_per_token_logps": x.logp_old,
+            "sampling_per_token_logps": x.logp_sampler,
+            "num_items_in_batch": x.mask.sum(),
+        }
+        return -trainer.compute_loss(given._StandIn(x.logp, torch.ones_like(x.logp)), inputs)
+
+    same(grad(J, b), grad(o, b), 1e-6)

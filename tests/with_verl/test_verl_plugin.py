@@ -289,3 +289,17 @@ def test_one_nan_does_not_end_a_run_of_days(tmp_path, monkeypatch):
     )  # fmt: skip
     assert loss.isnan() and metrics["upref/parity_alarms"] == 1
     assert all(v == v and abs(v) < float("inf") for k, v in metrics.items() if "parity" in k)
+
+
+def test_verls_rollout_correction_is_the_samplers_correction():
+    """verl's own weights, on the rows of the regime grid; the plug-in refuses what it cannot be given."""
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights as theirs
+
+    b = batch(upref.get("tis(dapo)"))
+    log_rho = torch.where(b.mask, b.logp_old - b.logp_sampler, 0)
+    for name, level in (("tis", "token"), ("tis_seq", "sequence")):
+        w, _ = theirs(log_rho, b.mask.double(), rollout_is=level, rollout_is_threshold=2.0)
+        ours = upref.get(f"{name}(dapo)").factors(b)
+        torch.testing.assert_close(w[b.mask], ours[b.mask], rtol=1e-12, atol=0)
+    with pytest.raises(InputError, match="verl hands to no loss"):
+        verl_plugin.hyperparameters(upref.get("tis(dapo)"), {})
