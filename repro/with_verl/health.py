@@ -59,9 +59,8 @@ def lines(rows: list[Row], saved: Row) -> tuple[list[list[str]], list[str]]:
         ratio = mean(seconds) / e["step_seconds"]
         found.append(["seconds a step, of the estimate's", f"{ratio:.2f}", "normal" if ratio < 1.5 else "LOOK"])
         if ratio >= 1.5:
-            change.append(
-                f"steps take {ratio:.1f} times the estimate: the run will cost {ratio * e['dollars']:,.0f} dollars"
-            )
+            dollars = ratio * e.get("dollars", 0)
+            change.append(f"steps take {ratio:.1f} times the estimate: the run will cost {dollars:,.0f} dollars")
     memory = [r["data"].get("actor/perf/max_memory_allocated_gb", 0) for r in rows]
     if e.get("train_gb") and max(memory, default=0) > e["train_gb"]:
         change.append(

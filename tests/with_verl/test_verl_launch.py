@@ -347,6 +347,23 @@ def verl_does(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "check_plugin", lambda *_: None)
 
 
+def launch_saves_a_checkpoint(monkeypatch):
+    """The stand-in for the trainer saves one before it dies, once."""
+    from repro.with_verl.run import watch
+
+    before, saved = watch.run, []
+
+    def run(command, part, *a, **kw):
+        (part.parent / "checkpoints").mkdir(exist_ok=True)
+        (part.parent / "checkpoints/latest_checkpointed_iteration.txt").write_text("1")
+        saved.append(part)
+        monkeypatch.setattr(watch, "run", before)
+        return before(command, part, *a, **kw)
+
+    monkeypatch.setattr(watch, "run", run)
+    return saved
+
+
 def folder_of(tmp_path, start="up_dapo-paper_dapo-"):
     [found] = [p for p in tmp_path.iterdir() if p.name.startswith(start)]
     return found
@@ -374,6 +391,8 @@ def test_a_run_that_dies_says_what_to_do_and_the_same_command_goes_on(ready, ver
     (run / "checkpoints/latest_checkpointed_iteration.txt").write_text("1")
     assert launch.main(args, BIG) == 7
     assert "goes on from the checkpoint of step 1: " in (run / "verl.log").read_text().splitlines()[-1]
+    saved = launch_saves_a_checkpoint(monkeypatch)
+    assert launch.main([*args, "name=ahead"], BIG) == 75 and saved  # the same command makes progress
     monkeypatch.setenv("STEPS", "3")
     monkeypatch.setenv("STATUS", "0")
     time.sleep(1.1)  # a start's file is named by the second

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from repro.with_verl import report
+from repro.with_verl import health, report
 from repro.with_verl.run import records, start, status
 
 
@@ -142,3 +142,53 @@ def test_the_status_is_a_line_a_run(tmp_path, capsys, monkeypatch):
 def test_what_to_do_when_it_dies(said, cure, tmp_path):
     (tmp_path / "log").write_text(f"a line\n{said}\nanother\n")
     assert cure in start.advice.cure(tmp_path / "log", "RUN")
+
+
+HEALTHY = {"response_length/clip_ratio": 0.1, "training/rollout_probs_diff_mean": 0.001, "critic/score/max": 1.0,
+           "response/aborted_ratio": 0.0, "training/rollout_actor_probs_pearson_corr": 0.999}  # fmt: skip
+SICK = {
+    "response_length/clip_ratio": (0.7, "raise data.max_response_length"),
+    "training/rollout_probs_diff_mean": (0.2, "vLLM and the trainer disagree"),
+    "training/rollout_actor_probs_pearson_corr": (0.5, "vLLM and the trainer disagree"),
+    "critic/score/max": (0.0, "no response scored"),
+    "response/aborted_ratio": (0.2, "vLLM aborted responses"),
+    "actor/upref/alive": (0.2, "most tokens are clipped"),
+    "actor/upref/parity_of_bound": (3.0, "the loss that trained is not the reference"),
+    "timing_s/step": (200.0, "steps take 2.0 times the estimate: the run will cost 1,000 dollars"),
+}
+
+
+def test_a_healthy_run_has_nothing_to_change_and_a_report_begins_with_that(tmp_path):
+    estimate = {"step_seconds": 100.0, "dollars": 500.0, "gpus": 8, "gpu_hours": 160.0}
+    folder = run(tmp_path, "fine", "up_dapo", "gpu8", [row(s, **HEALTHY) for s in (1, 2)], estimate=estimate)
+    text = text_of(tmp_path / "out", folder)
+    assert "Nothing to change." in text and "LOOK" not in text
+    assert text.index("## Health of up_dapo seed 1") < text.index("## Figures")
+
+
+@pytest.mark.parametrize("key", SICK)
+def test_each_measure_that_is_not_normal_says_what_to_change(key, tmp_path):
+    value, said = SICK[key]
+    rows = [row(s, **HEALTHY | {key: value}) for s in (1, 2)]
+    page = health.page(tmp_path, rows, {"estimate": {"step_seconds": 100.0, "dollars": 500.0}})
+    assert "LOOK" in page and said in page
+
+
+def test_a_shakedown_shows_eight_answers_in_full(tmp_path):
+    (tmp_path / "answers").mkdir()
+    answers = [
+        {"input": "Q", "output": f"thought {i} ~~~ \\boxed{{{i}}}", "gts": "3", "score": float(i == 3)}
+        for i in range(16)
+    ]
+    for step in (2, 10):
+        (tmp_path / f"answers/{step}.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers[: step + 6]))
+    page = health.page(tmp_path, [row(1, **HEALTHY)], {})
+    assert "Of 16 responses of the last step, 100% hold `Answer:` or a box, 6% score above 0." in page
+    assert page.count("\nthought") == 8 and "~~~~text\n" in page  # a fence longer than what the model wrote
+
+
+def test_what_is_left_is_predicted_again_from_a_measured_step():
+    estimate = {"step_seconds": 100.0, "dollars": 500.0, "gpu_hours": 250.0, "gpus": 8}
+    said = start.predicted_again(estimate, 180.0, 100)
+    assert "measured 180 s a step: the 100 steps that are left take 5.0 hours, 40 GPU-hours, 80 dollars" in said
+    assert start.predicted_again({}, 180.0, 100).endswith("take 5.0 hours")

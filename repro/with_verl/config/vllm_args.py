@@ -36,5 +36,5 @@ if __name__ == "__main__":
     with zipfile.ZipFile(wheel) as z:
         found = names(z.read(FILE).decode())
     facts = {"wheel": wheel.name, "file": FILE, "classes": CLASSES, "names": found}
-    FACTS.write_text(json.dumps(facts, indent=1) + "\n")
+    FACTS.write_text(json.dumps(facts) + "\n")
     print(f"{len(found)} arguments of {wheel.name}: {FACTS}")

@@ -20,7 +20,7 @@ and 12 over the replicas. While sampling it is vLLM's share and what is not offl
 """
 
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,9 @@ def gpus() -> dict[str, GPU]:
 
 
 def gpu_of(name: str) -> GPU:
-    """The row whose name the GPU's own contains; an unknown one counts as an A100."""
-    return next((g for key, g in gpus().items() if key in name), gpus()["A100"])
+    """The row whose name the GPU's own contains; an unknown one counts as an A100, and its name says so."""
+    found = next((g for key, g in gpus().items() if key in name), None)
+    return found or replace(gpus()["A100"], name=f"{name or 'GPU'} (not in gpus.toml, priced as an A100)")
 
 
 @dataclass

@@ -12,8 +12,8 @@ prints a page: truncation, answers, sampler mismatch, memory and seconds against
 
 The folder, runs/OBJECTIVE-SCALE-WHAT_YOU_SET-HASH, is that of what was asked: the same command goes on there, another
 seed or setting has another (seed=N sets the three seeds of a run; name=NAME names the folder). It must be on storage
-that all machines share. Exit status: 0 all steps were trained, 1 it died (the last line says what to do), 2 it could
-not start, 143 or 130 it was asked to end.
+that all machines share. Exit status: 0 all steps were trained, 1 it died (the last line says what to do), 75 it died
+after it saved a checkpoint (the same command makes progress), 2 it could not start, 143 or 130 it was asked to end.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None, machine: Machine | None = None) -> int:
             return hand_over(args.objective, args.scale, overrides, args.dry_run)
         if args.gpu and args.gpu not in gpus():
             raise InputError(f"--gpu takes a name of machine/gpus.toml, {', '.join(gpus())}, got {args.gpu!r}.")
-        status, costs = 0, []
+        status = 0
         for seed in seeds:
             lines = [*overrides, *seed]
             again = [args.objective, args.scale, *lines, *(["--data", str(args.data)] if args.data else [])]
@@ -83,13 +83,10 @@ def main(argv: list[str] | None = None, machine: Machine | None = None) -> int:
                 status = train_on_cpu(args.objective, lines, args.dry_run, again, args.shakedown) or status
             else:
                 run = compose(args.objective, args.scale, lines, args.data)
-                code, cost = train(run, args.dry_run, again, machine, args.gpu, args.shakedown)
-                status, costs = code or status, [*costs, cost]
+                of = len(seeds) if seed == seeds[0] else 1  # what all cost is said once, before the first
+                status = train(run, args.dry_run, again, machine, args.gpu, args.shakedown, of) or status
             if status >= 128:  # asked to end: the other seeds too
                 break
-        if len(costs) > 1:
-            hours, dollars = sum(e.gpu_hours for e in costs), sum(e.dollars for e in costs)
-            print(f"{len(costs)} seeds: {hours:,.0f} GPU-hours, {dollars:,.0f} dollars.")
         return status
     except InputError as e:
         print(f"launch: {e}", file=sys.stderr)
@@ -129,9 +126,10 @@ def largest(objective: str, m: Machine) -> tuple[str, str]:
 
 
 def train(
-    run: Run, dry_run: bool, again: list[str], machine: Machine | None = None, gpu: str = "", shakedown: bool = False
-) -> tuple[int, Estimate]:
-    """The exit status, and what it was to cost."""
+    run: Run, dry_run: bool, again: list[str], machine: Machine | None = None, gpu: str = "", shakedown: bool = False,
+    seeds: int = 1,
+) -> int:  # fmt: skip
+    """One run; its exit status. seeds: how many runs of the same cost are asked for."""
     try:
         from repro.with_verl.config.validate import validate
     except ImportError as e:
@@ -147,10 +145,10 @@ def train(
         row = gpu_of(gpu or m.gpu_name or ("4090" if run.scale.gpu_gb < 40 else "H100"))
         estimate = save_hourly(run, cfg, preflight.price(cfg, row, (row.memory if gpu else run.scale.gpu_gb) * GB))
         show(run)
-        print(f"estimate: {estimate}")
+        tell(estimate, seeds)
         if estimate.problem:
             print(f"there, it would not start: {estimate.problem}")
-        return dry(run, preflight.missing_packages(cfg, run.scale)), estimate
+        return dry(run, preflight.missing_packages(cfg, run.scale))
     from repro.with_verl.run import folder, start
 
     m = machine or look(run.directory)
@@ -161,12 +159,18 @@ def train(
         m.nodes = preflight.check_cluster(run, loss)
     estimate = save_hourly(run, cfg, preflight.check(run, cfg, m))
     show(run)
-    print(f"estimate: {estimate}")
+    tell(estimate, seeds)
     preflight.check_plugin(run, loss, estimator)
-    patience = start.Patience.of(estimate)
-    again_line = start.command_line(again)
-    status = start.start(run, estimate.steps, again_line, patience, estimate=estimate.facts(), gpu=m.gpu_name)
-    return told(run, status, shakedown), estimate
+    facts = {"estimate": estimate.facts(), "gpu": m.gpu_name}
+    status = start.start(run, estimate.steps, start.command_line(again), start.Patience.of(estimate), **facts)
+    return told(run, status, shakedown)
+
+
+def tell(e: Estimate, seeds: int) -> None:
+    """What the run costs, and what all seeds cost."""
+    print(f"estimate: {e}")
+    if seeds > 1:
+        print(f"{seeds} seeds: {seeds * e.gpu_hours:,.0f} GPU-hours, {seeds * e.dollars:,.0f} dollars.")
 
 
 def keep_answers(run: Run) -> None:
