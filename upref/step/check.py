@@ -126,7 +126,7 @@ def check_recorded(
 
     Args:
         seen: what `record_step` yielded.
-        rows: the rows of each step, a list per step; one plain list stands for every step.
+        rows: the rows of each step, a list per step. Of one plain list each step has those that it was fed.
         bound: the relative error that is allowed; None: 2e-5, for gradients in float32.
         objective, temperature, beta, entropy_coef, z_loss_coef, clip, scale, without, **hp: as for `check_step`.
 
@@ -141,13 +141,16 @@ def check_recorded(
     must_know(without)
     if not seen.steps:
         raise InputError("nothing was recorded: no optimizer step was taken inside record_step.")
-    each: list[Any] = [rows] * len(seen.steps) if isinstance(rows[0], Row) else [*rows]
+    each: list[Any] = [s.rows(rows) for s in seen.steps] if isinstance(rows[0], Row) else [*rows]  # type: ignore[arg-type]
+    if not all(each):
+        raise InputError("a recorded step was fed none of these rows: hand over the rows that were trained on.")
     if len(each) > len(seen.steps):
         raise InputError(f"there are rows of {len(each)} steps, and {len(seen.steps)} were recorded.")
     reports = []
     for n, (one, its) in enumerate(zip(seen.steps, each, strict=False)):
         reference = with_weights(seen.model, one)
         case = built(reference, goal, its, without if n == 0 else AXES, 0)
+        case.forward.see(one.fed)
         tol = bound or BOUNDS[torch.float32]
         reports.append(_report(f"step {n}", goal, case, one.gradients, one.backwards, tol, start))
     worst = max(reports, key=lambda r: r.error)

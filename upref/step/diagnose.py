@@ -77,7 +77,7 @@ def diagnosed(
     wrong = parameters(found, want, bound)
     right = [n for n in want if n not in wrong]
     alone = any(float(want[n].norm()) > 1e-6 * norm(want) for n in right)
-    if alone and (of := _of_parameters(found, want, wrong, bound)):
+    if alone and wrong and (of := _of_parameters(found, want, wrong, bound)):
         return say(of)
     return say(*_explained(goal, forward, b, rows, want, found, wrong, right, bound))
 
@@ -205,7 +205,7 @@ def _clip_of_parts(w: Tokens, goal: Goal, forward: Forward, b: Padded) -> str:
         if any(k[list(p)].max() - k[list(p)].min() > 1e-3 * k.max() for p in part):
             continue
         norms = [norm(added([{q: v * k[i] for q, v in rows[i].items()} for i in p])) for p in part]
-        live = [x for x, p in zip(norms, part, strict=True) if k[list(p)].max() < 1 - 1e-3]
+        live = [x for x, p in zip(norms, part, strict=True) if x > 0 and k[list(p)].max() < 1 - 1e-3]
         if m < n and len(live) > 1 and max(live) / min(live) - 1 < 1e-3:
             return f"each micro-batch's gradient (of {m} responses) is clipped to norm {live[0]:.4g}"
         if m == n and live and abs(live[0] - float(f"{live[0]:.2g}")) < 1e-4 * live[0] and abs(k[0] - 0.5) > 1e-3:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from upref.step.goal import Goal
 from upref.step.reference import Gradient, Model
-from upref.step.rows import Padded, Row
+from upref.step.rows import Padded, Row, found_in
 
 
 @dataclass
@@ -26,10 +26,16 @@ class Forward:
     temperature: float
     z: list[Tensor] = field(default_factory=list)  # [S, V], attached; S may count tokens in front of the row's own
     shift: int = 1  # how far the logits stand before the token that they predict
+    before: list[list[int]] = field(default_factory=list)  # what was fed in front of each row, if known
 
     def __post_init__(self):
         self.z = self.z or [self.model.logits(r.ids) for r in self.rows]
         self.leaves = [z.detach().clone().requires_grad_() for z in self.z]
+
+    def see(self, fed: Sequence[list[int]]) -> None:
+        """Note what stands in front of the rows in the sequences that a trainer fed to its model."""
+        places = [found_in(fed, r) for r in self.rows]
+        self.before = [fed[p[0]][: p[1]] for p in places if p] if all(places) else []
 
     def at(self, i: int, t: int) -> int:
         """Which of row i's logits predict its token t."""

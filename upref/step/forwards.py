@@ -5,7 +5,7 @@ Each is put into the reference, and named only where the gradient that was found
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.step.forward import Forward
 from upref.step.reference import Model, TorchModel
-from upref.step.rows import Row
+from upref.step.rows import Row, found_in
 
 BATCHES = (8, 4, 2)  # responses of a micro-batch that are tried where a fault depends on it
 Variant = tuple[str, Callable[[], Forward]]
@@ -90,8 +90,16 @@ def _inputs(model: TorchModel, right: Forward) -> Iterator[Variant]:
     for value in dict.fromkeys((end, 0)):
         if any(value in r.ids[:-1] for r in rows):
             yield from masked(value)
+    if any(right.before):  # the trainer's own, else guesses
+        front = right.before
+        yield fed("what stands in front of a row is attended to: padding without a mask, or rows of its pack",
+                  lambda i, r: model.logits(front[i] + r.ids))  # fmt: skip
+        yield fed("rows of a pack are not apart: the state of recurrent layers runs on from row to row",
+                  lambda i, r: model.logits(front[i] + r.ids, position_ids=_restarted(front[i], r, rows)))  # fmt: skip
+        yield fed("positions count what stands in front of a row: padding, or rows of its pack",
+                  lambda i, r: model.logits(r.ids, position_ids=_from(len(front[i]), r)))  # fmt: skip
     seen: set[tuple[int, ...]] = {(0,) * len(rows)}
-    for m in BATCHES:
+    for m in BATCHES * (not right.before):
         for what, k in {"sequences": n, "prompts": p}.items():
             pads = [max(k[i - i % m : i - i % m + m]) - k[i] for i in range(len(rows))]
             if tuple(pads) not in seen:
@@ -109,6 +117,15 @@ def _inputs(model: TorchModel, right: Forward) -> Iterator[Variant]:
 
 def _front(z: Tensor, n: int) -> Tensor:
     return torch.cat([z[:1].detach().expand(n, -1), z])
+
+
+def _restarted(front: list[int], r: Row, rows: Sequence[Row]) -> Tensor:
+    """Positions that start anew with every row that stands in front."""
+    positions = list(range(len(front))) + list(range(len(r.ids)))
+    for q in rows:
+        if place := found_in([front], q):
+            positions[place[1] : place[1] + len(q.ids)] = range(len(q.ids))
+    return torch.tensor([positions])
 
 
 def _from(start: int, r: Row) -> Tensor:

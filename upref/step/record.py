@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradients that any torch trainer hands to its optimizer, and the weights that it had before."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from upref.errors import InputError
 from upref.step.reference import Gradient, TorchModel, as_float64, unwrapped
+from upref.step.rows import Row, found_in
 
 
 @dataclass
@@ -21,6 +22,12 @@ class Step:
     weights: dict[str, Tensor]
     gradients: Gradient
     backwards: int = 0  # backward passes that made it
+    fed: list[list[int]] = field(default_factory=list)  # the sequences, padded or packed, that were trained on
+
+    def rows(self, rows: Sequence[Row]) -> list[Row]:
+        """Those of the rows that this step trained on, recognized by their tokens, in the order of its forwards."""
+        found = sorted((where, i) for i, r in enumerate(rows) if (where := found_in(self.fed, r)))
+        return [rows[i] for _, i in found]
 
 
 @dataclass
@@ -59,8 +66,10 @@ def record_step(model: nn.Module, first: int = 8) -> Iterator[Recorded]:
 
 
 @contextmanager
-def watched(model: nn.Module, steps: list[Step], first: int, weights: bool = True) -> Iterator[list[int]]:
-    """Append to steps whenever an optimizer steps; yields the counter of backward passes."""
+def watched(
+    model: nn.Module, steps: list[Step], first: int, weights: bool = True
+) -> Iterator[tuple[list[int], list[list[int]]]]:  # fmt: skip
+    """Append to steps whenever an optimizer steps; yields the counter of backward passes, and what was fed since."""
     count, open_ = [0], set[str]()
     backward = torch.autograd.backward
 
@@ -76,18 +85,27 @@ def watched(model: nn.Module, steps: list[Step], first: int, weights: bool = Tru
             if len(steps) >= first:
                 return
             state = unwrapped(model).state_dict() if weights else {}
-            steps.append(Step({k: _whole(v).clone() for k, v in state.items()}, {}, count[0]))
+            steps.append(Step({k: _whole(v).clone() for k, v in state.items()}, {}, count[0], fed[:]))
             count[0] = 0
+            fed.clear()
         open_.update(mine)
         steps[-1].gradients |= {n: as_float64(p.grad) for n, p in mine.items() if p.grad is not None}
 
-    handle = register_optimizer_step_pre_hook(look)
+    def feed(module: nn.Module, args: Any, kw: Any) -> None:
+        ids = kw.get("input_ids", args[0] if args else None)
+        if torch.is_grad_enabled() and isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point():
+            fed.extend(ids.tolist())
+
+    fed: list[list[int]] = []
+    forward = unwrapped(model).register_forward_pre_hook(feed, with_kwargs=True)
+    handles = [register_optimizer_step_pre_hook(look), forward]
     torch.autograd.backward = counting
     try:
-        yield count
+        yield count, fed
     finally:
         torch.autograd.backward = backward
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def _whole(x: Tensor) -> Tensor:

@@ -103,6 +103,15 @@ def validated(rows: Sequence[Row], vocabulary: int) -> list[Row]:
     return list(rows)
 
 
+def found_in(fed: Sequence[list[int]], row: Row) -> tuple[int, int] | None:
+    """(which sequence, at which token) a row stands in what was fed to the model."""
+    text = lambda ids: " ".join(map(str, ["", *ids, ""]))
+    for n, sequence in enumerate(fed):
+        if (at := text(sequence).find(text(row.ids))) >= 0:
+            return n, text(sequence)[:at].count(" ")
+    return None
+
+
 def made(vocabulary: int, seed: int = 0, without: Sequence[str] = (), end: int | None = None) -> list[Row]:
     """Eight responses with distinct tokens and holes in their masks, still without log-probabilities.
 

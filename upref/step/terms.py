@@ -43,9 +43,9 @@ class Terms:
     def coefficients(self, g: Gradient, bound: float) -> str:
         """The coefficients at which the terms of the objective add up to g, where they do."""
         c, names = self.goal.coefficients, [*self.each]
-        flat = lambda x: torch.cat([x[n].reshape(-1) for n in g])
+        flat = lambda x: torch.cat([x[n].expand_as(g[n]).reshape(-1) for n in g])
         G, y = torch.stack([flat(self.each[k]) for k in names], 1), flat(g) / self.goal.scale
-        size = G.norm(dim=0)
+        size = G.norm(dim=0).clamp(min=1e-300)
         x = torch.linalg.lstsq(G / size, y[:, None], driver="gelsd").solution[:, 0] / size
         rest = (G @ x - y).norm() / y.norm()
         if rest > bound or abs(x[0] - 1) > 1e-3:

@@ -79,7 +79,7 @@ def read(forward: Forward, g: Gradient, names: Sequence[str], extra: Sequence[Gr
     A = columns(forward, at)
     tokens = A.shape[1]
     if extra:
-        A = torch.cat([A, torch.stack([at(e) for e in extra], 1)], 1)
+        A = torch.cat([A, torch.stack([at({n: e[n].expand_as(g[n]) for n in names}) for e in extra], 1)], 1)
     x, error, residual = solved(A, -at(g))
     x = torch.where(error > 1e-3 * x[:tokens].abs().max().clamp(min=1e-300), torch.nan, x)
     weights = x[:tokens].split([len(r.ids) - 1 for r in forward.rows])
