@@ -12,7 +12,13 @@ if TYPE_CHECKING:
     from upref.diagnostics import diagnose
     from upref.errors import InputError
     from upref.identification.identify import identify
-    from upref.integrations.pytest_plugin import assert_advantages, assert_kl, assert_logprobs, assert_policy_loss
+    from upref.integrations.pytest_plugin import (
+        assert_advantages,
+        assert_kl,
+        assert_logprobs,
+        assert_policy_loss,
+        assert_step,
+    )  # fmt: skip
     from upref.registry import Objective, get, names, objective
     from upref.rollouts import Rollouts
     from upref.step import check_recorded, check_step, record_step
@@ -39,6 +45,7 @@ _HOME = {
     "assert_kl": "integrations.pytest_plugin",
     "assert_logprobs": "integrations.pytest_plugin",
     "assert_policy_loss": "integrations.pytest_plugin",
+    "assert_step": "integrations.pytest_plugin",
     "cap_map": "weights.plots",
     "capacity": "weights.capacity",
     "check": "verify.check",
@@ -68,6 +75,7 @@ __all__ = [
     "assert_kl",
     "assert_logprobs",
     "assert_policy_loss",
+    "assert_step",
     "cap_map",
     "capacity",
     "check",

@@ -140,6 +140,10 @@ def _parser() -> argparse.ArgumentParser:
     c.epilog = (
         """Exit status: 1 if a claim is red, that is if its evidence is missing, fails, or says two things at once."""
     )
+    c = command("step", "whether the gradient of a trainer's whole step is its objective's, over settings and models")
+    c.add_argument("trainer", choices=("trl", "verl"))
+    c.add_argument("--only", default="", metavar="TEXT", help="settings whose name or model family holds it")
+    c.add_argument("--list", action="store_true", help="print the settings; run nothing")
     command("doctor", "versions, optional parts, and a self-test of every gradient")
     return p
 

@@ -206,6 +206,12 @@ def claims(args) -> int:
     return run(args)
 
 
+def step(args) -> int:
+    from upref.step.table import command
+
+    return command(args)
+
+
 def doctor(args) -> int:
     from upref.cli.doctor import examine
 
@@ -231,6 +237,7 @@ RUN = {
     "learn": learn,
     "claims": claims,
     "doctor": doctor,
+    "step": step,
 }
 
 

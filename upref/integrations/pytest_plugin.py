@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """For pytest: `assert_policy_loss(my_loss, "gspo", eps_low=3e-4, eps_high=4e-4)`, `assert_advantages(my_fn,
-"group_norm")`, `assert_kl(my_fn, "k3")` and `assert_logprobs(my_fn)`, imported or as fixtures.
+"group_norm")`, `assert_kl(my_fn, "k3")`, `assert_logprobs(my_fn)`, `assert_step(step, model, "dapo", temperature=0.7)`,
+imported or as fixtures.
 
 Nothing of upref is imported before the first use: the plug-in is loaded into every pytest run.
 """
@@ -43,6 +44,14 @@ def assert_logprobs(fn: Any, **settings) -> Any:
     return _passed(check_logprobs(fn, **settings))
 
 
+def assert_step(step: Any, model: Any, objective: Any, **settings) -> Any:
+    """The Report of `upref.check_step`; fails the test with it where the step's gradient is not the objective's."""
+    __tracebackhide__ = True
+    from upref.step import check_step
+
+    return _passed(check_step(step, model, objective, **settings))
+
+
 def _passed(report: Any) -> Any:
     __tracebackhide__ = True
     if not report:
@@ -72,3 +81,9 @@ def _assert_kl() -> Any:
 def _assert_logprobs() -> Any:
     """The function `assert_logprobs` itself."""
     return assert_logprobs
+
+
+@pytest.fixture(name="assert_step")
+def _assert_step() -> Any:
+    """The function `assert_step` itself."""
+    return assert_step

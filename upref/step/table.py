@@ -3,7 +3,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -41,19 +41,24 @@ class Outcome:
         return f"{word}  {error:>7}  {self.family:16} {self.setting}{cause}"
 
 
+def chosen(trainer: str, only: str = "") -> list[Setting]:
+    """The settings of a trainer whose family or name holds `only`; InputError where there is none."""
+    if trainer not in TRAINERS:
+        raise InputError(f"there is no step of {trainer!r}: {', '.join(TRAINERS)}.")
+    out = [s for s in TRAINERS[trainer]() if only in f"{s.family} {s.name}"]
+    if not out:
+        raise InputError(f"no setting of {trainer} holds {only!r} in its name or family.")
+    return out
+
+
 def run(trainer: str, only: str = "", say: Callable[[Outcome], Any] = lambda o: None) -> list[Outcome]:
     """Run all settings of a trainer, or those whose name or family holds `only`.
 
     Raises:
         InputError: no such trainer or setting, or the trainer is not installed.
     """
-    if trainer not in TRAINERS:
-        raise InputError(f"there is no step of {trainer!r}: {', '.join(TRAINERS)}.")
-    chosen = [s for s in TRAINERS[trainer]() if only in f"{s.family} {s.name}"]
-    if not chosen:
-        raise InputError(f"no setting of {trainer} holds {only!r} in its name or family.")
     out = []
-    for setting in chosen:
+    for setting in chosen(trainer, only):
         start = time.perf_counter()
         try:
             report = ONE[trainer](setting)
@@ -133,9 +138,17 @@ def records(outcomes: list[Outcome]) -> str:
                       ensure_ascii=False) + "\n"  # fmt: skip
 
 
-def lines(trainer: str, only: str = "") -> Iterator[str]:
-    """The table as text, and its count."""
-    outcomes = run(trainer, only)
-    yield from map(str, outcomes)
-    n = sum(o.agrees for o in outcomes)
-    yield f"{n} of {len(outcomes)} settings agree, {sum(o.error is None for o in outcomes)} refused"
+def counted(outcomes: list[Outcome]) -> str:
+    n, refused = sum(o.agrees for o in outcomes), sum(o.error is None for o in outcomes)
+    seconds = sum(o.seconds for o in outcomes)
+    return f"{n} of {len(outcomes)} settings agree, {refused} could not be run ({seconds:.0f} s)"
+
+
+def command(args: Any) -> int:
+    """`upref step TRAINER`: exit status 1 where a setting differs."""
+    if args.list:
+        print(*(f"{s.family:16} {s.name}" for s in chosen(args.trainer, args.only)), sep="\n")
+        return 0
+    outcomes = run(args.trainer, args.only, lambda o: None if args.json else print(o, flush=True))
+    print(records(outcomes) if args.json else counted(outcomes))
+    return int(not all(o.agrees or o.error is None for o in outcomes))
