@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the frameworks compute, as pages: `python -m docs.field NAME...` audits these and writes NAME.json, as
-`upref audit NAME --json` prints it, into docs/frameworks, and NAME.md from that and the ledger. docs.make makes the
-tables of all of them.
-
-`python -m docs.field --pages` writes the pages again from the JSON there is, and runs no framework.
+`upref audit NAME --json` prints it, into docs/frameworks. docs.make makes the tables of docs/frameworks.md from these
+files and the ledgers, and docs.site a page for each framework.
 """
 
 import json
@@ -11,12 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from upref.audits.ledger import STATUS, Entry, read
+from upref.audits import framework
+from upref.audits.compare import SEVERITY, Effect
+from upref.audits.ledger import STATUS, Entry, ranked, read
 from upref.registry import names
 from upref.verify.faults import GROUPS
 
 FOLDER = Path(__file__).parent / "frameworks"
-ORDER = ("advantages", "kl", "logprobs", "aggregation")
 AT = {"default": "its defaults", "paper": "the paper's settings"}
 
 
@@ -25,22 +24,29 @@ def audits() -> list[dict[str, Any]]:
     return [json.loads(f.read_text(encoding="utf-8")) for f in sorted(FOLDER.glob("*.json"))]
 
 
+def snapshot(a: dict[str, Any]) -> str:
+    """The version; of a commit its date too."""
+    pin = framework(a["framework"]).pin
+    return f"{a['version']} of {pin.date}" if pin and pin.date and pin.version == a["version"] else a["version"]
+
+
 # ---- a page a framework ----------------------------------------------------------------------------------------------
+def pages() -> dict[str, str]:
+    """The page of each framework, by its name in the site."""
+    return {f"frameworks/{a['framework']}": page(a, read(a["framework"])) for a in audits()}
+
+
 def page(a: dict[str, Any], entries: list[Entry]) -> str:
     name = a["framework"]
-    tag = {e.reason: f"[{e.status}](#{e.key})" for e in entries}
     out = [
-        f"# {name} {a['version']}",
+        f"# {name} {snapshot(a)}",
         "",
         f"Audited on {a['date']}: `upref audit {name}`, exit status {int(not a['ok'])}.",
-    ]
-    out += [
-        f"Written by `python -m docs.field {name}` from [{name}.json]({name}.json). [All of them](../frameworks.md).",
         "",
     ]
-    out += ["| what | held against | verdict | why, and where: expected -> found |", "|---|---|---|---|"]
+    out += ["| what | held against | verdict | why, and where: with that repaired -> as it is |", "|---|---|---|---|"]
     for r in a["rows"]:
-        why = "; ".join(_because(words, spot, tag) for words, spot in r["reasons"])
+        why = "; ".join(_because(r, words, spot, entries) for words, spot in r["reasons"])
         parts = f", in {r['micro_batches']} micro-batches" if r["micro_batches"] > 1 else ""
         out.append(f"| {_code(r['label'])}{parts} | {r['promise']} | {r['verdict']} | {why} |")
     out += [""]
@@ -50,14 +56,23 @@ def page(a: dict[str, Any], entries: list[Entry]) -> str:
     nan = ", ".join(map(_code, a["nan_in_padding"]))
     out += [f"* The loss is NaN where a masked slot holds NaN: {nan}."] * bool(nan)
     out += ["", "## What differs", ""] if entries else ["", "Nothing differs.", ""]
-    for e in entries:
+    out += [f"Searched before anything was called a bug: {entries[0].searched}.", ""] if entries else []
+    for e in ranked(entries):
         out += _entry(name, e)
     return "\n".join(out).rstrip() + "\n"
 
 
-def _because(words: str, spot: dict[str, Any], tag: dict[str, str]) -> str:
+def _because(r: dict[str, Any], words: str, spot: dict[str, Any], entries: list[Entry]) -> str:
     seen = f" [{_moved(spot)}]" if spot["difference"] else ""
-    return f"{words}{seen} ({tag.get(words, 'not recorded')})".replace("|", "\\|")
+    e = entry(r, words, entries)
+    return f"{words}{seen} ({f'[{e.status}](#{e.key})' if e else 'not recorded'})".replace("|", "\\|")
+
+
+def entry(r: dict[str, Any], words: str, entries: list[Entry]) -> Entry | None:
+    """The entry that records this reason of this row."""
+    at = (r["label"], r["promise"], r["micro_batches"])
+    mine = (e for e in entries if e.reason == words)
+    return next((e for e in mine if at in {(x.loss, x.held_against, x.micro_batches) for x in e.evidence}), None)
 
 
 def _moved(spot: dict[str, Any]) -> str:
@@ -69,29 +84,49 @@ def _code(label: str) -> str:
 
 
 def _entry(name: str, e: Entry) -> list[str]:
-    out = [f"### {e.key}", "", f"*{e.status}*: {e.reason}.", ""]
-    out += [f"* Promised ({e.bib}): {e.paper}.", f"* Found: {e.code}."]
-    out += [f'* Upstream: "{e.words}"'] * bool(e.words) + [f"* Thread: {e.link}"] * bool(e.link)
-    out += [f"* A fix: {e.fix}."] * bool(e.fix) + [f"* As a report: `upref audit {name} --report {e.key}`", ""]
+    out = [f"### {e.key}", "", f"*{e.status}*, {e.severity} ({e.size}): {e.reason}.", ""]
+    out += [f"* Promised ({e.bib}): {e.paper}.", f"* Found: {e.code}." + f" [The line]({e.at})" * bool(e.line)]
+    out += [f'* Told: "{e.words}" ([here]({e.link})).'] * bool(e.words)
+    out += [f"* Thread: {e.thread}"] * bool(e.thread) + [f"* Fixed in: {e.fixed}."] * bool(e.fixed)
+    out += [f"* A fix: {e.fix}."] * bool(e.fix) + [f"* As an issue: `upref audit {name} --report {e.key}`", ""]
     if e.proof:
         out += ["```text", e.proof.strip(), "", f"# prints: {' '.join(e.prints.split())}", "```", ""]
     return out
 
 
 # ---- the tables of all -----------------------------------------------------------------------------------------------
+def first() -> str:
+    """The entries that a user should read first, the most severe first."""
+    every = read()
+    rows = ranked([e for e in every if e.ask])
+    out = ["| framework | you ask for | you get | do this | reported | fixed in |", "|---|---|---|---|---|---|"]
+    for e in rows:
+        same = list(dict.fromkeys(x.framework for x in every if x.reason == e.reason))
+        thread = f"[{_short(e.thread)}]({e.thread})" if e.thread else "no"
+        size = f"**{e.severity}**, {e.status}"
+        cells = [", ".join(map(link, same)), e.ask, f"{e.get} ({size})", e.do, thread, e.fixed or "no"]
+        out.append("| " + " | ".join(cells).replace("\n", " ") + " |")
+    return "\n".join(out)
+
+
+def link(name: str) -> str:
+    return f"[{name}](frameworks/{name}.json)"  # in the site, its page
+
+
+def _short(thread: str) -> str:
+    owner, repo, _, number = thread.removeprefix("https://github.com/").split("/")[:4]
+    return f"{owner}/{repo}#{number}"
+
+
 def summary() -> str:
     """A row a framework."""
-    out = ["| framework | version | audited | losses | agree as they are | what differs: open, deliberate, numerical |",
-           "|---|---|---|---|---|---|"]  # fmt: skip
+    out = ["| framework | version | audited | losses | bugs | surprising defaults | documented choices | numerical |",
+           "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for a in audits():
-        rows = [r for r in a["rows"] if r["kind"] == "loss" and r["micro_batches"] == 1]
-        first = [r for r in rows if r["setting"] == "default"]
-        agree = sum(r["difference"] <= r["tol"] for r in first)
+        modes = len({r["mode"] for r in a["rows"] if r["kind"] == "loss"})
         status = [e.status for e in read(a["framework"])]
-        count = ", ".join(str(status.count(s)) for s in ("open", "deliberate", "numerical"))
-        modes = len({r["mode"] for r in rows})
-        link = f"[{a['framework']}](frameworks/{a['framework']}.md)"
-        out.append(f"| {link} | {a['version']} | {a['date']} | {modes} | {agree} of {len(first)} | {count} |")
+        count = " | ".join(str(status.count(s)) for s in STATUS)
+        out.append(f"| {link(a['framework'])} | {snapshot(a)} | {a['date']} | {modes} | {count} |")
     return "\n".join(out)
 
 
@@ -99,72 +134,52 @@ def objectives() -> str:
     """Objective x framework."""
     every = audits()
     known = {r["objective"] for a in every for r in a["rows"] if r["kind"] == "loss"}
-    out = [
-        "`=` agrees at its defaults, `s` at the paper's settings, not at its defaults, `≠` at neither; empty: absent.",
-        "With `≈` but for what is numerical, or for one denominator for the whole batch, which every framework has.",
-        "",
-    ]
-    out += ["| | " + " | ".join(f"[{a['framework']}](frameworks/{a['framework']}.md)" for a in every) + " |"]
-    out += ["|---" * (len(every) + 1) + "|"]
+    out = ["| | " + " | ".join(link(a["framework"]) for a in every) + " |", "|---" * (len(every) + 1) + "|"]
     for o in (n for n in names() if n in known):
-        out.append(f"| `{o}` | " + " | ".join(_sign(a, _of(a, o)) for a in every) + " |")
-    out += [
-        "",
-        "How, and at which default:",
-        "",
-        "| objective | framework | at its defaults | at the paper's settings |",
-        "|---|---|---|---|",
-    ]
-    for o in (n for n in names() if n in known):
-        for a in every:
-            if rows := _of(a, o):
-                said = [_said([r for r in rows if r["setting"] == s]) for s in AT]
-                out.append(f"| `{o}` | {a['framework']} {a['version']} | {said[0]} | {said[1]} |")
+        out.append(f"| `{o}` | " + " | ".join(sign(a, o) for a in every) + " |")
     return "\n".join(out)
 
 
-def _of(a: dict[str, Any], objective: str) -> list[dict[str, Any]]:
-    return [r for r in a["rows"] if r["objective"] == objective and r["kind"] == "loss" and r["micro_batches"] == 1]
+def sign(a: dict[str, Any], objective: str) -> str:
+    """ok, set, near, no; empty where it is absent."""
+    rows = [
+        r
+        for r in a["rows"]
+        if r["objective"] == objective and r["kind"] == "loss" and r["micro_batches"] == 1 and r["ok"]
+    ]
+    entries = read(a["framework"])
+    best = {s: min((left(r, entries) for r in rows if r["setting"] == s), default=3) for s in AT}
+    if best["default"] == 0:
+        return "ok"
+    if best["paper"] == 0:
+        return "set"
+    return "near" if min(best.values()) == 1 else "no" if rows else ""
 
 
-def _sign(a: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    minor = {words for words, e in a["entries"].items() if e["status"] == "numerical"} | {GROUPS.words}
-    exact = {r["setting"] for r in rows if r["difference"] <= r["tol"]}
-    nearly = {r["setting"] for r in rows if r["ok"] and {words for words, _ in r["reasons"]} <= minor}
-    signs = (("=", "default" in exact), ("≈", "default" in nearly), ("s", "paper" in exact), ("s ≈", "paper" in nearly))
-    return next((sign for sign, holds in signs if holds), "≠" if rows else "")
-
-
-def _said(rows: list[dict[str, Any]]) -> str:
-    say = lambda r: "agrees" if r["difference"] <= r["tol"] else "differs: " + "; ".join(w for w, _ in r["reasons"])
-    return "<br>".join(f"{_code(r['label'])} {say(r)}" for r in rows).replace("|", "\\|")
-
-
-def parts() -> str:
-    """KL terms, advantages, log-probabilities, aggregation."""
-    out = ["| what | framework | function | held against | |", "|---|---|---|---|---|"]
-    rows = [(a, r) for a in audits() for r in a["rows"] if r["kind"] in ORDER]
-    for a, r in sorted(rows, key=lambda x: ORDER.index(x[1]["kind"])):
-        why = [f"{w}, {_moved(s)}" for w, s in r["reasons"]]
-        said = "agrees" if r["difference"] <= r["tol"] else "differs: " + "; ".join(why)
-        out.append(f"| {r['kind']} | {a['framework']} | `{r['mode']}` | {r['promise']} | {said} |".replace(" || ", " "))
-    return "\n".join(out)
+def left(r: dict[str, Any], entries: list[Entry]) -> int:
+    """What a row leaves: 0 nothing but what is numerical or the batch's denominator, 1 little or a factor, 2 more."""
+    most = 0
+    for (words, _), effect in zip(r["reasons"], r["effects"], strict=True):
+        e = entry(r, words, entries)
+        if words == GROUPS.words or (e and e.status == "numerical"):
+            continue
+        size = Effect(*(float(effect[k]) for k in ("change", "cosine", "factor"))).severity
+        most = max(most, 1 if size in ("cosmetic", "rescales") else 2)
+    return most
 
 
 def statuses() -> str:
-    return "\n".join(f"* *{status}*: {says}" for status, says in STATUS.items())
+    out = [f"* *{status}*: {says}." for status, says in STATUS.items()]
+    return "\n".join([*out, "", *(f"* *{severity}*: {says}." for severity, says in SEVERITY.items())])
 
 
 def main(*asked: str):
     from upref.audits import audit
 
-    for name in asked if asked != ("--pages",) else [a["framework"] for a in audits()]:
+    for name in asked:
         file = FOLDER / f"{name}.json"
-        if asked != ("--pages",):
-            file.write_text(audit(name).json() + "\n", encoding="utf-8")
-        text = page(json.loads(file.read_text(encoding="utf-8")), read(name))
-        file.with_suffix(".md").write_text(text, encoding="utf-8")
-        print(f"{file}, and its page")
+        file.write_text(audit(name).json() + "\n", encoding="utf-8")
+        print(file)
 
 
 if __name__ == "__main__":

@@ -164,10 +164,10 @@ def field_objectives() -> str:
     return field.objectives()
 
 
-def field_parts() -> str:
+def field_first() -> str:
     from docs import field
 
-    return field.parts()
+    return field.first()
 
 
 def statuses() -> str:
@@ -250,7 +250,7 @@ def fuzzed() -> str:
 
 
 SEES = (axes, tolerances, habits, fuzzed)
-FIELD = (frameworks, field_objectives, field_parts, statuses, wild, wild_tally, wild_estimators)
+FIELD = (frameworks, field_first, field_objectives, statuses, wild, wild_tally, wild_estimators)
 GENERATED = {
     f.__name__: f
     for f in (letters, objectives, tally, verdicts, round_two, *FIELD, claims, claims_tally, benchmarks, lessons, *SEES)

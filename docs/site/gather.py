@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from docs import field as frameworks
 from docs.site import api, derivations, objectives
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +97,8 @@ class Gathering:
             if not target or re.match(r"[a-z]+:", m[2]):
                 return m[0]
             path = os.path.normpath(folder / target)
+            if re.fullmatch(r"docs/frameworks/\w+\.json", path):  # which its page says in words
+                return m[1] + os.path.relpath(path[5:-5] + ".md", Path(name).parent) + m[3]
             if not (ROOT / path).exists():
                 return m[0]  # a page that is generated, or Sphinx will complain
             leads = os.path.relpath(self.put(path), Path(name).parent)
@@ -185,6 +188,7 @@ def gather(source: Path):
         if (ROOT / page).exists():
             g.page(page)
     g.texts["explorer"] = (Path(__file__).parent / "explorer.md").read_text(encoding="utf-8")
+    g.texts |= frameworks.pages()
     own = objectives.pages(source)
     linked = re.compile(r"^\| `(\w+)` \|", re.M)
     g.texts["objectives"] = linked.sub(r"| [`\1`](objectives/\1.md) |", g.texts["objectives"])

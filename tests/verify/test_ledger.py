@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from upref import InputError, audits
-from upref.audits.ledger import hold, read
+from upref.audits.ledger import hold, ranked, read, summary
 from upref.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +67,7 @@ def test_every_entry_has_its_paper_and_its_own_name():
         assert f"{{{e.bib}," in papers and e.paper and e.code, e.key
         assert not e.link or e.link.startswith("https://github.com/"), e.key
         assert e.key.startswith(f"{e.framework}-".replace("_", "-"))
+        assert not e.thread or e.thread.startswith("https://github.com/"), e.key
     assert len({e.key for e in ENTRIES}) == len(ENTRIES) == len({(e.framework, e.reason) for e in ENTRIES})
 
 
@@ -74,7 +75,7 @@ def test_a_broken_ledger_is_one_sentence():
     for text in (
         "x = [",
         "[[deviation]]\nkey = 'a'",
-        (ROOT / "upref/frameworks/verl/ledger.toml").read_text().replace('"open"', '"?"'),
+        (ROOT / "upref/verify/audit/verl.toml").read_text().replace('"bug"', '"?"'),
     ):
         with pytest.raises(InputError, match="ledger"):
             read("verl", text)
@@ -90,14 +91,8 @@ def test_command(name, capsys):
     assert all(key in out for key in keys) and f"upref check {name}:" in out
 
 
-@pytest.mark.verl
-@pytest.mark.trl
-def test_the_page_of_frameworks_quotes_the_audits():
-    """Every `... -> ...` of the findings in docs/frameworks.md is what an audit prints now."""
-    page = (ROOT / "docs/frameworks.md").read_text(encoding="utf-8")
-    section = " ".join(page.split("## verl and TRL: the ones to know")[1].split("\n## ")[0].split())
-    said = [f"{reason}; {spot}" for name in ("verl", "trl") for row in audit(name).rows for reason, spot in row.reasons]
-    quotes = [q for q in section.split("`")[1::2] if "->" in q]
-    assert len(quotes) == 9
-    for quote in quotes:
-        assert any(quote in text for text in said), quote
+def test_the_summary_counts_and_names_the_worst():
+    mine = [e for e in ENTRIES if e.framework == "trinity"]
+    said = summary("trinity", mine)
+    assert f"{sum(e.status == 'bug' for e in mine)} bugs" in said and ranked(mine)[0].key in said
+    assert summary("x", []) == "x: 0 bugs, 0 surprising defaults and 0 documented choices."

@@ -19,10 +19,12 @@ from upref.audits import components as parts
 from upref.audits import isolated
 from upref.audits.compare import MICRO, TOL, Comparison, Row, compare, difference, grid, unit
 from upref.audits.framework import Framework
-from upref.audits.ledger import FRAMEWORKS, Entry, hold, moved, plainly, read
+from upref.audits.ledger import FRAMEWORKS, Entry, hold, moved, plainly, read, summary
 from upref.errors import InputError
 from upref.verify.faults import Slip
 from upref.weights.batches import grad
+
+OWN = ("compare", "ledger")  # every other file of this folder is a framework
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Audit:
     out_of_scope: dict[str, str]
     against_ledger: list[str]  # a sentence for each deviation that is not as recorded
     remarks: list[str]
-    entries: dict[str, Entry] = field(repr=False)  # by the words of the reason
+    entries: list[Entry] = field(repr=False)
     defaults: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)  # by loss, as its config has them
     date: str = ""
 
@@ -51,7 +53,8 @@ class Audit:
 
     def json(self) -> str:
         rows = [asdict(r) | {"verdict": r.verdict, "ok": r.ok} for r in self.rows]
-        said = _finite(asdict(self) | {"rows": rows, "ok": bool(self)})
+        entries = [{"key": e.key, "status": e.status, "severity": e.severity, "change": e.change} for e in self.entries]
+        said = _finite(asdict(self) | {"rows": rows, "ok": bool(self), "entries": entries})
         return json.dumps(said, indent=2, ensure_ascii=False, allow_nan=False)
 
     def __rich_console__(self, console, options):
@@ -60,11 +63,16 @@ class Audit:
 
         title = f"{self.framework} {self.version} against the reference"
         table = Table(title=title, title_justify="left", show_lines=True)
-        for column in (self.framework, "held against", "verdict", "why [ledger], and where: weight expected -> found"):
+        for column in (
+            self.framework,
+            "held against",
+            "verdict",
+            "why [ledger], and where: weight with that repaired -> found",
+        ):
             table.add_column(escape(column), overflow="fold")
         table.add_column("then remains")
         for r in self.rows:
-            because = [self._because(said, spot) for said, spot in r.reasons]
+            because = [self._because(r, said, spot) for said, spot in r.reasons]
             because = because if r.agrees or r.ok else [f"largest difference; {r.spot}", *because]
             loss = r.label + (f", in {r.micro_batches} micro-batches" if r.micro_batches > 1 else "")
             remains = "" if r.agrees else f"{r.remains:.1e}"
@@ -81,9 +89,21 @@ class Audit:
         if self.unaudited:
             yield f"Not audited, unknown to this version of upref: {', '.join(self.unaudited)}."
         yield from (escape(f"LEDGER: {line}") for line in self.against_ledger)
+        yield escape(self.sentence)
 
-    def _because(self, said: str, spot) -> str:
-        entry = self.entries.get(said)
+    @property
+    def sentence(self) -> str:
+        """How many bugs, surprising defaults and documented choices are recorded, and which is the worst."""
+        return summary(f"{self.framework} {self.version}", self.entries)
+
+    def entry(self, row: Row, said: str) -> Entry | None:
+        """The entry that records this reason of this row."""
+        at = (row.label, row.promise, row.micro_batches)
+        mine = (e for e in self.entries if e.reason == said)
+        return next((e for e in mine if at in {(x.loss, x.held_against, x.micro_batches) for x in e.evidence}), None)
+
+    def _because(self, row: Row, said: str, spot) -> str:
+        entry = self.entry(row, said)
         tag = f" [{entry.status}: {entry.key}]" if entry else ""
         return (f"{said}; {spot}" if spot.difference else said) + tag
 
@@ -144,7 +164,7 @@ def audit(
     against += moved(name, defaults, version) + hold(rows, entries, version, comparisons is None, gone)
     return Audit(
         name, version, rows, sorted(set(poisoned)), sorted(m for m in now if m not in known), f.out_of_scope, against,
-        [*(inside["remarks"] if inside else []), *f.remarks()], {e.reason: e for e in entries}, defaults,
+        [*(inside["remarks"] if inside else []), *f.remarks()], entries, defaults,
         datetime.date.today().isoformat(),
     )  # fmt: skip
 

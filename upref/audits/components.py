@@ -5,6 +5,7 @@ As with losses, a difference is accounted for by reasons: what the reference bec
 left. Values are compared and, but for advantages, gradients.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from upref import advantages, kl
 from upref.aggregation import aggregate
-from upref.audits.compare import TOL, Row, Spot, difference
+from upref.audits.compare import TOL, Effect, Row, Spot, difference, typical
 from upref.errors import InputError
 from upref.logprobs import token_log_probs
 
@@ -126,10 +127,29 @@ def _row(framework: str, p: Part) -> Row:
     largest = _off(found, each[0]).max().item()
     worst = _spot(where, found, each[0])
     reasons = p.reasons if largest > p.tol else ()
-    changes = [(why[0], _spot(where, new, old)) for why, old, new in zip(reasons, each, each[1:], strict=False)]
+    changes = []
+    for why, old, new in zip(reasons, each, each[1:], strict=False):
+        i = int(_off(new, old).argmax())  # where this reason moves most: the paper's number there, and the framework's
+        changes.append((why[0], _spot(where[i : i + 1], found[i : i + 1], each[0][i : i + 1])))
+    usual = {"a typical batch": _typical(p.kind)} if reasons and p.kind in CASES else {}
+    sizes = [_asked(p, f, usual)[1] for f in steps[: len(reasons) + 1]] if usual else []
+    effects = [Effect.between(new, old) for old, new in itertools.pairwise(sizes)]
     remains = _off(found, each[len(reasons)]).max().item()
     command = f"upref audit {framework}"
-    return Row("default", p.mode, p.label, "", p.said, command, 1, largest, worst, changes, remains, p.tol, p.kind)
+    names = ("default", p.mode, p.label, "", p.said, command)
+    return Row(*names, 1, largest, worst, changes, remains, p.tol, p.kind, effects)
+
+
+def _typical(kind: str) -> tuple[Any, ...]:
+    """The arguments of a part on the typical batch of compare.py; for log-probabilities, logits of ordinary size."""
+    b = typical()
+    if kind == "advantages":
+        assert b.group is not None
+        return (b.adv[:, 0] > 0).to(b.adv), b.group
+    if kind == "kl":
+        assert b.logp_ref is not None
+        return b.logp[b.mask][None], b.logp_ref[b.mask][None]
+    return (b.logp * b.adv, b.mask) if kind == "aggregation" else _logits()["temperature 1"]
 
 
 def _asked(p: Part, f: Function, cases: dict[str, tuple[Any, ...]]) -> tuple[list[str], Tensor]:

@@ -3,20 +3,26 @@
 
 NAME.toml beside NAME.py is reviewed by hand, and every number in it was seen by running the framework. `hold` says
 where the framework no longer does what is recorded, and where it does what is not.
+
+Its table [ledger] says once what holds of all entries: version, source (where the lines stand), searched (which
+documents, comments and warnings were read before anything was called a bug), prelude (what the scripts begin with).
 """
 
+import ast
+import math
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from upref.audits.compare import Row, Spot
+from upref.audits.compare import SEVERITY, Effect, Row, Spot
 from upref.errors import InputError
 
 STATUS = {
-    "deliberate": "the framework documents it, or offers the paper's form as a setting",
-    "open": "nothing in the framework tells the user",
-    "numerical": "a guard or a rounding that training does not meet",
+    "bug": "it does what its name, its documentation or its other settings contradict, and no text says so",
+    "surprising default": "the name alone does not give the paper's objective; not every framework with it says so",
+    "documented choice": "documentation, help, a comment or a warning of the framework states it",
+    "numerical": "a guard or a rounding that training hardly meets",
 }
 
 
@@ -52,25 +58,45 @@ class Entry:
     bib: str
     paper: str
     code: str
-    link: str
     evidence: list[Evidence]
-    words: str = ""  # upstream's own, where it is deliberate
+    severity: str = ""  # a key of SEVERITY, as the audit computes it from the largest effect of a row of the evidence
+    change: float = 0.0  # |v - w| / |w| of that effect
+    line: str = ""  # the line of code: PATH#LNUMBER below `source`
+    words: str = ""  # where the framework says so, in its own words
+    link: str = ""  # where these words stand
+    thread: str = ""  # upstream's issue or pull request
+    fixed: str = ""  # the version or commit that repaired it
     fix: str = ""
     proof: str = ""  # a script that needs the framework and torch alone
     prints: str = ""  # what it prints: expected and found
+    ask: str = ""  # for the table to read first: what one asks for, what one gets, what to do
+    get: str = ""
+    do: str = ""
+    source: str = ""
+    searched: str = ""
+
+    @property
+    def at(self) -> str:
+        """The line of code, as a link."""
+        return self.source + self.line if self.line else ""
 
     def __str__(self) -> str:
         lines = [f"{self.key} ({self.status}; {self.framework} {self.version}): {self.reason}"]
-        lines += [
-            f"    paper  {self.bib}: {self.paper}",
-            f"    code   {self.code}",
-            f"    link   {self.link or 'no thread known'}",
-        ]
-        lines += [f"    words  {self.words}"] * bool(self.words)
+        lines += [f"    paper  {self.bib}: {self.paper}", f"    code   {self.code}"]
+        said = {"line": self.at, "told": self.words and f'"{self.words}" ({self.link})', "thread": self.thread}
+        said |= {"fixed": self.fixed, "size": self.severity and f"{self.severity}: {self.size}"}
+        lines += [f"    {k:6} {v}" for k, v in said.items() if v]
         for e in self.evidence:
             parts = f" (in {e.micro_batches} micro-batches)" if e.micro_batches > 1 else ""
             lines += [f"    shown  upref check {self.framework}:{e.command}{parts}", f"           {e}"]
         return "\n".join(lines)
+
+    @property
+    def size(self) -> str:
+        """How much of a typical batch's gradient it changes, in words."""
+        if self.change == math.inf:
+            return "there is a gradient where none should be"
+        return f"{100 * self.change:.3g} % of a typical batch's gradient changes"
 
 
 FRAMEWORKS = Path(__file__).parents[1] / "frameworks"
@@ -94,15 +120,38 @@ def read(name: str = "", text: str | None = None) -> list[Entry]:
     if not name:
         return [e for file in sorted(FRAMEWORKS.glob("*/ledger.toml")) for e in read(file.parent.name)]
     tables = recorded(name) if text is None else _tables(text)
+    shared = {"framework": name} | tables.get("ledger", {})
+    prelude = shared.pop("prelude", "").strip()
     try:
-        given = [{"framework": name} | t for t in tables.get("deviation", [])]
+        given = [shared | t for t in tables.get("deviation", [])]
+        given = [t | {"proof": _script(prelude, t["proof"].strip())} if t.get("proof") else t for t in given]
         entries = [Entry(**t | {"evidence": [Evidence(**e) for e in t.get("evidence", [])]}) for t in given]
     except TypeError as error:
         raise InputError(f"the ledger of {name} cannot be read: {error}") from error
     for e in entries:
-        if e.status not in STATUS or not e.evidence:
-            raise InputError(f"ledger entry {e.key}: status is one of {', '.join(STATUS)}, and evidence is not empty.")
+        if e.status not in STATUS or e.severity not in ("", *SEVERITY) or not e.evidence:
+            raise InputError(
+                f"ledger entry {e.key}: status is one of {', '.join(STATUS)}, severity one of {', '.join(SEVERITY)}, "
+                "and evidence is not empty."
+            )
     return entries
+
+
+def _script(prelude: str, proof: str) -> str:
+    """The proof after those statements of the prelude whose names it uses."""
+    lines, kept = prelude.splitlines(), ast.parse(proof).body
+    out: list[str] = []
+    for node in reversed(ast.parse(prelude).body):
+        used = {x.id for n in kept for x in ast.walk(n) if isinstance(x, ast.Name)}
+        names = {a.asname or a.name.partition(".")[0] for a in getattr(node, "names", [])}
+        names |= {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+        patches = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)
+        if patches or used & (names | {getattr(node, "name", "")}):
+            kept.append(node)
+            out[:0] = lines[node.lineno - 1 : node.end_lineno]
+    plain = [x.removeprefix("import ") for x in out if x.startswith("import ")]
+    rest = [x for x in out if not x.startswith("import ")]
+    return "\n".join([*([f"import {', '.join(plain)}"] * bool(plain)), *rest, proof])
 
 
 def moved(name: str, defaults: dict[str, dict[str, Any]], version: str) -> list[str]:
@@ -140,6 +189,8 @@ def hold(rows: list[Row], entries: list[Entry], version: str, complete: bool, go
             elif known[key][1] != now:
                 entry, then = known[key]
                 said.append(f"{entry.key} has changed, {then} in {entry.version}, {now} in {version} ({now.command})")
+    if complete:
+        said += sizes(rows, entries)
     for key in known.keys() - seen:
         if (complete or key[1:] in audited) and key[1].partition(",")[0] not in gone:
             entry, then = known[key]
@@ -147,7 +198,54 @@ def hold(rows: list[Row], entries: list[Entry], version: str, complete: bool, go
     return sorted(said)
 
 
+def sizes(rows: list[Row], entries: list[Entry]) -> list[str]:
+    """Sentences: entries whose severity, or share of a typical batch's gradient, is no longer what is recorded."""
+    out = []
+    for e in entries:
+        if worst := largest(rows, e):
+            share = float(f"{worst.change:.2g}")
+            if (e.severity, e.change) != (worst.severity, share):
+                out.append(
+                    f"{e.key} is of another size: severity {worst.severity}, change {share:g}, recorded "
+                    f"{e.severity or 'nothing'}, {e.change:g}"
+                )
+    return out
+
+
+def largest(rows: list[Row], e: Entry) -> Effect | None:
+    """The effect of this entry in that row of its evidence where it is most severe."""
+    mine = {(x.loss, x.held_against, x.micro_batches) for x in e.evidence}
+    effects = [
+        effect
+        for r in rows
+        if (r.label, r.promise, r.micro_batches) in mine
+        for (words, _), effect in zip(r.reasons, r.effects, strict=False)
+        if words == e.reason
+    ]
+    return severest(effects) if effects else None
+
+
+def severest(effects: list[Effect]) -> Effect:
+    return min(effects, key=lambda x: ([*SEVERITY].index(x.severity), -x.change))
+
+
 def as_evidence(r: Row, spot: Spot) -> Evidence:
     """What the ledger has to say of this row's reason."""
     shown = (spot.where, *spot.weights) if spot.difference else ("", "", "")
     return Evidence(r.label, r.promise, *shown, r.micro_batches)
+
+
+def ranked(entries: list[Entry]) -> list[Entry]:
+    """The most severe first; of one severity bugs, then surprising defaults, then what is documented."""
+    severe = [*SEVERITY, ""]
+    return sorted(entries, key=lambda e: (severe.index(e.severity), [*STATUS].index(e.status), -e.change))
+
+
+def summary(name: str, entries: list[Entry]) -> str:
+    """One sentence: how many entries of each status, and the worst."""
+    count = lambda status: sum(e.status == status for e in entries)
+    many = lambda n, one: f"{n} {one}" + ("" if n == 1 else "s")
+    words = {status: many(count(status), status) for status in STATUS if status != "numerical"}
+    said = f"{name}: {', '.join(list(words.values())[:-1])} and {words['documented choice']}"
+    worst = next((e for e in ranked(entries) if e.status in ("bug", "surprising default")), None)
+    return f"{said}; the worst is {worst.key}: {worst.reason} ({worst.severity})." if worst else f"{said}."

@@ -2,13 +2,20 @@
 """A ledger entry as a bug report for upstream; the scripts of the ledger, run; what a new ledger has to record."""
 
 import json
+import re
+import sys
+import textwrap
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import upref
 from upref.audits import isolated
 from upref.audits.child import scripts
+from upref.audits.compare import SEVERITY, Effect
 from upref.audits.framework import Framework
-from upref.audits.ledger import Entry, as_evidence, read, recorded
+from upref.audits.isolated.pin import cache
+from upref.audits.ledger import STATUS, Entry, as_evidence, read, recorded, severest
 from upref.errors import InputError
 
 
@@ -20,23 +27,50 @@ def ledger(name: str, as_json: bool) -> str:
 
 
 def report(name: str, key: str) -> str:
-    """The text of a bug report; InputError where the ledger has no such entry."""
+    """An issue for upstream; InputError where the ledger has no such entry."""
     entries = {e.key: e for e in read(name)}
     if key not in entries:
         raise InputError(f"the ledger of {name} has no {key!r}: choose {', '.join(entries) or 'nothing, it is empty'}.")
     e = entries[key]
-    lines = [f"# {name} {e.version}, {e.code.partition(':')[0]}: {e.reason}", ""]
-    lines += [f"**Promised** ({e.bib}): {e.paper}.", "", f"**Found**: {e.code}.", ""]
-    lines += [f"**Status**: {e.status}" + (f'; upstream says: "{e.words}"' if e.words else "") + "."]
-    lines += [f"**Thread**: {e.link or 'none known'}", ""]
+    where = e.code.partition(":")[0]
+    lines = [f"# {where}: {e.reason}", "", f"**Version**: {name} {e.version}.  "]
+    lines += [f"**Paper**: {paper(e.bib)}: {e.paper}.  "]
+    lines += [f"**Code**: {e.code}.  "] + [f"**Line**: {e.at}  "] * bool(e.line)
+    lines += [*_lines_of_code(e), ""]
     if e.proof:
-        lines += ["A script that needs the framework and torch alone:", "", "```python", e.proof.strip(), "```", ""]
-        lines += ["It prints", "", "```text", e.prints.strip(), "```", ""]
-    lines += ["By `upref audit " + name + "`, the gradient weight of a token (or the number itself):", ""]
-    lines += ["| what | held against | where: expected -> found |", "|---|---|---|"]
+        expected, _, found = e.prints.partition(" found ")
+        lines += [f"**Reproduce** (needs {name} and torch alone):", "", "```python", e.proof.strip(), "```", ""]
+        lines += [f"**Expected**: `{expected.removeprefix('expected ')}`  ", f"**Found**: `{found}`", ""]
+    if e.severity:
+        lines += [f"**Size**: {SEVERITY[e.severity]}; {e.size} (`upref audit {name}` says which batch is typical).", ""]
+    told = f'"{e.words}" ({e.link})' if e.words else "nowhere that was searched"
+    lines += [f"**Documented**: {told}. Searched: {e.searched}.  "]
+    lines += [f"**Thread**: {e.thread or 'none found'}  "] + [f"**Fixed in**: {e.fixed}  "] * bool(e.fixed)
+    lines += [f"**Proposed fix**: {e.fix}."] if e.fix else []
+    lines += ["", f"Status by upref: *{e.status}* ({STATUS[e.status]}). Gradient weights of a token, with this alone"]
+    lines += ["repaired and as it is:", "", "| loss | held against | where: repaired -> found |", "|---|---|---|"]
     lines += [f"| `{x.loss}` | `{x.held_against}` | {x} |" for x in e.evidence]
-    lines += ["", f"**A fix**: {e.fix}."] if e.fix else []
     return "\n".join(lines)
+
+
+def paper(bib: str) -> str:
+    """Its title and where it is, from papers.bib; the key where that has neither."""
+    text = (Path(upref.__file__).parent / "papers.bib").read_text(encoding="utf-8")
+    entry = text.partition(f"{{{bib},")[2].partition("\n}")[0]
+    title, eprint, url = (re.search(rf"^\s*{k}\s*=\s*{{(.*)}}", entry, re.M) for k in ("title", "eprint", "url"))
+    at = f"https://arxiv.org/abs/{eprint[1]}" if eprint else url[1] if url else ""
+    return ", ".join(filter(None, [re.sub(r"[{}]", "", title[1]) if title else bib, at]))
+
+
+def _lines_of_code(e: Entry) -> list[str]:
+    """The two lines of code, where the framework's files are at hand; empty elsewhere."""
+    path, _, n = e.line.partition("#L")
+    roots = [*cache().glob(f"{e.framework}-{e.version}*"), *map(Path, sys.path)]
+    file = next((root / path for root in roots if n and (root / path).is_file()), None)
+    if file is None:
+        return []
+    code = file.read_text(encoding="utf-8").splitlines()[int(n) - 1 : int(n) + 1]
+    return ["", "```python", *textwrap.dedent("\n".join(code)).rstrip().splitlines(), "```"]
 
 
 @dataclass(frozen=True)
@@ -83,10 +117,15 @@ def draft(a: Any) -> str:
         own = {m: {k: v for k, v in d.items() if k not in shared} for m, d in a.defaults.items()}
         for mode, fields in ({"every": shared} | own).items():
             lines += [f"[defaults.{mode}]", *(f"{k} = {_toml(v)}" for k, v in fields.items()), ""] * bool(fields)
-    known = {(e.reason, x) for e in a.entries.values() for x in e.evidence}
+    known = {(e.reason, x) for e in a.entries for x in e.evidence}
+    if not recorded(a.framework).get("ledger"):
+        said = [f'version = "{a.version}"', 'source = "?"', 'searched = "?"']
+        lines = ["[ledger]", *said, 'prelude = """', '"""', "", *lines]
     new: dict[str, list[str]] = {}
+    sizes: dict[str, list[Effect]] = {}
     for r in a.rows:
-        for words, spot in r.reasons:
+        for (words, spot), effect in zip(r.reasons, r.effects, strict=True):
+            sizes.setdefault(words, []).append(effect)
             if (words, x := as_evidence(r, spot)) not in known:
                 pairs = {"loss": x.loss, "held_against": x.held_against, "where": x.where}
                 pairs |= {"expected": x.expected, "found": x.found}
@@ -94,8 +133,10 @@ def draft(a: Any) -> str:
                 said = ", ".join(f"{k} = {_toml(v)}" for k, v in pairs.items() if v)
                 new.setdefault(words, []).append(f"    {{ {said}{more} }},")
     for words, evidence in new.items():
-        lines += ["[[deviation]]", f'key = "{a.framework}-?"', f'version = "{a.version}"', 'status = "?"']
-        lines += [f"reason = {_toml(words)}", 'bib = "?"', 'paper = "?"', 'code = "?"', 'link = ""', 'fix = "?"']
+        size = severest(sizes[words])
+        lines += ["[[deviation]]", f'key = "{a.framework}-?"', 'status = "?"', f'severity = "{size.severity}"']
+        lines += [f"change = {float(f'{size.change:.2g}')}", f"reason = {_toml(words)}", 'bib = "?"', 'paper = "?"']
+        lines += ['code = "?"', 'line = "?"', 'fix = "?"']
         lines += ["evidence = [", *evidence, "]", "proof = '''\n'''", 'prints = "expected ?\\nfound ?"', ""]
     return "\n".join(lines)
 

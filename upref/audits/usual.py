@@ -10,7 +10,7 @@ from upref.audits.compare import MICRO
 from upref.ops import exp, minimum, sg
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
-from upref.verify.faults import Slip
+from upref.verify.faults import Slip, aggregated
 
 
 def _tokens(b: Rollouts) -> Rollouts:
@@ -39,6 +39,8 @@ CLAMP = Slip("log r clamped to ±20", "clip", view=_tokens)
 CLAMP_S = Slip("log s clamped to 10", "clip", view=_responses)
 CLAMP_K3 = Slip("k3 clamped to 10", "term", view=_far)
 MICRO_MEAN = Slip("the token mean of each micro-batch, then their mean", "batches", scale=_micro_tokens)
+BNPO = replace(MICRO_MEAN, words=f"{MICRO_MEAN.words}: bnpo by definition")
+ALWAYS = replace(aggregated("token-mean"), words="aggregated by token-mean, and no setting gives another")
 LUSPO = Slip(
     "a response weighs its length more (LUSPO): aggregated by seq-mean-token-sum",
     "aggregation",

@@ -25,7 +25,7 @@ class Pin:
 
     packages: requirements, installed without their dependencies; the framework's own first, unless it is on no index.
     files: the first 32 digits of the sha256 of each file that holds what is audited, by its path as it is imported.
-    repository, commit: for a framework on no package index; packages are then what it imports.
+    repository, commit, date: for a framework on no package index; packages are then what it imports.
     root: the folder of a checkout that its packages are imported from.
     shells: packages whose __init__ is skipped. stubs: modules that are not there; calling anything of them raises.
     decorators: callables of stubs that may be called while the framework is imported; what they decorate raises.
@@ -35,6 +35,7 @@ class Pin:
     files: dict[str, str]
     repository: str = ""
     commit: str = ""
+    date: str = ""  # of the commit
     root: str = ""
     shells: tuple[str, ...] = ()
     stubs: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ from upref.audits.compare import Comparison
 from upref.audits.components import Part
 from upref.audits.framework import Framework
 from upref.audits.isolated.pin import Pin
+from upref.audits.usual import ALWAYS
 from upref.verify.faults import GROUPS, aggregated, with_hp
 
 PIN = Pin(
@@ -69,13 +70,13 @@ SEQUENCE = {"importance_sampling_level": "sequence"}
 TOKENS = aggregated("token-mean")
 COMPARISONS = (
     Comparison("default", "ppo_actor_loss_fn", {}, "ppo_clip", {}),
-    Comparison("default", "ppo_actor_loss_fn", SEQUENCE, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2), TOKENS)),
+    Comparison("default", "ppo_actor_loss_fn", SEQUENCE, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2), ALWAYS)),
     Comparison("paper", "ppo_actor_loss_fn", {}, "grpo", {}, (TOKENS,)),
     Comparison("paper", "ppo_actor_loss_fn", {"eps_clip_higher": 0.28}, "dapo", {}, (GROUPS,)),
     Comparison("paper", "ppo_actor_loss_fn", {"eps_clip_higher": 0.28, "c_clip": 10.0}, "dapo", {"c": 10.0}, (GROUPS,)),
     Comparison("paper", "ppo_actor_loss_fn", SEQUENCE | {"eps_clip": 3e-4, "eps_clip_higher": 4e-4}, "gspo", {}, (
-        TOKENS,)),
-    Comparison("paper", "sapo_loss_fn", {}, "sapo", {}, (TOKENS,)),
+        ALWAYS,)),
+    Comparison("paper", "sapo_loss_fn", {}, "sapo", {}, (ALWAYS,)),
 )  # fmt: skip
 
 

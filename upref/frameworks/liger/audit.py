@@ -4,6 +4,7 @@
 import importlib
 import inspect
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from upref.audits.compare import Comparison
 from upref.audits.components import Part
 from upref.audits.framework import Framework
 from upref.audits.isolated.pin import Pin
-from upref.audits.usual import BY_TOKENS, LUSPO, MICRO_MEAN, capped
+from upref.audits.usual import BNPO, BY_TOKENS, LUSPO, capped
 from upref.ops import exp, minimum
 from upref.rollouts import Rollouts, per_response
 from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
@@ -79,13 +80,14 @@ NO_KL = {"beta": 0.0}  # its default is 0.04, and few papers have the term
 BETA = with_hp(beta=0.04)
 F32 = Slip("1.05 held in float32", "rounding", hp={"tau_neg": float(np.float32(1.05))})
 CLIP = with_hp(eps_low=0.2, eps_high=0.2)
+HIGH = replace(with_hp(eps_high=0.2), words="eps_high = 0.2, in a kernel whose callers hand over both bounds")
 GSPO = {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
 VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
 WIDTH = Slip("divided by the padded width", "aggregation",
              scale=lambda b: b.mask.sum(1, keepdim=True) / b.mask.shape[1])  # fmt: skip
 COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {}, (BETA,)),
-    Comparison("default", "dapo", NO_KL, "dapo", {}, (with_hp(eps_high=0.2), GROUPS)),
+    Comparison("default", "dapo", NO_KL, "dapo", {}, (HIGH, GROUPS)),
     Comparison("default", "bnpo", NO_KL, "ppo_clip", {}),
     Comparison("default", "dr_grpo", NO_KL | {"max_completion_length": 512}, "dr_grpo", {}, (
         Slip("divided by max_completion_length = 512", "aggregation", scale=lambda b: 1 / 512),)),
@@ -134,7 +136,7 @@ LIGER = Framework(
     one_adv=True,
     comparisons=COMPARISONS,
     parts=_parts,
-    split_reasons={"bnpo": MICRO_MEAN},
+    split_reasons={"bnpo": BNPO},
     out_of_scope={},
     remarks=lambda: [
         "Micro-batches as TRL's Liger path had it: the loss of each is divided by their number, but for dapo, cispo "

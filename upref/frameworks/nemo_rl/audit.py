@@ -15,7 +15,7 @@ from upref.audits.compare import Comparison
 from upref.audits.components import Part
 from upref.audits.framework import Framework
 from upref.audits.isolated.pin import Pin
-from upref.audits.usual import CLAMP_K3
+from upref.audits.usual import ALWAYS, CLAMP_K3
 from upref.kl import k3
 from upref.ops import exp, sg
 from upref.rollouts import Rollouts
@@ -29,6 +29,7 @@ PIN = Pin(
     ),
     repository="https://github.com/NVIDIA-NeMo/RL",
     commit="7ea279abfbeb698b092856d0dab61e7cf39bc909",
+    date="2026-08-22",
     files={
         HOME + "loss/loss_functions.py": "e0687539c27bf6c89c2e5c75219d2318",
         HOME + "advantage_estimator.py": "694e004dc8ff6f065e3259edd3172d63",
@@ -102,15 +103,15 @@ def _sampled_k3(beta: float):
 NO_KL = {"reference_policy_kl_penalty": 0.0}
 MEANS = NO_KL | {"token_level_loss": False}
 TIS = {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis"}
-FLOOR = Slip("weights in [0.8, 1.2]: ratio_clip_min is 0.2 for cispo too", "objective", objective="cispo_verl")
+FLOOR = Slip("weights in [0.8, 1.2], from both sides", "objective", objective="cispo_verl")
 TOKENS = aggregated("token-mean")
 COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {}, (with_hp(beta=0.01), _sampled_k3(0.01), CLAMP_K3, TOKENS)),
     Comparison("default", "ppo", NO_KL, "ppo_clip", {}),
-    Comparison("default", "reinforce-rloo", NO_KL, "rloo", {}, (TOKENS,)),
+    Comparison("default", "reinforce-rloo", NO_KL, "rloo", {}, (ALWAYS,)),
     Comparison("default", "gspo", NO_KL, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2),)),
     Comparison("default", "cispo", NO_KL, "cispo", {}, (FLOOR, GROUPS)),
-    Comparison("default", "truly-on-policy", NO_KL, "reinforce", {}, (TOKENS,)),
+    Comparison("default", "truly-on-policy", NO_KL, "reinforce", {}, (ALWAYS,)),
     Comparison("paper", "grpo", MEANS, "grpo", {}),
     Comparison("paper", "grpo", {"token_level_loss": False, "reference_policy_kl_penalty": 0.04}, "grpo",
                {"beta": 0.04}, (_sampled_k3(0.04), CLAMP_K3)),
@@ -119,7 +120,7 @@ COMPARISONS = (
     Comparison("paper", "gspo", NO_KL | {"ratio_clip_min": 3e-4, "ratio_clip_max": 4e-4}, "gspo", {}),
     Comparison("paper", "cispo", NO_KL | {"ratio_clip_min": 1.0, "ratio_clip_max": 4.0}, "cispo", {}, (GROUPS,)),
     Comparison("paper", "truly-on-policy", NO_KL | {"use_importance_sampling_correction": True}, "is_pg", {}, (
-        TOKENS,)),
+        ALWAYS,)),
     Comparison("paper", "truly-on-policy", NO_KL | TIS | {"truncated_importance_sampling_ratio": 5.0}, "cispo", {}, (
         GROUPS,)),
 )  # fmt: skip

@@ -22,6 +22,7 @@ PIN = Pin(
     packages=(),
     repository="https://github.com/allenai/open-instruct",
     commit="e6c3044aa6201c8bfa4573c1b03142af599e730d",
+    date="2026-08-20",
     files={
         "open_instruct/grpo_utils.py": "dcadf2c3ce4d3b70e0f113942a00226e",
         "open_instruct/model_utils.py": "ea12a42c088812498dd29f152c061ac3",

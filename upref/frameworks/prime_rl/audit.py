@@ -15,16 +15,18 @@ from upref.aggregation import aggregate
 from upref.audits.compare import Comparison
 from upref.audits.framework import Framework
 from upref.audits.isolated.pin import Pin
+from upref.audits.usual import ALWAYS
 from upref.ops import exp, where
 from upref.registry import get
 from upref.rollouts import Rollouts
-from upref.verify.faults import Slip, aggregated, with_hp
+from upref.verify.faults import Slip, with_hp
 
 CONFIGS = "../packages/prime-rl-configs/src/prime_rl/configs/trainer.py"
 PIN = Pin(
     packages=("beartype==0.22.9",),
     repository="https://github.com/PrimeIntellect-ai/prime-rl",
     commit="559b44772e471d1538537b8805cc77f3824a5e64",
+    date="2026-08-21",
     files={
         "prime_rl/trainer/rl/loss.py": "102b14539a2aa7e4b807967f9c9caeaa",
         "../packages/prime-rl-configs/src/prime_rl/configs/trainer.py": "8e9dfae7baf22c7eecd0238ddde47f2f",
@@ -85,18 +87,18 @@ def _ipo(lp, lp_old, A):
     return where(abs(exp(lp) - exp(lp_old)) <= 0.1, exp(lp - lp_old) * A, 0 * lp)
 
 
-TOKENS, PENALTY = aggregated("token-mean"), _squared(1e-3)
+PENALTY = _squared(1e-3)
 SYMMETRIC = Slip(
     "both signs are masked on both sides, where π_θ moved by more than 0.1", "objective",
     objective=replace(get("dppo_tv"), name="A r where |π_θ - μ| <= 0.1", fn=_ipo, defaults={},
                       closed_form=lambda r, A, mu: where(abs(r * mu - mu) <= 0.1, A * r, 0 * r)),
 )  # fmt: skip
 COMPARISONS = (
-    Comparison("default", "default", {}, "dppo_tv", {}, (with_hp(delta=0.2), TOKENS, PENALTY)),
-    Comparison("default", "ipo", {}, "dppo_tv", {}, (SYMMETRIC, TOKENS, PENALTY)),
+    Comparison("default", "default", {}, "dppo_tv", {}, (with_hp(delta=0.2), ALWAYS, PENALTY)),
+    Comparison("default", "ipo", {}, "dppo_tv", {}, (SYMMETRIC, ALWAYS, PENALTY)),
     Comparison("paper", "default", {"dppo_mask_low": 0.15, "dppo_mask_high": 0.15, "kl_tau": 0.0}, "dppo_tv", {}, (
-        TOKENS,)),
-    Comparison("paper", "ipo", {"kl_tau": 0.0}, "dppo_tv", {}, (SYMMETRIC, TOKENS)),
+        ALWAYS,)),
+    Comparison("paper", "ipo", {"kl_tau": 0.0}, "dppo_tv", {}, (SYMMETRIC, ALWAYS)),
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ PIN = Pin(
     packages=(),
     repository="https://github.com/alibaba/ROLL",
     commit="8eb27cc2dc34c4d1310b169d9b86d339004d811a",
+    date="2026-08-19",
     files={
         "roll/pipeline/rlvr/actor_pg_worker.py": "96c08e7ab2593967c1c5e836dfd8b1e4",
         "roll/pipeline/rlvr/actor_worker.py": "24ebc7737d76ba4e583204c5cd0125c3",
@@ -122,7 +123,7 @@ DUAL = Slip("c = 1.4 (r = 1.4 itself, where torch.max halves, is left out)", "hy
             skip=lambda b: (b.logp - b.logp_old - math.log(1.4)).abs() < 1e-12)  # fmt: skip
 NARROW = Slip("weights in [0.9, 1.1], from both sides", "objective", objective="cispo_verl",
               hp={"eps_low": 0.1, "eps_high": 0.1})  # fmt: skip
-TOKEN_TOPR = Slip("the ratio of each token is tapered, not the response's", "ratio",
+TOKEN_TOPR = Slip("the ratio of each token, not of the response", "ratio",
                   objective=replace(get("topr"), level="token", agg="seq-mean-token-sum"))  # fmt: skip
 NOTHING = Slip("no gradient: rl_loss_coef is 0, and nothing reads the two coefficients of the user guide", "term",
                scale=lambda b: 0.0)  # fmt: skip
@@ -141,8 +142,8 @@ COMPARISONS = (
     Comparison("default", "ppo", TOKENS | {"dual_clip_loss": True}, "ppo_clip", {"c": 3.0}, (DUAL,)),
     Comparison("default", "vanilla", {}, "reinforce", {}, (MEANS,)),
     Comparison("default", "topr", {}, "topr", {}, (TOKEN_TOPR, MEANS)),
-    Comparison("default", "tis", {}, "cispo", {"eps_high": 0.0}, (GROUPS, MEANS)),
-    Comparison("default", "cispo", {}, "cispo", {}, (NARROW, GROUPS, MEANS)),
+    Comparison("default", "tis", {}, "cispo", {"eps_high": 0.0}, (MEANS,)),
+    Comparison("default", "cispo", {}, "cispo", {}, (NARROW, MEANS)),
     Comparison("default", "cispo", {"cispo_use_unified_mask": True}, "grpo", {"eps": 0.1}, (UNIFIED,)),
     Comparison("paper", PLAIN, TOKENS, "ppo_clip", {}),
     Comparison("paper", PLAIN, TOKENS | HIGHER, "dapo", {}, (GROUPS,)),
@@ -198,7 +199,7 @@ def _parts() -> tuple[Part, ...]:
             ("the variance is the sample's (N - 1), 1e-8 is added to it and not to std", guarded),)),
         Part("kl", "kl", _kl("kl"), "k1"),
         Part("kl", "mse", _kl("mse"), "k2"),
-        Part("kl", "k3", _kl("k3"), "k3", reasons=(("clamped to 10", lambda lp, ref: k3(lp, ref).clamp(-10, 10)),)),
+        Part("kl", "k3", _kl("k3"), "k3", reasons=(("clamped to ±10", lambda lp, ref: k3(lp, ref).clamp(-10, 10)),)),
         Part("logprobs", "log_probs_from_logits", lambda x, tokens, t: _functions().log_probs_from_logits(
             x / t, tokens), "token_log_probs", tol=1e-4),
         Part("aggregation", "token-mean", _aggregated("token-mean"), "token-mean", reasons=(

@@ -152,7 +152,7 @@ def _parts() -> tuple[Part, ...]:
             ("the variance is the sample's (N - 1), 1e-8 is added to it and not to std", var),), tol=1e-6),
         Part("kl", "k1", _kl("k1"), "k1"),
         Part("kl", "k2", _kl("k2"), "k2"),
-        Part("kl", "k3", _kl("k3"), "k3", reasons=(("log-ratio clamped to ±20 and k3 to 10", _clamped_k3),)),
+        Part("kl", "k3", _kl("k3"), "k3", reasons=(("log-ratio clamped to ±20, the estimate to ±10", _clamped_k3),)),
         Part("logprobs", "logprobs_from_logits", lambda z, tokens, t: logprobs(z / t, tokens), "token_log_probs"),
     )  # fmt: skip
 

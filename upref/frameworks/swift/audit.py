@@ -17,7 +17,7 @@ from upref.audits.compare import Comparison
 from upref.audits.components import Part
 from upref.audits.framework import Framework
 from upref.audits.isolated.pin import Pin
-from upref.audits.usual import CLAMP_K3, MICRO_MEAN, capped
+from upref.audits.usual import BNPO, CLAMP_K3, capped
 from upref.kl import k3
 from upref.rollouts import Rollouts
 from upref.verify.faults import GROUPS, Slip, with_hp
@@ -190,7 +190,7 @@ SWIFT = Framework(
     plain=_plain,
     comparisons=COMPARISONS,
     parts=_parts,
-    split_reasons={"bnpo": MICRO_MEAN},
+    split_reasons={"bnpo": BNPO},
     out_of_scope={
         "fipo": "no objective of the registry: PPO's clip, weighted by the log-ratios of the tokens that follow",
         "real": "no objective of the registry: a contrast of the responses of one prompt",

@@ -74,7 +74,7 @@ def _clipped(low: float, high: float) -> Slip:
         fn=lambda lp, lp_old, A: clip(exp(lp - lp_old), low, high) * A,
         closed_form=lambda r, A: where(r <= high, where(r >= low, A * r, 0 * r), 0 * r),
     )
-    said = f"the ratio clipped to [{low:g}, {high:g}] multiplies A itself: beyond the bounds no gradient is left"
+    said = "the clipped ratio itself is multiplied by A, without a stop-gradient: no gradient is left beyond the bounds"
     return Slip(said, "stop-gradient", objective=form)
 
 

@@ -157,7 +157,7 @@ def _whitened(R: Tensor, group: Tensor) -> Tensor:
 
 def _parts() -> tuple[Part, ...]:
     norm, agg = {"ddof": 1, "eps": 1e-6}, _module("utils").aggregate_loss
-    alone = "a response without a peer has its reward for advantage"
+    alone = "one response in a group: its advantage is its reward"
     default = _module("algorithm").GRPOAlgorithm.default_config()["kl_loss_fn"]
     narrow = lambda lp, ref: maximum(minimum(kl.k3(lp, lp + clip(ref - lp, -20, 20)), 10.0), -10.0)
     one = lambda promise, **hp: ((alone, _alone(promise, **hp)),)
@@ -168,11 +168,12 @@ def _parts() -> tuple[Part, ...]:
         Part("advantages", "rloo", _batch("rloo"), "leave_one_out", {}, one("leave_one_out"), tol=1e-5),
         Part("advantages", "reinforce", _group("reinforce"), "reward", tol=1e-5),
         Part("advantages", "reinforceplusplus", _batch("reinforceplusplus"), "whiten", {"ddof": 0, "eps": 1e-8}, (
-            ("the variance divides by N - 1, eps stands under the root", _whitened),), tol=1e-5),
+            ("the variance is the sample's (N - 1), 1e-8 is added to it and not to std", _whitened),), tol=1e-5),
         Part("kl", "k1", _kl("k1"), "k1"),
         Part("kl", "k2", _kl("k2"), "k2"),
         Part("kl", "k3", _kl("k3"), "k3"),
-        Part("kl", "low_var_kl", _kl("low_var_kl"), "k3", {}, (("clamped to ±10, its log-ratio to ±20", narrow),)),
+        Part("kl", "low_var_kl", _kl("low_var_kl"), "k3", {}, (
+            ("log-ratio clamped to ±20, the estimate to ±10", narrow),)),
         Part("kl", "GRPOAlgorithm's default", _kl(default), "k3", {}, (("k2 in the place of k3", kl.k2),)),
         Part("aggregation", "token-mean", lambda x, m: agg(x, m, "token-mean"), "token-mean"),
         Part("aggregation", "seq-mean-token-mean", lambda x, m: agg(x, m, "seq-mean-token-mean"),
@@ -180,7 +181,7 @@ def _parts() -> tuple[Part, ...]:
         Part("aggregation", "seq-mean-token-sum", lambda x, m: agg(x, m, "seq-mean-token-sum"), "seq-mean-token-sum"),
         Part("aggregation", "seq-mean-token-sum-norm", lambda x, m: agg(x, m, "seq-mean-token-sum-norm", 6.0),
              "seq-mean-token-sum-norm", {"length": 6}, (
-            ("the sum over responses, not their mean", lambda x, m: torch.where(m, x, 0).sum() / 6),)),
+            ("a sum over responses, not their mean", lambda x, m: torch.where(m, x, 0).sum() / 6),)),
     )  # fmt: skip
 
 

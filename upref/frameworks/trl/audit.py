@@ -11,7 +11,7 @@ from torch import Tensor
 from upref.aggregation import aggregate
 from upref.audits.compare import Comparison
 from upref.audits.framework import Framework
-from upref.audits.usual import BY_TOKENS, LUSPO, MICRO_MEAN, capped
+from upref.audits.usual import BNPO, BY_TOKENS, LUSPO, capped
 from upref.foreign.trl import loss_types, trl, trl_loss
 from upref.kl import k3
 from upref.ops import exp
@@ -51,7 +51,7 @@ COMPARISONS = (
     Comparison("default", "dapo", {"importance_sampling_level": "sequence"}, "gspo", {}, (
         with_hp(eps_low=0.2, eps_high=0.2), aggregated("token-mean"))),
     Comparison("default", "cispo", {}, "cispo", {}, (
-        Slip("epsilon_high is the cap itself, 0.2 by default: every weight is at most 0.2", "objective",
+        Slip("epsilon_high is the cap itself: every weight is at most 0.2", "objective",
              objective=capped(0.2)), GROUPS)),
     Comparison("default", "sapo", {}, "sapo", {}, (F32,)),
     Comparison("default", "vespo", {}, "vespo", {}, (BY_TOKENS,), one_adv=True),
@@ -100,7 +100,7 @@ TRL = Framework(
     loss=lambda c, b, padding: trl_loss(c.mode, b, padding=padding, **c.config),
     modes=_modes,
     comparisons=COMPARISONS,
-    split_reasons={"bnpo": MICRO_MEAN},
+    split_reasons={"bnpo": BNPO},
     out_of_scope=OUT_OF_SCOPE,
     remarks=lambda: REMARKS,
 )

@@ -16,7 +16,7 @@ from upref.audits.compare import Comparison
 from upref.audits.components import Part
 from upref.audits.framework import Framework
 from upref.audits.isolated.pin import Pin
-from upref.audits.usual import CLAMP_K3, LUSPO, MICRO_MEAN, capped
+from upref.audits.usual import BNPO, CLAMP_K3, LUSPO, capped
 from upref.ops import exp, expm1
 from upref.rollouts import Rollouts
 from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
@@ -81,7 +81,9 @@ HIGHER = {"epsilon_high": 0.28}
 CAP = Slip("epsilon_high is the cap itself: every weight is at most 0.2", "objective", objective=capped(0.2))
 F32 = Slip("1.05 held in float32", "rounding", hp={"tau_neg": float(np.float32(1.05))})
 LENGTH = Slip("divided by max_completion_length = 8192", "aggregation", scale=lambda b: 1 / 8192)
-TOKEN = Slip("the ratio of each token, eps = 0.2", "objective", objective="ppo_clip", hp={"eps": 0.2})
+TOKEN = Slip(
+    "the ratio of each token (importance_sampling_level), eps = 0.2", "objective", objective="ppo_clip", hp={"eps": 0.2}
+)
 WEIGHTED = Slip("the KL term is multiplied by the ratio, which is differentiated too, and clamped to 10", "term",
                 hp={"beta": 0.0}, term=_weighted_kl)  # fmt: skip
 CLIP = with_hp(eps_low=0.2, eps_high=0.2)
@@ -127,7 +129,7 @@ UNSLOTH = Framework(
     plain=_plain,
     comparisons=COMPARISONS,
     parts=_parts,
-    split_reasons={"bnpo": MICRO_MEAN},
+    split_reasons={"bnpo": BNPO},
     out_of_scope={"vespo": "its weight is computed by TRL's function, which the trainer hands over"},
     remarks=lambda: [
         "grpo_compute_loss as UnslothEfficientGRPO calls it, which then differentiates it in one chunk. Defaults are "

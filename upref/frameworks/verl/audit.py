@@ -44,7 +44,7 @@ COMPARISONS = (
     Comparison("default", "gspo", TOKENS, "gspo", {}, (
         with_hp(eps_low=0.2, eps_high=0.2), aggregated("token-mean"), CLAMP_S)),
     Comparison("default", "cispo", TOKENS, "cispo", {}, (
-        Slip("two-sided, weights in [0.8, 1.2] (cispo_verl)", "objective", objective="cispo_verl"), GROUPS)),
+        Slip("weights in [0.8, 1.2], from both sides", "objective", objective="cispo_verl"), GROUPS)),
     Comparison("default", "sapo", TOKENS, "sapo", {}),
     Comparison("default", "geo_mean", TOKENS, "gmpo", {}, (with_hp(eps=0.2),)),
     Comparison("default", "dppo_tv", TOKENS, "dppo_tv", {}, (*_dppo("tv", 0.2, 3.0), aggregated("token-mean"))),
