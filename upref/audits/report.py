@@ -119,8 +119,8 @@ def draft(a: Any) -> str:
             lines += [f"[defaults.{mode}]", *(f"{k} = {_toml(v)}" for k, v in fields.items()), ""] * bool(fields)
     known = {(e.reason, x) for e in a.entries for x in e.evidence}
     if not recorded(a.framework).get("ledger"):
-        said = [f'version = "{a.version}"', 'source = "?"', 'searched = "?"']
-        lines = ["[ledger]", *said, 'prelude = """', '"""', "", *lines]
+        table = [f'version = "{a.version}"', 'source = "?"', 'searched = "?"']
+        lines = ["[ledger]", *table, 'prelude = """', '"""', "", *lines]
     new: dict[str, list[str]] = {}
     sizes: dict[str, list[Effect]] = {}
     for r in a.rows:
