@@ -29,6 +29,8 @@ CALLED = {
         "new",
         "curr_logp",
         "logp_new",
+        "trainer_logprobs",
+        "trainer_log_probs",
     ],
     "logp_old": [
         "old_log_prob",
@@ -38,6 +40,7 @@ CALLED = {
         "sampling_logp",
         "logp_old",
         "oldLogProb",
+        "inference_logprobs",
         "old_",
     ],
     "adv": ["advantages", "adv", "advs", "A", "token_advantages"],

@@ -38,7 +38,7 @@ SAMPLER = (
     "generator",
 )  # the engine's, beside another old one
 REFERENCE = ("ref", "reference")
-NEW = ("new", "cur", "curr", "current", "policy", "actor")
+NEW = ("new", "cur", "curr", "current", "policy", "actor", "trainer", "training", "learner")
 LOG_P = re.compile(r"log_?p(rob(abilitie)?|s|i|\b|_|$)|(^|_)lps?(_|$)|log_?likelihood|(^|_)ll(_|$)")
 COUNTS = {"coef", "coeff", "coefficient", "weight", "weights", "size", "num", "threshold", "kl", "clip", "values"}
 NEVER = {"model", "batch", "inputs", "tokenizer", "data", "sample", "samples", "config", "cfg", "args", "trainer"}
@@ -76,8 +76,8 @@ def role(name: str) -> str:
         return "adv"
     if plain in EXACT:
         return EXACT[plain]
-    if not said or set(said) & NEVER:
-        return ""
+    if not said or said[-1] in NEVER or (set(said) & NEVER and not LOG_P.search(plain)):
+        return ""  # `model_inputs`, but not `trainer_logprobs`
     if set(said) & OTHER:
         return ""
     if any(w.startswith("mask") for w in said):
@@ -104,6 +104,8 @@ def role(name: str) -> str:
 def not_given(name: str) -> bool:
     """Whether the name says that it wants what upref does not give: probabilities, a ratio, lengths, a model."""
     said = set(words(name))
+    if role(name):
+        return False
     if said & (NEVER | OTHER | ELSE) or any(w.startswith("mask") for w in said):
         return True
     return not LOG_P.search("_".join(words(name))) and bool(
