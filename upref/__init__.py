@@ -8,6 +8,7 @@ from upref import _moved
 
 if TYPE_CHECKING:
     from upref.aggregation import Totals, aggregate, row_weights
+    from upref.audits import audit
     from upref.derivation import derive
     from upref.diagnostics import diagnose
     from upref.errors import InputError
@@ -46,6 +47,7 @@ _HOME = {
     "assert_logprobs": "integrations.pytest_plugin",
     "assert_policy_loss": "integrations.pytest_plugin",
     "assert_step": "integrations.pytest_plugin",
+    "audit": "audits",
     "cap_map": "weights.plots",
     "capacity": "weights.capacity",
     "check": "verify.check",
@@ -76,6 +78,7 @@ __all__ = [
     "assert_logprobs",
     "assert_policy_loss",
     "assert_step",
+    "audit",
     "cap_map",
     "capacity",
     "check",

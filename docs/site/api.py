@@ -9,7 +9,7 @@ import upref
 
 # Each name of upref.__all__ is in one of these.
 GROUPS = {
-    "Judge a loss": ["check", "identify", "check_advantages", "check_kl"],
+    "Judge a loss": ["check", "identify", "check_advantages", "check_kl", "audit"],
     "In pytest": ["assert_policy_loss", "assert_advantages", "assert_kl"],
     "Objectives": ["get", "names", "Objective", "objective", "up", "up_anchored", "derive"],
     "Batches and aggregation": ["Rollouts", "Totals", "aggregate", "row_weights"],

@@ -344,3 +344,45 @@ def test_an_optional_argument_gives_way_to_a_required_one_of_its_kind():
 
     report = upref.check(loss, "ppo_clip")
     assert report and "rollout_log_probs is left at its default, None" in report.contract, report.contract
+
+
+# ---- one name, one reading, in every place ---------------------------------------------------------------------------
+def test_a_loss_without_the_old_policy_is_read_where_the_objective_has_no_ratio():
+    def loss(log_prob, advantages, mask):
+        return -torch.where(mask, log_prob * advantages, 0).sum() / mask.sum()
+
+    assert upref.check(loss, "reinforce_off_policy", skip=QUICK)
+    assert upref.identify(loss).name == "reinforce_off_policy"
+    with pytest.raises(InputError, match="which argument is old_log_prob"):
+        upref.check(loss, "dapo")
+
+
+def test_a_hyperparameter_that_nobody_knows_is_an_error():
+    def loss(log_prob, old_log_prob, advantages, mask, clip=0.2, **more):
+        return up_dapo(log_prob, old_log_prob, advantages, mask)
+
+    up_dapo = lambda lp, old, A, m: upref.get("up_dapo").loss(upref.Rollouts(lp, old, A, m))
+    with pytest.raises(InputError, match="'epsilon_hihg' is no hyperparameter of up_dapo and no named argument"):
+        upref.check(loss, "up_dapo", epsilon_hihg=0.3)
+    assert upref.check(loss, "up_dapo", clip=0.3, skip=QUICK)
+
+
+@pytest.mark.parametrize("name", ["up_dapo", "up(sapo)", "nothing:here", "dpao", "liger:dapo"])
+def test_the_command_and_the_library_accept_the_same_names(name, capsys):
+    """All verbs and their twins, and the same sentence where a name means nothing."""
+    twins = {
+        ("check", name, "--as", "dapo", "--skip", "extremes"): lambda: upref.check(name, "dapo", skip=("extremes",)),
+        ("identify", name): lambda: upref.identify(name),
+        ("cap", name): lambda: upref.capacity(name, 0.01, 0.01),
+    }
+    for command, twin in twins.items() if name != "liger:dapo" else ():
+        status = main(list(command))
+        try:
+            twin()
+            assert status in (0, 1), command
+        except InputError:
+            assert status == 2, command
+    if name == "liger:dapo":
+        with pytest.raises(InputError, match="liger is not imported here, its losses need a process of their own"):
+            upref.check(name, "dapo")
+    capsys.readouterr()

@@ -108,9 +108,9 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
         "assert_kl": (upref.assert_kl, {"fn": k3, "estimator": "k3"}),
         "assert_advantages": (upref.assert_advantages, {"fn": mean, "estimator": "group_mean"}),
         "InputError": (upref.InputError, {"sentence": "x"}),
-        "curve.of": (curve.of, {"what": "dapo", "eps_low": 0.1}),
-        "cap.capacity": (cap.capacity, {"objective": _loss, "pi": 0.1, "pi_old": 0.1, "adv": -1.0}),
-        "plots.weights": (plots.weights, {"*": "dapo", "mu": 0.1, "eps_low": 0.1}),
+        "weights.curve.of": (curve.of, {"what": "dapo", "eps_low": 0.1}),
+        "weights.capacity.capacity": (cap.capacity, {"objective": _loss, "pi": 0.1, "pi_old": 0.1, "adv": -1.0}),
+        "weights.plots.weights": (plots.weights, {"*": "dapo", "mu": 0.1, "eps_low": 0.1}),
         "explorer.write": (explorer.write, {"file": "no/folder/x.html"}),
         "advantages.get": (upref_advantages.get, {"name": "whiten"}),
         "advantages.whiten_tokens": (upref_advantages.whiten_tokens, {"adv": b.adv, "mask": b.mask}),
@@ -177,7 +177,7 @@ def there_is() -> set[str]:
             facts = getattr(kind, "__dataclass_fields__", {})
             own = {k: v for k, v in vars(kind).items() if k == "__call__" or (k[0] != "_" and k not in facts)}
             found |= {f"{name}.{k}" for k, v in own.items() if isinstance(v, classmethod) or inspect.isfunction(v)}
-    for where in {*MODULES} - {*INNER} | {"cap", "plots", "curve"}:
+    for where in {*MODULES} - {*INNER} | {"weights.capacity", "weights.plots", "weights.curve"}:
         module = import_module(f"upref.{where}")
         here = {k for k, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__}
         if where not in INNER:

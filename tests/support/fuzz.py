@@ -49,7 +49,7 @@ LIMIT = 60  # seconds of CPU for one input
 ANSWERS = Report | Identity | learn.Answer
 EVERY = 100  # inputs between two notes in FILE
 CLAIMS = resources.files("upref.paper.claims").joinpath("claims.toml").read_text(encoding="utf-8")
-LEDGER = resources.files("upref.audits").joinpath("verl.toml").read_text(encoding="utf-8")
+LEDGER = resources.files("upref.frameworks").joinpath("verl/ledger.toml").read_text(encoding="utf-8")
 
 
 def tries(rng: random.Random):

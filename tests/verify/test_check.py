@@ -293,7 +293,7 @@ def test_bad_losses_are_one_sentence(name, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("target", "said"),
-    [("nofile.py:f", "no file"), ("no_such_module:f", "does not import"), ("math:no", "has no"), ("math", "names no"),
+    [("nofile.py:f", "no file"), ("no_such_module:f", "does not import"), ("math:no", "has no"), ("math", "is no loss"),
      ("math:pi", "not a function")],
 )  # fmt: skip
 def test_bad_names(target, said, capsys):

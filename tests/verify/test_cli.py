@@ -2,6 +2,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -95,7 +96,7 @@ def test_derive_exit_status(capsys, monkeypatch):
     assert run(capsys, "derive", "up_gspo")[0] == 0
     from upref import registry
 
-    wrong = registry.replace(upref.get("dapo"), name="wrong", closed_form=lambda r, A, *, eps_low, eps_high, c: A * r)
+    wrong = replace(upref.get("dapo"), name="wrong", closed_form=lambda r, A, *, eps_low, eps_high, c: A * r)
     monkeypatch.setitem(registry._OBJECTIVES, "wrong", wrong)
     assert run(capsys, "derive", "wrong")[0] == 1
 
@@ -106,7 +107,7 @@ def test_doctor(capsys, monkeypatch):
     assert code == 0 and report["ok"] and str(len(upref.names())) in report["gradients"]
     from upref import registry
 
-    wrong = registry.replace(upref.get("dapo"), name="wrong", closed_form=lambda r, A, *, eps_low, eps_high, c: A * r)
+    wrong = replace(upref.get("dapo"), name="wrong", closed_form=lambda r, A, *, eps_low, eps_high, c: A * r)
     monkeypatch.setitem(registry._OBJECTIVES, "wrong", wrong)
     monkeypatch.setattr("upref.cli.doctor.names", lambda: ["dapo", "wrong"])
     code, out, _ = run(capsys, "doctor", "--json")

@@ -21,6 +21,7 @@ from upref.audits.compare import MICRO, TOL, Comparison, Row, compare, differenc
 from upref.audits.framework import Framework
 from upref.audits.ledger import FRAMEWORKS, Entry, hold, moved, plainly, read, summary
 from upref.errors import InputError
+from upref.result import Result
 from upref.verify.faults import Slip
 from upref.weights.batches import grad
 
@@ -28,7 +29,7 @@ OWN = ("compare", "ledger")  # every other file of this folder is a framework
 
 
 @dataclass(frozen=True)
-class Audit:
+class Audit(Result):
     """The rows; true when each agrees or is explained, and the ledger says so. Print it with rich, or take .json()."""
 
     framework: str
@@ -45,6 +46,15 @@ class Audit:
 
     def __bool__(self) -> bool:
         return self.explained and not self.against_ledger
+
+    @property
+    def failures(self) -> list[str]:
+        """Differences that are not explained, and disagreements with the ledger."""
+        return [f"{r.label}: {r.verdict}; {r.spot}" for r in self.rows if not r.ok] + self.against_ledger
+
+    @property
+    def notes(self) -> list[str]:
+        return self.remarks
 
     @property
     def explained(self) -> bool:

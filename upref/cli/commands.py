@@ -9,6 +9,7 @@ import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -141,13 +142,25 @@ def show(args) -> int:
 
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
+def _losses(given: list[str]) -> list[Any]:
+    """Objectives and losses; those of one audited framework, in whose packages this process then runs."""
+    from upref.audits import frameworks
+    from upref.audits.child import named
+    from upref.weights import plots  # noqa: F401  (before the imports are restricted)
+
+    pinned = {name for x in given if (name := x.partition(":")[0]) in frameworks() and name not in ("verl", "trl")}
+    if len(pinned) > 1:
+        raise InputError(f"{' and '.join(sorted(pinned))} need a process each: draw one framework at a time.")
+    return [named(x) for x in given]
+
+
 def cap(args) -> int:
     from upref.weights.capacity import capacity
     from upref.weights.curve import of_all
 
     if args.adv == 0 or not math.isfinite(args.adv):
         raise InputError("--adv is a sign: give +1 or -1.")
-    curves = of_all(args.names, hyperparameters(args.hp))
+    curves = of_all(_losses(args.names), hyperparameters(args.hp))
     if args.file:
         from upref.weights.plots import cap_map, save
 
@@ -159,7 +172,7 @@ def cap(args) -> int:
 def weights(args) -> int:
     from upref.weights.curve import of_all
 
-    curves = of_all(args.names, hyperparameters(args.hp))
+    curves = of_all(_losses(args.names), hyperparameters(args.hp))
     if args.file:
         from upref.weights.plots import save
         from upref.weights.plots import weights as draw

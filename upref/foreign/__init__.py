@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from upref.foreign.signature import read as read_signature
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 
+FRAMEWORKS = Path(__file__).parents[1] / "frameworks"  # a folder each
 __all__ = ["MAIN", "SHAPES", "Loss", "Outcome", "load", "name_of", "neutral", "read", "takes"]
 
 
@@ -59,7 +61,10 @@ def bare(loss: Any, o: Objective, hp: dict[str, Any]) -> Loss:
             and "named" in vars(module := importlib.import_module(f"upref.foreign.{framework}"))
         ):
             return module.named(loss, mode, o, hp)
-        loss = load(loss)
+        if (FRAMEWORKS / framework).is_dir() and framework.isidentifier():
+            how = f"its losses need a process of their own: `upref check {loss} --as NAME`"
+            raise InputError(f"{framework} is not imported here, {how}.")
+        loss = load(loss) if ":" in loss else _named(loss)
     if isinstance(loss, Objective):
         return _objective(loss, o, hp)
     if _is_trainer(loss):
@@ -76,6 +81,14 @@ def bare(loss: Any, o: Objective, hp: dict[str, Any]) -> Loss:
 
         return verl.of(name, loss, o, hp)
     return _plain(name, loss, o, hp)
+
+
+def _named(name: str) -> Objective:
+    try:
+        return get(name)
+    except InputError as e:
+        ways = "package.module:function, path/to/file.py:function, verl:loss_mode or trl:loss_type"
+        raise InputError(f"{name!r} is no loss: write {ways}, or an objective's name. {str(e).capitalize()}") from e
 
 
 _WRAP = (
@@ -96,7 +109,8 @@ def _plain(name: str, fn: Callable, o: Objective, hp: dict[str, Any]) -> Loss:
         reading = Reading({}, frozenset(), own, (), len(own) < len(every) - 1)
         return _bind(name, lambda full, hp: fn(rollouts(full), **hp), reading, o, hp,
                      frozenset({*MAIN, *ROLLOUTS}), f"{p.name} -> Rollouts")  # fmt: skip
-    reading = read_signature(fn, name, names.role, MAIN, third=o.sampler is not None)
+    spare = () if _reads_old(o) else ("logp_old",)
+    reading = read_signature(fn, name, names.role, MAIN, o.sampler is not None, spare)
     call = lambda full, settings: reading.call(fn, full, settings)
     reads = frozenset(reading.roles.values()) or frozenset(MAIN)
     loss = _bind(name, call, reading, o, hp, reads, str(reading))
@@ -106,12 +120,21 @@ def _plain(name: str, fn: Callable, o: Objective, hp: dict[str, Any]) -> Loss:
     return loss
 
 
+def _reads_old(o: Objective) -> bool:
+    """Whether the weight depends on the ratio; that of REINFORCE does not."""
+    if o.reads or o.sampler:
+        return True
+    return any(float(o.weight(0.5, A)) != float(o.weight(2.0, A)) for A in (1.0, -1.0))
+
+
 def _bind(name: str, call: Callable, reading: Reading, o: Objective, hp: dict[str, Any], reads, read_as: str) -> Loss:
     """With the hyperparameters that it takes: by the objective's name for each, or by the argument's own."""
     known = set(o.hyperparameters)
     argument = {meant: p for p in reading.own if (meant := names.hyperparameter(p, known))}
     argument |= {p: p for p in reading.own if p in known}
     others = {k: names.argument(k, reading.own) for k in hp if k not in known}  # by its own name for each
+    if unknown := [k for k, p in others.items() if not p and reading.swallows and o.name != neutral().name]:
+        raise InputError(f"{unknown[0]!r} is no hyperparameter of {o.name} and no named argument of {name}.")
     foreign = {p or k: hp[k] for k, p in others.items() if p or reading.swallows}
     hp = {k: v for k, v in hp.items() if not (k in others and (others[k] or reading.swallows))}
     if twice := [k for k in hp if argument.get(k) in foreign]:

@@ -24,7 +24,7 @@ def load(target: str) -> Callable:
     where, colon, attr = target.rpartition(":")
     if not colon or not where or not attr:
         raise InputError(
-            f"{target!r} names no loss: write package.module:function, path/to/file.py:function, verl:loss_mode or "
+            f"{target!r} is no function: write package.module:function, path/to/file.py:function, verl:loss_mode or "
             "trl:loss_type."
         )
     module = _file(Path(where)) if where.endswith(".py") else _module(where)

@@ -66,10 +66,12 @@ def parameters(fn: Callable) -> list[inspect.Parameter]:
         ) from e
 
 
-def read(fn: Callable, name: str, role: Callable[[str], str], main: Sequence[str], third: bool = False) -> Reading:
+def read(fn: Callable, name: str, role: Callable[[str], str], main: Sequence[str], third: bool = False,
+         spare: Sequence[str] = ()) -> Reading:  # fmt: skip
     """Which argument has which role; `main` are the roles that it must have, in the order of upref's own signature.
 
     third: it is asked about three policies, so that `rollout_log_probs=None` beside old_log_prob is given too.
+    spare: roles of `main` that it may do without, if it has no other argument that could be one.
 
     By name, by the rule `role`. Where no name says anything the first arguments are `main`, in that order; where all
     but one are named, the one left is the role left. Everything else is refused in one sentence.
@@ -100,7 +102,7 @@ def read(fn: Callable, name: str, role: Callable[[str], str], main: Sequence[str
     missing = [r for r in main if r not in roles.values()]
     free = [p for p in plain if p.name not in roles and p.default is p.empty and p.kind is not p.KEYWORD_ONLY]
     placed: list[tuple[str, str]] = []
-    if missing:
+    if missing and (free or not set(missing) <= set(spare)):
         if odd := [p.name for p in free if not_given(p.name)]:
             raise InputError(f"{_shown(name, every)}: {odd[0]} is nothing that upref gives. {_wrapper(name, main)}")
         one = len(missing) == len(free) == 1 and (missing[0] != "logp_old" or may_be_old(free[0].name))

@@ -5,6 +5,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from upref.result import Result
 from upref.verify.report import row, short, some, styled
 
 SHOWN = 8  # of a longer list
@@ -28,7 +29,7 @@ class Match:
 
 
 @dataclass(frozen=True)
-class Identity:
+class Identity(Result):
     """What a loss is. Truth value: it was identified (as an objective, an up(...) of one, or a known pitfall).
 
     kind: objective | up | pitfall | none. matches: the simplest first; for none the nearest.
@@ -45,6 +46,10 @@ class Identity:
 
     def __bool__(self) -> bool:
         return self.kind != "none"
+
+    @property
+    def notes(self) -> list[str]:
+        return self.contract
 
     @property
     def name(self) -> str:

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from upref.errors import InputError
-from upref.verify.report import Finding, fail
+from upref.verify.report import SKIPPED, Finding, fail
 
 Case = Any
 Not = Callable[[Case], str]
@@ -63,7 +63,7 @@ def run(oracles: Iterable[Oracle], case: Case, skip: Iterable[str] = ()) -> tupl
     found: list[Finding] = []
     ran: dict[str, str] = {}
     for one in oracles:
-        if why := "skipped on request" if one.name in skip else one.not_run(case):
+        if why := SKIPPED if one.name in skip else one.not_run(case):
             ran[one.name] = why
             continue
         try:

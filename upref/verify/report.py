@@ -9,8 +9,10 @@ from functools import wraps
 from typing import Any
 
 from upref.foreign.guard import undisturbed
+from upref.result import Result
 
 UNKNOWN = "no known cause fits"
+SKIPPED = "skipped on request"
 RAN = ("ok", "failure", "note")
 SHOWN, WIDE, LONGEST = 8, 400, 3000  # findings of a kind that are printed; characters of a field, and of a batch
 
@@ -77,7 +79,7 @@ def _say(x: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Result):
     """The verdict on one function. Truth value: no failure."""
 
     loss: str  # its name, as it was given
@@ -101,12 +103,6 @@ class Report:
     @property
     def notes(self) -> list[Finding]:
         return [f for f in self.findings if f.severity == "note"]
-
-    def assert_ok(self) -> "Report":
-        """Itself; AssertionError with the whole report where there is a failure."""
-        if not self:
-            raise AssertionError(f"\n{self}")
-        return self
 
     def json(self) -> str:
         return json.dumps({"ok": bool(self)} | asdict(self), indent=1, ensure_ascii=False)
@@ -142,7 +138,9 @@ class Report:
         hp = ", ".join(f"{k}={v:g}" for k, v in self.hp.items() if v is not None)
         n, m = len(self.failures), len(self.notes)
         notes = f"{m} note{'s' * (m != 1)}"
-        counts = f"{n} failure{'s' * (n != 1)}" + f", {notes}" * bool(m) if n else "agrees" + f", {notes}" * bool(m)
+        counts = f"{n} failure{'s' * (n != 1)}" if n else "agrees"
+        skipped = sum(v == SKIPPED for v in self.oracles.values())
+        counts += f", {notes}" * bool(m) + f", {skipped} oracle{'s' * (skipped != 1)} skipped" * bool(skipped)
         loss = short(self.loss) + f" at {hp}" * bool(hp) + f"; {self.settings}" * bool(self.settings)
         return f"{'NOT ' * bool(n)}{self.objective}: {counts}   {loss}"
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 from upref.paper.grim.chance import Chance
 from upref.paper.grim.counts import MOST, Column
 from upref.paper.grim.read import Count
+from upref.result import Result
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Audit:
+class Audit(Result):
     columns: list[Column]
     weighted: bool
     rows: list[Row]
