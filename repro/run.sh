@@ -8,11 +8,13 @@
 #   smoke        verl's own trainer with vLLM rollouts on the CPU, a tiny model
 #   gpu1, gpu8, paper   verl on GPUs: one GPU for a day, one machine for a weekend, the paper's settings
 #                (repro/with_verl/PAPER.md), in .venv-gpu, which it makes, or with the Python that has verl and vLLM
-#                already, as in verl's image: UPREF_PYTHON=python repro/run.sh ...   (--steps 2: a look at all of it)
+#                already, as in verl's image: UPREF_PYTHON=python repro/run.sh ...   (--shakedown: two steps
+#                and a page about them; --dry-run --gpu H100: hours, dollars and memory, without a GPU)
 #
 # Without a SCALE: the largest that this machine's GPUs or its Ray cluster's carry, and why; mini where there is none.
 # OVERRIDES are name=value of the scale, for example: repro/run.sh up_dapo mini steps=50
-# Exit status: 0 all well, 1 something differs or failed, 2 could not run, 130 interrupted (the same command goes on).
+# Exit status: 0 all well, 1 something differs or failed, 2 could not run, 75 died after a checkpoint, 130 or 143
+# interrupted (in these three cases the same command continues the run).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ $# -eq 0 || $1 == -* ]]; then
