@@ -17,7 +17,7 @@ from repro.exact import result
 from repro.exact.flow import arm
 from upref.errors import InputError
 
-EXPERIMENTS = ["rise", "drawn", "mass", "entropy", "fixed_points", "collapse", "strings"]
+EXPERIMENTS = ["rise", "drawn", "mass", "entropy", "coverage", "fixed_points", "collapse", "strings"]
 OUT = Path(__file__).parent / "results"
 
 

@@ -10,7 +10,7 @@ import torch
 
 from repro.exact import __main__ as command
 from repro.exact import flow
-from repro.exact.experiments import collapse, drawn, entropy, fixed_points, rise, strings
+from repro.exact.experiments import collapse, coverage, drawn, entropy, fixed_points, rise, strings
 from repro.exact.result import Finding, Result, Table, markdown, shown
 
 FOLDER = Path(command.__file__).parent
@@ -39,6 +39,8 @@ def test_the_committed_numbers_are_what_the_code_finds(name):
     start = torch.tensor([entropy.MU], dtype=torch.float64)
     doses = entropy.DOSES[8::2]
     same(entropy.kept(o, start.expand(len(doses), -1), doses, hp)[0], kept("entropy", "among the right", name)[4:])
+    q = entropy.reached(o, start.expand(len(doses), -1), doses, hp)[0]
+    same(coverage.effective(q), kept("coverage", "Effective number", name)[4:])
     same(strings.rise(o, strings.DOSES[3:], hp), kept("strings", "Rollouts until", name)[3:])
     end, _ = collapse.grid(o, hp, doses=collapse.DOSES[-1:])
     same([end.mean()], kept("collapse", "Mean reward", name)[-1:])

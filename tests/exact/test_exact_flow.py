@@ -11,7 +11,7 @@ import torch
 import upref
 from repro.exact import expected, flow
 from repro.exact.expected import all_groups, group_probability
-from repro.exact.experiments import collapse, drawn, entropy, fixed_points, mass, rise
+from repro.exact.experiments import collapse, coverage, drawn, entropy, fixed_points, mass, rise
 from repro.exact.task import F64, bandit
 from upref.errors import InputError
 
@@ -315,3 +315,17 @@ def test_bad_input_is_one_sentence():
         with pytest.raises(InputError):
             flow.arm(text)
     assert flow.arm("dapo:eps_high=0.4,c=None")[2] == {"eps_high": 0.4, "c": None}
+
+
+def test_importance_sampling_loses_the_rare_right_answers_by_a_closed_form():
+    """The flow with small steps, whatever the dose, against 1/x_a(0) - c; the measures by hand."""
+    start = torch.tensor([entropy.MU] * 2, dtype=torch.float64)
+    _, o, hp = flow.arm("is_pg")
+    doses = torch.tensor([0.5, 4.0], dtype=torch.float64)
+    q = entropy.reached(o, start, doses, hp, k=64)[0][:, : coverage.N]
+    assert torch.allclose(q, coverage.importance_sampling(start[0]).expand_as(q), atol=2e-3)
+    assert coverage.importance_sampling(start[0], aim=0.999)[0] > 0.93, "in the limit the most common one has all"
+    even = torch.full((4,), 0.25, dtype=torch.float64)
+    assert coverage.effective(even) == pytest.approx(4)
+    assert coverage.count(torch.tensor([0.6, 0.2, 0.1, 0.1]), even).item() == 2
+    assert coverage.distinct(torch.tensor([1.0, 0.5])) == pytest.approx(2 - 0.5**32)

@@ -80,19 +80,29 @@ def kept(
     """From each start [S, 7] at its dose [S]: the entropy among the right arms at the first update at which they have
     `aim` [S], NaN if in `most` updates they have not; along the path, the share of right answers and the entropy of the
     whole policy, [updates, S]."""
+    q, shares, whole = reached(o, starts, doses, hp, aim, most, k, adam)
+    return entropy(q), shares, whole
+
+
+def reached(
+    o: Objective, starts: Tensor, doses: Tensor, hp: dict, aim: float = AIM, most: int = MOST, k: int = K,
+    adam: bool = False,
+):  # fmt: skip
+    """Likewise, with the shares of the right answers themselves in the place of their entropy: [S, 7], NaN likewise."""
     task = bandit(RIGHT)
     theta = task.start(starts[:, None])
-    H = torch.full((len(doses),), float("nan"), dtype=F64)
+    at_aim = torch.full_like(starts, float("nan"))
     shares, whole = [], []
     for s in islice(path(task, o, theta, lr=doses / k, k=k, G=G, adv=ADV, adam=adam, **hp), most):
         P = s.pi @ task.reward
         q = s.pi * task.reward / P[:, None]
-        H = torch.where((P >= aim) & H.isnan(), entropy(q), H)
+        new = (P >= aim) & at_aim[:, 0].isnan()
+        at_aim = torch.where(new[:, None], q, at_aim)
         shares.append(P)
         whole.append(entropy(s.pi))
-        if not H.isnan().any():
+        if not at_aim.isnan().any():
             break
-    return H, torch.stack(shares), torch.stack(whole)
+    return at_aim, torch.stack(shares), torch.stack(whole)
 
 
 def other_starts() -> Tensor:
