@@ -13,6 +13,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
+from upref.files import write_atomically
 from upref.weights.atlas import atlas
 from upref.weights.capacity import capacity
 from upref.weights.plots import PALETTE, STYLE, Panel, cap_panels
@@ -62,7 +63,7 @@ def save(fig, path):
     number = re.compile(r"-?\d+\.\d{3,}")
     svg = re.sub(r'<!--.*?-->|(?<=<g) id="[^"]*"', "", text.getvalue())
     svg = re.sub(r'\b[xyd]="[^"]*"', lambda m: number.sub(short, m[0]), svg)  # not in scale(...)
-    Path(path).write_text("\n".join(s.strip() for s in svg.splitlines() if s.strip()) + "\n")
+    write_atomically(path, "\n".join(s.strip() for s in svg.splitlines() if s.strip()) + "\n")
 
 
 def main(folder=Path(__file__).parent):

@@ -12,6 +12,7 @@ from rich.console import Console
 import upref
 from upref import audits
 from upref.derivation import derive
+from upref.files import write_atomically
 from upref.weights.batches import batch, grad
 
 ROOT = Path(__file__).parent
@@ -76,14 +77,15 @@ def audit(_):
 
 
 def maps(o):
+    from figures.make import save
     from upref.weights.plots import cap_map, weights
 
     out = ROOT / "out" / o.name
     base = o.name.removeprefix("up_")
     pair = [base, o.name] if base != o.name and base in upref.names() else [o.name]
-    cap_map(*pair, adv=+1).savefig(out / "cap_positive.svg")
-    cap_map(*pair, adv=-1).savefig(out / "cap_negative.svg")
-    weights(*pair).savefig(out / "weights.svg")
+    save(cap_map(*pair, adv=+1), out / "cap_positive.svg")
+    save(cap_map(*pair, adv=-1), out / "cap_negative.svg")
+    save(weights(*pair), out / "weights.svg")
     return True, f"drawn: {', '.join(str(p.relative_to(ROOT.parent)) for p in sorted(out.glob('*.svg')))}"
 
 
@@ -109,7 +111,7 @@ def main(name: str) -> int:
         well &= ok
         lines.append(f"{'ok    ' if ok else 'FAILED'}  {title:10} {text}  ({time.perf_counter() - start:.0f} s)")
     report = "\n".join([f"{o.name}: {o.equation}", "", *lines])
-    (out / "report.txt").write_text(report + "\n", encoding="utf-8")
+    write_atomically(out / "report.txt", report + "\n")
     say(f"\n{report}\n\nTo train it: bash repro/run.sh {o.name}.", markup=False)
     return 0 if well else 1
 

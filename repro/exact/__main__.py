@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as e:
         print(f"{p.prog}: cannot write {e.filename or 'the results'}: {e.strerror or e}.", file=sys.stderr)
     except KeyboardInterrupt:
+        print(f"\n{p.prog}: interrupted; nothing was written.", file=sys.stderr)
         return 130
     return 2
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from figures.make import save
+from upref.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,9 +61,9 @@ def write(results: list[Result], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for r in results:
         save(r.figure, folder / f"{r.name}.svg")
-    (folder / "report.md").write_text(markdown(results))
+    write_atomically(folder / "report.md", markdown(results))
     facts = {r.name: {k: v for k, v in asdict_without_figure(r).items()} for r in results}
-    (folder / "results.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(folder / "results.json", json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 
 
 def asdict_without_figure(r: Result) -> dict[str, Any]:

@@ -15,11 +15,15 @@ from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
 
 from upref.errors import InputError
+from upref.files import flush, write_atomically
 
 PROVENANCE = "provenance.json"
+__all__ = ["Log", "alone", "checked", "flush", "load_tree", "publish", "save_tree", "sha256", "write_atomically"]
 
 
 @contextmanager
@@ -53,7 +57,9 @@ def publish(folder: Path, write: Callable[[Path], None], **facts) -> None:
         try:
             write(draft)
         except (RuntimeError, SafetensorError) as e:  # how torch and safetensors say that the disk is full
-            raise OSError(ENOSPC, str(e).splitlines()[0], str(folder)) from e
+            said = str(e).splitlines()[0]
+            full = "unexpected pos" in said or "os error 28" in said or "iostream" in said
+            raise OSError(ENOSPC, os.strerror(ENOSPC) if full else said, str(folder)) from e
         digests = {p.name: sha256(p) for p in sorted(draft.iterdir())}
         (draft / PROVENANCE).write_text(json.dumps(facts | {"sha256": digests}, indent=1) + "\n")
         for path in [*draft.iterdir(), draft]:
@@ -83,26 +89,44 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def save_tree(path: Path, tree: Any) -> None:
+    """Nested dicts, lists and tuples of tensors, numbers, words and None, in one safetensors file.
+
+    The structure is JSON in the file's metadata, so that reading it runs no code, which reading a pickle does. Tuples
+    come back as lists.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain = json.dumps(_plain(tree, tensors))
+    write_atomically(path, save(tensors, {"tree": plain}))
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+def load_tree(path: Path) -> Any:
+    """What `save_tree` wrote. Raises InputError on anything else."""
     try:
-        draft.write_bytes(content)
-        flush(draft)
-        draft.rename(path)
-    finally:
-        draft.unlink(missing_ok=True)
+        with safe_open(path, "pt") as f:
+            return _tree(json.loads(f.metadata()["tree"]), f.get_tensor)
+    except (OSError, SafetensorError, ValueError, TypeError, LookupError) as e:
+        raise InputError(f"{path} cannot be read: {type(e).__name__}: {e}.") from e
+
+
+def _plain(x: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(x, Tensor):
+        tensors[name := str(len(tensors))] = x.detach().clone().contiguous()
+        return {"tensor": name}
+    if isinstance(x, dict):
+        return {"dict": [[k, _plain(v, tensors)] for k, v in x.items()]}
+    return [_plain(v, tensors) for v in x] if isinstance(x, list | tuple) else x
+
+
+def _tree(x: Any, tensor: Callable[[str], Tensor]) -> Any:
+    if isinstance(x, dict):
+        return tensor(x["tensor"]) if "tensor" in x else {k: _tree(v, tensor) for k, v in x["dict"]}
+    return [_tree(v, tensor) for v in x] if isinstance(x, list) else x
 
 
 class Log:
-    """A JSONL file. `here` is how far it is written; `back_to` drops what a killed run wrote after its checkpoint."""
+    """A JSONL file. `here` is how far it is written, and the digest of that; `back_to` drops what a killed run wrote
+    after its checkpoint."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -111,15 +135,17 @@ class Log:
         with self.path.open("a") as f:
             f.write(json.dumps(row, allow_nan=False) + "\n")
 
-    def here(self) -> int:
+    def here(self) -> list[Any]:
+        """[bytes, their sha256]."""
         self.path.touch()
         flush(self.path)
-        return self.path.stat().st_size
+        return [self.path.stat().st_size, sha256(self.path)]
 
-    def back_to(self, size: int) -> None:
+    def back_to(self, size: int, digest: str = hashlib.sha256().hexdigest()) -> None:
+        """Raises InputError if the first `size` bytes are not those that the checkpoint was made with."""
         self.path.touch()
-        if self.path.stat().st_size < size:
-            raise InputError(
-                f"{self.path} is shorter than when the checkpoint was made: remove its folder to start over."
-            )
+        content = self.path.read_bytes()
+        if len(content) < size or hashlib.sha256(content[:size]).hexdigest() != digest:
+            wrong = "is shorter than when" if len(content) < size else "is not what it was when"
+            raise InputError(f"{self.path} {wrong} the checkpoint was made: remove its folder to start over.")
         os.truncate(self.path, size)

@@ -20,6 +20,7 @@ from repro.mini.round2 import report as report_2
 from repro.mini.study import plan, report, results, verdicts
 from repro.mini.study.plan import Contrast
 from repro.mini.study.stats import Effect
+from upref.errors import InputError
 
 MOST = 200
 
@@ -68,7 +69,11 @@ def worst(needed: list[int]) -> int | None:
 
 
 def main() -> int:
-    one, two = results.load(), results.load(results.folder_of(2))
+    try:
+        one, two = results.load(), results.load(results.folder_of(2))
+    except InputError as e:
+        print(f"standing: {e}", file=sys.stderr)
+        return 2
     json.dump(first(one) | second(two, one), sys.stdout, indent=1, ensure_ascii=False)
     return 0
 

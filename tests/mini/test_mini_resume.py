@@ -179,8 +179,8 @@ def interrupted(whole, tmp_path):
     [
         ("model.safetensors", "truncated"),
         ("model.safetensors", "one bit"),
-        ("trainer.pt", "gone"),
-        ("trainer.pt", "one bit"),
+        ("trainer.safetensors", "gone"),
+        ("trainer.safetensors", "one bit"),
         ("provenance.json", "truncated"),
         ("config.json", "gone"),
     ],
@@ -204,7 +204,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(interrupted, whole, na
 
 def test_without_any_whole_checkpoint_it_starts_over(interrupted, whole):
     for folder in checkpoint.checkpoints(interrupted):
-        (folder / "trainer.pt").write_bytes(b"")
+        (folder / "trainer.safetensors").write_bytes(b"")
     loop.train(S, interrupted, say=lambda _: None)
     same_end(interrupted, whole)
 
@@ -213,6 +213,38 @@ def test_a_shortened_log_is_one_sentence(interrupted):
     (interrupted / "steps.jsonl").write_text("")
     with pytest.raises(InputError, match="shorter than when the checkpoint was made"):
         loop.train(S, interrupted, say=lambda _: None)
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_one_digit_changed_in_a_log_is_one_sentence(name, interrupted):
+    """Of the same length, before the checkpoint: the run would end with a log that nobody wrote."""
+    text = (interrupted / name).read_text()
+    at = text.index(".") + 1
+    (interrupted / name).write_text(text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :])
+    with pytest.raises(InputError, match=f"{name} is not what it was when the checkpoint was made"):
+        loop.train(S, interrupted, say=lambda _: None)
+
+
+def test_done_json_has_the_digests_of_what_it_ends(whole):
+    digests = json.loads((whole / "done.json").read_text())["sha256"]
+    assert set(digests) == set(checkpoint.FINAL)
+    assert all(files.sha256(whole / name) == digest for name, digest in digests.items())
+
+
+def test_an_interrupt_is_one_sentence_and_status_130(tmp_path, whole):
+    file, out = tmp_path / "s.json", tmp_path / "run"
+    S.write(file)
+    start = [sys.executable, "-m", "repro.mini.train", "--settings", file, "--out", out]
+    victim = subprocess.Popen(start, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not (out / "checkpoints" / "step-1").exists():
+        assert victim.poll() is None
+        time.sleep(0.01)
+    victim.send_signal(signal.SIGINT)
+    said = victim.communicate()[1]
+    assert victim.returncode == 130 and "Traceback" not in said
+    assert said.endswith("train: interrupted; the same command goes on from the last checkpoint.\n")
+    loop.train(S, out, say=lambda _: None)
+    same_end(out, whole)
 
 
 def test_another_run_s_folder_is_left_alone(whole):
@@ -288,7 +320,7 @@ def test_a_loss_that_is_no_number_stops_and_can_be_replayed(tmp_path, capsys, mo
     monkeypatch.setattr(loop.models, "response_logits", spoilt)
     assert command.main(args) == 1
     err = capsys.readouterr().err
-    kept = tmp_path / "run" / "replay-1-1.pt"
+    kept = tmp_path / "run" / "replay-1-1.safetensors"
     assert "step 1, minibatch 1: loss nan" in err
     assert f"python -m repro.mini.train --replay {kept}" in err
     assert len((tmp_path / "run" / "steps.jsonl").read_text().splitlines()) == 1
@@ -305,9 +337,9 @@ def test_replay_file_of_another_version_is_one_sentence(tmp_path, capsys):
     run = Run(s)
     batch = rollout(run.policy, run.task, run.task.problems("train", 8, 0), s, 0)
     said = keep_for_replay(run, batch, None, torch.arange(4), tmp_path, 0, NotFinite("loss nan"))
-    kept = tmp_path / "replay-0-0.pt"
+    kept = tmp_path / "replay-0-0.safetensors"
     assert str(kept) in said and command.main(["--replay", str(kept)]) == 0
-    vars(batch)["logits"] = vars(batch).pop("state")  # as it was
+    vars(batch)["logits"] = vars(batch).pop("state")  # as it was in another version
     keep_for_replay(run, batch, None, torch.arange(4), tmp_path, 0, NotFinite("loss nan"))
     capsys.readouterr()
     assert command.main(["--replay", str(kept)]) == 2
@@ -315,9 +347,50 @@ def test_replay_file_of_another_version_is_one_sentence(tmp_path, capsys):
 
 
 def test_half_written_replay_file_is_one_sentence(tmp_path, capsys):
-    torch.save({"step": 1}, tmp_path / "replay.pt")
-    content = (tmp_path / "replay.pt").read_bytes()
-    for part in (content, content[:100], b""):
-        (tmp_path / "replay.pt").write_bytes(part)
-        assert command.main(["--replay", str(tmp_path / "replay.pt")]) == 2
+    path = tmp_path / "replay.safetensors"
+    files.save_tree(path, {"step": 1, "rows": torch.arange(3)})
+    content = path.read_bytes()
+    for part in (content, content[:100], b"", b"\x80\x04K\x01."):
+        path.write_bytes(part)
+        assert command.main(["--replay", str(path)]) == 2
+        err = capsys.readouterr().err
+        assert "is no replay file" in err and err.count("\n") == 1
+
+
+class Payload:
+    """What a pickle runs when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_replay_file_and_a_checkpoint_run_no_code(tmp_path, interrupted, whole, capsys):
+    for path in (tmp_path / "replay-0-0.safetensors", tmp_path / "replay-0-0.pt"):
+        torch.save({"settings": {}, "batch": Payload(tmp_path / "ran")}, path)
+        assert command.main(["--replay", str(path)]) == 2
         assert "is no replay file" in capsys.readouterr().err
+    for folder in checkpoint.checkpoints(interrupted):
+        torch.save(Payload(tmp_path / "ran"), folder / checkpoint.TRAINER)
+        facts = json.loads((folder / files.PROVENANCE).read_text())
+        facts["sha256"][checkpoint.TRAINER] = files.sha256(folder / checkpoint.TRAINER)
+        (folder / files.PROVENANCE).write_text(json.dumps(facts))
+    with pytest.raises(InputError, match="cannot be read"):
+        loop.train(S, interrupted, say=lambda _: None)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_tree_comes_back_as_it_was(tmp_path):
+    tree = {
+        "state": {0: {"step": torch.tensor(3.0)}, 1: {}},
+        "groups": [{"betas": (0.9, 0.999), "on": None}],
+        "é": -0.0,
+    }
+    tree["ring"] = [{"w": torch.ones(2, 3).t()}, {"w": torch.zeros(0, dtype=torch.bool)}]
+    files.save_tree(tmp_path / "tree", tree)
+    back = files.load_tree(tmp_path / "tree")
+    assert back["state"][0]["step"] == 3 and list(back["state"]) == [0, 1]
+    assert back["groups"] == [{"betas": [0.9, 0.999], "on": None}] and str(back["é"]) == "-0.0"
+    assert torch.equal(back["ring"][0]["w"], torch.ones(3, 2)) and back["ring"][1]["w"].dtype == torch.bool

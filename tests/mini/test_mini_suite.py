@@ -265,13 +265,13 @@ def test_a_run_that_is_not_finite_is_a_result(tmp_path, monkeypatch):
 
 def test_only_what_the_results_do_not_hold(tmp_path, monkeypatch, capsys):
     held = plan.queue(["second_task"])
-    lines = "".join(json.dumps({"name": name}) + "\n" for name in list(held)[1:])
-    (tmp_path / "runs.jsonl").write_text(lines)
+    line = {key: {} for key in results.NEEDED}
+    results.keep({name: line | {"name": name} for name in list(held)[1:]}, tmp_path)
     asked = ["--only", "second_task", "--missing", "--list", "--out", str(tmp_path), "--results", str(tmp_path)]
     assert suite.main(asked) == 0 and "0 of   1 runs" in capsys.readouterr().out
     assert suite.main([a for a in asked if a != "--missing"]) == 0
     assert f"{len(held) - 1} of {len(held):3} runs" in capsys.readouterr().out
-    (tmp_path / "runs.jsonl").write_text("".join(json.dumps({"name": name}) + "\n" for name in held))
+    results.keep({name: line | {"name": name} for name in held}, tmp_path)
     assert suite.main(asked) == 0 and f"holds all {len(held)} runs" in capsys.readouterr().out
 
 

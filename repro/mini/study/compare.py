@@ -8,6 +8,7 @@ Writes repro/out/mini/compare/NAME/report.md with its figures. Exit status: 0 do
 """
 
 import argparse
+import io
 import json
 import shutil
 import sys
@@ -25,6 +26,7 @@ from repro.mini.study.plan import Contrast, Experiment
 from repro.mini.study.verdicts import judge
 from repro.mini.train.settings import Settings
 from upref.errors import InputError
+from upref.files import write_atomically
 from upref.weights.curve import obstacle
 from upref.weights.plots import Panel, cap_panels
 
@@ -83,7 +85,7 @@ def write(e: Experiment, records: dict[str, results.Record], out: Path, folder: 
     text += ["## What showed of the paper's claims\n", *words(e, records), ""]
     text += [CAUTION, ""]
     text += [f"The proof and the gradients: `bash repro/run.sh {e.name} reference`.\n"]
-    (folder / "report.md").write_text("\n".join(text), encoding="utf-8")
+    write_atomically(folder / "report.md", "\n".join(text))
     return "\n".join(text)
 
 
@@ -156,7 +158,9 @@ def cap_map(e: Experiment, out: Path, folder: Path) -> str:
 
 def both(fig, path: Path) -> None:
     save(fig, path.with_suffix(".svg"))
-    fig.savefig(path.with_suffix(".png"), dpi=130)
+    picture = io.BytesIO()
+    fig.savefig(picture, dpi=130)
+    write_atomically(path.with_suffix(".png"), picture.getvalue())
 
 
 def _override(text: str) -> tuple[str, Any]:

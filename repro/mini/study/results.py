@@ -6,6 +6,7 @@ number the mean of BIN steps; of grad_norm_max the maximum) and `evals` ("SET/DE
 status is "done", or "stopped at step N: why" where the numbers ended being finite: a result too, never repeated.
 """
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -21,18 +22,31 @@ from upref.errors import InputError
 
 FOLDER = Path(__file__).parents[1] / "results"
 BIN = 5
+MANIFEST = "manifest.json"
+NEEDED = ("name", "status", "settings", "provenance", "steps", "evals")
 Record = dict[str, Any]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a JSONL file that is perhaps being written: an unfinished last line is left out."""
-    if not path.exists():
-        return []
-    whole = path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()
-    try:
-        return [json.loads(line) for line in whole if line.strip()]
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path} is corrupt ({error}): remove its folder and run again.") from error
+    return _objects(
+        path, path.read_bytes().rpartition(b"\n")[0] if path.exists() else b"", "remove its folder and run again"
+    )
+
+
+def _objects(path: Path, content: bytes, how: str) -> list[dict[str, Any]]:
+    """One JSON object a line. Raises InputError, with how to restore the file."""
+    found = []
+    for n, line in enumerate(content.splitlines(), 1):
+        try:
+            row = json.loads(line)
+            wrong = "" if isinstance(row, dict) else f"line {n} is no JSON object"
+        except ValueError as error:  # of the encoding, too
+            wrong = f"line {n}: {error}"
+        if wrong:
+            raise InputError(f"{path} is corrupt ({wrong}): {how}.")
+        found.append(row)
+    return found
 
 
 def status(folder: Path) -> str:
@@ -44,13 +58,17 @@ def status(folder: Path) -> str:
 
 
 def record(folder: Path) -> Record:
-    """The line of a finished run."""
+    """The line of a finished run. Raises InputError if one of its files is not what it was when the run ended."""
     done = folder / "done.json"
+    facts = json.loads(done.read_text(encoding="utf-8")) if done.exists() else {}
+    for name, digest in facts.pop("sha256", {}).items():
+        if not (folder / name).exists() or files.sha256(folder / name) != digest:
+            raise InputError(f"{folder / name} is not what it was when the run ended: remove the folder and run again.")
     return {
         "name": folder.name,
         "status": status(folder),
         "settings": json.loads((folder / "settings.json").read_text(encoding="utf-8")),
-        "provenance": json.loads(done.read_text(encoding="utf-8")) if done.exists() else {},
+        "provenance": facts,
         "steps": _bins(read_lines(folder / "steps.jsonl")),
         "evals": _evals(read_lines(folder / "evals.jsonl")),
     } | _at_the_end(read_lines(folder / "evals.jsonl"))
@@ -102,20 +120,63 @@ def folder_of(round: int) -> Path:
 
 
 def load(folder: Path = FOLDER) -> dict[str, Record]:
-    """Name -> line of results/runs.jsonl."""
-    return {line["name"]: line for line in read_lines(folder / "runs.jsonl")}
+    """Name -> line of results/runs.jsonl, each held against the digest in manifest.json. No file: {}.
+
+    Raises InputError on a line that is missing, changed, too many, twice there or no record.
+    """
+    path = folder / "runs.jsonl"
+    if not path.exists() and not (folder / MANIFEST).exists():
+        return {}
+    how = f"restore both with `git checkout -- {folder}`, or collect the runs again into an empty folder"
+    try:
+        content = path.read_bytes() if path.exists() else b""
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        promised = dict(manifest["lines"])
+    except (OSError, ValueError, TypeError, LookupError) as e:
+        said = f"{type(e).__name__}: {e}"
+        raise InputError(f"{folder} does not hold runs.jsonl with its {MANIFEST} ({said}): {how}.") from e
+    if content and not content.endswith(b"\n"):
+        raise InputError(f"{path} ends in the middle of a line: {how}.")
+    found, digests = {}, {}
+    for line, row in zip(content.splitlines(), _objects(path, content, how), strict=True):
+        name = str(row.get("name"))
+        if lacks := [key for key in NEEDED if key not in row]:
+            raise InputError(f"{path}: the record {name!r} lacks {', '.join(lacks)}: {how}.")
+        if name in found:
+            raise InputError(f"{path} has two records {name!r}: {how}.")
+        found[name], digests[name] = row, _digest(line)
+    if digests != promised and _digest(content) != manifest.get("before"):
+        changed = sorted(n for n in digests.keys() & promised.keys() if digests[n] != promised[n])
+        said = f"holds {len(found)} records where {MANIFEST} promises {len(promised)}"
+        said += f", and {changed[0]!r} is not the one that was promised" if changed else ""
+        raise InputError(f"{path} {said}: {how}.")
+    return found
 
 
 def collect(out: Path, wanted: set[str], folder: Path = FOLDER) -> dict[str, Record]:
     """Add the finished ones of the wanted runs under `out` to results/runs.jsonl; lines that are there stay."""
     known = load(folder)
-    for name in sorted(wanted - known.keys()):
-        if status(out / name):
-            known[name] = record(out / name)
+    new = {name: record(out / name) for name in sorted(wanted - known.keys()) if status(out / name)}
+    if new:
+        keep(known | new, folder)
+    return known | new
+
+
+def keep(records: dict[str, Record], folder: Path) -> None:
+    """Write runs.jsonl and manifest.json. Until both are written, the manifest allows the lines from before as well."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(known[name]) + "\n" for name in sorted(known))
-    files.write_atomically(folder / "runs.jsonl", text.encode())
-    return known
+    path = folder / "runs.jsonl"
+    lines = {name: json.dumps(records[name]).encode() for name in sorted(records)}
+    digests = {name: _digest(line) for name, line in lines.items()}
+    before = _digest(path.read_bytes() if path.exists() else b"")
+    put = lambda manifest: files.write_atomically(folder / MANIFEST, json.dumps(manifest, indent=0) + "\n")
+    put({"lines": digests, "before": before})
+    files.write_atomically(path, b"".join(line + b"\n" for line in lines.values()))
+    put({"lines": digests})
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def forecast(todo: Sequence[Settings], known: dict[str, Record]) -> float:

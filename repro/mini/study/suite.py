@@ -98,9 +98,9 @@ def _finished(folder: Path, code: int) -> list[str]:
     if code == 0 and results.status(folder):
         return []
     last = ([line.strip() for line in _tail(folder / "log.txt") if line.strip()] or ["no word"])[-1]
-    if code == 1 and list(folder.glob("replay-*.pt")):  # not finite: the same seed would end there again
+    if code == 1 and list(folder.glob("replay-*")):  # not finite: the same seed would end there again
         why = f"stopped at step {_steps(folder)}: {last}"
-        (folder / "failed.json").write_text(json.dumps({"status": why}), encoding="utf-8")
+        files.write_atomically(folder / "failed.json", json.dumps({"status": why}))
         return []
     return [f"{folder.name} ended with status {code}: {last} (all of it: {folder / 'log.txt'})"]
 
@@ -186,6 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these experiments")
     parser.add_argument("--missing", action="store_true", help="only the runs that the results do not hold yet")
     parser.add_argument("--list", action="store_true", help="show the experiments and how many of their runs are there")
+    parser.add_argument("--verify", action="store_true", help="check the records of every round; train nothing")
     parser.add_argument("--hours", type=float, default=float("inf"), help="begin no new run after so many hours")
     parser.add_argument("--jobs", type=int, default=cores(), help="runs at a time (default: one a core)")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the runs")
@@ -193,6 +194,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def work() -> int:
+        if args.verify:
+            return _verify()
         round = args.round or (plan.load(args.only[0]).round if args.only else 1 if args.core else 2)
         names = args.only or plan.names(args.core, round)
         folder = args.results or results.folder_of(round)
@@ -220,6 +223,17 @@ def main(argv: list[str] | None = None) -> int:
         return 1 if failures else 0
 
     return interruptible(work, "suite")
+
+
+def _verify() -> int:
+    """One line: what is whole. Raises InputError on the first record that is not."""
+    folders = [results.folder_of(1), results.folder_of(2), results.folder_of(2).parents[1] / "stale" / "results"]
+    say(
+        "; ".join(
+            f"{folder.relative_to(ROOT)}: all {len(results.load(folder))} records are whole" for folder in folders
+        )
+    )
+    return 0
 
 
 def _list(names: Iterable[str], wanted: dict[str, Settings], out: Path, known: Container[str]) -> int:

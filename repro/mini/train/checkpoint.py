@@ -23,6 +23,8 @@ from repro.mini.train.settings import Settings
 from upref.errors import InputError
 
 MOST_SEEN = 20_000  # tokens in seen.npz
+TRAINER = "trainer.safetensors"
+FINAL = ("settings.json", "steps.jsonl", "evals.jsonl", "times.jsonl", "seen.npz")  # done.json has their digests
 
 
 class Run:
@@ -61,12 +63,13 @@ def resume(run: Run, out: Path, logs: dict[str, files.Log], say) -> None:
         for log in logs.values():
             log.back_to(0)
         return
-    kept = torch.load(folder / "trainer.pt", weights_only=False)
+    kept = files.load_tree(folder / TRAINER)
     run.policy.load_state_dict(models.load(folder, run.task).state_dict())
     run.optimizer.load_state_dict(kept["optimizer"])
-    run.step, run.seen, run.seconds, run.ring = kept["step"], kept["seen"], kept["seconds"], kept.get("ring", [])
+    run.step, run.seen, run.ring = kept["step"], [x.numpy() for x in kept["seen"]], kept["ring"]
+    run.seconds |= kept["seconds"]
     for name, log in logs.items():
-        log.back_to(kept["logs"][name])
+        log.back_to(*kept["logs"][name])
     say(f"{out.name}: going on from step {run.step}.")
 
 
@@ -81,7 +84,8 @@ def latest(out: Path, say: Callable[[str], None]) -> Path | None:
         shutil.rmtree(draft)
     for folder in reversed(checkpoints(out)):
         try:
-            files.checked(folder)
+            if TRAINER not in files.checked(folder)["sha256"]:
+                raise InputError(f"{folder} was made by another version.")
             return folder
         except InputError as e:
             say(f"{e} Going on from the checkpoint before it.")
@@ -97,7 +101,7 @@ def save(run: Run, out: Path, logs: dict[str, files.Log]) -> None:
     trainer = {
         "step": run.step,
         "optimizer": run.optimizer.state_dict(),
-        "seen": run.seen,
+        "seen": [torch.from_numpy(x) for x in run.seen],
         "seconds": run.seconds,
         "ring": run.ring,
         "logs": {name: log.here() for name, log in logs.items()},
@@ -105,7 +109,7 @@ def save(run: Run, out: Path, logs: dict[str, files.Log]) -> None:
 
     def write(folder: Path) -> None:
         models.save(folder, run.policy, tokenizer(run.task))
-        torch.save(trainer, folder / "trainer.pt")
+        files.save_tree(folder / TRAINER, trainer)
 
     files.publish(out / "checkpoints" / f"step-{run.step}", write, step=run.step)
     for old in checkpoints(out)[:-2]:
@@ -123,5 +127,6 @@ def finish(run: Run, out: Path) -> None:
         "key": run.s.key,
         **provenance.of_this_machine(),
         "seconds": seconds | {"all": round(sum(seconds.values()), 2)},
+        "sha256": {name: files.sha256(out / name) for name in FINAL if (out / name).exists()},
     }
     files.write_atomically(out / "done.json", (json.dumps(facts, indent=1) + "\n").encode())

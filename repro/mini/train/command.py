@@ -39,6 +39,9 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except InputError as e:
         print(f"train: {e}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("\ntrain: interrupted; the same command goes on from the last checkpoint.", file=sys.stderr)
+        return 130
     except OSError as e:
         print(f"train: cannot write or read {e.filename or 'the run'}: {e.strerror or e}.", file=sys.stderr)
     return 2
@@ -52,7 +55,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--settings", type=Path, help="a JSON file of settings; flags go before it")
     parser.add_argument("--out", type=Path, help="default: a folder of repro/out/mini/, named by the settings")
-    parser.add_argument("--replay", type=Path, help="a replay-*.pt file")
+    parser.add_argument("--replay", type=Path, help="a replay-*.safetensors file")
     parser.add_argument("--tensorboard", action="store_true", help="into the run's folder as well")
     parser.add_argument("--wandb", action="store_true", help="offline, into the run's folder as well")
     for f in fields(Settings):

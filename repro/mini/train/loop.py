@@ -3,10 +3,11 @@
 
     python -m repro.mini.train --objective up_dapo                 one run, live, into repro/out/mini/
     python -m repro.mini.train --settings FILE --out FOLDER        what the suite calls
-    python -m repro.mini.train --replay FOLDER/replay-17-3.pt      a minibatch that stopped a run, again
+    python -m repro.mini.train --replay FOLDER/replay-17-3.safetensors   a minibatch that stopped a run, once more
 
 Started again with the same settings, a run goes on from its last checkpoint and ends bit-identical to one that was
-never interrupted. Exit status: 0 done, 1 stopped by a non-finite loss or gradient, 2 could not run.
+never interrupted. Exit status: 0 done, 1 stopped by a non-finite loss or gradient, 2 could not run, 130
+interrupted (the same command goes on).
 """
 
 from pathlib import Path

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A loss or a gradient that is no number: the minibatch is kept with the policy before it, and can be played again."""
 
-import pickle
 from dataclasses import asdict, fields
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
+from repro.mini import files
 from repro.mini.train.checkpoint import Run
 from repro.mini.train.rollout import Batch
 from repro.mini.train.settings import Settings
 from upref.errors import InputError
 
-UNREADABLE = (OSError, EOFError, pickle.PickleError, RuntimeError, LookupError, TypeError, ValueError, AttributeError)
+UNREADABLE = (RuntimeError, LookupError, TypeError, ValueError, AttributeError)
 
 
 class NotFinite(Exception):
@@ -21,9 +20,10 @@ class NotFinite(Exception):
 
 
 def keep_for_replay(run: Run, batch: Batch, ref, rows: Tensor, out: Path, number: int, why: Exception) -> str:
-    path = out / f"replay-{run.step}-{number}.pt"
-    at = {"step": run.step, "number": number, "settings": asdict(run.s), "batch": batch, "ref": ref, "rows": rows}
-    torch.save(at | {"policy": run.policy.state_dict(), "optimizer": run.optimizer.state_dict()}, path)
+    """Without pickle: people send such a file with a report, and reading it must not run what it holds."""
+    path = out / f"replay-{run.step}-{number}.safetensors"
+    at = {"step": run.step, "number": number, "settings": asdict(run.s), "batch": vars(batch), "ref": ref, "rows": rows}
+    files.save_tree(path, at | {"policy": run.policy.state_dict(), "optimizer": run.optimizer.state_dict()})
     return (
         f"step {run.step}, minibatch {number}: {why}. The minibatch and the policy before it are in {path}; "
         f"replay it: python -m repro.mini.train --replay {path}"
@@ -33,12 +33,13 @@ def keep_for_replay(run: Run, batch: Batch, ref, rows: Tensor, out: Path, number
 def again(path: Path) -> tuple[Run, Batch, Tensor | None, Tensor]:
     """The run as it was before that minibatch, and what `update` takes of the minibatch."""
     try:
-        at = torch.load(path, weights_only=False)
+        at = files.load_tree(path)
         run = Run(Settings.of(at["settings"]))
         run.policy.load_state_dict(at["policy"])
         run.optimizer.load_state_dict(at["optimizer"])
-        if (there := vars(at["batch"]).keys()) != (due := {f.name for f in fields(Batch)}):
+        if (there := at["batch"].keys()) != (due := {f.name for f in fields(Batch)}):
             raise ValueError(f"{', '.join(sorted(there ^ due))} of its batch are too many or too few")
-        return run, at["batch"], at["ref"], at["rows"]
-    except UNREADABLE as e:
-        raise InputError(f"{path} is no replay file of this version: {type(e).__name__}: {e}.") from e
+        return run, Batch(**at["batch"]), at["ref"], at["rows"]
+    except (InputError, *UNREADABLE) as e:
+        said = str(e).rstrip(".") if isinstance(e, InputError) else f"{type(e).__name__}: {e}"
+        raise InputError(f"{path} is no replay file of this version: {said}.") from e

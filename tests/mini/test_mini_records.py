@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records that cannot be altered unnoticed, and files that cannot run code."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from repro.exact.result import Result, write
+from repro.mini import files
+from repro.mini.study import results, suite
+from upref.errors import InputError
+from upref.files import write_atomically
+
+ROOT = Path(__file__).parents[2]
+RECORDS = {
+    f"run-{i}": {key: {} for key in results.NEEDED} | {"name": f"run-{i}", "steps": {"reward": [i]}} for i in range(4)
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    results.keep(RECORDS, tmp_path)
+    return tmp_path
+
+
+def lines(folder):
+    return (folder / "runs.jsonl").read_bytes().splitlines(keepends=True)
+
+
+def test_what_is_kept_is_read_back_and_nothing_is_an_empty_folder(folder, tmp_path):
+    assert results.load(folder) == RECORDS
+    assert results.load(tmp_path / "none") == {}
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda x: x[:2], "holds 2 records where manifest.json promises 4"),
+        (lambda x: [], "holds 0 records"),
+        (lambda x: [*x, x[0]], "two records 'run-0'"),
+        (lambda x: [*x, x[0].replace(b"run-0", b"run-9")], "holds 5 records"),
+        (lambda x: [x[0].replace(b"[0]", b"[7]"), *x[1:]], "'run-0' is not the one that was promised"),
+        (lambda x: [*x[:3], x[3][:20]], "ends in the middle of a line"),
+        (lambda x: [b"garbage\n", *x[1:]], "line 1"),
+        (lambda x: [*x[:3], b"\xff\xfe\x00\n"], "line 4"),
+        (lambda x: [b"[1, 2]\n", *x[1:]], "line 1 is no JSON object"),
+        (lambda x: [b'{"name": "run-0"}\n', *x[1:]], "lacks status, settings"),
+    ],
+)
+def test_an_altered_record_is_one_sentence_that_says_how_to_restore(damage, says, folder, capsys):
+    (folder / "runs.jsonl").write_bytes(b"".join(damage(lines(folder))))
+    assert suite.main(["--list", "--results", str(folder)]) == 2
+    err = capsys.readouterr().err
+    assert says in err and "git checkout" in err and err.count("\n") == 1
+    with pytest.raises(InputError):
+        results.collect(folder / "runs", {"run-0"}, folder)
+    assert json.loads((folder / "manifest.json").read_text())["lines"].keys() == RECORDS.keys(), "nothing was rewritten"
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", '{"lines": 3}', "\xff"])
+def test_records_without_their_manifest(content, folder):
+    (folder / "manifest.json").unlink()
+    if content is not None:
+        (folder / "manifest.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(InputError, match="git checkout"):
+        results.load(folder)
+
+
+def test_a_collection_killed_between_its_two_files_loses_nothing(folder, monkeypatch):
+    more, real = RECORDS | {"run-9": RECORDS["run-0"] | {"name": "run-9"}}, files.write_atomically
+    for deaths in range(3):
+        results.keep(RECORDS, folder)
+        left = [deaths]
+
+        def write(path, content, left=left):
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            real(path, content)
+
+        monkeypatch.setattr(files, "write_atomically", write)
+        with pytest.raises(KeyboardInterrupt):
+            results.keep(more, folder)
+        monkeypatch.setattr(files, "write_atomically", real)
+        assert len(results.load(folder)) == (5 if deaths == 2 else 4)
+
+
+def test_a_run_whose_log_was_changed_after_its_end_is_not_collected(tmp_path):
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    for name in ("settings.json", "steps.jsonl", "evals.jsonl"):
+        (run / name).write_text("{}\n" if name == "settings.json" else "")
+    digests = {p.name: files.sha256(p) for p in run.iterdir()}
+    (run / "done.json").write_text(json.dumps({"seconds": {"all": 1}, "sha256": digests}))
+    assert results.record(run)["provenance"] == {"seconds": {"all": 1}}
+    (run / "evals.jsonl").write_text(" ")
+    with pytest.raises(InputError, match=r"evals\.jsonl is not what it was when the run ended"):
+        results.collect(tmp_path / "runs", {"a"}, tmp_path / "results")
+
+
+def test_the_committed_records_are_whole(capsys):
+    assert suite.main(["--verify"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("records are whole") == 3 and said.count("\n") == 1
+
+
+def test_a_full_disk_names_the_file_and_keeps_the_old_one(tmp_path, monkeypatch):
+    from test_mini_resume import no_file_larger_than
+
+    write_atomically(tmp_path / "report.md", "old")
+    with no_file_larger_than(100), pytest.raises(OSError, match=r"report\.md"):
+        write_atomically(tmp_path / "report.md", "x" * 1000)
+    monkeypatch.setattr("repro.exact.result.save", lambda *_: None)
+    with no_file_larger_than(30), pytest.raises(OSError, match=r"report\.md"):
+        write([Result("a", "b", "c", [], None)], tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["report.md"] and (tmp_path / "report.md").read_text() == "old"
+
+
+# A process and its own child exchange pickles in a folder of their own; a page's own code and fetched sources, which
+# are pinned by digest, are executed: neither is a file that somebody sends.
+MAY = {"upref/audits/child.py", "upref/audits/isolated/__init__.py", "docs/make.py", "docs/in_the_wild/fetched.py"}
+
+
+def unsafe(tree: ast.AST):
+    """Calls that may run what the file that they read holds."""
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name, words = ast.unparse(call.func), {k.arg: ast.unparse(k.value) for k in call.keywords}
+        if name in ("eval", "exec") or name.split(".")[0] in ("pickle", "dill", "cloudpickle", "joblib", "marshal"):
+            yield name
+        if name in ("torch.load", "load") and words.get("weights_only", "True") != "True":
+            yield name
+        if name == "torch.load" and "weights_only" not in words:
+            yield name
+        if name in ("np.load", "numpy.load") and words.get("allow_pickle", "False") != "False":
+            yield name
+        if name in ("yaml.load", "yaml.unsafe_load"):
+            yield name
+
+
+def test_no_loader_runs_what_it_reads():
+    found = set()
+    for top in ("upref", "repro", "docs", "benchmarks", "figures", "derivations"):
+        for path in (ROOT / top).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            if re.search(r"load|eval|exec|pickle|marshal", text) and any(unsafe(ast.parse(text))):
+                found.add(path.relative_to(ROOT).as_posix())
+    assert found <= MAY, sorted(found - MAY)
+    for bad in (
+        "torch.load(f)",
+        "torch.load(f, weights_only=False)",
+        "pickle.load(f)",
+        "eval(x)",
+        "np.load(f, allow_pickle=True)",
+    ):
+        assert any(unsafe(ast.parse(bad))), bad
