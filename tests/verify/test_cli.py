@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -149,3 +153,24 @@ def test_a_reader_that_leaves_early_is_no_error():
     pipe = f"{sys.executable} -m upref.cli list | head -n 1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {pipe}"], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("command", [["check", "slow.py:loss", "--as", "dapo"], ["derive", "slow"]])
+def test_an_interrupt_is_one_sentence_and_leaves_no_process(number, status, command, tmp_path):
+    """While a loss runs, and while upref itself computes."""
+    (tmp_path / "slow.py").write_text("import time\nopen('here', 'w').close()\ntime.sleep(60)\n")
+    start = (
+        "import sys, time, upref.cli, upref.cli.commands as c\n"
+        "c.RUN['derive'] = lambda args: (open('here', 'w').close(), time.sleep(60))\n"
+        f"sys.argv = ['upref', *{command!r}]\nsys.exit(upref.cli.main())"
+    )
+    env = os.environ | {"PYTHONPATH": str(Path(upref.__file__).parents[1])}
+    run = subprocess.Popen([sys.executable, "-c", start], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=env,
+                           preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "here").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    run.send_signal(number)
+    err = run.communicate(timeout=30)[1]  # the pipe closes when the last process has ended
+    assert run.returncode == status and len(err.splitlines()) == 1 and "the same command starts again" in err

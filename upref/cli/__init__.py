@@ -6,6 +6,7 @@ What it takes is here, what it does in upref/cli/commands.py: help and usage err
 
 import argparse
 import io
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -21,15 +22,26 @@ FOREIGN = ("check", "identify", "cap", "weights", "learn")  # verbs that run som
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand; `upref -h` lists them. argv None: the command line's own, and what runs somebody's loss does
-    so in a child process with a time limit; else all runs in this one."""
+    """Run one subcommand; `upref -h` lists them. argv None: the command line's own; user code then runs in a child
+    process with a time limit, and Ctrl-C or SIGTERM ends everything with one sentence, status 130 or 143."""
     args = _parser().parse_args(argv)
-    if argv is None and args.command in FOREIGN:
+    if argv is not None:
+        return _run(args)
+    signal.signal(signal.SIGTERM, _terminated)  # so that child processes end too
+    try:
+        if args.command not in FOREIGN:
+            return _run(args)
         from upref.cli.supervise import supervised
 
         what = "your function" if args.command == "learn" else "the loss"
         return supervised(lambda: _run(args), args.timeout, what)
-    return _run(args)
+    except KeyboardInterrupt as e:
+        print(f"upref {args.command}: {e or 'interrupted'}; the same command starts again.", file=sys.stderr)
+        return 143 if e.args else 130
+
+
+def _terminated(number, frame):
+    raise KeyboardInterrupt("terminated")
 
 
 def _run(args) -> int:

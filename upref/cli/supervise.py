@@ -32,7 +32,7 @@ def supervised(work: Callable[[], int], seconds: float, what: str = "the loss") 
     os.close(writing)
     try:
         said = _said(reading, child, time.monotonic() + seconds)
-    except BaseException:  # Ctrl-C
+    except BaseException:  # Ctrl-C, SIGTERM
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         raise
@@ -68,6 +68,7 @@ def _said(reading: int, child: int, end: float) -> bytes | None:
 def _child(work: Callable[[], int], writing: int, parent: int):
     """Never returns, never runs what the loss has left for the end of the process."""
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the parent's; KeyboardInterrupt is the loss's
         threading.Thread(target=_ends_with, args=(parent,), daemon=True).start()
         with contextlib.suppress(OSError):  # stdout is closed
