@@ -4,6 +4,7 @@ one sentence, and nothing that it sees is fake or comes from this environment. N
 
 import base64
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -174,6 +175,36 @@ def test_a_wheel_is_put_into_a_folder_of_its_own_once(index, monkeypatch):
     assert place("plain", PIN) == where
     other = [f for f in Path(where.paths[0]).parent.iterdir() if f.name.startswith(".half")]
     assert other == []
+
+
+def test_a_file_that_changed_after_the_installation_is_refused(index):
+    """One that no pin names, too; a folder of an older version of upref, without its digest, is made again."""
+    root = Path(place("plain", PIN).paths[0])
+    info = root / "plainrl-1.0.dist-info" / "METADATA"
+    info.write_text(info.read_text() + "one line more\n")
+    with pytest.raises(InputError, match="have changed since they were installed: remove that folder"):
+        place("plain", PIN)
+    (root / ".upref-digest").unlink()
+    assert Path(place("plain", PIN).paths[0]) == root and "one line more" not in info.read_text()
+
+
+def test_what_a_killed_installation_left_is_removed(index):
+    root = Path(place("plain", PIN).paths[0])
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left, going = (root.parent / f".half-{pid}-x" for pid in (dead.pid, os.getpid()))
+    left.mkdir()
+    going.mkdir()
+    place("plain", PIN, "2.0")
+    assert not left.exists() and going.exists()
+
+
+@pytest.mark.parametrize("version", ["../../x", "--upload-pack=touch x", "", "a b", "-1"])
+def test_a_version_is_no_path_and_no_option(index, version):
+    if version:
+        with pytest.raises(InputError, match="--version takes a version, a tag or a commit"):
+            place("plain", PIN, version)
+    assert place("plain", PIN).version == "1.0"
 
 
 def test_another_version_is_audited_and_said(index):

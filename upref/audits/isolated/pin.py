@@ -17,6 +17,8 @@ from pathlib import Path
 from upref.errors import InputError
 
 NEWEST = "newest"  # the --version that means whatever is out
+VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+!-]{0,99}")  # of a package, or a commit or tag: no path and no option
+DIGEST = ".upref-digest"  # of all other files of a folder, written when it was made
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ def place(name: str, pin: Pin, version: str = "", source: str = "") -> Place:
     """
     if version and source:
         raise InputError("give --version or --source, not both: a working copy has its own version.")
+    if version and not VERSION.fullmatch(version):
+        raise InputError(f"--version takes a version, a tag or a commit, got {version[:60]!r}.")
     beside = pin.packages if pin.repository else pin.packages[1:]
     if source:
         copy = Path(source).expanduser().resolve()
@@ -99,7 +103,7 @@ def _folder(name: str, version: str, packages: tuple[str, ...]) -> Path:
     """These packages, without their dependencies."""
     digest = hashlib.sha256(" ".join(packages).encode()).hexdigest()[:8]
     folder = cache() / f"{name}-{version}-{digest}"
-    if folder.exists() and version != NEWEST:
+    if version != NEWEST and _whole(folder):
         return folder
     with _made(folder) as half:
         options = ["--quiet", "--disable-pip-version-check", "--no-input", "--retries", "1", "--timeout", "20"]
@@ -118,7 +122,7 @@ def _folder(name: str, version: str, packages: tuple[str, ...]) -> Path:
 def _checkout(name: str, repository: str, commit: str) -> Path:
     """A commit of a repository, without its history."""
     folder = cache() / f"{name}-{commit[:9]}"
-    if folder.exists() and commit != "HEAD":
+    if commit != "HEAD" and _whole(folder):
         return folder
     if not shutil.which("git"):
         raise InputError(f"{name} is on no package index and needs git to be fetched, which is not installed.")
@@ -140,16 +144,49 @@ def _made(folder: Path) -> Iterator[Path]:
     """A folder that is whole or not there: filled under another name first."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        half = Path(tempfile.mkdtemp(prefix=".half-", dir=folder.parent))
+        for left in folder.parent.glob(".half-*"):  # of an installation that was killed
+            if not _alive(left.name.split("-")[1]):
+                shutil.rmtree(left, ignore_errors=True)
+        half = Path(tempfile.mkdtemp(prefix=f".half-{os.getpid()}-", dir=folder.parent))
     except OSError as e:
         raise InputError(f"cannot write in {folder.parent} ({e.strerror}): set XDG_CACHE_HOME.") from e
     try:
         yield half
+        (half / DIGEST).write_text(_digest(half), encoding="utf-8")
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(half, folder)
     finally:
         shutil.rmtree(half, ignore_errors=True)
+
+
+def _alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _digest(folder: Path) -> str:
+    """One sha256 of the names and contents of all files, compiled ones and git's own left out."""
+    total = hashlib.sha256()
+    for file in sorted(folder.rglob("*")):
+        if file.is_file() and file.name != DIGEST and not {"__pycache__", ".git"} & set(file.parts):
+            of = hashlib.sha256(file.read_bytes()).hexdigest()
+            total.update(f"{file.relative_to(folder).as_posix()} {of}\n".encode())
+    return total.hexdigest()
+
+
+def _whole(folder: Path) -> bool:
+    """Whether it is there as it was installed; InputError where a file has changed since."""
+    if not (folder / DIGEST).is_file():
+        return False
+    if (folder / DIGEST).read_text(encoding="utf-8") != _digest(folder):
+        raise InputError(f"files in {folder} have changed since they were installed: remove that folder and try again.")
+    return True
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess:
