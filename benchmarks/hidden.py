@@ -3,6 +3,7 @@
 
     python -m benchmarks.hidden              # needs verl, TRL, and a network for Liger and Unsloth
     python -m benchmarks.hidden --quick      # N = 64, V = 8192
+    python -m benchmarks.hidden memory       # one section
 
 Memory is the peak resident set of a fresh process, beyond the inputs. Times are CPU seconds of forward and backward on
 one thread, as ratios to `naive`: all take their turn in each round. Errors are against float64; half of the rows have a
@@ -152,7 +153,9 @@ def fresh(who, N, V, dtype="float32"):
 
 # ---- the tables ------------------------------------------------------------------------------------------------------
 def memory(cases, who):
-    print("Peak memory of forward and backward, MB: beyond the inputs, and of that beyond dh and dW; share of naive's")
+    print(
+        "\nPeak memory of forward and backward, MB: beyond the inputs, and of that beyond dh and dW; share of naive's"
+    )
     print(f"{'':16} {'N':>5} {'V':>7} {'MB':>7} {'beyond dh, dW':>14} {'of naive':>9}")
     rest = {}
     for N, V in cases:
@@ -253,22 +256,29 @@ def by_kind(sizes):
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--quick", action="store_true")
+    p.add_argument("sections", nargs="*", help="accuracy, time, memory, growth, long; all of them unless given")
     p.add_argument("--one", nargs=4, metavar=("WHO", "N", "V", "DTYPE"), help=argparse.SUPPRESS)
     args = p.parse_args()
     torch.set_num_threads(1)
     if args.one:
         return one(args.one[0], int(args.one[1]), int(args.one[2]), args.one[3])
-    n, v, rounds = (64, 8192, 2) if args.quick else (2048, V, 3)
+    n, v = (64, 8192) if args.quick else (2048, V)
     versions = {k: importlib.metadata.version(k) for k in ("torch", "trl", "verl")}
     print(f"H = {H}, 1 thread, {platform.machine()}, " + ", ".join(f"{k} {x}" for k, x in versions.items()))
     full = [k for k in WHO if k != "torch linear_ce"]  # what has an entropy
-    memory([(n, v)], ["naive", *(k for k in full if k != "naive")])
-    memory([(n // 8, v), (n // 2, v), (n, v // 4), (4 * n, v // 4)], ["upref.hidden"])
-    times(n // 8, v, full, rounds)
-    times(n, v, full, 1 if args.quick else 2)
-    errors(n // 16, v, full)
-    bf16(n // 4, v // 4, full)
-    by_kind([1000, 32_000, v, 262_144])
+    asked = args.sections or ["accuracy", "time", "memory", "growth", "long"]
+    if "accuracy" in asked:
+        by_kind([1000, 32_000, v, 262_144])
+        errors(n // 16, v, full)
+        bf16(n // 8, v // 8, full)
+    if "time" in asked:
+        times(n // 8, v, full, 3)
+    if "memory" in asked:
+        memory([(n, v)], ["naive", *(k for k in full if k != "naive")])
+    if "growth" in asked:
+        memory([(n // 4, v // 8), (n, v // 8), (4 * n, v // 8)], ["upref.hidden"])
+    if "long" in asked:
+        times(n, v, full, 1)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ import upref
 
 # Each name of upref.__all__ is in one of these.
 GROUPS = {
-    "Judge a loss": ["check", "identify", "check_advantages", "check_kl", "audit"],
-    "In pytest": ["assert_policy_loss", "assert_advantages", "assert_kl"],
+    "Judge a loss": ["check", "identify", "check_advantages", "check_kl", "check_logprobs", "audit"],
+    "In pytest": ["assert_policy_loss", "assert_advantages", "assert_kl", "assert_logprobs"],
     "Objectives": ["get", "names", "Objective", "objective", "up", "up_anchored", "derive"],
     "Batches and aggregation": ["Rollouts", "Totals", "aggregate", "row_weights"],
     "Pictures and numbers": ["cap_map", "capacity", "diagnose"],
@@ -19,6 +19,7 @@ GROUPS = {
 # What these modules define and do not begin with an underscore.
 MODULES = {
     "advantages": "Advantages", "aggregation": "Aggregations", "kl": "KL estimators", "logprobs": "Log-probabilities",
+    "hidden": "Log-probabilities from hidden states",
     "metrics": "Metrics", "ops": "The words of an objective", "weights.plots": "Pictures", "weights.atlas": "The atlas",
     "weights.curve": "Weights as curves", "weights.capacity": "Probability Capacity",
     "weights.batches": "Synthetic batches",

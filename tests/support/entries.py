@@ -70,6 +70,7 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
     logits, tokens, right = torch.zeros(2, 3, 5), torch.ones(2, 3, dtype=torch.int64), [[True, False], [False, False]]
     fields = {k: getattr(b, k) for k in ("logp", "logp_old", "adv", "mask", "group")}
     facts = {"paper": "x", "eq": "1", "level": "token", "agg": "token-mean", "adv": "group_norm"}
+    lp_of = lambda logits, tokens, temperature: upref.logprobs.token_log_probs(logits, tokens, temperature=temperature)
     k3 = lambda log_prob, ref_log_prob: (ref_log_prob - log_prob).expm1() - (ref_log_prob - log_prob)
     mean = lambda rewards, group: upref_advantages.group_mean(rewards, group)
     from upref import advantages as upref_advantages
@@ -103,8 +104,10 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
         "check": (upref.check, {"loss": _loss, "objective": "dapo", "skip": (), "eps_low": 0.1}),
         "identify": (upref.identify, {"loss": o}),
         "check_kl": (upref.check_kl, {"fn": k3, "estimator": "k3", "skip": ()}),
+        "check_logprobs": (upref.check_logprobs, {"fn": lp_of, "softcap": None, "ranks": 1, "skip": ()}),
         "check_advantages": (upref.check_advantages, {"fn": mean, "estimator": "group_mean", "skip": ()}),
         "assert_policy_loss": (upref.assert_policy_loss, {"loss": _loss, "objective": "dapo"}),
+        "assert_logprobs": (upref.assert_logprobs, {"fn": lp_of}),
         "assert_kl": (upref.assert_kl, {"fn": k3, "estimator": "k3"}),
         "assert_advantages": (upref.assert_advantages, {"fn": mean, "estimator": "group_mean"}),
         "InputError": (upref.InputError, {"sentence": "x"}),

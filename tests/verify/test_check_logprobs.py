@@ -106,6 +106,7 @@ RIGHT = [
     naive, nll_of_torch, by_dict, flat_only, in_rows, in_float32, logits_in_bfloat16, without_temperature, with_bias,
     fused, of_upref, hidden.token_log_probs, logprobs.token_log_probs, lambda z, t, tau: of(z / tau, t),
     lambda h, W, t, T: naive(h, W, t, T), lambda a, b, c, d: naive(a, b, c, d),
+    lambda z, tokens, t: of(z / t, tokens)[0],
 ]  # fmt: skip
 
 
@@ -406,3 +407,12 @@ def test_the_command_and_the_assertion(tmp_path):
 def test_bad_input_is_one_sentence(fn, settings, says):
     with pytest.raises(InputError, match=says):
         check_logprobs(fn, **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.trl
+def test_the_log_prob_functions_of_trl_agree():
+    from upref.audits.kernels import kernels
+
+    found = kernels("trl")
+    assert len(found.reports) == 2 and found and all(found.reports.values()), str(found)

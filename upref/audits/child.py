@@ -112,7 +112,14 @@ def _script(text: str) -> str:
     return out.getvalue()
 
 
-WORK: dict[str, Callable[..., Any]] = {"audit": audits.audit, "scripts": scripts}
+def kernels(name: str) -> Any:
+    """The log-probability functions, checked."""
+    from upref.audits.kernels import kernels as checked
+
+    return checked(name)
+
+
+WORK: dict[str, Callable[..., Any]] = {"audit": audits.audit, "kernels": kernels, "scripts": scripts}
 
 if __name__ == "__main__":
     sys.exit(main(*sys.argv[1:]))

@@ -41,6 +41,9 @@ class Framework:
     plain: Callable[[str, dict[str, Any]], Callable[..., Tensor]] | None = None
     defaults: Callable[[str], dict[str, Any]] = lambda mode: {}  # read from its own config class
     parts: Callable[[], tuple[Part, ...]] = tuple  # what it computes beside its losses
+    kernels: Callable[[], dict[str, Callable]] = (
+        dict  # what check_logprobs takes, and is no part
+    )
     remarks: Callable[[], list[str]] = list
     pin: Pin | None = None  # what makes its folder of packages; without one it is imported from here
     one_adv: bool = False  # its losses take one advantage a response, [B]; else they get [B, T]

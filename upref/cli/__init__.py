@@ -115,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--ledger", action="store_true", help="print the recorded deviations; runs nothing")
     what.add_argument("--report", metavar="ID", help="print an entry of the ledger as a bug report for upstream")
     what.add_argument("--proofs", action="store_true", help="run the ledger's scripts, which need the framework alone")
+    what.add_argument("--logprobs", action="store_true", help="check its log-probability functions instead")
     what.add_argument("--draft", action="store_true", help="print what the ledger lacks, to be finished by hand")
     c.set_defaults(verbose=False)
     c = command("audit-table", "whether a results table's numbers can be, and how often chance makes the winner's lead")

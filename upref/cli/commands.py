@@ -67,6 +67,10 @@ def audit(args) -> int:
     which = {"version": args.version or "", "source": args.source or "", "loud": args.debug}
     if args.proofs:
         return _answer(args, report.proofs(audits.framework(name), **which))
+    if args.logprobs:
+        from upref.audits.kernels import kernels
+
+        return _answer(args, kernels(name, **which))
     a = audits.audit(name, **which)
     return print(report.draft(a)) or 0 if args.draft else _answer(args, a)
 

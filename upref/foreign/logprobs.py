@@ -153,8 +153,11 @@ def read(fn: Any, softcap: float | None = None, logit_scale: float = 1.0) -> Ker
     roles = {p.name: r for p in every if (r := _role(p.name))}
     free = [p.name for p in every if p.default is p.empty and p.name not in (*roles, *settings.values())]
     timed = [] if "temperature" in settings else ["temperature"]
-    short = "logits" in roles.values() or (not roles and len(free) < 3 + len(timed))
-    kind = "logits" if short and not {"hidden", "weight"} & set(roles.values()) else "hidden"
+    must = [p for p in every if p.default is p.empty or _setting(p.name) == "temperature"]
+    few = len([p for p in must if _setting(p.name) in ("", "temperature")]) < 4  # (logits, tokens, temperature)
+    kind = (
+        "logits" if "logits" in roles.values() or (few and not {"hidden", "weight"} & set(roles.values())) else "hidden"
+    )
     missing = [r for r in MAIN[kind] if r not in roles.values()] + timed
     if len(free) == len(missing) and timed:  # what no name says, in order; the last is the temperature
         settings["temperature"] = free.pop()

@@ -4,6 +4,7 @@
 import importlib
 import inspect
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +25,11 @@ PIN = Pin(
     packages=("liger-kernel==0.8.5",),
     files={
         "liger_kernel/chunked_loss/grpo_loss.py": "b4ea24c05ac63f9981de71d0d9310876",
+        "liger_kernel/ops/fused_linear_scaled_cross_entropy.py": "ce69ad089ff7bc684535c9de30f38b2b",
         "liger_kernel/chunked_loss/fused_linear_ppo.py": "0daa930fb2967cec318f543b5137b009",
     },
     root="src",
-    shells=("liger_kernel", "liger_kernel.chunked_loss"),
+    shells=("liger_kernel", "liger_kernel.chunked_loss", "liger_kernel.ops"),
 )
 COUNTED = ("dapo", "cispo", "vespo")  # these read num_items_in_batch
 
@@ -127,6 +129,18 @@ def _parts() -> tuple[Part, ...]:
     )
 
 
+def _kernels() -> dict[str, Callable]:
+    module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+
+    def scaled(hidden, weight, tokens, temperature):
+        """The path of a CPU; it takes rows, and returns -log π."""
+        apply = module.LigerFusedLinearScaledCrossEntropyFunction.apply
+        nll, entropy = apply(hidden.flatten(0, -2), weight, tokens.flatten(), temperature, -100, 1, True)
+        return -nll.view_as(tokens), entropy.view_as(tokens)
+
+    return {"fused_linear_scaled_cross_entropy": scaled}
+
+
 LIGER = Framework(
     "liger",
     pin=PIN,
@@ -137,6 +151,7 @@ LIGER = Framework(
     comparisons=COMPARISONS,
     parts=_parts,
     split_reasons={"bnpo": BNPO},
+    kernels=_kernels,
     out_of_scope={},
     remarks=lambda: [
         "Micro-batches as TRL's Liger path had it: the loss of each is divided by their number, but for dapo, cispo "

@@ -2,6 +2,7 @@
 """TRL's policy losses as the audit holds them against the papers, and why they differ."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,6 +89,20 @@ def _modes() -> list[str]:
     return sorted({*loss_types(), "rloo", *own})
 
 
+def _kernels() -> dict[str, Callable]:
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+    from trl.trainer.utils import selective_log_softmax_and_entropy
+
+    def chunked(hidden, weight, tokens, temperature, bias=None, softcap=None, logit_scale=1.0):
+        given = hidden.flatten(0, -2), weight, bias, tokens.flatten(), temperature, 8192, softcap, logit_scale
+        return tuple(x.view_as(tokens) for x in ChunkedLogProbFunction.apply(*given, ("entropy",))[:2])
+
+    selective = lambda logits, tokens, temperature: selective_log_softmax_and_entropy(
+        logits, tokens, temperature=temperature
+    )
+    return {"ChunkedLogProbFunction": chunked, "selective_log_softmax_and_entropy": selective}
+
+
 REMARKS = [
     "Micro-batches by TRL's contract: of equal size, counted by current_gradient_accumulation_steps; "
     "num_items_in_batch counts the tokens of a generation batch, which is one optimizer step.",
@@ -103,4 +118,5 @@ TRL = Framework(
     split_reasons={"bnpo": BNPO},
     out_of_scope=OUT_OF_SCOPE,
     remarks=lambda: REMARKS,
+    kernels=_kernels,
 )

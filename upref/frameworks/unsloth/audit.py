@@ -5,6 +5,7 @@ import ast
 import importlib
 import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,11 @@ from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
 
 PIN = Pin(
     packages=("unsloth_zoo==2026.10.9",),
-    files={"unsloth_zoo/rl_replacements.py": "28275ce5683669113b8b6f47bdd04102"},
-    shells=("unsloth_zoo", "unsloth_zoo.temporary_patches"),
+    files={
+        "unsloth_zoo/rl_replacements.py": "28275ce5683669113b8b6f47bdd04102",
+        "unsloth_zoo/fused_losses/fused_linear.py": "7245d2f0774da223b33b24059d2854fb",
+    },
+    shells=("unsloth_zoo", "unsloth_zoo.temporary_patches", "unsloth_zoo.fused_losses"),
     stubs=("datasets",),
     env={"UNSLOTH_FORCE_CPU": "1", "UNSLOTH_COMPILE_DISABLE": "1"},  # its own settings: no GPU, the plain functions
 )
@@ -121,6 +125,15 @@ def _parts() -> tuple[Part, ...]:
     return tuple(Part("logprobs", k, f, "token_log_probs", tol=1e-4) for k, f in names.items())
 
 
+def _kernels() -> dict[str, Callable]:
+    fused = importlib.import_module("unsloth_zoo.fused_losses.fused_linear").fused_linear_logprobs
+
+    def linear(hidden, weight, tokens, temperature, bias=None):
+        return fused(hidden, weight, tokens, bias=bias, temperature=temperature, return_entropy=True)
+
+    return {"fused_linear_logprobs": linear}
+
+
 UNSLOTH = Framework(
     "unsloth",
     pin=PIN,
@@ -130,6 +143,7 @@ UNSLOTH = Framework(
     comparisons=COMPARISONS,
     parts=_parts,
     split_reasons={"bnpo": BNPO},
+    kernels=_kernels,
     out_of_scope={"vespo": "its weight is computed by TRL's function, which the trainer hands over"},
     remarks=lambda: [
         "grpo_compute_loss as UnslothEfficientGRPO calls it, which then differentiates it in one chunk. Defaults are "

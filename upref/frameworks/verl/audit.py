@@ -2,6 +2,7 @@
 """verl's policy losses as the audit holds them against the papers, and why they differ."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -83,6 +84,18 @@ def _remarks() -> list[str]:
     ]
 
 
+def _kernels() -> dict[str, Callable]:
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+    from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
+
+    def from_logits(logits, tokens, temperature):
+        """As its workers call both, on logits divided by the temperature."""
+        return logprobs_from_logits(logits / temperature, tokens), entropy_from_logits(logits / temperature)
+
+    fused = lambda hidden, weight, tokens, temperature: FusedLinearForPPO()(hidden, weight, tokens, temperature)
+    return {"FusedLinearForPPO": fused, "logprobs_from_logits, entropy_from_logits": from_logits}
+
+
 VERL = Framework(
     "verl",
     version=lambda: verl()[2],
@@ -92,4 +105,5 @@ VERL = Framework(
     split_reasons={"geo_mean": MICRO_MEAN},
     out_of_scope=OUT_OF_SCOPE,
     remarks=_remarks,
+    kernels=_kernels,
 )

@@ -57,12 +57,13 @@ def plain(k: Kernel) -> dict[str, Problem]:
 
 
 def offset(k: Kernel, by: float) -> Problem:
-    """A constant added to all logits: half of it through one feature, so that float32 rounds it little."""
+    """A constant added to all logits: in float32 it rounds little in each factor of one feature."""
     p = drawn(k, 6, 37, 3, 4, temperature=0.5 if "temperature" in k.settings else 1.0)
     if p.weight is None:
         return replace(p, x=p.x + by)
     x, W = p.x.clone(), p.weight.clone()
-    x[..., 0], W[:, 0] = 1, by
+    x[..., 0] = 2.0 ** round(math.log2(abs(by)) / 2)
+    W[:, 0] = by / x[..., 0].max()
     return replace(p, x=x, weight=W)
 
 
