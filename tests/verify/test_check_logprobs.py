@@ -106,7 +106,7 @@ RIGHT = [
     naive, nll_of_torch, by_dict, flat_only, in_rows, in_float32, logits_in_bfloat16, without_temperature, with_bias,
     fused, of_upref, hidden.token_log_probs, logprobs.token_log_probs, lambda z, t, tau: of(z / tau, t),
     lambda h, W, t, T: naive(h, W, t, T), lambda a, b, c, d: naive(a, b, c, d),
-    lambda z, tokens, t: of(z / t, tokens)[0],
+    lambda z, tokens, t: of(z / t, tokens)[0], lambda z, tokens, temperature: of(z / temperature, tokens)[0],
 ]  # fmt: skip
 
 

@@ -159,8 +159,8 @@ def read(fn: Any, softcap: float | None = None, logit_scale: float = 1.0) -> Ker
         "logits" if "logits" in roles.values() or (few and not {"hidden", "weight"} & set(roles.values())) else "hidden"
     )
     missing = [r for r in MAIN[kind] if r not in roles.values()] + timed
-    if len(free) == len(missing) and timed:  # what no name says, in order; the last is the temperature
-        settings["temperature"] = free.pop()
+    if len(free) == len(missing):  # what no name says, in order; the last is the temperature
+        settings |= {"temperature": free.pop()} if timed else {}
         roles |= dict(zip(free, missing, strict=False))
     reading = read_signature(fn, name, lambda n: roles.get(n, ""), MAIN[kind])
     if unknown := [p for p in reading.needed if p not in settings.values()]:
