@@ -215,3 +215,39 @@ def guochen(lp, old, A, m, ref):
 def reinforce_mean(lp, old, A, m, ref):
     """−mean_i mean_t A log π"""
     return -responses(A * lp, m)
+
+
+def up_tokens(lp, old, A, m, ref):
+    """−mean over all tokens of (A log π if A > 0, else max(r, 0.8) A)"""
+    return -tokens(torch.where(A > 0, A * lp, A * (lp - old).exp().clamp(min=0.8)), m)
+
+
+def up_tokens_dual(lp, old, A, m, ref):
+    """−mean over all tokens of (A log π if A > 0, else clip(r, 0.8, 3) A)"""
+    return -tokens(torch.where(A > 0, A * lp, A * (lp - old).exp().clamp(0.8, 3.0)), m)
+
+
+def drpo(lp, old, A, m, ref):
+    """−mean over all tokens of [r A − |A| π_old (r − 1)² / 25]"""
+    r = (lp - old).exp()
+    return -tokens(r * A - A.abs() * old.exp() * (r - 1) ** 2 / 25, m)
+
+
+def wapo(lp, old, A, m, ref):
+    """−mean_i Σ_t min(r, 10) A where A > 0, else 0 (their fixed length left out)"""
+    return -sums(torch.where(A > 0, A * (lp - old).exp().clamp(max=10), 0 * A), m).mean()
+
+
+def gspo_narrow(lp, old, A, m, ref):
+    """−mean_i min(s A, clip(s, 1 ± 0.0003) A)"""
+    return -clip(means(lp, m), means(old, m), A[:, 0], 3e-4, 3e-4).mean()
+
+
+def dapo_tokens(lp, old, A, m, ref):
+    """−mean over all tokens of min(r A, clip(r, 0.8, 1.28) A)"""
+    return -tokens(clip(lp, old, A, 0.2, 0.28), m)
+
+
+def ppo_longest(lp, old, A, m, ref):
+    """−Σ over all tokens of min(r A, clip(r, 1 ± 0.2) A) / (B times the longest response)"""
+    return -sums(clip(lp, old, A), m).mean() / m.sum(1).max()

@@ -490,3 +490,84 @@ def guochen(code: Fetched):
     pg = "run_compute_grpo_clip_loss", "run_compute_policy_gradient_loss", "run_masked_normalize"
     step = code.take("tests/adapters.py", *pg, "run_grpo_microbatch_train_step").run_grpo_microbatch_train_step
     return partial(step, gradient_accumulation_steps=1, loss_type="grpo_clip", raw_rewards=None, cliprange=0.2)
+
+
+# ---- UP, and objectives of 2026 by their authors ---------------------------------------------------------------------
+def between(code: Fetched, file: str, first: str, last: str, **given):
+    """What the lines from the one with `first` to the next one with `last` make of the names given."""
+    text = (code.folder / file).read_text(encoding="utf-8").splitlines()
+    start = next(i for i, line in enumerate(text) if first in line)
+    end = next(i for i, line in enumerate(text) if i > start and last in line)
+    return code.lines(file, start + 1, end + 1, **given)
+
+
+def up_trl(code: Fetched):
+    args = Of(delta=None, steps_per_generation=1)
+    me = Of(importance_sampling_level="token", beta=0.0, args=args, epsilon_low=0.2, epsilon_high=0.2, use_vllm=False,
+            off_policy_mask_threshold=None, model=Of(training=False), accelerator=Of(num_processes=1))  # fmt: skip
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        A = flat(advantages)[:, None]
+        given = {"per_token_logps": log_prob, "old_per_token_logps": old_log_prob, "advantages": A, "mask": mask.int()}
+        given |= {"self": me, "entropy_mask": None, "inputs": {"num_items_in_batch": mask.sum()}}
+        file = "trl/experimental/up/up_trainer.py"
+        return between(code, file, "log_ratio = per_token_logps - old", "loss = (per_token_loss * mask)", **given).loss
+
+    return loss
+
+
+def up_blog(code: Fetched):
+    mean = lambda x, mask: (x * mask).sum() / (mask.sum() + 1e-8)
+    agg_loss = lambda loss_mat, loss_mask, loss_agg_mode: mean(loss_mat, loss_mask)
+    file = "_posts/2026-02-26-UP-GRPO.md"
+    made = between(code, file, "def compute_policy_loss(", "return pg_loss, pg_clipfrac", agg_loss=agg_loss,
+                   verl_F=Of(masked_mean=mean))  # fmt: skip
+
+    def loss(log_prob, old_log_prob, advantages, response_mask):
+        return made.compute_policy_loss(old_log_prob, log_prob, advantages, response_mask.double(), cliprange=0.2)[0]
+
+    return loss
+
+
+def drpo(code: Fetched):
+    theirs = vars(code.take("unirl/algorithms/drpo.py", "_drpo_loss"))["_drpo_loss"]
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        packed = {"new_logp": log_prob[mask], "old_logp": old_log_prob[mask], "advantages": advantages[mask]}
+        return theirs(epsilon=12.5, **packed)[0].mean()
+
+    return loss
+
+
+WAPO = "verifiers/rl/trainer/trainer.py"
+
+
+def wapo_repo(kind: str, share, **settings):
+    """One loss_type of their trainer; share: what their orchestrator hands over as seq_loss_weights, by the mask."""
+
+    def wrap(code: Fetched):
+        me = Of(loss_type=kind, use_importance_sampling=True, clip_eps=0.2, mask_negative_advantages=kind == "wapo",
+                mask_positive_advantages=False, token_bin_counting=False, normalize_by_kept_tokens=False)  # fmt: skip
+        vars(me).update(settings)
+
+        def loss(log_prob, old_log_prob, advantages, mask):
+            A = flat(advantages)[:, None].expand(mask.shape)
+            inputs = {"loss_mask": mask.int(), "entropies": None, "trainer_logprobs": log_prob, "advantages": A,
+                      "inference_logprobs": old_log_prob, "seq_loss_weights": share(mask)}  # fmt: skip
+            text = (code.folder / WAPO).read_text(encoding="utf-8").splitlines()
+            first = next(i for i, line in enumerate(text) if 'loss_mask = inputs["loss_mask"].bool()' in line)
+            last = next(i for i, line in enumerate(text) if "# Count clipped tokens" in line)
+            return code.lines(WAPO, first + 1, last, self=me, inputs=inputs).loss
+
+        return loss
+
+    return wrap
+
+
+each = lambda mask: 1 / (mask.sum(1) * len(mask))
+together = lambda mask: (1 / mask.sum()).expand(len(mask))
+wapo = wapo_repo("wapo", lambda mask: torch.ones(len(mask)) / len(mask), clip_eps=9.0)
+wapo_grpo = wapo_repo("grpo", each)
+wapo_gspo = wapo_repo("gspo", each, clip_eps=3e-4)
+wapo_dr_dapo = wapo_repo("dr_dapo", together, mask_ratio_low=0.8, mask_ratio_high=1.28)
+wapo_dr_grpo = wapo_repo("dr_grpo", lambda mask: (1 / (mask.sum(1).max() * len(mask))).expand(len(mask)))
