@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the finished runs say, on one page: report.md and its figures. It runs nothing."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from figures.make import save
@@ -39,20 +40,25 @@ mismatch between engines or precisions."""
 
 def progress(d: Design, records: dict[str, Record]) -> str:
     """What is finished, what comes next, and how long it takes."""
-    todo = d.todo(records)
-    done = sum(s.key in records for s in d.reachable(records))
-    lines = [f"{done} of {d.expected(records)} runs are finished."]
-    if todo:
-        stage = (
-            "the search for rates"
-            if todo[0].settings.steps == d.search["settings"]["steps"]
-            else "the experiment proper"
-        )
-        hours = results.forecast([run.settings for run in todo], records) / 3600
-        lines.append(
-            f"Next: {stage}, {len(todo)} runs, about {hours:.1f} hours of one core: python -m repro.mini.stale"
-        )
-    return "\n".join(lines)
+    todo, done = d.todo(records), sum(run.key in records for run in d.reachable(records))
+    finished = f"{done} of {d.expected(records)} runs are finished."
+    if not todo:
+        return finished
+    searching = todo[0].settings.steps == d.search["settings"]["steps"]
+    searches = sum(
+        run.settings.steps == d.search["settings"]["steps"] for c in d.cells() for run in d.next_search(c, records)
+    )
+    mains = d.expected(records) - done - searches
+    example = d.run("main", d.cells()[0], d.bases[0], d.rates[0], d.main["seeds"][0]).settings
+    hours = results.forecast([run.settings for run in todo], records) / 3600
+    whole = results.forecast(
+        [replace(example, steps=d.search["settings"]["steps"])] * searches + [example] * mains, records
+    )
+    stage = "of the search for rates" if searching else "of the experiment proper"
+    return (
+        f"{finished} Next are {len(todo)} runs {stage}, about {hours:.1f} hours of one core;\n"
+        f"all that is left takes about {whole / 3600:.0f} hours: `python -m repro.mini.stale`."
+    )
 
 
 def write(d: Design, records: dict[str, Record], folder: Path) -> None:
@@ -65,7 +71,7 @@ def write(d: Design, records: dict[str, Record], folder: Path) -> None:
     if drawn := curve_figure(d, records):
         save(drawn, folder / "curves.svg")
         parts.append("![Reward and entropy while training](curves.svg)\n")
-    parts += ["## Every effect\n", tables(found), "## Learning rates\n", rates(d, records), LIMITS]
+    parts += ["## Every effect\n", tables(found), "## Learning rates\n", rates(d, records), LIMITS.strip()]
     files.write_atomically(folder / "report.md", ("\n".join(parts) + "\n").encode())
 
 
@@ -77,7 +83,9 @@ def head(d: Design, records: dict[str, Record]) -> str:
 registered in commit `{commit}`, before any run
 ([rule.py](../rule.py), [design.toml](../design.toml), [power.md](../power.md)).
 
-{progress(d, records)} {hours:.1f} hours of one core were used so far.
+{progress(d, records)}
+
+The finished runs took {hours:.2f} hours of one core.
 
 Responses are sampled by the policy of s rollouts ago; a rollout is {updates} updates. Each method trains at its own
 learning rate, which is chosen for each s on other seeds. Effects are UP-DAPO minus another method at the same s, the
