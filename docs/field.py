@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from upref.audits import framework
+from upref.audits import framework, frameworks
 from upref.audits.compare import SEVERITY, Effect
-from upref.audits.ledger import STATUS, Entry, ranked, read
+from upref.audits.ledger import STATUS, Entry, ranked, read, recorded
+from upref.audits.recipe import reached, recipe
 from upref.registry import names
 from upref.verify.faults import GROUPS
 
@@ -166,6 +167,30 @@ def left(r: dict[str, Any], entries: list[Entry]) -> int:
         size = Effect(*(float(effect[k]) for k in ("change", "cosine", "factor"))).severity
         most = max(most, 1 if size in ("cosmetic", "rescales") else 2)
     return most
+
+
+def recipes() -> str:
+    """For each objective that a framework has, what to set in each framework."""
+    out = []
+    for o in names():
+        each = [recipe(o, n) for n in frameworks() if o in reached(n, {})]
+        if each:
+            out += [f"### {o}", "", "| framework | set | what still differs |", "|---|---|---|"]
+            for r in each:
+                set_ = "<br>".join(f"`{line}`" for line in r.settings) or "nothing: the defaults"
+                out.append(f"| {link(r.framework)} {r.version} | {set_} | {'<br>'.join(r.differs) or 'nothing'} |")
+            out.append("")
+    return "\n".join(out)
+
+
+def surfaces() -> str:
+    """Where the settings of each framework are typed, and its parts beside the loss."""
+    out = ["| framework | where the lines are typed | group normalization | dynamic sampling | overlong shaping |"]
+    out.append("|---|---|---|---|---|")
+    for n in frameworks():
+        how = recorded(n)["recipe"]
+        out.append("| " + " | ".join([link(n), how["surface"], *(f"{v}" for v in how["beside"].values())]) + " |")
+    return "\n".join(out)
 
 
 def statuses() -> str:

@@ -170,6 +170,18 @@ def field_first() -> str:
     return field.first()
 
 
+def recipes() -> str:
+    from docs import field
+
+    return field.recipes()
+
+
+def surfaces() -> str:
+    from docs import field
+
+    return field.surfaces()
+
+
 def statuses() -> str:
     from docs import field
 
@@ -250,7 +262,7 @@ def fuzzed() -> str:
 
 
 SEES = (axes, tolerances, habits, fuzzed)
-FIELD = (frameworks, field_first, field_objectives, statuses, wild, wild_tally, wild_estimators)
+FIELD = (frameworks, field_first, field_objectives, recipes, surfaces, statuses, wild, wild_tally, wild_estimators)
 GENERATED = {
     f.__name__: f
     for f in (letters, objectives, tally, verdicts, round_two, *FIELD, claims, claims_tally, benchmarks, lessons, *SEES)

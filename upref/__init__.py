@@ -9,6 +9,7 @@ from upref import _moved
 if TYPE_CHECKING:
     from upref.aggregation import Totals, aggregate, row_weights
     from upref.audits import audit
+    from upref.audits.recipe import recipe
     from upref.derivation import derive
     from upref.diagnostics import diagnose
     from upref.errors import InputError
@@ -62,6 +63,7 @@ _HOME = {
     "identify": "identification.identify",
     "names": "registry",
     "objective": "registry",
+    "recipe": "audits.recipe",
     "record_step": "step",
     "row_weights": "aggregation",
     "up": "transforms",
@@ -93,6 +95,7 @@ __all__ = [
     "identify",
     "names",
     "objective",
+    "recipe",
     "record_step",
     "row_weights",
     "up",

@@ -80,6 +80,7 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
 
     many = {
         "get": (upref.get, {"name": "dapo"}),
+        "recipe": (upref.recipe, {"objective": "dapo", "name": "verl"}),
         "names": (upref.names, {}),
         "up": (upref.up, {"base": o}),
         "up_anchored": (upref.up_anchored, {"base": o}),

@@ -75,6 +75,13 @@ def audit(args) -> int:
     return print(report.draft(a)) or 0 if args.draft else _answer(args, a)
 
 
+def recipe(args) -> int:
+    from upref.audits.recipe import recipe as settings
+
+    r = settings(args.name, args.framework, **hyperparameters(args.hp))
+    return print(r.json() if args.json else r) or 0
+
+
 def audit_table(args) -> int:
     from upref.paper.grim import audit as audited
     from upref.paper.grim.read import read_file
@@ -245,6 +252,7 @@ RUN = {
     "identify": identify,
     "audit": audit,
     "audit-table": audit_table,
+    "recipe": recipe,
     "list": listing,
     "show": show,
     "cap": cap,
