@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a file whole or not at all."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -24,7 +25,8 @@ def write_atomically(path: Path | str, content: bytes | str) -> None:
     except OSError as e:
         raise OSError(e.errno, e.strerror or str(e), str(path)) from e
     finally:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            draft.unlink()
 
 
 def flush(path: Path) -> None:

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 from upref.errors import InputError
+from upref.files import write_atomically
 
 HERE = Path(__file__).parent
 PURE = ("cap", "words", "flow", "state", "python")
@@ -25,7 +26,7 @@ def write(file: str | Path) -> Path:
     if file.suffix not in (".html", ".htm"):
         raise InputError(f"the explorer is a web page: end the name in .html, not as {file.name!r}.")
     try:
-        file.write_text(page(), encoding="utf-8")
+        write_atomically(file, page())
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise InputError(f"cannot write {str(file)!r}: {getattr(error, 'strerror', None) or error}.") from error
     return file

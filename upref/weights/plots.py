@@ -5,6 +5,7 @@ Every figure is drawn from the functions that train. matplotlib is imported on t
 `fig.savefig("x.svg")` works anywhere.
 """
 
+import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from upref.errors import InputError
+from upref.files import write_atomically
 from upref.registry import Objective
 from upref.weights.capacity import capacity
 from upref.weights.curve import Curve, of_all
@@ -237,6 +239,8 @@ def save(draw: Callable[[], "Figure"], file: str) -> int:
     known = Figure().canvas.get_supported_filetypes()
     if Path(file).suffix.lstrip(".") not in known:
         raise InputError(f"cannot write a figure as {file!r}: end the name in one of .{', .'.join(sorted(known))}.")
-    draw().savefig(file)
+    drawn = io.BytesIO()
+    draw().savefig(drawn, format=Path(file).suffix.lstrip("."))
+    write_atomically(file, drawn.getvalue())
     print(file)
     return 0
