@@ -33,7 +33,7 @@ const SCAN = (() => {
 /** The ratios at which the weight turns to 0 or back, ascending, and whether it is alive below them all. */
 function ends(w, A, mu, readsMu) {
   const reach = readsMu ? 1 / mu : Infinity, m = r => readsMu ? mu : Math.min(0.02, 0.9 / r);
-  const at = r => { const x = w(r, A, m(r)); return x === x ? x : 0; };
+  const raw = r => w(r, A, m(r)), at = r => { const x = raw(r); return x * A > 0 ? x : 0; };  // pulled back is carried no further
   const faint = FAINT * Math.max(Math.abs(at(0.5)), Math.abs(at(1)), Math.abs(at(Math.min(2, reach))));
   const found = [];
   let lo = SCAN[0], a = at(lo);
@@ -47,7 +47,8 @@ function ends(w, A, mu, readsMu) {
         if ((at(x) !== 0) === alive) l = x; else h = x;
       }
       const r = alive ? l : h;  // the last one alive
-      if (Math.abs(at(r)) > faint) found.push(r);  // else rounding made it 0 and not a cut
+      const turns = raw(alive ? hi : lo) * A < 0;  // the weight changes its sign there
+      if (turns || Math.abs(at(r)) > faint) found.push(r);  // else rounding made it 0 and not a cut
     }
     lo = hi; a = z;
     if (next >= reach) break;
