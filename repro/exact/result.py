@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from figures.make import save
 from upref.files import write_atomically
+from upref.claims import words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,7 +73,9 @@ def asdict_without_figure(r: Result) -> dict[str, Any]:
 
 
 def markdown(results: list[Result]) -> str:
-    line = lambda f, r: f"| {f.claim} | {f.source or 'ours'} | **{f.verdict}** | {f.because} | [{r.name}](#{r.name}) |"
+    line = lambda f, r: (
+        f"| {f.claim} | {f.source or 'ours'} | **{words.of_rule(f.verdict)}** | {f.because} | [{r.name}](#{r.name}) |"
+    )
     head = [
         "# Exact results",
         "",

@@ -21,6 +21,7 @@ from repro.mini.study import plan, report, results, verdicts
 from repro.mini.study.plan import Contrast
 from repro.mini.study.stats import Effect
 from upref.errors import InputError
+from upref.claims import words
 
 MOST = 200
 
@@ -29,11 +30,14 @@ def first(records: dict[str, results.Record]) -> dict[str, dict]:
     found = {}
     for e in map(plan.load, plan.names(round=1)):
         level = rule.ALPHA / max(1, sum(bool(c.contrasts) for c in e.claims))
-        for v in verdicts.judge(e, records):
+        found_here = verdicts.judge(e, records)
+        at = report.decisive(found_here)
+        for v in found_here:
             refuted = v.why == "refuted" or "are refuted" in v.why
             needed = [seen(f.contrast, f.effect, level) for f in v.findings if f.effect]
             found[f"{e.name}/{v.claim.id}"] = {
-                "says": v.claim.says, "word": v.word, "why": v.why, "refuted": refuted, "shown": report.effects(v),
+                "says": v.claim.says, "word": v.word, "why": v.why, "refuted": refuted,
+                "shown": report.effects(v, at[v.claim.id]), "verdict": words.of_rule(v.word, v.why), "limit": "",
                 "seeds": v.seeds, "of": v.of, "needed": worst(needed),
             }  # fmt: skip
     return found
@@ -42,7 +46,7 @@ def first(records: dict[str, results.Record]) -> dict[str, dict]:
 def second(records: dict[str, results.Record], first_round: dict[str, results.Record]) -> dict[str, dict]:
     found = {}
     for e in map(plan.load, plan.names(round=2)):
-        for v in report_2.judge(e, records):
+        for v in tables.decisive(report_2.judge(e, records)):
             family = [c for c in e.claims if c.source == v.claim.source and c.contrasts]
             spread = lambda c: power.spread(c, first_round)
             needed = [rule.seeds_for(c, spread(c), rule.ALPHA / len(family), most=MOST) for c in v.claim.contrasts]
@@ -50,7 +54,9 @@ def second(records: dict[str, results.Record], first_round: dict[str, results.Re
                 needed = [v.seeds_needed or MOST]
             found[f"{e.name}/{v.claim.id}"] = {
                 "says": v.claim.says, "word": v.word, "why": v.why, "refuted": v.word == "refuted",
-                "shown": tables.effects(v), "seeds": v.n, "of": v.of, "needed": worst(needed),
+                "shown": tables.effects(v), "verdict": tables.verdict(v),
+                "limit": tables.limit(v) if tables.verdict(v) == words.EXCLUDED else "",
+                "seeds": v.n, "of": v.of, "needed": worst(needed),
             }  # fmt: skip
     return found
 

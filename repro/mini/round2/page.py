@@ -11,9 +11,10 @@ from repro.mini.round2.rule import Verdict
 from repro.mini.round2.tables import FINAL
 from repro.mini.study.plan import Experiment
 from repro.mini.study.results import Record
+from upref.claims import words
 
 Judged = dict[str, list[Verdict]]
-ORDER = (*FINAL, "not testable here", "not finished")
+ORDER = (words.REPRODUCED, words.CONTRADICTED, words.EXCLUDED, words.UNDECIDED, words.NOT_TESTABLE, "not finished")
 BREAKS = {  # an ablation and the registered claim that says that it breaks
     "DAPO without its upper clip": "no_upper_clip_explodes",
     "importance sampling without any clip (it ends below DAPO)": "is_pg",
@@ -42,20 +43,23 @@ def begun(e: Experiment, records: dict[str, Record]) -> bool:
 def counts(judged: Judged) -> str:
     said = []
     for source, whose in (("paper", "the paper's"), ("ours", "our")):
-        words = Counter(v.word for vs in judged.values() for v in vs if v.claim.source == source and v.claim.contrasts)
-        said.append(f"of {whose} {words.total()} claims {', '.join(f'{words[w]} {w}' for w in ORDER if words[w])}")
+        mine = [v for vs in judged.values() for v in vs if v.claim.source == source and v.claim.contrasts]
+        count = Counter(map(tables.verdict, mine))
+        said.append(f"of {whose} {len(mine)} {'claims' if source == 'paper' else 'questions'} "
+                    f"{', '.join(f'{count[w]} {w}' for w in ORDER if count[w])}")  # fmt: skip
     return f"* Verdicts: {'; '.join(said)}."
 
 
 def undecided(judged: Judged) -> list[str]:
     """For which of these the registered budget was too small, and for which the effect is."""
     open_ = [v for vs in judged.values() for v in vs if v.word == "undecided" and v.seeds_needed]
-    less, short, close = ([v for v in open_ if tables.kind(v) == k] for k in (tables.LESS, tables.SHORT, tables.CLOSE))
+    less = [v for v in open_ if tables.verdict(v) == words.EXCLUDED]
+    short, close = ([v for v in open_ if v not in less and tables.enough(v) == was] for was in (False, True))
     lines = []
     if less:
         lines.append(
-            f"* Undecided, and less than was registered: {len(less)} claims. Their 95 % interval leaves out the effect "
-            "that their seeds were counted for."
+            f"* Excluded: {len(less)} claims. Their effect is not shown, and the interval that decides leaves out the "
+            "effect that their seeds were counted for."
         )
     if short:
         needed, powers = sorted(v.seeds_needed or 0 for v in short), sorted(v.power for v in short)
@@ -74,7 +78,7 @@ def by_dose(judged: Judged, records: dict[str, Record]) -> list[str]:
     """One row a claim, one column a dose: the verdict, or how far it is, and the effect."""
     names = [name for name in doses.NAMES if name in judged]
     rows = [f"| | {' | '.join(doses.heading(name, records) for name in names)} |", "|---" * (len(names) + 1) + "|"]
-    for source, title in (("paper", "**the paper claims**"), ("ours", "**we ask**")):
+    for source, title in (("paper", "**the paper claims**"), ("ours", "**questions of ours**")):
         rows.append(f"| {title} |" + " |" * len(names))
         ids = dict.fromkeys(v.claim.id for name in names for v in judged[name] if v.claim.source == source)
         for id in ids:
@@ -92,18 +96,19 @@ def cell(v: Verdict | None) -> str:
         return "no run"
     if v.word == "not finished":
         return f"{v.n} of {v.of} seeds: {effect}"
-    if v.word == "not testable here":
-        return f"not testable: {effect}"
-    more = f"; {tables.lacks(v)}" if v.word == "undecided" and v.seeds_needed else ""
-    return f"**{v.word}** {effect}{more}"
+    word = tables.verdict(v)
+    if word == words.NOT_TESTABLE:
+        return f"{word}: {effect}"
+    more = f"; {tables.lacks(v)}" if word == words.UNDECIDED and v.seeds_needed else ""
+    return f"**{tables.limit(v) if word == words.EXCLUDED else word}** {effect}{more}"
 
 
 def least_dose(judged: Judged) -> str:
     """The lowest dose at which the registered claim that an ablation breaks is reproduced."""
     parts = []
     for what, id in BREAKS.items():
-        word = {n: v.word for n in doses.NAMES for v in judged.get(n, []) if v.claim.id == id}
-        broke = [n for n in word if word[n] in ("reproduced", "holds")]
+        word = {n: tables.verdict(v) for n in doses.NAMES for v in judged.get(n, []) if v.claim.id == id}
+        broke = [n for n in word if word[n] == words.REPRODUCED]
         if not broke:
             first = "at none" + " so far" * ("not finished" in word.values())
         elif any(word[n] == "not finished" for n in list(word)[: list(word).index(broke[0])]):
@@ -135,7 +140,9 @@ def coverage(records: dict[str, Record]) -> str:
 def rest(e: Experiment, found: list[Verdict], records: dict[str, Record]) -> str:
     runs = [s.key in records for *_, s in e.runs()]
     effect = lambda v: f" {tables.show(v.found[0])}" if v.word in FINAL and len(v.found) == 1 else ""
-    ids = lambda word: ", ".join(v.claim.id + effect(v) for v in found if v.word == word and v.claim.contrasts)
+    ids = lambda word: ", ".join(
+        v.claim.id + effect(v) for v in found if tables.verdict(v) == word and v.claim.contrasts
+    )
     said = [f"{word}: {ids(word)}" for word in ORDER if word != "not finished" and ids(word)]
     if not any(v.claim.contrasts for v in found):
         said = ["no claim is asked of it"]

@@ -53,7 +53,7 @@ def judge(e: Experiment, records: dict[str, Record]) -> list[Verdict]:
 def write(records: dict[str, Record], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     experiments = [plan.load(name) for name in plan.names(round=2)]
-    judged = {e.name: judge(e, records) for e in experiments}
+    judged = {e.name: tables.decisive(judge(e, records)) for e in experiments}
     odd = {key for e in experiments for key in unsound(e, records, doses.asked() if e.name in doses.NAMES else ())}
     everything, records = records, {key: r for key, r in records.items() if key not in odd}
     drawn = {e.name: figures(e, records, folder) for e in experiments}
@@ -69,7 +69,7 @@ def write(records: dict[str, Record], folder: Path) -> None:
         shown("doses", doses, records, folder, "Effects by dose, every seed a dot, 95 % intervals"),
         "## The paper's claims\n",
         tables.verdicts(experiments, judged, "paper"),
-        "## What we ask\n",
+        "## Questions of ours\n",
         tables.verdicts(experiments, judged, "ours"),
         reach.section(records),
         shown("reach", reach, records, folder, "UP on other objectives, every seed a dot"),
@@ -115,8 +115,10 @@ commit `{commit}`, before any run ([rule.py](../rule.py),
 [experiments](../experiments), [power](../power.md), [pilot](../pilot.md)).
 
 **{len(records)} of {len(wanted)} runs are finished**{hours}.{rest if left or waits else ""}
-The correction for many claims runs within one experiment, and not across them. These are tiny transformers on toy
-tasks. The first round stands in [../../results/verdicts.md](../../results/verdicts.md).
+The correction for many claims runs within one experiment, and not across them. Printed intervals are the ones that
+decide, corrected over the claims; where a table says 95 %, they are not. The words are those of
+[the claims](../../../../docs/claims.md). These are tiny transformers on toy tasks. The first round stands in
+[../../results/verdicts.md](../../results/verdicts.md).
 """
 
 

@@ -2,38 +2,87 @@
 """Verdicts and effects in words short enough for a table."""
 
 from collections.abc import Iterable
-from math import exp
+from dataclasses import replace
+from math import exp, sqrt
+
+from scipy.stats import t
 
 from repro.mini.round2 import rule
 from repro.mini.round2.rule import Found, Verdict
 from repro.mini.study.plan import EVAL_METRICS, Contrast, Experiment
-from repro.mini.study.stats import holm
+from repro.mini.study.stats import holm, levels
+from upref.claims import words
 
 POINTS = {"reward", *EVAL_METRICS}
 MOST = 200  # seeds: rule.seeds_for looks no further
 FINAL = ("reproduced", "holds", "refuted", "in part", "undecided")
 
 
+def decisive(verdicts: list[Verdict]) -> list[Verdict]:
+    """The same verdicts, each with its intervals at the level at which it was decided.
+
+    That is Holm's level for the claim, or against it, where that was shown; where neither was, the strictest, 0.05 over
+    the claims of the family: these intervals hold for all of the family at once.
+    """
+    found = []
+    for v in verdicts:
+        family = [w for w in verdicts if w.claim.source == v.claim.source and w.found]
+        if not v.found or v.n < 2:
+            found.append(v)
+            continue
+        k, at = len(v.found), next(i for i, w in enumerate(family) if w is v)
+        against = [min(1.0, len(w.found) * min(f.p_against for f in w.found)) for w in family]
+        level = rule.ALPHA / len(family)
+        if v.word in ("reproduced", "holds"):
+            level = levels([max(f.p_for for f in w.found) for w in family])[at]
+        elif v.word == "refuted":
+            level = levels(against)[at] / k
+        found.append(replace(v, found=tuple(at_level(f, level) for f in v.found)))
+    return found
+
+
+def at_level(f: Found, level: float) -> Found:
+    half = float(t.ppf(1 - level / 2, f.n - 1)) * f.sd / sqrt(f.n) if f.n > 1 else float("inf")
+    return replace(f, low=f.mean - half, high=f.mean + half)
+
+
+def verdict(v: Verdict) -> str:
+    """The word of the common vocabulary."""
+    return words.of_rule(v.word, v.why, any(map(excluded, v.found)))
+
+
+def limit(v: Verdict) -> str:
+    """Of an excluded effect: above or below what."""
+    f = next(filter(excluded, v.found))
+    end = f.shown(f.high if f.contrast.side > 0 else f.low)
+    return f"{words.EXCLUDED} {'above' if f.contrast.side > 0 else 'below'} {number(f.contrast, end)}"
+
+
 def verdicts(experiments: Iterable[Experiment], judged: dict[str, list[Verdict]], source: str) -> str:
-    rows = ["| | claim | verdict | effect [95 %] | seeds | p | power | seeds for 0.8 |", "|---" * 8 + "|"]
+    rows = [
+        "| | claim | verdict | effect [interval that decides] | seeds | p | power | seeds for 0.8 |",
+        "|---" * 8 + "|",
+    ]
     for e in experiments:
         for v in judged[e.name]:
             if v.claim.source == source:
                 rows.append(row(e, v))
-    rows.append(
-        "\np is Holm's over the experiment's claims of this kind. Power and seeds for 0.8 are for the registered effect"
-    )
-    rows.append("at the spread seen and the strictest level of the correction.\n")
+    rows += [
+        "\np is Holm's over the experiment's claims of this kind. The interval stands at the level at which Holm's",
+        "procedure decides the claim; where nothing is shown, at the strictest, 0.05 over the claims of the family.",
+        "Power and seeds for 0.8 are for the registered effect at the spread seen and the strictest level.\n",
+    ]
     return "\n".join(rows)
 
 
 def row(e: Experiment, v: Verdict) -> str:
     beyond = v.word == "refuted" and any(f.contrast.bound not in (0, 1) and f.contrast.within is None for f in v.found)
-    why = assumed(v) if v.word == "undecided" else "a bound is shown not to be reached" if beyond else v.why
+    why = assumed(v) if v.word == "undecided" else "the bound is shown not to be reached" if beyond else v.why
+    word = limit(v) if verdict(v) == words.EXCLUDED else verdict(v)
     cells = [
         f"{e.name}<br>{v.claim.figure}",
         v.claim.says,
-        f"**{v.word}**" + (f"<br>{why}" if why else ""),
+        f"**{word}**" + (f"<br>{why}" if why else ""),
         effects(v),
         f"{v.n} of {v.of}" if v.of else "",
         f"{v.p_for:.2g}" if v.word in FINAL else "",
@@ -54,31 +103,23 @@ def enough(v: Verdict) -> bool:
     return v.power >= 0.8
 
 
-LESS, SHORT, CLOSE = "less than was registered", "seeds", "too close to call"
-
-
-def kind(v: Verdict) -> str:
-    """Why a claim is undecided: the interval leaves out what was registered, seeds lack, or neither."""
-    return LESS if any(map(excluded, v.found)) else CLOSE if enough(v) else SHORT
-
-
 def lacks(v: Verdict) -> str:
-    """The same for a table, and how many seeds."""
-    return f"{seeds(v)} seeds for 0.8" if kind(v) == SHORT else kind(v)
+    """Why a claim is undecided, for a table: the seeds that it would take, or too close to call."""
+    return "too close to call" if enough(v) else f"{seeds(v)} seeds for 0.8"
 
 
 def assumed(v: Verdict) -> str:
-    """Which budget could not decide: its seeds, the effect that they were counted for, and whether that is left out."""
+    """Which budget could not decide: its seeds, and the effect that they were counted for."""
     parts = []
     for f in v.found:
         c = f.contrast
         effect = f"no difference, within ×{c.within:g}" if c.within else number(c, c.effect or c.bound)
-        parts.append(effect + ", which the interval leaves out" * excluded(f))
+        parts.append(effect)
     return f"its {v.of} seeds were counted for {'; '.join(parts)}"
 
 
 def excluded(f: Found) -> bool:
-    """Whether the 95 % interval ends short of the effect that was registered."""
+    """Whether the interval ends short of the effect that was registered."""
     c = f.contrast
     if c.effect is None or not f.n:
         return False

@@ -31,9 +31,9 @@ from upref.weights.curve import obstacle
 from upref.weights.plots import Panel, cap_panels
 
 PATTERN = "up_dapo_vs_dapo"  # the experiment whose settings and claims are taken over
-CAUTION = """A couple of seeds show, they do not prove: two seeds of one method can differ more than two methods. The
-pre-registered suite, `python -m repro.mini.study.suite`, has more of them and intervals:
-repro/mini/results/verdicts.md."""
+CAUTION = """{seeds} cannot tell an effect from chance: two seeds of one method can differ more than two methods do. No
+verdict follows from this page. The pre-registered suite, `python -m repro.mini.study.suite`, has more seeds, and
+verdicts: repro/mini/results/verdicts.md, repro/mini/round2/results/report.md."""
 PANELS: list[dict[str, Any]] = [
     {"metric": "avg", "label": "Avg@32", "peaks": True},
     {"metric": "best", "label": "Best@32"},
@@ -82,8 +82,8 @@ def write(e: Experiment, records: dict[str, results.Record], out: Path, folder: 
     lit = cap_map(e, out, folder)
     seeds = f"{len(e.seeds)} seed{'s' if len(e.seeds) > 1 else ''}"
     text = [f"# {base} and {up}, trained from the same base policy ({seeds})\n", table(e, records), lit]
-    text += ["## What showed of the paper's claims\n", *words(e, records), ""]
-    text += [CAUTION, ""]
+    text += ["## The paper's claims, and what these seeds show\n", *words(e, records), ""]
+    text += [CAUTION.format(seeds=seeds.capitalize()), ""]
     text += [f"The proof and the gradients: `bash repro/run.sh {e.name} reference`.\n"]
     write_atomically(folder / "report.md", "\n".join(text))
     return "\n".join(text)
@@ -112,14 +112,18 @@ def _number(e: Experiment, records, arm: str, seed: int, metric: str, at: str) -
 
 
 def words(e: Experiment, records: dict[str, results.Record]) -> list[str]:
-    """A line a claim: in how many seeds it showed, by how much."""
+    """A line a claim: in how many seeds the sign agrees, and the effect."""
     lines = []
     for v in judge(e, records):
         f = v.findings[0]
         assert f.effect
         n, of = f.effect.seeds_for, f.effect.n
-        word = "showed" if n == of else "did not show" if n == 0 else f"showed in {n} of {of} seeds"
-        lines.append(f"* {v.claim.figure}: **{word}**. {v.claim.says} ({report.show(f.effect, f.contrast)})")
+        said = (
+            f"the sign agrees in {n} of {of} seeds"
+            if f.contrast.bound in (0, 1)
+            else f"within its bound in {n} of {of} seeds"
+        )
+        lines.append(f"* {v.claim.figure}: {v.claim.says} **{said}**: {report.show(f.effect, f.contrast)}.")
     return lines
 
 

@@ -11,8 +11,9 @@ from repro.mini import files
 from repro.mini.study import curves, plan, results
 from repro.mini.study.plan import Contrast, Experiment
 from repro.mini.study.results import Record
-from repro.mini.study.stats import Effect, effect
+from repro.mini.study.stats import Effect, at_level, effect, levels
 from repro.mini.study.verdicts import Finding, Verdict, judge
+from upref.claims import words
 from upref.errors import InputError
 
 COMMAND = "python -m repro.mini.study.suite --only {}"
@@ -21,11 +22,13 @@ HEAD = """# What the miniature says of the paper's claims
 
 Written by `python -m repro.mini.study.report` from `runs.jsonl`, which names settings, seed, commit, versions and
 machine class of every run. The rule was fixed before the runs ([verdicts.py](../study/verdicts.py)), and so were the
-claims, bounds and settings ([experiments/](../experiments)). Effects are means over seeds with 95 % t-intervals, paired
-by seed: differences in points of 100 (answers, reward) or nats (entropy), or ratios (×). p is Holm's, over the claims
-of an experiment. These are tiny transformers on toy tasks: "reproduced" says that the effect shows here,
-"not reproduced" that it does not; neither says what a large model does. The commands are options of
-`python -m repro.mini.study.suite`.
+claims, bounds and settings ([experiments/](../experiments)). Effects are means over seeds, paired by seed: differences
+in points of 100 (answers, reward) or nats (entropy), or ratios (×). p is Holm's, over the claims of an experiment; each
+interval stands at the level at which Holm's procedure tests its claim, so it is the interval that decides. The words
+are those of [the claims](../../../docs/claims.md): *reproduced* says that the effect shows here, *contradicted* that
+the opposite shows or that a bound is not reached, *undecided* that neither does. None of them says what a large model
+does: these are tiny transformers on toy tasks. The rule's own words ("partly", "not reproduced") stand in
+verdicts.json. The commands are options of `python -m repro.mini.study.suite`.
 """
 
 
@@ -62,29 +65,60 @@ def made_with(records: dict[str, Record]) -> dict[str, list[str]]:
 
 # ---- verdicts --------------------------------------------------------------------------------------------------------
 def verdict_table(experiments: list[Experiment], judged: dict[str, list[Verdict]], source: str, title: str) -> str:
-    rows = [f"## {title}\n", "| | claim | verdict | effect [95 %] | p | seeds | command |", "|---" * 7 + "|"]
+    rows = [
+        f"## {title}\n",
+        "| | claim | verdict | effect [interval that decides] | p | seeds | command |",
+        "|---" * 7 + "|",
+    ]
     for e in experiments:
+        at = decisive(judged[e.name])
         for v in judged[e.name]:
             if v.claim.source == source:
                 p = f"{v.p:.2g}" if v.seeds and v.seeds == v.of else ""
                 seeds = str(v.seeds or "")
-                word = f"**{v.word}**" + (f"<br>{v.why}" if v.why else "")
-                cells = [v.claim.figure, v.claim.says, word, effects(v), p, seeds, f"[`--only {e.name}`](#{e.name})"]
+                cells = [
+                    v.claim.figure,
+                    v.claim.says,
+                    word(v),
+                    effects(v, at[v.claim.id]),
+                    p,
+                    seeds,
+                    f"[`--only {e.name}`](#{e.name})",
+                ]
                 rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
 
-def effects(v: Verdict) -> str:
+def word(v: Verdict) -> str:
+    """The verdict, and what the word leaves open."""
+    found = words.of_rule(v.word, v.why)
+    why = v.why if "contrasts hold" in v.why or found in (words.NOT_TESTABLE, "not finished") else ""
+    if v.word == "partly" and not why:
+        why = "the 95 % interval leaves out the bound, the one corrected over the claims does not"
+    return f"**{found}**" + (f"<br>{why}" if why else "")
+
+
+def decisive(verdicts: list[Verdict]) -> dict[str, float]:
+    """Claim -> the level at which Holm's procedure tests it, over the claims of its experiment."""
+    tested = [v for v in verdicts if v.findings and all(f.effect for f in v.findings)]
+    raw = [max(f.effect.p for f in v.findings if f.effect) for v in tested]
+    return dict.fromkeys((v.claim.id for v in verdicts), 0.05) | dict(
+        zip((v.claim.id for v in tested), levels(raw), strict=True)
+    )
+
+
+def effects(v: Verdict, level: float = 0.05) -> str:
     """Each contrast if there are few, else how many hold and the one that speaks most against the claim."""
     found = [f for f in v.findings if f.effect]
     if len(found) > 3:
         worst = max(found, key=lambda f: f.effect.p if f.effect else 0)
-        return f"{sum(f.p < 0.05 for f in found)} of {len(found)} hold; weakest: {_one(worst)}"
-    return "<br>".join(_one(f) for f in found)
+        return f"{sum(f.p < 0.05 for f in found)} of {len(found)} hold; weakest: {_one(worst, level)}"
+    return "<br>".join(_one(f, level) for f in found)
 
 
-def _one(f: Finding) -> str:
-    return f"{show(f.effect, f.contrast)}: {contrast(f.contrast)}"
+def _one(f: Finding, level: float) -> str:
+    decides = at_level(f.effect, level, f.contrast.ratio) if f.effect else None
+    return f"{show(decides, f.contrast)}: {contrast(f.contrast)}"
 
 
 def contrast(c: Contrast) -> str:

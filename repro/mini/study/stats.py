@@ -9,7 +9,7 @@ p < 0.05 exactly where the whole interval lies on the claimed side of the bound.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, inf, isfinite, log, sqrt
 
 import numpy as np
@@ -67,3 +67,25 @@ def holm(ps: Sequence[float]) -> list[float]:
         worst = max(worst, min(1.0, (len(ps) - rank) * ps[i]))
         adjusted[i] = worst
     return adjusted
+
+
+def levels(ps: Sequence[float], alpha: float = 0.05) -> list[float]:
+    """The level at which Holm's procedure tests each: alpha / (m - j + 1), j its rank or that of the first that fails.
+
+    An interval at 1 - level leaves out the bound exactly where the adjusted p is below alpha: it is what decides.
+    """
+    order, m = sorted(range(len(ps)), key=lambda i: ps[i]), len(ps)
+    stop = next((j for j, i in enumerate(order) if ps[i] >= alpha / (m - j)), m - 1)
+    found = [0.0] * m
+    for j, i in enumerate(order):
+        found[i] = alpha / (m - min(j, stop))
+    return found
+
+
+def at_level(e: Effect, level: float, ratio: bool = False) -> Effect:
+    """The same effect with its interval at 1 - level."""
+    if e.n < 2:
+        return e
+    to, back = (log, exp) if ratio else (float, float)
+    half = (to(e.mean) - to(e.low)) * float(t.ppf(1 - level / 2, e.n - 1) / t.ppf(0.975, e.n - 1))
+    return replace(e, low=back(to(e.mean) - half), high=back(min(to(e.mean) + half, 700)))

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The words for what became of a statement: one vocabulary for claims, derivations, experiments and pages.
+
+The registered rules of the experiments have words of their own, which stay in their records; `of_rule` translates.
+"""
+
+PROVED, NUMERIC, CONDITION = "proved", "holds numerically", "holds under a condition"
+REPRODUCED, EXCLUDED, UNDECIDED, CONTRADICTED = "reproduced", "excluded", "undecided", "contradicted"
+FALSE, NOT_TESTABLE, UNSPECIFIED = "false as written", "not testable", "unspecified"
+
+MEANINGS = {
+    PROVED: "sympy derives it from the functions that train",
+    NUMERIC: "a test computes it",
+    CONDITION: "evidence that it holds under the condition, and evidence that it does not hold without it",
+    REPRODUCED: "the miniature shows it: tiny transformers by a rule registered before the runs, or exact expectations",
+    UNDECIDED: "the miniature shows neither the effect nor its absence",
+    EXCLUDED: "the miniature does not show the effect, and the interval that decides leaves out the size that its "
+    "seeds were counted for",
+    CONTRADICTED: "the miniature shows the opposite, or that the reading's bound is not reached; "
+    "what a large model does is another question",
+    FALSE: "a counterexample to the reading, with its numbers",
+    UNSPECIFIED: "a search of the paper's printed text finds nothing",
+    NOT_TESTABLE: "the miniature has nothing that corresponds, or its baseline does not learn there",
+}
+VERDICTS = tuple(MEANINGS)
+
+_RULES = {
+    "reproduced": REPRODUCED,
+    "holds": REPRODUCED,
+    "refuted": CONTRADICTED,
+    "does not hold": CONTRADICTED,
+    "holds in part": CONDITION,
+    "partly": UNDECIDED,
+    "in part": UNDECIDED,
+    "not reproduced": UNDECIDED,
+    "undecided": UNDECIDED,
+    "not testable here": NOT_TESTABLE,
+}
+
+
+def of_rule(word: str, why: str = "", excluded: bool = False) -> str:
+    """The verdict that a registered rule's word stands for; "not finished", which is none, stays.
+
+    Args:
+        word: of round one or two or of the exact miniature.
+        why: round one says there whether a contrast is refuted.
+        excluded: whether the interval that decides leaves out the registered effect.
+    """
+    if word in ("partly", "not reproduced") and "refuted" in why:
+        return CONTRADICTED
+    found = _RULES.get(word, word)
+    return EXCLUDED if found == UNDECIDED and excluded else found
