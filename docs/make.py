@@ -104,14 +104,15 @@ def _verdicts() -> tuple[str, list[list[str]]]:
     """The committed page, and its rows about the paper's claims that can be asked of a tiny model."""
     text = (ROOT / "repro/mini/results/verdicts.md").read_text(encoding="utf-8")
     table = [x for x in text.partition("## Controls")[0].splitlines() if x.startswith("| ") and "[`--only" in x]
-    return text, [x.strip("|").strip().split(" | ") for x in table if "**not testable here**" not in x]
+    return text, [x.strip("|").strip().split(" | ") for x in table if "**not testable**" not in x]
 
 
 def tally() -> str:
     text, rows = _verdicts()
+    words = ("reproduced", "undecided", "contradicted")
     count = lambda verdict: sum(row[2].startswith(f"**{verdict}**") for row in rows)
-    said = ", ".join(f"{count(v)} {v}" for v in ("reproduced", "partly", "not reproduced"))
-    assert sum(map(count, ("reproduced", "partly", "not reproduced"))) == len(rows)
+    said = ", ".join(f"{count(v)} {v}" for v in words)
+    assert sum(map(count, words)) == len(rows)
     experiments = len(list((ROOT / "repro/mini/experiments").glob("*.toml")))
     runs = re.search(r"^\d+ runs", text, re.M)
     assert runs
@@ -120,36 +121,14 @@ def tally() -> str:
 
 def verdicts() -> str:
     _, rows = _verdicts()
-    head = ["| | claim | verdict | effect [95 %] | seeds |", "|---|---|---|---|---|"]
+    head = ["| | claim | verdict | effect [interval that decides] | seeds |", "|---|---|---|---|---|"]
     return "\n".join([*head, *(f"| {' | '.join([*row[:4], row[5]])} |" for row in rows)])
 
 
 def round_two() -> str:
-    """How far the second round is, in five lines that say nothing its report does not."""
-    text = (ROOT / "repro/mini/round2/results/report.md").read_text(encoding="utf-8")
-    done, commit = re.search(r"\*\*(\d+ of \d+ runs) are finished", text), re.search(r"commit `(\w{7})", text)
-    verdicts = re.search(r"^\* Verdicts: (.*)\.$", text, re.M)
-    assert done and commit and verdicts
-    words = ("undecided", "reproduced", "in part", "refuted", "holds", "not finished", "not testable here")
-    count = {w: sum(map(int, re.findall(rf"(\d+) {w}\b", verdicts[1]))) for w in words}
-    said = "; ".join(f"{n} {w}" for w, n in count.items() if n)
-    doses = re.findall(r"(?:low|middle|high): ([\d.]+) % clipped, DAPO's reward", text)
-    at_each = lambda claim: re.search(rf"^\| UP-DAPO ends with a higher {claim} than DAPO \| (.*) \|$", text, re.M)
-    best, avg = at_each("Best@32"), at_each("Avg@32")
-    first = _verdicts()[1]
-    open_ = sum("undecided" in row[2] for row in first)
-    assert len(doses) == 3 and best and avg and avg[1].count("not testable") == 1
-    few = lambda cells: "; ".join(cell.partition("];")[0].removesuffix("]") + "]" for cell in cells[1].split(" | "))
-    return "\n".join([
-        f"Does UP do as the paper says? A first round of tiny models left {open_} of {len(first)} claims "
-        "[undecided](docs/verdicts.md).",
-        f"The second was registered before any run (commit {commit[1]}). Does UP-DAPO end above DAPO, by how many "
-        f"points, where DAPO clips {doses[0]}, {doses[1]} and {doses[2]} % of the positive tokens?",
-        f"Best@32: {few(best)}. Avg@32: {few(avg)} (DAPO itself does not learn there).",
-        f"{done[1]} are finished; verdicts: {said}.",
-        "[The report](repro/mini/round2/results/report.md); "
-        "`python -m repro.mini.study.suite --out RUNS --results FOLDER` trains it all again.",
-    ])  # fmt: skip
+    from docs import answer
+
+    return answer.text()
 
 
 def frameworks() -> str:
@@ -192,6 +171,12 @@ def claims() -> str:
     from upref.paper.claims.page import markdown
 
     return markdown()
+
+
+def claims_words() -> str:
+    from upref.paper.claims.page import meanings
+
+    return meanings()
 
 
 def claims_tally() -> str:
@@ -265,7 +250,20 @@ SEES = (axes, tolerances, habits, fuzzed)
 FIELD = (frameworks, field_first, field_objectives, recipes, surfaces, statuses, wild, wild_tally, wild_estimators)
 GENERATED = {
     f.__name__: f
-    for f in (letters, objectives, tally, verdicts, round_two, *FIELD, claims, claims_tally, benchmarks, lessons, *SEES)
+    for f in (
+        letters,
+        objectives,
+        tally,
+        verdicts,
+        round_two,
+        *FIELD,
+        claims,
+        claims_words,
+        claims_tally,
+        benchmarks,
+        lessons,
+        *SEES,
+    )
 }
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from figures.make import save
 from upref.files import write_atomically
-from upref.claims import words
+from upref.paper.claims import words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,7 +21,7 @@ from repro.mini.study import plan, report, results, verdicts
 from repro.mini.study.plan import Contrast
 from repro.mini.study.stats import Effect
 from upref.errors import InputError
-from upref.claims import words
+from upref.paper.claims import words
 
 MOST = 200
 

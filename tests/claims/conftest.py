@@ -2,7 +2,7 @@
 """How a test says what it found of a claim (upref/paper/claims): by what it asserts, never by a word of its own.
 
 Each fixture is a function (where, claimed, found, relation): it asserts that the relation holds between what was found
-and what the paper claims, or that it does not, and records the two numbers.
+and what the reading requires, or that it does not, and records the two numbers.
 """
 
 import operator
@@ -10,6 +10,10 @@ from math import isclose
 
 import pytest
 
+from repro.mini.round2 import tables, unregistered
+from repro.mini.study import results
+
+RECORDS = results.load(results.folder_of(2))
 WORDS = {
     operator.le: "at most ",
     operator.ge: "at least ",
@@ -24,7 +28,7 @@ def equal(found, claimed):
 
 
 def words(where, claimed, found, relation):
-    return f"{where}: by the paper {WORDS.get(relation, '')}{claimed:.5g}, found {found + 0.0:.5g}"
+    return f"{where}: the reading requires {WORDS.get(relation, '')}{claimed:.5g}, found {found + 0.0:.5g}"
 
 
 @pytest.fixture
@@ -43,3 +47,16 @@ def holds(record_property):
         record_property("identity", words(where, claimed, found, relation))
 
     return agrees
+
+
+@pytest.fixture
+def seen(record_property):
+    """Of a comparison of repro/mini/round2/unregistered.py: records the effect, which decides nothing."""
+
+    def describes(name):
+        found = unregistered.measure(name, RECORDS)
+        text = f"not registered, {found.n} seeds: {unregistered.SEEN[name].says} {tables.show(found)}"
+        record_property("undecided", text)
+        return found
+
+    return describes

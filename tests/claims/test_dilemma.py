@@ -113,11 +113,38 @@ def test_dapo_has_two_bounds_and_no_kl_term():
 
 
 # ---- clipping and Cap ------------------------------------------------------------------------------------------------
-def test_clipping_does_not_keep_the_ratio_in_its_region(counterexample):
-    """For A < 0 the minimum takes the unclipped side: no bound from above, in value or gradient."""
-    counterexample(
-        "|weight| of a wrong token at r = 50, A = -1, ε = 0.2", 1.2, -weight("grpo", 50.0, -1.0), operator.le
-    )
+def test_clipping_ends_a_token_s_own_push_and_does_not_keep_its_ratio(holds, counterexample):
+    """Two arms: beyond the bound a token has no gradient of its own, and one large step goes beyond the bound."""
+    holds("weight of a right token at r = 1.21, ε = 0.2", 0, weight("grpo", 1.21, 1.0))
+    holds("weight of a wrong token at r = 0.79, ε = 0.2", 0, weight("grpo", 0.79, -1.0))
+    r = flow(1, 2.0, (0.5, 0.5), (1.0, -1.0), "grpo")[0]
+    counterexample("π_θ/π_old after one step, lr 2, π_old = (1/2, 1/2), A = (1, -1)", 1.2, r, operator.le)
+
+
+# ---- Section 2 -------------------------------------------------------------------------------------------------------
+def test_in_which_sense_dapo_clips_symmetrically(holds, counterexample):
+    holds("weight of a right token under DAPO, r = 50", 0, weight("dapo", 50.0, 1.0))
+    holds("weight of a wrong token under DAPO, r = 0.02", 0, weight("dapo", 0.02, -1.0))
+    for name in ("dapo", "gspo"):
+        bounds = upref.get(name).hyperparameters
+        counterexample(f"ε_high of {name.upper()}, as ε_low", bounds["eps_low"], bounds["eps_high"])
+
+
+def test_ppo_clips_and_trpo_does_not(holds, counterexample):
+    """TRPO's surrogate is E[r A] (its Eq. 14); the constraint is on the mean KL divergence."""
+    holds("weight of a right token under PPO's clip, r = 50", 0, weight("ppo_clip", 50.0, 1.0))
+    counterexample("weight of a right token in TRPO's surrogate r A, r = 50", 0, weight("is_pg", 50.0, 1.0))
+
+
+def test_the_methods_of_section_2_read_the_old_policy(holds):
+    """One right response of two tokens under the same π_θ, at two old policies."""
+    now, mask = T(0.5, 0.4).log()[None], torch.ones(1, 2, dtype=torch.bool)
+    for name in ("bandpo_kl", "sapo", "gmpo", "m2po"):
+        J = lambda old, name=name: gradient(
+            lambda lp: upref.get(name)(upref.Rollouts(lp, old, T(1.0)[None], mask)), now
+        )
+        apart = (J(now) - J(now + 0.05)).abs().max().item()
+        holds(f"largest change of the gradient of {name} with the old policy", 1e-6, apart, operator.gt)
 
 
 def test_the_derivative_at_the_kink(holds, counterexample):

@@ -152,20 +152,26 @@ def test_cap_is_largest_at_the_dual_clip(holds, counterexample):
 
 
 # ---- Appendix C ------------------------------------------------------------------------------------------------------
-def test_the_exponent_reduces_the_variance_of_a_ratio_only(counterexample):
-    """Four tokens, r = 1.2 or 0.8: mean square of |o| times a token's weight, exponent 1/|o| over exponent 1."""
-    lp = torch.tensor(list(product((1.2, 0.8), repeat=4)), dtype=F64).log()
+def test_averaging_over_tokens_reduces_the_variance_of_a_response(holds):
+    """Independent score terms: the gradient of a response, by Eq. A6, has 1/T of the variance of one token's."""
+    g = torch.Generator().manual_seed(0)
+    scores = torch.randn(20000, 8, generator=g, dtype=F64)
+    lp = torch.zeros(1, 8, dtype=F64, requires_grad=True)
+    J = upref.get("up_gspo_anchored").fn(lp.mean(1), T(0.0), T(1.0))
+    w = torch.autograd.grad(J.sum(), lp)[0]  # 1/T each
+    near = lambda found, claimed: abs(found / claimed - 1) < 0.05
+    holds(
+        "variance of a response's gradient over that of a token's, T = 8", 1 / 8, (scores * w).sum(1).var().item(), near
+    )
 
-    def square(name, reduce):
-        x = lp.clone().requires_grad_()
-        J = upref.get(name).fn(
-            reduce(x), torch.zeros(len(x), dtype=F64), torch.ones(len(x), dtype=F64), **bounds.get(name, {})
-        )
-        w = torch.autograd.grad(J.sum(), x)[0][:, 0]
-        return (w * (4 if reduce is mean else 1)).square().mean().item()
 
-    bounds = {"gspo": {"eps_low": 0.99, "eps_high": 10.0}}
-    mean, whole = lambda x: x.mean(1), lambda x: x.sum(1)
-    assert square("gspo", mean) / square("gspo", whole) < 0.9
-    found = square("up_gspo_anchored", mean) / square("up_gspo_anchored", whole)
-    counterexample("reduction in UP-GSPO, A > 0", 1, found, operator.lt)
+# ---- what the first author's code does -------------------------------------------------------------------------------
+def test_the_first_author_s_code_and_eq_15(holds, counterexample):
+    """verl pull request 7022: c = 3, token-mean."""
+    code, eq_15 = upref.get("up_grpo_verl"), upref.get("up_grpo")
+    assert (code.agg, eq_15.agg) == ("token-mean", "seq-mean-token-mean") and code.hyperparameters["c"] == 3.0
+    near = [abs(weight("up_grpo_verl", r, A) - weight("up_grpo", r, A)) for r in RATIOS if r < 3 for A in (1.0, -1.0)]
+    holds("largest difference of a token's weights, r < 3", 0, max(near))
+    holds("weight of a right token in both, r = 50", weight("up_grpo", 50.0, 1.0), weight("up_grpo_verl", 50.0, 1.0))
+    found = weight("up_grpo_verl", 50.0, -1.0)
+    counterexample("weight of a wrong token in the code, r = 50, as in Eq. 15", weight("up_grpo", 50.0, -1.0), found)

@@ -24,7 +24,7 @@ spec.loader.exec_module(page)
 
 SIGNS = {"+": 1.0, "-": -1.0}
 BETWEEN = [(0.0, 0.5), (0.5, 0.8), (0.8, 1.0), (1.0, 1.2), (1.2, 2.0), (2.0, inf)]
-RATIOS = [0.3, 0.65, 0.9, 1.1, 1.24, 1.5, 2.5, 6.0]  # at least one inside of each interval between these and all bounds
+RATIOS = [0.3, 0.65, 0.9, 0.9999, 1.0002, 1.1, 1.24, 1.5, 2.5, 6.0]  # one between every two of these and all bounds
 
 
 def changed(sign, low=0.0, high=inf, to=lambda lp, lp_old, A, J: 0 * lp):
@@ -53,7 +53,8 @@ MUTANTS = {f"A {s} dead in {a:g} < r < {b:g}": changed(s, a, b) for s in SIGNS f
     f"A {s} {name}": changed(s, to=to) for s in SIGNS for name, to in EVERYWHERE.items()
 }
 PAIRS = ("grpo", "up_grpo", "dapo", "up_dapo", "gspo", "up_gspo")
-# what a claim speaks of: objective -> signs, with the largest r of each; "J": of the value too; hyperparameters
+# what a claim speaks of: objective -> signs, with the largest r of each; "J": of the value too, where r has no limit;
+# hyperparameters
 SCOPE = {
     "log_derivative": ({"reinforce": {"+": inf, "-": inf}}, "J", {}),
     "is_gradient": ({"is_pg": {"+": inf}, "up_grpo": {"+": inf}}, "", {}),
@@ -96,7 +97,7 @@ def excluded(script, name, mutate):
             for x, y in zip(at(o.fn, SIGNS[sign], hp), at(mutate(o.fn), SIGNS[sign], hp), strict=True)
         ]
         spoken_of = torch.tensor(RATIOS) < most
-        if ((apart[1] | apart[0]) if value else apart[1])[spoken_of].any():
+        if ((apart[1] | apart[0]) if value and most == inf else apart[1])[spoken_of].any():
             return True
     return False
 

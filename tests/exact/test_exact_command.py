@@ -101,4 +101,4 @@ def test_numbers_as_they_are_shown():
     ]  # fmt: skip
     finding = Finding("x", "", "holds", "y")
     result = Result("n", "T.", "S.", [Table("t", ["a|b"], [[1.0]])], None, [finding])
-    assert "a\\|b" in markdown([result]) and "| x | ours | **holds** | y |" in markdown([result])
+    assert "a\\|b" in markdown([result]) and "| x | ours | **reproduced** | y |" in markdown([result])

@@ -65,9 +65,12 @@ def report(tmp_path_factory):
 def test_the_report_says_what_showed(report):
     text, folder = report
     said = {line.split(":")[0][2:]: line for line in text.splitlines() if line.startswith("* Fig")}
-    assert "**showed**. up_dapo ends with a higher Avg@32 than dapo. (+" in said["Fig. 2a"]
-    assert "**did not show**" in said["Fig. 3a"] and "**did not show**" in said["Fig. 4b"]
-    assert "**showed**" in said["Fig. 4a"]
+    assert "up_dapo ends with a higher Avg@32 than dapo. **the sign agrees in 2 of 2 seeds**: +" in said["Fig. 2a"]
+    assert "**the sign agrees in 0 of 2 seeds**" in said["Fig. 3a"]
+    assert "**within its bound in 0 of 2 seeds**" in said["Fig. 4b"]
+    assert "**within its bound in 2 of 2 seeds**" in said["Fig. 4a"]
+    assert "These 2 seeds cannot tell an effect from chance" in text and "probability 0.5." in text
+    assert "cannot tell" in compare.chance(1) and "cannot tell" not in compare.chance(9)
     assert "bash repro/run.sh up_dapo reference" in text
     assert sorted(p.name for p in folder.iterdir()) == ["cap.png", "cap.svg", "curves.png", "curves.svg", "report.md"]
 
@@ -105,7 +108,11 @@ def command(tmp_path, monkeypatch, capsys):
 
 def test_the_command_trains_reports_and_reuses(command, tmp_path):
     code, out, err = command("up_dapo", "steps=6", "eval_every=3", "--seeds", "1")
-    assert (code, err) == (0, "") and "What showed of the paper's claims" in out and "0 of 2 runs are finished" in out
+    assert (
+        (code, err) == (0, "")
+        and "The paper's claims, and what these seeds show" in out
+        and "0 of 2 runs are finished" in out
+    )
     assert (tmp_path / "compare" / "up_dapo" / "curves.png").stat().st_size > 10_000
     code, out, _ = command("dapo", "steps=6", "eval_every=3", "--seeds", "1")
     assert code == 0 and "2 of 2 runs are finished; 0 to go" in out

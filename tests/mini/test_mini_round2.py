@@ -332,16 +332,35 @@ def test_what_is_undecided_after_all_seeds_says_how_many_by_the_spread_that_was_
     assert any(v.seeds_needed and v.seeds_needed > v.of for v in open_.values())
 
 
-def test_three_kinds_of_undecided():
+def test_an_effect_that_is_left_out_is_excluded_and_the_rest_is_undecided():
     less, wide = (-0.02, 0.02, -0.01, 0.01, 0.0, 0.004), np.random.default_rng(0).normal(0.01, 0.05, 6)
     assert rule.test(MORE, less).high < MORE.effect < rule.test(MORE, wide).high
 
     def said(values, power):
         found = (rule.test(MORE, values),)
-        return tables.lacks(rule.Verdict(claim(MORE), "undecided", "", found, power=power, seeds_needed=31))
+        v = rule.Verdict(claim(MORE), "undecided", "", found, power=power, seeds_needed=31)
+        return tables.limit(v) if tables.verdict(v) == "excluded" else tables.lacks(v)
 
-    assert [said(less, 0.9), said(less, 0.5)] == [tables.LESS] * 2
-    assert [said(wide, 0.9), said(wide, 0.5)] == [tables.CLOSE, "31 seeds for 0.8"]
+    assert {said(less, power)[:15] for power in (0.9, 0.5)} == {"excluded above "}
+    assert [said(wide, 0.9), said(wide, 0.5)] == ["too close to call", "31 seeds for 0.8"]
+
+
+def test_the_interval_that_is_printed_is_the_one_that_decides():
+    """Of every claim of the second round: it leaves out the bound exactly where the registered rule says so."""
+    records, seen = results.load(results.folder_of(2)), set()
+    for name in plan.names(round=2):
+        for v in tables.decisive(report.judge(plan.load(name), records)):
+            if v.word not in ("reproduced", "holds", "refuted", "undecided"):
+                continue
+            shown = all(
+                all(f.low > b if side > 0 else f.high < b for side, b in rule.bounds(f.contrast)) for f in v.found
+            )
+            beyond = any(
+                any(f.high < b if side > 0 else f.low > b for side, b in rule.bounds(f.contrast)) for f in v.found
+            )
+            seen.add(v.word)
+            assert (shown, beyond) == (v.word in ("reproduced", "holds"), v.word == "refuted"), (name, v.claim.id)
+    assert len(seen) == 4
 
 
 def test_the_weakest_contrast_is_the_one_that_refutes():

@@ -11,7 +11,7 @@ from repro.mini.round2.rule import Verdict
 from repro.mini.round2.tables import FINAL
 from repro.mini.study.plan import Experiment
 from repro.mini.study.results import Record
-from upref.claims import words
+from upref.paper.claims import words
 
 Judged = dict[str, list[Verdict]]
 ORDER = (words.REPRODUCED, words.CONTRADICTED, words.EXCLUDED, words.UNDECIDED, words.NOT_TESTABLE, "not finished")

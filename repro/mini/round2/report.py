@@ -13,7 +13,7 @@ from pathlib import Path
 
 from figures.make import save
 from repro.mini import files
-from repro.mini.round2 import doses, explore, page, rates, reach, rule, tables
+from repro.mini.round2 import doses, explore, page, rates, reach, rule, tables, unregistered
 from repro.mini.round2.rule import Verdict
 from repro.mini.round2.sound import sound, unsound
 from repro.mini.study import plan, registration, report, results
@@ -71,6 +71,7 @@ def write(records: dict[str, Record], folder: Path) -> None:
         tables.verdicts(experiments, judged, "paper"),
         "## Questions of ours\n",
         tables.verdicts(experiments, judged, "ours"),
+        unregistered.section(records),
         reach.section(records),
         shown("reach", reach, records, folder, "UP on other objectives, every seed a dot"),
         explore.section(records),

@@ -31,9 +31,8 @@ from upref.weights.curve import obstacle
 from upref.weights.plots import Panel, cap_panels
 
 PATTERN = "up_dapo_vs_dapo"  # the experiment whose settings and claims are taken over
-CAUTION = """{seeds} cannot tell an effect from chance: two seeds of one method can differ more than two methods do. No
-verdict follows from this page. The pre-registered suite, `python -m repro.mini.study.suite`, has more seeds, and
-verdicts: repro/mini/results/verdicts.md, repro/mini/round2/results/report.md."""
+CAUTION = """No verdict follows from this page. The pre-registered suite, `python -m repro.mini.study.suite`, has
+more seeds, and verdicts: repro/mini/results/verdicts.md, repro/mini/round2/results/report.md."""
 PANELS: list[dict[str, Any]] = [
     {"metric": "avg", "label": "Avg@32", "peaks": True},
     {"metric": "best", "label": "Best@32"},
@@ -83,10 +82,21 @@ def write(e: Experiment, records: dict[str, results.Record], out: Path, folder: 
     seeds = f"{len(e.seeds)} seed{'s' if len(e.seeds) > 1 else ''}"
     text = [f"# {base} and {up}, trained from the same base policy ({seeds})\n", table(e, records), lit]
     text += ["## The paper's claims, and what these seeds show\n", *words(e, records), ""]
-    text += [CAUTION.format(seeds=seeds.capitalize()), ""]
+    text += [chance(len(e.seeds)), CAUTION, ""]
     text += [f"The proof and the gradients: `bash repro/run.sh {e.name} reference`.\n"]
     write_atomically(folder / "report.md", "\n".join(text))
     return "\n".join(text)
+
+
+def chance(seeds: int) -> str:
+    """What so many seeds can tell."""
+    if seeds == 1:
+        return (
+            "One seed cannot tell an effect from chance: two seeds of one method can differ more than two methods do."
+        )
+    agree = f"where nothing differs, the signs of {seeds} seeds all agree with probability {2 ** (1 - seeds):.2g}"
+    cannot = "cannot tell an effect from chance" if seeds < 6 else "are tested nowhere on this page"
+    return f"These {seeds} seeds {cannot}: {agree}."
 
 
 def shown(text: str) -> None:

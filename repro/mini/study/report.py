@@ -13,8 +13,8 @@ from repro.mini.study.plan import Contrast, Experiment
 from repro.mini.study.results import Record
 from repro.mini.study.stats import Effect, at_level, effect, levels
 from repro.mini.study.verdicts import Finding, Verdict, judge
-from upref.claims import words
 from upref.errors import InputError
+from upref.paper.claims import words
 
 COMMAND = "python -m repro.mini.study.suite --only {}"
 POINTS = {"reward", "valid", "alive", "overflow", *plan.EVAL_METRICS}  # fractions, shown in points of 100

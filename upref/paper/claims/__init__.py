@@ -2,51 +2,50 @@
 """What fan2026up says, statement by statement, and what became of each: `upref claims`.
 
 claims.toml holds the statements and points at their evidence; evidence.py runs that. No verdict is written by hand:
-each piece of evidence finds something, and `judge` makes one word of it. computed.json is what the last run said.
+each piece of evidence finds something, and `judge` makes one word of it, of words.py. computed.json is what the last
+run said.
 
-    [[claim]]
-    id, place, quote  its name; section and equation; words of the paper's LaTeX that stand there
-    says              the statement in our words
+    [[claim]]         a statement of the paper;  [[question]]  one of ours, with no quote
+    id, place, quote  its name; section and equation; words of the paper's LaTeX that stand there, in print
+    says              the reading of the quote that is tested
     condition         under which it holds: asks for evidence that it does, and for some that without it it does not
+    note              what a reader must know before believing the verdict
+    elsewhere         "SOURCE: words": what others wrote or measured; [source.SOURCE] has name, url and quote
     derivations       derivations/NAME.py, which passes: finds a proof
     tests             tests/FILE.py::NAME, which passes: finds what it says, a counterexample, an identity or that the
                       matter is undecided; an identity if it says nothing
     mini              EXPERIMENT/CLAIM of repro/mini, of either round: what its registered rule finds
     exact             EXPERIMENT/first words of a finding of repro/exact, where nothing is sampled
-    absent            patterns that the paper's LaTeX does not contain: finds that it is unspecified
+    absent            patterns that the paper's printed text does not contain: finds that it is unspecified
+
+    [exceptions]      EXPERIMENT/CLAIM = why no record points at this registered claim
 """
 
 import hashlib
 import json
 import tomllib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from importlib import resources
 from typing import Any
 
 from upref.errors import InputError
+from upref.paper.claims import words
+from upref.paper.claims.words import VERDICTS
 
-VERDICTS = (
-    "proved",
-    "holds numerically",
-    "holds under a stated condition",
-    "reproduced in miniature",
-    "undecided",
-    "not reproduced",
-    "false as written",
-    "unspecified in the paper",
-)
 RED = "red"
-FINDS = (
-    "proof",
-    "identity",
-    "reproduced",
-    "counterexample",
-    "refuted",
-    "undecided",
-    "unspecified",
-    "failed",
-    "not run",
-)
+FINDS = {  # what a piece of evidence may find, and the verdict where it stands alone
+    "counterexample": words.FALSE,
+    "contradicted": words.CONTRADICTED,
+    "reproduced": words.REPRODUCED,
+    "undecided": words.UNDECIDED,
+    "excluded": words.EXCLUDED,
+    "not testable": words.NOT_TESTABLE,
+    "proof": words.PROVED,
+    "identity": words.NUMERIC,
+    "unspecified": words.UNSPECIFIED,
+    "failed": RED,
+    "not run": RED,
+}
 KINDS = ("derivations", "tests", "mini", "exact", "absent")
 
 
@@ -57,11 +56,14 @@ class Claim:
     quote: str
     says: str
     condition: str = ""
+    note: str = ""
+    elsewhere: tuple[str, ...] = ()
     derivations: tuple[str, ...] = ()
     tests: tuple[str, ...] = ()
     mini: tuple[str, ...] = ()
     exact: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
+    ours: bool = False
 
     @property
     def section(self) -> str:
@@ -119,35 +121,57 @@ def judge(claim: Claim, outcomes: list[Outcome], last: str = "") -> Judged:
     if "not run" in found:
         why = "; ".join(o.text for o in outcomes if "not run" in o.finds)
         return said(last, why) if last in VERDICTS else said(RED, why)
-    good, bad = found & {"proof", "identity", "reproduced"}, found & {"counterexample", "refuted"}
+    good, bad = found & {"proof", "identity", "reproduced"}, found & {"counterexample", "contradicted"}
     condition = claim.condition or "; ".join(o.condition for o in outcomes if o.condition)
     if good and bad:
-        return said(VERDICTS[2], condition) if condition else said(RED, "evidence for and against, and no condition")
+        if not condition:
+            return said(RED, "evidence for and against, and no condition")
+        return said(words.CONDITION, condition)
     if condition:
         return said(RED, f"a condition, and no evidence {'that it is needed' if good else 'that it is enough'}")
     if "unspecified" in found:
-        return said(VERDICTS[7]) if found == {"unspecified"} else said(RED, "said to be unspecified, and tested")
-    order = {"counterexample": 6, "refuted": 5, "reproduced": 3, "undecided": 4, "proof": 0, "identity": 1}
-    return said(VERDICTS[next(i for f, i in order.items() if f in found)])
+        return said(words.UNSPECIFIED) if found == {"unspecified"} else said(RED, "said to be unspecified, and tested")
+    return said(next(verdict for f, verdict in FINDS.items() if f in found))
 
 
-def read(text: str | None = None) -> list[Claim]:
-    """The claims of claims.toml, or of this text; InputError where a record is not whole."""
+def raw(text: str | None = None) -> dict[str, Any]:
+    """claims.toml, or this text, as it stands: claim, question, source, exceptions."""
     if text is None:
         text = resources.files("upref.paper.claims").joinpath("claims.toml").read_text(encoding="utf-8")
     try:
-        records = tomllib.loads(text).get("claim", [])
-        listed = {f.name for f in fields(Claim)} & set(KINDS)
-        whole: list[dict[str, Any]] = [{k: tuple(v) if k in listed else v for k, v in r.items()} for r in records]
-        claims = [Claim(**r) for r in whole]
-    except (tomllib.TOMLDecodeError, TypeError) as error:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"the claims cannot be read: {error}") from error
+
+
+def read(text: str | None = None) -> list[Claim]:
+    """The claims and then our questions of claims.toml, or of this text; InputError where a record is not whole."""
+    all_of_it = raw(text)
+    listed = {*KINDS, "elsewhere"}
+    whole: list[dict[str, Any]] = [r | {"ours": False} for r in all_of_it.get("claim", [])]
+    whole += [{"quote": ""} | r | {"ours": True} for r in all_of_it.get("question", [])]
+    records: list[dict[str, Any]] = [{k: tuple(v) if k in listed else v for k, v in r.items()} for r in whole]
+    try:
+        claims = [Claim(**r) for r in records]
+    except TypeError as error:
         raise InputError(f"the claims cannot be read: {error}") from error
     seen: set[str] = set()
     for c in claims:
-        if c.id in seen or not c.place.startswith(("Sec. ", "App. ")) or not c.quote or not c.says:
-            raise InputError(f"claim {c.id!r}: an id of its own, a place (Sec. or App.), quote and says are needed.")
+        there = c.id not in seen and c.place.startswith(("Sec. ", "App. ")) and c.says
+        if not there or bool(c.quote) == c.ours:
+            raise InputError(
+                f"claim {c.id!r}: it needs its own id, a place (Sec. or App.), says and, of a claim, a quote."
+            )
+        for known in (e.partition(":")[0] for e in c.elsewhere):
+            if known not in all_of_it.get("source", {}):
+                raise InputError(f"claim {c.id!r}: no source is called {known!r}.")
         seen.add(c.id)
     return claims
+
+
+def sources() -> dict[str, dict[str, str]]:
+    """What others wrote or measured: name, url and quote of each."""
+    return raw().get("source", {})
 
 
 # ---- what the last run said ------------------------------------------------------------------------------------------

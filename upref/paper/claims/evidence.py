@@ -18,7 +18,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from upref.errors import InputError
-from upref.paper.claims import Claim, Judged, Outcome, judge, last, read, saved
+from upref.paper.claims import Claim, Judged, Outcome, judge, last, read, saved, words
 
 ROOT = Path(__file__).parents[3]
 PLACES = (ROOT.parent / "shared" / "up_paper.tex", ROOT / "shared" / "up_paper.tex")
@@ -99,7 +99,8 @@ def tests(nodes: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
         return found
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        done = process(root, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *there)
+        where = [f"--rootdir={root}", f"--junitxml={report}"]
+        done = process(root, "-m", "pytest", "-q", "-p", "no:cacheprovider", *where, *there)
         if not report.exists():
             raise InputError(f"pytest did not run: {(done.stderr or done.stdout).strip().splitlines()[-1:]}")
         cases = list(ElementTree.parse(report).iter("testcase"))
@@ -145,21 +146,24 @@ def mini(names: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
 
 
 def mini_outcome(name: str, s: dict | None) -> Outcome:
-    """What the registered rule says. A claim with a refuted part is refuted; one of which only a part holds is open."""
+    """What the registered rule says, in the common vocabulary. A claim of which only a part holds is undecided."""
     if s is None:
         return failed("mini", name, "no experiment registers it")
     part = f"{s['why']}; " if "contrasts hold" in s["why"] and s["word"] != "reproduced" else ""
     text = part + s["shown"].replace("<br>", "; ")
-    if s["word"] in ("reproduced", "holds"):
-        return Outcome("mini", name, ("reproduced",), f"{text} ({s['seeds']} seeds)")
-    if s["refuted"]:
-        return Outcome("mini", name, ("refuted",), f"{text} ({s['seeds']} seeds)")
-    if s["word"] == "not testable here":
-        return Outcome("mini", name, ("undecided",), f"no number of the miniature's seeds can say: {s['why']}")
+    verdict, ran = s["verdict"], f"({s['seeds']} seeds)"
+    if verdict == words.REPRODUCED:
+        return Outcome("mini", name, ("reproduced",), f"{text} {ran}")
+    if verdict == words.CONTRADICTED:
+        return Outcome("mini", name, ("contradicted",), f"{text} {ran}")
+    if verdict == words.NOT_TESTABLE:
+        return Outcome("mini", name, ("not testable",), f"{s['why']}: {text}" if text else s["why"])
+    if verdict == words.EXCLUDED:
+        return Outcome("mini", name, ("excluded",), f"{s['limit']}: {text} {ran}")
     unknown = "more than 200 seeds, or the effect seen is on the other side"
     seeds = f"it would take {s['needed']} seeds" if s["needed"] else unknown
     if s["needed"] and s["needed"] <= s["seeds"]:
-        seeds = "the power was there, and what is there is less than the effect asked for"
+        seeds = "the power was there, and it is too close to call"
     so_far = f"{s['seeds']} of {s['of']} seeds: {seeds}"
     return Outcome("mini", name, ("undecided",), f"{text} ({so_far})" if text else so_far)
 
@@ -184,15 +188,19 @@ def exact(names: list[str], root: Path, rerun: bool) -> dict[tuple[str, str], Ou
 
 
 def exact_outcome(name: str, finding: dict) -> Outcome:
-    finds = {"holds": ("reproduced",), "does not hold": ("refuted",), "holds in part": ("reproduced", "refuted")}
+    finds = {
+        "holds": ("reproduced",),
+        "does not hold": ("contradicted",),
+        "holds in part": ("reproduced", "contradicted"),
+    }
     text = finding["because"]
     part = finding["verdict"] == "holds in part"
     return Outcome("exact", name, finds[finding["verdict"]], text, text if part else "")
 
 
 # ---- the paper itself ------------------------------------------------------------------------------------------------
-def paper() -> str | None:
-    """Its LaTeX as it prints, comments left out and spaces joined; None where it is not here."""
+def paper() -> tuple[str, str] | None:
+    """Its LaTeX as it prints, comments left out and spaces joined, and its comments; None where it is not here."""
     named = os.environ.get("UPREF_PAPER")
     file = Path(named) if named else next((p for p in PLACES if p.exists()), None)
     if file is None:
@@ -201,24 +209,27 @@ def paper() -> str | None:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"UPREF_PAPER={file} cannot be read: {error}.") from error
-    return " ".join(re.sub(r"(?<!\\)%.*", "", text).split())
+    comment = r"(?<!\\)%.*"
+    return " ".join(re.sub(comment, "", text).split()), "\n".join(re.findall(comment, text))
 
 
-def in_the_paper(c: Claim, tex: str | None) -> Iterable[Outcome]:
-    """Its words stand there, in that section; what is said to be absent is."""
+def in_the_paper(c: Claim, tex: tuple[str, str] | None) -> Iterable[Outcome]:
+    """Its words stand there, in that section; what is said to be absent is not in print."""
     if tex is None:
         if c.absent:
             yield Outcome("absent", c.id, ("not run",), NO_PAPER)
         return
-    if c.section not in sections_of(c.quote, tex):
+    printed, comments = tex
+    if c.quote and c.section not in sections_of(c.quote, printed):
         yield failed("words", c.id, f"{c.quote!r} does not stand in {c.place}")
     if c.absent:
-        there = [p for p in c.absent if re.search(p, tex, re.I)]
-        if there:
+        found = lambda text: [p for p in c.absent if re.search(p, text, re.I)]
+        if there := found(printed):
             yield failed("absent", c.id, f"the paper has {', '.join(map(repr, there))}")
         else:
             said = ", ".join(f"`{p}`" for p in c.absent)
-            yield Outcome("absent", c.id, ("unspecified",), f"nowhere in its LaTeX: {said}")
+            also = "a commented-out line of the LaTeX matches" if found(comments) else "nor have the LaTeX's comments"
+            yield Outcome("absent", c.id, ("unspecified",), f"the printed text has none of {said}; {also}")
 
 
 def sections_of(words: str, tex: str) -> list[str]:

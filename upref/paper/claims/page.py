@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The claims in print: for a terminal, as JSON, as the table of docs/claims.md and the lines of README."""
+"""The claims in print: for a terminal, as JSON, as the tables of docs/claims.md and the line of README."""
 
 import json
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
 from upref.errors import InputError
-from upref.paper.claims import RED, VERDICTS, Judged, Outcome, as_computed, last
+from upref.paper.claims import RED, VERDICTS, Judged, Outcome, as_computed, last, raw, sources
+from upref.paper.claims.words import MEANINGS
 
 HEADINGS = {
+    "2": "Section 2: related work",
     "3": "Section 3: the dilemma",
     "4": "Section 4: UP",
     "5": "Section 5: experiments",
@@ -37,17 +40,29 @@ def chosen(judged: Sequence[Judged], section: str | None = None, verdict: str | 
     return [j for j in judged if here(j.claim.section) and j.verdict.startswith(verdict or "")]
 
 
+ORDER = (
+    "proved", "holds numerically", "reproduced", "holds under a condition", "excluded", "undecided", "not testable",
+    "unspecified", "contradicted", "false as written", RED,
+)  # fmt: skip
+
+
 def right_first(judged: Sequence[Judged]) -> list[Judged]:
     """Section by section, in each what is right before what is open and what is wrong; else in the paper's order."""
-    rank = lambda j: (list(HEADINGS).index(j.claim.section[0]), (*VERDICTS, RED).index(j.verdict))
+    rank = lambda j: (j.claim.ours, list(HEADINGS).index(j.claim.section[0]), ORDER.index(j.verdict))
     return sorted(judged, key=rank)
 
 
 def tally(judged: Sequence[Judged]) -> str:
-    """`88 statements: 20 proved, ...`, in the order of VERDICTS."""
-    count = Counter(j.verdict for j in judged)
-    head = f"{len(judged)} statement{'s' * (len(judged) != 1)}"
-    return (f"{head}: " if count else head) + ", ".join(f"{count[v]} {v}" for v in (*VERDICTS, RED) if count[v])
+    """`88 statements of the paper: 20 proved, ...`, in the order of ORDER; then our questions."""
+    said = []
+    for ours, name in ((False, "statement"), (True, "question of ours")):
+        mine = [j for j in judged if j.claim.ours == ours]
+        count = Counter(j.verdict for j in mine)
+        plural = name.replace(name.split()[0], f"{name.split()[0]}s") if len(mine) != 1 else name
+        head = f"{len(mine)} {plural}" + (" of the paper" if not ours else "")
+        if mine:
+            said.append(f"{head}: {', '.join(f'{count[v]} {v}' for v in ORDER if count[v])}")
+    return "; ".join(said) or "0 statements"
 
 
 def made(computed: dict) -> str:
@@ -60,9 +75,11 @@ def text(judged: Sequence[Judged], head: str, verbose: bool = False) -> str:
     out = [f"{tally(judged)}.", head, ""]
     for j in right_first(judged):
         out.append(f"{j.verdict.upper() if not j else j.verdict}   {j.claim.place}   [{j.claim.id}]")
-        said = [j.claim.says]
+        said = [f"“{plain(j.claim.quote)}”"] if j.claim.quote else []
+        said += [f"reading: {j.claim.says}" if j.claim.quote else j.claim.says]
         if j.why:
             said.append(f"{'because' if not j else 'if'}: {j.why}")
+        said += [f"note: {j.claim.note}"] * bool(j.claim.note) + [f"elsewhere: {e}" for e in j.claim.elsewhere]
         said += (
             shown(j)
             if not verbose
@@ -87,31 +104,61 @@ def as_json(judged: Sequence[Judged], computed: dict) -> str:
 
 # ---- pages -----------------------------------------------------------------------------------------------------------
 def markdown() -> str:
-    """The tables of docs/claims.md, one a section."""
+    """The tables of docs/claims.md: the paper's statements, one table a section; our questions; sources; exceptions."""
     judged = as_computed()
     out = [f"{tally(judged)}. {made(last())}", ""]
     for letter, heading in HEADINGS.items():
-        mine = [j for j in right_first(judged) if j.claim.section.startswith(letter)]
+        mine = [j for j in right_first(judged) if j.claim.section.startswith(letter) and not j.claim.ours]
         if mine:
-            out += [f"## {heading}", "", "| where | the paper says | verdict | evidence |", "|---|---|---|---|"]
+            head = "| where | the paper, and the reading tested | verdict | evidence |"
+            out += [f"## {heading}", "", head, "|---|---|---|---|"]
             out += [f"| {' | '.join(map(cell, row(j)))} |" for j in mine] + [""]
-    return "\n".join(out)
+    out += [
+        "## Questions of ours",
+        "",
+        "The paper states none of these. *Where* names the section that they bear on.",
+        "",
+    ]
+    out += ["| where | question | verdict | evidence |", "|---|---|---|---|"]
+    out += [f"| {' | '.join(map(cell, row(j)))} |" for j in right_first(judged) if j.claim.ours] + [""]
+    out += ["## What others wrote and measured", ""]
+    out += [f'* **{key}**: [{s["name"]}]({s["url"]}). "{s["quote"]}"' for key, s in sources().items()] + [""]
+    out += ["## Registered claims that are evidence for nothing", ""]
+    return "\n".join([*out, *(f"* `{key}`: {why}." for key, why in raw()["exceptions"].items()), ""])
 
 
 def row(j: Judged) -> list[str]:
-    word = f"**{j.verdict}**" + (f"<br>{j.why}" if j.why else "")
-    return [
-        j.claim.place,
-        j.claim.says,
-        word,
-        "<br>".join(dict.fromkeys([*shown(j), " · ".join(dict.fromkeys(map(link, j.outcomes)))])),
-    ]
+    c = j.claim
+    says = [f"“{plain(c.quote)}”<br>*Reading:* {c.says}" if c.quote else c.says]
+    says += [f"*Note:* {c.note}"] * bool(c.note)
+    for key, _, words in (e.partition(": ") for e in c.elsewhere):
+        code = "not in the paper; in the first author's code: " if key == "verl-7022" else ""
+        says.append(f"*Elsewhere:* {code}{words} ([{key}](#what-others-wrote-and-measured))")
+    verdict = f"**{j.verdict}**" + (f"<br>if: {j.why}" if j and j.why else f"<br>{j.why}" if j.why else "")
+    evidence = dict.fromkeys([*shown(j), " · ".join(dict.fromkeys(map(link, j.outcomes)))])
+    return [c.place, "<br>".join(says), verdict, "<br>".join(evidence)]
+
+
+def plain(quote: str) -> str:
+    """A quote of the LaTeX without its commands."""
+    quote = re.sub(r"\\(?:text|mathcal|textbf)\{([^{}]*)\}", r"\1", re.sub(r"\\text\{([^{}]*)\}", r"\1", quote))
+    letters = {r"\epsilon": "ε", r"\pi": "π", r"\theta": "θ", r"\le": "≤", "$": "", "\\": "", "{": "", "}": ""}
+    for tex, letter in letters.items():
+        quote = quote.replace(tex, letter)
+    return quote
+
+
+def meanings() -> str:
+    """The table of the words."""
+    return "\n".join(
+        ["| verdict | what was found |", "|---|---|", *(f"| **{v}** | {m} |" for v, m in MEANINGS.items())]
+    )
 
 
 def link(o: Outcome) -> str:
     name, _, _ = o.pointer.partition("/")
     if o.kind == "absent":
-        return "a search of the LaTeX"
+        return "a search of the printed text"
     if o.kind == "tests":
         file, _, test = o.pointer.partition("::")
         return f"[{test.removeprefix('test_')}](../{file})"
@@ -124,6 +171,6 @@ def cell(text: str) -> str:
 
 
 def summary() -> str:
-    """Two lines for README."""
-    every = "What the paper states in Sections 3 to 5 and Appendices A to C, [statement by statement](docs/claims.md)"
-    return f"{every}, as `upref claims --run` computes it:\n{tally(as_computed())}."
+    """A line for README."""
+    every = "What the paper states, [statement by statement](docs/claims.md), as `upref claims --run` computes it"
+    return f"{every}. {tally(as_computed())}."

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README's answer to "Does UP help?": a table and a few sentences. Every number stands in the report of round two."""
+
+import re
+import sys
+from pathlib import Path
+
+REPORT = Path(__file__).parents[1] / "repro/mini/round2/results/report.md"
+
+
+class Report:
+    def __init__(self, text: str):
+        self.text = text
+
+    def find(self, pattern: str) -> re.Match[str]:
+        return re.search(pattern, self.text, re.M) or sys.exit(f"the report of round two has no {pattern}")
+
+    def by_dose(self, claim: str) -> list[str]:
+        """The verdict and the effect of a claim at each dose."""
+        row = self.find(rf"^\| UP-DAPO ends with a higher {claim} than DAPO \| (.*) \|$")[1]
+        return [re.sub(r"; .*", "", cell) for cell in row.split(" | ")]
+
+    def seen(self, says: str) -> str:
+        """An effect that nobody registered, with its interval."""
+        return self.find(rf"^\| {re.escape(says)} \| (.*?) \|")[1]
+
+
+def number(cell: str) -> str:
+    found = re.search(r"[+-]\d[\d.]*", cell.rpartition("**")[2])
+    assert found
+    return found[0]
+
+
+def ends(cell: str) -> list[float]:
+    found = re.search(r"\[(.*), (.*)\]", cell)
+    assert found
+    return [float(x) for x in found.groups()]
+
+
+def text() -> str:
+    r = Report(REPORT.read_text(encoding="utf-8"))
+    best, avg = r.by_dose("Best@32"), r.by_dose("Avg@32")
+    doses = re.findall(r"(low|middle|high): ([\d.]+) % clipped, (\d+) seeds", r.text)
+    commit, fall = r.find(r"commit `(\w{7})")[1], r.find(r"end: low (\d+) → (\d+) and (\d+)")
+    lowest, highest = min(ends(c)[0] for c in avg[:2]), max(ends(c)[1] for c in avg[:2])
+    rate = [r.seen(f"{m}: DAPO at its own learning rate − DAPO at the common one") for m in ("Best@32", "Avg@32")]
+    own = [r.seen(f"{m}: UP-DAPO − DAPO, both at their own rate") for m in ("Best@32", "Avg@32")]
+    assert len(doses) == 3 and all("reproduced" in c for c in best[:2]) and all("undecided" in c for c in avg[:2])
+    assert all(c.startswith("not testable") for c in (best[2], avg[2]))
+    heads = [f"{name} drift: DAPO clips {x} % of right tokens ({n} seeds)" for name, x, n in doses]
+    row = lambda cells: f"| {' | '.join(cells)} |"
+    kept = (
+        f"{number(best[0])} and {number(best[1])} points of Best@32. Training lowers Best@32 under both: at low drift"
+    )
+    lines = [
+        f"Tiny transformers, number puzzles, tests registered before any run (commit {commit}). UP-DAPO minus DAPO at "
+        "the end, in points:",
+        "",
+        row(["", *heads]),
+        "|---|---|---|---|",
+        row(["Best@32: solved at least once in 32 tries", *best]),
+        row(["Avg@32: solved on average", *avg]),
+        "",
+        f"* **Kept.** UP keeps more of what 32 tries can find: {kept} from {fall[1]} % to {fall[2]} % (DAPO) and "
+        f"{fall[3]} % (UP-DAPO).",
+        f"* **Not shown.** That UP answers better on average: undecided, within {lowest:+.1f} to {highest:+.1f} "
+        "points. At high drift DAPO itself does not learn, so nothing can be tested there.",
+        "* **Learning rate** (not registered; 95 % intervals). DAPO at its own learning rate is above DAPO at the "
+        f"common one by {rate[0]} points of Best@32 and {rate[1]} of Avg@32: more than UP gains. With both at their "
+        f"own rate UP adds {own[0]} and {own[1]}.",
+        "* **Limits.** One base policy, one task, 100 steps, answers of about 13 tokens. No GPU run has been made.",
+        "",
+        "[The report](repro/mini/round2/results/report.md) has every registered test, [verdicts](docs/verdicts.md) an "
+        "earlier round with fewer seeds. Both are evidence for the statements counted here:",
+    ]
+    return "\n".join(lines)
