@@ -270,7 +270,7 @@ def main():
     if "accuracy" in asked:
         by_kind([1000, 32_000, v, 262_144])
         errors(n // 16, v, full)
-        bf16(n // 8, v // 8, full)
+        bf16(n, v // 32, full)
     if "time" in asked:
         times(n // 8, v, full, 3)
     if "memory" in asked:

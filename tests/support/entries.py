@@ -15,6 +15,7 @@ import torch
 from odd import JUNK
 
 import upref
+import upref.hidden
 import upref.weights.batches
 
 INNER = {  # of docs/site/api.py: module or function -> why it need not answer with a sentence
@@ -35,6 +36,8 @@ INNER = {  # of docs/site/api.py: module or function -> why it need not answer w
     "aggregation.verl_name": "two words from the registry",
     "weights.capacity.own_token_bound": "one line of numpy",
     "logprobs.possible": "for tensors that the library made",
+    "logprobs.check_temperature": "a check of an argument",
+    "logprobs.check_tokens": "a check of an argument",
     "explorer.page": "takes nothing",
     "explorer.script": "file names of its own folder",
     "explorer.data": "takes nothing",
@@ -118,6 +121,10 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
         "explorer.write": (explorer.write, {"file": "no/folder/x.html"}),
         "advantages.get": (upref_advantages.get, {"name": "whiten"}),
         "advantages.whiten_tokens": (upref_advantages.whiten_tokens, {"adv": b.adv, "mask": b.mask}),
+        "hidden.token_log_probs": (
+            upref.hidden.token_log_probs,
+            {"hidden": logits, "weight": torch.zeros(7, 5), "tokens": tokens, "softcap": 2.0, "chunk": 9},
+        ),
         "logprobs.token_log_probs": (logprobs.token_log_probs, {"logits": logits, "tokens": tokens, "temperature": 1}),
         "logprobs.shifted_log_probs": (logprobs.shifted_log_probs, {"logits": logits, "input_ids": tokens}),
         "logprobs.entropy": (logprobs.entropy, {"logits": logits, "temperature": 0.5}),
