@@ -100,15 +100,18 @@ for part in base "$@"; do
     [[ ! -e $venv/half-$part ]] || again=(--ignore-installed) # pip was stopped between two files
     rm -f "$venv/stamp-$part"
     touch "$venv/half-$part"
-    [[ $venv/$part != .venv/base ]] || torch
-    if [[ $venv/$part != .venv-gpu/base ]]; then
+    builder=(--no-build-isolation) # base has it
+    if [[ $venv/$part == .venv-gpu/base ]]; then
+        builder=()
+    else
+        [[ $part != base ]] || torch
         install "what $part needs" --no-deps "${again[@]}" -r "$lists/$part.txt"
     fi
     if [[ $part == base ]]; then
-        install upref --no-deps -e .
+        install upref --no-deps "${builder[@]}" -e .
         # A relative path: Python reads this file in the locale's encoding, and the checkout may have any name.
         for path in "$venv"/lib/python3*/site-packages/_*upref_rl.pth; do echo ../../../.. >"$path"; done
     fi
-    stamp "$part" >"$venv/stamp-$part"
+    stamp "$part" >"$venv/stamp-$part" || die "cannot write in $venv: the disk is full. Run the same command again to continue."
     rm -f "$venv/half-$part"
 done
