@@ -131,6 +131,12 @@ def round_two() -> str:
     return answer.text()
 
 
+def environments() -> str:
+    from tests import matrix
+
+    return matrix.table()
+
+
 def frameworks() -> str:
     from docs import field
 

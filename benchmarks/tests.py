@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the time of the tests goes: `python -m benchmarks.tests [ARGUMENTS OF PYTEST]`.
+
+Runs the tests with two workers and prints processor seconds, of a test and of the processes that it started, by
+file and for the longest tests. Processor seconds hardly depend on what else the machine does; half of the sum is the
+least that two cores can take.
+"""
+
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+LOG = "UPREF_TEST_TIME"
+
+
+def used() -> float:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item):
+    """As a plug-in of a worker: write down what a test used."""
+    before = used()
+    yield
+    with open(os.environ[LOG], "a", encoding="utf-8") as log:
+        log.write(f"{used() - before:.3f}\t{item.nodeid}\n")
+
+
+def main(*arguments: str) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        pytest_ = [sys.executable, "-m", "pytest", "-n", "2", "-q", "-p", "benchmarks.tests", *arguments]
+        start = time.time()
+        status = subprocess.run(pytest_, env=os.environ | {LOG: str(log), "OMP_NUM_THREADS": "1"}).returncode
+        if not log.exists():
+            return status
+        rows = [line.split("\t") for line in log.read_text(encoding="utf-8").splitlines()]
+    tests = sorted(((float(seconds), name) for seconds, name in rows), reverse=True)
+    files: Counter[str] = Counter()
+    for seconds, name in tests:
+        files[name.split("::")[0]] += seconds  # type: ignore[assignment] # a Counter of seconds
+    print(f"\n{sum(s for s, _ in tests):.0f} processor seconds, {time.time() - start:.0f} seconds, {len(tests)} tests")
+    for name, seconds in files.most_common(30):
+        print(f"{seconds:8.1f}  {name}")
+    print()
+    for seconds, name in tests[:40]:
+        print(f"{seconds:8.1f}  {name}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
