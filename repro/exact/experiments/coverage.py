@@ -136,7 +136,7 @@ def findings(found: dict[str, Tensor], limit: Tensor, q0: Tensor) -> list[Findin
             f"is {float((up / IS).min()):.2f} to {float((up / IS).max()):.2f} times as large, by dose",
         ),
         Finding(
-            "UP covers more right answers than DAPO", "Sec. 5.2",
+            "UP covers more right answers than DAPO", "",
             HOLDS if more.all() else PART if more.any() else FAILS,
             f"the effective number is larger at lr k = {at(more)}, smaller at {at(up < dapo * 0.99)}: there DAPO's "
             f"clip stops the most common ones first; {said('up_dapo')} of {N} keep half of their share with UP, "
