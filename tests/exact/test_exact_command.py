@@ -12,6 +12,7 @@ from repro.exact import __main__ as command
 from repro.exact import flow
 from repro.exact.experiments import collapse, coverage, drawn, entropy, fixed_points, rise, strings
 from repro.exact.result import Finding, Result, Table, markdown, shown
+from upref.paper.claims import words
 
 FOLDER = Path(command.__file__).parent
 KEPT = json.loads((FOLDER / "results/results.json").read_text(encoding="utf-8"))
@@ -55,7 +56,7 @@ def test_the_report_has_every_experiment_and_every_number():
         assert f"## {name}\n" in REPORT and f"]({name}.svg)" in REPORT
         assert (FOLDER / f"results/{name}.svg").stat().st_size < 500_000
         for f in facts["findings"]:
-            assert f"**{f['verdict']}**" in REPORT and f["because"] in REPORT
+            assert f"**{words.of_rule(f['verdict'])}**" in REPORT and f["because"] in REPORT
         for t in facts["tables"]:
             table = Table(**t)
             assert table.markdown() in REPORT
