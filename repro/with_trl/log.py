@@ -15,7 +15,6 @@ NAMES = {  # TRL's metric -> the report's
     "reward": "critic/score/mean", "grad_norm": "actor/grad_norm", "entropy": "actor/entropy", "kl": "actor/kl_loss",
     "completions/clipped_ratio": "response_length/clip_ratio", "completions/mean_length": "response_length/mean",
     "frac_reward_zero_std": "training/groups_without_signal", "eval_reward": "val-core/gsm8k/acc/mean@1",
-    "num_tokens": "perf/total_num_tokens",
 }  # fmt: skip
 
 

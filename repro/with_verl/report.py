@@ -304,7 +304,8 @@ def printed(runs: list[Kept]) -> list[str]:
         for r in runs:
             method = names.get(r.objective, "")
             ours = r.series(validation(kind))[1]
-            if method in values and ours and (metric == "geometry3k") == (r.scale == "paper_geo3k"):
+            same_task = r.scale != "trl" and (metric == "geometry3k") == (r.scale == "paper_geo3k")
+            if method in values and ours and same_task:
                 here = words if r.scale.startswith("paper_") else f"{kind}, of the validation of {r.scale}"
                 rows.append([r.label, here, f"{100 * max(ours):.2f}", f"{values[method]:.2f}, {words}"])
     head = ["run", "peak of", "here", "printed in the paper"]

@@ -401,6 +401,17 @@ def test_a_run_that_dies_says_what_to_do_and_the_same_command_goes_on(ready, ver
     assert [json.loads(x)["step"] for x in (run / "steps.jsonl").read_text().splitlines()] == [1, 2, 3]
 
 
+def test_a_shakedown_prints_and_keeps_its_page(ready, verl_does, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("STEPS", "2")
+    monkeypatch.setenv("STATUS", "0")
+    args, *_ = ready
+    assert launch.main([*args, "--shakedown"], BIG) == 0
+    page = (folder_of(tmp_path) / "shakedown.md").read_text()
+    out = capsys.readouterr().out
+    assert page.startswith("# Shakedown of up_dapo-paper_dapo-") and page in out and "| score | 0.5 |  |" in page
+    assert "trainer.rollout_data_dir=" in (folder_of(tmp_path) / "overrides.json").read_text()
+
+
 def test_a_folder_is_that_of_what_was_asked(ready, verl_does, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("STEPS", "2")
     monkeypatch.setenv("STATUS", "0")
