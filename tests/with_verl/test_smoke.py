@@ -229,8 +229,12 @@ def real(test):
 
 @real
 def test_three_real_steps_of_verl_and_vllm(tmp_path):
+    """With settings of the GPU scales: packed rows, dynamic batches, recomputation, offloading, a reference."""
+    from repro.with_verl.trials.matrix import CHECKPOINTING, DYNAMIC, KL, OFFLOAD
+
+    settings = [*DYNAMIC, *CHECKPOINTING, *OFFLOAD, *KL]
     done = subprocess.run(
-        [*SMOKE, "--steps", "3", "--out", tmp_path / "run"], cwd=ROOT,
+        [*SMOKE, "--steps", "3", "--out", tmp_path / "run", *settings], cwd=ROOT,
         capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

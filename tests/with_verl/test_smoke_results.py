@@ -10,7 +10,8 @@ import upref
 
 pytest.importorskip("psutil", reason="`repro/venv.sh smoke` installs what watches a trainer")
 RESULTS = Path(__file__).parents[2] / "repro" / "with_verl" / "results"
-RUNS = sorted(p for p in RESULTS.glob("*.json") if p.stem not in ("every", "faults", "equivalence", "restart"))
+OTHERS = ("every", "faults", "equivalence", "restart", "matrix")
+RUNS = sorted(p for p in RESULTS.glob("*.json") if p.stem not in OTHERS)
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda p: p.stem)
@@ -64,3 +65,15 @@ def test_the_runs_that_must_be_the_same_are():
     assert found["bound"] == equivalence.BOUND and equivalence.compare(found["runs"], steps) == found["pairs"]
     assert {"two ranks", "vanilla"} <= {row["pair"][1] for row in found["pairs"]}
     assert all(row["same"] for row in found["pairs"])
+
+
+def test_the_matrix_of_gpu_settings_ran_as_expected():
+    from repro.with_verl.trials import matrix
+
+    found = json.loads((RESULTS / "matrix.json").read_text())
+    assert (RESULTS / "matrix.md").read_text() == matrix.table(found)
+    for name, (objective, _, settings, _, must_fail) in matrix.ROWS.items():
+        row = found[name]
+        assert row["objective"] == objective and set(settings) <= set(row["settings"])
+        assert row["as_expected"] and bool(row["wrong"]) == bool(must_fail)
+        assert must_fail or (row["steps"] == matrix.STEPS and 0 < row["parity_of_bound"] <= 1)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting that the GPU scales use and that a CPU can run, through verl's own trainer with FSDP2 and vLLM.
+
+    python -m repro.with_verl.trials.matrix [ROW...]       all rows that results/matrix.json lacks, one after another
+    python -m repro.with_verl.trials.matrix --table        the recorded results as the table of results/matrix.md
+
+A row is the smoke scale's run of two steps plus the row's settings. It passes if both steps were logged, the gradient
+norm is finite and not zero, and the loss agreed with the float64 reference on every compared micro-batch. Exit status 1
+if a row did not end as the table expects.
+"""
+
+import argparse
+import json
+import math
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+from repro.with_verl.cpu import smoke, toy
+from repro.with_verl.data import schema
+from repro.with_verl.place import RESULTS, ROOT
+from repro.with_verl.run import advice, watch
+
+STEPS = 2
+ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
+PACKED = ["actor_rollout_ref.model.use_remove_padding=True"]
+DYNAMIC = [
+    *PACKED, f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=128",
+    f"{ROLLOUT}.log_prob_use_dynamic_bsz=True", f"{ROLLOUT}.log_prob_max_token_len_per_gpu=128",
+]  # fmt: skip
+CHECKPOINTING = ["actor_rollout_ref.model.enable_gradient_checkpointing=True"]
+OFFLOAD = [
+    f"{ACTOR}.fsdp_config.param_offload=True", f"{ACTOR}.fsdp_config.optimizer_offload=True",
+    f"{REF}.fsdp_config.param_offload=True",
+]  # fmt: skip
+KL = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.0"]
+REWARD = ["reward.custom_reward_function.path=pkg://repro.with_verl.reward.score"]
+DAPO = [
+    "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc", "reward.reward_manager.name=dapo",
+    f"+reward.reward_kwargs.max_resp_len={toy.RESPONSE}", "+reward.reward_kwargs.overlong_buffer_cfg.enable=True",
+    "+reward.reward_kwargs.overlong_buffer_cfg.len=4", "+reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0",
+    "+reward.reward_kwargs.overlong_buffer_cfg.log=False",
+]  # fmt: skip
+VALIDATION = [
+    "trainer.val_before_train=True", "trainer.test_freq=1", f"{ROLLOUT}.val_kwargs.n=4",
+    f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.top_p=0.7",
+]  # fmt: skip
+BF16 = "{param_dtype: bf16, reduce_dtype: fp32, buffer_dtype: fp32}"
+HALF = [
+    f"{ACTOR}.fsdp_config.mixed_precision={BF16}", f"{REF}.fsdp_config.mixed_precision={BF16}",
+    f"{ROLLOUT}.dtype=bfloat16",
+]  # fmt: skip
+TWO = ["trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=2", f"{ACTOR}.ppo_micro_batch_size_per_gpu=8"]
+ALL = [*DYNAMIC, *CHECKPOINTING, *OFFLOAD, *KL, *REWARD, *DAPO, *VALIDATION]
+
+# row -> (objective, what it is, settings, experts of the model, what its failure must say if it must fail)
+ROWS: dict[str, tuple[str, str, list[str], int, str]] = {
+    "all": ("up_dapo", "all of gpu1 and gpu8 together, but bf16", ALL, 0, ""),
+    "packed": ("up_dapo", "padding removal, dynamic batch size", DYNAMIC, 0, ""),
+    "dapo": ("up_dapo", "dynamic sampling, DAPO reward manager, overlong buffer", [*REWARD, *DAPO], 0, ""),
+    "offload": ("up_dapo", "parameters, optimizer and reference offloaded", [*OFFLOAD, *KL], 0, ""),
+    "bf16": ("up_dapo", "bf16 while training and sampling", HALF, 0, ""),
+    "bf16-all": ("up_dapo", "all of it in bf16", [*ALL, *HALF], 0, ""),
+    "gspo": ("up_gspo", "an objective of responses, packed", [*DYNAMIC, *CHECKPOINTING, *VALIDATION], 0, ""),
+    "moe": ("up_gspo", "a mixture of four experts, packed", [*DYNAMIC, *CHECKPOINTING], 4, ""),
+    "ranks": ("up_dapo", "two FSDP2 ranks, packed, offloaded", [*DYNAMIC, *OFFLOAD, *KL, *TWO], 0, ""),
+}  # fmt: skip
+NOT_HERE = {
+    "Ulysses sequence parallelism (paper_dapo)": "verl gathers heads inside flash-attn's function, which needs CUDA",
+    "Megatron (paper_gspo)": "Megatron-Core's layers need Transformer Engine, which needs CUDA",
+    "flash-attn's varlen kernels": "CUDA only; sdpa with the same packed rows runs instead",
+    "vLLM's sleep mode, CUDA graphs, tensor parallelism": "vLLM's CPU build has no sleep mode; the others are CUDA's",
+    "vision-language models (paper_geo3k)": "transformers' processor needs torchvision",
+}
+
+
+def prepare(out: Path, boxed: bool, experts: int) -> None:
+    """The toy's model and prompts; for the project's own reward, answers are boxed and four tokens are boxes."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    toy.make_model(out / "model", experts, words=toy.BOXED if boxed else toy.VOCAB)
+    if boxed:
+        digits = [str(i % toy.DIGITS) for i in range(256)]
+        rows = [schema.row("toy", i, digit, digit, "boxed", "train") for i, digit in enumerate(digits)]
+        schema.write(out / "data.parquet", rows, {})
+    else:
+        toy.make_data(out / "data.parquet")
+
+
+def run(name: str) -> dict:
+    """One row; what it logged."""
+    objective, _, settings, experts, must_fail = ROWS[name]
+    out = ROOT / "repro" / "out" / "matrix" / name
+    prepare(out, REWARD[0] in settings, experts)
+    given = [*settings, "trainer.save_freq=1"]
+    smoke.main(objective, STEPS, out, given, again=True, experts=experts)
+    found = json.loads((out / "summary.json").read_text())
+    rows = [r["data"] for r in watch.steps(sorted(out.glob("steps-*.jsonl"))[-1])]
+    norms = [d.get("actor/grad_norm", float("nan")) for d in rows]
+    wrong = found["wrong"]
+    if not wrong and not all(math.isfinite(g) and g > 0 for g in norms):
+        wrong = [f"gradient norms {norms}"]
+    if not wrong and not 0 < found["parity_of_bound"] <= 1:
+        wrong = [f"parity is {found['parity_of_bound']} of its bound"]
+    if wrong:
+        wrong = [*wrong, advice.error_in(sorted(out.glob("trainer-*.log"))[-1])]
+    as_expected = must_fail in " ".join(wrong) if must_fail else not wrong
+    keep = ("objective", "steps", "score", "parity_of_bound", "seconds", "cpu_seconds", "load", "versions")
+    return {k: found[k] for k in keep} | {
+        "grad_norm": [float(f"{g:.3g}") for g in norms], "settings": given, "wrong": wrong, "as_expected": as_expected,
+    }  # fmt: skip
+
+
+HEAD = """# GPU settings on a CPU
+
+Written by `python -m repro.with_verl.trials.matrix --table` from matrix.json. Each row is two steps of verl's own
+trainer (FSDP2, vLLM's CPU build) on the toy model, with the settings named in matrix.json. Parity is the largest
+difference from the float64 reference in units of what rounding explains; the bound is 1.
+
+| row | objective | settings | result | parity / bound | seconds | CPU seconds | load |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def table(found: dict[str, dict]) -> str:
+    """results/matrix.md."""
+    lines = []
+    for name, (objective, what, *_, must_fail) in ROWS.items():
+        row = found.get(name, {"wrong": [], "parity_of_bound": None, "seconds": "", "cpu_seconds": "", "load": ""})
+        said = row["wrong"][-1].replace("|", "/") if row["wrong"] else ""
+        failed = f"{'fails, as expected' if must_fail else 'FAILED'}: `{said}`"
+        result = "not recorded" if name not in found else failed if said else "passed"
+        parity = f"{row['parity_of_bound']:.3f}" if row["parity_of_bound"] else ""
+        cells = (name, objective, what, result, parity, row["seconds"], row["cpu_seconds"], row["load"])
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += ["", "What a CPU cannot run:", "", *(f"* {what}: {why}." for what, why in NOT_HERE.items())]
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("rows", nargs="*", choices=(*ROWS, []))
+    p.add_argument("--table", action="store_true")
+    args = p.parse_args(argv)
+    path = RESULTS / "matrix.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    if not args.table:
+        for name in args.rows or [n for n in ROWS if not found.get(n, {}).get("as_expected")]:
+            found[name] = run(name)
+            rows = (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in found.items())
+            path.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
+    (RESULTS / "matrix.md").write_text(table(found), encoding="utf-8")
+    return int(not all(row["as_expected"] for row in found.values()))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing it started is left running
+    sys.exit(main())
