@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 
@@ -12,7 +13,7 @@ class InputError(ValueError):
 
 
 @contextmanager
-def importing(framework: str):
+def importing(framework: str) -> Iterator[None]:
     """Whatever a framework that is not installed, or half installed, raises becomes one sentence."""
     try:
         yield

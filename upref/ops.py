@@ -12,6 +12,7 @@ stays symbolic, anything else is numpy. Three conventions, the same for all read
 
 import math
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +32,7 @@ def _reader(*xs: Any) -> str:
     return "numpy"
 
 
-def _symbolic(f, *xs):
+def _symbolic(f: Any, *xs: Any) -> Any:
     return np.frompyfunc(f, len(xs), 1)(*xs)
 
 
@@ -41,20 +42,20 @@ class _Exp(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x):
+    def forward(x: Any) -> Any:
         return x.exp().clamp_(max=torch.finfo(x.dtype).max)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
         ctx.save_for_backward(output)
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx: Any, g: Any) -> Any:
         (y,) = ctx.saved_tensors
         return torch.where(y < torch.finfo(y.dtype).max, g * y, 0)
 
 
-def exp(x):
+def exp(x: Any) -> Any:
     """e^x; for torch at most the largest finite number of the dtype, its gradient 0 there."""
     match _reader(x):
         case "torch":
@@ -65,7 +66,7 @@ def exp(x):
         return np.minimum(np.exp(x), np.finfo(np.float64).max)
 
 
-def expm1(x):
+def expm1(x: Any) -> Any:
     """e^x - 1, accurate near 0; saturates as exp does."""
     match _reader(x):
         case "torch":
@@ -76,7 +77,7 @@ def expm1(x):
         return np.minimum(np.expm1(x), np.finfo(np.float64).max)
 
 
-def saturate(x):
+def saturate(x: Any) -> Any:
     """x, stopped where e^x overflows."""
     match _reader(x):
         case "torch":
@@ -86,7 +87,7 @@ def saturate(x):
     return np.minimum(x, math.log(np.finfo(np.float64).max))
 
 
-def log(x):
+def log(x: Any) -> Any:
     """The natural logarithm."""
     match _reader(x):
         case "torch":
@@ -96,7 +97,7 @@ def log(x):
     return np.log(x)
 
 
-def sqrt(x):
+def sqrt(x: Any) -> Any:
     """The square root."""
     match _reader(x):
         case "torch":
@@ -106,7 +107,7 @@ def sqrt(x):
     return np.sqrt(x)
 
 
-def sigmoid(x):
+def sigmoid(x: Any) -> Any:
     """1/(1 + e^-x)."""
     match _reader(x):
         case "torch":
@@ -117,7 +118,7 @@ def sigmoid(x):
     return np.where(np.asarray(x) >= 0, 1 / (1 + z), z / (1 + z))
 
 
-def where(condition, x, y):
+def where(condition: Any, x: Any, y: Any) -> Any:
     """x where the condition holds, else y."""
     match _reader(condition, x, y):
         case "torch":
@@ -129,17 +130,17 @@ def where(condition, x, y):
     return np.where(condition, x, y)
 
 
-def when(condition, x):
+def when(condition: Any, x: Any) -> Any:
     """x where the condition holds, else 0: Iverson's bracket [condition] x."""
     return where(condition, x, 0)
 
 
-def dual_clip(r, A, c):
+def dual_clip(r: Any, A: Any, c: Any) -> Any:
     """r, stopped at c where A < 0 (Ye et al. 2020): max(min(r A, clip(r) A), c A) is the clipped term of this r."""
     return r if c is None else where(A < 0, minimum(r, c), r)
 
 
-def minimum(x, y):
+def minimum(x: Any, y: Any) -> Any:
     """The smaller of the two, elementwise."""
     match _reader(x, y):
         case "torch":
@@ -151,7 +152,7 @@ def minimum(x, y):
     return np.minimum(x, y)
 
 
-def maximum(x, y):
+def maximum(x: Any, y: Any) -> Any:
     """The larger of the two, elementwise."""
     match _reader(x, y):
         case "torch":
@@ -163,7 +164,7 @@ def maximum(x, y):
     return np.maximum(x, y)
 
 
-def clip(x, low, high):
+def clip(x: Any, low: Any, high: Any) -> Any:
     """low where x < low, high where x > high, else x."""
     match _reader(x, low, high):
         case "torch":
@@ -173,17 +174,17 @@ def clip(x, low, high):
     return np.clip(x, low, high)
 
 
-_replay = None  # set by replayed_sg alone
+_replay: Callable[[Tensor], Tensor] | None = None  # set by replayed_sg alone
 
 
 @contextmanager
-def replayed_sg(values: list):
+def replayed_sg(values: list[Tensor]) -> Iterator[list[Tensor]]:
     """Inside, torch's sg records its values into an empty list, or replays a recorded one: finite differences of a
     function with stop-gradients must hold sg(x) where it was, or they wrongly reject its gradient."""
     global _replay
     record, queue = not values, iter(values)
 
-    def visit(x):
+    def visit(x: Tensor) -> Tensor:
         if record:
             values.append(x)
             return x
@@ -196,7 +197,7 @@ def replayed_sg(values: list):
         _replay = None
 
 
-def sg(x):
+def sg(x: Any) -> Any:
     """The stop-gradient operator of Eq. 12."""
     match _reader(x):
         case "torch":
@@ -208,7 +209,7 @@ def sg(x):
     return x
 
 
-def sum_t(x, mask):
+def sum_t(x: Any, mask: Any) -> Any:
     """Σ_t over the unmasked tokens of each response: [B, T] -> [B], for torch in float32 at least."""
     inside = where(mask, x, 0)
     return (
@@ -216,6 +217,6 @@ def sum_t(x, mask):
     )
 
 
-def mean_t(x, mask):
+def mean_t(x: Any, mask: Any) -> Any:
     """(1/|o|) Σ_t over the unmasked tokens of each response: [B, T] -> [B]; 0 for a response with no token."""
     return sum_t(x, mask) / maximum(mask.sum(-1), 1)

@@ -54,7 +54,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 _POSITIVE = (lambda v: v > 0, "a number > 0")
 
 
-def _no_weight(*_, **__):
+def _no_weight(*_: Any, **__: Any) -> None:
     raise InputError("this objective has no closed-form weight yet: attach one with @NAME.with_weight.")
 
 
@@ -68,7 +68,7 @@ class Objective:
     """
 
     name: str
-    fn: Callable = field(repr=False)
+    fn: Callable[..., Any] = field(repr=False)
     equation: str = field(repr=False)
     paper: str  # key in papers.bib
     eq: str  # where the objective stands in that paper
@@ -82,9 +82,11 @@ class Objective:
     off_anchor: str = field(default="", repr=False)  # why the weight at r = 1 is not A, where it is not
     off_scale: str = field(default="", repr=False)  # why three times the advantages are not three times the weights
     known_from: str = field(default="", repr=False)  # where its equation was read, where that was not the paper
-    sampler: Callable | None = field(default=None, repr=False)  # (log ρ, mask, *, hyperparameters): factors, [B, T]
+    sampler: Callable[..., Any] | None = field(
+        default=None, repr=False
+    )  # (log ρ, mask, *, hyperparameters): factors, [B, T]
     coupled: str = field(default="", repr=False)  # why splitting the batch changes it, where it does
-    closed_form: Callable = field(default=_no_weight, repr=False)
+    closed_form: Callable[..., Any] = field(default=_no_weight, repr=False)
 
     # read off the two signatures once
     reads: tuple[str, ...] = field(init=False, repr=False)  # by the closed form: of mu, log_mu, mask, entropy
@@ -93,7 +95,7 @@ class Objective:
     _extra_names: tuple[str, ...] = field(init=False, repr=False)
     reads_log_r: bool = field(init=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         known = {"level": [*LEVELS], "agg": [*AGGREGATIONS], "kl": ["", *kl_estimators.ESTIMATORS]}
         for fact, of in known.items():
             if not isinstance(value := getattr(self, fact), str) or value not in of:
@@ -110,13 +112,13 @@ class Objective:
         shapes = f"Level {self.level}: {LEVELS[self.level]}."
         put("__doc__", f"{self.name}: {self.equation}\n\n{where_from}.\n\n{shapes} {ERRORS}")
 
-    def _read_weight(self):
+    def _read_weight(self) -> None:
         weighs = _parameters(self.closed_form, 0, "closed_form")
         put = partial(object.__setattr__, self)
         put("reads", tuple(p.name for p in weighs[2:] if p.kind is p.POSITIONAL_OR_KEYWORD))
         put("reads_log_r", weighs[0].name == "log_r")
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return get, (self.name,)
 
     # ---- hyperparameters -------------------------------------------------------------------------------------------
@@ -140,7 +142,7 @@ class Objective:
         return known | hp
 
     # ---- values ----------------------------------------------------------------------------------------------------
-    def __call__(self, b: Rollouts, **hp) -> Float[Tensor, ""]:
+    def __call__(self, b: Rollouts, **hp: Any) -> Float[Tensor, ""]:
         """J of the batch, the aggregation and the KL term included; gradients flow into b.logp alone."""
         if not isinstance(b, Rollouts):
             raise InputError(f"{self.name} is computed of upref.Rollouts, not of a {type(b).__name__}.")
@@ -151,7 +153,7 @@ class Objective:
         batch = (b.logp, b.logp_old, b.adv, b.mask, b.group, b.logp_ref, b.entropy, b.totals)
         return self.J(*batch, lp_sampler=b.logp_sampler, **hp)
 
-    def loss(self, b: Rollouts, **hp) -> Float[Tensor, ""]:
+    def loss(self, b: Rollouts, **hp: Any) -> Float[Tensor, ""]:
         """-J, to be minimised."""
         return -self(b, **hp)
 
@@ -167,7 +169,7 @@ class Objective:
         totals: Totals | None = None,
         is_weights: Float[Tensor, "B T"] | None = None,
         lp_sampler: Float[Tensor, "B T"] | None = None,
-        **hp,
+        **hp: Any,
     ) -> Float[Tensor, ""]:
         """J on plain tensors, unvalidated: for a training step under torch.compile, without host synchronisation.
 
@@ -190,7 +192,9 @@ class Objective:
             J = J - beta * aggregate(k, mask, self.agg, group, totals)
         return J
 
-    def unreduced(self, lp, lp_old, A, mask, entropy=None, lp_sampler=None, **hp):
+    def unreduced(
+        self, lp: Any, lp_old: Any, A: Any, mask: Any, entropy: Any = None, lp_sampler: Any = None, **hp: Any
+    ) -> Any:
         """J before aggregation: [B, T], or [B] where the objective has one term per response."""
         own = {k: v for k, v in hp.items() if k not in self._of_sampler}
         terms = self.fn(*self._at_level(lp, lp_old, A, mask), **self._extras(mask, entropy), **own)
@@ -198,11 +202,11 @@ class Objective:
         factors = self.sampler_weights(lp_old, lp_sampler, mask, **hp)
         return terms if factors is None else weighed(terms, factors, mask)
 
-    def factors(self, b: Rollouts, **hp) -> Float[Tensor, "B T"] | None:
+    def factors(self, b: Rollouts, **hp: Any) -> Float[Tensor, "B T"] | None:
         """`sampler_weights` of a batch."""
         return self.sampler_weights(b.logp_old, b.logp_sampler, b.mask, **hp)
 
-    def sampler_weights(self, lp_old, lp_sampler, mask, **hp) -> Float[Tensor, "B T"] | None:
+    def sampler_weights(self, lp_old: Any, lp_sampler: Any, mask: Any, **hp: Any) -> Float[Tensor, "B T"] | None:
         """The factor of each token by its sampler correction, a constant; None where the objective has none."""
         if self.sampler is None:
             return None
@@ -215,20 +219,20 @@ class Objective:
         own = {k: hp.get(k, v) for k, v in self._of_sampler.items()}
         return where(mask, self.sampler(log_rho, mask, **own), 0).to(log_rho.dtype)
 
-    def _at_level(self, lp, lp_old, A, mask):
+    def _at_level(self, lp: Any, lp_old: Any, A: Any, mask: Any) -> Any:
         """What the pure function is handed; no gradient into lp_old and A, none into masked slots."""
         lp, lp_old, A = _Unmasked.apply(lp, mask), lp_old.detach(), A.detach()
         if reduce := REDUCE.get(self.level):
             return reduce(lp, mask), reduce(lp_old, mask), per_response(A, mask)
         return lp, lp_old, per_response(A, mask)[:, None] if self.agg == "seq-mean" else A
 
-    def _extras(self, mask, entropy) -> dict[str, Any]:
+    def _extras(self, mask: Any, entropy: Any) -> dict[str, Any]:
         wants = self._extra_names
         if "entropy" in wants and entropy is None:
             raise InputError(f"{self.name} needs the policy's entropy per token: Rollouts(..., entropy=...).")
         return {k: v for k, v in {"mask": mask, "entropy": entropy}.items() if k in wants}
 
-    def surrogate(self, lp, lp_old, A, **hp):
+    def surrogate(self, lp: Any, lp_old: Any, A: Any, **hp: Any) -> Any:
         """The pure function itself, at the objective's level, for tensors, arrays or symbols."""
         return self.fn(lp, lp_old, A, **self.of_surrogate(hp))
 
@@ -237,7 +241,7 @@ class Objective:
         return {k: v for k, v in self.resolve(hp).items() if k != "beta" and k not in self._of_sampler}
 
     # ---- gradients -------------------------------------------------------------------------------------------------
-    def weight(self, r, A, mu=None, mask=None, entropy=None, **hp):
+    def weight(self, r: Any, A: Any, mu: Any = None, mask: Any = None, entropy: Any = None, **hp: Any) -> Any:
         """dJ/dlp in closed form, at the objective's level: r is the token ratio, or s or S of the whole response.
 
         mu = π_old(o_t) is read by objectives whose bounds depend on it; "free" ones read the whole [B, T] arrays and
@@ -262,13 +266,13 @@ class Objective:
     def reads_mu(self) -> bool:
         return bool({"mu", "log_mu"} & set(self.reads))
 
-    def _closed(self, r, A, have: dict[str, Any], hp):
+    def _closed(self, r: Any, A: Any, have: dict[str, Any], hp: Any) -> Any:
         missing = [k.removeprefix("log_") for k in self.reads if have[k] is None]
         if missing:
             raise InputError(f"the weight of {self.name} depends on {' and '.join(missing)}: pass {missing[0]}=.")
         return self.closed_form(r, A, **{k: have[k] for k in self.reads}, **self.of_surrogate(hp))
 
-    def token_weights(self, b: Rollouts, **hp) -> Float[Tensor, "B T"]:
+    def token_weights(self, b: Rollouts, **hp: Any) -> Float[Tensor, "B T"]:
         """∂/∂lp_t of the unreduced J from the closed form, before aggregation and without KL; 0 on masked slots."""
         lp, lp_old, A = self._at_level(b.logp.detach(), b.logp_old, b.adv, b.mask)
         log_r = lp - lp_old
@@ -286,14 +290,14 @@ class Objective:
         """What multiplies the tokens' weights: the factors, or their mean where a response has one term."""
         return mean_t(factors, mask)[:, None] if self.agg == "seq-mean" else factors
 
-    def gradient(self, b: Rollouts, **hp) -> Float[Tensor, "B T"]:
+    def gradient(self, b: Rollouts, **hp: Any) -> Float[Tensor, "B T"]:
         """dJ/dlp = weight x aggregation, the closed form of what autograd computes through J (without KL)."""
         rows = row_weights(self.agg, b.mask, b.totals or Totals.of(b.mask, b.group))
         w = self.token_weights(b, **hp)
         return w * (rows[:, None].to(w.dtype) if isinstance(rows, Tensor) and rows.ndim else rows)
 
     # ---- for the one who writes an objective -----------------------------------------------------------------------
-    def with_weight(self, closed_form: Callable) -> Callable:
+    def with_weight(self, closed_form: Callable[..., Any]) -> Callable[..., Any]:
         """Decorator: attach the closed form and put the objective into the registry."""
         object.__setattr__(self, "closed_form", closed_form)
         self._read_weight()
@@ -311,10 +315,12 @@ def transform(make: Callable[[Objective], Objective]) -> Callable[[Objective], O
     return make
 
 
-def objective(*, paper: str, eq: str, level: str, agg: str, adv: str, **facts) -> Callable[[Callable], Objective]:
+def objective(
+    *, paper: str, eq: str, level: str, agg: str, adv: str, **facts: Any
+) -> Callable[[Callable[..., Any]], Objective]:
     """Decorator of the pure function `(lp, lp_old, A, *, hyperparameters)`; follow it by `@NAME.with_weight`."""
 
-    def wrap(fn: Callable) -> Objective:
+    def wrap(fn: Callable[..., Any]) -> Objective:
         return Objective(fn.__name__, fn, inspect.getdoc(fn) or "", paper, eq, level, agg, adv, **facts)
 
     return wrap
@@ -372,7 +378,7 @@ def _number(x: Any) -> bool:
         return False
 
 
-def _parameters(fn: Callable, least: int, name: str) -> list[inspect.Parameter]:
+def _parameters(fn: Callable[..., Any], least: int, name: str) -> list[inspect.Parameter]:
     try:
         takes = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
@@ -397,13 +403,13 @@ class _Unmasked(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(lp, mask):
+    def forward(lp: Any, mask: Any) -> Any:
         return lp.view_as(lp)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(inputs[1])
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx: Any, g: Any) -> Any:
         return torch.where(ctx.saved_tensors[0], g, 0), None

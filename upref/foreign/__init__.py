@@ -97,7 +97,7 @@ _WRAP = (
 )
 
 
-def _plain(name: str, fn: Callable, o: Objective, hp: dict[str, Any]) -> Loss:
+def _plain(name: str, fn: Callable[..., Any], o: Objective, hp: dict[str, Any]) -> Loss:
     every = parameters(fn)
     required = [p for p in every if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if len(required) == 1 and not names.role(required[0].name):
@@ -127,7 +127,9 @@ def _reads_old(o: Objective) -> bool:
     return any(float(o.weight(0.5, A)) != float(o.weight(2.0, A)) for A in (1.0, -1.0))
 
 
-def _bind(name: str, call: Callable, reading: Reading, o: Objective, hp: dict[str, Any], reads, read_as: str) -> Loss:
+def _bind(
+    name: str, call: Callable[..., Any], reading: Reading, o: Objective, hp: dict[str, Any], reads: Any, read_as: str
+) -> Loss:
     """With the hyperparameters that it takes: by the objective's name for each, or by the argument's own."""
     known = set(o.hyperparameters)
     argument = {meant: p for p in reading.own if (meant := names.hyperparameter(p, known))}

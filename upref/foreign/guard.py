@@ -73,7 +73,7 @@ if hasattr(os, "register_at_fork"):  # the thread that held it does not exist in
 
 
 @contextlib.contextmanager
-def _restored(state: dict[str, tuple[Callable, Callable]]) -> Iterator[None]:
+def _restored(state: dict[str, tuple[Callable[..., Any], Callable[..., Any]]]) -> Iterator[None]:
     before = {name: read() for name, (read, _) in state.items()}
     try:
         yield
@@ -134,7 +134,7 @@ def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, boo
 class _Kept(io.StringIO):
     """Swallows what this thread prints; other threads still print to the stream that it replaces."""
 
-    def __init__(self, stream: Any):
+    def __init__(self, stream: Any) -> None:
         super().__init__()
         self.stream, self.thread, self.wrote = stream, threading.get_ident(), False
 
@@ -160,7 +160,7 @@ def _ctrl_c() -> Iterator[None]:
         yield
         return
 
-    def pressed(number, frame):
+    def pressed(number: Any, frame: Any) -> None:
         raise _CtrlC
 
     signal.signal(signal.SIGINT, pressed)
@@ -175,7 +175,7 @@ def _at_most(lines: int) -> Iterator[None]:
     """What runs in it is stopped after so many lines: a loop that would take years ends here."""
     left = lines
 
-    def trace(frame, event, arg):
+    def trace(frame: Any, event: Any, arg: Any) -> Any:
         nonlocal left
         left -= 1
         if left < 0:

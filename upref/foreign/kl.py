@@ -33,7 +33,7 @@ class Term:
     """Call it on log-probabilities [B, T] in float64; `outcome` tells the rest. dtype: what it is given."""
 
     name: str
-    fn: Callable
+    fn: Callable[..., Any]
     reading: Reading
     dtype: torch.dtype = torch.float64
     tol: float = 1e-5

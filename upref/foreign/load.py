@@ -19,7 +19,7 @@ from upref.errors import InputError
 from upref.foreign.guard import said
 
 
-def load(target: str) -> Callable:
+def load(target: str) -> Callable[..., Any]:
     """The callable of that name; InputError where there is none, or where its file does not import."""
     where, colon, attr = target.rpartition(":")
     if not colon or not where or not attr:
@@ -102,7 +102,7 @@ class _Neighbours:
     folders: ClassVar[list[str]] = []  # the last one read goes first
 
     @classmethod
-    def of(cls, folder: Path):
+    def of(cls, folder: Path) -> None:
         """From now on modules of this folder are found, and those of the same name from files read before are not."""
         if cls not in sys.meta_path:
             sys.meta_path.insert(0, cls)
@@ -115,7 +115,7 @@ class _Neighbours:
                     del sys.modules[name]
 
     @classmethod
-    def find_spec(cls, name, path=None, target=None, folders=None):
+    def find_spec(cls, name: Any, path: Any = None, target: Any = None, folders: Any = None) -> Any:
         if path is not None or name in sys.stdlib_module_names:
             return None
         return importlib.machinery.PathFinder.find_spec(name, folders or cls.folders)
@@ -129,7 +129,7 @@ def _module(name: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def _as_input_error(what: str):
+def _as_input_error(what: str) -> Any:
     """Whatever an import does becomes one sentence; what it prints goes to stderr: stdout is the report's."""
     out, process = io.StringIO(), os.getpid()
     try:

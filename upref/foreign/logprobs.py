@@ -66,7 +66,7 @@ class Kernel:
     """Call it on a Problem. dtype: what it is given; flat: its tokens are [N], not [B, T]."""
 
     name: str
-    fn: Callable
+    fn: Callable[..., Any]
     reading: Reading
     kind: str  # hidden | logits
     settings: Mapping[str, str]  # temperature, bias, softcap, logit_scale -> its argument

@@ -107,7 +107,7 @@ class Loss:
             "parts": max(1, round(float(totals.sequences) / len(b.mask))),
         }
 
-    def run(self, full: dict[str, Any], b: Rollouts, **moved) -> Outcome:
+    def run(self, full: dict[str, Any], b: Rollouts, **moved: Any) -> Outcome:
         """One call on these inputs; InputError in one sentence for whatever the loss does instead of answering."""
         before = {k: v.detach().clone() for k, v in full.items() if isinstance(v, Tensor)}
         got, printed = called(self.name, lambda: self.call(full, self.given | moved), self.lines)
@@ -159,7 +159,7 @@ class Loss:
         return first, True
 
     def outcome(
-        self, b: Rollouts, ranks: int = 1, wanting: tuple[str, ...] | None = None, **moved
+        self, b: Rollouts, ranks: int = 1, wanting: tuple[str, ...] | None = None, **moved: Any
     ) -> tuple[Outcome, Tensor]:
         """What a call did, and dJ/dlp.
 
@@ -179,15 +179,15 @@ class Loss:
         done = replace(done, value=done.value.detach(), printed=done.printed or printed)
         return done, torch.zeros_like(x) if g is None else 0 - _plain(g)
 
-    def both(self, b: Rollouts, ranks: int = 1, **moved) -> tuple[Tensor, Tensor]:
+    def both(self, b: Rollouts, ranks: int = 1, **moved: Any) -> tuple[Tensor, Tensor]:
         """(value, dJ/dlp)."""
         done, g = self.outcome(b, ranks, **moved)
         return done.value, g
 
-    def gradient(self, b: Rollouts, ranks: int = 1, **moved) -> Tensor:
+    def gradient(self, b: Rollouts, ranks: int = 1, **moved: Any) -> Tensor:
         return self.outcome(b, ranks, **moved)[1]
 
-    def __call__(self, b: Rollouts, **moved) -> Tensor:
+    def __call__(self, b: Rollouts, **moved: Any) -> Tensor:
         x = b.logp.detach().clone().requires_grad_()
         return self.run(self.inputs(b, x), b, **moved).value.detach()
 
@@ -196,12 +196,12 @@ class _Stepped(torch.autograd.Function):
     """value, n, *inputs, *their gradients: the value, with those gradients, of a loss that went back itself."""
 
     @staticmethod
-    def forward(ctx, value: Tensor, n: int, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, n: int, *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(*inputs[n:])
         return value.clone()
 
     @staticmethod
-    def backward(ctx, g: Tensor):
+    def backward(ctx: Any, g: Tensor) -> Any:
         return None, None, *(g * x for x in ctx.saved_tensors), *(None for _ in ctx.saved_tensors)
 
 

@@ -79,7 +79,7 @@ class Shipped:
 
     fields: dict[str, Any]
     defaults: dict[str, Any]
-    plain: Callable | None = None  # the same loss as shipped, where it was matched
+    plain: Callable[..., Any] | None = None  # the same loss as shipped, where it was matched
 
 
 @dataclass

@@ -34,7 +34,7 @@ class Reading:
         how = {p: ", by position" if p in self.placed else "" for p in self.roles}
         return "; ".join(f"{p} -> {CALLED[r]}{how[p]}" for p, r in self.roles.items() if p != CALLED[r])
 
-    def call(self, fn: Callable, full: dict[str, Any], settings: dict[str, Any]) -> Any:
+    def call(self, fn: Callable[..., Any], full: dict[str, Any], settings: dict[str, Any]) -> Any:
         """fn on the inputs by role, with these settings by name."""
         if self.star:
             return fn(*(full[r] for r in self.star), **settings)
@@ -48,7 +48,7 @@ class Reading:
         return [p.name for p in self.own.values() if p.default is p.empty]
 
 
-def parameters(fn: Callable) -> list[inspect.Parameter]:
+def parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
     """Of a function, a method, a partial, an instance with __call__, a module with forward; [] for a builtin.
 
     A keyword that a partial has bound is an argument no more.
@@ -66,7 +66,7 @@ def parameters(fn: Callable) -> list[inspect.Parameter]:
         ) from e
 
 
-def read(fn: Callable, name: str, role: Callable[[str], str], main: Sequence[str], third: bool = False,
+def read(fn: Callable[..., Any], name: str, role: Callable[[str], str], main: Sequence[str], third: bool = False,
          spare: Sequence[str] = ()) -> Reading:  # fmt: skip
     """Which argument has which role; `main` are the roles that it must have, in the order of upref's own signature.
 
@@ -121,7 +121,7 @@ def read(fn: Callable, name: str, role: Callable[[str], str], main: Sequence[str
     return Reading(ordered, frozenset(p for p, _ in placed), own, only, swallows, left=left)
 
 
-def _passes_on(fn: Callable, names: Iterable[str]) -> bool:
+def _passes_on(fn: Callable[..., Any], names: Iterable[str]) -> bool:
     """Whether it is wrapped in a function that hands on what it gets by position, and does not know all these names."""
     try:
         outer = inspect.signature(fn, follow_wrapped=False).parameters

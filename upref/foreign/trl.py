@@ -29,7 +29,7 @@ from upref.registry import Objective
 from upref.rollouts import Rollouts, per_response
 
 
-def trl():
+def trl() -> Any:
     """The installed trl with its trainers loaded; InputError where there is none."""
     with importing("trl"):
         import trl
@@ -89,7 +89,7 @@ def config_of(cls: type) -> type:
     )
 
 
-def _tiny():
+def _tiny() -> Any:
     """A model and a tokenizer that TRL's constructors accept, made in memory; they are never run."""
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -102,7 +102,7 @@ def _tiny():
 
 
 @lru_cache(64)
-def _trainer(cls: type, settings: tuple[tuple[str, Any], ...]):
+def _trainer(cls: type, settings: tuple[tuple[str, Any], ...]) -> Any:
     """A real trainer, built by its own constructor, with these fields of its config."""
     from datasets import Dataset
 
@@ -138,15 +138,15 @@ def _trainer(cls: type, settings: tuple[tuple[str, Any], ...]):
 class _StandIn(torch.nn.Module):
     """Answers every forward pass with the same log-probabilities and entropies, [B, T]."""
 
-    def __init__(self, log_probs: Tensor, entropy: Tensor):
+    def __init__(self, log_probs: Tensor, entropy: Tensor) -> None:
         super().__init__()
         self.out = SimpleNamespace(log_probs=log_probs, entropy=entropy, aux_loss=None)
 
-    def forward(self, **_):
+    def forward(self, **_: Any) -> Any:
         return self.out
 
 
-def trl_loss(name: str | type, b: Rollouts | Bare, padding: float | None = 0.0, **settings) -> Tensor:
+def trl_loss(name: str | type, b: Rollouts | Bare, padding: float | None = 0.0, **settings: Any) -> Tensor:
     """The scalar that TRL's training_step hands to backward for this micro-batch on one rank; gradients flow to b.logp.
 
     name: see trainer_of. settings: fields of its config. Masked slots hold `padding`, or with None what the batch has.
@@ -213,7 +213,12 @@ def named(name: str, mode: str, objective: Objective, hp: dict[str, Any]) -> Los
 
 
 def of(
-    name: str, mode: str | type, o: Objective, hp: dict[str, Any], fields: dict | None = None, matched: bool = True
+    name: str,
+    mode: str | type,
+    o: Objective,
+    hp: dict[str, Any],
+    fields: dict[str, Any] | None = None,
+    matched: bool = True,
 ) -> Loss:
     """The Loss of a loss_type or of a trainer class; matched: set up as the objective says."""
     settings = lambda hp: (settings_for(mode, o, hp) if matched else {}) | (fields or {})

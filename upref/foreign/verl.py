@@ -19,7 +19,7 @@ from upref.rollouts import Rollouts
 NO_DUAL_CLIP = 1e10  # verl cannot switch it off; its ratio never exceeds e^20
 
 
-def verl():
+def verl() -> Any:
     """(core_algos, ActorConfig, version) of the installed verl; InputError where there is none."""
     with importing("verl"):
         import verl
@@ -31,27 +31,27 @@ def verl():
 class StandInConfig(SimpleNamespace):
     """What a function of verl's signature reads of ActorConfig, for where verl is not installed: 0.9.1's defaults."""
 
-    def __init__(self, **fields):
+    def __init__(self, **fields: Any) -> None:
         clip = dict(
             clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0, tau_pos=1.0, tau_neg=1.05
         )
         other = dict(loss_scale_factor=None, entropy_coeff=0, use_kl_loss=False, kl_loss_coef=0.001)
         super().__init__(global_batch_info={}, policy_loss=SimpleNamespace(), **clip | other | fields)
 
-    def get(self, key: str, default=None):
+    def get(self, key: str, default: Any = None) -> Any:
         return getattr(self, key, default)
 
-    def __getitem__(self, key: str):
+    def __getitem__(self, key: str) -> Any:
         return getattr(self, key)
 
 
 def verl_loss(
-    loss_mode: str | Callable,
+    loss_mode: str | Callable[..., Any],
     b: Rollouts | Bare,
     agg: str = "token-mean",
     padding: float | None = 0.0,
     ranks: int = 1,
-    **actor_config,
+    **actor_config: Any,
 ) -> Tensor:
     """The scalar that verl would call backward() on for this (micro-)batch on one rank; gradients flow into b.logp.
 
@@ -119,7 +119,12 @@ def named(name: str, mode: str, objective: Objective, hp: dict[str, Any]) -> Los
 
 
 def of(
-    name: str, mode: str | Callable, o: Objective, hp: dict[str, Any], fields: dict | None = None, matched: bool = True
+    name: str,
+    mode: str | Callable[..., Any],
+    o: Objective,
+    hp: dict[str, Any],
+    fields: dict[str, Any] | None = None,
+    matched: bool = True,
 ) -> Loss:
     """The Loss of a registered name or of a function of that signature; matched: set up as the objective says."""
     every = ({"loss_agg_mode": verl_name(o.level, o.agg)} if matched else {}) | (fields or {})
