@@ -52,6 +52,7 @@ HALF = [
     f"{ROLLOUT}.dtype=bfloat16",
 ]  # fmt: skip
 TWO = ["trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=2", f"{ACTOR}.ppo_micro_batch_size_per_gpu=8"]
+FUSED = ["actor_rollout_ref.model.use_fused_kernels=True"]
 ALL = [*DYNAMIC, *CHECKPOINTING, *OFFLOAD, *KL, *REWARD, *DAPO, *VALIDATION]
 
 # row -> (objective, what it is, settings, experts of the model, what its failure must say if it must fail)
@@ -65,6 +66,7 @@ ROWS: dict[str, tuple[str, str, list[str], int, str]] = {
     "gspo": ("up_gspo", "an objective of responses, packed", [*DYNAMIC, *CHECKPOINTING, *VALIDATION], 0, ""),
     "moe": ("up_gspo", "a mixture of four experts, packed", [*DYNAMIC, *CHECKPOINTING], 4, ""),
     "ranks": ("up_dapo", "two FSDP2 ranks, packed, offloaded", [*DYNAMIC, *OFFLOAD, *KL, *TWO], 0, ""),
+    "fused": ("up_dapo", "fused kernels, which the launcher refuses", [*PACKED, *FUSED], 0, "Tensor and DTensor"),
 }  # fmt: skip
 NOT_HERE = {
     "Ulysses sequence parallelism (paper_dapo)": "verl gathers heads inside flash-attn's function, which needs CUDA",
