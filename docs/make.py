@@ -252,9 +252,28 @@ def fuzzed() -> str:
     return sees("fuzzed")
 
 
+def steps_trl() -> str:
+    from docs import steps
+
+    return steps.table("trl")
+
+
+def steps_verl() -> str:
+    from docs import steps
+
+    return steps.table("verl")
+
+
+def steps_notes() -> str:
+    from docs import steps
+
+    return steps.notes()
+
+
+STEPS = (steps_trl, steps_verl, steps_notes)
 SEES = (axes, tolerances, habits, fuzzed)
 FIELD = (frameworks, field_first, field_objectives, recipes, surfaces, statuses, wild, wild_tally, wild_estimators)
-GENERATED = {
+GENERATED = {f.__name__: f for f in STEPS} | {
     f.__name__: f
     for f in (
         letters,

@@ -50,7 +50,7 @@ SECTIONS = [
     Section("explorer", "Explorer", "Drag a bound, a token, an advantage, and see what follows."),
     Section("derivations", "Derivations", "What the paper proves, and what only on conditions.", ["derivations/*"]),
     Section("frameworks", "Frameworks", "What the losses of verl, TRL and others really compute.",
-            ["recipes", "frameworks*", "frameworks/*", "what-check-sees", "in-the-wild"]),
+            ["recipes", "frameworks*", "frameworks/*", "steps", "what-check-sees", "in-the-wild"]),
     Section("claims", "Claims", "A verdict on every claim of the paper, and where it comes from.",
             ["claims*", "verdicts", "repro/mini/*", "repro/exact/*"]),
     Section("api", "API", "Every public name.", ["api/*"]),

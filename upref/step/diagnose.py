@@ -13,6 +13,7 @@ from upref.step.forwards import others, quick, tried
 from upref.step.goal import Goal
 from upref.step.reference import Gradient
 from upref.step.rows import Padded
+from upref.step.shares import factor_words
 from upref.step.terms import Terms
 from upref.step.weights import Reading, read
 from upref.verify.report import Finding, fail
@@ -144,11 +145,13 @@ def _explained(goal, forward, b, rows, want, found, wrong, right, bound) -> list
         its = read(one, terms.without_bonus(g), [*want])
         if its.residual <= span:
             return _said(goal, one, b, its, terms, g, bound, words)
+    if cause := _bonus_by_row(goal, forward, b, plain, g, bound):
+        return [cause]
     bonus = read(forward, g, [*want], plain.bonuses)
     if bonus.residual <= span:
         return [f"the gradient has a term that is no Σ w ∇log π: an entropy bonus or a z-loss with coefficients "
                 f"{', '.join(f'{-x:.4g}' for x in bonus.extra)} (H, Z)"]  # fmt: skip
-    if len(wrong) < len(want) and right:
+    if right and len(wrong) <= len(want) // 4:
         only = read(forward, {n: g[n] for n in right}, right)
         if only.residual <= span:
             return [f"all is right but the gradients of {_some(wrong)}"]
@@ -158,15 +161,34 @@ def _explained(goal, forward, b, rows, want, found, wrong, right, bound) -> list
     ]
 
 
+def _bonus_by_row(goal: Goal, forward: Forward, b: Padded, plain: Terms, g: Gradient, bound: float) -> str:
+    """Whether the entropy bonus is right up to one factor per response, and which aggregation gives these factors."""
+    c = goal.coefficients
+    if not c["H"]:
+        return ""
+    rest = {n: v - goal.scale * sum(c[k] * plain.each[k][n] for k in plain.each if k != "H") for n, v in g.items()}
+    rows = forward.by_row(-torch.where(b.mask, forward.statistics()[1], 0).sum())
+    k, left = _least(rows, rest)
+    if left * norm(rest) > bound * norm(g):
+        return ""
+    words = factor_words(goal, forward.rows, b, k / (goal.scale * c["H"]), [], 1e-2)
+    return f"the entropy bonus: {words or 'one factor a response that no known aggregation has'}"
+
+
 def _by_row(rows: list[Gradient], g: Gradient) -> float:
     """What is left of g by the one factor a row that comes nearest to it."""
+    return _least(rows, g)[1]
+
+
+def _least(rows: list[Gradient], g: Gradient) -> tuple[Tensor, float]:
+    """One factor a row that comes nearest to g, and what is left of it."""
     dot = lambda x, y: sum(float((x[n] * y[n]).sum()) for n in y)
     G = torch.tensor([[dot(x, y) for y in rows] for x in rows], dtype=torch.float64)
     y = torch.tensor([dot(x, g) for x in rows], dtype=torch.float64)
     scale = G.diagonal().clamp(min=1e-300).sqrt()
     k = torch.linalg.pinv(G / scale / scale[:, None], hermitian=True, rtol=1e-12) @ (y / scale) / scale
     left = {n: v - sum(k[i] * rows[i][n] for i in range(len(rows))) for n, v in g.items()}
-    return norm(left) / norm(g)
+    return k, norm(left) / norm(g)
 
 
 def _said(goal, forward, b, reading: Reading, terms: Terms, g, bound, words: str) -> list:

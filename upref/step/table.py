@@ -111,6 +111,8 @@ def trl(s: Setting, cls: Any = None, **more: Any) -> Report:
     first = [replace(r, old=None) for r in t.expected_rows(seen, rows, fields)[0]]
     if "dapo" == at["loss_type"]:
         goal["scale"] *= sum(map(sum, (r.trains for r in first))) / (every_token / every)
+    if goal.get("entropy_coef"):
+        goal["entropy_coef"] = s.goal["entropy_coef"] / goal["scale"]
     again = at_step(0, first)
     return report if again else replace(report, findings=again.findings)
 

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unusual but right steps: accepted, or refused with a sentence; never rejected."""
+
+import functools
+
+import pytest
+import torch
+from loops import T, collated, log_probs, policy_step, qwen3, right, surrogate, with_
+
+import upref
+from upref.step import check_step
+
+pytest.importorskip("transformers")
+
+
+def hooked(model, rows):
+    seen = []
+    handles = [p.register_hook(lambda g: seen.append(g.norm())) for p in model.parameters()]
+    handles += [m.register_forward_hook(lambda *a: seen.append(len(a))) for m in model.modules()]
+    policy_step(model, rows)
+    for h in handles:
+        h.remove()
+    assert seen
+
+
+def in_backward(model, rows):
+    """One optimizer per parameter, stepped as soon as its gradient is there."""
+    each = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def hook(p):
+        each[p].step()
+        each[p].zero_grad()
+
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
+    policy_step(model, rows, size=8)
+    for h in handles:
+        h.remove()
+
+
+def optimized(model, rows):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    policy_step(model, rows)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def returned(model, rows):
+    policy_step(model, rows)
+    g = {n: p.grad.numpy().copy() for n, p in model.named_parameters()}
+    model.zero_grad()
+    return g
+
+
+def checkpointed(model, rows):
+    model.gradient_checkpointing_enable()
+    model.train()
+    policy_step(model, rows)
+    model.gradient_checkpointing_disable()
+
+
+def sorted_by_length(model, rows):
+    policy_step(model, sorted(rows, key=lambda r: len(r.ids)))
+
+
+def packed(model, rows):
+    """All rows in one sequence, told apart by their positions."""
+    ids = torch.tensor([[t for r in rows for t in r.ids]])
+    where = torch.cat([torch.arange(len(r.ids)) for r in rows])[None]
+    z = model(input_ids=ids, position_ids=where, use_cache=False).logits[0] / T  # with a cache, rows see each other
+    lp = z[:-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    flat = lambda f, x: torch.tensor([v for r in rows for v in [x] * len(r.prompt) + list(f(r))])[1:]
+    J = surrogate(lp, flat(lambda r: r.old, 0.0), flat(lambda r: [r.adv] * len(r.response), 0.0))
+    mask = flat(lambda r: r.trains, False)
+    (-(J * mask).sum() / mask.sum()).backward()
+
+
+def with_z_loss(model, rows):
+    total = sum(sum(r.trains) for r in rows)
+    ids, there, trains, old, adv, _ = collated(rows)
+    z = model(input_ids=ids, attention_mask=there).logits[:, :-1] / T
+    lp = z.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    J = surrogate(lp, old[:, 1:], adv[:, 1:]) - 1e-3 * z.logsumexp(-1) ** 2
+    (-(J * trains[:, 1:]).sum() / total).backward()
+
+
+def two_ranks(model, rows):
+    """Each rank's sum over its own rows by the tokens of all ranks; gradients are added as an all-reduce does."""
+    total = sum(sum(r.trains) for r in rows)
+    parts = []
+    for rank in (rows[::2], rows[1::2]):
+        model.zero_grad()
+        ids, there, trains, old, adv, _ = collated(rank)
+        J = surrogate(log_probs(model, ids, there), old[:, 1:], adv[:, 1:])
+        (-(J * trains[:, 1:]).sum() * 2 / total).backward()
+        parts.append([p.grad.clone() for p in model.parameters()])
+    for p, *g in zip(model.parameters(), *parts, strict=True):
+        p.grad = sum(g) / 2
+
+
+def clipped(model, rows):
+    policy_step(model, rows)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def autocast(model, rows):
+    with torch.autocast("cpu", torch.bfloat16):
+        policy_step(model, rows)
+
+
+def frozen(model):
+    model.model.embed_tokens.requires_grad_(False)
+    return model
+
+
+def lora(model):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+
+
+STEPS = [
+    ("hooks that log", hooked, None, {}),
+    ("optimizer in backward", in_backward, None, {}),
+    ("an optimizer steps and clears", optimized, None, {}),
+    ("gradients are returned", returned, None, {}),
+    ("activation checkpointing", checkpointed, None, {}),
+    ("sorted by length", sorted_by_length, None, {}),
+    ("packed with positions", packed, None, {}),
+    ("z-loss, declared", with_z_loss, None, dict(z_loss_coef=1e-3)),
+    ("two ranks", two_ranks, None, {}),
+    ("clipped, declared", clipped, None, dict(clip=0.5)),
+    ("autocast to bfloat16", autocast, None, {}),
+    ("bfloat16 weights", right, lambda m: m.to(torch.bfloat16), {}),
+    ("float64 weights", right, lambda m: m.double(), {}),
+    ("frozen embeddings", right, frozen, {}),
+    ("tied heads", right, lambda m: qwen3(tie_word_embeddings=True), {}),
+    ("LoRA", right, lora, {}),
+    ("sdpa attention", right, lambda m: qwen3(attn_implementation="sdpa"), {}),
+    ("in training mode", right, lambda m: m.train(), {}),
+    ("a partial", functools.partial(policy_step, size=2), None, {}),
+    ("a constant factor, declared", lambda m, r: [policy_step(m, r), policy_step(m, r)], None, dict(scale=2.0)),
+    ("another seed", right, None, dict(seed=3)),
+    ("no holes, and no masks", with_(mask=lambda m, there, ids: m), None, dict(without=["holes"])),
+    ("on policy", right, None, dict(without=["ratio"])),
+    ("equal lengths", right, None, dict(without=["lengths"])),
+]
+
+
+@pytest.mark.parametrize("name, step, change, how", STEPS, ids=[s[0] for s in STEPS])
+def test_an_unusual_right_step_is_not_rejected(name, step, change, how):
+    model = qwen3()
+    report = check_step(step, change(model) if change else model, "dapo", temperature=T, **how)
+    assert report, report
+
+
+def test_dropout_is_named():
+    report = check_step(lambda m, r: policy_step(m.train(), r), qwen3(attention_dropout=0.5), "dapo", temperature=T)
+    assert "dropout or sampling" in report.failures[0].cause
+
+
+def test_a_compiled_model_is_read_behind_its_wrapper():
+    model = torch.compile(qwen3(), backend="eager")
+    assert check_step(right, model, "dapo", temperature=T)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "up_dapo", "cispo", "sapo", "reinforce", "topr"])
+def test_every_kind_of_objective_is_its_own_reference(name):
+    """A step written with the registered objective itself."""
+    o = upref.get(name)
+
+    def step(model, rows):
+        ids, there, trains, old, adv, _ = collated(rows)
+        lp = log_probs(model, ids, there).double()
+        (-o.J(lp, old[:, 1:].double(), adv[:, 1:].double(), trains[:, 1:].bool())).backward()
+
+    report = check_step(step, qwen3(), name, temperature=T)
+    assert report, report

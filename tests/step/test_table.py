@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/steps.md: its records are of the settings that there are, and every difference has a note."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from docs.steps import note_of
+from upref.step import table
+from upref.step.families import FAMILIES
+
+RECORDS = Path(__file__).parents[2] / "docs" / "steps"
+SEVERITIES = {"breaks", "weakens", "rescales", "cosmetic"}
+WORDS = {"bug", "surprising default", "documented choice", "numerical"}
+
+
+@pytest.mark.parametrize("trainer", ["trl", "verl"])
+def test_the_records_are_of_the_settings(trainer):
+    records = json.loads((RECORDS / f"{trainer}.json").read_text(encoding="utf-8"))
+    assert [(r["setting"], r["family"]) for r in records] == [(s.name, s.family) for s in table.chosen(trainer)]
+    for r in records:
+        if r["error"] is not None and r["cause"]:
+            note = note_of(trainer, r)
+            assert note and note["status"] in WORDS and note["severity"] in SEVERITIES, r
+    assert len(FAMILIES) >= 15
+
+
+@pytest.mark.trl
+def test_trl_agrees_where_it_is_recorded_to():
+    pytest.importorskip("trl")
+    assert table.run("trl", "qwen3 loss_type=dapo, epsilon")[0].agrees
+
+
+@pytest.mark.verl
+def test_verl_agrees_where_it_is_recorded_to():
+    pytest.importorskip("verl")
+    pytest.importorskip("tensordict")
+    assert table.run("verl", "qwen3 use_remove_padding, use_dynamic")[0].agrees
