@@ -8,6 +8,7 @@ shows. INNER: what of those answers to no user, with the reason.
 import inspect
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -50,6 +51,9 @@ UNCHECKED = {  # methods that say of themselves that they look at nothing: insid
     "Objective.token_weights",
     "Objective.gradient",
     "Objective.with_weight",
+    "Objective.of_surrogate",
+    "Objective.per_term",
+    "Objective.sampler_weights",
     "Rollouts.unchecked",
     "Rollouts.rows",
 }
@@ -92,6 +96,7 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
         "Objective.__call__": (o, {"b": b, "eps_low": 0.1}),
         "Objective.loss": (o.loss, {"b": b, "eps_low": 0.1}),
         "Objective.weight": (o.weight, {"r": 1.0, "A": 1.0, "eps_low": 0.1}),
+        "Objective.factors": (upref.get("tis(dapo)").factors, {"b": replace(b, logp_sampler=b.logp_old)}),
         "Objective.resolve": (o.resolve, {"hp": {"eps_low": 0.1}}),
         "Rollouts": (upref.Rollouts, fields),
         "Rollouts.split": (b.split, {"n": 2}),
@@ -114,6 +119,7 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
         "assert_logprobs": (upref.assert_logprobs, {"fn": lp_of}),
         "assert_kl": (upref.assert_kl, {"fn": k3, "estimator": "k3"}),
         "assert_advantages": (upref.assert_advantages, {"fn": mean, "estimator": "group_mean"}),
+        "audit": (upref.audit, {"name": "trl", "comparisons": ()}),
         "InputError": (upref.InputError, {"sentence": "x"}),
         "weights.curve.of": (curve.of, {"what": "dapo", "eps_low": 0.1}),
         "weights.capacity.capacity": (cap.capacity, {"objective": _loss, "pi": 0.1, "pi_old": 0.1, "adv": -1.0}),
