@@ -20,18 +20,8 @@ COMMANDS = re.findall(r"^\$ (upref .*)$|`(upref [^`]+)`", README, re.M)
 
 
 def test_it_is_short_and_opens_with_the_reader_who_has_a_loss():
-    assert README.count("\n") <= 192
-    assert README.index("## Is my loss DAPO?") < 700
-    order = [
-        "Is my loss DAPO?",
-        "Seven letters",
-        "Install",
-        "Five minutes",
-        "Your own loss",
-        "Does UP help?",
-        "What else there is",
-    ]
-    assert re.findall(r"^## (.*)", README, re.M) == order
+    assert README.count("\n") <= 140
+    assert README.index("## Is my loss DAPO?") < 1000
 
 
 def test_the_first_block_says_what_the_text_says_of_it():
@@ -55,9 +45,10 @@ def test_the_seven_letters_are_those_of_the_code():
     assert 0.0128 / 0.01 == pytest.approx(1.28) and f"{math.sqrt(1.28):.3f}" in letters()
 
 
-def test_the_gradient_is_what_the_five_minutes_say():
+def test_the_gradient_is_what_the_first_program_says():
     space: dict = {}
-    (block,) = (b for b in BLOCKS if "Rollouts(" in b)
+    page = (ROOT / "docs" / "howto" / "first-program.md").read_text(encoding="utf-8")
+    block = re.search(r"```python\n(.*?)```", page, re.S)[1]
     exec(block, space)
     b, grad = space["b"], space["b"].logp.grad
     r = (b.logp - b.logp_old).detach()
@@ -95,7 +86,7 @@ def test_the_pytest_file_passes_and_can_fail(tmp_path):
     put(name, FILES[name], tmp_path)
     quiet = "python -m pytest -q -p no:cacheprovider -p no:xdist " + name
     assert "1 passed" in run(quiet, tmp_path)
-    (tmp_path / name).write_text((tmp_path / name).read_text().replace("ppo, clip=0.3", "ppo, clip=0.2"))
+    (tmp_path / name).write_text((tmp_path / name).read_text().replace("1 + clip", "1 + 2 * clip"))
     assert "NOT ppo_clip" in run(quiet, tmp_path)
 
 
@@ -128,7 +119,7 @@ def test_ci_runs_the_readmes_test_command():
 
 def test_the_first_mention_of_gpus_says_that_no_run_was_made():
     line = next(line for line in README.splitlines() if "GPU" in line)
-    assert "no GPU run has been made yet" in line
+    assert "no gpu run has been made" in line.lower()
 
 
 def test_every_public_name_is_there():
