@@ -73,3 +73,21 @@ def test_a_trainer_that_cannot_be_handed_rows_is_recorded(model):
     report = check_recorded(seen, rows, "dapo", temperature=T)
     assert report and report.error < 1e-5, report
     assert not check_recorded(seen, [rows], "dapo", temperature=T, eps_high=0.5)
+
+
+def test_the_case_decides(model):
+    """With equal lengths, r = 1 and no holes some of the bugs cannot be seen; with the case that upref makes, all."""
+    from upref.step.case import bound_of, run, stirred
+    from upref.step.check import compared
+
+    goal, bound = meant("dapo", {}, T), bound_of(model)
+
+    def seen(without):
+        with stirred(model, True):
+            case = built(TorchModel(model), goal, None, without)
+            error = {name: compared(goal, case, run(step, model, case)[0], bound).error for name, _, step in BUGS}
+        return {name for name, e in error.items() if e > bound}
+
+    full, lazy = seen(()), seen(["lengths", "ratio", "holes"])
+    assert full == {name for name, *_ in BUGS}
+    assert "mean of micro-batch means" not in lazy and len(lazy) < len(full)
