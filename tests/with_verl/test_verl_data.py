@@ -71,6 +71,8 @@ UPSTREAM = {
     "olympiadbench": (".parquet", lambda n: [
         {"question": f"Q{i % n}", "final_answer": ["$1$", "2"] if i % n == 0 else [f"${i}$"]} for i in range(n + 2)
     ]),
+    "gsm8k_train": (".parquet", lambda n: [{"question": f"Q{i}", "answer": f"1\n#### 1,00{i}"} for i in range(n)]),
+    "gsm8k_test": (".parquet", lambda n: [{"question": f"Q{i}", "answer": f"so\n#### 1,00{i}"} for i in range(n)]),
     "geometry3k_train": (".parquet", lambda n: [
         {"images": [{"bytes": PNG, "path": None}], "problem": f"<image>Q{i}", "answer": str(i)} for i in range(n)
     ]),
@@ -101,15 +103,16 @@ def test_each_source(name, tmp_path):
         assert prompts[0].startswith("What is 0 + 1?\n\nThink.\n\nPlease") and "Answer" not in prompts[0]
     if name == "olympiadbench":
         assert rows[0]["reward_model"]["ground_truth"] == "1, 2"
+    if name.startswith("gsm8k"):
+        assert [r["reward_model"]["ground_truth"] for r in rows[:2]] == ["1000", "1001"]
     if name.startswith("geometry"):
         assert rows[0]["images"][0]["bytes"] == PNG
 
 
 def test_counts_are_table_1s():
     counts = dict(zip(paper()["table1"]["columns"], paper()["table1"]["answers"], strict=False))
-    assert [SOURCES[n].count for n in ("aime24_x32", "amc23", "math500", "minerva", "olympiadbench")] == list(
-        counts.values()
-    )
+    *first, olympiad = [SOURCES[n].count for n in ("aime24_x32", "amc23", "math500", "minerva", "olympiadbench")]
+    assert [*first, olympiad - 2] == list(counts.values())  # the paper left two out, and does not say which
     assert SOURCES["aime24"].count == 30
 
 
@@ -219,4 +222,6 @@ def test_the_preflight_counts_validation_prompts(tmp_path):
 
     p.prepare(SMALL["amc23"], tmp_path, made("amc23", tmp_path))
     file = str(tmp_path / "amc23.parquet")
-    assert preflight.check_data(OmegaConf.create({"data": {"train_files": file, "val_files": [file, file]}})) == 12
+    preflight.check_data(OmegaConf.create({"data": {"train_files": file, "val_files": [file, file]}}))
+    assert preflight.count_rows([file, file]) == 12
+    assert preflight.count_rows(str(tmp_path / "math500.parquet")) == SOURCES["math500"].count  # not prepared yet
