@@ -204,7 +204,8 @@ def sizes(rows: list[Row], entries: list[Entry]) -> list[str]:
     for e in entries:
         if worst := largest(rows, e):
             share = float(f"{worst.change:.2g}")
-            if (e.severity, e.change) != (worst.severity, share):
+            rounding = max(share, e.change) < 1e-9
+            if (e.severity, e.change) != (worst.severity, e.change if rounding else share):
                 out.append(
                     f"{e.key} is of another size: severity {worst.severity}, change {share:g}, recorded "
                     f"{e.severity or 'nothing'}, {e.change:g}"

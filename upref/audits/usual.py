@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What several frameworks do alike, as slips: the ledger of each says it of its own code."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -47,6 +48,26 @@ LUSPO = Slip(
     agg="seq-mean-token-sum",
 )
 BY_TOKENS = Slip("every token weighs alike, as in the authors' code of VESPO", "aggregation", agg="token-mean")
+
+
+ALONE = "one response in a group: its advantage is its reward"
+SAMPLE = "the variance is the sample's (N - 1), 1e-8 is added to it and not to std"
+NARROW = "log-ratio clamped to ±20, the estimate to ±10"
+
+
+def alone(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """The estimator, but a response that is alone in its group has its reward for advantage."""
+    return lambda R, g: torch.where(torch.bincount(g)[g] == 1, R, f(R, g))
+
+
+def sampled(R: Tensor, g: Tensor | None = None) -> Tensor:
+    """Whitened by the sample's variance, with 1e-8 under the root."""
+    return (R - R.mean()) * torch.rsqrt(R.var(correction=1) + 1e-8)
+
+
+def narrow_k3(lp: Tensor, ref: Tensor) -> Tensor:
+    d = (ref - lp).clamp(-20, 20)
+    return (d.exp() - d - 1).clamp(-10, 10)
 
 
 def capped(cap: float) -> Objective:

@@ -13,7 +13,7 @@ from upref.audits.compare import Comparison
 from upref.audits.components import Part
 from upref.audits.framework import Framework
 from upref.audits.isolated.pin import Pin
-from upref.audits.usual import CLAMP, CLAMP_K3, CLAMP_S
+from upref.audits.usual import ALONE, CLAMP, CLAMP_K3, CLAMP_S, NARROW, SAMPLE, alone, narrow_k3, sampled
 from upref.objectives.dppo_kl import binary_kl
 from upref.rollouts import Rollouts
 from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
@@ -123,36 +123,21 @@ def _advantages(name: str):
     return found
 
 
-def _alone(f):
-    """The advantage of a response that is alone in its group is its reward."""
-
-    def with_singletons(rewards: Tensor, group: Tensor) -> Tensor:
-        return torch.where(torch.bincount(group)[group] == 1, rewards, f(rewards, group))
-
-    return with_singletons
-
-
 def _kl(name: str):
     return lambda lp, ref: _utils().compute_approx_kl(lp, ref, None, name)
 
 
-def _clamped_k3(lp: Tensor, ref: Tensor) -> Tensor:
-    d = (ref - lp).clamp(-20, 20)
-    return (d.exp() - d - 1).clamp(-10, 10)
-
-
 def _parts() -> tuple[Part, ...]:
     logprobs = importlib.import_module("skyrl.backends.skyrl_train.utils.torch_utils").logprobs_from_logits
-    var = lambda R, g: (R - R.mean()) * torch.rsqrt(R.var(correction=1) + 1e-8)
     return (
         Part("advantages", "grpo", _advantages("grpo"), "group_norm", reasons=(
-            ("one response in a group: its advantage is its reward", _alone(advantages.group_norm)),), tol=1e-5),
+            (ALONE, alone(advantages.group_norm)),), tol=1e-5),
         Part("advantages", "rloo", _advantages("rloo"), "leave_one_out"),
         Part("advantages", "reinforce++", _advantages("reinforce++"), "whiten", reasons=(
-            ("the variance is the sample's (N - 1), 1e-8 is added to it and not to std", var),), tol=1e-6),
+            (SAMPLE, sampled),), tol=1e-6),
         Part("kl", "k1", _kl("k1"), "k1"),
         Part("kl", "k2", _kl("k2"), "k2"),
-        Part("kl", "k3", _kl("k3"), "k3", reasons=(("log-ratio clamped to ±20, the estimate to ±10", _clamped_k3),)),
+        Part("kl", "k3", _kl("k3"), "k3", reasons=((NARROW, narrow_k3),)),
         Part("logprobs", "logprobs_from_logits", lambda z, tokens, t: logprobs(z / t, tokens), "token_log_probs"),
     )  # fmt: skip
 

@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """TRL's policy losses as the audit holds them against the papers, and why they differ."""
 
+import inspect
 import re
+import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from upref.aggregation import aggregate
 from upref.audits.compare import Comparison
+from upref.audits.components import Part
 from upref.audits.framework import Framework
 from upref.audits.usual import BNPO, BY_TOKENS, LUSPO, capped
 from upref.foreign.trl import loss_types, trl, trl_loss
@@ -103,6 +110,41 @@ def _kernels() -> dict[str, Callable]:
     return {"ChunkedLogProbFunction": chunked, "selective_log_softmax_and_entropy": selective}
 
 
+def _advantages(trainer: type, **settings: Any):
+    """The statements of the trainer's own method that make advantages of rewards, run on ours.
+
+    They stand in the middle of a method that samples and scores; `settings` are the trainer's attributes they read.
+    """
+    lines = inspect.getsource(vars(trainer)["_generate_and_score_completions"]).splitlines()
+    first = next(i for i, x in enumerate(lines) if x.strip().startswith(("mean_grouped_rewards = ", "grouped_rewards")))
+    if "mean_grouped" in lines[first]:  # inside of a branch, which is taken whole
+        first = next(i for i, x in enumerate(lines) if x.strip().startswith("unscorable_mask = "))
+    last = next(i for i, x in enumerate(lines) if i > first and "advantages = torch.nan_to_num(advantages" in x)
+    code = compile(textwrap.dedent("\n".join(lines[first : last + 1])), trainer.__name__, "exec")
+
+    def found(R: Tensor, group: Tensor) -> Tensor:
+        here = SimpleNamespace(multi_objective_aggregation="sum_then_normalize", reward_funcs=[None], **settings)
+        here.reward_weights = torch.ones(1, dtype=R.dtype)
+        names = {"self": here, "rewards": R.clone(), "rewards_per_func": R.clone()[:, None], "device": R.device}
+        names |= {"num_generations": int((group == group[0]).sum())}
+        exec(code, vars(sys.modules[trainer.__module__]) | names, names)
+        return torch.as_tensor(names["advantages"])
+
+    return found
+
+
+def _parts() -> tuple[Part, ...]:
+    grpo, rloo = trl().GRPOTrainer, trl().RLOOTrainer
+    part = lambda mode, found, promise, **more: Part(
+        "advantages", mode, found, promise, leaves_out=("uneven", "one"), tol=1e-6, **more
+    )
+    return (
+        part("grpo, scale_rewards=group", _advantages(grpo, scale_rewards="group"), "group_norm", hp={"eps": 1e-4}),
+        part("grpo, scale_rewards=none", _advantages(grpo, scale_rewards="none"), "group_mean"),
+        part("rloo", _advantages(rloo, normalize_advantages=False), "leave_one_out"),
+    )
+
+
 REMARKS = [
     "Micro-batches by TRL's contract: of equal size, counted by current_gradient_accumulation_steps; "
     "num_items_in_batch counts the tokens of a generation batch, which is one optimizer step.",
@@ -115,6 +157,7 @@ TRL = Framework(
     loss=lambda c, b, padding: trl_loss(c.mode, b, padding=padding, **c.config),
     modes=_modes,
     comparisons=COMPARISONS,
+    parts=_parts,
     split_reasons={"bnpo": BNPO},
     out_of_scope=OUT_OF_SCOPE,
     remarks=lambda: REMARKS,

@@ -3,13 +3,16 @@
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
+from upref import advantages
 from upref.audits.compare import MICRO, Comparison
+from upref.audits.components import Part
 from upref.audits.framework import Framework
-from upref.audits.usual import CLAMP, CLAMP_S
+from upref.audits.usual import ALONE, CLAMP, CLAMP_S, NARROW, SAMPLE, alone, narrow_k3, sampled
 from upref.foreign.verl import NO_DUAL_CLIP, verl, verl_loss
 from upref.objectives.dppo_kl import binary_kl
 from upref.rollouts import Rollouts
@@ -80,6 +83,7 @@ def _remarks() -> list[str]:
     added = (torch.ones(1, dtype=torch.bool).sum() + 1e-8 - 1).item()  # as agg_loss computes it
     return [
         f"The 1e-8 in the denominators of seq-mean-token-mean adds {added:g} to a count of 1 (float32).",
+        "grpo_vectorized: equal rewards of 0.1 get advantages of up to 0.012, by rounding (left out of its row).",
         "Not covered: several ranks, responses without a token, rollout_is_weights, loss_scale_factor.",
     ]
 
@@ -96,12 +100,52 @@ def _kernels() -> dict[str, Callable]:
     return {"FusedLinearForPPO": fused, "logprobs_from_logits, entropy_from_logits": from_logits}
 
 
+def _advantages(name: str):
+    def found(R: Tensor, group: Tensor) -> Tensor:
+        """Rewards on the one token of each response; the function writes into what it is given."""
+        f, one = verl()[0].get_adv_estimator_fn(name), torch.ones_like(R)[:, None]
+        grouped = {} if name == "reinforce_plus_plus" else {"index": group.numpy()}
+        gamma = {"config": SimpleNamespace(gamma=1.0)} if name == "reinforce_plus_plus" else {}
+        return f(token_level_rewards=R.clone()[:, None], response_mask=one, **grouped, **gamma)[0][:, 0]
+
+    return found
+
+
+def _centred(R: Tensor, group: Tensor) -> Tensor:
+    """REINFORCE++-baseline as verl has it."""
+    return sampled(alone(advantages.group_mean)(R, group))
+
+
+def _parts() -> tuple[Part, ...]:
+    kl, agg = verl()[0].kl_penalty, verl()[0].agg_loss
+    aggregation = lambda mode: lambda x, mask: agg(x, mask, mode)
+    groups = {"grpo": "group_norm", "grpo_vectorized": "group_norm", "rloo": "leave_one_out"}
+    rounded = {"grpo_vectorized": ("equal rewards that do not round alike",)}
+    return (
+        *(Part("advantages", n, _advantages(n), ref, reasons=((ALONE, alone(advantages.ADVANTAGES[ref])),),
+               leaves_out=rounded.get(n, ()), tol=1e-3 if n in rounded else 1e-5)
+          for n, ref in groups.items()),
+        Part("advantages", "rloo_vectorized", _advantages("rloo_vectorized"), "leave_one_out"),
+        Part("advantages", "reinforce_plus_plus", _advantages("reinforce_plus_plus"), "whiten", reasons=(
+            (SAMPLE, sampled),), tol=1e-6),
+        Part("advantages", "reinforce_plus_plus_baseline", _advantages("reinforce_plus_plus_baseline"),
+             "group_mean_whiten", reasons=((f"{ALONE}; {SAMPLE}", _centred),), tol=1e-6),
+        *(Part("kl", n, lambda lp, ref, n=n: kl(lp, ref, n), n) for n in ("k1", "k2")),
+        Part("kl", "low_var_kl", lambda lp, ref: kl(lp, ref, "low_var_kl"), "k3", reasons=((NARROW, narrow_k3),)),
+        *(Part("aggregation", n, aggregation(n), n, tol=1e-6)
+          for n in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")),
+        Part("aggregation", "seq-mean-token-sum-norm", aggregation("seq-mean-token-sum-norm"),
+             "seq-mean-token-sum-norm", {"length": 6}),
+    )  # fmt: skip
+
+
 VERL = Framework(
     "verl",
     version=lambda: verl()[2],
     loss=_loss,
     modes=lambda: [m for m in verl()[0].POLICY_LOSS_REGISTRY if not m.startswith("upref/")],
     comparisons=COMPARISONS,
+    parts=_parts,
     split_reasons={"geo_mean": MICRO_MEAN},
     out_of_scope=OUT_OF_SCOPE,
     remarks=_remarks,
