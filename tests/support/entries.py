@@ -69,6 +69,37 @@ def _loss(log_prob, old_log_prob, advantages, mask):
     return -(torch.min(r * advantages, r.clamp(0.8, 1.28) * advantages) * mask).sum() / mask.sum()
 
 
+def _step(model, rows):
+    """DAPO, one response at a time."""
+    for r in rows:
+        z = model(torch.tensor([r.ids]))[0, len(r.prompt) - 1 : -1] / 0.7
+        lp = z.log_softmax(-1).gather(-1, torch.tensor(r.response)[:, None])[:, 0]
+        ratio = (lp - torch.tensor(r.old)).exp()
+        J = torch.minimum(ratio * r.adv, ratio.clamp(0.8, 1.28) * r.adv) * torch.tensor(r.trains)
+        (-J.sum() / sum(sum(x.trains) for x in rows)).backward()
+
+
+def _model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Embedding(48, 8), torch.nn.Linear(8, 48))
+
+
+def _rows(model):
+    """The rows that check_step would make."""
+    from upref.step import case
+
+    return case.built(case.torch_model(model), case.meant("dapo", {}, 0.7, 0, 0, 0, None, 1.0), None, (), 0, False).rows
+
+
+def _recorded(model, first=8):
+    """What `record_step` records of one step."""
+    with upref.record_step(model, first) as seen:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        _step(model, _rows(model))
+        optimizer.step()
+    return seen
+
+
 def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
     """What it is called -> the function, and arguments that it accepts, by name; `*` before what goes by position."""
     b, o = upref.weights.batches.anchor(), upref.get("dapo")
@@ -119,6 +150,11 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
         "assert_logprobs": (upref.assert_logprobs, {"fn": lp_of}),
         "assert_kl": (upref.assert_kl, {"fn": k3, "estimator": "k3"}),
         "assert_advantages": (upref.assert_advantages, {"fn": mean, "estimator": "group_mean"}),
+        "check_step": (upref.check_step, {"step": _step, "model": _model(), "objective": "dapo", "temperature": 0.7}),
+        "assert_step": (upref.assert_step, {"step": _step, "model": _model(), "objective": "dapo", "temperature": 0.7}),
+        "check_recorded": (upref.check_recorded, {"seen": _recorded(_model()), "rows": _rows(_model()),
+                                                  "objective": "dapo", "temperature": 0.7}),
+        "record_step": (_recorded, {"model": _model(), "first": 1}),
         "audit": (upref.audit, {"name": "trl", "comparisons": ()}),
         "InputError": (upref.InputError, {"sentence": "x"}),
         "weights.curve.of": (curve.of, {"what": "dapo", "eps_low": 0.1}),

@@ -96,7 +96,10 @@ def tries(rng: random.Random):
         "claims": lambda: upref.paper.claims.read(odd.a_ledger(rng, CLAIMS)),
         "explorer": lambda: upref.explorer.write(rng.choice(["no/x.html", *map(str, JUNK)])),
     }
-    slow = ("a moody loss, checked", "a moody loss, named", "upref.assert_policy_loss", "upref.check", "upref.identify")
+    slow = (
+        "upref.check_step", "upref.assert_step", "upref.check_recorded", "a moody loss, checked",
+        "a moody loss, named", "upref.assert_policy_loss", "upref.check", "upref.identify",
+    )
     kind = rng.choice([*calls, *["command"] * 15, *["child"] * 4])
     if kind in slow and rng.random() < 0.6:
         kind = rng.choice(["upref.Rollouts", "a student", "a loss"])
