@@ -100,6 +100,8 @@ class Objective:
         for fact, of in known.items():
             if not isinstance(value := getattr(self, fact), str) or value not in of:
                 raise InputError(f"{fact} must be one of {', '.join(filter(None, of))}, got {repr(value)[:60]}.")
+        if not isinstance(self.paper, str):
+            raise InputError(f"paper is a key of papers.bib, got {repr(self.paper)[:60]}.")
         takes = _parameters(self.fn, 3, "fn")
         put = partial(object.__setattr__, self)
         named = lambda ps: {p.name: p.default for p in ps if p.kind is p.KEYWORD_ONLY}
@@ -204,6 +206,8 @@ class Objective:
 
     def factors(self, b: Rollouts, **hp: Any) -> Float[Tensor, "B T"] | None:
         """`sampler_weights` of a batch."""
+        if not isinstance(b, Rollouts):
+            raise InputError(f"the factors of {self.name} are computed of upref.Rollouts, not of a {type(b).__name__}.")
         return self.sampler_weights(b.logp_old, b.logp_sampler, b.mask, **hp)
 
     def sampler_weights(self, lp_old: Any, lp_sampler: Any, mask: Any, **hp: Any) -> Float[Tensor, "B T"] | None:

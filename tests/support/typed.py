@@ -31,10 +31,11 @@ LOSSES = [
 ]  # fmt: skip
 VERBS: dict[str, list[str]] = {
     "check": [*HP, *TIME, "--as", "--as=dapo", "--as=no", "--as-kl", "--as-kl=k1", "--as-kl=no", "--as-advantage",
-              "--as-advantage=group_norm", "--as-advantage=no", "--skip", "--skip=no", "-v", "--verbose"],
+              "--as-advantage=group_norm", "--as-advantage=no", "--as-logprobs", "--skip", "--skip=no", "-v",
+              "--verbose"],
     "identify": [*TIME, "-v", "--verbose"],
     "audit": ["verl", "trl", "torchrl", "slime", "--ledger", "--report", "--report=no", "--report=verl-1",
-              "--source=no", "--source=.", "--version", "--version=1", "--proofs", "--draft"],
+              "--source=no", "--source=.", "--version", "--version=1", "--proofs", "--draft", "--logprobs"],
     "audit-table": ["--seed", "--seed=1", "--seed=-1", "--seed=x", "--seed=" + "9" * 30, "mine.py", "."],
     "list": ["--markdown"],
     "show": [],
@@ -45,15 +46,18 @@ VERBS: dict[str, list[str]] = {
     "learn": [*TIME, *map(str, range(-1, 12)), "1.5", "9" * 5000, "lesson01.py"],
     "claims": ["--section", "--section=3", "--section=4.1", "--section=B", "--section=99", "--section=", "--verdict",
                "--verdict=proved", "--verdict=red", "--verdict=no", "--run", "--save", "-v", "--verbose"],
+    "recipe": [*HP, "--in", "--in=verl", "--in=liger", "--in=no", "dapo", "up_dapo"],
+    "step": ["trl", "verl", "no", "--list", "--only", "--only=no such setting"],
     "doctor": [],
 }  # fmt: skip
-SLOW = {"doctor": 0.1, "explorer": 0.5}  # how often, of the times that chance has it
+SLOW = {"doctor": 0.1, "explorer": 0.5, "step": 0.1}  # how often, of the times that chance has it
 NO_VERB = ["frobnicate", "", "-x", "--help", "-h", "--debug", "--json", "π"]
 FIT = {  # words that alone are a right call
     "show": [["dapo"], ["up(sapo)"]], "cap": [["dapo"]], "weights": [["grpo", "gspo"]], "list": [[]],
     "audit": [["verl", "--ledger"], ["slime", "--ledger"]], "audit-table": [[]], "derive": [["up_dapo"]],
     "learn": [[]], "claims": [[]],
     "check": [["mine.py:loss", "--as=dapo"]], "identify": [["mine.py:loss"]], "explorer": [["x.html"]], "doctor": [[]],
+    "recipe": [["dapo", "--in", "verl"]], "step": [["trl", "--list"]],
 }  # fmt: skip
 HERE = os.path.dirname(os.path.abspath(__file__))
 LOSS = f"""import sys, torch

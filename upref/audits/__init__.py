@@ -150,6 +150,8 @@ def audit(
     one sentence, where that cannot be.
     """
     f = framework(name)
+    if comparisons is not None and not all(isinstance(c, Comparison) for c in _listed(comparisons)):
+        raise InputError("comparisons are a tuple of upref.audits.compare.Comparison, or None for all of them.")
     if f.pin and not isolated.INSIDE:
         return isolated.run("audit", name, f.pin, version, source, loud)
     if version or source:
@@ -177,6 +179,10 @@ def audit(
         [*(inside["remarks"] if inside else []), *f.remarks()], entries, defaults,
         datetime.date.today().isoformat(),
     )  # fmt: skip
+
+
+def _listed(x: Any) -> list:
+    return [*x] if isinstance(x, list | tuple) else [None]
 
 
 def _finite(x: Any) -> Any:

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if argv is not None:
         return _run(args)
-    signal.signal(signal.SIGTERM, _terminated)  # so that child processes end too
+    before = signal.signal(signal.SIGTERM, _terminated)  # so that child processes end too
     try:
         if args.command not in FOREIGN:
             return _run(args)
@@ -38,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt as e:
         print(f"upref {args.command}: {e or 'interrupted'}; the same command starts again.", file=sys.stderr)
         return 143 if e.args else 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _terminated(number, frame):

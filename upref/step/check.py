@@ -139,6 +139,10 @@ def check_recorded(
     start = time.perf_counter()
     goal = meant(objective, hp, temperature, beta, entropy_coef, z_loss_coef, clip, scale)
     must_know(without)
+    if not isinstance(seen, Recorded):
+        raise InputError(f"seen is what `record_step` yielded, not a {type(seen).__name__}.")
+    if not isinstance(rows, list | tuple) or not rows:
+        raise InputError("rows are a list of upref.step.Row, or a list of such lists, one per step.")
     if not seen.steps:
         raise InputError("nothing was recorded: no optimizer step was taken inside record_step.")
     each: list[Any] = [s.rows(rows) for s in seen.steps] if isinstance(rows[0], Row) else [*rows]  # type: ignore[arg-type]

@@ -56,6 +56,10 @@ def record_step(model: nn.Module, first: int = 8) -> Iterator[Recorded]:
     Raises:
         InputError: no optimizer step was taken, or the optimizer's parameters are not the model's.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"record_step takes the nn.Module that is trained, not a {type(model).__name__}.")
+    if not isinstance(first, int) or first < 1:
+        raise InputError(f"first is the number of steps to keep, a whole number from 1 on, got {repr(first)[:60]}.")
     seen = Recorded(TorchModel(model))
     with watched(model, seen.steps, first):
         yield seen
