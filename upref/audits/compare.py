@@ -4,6 +4,7 @@
 Where gradients differ, the slips declared are put into the reference, and the difference that remains is the proof: at
 most TOL, or the row is unexplained. Each slip is then shown by itself: on the token, and on the share of a typical
 batch's gradient, that repairing it alone would change. No number is of a step between the paper and the framework.
+One file: a row of the table and its numbers are read together.
 """
 
 import math

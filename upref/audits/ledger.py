@@ -6,6 +6,7 @@ where the framework no longer does what is recorded, and where it does what is n
 
 Its table [ledger] says once what holds of all entries: version, source (where the lines stand), searched (which
 documents, comments and warnings were read before anything was called a bug), prelude (what the scripts begin with).
+One file: the records and the check that they still hold.
 """
 
 import ast

@@ -105,10 +105,13 @@ def _entries(c: Comparison, entries: list[Entry]) -> list[Entry]:
     return [e for e in entries if at in {(x.loss, x.held_against, x.micro_batches) for x in e.evidence}]
 
 
+DENOMINATOR = GROUPS.words  # the reason by which the ledgers record it
+
+
 def _left(c: Comparison, entries: list[Entry]) -> int:
     """How severe is what this comparison leaves: 0 for nothing but what is numerical or the batch's denominator."""
     order = list(reversed(SEVERITY))
-    rest = [e for e in _entries(c, entries) if e.status != "numerical" and e.reason != GROUPS.words]
+    rest = [e for e in _entries(c, entries) if e.status != "numerical" and e.reason != DENOMINATOR]
     return max((1 + order.index(e.severity) for e in rest), default=0)
 
 

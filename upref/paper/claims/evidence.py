@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the evidence of claims, in a checkout: derivations, tests, experiments, the paper's LaTeX.
 
-All of it lies outside the library and is reached by path, each piece in a process of its own.
+All of it lies outside the library and is reached by path, each piece in a process of its own. One file: kinds of
+evidence are compared here.
 """
 
 import ast
