@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a log-probability function, an oracle each, and why it is wrong where it is. One
-file: a catalogue is read as one."""
+"""What is asked of a log-probability function, an oracle each, and why it is wrong where it is.
+
+One file: a catalogue is read as one.
+"""
 
 import contextlib
 import math
