@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All registered objectives on one page: the gradient weight of each and its Cap."""
 
+import textwrap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +29,9 @@ def atlas() -> "Figure":
     pairs, absent = groups()
     dapo = of("dapo")
     reference = [(line(dapo, A, 0.1, WIDE), capacity(dapo, MU, MU, A)) for A in (1.0, -1.0)]
-    columns, pair, head, foot = 4, (2.72, 1.62), 0.72, 0.5
+    reasons = "; ".join(f"{n} ({why})" for n, why in absent.items())
+    left_out = textwrap.wrap(f"Not drawn, no weight of a token by itself: {reasons}." if absent else "", 160)
+    columns, pair, head, foot = 4, (2.72, 1.62), 0.72, 0.33 + 0.17 * len(left_out)
     rows = -(-len(pairs) // columns)
     width, height = columns * pair[0] + 0.35, head + rows * pair[1] + foot
     with matplotlib.rc_context(STYLE | {"font.size": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5}):
@@ -47,10 +50,9 @@ def atlas() -> "Figure":
         text = lambda y, s, **kw: fig.text(0.42 / width, y / height, s, **kw)
         text(height - 0.36, "What each objective does to a token", fontsize=14, fontweight="bold")
         _legend(fig, 0.42 / width, (height - 0.66) / height)
-        reasons = "; ".join(f"{n} ({why})" for n, why in absent.items())
         order = "Widest Cap for A > 0 first; objectives of equal weight share a pair. Default hyperparameters."
-        text(0.33, order, color="#555555")
-        text(0.14, f"Not drawn, no weight of a token by itself: {reasons}." if absent else "", color="#555555")
+        for i, said in enumerate([order, *left_out]):
+            text(foot - 0.17 * (i + 1), said, color="#555555")
     return fig
 
 
