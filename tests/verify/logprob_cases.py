@@ -480,7 +480,7 @@ class Kernel(torch.autograd.Function):
         if ctx.cap and bug != "cap slope":
             dx = dx * (1 - (y / ctx.cap).tanh() ** 2)
         if bug == "buffer":
-            logp.exp_()
+            logp.data.exp_()
         return dx.to(ctx.dtype), None, None, None
 
 
@@ -684,3 +684,74 @@ def local_max(logits, tokens, temperature):
 @wrong("ids not shifted by the rank's offset", ranks=2)
 def local_ids(logits, tokens, temperature):
     return Sharded.apply(logits, tokens, temperature, "offset")
+
+
+# What the checker calls the fault of a wrong row; a row that is not here is rejected with other words or none.
+CAUSE = {
+    "log-softmax divided by the temperature": "the log-softmax is divided by the temperature, and not the logits",
+    "divided by the temperature twice": "the logits are divided by the temperature twice",
+    "entropy at temperature 1": "the entropy is taken at temperature 1",
+    "logits shifted by one position": "shifted by one: token t is scored by the logits of row t - 1",
+    "entropy detached": "the entropy is detached: it has no gradient",
+    "normaliser detached": "the normaliser is detached: only the sampled token's logit has a gradient",
+    "exp without the maximum subtracted": "exp is taken before the maximum is subtracted",
+    "entropy with the other sign": "the entropy has its sign flipped",
+    "log-probs in bits": "logarithms to base 2",
+    "entropy averaged over the vocabulary": "the entropy is a mean over the vocabulary, not a sum",
+    "negative log-likelihood returned": "the negative log-likelihood is returned: the sign is flipped",
+    "label smoothing": "labels are smoothed by 0.05",
+    "log-probs clamped from below": "the log-probs are clamped to at least -10",
+    "the token itself left out of the normaliser": "the sampled token is left out of the normaliser",
+    "soft cap left out": "the softcap is left out",
+    "hard clamp for the soft cap": "the softcap clamps the logits",
+    "temperature twice in the backward": "the backward divides by the temperature twice",
+    "mean upstream gradient used for all tokens": "the mean of the upstream gradients is used for all tokens",
+    "negative upstream gradients dropped": "negative upstream gradients are dropped",
+    "entropy left out of the backward": "the entropy is detached: it has no gradient",
+    "entropy's gradient without the term in H": "the gradient of the entropy is -p log p: it lacks the term -p H",
+    "slope of the soft cap left out of the backward": "the derivative of the softcap is left out of the backward",
+    "the last partial tile of columns dropped": "the last, partial tile of 64 columns is left out",
+    "running maximum starts at 0": "the running maximum starts at 0",
+    "running entropy sum not rescaled": "the running sums of tiles of 64 columns are not rescaled",
+    "weight's gradient without the temperature": "the backward leaves out the factor 1/temperature",
+    "dW added in bfloat16 over chunks of 16 tokens": "dW is added up in bfloat16, 16 tokens at a time",
+    "dW of the last chunk alone": "the weight's gradient has the last tile of 4 tokens alone",
+    "logit scale left out": "the logit scale is left out",
+    "bias not divided by the temperature": "the bias is not divided by the temperature",
+    "each rank normalises over its own part": "the normaliser is that of this rank's part alone",
+    "ids not shifted by the rank's offset": "the ids are not shifted by the rank's first id",
+    "temperature left out": "the temperature is left out",
+    "logits multiplied by the temperature": "the logits are multiplied by the temperature",
+    "temperatures below 1 ignored": "temperatures below 1 are ignored",
+    "token's logit divided, normaliser not": "the normaliser leaves out the temperature",
+    "tokens of the next position": "shifted by one: row t has the log-prob of token t + 1",
+    "log-probs under no_grad": "the log-probs are detached: they have no gradient",
+    "log of softmax plus an epsilon": "1e-08 is added to the probability",
+    "maximum of the whole batch subtracted": "the maximum of the whole batch is subtracted, not each row's",
+    "entropy in bits": "the entropy is in bits",
+    "entropy divided by log V": "the entropy is divided by log V",
+    "entropy of the 50 largest logits alone": "all but the 50 largest logits are left out",
+    "mean over the sequence for each token": "each token has the mean of its row",
+    "id 0 treated as padding": "id 0 is treated as padding: its log-prob is 0",
+    "renormalised over the top 40 tokens": "all but the 40 largest logits are left out",
+    "ids stored in 16 bits": "the ids are stored in 16 bits",
+    "storage read as if contiguous": "the input is read as contiguous: its layout is ignored",
+    "soft cap after the temperature": "the softcap is applied after the temperature",
+    "temperature left out of the backward": "the backward leaves out the factor 1/temperature",
+    "first upstream gradient used for all tokens": "the first token's upstream gradient is used for all",
+    "upstream gradient read as contiguous": "the upstream gradient is read as contiguous: its layout is ignored",
+    "one-hot left out of the backward": "the backward of the log-probs is -p: it lacks the sampled token's own 1",
+    "entropy's gradient with the other sign": "the gradient of the entropy has its sign flipped",
+    "entropy's gradient skipped where the log-prob's is 0": "the entropy's gradient is skipped where",
+    "saved log-probs overwritten in the backward": "the backward changes a buffer that it reads",
+    "padded columns counted in the normaliser": "the columns that pad the vocabulary to a multiple of 128 are counted",
+    "running sum not rescaled at a new maximum": "the running sums of tiles of 64 columns are not rescaled",
+    "last token of each tile missed": "the last id of the vocabulary is missed: its logit counts 0",
+    "hidden gradient of the last tile alone": "the hidden states' gradient has the last tile of 64 columns alone",
+    "no gradient for the weight": "the weight gets no gradient",
+    "the last partial chunk of tokens dropped": "the last, partial tile of 4 tokens is left out: its results are 0",
+    "upstream gradient ignored": "the upstream gradient is ignored: all tokens count 1",
+    "bias left out": "the bias is left out",
+    "hidden states detached": "the hidden states get no gradient",
+    "each rank subtracts its own maximum": "each rank subtracts its own maximum",
+}

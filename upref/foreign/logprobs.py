@@ -119,9 +119,8 @@ class Kernel:
         for k, v in out.items():
             if not isinstance(v, Tensor) or v.shape != shape or not v.is_floating_point() or v.is_meta:
                 got = list(v.shape) if isinstance(v, Tensor) and v.shape != shape else type(v).__name__
-                raise InputError(
-                    f"{self.name} answers with {got} for the {k} of tokens {list(shape)}: return one each."
-                )
+                told = f"{self.name} answers with {got} for the {k} of tokens {list(shape)}"
+                raise InputError(f"{told}: return one each.")
         return out
 
 
@@ -155,9 +154,8 @@ def read(fn: Any, softcap: float | None = None, logit_scale: float = 1.0) -> Ker
     timed = [] if "temperature" in settings else ["temperature"]
     must = [p for p in every if p.default is p.empty or _setting(p.name) == "temperature"]
     few = len([p for p in must if _setting(p.name) in ("", "temperature")]) < 4  # (logits, tokens, temperature)
-    kind = (
-        "logits" if "logits" in roles.values() or (few and not {"hidden", "weight"} & set(roles.values())) else "hidden"
-    )
+    said = set(roles.values())
+    kind = "logits" if "logits" in said or (few and not {"hidden", "weight"} & said) else "hidden"
     missing = [r for r in MAIN[kind] if r not in roles.values()] + timed
     if len(free) == len(missing):  # what no name says, in order; the last is the temperature
         settings |= {"temperature": free.pop()} if timed else {}

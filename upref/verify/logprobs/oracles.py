@@ -21,7 +21,7 @@ from upref.verify.oracle import Oracle, oracle
 from upref.verify.report import Finding, apart, fail, note
 
 DOUBLE, SINGLE, HALF = 1e-8, 1e-4, 0.06  # how near is equal, for what computes in float64, float32 and half precision
-ONE_ROUNDING, MANY = 2.0, 6.0  # of dW in bfloat16, in errors of rounding the exact one once: a note, a failure
+ONE_ROUNDING, MANY = 2.0, 5.0  # of dW in bfloat16, in errors of rounding the exact one once: a note, a failure
 
 
 @dataclass
@@ -64,24 +64,35 @@ class Case:
                 worst = (times, key, index, y.flatten()[at].item(), found.flatten()[at].item())
         return worst
 
-    def is_fault(self, f: Fault, p: Problem, done: Outcome, most: float = 3.0) -> bool:
+    def is_fault(self, f: Fault, p: Problem, done: Outcome, keys: set[str], most: float = 3.0) -> bool:
+        if f.inner and keys != {"log-prob"}:
+            return False
+        rows = torch.arange(p.tokens.shape[-1]).expand_as(p.tokens)
+        inner = (rows > 0) & (rows < rows.max()) if f.inner else None
         try:
-            return self.off(p, done, solved(p, f))[0] <= most
-        except RuntimeError:  # a stage that this problem has not
+            part = replace(done, numbers={k: v for k, v in done.numbers.items() if k in keys})
+            return self.off(p, part, solved(p, f), rows=inner)[0] <= most
+        except (RuntimeError, IndexError):  # a stage that this problem has not
             return False
 
     def cause(self, p: Problem, done: Outcome, also: tuple[Problem, ...] = ()) -> str:
-        """The first known fault that gives all these numbers, which the reference does not, and the plain problems'."""
-        most = min(3.0, self.off(p, done, solved(p))[0] / 3)
+        """The first known fault that gives the numbers of p and of the plain problems, which the reference does not:
+        all of them, else those of one name that is off, a gradient with the values that it belongs to."""
+        want, values = solved(p), {"log-prob", "entropy"}
+        off = {k: self.off(p, replace(done, numbers={k: v}), want)[0] for k, v in done.numbers.items()}
         asked = [*(self.ask(words) for words in problems.plain(self.kernel)), *((q, self.kernel(q)) for q in also)]
-        for f in (*KNOWN, *in_tiles(p)):
-            if self.is_fault(f, p, done, most) and all(self._same(f, *one) for one in asked):
-                return f.words
+        names = {"": set(done.numbers)} | {k: {k} if k in values else {k, *values} for k, x in off.items() if x > 1}
+        for name, keys in names.items():
+            most = min(3.0, off[name] / 3 if name else max(off.values()) / 3)
+            for f in (*KNOWN, *in_tiles(p)):
+                if self.is_fault(f, p, done, keys, most) and all(self._same(f, *one, keys) for one in asked):
+                    return f.words + f" (by the {name} alone)" * bool(name and len(done.numbers) > 1)
         return ""
 
-    def _same(self, f: Fault, p: Problem, done: Outcome) -> bool:
-        here = f if f in KNOWN else {g.words: g for g in in_tiles(p)}.get(f.words, RIGHT)
-        return self.is_fault(here, p, done)
+    def _same(self, f: Fault, p: Problem, done: Outcome, keys: set[str]) -> bool:
+        # some code cuts tiles above a size alone
+        here = [f] if f in KNOWN else [RIGHT, *(g for g in in_tiles(p) if g.words == f.words)]
+        return any(self.is_fault(g, p, done, keys) for g in here)
 
     def compare(self, name: str, regime: str, p: Problem, done: Outcome | None = None, least: float = 0.0,
                 rows: Tensor | None = None, also: tuple[Problem, ...] = ()) -> Iterator[Finding]:  # fmt: skip
@@ -144,9 +155,11 @@ def tiles(case: Case) -> Iterator[Finding]:
 def offset(case: Case) -> Iterator[Finding]:
     if case.kernel.softcap is not None:
         return
-    for by in (3000.0, -3000.0, 90.0, -90.0):
-        yield from case.compare("offset", f"{by:+g} added to all logits", problems.offset(case.kernel, by),
-                                least=0.05 if max(case.tol.values()) > DOUBLE else 1e-6)  # fmt: skip
+    least = 0.05 if max(case.tol.values()) > DOUBLE else 1e-6
+    asked = {f"{by:+g} added to all logits": problems.offset(case.kernel, by) for by in (3000.0, -3000.0, 90.0, -90.0)}
+    asked["+3000 and -3000 added to the logits of one row and the next"] = problems.offset(case.kernel, 3000.0, True)
+    for words, p in asked.items():
+        yield from case.compare("offset", words, p, least=least, also=tuple(asked.values()))
 
 
 @oracle("peak", not_run=wrong)
@@ -160,9 +173,7 @@ def peak(case: Case) -> Iterator[Finding]:
                 return
 
 
-@oracle(
-    "forbidden", not_run=lambda case: case.wrong or "" if problems.forbidden(case.kernel) else "no logit can be -inf"
-)
+@oracle("forbidden", not_run=lambda case: case.wrong or "no logit can be -inf" * (not problems.forbidden(case.kernel)))
 def forbidden(case: Case) -> Iterator[Finding]:
     p = problems.forbidden(case.kernel)
     assert p is not None
@@ -182,9 +193,8 @@ def ignored(case: Case) -> Iterator[Finding]:
     except InputError as e:
         yield note("ignored-ids", f"ids of -100 are refused: give padding any valid id ({str(e)[:80]})")
         return
-    yield from case.compare(
-        "ignored-ids", "masked tokens have the id -100 and no upstream gradient", p, done, rows=keep
-    )
+    regime = "masked tokens have the id -100 and no upstream gradient"
+    yield from case.compare("ignored-ids", regime, p, done, rows=keep)
 
 
 @oracle("layout", not_run=wrong)
@@ -224,17 +234,12 @@ def padding(case: Case) -> Iterator[Finding]:
     want, done = solved(p), case.kernel(replace(p, x=torch.where(keep[..., None], p.x, math.nan)))
     values = {k: torch.where(keep, v, 0) for k, v in done.numbers.items() if v.shape == keep.shape}
     right = Outcome({k: torch.where(keep, want.numbers[k], 0) for k in values})
-    (
-        times,
-        key,
-        *_,
-    ) = case.off(p, Outcome(values), right)
+    times, key, *_ = case.off(p, Outcome(values), right)
     if times > 1:
         yield fail("padding", "NaN in the states of a masked token", f"{key} of other tokens unchanged", "it changes")
     if any(v.isnan().any() for k, v in done.numbers.items() if k == "gradient of weight"):
-        yield note(
-            "padding", "NaN in the states of a masked token reaches the gradient of the weight", cause="0 times NaN"
-        )
+        why = "NaN in the states of a masked token reaches the gradient of the weight"
+        yield note("padding", why, cause="0 times NaN")
 
 
 @oracle("determinism")
@@ -255,7 +260,7 @@ def mutation(case: Case) -> Iterator[Finding]:
 
 
 # ---- precision -------------------------------------------------------------------------------------------------------
-@oracle("large-vocabulary", not_run=wrong)
+@oracle("large-vocabulary", not_run=lambda case: case.wrong or "wrong on tiles already" * ("tiles" in case.failed))
 def large(case: Case) -> Iterator[Finding]:
     V = 151_936
     worst: dict[str, float] = {}
@@ -263,9 +268,8 @@ def large(case: Case) -> Iterator[Finding]:
         p = problems.peak(case.kernel, V, at, math.log(V) + 2.8, N=4)
         p = replace(p, g=None, g_H=None).to(torch.float32)
         done, want = case.kernel(p), solved(p)
-        yield from case.compare(
-            "large-vocabulary", f"{V:,} ids in float32, token {at} with p near 0.9", p, done, least=0.05
-        )
+        regime = f"{V:,} ids in float32, token {at} with p near 0.9"
+        yield from case.compare("large-vocabulary", regime, p, done, least=0.05)
         for k, v in done.numbers.items():
             worst[k] = max(worst.get(k, 0.0), (v - want.numbers[k]).abs().max().item())
     if said := [f"{k} off by {v:.1e}" for k, v in worst.items() if v > 2e-5]:
@@ -275,7 +279,7 @@ def large(case: Case) -> Iterator[Finding]:
 @oracle("bfloat16", not_run=wrong)
 def bfloat16(case: Case) -> Iterator[Finding]:
     p = problems.drawn(case.kernel, 8191, 7, 8, 13)
-    p = replace(p, g=torch.ones_like(p.g) if p.g is not None else None, g_H=None, tokens=torch.full_like(p.tokens, 3))
+    p = replace(p, g=torch.ones_like(p.g) if p.g is not None else None, g_H=None)
     p = p.to(torch.bfloat16)
     try:
         done = case.kernel(p)
@@ -285,7 +289,7 @@ def bfloat16(case: Case) -> Iterator[Finding]:
     want = solved(p)
     size = want.numbers["log-prob"].abs().max().item()
     off = {k: (done.numbers[k] - want.numbers[k]).abs().max().item() for k in done.numbers}
-    if not max(off["log-prob"] / size, off.get("entropy", 0.0)) <= HALF:
+    if not max(off["log-prob"], off.get("entropy", 0.0)) / size <= HALF:
         yield from case.compare("bfloat16", "hidden states and weight in bfloat16", p, done, least=HALF)
     elif said := [f"{k} off by {off[k]:.1e}" for k in ("log-prob", "entropy") if off.get(k, 0) > 1e-4]:
         yield note("bfloat16", f"{', '.join(said)} for bfloat16 inputs", cause="rounding")
@@ -295,9 +299,8 @@ def bfloat16(case: Case) -> Iterator[Finding]:
         times = off["gradient of weight"] / once
         regime = f"8,191 tokens: dW is off by {times:.1f} times what rounding the exact one once costs"
         if not times <= MANY:
-            yield fail(
-                "bfloat16", regime, f"at most {MANY:g} times", f"{times:.1f} times", cause=_summed(p, done, exact)
-            )
+            said = f"at most {MANY:g} times", f"{times:.1f} times"
+            yield fail("bfloat16", regime, *said, cause=_summed(p, done, exact))
         elif times > ONE_ROUNDING:
             yield note("bfloat16", regime, cause="rounding")
 

@@ -56,13 +56,14 @@ def plain(k: Kernel) -> dict[str, Problem]:
     return out
 
 
-def offset(k: Kernel, by: float) -> Problem:
-    """A constant added to all logits: in float32 it rounds little in each factor of one feature."""
+def offset(k: Kernel, by: float, turns: bool = False) -> Problem:
+    """A constant added to all logits, or by turns to and from a row's: in float32 it rounds little in each factor."""
     p = drawn(k, 6, 37, 3, 4, temperature=0.5 if "temperature" in k.settings else 1.0)
+    sign = (-1.0) ** torch.arange(p.tokens.numel()).reshape(p.tokens.shape) if turns else torch.ones(())
     if p.weight is None:
-        return replace(p, x=p.x + by)
+        return replace(p, x=p.x + by * sign.double()[..., None])
     x, W = p.x.clone(), p.weight.clone()
-    x[..., 0] = 2.0 ** round(math.log2(abs(by)) / 2)
+    x[..., 0] = 2.0 ** round(math.log2(abs(by)) / 2) * sign
     W[:, 0] = by / x[..., 0].max()
     return replace(p, x=x, weight=W)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from upref.errors import InputError
 from upref.foreign.logprobs import Kernel, Outcome, Problem
-from upref.verify.logprobs.faults import solved
+from upref.verify.logprobs.faults import entropy, log_sum, pick, solved, states
 from upref.verify.report import Finding, apart, fail, note
 
 SECONDS = 60
@@ -55,9 +55,8 @@ def outcomes(kernel: Kernel, p: Problem, ranks: int) -> list[Outcome]:
             child.kill()
     if failed := [s for s in said if isinstance(s, str)]:
         raise InputError(f"{kernel.name} on {ranks} ranks: {failed[0]}")
-    return [
-        Outcome({k: torch.tensor(v, dtype=torch.float64) for k, v in s.items()}) for s in said if isinstance(s, dict)
-    ]
+    numbers = ({k: torch.tensor(v, dtype=torch.float64) for k, v in s.items()} for s in said if isinstance(s, dict))
+    return [Outcome(part) for part in numbers]
 
 
 def compared(kernel: Kernel, p: Problem, ranks: int, tol: float) -> Iterator[Finding]:
@@ -72,10 +71,7 @@ def compared(kernel: Kernel, p: Problem, ranks: int, tol: float) -> Iterator[Fin
                 want[k] = want[k].chunk(ranks, -1 if k.endswith("logits") else 0)[rank]
         if "gradient of hidden" in found:
             alone, added = found.pop("gradient of hidden"), sum(q.numbers["gradient of hidden"] for q in every)
-            reduced, right = (
-                off(alone, whole["gradient of hidden"]) <= tol,
-                off(added, whole["gradient of hidden"]) <= tol,
-            )
+            reduced, right = (off(v, whole["gradient of hidden"]) <= tol for v in (alone, added))
             if reduced or right:
                 how = "is already added up" if reduced else "is this rank's part: add it up"
                 yield from [note("ranks", f"on each rank the gradient of the hidden states {how}")] * (rank == 0)
@@ -91,19 +87,24 @@ def compared(kernel: Kernel, p: Problem, ranks: int, tol: float) -> Iterator[Fin
 
 
 def _why(found, want, p: Problem, rank: int, ranks: int, tol: float) -> str:
-    same = lambda words: all(torch.allclose(v, words.get(k, want[k]), rtol=tol, atol=tol) for k, v in found.items())
+    parts = [states(shard(p, i, ranks)) for i in range(ranks)]
+    lp, whole, own, V = want["log-prob"], log_sum(states(p)), parts[rank], parts[0].shape[-1]
+    unshifted = sum((pick(z, p.tokens.clamp(max=V - 1)) for z in parts), 0 * lp).masked_fill(p.tokens >= V, 0)
+    from_own_max = own.amax(-1) + sum(((z - z.amax(-1, True)).exp().sum(-1) for z in parts), 0 * lp).log()
     grads = {k: v for k, v in want.items() if k.startswith("gradient")}
-    own = solved(replace(shard(p, rank, ranks), tokens=torch.zeros_like(p.tokens), g=None, g_H=None)).numbers
-    lp = want["log-prob"]
     for words, change in {
         "log(ranks) is subtracted: every rank's normaliser is counted": {"log-prob": lp - math.log(ranks)},
         "log(ranks) is added": {"log-prob": lp + math.log(ranks)},
+        "the normaliser is that of this rank's part alone": {"log-prob": lp + whole - log_sum(own)},
+        "each rank subtracts its own maximum": {"log-prob": lp + whole - from_own_max},
+        "the ids are not shifted by the rank's first id": {"log-prob": unshifted - whole},
         "the gradient is multiplied by the number of ranks: a sum over ranks is differentiated as a sum": {
             k: v * ranks for k, v in grads.items()},
         "the gradient is divided by the number of ranks": {k: v / ranks for k, v in grads.items()},
         "there is no gradient": {k: 0 * v for k, v in grads.items()},
-        "the entropy is that of this rank's part alone": {"entropy": own["entropy"]},
+        "the entropy is that of this rank's part alone": {"entropy": entropy(own)},
     }.items():  # fmt: skip
-        if same(change):
+        keys = change if "log-prob" in change else found
+        if all(torch.allclose(found[k], (want | change)[k], rtol=tol, atol=tol) for k in keys if k in found):
             return words
     return ""
