@@ -164,7 +164,7 @@ KNOWN = (
     Fault("the log-probs are detached: they have no gradient", lp=lambda lp, p: lp.detach()),
     Fault("the normaliser is detached: only the sampled token's logit has a gradient",
           log_Z=lambda x: log_sum(x).detach()),
-    Fault("the backward of the log-probs is -p: it lacks the sampled token's own 1", 
+    Fault("the backward of the log-probs is -p: it lacks the sampled token's own 1",
           picked=lambda x, ids, t: pick(x, ids).detach()),
     Fault("logarithms to base 2", lp=lambda lp, p: lp / 0.6931471805599453),
     Fault("the entropy is detached: it has no gradient", H=lambda H, x, lp: H.detach()),
