@@ -120,6 +120,14 @@ def _frozen(p: Problem) -> Problem:
     return p if p.weight is None else replace(p, weight=p.weight.detach())
 
 
+def _at_least(least: float) -> Callable[[Tensor, Problem], Tensor]:
+    return lambda lp, p: lp.clamp(min=least)
+
+
+def _largest(k: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.topk(k).values
+
+
 def _late_bias(p: Problem) -> Tensor:
     return states(p if p.bias is None else replace(p, bias=p.bias * p.temperature))
 
@@ -201,7 +209,7 @@ KNOWN = (
     Fault("each token has the mean of its row", lp=lambda lp, p: lp.mean(-1, True).expand_as(lp)),
     Fault("the sampled token is left out of the normaliser", lp=lambda lp, p: lp - (-lp.expm1()).log()),
     *(Fault(f"labels are smoothed by {eps:g}", picked=_smoothed(eps)) for eps in (0.01, 0.05, 0.1, 0.2)),
-    *(Fault(f"the log-probs are clamped to at least {at}", lp=lambda lp, p, at=at: lp.clamp(min=at))
+    *(Fault(f"the log-probs are clamped to at least {at}", lp=_at_least(at))
       for at in (-1, -2, -5, -8, -10, -15, -20, -25, -30, -50, -100)),
     Fault("temperatures below 1 are ignored", x=lambda z, t: z / max(t, 1.0)),
     Fault("temperatures above 1 are ignored", x=lambda z, t: z / min(t, 1.0)),
@@ -231,7 +239,7 @@ def in_tiles(p: Problem) -> Iterator[Fault]:
         yield _edges(V, n)
         yield from _rows(p.tokens.shape, n)
     for k in (k for k in TOP if k < V):
-        yield _normaliser(f"all but the {k} largest logits are left out", lambda x, k=k: x.topk(k).values)
+        yield _normaliser(f"all but the {k} largest logits are left out", _largest(k))
 
 
 def _columns(V: int, n: int) -> Iterator[Fault]:

@@ -299,8 +299,8 @@ def bfloat16(case: Case) -> Iterator[Finding]:
         times = off["gradient of weight"] / once
         regime = f"8,191 tokens: dW is off by {times:.1f} times what rounding the exact one once costs"
         if not times <= MANY:
-            said = f"at most {MANY:g} times", f"{times:.1f} times"
-            yield fail("bfloat16", regime, *said, cause=_summed(p, done, exact))
+            limit = f"at most {MANY:g} times"
+            yield fail("bfloat16", regime, limit, f"{times:.1f} times", cause=_summed(p, done, exact))
         elif times > ONE_ROUNDING:
             yield note("bfloat16", regime, cause="rounding")
 
