@@ -320,7 +320,7 @@ def test_help_imports_nothing_heavy():
 
 
 def test_it_runs_as_a_module():
-    argv = [sys.executable, "-m", "upref.paper.grim", "none.csv"]
+    argv = [sys.executable, "-m", "upref", "audit-table", "none.csv"]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr == "upref: cannot read none.csv: No such file or directory.\n"
 

@@ -103,7 +103,7 @@ BUGS = [
     ("old log-probs are the current ones", "the old log-probabilities are the current ones",
      with_(old=lambda o, lp: lp.detach())),
     ("mask from token values", "the attention mask", with_(seen=lambda s, ids: (ids != 2).float())),
-    ("no attention mask", "no attention mask", with_(left=True, seen=lambda s, ids: torch.ones_like(s))),
+    ("no attention mask", "padding without a mask", with_(left=True, seen=lambda s, ids: torch.ones_like(s))),
     ("gradients zeroed in the loop", "responses 0, 1, 2, 3 do not train", last_only),
     ("an old gradient is left", "every weight is 2 times", zeroed),
     ("head without gradient", "lm_head", with_(after=lambda model: model.lm_head.weight.grad.zero_())),

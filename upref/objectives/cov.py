@@ -14,7 +14,7 @@ def covariance(lp, A, mask):
 
 def cut(scores, share, mask, descending):
     """The score of the last of that share of the batch's tokens, one at least, in this order."""
-    last = (share * mask.sum()).long().clamp(min=1) - 1
+    last = (share * mask.sum()).long().clamp(1, scores.numel()) - 1
     return scores.flatten().sort(descending=descending).values.gather(0, last.view(1))
 
 

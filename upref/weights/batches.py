@@ -309,9 +309,10 @@ AXES["all at once"] = Axis(
     far=_FAR,
     single=True,
 )
+NEGATIVE = "that are negative"
 NAMED: dict[str, Callable[[Tensor], Tensor]] = {  # group ids
     "with gaps": lambda g: 7 + 300 * g,
-    "that are negative": lambda g: -1 - g,
+    NEGATIVE: lambda g: -1 - g,
     "beyond 2^40, some equal in 32 bits": lambda g: 2**40 + g % 2 + 2**32 * (g // 2),
 }
 

@@ -70,7 +70,7 @@ def draw(
     old = np.where(rng.random((B, T)) < rng.choice([0.0, 0.05]), -1e-7, old)
     # log r, around the bounds and at large
     near = np.log(rng.choice(bounds(c), (B, 1 if wide else T)))
-    if o.reads_mu and not wide:
+    if o.reads_mu and not wide and "delta" in c.all_hp:
         d, mu = c.all_hp["delta"], np.exp(old)
         by = rng.choice(3, (B, T))
         reach = np.where(by == 0, d / mu, np.sqrt(np.maximum(1 - mu, 0) * d * np.where(by == 1, 1, 2) / mu))

@@ -34,7 +34,7 @@ def others(node: ast.AST) -> Iterator[tuple[str, str]]:
     """(what it is called, other text of the same meaning); FLOAT32 where a number is rounded to that."""
     if isinstance(node, ast.BinOp):
         a, b = f"({text(node.left)})", f"({text(node.right)})"
-        numeric = number(node.left) and number(node.right)
+        numeric = not any(isinstance(n, ast.Name) for n in ast.walk(node))
         match node.op:
             case ast.Mult():
                 yield "algebra", f"{b} * {a}"

@@ -225,7 +225,7 @@ LOSSES = [
           "frameworks pass both without requires_grad; .detach() makes it sure",
           N("not_detached", not_detached), "dapo", "would flow"),
     Habit("`for g in range(max_id + 1)` over group ids, absent ones passed over", NOTED,
-          "right, and endless where ids are hashes: ids beyond 2^40 are not asked",
+          "right for ids from 0 on; negative ids count nothing, and ids beyond 2^40 are not asked",
           N("range_of_ids", up_dapo_by_groups(True, True)), "up_dapo", "beyond 2^40"),
     Habit("the same, absent ids counted in the mean", REJECTED,
           "ids with gaps shrink the gradient: a batch that was filtered has them",

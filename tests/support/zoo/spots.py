@@ -138,15 +138,6 @@ def groups_counted_by_the_largest_id(log_prob, old_log_prob, advantages, mask, g
     return -(J / tokens).sum() / (group.max() + 1)
 
 
-def groups_that_are_not_negative(log_prob, old_log_prob, advantages, mask, group):
-    lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
-    J, ids, out = clipped(lp - old, A).where(mask, 0).sum(1), group.unique(), 0.0
-    for g in ids:
-        if g >= 0:
-            out = out + J[group == g].sum() / mask[group == g].sum()
-    return -out / len(ids)
-
-
 def groups_in_float32(log_prob, old_log_prob, advantages, mask, group):
     lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
     group = group.float()
@@ -212,7 +203,6 @@ WRONG = [
     Spot(tokens_in_float16, "dapo", "more than 65,504 tokens are infinitely many"),
     Spot(log_ratio_summed_then_clamped, "gspo", "a length beyond 64 counts as 64"),
     Spot(groups_counted_by_the_largest_id, "up_dapo", "ids with gaps are counted as if they had none"),
-    Spot(groups_that_are_not_negative, "up_dapo", "a negative id counts nothing"),
     Spot(groups_in_float32, "up_dapo", "large ids are one"),
     Spot(groups_in_int8, "up_dapo", "ids beyond 127 collide"),
     Spot(groups_in_int32, "up_dapo", "ids that are equal in their lower 32 bits collide"),
