@@ -258,6 +258,6 @@ def test_lean_evaluation_is_less_of_the_same(tmp_path):
     assert (tmp_path / "lean/steps.jsonl").read_bytes() == (tmp_path / "whole/steps.jsonl").read_bytes()
     assert set(lines["lean"]) < set(lines["whole"])
     for key, line in lines["lean"].items():
-        solved = line.pop("solved", None)
-        assert line == lines["whole"][key] and (solved is None) == (key[0] < s.steps)
+        more = {line.pop(k, None) is None for k in ("solved", "counts")}
+        assert line == lines["whole"][key] and more == {key[0] < s.steps}
     assert replace(s, lean_eval=False).key == s.key != replace(s, lean_eval=True).key

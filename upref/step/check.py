@@ -145,7 +145,7 @@ def check_recorded(
         raise InputError("rows are a list of upref.step.Row, or a list of such lists, one per step.")
     if not seen.steps:
         raise InputError("nothing was recorded: no optimizer step was taken inside record_step.")
-    each: list[Any] = [s.rows(rows) for s in seen.steps] if isinstance(rows[0], Row) else [*rows]  # type: ignore[arg-type]
+    each: list[Any] = [s.rows(rows) for s in seen.steps] if isinstance(rows[0], Row) else [*rows]
     if not all(each):
         raise InputError("a recorded step was fed none of these rows: hand over the rows that were trained on.")
     if len(each) > len(seen.steps):
