@@ -35,5 +35,7 @@ def test_trl_agrees_where_it_is_recorded_to():
 @pytest.mark.verl
 def test_verl_agrees_where_it_is_recorded_to():
     pytest.importorskip("verl")
-    pytest.importorskip("tensordict")
-    assert table.run("verl", "qwen3 use_remove_padding, use_dynamic")[0].agrees
+    (outcome,) = table.run("verl", "qwen3 use_remove_padding, use_dynamic")
+    if outcome.cause and "does not import here" in outcome.cause:
+        pytest.skip("verl's trainer is not installed: `repro/venv.sh smoke`")
+    assert outcome.agrees

@@ -55,7 +55,8 @@ import sys, warnings
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
 absent = lambda name: name.partition(".")[0] in ABSENT
-PathFinder.find_spec = lambda name, path=None, target=None: None if absent(name) else find(name, path, target)
+there = lambda name, path=None, target=None: None if absent(name) else find(name, path, target)
+PathFinder.find_spec = staticmethod(there)  # dill calls it on an instance
 import upref
 warnings.filterwarnings("ignore")
 from repro.with_verl.config import compose as c
