@@ -10,7 +10,9 @@ import upref
 # Each name of upref.__all__ is in one of these.
 GROUPS = {
     "Judge a loss": ["check", "identify", "check_advantages", "check_kl", "check_logprobs", "audit"],
-    "In pytest": ["assert_policy_loss", "assert_advantages", "assert_kl", "assert_logprobs"],
+    "Check a training step": ["check_step", "record_step", "check_recorded"],
+    "Set up a framework": ["recipe"],
+    "In pytest": ["assert_policy_loss", "assert_advantages", "assert_kl", "assert_logprobs", "assert_step"],
     "Objectives": ["get", "names", "Objective", "objective", "up", "up_anchored", "derive"],
     "Batches and aggregation": ["Rollouts", "Totals", "aggregate", "row_weights"],
     "Pictures and numbers": ["cap_map", "capacity", "diagnose"],
