@@ -19,6 +19,7 @@ from upref.weights.batches import OFF_EDGES, batch, grad, ready, sampler
 
 trl = pytest.importorskip("trl", reason="`repro/venv.sh trl` installs what TRL's losses need")
 from accelerate import Accelerator  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
@@ -46,7 +47,13 @@ def bound(name, **hp):
 def at_home(monkeypatch):
     monkeypatch.setenv("CI", "1")  # TRL's telemetry is silent there
     yield
-    Accelerator()  # a config that was made forgets the state that trainers made before it share
+    shared()
+
+
+def shared():
+    """A config that was made forgets the state that trainers made before it share: make it again."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    Accelerator()
 
 
 @pytest.fixture
@@ -416,6 +423,7 @@ def test_a_sampler_correction_reads_vllms_log_probabilities():
     with pytest.raises(InputError, match="use_vllm=True"):
         given._trainer(bound(o.name), ())
     trainer = given._trainer(bound("dapo"), ())
+    shared()
     trainer.objective, trainer.hyperparameters, trainer.monitor = o, o.hyperparameters, Monitor(o)
     trainer.current_gradient_accumulation_steps, trainer.args.steps_per_generation = 1, 1
 

@@ -136,7 +136,7 @@ def _groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
     b, asked = case.ready(anchor()), replace(case, loss=replace(case.loss, lines=LINES))
     g, notes, takes = case.gradient(b), [], []
     for words, batches in renamed(b).items():
-        for c in batches:
+        for n, c in enumerate(batches):
             try:
                 off = moved(asked.gradient(c), g, b.mask, slack(case, 1e-7))
             except InputError as e:
@@ -149,7 +149,7 @@ def _groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
                 i, t = worst(off)
                 says = f"dJ/dlp {g[i, t].item():.6g}, as with ids 0, 1, 2", f"{case.gradient(c)[i, t].item():.6g}"
                 ids = f"{c.group.unique().tolist()}" if c.group is not None else ""
-                if words == NEGATIVE:  # who numbers prompts from 0 never has them
+                if words == NEGATIVE and n:  # dropped beside others: who numbers prompts from 0 never has them
                     notes.append(note("reach", f"group ids {words} count otherwise: {ids}", *says))
                     continue
                 return [fail("reach", f"group ids {words}: {ids}", *says)], ()
