@@ -97,7 +97,8 @@ def _plug_in(objective: str, name: str, hp: dict[str, float], beside: dict[str, 
     version = read(name)[0].version
     lines = PLUG_IN[name].format(name=objective).splitlines()
     command = f"upref check {objective} --as {objective}"
-    return Recipe(objective, name, version, "the plug-in of upref", lines, [], beside, command, {}, f"upref/{objective}")
+    form = "the plug-in of upref"
+    return Recipe(objective, name, version, form, lines, [], beside, command, {}, f"upref/{objective}")
 
 
 def _entries(c: Comparison, entries: list[Entry]) -> list[Entry]:
