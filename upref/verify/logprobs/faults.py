@@ -2,6 +2,8 @@
 """The reference as a pipeline of stages, and known faults as records: which stage each one replaces, and by what.
 
 y = logit_scale (h W^T + b),  z = softcap tanh(y / softcap),  x = z/τ,  log Z = log Σ exp x,  lp = x_o - log Z,  H
+
+One file: a catalogue is read as one.
 """
 
 from collections.abc import Callable, Iterator

@@ -91,7 +91,8 @@ class Case:
 
     def _same(self, f: Fault, p: Problem, done: Outcome, keys: set[str]) -> bool:
         # some code cuts tiles above a size alone
-        here = [f] if f in KNOWN else [RIGHT, *(g for g in in_tiles(p) if g.words == f.words)]
+        same = {g.words: g for g in in_tiles(p)}.get(f.words, RIGHT)
+        here = [f] if f in KNOWN else [RIGHT, same]
         return any(self.is_fault(g, p, done, keys) for g in here)
 
     def compare(self, name: str, regime: str, p: Problem, done: Outcome | None = None, least: float = 0.0,
