@@ -3,9 +3,11 @@
 
     y = logit_scale (h W^T + bias),   z = softcap tanh(y / softcap)  or  z = y,   π = softmax(z/τ)
 
-1. Forward. A tile is all N tokens by as many columns of the vocabulary as make `chunk` logits. Each tile updates four
-   numbers per token: the largest logit m, s = Σ exp(x - m), t = Σ exp(x - m)(x - m), and the sampled token's logit.
-   When a tile raises m, s and t are moved to the new m first. Then log π(o) = x_o - m - log s and H = log s - t/s.
+1. Forward. A tile is all N tokens by as many columns of the vocabulary as make `chunk` logits. Each tile updates three
+   numbers per token: the largest logit m, s = Σ exp(x - m) and t = Σ exp(x - m)(x - m). When a tile raises m, s and t
+   are moved to the new m first. Then log π(o) = x_o - m - log s and H = log s - t/s. A float32 product of 896 terms is
+   off by 4e-6, and so is H beside a peak. The sampled token's logit and the largest ones are therefore computed again
+   in float64, and their terms of s and t exchanged; the errors of the many small terms cancel.
 2. Backward. Each tile is computed again. With p = exp(x - m - log s) and upstream gradients g (of log π) and g_H (of H)
 
        dx_v = g (1[v = o] - p_v) - g_H p_v (log p_v + H),
@@ -14,7 +16,7 @@
    rounded to the dtype of W once; tiles of tokens would need a second [V, H] to add up.
 3. Tokens without upstream gradient are left out of the backward. The result is exact, and NaN padding never meets dW.
 
-Products and sums are float32, or float64 where an input is. Memory beyond dh and dW is O(N H + chunk).
+All other products are float32, or float64 where an input is. Memory beyond dh and dW is O(N H + chunk).
 """
 
 from collections.abc import Iterator
@@ -30,6 +32,7 @@ from upref.logprobs import check_temperature, check_tokens
 from upref.tensors import dense, described
 
 ZERO = -1e4  # exp of it is 0 in every dtype, and 0 times it is 0: what -inf is replaced by
+TOP = 8  # logits per token that are computed again
 
 
 @torch.compiler.disable
@@ -85,8 +88,7 @@ def token_log_probs(
             raise InputError(f"{name} must be a finite number > 0, got {repr(number)[:60]}.")
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
         raise InputError(f"chunk must be a whole number of logits > 0, got {repr(chunk)[:60]}.")
-    lp, H, _ = _LogProbs.apply(hidden, weight, bias, tokens, _Head(temperature, logit_scale, softcap, chunk))
-    return lp, H
+    return _LogProbs.apply(hidden, weight, bias, tokens, _Head(temperature, logit_scale, softcap, chunk))[:2]
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,14 @@ class _Head:
             x = h @ W.T if bias is None else torch.addmm(self.inner * bias[at].to(h.dtype), h, W.T)
             yield at, W, x.tanh_().mul_(self.outer) if self.softcap else x
 
+    def again(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor) -> Tensor:
+        """x of these ids [N, k], by products in float64."""
+        wide = torch.float32 if hidden.device.type == "mps" else torch.float64
+        h = hidden.to(wide)
+        y = torch.stack([(h * weight[column].to(wide)).sum(1) for column in ids.T], 1)
+        x = self.inner * (y if bias is None else y + bias[ids].to(wide))
+        return x.tanh() * self.outer if self.softcap else x
+
 
 def _wide(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
@@ -133,31 +143,37 @@ class _LogProbs(torch.autograd.Function):
         shape, tokens = tokens.shape, tokens.flatten().long()
         with torch.autocast(hidden.device.type, enabled=False):
             h = head.inner * hidden.flatten(0, -2).to(_wide(hidden, weight))
-            m, s, t, picked = (h.new_zeros(len(h)) for _ in range(4))
-            m = m + torch.finfo(h.dtype).min
+            m = h.new_full((len(h),), torch.finfo(h.dtype).min)
+            s = t = torch.zeros_like(m)
+            near, ids = h.new_zeros(len(h), 0), tokens.new_zeros(len(h), 0)  # the largest logits, and whose they are
             for at, _, x in head.tiles(h, weight, bias):
-                inside, column = _here(tokens, at, x)
-                picked = torch.where(inside, x.gather(1, column)[:, 0], picked)
-                top = torch.maximum(m, x.amax(1))
+                best = x.topk(min(TOP, x.shape[1]), 1)
+                near, ids = torch.cat([near, best.values], 1), torch.cat([ids, best.indices + at.start], 1)
+                near, kept = near.topk(min(TOP, near.shape[1]), 1)
+                ids, top = ids.gather(1, kept), torch.maximum(m, near[:, 0])
                 up = (m - top).clamp(min=ZERO)
                 d = x.sub_(top[:, None]).clamp_(min=ZERO)
                 e = d.exp()
                 m, s, t = top, up.exp() * s + e.sum(1), up.exp() * (t + s * up) + d.mul_(e).sum(1)
-            lp, H, log_z = picked - m - s.log(), s.log() - t / s, m + s.log()
-        return lp.reshape(shape), H.reshape(shape), log_z.reshape(shape)
+            saved = m + s.log(), s.log() - t / s  # what the products of the backward go with
+            x = head.again(hidden.flatten(0, -2), weight, bias, torch.cat([tokens[:, None], ids], 1)) - m[:, None]
+            for d, sign in ((x[:, 1:], 1), (near.to(x.dtype) - m[:, None], -1)):
+                d = d.clamp(min=ZERO)
+                s, t = s + sign * d.exp().sum(1), t + sign * (d.exp() * d).sum(1)
+            lp, H = (x[:, 0] - s.log()).clamp(max=0), (s.log() - t / s).clamp(min=0)
+        return tuple(v.to(h.dtype).reshape(shape) for v in (lp, H, *saved))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         hidden, weight, bias, tokens, ctx.head = inputs
-        _, H, log_z = output
-        ctx.save_for_backward(hidden, weight, bias, tokens, H, log_z)
-        ctx.mark_non_differentiable(log_z)
+        ctx.save_for_backward(hidden, weight, bias, tokens, *output[2:])
+        ctx.mark_non_differentiable(*output[2:])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g, g_H, _):
-        hidden, weight, bias, tokens, H, log_z = ctx.saved_tensors
+    def backward(ctx, g, g_H, *_):
+        hidden, weight, bias, tokens, log_z, H = ctx.saved_tensors
         head, (want_h, want_W, want_b, *_) = ctx.head, ctx.needs_input_grad
         with torch.autocast(hidden.device.type, enabled=False):
             g = torch.zeros_like(H) if g is None else g
@@ -193,4 +209,4 @@ class _LogProbs(torch.autograd.Function):
             raise InputError("vmap over weight or bias is not supported: call token_log_probs once for each of them.")
         front = lambda x, dim: x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
         states, ids = front(hidden, in_dims[0]), front(tokens, in_dims[3])
-        return _LogProbs.apply(states, weight, bias, ids, head), (0, 0, 0)
+        return _LogProbs.apply(states, weight, bias, ids, head), (0, 0, 0, 0)

@@ -102,6 +102,21 @@ def test_float32_results_stay_within_5e_6_at_152k_beside_a_peak(dtype, at):
     assert (found[3] - want[3]).abs().max() <= 1.1 * rounded + 2e-6 * want[3].abs().max()
 
 
+@pytest.mark.parametrize("peaks", [1, 3])
+def test_products_of_896_terms_do_not_blur_the_entropy_beside_a_peak(peaks):
+    g = torch.Generator().manual_seed(6)
+    N, V, H = 256, 2000, 896
+    W = torch.randn(V, H, generator=g) * H**-0.5
+    h, bias, tokens = 14 * W[:N], torch.full((V,), 4.3), torch.arange(N)
+    bias[:N] = 0  # row t has p near 0.9 at token t
+    for i in range(1, peaks):
+        h = h + 14 * W[N * i : N * (i + 1)]
+        bias[N * i : N * (i + 1)] = 0
+    found, want = (token_log_probs(x, W.to(x.dtype), tokens, bias=bias.to(x.dtype)) for x in (h, h.double()))
+    for x, y in zip(found, want, strict=True):
+        assert (x - y).abs().max() < 1e-6
+
+
 def test_no_tensor_is_larger_than_the_inputs_or_the_chunk():
     sizes = []
 
