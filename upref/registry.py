@@ -10,7 +10,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import resources
 from typing import Any
@@ -142,6 +142,13 @@ class Objective:
             if not (_number(value) or (value is None and key == "c")) or not holds(value):
                 raise InputError(f"{self.name}: {key} must be {want}, got {repr(value)[:60]}.")
         return known | hp
+
+    def aggregated(self, agg: str) -> "Objective":
+        """The same terms under another aggregation, a name of upref.aggregation.AGGREGATIONS."""
+        if agg == "seq-mean" != self.agg and self.level == "token":
+            raise InputError(f"seq-mean averages one term per response, and {self.name} has one per token: "
+                             "give seq-mean-token-mean.")  # fmt: skip
+        return replace(self, agg=agg)
 
     # ---- values ----------------------------------------------------------------------------------------------------
     def __call__(self, b: Rollouts, **hp: Any) -> Float[Tensor, ""]:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import upref
+from upref.aggregation import aggregate
 from upref.cli import main
 from upref.errors import InputError
 from upref.foreign import names, read
@@ -106,11 +107,11 @@ def test_every_order_is_read_by_name(order):
     [
         ({"logp": "x", "logp_old": "y", "adv": "adv", "mask": "mask"}, "cannot tell"),
         ({"logp": "logp1", "logp_old": "logp2", "adv": "adv", "mask": "mask"}, "cannot tell which of logp"),
-        ({"logp": "model", "logp_old": "batch", "adv": "inputs", "mask": "tokenizer"}, "is nothing that upref gives"),
+        ({"logp": "model", "logp_old": "batch", "adv": "inputs", "mask": "tokenizer"}, "no value for the argument"),
         ({"logp": "neg_log_prob", "logp_old": "old_neg_log_prob", "adv": "adv", "mask": "mask"}, "neg_log_prob"),
-        ({"logp": "lp", "logp_old": "old_lp", "adv": "adv", "mask": "padding_mask"}, "padding_mask is nothing"),
-        ({"logp": "lp", "logp_old": "old_lp", "adv": "adv", "mask": "lengths"}, "lengths is nothing"),
-        ({"logp": "lp", "logp_old": "old_lp", "adv": "adv_fn", "mask": "mask"}, "adv_fn is nothing"),
+        ({"logp": "lp", "logp_old": "old_lp", "adv": "adv", "mask": "padding_mask"}, "the argument 'padding_mask'"),
+        ({"logp": "lp", "logp_old": "old_lp", "adv": "adv", "mask": "lengths"}, "no value for the argument 'lengths'"),
+        ({"logp": "lp", "logp_old": "old_lp", "adv": "adv_fn", "mask": "mask"}, "no value for the argument 'adv_fn'"),
         ({"logp": "x", "logp_old": "lp", "adv": "adv", "mask": "mask"}, "cannot tell"),
         ({"logp": "probs", "logp_old": "old_probs", "adv": "adv", "mask": "mask"}, "probs"),
     ],
@@ -156,6 +157,33 @@ def test_shapes_and_masks_are_found_out():
     assert (loss.adv_shape, loss.float_mask) == ("B", True)
     assert upref.check(responses, "gspo")
     assert np.allclose(upref.weights.curve.of(responses)(R, 1.0), get("gspo").weight(R, np.ones(6)))
+
+
+def test_a_loss_that_reads_the_first_column_is_given_one_advantage_per_response():
+    def first(log_prob, old_log_prob, advantages, mask):
+        r, A = torch.where(mask, log_prob - old_log_prob, 0).exp(), advantages[:, 0][:, None]
+        return -(torch.min(r * A, r.clamp(0.8, 1.28) * A) * mask).sum() / mask.sum()
+
+    def second(log_prob, old_log_prob, advantages, mask):
+        return first(log_prob, old_log_prob, advantages.roll(-1, 1), mask)
+
+    assert upref.check(first, "dapo", skip=QUICK) and "first column" in read(first).read_as
+    assert read(second).adv_shape == "BT" and not upref.check(second, "dapo", skip=QUICK)
+    assert read(lambda log_prob, old_log_prob, advantages, mask: -(log_prob * mask).mean()).adv_shape == "BT"
+
+
+@pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_an_aggregation_in_place_of_the_objectives_own(agg):
+    def loss(log_prob, old_log_prob, advantages, mask):
+        r, A = torch.where(mask, log_prob - old_log_prob, 0).exp(), torch.where(mask, advantages, 0)
+        return aggregate(-torch.min(r * A, r.clamp(0.8, 1.28) * A), mask, agg)
+
+    assert bool(upref.check(loss, "dapo", skip=QUICK)) == (agg == "token-mean")
+    report = upref.check(loss, "dapo", agg=agg, skip=QUICK)
+    assert report and report.objective == f"dapo with {agg}"
+    assert eval(str(upref.identify(loss)).splitlines()[-1].removeprefix("next: "), {"upref": upref, "loss": loss})
+    with pytest.raises(InputError, match="one term per response"):
+        upref.check(loss, "dapo", agg="seq-mean")
 
 
 def test_hyperparameters_by_what_they_mean():

@@ -31,8 +31,8 @@ LOSSES = [
 ]  # fmt: skip
 VERBS: dict[str, list[str]] = {
     "check": [*HP, *TIME, "--as", "--as=dapo", "--as=no", "--as-kl", "--as-kl=k1", "--as-kl=no", "--as-advantage",
-              "--as-advantage=group_norm", "--as-advantage=no", "--as-logprobs", "--skip", "--skip=no", "-v",
-              "--verbose"],
+              "--as-advantage=group_norm", "--as-advantage=no", "--as-logprobs", "--agg", "--agg=no", "--skip",
+              "--skip=no", "-v", "--verbose"],
     "identify": [*TIME, "-v", "--verbose"],
     "audit": ["verl", "trl", "torchrl", "slime", "--ledger", "--report", "--report=no", "--report=verl-1",
               "--source=no", "--source=.", "--version", "--version=1", "--proofs", "--draft", "--logprobs"],

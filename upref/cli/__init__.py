@@ -101,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--as-advantage", metavar="NAME", help="an advantage estimator: group_norm, leave_one_out, ...")
     what.add_argument("--as-logprobs", action="store_true", help="log-probs and entropy; --hp softcap=30, ranks=2")
     what.add_argument("--as-kl", metavar="NAME", help="a KL estimator: k1, k2 or k3")
+    c.add_argument("--agg", default="", metavar="NAME", help="aggregation in place of the objective's, e.g. token-mean")
     _hyperparameters(c)
     _limit(c)
     c.add_argument("--skip", action="append", default=[], metavar="ORACLE", help="an oracle not to run")

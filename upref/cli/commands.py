@@ -24,6 +24,8 @@ RATIOS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.28, 2.0, 5.0, 50.0)
 # ---- verdicts --------------------------------------------------------------------------------------------------------
 def check(args) -> int:
     hp, skip = hyperparameters(args.hp), tuple(args.skip)
+    if args.agg and not args.name:
+        raise InputError("--agg is the aggregation of an objective: give it with --as NAME.")
     if args.as_advantage:
         from upref.verify.advantages import check_advantages
 
@@ -43,7 +45,7 @@ def check(args) -> int:
     from upref.audits.child import named
     from upref.verify.check import check as verdict
 
-    report = verdict(named(args.loss, args.name, hp), args.name, skip=skip, **hp)
+    report = verdict(named(args.loss, args.name, hp), args.name, agg=args.agg, skip=skip, **hp)
     if changed := next((f for f in report.failures if f.oracle == "mutation"), None):
         raise InputError(f"{report.loss} changes its inputs ({changed.regime}): copy them before writing.")
     return _answer(args, report)

@@ -22,15 +22,15 @@ from upref.aggregation import Totals
 from upref.errors import InputError
 from upref.foreign import names
 from upref.foreign.load import load, name_of
-from upref.foreign.loss import MAIN, SHAPES, Loss, Outcome
+from upref.foreign.loss import FIRST, MAIN, SHAPES, Loss, Outcome
 from upref.foreign.settings import Shipped
-from upref.foreign.signature import Reading, parameters
+from upref.foreign.signature import WRAP_PAGE, Reading, parameters, wrapper
 from upref.foreign.signature import read as read_signature
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 
 FRAMEWORKS = Path(__file__).parents[1] / "frameworks"  # a folder each
-__all__ = ["MAIN", "SHAPES", "Loss", "Outcome", "load", "name_of", "neutral", "read", "takes"]
+__all__ = ["FIRST", "MAIN", "SHAPES", "Loss", "Outcome", "load", "name_of", "neutral", "read", "takes"]
 
 
 def neutral() -> Objective:
@@ -72,7 +72,8 @@ def bare(loss: Any, o: Objective, hp: dict[str, Any]) -> Loss:
 
         return trl.of(name, loss, o, hp)
     if isinstance(loss, type):
-        raise InputError(f"{name} is a class. {_WRAP.format(name.rpartition(':')[2])}")
+        made = f"`loss = {name.rpartition(':')[2]}(...)` with its settings"
+        raise InputError(f"{name} is a class: construct an instance, {made}, and check that. {WRAP_PAGE} shows how.")
     if not callable(loss):
         raise InputError(f"a loss is a function or its name, got {type(loss).__name__}.")
     takes = {p.name for p in parameters(loss)}
@@ -91,10 +92,6 @@ def _named(name: str) -> Objective:
         raise InputError(f"{name!r} is no loss: write {ways}, or an objective's name. {str(e).capitalize()}") from e
 
 
-_WRAP = (
-    "Check a wrapper of two lines: `def loss(log_prob, old_log_prob, advantages, mask):` and "
-    "`return {}(...)`, which hands them on as it wants them."
-)
 
 
 def _plain(name: str, fn: Callable[..., Any], o: Objective, hp: dict[str, Any]) -> Loss:
@@ -103,8 +100,7 @@ def _plain(name: str, fn: Callable[..., Any], o: Objective, hp: dict[str, Any]) 
     if len(required) == 1 and not names.role(required[0].name):
         p = required[0]
         if p.annotation is not Rollouts and p.annotation != "Rollouts" and p.name not in ("b", "rollouts"):
-            wrapper = _WRAP.format(name.rpartition(":")[2])
-            raise InputError(f"{name}({p.name}) takes everything in one argument. {wrapper}")
+            raise InputError(f"{name}({p.name}) takes everything in one argument. {wrapper(name, MAIN)}")
         own = {q.name: q for q in every if q is not p and q.kind is not q.VAR_KEYWORD}
         reading = Reading({}, frozenset(), own, (), len(own) < len(every) - 1)
         return _bind(name, lambda full, hp: fn(rollouts(full), **hp), reading, o, hp,
@@ -206,7 +202,7 @@ def fit(loss: Loss) -> Loss:
                 said.setdefault(str(e), SHAPES[shape])
                 continue
             if leak <= 1e-6:
-                return one
+                return _one_per_response(one) if shape == "BT" and _reads_first_column(one) else one
             runs.append((leak, len(runs), one))
             break
     if not runs and len(said) == 1:
@@ -232,6 +228,23 @@ def _tried(loss: Loss) -> tuple[Loss, float]:
     elsewhere = (loss.gradient(replace(b, adv=A)) - g)[1:][b.mask[1:]]
     size = g[b.mask].abs().max().item()
     return loss, elsewhere.abs().max().item() / size if size else 0.0
+
+
+def _reads_first_column(loss: Loss) -> bool:
+    """Whether the advantages act through their first column alone."""
+    b = loss.view(probe())
+    column = torch.arange(b.mask.shape[1])
+    others = torch.where(column > 0, b.adv * (2 + column.sin()), b.adv)
+    try:
+        here, there, opposite = (loss.gradient(replace(b, adv=A)) for A in (b.adv, others, -others))
+    except InputError:
+        return False
+    return torch.equal(here, there) and not torch.equal(there, opposite)
+
+
+def _one_per_response(loss: Loss) -> Loss:
+    said = "advantages -> one per response, of which it reads the first column"
+    return replace(loss, adv_shape=FIRST, read_as=f"{loss.read_as}; {said}" if loss.read_as else said)
 
 
 def probe() -> Rollouts:

@@ -17,6 +17,7 @@ from upref.rollouts import Rollouts, per_response
 
 MAIN = ("logp", "logp_old", "adv", "mask")
 SHAPES = {"BT": "[B, T]", "B1": "[B, 1]", "B": "[B]"}
+FIRST = "first"  # [B, T], of which only the first column is read
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Loss:
         adv = b.adv.expand_as(b.mask)
         if self.adv_shape != "BT":
             adv = per_response(adv, b.mask)
-            adv = adv[:, None] if self.adv_shape == "B1" else adv
+            adv = {"B": adv, "B1": adv[:, None], FIRST: adv[:, None].expand(b.mask.shape)}[self.adv_shape]
         totals = b.totals or Totals.of(b.mask, b.group)
         ref = b.logp_old if b.logp_ref is None else b.logp_ref
         return {

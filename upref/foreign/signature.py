@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which argument of anybody's function is what: by name where names say it, by position where none does."""
+"""Roles of the arguments of a user-supplied function: by name, or by position where no name is known."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -11,13 +11,14 @@ from upref.errors import InputError
 from upref.foreign.guard import said
 from upref.foreign.names import CALLED, may_be_old, may_be_sampler, not_given
 
-SETTINGS = bool | int | float | str  # a default of these says that an argument is no tensor,
+WRAP_PAGE = "docs/howto/wrap-your-loss.md"
+SETTINGS = bool | int | float | str  # an argument with a default of these types is not a tensor,
 COUNTED = ("ranks", "n")  # unless it is a count
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read off a signature."""
+    """The roles read from a signature."""
 
     roles: dict[str, str]  # argument -> role
     placed: frozenset[str]  # of these, the arguments read by position
@@ -82,7 +83,7 @@ def read(fn: Callable[..., Any], name: str, role: Callable[[str], str], main: Se
     if not plain:
         if not every or any(p.kind is p.VAR_POSITIONAL for p in every):
             return Reading({}, frozenset(), {}, (), swallows, tuple(main))
-        raise InputError(f"{_shown(name, every)} names none of its arguments. {_wrapper(name, main)}")
+        raise InputError(f"{_shown(name, every)} has no named argument. {wrapper(name, main)}")
     counted = (*COUNTED, "parts") if any(role(p.name) == "totals" for p in plain) else COUNTED
     told = lambda p, r: r in counted or not isinstance(p.default, SETTINGS)
     roles = {p.name: r for p in plain if (r := role(p.name)) and told(p, r)}
@@ -97,21 +98,22 @@ def read(fn: Callable[..., Any], name: str, role: Callable[[str], str], main: Se
     if twice and roles[twice[0]] in main:
         raise InputError(
             f"{_shown(name, every)}: upref cannot tell which of {' and '.join(twice)} is {CALLED[roles[twice[0]]]}. "
-            + _wrapper(name, main)
+            + wrapper(name, main)
         )
     missing = [r for r in main if r not in roles.values()]
     free = [p for p in plain if p.name not in roles and p.default is p.empty and p.kind is not p.KEYWORD_ONLY]
     placed: list[tuple[str, str]] = []
     if missing and (free or not set(missing) <= set(spare)):
         if odd := [p.name for p in free if not_given(p.name)]:
-            raise InputError(f"{_shown(name, every)}: {odd[0]} is nothing that upref gives. {_wrapper(name, main)}")
+            shown = _shown(name, every)
+            raise InputError(f"{shown}: upref has no value for the argument {odd[0]!r}. {wrapper(name, main)}")
         one = len(missing) == len(free) == 1 and (missing[0] != "logp_old" or may_be_old(free[0].name))
         if one or (len(missing) == len(main) and len(free) >= len(main)):
             placed = list(zip((p.name for p in free), missing, strict=False))
         else:
             which = " and which ".join(CALLED[r] for r in missing)
             said = f"{_shown(name, every)}: upref cannot tell which argument is {which}."
-            raise InputError(f"{said} {_wrapper(name, main)}")
+            raise InputError(f"{said} {wrapper(name, main)}")
     roles |= dict(placed)
     ordered = {p.name: roles[p.name] for p in plain if p.name in roles}
     own = {p.name: p for p in plain if p.name not in roles}
@@ -135,7 +137,9 @@ def _shown(name: str, every: Sequence[inspect.Parameter]) -> str:
     return f"{name}({', '.join(stars(p) + p.name for p in every)})"
 
 
-def _wrapper(name: str, main: Sequence[str]) -> str:
+def wrapper(name: str, main: Sequence[str]) -> str:
+    """What to do about a function whose arguments cannot be read."""
     called = ", ".join(CALLED[r] for r in main)
     inner = name.rpartition(":")[2].rpartition(".")[2] or "f"
-    return f"Name them {called}, or check a wrapper: `def loss({called}): return {inner}(...)`."
+    how = f"Use the names {called}, or check a wrapper: `def loss({called}): return {inner}(...)`."
+    return f"{how} {WRAP_PAGE} has examples."

@@ -2,9 +2,11 @@
 """What `upref.identify` answers: an equivalence class of objectives, or the nearest of those that it is not."""
 
 import json
+import shlex
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from upref.aggregation import AGGREGATIONS
 from upref.result import Result
 from upref.verify.report import row, short, some, styled
 
@@ -114,10 +116,11 @@ class Identity(Result):
         """How it differs, on which smallest batch."""
         m = self.matches[0]
         hp = [f"{k}={v:.7g}" for k, v in m.hp.items() if v is not None and (k != "beta" or v)]
+        agg = "" if m.own or m.agg not in AGGREGATIONS else m.agg
         if ":" in self.loss:
-            return " ".join([f"upref check {self.loss} --as '{m.name}'" if "(" in m.name else
-                             f"upref check {self.loss} --as {m.name}", *(f"--hp {x}" for x in hp)])  # fmt: skip
-        return f"upref.check({', '.join([self.loss, repr(m.name), *hp])})"
+            said = ["upref check", shlex.quote(self.loss), "--as", shlex.quote(m.name), *[f"--agg {agg}"] * bool(agg)]
+            return " ".join([*said, *(f"--hp {x}" for x in hp)])
+        return f"upref.check({', '.join([self.loss, repr(m.name), *[f'agg={agg!r}'] * bool(agg), *hp])})"
 
     def _head(self) -> str:
         if self.kind == "none":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from upref.foreign import SHAPES, Loss, fit, read
+from upref.foreign import FIRST, SHAPES, Loss, fit, read
 from upref.registry import Objective, get
 from upref.verify import oracles
 from upref.verify.measure import EXACT, HABIT, Case, held
@@ -21,17 +21,19 @@ def every() -> list[Oracle]:
 
 
 @tidy
-def check(loss: Any, objective: str | Objective, *, skip: Sequence[str] = (), **hp: Any) -> Report:
+def check(loss: Any, objective: str | Objective, *, agg: str = "", skip: Sequence[str] = (), **hp: Any) -> Report:
     """Whether `loss` is the objective: a Report, true where every oracle agrees, with notes on harmless habits.
 
     loss: a callable `(log_prob, old_log_prob, advantages, mask) -> scalar` to be minimised, an Objective, a trainer
     class of TRL's, or a name: package.module:function, path/to/file.py:function, verl:loss_mode, trl:loss_type (see
     upref.foreign for what it may take and answer). hp are the objective's hyperparameters; the loss gets those that it
-    takes by name and keeps its own defaults for the rest; one that only the loss has goes to the loss alone. skip:
-    names of oracles not to run. Raises InputError where the loss cannot be run at all.
+    takes by name and keeps its own defaults for the rest; one that only the loss has goes to the loss alone. agg: an
+    aggregation in place of the objective's own, a name of upref.aggregation.AGGREGATIONS. skip: names of oracles not to
+    run. Raises InputError where the loss cannot be run at all.
     """
     start = time.perf_counter()
     o = objective if isinstance(objective, Objective) else get(objective)
+    o = o.aggregated(agg) if agg else o
     must_know(every(), skip)
     one = read(loss, o, hp)
     case = held(one, o, o.resolve({k: v for k, v in hp.items() if k in o.hyperparameters}))
@@ -45,7 +47,8 @@ def check(loss: Any, objective: str | Objective, *, skip: Sequence[str] = (), **
     tolerances = {"weight, relative": case.tol, "silent below": EXACT if case.tol == HABIT else case.tol}
     seconds = time.perf_counter() - start
     settings = "; ".join(filter(None, [one.settings, as_shipped(one, case)]))
-    return Report(one.name, o.name, case.hp, found, one.read_as, contract(case), ran, tolerances, seconds, settings)
+    name = f"{o.name} with {agg}" if agg else o.name
+    return Report(one.name, name, case.hp, found, one.read_as, contract(case), ran, tolerances, seconds, settings)
 
 
 def as_shipped(loss: Loss, case: Case) -> str:
@@ -66,7 +69,7 @@ def contract(case: Case) -> list[str]:
     loss, out = case.loss, list(case.loss.contract)
     if "group" not in loss.reads and case.o.agg == "group-token-mean":
         out.append("the loss takes no group ids: the batch counts as one group, as in DAPO's code, verl and TRL")
-    if loss.adv_shape != "BT":
+    if loss.adv_shape not in ("BT", FIRST):
         out.append(f"it takes advantages as {SHAPES[loss.adv_shape]}: one per response")
     if loss.float_mask:
         out.append("it takes the mask as numbers")
