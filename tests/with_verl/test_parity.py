@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The live comparison lets every objective through in every dtype, and stops a loss that is a little wrong."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 import upref
 from repro.with_verl import parity as script
 from upref import InputError, Totals
+from upref.diagnostics import live
 from upref.integrations.parity import Monitor, ParityError, compare, roundings
 from upref.weights.batches import batch
 
@@ -206,3 +209,12 @@ def test_where_the_band_is_finer_than_the_dtype_it_says_so(caplog):
     assert found["upref/parity_blind"] == 1 and "100 % of the tokens" in caplog.text
     for name, dtype in (("gspo", torch.float32), ("dapo", torch.bfloat16)):
         assert Monitor(upref.get(name))(*a_mini_batch(name, dtype))["upref/parity_blind"] < 0.1
+
+
+def test_the_glossary_has_every_logged_metric():
+    loss, batch, hp = a_mini_batch("gspo", torch.float32)
+    logged = Monitor(upref.get("gspo"))(loss, batch, hp)
+    logged |= live(upref.get("gspo"), *(batch[k] for k in ("logp", "logp_old", "adv", "mask")), hp)
+    page = (Path(__file__).parents[2] / "docs/glossary.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert logged.keys() <= {f"upref/{name}" for row in rows for name in re.findall(r"`([^`]+)`", row)}
