@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shapes in which a user-supplied loss takes its advantages and mask, found by calling it on a small batch."""
+
+from dataclasses import replace
+
+import torch
+
+from upref.aggregation import Totals
+from upref.errors import InputError
+from upref.foreign.loss import FIRST, SHAPES, Loss
+from upref.rollouts import Rollouts
+
+
+def fit(loss: Loss) -> Loss:
+    """With the shapes of advantages and mask in which it runs and keeps its responses apart, the plainest first."""
+    said: dict[str, str] = {}
+    runs: list[tuple[float, int, Loss]] = []
+    for shape in [loss.adv_shape] if loss.framework else list(SHAPES):
+        for as_float in (False, True):
+            try:
+                one, leak = _tried(replace(loss, adv_shape=shape, float_mask=as_float))
+            except InputError as e:
+                said.setdefault(str(e), SHAPES[shape])
+                continue
+            if leak <= 1e-6:
+                return _one_per_response(one) if shape == "BT" and _reads_first_column(one) else one
+            runs.append((leak, len(runs), one))
+            break
+    if not runs and len(said) == 1:
+        raise InputError(*said)
+    if not runs:
+        raise InputError("; ".join(f"{e.rstrip('.')} (advantages {shape})" for e, shape in said.items()))
+    return min(runs)[2]
+
+
+def _tried(loss: Loss) -> tuple[Loss, float]:
+    """The loss, its form known, and how far the advantage of one response moves the gradients of others."""
+    b = loss.view(probe())
+    done, g = loss.outcome(b)
+    if not done.attached:
+        raise InputError(
+            f"the result of {loss.name} has no gradient: it is computed under no_grad, detached, or a new tensor."
+        )
+    if not done.value.isfinite():
+        raise InputError(f"{loss.name} is {done.value.item()} on a good batch (π_θ = π_old, finite log-probabilities).")
+    loss = replace(loss, form=done.form, wrapped=done.wrapped, backs=done.backs)
+    A = b.adv.clone()
+    A[0] *= 1.5
+    elsewhere = (loss.gradient(replace(b, adv=A)) - g)[1:][b.mask[1:]]
+    size = g[b.mask].abs().max().item()
+    return loss, elsewhere.abs().max().item() / size if size else 0.0
+
+
+def _reads_first_column(loss: Loss) -> bool:
+    """Whether the advantages act through their first column alone."""
+    b = loss.view(probe())
+    column = torch.arange(b.mask.shape[1])
+    others = torch.where(column > 0, b.adv * (2 + column.sin()), b.adv)
+    try:
+        here, there, opposite = (loss.gradient(replace(b, adv=A)) for A in (b.adv, others, -others))
+    except InputError:
+        return False
+    return torch.equal(here, there) and not torch.equal(there, opposite)
+
+
+def _one_per_response(loss: Loss) -> Loss:
+    said = "advantages -> one per response, of which it reads the first column"
+    return replace(loss, adv_shape=FIRST, read_as=f"{loss.read_as}; {said}" if loss.read_as else said)
+
+
+def probe() -> Rollouts:
+    """On policy, ragged, more responses than tokens: no shape passes for another."""
+    mask = torch.arange(5) < torch.tensor([1, 3, 2, 5, 2, 3, 4, 1])[:, None]
+    lp = -0.6 - 0.3 * torch.arange(mask.numel(), dtype=torch.float64).reshape(mask.shape).sin()
+    A = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 1.5, -0.75], dtype=torch.float64)[:, None]
+    group = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    A, H, totals = A.expand(mask.shape).clone(), torch.ones_like(lp), Totals.of(mask, group)
+    return Rollouts(lp, lp.clone(), A, mask, group, lp - 0.1, H, totals)
