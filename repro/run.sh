@@ -5,7 +5,7 @@
 #   mini         train the objective and its baseline, tiny, on this CPU, and report
 #   reference    prove it, hold it against verl's and TRL's real losses, draw its maps
 #   trl          train Qwen2.5-0.5B-Instruct on GSM8K in TRL beside DAPO, on one GPU of 12 GB (--tiny: on this CPU)
-#   smoke        verl's own trainer with vLLM rollouts on the CPU, a tiny model
+#   smoke, cpu   verl's own trainer with vLLM rollouts on the CPU, a tiny model; cpu takes the path of the GPU scales
 #   gpu1, gpu8, paper   verl on GPUs: one GPU for a day, one machine for a weekend, the paper's settings
 #                (repro/with_verl/PAPER.md), in .venv-gpu, which it makes, or with the Python that has verl and vLLM
 #                already, as in verl's image: UPREF_PYTHON=python repro/run.sh ...   (--shakedown: two steps
@@ -48,6 +48,10 @@ case $scale in
     smoke)
         repro/venv.sh smoke
         exec .venv/bin/python -m repro.with_verl.cpu.smoke "$objective" "$@"
+        ;;
+    cpu)
+        repro/venv.sh smoke
+        exec .venv/bin/python -m repro.with_verl.run.launch "$objective" cpu "$@"
         ;;
 esac
 python=${UPREF_PYTHON-}

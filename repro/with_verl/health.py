@@ -22,8 +22,10 @@ LINES: tuple[tuple[str, str, Callable, Callable | None, str], ...] = (
     ("responses cut at the limit", "response_length/clip_ratio", mean, lambda x: x < 0.3,
      "more than 30 % of the responses are cut: allow longer ones (verl: data.max_response_length, TRL: "
      "max_completion_length), or turn thinking off (verl: +data.apply_chat_template_kwargs.enable_thinking=false)"),
+    ("responses ended by a stop token", "ended", mean, None, ""),
     ("responses aborted", "response/aborted_ratio", mean, lambda x: x == 0, "vLLM aborted responses: read verl.log"),
     ("tokens of a mean response", "response_length/mean", mean, None, ""),
+    ("seconds a step", "timing_s/step", mean, None, ""),
     ("score", "critic/score/mean", mean, None, ""),
     ("highest score", "critic/score/max", max, lambda x: x > 0, "no response scored: read the answers below"),
     ("groups without signal (dynamic sampling)", "training/filter_groups/evicted_samples", mean, None, ""),
@@ -43,9 +45,21 @@ def number(x: Any) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool) and x - x == 0
 
 
+def with_ended(data: Row) -> Row:
+    cut = data.get("response_length/clip_ratio")
+    return data | {"ended": 1 - cut - data.get("response/aborted_ratio", 0)} if number(cut) else data
+
+
+def ours(saved: Row) -> bool:
+    """Whether the reward reads `Answer:` or a box: the toy of the scale cpu and a user's own need not."""
+    given = [row["override"] for row in saved.get("overrides", []) if "custom_reward_function.path=" in row["override"]]
+    return not given or "repro.with_verl.reward.score" in given[-1]
+
+
 def lines(rows: list[Row], saved: Row) -> tuple[list[list[str]], list[str]]:
     """(measure, value, judgement) for each line that was logged; and what to change."""
     found, change = [], []
+    rows = [r | {"data": with_ended(r["data"])} for r in rows]
     for name, key, one, normal, cure in LINES:
         values = [r["data"][key] for r in rows if number(r["data"].get(key))]
         if values:
@@ -85,10 +99,9 @@ def page(run: Path, rows: list[Row], saved: Row) -> str:
     if told:
         read = mean(bool(ANSWER.search(a["output"])) for a in told)
         right = mean(a["score"] > 0 for a in told)
-        parts.append(
-            f"Of {len(told)} responses of the last step, {read:.0%} hold `Answer:` or a box, {right:.0%} score above 0."
-        )
-        if read < 0.5:
+        holds = f"{read:.0%} hold `Answer:` or a box, " if ours(saved) else ""
+        parts.append(f"Of {len(told)} responses that were scored last, {holds}{right:.0%} score above 0.")
+        if read < 0.5 and ours(saved):
             change.append("most responses contain no answer: compare the prompt with what the reward reads")
     parts.append(
         "To change:\n\n" + "\n".join(f"* {c}." for c in dict.fromkeys(change)) if change else "Nothing to change."

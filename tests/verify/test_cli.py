@@ -99,7 +99,13 @@ def test_import_is_light():
 def test_derive_exit_status(capsys, monkeypatch):
     assert run(capsys, "derive", "up_gspo")[0] == 0
     from upref import registry
+    from upref.cli import doctor
 
+    known = {"verl": "0.9.1", "trl": "9.0"}
+    monkeypatch.setattr(doctor, "_version", known.get)
+    found = doctor.examine()
+    assert found["verl"] == "0.9.1 (tested)" and found["vllm"] is None
+    assert found["trl"].startswith("9.0 (not tested: upref was tested with 1.16.")
     wrong = replace(upref.get("dapo"), name="wrong", closed_form=lambda r, A, *, eps_low, eps_high, c: A * r)
     monkeypatch.setitem(registry._OBJECTIVES, "wrong", wrong)
     assert run(capsys, "derive", "wrong")[0] == 1
@@ -110,7 +116,13 @@ def test_doctor(capsys, monkeypatch):
     report = json.loads(out)
     assert code == 0 and report["ok"] and str(len(upref.names())) in report["gradients"]
     from upref import registry
+    from upref.cli import doctor
 
+    known = {"verl": "0.9.1", "trl": "9.0"}
+    monkeypatch.setattr(doctor, "_version", known.get)
+    found = doctor.examine()
+    assert found["verl"] == "0.9.1 (tested)" and found["vllm"] is None
+    assert found["trl"].startswith("9.0 (not tested: upref was tested with 1.16.")
     wrong = replace(upref.get("dapo"), name="wrong", closed_form=lambda r, A, *, eps_low, eps_high, c: A * r)
     monkeypatch.setitem(registry._OBJECTIVES, "wrong", wrong)
     monkeypatch.setattr("upref.cli.doctor.names", lambda: ["dapo", "wrong"])

@@ -183,8 +183,21 @@ def test_a_shakedown_shows_eight_answers_in_full(tmp_path):
     for step in (2, 10):
         (tmp_path / f"answers/{step}.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers[: step + 6]))
     page = health.page(tmp_path, [row(1, **HEALTHY)], {})
-    assert "Of 16 responses of the last step, 100% hold `Answer:` or a box, 6% score above 0." in page
+    assert "Of 16 responses that were scored last, 100% hold `Answer:` or a box, 6% score above 0." in page
+    assert "| responses ended by a stop token | 0.9 |" in page
     assert page.count("\nthought") == 8 and "~~~~text\n" in page  # a fence longer than what the model wrote
+
+
+def test_a_reward_that_reads_no_box_is_not_blamed_for_it(tmp_path):
+    (tmp_path / "answers").mkdir()
+    (tmp_path / "answers/1.jsonl").write_text(json.dumps({"output": "3 3", "gts": "3", "score": 1.0}) + "\n")
+    path = "reward.custom_reward_function.path=pkg://"
+    pages = [
+        health.page(tmp_path, [row(1, **HEALTHY)], {"overrides": [{"override": path + module}]})
+        for module in ("repro.with_verl.reward.score", "repro.with_verl.cpu.toy")
+    ]
+    assert "most responses contain no answer" in pages[0] and "0% hold" in pages[0]
+    assert "Nothing to change." in pages[1] and "hold `Answer:`" not in pages[1]
 
 
 def test_what_is_left_is_predicted_again_from_a_measured_step():

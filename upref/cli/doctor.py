@@ -2,7 +2,9 @@
 """`upref doctor`: what is installed, and whether every gradient is right on this machine."""
 
 import platform
+import tomllib
 from importlib import metadata
+from importlib.resources import files
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from upref.registry import get, names
 from upref.weights.batches import batch, grad
 
 PARTS = ("torch", "numpy", "sympy", "matplotlib", "jaxtyping", "verl", "vllm", "transformers", "trl")
+TESTED = ("verl", "trl")  # whose trainers are run; frameworks/NAME/ledger.toml has the version
 TOLERANCE = 1e-12  # relative to the largest weight, float64
 
 
@@ -18,6 +21,7 @@ def examine() -> dict[str, Any]:
     """Versions (None where absent; nothing is imported to find out), devices, and the self-test. Key ok: all well."""
     report: dict[str, Any] = {"upref-rl": _version("upref-rl"), "python": platform.python_version()}
     report |= {part: _version(part) for part in PARTS}
+    report |= {part: _tested(part, report[part]) for part in TESTED if report[part]}
     report["cuda"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     if _version("upref"):
         report["warning"] = (
@@ -35,6 +39,12 @@ def _version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _tested(part: str, version: str) -> str:
+    ledger = tomllib.loads((files(f"upref.frameworks.{part}") / "ledger.toml").read_text(encoding="utf-8"))
+    known = ledger["ledger"]["version"]
+    return f"{version} ({'tested' if version == known else f'not tested: upref was tested with {known}'})"
 
 
 def _error(name: str) -> float:

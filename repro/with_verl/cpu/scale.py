@@ -58,7 +58,8 @@ def compose(objective: str, overrides: list[str], address: str = "") -> tuple[Ru
     total = next(
         (int(x.partition("=")[2]) for x in reversed(given) if x.startswith("trainer.total_training_steps=")), STEPS
     )
-    return Run(objective, scale, own + given, {}, [], directory, env), total
+    sources = dict.fromkeys(own, "the smoke scale's, for this CPU")
+    return Run(objective, scale, own + given, sources, [], directory, env), total
 
 
 def prepare(run: Run) -> None:
