@@ -50,8 +50,8 @@ case $scale in
         exec .venv/bin/python -m repro.with_verl.cpu.smoke "$objective" "$@"
         ;;
     cpu)
-        repro/venv.sh smoke
-        exec .venv/bin/python -m repro.with_verl.run.launch "$objective" cpu "$@"
+        [[ -n ${UPREF_PYTHON-} ]] || repro/venv.sh smoke
+        exec "${UPREF_PYTHON-.venv/bin/python}" -m repro.with_verl.run.launch "$objective" cpu "$@"
         ;;
 esac
 python=${UPREF_PYTHON-}
