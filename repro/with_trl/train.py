@@ -22,6 +22,7 @@ from repro.with_verl.config.model import local
 from repro.with_verl.place import RUNS
 from repro.with_verl.reward.score import compute_score
 from upref import InputError
+from upref.integrations.parity import ParityError
 
 MODEL, DATA = "Qwen/Qwen2.5-0.5B-Instruct", RUNS / "data"
 TEST = 128  # problems of the test set that a validation answers
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     except InputError as e:
         print(f"trl: {e}", file=sys.stderr)
         return 2
-    except upref.ParityError as e:
+    except ParityError as e:
         print(f"trl: {e}", file=sys.stderr)
         return 1
 
@@ -120,7 +121,7 @@ def run(args: argparse.Namespace, name: str, seed: int) -> Path:
     trainer = GRPOTrainer(
         model, log.scored(reward), settings(args.tiny, folder, seed, steps), train_dataset=rows_of(args, "train"),
         eval_dataset=rows_of(args, "test").select(range(16 if args.tiny else TEST)), processing_class=tokenizer,
-        objective=name, callbacks=[log], parity={"dump": str(folder / "parity")},
+        objective=name, callbacks=[log], parity={"dump": str(folder / "parity")}, step_check=True,
     )  # fmt: skip
     last = get_last_checkpoint(str(folder))
     log.begin(name, seed, steps, args, kept=int(last.rpartition("-")[2]) if last else 0)

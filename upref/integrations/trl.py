@@ -16,6 +16,10 @@ The first micro-batches of each process, and then every 50th, are compared with 
 `parity={"first": 8, "every": 20, "dump": DIR, "on_fail": "warn"}` sets how often, keeps what was compared, trains on
 (`upref/parity_alarms` counts); 0 and 0: never.
 
+`step_check=True` checks one optimizer step of a two-layer twin of the run before anything is loaded: on the CPU, in
+float32, with the run's family, head, LoRA, temperature, accumulation and padding. A difference stops the run with the
+report. Left out are sampling, rewards, mixed precision, and the entropy bonus, which TRL averages over micro-batches.
+
 What differs from the objective called on `Rollouts`, because of how TRL cuts its batches:
 
 * the counts are TRL's: tokens of a step are those of the generation batch, `num_items_in_batch`, divided by the number
@@ -41,11 +45,12 @@ from torch import Tensor
 from upref.aggregation import Totals, aggregate
 from upref.diagnostics import live
 from upref.errors import InputError
-from upref.integrations.parity import Monitor
+from upref.integrations.parity import Monitor, ParityError
 from upref.kl import ESTIMATORS
 from upref.logprobs import possible
 from upref.registry import Objective, get
 from upref.rollouts import one_per_response
+from upref.step.twin import trl_twin
 
 try:
     import trl
@@ -81,7 +86,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def __init__(
         self, model, reward_funcs=None, args=None, *more, objective: str | Objective, hp: dict[str, Any] | None = None,
-        parity: dict[str, Any] | None = None, **kw,
+        parity: dict[str, Any] | None = None, step_check: bool = False, **kw,
     ):  # fmt: skip
         behind = super()._compute_loss.__func__
         if behind is not trl.GRPOTrainer._compute_loss:
@@ -94,10 +99,20 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.monitor = Monitor(self.objective, **parity or {})
         if args is not None:
             refuse(self.objective, args)
+        if step_check:
+            self._check_twin(model, args, kw.get("peft_config"))
         super().__init__(model, reward_funcs, args, *more, **kw)
         tell(self.objective, self.args)
         self.loss_type = "sapo"  # of what TRL still computes (_rest): without advantages 0, and no metrics of its own
         self._forward: tuple = ()
+
+    def _check_twin(self, model: Any, args: Any, peft_config: Any) -> None:
+        """ParityError where one step of a two-layer twin of this run has another gradient than the objective."""
+        bare = type("Twin", (type(self),), {"__init__": GRPOTrainer.__init__})  # whatever a class of yours asks for
+        report = trl_twin(bare, self.objective, self.hyperparameters, model, args, peft_config)
+        if not report:
+            raise ParityError(f"step_check: a two-layer twin of this run has another gradient.\n{report}")
+        log.info("step_check: a two-layer twin agrees to %.1g of the gradient's norm", report.error)
 
     def _get_per_token_logps_and_entropies(self, *args, **kw):
         self._forward = super()._get_per_token_logps_and_entropies(*args, **kw)

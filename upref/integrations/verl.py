@@ -18,6 +18,9 @@ The first micro-batches of each process, and then every 50th, are compared with 
 `upref={parity: {first: 8, every: 20, dump: DIR, on_fail: warn}}` sets how often, keeps what was compared, and trains on
 (`upref/parity_alarms` counts); 0 and 0: never.
 
+`upref={step_check: true}` checks one optimizer step of a two-layer twin of the run (its family, head, padding, LoRA,
+KL and entropy terms), on the CPU in a process of its own, before the first step; a difference stops the run.
+
 What differs from the objective called on `Rollouts`, because of what verl hands to a loss:
 
 * one advantage per response where the objective acts on one: token advantages (GAE, KL in the reward) are refused;
@@ -37,6 +40,7 @@ import inspect
 import logging
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from upref import InputError, Objective, Totals, get, names
@@ -45,6 +49,7 @@ from upref.diagnostics import live
 from upref.integrations.parity import Monitor
 from upref.logprobs import possible
 from upref.rollouts import one_per_response
+from upref.step.verl import stop_unless_twin_agrees, twin_of
 
 try:
     from verl.trainer.ppo.core_algos import register_policy_loss
@@ -89,6 +94,7 @@ def register(objective: Objective):
     ) -> tuple[Tensor, dict[str, float]]:
         hp = hyperparameters(objective, config)
         monitor = monitor_of(objective, config)
+        _check_twin(objective, config, hp)
         _warn_of_aggregation(objective, loss_agg_mode)
         mask = response_mask.bool()
         log_prob, old_log_prob = possible(log_prob), possible(old_log_prob)
@@ -122,6 +128,7 @@ def hyperparameters(objective: Objective, config: Any) -> dict[str, Any]:
         )
     given = _section(config)
     given.pop("parity", None)
+    given.pop("step_check", None)
     if "beta" in given:
         raise InputError("verl adds the KL term: set actor.use_kl_loss and actor.kl_loss_coef, not upref.beta.")
     hp = objective.resolve(given)
@@ -145,6 +152,15 @@ def monitor_of(objective: Objective, config: Any) -> Monitor:
     if key not in _monitors:
         _monitors[key] = Monitor(objective, **wanted)
     return _monitors[key]
+
+
+def _check_twin(objective: Objective, config: Any, hp: dict[str, Any]):
+    """Before the first step, on the first rank: one step of a two-layer twin of this run, where step_check is set."""
+    if not _section(config).get("step_check") or not _first_time("twin", objective.name):
+        return
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        said = stop_unless_twin_agrees(twin_of(objective.name, hp, config, config.model_config))
+        log.info("step_check: %s", said)
 
 
 def _refuse_ignored_keys(objective: Objective, config: Any, hp: dict, given: dict):

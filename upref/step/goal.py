@@ -12,6 +12,7 @@ from upref.errors import InputError
 from upref.kl import ESTIMATORS
 from upref.registry import Objective
 from upref.step.rows import Padded
+from upref.verify.factors import promised
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,8 @@ class Goal:
             raise InputError("beta needs the reference model's log-probabilities: give every row `ref`.")
         if b.ref is not None:
             kl = ESTIMATORS[self.o.kl or "k3"](torch.where(b.mask, lp, 0), torch.where(b.mask, b.ref, 0))
-            out["KL"] = aggregate(kl, b.mask, self.o.agg, totals=totals)
-        out["H"] = aggregate(
-            H, b.mask, self.o.agg if self.o.agg != "seq-mean" else "seq-mean-token-mean", totals=totals
-        )
+            out["KL"] = aggregate(kl, b.mask, promised(self.o), totals=totals)
+        out["H"] = aggregate(H, b.mask, promised(self.o), totals=totals)
         out["Z"] = aggregate(Z, b.mask, "token-mean", totals=Totals.of(b.mask))
         return out
 

@@ -4,18 +4,14 @@
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from upref.errors import InputError
-from upref.step.case import BOUNDS, built, disturb, meant
-from upref.step.check import check_recorded
+from upref.step.case import BOUNDS, disturb
 from upref.step.families import tiny
-from upref.step.record import Recorded
-from upref.step.reference import TorchModel
-from upref.step.rows import AXES, Row
 from upref.step.settings import TRAINERS, Setting
 from upref.verify.report import Report
 
@@ -72,63 +68,25 @@ def run(trainer: str, only: str = "", say: Callable[[Outcome], Any] = lambda o: 
     return out
 
 
-def trl(s: Setting, cls: Any = None, **more: Any) -> Report:
+def trl(s: Setting) -> Report:
     """One setting of TRL's GRPOTrainer."""
     from upref.step import trl as t
 
     fields = dict(s.fields)
+    model: Any = disturb(tiny(s.family, **s.model))
     if lora := fields.pop("peft_config", None):
         from peft import LoraConfig, get_peft_model
 
-        model: Any = get_peft_model(t.tiny_model(s.family, **s.model), LoraConfig(task_type="CAUSAL_LM", **lora))
-    else:
-        model = t.tiny_model(s.family, **s.model)
-    rows = t.batch(**s.rows)
-    seen, _ = t.trained(model, fields, rows, s.step + 1, cls, **more)
-    its = t.expected_rows(seen, rows, fields)[s.step]
-    goal = {"scale": 1.0} | s.goal
-    at: dict[str, Any] = t.FIELDS | fields
-    if at["loss_type"] in ("dapo", "cispo", "vespo"):  # TRL divides by the mean number of tokens of a step
-        mine = sum(map(sum, (r.trains for r in its)))
-        every = at["steps_per_generation"] // at["gradient_accumulation_steps"]
-        masked = at.get("mask_truncated_completions")
-        every_token = sum(sum(r.trains) for r in rows if not masked or r.response[-1] == t.END)
-        goal["scale"] *= mine / (every_token / every)
-    if goal.get("entropy_coef"):  # TRL's entropy bonus is a mean over tokens whatever the policy term's normalizer is
-        goal["entropy_coef"] /= goal["scale"]
-    bound = BOUNDS[torch.bfloat16] if s.half else None
-
-    def at_step(n: int, rows: list[Row]) -> Report:
-        one = Recorded(seen.model, [seen.steps[n]])
-        return check_recorded(one, [rows], s.objective, temperature=at["temperature"], without=AXES, bound=bound,
-                              **goal, **s.hp)  # fmt: skip
-
-    report = at_step(s.step, its)
-    if report or not s.step:
-        return report
-    # TRL's forward pass makes the old log-probabilities too: where it is wrong, the first step, with r = 1, is clearer
-    goal["scale"] = s.goal.get("scale", 1.0)
-    first = [replace(r, old=None) for r in t.expected_rows(seen, rows, fields)[0]]
-    if "dapo" == at["loss_type"]:
-        goal["scale"] *= sum(map(sum, (r.trains for r in first))) / (every_token / every)
-    if goal.get("entropy_coef"):
-        goal["entropy_coef"] = s.goal["entropy_coef"] / goal["scale"]
-    again = at_step(0, first)
-    return report if again else replace(report, findings=again.findings)
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
+    return t.report(model, fields, t.batch(**s.rows), s.objective, s.hp, s.goal, step=s.step,
+                    bound=BOUNDS[torch.bfloat16] if s.half else None)  # fmt: skip
 
 
 def verl(s: Setting) -> Report:
     """One setting of verl's TrainingWorker."""
     from upref.step import verl as v
 
-    fields = dict(s.fields)
-    T = fields.pop("temperature", 0.7)
-    model = disturb(tiny(s.family, **s.model))
-    goal = meant(s.objective, dict(s.hp), T, **{k: x for k, x in s.goal.items() if k != "scale"})
-    rows = built(TorchModel(model), goal, None, ["temperature"] * (T == 1), coarse=s.half).rows
-    seen = v.trained(model, rows, T, **fields)
-    bound = BOUNDS[torch.bfloat16] if s.half else None
-    return check_recorded(seen, rows, s.objective, temperature=T, without=AXES, bound=bound, **s.goal, **s.hp)
+    return v.report(disturb(tiny(s.family, **s.model)), s.objective, s.hp, s.goal, half=s.half, **s.fields)
 
 
 ONE: dict[str, Callable[[Setting], Report]] = {"trl": trl, "verl": verl}

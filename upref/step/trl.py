@@ -19,11 +19,12 @@ import torch
 from torch import nn
 
 from upref.errors import InputError, importing
-from upref.step.case import disturb, meant
+from upref.registry import Objective, get
+from upref.step.check import StepReport, check_recorded
 from upref.step.families import END, V
 from upref.step.forward import Forward
 from upref.step.record import Recorded, record_step
-from upref.step.rows import Row, made
+from upref.step.rows import AXES, Row, made
 
 GENERATIONS = 4  # responses of a group
 FIELDS = dict(
@@ -33,6 +34,14 @@ FIELDS = dict(
     report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", logging_strategy="no",
     disable_tqdm=True, shuffle_dataset=False,
 )  # fmt: skip
+
+
+def default_config() -> Any:
+    """A GRPOConfig as TRL makes it, on the CPU."""
+    import trl
+
+    with tempfile.TemporaryDirectory() as folder:
+        return trl.GRPOConfig(output_dir=folder, use_cpu=True, bf16=False)
 
 
 def tokenizer() -> Any:
@@ -142,11 +151,40 @@ def _log_probs(seen: Recorded, n: int, rows: Sequence[Row], T: float) -> list:
     return Forward(seen.model, list(rows), T).lp()
 
 
-def tiny_model(family: str, **changes: Any) -> nn.Module:
-    """A disturbed tiny model of the family."""
-    from upref.step.families import tiny
+def report(
+    model: nn.Module, fields: dict[str, Any], rows: list[Row], objective: Any, hp: dict[str, Any],
+    goal: dict[str, Any], *, step: int = 1, bound: float | None = None, cls: Any = None,
+    more: dict[str, Any] | None = None,
+) -> StepReport:  # fmt: skip
+    """Train on these rows, and hold one optimizer step against the objective, over the tokens that TRL divides by.
 
-    return disturb(tiny(family, **changes))
+    step: which one; from 1 on r is off 1. goal: beta, entropy_coef, clip, scale. The rest is as for `trained`.
+    """
+    seen, _ = trained(model, fields, rows, step + 1, cls, **more or {})
+    at: dict[str, Any] = FIELDS | fields
+    every = at["steps_per_generation"] // at["gradient_accumulation_steps"]
+    o = objective if isinstance(objective, Objective) else get(objective)
+    ends = lambda r: r.response[-1] == END or not at.get("mask_truncated_completions")
+    tokens = sum(sum(r.trains) for r in rows if ends(r)) / every  # TRL divides by the mean number of a step
+
+    def at_step(n: int, its: list[Row]) -> StepReport:
+        g = {"scale": 1.0} | goal
+        if at["loss_type"] in ("dapo", "cispo") and o.agg in ("token-mean", "group-token-mean"):
+            g["scale"] *= sum(sum(r.trains) for r in its) / tokens
+        if at["loss_type"] == "vespo":  # its paper's mean over responses, by tokens
+            g["scale"] *= len(its) / tokens
+        if g.get("entropy_coef"):  # a mean over tokens, whatever the policy term's normalizer is
+            g["entropy_coef"] /= g["scale"]
+        one = Recorded(seen.model, [seen.steps[n]])
+        return check_recorded(one, [its], o, temperature=at["temperature"], without=AXES, bound=bound, **g, **hp)
+
+    each = expected_rows(seen, rows, fields)
+    found = at_step(step, each[step])
+    if found or not step:
+        return found
+    # TRL's forward pass makes the old log-probabilities too: where it is wrong, the first step, with r = 1, is clearer
+    again = at_step(0, [replace(r, old=None) for r in each[0]])
+    return found if again else replace(found, findings=again.findings)
 
 
 @contextlib.contextmanager
@@ -165,6 +203,3 @@ def _quiet():
         logging.disable(level)
         os.environ.clear()
         os.environ.update(before)
-
-
-__all__ = ["batch", "expected_rows", "meant", "tiny_model", "trained"]

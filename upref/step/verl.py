@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's unmodified TrainingWorker as a step: FSDP2 over gloo in this process, without Ray.
 
+One file, because the twin of a run is the same step.
 verl takes the old log-probabilities from its batch, so that one optimizer step shows every regime.
 """
 
@@ -8,19 +9,27 @@ import contextlib
 import io
 import logging
 import os
+import pickle
+import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from upref.aggregation import verl_name
 from upref.errors import InputError, importing
+from upref.registry import get
+from upref.step.case import BOUNDS, built, meant
+from upref.step.check import StepReport, check_recorded
 from upref.step.record import Recorded, Step, watched
 from upref.step.reference import TorchModel, unwrapped
-from upref.step.rows import Padded, Row
+from upref.step.rows import AXES, Padded, Row
+from upref.step.twin import twin
 
 ENGINE = dict(strategy="fsdp2", mixed_precision=dict(param_dtype="fp32", reduce_dtype="fp32"), use_torch_compile=False,
               micro_batch_size_per_gpu=4, use_dynamic_bsz=False, max_token_len_per_gpu=4096)  # fmt: skip
@@ -78,6 +87,79 @@ def trained(
     if not steps:
         raise InputError("verl took no optimizer step: the norm of its gradient was not finite.")
     return Recorded(reference, steps)
+
+
+def report(
+    model: Any, objective: Any, hp: dict[str, Any], goal: dict[str, Any], *, temperature: float = 0.7,
+    half: bool = False, **fields: Any,
+) -> StepReport:  # fmt: skip
+    """One optimizer step of verl's worker on rows of upref's, held against the objective; fields: as for `trained`."""
+    meaning = meant(objective, dict(hp), temperature, **{k: x for k, x in goal.items() if k != "scale"})
+    rows = built(TorchModel(model), meaning, None, ["temperature"] * (temperature == 1), coarse=half).rows
+    seen = trained(model, rows, temperature, **fields)
+    return check_recorded(seen, rows, objective, temperature=temperature, without=AXES,
+                          bound=BOUNDS[torch.bfloat16] if half else None, **goal, **hp)  # fmt: skip
+
+
+def twin_report(spec: dict[str, Any]) -> StepReport:
+    """The step of a two-layer twin of a run, in float32; spec: from `twin_of`."""
+    o = get(spec["objective"])
+    own = verl_name(o.level, o.agg)
+    actor = spec["actor"] | dict(clip_ratio_c=3.0, loss_agg_mode=own, policy_loss=dict(
+        loss_mode=f"upref/{o.name}", upref=spec["hp"] | {"parity": {"first": 0, "every": 0}}))  # fmt: skip
+    size = dict(micro_batch_size_per_gpu=3, max_token_len_per_gpu=40)
+    engine = spec["engine"] | (dict(micro_batch_size_per_gpu=8, use_dynamic_bsz=False) if o.coupled else size)
+    kl = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}.get(actor["kl_loss_type"], actor["kl_loss_type"])
+    if beta := actor["kl_loss_coef"] if actor["use_kl_loss"] else 0.0:
+        o = replace(o, kl=kl)
+    model = twin(spec["config"], attn_implementation=spec["attention"])
+    goal = dict(beta=beta, entropy_coef=actor["entropy_coeff"])
+    return report(model, o, spec["hp"], goal, actor=actor, engine=engine, model_config=spec["model"],
+                  attention=model.config._attn_implementation)  # noqa: SLF001  # fmt: skip
+
+
+ACTOR_KEPT = ("use_kl_loss", "kl_loss_coef", "kl_loss_type", "entropy_coeff")
+ENGINE_KEPT = ("use_dynamic_bsz", "entropy_from_logits_with_chunking", "entropy_checkpointing")
+MODEL_KEPT = ("use_remove_padding", "use_fused_kernels", "enable_gradient_checkpointing", "lora_alpha",
+              "target_modules", "exclude_modules")  # fmt: skip
+
+
+def twin_of(objective: str, hp: dict[str, Any], actor: Any, model: Any) -> dict[str, Any]:
+    """What a twin takes over of an actor's and a model's configuration (verl's classes, or hydra's sections)."""
+    if (strategy := actor.get("strategy")) not in ("fsdp", "fsdp2"):
+        raise InputError(f"step_check runs verl's FSDP worker, and strategy={strategy}: leave step_check out.")
+    engine = actor.get("engine") or actor.get("fsdp_config") or {}
+    kept = lambda section, names: {k: section.get(k) for k in names if section.get(k) is not None}
+    how = dict(model.get("override_config") or {})
+    its = kept(model, MODEL_KEPT) | ({"lora_rank": 4} if model.get("lora_rank") else {})
+    if its.get("use_fused_kernels"):  # Triton's need a GPU
+        its["fused_kernel_options"] = {"impl_backend": "torch"}
+    own = {k: v for k, v in hp.items() if k != "beta"}
+    return dict(
+        objective=objective, hp=own, config=model.get("hf_config") or model.get("path"),
+        attention=how.get("attn_implementation", "flash_attention_2"), actor=kept(actor, ACTOR_KEPT),
+        engine=kept(engine, ENGINE_KEPT) | kept(actor, ENGINE_KEPT[:1]), model=its,
+    )  # fmt: skip
+
+
+def stop_unless_twin_agrees(spec: dict[str, Any]) -> str:
+    """Run `twin_report` in a process of its own, without GPUs and ranks; what it prints.
+
+    Raises:
+        RuntimeError: the gradient is not the objective's; with the report.
+        InputError: no twin of this run can be made.
+    """
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    clean |= {"CUDA_VISIBLE_DEVICES": "", "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda",
+              "VERL_USE_EXTERNAL_MODULES": "upref.integrations.verl"}  # fmt: skip
+    child = subprocess.run([sys.executable, "-m", "upref.step.verl"], input=pickle.dumps(spec), env=clean,
+                           capture_output=True)  # fmt: skip
+    said, wrong = child.stdout.decode().strip(), child.stderr.decode().strip()
+    if child.returncode == 1:
+        raise RuntimeError(f"step_check: a two-layer twin of this run has another gradient.\n{said}")
+    if child.returncode:
+        raise InputError(f"step_check could not run: {wrong.splitlines()[-1][:300] if wrong else 'it was killed'}")
+    return said
 
 
 def _adapted(model: nn.Module, module: Any) -> nn.Module:
@@ -159,3 +241,12 @@ def _restored(model: nn.Module) -> Iterator[None]:
                     setattr(c, k, had[k])
         for m, had in names.items():
             vars(sys.modules[m]).update(had)
+
+
+if __name__ == "__main__":
+    try:
+        its_report = twin_report(pickle.loads(sys.stdin.buffer.read()))
+    except InputError as e:
+        sys.exit(print(e, file=sys.stderr) or 2)
+    print(its_report)
+    sys.exit(not its_report)

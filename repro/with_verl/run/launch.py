@@ -161,9 +161,32 @@ def train(
     show(run)
     tell(estimate, seeds)
     preflight.check_plugin(run, loss, estimator)
+    if machine is None and not check_step(cfg):
+        return 1
     facts = {"estimate": estimate.facts(), "gpu": m.gpu_name}
     status = start.start(run, estimate.steps, start.command_line(again), start.Patience.of(estimate), **facts)
     return told(run, status, shakedown)
+
+
+def check_step(cfg: Any) -> bool:
+    """Whether one optimizer step of a two-layer twin of this run, on this CPU, has the objective's gradient."""
+    from omegaconf import OmegaConf
+
+    from upref.step.verl import stop_unless_twin_agrees, twin_of
+
+    its = OmegaConf.to_container(cfg.actor_rollout_ref, resolve=True)
+    loss = its["actor"]["policy_loss"]
+    o = get(loss["loss_mode"].removeprefix("upref/"))
+    given = {k: v for k, v in (loss.get("upref") or {}).items() if k in o.hyperparameters}
+    hp = {k: v for k, v in o.resolve(given).items() if k != "beta"}
+    try:
+        print(f"step_check: {stop_unless_twin_agrees(twin_of(o.name, hp, its['actor'], its['model']))}")
+    except InputError as e:
+        print(f"step_check: not run: {e}")
+    except RuntimeError as e:
+        print(e, file=sys.stderr)
+        return False
+    return True
 
 
 def tell(e: Estimate, seeds: int) -> None:

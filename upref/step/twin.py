@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A two-layer twin of a run, checked before the run starts: its family, head and options, in the sizes of families.py.
+
+Kept are scales, softcaps, biases, tied heads, the kind of attention and its implementation. A sliding window is cut to
+the rows of a check, so that it acts. Dropout is off. FlashAttention needs a GPU: eager attention stands for it, because
+both apply a softcap in attention and sdpa does not.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from upref.errors import InputError, importing
+from upref.foreign.guard import undisturbed
+from upref.registry import Objective
+from upref.step.case import disturb
+from upref.step.check import StepReport
+from upref.step.families import FAMILIES, GATED, HEADS
+from upref.step.reference import unwrapped
+
+SIZES = GATED | HEADS | dict(sliding_window=6, moe_intermediate_size=24, num_experts=4, num_local_experts=4,
+                             num_experts_per_tok=2, shared_expert_intermediate_size=24)  # fmt: skip
+# fields of GRPOConfig that a twin takes over; micro-batches are cut to its eight responses
+TRL_KEPT = ("temperature", "beta", "scale_rewards", "num_iterations", "mask_truncated_completions", "disable_dropout",
+            "pad_to_multiple_of", "gradient_checkpointing", "gradient_checkpointing_kwargs", "cast_lm_head_to_fp32",
+            "use_bias_correction_kl", "per_device_train_batch_size", "gradient_accumulation_steps",
+            "steps_per_generation")  # fmt: skip
+RATES = {"sequence": 2e-6, "trajectory": 1e-3}  # learning rates at which r leaves 1, and not for good; else 0.01
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def twin(model: Any, peft_config: Any = None, **how: Any) -> nn.Module:
+    """A disturbed tiny model like this one, in float32.
+
+    Args:
+        model: a causal language model of transformers, plain or with PEFT's adapters; its config; or its name.
+        peft_config: of adapters that a trainer will add.
+        how: of AutoConfig.from_pretrained, where the model is a name; attn_implementation is the twin's too.
+
+    Raises:
+        InputError: no twin of this kind of model can be made.
+    """
+    with importing("transformers"):
+        from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+    net = unwrapped(model) if isinstance(model, nn.Module) else None
+    if net is not None and hasattr(net, "get_base_model"):
+        peft_config, net = peft_config or next(iter(net.peft_config.values())), net.get_base_model()
+    try:
+        attention = how.pop("attn_implementation", None)
+        config = AutoConfig.from_pretrained(model, **how) if isinstance(model, str) else getattr(net, "config", model)
+        if not isinstance(config, PreTrainedConfig):
+            raise TypeError(f"{type(model).__name__} has no configuration of transformers")
+        attention = attention or config._attn_implementation  # noqa: SLF001  its public name is of models
+        attention = attention if attention in (None, "eager", "sdpa") else "eager"
+        small = _shrunk(config)
+        if net is not None:
+            tiny = type(net)._from_config(small, attn_implementation=attention)  # noqa: SLF001  of any class of theirs
+        else:
+            tiny = AutoModelForCausalLM.from_config(small, attn_implementation=attention)
+        if peft_config is not None:
+            from peft import get_peft_model
+
+            few = {"r": 4, "lora_dropout": 0.0, "init_lora_weights": False}
+            kept = copy.deepcopy(peft_config)
+            for name, value in few.items():
+                if hasattr(kept, name):
+                    setattr(kept, name, value)
+            tiny = get_peft_model(tiny, kept)
+        tiny(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False)
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OSError, IndexError) as e:
+        what = model if isinstance(model, str) else type(model).__name__
+        said = " ".join(str(e).split())[:160]
+        raise InputError(f"no two-layer twin of {what} can be made ({said}): leave step_check out.") from e
+    return disturb(tiny.float())
+
+
+def _shrunk(config: Any) -> Any:
+    """A copy of the configuration with small sizes; what is not a size stays."""
+    had = config.to_dict()
+    name = had["model_type"].removesuffix("_text")
+    sizes = {k: v for k, v in (FAMILIES[name][1] if name in FAMILIES else SIZES).items() if type(v) is int}
+    new = {k: v for k, v in sizes.items() if had.get(k) is not None or k in ("hidden_size", "vocab_size", "head_dim")}
+    heads, shared = had.get("num_attention_heads"), had.get("num_key_value_heads")
+    if shared and heads:
+        new["num_key_value_heads"] = 4 if shared == heads else 1 if shared == 1 else 2
+    layers = next((had[k] for k in LAYERS if had.get(k)), 0)
+    kinds = had.get("layer_types") or had.get("block_types") or [0, 0]
+    other = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 1)  # two kinds of layers, if there are two
+    for k, v in had.items():
+        if isinstance(v, list) and (len(v) == layers > 2 or k == "block_types"):
+            new[k] = [v[0], v[other]]
+        elif ("drop" in k and isinstance(v, float)) or k == "router_aux_loss_coef":
+            new[k] = 0.0
+    new |= {k: 2 for k in LAYERS if had.get(k)}
+    dropped = ("torch_dtype", "dtype", "quantization_config", "auto_map", "_name_or_path", "transformers_version")
+    return type(config)(**{k: v for k, v in (had | new).items() if k not in dropped})
+
+
+def trl_twin(
+    cls: type, objective: Objective, hp: dict[str, Any], model: Any, args: Any = None, peft_config: Any = None
+) -> StepReport:  # fmt: skip
+    """One optimizer step of a twin of a run of `upref.integrations.trl`, on the CPU.
+
+    Args:
+        cls: the trainer's class, with the arguments of GRPOTrainer.
+        model, args, peft_config: the run's; args None: TRL's defaults.
+
+    Raises:
+        InputError: no twin of this model can be made, several processes train, or the objective needs a sampler.
+    """
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    from upref.step import trl
+
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise InputError("step_check needs one process: start the script once without a launcher, then drop it.")
+    if objective.sampler is not None:
+        raise InputError(f"{objective.name} corrects for the sampler, and a twin has none: leave step_check out.")
+    shared = [c._shared_state for c in (PartialState, AcceleratorState, GradientState)]  # noqa: SLF001
+    before = [dict(s) for s in shared]  # the run's device and ranks, which a trainer on the CPU overwrites
+    try:
+        with undisturbed():
+            at = {k: getattr(args or trl.default_config(), k) for k in TRL_KEPT}
+            asked = (args and args.model_init_kwargs) or {}
+            how = {k: asked[k] for k in ("attn_implementation", "revision", "trust_remote_code") if k in asked}
+            size, acc = min(2, at["per_device_train_batch_size"]), at["gradient_accumulation_steps"]
+            every = 8 // size  # micro-batches of the eight responses
+            acc = every if acc >= at["steps_per_generation"] * at["num_iterations"] else min(2, acc)
+            acc = 1 if objective.coupled else acc
+            at |= dict(per_device_train_batch_size=size, steps_per_generation=every, gradient_accumulation_steps=acc,
+                       learning_rate=RATES.get(objective.level, 0.01))  # fmt: skip
+            more = {"objective": objective, "hp": hp, "parity": {"first": 0, "every": 0}}
+            return trl.report(twin(model, peft_config, **how), at, trl.batch(), objective, hp, {"beta": at["beta"]},
+                              step=int(acc < every), cls=cls, more=more)  # fmt: skip
+    finally:
+        for s, kept in zip(shared, before, strict=True):
+            s.clear()
+            s.update(kept)
