@@ -15,7 +15,8 @@ from upref import __version__
 from upref.errors import InputError
 
 LOSS = (
-    "package.module:function, path/to/file.py:function, or a framework's own as it ships, verl:loss_mode, trl:loss_type"
+    "package.module:function, path/to/file.py:function, or a framework's own loss as shipped: verl:loss_mode, "
+    "trl:loss_type"
 )
 
 FOREIGN = ("check", "identify", "cap", "weights", "learn")  # verbs that run somebody's code
@@ -91,11 +92,11 @@ def _parser() -> argparse.ArgumentParser:
         c = sub.add_parser(name, help=text, description=text)
         c.set_defaults(command=name)
         c.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-        c.add_argument("--json", action="store_true", help="for a program to read")
+        c.add_argument("--json", action="store_true", help="machine-readable output")
         return c
 
-    c = command("check", "whether a loss (an advantage, a KL estimator, log-probs) is what it is meant to be")
-    c.add_argument("loss", metavar="LOSS", help=LOSS + "; verl:loss_mode@matched: with the objective's settings")
+    c = command("check", "check a loss (or an advantage, a KL estimator, log-probs) against a reference")
+    c.add_argument("loss", metavar="LOSS", help=LOSS + "; verl:loss_mode@matched sets what the objective asks for")
     what = c.add_mutually_exclusive_group(required=True)
     what.add_argument("--as", dest="name", metavar="NAME", help="the objective (`upref list`)")
     what.add_argument("--as-advantage", metavar="NAME", help="an advantage estimator: group_norm, leave_one_out, ...")
@@ -104,13 +105,13 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument("--agg", default="", metavar="NAME", help="aggregation in place of the objective's, e.g. token-mean")
     _hyperparameters(c)
     _limit(c)
-    c.add_argument("--skip", action="append", default=[], metavar="ORACLE", help="an oracle not to run")
-    c.add_argument("-v", "--verbose", action="store_true", help="also what was assumed, and each oracle")
-    c = command("identify", "which objective a loss is, with its hyperparameters, by its gradients")
+    c.add_argument("--skip", action="append", default=[], metavar="ORACLE", help="leave an oracle out")
+    c.add_argument("-v", "--verbose", action="store_true", help="also print what was assumed, and each oracle")
+    c = command("identify", "name the objective of a loss, with its hyperparameters, from its gradients")
     c.add_argument("loss", metavar="LOSS", help=LOSS)
     _limit(c)
-    c.add_argument("-v", "--verbose", action="store_true", help="also what was assumed")
-    c = command("audit", "a framework's losses, advantages and KL terms against the papers")
+    c.add_argument("-v", "--verbose", action="store_true", help="also print what was assumed")
+    c = command("audit", "compare a framework's losses, advantages and KL terms with the papers")
     c.add_argument("framework", choices=_frameworks())
     c.add_argument("--version", metavar="V", help="another version than the pinned one, or `newest`")
     c.add_argument("--source", metavar="CHECKOUT", help="audit this working copy of the framework")
@@ -121,51 +122,52 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--logprobs", action="store_true", help="check its log-probability functions instead")
     what.add_argument("--draft", action="store_true", help="print what the ledger lacks, to be finished by hand")
     c.set_defaults(verbose=False)
-    c = command("recipe", "what to set in a framework to train an objective as its paper has it")
+    c = command("recipe", "print the settings that give an objective in a framework")
     c.add_argument("name", metavar="NAME", help="the objective (`upref list`)")
     c.add_argument("--in", dest="framework", required=True, choices=_frameworks(), help="the framework")
     _hyperparameters(c)
     c.set_defaults(verbose=False)
-    c = command("audit-table", "whether a results table's numbers can be, and how often chance makes the winner's lead")
+    about = "test a results table for impossible values (GRIM test), and the leader's margin for chance"
+    c = command("audit-table", about)
     c.add_argument("file", nargs="?", metavar="FILE", help="the table; without it, Table 1 of fan2026up")
-    c.add_argument("--seed", type=int, default=0, help="of the draws (0 unless given)")
+    c.add_argument("--seed", type=int, default=0, help="seed of the random draws (default 0)")
     c.set_defaults(verbose=False)
-    c.epilog = """FILE is CSV or markdown, in per cent: a row `method,AIME24,AMC23,Average`, then a row for each method.
-        A row called n may say how many answers there were: 30x32 (problems x samples), or 674|675 to choose from."""
-    c = command("list", "the registered objectives, one line each")
+    c.epilog = """FILE is CSV or markdown, in per cent: a header `method,AIME24,AMC23,Average`, then one row a method.
+        An optional row named n gives the number of answers: 30x32 (problems x samples), or the candidates 674|675."""
+    c = command("list", "list the registered objectives")
     c.add_argument("--markdown", action="store_true", help="the table of docs/objectives.md")
-    c = command("show", "an objective: equation, weight, Cap, defaults and where they come from, source")
+    c = command("show", "show an objective: equation, weight, Cap, source of each default, code")
     c.add_argument("name", metavar="NAME")
     c = command("cap", "Probability Capacity: a table, or with -o a map")
     _curves(c)
     c.add_argument("--adv", type=float, default=1.0, metavar="+1|-1", help="sign of the advantage")
     _curves(command("weights", "gradient weight dJ/dlp: a table, or with -o a figure"))
-    c = command("explorer", "a web page to drag: Cap maps, weights and a small policy, any objectives side by side")
-    c.add_argument("file", metavar="FILE", help="where to write it: one file, .html, that needs no network")
-    c = command("derive", "sympy derives the gradient from the function that trains")
+    c = command("explorer", "write an interactive HTML page: Cap maps, weights and a small policy")
+    c.add_argument("file", metavar="FILE", help="the .html file to write; it needs no network")
+    c = command("derive", "derive the gradient with sympy, from the function that trains")
     c.add_argument("name", metavar="NAME|all")
-    c = command("learn", "the exercises of the course: all of them, or one, written or judged")
-    c.add_argument("lesson", nargs="?", type=int, metavar="N", help="write lessonNN.py here; where it is, judge it")
+    c = command("learn", "list the exercises of the course, or write and grade one")
+    c.add_argument("lesson", nargs="?", type=int, metavar="N", help="write lessonNN.py here; if it exists, grade it")
     _limit(c, 60)
     c.set_defaults(verbose=False)
-    c = command("claims", "every statement of fan2026up's theory and experiments, with a verdict and its evidence")
-    c.add_argument("--section", metavar="3|4.1|B", help="of this section or appendix only")
-    c.add_argument("--verdict", metavar="WORD", help="of this verdict only: proved, false, undecided, ...")
-    c.add_argument("--run", action="store_true", help="compute the verdicts again from their evidence; in a checkout")
+    c = command("claims", "list the statements of the paper fan2026up, with verdicts and evidence")
+    c.add_argument("--section", metavar="3|4.1|B", help="only this section or appendix")
+    c.add_argument("--verdict", metavar="WORD", help="only this verdict: proved, false, undecided, ...")
+    c.add_argument("--run", action="store_true", help="compute the verdicts again from their evidence (in a checkout)")
     c.add_argument(
         "--save",
         action="store_true",
-        help="with --run: write them where `upref claims` reads them (--verdict red: new and changed records only)",
+        help="with --run: store them for `upref claims` (--verdict red: new and changed records only)",
     )
-    c.add_argument("-v", "--verbose", action="store_true", help="also what each piece of evidence found")
+    c.add_argument("-v", "--verbose", action="store_true", help="also print what each piece of evidence found")
     c.epilog = (
-        """Exit status: 1 if a claim is red, that is if its evidence is missing, fails, or says two things at once."""
+        """Exit status: 1 if a claim is red, that is if its evidence is missing, fails or is inconsistent."""
     )
-    c = command("step", "whether the gradient of a trainer's whole step is its objective's, over settings and models")
+    c = command("step", "compare the gradient of a trainer's whole step with its objective's, over settings and models")
     c.add_argument("trainer", choices=("trl", "verl"))
-    c.add_argument("--only", default="", metavar="TEXT", help="settings whose name or model family holds it")
+    c.add_argument("--only", default="", metavar="TEXT", help="only settings whose name or model family contains TEXT")
     c.add_argument("--list", action="store_true", help="print the settings; run nothing")
-    command("doctor", "versions, optional parts, and a self-test of every gradient")
+    command("doctor", "print versions and optional parts, and test every gradient")
     return p
 
 
@@ -175,12 +177,12 @@ def _frameworks() -> list[str]:
 
 
 def _hyperparameters(c: argparse.ArgumentParser):
-    text = "hyperparameter, e.g. eps_high=0.28, or an argument of the loss alone"
+    text = "a hyperparameter, e.g. eps_high=0.28, or another argument of the loss"
     c.add_argument("--hp", action="append", default=[], metavar="K=V", help=text)
 
 
 def _limit(c: argparse.ArgumentParser, seconds: float = 600):
-    text = f"how long it may take altogether ({seconds:g} unless given)"
+    text = f"time limit (default {seconds:g})"
     c.add_argument("--timeout", type=_seconds, default=seconds, metavar="SECONDS", help=text)
 
 
@@ -190,7 +192,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0
     if not 0 < seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds between 0 and a million")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds between 0 and a million")
     return seconds
 
 

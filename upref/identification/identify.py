@@ -48,7 +48,7 @@ def identify(loss: Any) -> Identity:
     """
     with undisturbed() as changed:
         answer = _identified(loss, time.perf_counter())
-    more = [f"it changes {what}: set back afterwards" for what in sorted(changed)]
+    more = [f"it changes {what}: restored afterwards" for what in sorted(changed)]
     return replace(answer, contract=[*answer.contract, *more])
 
 

@@ -25,7 +25,7 @@ NEAR = torch.arange(-32, 33, dtype=torch.float64) / 16
 FAR = torch.tensor([s * x for x in (2.5, 3, 4, 6, 9, 12, 15, 19, 21, 40) for s in (1, -1)], dtype=torch.float64)
 Formula = Callable[[Tensor, Tensor], Tensor]
 GONE = "no gradient: it is computed under no_grad, or detached"
-CONSTANTS = "harmless while the caller passes tensors without requires_grad; .detach() makes it sure"
+CONSTANTS = "harmless as long as callers pass them without requires_grad; add .detach() to be safe"
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,8 @@ def pattern(b: Rollouts, found: Tensor, expected: Tensor, r: Tensor, use: Tensor
                 return f"every weight of this batch is {times} times what it should be"
         same, gone = (x - y).abs() <= tol * y.abs().clamp(min=0.1), x == 0
         if (same | gone).all():
-            return (
-                f"every weight is right or 0: {int((gone & ~same).sum())} of {same.numel()} count nothing that should"
-            )
+            dead = f"{int((gone & ~same).sum())} of {same.numel()} tokens"
+            return f"{dead} have no gradient and should have one; the others are right"
         k = torch.where(use & (expected.abs() > 1e-9), found / expected, torch.nan)
         if by_token and all(_constant(row[~row.isnan()], tol) for row in k):
             return "within each response of this batch the weights are right up to one factor"

@@ -14,6 +14,7 @@ from upref.result import Result
 UNKNOWN = "no known cause fits"
 SKIPPED = "skipped on request"
 RAN = ("ok", "failure", "note")
+USUAL = ("stop-gradient", "extremes")  # notes on habits of nearly every loss
 SHOWN, WIDE, LONGEST = 8, 400, 3000  # findings of a kind that are printed; characters of a field, and of a batch
 
 
@@ -112,7 +113,9 @@ class Report(Result):
         lines = [self._head(), *some([f.text() for f in self._few_batches()], "failures")]
         if self.failures and not any(f.cause for f in self.failures):
             lines.append(f"      likely    {UNKNOWN}; the numbers are what was found")
-        lines += some([f.text(verbose) for f in self.notes], "notes")
+        usual = [] if verbose else [f.oracle for f in self.notes if f.oracle in USUAL]
+        lines += some([f.text(verbose) for f in self.notes if f.oracle not in usual], "notes")
+        lines += [f"note  {', '.join(dict.fromkeys(usual))}: habits of nearly every loss (-v explains)"] * bool(usual)
         lines += [f"read as: {short(self.read_as)}"] if self.read_as else []
         left_out = {k: v for k, v in self.oracles.items() if v not in RAN}
         if verbose:
@@ -170,7 +173,7 @@ def row(key: str, text: str, width: int = 118) -> str:
 
 
 def tidy(check: Callable[..., Report]) -> Callable[..., Report]:
-    """Decorator: what the function under check changes of the process is set back afterwards, and noted."""
+    """Decorator: what the function under check changes of the process is restored afterwards, and noted."""
 
     @wraps(check)
     def one(*args, **kwargs) -> Report:
@@ -178,7 +181,7 @@ def tidy(check: Callable[..., Report]) -> Callable[..., Report]:
             report = check(*args, **kwargs)
         if not changed:
             return report
-        notes = [note("mutation", f"it changes {what}", cause="set back after the call") for what in sorted(changed)]
+        notes = [note("mutation", f"it changes {what}", cause="restored after the call") for what in sorted(changed)]
         ran = report.oracles | ({} if report.oracles.get("mutation") == "failure" else {"mutation": "note"})
         return replace(report, findings=[*report.findings, *notes], oracles=ran)
 

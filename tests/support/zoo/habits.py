@@ -222,7 +222,7 @@ LOSSES = [
           "no batch of floating-point numbers depends on it",
           N("strictly_inside", dapo(strictly_inside)), "dapo", "exactly"),
     Habit("a gradient would flow into π_old or A if their caller let it", NOTED,
-          "frameworks pass both without requires_grad; .detach() makes it sure",
+          "frameworks pass both without requires_grad; add .detach() to be safe",
           N("not_detached", not_detached), "dapo", "would flow"),
     Habit("`for g in range(max_id + 1)` over group ids, absent ones passed over", NOTED,
           "right for ids from 0 on; negative ids count nothing, and ids beyond 2^40 are not asked",

@@ -22,7 +22,7 @@ from upref.weights.batches import OFF_EDGES
 FIXED = ("logp_old", "adv", "logp_ref")  # what no gradient is to flow into
 NETWORK = "the gradient differs when log_prob is the output of a network, as in training, from that of a leaf tensor"
 UNDETACHED = "the gradient by log_prob differs with requires_grad set on {} as well"
-CONSTANTS = "harmless while the caller passes tensors without requires_grad; .detach() makes it sure"
+CONSTANTS = "harmless as long as callers pass them without requires_grad; add .detach() to be safe"
 
 
 @oracle("in-training", 5)
