@@ -45,7 +45,7 @@ def page(a: dict[str, Any], entries: list[Entry]) -> str:
         f"Audited on {a['date']}: `upref audit {name}`, exit status {int(not a['ok'])}.",
         "",
     ]
-    out += ["| what | held against | verdict | why, and where: with that repaired -> as it is |", "|---|---|---|---|"]
+    out += ["| what | compared with | verdict | why, and where: with that repaired -> as it is |", "|---|---|---|---|"]
     for r in a["rows"]:
         why = "; ".join(_because(r, words, spot, entries) for words, spot in r["reasons"])
         parts = f", in {r['micro_batches']} micro-batches" if r["micro_batches"] > 1 else ""

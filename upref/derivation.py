@@ -54,12 +54,12 @@ class Derivation:
 
 
 def derive(objective: str | Objective, mu: float = 0.25, **hp) -> Derivation:
-    """dJ/dlp in every regime (sign of A, r between the kinks), held against the weight written by hand.
+    """dJ/dlp in every regime (sign of A, r between the kinks), compared with the weight written by hand.
 
     Hyperparameters stay symbols, and the kinks are ordered as at their defaults (c, by default None, as at 3); those
     given are put in as numbers. mu = π_old(o_t) orders the kinks of objectives that depend on it. A mismatch is
     flagged in the text, with ok = False. An objective that sympy cannot read (the record's `unread`) is not refused:
-    the text says why, and autograd is held against the weight on a small batch instead.
+    the text says why, and autograd is compared with the weight on a small batch instead.
     """
     if isinstance(mu, bool) or not isinstance(mu, int | float) or not 0 < mu <= 1:
         raise InputError(f"mu is a probability in (0, 1], got {repr(mu)[:60]}.")

@@ -157,7 +157,7 @@ class Objective:
             raise InputError(f"{self.name} is computed of upref.Rollouts, not of a {type(b).__name__}.")
         if self.one_adv and not b.one_adv_per_response:
             raise InputError(
-                f"{self.name} wants one advantage per response, and the tokens of one differ: pass adv as [B, 1]."
+                f"{self.name} needs one advantage per response, and the tokens of one differ: pass adv as [B, 1]."
             )
         batch = (b.logp, b.logp_old, b.adv, b.mask, b.group, b.logp_ref, b.entropy, b.totals)
         return self.J(*batch, lp_sampler=b.logp_sampler, **hp)

@@ -3,7 +3,7 @@
 
 FOLDER holds owner+name/ for each repository, at the commit that losses.toml names. For each loss: what upref.check and
 upref.identify say, and by hand: autograd on random batches of its own against the formula of by_hand.py, and that
-formula against the objective that the loss is held against.
+formula against the objective that the loss is compared with.
 """
 
 import inspect

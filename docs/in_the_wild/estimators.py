@@ -26,7 +26,7 @@ class Estimator:
     held: str
     formula: str
     hand: Callable
-    same: bool  # the formula is what it is held against
+    same: bool  # the formula is what it is compared with
     wrap: Callable
 
 

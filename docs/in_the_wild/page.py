@@ -15,7 +15,7 @@ def read() -> tuple[dict, dict]:
 
 
 def right(found: dict) -> bool:
-    """Whether the verdict is what the formula, written by hand and held against the code, says."""
+    """Whether the verdict is what the formula, written by hand and compared with the code, says."""
     if "refused" in found:
         return found["raises"]
     agrees = found["off_formula"] is not None and found["off_formula"] < 1e-6

@@ -105,7 +105,7 @@ def _hyperparameters(o: Objective) -> str:
 def _frameworks(o: Objective) -> str:
     found = [(e, x) for e in read() for x in e.evidence if x.held_against.split(",")[0] == o.name]
     if not found:
-        return "No difference is on record. [What is held against what](../frameworks.md)."
+        return "No difference is on record. [What is compared with what](../frameworks.md)."
     status = lambda e: f"[{e.status}]({e.link})" if e.link else e.status
     rows = [(f"{e.framework} {e.version}", f"`{x.loss}`", e.reason, str(x), status(e)) for e, x in found]
     head = ["framework", "loss", "what differs", "where: weight expected -> found", "status"]

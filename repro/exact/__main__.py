@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=f"{', '.join(EXPERIMENTS)}; none: all of them")
     p.add_argument(
         "--arms", nargs="+", metavar="NAME[:K=V,...]",
-        help="objectives of the registry in the place of each experiment's own, e.g. dapo:eps_high=1 'up(sapo)'",
+        help="objectives of the registry in place of each experiment's own, e.g. dapo:eps_high=1 'up(sapo)'",
     )  # fmt: skip
     p.add_argument("--out", type=Path, help=f"folder to write to (default with all and no --arms: {OUT.name} beside "
                    "the code; else repro/out/exact)")  # fmt: skip

@@ -41,7 +41,7 @@ def path(
     adam: bool = False, **hp,
 ) -> Iterator[State]:  # fmt: skip
     """The states one after another, without end. lr and k: a number, or one per policy (k = 0: π_old stays); adam:
-    Adam's steps (betas 0.9, 0.999; eps 1e-8) in the place of plain ascent."""
+    Adam's steps (betas 0.9, 0.999; eps 1e-8) in place of plain ascent."""
     theta, S = theta.clone(), len(theta)
     lr, k = torch.as_tensor(lr, dtype=F64).expand(S), torch.as_tensor(k).expand(S)
     if not (lr.isfinite() & (lr > 0)).all() or (k < 0).any():

@@ -82,7 +82,7 @@ def test_one_advantage_per_response_may_be_given_once(objective):
 @pytest.mark.parametrize("name", [n for n in upref.names() if upref.get(n).agg == "seq-mean"])
 def test_an_objective_of_whole_responses_refuses_token_advantages(name):
     b = upref.Rollouts(**GOOD | dict(adv=torch.tensor([[1.0, 2.0], [-1.0, NAN], [NAN, 0.5]])))
-    with pytest.raises(upref.InputError, match=re.escape(f"{name} wants one advantage per response")):
+    with pytest.raises(upref.InputError, match=re.escape(f"{name} needs one advantage per response")):
         upref.get(name).loss(b)
 
 

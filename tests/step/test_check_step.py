@@ -60,7 +60,7 @@ def test_a_step_that_cannot_be_judged_gets_a_sentence(step, sentence, model):
 
 
 def test_a_trainer_that_cannot_be_handed_rows_is_recorded(model):
-    """Three epochs on the same rows: the weights move between the steps, and each is held against its own."""
+    """Three epochs on the same rows: the weights move between the steps, and each is compared with its own."""
     net = copy.deepcopy(model)
     rows = built(TorchModel(net), meant("dapo", {}, T), None, ()).rows
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)

@@ -152,7 +152,7 @@ def _warned(*_):
     warnings.warn("w" * 300, stacklevel=1)
 
 
-THEN: dict[str, Callable] = {  # of the inputs; the answer in the place of the loss, None for none
+THEN: dict[str, Callable] = {  # of the inputs; the answer in place of the loss, None for none
     "raises": _raises(ValueError("one\ntwo")), "raises much": _raises(RuntimeError("long " * 40_000)),
     "raises lines": _raises(KeyError("\n" * 9999)), "exits": lambda *_: sys.exit(0), "stops": _raises(StopIteration()),
     "interrupts": _raises(KeyboardInterrupt()), "memory": _raises(MemoryError()), "deep": _raises(RecursionError()),

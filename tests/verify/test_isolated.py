@@ -44,7 +44,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def audited(library, tmp_path, monkeypatch):
-    """The audit of a working copy in which this was written in the place of that."""
+    """The audit of a working copy in which this was written in place of that."""
     monkeypatch.setattr(isolated, "LIBRARY", library)
 
     def audit(old="", new=""):

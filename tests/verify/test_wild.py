@@ -214,7 +214,7 @@ def kl_by_width(log_prob, old_log_prob, advantages, mask, ref_log_prob):
 
 
 OLD = "old_log_prob has no effect: the ratio is of the policy to itself, always 1"
-SUMMED = "the product of the response's ratios stands in the place of the token's: one term for each response"
+SUMMED = "the product of the response's ratios replaces the token's: one term for each response"
 TWO = {
     product_and_kl: ("grpo", {"eps": 0.25, "beta": 0.04}, SUMMED),
     kl_by_tokens: ("grpo", {"eps": 0.2, "beta": 0.04},

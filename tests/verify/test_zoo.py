@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The zoo: every wrong loss is shown to be wrong without the checker, and then the checker must say so.
 
-`witnesses` is the second opinion: a handful of batches on which the loss is held against the registry's closed form.
+`witnesses` is the second opinion: a handful of batches on which the loss is compared with the registry's closed form.
 """
 
 import functools

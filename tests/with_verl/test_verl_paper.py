@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's tables as data, held against the LaTeX and against arithmetic; the scales against the tables."""
+"""The paper's tables as data, compared with the LaTeX and against arithmetic; the scales against the tables."""
 
 import re
 from pathlib import Path

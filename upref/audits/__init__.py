@@ -75,7 +75,7 @@ class Audit(Result):
         table = Table(title=title, title_justify="left", show_lines=True)
         for column in (
             self.framework,
-            "held against",
+            "compared with",
             "verdict",
             "why [ledger], and where: weight with that repaired -> found",
         ):

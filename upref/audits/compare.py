@@ -30,7 +30,7 @@ MICRO = 8
 
 @dataclass(frozen=True)
 class Comparison:
-    """A framework's loss with these fields of its config, the objective it is held against, why they differ."""
+    """A framework's loss with these fields of its config, the objective it is compared with, why they differ."""
 
     setting: str  # default | paper
     mode: str

@@ -24,7 +24,7 @@ Function = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Part:
-    """A framework's function, what it is held against, and why they differ.
+    """A framework's function, what it is compared with, and why they differ.
 
     found: called inside, in the reference's signature (see CASES). promise: a name of REFERENCES[kind], or a function
     in that signature. reasons: (words, the reference with this and all earlier reasons in it). leaves_out: cases that

@@ -29,7 +29,7 @@ STATUS = {
 
 @dataclass(frozen=True)
 class Evidence:
-    """One row of the audit: the loss, what it is held against, and the weight of one token; empty where none moves."""
+    """One row of the audit: the loss, what it is compared with, and the weight of one token; empty where none moves."""
 
     loss: str
     held_against: str

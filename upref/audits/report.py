@@ -48,7 +48,7 @@ def report(name: str, key: str) -> str:
     lines += [f"**Thread**: {e.thread or 'none found'}  "] + [f"**Fixed in**: {e.fixed}  "] * bool(e.fixed)
     lines += [f"**Proposed fix**: {e.fix}."] if e.fix else []
     lines += ["", f"Status by upref: *{e.status}* ({STATUS[e.status]}). Gradient weights of a token, with this alone"]
-    lines += ["repaired and as it is:", "", "| loss | held against | where: repaired -> found |", "|---|---|---|"]
+    lines += ["repaired and as it is:", "", "| loss | compared with | where: repaired -> found |", "|---|---|---|"]
     lines += [f"| `{x.loss}` | `{x.held_against}` | {x} |" for x in e.evidence]
     return "\n".join(lines)
 

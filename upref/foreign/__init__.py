@@ -32,7 +32,7 @@ __all__ = ["FIRST", "MAIN", "SHAPES", "Loss", "Outcome", "fit", "load", "name_of
 
 
 def neutral() -> Objective:
-    """An objective without hyperparameters: a loss that is held against nothing keeps its own."""
+    """An objective without hyperparameters: a loss that is compared with nothing keeps its own."""
     return replace(get("reinforce"), name="nothing", agg="token-mean")
 
 
@@ -157,7 +157,7 @@ def _bind(
 
 
 def takes(loss: Any, key: str) -> bool:
-    """Whether a loss that is held against nothing has an argument for this hyperparameter."""
+    """Whether a loss that is compared with nothing has an argument for this hyperparameter."""
     if isinstance(loss, str) and loss.startswith(("verl:", "trl:")):
         return False
     every = {p.name: p for p in parameters(load(loss) if isinstance(loss, str) else loss)}

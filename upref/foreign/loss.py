@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Anybody's loss as one frozen type: a function of Rollouts to the scalar that an optimiser would minimise."""
+"""A user-supplied loss as one frozen type: a function of Rollouts to the scalar that an optimiser would minimise."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -42,7 +42,7 @@ class Loss:
 
     name: str
     call: Callable[[dict[str, Any], dict[str, Any]], Any] = field(repr=False)
-    objective: Objective  # what it is held against: says how an unreduced answer is aggregated
+    objective: Objective  # what it is compared with: says how an unreduced answer is aggregated
     reads: frozenset[str]  # roles it takes
     takes: frozenset[str] = frozenset()  # hyperparameters of the objective that it takes by name
     swallows: bool = False  # it has **kwargs
@@ -213,7 +213,7 @@ _RETURN = (
 
 
 def _plain(x: Tensor) -> Tensor:
-    """Of a subclass, whose comparisons may be its own, the tensor."""
+    """The tensor without its subclass, which may redefine comparisons."""
     return x if type(x) is Tensor or type(x) is torch.nn.Parameter else x.as_subclass(Tensor)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table of roles: what an argument of anybody's function is called, and what it means.
+"""The one table of roles: what an argument of a user-supplied function is called, and what it means.
 
 A rule by the words of a name rather than a list of names, so that `behaviour_logprobs` is old and `curr_logps` new.
 """

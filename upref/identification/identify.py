@@ -237,7 +237,7 @@ def _term(box: BlackBox, m: Match) -> list[str]:
 
 
 def _against(box: BlackBox, m: Match) -> Case:
-    """The loss held against its match."""
+    """The loss compared with its match."""
     o = get(m.name)
     hp = o.resolve({k: v for k, v in m.hp.items() if v is not None})
     return replace(box.case, o=o, hp=hp, agg=box.agg or promised(o))

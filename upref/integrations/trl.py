@@ -30,7 +30,7 @@ What differs from the objective called on `Rollouts`, because of how TRL cuts it
   like compute their own from vLLM's log-probabilities, and TRL's vllm_importance_sampling_* are not read;
 * `beta` is GRPOConfig's, whose trainer loads the reference model; the KL term has the estimator of the objective's
   paper, its aggregation, and no ratio, so that use_bias_correction_kl=True is refused beside it;
-* an objective coupled over the batch (m2po) sees one micro-batch;
+* an objective coupled over the batch (m2po) gets one micro-batch;
 * aspo_code reads the entropies that TRL computes, of the policy at the sampling temperature.
 """
 
@@ -80,7 +80,7 @@ SCALE_REWARDS = {"group_norm": "group", "group_mean": "none"}  # the advantages 
 
 
 class GRPOTrainer(trl.GRPOTrainer):
-    """TRL's GRPOTrainer, or what stands behind it in a class of yours, with `objective` in place of a loss_type."""
+    """TRL's GRPOTrainer, or the trainer behind it in a class of yours, with `objective` in place of a loss_type."""
 
     beta: float
 
@@ -142,7 +142,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         A = A[:, None] if A.ndim == 1 else A
         if self.objective.one_adv and not one_per_response(A, mask):
             raise InputError(
-                f"upref/{self.objective.name} wants one advantage per response, and the tokens of one differ: choose "
+                f"upref/{self.objective.name} needs one advantage per response, and the tokens of one differ: choose "
                 "an objective of token level, or advantages of responses."
             )
         totals, ranks = self._totals(inputs, mask, mode)

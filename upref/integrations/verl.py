@@ -31,7 +31,7 @@ What differs from the objective called on `Rollouts`, because of what verl hands
 * no entropy: aspo_code cannot run;
 * KL and entropy terms are verl's (`use_kl_loss`, `kl_loss_coef`, `entropy_coeff`), aggregated by `actor.loss_agg_mode`.
   The objective's own aggregation is fixed; set loss_agg_mode to the same (one warning says which) so that they agree;
-* an objective coupled over the batch (m2po) sees one micro-batch;
+* an objective coupled over the batch (m2po) gets one micro-batch;
 * `algorithm.rollout_correction.bypass_mode=True` makes verl replace any loss_mode by its own `bypass_mode`.
 """
 
@@ -100,7 +100,7 @@ def register(objective: Objective):
         log_prob, old_log_prob = possible(log_prob), possible(old_log_prob)
         if objective.one_adv and not one_per_response(advantages, mask):
             raise InputError(
-                f"upref/{objective.name} wants one advantage per response, and the tokens of one differ: use an "
+                f"upref/{objective.name} needs one advantage per response, and the tokens of one differ: use an "
                 "outcome estimator (grpo, rloo, ...) without KL in the reward, or an objective of token level."
             )
         totals, dp_size = global_totals(config.global_batch_info, mask)

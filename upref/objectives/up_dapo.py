@@ -39,7 +39,7 @@ def up_dapo_weight(r, A, *, eps_low, c):
     note="The self-anchored form: gradient of up_dapo, but not its value nor its Hessian.",
 )
 def up_dapo_anchored(lp, lp_old, A, *, eps_low=0.2, c=None):
-    """As up_dapo, with π_θ/sg(π_θ) in the place of log π_θ."""
+    """As up_dapo, with π_θ/sg(π_θ) in place of log π_θ."""
     r = dual_clip(exp(lp - lp_old), A, c)
     return where(A > 0, A * exp(lp - sg(lp)), minimum(r * A, maximum(r, 1 - eps_low) * A))
 

@@ -41,7 +41,7 @@ def up_grpo_weight(r, A, *, eps, c):
     note="The self-anchored form: gradient of up_grpo, but not its value nor its Hessian.",
 )
 def up_grpo_anchored(lp, lp_old, A, *, eps=0.2, c=None):
-    """As up_grpo, with π_θ/sg(π_θ) in the place of log π_θ."""
+    """As up_grpo, with π_θ/sg(π_θ) in place of log π_θ."""
     r = dual_clip(exp(lp - lp_old), A, c)
     return where(A > 0, A * exp(lp - sg(lp)), minimum(r * A, maximum(r, 1 - eps) * A))
 

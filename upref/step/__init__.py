@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One whole training step held against the objective: is what the optimizer gets its gradient?
+"""One whole training step compared with the objective: is what the optimizer gets its gradient?
 
 rows.py       the responses of a step, without tensors
 goal.py       the objective with its KL term, bonuses and clip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`upref step`: a trainer's unmodified step over settings and families, each held against the float64 reference."""
+"""`upref step`: a trainer's unmodified step over settings and families, each compared with the float64 reference."""
 
 import json
 import time

@@ -170,7 +170,7 @@ def _absolute(key: str, v: Any, now: Any) -> bool:
 def _others(case: Case) -> Iterator[Slip]:
     o, hp = case.o, case.hp
     if not o.name.startswith("up("):
-        yield Slip(f"it is up({o.name}): log π_θ in the place of the clipped ratio where A > 0", "objective",
+        yield Slip(f"it is up({o.name}): log π_θ in place of the clipped ratio where A > 0", "objective",
                    objective=up(o), hp=hp)  # fmt: skip
     for p in (get(n) for n in names() if n != o.name and not get(n).coupled):
         own = {k: v for k, v in hp.items() if k in p.hyperparameters and v is not None}

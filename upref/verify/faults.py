@@ -41,7 +41,7 @@ class Slip:
     objective: str | Objective | None = None
     hp: dict[str, Any] = field(default_factory=dict)
     agg: str | None = None
-    J: Term | None = None  # in the place of the objective's function
+    J: Term | None = None  # in place of the objective's function
     view: Callable[[Rollouts], Rollouts] = lambda b: b
     scale: Callable[[Rollouts], Tensor | float] = lambda b: 1.0
     term: Callable[[Rollouts], Tensor] | None = None  # added to J
@@ -189,7 +189,7 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
     if not weighs:
         yield slip("clip", "A multiplies after the minimum: min(r, clip(r)) A, which bounds the wrong side where A < 0",
                    form(lambda r, A, lp: minimum(r, clip(r, 1 - lo, 1 + hi)) * A))  # fmt: skip
-    no_ratio = slip("ratio", "log π_θ stands in the place of the ratio where A <= 0 too",
+    no_ratio = slip("ratio", "log π_θ replaces the ratio where A <= 0 too",
                     form(lambda r, A, lp: A * lp))  # fmt: skip
     if o.name.startswith("up"):
         yield no_ratio
@@ -214,8 +214,8 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
     yield slip("clip", "only negative advantages are clipped", form(lambda r, A, lp: where(A < 0, ppo(r, A), r * A)))
     yield slip("clip", "the clip is that of PPO on both sides", form(lambda r, A, lp: ppo(r, A)))
     for said, of in (
-        ("the ratio of the response stands in the place of the token's", lambda x, m: mean_t(x, m)[:, None]),
-        ("the ratio of the token stands in the place of the response's", lambda x, m: x),
+        ("the ratio of the response replaces the token's", lambda x, m: mean_t(x, m)[:, None]),
+        ("the ratio of the token replaces the response's", lambda x, m: x),
         ("the response's log-ratio is summed, not averaged over its tokens", lambda x, m: sum_t(x, m)[:, None]),
         ("the response's log-ratio is averaged over the padded width, padding included: the mask is ignored",
          lambda x, m: x.mean(-1, keepdim=True)),
@@ -236,7 +236,7 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
         w = _slope(lambda lp, old, A, m: ppo(exp(sum_t(where(m, lp - old, 0), m))[:, None].expand_as(lp), A), b)
         return w / b.mask.sum(-1, keepdim=True) - (hp["beta"] * kl_slope(o.kl, b) if hp.get("beta") else 0)
 
-    words = "the product of the response's ratios stands in the place of the token's: one term for each response"
+    words = "the product of the response's ratios replaces the token's: one term for each response"
     yield Slip(words, "ratio", weigh=product)
     yield slip("stop-gradient", "the whole term is detached: a constant weight on log π_θ",
                lambda lp, old, A, m: sg(j(lp, old, A, m)) * lp)  # fmt: skip
@@ -244,7 +244,7 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
                form(lambda r, A, lp: minimum(r * A, clip(r, lo, max(lo, hi)) * A)))  # fmt: skip
     yield slip("clip", "the bounds are on log r: [-eps_low, eps_high]",
                form(lambda r, A, lp: minimum(r * A, exp(r.log().clamp(-lo, hi)) * A)))  # fmt: skip
-    yield slip("ratio", "where A > 0 the ratio to π_old stands in the place of log π_θ",
+    yield slip("ratio", "where A > 0 the ratio to π_old replaces log π_θ",
                form(lambda r, A, lp: where(A > 0, r * A, ppo(r, A))))  # fmt: skip
     yield no_ratio
     constant = form(lambda r, A, lp: sg(clip(r, 1 - lo, 1 + hi)) * A * lp)

@@ -67,7 +67,7 @@ class Weights:
 
 
 class Candidate:
-    """An objective held against the curve of a black box; `hp` is the best found, `miss` the share that disagrees."""
+    """An objective compared with the curve of a black box; `hp` is the best found, `miss` the share that disagrees."""
 
     def __init__(self, o: Objective, box: BlackBox):
         self.o, self.box = o, box

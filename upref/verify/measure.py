@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loss held against an objective: what its gradient is made of, a weight per token times a factor per response.
+"""A loss compared with an objective: what its gradient is made of, a weight per token times a factor per response.
 
 On policy the weight of nearly every objective is known (A), so the factors name the aggregation whatever is wrong with
 the clipping; divided out, they leave the weights, to be compared regime by regime.
@@ -43,7 +43,7 @@ def kl_slope(estimator: str, b: Rollouts) -> Tensor:
 
 @dataclass
 class Case:
-    """A loss, the objective it is held against at resolved hyperparameters, and its aggregation."""
+    """A loss, the objective it is compared with at resolved hyperparameters, and its aggregation."""
 
     loss: Loss
     o: Objective

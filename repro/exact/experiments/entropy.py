@@ -88,7 +88,7 @@ def reached(
     o: Objective, starts: Tensor, doses: Tensor, hp: dict, aim: float = AIM, most: int = MOST, k: int = K,
     adam: bool = False,
 ):  # fmt: skip
-    """Likewise, with the shares of the right answers themselves in the place of their entropy: [S, 7], NaN likewise."""
+    """Likewise, with the shares of the right answers themselves in place of their entropy: [S, 7], NaN likewise."""
     task = bandit(RIGHT)
     theta = task.start(starts[:, None])
     at_aim = torch.full_like(starts, float("nan"))

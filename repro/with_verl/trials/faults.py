@@ -120,7 +120,7 @@ def judge(found: list[dict]) -> list[str]:
 
 
 def keep(found: list[dict]):
-    """Into results/faults.json: a run a line, in the place of those whose faults it has all had."""
+    """Into results/faults.json: a run a line, in place of those whose faults it has all had."""
     path, new = RESULTS / "faults.json", {row["fault"] for row in found if row["fault"]}
     old = json.loads(path.read_text()) if path.exists() else []
     runs = [run for run in old if not new >= {row["fault"] for row in run if row["fault"]}] + [found]

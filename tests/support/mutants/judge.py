@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the checker says of a loss: the verdict alone, or the whole report with its causes held against the search's
+"""What the checker says of a loss: the verdict alone, or the whole report with its causes compared with the search's
 batches."""
 
 import contextlib
@@ -74,7 +74,7 @@ class Watch:
 
 
 def whole(loss: Callable, c: Config, held_against: list[Batch], names: list[str]) -> Verdict:
-    """upref.check itself; its cause put into the reference and held against the loss on batches of the search."""
+    """upref.check itself; its cause put into the reference and compared with the loss on batches of the search."""
     watch = Watch()
     with contextlib.ExitStack() as stack:
         for module in SEEN:

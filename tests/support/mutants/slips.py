@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E501
-"""What a hand may have written in the place of one node of a syntax tree: (kind, the text in its place)."""
+"""What a hand may have written in place of one node of a syntax tree: (kind, the text in its place)."""
 
 import ast
 from collections.abc import Iterator

@@ -173,7 +173,7 @@ ZOO = [
         weight_instead_of_clip, "dapo", oracles={"gradient", "stop-gradient"},
         bug="sg(min(r A, clip(r) A)) log π never switches a token off",
     ),
-    Case(clip_in_the_log_domain, "grpo", oracles={"gradient"}, bug="log r in the place of r: weight A instead of A r"),
+    Case(clip_in_the_log_domain, "grpo", oracles={"gradient"}, bug="log r in place of r: weight A instead of A r"),
     Case(
         anchored_on_the_wrong_policy, "up_dapo", oracles={"gradient"},
         bug="the anchor is π_old: unclipped IS for A > 0",

@@ -68,12 +68,12 @@ EXERCISE = Exercise(
         ),
         Slip(
             "padding is added up",
-            "what stands where the mask is False is no token: torch.where(mask, x, 0).",
+            "a slot where the mask is False is padding: torch.where(mask, x, 0).",
             lambda x, mask, n: (x.sum(1) / mask.sum(1)).sum() / n,
         ),
         Slip(
             "the mask is not used at all",
-            "what stands where the mask is False is no token: neither add it up nor count it.",
+            "a slot where the mask is False is padding: neither add it up nor count it.",
             lambda x, mask, n: x.mean(1).sum() / n,
         ),
         Slip(

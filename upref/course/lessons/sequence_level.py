@@ -87,7 +87,7 @@ EXERCISE = Exercise(
         ),
         Slip(
             "the mask is not used",
-            "what stands where the mask is False is padding: it may be anything.",
+            "a slot where the mask is False is padding: it may hold any number.",
             lambda lp, old, A, mask: min_clip((lp - old).mean(1).exp(), A).mean(),
         ),
         Slip(
@@ -97,7 +97,7 @@ EXERCISE = Exercise(
         ),
         Slip(
             "there is no clip",
-            "as in lesson 4, with s in the place of r.",
+            "as in lesson 4, with s in place of r.",
             lambda lp, old, A, mask: -(mean_log(lp, old, mask).exp() * A).mean(),
         ),
         Slip(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AReaL's policy losses as the audit holds them against the papers, and why they differ."""
+"""AReaL's policy losses as the audit compares them with the papers, and why they differ."""
 
 import dataclasses
 import importlib

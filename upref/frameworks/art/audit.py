@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ART's (openpipe-art) policy loss as the audit holds it against the papers, and why it differs."""
+"""ART's (openpipe-art) policy loss as the audit compares it with the papers, and why it differs."""
 
 import importlib
 from dataclasses import replace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liger-Kernel's chunked GRPO loss as the audit holds it against the papers, and why it differs."""
+"""Liger-Kernel's chunked GRPO loss as the audit compares it with the papers, and why it differs."""
 
 import importlib
 import inspect

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo-RL's clipped policy-gradient loss as the audit holds it against the papers, and why it differs."""
+"""NeMo-RL's clipped policy-gradient loss as the audit compares it with the papers, and why it differs."""
 
 import importlib
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenRLHF's policy loss, advantages, KL terms and log-probabilities as the audit holds them against the papers."""
+"""OpenRLHF's policy loss, advantages, KL terms and log-probabilities as the audit compares them with the papers."""
 
 import importlib
 import inspect

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SkyRL's policy losses as the audit holds them against the papers, and why they differ."""
+"""SkyRL's policy losses as the audit compares them with the papers, and why they differ."""
 
 import importlib
 from dataclasses import asdict

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ms-swift's policy losses as the audit holds them against the papers, and why they differ."""
+"""ms-swift's policy losses as the audit compares them with the papers, and why they differ."""
 
 import importlib
 import importlib.util
@@ -72,7 +72,7 @@ def _arguments() -> dict[str, Any]:
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    """Of its arguments, and what their validation puts in the place of None."""
+    """Of its arguments, and what their validation puts in place of None."""
     said = _source("arguments/rlhf_args.py")
     grpo = said[said.index("def _init_grpo") :]
     beta, length = re.search(r"self\.beta = ([\d.]+)", grpo), re.search(r"max_completion_length: int = (\d+)", said)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TorchRL's losses for language models, GRPOLoss, DAPO and CISPOLoss, as the audit holds them against the papers."""
+"""TorchRL's losses for language models, GRPOLoss, DAPO and CISPOLoss, as the audit compares them with the papers."""
 
 import importlib
 import inspect

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trinity-RFT's policy losses, advantages and KL terms as the audit holds them against the papers."""
+"""Trinity-RFT's policy losses, advantages and KL terms as the audit compares them with the papers."""
 
 import importlib
 import inspect
@@ -174,7 +174,7 @@ def _parts() -> tuple[Part, ...]:
         Part("kl", "k3", _kl("k3"), "k3"),
         Part("kl", "low_var_kl", _kl("low_var_kl"), "k3", {}, (
             ("log-ratio clamped to ±20, the estimate to ±10", narrow),)),
-        Part("kl", "GRPOAlgorithm's default", _kl(default), "k3", {}, (("k2 in the place of k3", kl.k2),)),
+        Part("kl", "GRPOAlgorithm's default", _kl(default), "k3", {}, (("k2 in place of k3", kl.k2),)),
         Part("aggregation", "token-mean", lambda x, m: agg(x, m, "token-mean"), "token-mean"),
         Part("aggregation", "seq-mean-token-mean", lambda x, m: agg(x, m, "seq-mean-token-mean"),
              "seq-mean-token-mean"),

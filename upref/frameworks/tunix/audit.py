@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tunix's policy losses, in JAX, as the audit holds them against the papers, and why they differ."""
+"""Tunix's policy losses, in JAX, as the audit compares them with the papers, and why they differ."""
 
 import importlib
 import inspect
@@ -113,7 +113,7 @@ def _function(mode: str, fields: tuple[tuple[str, Any], ...]) -> Callable:
 
     def found(lp, old, A, mask, ref):
         logits = jax.numpy.zeros((*lp.shape, 2))
-        vars(common)["compute_per_token_logps"] = lambda *_, **__: (lp, logits)  # in the place of a model
+        vars(common)["compute_per_token_logps"] = lambda *_, **__: (lp, logits)  # in place of a model
         given = {"completion_mask": mask, "advantages": A, "old_per_token_logps": old, "ref_per_token_logps": ref}
         return loss(model, common.TrainExample(**no, **given), made, 0, 1)[0]
 
@@ -134,7 +134,7 @@ def _plain(mode: str, config: dict[str, Any]):
     return loss
 
 
-# ---- held against ----------------------------------------------------------------------------------------------------
+# ---- compared with ---------------------------------------------------------------------------------------------------
 def _k1(b: Rollouts) -> Tensor:
     assert b.logp_ref is not None
     return -BETA * aggregate(k1(b.logp, b.logp_ref), b.mask, "seq-mean-token-mean")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's policy losses as the audit holds them against the papers, and why they differ."""
+"""verl's policy losses as the audit compares them with the papers, and why they differ."""
 
 import math
 from collections.abc import Callable

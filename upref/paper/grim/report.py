@@ -109,7 +109,7 @@ def _chance(a: Audit, luck: Chance) -> Iterator[str]:
     yield f"    {a.winner} and {a.second} equally good, it leads by as much in {luck.lead_of_two:.1%}"
     if others:
         yield (
-            f"    those {rows} equally good, whoever is first leads the next by as much in {luck.lead_if_equal:.1%}, "
+            f"    those {rows} equally good, the first leads the next by as much in {luck.lead_if_equal:.1%}, "
             f"and it is {a.winner} in {1 / rows:.1%}"
         )
 

@@ -83,7 +83,7 @@ def _answer(words: str, change: Callable[[float, float], float], k: Callable[[Fl
 
 
 def _named(words: str, name: str, ddof: int, of: tuple[str, ...]) -> Slip:
-    """An estimator in the place of another; eps is read off."""
+    """An estimator in place of another; eps is read off."""
     if name not in exact.NORMED:
         return Slip(words, "estimator", lambda b, right, k: exact.advantage(name, b), of=of)
     c, var = (lambda b, *_: exact.parts(name, b, ddof)[0]), (lambda b, c: exact.parts(name, b, ddof)[1])
