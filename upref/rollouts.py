@@ -26,7 +26,7 @@ from upref.tensors import dense, described
 
 @dataclass(frozen=True)
 class Rollouts:
-    """B sampled responses of at most T tokens, as the loss sees them. Raises InputError on invalid input.
+    """B sampled responses of at most T tokens, as a loss gets them. Raises InputError on invalid input.
 
     logp, logp_old, logp_ref: log-probabilities in nats, <= 0 and finite on unmasked slots (masked slots may hold
     anything, NaN included). adv: advantages. mask: True on response tokens; every response has one at least.

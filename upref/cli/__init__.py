@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         return c
 
     c = command("check", "check a loss (or an advantage, a KL estimator, log-probs) against a reference")
-    c.add_argument("loss", metavar="LOSS", help=LOSS + "; verl:loss_mode@matched sets what the objective asks for")
+    c.add_argument("loss", metavar="LOSS", help=LOSS + "; verl:loss_mode@matched sets what the objective needs")
     what = c.add_mutually_exclusive_group(required=True)
     what.add_argument("--as", dest="name", metavar="NAME", help="the objective (`upref list`)")
     what.add_argument("--as-advantage", metavar="NAME", help="an advantage estimator: group_norm, leave_one_out, ...")

@@ -33,7 +33,7 @@ class Forward:
         self.leaves = [z.detach().clone().requires_grad_() for z in self.z]
 
     def see(self, fed: Sequence[list[int]]) -> None:
-        """Note what stands in front of the rows in the sequences that a trainer fed to its model."""
+        """Note what precedes the rows in the sequences that a trainer fed to its model."""
         places = [found_in(fed, r) for r in self.rows]
         self.before = [fed[p[0]][: p[1]] for p in places if p] if all(places) else []
 

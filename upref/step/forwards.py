@@ -92,11 +92,11 @@ def _inputs(model: TorchModel, right: Forward) -> Iterator[Variant]:
             yield from masked(value)
     if any(right.before):  # the trainer's own, else guesses
         front = right.before
-        yield fed("what stands in front of a row is attended to: padding without a mask, or rows of its pack",
+        yield fed("what precedes a row is attended to: padding without a mask, or rows of its pack",
                   lambda i, r: model.logits(front[i] + r.ids))  # fmt: skip
         yield fed("rows of a pack are not apart: the state of recurrent layers runs on from row to row",
                   lambda i, r: model.logits(front[i] + r.ids, position_ids=_restarted(front[i], r, rows)))  # fmt: skip
-        yield fed("positions count what stands in front of a row: padding, or rows of its pack",
+        yield fed("positions count what precedes a row: padding, or rows of its pack",
                   lambda i, r: model.logits(r.ids, position_ids=_from(len(front[i]), r)))  # fmt: skip
     seen: set[tuple[int, ...]] = {(0,) * len(rows)}
     for m in BATCHES * (not right.before):

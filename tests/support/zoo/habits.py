@@ -245,7 +245,7 @@ LOSSES = [
     Habit("it prints", NOTED, "a loss is called thousands of times", N("prints", printing), "dapo", "prints"),
     Habit("it changes the process: a seed, the default dtype, the number of threads", NOTED,
           "set back after the check; in training it would stay", N("seeds", seeding), "dapo", "it changes"),
-    Habit("it writes into its inputs", REJECTED, "whoever calls it twice, or logs them, has other numbers",
+    Habit("it writes into its inputs", REJECTED, "a second call, or a log of the inputs, gets other numbers",
           N("writes", in_place), "dapo", "in place"),
 ]  # fmt: skip
 
@@ -279,7 +279,7 @@ def k3(clamp):
 
 ESTIMATORS = [
     Habit("eps beside the standard deviation, however large; G or G - 1 under it", NOTED,
-          "papers leave both open: they are read off the function and stand in the report",
+          "papers leave both open: they are read off the function, and the report names them",
           N("eps", normed(lambda x: x.std() + 1e-4)), "group_norm", "eps = 0.0001", kind="advantages"),
     Habit("a floor under the standard deviation", NOTED, "the same, and the report says that it is a floor",
           N("floor", normed(lambda x: x.std().clamp(min=1e-3))), "group_norm", "max(std, eps)", kind="advantages"),

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain English in what people read: phrases that a review found hard to read, and what to write instead."""
+
+import argparse
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import upref
+from upref.cli import _parser
+
+ROOT = Path(__file__).parents[2]
+THING = r"(?:upref|check|identify|code|loss|function|objective|verl|TRL|trainer|page|report|test|lesson|oracle|command)"
+PLAIN = {
+    r"\b(?:any|no|some)body's\b": "user-supplied",
+    r"\bin the place of\b": "in place of",
+    r"\b(?:is|are) told\b": "gets, receives",
+    r"\bwhoever\b": "anyone who; or name the person",
+    r"\bstands? (?:in|on|at|above|below|beside|behind|there|here|first|before|after|under)\b": "is in, is on, ...",
+    r"\bwhat stands\b": "what is",
+    r"\bh(?:eld|olds?|olding) (?:\w+ ){0,3}against\b": "compare with",
+    rf"\b{THING} (?:sees|wants|knows|thinks|minds|asks)\b": "code reads, needs, has, computes",
+    r"\bnowhere\b": "not ... anywhere",
+    r"\bhow manieth\b": "index",
+    r"\bbe it\b": "whether",
+    r"\bfor who\b": "for those who",
+    r"\bno more\b(?= [a-z]+ed\b)": "no longer",
+    r"\bthe more so\b|\bof its own accord\b|\bas the case may be\b": "plain words",
+}
+GENERATED = ("in-the-wild.md", "claims.md")  # quotations, and records with dates
+
+
+def pages():
+    named = [ROOT / n for n in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+    folders = [f for d in ("docs", "docs/course", "docs/howto") for f in sorted((ROOT / d).glob("*.md"))]
+    return [f for f in named + folders if f.name not in GENERATED]
+
+
+def faults(text):
+    """Phrases of PLAIN in a text, its code left out, with their lines."""
+    text = re.sub(r"^(`{3,}|~{3,}).*?^\1", lambda m: "\n" * m[0].count("\n"), text, flags=re.M | re.S)
+    text = re.sub(r"`[^`\n]*`", "x", text)
+    hits = ((text.count("\n", 0, m.start()) + 1, m[0], better)
+            for phrase, better in PLAIN.items() for m in re.finditer(phrase, text, re.I))  # fmt: skip
+    return [f"line {line}: {found!r}: write {better}" for line, found, better in sorted(hits)]
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda f: f.relative_to(ROOT).as_posix())
+def test_pages_have_no_odd_phrase(page):
+    assert faults(page.read_text(encoding="utf-8")) == []
+
+
+def test_public_docstrings_have_no_odd_phrase():
+    texts = {name: inspect.getdoc(getattr(upref, name)) or "" for name in upref.__all__}
+    assert {name: found for name, text in texts.items() if (found := faults(text))} == {}
+
+
+def test_help_has_no_odd_phrase():
+    (verbs,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    assert {name: found for name, p in verbs.choices.items() if (found := faults(p.format_help()))} == {}
+
+
+@pytest.mark.parametrize("text", ["it stands in\nthe file", "the loss is held against it", "The loss wants a mask."])
+def test_an_odd_phrase_is_found(text):
+    assert len(faults(text)) == 1 and not faults(f"```text\n{text}\n```") and not faults("Nobody. It stands.")
