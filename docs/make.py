@@ -132,6 +132,12 @@ def round_two() -> str:
     return answer.text()
 
 
+def sharp_bits() -> str:
+    from docs import sharp
+
+    return sharp.text()
+
+
 def environments() -> str:
     return runpy.run_path(str(ROOT / "tests" / "matrix.py"))["table"]()  # other packages install a `tests` too
 
@@ -281,6 +287,7 @@ GENERATED = {f.__name__: f for f in STEPS} | {
         tally,
         verdicts,
         round_two,
+        sharp_bits,
         *FIELD,
         claims,
         claims_words,

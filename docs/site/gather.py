@@ -44,7 +44,7 @@ class Section:
 SECTIONS = [
     Section("start", "Start here", "Is my loss DAPO? In five minutes, without a GPU."),
     Section("howto", "How-to", "Check a loss in CI, train in verl or TRL, draw a Cap map, add an objective.",
-            ["howto/*", "verl", "trl", "adding"]),
+            ["howto/*", "sharp-bits", "verl", "trl", "adding", "glossary"]),
     Section("course/README", "Course", "From “a policy is a softmax” to “what is wrong with this run”.", ["course/*"]),
     Section("objectives", "Objectives", "Each on a page: equation, witnesses, pictures, relatives.", ["objectives/*"]),
     Section("explorer", "Explorer", "Drag a bound, a token, an advantage, and see what follows."),

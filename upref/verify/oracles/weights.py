@@ -198,7 +198,7 @@ def aggregation(case: Case) -> list[Finding]:
         return []
     n = b.mask.sum(1)
     i = int((case.factors(b)[:, 0] / case.factors(b, want)[:, 0] - 1).abs().argmax())
-    group = "" if case.loss.view(b).group is not None else " (the loss sees no groups: the batch is one)"
+    group = "" if case.loss.view(b).group is not None else " (the loss takes no groups: the batch counts as one)"
     text = f"ragged lengths, a response of {int(n[i])} of {int(n.sum())} tokens"
     expected = f"{said}{group}: factor {case.factors(b, want)[i, 0].item():.5g} on each of its tokens"
     found = f"{case.agg}: factor {case.factors(b)[i, 0].item():.5g}"
