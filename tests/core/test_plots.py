@@ -146,3 +146,13 @@ def test_atlas_orders_by_cap():
         upref.names(), key=lambda n: (n in absent, n)
     )
     assert {"dr_grpo", "grpo", "ppo_clip"} <= {o.name for g in pairs if g[0].name == "grpo" for o in g}
+
+
+def test_a_cap_map_on_logarithmic_scales():
+    fig = cap_map("dapo", log=True)
+    image = fig.axes[0].images[0]
+    cap, n = image.get_array(), image.get_array().shape[0]
+    x = 1e-4 ** (1 - (np.arange(n) + 0.5) / n)
+    i, j = n // 5, n // 2
+    assert cap[i, j] == pytest.approx(capacity("dapo", x[i], x[j], 1.0), rel=1e-12)
+    assert image.norm(1e-4) == 0 and image.norm(1e-2) == pytest.approx(0.5) and cap.mask[-1, 0]

@@ -39,7 +39,7 @@ VERBS: dict[str, list[str]] = {
     "audit-table": ["--seed", "--seed=1", "--seed=-1", "--seed=x", "--seed=" + "9" * 30, "mine.py", "."],
     "list": ["--markdown"],
     "show": [],
-    "cap": [*HP, *TIME, *FIGURE, "--adv", "--adv=-1", "--adv=nan", "--adv=x", "--adv=1e999"],
+    "cap": ["--log", *HP, *TIME, *FIGURE, "--adv", "--adv=-1", "--adv=nan", "--adv=x", "--adv=1e999"],
     "weights": [*HP, *TIME, *FIGURE],
     "explorer": ["no/x.html", "x.txt", "x.htm", ".", "\0.html", "x" * 300 + ".html", "mine.py/x.html"],
     "derive": ["grpo", "up_dapo", "m2po"],

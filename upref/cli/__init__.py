@@ -141,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     c = command("cap", "Probability Capacity: a table, or with -o a map")
     _curves(c)
     c.add_argument("--adv", type=float, default=1.0, metavar="+1|-1", help="sign of the advantage")
+    c.add_argument("--log", action="store_true", help="draw the map on logarithmic scales, for rare tokens")
     _curves(command("weights", "gradient weight dJ/dlp: a table, or with -o a figure"))
     c = command("explorer", "write an interactive HTML page: Cap maps, weights and a small policy")
     c.add_argument("file", metavar="FILE", help="the .html file to write; it needs no network")

@@ -177,7 +177,7 @@ def cap(args) -> int:
     if args.file:
         from upref.weights.plots import cap_map, save
 
-        return save(lambda: cap_map(*curves, adv=args.adv), args.file)
+        return save(lambda: cap_map(*curves, adv=args.adv, log=args.log), args.file)
     rows = [[c.name, *capacity(c, PI_OLD, PI_OLD, args.adv).tolist()] for c in curves]
     return _numbers(args, "π_old", PI_OLD, rows, f"Cap at π_θ = π_old, A = {args.adv:+g}")
 

@@ -39,6 +39,9 @@ STYLE: Any = {
     "ytick.color": "#444444", "ytick.major.width": 0.6, "ytick.major.size": 2.5,
 }  # fmt: skip
 WIDE = float(np.log(6))  # half-width of a ratio axis in log r, unless the objective's window is much narrower
+LEAST = 1e-4  # the lowest probability of a logarithmic Cap map
+QUARTERS = ([0, 0.25, 0.5, 0.75, 1], ["0", "¼", "½", "¾", "1"])
+DECADES = ([1e-4, 1e-3, 1e-2, 1e-1, 1], ["10⁻⁴", "10⁻³", "10⁻²", "10⁻¹", "1"])
 MINUS = str.maketrans("-", "−")
 
 
@@ -54,46 +57,50 @@ class Panel:
     subtitle: str = ""
 
 
-def cap_map(*objectives: str | Objective | Callable, adv: float = 1.0, **hp) -> "Figure":
+def cap_map(*objectives: str | Objective | Callable, adv: float = 1.0, log: bool = False, **hp) -> "Figure":
     """Cap(π_θ, π_old) of each objective or loss over the unit square, dead regions hatched. See `upref.capacity`.
 
     adv   advantage, one sign for all panels;    hp   each goes to the objectives and losses that have it
+    log   probabilities and Cap on logarithmic scales from 1e-4 to 1, where rare tokens fill most of the square
     Raises InputError where no objective has a hyperparameter, and whatever `capacity` raises.
     """
     if not isinstance(adv, int | float | np.number) or not abs(adv) < np.inf:
         raise InputError(f"adv is an advantage, a number: got {repr(adv)[:60]}.")
     sign = "A > 0" if adv > 0 else "A < 0" if adv < 0 else "A = 0"
     panels = [Panel(c.name, c, adv, subtitle=", ".join([sign, *_settings(c)])) for c in of_all(objectives, hp)]
-    return cap_panels(panels)
+    return cap_panels(panels, log=log)
 
 
-def cap_panels(panels: list[Panel], n: int = 400) -> "Figure":
+def cap_panels(panels: list[Panel], n: int = 400, log: bool = False) -> "Figure":
     """The panels side by side on one colour bar; each is computed on n x n cells."""
     import matplotlib
-    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
     from matplotlib.figure import Figure
 
-    ramp = LinearSegmentedColormap.from_list("cap", RAMP)
+    ramp, norm = LinearSegmentedColormap.from_list("cap", RAMP), LogNorm(LEAST, 1) if log else Normalize(0, 1)
+    ticks, labels = DECADES if log else QUARTERS
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(2.75 * len(panels) + 0.85, 3.3), layout="compressed")
         axes = np.atleast_1d(fig.subplots(1, len(panels), sharex=True, sharey=True))
         for ax, panel in zip(axes, panels, strict=True):
-            image = _cap_square(ax, panel, n, ramp)
+            image = _cap_square(ax, panel, n, {"cmap": ramp, "norm": norm}, log)
         axes[0].set_ylabel(r"$\pi_\theta$", fontsize=12, rotation=0, labelpad=10, va="center")
-        bar = fig.colorbar(image, ax=list(axes), aspect=22, pad=0.02, ticks=[0, 0.25, 0.5, 0.75, 1])
+        bar = fig.colorbar(image, ax=list(axes), aspect=22, pad=0.02, ticks=ticks)
         bar.set_label("Cap")
-        bar.ax.set_yticklabels(["0", "¼", "½", "¾", "1"])
+        bar.ax.set_yticklabels(labels)
+        bar.ax.minorticks_off()
         bar.outline.set_linewidth(0.6)
     return fig
 
 
-def _cap_square(ax, panel: Panel, n: int, ramp):
-    x = (np.arange(n) + 0.5) / n
+def _cap_square(ax, panel: Panel, n: int, colors: dict[str, Any], log: bool):
+    x = (np.arange(n) + 0.5) / n  # of the square; of a probability too, unless log
     mu, p = np.meshgrid(x, x)
-    cap = capacity(panel.objective, p, mu, panel.adv, **panel.hp)
+    pi = (LEAST ** (1 - p), LEAST ** (1 - mu)) if log else (p, mu)
+    cap = capacity(panel.objective, *pi, panel.adv, **panel.hp)
     dead = cap == 0
     square = {"extent": (0, 1, 0, 1), "origin": "lower", "interpolation": "nearest"}
-    image = ax.imshow(np.ma.masked_array(cap, dead), cmap=ramp, vmin=0, vmax=1, **square)
+    image = ax.imshow(np.ma.masked_array(cap, dead), **colors, **square)
     if dead.any():
         grey = ax.contourf(mu, p, dead, levels=[0.5, 1.5], colors=DEAD[:1], hatches=["////"])
         grey.set(edgecolor=DEAD[1], linewidth=0)
@@ -107,8 +114,9 @@ def _cap_square(ax, panel: Panel, n: int, ramp):
         ax.text(0.6, 0.57, "on-policy", rotation=45, rotation_mode="anchor", ha="center", va="top", fontsize=8)
     ax.plot([0, 1], [0, 1], color=INK, lw=0.7, dashes=(4, 3), alpha=0.65)
     ax.set(xlim=(0, 1), ylim=(0, 1))
-    ax.set_xticks([0, 0.5, 1], ["0", "½", "1"])
-    ax.set_yticks([0, 0.5, 1], ["0", "½", "1"])
+    where = ([0, 0.5, 1], DECADES[1][::2] if log else QUARTERS[1][::2])
+    ax.set_xticks(*where)
+    ax.set_yticks(*where)
     ax.set_xlabel(r"$\pi_\mathrm{old}$", fontsize=12, labelpad=1)
     ax.set_title(f"{panel.title}\n", fontsize=10.5, fontweight="bold", pad=5, linespacing=1.35)
     ax.text(0.5, 1.03, panel.subtitle, transform=ax.transAxes, ha="center", va="bottom", fontsize=8.5, color="#555555")
