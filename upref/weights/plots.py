@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of what an objective does to a token: its Cap map and its gradient weight.
 
-Every figure is drawn from the functions that train. matplotlib is imported on the first call; no backend is touched:
-`fig.savefig("x.svg")` works anywhere.
+Every figure is drawn from the functions that train. matplotlib is imported on the first call, without a backend.
 """
 
 import io
@@ -40,8 +39,8 @@ STYLE: Any = {
 }  # fmt: skip
 WIDE = float(np.log(6))  # half-width of a ratio axis in log r, unless the objective's window is much narrower
 LEAST = 1e-4  # the lowest probability of a logarithmic Cap map
-QUARTERS = ([0, 0.25, 0.5, 0.75, 1], ["0", "¼", "½", "¾", "1"])
-DECADES = ([1e-4, 1e-3, 1e-2, 1e-1, 1], ["10⁻⁴", "10⁻³", "10⁻²", "10⁻¹", "1"])
+TICKS = ([0, 0.25, 0.5, 0.75, 1], ["0", "¼", "½", "¾", "1"])
+LOG_TICKS = ([1e-4, 1e-3, 1e-2, 1e-1, 1], ["10⁻⁴", "10⁻³", "10⁻²", "10⁻¹", "1"])
 MINUS = str.maketrans("-", "−")
 
 
@@ -78,7 +77,7 @@ def cap_panels(panels: list[Panel], n: int = 400, log: bool = False) -> "Figure"
     from matplotlib.figure import Figure
 
     ramp, norm = LinearSegmentedColormap.from_list("cap", RAMP), LogNorm(LEAST, 1) if log else Normalize(0, 1)
-    ticks, labels = DECADES if log else QUARTERS
+    ticks, labels = LOG_TICKS if log else TICKS
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(2.75 * len(panels) + 0.85, 3.3), layout="compressed")
         axes = np.atleast_1d(fig.subplots(1, len(panels), sharex=True, sharey=True))
@@ -114,9 +113,8 @@ def _cap_square(ax, panel: Panel, n: int, colors: dict[str, Any], log: bool):
         ax.text(0.6, 0.57, "on-policy", rotation=45, rotation_mode="anchor", ha="center", va="top", fontsize=8)
     ax.plot([0, 1], [0, 1], color=INK, lw=0.7, dashes=(4, 3), alpha=0.65)
     ax.set(xlim=(0, 1), ylim=(0, 1))
-    where = ([0, 0.5, 1], DECADES[1][::2] if log else QUARTERS[1][::2])
-    ax.set_xticks(*where)
-    ax.set_yticks(*where)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_ticks([0, 0.5, 1], (LOG_TICKS if log else TICKS)[1][::2])
     ax.set_xlabel(r"$\pi_\mathrm{old}$", fontsize=12, labelpad=1)
     ax.set_title(f"{panel.title}\n", fontsize=10.5, fontweight="bold", pad=5, linespacing=1.35)
     ax.text(0.5, 1.03, panel.subtitle, transform=ax.transAxes, ha="center", va="bottom", fontsize=8.5, color="#555555")
@@ -203,16 +201,14 @@ def _label_ends(ax, ends):
 def line(curve: Curve, A: float, mu: float, reach: float) -> tuple[np.ndarray, np.ndarray]:
     """(r, weight), with both sides of every jump; r - 1 in 1e-4 where the reach is narrow."""
     r = np.exp(np.linspace(-reach, reach, 61))
-    jumps = np.array([j.r for j in curve.jumps(A, mu, _near(reach))])
-    r = np.sort(np.r_[r, 1, jumps * (1 - 1e-9), jumps * (1 + 1e-9)])
+    r = np.sort(np.r_[r, 1, *([j.r * (1 - 1e-9), j.r * (1 + 1e-9)] for j in curve.jumps(A, mu, _near(reach)))])
     r = r[r * mu <= 1] if curve.reads_mu else r
     w = curve(r, A, mu)
     flat = np.r_[False, (w[:-2] == w[1:-1]) & (w[1:-1] == w[2:]), False]
     return (r if reach == WIDE else (r - 1) * 1e4)[~flat], w[~flat]
 
 
-def _near(reach: float) -> np.ndarray:
-    return GRID[abs(np.log(GRID)) < reach]
+_near = lambda reach: GRID[abs(np.log(GRID)) < reach]
 
 
 def half_width(curve: Curve, mu: float) -> float:
