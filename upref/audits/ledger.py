@@ -6,6 +6,8 @@ where the framework no longer does what is recorded, and where it does what is n
 
 Its table [ledger] says once what holds of all entries: version, source (where the lines stand), searched (which
 documents, comments and warnings were read before anything was called a bug), prelude (what the scripts begin with).
+What holds of several frameworks stands once in facts.toml: an entry that names a `fact` has its fields. `effect` is
+[severity, change], as the audit computes both.
 One file: the records and the check that they still hold.
 """
 
@@ -101,6 +103,7 @@ class Entry:
 
 
 FRAMEWORKS = Path(__file__).parents[1] / "frameworks"
+FACTS = FRAMEWORKS / "facts.toml"
 
 
 def recorded(name: str) -> dict[str, Any]:
@@ -122,12 +125,13 @@ def read(name: str = "", text: str | None = None) -> list[Entry]:
         return [e for file in sorted(FRAMEWORKS.glob("*/ledger.toml")) for e in read(file.parent.name)]
     tables = recorded(name) if text is None else _tables(text)
     shared = {"framework": name} | tables.get("ledger", {})
-    prelude = shared.pop("prelude", "").strip()
+    prelude, facts = shared.pop("prelude", "").strip(), _tables(FACTS.read_text(encoding="utf-8"))
     try:
-        given = [shared | t for t in tables.get("deviation", [])]
+        given = [shared | facts.get(t.pop("fact", ""), {}) | t for t in tables.get("deviation", [])]
+        given = [t | dict(zip(("severity", "change"), t.pop("effect"), strict=True)) for t in given]
         given = [t | {"proof": _script(prelude, t["proof"].strip())} if t.get("proof") else t for t in given]
         entries = [Entry(**t | {"evidence": [Evidence(**e) for e in t.get("evidence", [])]}) for t in given]
-    except TypeError as error:
+    except (TypeError, KeyError, ValueError) as error:
         raise InputError(f"the ledger of {name} cannot be read: {error}") from error
     for e in entries:
         if e.status not in STATUS or e.severity not in ("", *SEVERITY) or not e.evidence:

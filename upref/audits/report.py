@@ -134,8 +134,9 @@ def draft(a: Any) -> str:
                 new.setdefault(words, []).append(f"    {{ {said}{more} }},")
     for words, evidence in new.items():
         size = severest(sizes[words])
-        lines += ["[[deviation]]", f'key = "{a.framework}-?"', 'status = "?"', f'severity = "{size.severity}"']
-        lines += [f"change = {float(f'{size.change:.2g}')}", f"reason = {_toml(words)}", 'bib = "?"', 'paper = "?"']
+        lines += ["[[deviation]]", f'key = "{a.framework}-?"', 'status = "?"']
+        lines += [f'effect = ["{size.severity}", {float(f"{size.change:.2g}")}]', f"reason = {_toml(words)}"]
+        lines += ['bib = "?"', 'paper = "?"']
         lines += ['code = "?"', 'line = "?"', 'fix = "?"']
         lines += ["evidence = [", *evidence, "]", "proof = '''\n'''", 'prints = "expected ?\\nfound ?"', ""]
     return "\n".join(lines)

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What several frameworks do alike, as slips: the ledger of each says it of its own code."""
 
+import ast
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +22,12 @@ def _tokens(b: Rollouts) -> Rollouts:
     return replace(b, logp=b.logp_old + (b.logp - b.logp_old).clamp(-20, 20))
 
 
-def _responses(b: Rollouts) -> Rollouts:
-    log_s = torch.where(b.mask, b.logp - b.logp_old, 0).sum(1, keepdim=True) / b.mask.sum(1, keepdim=True)
-    return replace(b, logp=torch.where(log_s > 10, b.logp_old + 10, b.logp))
+def _responses(most: float) -> Callable[[Rollouts], Rollouts]:
+    def view(b: Rollouts) -> Rollouts:
+        log_s = torch.where(b.mask, b.logp - b.logp_old, 0).sum(1, keepdim=True) / b.mask.sum(1, keepdim=True)
+        return replace(b, logp=torch.where(log_s > most, b.logp_old + most, b.logp))
+
+    return view
 
 
 def _far(b: Rollouts) -> Rollouts:
@@ -37,7 +44,8 @@ def _micro_tokens(b: Rollouts) -> Tensor:
 
 
 CLAMP = Slip("log r clamped to ±20", "clip", view=_tokens)
-CLAMP_S = Slip("log s clamped to 10", "clip", view=_responses)
+CLAMP_S = Slip("log s clamped to 10", "clip", view=_responses(10))
+CLAMP_S20 = Slip("log s clamped to ±20", "clip", view=_responses(20))
 CLAMP_K3 = Slip("k3 clamped to 10", "term", view=_far)
 MICRO_MEAN = Slip("the token mean of each micro-batch, then their mean", "batches", scale=_micro_tokens)
 BNPO = replace(MICRO_MEAN, words=f"{MICRO_MEAN.words}: bnpo by definition")
@@ -78,3 +86,24 @@ def capped(cap: float) -> Objective:
         fn=lambda lp, lp_old, A: sg(minimum(exp(lp - lp_old), cap)) * A * lp,
         closed_form=lambda r, A: A * minimum(r, cap),
     )
+
+
+def options(module: str) -> dict[str, dict[str, Any]]:
+    """The options of a command line with their literal keywords, read off the source of that module."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    found: dict[str, dict[str, Any]] = {}
+    for node in ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        for word in node.args:
+            if isinstance(word, ast.Constant) and str(word.value).startswith("--"):
+                literal = {k.arg or "": ast.literal_eval(k.value) for k in node.keywords if _is_literal(k.value)}
+                literal.setdefault("default", False if literal.get("action") == "store_true" else None)
+                found.setdefault(str(word.value), literal)
+    return found
+
+
+def _is_literal(node: ast.expr) -> bool:
+    kinds = ast.Constant | ast.List | ast.Tuple | ast.Load | ast.UnaryOp | ast.USub
+    return all(isinstance(n, kinds) for n in ast.walk(node))

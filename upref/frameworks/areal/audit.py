@@ -18,10 +18,13 @@ from upref.audits.usual import ALWAYS
 from upref.verify.faults import GROUPS, aggregated, with_hp
 
 PIN = Pin(
-    packages=("areal==1.0.4", "colorlog==6.9.0"),
+    packages=("colorlog==6.9.0",),
+    repository="https://github.com/areal-project/AReaL",
+    commit="cbff54d645d2cd8ee1f1c358a82f3f473588433d",
+    date="2026-08-22",
     files={
-        "areal/utils/functional/functional.py": "941a88c0c6a082625b075196f433cb33",
-        "areal/utils/data.py": "c4d74b9b28a773a6599e27484272bf41",
+        "areal/utils/functional/functional.py": "126aae263175d49930473bfa74d3c032",
+        "areal/utils/data.py": "c473fb9d63a93745bd1f5624c06abeb3",
     },
     shells=("areal", "areal.api", "areal.engine", "areal.engine.fsdp_utils", "areal.infra", "areal.utils",
             "areal.utils.functional"),
@@ -31,6 +34,7 @@ PIN = Pin(
 )  # fmt: skip
 READ = {
     "ppo_actor_loss_fn": ("eps_clip", "eps_clip_higher", "c_clip", "importance_sampling_level"),
+    "cispo_loss_fn": ("eps_clip", "eps_clip_higher"),
     "sapo_loss_fn": ("sapo_tau_pos", "sapo_tau_neg", "importance_sampling_level"),
 }
 
@@ -59,7 +63,7 @@ def _plain(mode: str, config: dict[str, Any]):
 
     def loss(log_prob, old_log_prob, advantages, mask, totals) -> Tensor:
         f = getattr(_functional(), mode)
-        proximal = {"proximal_logprobs": old_log_prob} if mode == "ppo_actor_loss_fn" else {}
+        proximal = {} if mode == "sapo_loss_fn" else {"proximal_logprobs": old_log_prob}
         value, _ = f(log_prob, old_logprobs=old_log_prob, advantages=advantages, loss_mask=mask, **settings, **proximal)
         return value * mask.sum() / totals.tokens  # the engine's loss_weight_fn
 
@@ -76,6 +80,7 @@ COMPARISONS = (
     Comparison("paper", "ppo_actor_loss_fn", {"eps_clip_higher": 0.28, "c_clip": 10.0}, "dapo", {"c": 10.0}, (GROUPS,)),
     Comparison("paper", "ppo_actor_loss_fn", SEQUENCE | {"eps_clip": 3e-4, "eps_clip_higher": 4e-4}, "gspo", {}, (
         ALWAYS,)),
+    Comparison("paper", "cispo_loss_fn", {"eps_clip": 1.0, "eps_clip_higher": 4.0}, "cispo", {}, (GROUPS,)),
     Comparison("paper", "sapo_loss_fn", {}, "sapo", {}, (ALWAYS,)),
 )  # fmt: skip
 

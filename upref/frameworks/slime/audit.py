@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """slime's policy losses as the audit compares them with the papers, and why they differ."""
 
-import ast
 import importlib
-import importlib.util
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +13,7 @@ from upref.audits.compare import Comparison
 from upref.audits.components import Part
 from upref.audits.framework import Framework
 from upref.audits.isolated.pin import Pin
-from upref.audits.usual import CLAMP_K3
+from upref.audits.usual import CLAMP_K3, options
 from upref.kl import k1
 from upref.rollouts import Rollouts
 from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
@@ -45,24 +42,7 @@ def _ppo() -> Any:
 
 
 def _arguments() -> dict[str, dict[str, Any]]:
-    """The options of its command line with their literal keywords, read off the source of arguments.py."""
-    spec = importlib.util.find_spec("slime.utils.arguments")
-    assert spec is not None and spec.origin is not None
-    options: dict[str, dict[str, Any]] = {}
-    for node in ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.Call):
-            continue
-        for word in node.args:
-            if isinstance(word, ast.Constant) and str(word.value).startswith("--"):
-                literal = {k.arg or "": ast.literal_eval(k.value) for k in node.keywords if _is_literal(k.value)}
-                options.setdefault(str(word.value), literal)
-    return options
-
-
-def _is_literal(node: ast.expr) -> bool:
-    return all(
-        isinstance(n, ast.Constant | ast.List | ast.Tuple | ast.Load | ast.UnaryOp | ast.USub) for n in ast.walk(node)
-    )
+    return options("slime.utils.arguments")
 
 
 def _modes() -> list[str]:
@@ -70,9 +50,7 @@ def _modes() -> list[str]:
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    known = _arguments()
-    off = lambda o: False if o.get("action") == "store_true" else None
-    return {name.strip("-").replace("-", "_"): known[name].get("default", off(known[name])) for name in READ}
+    return {name.strip("-").replace("-", "_"): _arguments()[name]["default"] for name in READ}
 
 
 def _plain(mode: str, config: dict[str, Any]):

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy losses of miles, a fork of slime, as the audit holds them against the papers, and why they differ."""
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from upref.aggregation import aggregate
+from upref.audits.compare import Comparison
+from upref.audits.components import Part
+from upref.audits.framework import Framework
+from upref.audits.isolated.pin import Pin
+from upref.audits.usual import CLAMP, CLAMP_K3, CLAMP_S20, NARROW, narrow_k3, options
+from upref.kl import k1
+from upref.rollouts import Rollouts
+from upref.verify.faults import GROUPS, Slip, with_hp
+
+UTILS = "miles.backends.training_utils."
+PIN = Pin(
+    packages=(),
+    repository="https://github.com/radixark/miles",
+    commit="31f1ca961a94cb860cec3b2dea34ec332bfa8f76",
+    date="2026-08-21",
+    files={
+        "miles/backends/training_utils/loss_hub/losses.py": "9ee2f34ea64208fbbcf9ffd6d6a40c17",
+        "miles/backends/training_utils/loss_hub/math_utils.py": "0306b2cdadaa4effcf483b7d8e0d3a5d",
+        "miles/backends/training_utils/cp_utils.py": "2757d9da461f6dc2f0a19df219c7a698",
+        "miles/utils/arguments.py": "b0260a00f76ee56b532cd1bff4c6e71e",
+    },
+    shells=("miles", "miles.utils", "miles.backends", "miles.backends.training_utils",
+            "miles.backends.training_utils.loss_hub"),
+    stubs=(UTILS + "parallel", UTILS + "loss_hub.logit_processors", UTILS + "loss_hub.corrections",
+           "miles.utils.misc", "miles.utils.types", "fla"),
+    env={"TORCHDYNAMO_DISABLE": "1"},  # its losses are compiled: the plain functions are audited
+)  # fmt: skip
+READ = (
+    "--eps-clip", "--eps-clip-high", "--eps-clip-c", "--calculate-per-token-loss", "--use-kl-loss", "--kl-loss-coef",
+    "--kl-loss-type", "--use-unbiased-kl",
+)  # fmt: skip
+OFF = dict.fromkeys(
+    (
+        "use_rollout_logprobs", "skip_actor_forward_only", "observe_training_entropy", "use_opsm", "use_tis",
+        "get_mismatch_metrics", "custom_pg_loss_reducer_function_path",
+    ),
+    None,
+)  # fmt: skip
+
+
+def _options() -> dict[str, dict[str, Any]]:
+    return options("miles.utils.arguments")
+
+
+def _modes() -> list[str]:
+    return list(_options()["--advantage-estimator"]["choices"])
+
+
+def _defaults(mode: str) -> dict[str, Any]:
+    return {name.strip("-").replace("-", "_"): _options()[name]["default"] for name in READ}
+
+
+def _modules() -> tuple[Any, Any, Any]:
+    """losses, math_utils and cp_utils, in one process."""
+    alone = SimpleNamespace(cp=SimpleNamespace(size=1, rank=0, group=None))
+    found = tuple(importlib.import_module(UTILS + m) for m in ("loss_hub.losses", "loss_hub.math_utils", "cp_utils"))
+    for module in found:
+        vars(module)["get_parallel_state"] = lambda: alone
+    return found
+
+
+def _plain(mode: str, config: dict[str, Any]):
+    high = config["eps_clip"] if config["eps_clip_high"] is None else config["eps_clip_high"]  # as it is validated
+    args = SimpleNamespace(**OFF | config | {"eps_clip_high": high}, advantage_estimator=mode, entropy_coef=0.0,
+                           qkv_format="thd")  # fmt: skip
+
+    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
+        """policy_loss_function of responses without padding; the sum is divided as loss_function and Megatron do."""
+        losses, _, cp = _modules()
+        n = [int(m.nonzero().max()) + 1 for m in mask]  # up to the last token that counts
+        rows = lambda x: [row[:k] for row, k in zip(x, n, strict=True)]
+        batch = {"advantages": rows(advantages), "log_probs": rows(old_log_prob), "ref_log_probs": rows(ref_log_prob)}
+        batch |= {"loss_masks": rows(mask), "response_lengths": n, "total_lengths": n, "unconcat_tokens": None}
+        vars(losses)["get_log_probs_and_entropy"] = lambda *_, **__: {"log_probs": rows(log_prob)}
+        per_token = config["calculate_per_token_loss"]
+        reduced = cp.get_sum_of_sample_mean(n, n, batch["loss_masks"], per_token)
+        value, _ = losses.policy_loss_function(args, batch, log_prob, reduced)
+        return value / (totals.tokens if per_token else totals.sequences)
+
+    return loss
+
+
+def _k1(b: Rollouts) -> Tensor:
+    assert b.logp_ref is not None
+    return -BETA * aggregate(k1(b.logp, b.logp_ref), b.mask, "seq-mean-token-mean")
+
+
+BETA = 0.04
+TOKENS = {"calculate_per_token_loss": True, "eps_clip_high": 0.28}
+KL = {"use_kl_loss": True, "kl_loss_coef": BETA}
+C, LOW = {"eps_clip_c": 10.0}, {"kl_loss_type": "low_var_kl"}
+K1 = Slip("the KL term is k1, whose gradient has mean 0", "term", hp={"beta": 0.0}, term=_k1)
+COMPARISONS = (
+    Comparison("default", "grpo", {}, "grpo", {}, (CLAMP,)),
+    Comparison("default", "grpo", KL | C, "grpo", {"beta": BETA, "c": 10.0}, (K1,)),
+    Comparison("default", "gspo", {}, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2), CLAMP_S20)),
+    Comparison("paper", "grpo", KL | C | {"kl_loss_type": "k3"}, "grpo", {"beta": BETA, "c": 10.0}),
+    Comparison("paper", "grpo", KL | C | LOW, "grpo", {"beta": BETA, "c": 10.0}, (CLAMP_K3,)),
+    Comparison("paper", "grpo", TOKENS, "dapo", {}, (GROUPS, CLAMP)),
+    Comparison("paper", "grpo", TOKENS | C, "dapo", {"c": 10.0}, (GROUPS,)),
+    Comparison("paper", "gspo", {"eps_clip": 3e-4, "eps_clip_high": 4e-4}, "gspo", {}, (CLAMP_S20,)),
+)  # fmt: skip
+
+
+def _kl(name: str):
+    return lambda lp, ref: _modules()[1].compute_approx_kl(lp, ref, name)
+
+
+MILES = Framework(
+    "miles",
+    pin=PIN,
+    modes=_modes,
+    defaults=_defaults,
+    plain=_plain,
+    comparisons=COMPARISONS,
+    parts=lambda: (
+        *(Part("kl", k, _kl(k), k, tol=1e-5) for k in ("k1", "k2", "k3")),
+        Part("kl", "low_var_kl", _kl("low_var_kl"), "k3", reasons=((NARROW, narrow_k3),), tol=1e-5),
+    ),
+    out_of_scope=dict.fromkeys(
+        ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"), "an advantage estimator: its loss is grpo's"
+    ),
+    remarks=lambda: [
+        "policy_loss_function on responses without padding; the sum is divided by the responses of the global batch, "
+        "with --calculate-per-token-loss by its tokens. Ratios and KL terms are in float32. A token whose "
+        "log-probability is NaN counts as on policy, without a word.",
+        "Not covered: context parallelism, OPSM, truncated importance sampling, advantages, compiled code.",
+    ],
+    tol=3e-6,
+)
