@@ -142,6 +142,10 @@ def environments() -> str:
     return runpy.run_path(str(ROOT / "tests" / "matrix.py"))["table"]()  # other packages install a `tests` too
 
 
+def places() -> str:
+    return runpy.run_path(str(ROOT / "tests" / "matrix.py"))["awkward"]()
+
+
 def frameworks() -> str:
     from docs import field
 
@@ -283,6 +287,7 @@ GENERATED = {f.__name__: f for f in STEPS} | {
     for f in (
         letters,
         environments,
+        places,
         objectives,
         tally,
         verdicts,

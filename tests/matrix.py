@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run upref in empty environments and record what passed: `python tests/matrix.py PYTHON [checkout|lowest|newest]`.
+"""Run upref in empty environments and record what passed: `python tests/matrix.py PYTHON [WHAT]`.
 
     checkout   a copy of this checkout in a folder whose name has a space and a letter that is not ASCII, with LC_ALL=C:
                the first command of README.md, tiny; `tests/run.sh quick`; every requirement list, resolved
-    lowest     the wheel in an empty folder, with the lowest torch, numpy, ... that pyproject.toml allows
-    newest     the wheel with the newest of everything
+    lowest     the wheel in an empty folder, with the lowest versions that pyproject.toml allows and PYTHON has
+    newest     the wheel with the newest of everything, then the sdist
+    places     both commands where something is missing: the network, disk, HOME, .git, the rights of root. Needs Linux
+               and root, and a mount namespace of its own: `unshare --mount python tests/matrix.py PYTHON places`
 
 PYTHON is an interpreter: a name or a path. The row goes to tests/matrix.json, from which `python -m docs.make
 docs/environments.md` writes the page. Needs a package index; nothing else outside a temporary folder is written. Exit
 status: 0 if every step passed. It imports nothing but the standard library, so any Python can start it.
 """
 
+import functools
 import json
 import os
 import platform
@@ -21,6 +24,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +33,14 @@ RECORDS = ROOT / "tests/matrix.json"
 PACKAGES = ("torch", "numpy", "sympy", "matplotlib")
 LISTS = ("base", "mini", "verl", "trl", "docs", "release", "smoke", "gpu")
 UP_TO_312 = ("smoke", "gpu")  # verl 0.9.1 stops there
+AWKWARD = "a folder, accentué/upref"
+TRAIN = "bash repro/run.sh up_dapo mini steps=2"
 MY_LOSS = next(
     b for b in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S) if "my.py" in b
 )
 WHEEL = {  # a command, its exit status and what it prints
     "upref --version": (0, "upref "),
-    "python -m upref -h": (0, "identify"),
+    "python -m upref --version": (0, "upref "),
     "upref check my.py:loss --as dapo": (1, "NOT dapo: 2 failures, 2 notes"),
     "upref identify my.py:loss": (0, "meant as dapo(eps_low=0.2, eps_high=0.28)"),
     "upref derive up_dapo": (0, ""),
@@ -46,7 +52,9 @@ class Steps:
     """The commands of a row, in one folder and environment, and what became of each."""
 
     def __init__(self, folder: Path, env: dict[str, str]):
-        self.folder, self.env, self.done = folder, env, {}
+        self.folder, self.env = folder, env
+        self.done: dict[str, dict[str, Any]] = {}
+        self.sizes: dict[str, int] = {}  # KB of what was built
 
     def run(self, command: str, status: int = 0, says: str = "", name: str = "") -> str:
         start = time.time()
@@ -60,6 +68,8 @@ class Steps:
             "tests": ", ".join(counted),
         }
         print(f"{'ok  ' if passed else 'FAIL'} {name or command} {self.done[name or command]}", flush=True)
+        if passed and status:
+            self.done[name or command]["said"] = next(line for line in got.stdout.splitlines() if says in line)
         if not passed:
             print(got.stdout[-3000:], flush=True)
         return got.stdout
@@ -67,11 +77,11 @@ class Steps:
 
 def checkout(folder: Path, python: str) -> tuple[Steps, str]:
     """Both README commands, and each list's resolution."""
-    place = folder / "a folder, accentué" / "upref"
+    place = folder / AWKWARD
     keep = shutil.ignore_patterns(".venv*", ".git", "__pycache__", ".mypy_cache", ".hypothesis", "build", "out")
     shutil.copytree(ROOT, place, ignore=keep)
     steps = Steps(place, os.environ | {"PYTHON": python, "LC_ALL": "C"})
-    steps.run("bash repro/run.sh up_dapo mini steps=2")
+    steps.run(TRAIN)
     steps.run("bash tests/run.sh quick")
     version = steps.run(".venv/bin/python -V", name="python -V").split()[-1]
     for name in LISTS:
@@ -81,19 +91,49 @@ def checkout(folder: Path, python: str) -> tuple[Steps, str]:
     return steps, str(place / ".venv/bin/python")
 
 
+def places(folder: Path, python: str) -> tuple[Steps, str]:
+    """One environment for all places, on a disk of its own. Its install is stopped twice and goes on."""
+    place = folder / "disk" / AWKWARD
+    steps = Steps(folder, os.environ | {"PYTHON": python, "LC_ALL": "C", "PYTEST_ADDOPTS": "-k test_ops"})
+    both = f"bash -c '{TRAIN} && bash tests/run.sh quick'"
+    setup = "mkdir disk && mount -t tmpfs -o size=300m upref disk && chmod 755 . disk && mkdir -p"
+    archive = f'git -C "{ROOT}" archive HEAD | tar -x -C'
+    subprocess.run(["bash", "-c", f'{setup} "{place}" && {archive} "{place}"'], cwd=folder, check=True)
+    steps.folder = place
+    go_on = "Run the same command again to continue"
+    steps.run(f"unshare --net {TRAIN}", 2, go_on, "the network is lost during the install")
+    steps.run(TRAIN, 2, "the disk is full", "the disk is full during the install")
+    subprocess.run(["mount", "-o", "remount,size=8g", folder / "disk"], check=True)
+    steps.run(both, name="then the same command, from `git archive`, in a path with a space and an accent, LC_ALL=C")
+    steps.run(f"env -u HOME {both}", name="HOME is unset")
+    steps.run(f"HOME=/proc {both}", name="HOME cannot be written")
+    steps.run(f"unshare --net {both}", name="offline after the first run")
+    user = "setpriv --reuid 65534 --regid 65534 --clear-groups"
+    steps.run(f"chown -R 65534:65534 . && HOME=$PWD {user} {both}", name="not root")
+    return steps, str(place / ".venv/bin/python")
+
+
 def wheel(folder: Path, python: str, which: str) -> tuple[Steps, str]:
-    """The wheel, built and installed by that Python's own pip, in a folder with nothing but a loss."""
+    """The wheel and the sdist, installed by that Python's own pip, in a folder with nothing but a loss."""
     steps = Steps(folder, {k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
     steps.env["PATH"] = f"{folder / 'env/bin'}{os.pathsep}{os.environ['PATH']}"
     (folder / "my.py").write_text(MY_LOSS)
-    limits = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
-    lowest = [d.replace(">=", "==") + ".*" for d in limits if d.split(">")[0] in PACKAGES]
     quiet = "-m pip --disable-pip-version-check install -q"
-    steps.run(f'"{python}" -m venv env && python -m pip wheel -q --no-deps -w dist "{ROOT}"', name="build the wheel")
-    wanted = " ".join(f'"{d}"' for d in lowest) if which == "lowest" else ""
-    steps.run(f"python {quiet} --upgrade dist/*.whl {wanted}", name="pip install")
+    steps.run(f'"{python}" -m venv env && python {quiet} build twine', name="make an environment")
+    steps.run(f'python -m build -o dist "{ROOT}"', says=".whl", name="python -m build")
+    steps.run("twine check --strict dist/*", says="PASSED")
+    if which == "lowest":
+        limits = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+        (folder / "limits.in").write_text("\n".join(limits))
+        resolve = "uv pip compile -q --resolution lowest-direct --only-binary :all: --no-header limits.in -o limits.txt"
+        steps.run(f"python {quiet} uv && {resolve}", name="the lowest versions")
+    steps.run(f"python {quiet} dist/*.whl {'-c limits.txt' if which == 'lowest' else ''}", name="pip install")
     for command, (status, says) in WHEEL.items():
         steps.run(command, status, says)
+    if which == "newest":
+        again = f"python {quiet} --force-reinstall --no-deps dist/*.tar.gz"
+        steps.run(f"{again} && upref --version", says="upref ", name="pip install the sdist")
+    steps.sizes = {f.suffix.strip("."): f.stat().st_size // 1024 for f in (folder / "dist").iterdir()}
     return steps, str(folder / "env/bin/python")
 
 
@@ -104,9 +144,11 @@ def versions(python: str) -> dict[str, str]:
 
 
 def table() -> str:
-    """The records as rows of markdown."""
+    """The rows of interpreters and versions, in markdown."""
     rows = ["| Python | torch | numpy | sympy | matplotlib | what | result |", "|---|---|---|---|---|---|---|"]
     for r in json.loads(RECORDS.read_text("utf-8")):
+        if r["what"] == "places":
+            continue
         failed = [name for name, step in r["steps"].items() if not step["passed"]]
         tests = next((s["tests"] for s in r["steps"].values() if s["tests"]), "")
         result = f"**failed**: {', '.join(failed)}" if failed else f"{len(r['steps'])} of {len(r['steps'])} steps pass"
@@ -115,16 +157,30 @@ def table() -> str:
     return "\n".join(rows)
 
 
+def awkward() -> str:
+    """What happened in each awkward place, in markdown."""
+    rows = ["| Python | place | what happened | seconds |", "|---|---|---|---|"]
+    for r in json.loads(RECORDS.read_text("utf-8")):
+        for name, step in r["steps"].items() if r["what"] == "places" else ():
+            ends = "both commands pass" if "said" not in step else f"status 2: {step['said']}"
+            rows.append(f"| {r['python']} | {name} | {ends if step['passed'] else '**failed**'} | {step['seconds']} |")
+    return "\n".join(rows)
+
+
 def main(python: str = "python3", what: str = "checkout") -> int:
     python = shutil.which(python) or python
     with tempfile.TemporaryDirectory(prefix="upref-") as folder:
-        steps, inside = checkout(Path(folder), python) if what == "checkout" else wheel(Path(folder), python, what)
+        run: Callable[..., tuple[Steps, str]]
+        run = {"checkout": checkout, "places": places}.get(what, functools.partial(wheel, which=what))
+        steps, inside = run(Path(folder), python)
         row: dict[str, Any] = versions(inside) | {
             "what": what,
             "machine": platform.platform(),
             "date": time.strftime("%Y-%m-%d"),
         }
-    row["steps"] = steps.done
+        if what == "places":
+            subprocess.run(["umount", "--lazy", f"{folder}/disk"], check=True)
+    row |= {"steps": steps.done} | ({"KB": steps.sizes} if steps.sizes else {})
     old = json.loads(RECORDS.read_text("utf-8")) if RECORDS.exists() else []
     key = lambda r: (*map(int, r["python"].split(".")), r["what"])
     rows = sorted([r for r in old if key(r) != key(row)] + [row], key=key)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sdist and the wheel, built and installed into an environment of their own, do what README shows."""
 
+import json
 import os
 import re
 import shutil
@@ -15,8 +16,7 @@ import pytest
 
 import upref
 
-for builder in ("hatchling", "hatch_fancy_pypi_readme"):
-    pytest.importorskip(builder, reason="`repro/venv.sh` installs what builds the wheel")
+pytest.importorskip("hatchling", reason="`repro/venv.sh` installs what builds the wheel")
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -27,11 +27,13 @@ def built(tmp_path_factory):
     """The folder with the sdist, and the wheel that is built from the sdist, as `python -m build` does."""
     folder = tmp_path_factory.mktemp("dist")
     quiet = {"check": True, "capture_output": True}
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder], cwd=ROOT, **quiet)
+    named = os.environ | {"UPREF_REPOSITORY": "someone/upref"}  # the wheel gets it from the sdist
+    build = [sys.executable, "-m", "hatchling", "build", "-d", folder]
+    subprocess.run([*build, "-t", "sdist"], cwd=ROOT, env=named, **quiet)
     (sdist,) = folder.glob("*.tar.gz")
     shutil.unpack_archive(sdist, folder / "unpacked")
     (source,) = (folder / "unpacked").iterdir()
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], cwd=source, **quiet)
+    subprocess.run([*build, "-t", "wheel"], cwd=source, **quiet)
     return folder
 
 
@@ -96,8 +98,30 @@ def test_the_page_on_the_index_has_whole_links(built):
     targets = re.findall(r"\]\(([^)]+)\)", page)
     assert len(targets) == len(re.findall(r"\]\(([^)]+)\)", README)) > 10
     assert all(t.startswith(("https://", "#")) for t in targets), targets
-    assert f"/upref/v{upref.__version__}/figures/cap.svg" in page and f"/blob/v{upref.__version__}/docs/" in page
-    assert head.count("Project-URL: ") == 4 and "Description-Content-Type: text/markdown" in head
+    home, tag = "https://github.com/someone/upref", f"v{upref.__version__}"
+    assert f"{home}/raw/{tag}/figures/cap.svg" in page and f"{home}/blob/{tag}/docs/" in page
+    assert head.count("Project-URL: ") == head.count(f", {home}") == 4
+    assert "Description-Content-Type: text/markdown" in head
+
+
+def test_without_an_address_there_is_no_dead_link(tmp_path):
+    """A build that is not told the repository has the text of each link, no picture and no project URL."""
+    bare = {k: v for k, v in os.environ.items() if k != "UPREF_REPOSITORY"}
+    shown = [sys.executable, "-m", "hatchling", "metadata"]
+    about = json.loads(subprocess.run(shown, cwd=ROOT, env=bare, check=True, capture_output=True, text=True).stdout)
+    page = about["readme"]["text"]
+    assert "urls" not in about and "[" in README and not re.search(r"\]\((?!https?:|#)", page)
+    assert "[Course](docs/course/README.md)" in README and "Course ·" in page and "![" not in page
+    wrong = subprocess.run(shown, cwd=ROOT, env=bare | {"UPREF_REPOSITORY": "upref"}, capture_output=True, text=True)
+    assert wrong.returncode and "give the owner and the name" in wrong.stderr
+
+
+@pytest.mark.parametrize("form", sorted((ROOT / ".github/ISSUE_TEMPLATE").iterdir()), ids=lambda p: p.name)
+def test_the_parts_of_an_issue_form_have_names(form):
+    """GitHub refuses a form in which an id is no string; YAML reads `true` and `on` as something else."""
+    ids = re.findall(r"^ +id: (.*)$", form.read_text(encoding="utf-8"), re.M)
+    assert ids and all(re.fullmatch(r"[a-z][a-z_-]*", i) for i in ids)
+    assert not {"true", "false", "yes", "no", "on", "off", "null", "y", "n"} & {*ids}
 
 
 @pytest.mark.parametrize("workflow", sorted((ROOT / ".github/workflows").iterdir()), ids=lambda p: p.name)
