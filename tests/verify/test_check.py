@@ -100,12 +100,12 @@ def test_right(loss, name, hp):
     assert report.assert_ok() is report
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("batches", [300, pytest.param(3000, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("loss", "name", "hp"), [RIGHT[0], RIGHT[4], RIGHT[6]])
-def test_no_false_alarm(loss, name, hp):
+def test_no_false_alarm(loss, name, hp, batches):
     o = upref.get(name)
     case, rng = held(read(loss, o, hp), o, o.resolve(hp)), np.random.default_rng(7)
-    for _ in range(3000):
+    for _ in range(batches):
         assert case.off(case.ready(random_batch(rng, case.one_adv))).max() < 10 * case.tol
 
 

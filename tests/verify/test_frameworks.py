@@ -62,12 +62,13 @@ def test_the_ledger_is_whole(name):
 def test_the_same_fact_has_the_same_status_everywhere():
     """By reason and size: what a token's weight is with this repaired, and as it is, against the same objective."""
     seen: dict[tuple[str, ...], dict[str, str]] = {}
-    for e in read():
+    entries = read()
+    for e in entries:
         for x in e.evidence:
             fact = (e.reason, x.held_against, x.where, x.expected, x.found)
             seen.setdefault(fact, {})[e.status] = e.key
     assert not [fact for fact, by in seen.items() if len(by) > 1], [by for by in seen.values() if len(by) > 1]
-    shared = {reason for reason, *_ in seen if len({e.framework for e in read() if e.reason == reason}) > 1}
+    shared = {reason for reason, *_ in seen if len({e.framework for e in entries if e.reason == reason}) > 1}
     assert len(shared) > 10, "the comparison would compare nothing"
 
 

@@ -22,7 +22,7 @@ from upref.errors import InputError
 from upref.foreign.guard import RANDOM, STATE, _equal, called, undisturbed
 
 DAPO = """
-import atexit, ctypes, os, sys, torch
+import atexit, ctypes, os, sys, time, torch
 def loss(log_prob, old_log_prob, advantages, mask):
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     J = torch.min(r * advantages, r.clamp(0.8, 1.28) * advantages)
@@ -33,7 +33,7 @@ def does(what):
         return loss(log_prob, old_log_prob, advantages, mask)
     return f
 def forever():
-    while True: pass
+    while True: time.sleep(0.01)
 leaves, crashes = does(lambda: os._exit(0)), does(lambda: ctypes.string_at(0))
 loops, shouts = does(forever), does(lambda: os.write(1, b"shouted"))
 later = does(lambda: atexit.register(os._exit, 0))
