@@ -93,7 +93,7 @@ def read_by(name, monkeypatch):
     """The objectives whose function that derivation asks for."""
     asked, get = [], upref.get
     monkeypatch.setattr(upref, "get", lambda o: asked.append(o) or get(o))
-    section.__wrapped__(name)
+    page.section(name)
     monkeypatch.undo()
     return sorted(set(asked))
 
