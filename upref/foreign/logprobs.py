@@ -2,6 +2,7 @@
 """A user's log-probability function as one frozen type: `(hidden, weight, tokens, temperature)` or `(logits, tokens,
 temperature)` in, log-probabilities and maybe entropies out, with their gradients."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,8 +18,14 @@ from upref.foreign.signature import Reading, parameters
 from upref.foreign.signature import read as read_signature
 
 MAIN = {"hidden": ("hidden", "weight", "tokens"), "logits": ("logits", "tokens")}
-SETTINGS = {"temperature": ("temperature", "tau", "temp"), "bias": ("bias",), "logit_scale": ("scale",),
-            "softcap": ("softcap", "softcapping", "cap")}  # fmt: skip
+SETTINGS = {"temperature": {"temperature", "tau", "temp"}, "bias": {"bias"}, "logit_scale": {"scale"},
+            "softcap": {"softcap", "softcapping", "cap"}}  # fmt: skip
+ROLES = {
+    "weight": {"weight", "weights", "w", "head", "vocab", "unembedding", "embedding"},
+    "tokens": {"tokens", "token", "ids", "labels", "label", "target", "targets", "index", "actions"},
+    "logits": {"logits", "logit"},
+    "hidden": {"hidden", "states", "h", "input", "x", "features"},
+}
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,7 @@ class Problem:
     """One call. x: hidden states [B, T, H], or logits [B, T, V] where weight is None.
 
     g, g_H: what the log-probs and entropies are multiplied by before they are added and differentiated; None: not used.
+    frozen: the input that needs no gradient. keep: the tokens that are compared; None: all.
     """
 
     x: Tensor
@@ -37,17 +45,17 @@ class Problem:
     bias: Tensor | None = None
     softcap: float | None = None
     logit_scale: float = 1.0
+    frozen: str = ""
+    keep: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Problem":
-        floating = {k: v for k, v in vars(self).items() if isinstance(v, Tensor) and k != "tokens"}
-        cast: dict[str, Any] = {k: v.to(dtype) for k, v in floating.items()}
-        return replace(self, **cast)
+        cast: Any = lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v
+        return Problem(**{k: cast(v) for k, v in vars(self).items()})
 
     @property
     def leaves(self) -> dict[str, Tensor]:
         """What is differentiated for, by the reader's name."""
-        first = "logits" if self.weight is None else "hidden"
-        return {k: v for k, v in ((first, self.x), ("weight", self.weight)) if v is not None}
+        return {"logits": self.x} if self.weight is None else {"hidden": self.x, "weight": self.weight}
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,6 @@ class Outcome:
     wrote: frozenset[str] = frozenset()
     printed: bool = False
     again: str = ""  # of a second backward: "" alike, "other numbers", or what it raised
-    dtype: torch.dtype = torch.float64
 
 
 @dataclass(frozen=True)
@@ -76,10 +83,10 @@ class Kernel:
     softcap: float | None = None  # what it is expected to apply
     logit_scale: float = 1.0
 
-    def __call__(self, p: Problem, twice: bool = False, frozen: str = "") -> Outcome:
-        """frozen: the leaf that needs no gradient. twice: the backward is run again."""
-        p = p.to(self.dtype) if self.dtype != torch.float64 and p.x.dtype == torch.float64 else p
-        leaves = {k: v.detach().requires_grad_(k != frozen) for k, v in p.leaves.items()}
+    def __call__(self, p: Problem, twice: bool = False) -> Outcome:
+        """twice: the backward is run again."""
+        p = p.to(self.dtype) if p.x.dtype == torch.float64 else p
+        leaves = {k: v.detach().requires_grad_(k != p.frozen) for k, v in p.leaves.items()}
         shape = p.tokens.shape
         flat = lambda x: x.flatten(0, len(shape) - 1) if self.flat else x
         full = {k: v if k == "weight" else flat(v.clone()) for k, v in leaves.items()} | {"tokens": flat(p.tokens)}
@@ -88,34 +95,31 @@ class Kernel:
         answer, printed = called(self.name, lambda: self.reading.call(self.fn, full, extra))
         out = self._outputs(answer, full["tokens"].shape)
         numbers = {k: v.detach().double().reshape(shape) for k, v in out.items()}
-        ups = {"log-prob": p.g, "entropy": p.g_H}
-        used = {k: (out[k], flat(u).to(out[k].dtype)) for k, u in ups.items() if k in out and u is not None}
-        kept = {k: u.clone() for k, (_, u) in used.items()}
-        again = ""
-        if used:
-            wanted = {k: v for k, v in leaves.items() if k != frozen}
-            back = lambda: _backward(used, wanted, twice)
+        given = {k: u for k, u in (("log-prob", p.g), ("entropy", p.g_H)) if k in out and u is not None}
+        ups = {f"the upstream gradient of the {k}": flat(u).to(out[k].dtype) for k, u in given.items()}
+        full, before, again = full | ups, before | {k: u.clone() for k, u in ups.items()}, ""
+        if ups:
+            wanted = {k: v for k, v in leaves.items() if k != p.frozen}
+            back = lambda: _backward([out[k] for k in given], list(ups.values()), wanted, twice)
             grads, more = called(f"the backward of {self.name}", back)
             numbers |= {f"gradient of {k}": v.double() for k, v in grads.items()}
             printed |= more
-            if twice:
-                try:
-                    second, _ = called(f"the second backward of {self.name}", back)
-                    again = "" if all(torch.equal(second[k], v) for k, v in grads.items()) else "other numbers"
-                except InputError as e:
-                    again = str(e)
-        wrote = {k for k, v in before.items() if not _same(v, full[k])}
-        wrote |= {f"the upstream gradient of the {k}" for k, (_, u) in used.items() if not _same(kept[k], u)}
-        return Outcome(numbers, frozenset(wrote), printed, again, out["log-prob"].dtype)
+            try:
+                second = called(f"the second backward of {self.name}", back)[0] if twice else grads
+                again = "" if all(torch.equal(second[k], v) for k, v in grads.items()) else "other numbers"
+            except InputError as e:
+                again = str(e)
+        same = lambda k: torch.equal(before[k].nan_to_num(), full[k].detach().nan_to_num())
+        return Outcome(numbers, frozenset(k for k in before if not same(k)), printed, again)
 
     def _outputs(self, answer: Any, shape: torch.Size) -> dict[str, Tensor]:
         if isinstance(answer, Mapping):
-            key = lambda part: next((v for k, v in answer.items() if part in str(k).lower()), None)
-            answer = (key("logp") if key("logp") is not None else key("log_p"), key("entrop"))
+            key = lambda *parts: next((v for s in parts for k, v in answer.items() if s in str(k).lower()), None)
+            answer = (key("logp", "log_p"), key("entrop"))
         parts = list(answer) if isinstance(answer, tuple | list) else [answer]
         out = dict(zip(("log-prob", "entropy"), parts[: 1 + self.has_entropy], strict=False))
-        if out.get("entropy") is None:
-            out.pop("entropy", None)
+        if out.get("entropy", 0) is None:
+            del out["entropy"]
         for k, v in out.items():
             if not isinstance(v, Tensor) or v.shape != shape or not v.is_floating_point() or v.is_meta:
                 got = list(v.shape) if isinstance(v, Tensor) and v.shape != shape else type(v).__name__
@@ -124,18 +128,14 @@ class Kernel:
         return out
 
 
-def _backward(used: dict[str, tuple[Tensor, Tensor]], leaves: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
+def _backward(ys: list[Tensor], ups: list[Tensor], leaves: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
     """Gradients by leaf; upstream gradients are handed over as they are, so that their layout reaches the function."""
-    live = [(y, u) for y, u in used.values() if y.requires_grad]
+    live = [(y, u) for y, u in zip(ys, ups, strict=True) if y.requires_grad]
     if not live:
         return {k: torch.zeros_like(v) for k, v in leaves.items()}
-    ys, us = zip(*live, strict=True)
-    grads = torch.autograd.grad(ys, list(leaves.values()), us, retain_graph=keep, allow_unused=True)
+    ys, ups = map(list, zip(*live, strict=True))
+    grads = torch.autograd.grad(ys, list(leaves.values()), ups, retain_graph=keep, allow_unused=True)
     return {k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(leaves.items(), grads, strict=True)}
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    return torch.equal(x.nan_to_num(), y.detach().nan_to_num())
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -148,44 +148,32 @@ def read(fn: Any, softcap: float | None = None, logit_scale: float = 1.0) -> Ker
     every = [p for p in parameters(fn) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if not every:
         raise InputError(f"{name} names no arguments: check `def f(hidden, weight, tokens, temperature): ...`.")
-    settings = {s: p.name for p in every if (s := _setting(p.name))}
+    settings = {s: p.name for p in every if (s := _said(p.name, SETTINGS))}
     roles = {p.name: r for p in every if (r := _role(p.name))}
     free = [p.name for p in every if p.default is p.empty and p.name not in (*roles, *settings.values())]
     timed = [] if "temperature" in settings else ["temperature"]
-    must = [p for p in every if p.default is p.empty or _setting(p.name) == "temperature"]
-    few = len([p for p in must if _setting(p.name) in ("", "temperature")]) < 4  # (logits, tokens, temperature)
+    must = [p for p in every if p.default is p.empty or _said(p.name, SETTINGS) == "temperature"]
+    few = len([p for p in must if _said(p.name, SETTINGS) in ("", "temperature")]) < 4  # (logits, tokens, temperature)
     said = set(roles.values())
     kind = "logits" if "logits" in said or (few and not {"hidden", "weight"} & said) else "hidden"
-    missing = [r for r in MAIN[kind] if r not in roles.values()] + timed
+    missing = [r for r in MAIN[kind] if r not in said] + timed
     if len(free) == len(missing):  # what no name says, in order; the last is the temperature
         settings |= {"temperature": free.pop()} if timed else {}
         roles |= dict(zip(free, missing, strict=False))
     reading = read_signature(fn, name, lambda n: roles.get(n, ""), MAIN[kind])
     if unknown := [p for p in reading.needed if p not in settings.values()]:
         raise InputError(f"{name} needs {unknown[0]!r}, which upref cannot give: bind it with functools.partial.")
-    kernel = Kernel(name, fn, reading, kind, settings, softcap=softcap, logit_scale=logit_scale)
-    return _running(kernel)
+    return _running(Kernel(name, fn, reading, kind, settings, softcap=softcap, logit_scale=logit_scale))
 
 
-def _setting(name: str) -> str:
-    said = names.words(name)
-    return next((k for k, parts in SETTINGS.items() if any(w in parts for w in said)), "")
+def _said(name: str, table: Mapping[str, set[str]]) -> str:
+    """The first entry of the table that shares a word with the name, or ""."""
+    return next((k for k, told in table.items() if told & set(names.words(name))), "")
 
 
 def _role(name: str) -> str:
-    """hidden, weight, tokens or logits by the words of a name; "" where it does not say."""
-    said = set(names.words(name))
-    if _setting(name) or any(w.startswith(("mask", "chunk", "ignore")) for w in said):
-        return ""
-    for role, told in (
-        ("weight", {"weight", "weights", "w", "head", "vocab", "unembedding", "embedding"}),
-        ("tokens", {"tokens", "token", "ids", "labels", "label", "target", "targets", "index", "actions"}),
-        ("logits", {"logits", "logit"}),
-        ("hidden", {"hidden", "states", "h", "input", "x", "features"}),
-    ):
-        if said & told:
-            return role
-    return ""
+    odd = _said(name, SETTINGS) or any(w.startswith(("mask", "chunk", "ignore")) for w in names.words(name))
+    return "" if odd else _said(name, ROLES)
 
 
 def probe(kernel: Kernel) -> Problem:
@@ -201,13 +189,10 @@ def probe(kernel: Kernel) -> Problem:
 def _running(kernel: Kernel) -> Kernel:
     """With tokens [B, T] or else [N], in float64 or else in float32, whichever it takes first."""
     errors = []
-    for dtype in (torch.float64, torch.float32):
-        for flat in (False, True):
-            one = replace(kernel, dtype=dtype, flat=flat)
-            try:
-                done = one(probe(kernel))
-            except InputError as e:
-                errors.append(e)
-                continue
-            return replace(one, has_entropy="entropy" in done.numbers)
+    for dtype, flat in itertools.product((torch.float64, torch.float32), (False, True)):
+        one = replace(kernel, dtype=dtype, flat=flat)
+        try:
+            return replace(one, has_entropy="entropy" in one(probe(kernel)).numbers)
+        except InputError as e:
+            errors.append(e)
     raise errors[0]

@@ -6,8 +6,10 @@ y = logit_scale (h W^T + b),  z = softcap tanh(y / softcap),  x = z/τ,  log Z =
 One file: a catalogue is read as one.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,10 +43,9 @@ class Fault:
 RIGHT = Fault("")
 
 
-def states(p: Problem, x: Tensor | None = None) -> Tensor:
-    """y, from other states where they are given."""
-    x = p.x if x is None else x
-    y = x if p.weight is None else x @ p.weight.T
+def states(p: Problem) -> Tensor:
+    """y"""
+    y = p.x if p.weight is None else p.x @ p.weight.T
     return p.logit_scale * (y if p.bias is None else y + p.bias)
 
 
@@ -67,26 +68,24 @@ def pick(x: Tensor, tokens: Tensor, t: float = 1.0) -> Tensor:
 
 def solved(p: Problem, f: Fault = RIGHT) -> Outcome:
     """Outputs and gradients by autograd in float64."""
-    leaves = {k: v.detach().double().requires_grad_() for k, v in p.leaves.items()}
-    q = replace(p.to(torch.float64), x=leaves["logits" if p.weight is None else "hidden"], weight=leaves.get("weight"))
+    p = p.to(torch.float64)
+    leaves = {k: v.detach().requires_grad_() for k, v in p.leaves.items()}
+    q = replace(p, x=next(iter(leaves.values())), weight=leaves.get("weight"))
     q = f.given(q) if f.given else q
     z = (f.z or cap)((f.y or states)(q), q)
-    at = lambda stage: (stage or torch.div)(z, q.temperature)
-    x = at(f.x)
+    x, x_H = ((stage or torch.div)(z, q.temperature) for stage in (f.x, f.x_H or f.x))
     lp = (f.picked or pick)(x, q.tokens.long().clamp(min=0), q.temperature) - (f.log_Z or log_sum)(x)
     lp = f.lp(lp, q) if f.lp else lp
-    H = entropy(at(f.x_H) if f.x_H else x)
-    H = f.H(H, x, lp) if f.H else H
+    H = f.H(entropy(x_H), x, lp) if f.H else entropy(x_H)
     out = {"log-prob": lp, "entropy": H}
-    ups = {k: u for k, u in (("log-prob", q.g), ("entropy", q.g_H)) if u is not None}
-    used = [(out[k], f.up(u, q) if f.up and f.only in ("", k) else u) for k, u in ups.items()]
     numbers = {k: v.detach() for k, v in out.items()}
-    if used:
-        total = torch.stack([(torch.where(u == 0, 0, y) * u).sum() for y, u in used]).sum()
+    ups = {k: u for k, u in (("log-prob", q.g), ("entropy", q.g_H)) if u is not None}
+    if ups:
+        used = {k: f.up(u, q) if f.up and f.only in ("", k) else u for k, u in ups.items()}
+        total = torch.stack([(torch.where(u == 0, 0, out[k]) * u).sum() for k, u in used.items()]).sum()
         parts = torch.autograd.grad(total, list(leaves.values()), allow_unused=True) if total.requires_grad else ()
-        got = dict(zip(leaves, parts, strict=False))
-        got = {k: torch.zeros_like(v) if got.get(k) is None else got[k] for k, v in leaves.items()}
-        numbers |= {f"gradient of {k}": v for k, v in got.items()}
+        got = itertools.zip_longest(leaves.items(), parts)
+        numbers |= {f"gradient of {k}": torch.zeros_like(v) if g is None else g for (k, v), g in got}
     return Outcome(numbers)
 
 
@@ -94,10 +93,6 @@ def solved(p: Problem, f: Fault = RIGHT) -> Outcome:
 def as_if(value: Tensor, gradient: Tensor) -> Tensor:
     """This value with that gradient."""
     return gradient + (value - gradient).detach()
-
-
-def _no_slope(y: Tensor, p: Problem) -> Tensor:
-    return as_if(cap(y, p), y)
 
 
 def _p_log_p(H: Tensor, x: Tensor, lp: Tensor) -> Tensor:
@@ -114,32 +109,8 @@ def _memory(u: Tensor) -> Tensor:
     return u.as_strided(u.shape, torch.empty_like(u, memory_format=torch.contiguous_format).stride())
 
 
-def _smoothed(eps: float) -> Callable[[Tensor, Tensor, float], Tensor]:
-    return lambda x, ids, t: (1 - eps) * pick(x, ids) + eps * x.mean(-1)
-
-
 def _frozen(p: Problem) -> Problem:
     return p if p.weight is None else replace(p, weight=p.weight.detach())
-
-
-def _at_least(least: float) -> Callable[[Tensor, Problem], Tensor]:
-    return lambda lp, p: lp.clamp(min=least)
-
-
-def _largest(k: int) -> Callable[[Tensor], Tensor]:
-    return lambda x: x.topk(k).values
-
-
-def _late_bias(p: Problem) -> Tensor:
-    return states(p if p.bias is None else replace(p, bias=p.bias * p.temperature))
-
-
-def _shift(tokens: int = 0, rows: int = 0) -> Callable[[Problem], Problem]:
-    return lambda p: replace(p, tokens=p.tokens.roll(tokens, -1), x=p.x.roll(rows, -2))
-
-
-def _guarded(guard: Callable[[Tensor, float], Tensor], eps: float) -> Callable[[Tensor, Problem], Tensor]:
-    return lambda lp, p: guard(lp.exp(), eps).log()
 
 
 def _capped(words: str, f: Callable[[Tensor, float, float], Tensor]) -> Fault:
@@ -152,6 +123,14 @@ def _upstream(words: str, up: Callable[[Tensor, Problem], Tensor]) -> Iterator[F
         yield Fault(f"{words} ({only})", up=up, only=only)
 
 
+smoothed: Any = lambda eps: lambda x, ids, t: (1 - eps) * pick(x, ids) + eps * x.mean(-1)
+at_least: Any = lambda least: lambda lp, p: lp.clamp(min=least)
+added: Any = lambda eps: lambda lp, p: (lp.exp() + eps).log()
+clamped: Any = lambda eps: lambda lp, p: lp.exp().clamp(min=eps).log()
+largest: Any = lambda k: lambda x: x.topk(k).values
+shifted: Any = lambda by, rows: (
+    lambda p: replace(p, tokens=p.tokens.roll(by * (1 - rows), -1), x=p.x.roll(by * rows, -2))
+)
 KNOWN = (
     Fault("the temperature is left out", x=lambda z, t: z),
     Fault("the entropy is taken at temperature 1", x_H=lambda z, t: z),
@@ -185,7 +164,7 @@ KNOWN = (
     Fault("the entropy is in bits", H=lambda H, x, lp: H / 0.6931471805599453),
     Fault("the entropy is divided by log V", H=lambda H, x, lp: H / torch.log(torch.tensor(1.0 * x.shape[-1]))),
     Fault("the softcap is left out", z=lambda y, p: y),
-    Fault("the derivative of the softcap is left out of the backward", z=_no_slope),
+    Fault("the derivative of the softcap is left out of the backward", z=lambda y, p: as_if(cap(y, p), y)),
     _capped("is not divided by inside tanh", lambda y, c, t: c * y.tanh()),
     _capped("is not multiplied by outside tanh", lambda y, c, t: (y / c).tanh()),
     _capped("is applied after the temperature", lambda y, c, t: t * c * (y / t / c).tanh()),
@@ -202,7 +181,7 @@ KNOWN = (
     Fault("the entropy's gradient is skipped where the log-prob's upstream gradient is 0", only="entropy",
           up=lambda u, p: 0 * u if p.g is None else u * (p.g != 0)),
     Fault("the input is read as contiguous: its layout is ignored", given=lambda p: replace(p, x=_memory(p.x))),
-    *(Fault(f"shifted by one: {told} {sign} 1", given=_shift(by * (1 - rows), by * rows), inner=True)
+    *(Fault(f"shifted by one: {told} {sign} 1", given=shifted(by, rows), inner=True)
       for rows, told in enumerate(("row t has the log-prob of token t", "token t is scored by the logits of row t"))
       for sign, by in (("+", -1), ("-", 1))),
     Fault("the ids are stored in 16 bits", given=lambda p: replace(
@@ -210,15 +189,16 @@ KNOWN = (
     Fault("id 0 is treated as padding: its log-prob is 0", lp=lambda lp, p: lp.masked_fill(p.tokens == 0, 0)),
     Fault("each token has the mean of its row", lp=lambda lp, p: lp.mean(-1, True).expand_as(lp)),
     Fault("the sampled token is left out of the normaliser", lp=lambda lp, p: lp - (-lp.expm1()).log()),
-    *(Fault(f"labels are smoothed by {eps:g}", picked=_smoothed(eps)) for eps in (0.01, 0.05, 0.1, 0.2)),
-    *(Fault(f"the log-probs are clamped to at least {at}", lp=_at_least(at))
+    *(Fault(f"labels are smoothed by {eps:g}", picked=smoothed(eps)) for eps in (0.01, 0.05, 0.1, 0.2)),
+    *(Fault(f"the log-probs are clamped to at least {at}", lp=at_least(at))
       for at in (-1, -2, -5, -8, -10, -15, -20, -25, -30, -50, -100)),
     Fault("temperatures below 1 are ignored", x=lambda z, t: z / max(t, 1.0)),
     Fault("temperatures above 1 are ignored", x=lambda z, t: z / min(t, 1.0)),
     Fault("the normaliser leaves out the temperature", x=lambda z, t: z, x_H=torch.div,
           picked=lambda x, ids, t: pick(x, ids) / t),
     Fault("the sampled token's logit leaves out the temperature", picked=lambda x, ids, t: pick(x, ids) * t),
-    Fault("the bias is not divided by the temperature", y=_late_bias),
+    Fault("the bias is not divided by the temperature", y=lambda p: states(
+        p if p.bias is None else replace(p, bias=p.bias * p.temperature))),
     Fault("the entropy is a mean over the vocabulary, not a sum", H=lambda H, x, lp: H / x.shape[-1]),
     Fault("the maximum of the whole batch is subtracted, not each row's", log_Z=lambda x: (
         m := x.detach().max()) + (x - m).exp().sum(-1).log()),
@@ -228,8 +208,8 @@ KNOWN = (
     Fault("the weight gets no gradient", y=lambda p: states(_frozen(p))),
     Fault("the hidden states get no gradient",
           y=lambda p: states(p if p.weight is None else replace(p, x=p.x.detach()))),
-    *(Fault(f"{eps:g} is added to the probability", lp=_guarded(torch.add, eps)) for eps in EPS),
-    *(Fault(f"the probability is clamped to at least {eps:g}", lp=_guarded(torch.clamp, eps)) for eps in EPS),
+    *(Fault(f"{eps:g} is added to the probability", lp=added(eps)) for eps in EPS),
+    *(Fault(f"the probability is clamped to at least {eps:g}", lp=clamped(eps)) for eps in EPS),
 )  # fmt: skip
 
 
@@ -238,33 +218,33 @@ def in_tiles(p: Problem) -> Iterator[Fault]:
     V = p.x.shape[-1] if p.weight is None else len(p.weight)
     for n in TILES:
         yield from _columns(V, n)
-        yield _edges(V, n)
         yield from _rows(p.tokens.shape, n)
     for k in (k for k in TOP if k < V):
-        yield _normaliser(f"all but the {k} largest logits are left out", _largest(k))
+        yield _normaliser(f"all but the {k} largest logits are left out", largest(k))
+
+
+def _normaliser(words: str, change: Callable[[Tensor], Tensor]) -> Fault:
+    return Fault(words, log_Z=lambda x: log_sum(change(x)), H=lambda H, x, lp: entropy(change(x)))
 
 
 def _columns(V: int, n: int) -> Iterator[Fault]:
-    whole, padded = V // n * n, -(-V // n) * n
+    whole, padded, last = V // n * n, -(-V // n) * n, (V - 1) // n * n
     if V < padded <= 2 * V + 8 or V < n <= 128:
         padding = lambda x: torch.nn.functional.pad(x, (0, padded - V))
         yield _normaliser(f"the columns that pad the vocabulary to a multiple of {n} are counted", padding)
+    missed = lambda ids: (ids % n == n - 1) | (ids == V - 1)
+    told = f"each tile of {n} columns" if n < V else "the vocabulary"
+    yield Fault(f"the last id of {told} is missed: its logit counts 0",
+                picked=lambda x, ids, t: pick(x, ids).masked_fill(missed(ids), 0))  # fmt: skip
     if not 0 < whole < V:
         return
     yield _normaliser(f"the last, partial tile of {n} columns is left out", lambda x: x[..., :whole])
     yield Fault(f"the last, partial tile of {n} columns gets no gradient",
                 x=lambda z, t: torch.cat([z[..., :whole], z[..., whole:].detach()], -1) / t)  # fmt: skip
-    yield Fault(f"the hidden states' gradient has the last tile of {n} columns alone", x=lambda z, t: torch.cat(
-        [z[..., : (V - 1) // n * n].detach(), z[..., (V - 1) // n * n :]], -1) / t)  # fmt: skip
+    yield Fault(f"the hidden states' gradient has the last tile of {n} columns alone",
+                x=lambda z, t: torch.cat([z[..., :last].detach(), z[..., last:]], -1) / t)  # fmt: skip
     yield Fault(f"the running sums of tiles of {n} columns are not rescaled", log_Z=lambda x: _running(x, n),
                 H=lambda H, x, lp: log_sum(x) - _running(x, n, x) / (log_sum(x) - x.amax(-1)).exp())  # fmt: skip
-
-
-def _edges(V: int, n: int) -> Fault:
-    at = lambda ids: (ids % n == n - 1) | (ids == V - 1)
-    told = f"each tile of {n} columns" if n < V else "the vocabulary"
-    return Fault(f"the last id of {told} is missed: its logit counts 0",
-                 picked=lambda x, ids, t: pick(x, ids).masked_fill(at(ids), 0))  # fmt: skip
 
 
 def _running(x: Tensor, n: int, factor: Tensor | None = None) -> Tensor:
@@ -274,25 +254,15 @@ def _running(x: Tensor, n: int, factor: Tensor | None = None) -> Tensor:
     return tops[..., -1] + e.sum(-1).log() if factor is None else (e * factor).sum(-1)
 
 
-def _normaliser(words: str, change: Callable[[Tensor], Tensor]) -> Fault:
-    return Fault(words, log_Z=lambda x: log_sum(change(x)), H=lambda H, x, lp: entropy(change(x)))
-
-
 def _rows(shape: torch.Size, n: int) -> Iterator[Fault]:
     N = shape.numel()
     at = torch.arange(N).reshape(shape)
-    last = at >= N // n * n
+    last, told = at >= N // n * n, f"the last, partial tile of {n} tokens"
+    without = lambda rows: lambda p: torch.where(rows[..., None], states(_frozen(p)), states(p))
     if last.any() and not last.all():
-        told = f"the last, partial tile of {n} tokens"
         yield Fault(f"{told} is left out: its results are 0", lp=lambda lp, p: lp.masked_fill(last, 0),
                     H=lambda H, x, lp: H.masked_fill(last, 0))  # fmt: skip
         yield Fault(f"{told} gets no gradient", up=lambda u, p: u.masked_fill(last, 0))
-        yield Fault(f"the weight's gradient lacks {told}", y=_without(last))
-    if n < N:
-        yield Fault(f"the weight's gradient has the first tile of {n} tokens alone", y=_without(at >= n))
-        yield Fault(f"the weight's gradient has the last tile of {n} tokens alone", y=_without(at < (N - 1) // n * n))
-
-
-def _without(rows: Tensor) -> Callable[[Problem], Tensor]:
-    """y whose gradient reaches the weight from the other rows alone."""
-    return lambda p: torch.where(rows[..., None], states(_frozen(p)), states(p))
+        yield Fault(f"the weight's gradient lacks {told}", y=without(last))
+    for which, rows in (("first", at >= n), ("last", at < (N - 1) // n * n)) if n < N else ():
+        yield Fault(f"the weight's gradient has the {which} tile of {n} tokens alone", y=without(rows))

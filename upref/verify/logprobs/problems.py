@@ -30,42 +30,57 @@ def drawn(k: Kernel, N: int = 6, V: int = 5, H: int = 2, seed: int = 0, **settin
         g.view(-1)[-2] = 0  # it has an entropy gradient alone
     bias = eighths(V) if "bias" in k.settings else None
     p = Problem(x, W, tokens, g, g_H if k.has_entropy else None, 1.0, bias, k.softcap, k.logit_scale)
-    return replace(p if k.kind == "hidden" else of_logits(p), **settings)
+    return replace(p if k.kind == "hidden" else replace(p, x=x @ W.T, weight=None), **settings)
 
 
-def of_logits(p: Problem) -> Problem:
-    """The same, its states being the logits."""
-    assert p.weight is not None
-    return replace(p, x=p.x @ p.weight.T, weight=None)
+def cool(k: Kernel) -> float:
+    """A temperature of 0.5, where one can be set."""
+    return 0.5 if "temperature" in k.settings else 1.0
 
 
-def plain(k: Kernel) -> dict[str, Problem]:
-    """What every cause is verified on, by the oracle that asks it and its words."""
-    seen, none = drawn(k), dict[str, Any](g=None, g_H=None)
-    out = {"values: temperature 1": replace(seen, **none)}
-    out |= {"values: one token": drawn(k, 1, **none), "values: 10 tokens, 19 ids": drawn(k, 10, 19, 6, 1, **none)}
-    only: dict[str, dict[str, Any]] = {"gradient": {"g_H": None}, "entropy-gradient": {"g": None}, "gradients": {}}
-    for oracle, left_out in only.items():
-        if k.has_entropy or oracle == "gradient":
-            out[f"{oracle}: temperature 1"] = replace(seen, **left_out)
+def masked(p: Problem, keep: list[list[int]], **changes: Any) -> Problem:
+    """Tokens without upstream gradient, which are not compared."""
+    kept = torch.tensor(keep, dtype=torch.bool)
+    cut = lambda u: None if u is None else u * kept
+    return replace(p, g=cut(p.g), g_H=cut(p.g_H), keep=kept, **changes)
+
+
+def plain(k: Kernel) -> dict[str, dict[str, Problem]]:
+    """What every cause is verified on, by the oracle that asks it and in words."""
+    none = dict[str, Any](g=None, g_H=None)
+    used: dict[str, dict[str, Any]] = {"gradient": {"g_H": None}}
+    used |= {"entropy-gradient": {"g": None}, "gradients": {}} if k.has_entropy else {}
+    one, ten = drawn(k, 1, **none), drawn(k, 10, 19, 6, 1, **none)
+    out = {"values": {"temperature 1": drawn(k, **none), "one token": one, "10 tokens, 19 ids": ten}}
     if "temperature" in k.settings:
-        out |= {f"temperature: {t:g}": replace(drawn(k, seed=2), temperature=t, **none) for t in (0.6, 1.7)}
-        for oracle, left_out in only.items():
-            if k.has_entropy or oracle == "gradient":
-                out[f"{oracle}: temperature 0.6"] = drawn(k, 10, 7, 3, 3, temperature=0.6, **left_out)
+        out["temperature"] = {f"{t:g}": drawn(k, seed=2, temperature=t, **none) for t in (0.6, 1.7)}
+    for name, left_out in used.items():
+        out[name] = {"temperature 1": drawn(k, **left_out)}
+        if "temperature" in k.settings:
+            out[name]["temperature 0.6"] = drawn(k, 10, 7, 3, 3, temperature=0.6, **left_out)
     return out
 
 
-def offset(k: Kernel, by: float, turns: bool = False) -> Problem:
+def tiles(k: Kernel) -> dict[str, Problem]:
+    return {f"{N} tokens, {V} ids, hidden size {H}": drawn(k, N, V, H, 9) for N, V, H in TILES}
+
+
+def offset(k: Kernel) -> dict[str, Problem]:
     """A constant added to all logits, or by turns to and from a row's: in float32 it rounds little in each factor."""
-    p = drawn(k, 6, 37, 3, 4, temperature=0.5 if "temperature" in k.settings else 1.0)
-    sign = (-1.0) ** torch.arange(p.tokens.numel()).reshape(p.tokens.shape) if turns else torch.ones(())
-    if p.weight is None:
-        return replace(p, x=p.x + by * sign.double()[..., None])
-    x, W = p.x.clone(), p.weight.clone()
-    x[..., 0] = 2.0 ** round(math.log2(abs(by)) / 2) * sign
-    W[:, 0] = by / x[..., 0].max()
-    return replace(p, x=x, weight=W)
+    p = drawn(k, 6, 37, 3, 4, temperature=cool(k))
+    turns = (-1.0) ** torch.arange(6.0).reshape(2, 3).double()
+
+    def added(by: float, sign: Tensor) -> Problem:
+        if p.weight is None:
+            return replace(p, x=p.x + by * sign[..., None])
+        x, W = p.x.clone(), p.weight.clone()
+        x[..., 0] = 2.0 ** round(math.log2(abs(by)) / 2) * sign
+        W[:, 0] = by / x[..., 0].max()
+        return replace(p, x=x, weight=W)
+
+    out = {f"{by:+g} added to all logits": added(by, turns**2) for by in (3000.0, -3000.0, 90.0, -90.0)}
+    out["+3000 and -3000 added to the logits of one row and the next"] = added(3000.0, turns)
+    return out if k.softcap is None else {}
 
 
 def peak(k: Kernel, V: int, at: int, height: float, N: int = 6) -> Problem:
@@ -82,28 +97,34 @@ def peak(k: Kernel, V: int, at: int, height: float, N: int = 6) -> Problem:
     return replace(p, x=x, weight=W, tokens=tokens)
 
 
-def forbidden(k: Kernel) -> Problem | None:
+def peaks(k: Kernel) -> dict[str, Problem]:
+    at = [(V, i) for V in (9, 1029) for i in (0, V // 2, V - 1)]
+    return {f"the logit of token {i} of {V} is 40 above the rest": peak(k, V, i, 40.0) for V, i in at}
+
+
+def large(k: Kernel, V: int = 151_936) -> dict[str, Problem]:
+    high = lambda at: replace(peak(k, V, at, math.log(V) + 2.8, 4), g=None, g_H=None).to(torch.float32)
+    return {f"{V:,} ids in float32, token {at} with p near 0.9": high(at) for at in (0, V - 1)}
+
+
+def forbidden(k: Kernel) -> dict[str, Problem]:
     """Two ids with a logit of -inf, which no token has."""
-    p = drawn(k, 6, 9, 3, 6)
-    tokens = p.tokens.clamp(max=6)
+    p, low = drawn(k, 6, 9, 3, 6), torch.where(torch.arange(9) < 7, 0.0, -math.inf).double()
+    p = replace(p, tokens=p.tokens.clamp(max=6))
     if p.weight is None:
-        x = p.x.clone()
-        x[..., 7:] = -math.inf
-        return replace(p, x=x, tokens=tokens)
-    if p.bias is None or p.softcap is not None:
-        return None
-    return replace(p, bias=torch.where(torch.arange(9) < 7, p.bias, -math.inf), tokens=tokens)
+        return {"two ids have a logit of -inf": replace(p, x=p.x + low)}
+    return (
+        {"two ids have a bias of -inf": replace(p, bias=p.bias + low)} if p.bias is not None and not p.softcap else {}
+    )
 
 
-def ignored(k: Kernel) -> tuple[Problem, Tensor]:
-    """Ids of -100 without upstream gradient, and which tokens are others."""
-    p = drawn(k, 6, 9, 3, 7)
-    keep = torch.tensor([[False, True, True], [True, True, False]])
-    cut = lambda u: None if u is None else u * keep
-    return replace(p, tokens=torch.where(keep, p.tokens, -100), g=cut(p.g), g_H=cut(p.g_H)), keep
+def ignored(k: Kernel) -> dict[str, Problem]:
+    p = masked(drawn(k, 6, 9, 3, 7), [[0, 1, 1], [1, 1, 0]])
+    assert p.keep is not None
+    return {"masked tokens with an id of -100": replace(p, tokens=torch.where(p.keep, p.tokens, -100))}
 
 
-def strided(k: Kernel) -> dict[str, Problem]:
+def layout(k: Kernel) -> dict[str, Problem]:
     """Inputs and upstream gradients that are not contiguous."""
     p = drawn(k, 6, 9, 3, 8)
     turned: Any = lambda u: None if u is None else u.mT.contiguous().mT
@@ -113,3 +134,7 @@ def strided(k: Kernel) -> dict[str, Problem]:
         "transposed upstream gradients": replace(p, g=turned(p.g), g_H=turned(p.g_H)),
         "expanded upstream gradients (stride 0)": replace(p, g=spread(p.g), g_H=spread(p.g_H)),
     }
+
+
+def frozen(k: Kernel) -> dict[str, Problem]:
+    return {f"the {name} needs no gradient": drawn(k, seed=11, frozen=name) for name in ("weight", "hidden")}

@@ -5,20 +5,21 @@ import datetime
 import math
 import multiprocessing
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from upref.errors import InputError
 from upref.foreign.logprobs import Kernel, Outcome, Problem
 from upref.verify.logprobs.faults import entropy, log_sum, pick, solved, states
 from upref.verify.report import Finding, apart, fail, note
 
-SECONDS = 60
+SECONDS, SINGLE = 60, 1e-4  # that a process may take, and how near is equal
 
 
 def shard(p: Problem, rank: int, ranks: int) -> Problem:
@@ -40,8 +41,8 @@ def _rank(kernel: Kernel, p: Problem, rank: int, ranks: int, file: str, to: Any)
         to.send(f"rank {rank}: {e}")
 
 
-def outcomes(kernel: Kernel, p: Problem, ranks: int) -> list[Outcome]:
-    """What each of so many gloo processes answers, with the default group; InputError where one fails."""
+def outcomes(kernel: Kernel, p: Problem, ranks: int) -> list[dict[str, Tensor]]:
+    """The numbers of each of so many gloo processes, with the default group; InputError where one fails."""
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [fork.Pipe(duplex=False) for _ in range(ranks)]
@@ -55,38 +56,30 @@ def outcomes(kernel: Kernel, p: Problem, ranks: int) -> list[Outcome]:
             child.kill()
     if failed := [s for s in said if isinstance(s, str)]:
         raise InputError(f"{kernel.name} on {ranks} ranks: {failed[0]}")
-    numbers = ({k: torch.tensor(v, dtype=torch.float64) for k, v in s.items()} for s in said if isinstance(s, dict))
-    return [Outcome(part) for part in numbers]
+    return [{k: torch.tensor(v, dtype=torch.float64) for k, v in s.items()} for s in said if isinstance(s, dict)]
 
 
-def compared(kernel: Kernel, p: Problem, ranks: int, tol: float) -> Iterator[Finding]:
-    """Each rank's results against the whole vocabulary's; its gradients against its part."""
-    every, whole = outcomes(kernel, p, ranks), solved(p).numbers
-    parts = [{k: part.numbers[k] for k in part.numbers} for part in every]
-    off = lambda x, y: (x - y).abs().max().nan_to_num(math.inf).item() / max(1e-3, y.abs().max().item())
-    for rank, found in enumerate(parts):
-        want = {k: whole[k] for k in found}
-        for k in ("gradient of logits", "gradient of weight"):
-            if k in want:
-                want[k] = want[k].chunk(ranks, -1 if k.endswith("logits") else 0)[rank]
-        if "gradient of hidden" in found:
-            alone, added = found.pop("gradient of hidden"), sum(q.numbers["gradient of hidden"] for q in every)
-            reduced, right = (off(v, whole["gradient of hidden"]) <= tol for v in (alone, added))
-            if reduced or right:
-                how = "is already added up" if reduced else "is this rank's part: add it up"
-                yield from [note("ranks", f"on each rank the gradient of the hidden states {how}")] * (rank == 0)
-            else:
-                found["gradient of hidden"] = alone
-        worst = max(found, key=lambda k: off(found[k], want[k]))
-        if off(found[worst], want[worst]) > tol:
-            at = int((found[worst] - want[worst]).abs().nan_to_num(math.inf).argmax())
-            numbers = (v[worst].flatten()[at].item() for v in (want, found))
+def compared(kernel: Kernel, p: Problem, ranks: int, off: Callable[..., Any]) -> Iterator[Finding]:
+    """Each rank's results against the whole vocabulary's; its gradients against its part. off: Case.off."""
+    every, h = outcomes(kernel, p, ranks), "gradient of hidden"
+    for rank, found in enumerate(every):
+        want = solved(p).numbers
+        want |= {f"gradient of {k}": solved(p).numbers[f"gradient of {k}"].chunk(ranks, dim)[rank]
+                 for k, dim in (("logits", -1), ("weight", 0)) if k in p.leaves}  # fmt: skip
+        worst = lambda numbers, want=want: off(p, Outcome(numbers), Outcome(want), SINGLE)
+        if h in found:
+            reduced, right = (worst({h: v})[0] <= 1 for v in (found[h], sum(q[h] for q in every)))
+            how = "is already added up" if reduced else "is this rank's part: add it up"
+            yield from [note("ranks", f"on each rank the gradient of the hidden states {how}")] * (right and not rank)
+        times, key, at, x, y = worst({k: v for k, v in found.items() if k != h or not (reduced or right)})
+        if times > 1:
             regime = f"rank {rank} of {ranks}, each with a part of the vocabulary"
-            yield fail("ranks", regime, *apart(f"{worst} {{}}", *numbers), cause=_why(found, want, p, rank, ranks, tol))
+            why = _why(found, want, p, rank, ranks, worst)
+            yield fail("ranks", regime, *apart(f"{key}{list(at)} {{}}", x, y), cause=why)
             return
 
 
-def _why(found, want, p: Problem, rank: int, ranks: int, tol: float) -> str:
+def _why(found: dict, want: dict, p: Problem, rank: int, ranks: int, worst: Callable[..., Any]) -> str:
     parts = [states(shard(p, i, ranks)) for i in range(ranks)]
     lp, whole, own, V = want["log-prob"], log_sum(states(p)), parts[rank], parts[0].shape[-1]
     unshifted = sum((pick(z, p.tokens.clamp(max=V - 1)) for z in parts), 0 * lp).masked_fill(p.tokens >= V, 0)
@@ -105,6 +98,6 @@ def _why(found, want, p: Problem, rank: int, ranks: int, tol: float) -> str:
         "the entropy is that of this rank's part alone": {"entropy": entropy(own)},
     }.items():  # fmt: skip
         keys = change if "log-prob" in change else found
-        if all(torch.allclose(found[k], (want | change)[k], rtol=tol, atol=tol) for k in keys if k in found):
+        if worst({k: found[k] for k in keys if k in found}, want | change)[0] <= 1:
             return words
     return ""
