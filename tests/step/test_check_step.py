@@ -77,10 +77,10 @@ def test_a_trainer_that_cannot_be_handed_rows_is_recorded(model):
 
 def test_the_case_decides(model):
     """With equal lengths, r = 1 and no holes some of the bugs cannot be seen; with the case that upref makes, all."""
-    from upref.step.case import bound_of, run, stirred
+    from upref.step.case import BOUND, run, stirred
     from upref.step.check import compared
 
-    goal, bound = meant("dapo", {}, T), bound_of(model)
+    goal, bound = meant("dapo", {}, T), BOUND
 
     def seen(without):
         with stirred(model, True):

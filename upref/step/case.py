@@ -13,14 +13,15 @@ from torch import nn
 from upref.errors import InputError
 from upref.registry import Objective, get
 from upref.step import rows as batch
-from upref.step.forward import Forward
+from upref.step.forward import Forward, added, expected, norm
 from upref.step.goal import Goal
 from upref.step.record import Step, watched
-from upref.step.reference import Gradient, Model, TorchModel, as_float64, unwrapped
+from upref.step.reference import Gradient, Model, Rounded, TorchModel, as_float64, unwrapped
 from upref.step.rows import AXES, Padded, Row
 from upref.verify.report import short
 
-BOUNDS = {torch.float64: 2e-5, torch.float32: 2e-5, torch.bfloat16: 1e-1, torch.float16: 1e-2}  # of |g - g*| / |g*|
+BOUND = 2e-5  # of |g - g*| / |g*| in float32
+HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -90,11 +91,22 @@ def with_weights(model: TorchModel, step: Step) -> TorchModel:
     return model
 
 
-def bound_of(model: Any) -> float:
-    if not isinstance(model, nn.Module):
-        return BOUNDS[torch.float32]
-    kinds = {p.dtype for p in model.parameters() if p.requires_grad}
-    return max((BOUNDS.get(k, BOUNDS[torch.float32]) for k in kinds), default=BOUNDS[torch.float32])
+def half_of(model: Any) -> torch.dtype | None:
+    """The half precision of a model's trained parameters, if they have one."""
+    kinds = {p.dtype for p in model.parameters() if p.requires_grad} if isinstance(model, nn.Module) else set()
+    return next((k for k in HALVES if k in kinds), None)
+
+
+def allowed(goal: Goal, case: Case, half: torch.dtype | None) -> float:
+    """The error of the gradient that rounding may make: 2e-5 in float32; in half precision twice what the reference
+    moves if the result of each of its operations is rounded. A trainer keeps some of them in float32.
+    """
+    if half is None:
+        return BOUND
+    want = added(expected(goal, case.forward, case.b))
+    with Rounded(half):
+        its = added(expected(goal, Forward(case.forward.model, case.rows, goal.temperature), case.b))
+    return 2 * norm({n: its[n] - w for n, w in want.items()}) / max(norm(want), 1e-300)
 
 
 @torch.no_grad()

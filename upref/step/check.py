@@ -13,7 +13,7 @@ from torch import nn
 from upref.errors import InputError
 from upref.registry import Objective
 from upref.step import rows as batch
-from upref.step.case import BOUNDS, Case, bound_of, built, meant, must_know, run, stirred, torch_model, with_weights
+from upref.step.case import Case, allowed, built, half_of, meant, must_know, run, stirred, torch_model, with_weights
 from upref.step.diagnose import diagnosed, half_precision, parameters
 from upref.step.forward import added, clipped, expected, norm
 from upref.step.goal import Goal
@@ -93,17 +93,19 @@ def check_step(
         )
     with stirred(model, stir) if isinstance(model, nn.Module) else nullcontext():
         reference = model if isinstance(model, Model) else torch_model(model)
-        bound, kind = bound_of(model), ""
-        case = built(reference, goal, rows, without, seed, bound > 1e-3)
+        half, inside = half_of(model), None
+        case = built(reference, goal, rows, without, seed, half is not None)
         found, passes = run(step, model, case)
-        if bound < 1e-3 and isinstance(model, nn.Module) and compared(goal, case, found, bound).error > bound:
-            kind = half_precision(lambda: run(step, model, case))
-        if kind:
-            bound, case = BOUNDS[torch.bfloat16], built(reference, goal, rows, without, seed, True)
+        bound = allowed(goal, case, half)
+        if not half and isinstance(model, nn.Module) and compared(goal, case, found, bound).error > bound:
+            inside = half_precision(lambda: run(step, model, case))
+        if inside:
+            case = built(reference, goal, rows, without, seed, True)
             found, passes = run(step, model, case)
+            bound = allowed(goal, case, inside)
         again = lambda: run(step, model, case)[0]
         name = getattr(step, "__name__", type(step).__name__)
-        return _report(name, goal, case, found, passes, bound, start, again, kind)
+        return _report(name, goal, case, found, passes, bound, start, again, inside)
 
 
 @tidy
@@ -119,7 +121,7 @@ def check_recorded(
     clip: float | None = None,
     scale: float = 1.0,
     without: Sequence[str] = (),
-    bound: float | None = None,
+    bound: float | torch.dtype | None = None,
     **hp: Any,
 ) -> StepReport:
     """Check the optimizer steps that `record_step` recorded.
@@ -127,7 +129,8 @@ def check_recorded(
     Args:
         seen: what `record_step` yielded.
         rows: the rows of each step, a list per step. Of one plain list each step has those that it was fed.
-        bound: the relative error that is allowed; None: 2e-5, for gradients in float32.
+        bound: the relative error that is allowed; or the half precision in which the step computes, whose rounding is
+            allowed; None: 2e-5, for float32.
         objective, temperature, beta, entropy_coef, z_loss_coef, clip, scale, without, **hp: as for `check_step`.
 
     Returns:
@@ -155,7 +158,7 @@ def check_recorded(
         reference = with_weights(seen.model, one)
         case = built(reference, goal, its, without if n == 0 else AXES, 0)
         case.forward.see(one.fed)
-        tol = bound or BOUNDS[torch.float32]
+        tol = bound if isinstance(bound, float) else allowed(goal, case, bound)
         reports.append(_report(f"step {n}", goal, case, one.gradients, one.backwards, tol, start))
     worst = max(reports, key=lambda r: r.error)
     if len(reports) == 1:
@@ -192,16 +195,17 @@ def compared(goal: Goal, case: Case, found: Gradient, bound: float) -> Compared:
 
 def _report(
     name: str, goal: Goal, case: Case, found: Gradient, passes: int, bound: float, start: float,
-    again: Callable[[], Gradient] | None = None, kind: str = "",
+    again: Callable[[], Gradient] | None = None, half: torch.dtype | None = None,
 ) -> StepReport:  # fmt: skip
     it = compared(goal, case, found, bound)
     goal, error = it.goal, it.error
-    contract = [f"allowed error of the gradient: {bound:g} of its norm"]
+    contract = [f"allowed error of the gradient: {bound:.2g} of its norm"]
     if goal.o.agg == "group-token-mean":
         contract.append("tokens are counted " + ("per group" if goal.grouped else "over the whole step, not per group"))
     findings: list[Finding] = []
-    if kind:
-        findings.append(note("gradient", f"the step computes in {kind}: compared to {bound:g} of the norm only",
+    if half:
+        kind = str(half).removeprefix("torch.")
+        findings.append(note("gradient", f"the step computes in {kind}: compared to {bound:.2g} of the norm only",
                              cause="check it in float32: there 2e-5 shows"))  # fmt: skip
     if unnamed := sorted(set(found) - set(it.want)):
         findings.append(note("parameters", f"{len(unnamed)} frozen parameters have a gradient, {unnamed[0]} first"))

@@ -36,11 +36,11 @@ class _Halves(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def half_precision(run: Callable[[], object]) -> str:
-    """The half precision in which a step computes, or nothing."""
+def half_precision(run: Callable[[], object]) -> torch.dtype | None:
+    """The half precision in which a step computes, if any."""
     with _Halves() as seen:
         run()
-    return " and ".join(sorted(str(k).removeprefix("torch.") for k in seen.kinds))
+    return next((k for k in (torch.bfloat16, torch.float16) if k in seen.kinds), None)
 
 
 def parameters(found: Gradient, want: Gradient, bound: float) -> list[str]:

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from upref.errors import InputError
 
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")  # whose factors, weights among them, are rounded too
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 Gradient = dict[str, Tensor]  # name of a parameter -> float64
 
@@ -25,6 +28,21 @@ class Wide(TorchFunctionMode):
         if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
             func = torch.Tensor.double
         return func(*map(wide, args), **{k: wide(v) for k, v in (kwargs or {}).items()})
+
+
+class Rounded(TorchDispatchMode):
+    """The result of every operation, forward and backward, rounded to a half precision."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        near = lambda x: x.to(self.dtype).to(x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+        args = tree_map(near, args) if func.overloadpacket.__name__ in PRODUCTS else args
+        out = func(*args, **(kwargs or {}))
+        in_place = any(r.alias_info for r in func._schema.returns)  # noqa: SLF001  or a view
+        return out if in_place else tree_map(near, out)
 
 
 @contextmanager

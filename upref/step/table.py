@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from upref.errors import InputError
-from upref.step.case import BOUNDS, disturb
+from upref.step.case import disturb
 from upref.step.families import tiny
 from upref.step.settings import TRAINERS, Setting
 from upref.verify.report import Report
@@ -79,7 +79,7 @@ def trl(s: Setting) -> Report:
 
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
     return t.report(model, fields, t.batch(**s.rows), s.objective, s.hp, s.goal, step=s.step,
-                    bound=BOUNDS[torch.bfloat16] if s.half else None)  # fmt: skip
+                    bound=torch.bfloat16 if s.half else None)  # fmt: skip
 
 
 def verl(s: Setting) -> Report:

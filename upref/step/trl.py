@@ -153,7 +153,7 @@ def _log_probs(seen: Recorded, n: int, rows: Sequence[Row], T: float) -> list:
 
 def report(
     model: nn.Module, fields: dict[str, Any], rows: list[Row], objective: Any, hp: dict[str, Any],
-    goal: dict[str, Any], *, step: int = 1, bound: float | None = None, cls: Any = None,
+    goal: dict[str, Any], *, step: int = 1, bound: Any = None, cls: Any = None,
     more: dict[str, Any] | None = None,
 ) -> StepReport:  # fmt: skip
     """Train on these rows, and hold one optimizer step against the objective, over the tokens that TRL divides by.

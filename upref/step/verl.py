@@ -24,7 +24,7 @@ from torch import nn
 from upref.aggregation import verl_name
 from upref.errors import InputError, importing
 from upref.registry import get
-from upref.step.case import BOUNDS, built, meant
+from upref.step.case import built, meant
 from upref.step.check import StepReport, check_recorded
 from upref.step.record import Recorded, Step, watched
 from upref.step.reference import TorchModel, unwrapped
@@ -98,7 +98,7 @@ def report(
     rows = built(TorchModel(model), meaning, None, ["temperature"] * (temperature == 1), coarse=half).rows
     seen = trained(model, rows, temperature, **fields)
     return check_recorded(seen, rows, objective, temperature=temperature, without=AXES,
-                          bound=BOUNDS[torch.bfloat16] if half else None, **goal, **hp)  # fmt: skip
+                          bound=torch.bfloat16 if half else None, **goal, **hp)  # fmt: skip
 
 
 def twin_report(spec: dict[str, Any]) -> StepReport:
