@@ -19,6 +19,7 @@ from upref.step.rows import Padded, Row
 from upref.step.shares import factor_words
 from upref.verify.faults import Slip, known
 
+BOUNDS = (0.1, 0.2, 0.28, 0.3, 0.4, 3.0, 10.0)  # of a clip, as people set them
 NEAR = 1e-4  # how near weights read off a float32 gradient must come, relative to the largest
 
 
@@ -171,6 +172,10 @@ def _slips(w: Tokens, hp: dict) -> Iterator[Slip]:
     if goal.beta:
         yield Slip("the KL term is missing", "term", hp={"beta": 0.0})
         yield Slip("the KL term is added to J, not subtracted", "term", hp={"beta": -goal.beta})
+    for k in sorted({"eps", "eps_low", "eps_high", "c"} & hp.keys()):
+        for v in (v for v in BOUNDS if v != hp[k]):
+            now = "absent" if hp[k] is None else f"{hp[k]:g}"
+            yield Slip(f"{k} is {v:g}, not {now}", "hyperparameter", hp={k: v})
     yield from known(o, hp, [])
     for p in (get(n) for n in names() if n != o.name and not get(n).coupled):
         own = {k: v for k, v in hp.items() if k in p.hyperparameters and v is not None}

@@ -89,8 +89,8 @@ def _counted(mask: Tensor, group: Tensor | None) -> Rollouts:
 def _partitions(n: int, goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor) -> Iterator[tuple[str, list[Tensor]]]:
     for m in range(1, n):
         yield f"micro-batches of {m}", [*torch.arange(n).split(m)]
-    for ranks in (2, 4):
-        yield f"{ranks} ranks with every {ranks}th row", [torch.arange(r, n, ranks) for r in range(ranks) if r < n]
+    for ranks, every in ((2, "2nd"), (4, "4th")):
+        yield f"{ranks} ranks with every {every} row", [torch.arange(r, n, ranks) for r in range(min(ranks, n))]
     lengths = torch.tensor([len(r.ids) for r in rows])
     for m in (2, 4):
         yield f"micro-batches of {m} sorted by length", [*lengths.argsort().split(m)]

@@ -46,7 +46,7 @@ def trained(
 
     Args:
         model: a small causal language model of transformers; verl loads a copy of it.
-        rows: with old and reference log-probabilities.
+        rows: with old and reference log-probabilities; of this rank, where a process group is initialized.
         model_config, engine, actor: fields of HFModelConfig, FSDPEngineConfig, ActorConfig, over MODEL, ENGINE, ACTOR.
         clip: bound of the gradient's norm.
 
@@ -186,7 +186,7 @@ def _batch(rows: Sequence[Row], temperature: float, settings: Any) -> Any:
         "response_mask": b.mask.long(), "advantages": b.adv.float(),
     }  # fmt: skip
     tensors |= {k: v.float() for k, v in {"old_log_probs": b.old, "ref_log_prob": b.ref}.items() if v is not None}
-    n = len(rows)
+    n = len(rows) * torch.distributed.get_world_size()
     plain = dict(
         temperature=temperature, calculate_entropy=settings.entropy_coeff != 0, distillation_use_topk=False,
         distillation_only=False, global_batch_size=n, mini_batch_size=n, epochs=1, seed=0,
@@ -201,11 +201,13 @@ def _batch(rows: Sequence[Row], temperature: float, settings: Any) -> Any:
 def _alone() -> Iterator[None]:
     """A process group of one rank, if there is none; quiet."""
     before = os.environ.copy()
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "HF_HUB_OFFLINE": "1",
+    mine = not torch.distributed.is_initialized()
+    rank, world = ("0", "1") if mine else (str(torch.distributed.get_rank()), str(torch.distributed.get_world_size()))
+    os.environ |= {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world,
+                   "HF_HUB_OFFLINE": "1",
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "VERL_PLATFORM": "cpu",
                    "VERL_ENGINE_DEVICE": "cuda",  # verl's FSDP engine is registered for cuda and npu
                     "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
-    mine = not torch.distributed.is_initialized()
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
