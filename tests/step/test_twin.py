@@ -75,7 +75,7 @@ def test_a_family_for_which_trl_is_wrong_does_not_start():
     pytest.importorskip("trl")
     from upref.integrations.parity import ParityError
 
-    with pytest.raises(ParityError, match="positions count what stands in front of a row"):
+    with pytest.raises(ParityError, match="positions count what precedes a row"):
         trainer("gpt2")
     assert trainer("qwen3").objective.name == "up_dapo"
 
