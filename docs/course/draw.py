@@ -18,7 +18,11 @@ from repro.exact.flow import path
 from repro.exact.task import bandit
 from upref import advantages, kl
 from upref.aggregation import Totals, row_weights
+from upref.course.lessons.around_the_loss import step
 from upref.course.lessons.reading_a_run import KEY
+from upref.step import TorchModel
+from upref.step.case import BOUND, built, meant, run, stirred
+from upref.step.check import compared
 from upref.verify import kl as verify_kl
 from upref.weights.plots import DOWN, GREY, INK, PALETTE, STYLE, UP
 
@@ -319,6 +323,43 @@ def l10_runs():
         ax.set(xlabel="batch", xlim=(0, len(y) - 1), ylim=(0, None))
         title(ax, text)
     fig.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+    return fig
+
+
+def l11_around():
+    """The error that five bugs make in the gradient of a step, in a lazy case and in one that varies everything."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(48, 16), torch.nn.Linear(16, 48))
+    bugs = {"temperature left out": dict(heat=lambda x, T: x), "labels not shifted": dict(shift=0),
+            "each response by its own tokens": dict(over=lambda trains, tokens: trains.sum() * 8),
+            "tool tokens train": dict(mask=torch.ones_like), "old log-probs are the current": dict(
+                before=lambda old, lp: lp.detach()), "none": {}}  # fmt: skip
+    fig, panels = axes(2, 4.4, 2.8)
+    lazy = ["lengths", "ratio", "holes", "temperature"]
+    for ax, without, T, text in ((panels[0], lazy, 1.0, "one length, T = 1, r = 1, no holes"),
+                                 (panels[1], [], 0.7, "lengths, T = 0.7, r off 1, holes")):  # fmt: skip
+        errors = []
+        with stirred(model, True):
+            for switches in bugs.values():
+                goal = meant("dapo", {}, T)
+                case = built(TorchModel(model), goal, None, without)
+                loss = step(**switches)
+
+                def one(model, rows, T=T, loss=loss):
+                    tokens = sum(sum(r.trains) for r in rows)
+                    for r in rows:
+                        ids = torch.tensor(r.ids)
+                        loss(model(ids[None])[0], ids, len(r.prompt), torch.tensor(r.trains), torch.tensor(r.old),
+                             r.adv, tokens, T).backward()  # fmt: skip
+
+                errors.append(compared(goal, case, run(one, model, case)[0], BOUND).error)
+        seen = [UP if e > BOUND else GREY for e in errors]
+        ax.barh(range(len(bugs)), errors, color=seen)
+        ax.set(xscale="log", xlim=(1e-8, 10), yticks=range(len(bugs)), xlabel="error of the gradient")
+        ax.set_yticklabels(list(bugs) if ax is panels[0] else [])
+        ax.invert_yaxis()
+        ax.axvline(BOUND, color=INK, lw=0.8, ls=":")
+        title(ax, text)
     return fig
 
 

@@ -142,4 +142,16 @@ ATTEMPTS: dict[int, list[tuple[str, str, str]]] = {
         ('"F": "sign"', '"F": "no signal"', "in which direction does the reward go"),
         ('"F": "sign"', '"F": "the sign"', "is none of: nothing, sign"),
     ],
+    11: [
+        ("log_prob[prompt - 1 : -1].gather(-1, ids[prompt:, None])[:, 0]",
+         "log_prob[:-1].gather(-1, ids[1:, None])[prompt - 1 :, 0]", ""),
+        ("(logits / temperature).log_softmax(-1)", "logits.log_softmax(-1)", "the temperature is left out"),
+        ("[prompt - 1 : -1]", "[prompt:]", "the labels are not shifted"),
+        ("/ tokens", "/ trains.sum()", "not by those of the step"),
+        ("(J * trains)", "J", "the tokens of the tool train"),
+        ("logits / temperature", "logits * temperature", "multiplied by the temperature"),
+        ("return -", "return ", "the sign"),
+        ("lp - old", "lp - lp.detach()", "r = 1"),
+        ("1.28", "1.2", "the clip is PPO's"),
+    ],
 }  # fmt: skip
