@@ -9,7 +9,7 @@
 #   repro/venv.sh gpu flash      the same with flash-attn, which all paper scales and gpu8 need
 #   repro/venv.sh gpu megatron   the same with Megatron too, which paper_gspo needs
 #
-# Every version is in repro/requirements. Needs Python 3.11, 3.12 or 3.13 with venv (PYTHON=... chooses one) and a package
+# Every version is in repro/requirements, with the hashes of its files, and pip refuses another file. Needs Python 3.11, 3.12 or 3.13 with venv (PYTHON=... chooses one) and a package
 # index for pip. Writes only inside the checkout. Exit status 2: it could not.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -33,7 +33,7 @@ for part in "$@"; do
 done
 
 # What a part was installed from. The place of the checkout is in it, because the scripts of an environment name it.
-stamp() { { pwd && cat pyproject.toml $lists/constraints.txt "$lists/$1.txt"; } | cksum; }
+stamp() { { pwd && cat pyproject.toml $lists/torch{,-cpu}.txt "$lists/$1.txt"; } | cksum; }
 fresh() { [[ -x $py && -f $venv/stamp-$1 && $(<"$venv/stamp-$1") == "$(stamp "$1")" ]]; }
 chosen() { [[ -z ${PYTHON-} || $(version "$PYTHON") == "$(version "$py")" ]]; }
 version() { "$1" -c 'import platform; print(platform.python_version())' 2>/dev/null || true; }
@@ -63,6 +63,22 @@ if [[ ! -f $venv/made ]] || ! chosen || ! "$py" -c 'import pip' 2>/dev/null; the
     touch $venv/made
 fi
 
+# Forget packages of which a file is missing, because pip was killed; it takes what it has a record of for whole.
+forget() {
+    "$py" -I - "$venv"/lib/python3*/site-packages <<'END'
+import csv, pathlib, shutil, sys
+site = pathlib.Path(sys.argv[1])
+for info in site.glob("*.dist-info"):
+    try:
+        with open(info / "RECORD", encoding="utf-8", newline="") as record:
+            whole = all(name.endswith(".pyc") or (site / name).exists() for name, *_ in csv.reader(record))
+    except OSError:
+        whole = False
+    if not whole:
+        shutil.rmtree(info)
+END
+}
+
 # install WHAT PIP-ARGUMENTS...
 install() {
     local said why
@@ -71,47 +87,45 @@ install() {
     case $said in
         *"No space left"* | *"Disk quota"*) why="the disk is full" ;;
         *NewConnectionError* | *NameResolutionError* | *ConnectTimeout* | *ReadTimeout* | *ProtocolError*) why="the package index did not answer" ;;
-        *) why=$(grep 'ERROR: ' <<<"$said" | tail -n 1) || why=$(tail -n 1 <<<"$said") ;;
+        *"DO NOT MATCH THE HASHES"*) why="a file is not the one whose hash is in $lists" ;;
+        *) why=$(grep 'ERROR: ' <<<"$said" | grep -v "dependency conflicts" | tail -n 1) || why=$(tail -n 1 <<<"$said") ;;
     esac
     die "could not install $1: $why. Run the same command again to continue (all that pip said: $venv/pip.log)."
 }
 
 torch() {
-    if ! nvidia-smi -L 2>/dev/null | grep -q GPU; then
-        # The CPU build, 2.13.0+cpu, sorts above PyPI's CUDA build (3 GB more). Alone, so that no other package is looked for
-        # there, and impatient, because pip goes on without an index that does not answer.
-        install torch --no-deps --retries 0 --timeout 15 -c $lists/constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu torch
-        [[ $(uname -sm) != "Linux x86_64" ]] || compgen -G "$venv/lib/python3*/site-packages/torch-*+cpu.dist-info" >/dev/null || {
-            say "download.pytorch.org has no answer, so torch is the CUDA build: the same results, a larger download."
-            install torch -c $lists/constraints.txt torch
-        }
-    else
-        install torch -c $lists/constraints.txt torch
+    if [[ $(uname -s) == Linux ]] && ! nvidia-smi -L 2>/dev/null | grep -q GPU; then
+        # Alone, so that no other package is looked for there, and impatient, because PyPI's build will do as well.
+        (install torch --no-deps --retries 0 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu \
+            --require-hashes -r $lists/torch-cpu.txt 2>/dev/null) && return
+        say "the CPU build of torch is not to be had, so it is the CUDA build: the same results, 3 GB more to download."
     fi
+    install torch --no-deps --require-hashes -r $lists/torch.txt
 }
 
+forget
 for part in base "$@"; do
     fresh "$part" && continue
     if [[ $part == @(verl|smoke|gpu) && $(version "$py") == 3.13.* ]]; then
         [[ $part == verl ]] || die "$part needs Python 3.11 or 3.12, because verl 0.9.1 does; $venv has $(version "$py")."
         say "verl 0.9.1 needs Python 3.11 or 3.12 and $venv has $(version "$py"): the rest is installed, and the tests of verl are skipped."
     fi
-    again=()
-    [[ ! -e $venv/half-$part ]] || again=(--ignore-installed) # pip was stopped between two files
     rm -f "$venv/stamp-$part"
-    touch "$venv/half-$part"
-    builder=(--no-build-isolation) # base has it
-    if [[ $venv/$part == .venv-gpu/base ]]; then
-        builder=()
-    else
-        [[ $part != base ]] || torch
-        install "what $part needs" --no-deps "${again[@]}" -r "$lists/$part.txt"
-    fi
     if [[ $part == base ]]; then
+        builder=() # .venv-gpu: as pyproject.toml has it
+        if [[ $venv == .venv ]]; then
+            builder=(--no-build-isolation) # base has it
+            torch
+            install setuptools --no-deps --require-hashes -r <(grep ^setuptools== $lists/base.txt) # builds what is no wheel
+            install "what base needs" --no-deps --use-pep517 --no-build-isolation --require-hashes -r $lists/base.txt
+        fi
         install upref --no-deps "${builder[@]}" -e .
         # A relative path: Python reads this file in the locale's encoding, and the checkout may have any name.
         for path in "$venv"/lib/python3*/site-packages/_*upref_rl.pth; do echo ../../../.. >"$path"; done
+    elif [[ $part == @(flash|megatron) ]]; then
+        install "what $part needs" --no-deps -r "$lists/$part.txt"
+    else
+        install "what $part needs" --no-deps --require-hashes -r "$lists/$part.txt"
     fi
     stamp "$part" >"$venv/stamp-$part" || die "cannot write in $venv: the disk is full. Run the same command again to continue."
-    rm -f "$venv/half-$part"
 done

@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "tests/matrix.json"
 PACKAGES = ("torch", "numpy", "sympy", "matplotlib")
-LISTS = ("base", "mini", "verl", "trl", "docs", "release", "smoke", "gpu")
+LISTS = ("torch", "base", "mini", "verl", "trl", "docs", "release", "smoke", "gpu")
 PLACES = ("places", "stopped")
 UP_TO_312 = ("smoke", "gpu")  # verl 0.9.1 stops there
 AWKWARD = "a folder, accentué/upref"

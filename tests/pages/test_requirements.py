@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -19,15 +20,52 @@ LISTS = sorted(p.with_suffix("").name for p in FOLDER.glob("*.in"))
 
 
 def pins(name):
-    lines = (FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines()
-    return [Requirement(line.split("#")[0]) for line in lines if line.split("#")[0].strip()]
+    lines = [re.split("#| --hash=", line)[0] for line in read(name).splitlines()]
+    return [Requirement(line) for line in lines if line.strip()]
+
+
+def read(name):
+    return (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", LISTS)
 def test_a_list_says_which_python_it_is_for_and_pins_every_version(name):
-    head = (FOLDER / f"{name}.txt").read_text(encoding="utf-8").split("# Compiled by")[0]
+    head = read(name).split("# Compiled by")[0]
     assert MEANT_FOR.search(head) and head.startswith("#")
     assert all(str(pin.specifier).startswith("==") for pin in pins(name))
+    assert not [line for line in read(name).splitlines() if line[:1] not in "# " and " --hash=sha256:" not in line]
+
+
+def test_pip_is_told_to_verify_every_list_or_its_header_says_why_not():
+    """The CPU builds of torch are on an index of their own: their list is kept by hand."""
+    script = (FOLDER.parent / "venv.sh").read_text(encoding="utf-8")
+    lines = [line for line in script.splitlines() if re.search(r"^ *install .* -r ", line)]
+    assert [line for line in lines if "--require-hashes" not in line] == [
+        '        install "what $part needs" --no-deps -r "$lists/$part.txt"'
+    ]
+    assert "== @(flash|megatron)" in script and all("No hash" in read(name) for name in ("flash", "megatron"))
+    (torch,) = (pin for pin in pins("constraints") if pin.name == "torch")
+    cpu = read("torch-cpu").replace("\\\n", "").splitlines()[-1]
+    assert cpu.startswith(f"torch{torch.specifier}+cpu ") and cpu.count(" --hash=sha256:") == 6, "3 Pythons, 2 machines"
+
+
+def test_a_package_that_a_killed_pip_left_half_is_installed_again(tmp_path):
+    """pip takes what has metadata for whole: venv.sh removes the metadata of what lacks a file, and of nothing else."""
+    script = re.search(r"<<'END'\n(.*?)END\n", (FOLDER.parent / "venv.sh").read_text(encoding="utf-8"), re.S)[1]
+    for name, record, there in (
+        ("whole", "whole/a.py,,\nwhole/a.pyc,,\n", "whole/a.py"),
+        ("half", "half/a.py,,\nhalf/b.py,,\n", "half/a.py"),
+        ("begun", None, "begun/a.py"),
+    ):
+        info = tmp_path / f"{name}-1.dist-info"
+        info.mkdir()
+        (tmp_path / name).mkdir()
+        (tmp_path / there).touch()
+        (info / "METADATA").touch()
+        if record:
+            (info / "RECORD").write_text(record)
+    subprocess.run([sys.executable, "-I", "-c", script, tmp_path], check=True)
+    assert [p.name for p in tmp_path.glob("*.dist-info")] == ["whole-1.dist-info"]
 
 
 def misfits(pin, needs, platform):
