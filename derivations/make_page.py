@@ -6,6 +6,8 @@ import importlib.util
 import io
 from pathlib import Path
 
+from upref.files import write_atomically
+
 HERE = Path(__file__).parent
 CLAIMS = [  # the paper's, then those about it, then the library's
     "log_derivative", "is_gradient", "clipped_gradient", "cap_positive", "up_positive", "up_gspo", "cap_negative",
@@ -39,4 +41,4 @@ def section(name: str) -> str:
 
 
 if __name__ == "__main__":
-    (HERE / "README.md").write_text(HEAD + "".join(map(section, CLAIMS)), encoding="utf-8")
+    write_atomically(HERE / "README.md", HEAD + "".join(map(section, CLAIMS)))

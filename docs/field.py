@@ -13,6 +13,7 @@ from upref.audits import framework, frameworks
 from upref.audits.compare import SEVERITY, Effect
 from upref.audits.ledger import STATUS, Entry, ranked, read, recorded
 from upref.audits.recipe import reached, recipe
+from upref.files import write_atomically
 from upref.registry import names
 from upref.verify.faults import GROUPS
 
@@ -203,7 +204,7 @@ def main(*asked: str):
 
     for name in asked:
         file = FOLDER / f"{name}.json"
-        file.write_text(audit(name).json() + "\n", encoding="utf-8")
+        write_atomically(file, audit(name).json() + "\n")
         print(file)
 
 

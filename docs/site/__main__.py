@@ -20,17 +20,19 @@ def build(folder: Path) -> list[str]:
     """Gathers the sources, runs Sphinx, follows every link. What is wrong, as lines; none if all is well."""
     from sphinx.cmd.build import build_main
 
-    source, html = folder / "source", folder / "html"
-    for stale in (source, html, folder / "doctrees"):
+    source, html, new = folder / "source", folder / "html", folder / "new"
+    for stale in (source, new, folder / "doctrees"):
         shutil.rmtree(stale, ignore_errors=True)
     gather.gather(source)
     os.environ["PYTHONPATH"] = str(ROOT)  # for the kernels that run pages
     strict = ["-W", "--keep-going", "-n", "-q", "-b", "html"]
-    places = ["-d", str(folder / "doctrees"), str(source), str(html)]
+    places = ["-d", str(folder / "doctrees"), str(source), str(new)]
     if build_main([*strict, *places]):
         return ["Sphinx had warnings or errors, above."]
-    (html / "explorer").mkdir()
-    explorer.write(html / "explorer" / "index.html")
+    (new / "explorer").mkdir()
+    explorer.write(new / "explorer" / "index.html")
+    shutil.rmtree(html, ignore_errors=True)  # until here the site of before stays
+    new.rename(html)
     return links.dead(html)
 
 

@@ -32,7 +32,7 @@ def commit() -> dict:
 
     The records themselves do not count: the suite writes them between runs.
     """
-    git = ("git", "-C", str(Path(__file__).parent))
+    git = ("git", "--no-optional-locks", "-C", str(Path(__file__).parent))  # kill -9 leaves no lock behind
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
         changed = [*git, "status", "--porcelain", "-uno", "--", ":/", ":(exclude,glob,top)repro/mini/**/results/**"]

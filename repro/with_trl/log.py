@@ -10,6 +10,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from repro.with_verl.run import records
+from upref.files import write_atomically
 
 NAMES = {  # TRL's metric -> the report's
     "reward": "critic/score/mean", "grad_norm": "actor/grad_norm", "entropy": "actor/entropy", "kl": "actor/kl_loss",
@@ -30,7 +31,7 @@ class StepLog(TrainerCallback):
         given = {"data.seed": seed, "model": args.model, "steps": steps}
         rows = [{"override": f"{k}={v}", "source": "repro/with_trl/train.py"} for k, v in given.items()]
         saved = {"objective": objective, "scale": "trl", "total": steps, "overrides": rows}
-        (self.folder / "overrides.json").write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+        write_atomically(self.folder / "overrides.json", json.dumps(saved, indent=1) + "\n")
         if kept:
             print(f"  resumes from step {kept}", flush=True)
 

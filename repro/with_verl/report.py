@@ -22,6 +22,7 @@ from repro.with_verl.config.compose import paper
 from repro.with_verl.health import ALARMS, BLIND, BOUND, number
 from repro.with_verl.run import records
 from upref import InputError
+from upref.files import write_atomically
 
 SCORE, KL, ENTROPY, NORM = "critic/score/mean", "actor/kl_loss", "actor/entropy", "actor/grad_norm"
 
@@ -141,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     out = args.out or args.runs[0] / "report"
     out.mkdir(parents=True, exist_ok=True)
     text = write(runs, out)
-    (out / "report.md").write_text(text, encoding="utf-8")
+    write_atomically(out / "report.md", text)
     print(f"{out / 'report.md'}: {len(runs)} runs, {text.count('![')} figures")
     return 0
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from repro.with_verl.config import compose as composing
 from upref import InputError
+from upref.files import write_atomically
 
 FACTS = Path(__file__).resolve().parent / "config" / "facts" / "upstream.json"
 SCRIPTS = {  # scale -> the script that is its model's; behind a blank, another one
@@ -175,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.record:
             found = record(args.record)
             rows = (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in found.items())
-            FACTS.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
+            write_atomically(FACTS, "{\n" + ",\n".join(rows) + "\n}\n")
             print(f"recorded: {FACTS}")
         found, changed = facts(), 0
         if args.fetch:

@@ -332,6 +332,15 @@ def test_a_loss_that_is_no_number_stops_and_can_be_replayed(tmp_path, capsys, mo
     assert "grad_norm" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("error", "says"), [(MemoryError, "not enough memory"), (KeyError, "Traceback")])
+def test_only_a_loss_that_is_not_finite_is_status_1(error, says, tmp_path, capsys, monkeypatch):
+    def ends(*_):
+        raise error
+
+    monkeypatch.setattr(loop, "train", ends)
+    assert command.main(["--out", str(tmp_path)]) == 2 and says in capsys.readouterr().err
+
+
 def test_replay_file_of_another_version_is_one_sentence(tmp_path, capsys):
     s = Settings(prompts=4, responses=2, minibatches=2)
     run = Run(s)

@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import mini_fake_train as fake
 import pytest
 
+from repro.mini.round2 import report as report2
 from repro.mini.study import plan, report, results, suite
 from repro.mini.study.plan import Claim, Contrast, Experiment
 from repro.mini.study.verdicts import judge
@@ -216,6 +218,19 @@ def test_the_report_has_every_claim_and_the_same_bytes_twice(runs, tmp_path, mon
     assert "python -m repro.mini.study.suite --only small" in text and "| up_dapo | **" not in text
     (v,) = json.loads((tmp_path / "a" / "verdicts.json").read_text())["experiments"]["small"]
     assert v["verdict"] == "reproduced" and v["contrasts"][0]["effect"]["n"] == 5
+
+
+def test_what_a_record_says_is_text_in_a_report(runs):
+    """Not HTML, not a link, not a second line: a record may be somebody else's."""
+    e = small(contrast("dapo"), seeds=1)
+    evil = "stopped at step 3: <script>x</script> [a](javascript:b)\n# c"
+    records = {k: r | {"status": evil} for k, r in runs(e).items()}
+    for r in records.values():
+        r["provenance"]["commit"]["id"] = r["provenance"]["machine"]["cpu"] = "<b>"
+    pages = report.section(e, records, [], []), report2.section(e, records, records, []), str(report.made_with(records))
+    for page in pages:
+        assert not re.search(r"<script|<b>|(?<!\\)\[a|^# c", page, re.M)
+    assert all("&lt;script&gt;x&lt;/script&gt; \\[a\\](javascript:b) # c" in page for page in pages[:2])
 
 
 def test_a_report_without_runs_is_one_sentence(tmp_path, capsys):

@@ -17,7 +17,7 @@ import torch
 
 import upref
 import upref.weights.batches
-from upref.cli import main
+from upref.cli import commands, main
 from upref.errors import InputError
 from upref.foreign.guard import RANDOM, STATE, _equal, called, undisturbed
 
@@ -188,6 +188,16 @@ def test_what_a_loss_changes_of_the_process_is_set_back_and_noted():
 
 def test_every_state_is_a_case():
     assert set(CHANGES) | {"torch's default device"} == set(STATE | RANDOM)
+
+
+def test_an_exception_without_words_is_still_a_sentence(capsys, monkeypatch):
+    def full(*_):
+        raise MemoryError
+
+    with pytest.raises(InputError, match=r"f raised MemoryError: \(it says no more\)"):
+        called("f", full)
+    monkeypatch.setattr(commands, "RUN", {"list": full})
+    assert main(["list"]) == 2 and "not enough memory" in capsys.readouterr().err
 
 
 def test_a_loss_that_closes_stdout_prints():

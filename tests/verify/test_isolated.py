@@ -115,6 +115,8 @@ def test_exit_status(library, tmp_path):
 
 
 SEEN = {
+    "import mdurl; print(mdurl.PLACE)": "of PYTHONPATH",  # which rich needs
+    "import other": "ModuleNotFoundError",
     "import pytest": "ModuleNotFoundError",  # of the environment, and nothing that upref needs
     "import torch, numpy, plainrl; print('here')": "here",
     "import heavy.deep; heavy.deep.f(1)": "NotImplementedError: heavy.deep.f is a stand-in",
@@ -129,9 +131,15 @@ SEEN = {
 
 
 def test_nothing_it_sees_is_fake_or_of_this_environment(library, tmp_path, monkeypatch):
+    """PYTHONPATH stays: some clusters have torch there. What upref does not need is not found there either."""
     monkeypatch.setattr(isolated, "LIBRARY", library)
-    (tmp_path / "plainrl.py").write_text(OWN, encoding="utf-8")
-    said = isolated.run("scripts", "plain", PIN, source=str(tmp_path), texts=list(SEEN))
+    (tmp_path / "python" / "mdurl").mkdir(parents=True)
+    (tmp_path / "python" / "mdurl" / "__init__.py").write_text("PLACE = 'of PYTHONPATH'")
+    (tmp_path / "python" / "other.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "python"))
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "plainrl.py").write_text(OWN, encoding="utf-8")
+    said = isolated.run("scripts", "plain", PIN, source=str(tmp_path / "source"), texts=list(SEEN))
     for script, answer, found in zip(SEEN, SEEN.values(), said, strict=True):
         assert answer in found, (script, found)
 

@@ -37,7 +37,8 @@ def main(argv: list[str] | None = None) -> int:
         what = "your function" if args.command == "learn" else "the loss"
         return supervised(lambda: _run(args), args.timeout, what)
     except KeyboardInterrupt as e:
-        print(f"upref {args.command}: {e or 'interrupted'}; the same command starts again.", file=sys.stderr)
+        how = e.args[0] if e.args else "interrupted"
+        print(f"upref {args.command}: {how}; the same command starts again.", file=sys.stderr)
         return 143 if e.args else 130
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -67,6 +68,8 @@ def _run(args) -> int:
     except OSError as error:
         return _fail(args, f"cannot write {error.filename or 'the output'}: {error.strerror}.")
     except (Exception, SystemExit) as error:  # nothing but a finished report is a verdict
+        if isinstance(error, MemoryError):
+            return _fail(args, "not enough memory: close other programs, or raise the limit (`ulimit -v`).")
         return _fail(args, f"no answer: {type(error).__name__}: {error} (a bug in upref; --debug shows where).")
 
 
@@ -106,6 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     _hyperparameters(c)
     _limit(c)
     c.add_argument("--skip", action="append", default=[], metavar="ORACLE", help="leave an oracle out")
+    c.epilog = """The file of LOSS is imported and run with your rights: your files, network and credentials. Check a
+        loss that you do not trust in a container without network and secrets."""
     c.add_argument("-v", "--verbose", action="store_true", help="also print what was assumed, and each oracle")
     c = command("identify", "name the objective of a loss, with its hyperparameters, from its gradients")
     c.add_argument("loss", metavar="LOSS", help=LOSS)

@@ -27,7 +27,7 @@ from upref.errors import InputError
 def said(e: BaseException) -> str:
     """What an exception says, on one line."""
     try:
-        return " ".join(str(e).split())[:200]
+        return " ".join(str(e).split())[:200] or "(it says no more)"
     except Exception:
         return "(its text cannot be read)"
 

@@ -130,7 +130,7 @@ def section(e: Experiment, everything: dict[str, Record], records: dict[str, Rec
     for r in mine:
         left_out = "" if r["name"] in records else ": left out, it has no number for some question"
         if r["status"] != "done" or left_out:
-            lines.append(f"* {r['name']} {r['status']}{left_out}")
+            lines.append(f"* {r['name']} {report.as_text(r['status'])}{left_out}")
     lines += [f"![{name}]({name}.svg)\n" for name in drawn]
     if e.name == "family_rates":
         lines.append(rates.section(records))
@@ -141,7 +141,7 @@ def section(e: Experiment, everything: dict[str, Record], records: dict[str, Rec
 
 def by_commit(records: Iterable[Record]) -> str:
     """How many runs are of which commit's code, in the order of the runs."""
-    made = Counter(str(p["commit"]["id"])[:7] for r in records if (p := r["provenance"]))
+    made = Counter(report.as_text(str(p["commit"]["id"])[:7]) for r in records if (p := r["provenance"]))
     return f", by the code of {', '.join(f'{commit} ({n})' for commit, n in made.items())}" if made else ""
 
 

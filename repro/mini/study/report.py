@@ -2,7 +2,9 @@
 """From results/runs.jsonl to figures, tables and verdicts: `python -m repro.mini.study.report`, which runs nothing."""
 
 import argparse
+import html
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -54,13 +56,19 @@ def made_with(records: dict[str, Record]) -> dict[str, list[str]]:
     """Every commit, machine class and version that some run names, and the seeds."""
     seen = [r["provenance"] for r in records.values() if r["provenance"]]
     words = lambda d: ", ".join(f"{k} {v}" for k, v in d.items())
-    return {
+    found = {
         "commit": sorted({str(p["commit"]["id"])[:10] + (" and changes" * bool(p["commit"]["dirty"])) for p in seen}),
         "machine": sorted({words(p["machine"]) for p in seen}),
         "versions": sorted({words(p["versions"]) for p in seen}),
         "seeds": sorted({str(r["settings"]["seed"]) for r in records.values()}),
         "hours of one core": [f"{sum(p['seconds']['all'] for p in seen) / 3600:.1f}"],
     }
+    return {key: [as_text(x) for x in those] for key, those in found.items()}
+
+
+def as_text(words: str) -> str:
+    """A record's own words in a page: somebody may have sent the record, and its HTML and links are to be letters."""
+    return re.sub(r"[\\`|[\]]", r"\\\g<0>", html.escape(" ".join(words.split()), quote=False))
 
 
 # ---- verdicts --------------------------------------------------------------------------------------------------------
@@ -142,7 +150,7 @@ def section(e: Experiment, records: dict[str, Record], judged: list[Verdict], dr
     text = [f"## {e.name}\n", f"{e.question} ({', '.join(e.answers)}.) {e.note.strip()}\n"]
     text += [f"`{COMMAND.format(e.name)}`: {done} of {len(e.runs())} runs finished.\n"]
     there = [r for _, _, s in e.runs() if (r := records.get(s.key))]
-    text += [f"* {r['name']} {r['status']}" for r in there if r["status"] != "done"]
+    text += [f"* {r['name']} {as_text(r['status'])}" for r in there if r["status"] != "done"]
     text += [f"![{name}]({name}.svg)\n" for name in drawn]
     if e.table and done:
         text += [table(e, records)]

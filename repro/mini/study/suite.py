@@ -84,7 +84,7 @@ def _launch(folder: Path, settings: Settings, lock: int, train: str) -> subproce
     folder = folder.resolve()  # the run works in ROOT
     folder.mkdir(parents=True, exist_ok=True)
     asked = folder / "asked.json"
-    asked.write_text(json.dumps(asdict(settings)), encoding="utf-8")
+    files.write_atomically(asked, json.dumps(asdict(settings)))
     one = {v: "1" for v in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     command = [sys.executable, "-m", train, "--settings", str(asked), "--out", str(folder)]
     with (folder / "log.txt").open("ab") as log:

@@ -4,6 +4,7 @@
 import argparse
 import ast
 import sys
+import traceback
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -44,6 +45,10 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except OSError as e:
         print(f"train: cannot write or read {e.filename or 'the run'}: {e.strerror or e}.", file=sys.stderr)
+    except MemoryError:
+        print("train: not enough memory; the same command goes on from the last checkpoint.", file=sys.stderr)
+    except Exception:  # a bug; Python's own status for it, 1, says here that the loss was not finite
+        traceback.print_exc()
     return 2
 
 

@@ -13,6 +13,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+from upref.files import write_atomically
+
 FACTS = Path(__file__).resolve().parent / "facts" / "vllm_args.json"
 FILE, CLASSES = "vllm/engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")
 
@@ -36,5 +38,5 @@ if __name__ == "__main__":
     with zipfile.ZipFile(wheel) as z:
         found = names(z.read(FILE).decode())
     facts = {"wheel": wheel.name, "file": FILE, "classes": CLASSES, "names": found}
-    FACTS.write_text(json.dumps(facts) + "\n")
+    write_atomically(FACTS, json.dumps(facts) + "\n")
     print(f"{len(found)} arguments of {wheel.name}: {FACTS}")

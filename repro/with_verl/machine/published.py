@@ -12,6 +12,7 @@ from typing import Any
 
 from repro.with_verl.config.model import shape_of
 from repro.with_verl.machine import estimate as e
+from upref.files import write_atomically
 
 HEAD = "| run | source | GPUs | mean response | phase | published, s | formula, s | ratio |\n" + "|---" * 8 + "|"
 
@@ -116,5 +117,5 @@ training phase agrees, and the other phases are then predictions. The shares of 
 
 if __name__ == "__main__":
     page = Path(__file__).resolve().parents[1] / "ESTIMATES.md"
-    page.write_text(PAGE.format(scales=scales(), table=table(), summary=summary()), encoding="utf-8")
+    write_atomically(page, PAGE.format(scales=scales(), table=table(), summary=summary()))
     print(f"{page.name}: {summary()}")

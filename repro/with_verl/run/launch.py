@@ -31,6 +31,7 @@ from repro.with_verl.machine.estimate import GB, Estimate, gpu_of, gpus
 from repro.with_verl.machine.preflight import Machine, look
 from repro.with_verl.place import ROOT, RUNS, pythonpath
 from upref import InputError, get
+from upref.files import write_atomically
 
 os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
 
@@ -210,7 +211,7 @@ def told(run: Run, status: int, shakedown: bool) -> int:
     if rows:
         saved = json.loads((run.directory / "overrides.json").read_text(encoding="utf-8"))
         text = f"# Shakedown of {run.name}\n\n{health.page(run.directory, rows, saved)}\n"
-        (run.directory / "shakedown.md").write_text(text, encoding="utf-8")
+        write_atomically(run.directory / "shakedown.md", text)
         print(f"{text}\nwritten: {run.directory / 'shakedown.md'}")
     return status
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from repro.with_verl.config.compose import Run
+from upref.files import write_atomically
 
 
 def save(run: Run, where: Path, **facts: Any) -> Path:
@@ -13,5 +14,5 @@ def save(run: Run, where: Path, **facts: Any) -> Path:
     saved = {"objective": run.objective, "scale": run.scale.name, "name": run.name, "env": run.env} | facts
     where.mkdir(parents=True, exist_ok=True)
     path = where / "overrides.json"
-    path.write_text(json.dumps(saved | {"overrides": rows}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_atomically(path, json.dumps(saved | {"overrides": rows}, indent=1, ensure_ascii=False) + "\n")
     return path

@@ -17,6 +17,7 @@ import upref
 from repro.with_verl.cpu import smoke
 from repro.with_verl.place import RESULTS, ROOT
 from repro.with_verl.run import advice, watch
+from upref.files import write_atomically
 
 TABLE = RESULTS / "every.json"
 STEPS = 2
@@ -70,7 +71,7 @@ def main(names: list[str]) -> int:
         found = train(left)
         table |= found
         lines = (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(table.items()))
-        TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        write_atomically(TABLE, "{\n" + ",\n".join(lines) + "\n}\n")
         left = [n for n in left if n not in found] if any(row["steps"] for row in found.values()) else []
     return int(any(table.get(n, {}).get("wrong", ["not run"]) for n in upref.names() if n not in LEFT_OUT))
 

@@ -22,6 +22,7 @@ import psutil
 
 from repro.with_verl.cpu import toy
 from repro.with_verl.place import RESULTS, ROOT, pythonpath
+from upref.files import write_atomically
 
 LIMIT = 60  # seconds from a fault to the end of the run
 VICTIMS = {"engine": "VLLM::EngineCore", "worker": "ray::WorkerDict", "trainer": "ray::TaskRunnerV1", "driver": None}
@@ -124,7 +125,7 @@ def keep(found: list[dict]):
     path, new = RESULTS / "faults.json", {row["fault"] for row in found if row["fault"]}
     old = json.loads(path.read_text()) if path.exists() else []
     runs = [run for run in old if not new >= {row["fault"] for row in run if row["fault"]}] + [found]
-    path.write_text("[\n" + ",\n".join(map(json.dumps, runs)) + "\n]\n")
+    write_atomically(path, "[\n" + ",\n".join(map(json.dumps, runs)) + "\n]\n")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ def run(work: str, name: str, pin: Pin, version: str = "", source: str = "", lou
     with tempfile.TemporaryDirectory() as folder:
         job, answer = Path(folder) / "job", Path(folder) / "answer"
         job.write_bytes(pickle.dumps((work, name, where, more)))
-        env = os.environ | QUIET | pin.env | {"PYTHONPATH": str(LIBRARY)}
+        paths = [str(LIBRARY), *filter(None, [os.environ.get("PYTHONPATH")])]  # a cluster may have torch there
+        env = os.environ | QUIET | pin.env | {"PYTHONPATH": os.pathsep.join(paths)}
         command = [sys.executable, "-m", "upref.audits.child", str(job), str(answer)]
         try:
             said = subprocess.run(command, env=env, cwd=folder, timeout=SECONDS, text=True, errors="replace",

@@ -127,8 +127,8 @@ def _checkout(name: str, repository: str, commit: str) -> Path:
     if not shutil.which("git"):
         raise InputError(f"{name} is on no package index and needs git to be fetched, which is not installed.")
     with _made(folder) as half:
-        for command in (["init", "--quiet"], ["fetch", "--quiet", "--depth", "1", repository, commit],
-                        ["checkout", "--quiet", "FETCH_HEAD"]):  # fmt: skip
+        fetch = ["fetch", "--quiet", "--depth", "1", "--end-of-options", repository, commit]
+        for command in (["init", "--quiet"], fetch, ["checkout", "--quiet", "FETCH_HEAD"]):
             done = _run(["git", "-C", str(half), *command])
             if done.returncode:
                 said = (done.stderr.strip().splitlines() or [f"git ended with {done.returncode}"])[-1]

@@ -19,6 +19,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from upref.errors import InputError
+from upref.files import write_atomically
 from upref.paper.claims import Claim, Judged, Outcome, judge, last, read, saved, words
 
 ROOT = Path(__file__).parents[3]
@@ -30,13 +31,14 @@ def compute(claims: list[Claim], save: bool = False, root: Path = ROOT) -> tuple
     """The claims judged now, and their entries of computed.json; with save, they are written there."""
     known = last()
     judged = run(claims, {c.id: known.get(c.id, {}).get("verdict", "") for c in claims}, root)
-    git = lambda *argv: subprocess.run(["git", *argv], cwd=root, capture_output=True, text=True, check=False).stdout
+    quiet = {"cwd": root, "capture_output": True, "text": True, "check": False}
+    git = lambda *argv: subprocess.run(["git", "--no-optional-locks", *argv], **quiet).stdout
     commit = git("rev-parse", "--short=10", "HEAD").strip() + (" and changes" if git("status", "--porcelain") else "")
     made = saved(judged, datetime.now(UTC).date().isoformat(), commit)
     if save:
         every = {c.id: entry for c in read() if (entry := (known | made).get(c.id))}
         text = json.dumps(every, indent=1, ensure_ascii=False) + "\n"
-        (Path(__file__).parent / "computed.json").write_text(text, encoding="utf-8")
+        write_atomically(Path(__file__).parent / "computed.json", text)
     return judged, made
 
 
