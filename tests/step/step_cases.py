@@ -1,0 +1,659 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training steps with one bug each, in the styles in which loops are written, and right ones in unusual forms.
+
+They were written from the documentation of `check_step` and from bug reports, before the checker ran on them. A row of
+BUGS is (the planted cause, words that the printed cause must hold, model, step, options of check_step). The words are
+"" where the checker rejects the step and names no cause.
+One file: the loops share what a trainer shares, a collator and a surrogate, and each has a forward of its own.
+"""
+
+import functools
+import tempfile
+from types import SimpleNamespace as Batch
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+T, V = 0.7, 128
+SMALL = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+
+
+# ---- models ----
+def qwen():
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SMALL, num_key_value_heads=2))
+
+
+def gpt2(drop=0.0):
+    c = transformers.GPT2Config(vocab_size=V, n_positions=256, n_embd=32, n_layer=2, n_head=4)
+    c.resid_pdrop = c.embd_pdrop = c.attn_pdrop = drop
+    return transformers.GPT2LMHeadModel(c)
+
+
+def gemma():
+    c = transformers.Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8, final_logit_softcapping=5.0,
+                                  attn_implementation="eager")  # sdpa drops the softcap of the attention
+    return transformers.Gemma2ForCausalLM(c)
+
+
+def cohere():
+    return transformers.CohereForCausalLM(transformers.CohereConfig(**SMALL, logit_scale=0.25))
+
+
+class Own(nn.Module):
+    """A transformer of one's own: learned positions, a head with a bias. allowed: [B, S, S], who attends to whom."""
+
+    def __init__(self, h=32):
+        super().__init__()
+        self.embed, self.pos = nn.Embedding(V, h), nn.Embedding(512, h)
+        self.norm, self.head = nn.LayerNorm(h), nn.Linear(h, V)
+        block = lambda: nn.TransformerEncoderLayer(h, 4, 2 * h, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        nn.init.normal_(self.head.bias, std=0.3)
+
+    def hidden(self, ids, allowed=None, positions=None, causal=True, bias=None):
+        S = ids.shape[1]
+        ok = torch.ones(len(ids), S, S, dtype=torch.bool)
+        ok = (ok.tril() if causal else ok) & (ok if allowed is None else allowed) | torch.eye(S, dtype=torch.bool)
+        mask = torch.zeros(ok.shape).masked_fill(~ok, float("-inf")) if bias is None else bias
+        x = self.embed(ids) + self.pos(torch.arange(S).expand_as(ids) if positions is None else positions)
+        for block in self.blocks:
+            x = block(x, mask.to(x.dtype).repeat_interleave(4, 0))
+        return self.norm(x)
+
+    def forward(self, ids, allowed=None, positions=None):
+        return self.head(self.hidden(ids, allowed, positions))
+
+
+# ---- what trainers share ----
+def collate(rows, side="right", pad=0, multiple=1):
+    """ids, attn, pos, and mask, resp (the response with its holes), old, ref, adv at the places of ids."""
+    n = -(-max(len(r.ids) for r in rows) // multiple) * multiple
+
+    def place(of, fill=0.0):
+        out = torch.full((len(rows), n), fill)
+        for i, r in enumerate(rows):
+            x = torch.tensor(of(r))
+            at = n - len(x) if side == "left" else 0
+            out[i, at : at + len(x)] = x
+        return out
+
+    after = lambda of: lambda r: [0.0] * len(r.prompt) + [float(x) for x in of(r)]
+    of = dict(mask=lambda r: r.trains, old=lambda r: r.old, ref=lambda r: r.ref,
+              resp=lambda r: [1] * len(r.response), adv=lambda r: [r.adv] * len(r.response))  # fmt: skip
+    b = Batch(ids=place(lambda r: r.ids, pad), attn=place(lambda r: [1] * len(r.ids), 0))
+    b.pos = (b.attn.cumsum(1) - 1).clamp(min=0)
+    return Batch(**vars(b), **{k: place(after(f)) for k, f in of.items()})
+
+
+def pack(rows):
+    """The same for one row that holds all; doc is the number of each token's row, same says which have the same."""
+    each = [collate([r]) for r in rows]
+    b = Batch(**{k: torch.cat([getattr(x, k) for x in each], 1) for k in vars(each[0])})
+    b.doc = torch.tensor([[i for i, r in enumerate(rows) for _ in r.ids]])
+    b.same = b.doc[:, :, None] == b.doc[:, None, :]
+    return b
+
+
+def tokens(rows):
+    return sum(sum(r.trains) for r in rows)
+
+
+def parts(rows, n):
+    return [rows[i : i + n] for i in range(0, len(rows), n)]
+
+
+def hf(model, b, **kw):
+    return model(input_ids=b.ids, attention_mask=b.attn, **kw).logits
+
+
+def log_probs(z, ids, temperature=T):
+    return (z[:, :-1].float() / temperature).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+
+
+def surrogate(lp, old, A, low=0.8, high=1.28):
+    r = (lp - old).exp()
+    return torch.min(r * A, r.clamp(low, high) * A)
+
+
+def term(lp, b, total=None, J=None, mask=None):
+    """DAPO's loss of [B, S - 1] log-probabilities."""
+    m = (b.mask if mask is None else mask)[:, 1:]
+    J = surrogate(lp, b.old[:, 1:], b.adv[:, 1:]) if J is None else J
+    return -(J * m).sum() / (m.sum() if total is None else total)
+
+
+def row_term(lp, r, total):
+    return -(surrogate(lp, torch.tensor(r.old), torch.tensor(r.adv)) * torch.tensor(r.trains)).sum() / total
+
+
+def row_logits(model, r):
+    z = model(torch.tensor([r.ids]))
+    return getattr(z, "logits", z)[0, len(r.prompt) - 1 : -1] / T
+
+
+def picked(z, y):
+    return z.log_softmax(-1)[range(len(y)), y]
+
+
+BUGS, RIGHT = [], []
+
+
+def bug(cause, words, model, **options):
+    return lambda f: BUGS.append((cause, words, model, f, options)) or f
+
+
+def right(name, model, **options):
+    return lambda f: RIGHT.append((name, model, f, options)) or f
+
+
+# ---- the forward pass ----
+@bug("the temperature is applied twice", "twice", qwen)
+def temperature_twice(model, rows):
+    b = collate(rows, "left")
+    term(log_probs(hf(model, b, position_ids=b.pos) / T, b.ids), b).backward()
+
+
+@bug("the temperature divides the log-probabilities", "", qwen)
+def temperature_on_logps(model, rows):
+    b = collate(rows)
+    term(log_probs(hf(model, b), b.ids, 1.0) / T, b).backward()
+
+
+@bug("labels are shifted by two: by the collator, and by the loss", "", Own)
+def shifted_twice(model, rows):
+    b = collate(rows)
+    term(log_probs(model(b.ids), F.pad(b.ids, (0, 1))[:, 1:]), b).backward()
+
+
+@bug("the mask is not shifted with the labels", "", qwen)
+def mask_not_shifted(model, rows):
+    b = collate(rows)
+    A = torch.tensor([[r.adv] for r in rows])
+    lp = log_probs(hf(model, b), b.ids)
+    term(lp, b, J=surrogate(lp, b.old[:, 1:], A), mask=b.mask.roll(1, 1)).backward()
+
+
+@bug("positions start in the left padding", "positions count what precedes", gpt2)
+def no_position_ids(model, rows):
+    b = collate(rows, "left")
+    term(log_probs(hf(model, b, position_ids=torch.arange(b.ids.shape[1]).expand_as(b.ids)), b.ids), b).backward()
+
+
+@bug("position ids start at 1", "positions start at 1", gpt2)
+def positions_from_one(model, rows):
+    b = collate(rows, "left")
+    term(log_probs(hf(model, b, position_ids=b.attn.cumsum(1)), b.ids), b).backward()
+
+
+@bug("packed rows attend to the rows before them", "", Own)
+def packing_leak(model, rows):
+    b = pack(rows)
+    term(log_probs(model(b.ids, positions=b.pos), b.ids), b).backward()
+
+
+@bug("position ids run on over packed rows", "", Own)
+def packing_positions(model, rows):
+    b = pack(rows)
+    term(log_probs(model(b.ids, allowed=b.same), b.ids), b).backward()
+
+
+@bug("packed rows attend to their own later tokens", "", Own)
+def packing_not_causal(model, rows):
+    b = pack(rows)
+    h = model.hidden(b.ids, b.same, b.pos, causal=False)
+    term(log_probs(model.head(h), b.ids), b).backward()
+
+
+@bug("document ids of two packs collide: 0 1 2 | 0 1 2 3 4", "", Own)
+def packing_bins(model, rows):
+    b, doc = pack(rows), torch.cat([pack(rows[:3]).doc, pack(rows[3:]).doc], 1)
+    term(log_probs(model(b.ids, doc[:, :, None] == doc[:, None, :], b.pos), b.ids), b).backward()
+
+
+@bug("the attention mask is added as 0 and 1", "", Own)
+def additive_mask(model, rows):
+    b = collate(rows, "left")
+    S = b.ids.shape[1]
+    bias = torch.full((S, S), float("-inf")).triu(1) + b.attn[:, None, :].float()
+    term(log_probs(model.head(model.hidden(b.ids, positions=b.pos, bias=bias)), b.ids), b).backward()
+
+
+@bug("dropout is on", "dropout or sampling", functools.partial(gpt2, 0.1))
+def dropout_on(model, rows):
+    b = collate(rows)
+    term(log_probs(hf(model.train(), b), b.ids), b).backward()
+
+
+@bug("the tied head's weight is detached", "transformer.wte.weight", gpt2)
+def head_detached(model, rows):
+    b = collate(rows)
+    h = model.transformer(input_ids=b.ids, attention_mask=b.attn).last_hidden_state
+    term(log_probs(h @ model.lm_head.weight.detach().T, b.ids), b).backward()
+
+
+@bug("the chunked head forgets the bias", "", Own)
+def head_without_bias(model, rows):
+    b = collate(rows)
+    h = model.hidden(b.ids)
+    z = torch.cat([h[:, i : i + 8] @ model.head.weight.T for i in range(0, h.shape[1], 8)], 1)
+    term(log_probs(z, b.ids), b).backward()
+
+
+@bug("the fused head drops the final softcap", "logit scale or softcap", gemma)
+def head_without_softcap(model, rows):
+    b = collate(rows)
+    term(log_probs(model.lm_head(model.model(input_ids=b.ids, attention_mask=b.attn)[0]), b.ids), b).backward()
+
+
+@bug("the fused head drops the logit scale", "logit scale or softcap", cohere)
+def head_without_scale(model, rows):
+    for part in parts(rows, 3):
+        b = collate(part)
+        h = model.model(input_ids=b.ids, attention_mask=b.attn)[0]
+        term(log_probs(model.lm_head(h), b.ids), b, tokens(rows)).backward()
+
+
+@bug("the log-softmax of a tensor-parallel rank's own half of the vocabulary", "", qwen)
+def vocabulary_shard(model, rows):
+    b = collate(rows)
+    z, y, half = hf(model, b)[:, :-1] / T, b.ids[:, 1:], V // 2
+    lse = torch.where(y < half, z[..., :half].logsumexp(-1), z[..., half:].logsumexp(-1))
+    term(z.gather(-1, y[..., None])[..., 0] - lse, b).backward()
+
+
+@bug("log-probabilities are renormalized over the top 20", "", Own)
+def top_k(model, rows):
+    for r in rows:
+        z, y = row_logits(model, r), torch.tensor(r.response)[:, None]
+        kept = torch.zeros_like(z, dtype=torch.bool).scatter_(1, z.topk(20).indices, True).scatter_(1, y, True)
+        row_term(picked(z.masked_fill(~kept, float("-inf")), r.response), r, tokens(rows)).backward()
+
+
+@bug("label smoothing is left on", "", qwen)
+def label_smoothing(model, rows):
+    b = collate(rows, "left")
+    z = (hf(model, b)[:, :-1] / T).transpose(1, 2)
+    term(-F.cross_entropy(z, b.ids[:, 1:], reduction="none", label_smoothing=0.1), b).backward()
+
+
+def with_prefix(model, rows, grad):
+    for r in rows:
+        with torch.set_grad_enabled(grad):
+            past = model(torch.tensor([r.prompt[:-1]]), use_cache=True).past_key_values
+        z = model(torch.tensor([r.prompt[-1:] + r.response]), past_key_values=past, use_cache=True).logits[0, :-1] / T
+        row_term(picked(z, r.response), r, tokens(rows)).backward()
+
+
+bug("the prompt is run without gradient, as a prefix cache", "", qwen)(functools.partial(with_prefix, grad=False))
+right("a prefix cache with its gradient", qwen)(functools.partial(with_prefix, grad=True))
+
+
+@bug("a reentrant checkpoint around ids: nothing below the head has a gradient", "no gradient: embed.weight", Own)
+def reentrant_checkpoint(model, rows):
+    b = collate(rows)
+    h = checkpoint(lambda ids: model.hidden(ids), b.ids, use_reentrant=True)
+    term(log_probs(model.head(h), b.ids), b).backward()
+
+
+@bug("sequence shards shift their own labels: the token at each border is lost", "tokens that should train do not", Own)
+def shards_lose_border(model, rows):
+    b = collate(rows, multiple=2)
+    half = b.ids.shape[1] // 2
+    b.mask[:, half] = 0
+    term(log_probs(model(b.ids), b.ids), b, tokens(rows)).backward()
+
+
+@bug("rows are cut at a maximum length", "tokens that should train do not", qwen)
+def truncated(model, rows):
+    b, limit = collate(rows), max(len(r.ids) for r in rows) - 3
+    b = Batch(**{k: x[:, :limit] for k, x in vars(b).items()})
+    term(log_probs(hf(model, b), b.ids), b, tokens(rows)).backward()
+
+
+@bug("the attention mask is made of token values, and pad is in a prompt", "", qwen)
+def mask_from_values(model, rows):
+    pad = rows[1].prompt[1]
+    b = collate(rows, "left", pad=pad)
+    term(log_probs(model(b.ids, attention_mask=(b.ids != pad).long()).logits, b.ids), b).backward()
+
+
+# ---- masks ----
+@bug("the prompt trains", "prompt tokens train", qwen)
+def prompt_trains(model, rows):
+    b = collate(rows)
+    lp = log_probs(hf(model, b), b.ids)
+    old, A = torch.where(b.resp[:, 1:] > 0, b.old[:, 1:], lp.detach()), torch.tensor([[r.adv] for r in rows])
+    term(lp, b, J=surrogate(lp, old, A), mask=b.mask + b.attn - b.resp).backward()
+
+
+@bug("the holes train", "masked tokens train", Own)
+def holes_train(model, rows):
+    b = collate(rows)
+    term(log_probs(model(b.ids), b.ids), b, mask=b.resp).backward()
+
+
+@bug("the last token of each response is dropped", "the last token of each response does not train", qwen)
+def eos_dropped(model, rows):
+    b = collate(rows, "left")
+    b.mask[:, -1] = 0
+    term(log_probs(hf(model, b), b.ids), b).backward()
+
+
+@bug("the first token of each response is dropped", "the first token of each response does not train", gpt2)
+def first_dropped(model, rows):
+    b = collate(rows)
+    first = b.resp * (b.resp.cumsum(1) == 1)
+    term(log_probs(hf(model, b), b.ids), b, tokens(rows), mask=b.mask * (1 - first)).backward()
+
+
+@bug("the first token after a hole is dropped", "tokens that should train do not", Own)
+def mask_eroded(model, rows):
+    b = collate(rows)
+    after_hole = F.pad(b.resp - b.mask, (1, 0))[:, :-1] > 0
+    term(log_probs(model(b.ids), b.ids), b, tokens(rows), mask=b.mask * ~after_hole).backward()
+
+
+@bug("pad tokens are targets", "", Own)
+def padding_trains(model, rows):
+    b = collate(rows)
+    lp = log_probs(model(b.ids), b.ids)
+    old, A = torch.where(b.attn[:, 1:] > 0, b.old[:, 1:], lp.detach()), torch.tensor([[r.adv] for r in rows])
+    term(lp, b, tokens(rows), surrogate(lp, old, A), b.mask + 1 - b.attn).backward()
+
+
+# ---- denominators and accumulation ----
+def in_parts(model, rows, size=3, divide=None, after=lambda model: None, keep=lambda parts: parts):
+    """Micro-batches; divide: their denominators from (batch, rows of the part), else all tokens."""
+    for part in keep(parts(rows, size)):
+        b = collate(part)
+        z = model(b.ids)
+        n = divide(b, part) if divide else tokens(rows)
+        term(log_probs(getattr(z, "logits", z), b.ids), b, n).backward()
+        after(model)
+
+
+bug("token means of micro-batches are weighted by their rows", "each response has one factor", Own)(
+    lambda model, rows: in_parts(model, rows, divide=lambda b, part: b.mask.sum() * len(rows) / len(part)))  # fmt: skip
+bug("the last, smaller micro-batch is dropped", "responses 6, 7 do not train", Own)(
+    lambda model, rows: in_parts(model, rows, keep=lambda p: p[: len(rows) // 3]))  # fmt: skip
+bug("the denominator counts the holes", "the normalizer counts masked tokens", Own)(
+    lambda model, rows: in_parts(model, rows, 8, lambda b, part: b.resp.sum()))  # fmt: skip
+bug("the denominator counts the prompts", "every weight is 0.49", Own)(
+    lambda model, rows: in_parts(model, rows, 8, lambda b, part: b.attn.sum()))  # fmt: skip
+bug("the mean runs over padding and prompts", "each response has one factor", Own)(
+    lambda model, rows: in_parts(model, rows, 4, lambda b, part: 2 * b.mask[:, 1:].numel()))  # fmt: skip
+bug("the loss scale of mixed precision is not taken out", "every weight is 1024 times", Own)(
+    lambda model, rows: in_parts(model, rows, divide=lambda b, part: tokens(rows) / 1024))  # fmt: skip
+bug("the norm is clipped inside the accumulation loop", "norm", Own, clip=0.05)(
+    lambda model, rows: in_parts(
+        model, rows, after=lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.05)))  # fmt: skip
+bug("the norm is clipped parameter by parameter", "", Own, clip=0.05)(
+    lambda model, rows: in_parts(
+        model, rows, 8, after=lambda m: [nn.utils.clip_grad_norm_([p], 0.05) for p in m.parameters()]))  # fmt: skip
+
+
+@bug("the mean is taken per response, then over responses", "aggregated by seq-mean-token-mean", qwen)
+def per_response_mean(model, rows):
+    b = collate(rows, "left")
+    J = surrogate(log_probs(hf(model, b), b.ids), b.old[:, 1:], b.adv[:, 1:]) * b.mask[:, 1:]
+    (-(J.sum(1) / b.mask.sum(1)).mean()).backward()
+
+
+# ---- the loss and what goes in ----
+def with_loss(model, rows, J, side="right"):
+    """J(lp, old, A, ref, batch, logits) of [B, S - 1]."""
+    b = collate(rows, side)
+    z = hf(model, b) if side == "left" else model(b.ids)
+    z = getattr(z, "logits", z)
+    lp = log_probs(z, b.ids)
+    term(lp, b, J=J(lp, b.old[:, 1:], b.adv[:, 1:], b.ref[:, 1:], b, z[:, :-1] / T)).backward()
+
+
+def k3(d):
+    return d.exp() - 1 - d
+
+
+def entropy(z):
+    return -(z.softmax(-1) * z.log_softmax(-1)).sum(-1)
+
+
+def of(J, side="right"):
+    return lambda model, rows: with_loss(model, rows, J, side)
+
+
+bug("the ratio is clipped without the minimum", "the minimum is missing", qwen)(
+    of(lambda lp, old, A, *_: (lp - old).exp().clamp(0.8, 1.28) * A, "left"))  # fmt: skip
+bug("the upper clip is 1.2", "eps_high is 0.2", Own)(of(lambda lp, old, A, *_: surrogate(lp, old, A, 0.8, 1.2)))
+bug("there is no clip", "the ratio is not clipped", gpt2)(of(lambda lp, old, A, *_: (lp - old).exp() * A))
+bug("the old log-probabilities are shifted by one", "", Own)(
+    of(lambda lp, old, A, *_: surrogate(lp, F.pad(old, (0, 1))[:, 1:], A)))  # fmt: skip
+bug("advantages are normalized once more in each batch", "each response has one factor", Own)(
+    of(lambda lp, old, A, ref, b, z: surrogate(
+        lp, old, (A - (a := A.sum(1) / b.resp.sum(1)).mean()) / a.std())))  # fmt: skip
+bug("responses with a negative advantage do not train", "responses 1, 3, 5, 7 do not train", qwen)(
+    of(lambda lp, old, A, *_: surrogate(lp, old, A) * (A > 0), "left"))  # fmt: skip
+bug("UP: positive tokens keep the ratio", "the ratio still multiplies A", qwen, objective="up_dapo")(
+    of(lambda lp, old, A, *_: torch.where(A > 0, (lp - old).exp() * A, surrogate(lp, old, A))))  # fmt: skip
+bug("the KL term has no gradient", "the coefficient of the KL term", qwen, beta=0.1)(
+    of(lambda lp, old, A, ref, *_: surrogate(lp, old, A) - 0.1 * k3(ref - lp.detach())))  # fmt: skip
+bug("the KL estimator has its arguments exchanged", "exchanged in the KL term", Own, beta=0.1)(
+    of(lambda lp, old, A, ref, *_: surrogate(lp, old, A) - 0.1 * k3(lp - ref)))  # fmt: skip
+bug("the KL term is to the old policy", "", qwen, beta=0.1)(
+    of(lambda lp, old, A, *_: surrogate(lp, old, A) - 0.1 * k3(old - lp), "left"))  # fmt: skip
+bug("entropy is punished", "the coefficient of the entropy bonus is -0.1", qwen, entropy_coef=0.1)(
+    of(lambda lp, old, A, ref, b, z: surrogate(lp, old, A) - 0.1 * entropy(z)))  # fmt: skip
+bug("a z-loss that is not declared", "the coefficient of the z-loss is 0.01", Own)(
+    of(lambda lp, old, A, ref, b, z: surrogate(lp, old, A) - 0.01 * z.logsumexp(-1) ** 2))  # fmt: skip
+
+
+@bug("rows are sorted by length, their advantages are not", "", qwen)
+def advantages_not_sorted(model, rows):
+    A = torch.tensor([[r.adv] for r in rows])
+    with_loss(model, sorted(rows, key=lambda r: len(r.response)), lambda lp, old, *_: surrogate(lp, old, A), "left")
+
+
+@bug("the KL term is averaged over the holes as well", "masked response tokens train", Own, beta=0.1)
+def kl_over_holes(model, rows):
+    b = collate(rows)
+    lp = log_probs(model(b.ids), b.ids)
+    (term(lp, b) + term(lp, b, J=-0.1 * k3(b.ref[:, 1:] - lp), mask=b.resp)).backward()
+
+
+@bug("weight decay is in the loss", "", qwen)
+def weight_decay(model, rows):
+    b = collate(rows)
+    (term(log_probs(hf(model, b), b.ids), b) + 0.01 * sum((p**2).sum() for p in model.parameters())).backward()
+
+
+def sequences(model, rows, of):
+    b = collate(rows, "left")
+    d = log_probs(hf(model, b), b.ids) - b.old[:, 1:]
+    s, A = of(d, b.mask[:, 1:], b.resp[:, 1:]).exp(), torch.tensor([r.adv for r in rows])
+    (-torch.min(s * A, s.clamp(1 - 3e-4, 1 + 4e-4) * A).mean()).backward()
+
+
+bug("GSPO: the log-ratio is summed", "summed, not averaged", qwen, objective="gspo")(
+    lambda model, rows: sequences(model, rows, lambda d, m, R: (d * m).sum(1)))  # fmt: skip
+bug("GSPO: the mean counts the holes", "masked tokens train", qwen, objective="gspo")(
+    lambda model, rows: sequences(model, rows, lambda d, m, R: (d * R).sum(1) / R.sum(1)))  # fmt: skip
+bug("GSPO: the mean is over the padded width", "divided by the padded width", qwen, objective="gspo")(
+    lambda model, rows: sequences(model, rows, lambda d, m, R: (d * m).mean(1)))  # fmt: skip
+
+
+def means(model, rows, length):
+    b = collate(rows)
+    J = surrogate(log_probs(model(b.ids), b.ids), b.old[:, 1:], b.adv[:, 1:], 0.8, 1.2) * b.mask[:, 1:]
+    (-(J.sum(1) / length(b)).mean()).backward()
+
+
+bug("GRPO: a token mean", "aggregated by token-mean", Own, objective="grpo")(
+    lambda model, rows: means(model, rows, lambda b: b.mask.sum() / len(rows)))  # fmt: skip
+bug("GRPO: divided by the length with holes", "the normalizer counts masked tokens", Own, objective="grpo")(
+    lambda model, rows: means(model, rows, lambda b: b.resp.sum(1)))  # fmt: skip
+
+
+# ---- ranks ----
+def ranks(model, rows, shares, divide):
+    """One backward per rank, then the mean that DDP takes."""
+    found = []
+    for share in shares:
+        model.zero_grad()
+        b = collate(share)
+        z = model(b.ids)
+        term(log_probs(getattr(z, "logits", z), b.ids), b, divide(b)).backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    for p, *g in zip(model.parameters(), *found, strict=True):
+        p.grad = sum(g) / len(g)
+
+
+bug("each rank divides by its own tokens", "token-mean is taken over 2 ranks", qwen)(
+    lambda model, rows: ranks(model, rows, [rows[::2], rows[1::2]], lambda b: b.mask.sum()))  # fmt: skip
+bug("DDP's mean over the ranks is not taken out", "every weight is 1/2 times", Own)(
+    lambda model, rows: ranks(model, rows, [rows[:4], rows[4:]], lambda b: tokens(rows)))  # fmt: skip
+bug("gradients are not reduced", "responses 4, 5, 6, 7 do not train", Own)(
+    lambda model, rows: ranks(model, rows, [rows[:4]], lambda b: tokens(rows) / 2))  # fmt: skip
+bug("the last rank's shard is filled up with the first row", "each response has one factor", qwen)(
+    lambda model, rows: ranks(model, rows, [rows[:3], rows[3:6], rows[6:] + rows[:1]],
+                              lambda b: tokens(rows + rows[:1]) / 3))  # fmt: skip
+
+
+def one_rank(rank, store, model, rows, local, out):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    b = collate(rows[:3] if rank == 0 else rows[3:])
+    n = b.mask.sum()
+    if not local:
+        torch.distributed.all_reduce(n)
+        n = n / 2
+    term(log_probs(model(b.ids), b.ids), b, n).backward()
+    for p in model.parameters():
+        torch.distributed.all_reduce(p.grad)
+        p.grad /= 2
+    if rank == 0:
+        torch.save({k: p.grad for k, p in model.named_parameters()}, out)
+    torch.distributed.destroy_process_group()
+
+
+def gloo(model, rows, local):
+    """Two processes, which get a model of their own with the weights of this one."""
+    own = Own()
+    own.load_state_dict(model.state_dict())
+    with tempfile.TemporaryDirectory() as d:
+        torch.multiprocessing.spawn(one_rank, (f"{d}/store", own, rows, local, f"{d}/out"), nprocs=2)
+        grads = torch.load(f"{d}/out")
+    for k, p in model.named_parameters():
+        p.grad = grads[k]
+
+
+bug("two gloo ranks with their own means", "token-mean is taken over", Own)(functools.partial(gloo, local=True))
+right("two gloo ranks, the token count all-reduced", Own)(functools.partial(gloo, local=False))
+
+
+# ---- right, in unusual forms ----
+class Lora(nn.Module):
+    def __init__(self, base, rank=4):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a, self.b = nn.Linear(base.in_features, rank, bias=False), nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + 2.0 * self.b(self.a(x))
+
+
+def adapted():
+    model = Own().requires_grad_(False)
+    model.head = Lora(model.head)
+    return model
+
+
+@right("packed with positions and a block mask", Own)
+@right("LoRA written by hand", adapted)
+def packed(model, rows):
+    b = pack(rows)
+    term(log_probs(model(b.ids, b.same, b.pos), b.ids), b).backward()
+
+
+@right("the softcap in the head by hand", gemma)
+def softcapped(model, rows):
+    b = collate(rows, "left")
+    z = model.lm_head(model.model(input_ids=b.ids, attention_mask=b.attn, position_ids=b.pos)[0])
+    term(log_probs(torch.tanh(z / 5.0) * 5.0, b.ids), b).backward()
+
+
+@right("a chunked head with recomputation", Own)
+def chunked(model, rows):
+    b = collate(rows)
+    later = (x[:, 1:] for x in (b.ids, b.old, b.adv, b.mask))
+    flat = [x.flatten(0, 1) for x in (model.hidden(b.ids)[:, :-1], *later)]
+
+    def one(h, y, old, A, m):
+        z = model.head(h) / T
+        return -(surrogate(z.gather(1, y[:, None])[:, 0] - z.logsumexp(1), old, A) * m).sum() / tokens(rows)
+
+    each = zip(*(x.split(16) for x in flat), strict=True)
+    sum(checkpoint(one, *x, use_reentrant=False) for x in each).backward()
+
+
+class Selected(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z, y):
+        logp = z.log_softmax(-1)
+        ctx.save_for_backward(logp, y)
+        return logp.gather(-1, y[..., None])[..., 0]
+
+    @staticmethod
+    def backward(ctx, g):
+        logp, y = ctx.saved_tensors
+        return g[..., None] * (F.one_hot(y, logp.shape[-1]) - logp.exp()), None
+
+
+@right("a backward of the log-probability by hand", qwen)
+def own_backward(model, rows):
+    b = collate(rows, "left")
+    term(Selected.apply(hf(model, b)[:, :-1] / T, b.ids[:, 1:]), b).backward()
+
+
+@right("padded to 64, the head only where tokens train", Own)
+def selected_positions(model, rows):
+    b = collate(rows, multiple=64)
+    at = b.mask[:, 1:] > 0
+    lp = picked(model.head(model.hidden(b.ids)[:, :-1][at]) / T, b.ids[:, 1:][at])
+    (-surrogate(lp, b.old[:, 1:][at], b.adv[:, 1:][at]).mean()).backward()
+
+
+@right("each sign of A in a backward pass of its own", qwen)
+def two_backwards(model, rows):
+    for part in ([r for r in rows if r.adv > 0], [r for r in rows if r.adv <= 0]):
+        b = collate(part)
+        term(log_probs(hf(model, b), b.ids), b, tokens(rows)).backward()
+
+
+@right("gradients are kept in main_grad, then copied", Own)
+def main_grad(model, rows):
+    kept = {p: torch.zeros_like(p) for p in model.parameters()}
+    for part in parts(rows, 2):
+        b = collate(part)
+        term(log_probs(model(b.ids), b.ids), b, tokens(rows)).backward()
+        for p in kept:
+            kept[p] += p.grad
+            p.grad = None
+    for p, g in kept.items():
+        p.grad = g
+
+
+@right("parameters of a functional call", Own)
+def functional(model, rows):
+    params = {k: p.detach().clone().requires_grad_() for k, p in model.named_parameters()}
+    b = collate(rows)
+    term(log_probs(torch.func.functional_call(model, params, (b.ids,)), b.ids), b).backward()
+    return {k: p.grad for k, p in params.items()}
+
+
+right("a declared entropy bonus", Own, entropy_coef=0.05)(
+    of(lambda lp, old, A, ref, b, z: surrogate(lp, old, A) + 0.05 * entropy(z)))  # fmt: skip
+right("a declared KL term", Own, beta=0.1)(
+    of(lambda lp, old, A, ref, *_: surrogate(lp, old, A) - 0.1 * k3(ref - lp)))  # fmt: skip
+right("GSPO", qwen, objective="gspo")(
+    lambda model, rows: sequences(model, rows, lambda d, m, R: (d * m).sum(1) / m.sum(1)))  # fmt: skip
