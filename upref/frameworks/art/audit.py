@@ -68,11 +68,14 @@ def _plain(mode: str, config: dict[str, Any]):
 
 MEANS = aggregated("seq-mean-token-mean")
 MEANS = replace(MEANS, words=f"{MEANS.words}, and no setting gives another")
+RIGHT = replace(with_hp(eps_high=0.1), words="the cap on wrong tokens, 1.1, holds for right ones too")
+CAPPED = {"max_negative_advantage_importance_sampling_weight": 1.1}
 SEQUENCE = {"importance_sampling_level": "sequence"}
 COMPARISONS = (
     Comparison("default", "cispo", {}, "cispo", {}, (MEANS,)),
     Comparison("default", "ppo", {}, "grpo", {}),
     Comparison("default", "ppo", SEQUENCE, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2),)),
+    Comparison("default", "ppo", CAPPED, "dapo", {"eps_high": 0.2, "c": 1.1}, (MEANS, RIGHT)),
     Comparison("paper", "cispo", {"epsilon_high": 4.0}, "cispo", {}, (MEANS,)),
     Comparison("paper", "ppo", {"epsilon": 0.2}, "grpo", {}),
     Comparison("paper", "ppo", {"epsilon": 0.2, "epsilon_high": 0.28}, "dapo", {}, (MEANS,)),

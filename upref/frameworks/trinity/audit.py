@@ -89,6 +89,7 @@ SEQ, SUM = {"loss_agg_mode": "seq-mean-token-mean"}, {"loss_agg_mode": "seq-mean
 WIDE = {"clip_ratio_c": 1e10}  # the dual clip cannot be switched off
 COMPARISONS = (
     Comparison("default", "ppo", {}, "ppo_clip", {}, (with_hp(c=3.0),)),
+    Comparison("default", "ppo", {}, "dapo", {}, (with_hp(eps_high=0.2), with_hp(c=3.0), GROUPS)),  # algorithm dapo
     Comparison("default", "gspo", {}, "gspo", {}),
     Comparison("default", "cispo", {}, "cispo", {}, (with_hp(eps_high=0.28), GROUPS)),
     Comparison("default", "sapo", {}, "sapo", {}, (SOFT, aggregated("token-mean"))),

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from upref.advantages import group_mean
 from upref.aggregation import aggregate
 from upref.audits.compare import Comparison
 from upref.audits.components import Part
@@ -133,6 +134,11 @@ def _advantages(trainer: type, **settings: Any):
     return found
 
 
+def _over_batch(R: Tensor, group: Tensor) -> Tensor:
+    """As GRPOConfig.scale_rewards has it, after Lite PPO (arXiv 2508.08221)."""
+    return group_mean(R, group) / (R.std(correction=1) + 1e-4)
+
+
 def _parts() -> tuple[Part, ...]:
     grpo, rloo = trl().GRPOTrainer, trl().RLOOTrainer
     part = lambda mode, found, promise, **more: Part(
@@ -140,6 +146,12 @@ def _parts() -> tuple[Part, ...]:
     )
     return (
         part("grpo, scale_rewards=group", _advantages(grpo, scale_rewards="group"), "group_norm", hp={"eps": 1e-4}),
+        part(
+            "grpo, scale_rewards=batch",
+            _advantages(grpo, scale_rewards="batch"),
+            _over_batch,
+            words="R minus the group's mean, over the batch's std + 1e-4",
+        ),
         part("grpo, scale_rewards=none", _advantages(grpo, scale_rewards="none"), "group_mean"),
         part("rloo", _advantages(rloo, normalize_advantages=False), "leave_one_out"),
     )

@@ -111,6 +111,53 @@ def _advantages(name: str):
     return found
 
 
+def _opo(R: Tensor, group: Tensor) -> Tensor:
+    """Responses of 1, 2, 3, 1, ... tokens, whose reward stands on the first."""
+    mask = torch.arange(3) < _lengths(R)[:, None]
+    rewards = torch.nn.functional.pad(R[:, None], (0, 2))
+    f = verl()[0].get_adv_estimator_fn("opo")
+    return f(token_level_rewards=rewards, response_mask=mask.double(), index=group.numpy())[0][:, 0]
+
+
+def _by_length(R: Tensor, group: Tensor) -> Tensor:
+    """R minus the mean of its group, each reward weighted by the length of its response (OPO)."""
+    n, same = _lengths(R), (group[:, None] == group).to(R.dtype)
+    return R - same @ (n * R) / (same @ n)
+
+
+def _lengths(R: Tensor) -> Tensor:
+    return (torch.arange(len(R)) % 3 + 1).to(R.dtype)
+
+
+def _gpg(R: Tensor, group: Tensor) -> Tensor:
+    return alone(advantages.group_mean)(R, group) * len(R) / R.count_nonzero().clamp(min=1)
+
+
+VALUES = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64)  # of a critic, for every response
+
+
+def _gae(lam: float):
+    def found(R: Tensor, group: Tensor) -> Tensor:
+        """The first of three tokens, the reward on the last; then whitened by all."""
+        rewards, ones = torch.nn.functional.pad(R[:, None], (2, 0)), torch.ones(len(R), 3, dtype=R.dtype)
+        f = verl()[0].get_adv_estimator_fn("gae")
+        return f(rewards, VALUES.expand(len(R), 3), ones, gamma=0.9, lam=lam)[0][:, 0]
+
+    return found
+
+
+def _sum_of_deltas(lam: float):
+    def reference(R: Tensor, group: Tensor) -> Tensor:
+        """GAE written as a sum: A_t = Σ_k (γλ)^k δ_(t+k), whitened as masked_whiten does."""
+        after = torch.cat([VALUES[1:], VALUES.new_zeros(1)])
+        deltas = torch.nn.functional.pad(R[:, None], (2, 0)) + 0.9 * after - VALUES
+        power = torch.tensor([[(0.9 * lam) ** (k - t) if k >= t else 0.0 for k in range(3)] for t in range(3)])
+        A = deltas @ power.to(deltas).T
+        return sampled(A.flatten()).view_as(A)[:, 0]
+
+    return reference
+
+
 def _centred(R: Tensor, group: Tensor) -> Tensor:
     """REINFORCE++-baseline as verl has it."""
     return sampled(alone(advantages.group_mean)(R, group))
@@ -130,6 +177,12 @@ def _parts() -> tuple[Part, ...]:
             (SAMPLE, sampled),), tol=1e-6),
         Part("advantages", "reinforce_plus_plus_baseline", _advantages("reinforce_plus_plus_baseline"),
              "group_mean_whiten", reasons=((f"{ALONE}; {SAMPLE}", _centred),), tol=1e-6),
+        Part("advantages", "opo", _opo, _by_length, words="R minus the mean by length (OPO)", reasons=(
+            (ALONE, alone(_by_length)),), tol=1e-6),
+        Part("advantages", "gpg", _advantages("gpg"), "group_mean", reasons=((ALONE, alone(advantages.group_mean)), (
+            "times the responses over those whose reward is not 0", _gpg)), tol=1e-6),
+        *(Part("advantages", f"gae, lam={lam:g}", _gae(lam), _sum_of_deltas(lam), words="GAE, whitened over all tokens",
+               tol=1e-6) for lam in (1.0, 0.5)),
         *(Part("kl", n, lambda lp, ref, n=n: kl(lp, ref, n), n) for n in ("k1", "k2")),
         Part("kl", "low_var_kl", lambda lp, ref: kl(lp, ref, "low_var_kl"), "k3", reasons=((NARROW, narrow_k3),)),
         *(Part("aggregation", n, aggregation(n), n, tol=1e-6)
