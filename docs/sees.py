@@ -12,14 +12,17 @@ def axes() -> str:
     from upref.weights.batches import AXES, LOG_R, MU, MU_READ, NAMED, OVERFLOW, SIGNS
 
     said = lambda xs: ", ".join(f"{x:g}" for x in xs)
+    first: dict[str, str] = {}
+    for name, axis in AXES.items():
+        first.setdefault(axis.words, "sizes and compositions" if axis.width else name)
     rows = [
         ("the grid", f"A of {said(SIGNS)}; π_old of {said(MU)} (of {said(MU_READ)} too where bounds depend on it); "
                      "every bound from below, on it and from above; "
                      f"{len(LOG_R)} more ratios with |log r| up to {max(LOG_R):g}; masks with holes, NaN in padding"),
         ("one response", ONE_RESPONSE),
         ("far ratios", f"|log r| of {said(OVERFLOW)} in float64, float32 and bfloat16"),
-        *((name, axis.words) for name, axis in AXES.items()),
-        ("group ids", f"{', '.join(NAMED)}; in the last two batches above mixed with each A and each length"),
+        *((name, words) for words, name in first.items()),
+        ("group ids", f"{', '.join(NAMED)}; from `every two` on mixed with each level of each axis"),
     ]  # fmt: skip
     return _rows("axis | what is asked", rows)
 

@@ -128,6 +128,10 @@ class Rollouts:
         b.__dict__.update(dict.fromkeys(f.name for f in fields_of(cls)) | fields)
         return b
 
+    def but(self, **changes) -> "Rollouts":
+        """A copy with other fields, not looked at again."""
+        return self.unchecked(**{f.name: getattr(self, f.name) for f in fields_of(self)} | changes)
+
     @cached_property
     def one_adv_per_response(self) -> bool:
         """Whether the unmasked advantages of each response are equal."""

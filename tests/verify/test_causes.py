@@ -109,7 +109,7 @@ CAUSES = {  # oracle -> (sentence, a loss of which it is true, one that trips th
               micro(lambda m, t: t.tokens + 0.1 * (t.tokens - m.sum()))),
     "data-parallel: ranks": ("data-parallel", "by the rank's own", micro(lambda m, t: m.sum()),
                              micro(lambda m, t: t.tokens + 0.1 * (t.tokens - m.sum()))),
-    "extremes: clamp": ("extremes", "log r is clamped, between 9.5 and 10.5",
+    "extremes: clamp": ("extremes", "log r is clamped to ±10",
                         dapo(lambda lp, old, A: J((lp - old).clamp(-10, 10), 0 * old, A)),
                         dapo(lambda lp, old, A: J(FLOOR(lp - old, 10), 0 * old, A))),
     "extremes: underflow": ("extremes", "exp(log_prob) underflows", dapo(quotient),
@@ -163,3 +163,75 @@ def test_a_gradient_that_is_lost_on_one_batch_alone_is_not_said_to_be_lost():
     assert said and not any("no gradient reaches" in s for s in said)
     nowhere = lambda lp, old, A: J(lp.detach(), old, A) + 0 * lp
     assert any("no gradient reaches" in f.cause for f in upref.check(dapo(nowhere), "dapo").failures)
+
+
+# ---- state, and what looks like another cause on some batches --------------------------------------------------------
+def after(n):
+    """Another answer from call n + 1 on."""
+    calls = [0]
+
+    def change(lp, old, A):
+        calls[0] += 1
+        return J(lp, old, A) * (1.5 if calls[0] > n else 1)
+
+    return dapo(change)
+
+
+@pytest.mark.parametrize("n", [3, 6, 8, 50, 200])
+def test_the_call_at_which_an_answer_changes_is_said(n):
+    report = upref.check(after(n), "dapo")
+    (failure,) = report.failures
+    assert failure.oracle == "determinism" and f"changes at call {n + 1}" in failure.cause, str(report)
+
+
+@pytest.mark.parametrize("period", [2, 3, 4, 7])
+def test_a_counter_is_not_randomness(period):
+    calls = [0]
+
+    def change(lp, old, A):
+        calls[0] += 1
+        return J(lp, old, A) * (1.1 if calls[0] % period else 1)
+
+    (failure,) = upref.check(dapo(change), "dapo").failures
+    assert "keeps state" in failure.cause
+
+
+SKIPS = {
+    "wide ratios": lambda lp, old, A: (lp - old).exp().max() < 2,
+    "large advantages": lambda lp, old, A: A.abs().mean() < 0.3,
+    "few tokens": lambda lp, old, A: lp.numel() > 300,
+}
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+def test_a_batch_that_is_skipped_is_not_said_to_be_detached(skip):
+    report = upref.check(dapo(lambda lp, old, A: J(lp, old, A) * SKIPS[skip](lp, old, A)), "dapo")
+    assert not report and "no gradient reaches" not in str(report)
+
+
+CLAMPS = {
+    "to ±10": lambda x: x.clamp(-10, 10),
+    "at 9": lambda x: x.clamp(max=9),
+    "to [-8, 12]": lambda x: x.clamp(-8, 12),
+}
+
+
+@pytest.mark.parametrize("said", CLAMPS)
+def test_a_clamp_is_named_by_its_bounds_where_it_reproduces_the_loss(said):
+    clamp = CLAMPS[said]
+    for name, loss in (
+        ("dapo", dapo(lambda lp, old, A: J(old + clamp(lp - old), old, A))),
+        ("up_dapo", up_dapo_of(clamp)),
+    ):
+        causes = [f.cause for f in upref.check(loss, name).failures]
+        assert any(f"log r is clamped {said}" in c for c in causes), causes
+    torn = dapo(lambda lp, old, A: torch.where((A > 0) & (old < -3), 0.9, 1) * J(old + clamp(lp - old), old, A))
+    assert not any("is clamped" in f.cause for f in upref.check(torn, "dapo").failures)
+
+
+def up_dapo_of(clamp):
+    def loss(log_prob, old_log_prob, advantages, mask):
+        lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
+        return -torch.where(mask, torch.where(A > 0, A * lp, J(old + clamp(lp - old), old, A)), 0).sum() / mask.sum()
+
+    return loss

@@ -1,37 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong only where two axes of the input meet: for every two of the AXES, group ids, size and dtype."""
+"""Wrong only where two axes of the input meet: for every two of the AXES, group ids, sizes and dtype."""
 
+import re
 from itertools import combinations, product
 
 import pytest
 import torch
 
 import upref
+from upref.foreign import read
 from upref.registry import REDUCE
-from upref.weights.batches import AXES, NAMED, beyond
+from upref.verify.measure import held, unit_weights
+from upref.verify.oracles.batches import one_response
+from upref.verify.oracles.reach import reach
+from upref.weights.batches import AXES, COLLIDE, NAMED, WIDE, beyond
+
+
+def runs(m):
+    """How many runs of live tokens each response has, [B, 1]."""
+    return (m & ~m.roll(1, 1)).sum(1, keepdim=True) + (m[:, :1] & m[:, -1:])
+
+
+def gap(m):
+    """The columns without a token between each token and the one before it; 0 before the first."""
+    at = torch.arange(m.shape[1]).expand(m.shape)
+    last = torch.where(m, at, -1).cummax(1).values.roll(1, 1)
+    last[:, 0] = -1
+    return torch.where(last >= 0, at - last - 1, 0)
+
+
+def most(which):
+    return lambda lp, old, A, m, ref, g: (which(lp - old, A) & m).sum() > 0.8 * m.sum()
+
 
 UNUSUAL = {  # axis -> where a token is unusual on it; of lp, lp_old, A, mask, lp_ref, group
     "ratios": {"far": lambda lp, old, A, m, ref, g: (lp - old).abs() > 5},
     "advantages": {
         "large": lambda lp, old, A, m, ref, g: A.abs() > 6,
-        "tiny": lambda lp, old, A, m, ref, g: A.abs() < 1e-4,
+        "tiny": lambda lp, old, A, m, ref, g: (A.abs() < 1e-4) & (A != 0),
     },
     "certain tokens": {"certain": lambda lp, old, A, m, ref, g: old > -0.0513},
     "lengths": {"long": lambda lp, old, A, m, ref, g: m.cumsum(1) > 256},
+    "masks": {
+        "hole": lambda lp, old, A, m, ref, g: gap(m).amax(1, keepdim=True) >= 16,
+        "turns": lambda lp, old, A, m, ref, g: runs(m) >= 5,
+        "left padding": lambda lp, old, A, m, ref, g: m[:, -1:] & ~m[:, :1],
+        "late": lambda lp, old, A, m, ref, g: ~m[:, :30].any(1, keepdim=True),
+    },
     "reference": {"away": lambda lp, old, A, m, ref, g: (lp - ref).abs() > 2.5},
     "group ids": {
-        "with gaps": lambda lp, old, A, m, ref, g: ((g > 50) & (g < 2**31))[:, None],
+        "with gaps": lambda lp, old, A, m, ref, g: ((g > 50) & (g < 10**6))[:, None],
         "negative": lambda lp, old, A, m, ref, g: (g < 0)[:, None],
-        "large": lambda lp, old, A, m, ref, g: (g > 2**31)[:, None],
+        "colliding": lambda lp, old, A, m, ref, g: ((g > 10**6) & (g % COLLIDE == 11))[:, None],
+        "large": lambda lp, old, A, m, ref, g: (g >= 2**40)[:, None],
     },
+    "most": {
+        "A = 0": most(lambda x, A: A == 0),
+        "A > 0": most(lambda x, A: A > 0),
+        "A < 0": most(lambda x, A: A < 0),
+        "clipped": most(lambda x, A: ((A > 0) & (x > 0.19)) | ((A < 0) & (x < -0.23))),
+    },
+    "responses": {str(n): lambda lp, old, A, m, ref, g, n=n: torch.tensor(len(m) == n) for n in (1, *WIDE)},
+    "columns": {str(n): lambda lp, old, A, m, ref, g, n=n: torch.tensor(m.shape[1] == n) for n in WIDE},
     "size": {"65,504": lambda lp, old, A, m, ref, g: m.sum() > 65_504},
     "dtype": {"float32": lambda lp, old, A, m, ref, g: torch.tensor(lp.dtype == torch.float32)},
 }
-PAIRS = [
-    (f"{a} {x}, {b} {y}", p, q)
+PAIRS = {
+    f"{a} {x}, {b} {y}": (p, q)
     for (a, some), (b, others) in combinations(UNUSUAL.items(), 2)
     for (x, p), (y, q) in product(some.items(), others.items())
-]
+}
+IMPOSSIBLE = re.compile(  # in so few columns, in one response of one advantage, with so few responses
+    "lengths long, columns|columns .*, size|responses (1|63|64|65), size|responses 1, columns"
+)
 
 
 def loss_wrong_where(objective, *predicates, **hp):
@@ -50,10 +91,49 @@ def loss_wrong_where(objective, *predicates, **hp):
     return loss
 
 
-@pytest.mark.parametrize(("p", "q"), [pytest.param(p, q, id=name) for name, p, q in PAIRS])
-def test_wrong_where_two_axes_meet(p, q):
-    report = upref.check(loss_wrong_where("grpo", p, q, beta=0.04), "grpo", beta=0.04)
-    assert {f.oracle for f in report.failures} & {"reach", "extremes", "gradient"}, str(report)
+@pytest.fixture(scope="module")
+def asked():
+    """Every batch that the oracles of unusual inputs and of one response ask, where the objective's weight is not 0."""
+    batches = []
+
+    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, group):
+        calm = lambda x: torch.where(mask, x.detach(), -1.0)
+        given = calm(log_prob), calm(old_log_prob), calm(advantages), mask, calm(ref_log_prob), group
+        _, old, A, m, ref, _ = given
+        batches.append(given)
+        return upref.get("grpo").loss(
+            upref.Rollouts.unchecked(logp=log_prob, logp_old=old, adv=A, mask=m, logp_ref=ref), beta=0.04
+        )
+
+    o = upref.get("grpo")
+    case = held(read(loss, o, {"beta": 0.04}), o, o.resolve({"beta": 0.04}))
+    for one in (reach, one_response):
+        batches[:], before = [], batches[:]
+        assert not [f for f in one.look(case) if f.severity == "failure"]
+        batches[:0] = before
+    as_batch = lambda lp, old, A, m, ref, g: upref.Rollouts.unchecked(
+        logp=lp, logp_old=old, adv=A, mask=m, logp_ref=ref
+    )
+    return [(b, unit_weights(o, as_batch(*b), case.hp) != 0) for b in batches]
+
+
+@pytest.mark.parametrize("name", [name for name in PAIRS if not IMPOSSIBLE.search(name)])
+def test_every_two_levels_meet_where_the_gradient_shows_it(asked, name):
+    """A loss that is wrong on these tokens alone is wrong by half a weight on one of the batches."""
+    p, q = PAIRS[name]
+    assert any((p(*b) & q(*b) & live).any() for b, live in asked)
+
+
+@pytest.mark.parametrize(("a", "b"), list(combinations(UNUSUAL, 2)))
+def test_wrong_where_two_axes_meet(a, b):
+    levels = [(x, y) for x, y in product(UNUSUAL[a], UNUSUAL[b]) if not IMPOSSIBLE.search(f"{a} {x}, {b} {y}")]
+    if not levels:
+        return
+    x, y = levels[len(a + b) % len(levels)]
+    report = upref.check(loss_wrong_where("grpo", UNUSUAL[a][x], UNUSUAL[b][y], beta=0.04), "grpo", beta=0.04)
+    assert {f.oracle for f in report.failures} & {"reach", "extremes", "gradient", "one-response"}, (
+        f"{x}, {y}\n{report}"
+    )
 
 
 @pytest.mark.parametrize("axis", UNUSUAL)
@@ -89,8 +169,15 @@ def test_every_two_levels_meet_in_one_token(name):
     log_r = log_r.nansum(1, keepdim=True).expand_as(log_r) if o.level == "trajectory" else log_r
     every = {
         "length": {x: b.mask.sum(1, keepdim=True) == x for x in axis.lengths},
+        "mask": {k: p(b.logp, b.logp_old, b.adv, b.mask, b.logp_ref, b.group) for k, p in UNUSUAL["masks"].items()},
         "A": {x: (b.adv - x).abs() <= 1e-6 * abs(x) for x in axis.A},
-        "ids": {"0": (kind >= 0) & (kind < 50), "-": kind < 0, "7": (kind > 50) & (kind < 2**31), "2^40": kind > 2**31},
+        "ids": {
+            "0": (kind >= 0) & (kind < 50),
+            "-": kind < 0,
+            "7": (kind > 50) & (kind < 10**6),
+            "11": (kind > 10**6) & (kind % COLLIDE == 11),
+            "2^40": kind >= 2**40,
+        },
         "π_old": {x: (b.logp_old.exp() - x).abs() < 1e-6 for x in axis.mu},
         "log r": {"near": log_r.abs() < 5, "below": log_r < -5, "above": log_r > 5},
     }
@@ -102,5 +189,6 @@ def test_every_two_levels_meet_in_one_token(name):
     }
     few = {m for m in missing if m[0] == "length" and m[1] <= 4}  # responses of 1 and 4 tokens hold few of them
     certain = {m for m in missing if m[3] == "above" and (m[0] == "π_old" or o.level in REDUCE)}  # μ r <= 1
-    assert not missing - few - certain and len(few) < 12
+    no_room = {m for m in few if m[2] == "mask"}
+    assert not missing - few - certain and len(few - no_room) < 12
     assert away.max() > 6 and away.min() < -5

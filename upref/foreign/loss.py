@@ -55,6 +55,7 @@ class Loss:
     form: str = "scalar"
     wrapped: bool = False
     backs: bool = False  # it calls .backward() itself
+    log: list[Any] = field(default_factory=list, repr=False, compare=False)  # of each call (loss, arguments, gradient)
     lines: int = 0  # of Python that a call may run before it is stopped, 0 for any number
     fields: dict[str, Any] | None = None  # of its framework's config that were set; None where there is none
     defaults: dict[str, Any] = field(default_factory=dict)  # what the framework ships for these fields
@@ -84,7 +85,7 @@ class Loss:
 
     def view(self, b: Rollouts) -> Rollouts:
         """The batch as this loss can know it: without groups where it takes none."""
-        return b if "group" in self.reads else replace(b, group=None, totals=b.totals or Totals.of(b.mask))
+        return b if "group" in self.reads else b.but(group=None, totals=b.totals or Totals.of(b.mask))
 
     def inputs(self, b: Rollouts, logp: Tensor, ranks: int = 1) -> dict[str, Any]:
         """Fresh tensors by role; masked slots as they are."""
@@ -111,6 +112,7 @@ class Loss:
     def run(self, full: dict[str, Any], b: Rollouts, **moved: Any) -> Outcome:
         """One call on these inputs; InputError in one sentence for whatever the loss does instead of answering."""
         before = {k: v.detach().clone() for k, v in full.items() if isinstance(v, Tensor)}
+        self.log.append(None)
         got, printed = called(self.name, lambda: self.call(full, self.given | moved), self.lines)
         value, form, wrapped = self._scalar(got, b)
         left = [v for v in full.values() if isinstance(v, Tensor) and v.is_leaf and v.grad is not None]
@@ -166,6 +168,19 @@ class Loss:
 
         wanting: log_prob is computed from a leaf, as by a network, and so are these roles; by default it is the leaf.
         """
+        done, g = self.measured(b, ranks, wanting, moved)
+        self.log[-1] = self, (b, ranks, wanting, moved), g
+        return done, g
+
+    def changed(self, first: int) -> int | None:
+        """The call since which this one of the log has another answer, by asking all again; None where it has not."""
+        still = lambda at: _same(at[2], at[0].measured(*at[1])[1])
+        log = list(self.log)
+        if still(log[first]):
+            return None
+        return 2 + max(n for n, at in enumerate(log) if n == first or (at and not still(at)))
+
+    def measured(self, b: Rollouts, ranks: int, wanting: tuple[str, ...] | None, moved: dict) -> tuple[Outcome, Tensor]:
         x = b.logp.detach().clone().requires_grad_()
         full = self.inputs(b, x, ranks)
         if wanting is not None:

@@ -11,6 +11,7 @@ from upref.registry import Objective, get
 from upref.verify import oracles
 from upref.verify.measure import EXACT, HABIT, Case, held
 from upref.verify.oracle import Oracle, found_in, must_know, ordered, run
+from upref.verify.oracles.invariance import state
 from upref.verify.report import Report, tidy
 
 
@@ -39,11 +40,14 @@ def check(loss: Any, objective: str | Objective, *, agg: str = "", skip: Sequenc
     case = held(one, o, o.resolve({k: v for k, v in hp.items() if k in o.hyperparameters}))
     first, *rest = every()  # whether it answers the same twice: else no other oracle knows what it compares
     found, ran = run([first], case, skip)
-    if case.failed:
-        ran |= {o.name: "the same batch has other answers each time" for o in rest}
-    else:
+    if not case.failed:
         more, became = run(rest, case, skip)
         found, ran = found + more, ran | became
+        if late := state(case):
+            case.failed.add("determinism")
+            found, ran = late, {first.name: "failure"}
+    if "determinism" in case.failed:
+        ran = {o.name: ran.get(o.name, "the same batch has other answers") for o in every()}
     tolerances = {"weight, relative": case.tol, "silent below": EXACT if case.tol == HABIT else case.tol}
     seconds = time.perf_counter() - start
     settings = "; ".join(filter(None, [one.settings, as_shipped(one, case)]))

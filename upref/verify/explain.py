@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a wrong loss is: the record, put into the reference, that reproduces its weights; searched, never guessed."""
 
-from collections.abc import Iterable, Iterator
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from upref.errors import InputError
@@ -18,7 +18,7 @@ from upref.transforms import up
 from upref.verify.factors import FACTORS
 from upref.verify.faults import Slip, kl_slips, known
 from upref.verify.measure import Case, kl_slope, unit_weights
-from upref.weights.batches import off, random_batch
+from upref.weights.batches import OFF_EDGES, anchor, off, random_batch
 
 TERMS = 3  # KL terms that are tried with a slip of the rest
 FEW = 24  # responses: most slips fail on a few already
@@ -26,40 +26,51 @@ NOTHING = Slip("no gradient reaches log_prob: it is detached, or rounded away", 
 
 
 def explain(case: Case, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list[float]) -> Slip | None:
-    """The first slip that, put into the reference, has the found weights on every token of the batch, and of another.
+    """The first slip that, put into the reference, has the found weights on every token of the batch, and of others.
 
     Tried in this order: other hyperparameters, the catalogue, the plug-in, other objectives; then two together, one of
     the KL term and one of the rest. ignore: tokens at a bound.
     """
     use = b.mask & ~ignore
     more = _elsewhere(case)
-    if not any(g[at].any() for g, at in ((found, use), (more.found, more.use))) and more.use.any():
-        return NOTHING
-    every = chain(_retuned(case, bounds), _other_kl(case, b, found, use), _kl_aggregated(case),
-                  known(case.o, case.hp, bounds), _others(case))  # fmt: skip
+    nothing = not any(at[2].any() for at in case.loss.log if at)
+    every = chain([NOTHING] * nothing, _retuned(case, bounds), _other_kl(case, b, found, use),
+                  _kl_aggregated(case), known(case.o, case.hp, bounds), _others(case))  # fmt: skip
     one = reproduces((slip for slip in every if more.fits(slip, case)), case, b, found, use)
     return one or _two(case, b, found, use, bounds, more)
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Another batch, of other lengths: what is said of the loss must be true there too."""
+    """Other batches, of other widths and compositions: what is said of the loss must be true there too."""
 
-    b: Rollouts
-    found: Tensor
-    use: Tensor
+    batches: list[tuple[Rollouts, Tensor, Tensor]]  # with the weights found, and the tokens that are used
 
     def fits(self, slip: Slip, case: Case) -> bool:
-        return fits(slip, case, self.b, self.found, self.use, 10 * case.tol)
+        return all(fits(slip, case, *at, 10 * case.tol) for at in self.batches)
+
+    def without(self, part: Callable[[Rollouts], Tensor]) -> "Elsewhere":
+        return Elsewhere([(b, found - part(b), use) for b, found, use in self.batches])
 
 
-def _elsewhere(case: Case) -> Elsewhere:
-    b = case.ready(random_batch(np.random.default_rng(0), case.one_adv))
-    try:
-        found = case.weights(b)
-    except InputError:  # what it refuses is another finding
-        return Elsewhere(b, torch.zeros_like(b.logp), torch.zeros_like(b.mask))
-    return Elsewhere(b, found, b.mask & found.isfinite() & ~case.rounded(b))
+def _elsewhere(case: Case, *more: Rollouts) -> Elsewhere:
+    """On policy, with small advantages too, near every bound, three random ones, and more."""
+    calm, out = case.ready(anchor()), []
+    small, grid = calm.but(adv=calm.adv / 1000), case.grid(seed=7, edges=OFF_EDGES, thin=3)
+    for b in (calm, small, grid, *_random_ones(case), *more):
+        with contextlib.suppress(InputError):  # what it refuses is another finding
+            found = case.weights(b)
+            out.append((b, found, b.mask & found.isfinite() & ~case.rounded(b)))
+    return Elsewhere(out)
+
+
+def _random_ones(case: Case) -> list[Rollouts]:
+    return [case.ready(random_batch(np.random.default_rng(seed), case.one_adv)) for seed in (0, 3, 5)]
+
+
+def confirmed(case: Case, slip: Slip, *more: Rollouts) -> str:
+    """The words of a slip that reproduces the loss on every one of those batches, and on these; else none."""
+    return slip.words if _elsewhere(case, *more).fits(slip, case) else ""
 
 
 def _two(case: Case, b: Rollouts, found: Tensor, use: Tensor, bounds: list[float], more: Elsewhere) -> Slip | None:
@@ -75,7 +86,7 @@ def _two(case: Case, b: Rollouts, found: Tensor, use: Tensor, bounds: list[float
     part = lambda term, b: term.weights(o, hp, b) - unit_weights(o, b, plain)
     alone = replace(case, hp=plain)
     for term in [t for t in terms if (off(found, part(t, b), b.adv)[zero] < case.tol).all()][:TERMS]:
-        less = replace(more, found=more.found - part(term, more.b))
+        less = more.without(lambda b, term=term: part(term, b))
         rest = chain(_retuned(alone, bounds), known(o, plain, bounds), _others(alone))
         slip = reproduces((s for s in rest if less.fits(s, alone)), alone, b, found - part(term, b), use)
         if slip is not None:

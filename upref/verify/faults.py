@@ -158,6 +158,24 @@ def _of(k: Callable, b: Rollouts, mask: Tensor) -> Tensor:
     return k(torch.where(mask, b.logp, 0), torch.where(mask, b.logp_ref, 0))
 
 
+def clamp_slips(o: Objective, hp: dict[str, Any], low: float, high: float, said: str) -> Iterator[Slip]:
+    """log r, of the response or of each token, clamped: before its gradient, where A <= 0 alone, or in a constant."""
+    j, wide = _own(o, hp), {"sequence": mean_t, "trajectory": sum_t}.get(o.level)
+
+    def of_response(lp, old, m):
+        x, n = wide(where(m, lp - old, 0), m)[:, None], m.sum(-1, keepdim=True)
+        return lp + (x.clamp(low, high) - x) / (n if o.level == "trajectory" else 1)
+
+    of_token = lambda lp, old, m: old + (lp - old).clamp(low, high)
+    for what, inside in [("the response's log r", of_response)] * bool(wide) + [("log r", of_token)]:
+        words = f"{what} is clamped {said}"
+        yield Slip(words, "clip", J=lambda lp, old, A, m, f=inside: j(f(lp, old, m), old, A, m))  # type: ignore[misc]
+        yield Slip(f"{words} where A <= 0", "clip",
+                   J=lambda lp, old, A, m, f=inside: where(A > 0, j(lp, old, A, m), j(f(lp, old, m), old, A, m)))  # type: ignore[misc]  # fmt: skip
+        yield Slip(f"{words} in a constant weight", "clip",
+                   view=lambda b, f=inside: b.but(logp_old=b.logp_old + b.logp - f(b.logp, b.logp_old, b.mask)))  # type: ignore[misc]  # fmt: skip
+
+
 def _own(o: Objective, hp: dict[str, Any]) -> Term:
     own = {k: v for k, v in hp.items() if k != "beta"}
     return lambda lp, old, A, m: o.unreduced(lp, old, A, m, torch.ones_like(lp), **own)

@@ -22,6 +22,7 @@ from upref.weights.batches import EDGES, MU, MU_READ, SINGLE_EDGES, anchor, batc
 
 EXACT, HABIT, SINGLE = 1e-9, 2e-6, 2e-5  # float64; 1e-6 in a denominator; float32, beside the rounding of its inputs
 ROUND = 2e-7  # of a log-probability in float32, relative
+FLOATS = ("logp", "logp_old", "adv", "logp_ref", "entropy", "logp_sampler")
 
 
 def unit_weights(o: Objective, b: Rollouts, hp: dict[str, Any]) -> Tensor:
@@ -92,7 +93,7 @@ class Case:
     def moves(self, b: Rollouts, expected: Tensor, times: float = 1.0) -> Tensor:
         """How far the expected weight moves where the log-probabilities are rounded to float32, a jump included."""
         d = torch.where(b.mask, torch.maximum(b.logp.abs(), b.logp_old.abs()).clamp(min=1) * ROUND * times, 0)
-        there = (replace(b, logp=b.logp - d), replace(b, logp_old=b.logp_old - d))
+        there = (b.but(logp=b.logp - d), b.but(logp_old=b.logp_old - d))
         return sum(((self.expected(x) - expected).abs().nan_to_num(nan=0.0) for x in there), torch.zeros_like(d))
 
     def ratio(self, b: Rollouts) -> Tensor:
@@ -134,7 +135,14 @@ class Case:
     def ready(self, b: Rollouts) -> Rollouts:
         """Masked slots hold numbers that could pass for tokens; a reference policy; no groups for who takes none."""
         engine = sampler(b) if self.o.sampler is not None and b.logp_sampler is None else b.logp_sampler
-        return self.loss.view(replace(ready(b), logp_sampler=engine))
+        return self.loss.view(ready(b).but(logp_sampler=engine))
+
+    def singly(self, b: Rollouts) -> tuple["Case", Tensor]:
+        """The case as one that computes in float32, and the weights found where the inputs are in that."""
+        one = replace(self)
+        one.in_float32()
+        low = b.but(**{k: v.float() for k in FLOATS if (v := getattr(b, k)) is not None})
+        return one, one.gradient(low).double() / one.factors(b)
 
     def in_float32(self):
         """From here on it is compared as what computes in float32."""

@@ -16,6 +16,8 @@ def pattern(b: Rollouts, found: Tensor, expected: Tensor, r: Tensor, use: Tensor
         return ""
     x, y = found[use], expected[use]
     live = y.abs() > 1e-9
+    if not x.any():
+        return "no token of this batch has a weight; those of others have"
     if (x[~live].abs() <= tol).all() and live.any():
         factors = {"": torch.ones_like(r), " r": r, " / r": 1 / r, " π_θ": b.logp.exp(), " π_old": b.logp_old.exp()}
         n = b.mask.sum(-1, keepdim=True).expand_as(r).to(r.dtype)

@@ -3,21 +3,12 @@
 policy, random, far; and what two weights differ by. One file, so that what is covered can be read off in one place.
 
 On policy (r = 1) nearly all objectives have the same gradient, so a test at r = 1 proves nothing. Everything that
-compares losses reads its batches from here. What the grid holds and what only AXES hold (docs/what-check-sees.md):
-
-    axis                the grid and the random batches       AXES: each by itself, every two together, all at once
-    ratio               |log r| <= 4, all bounds, 800          |log r| from 4.5 to 15
-    advantage           |A| <= 2                               1e-6 to 40, both signs
-    π_old               0.02, 0.3, 0.9                         0.95 to exactly 1
-    response            1 to 9 tokens                          to 520, on both sides of 16, 64, 128, 256 and 512
-    batch               a few hundred tokens                   more than 65,504
-    group ids           0, 1, 2, ...                           with gaps, negative, beyond 2^40
-    π_ref               near π_old                             |log π_ref/π_θ| to 9
-    dtype               float64                                float32; bfloat16 in the oracle of extremes
+compares losses reads its batches from here. `batch` is the grid; AXES are the ways in which an input can be unusual,
+each by itself, every two together, all at once: the table of docs/what-check-sees.md is made of them.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import cycle, product
@@ -223,14 +214,13 @@ def ready(b: Rollouts) -> Rollouts:
     """The batch with numbers that could pass for tokens in its masked slots, and with a reference policy."""
     A = torch.where(b.mask, b.adv.expand_as(b.mask), 0)
     first = A.gather(1, b.mask.int().argmax(1, keepdim=True))
-    b = replace(
-        b,
+    b = b.but(
         logp=b.logp.masked_fill(~b.mask, -1.0),
         logp_old=b.logp_old.masked_fill(~b.mask, -1.1),
         adv=torch.where(b.mask, A, first),
         entropy=None if b.entropy is None else b.entropy.masked_fill(~b.mask, 1.0),
     )
-    return b if b.logp_ref is not None else replace(b, logp_ref=reference(b))
+    return b if b.logp_ref is not None else b.but(logp_ref=reference(b))
 
 
 def reference(b: Rollouts) -> Tensor:
@@ -248,7 +238,12 @@ def sampler(b: Rollouts) -> Tensor:
 
 # ---- axes of the input -----------------------------------------------------------------------------------------------
 SIZES = (1.0, -1.0)
-LONG = (1, 15, 17, 65, 129, 257, 300, 520)
+LONG = (1, 15, 17, 65, 129, 257, 300, 520)  # tokens
+WIDE = (63, 64, 65, 128)  # responses of a batch, and columns
+HOLES, TURNS, LATE = (16, 40, 100, 300), (5, 12, 20), (33, 100)  # tokens, parts of a response, columns before it
+MASKS = ("plain", "a hole", "turns", "left padding", "late")
+MOSTLY = ("A = 0", "A > 0", "A < 0", "clipped")
+FEW = 6  # responses of a batch that is mostly something which are otherwise
 
 
 @dataclass(frozen=True)
@@ -264,10 +259,13 @@ class Axis:
     far: tuple[float, ...] = ()  # log r of a part of the tokens
     share: float = 0.25  # how large a part
     sure: bool = False  # another part: 1 - π_old and 1 - π_θ from 0.1 to 1e-6
-    single: bool = False  # its numbers are the same in float32, and it is asked in that too
+    single: str = ""  # its numbers are the same in float32, and it is asked in that "too", or in that "alone"
+    masks: tuple[str, ...] = MASKS[:1]
+    mostly: str = ""  # what most of its responses, or of its tokens, are
+    width: int = 0  # columns, where not as many as its responses need
 
 
-LARGE, ROWS = "more than 65,504 tokens", 150
+LARGE = "more than 65,504 tokens"
 AXES = {
     "ratios": Axis(
         "|log r| of 4.5 to 15 (a response's: to 9) at π_old from 0.02 to 0.9",
@@ -285,34 +283,62 @@ AXES = {
         lengths=(1, 4, 17, 40),
         sure=True,
     ),
-    "lengths": Axis("responses of up to 520 tokens", lengths=LONG, rows=2 * len(LONG)),
+    "lengths": Axis("responses of up to 520 tokens", lengths=LONG, rows=WIDE[2]),
+    "masks": Axis(
+        f"holes of {HOLES[0]} to {HOLES[-1]} tokens, {TURNS[0]} to {TURNS[-1]} turns, left padding, responses that "
+        f"begin {LATE[0]} to {LATE[-1]} columns late",
+        lengths=(1, 6, 40, 300),
+        rows=WIDE[0],
+        masks=MASKS,
+    ),
     "reference": Axis("|log π_ref / π_θ| up to 9", ref=(1.0, -1.0, 3.0, -3.0, 6.0, -6.0, 9.0, -9.0)),
 }
-_FAR, _REF = (6.0, -6.0, 15.0, -15.0), AXES["reference"].ref
-AXES["every two"] = Axis(
-    "every two of these together, in float64 and in float32",
+_ORDINARY = tuple(AXES.values())
+_TWO = replace(
+    AXES["masks"],
     A=(1.0, -1.0, 1e-6, -1e-6, 7.0, -7.0, 40.0, -40.0),
-    mu=(0.02, 0.3, 0.9, 0.95, 0.99, 0.999, 0.99999, 1.0),
-    lengths=(1, 4, 17, 129, 257, 520),
-    rows=8 * 6,  # each A with each length
-    ref=(0.1, -0.2, *_REF),
-    far=_FAR,
-    single=True,
+    mu=(1e-4, 0.02, 0.3, 0.9, 0.95, 0.99, 0.999, 0.99999, 1.0),
+    ref=(0.1, -0.2, *AXES["reference"].ref),
+    far=(6.0, -6.0, 15.0, -15.0),
 )
-AXES["all at once"] = Axis(
-    f"all of these at once, in {ROWS} responses with {LARGE}, in float64 and in float32",
-    A=tuple(x for a in AXES.values() for x in a.A),
+AXES["every two"] = replace(
+    _TWO,
+    words="every two of these together, in float64 and in float32",
+    lengths=(1, 17, 129, 257, 520),
+    rows=WIDE[1],  # 8 x 5 of them have each A with each length
+    single="too",
+)
+CROSSED = (
+    "every two of these, batches of {0} responses and {0} columns, and batches of which most or all is {1}".format(
+        ", ".join(map(str, WIDE)), ", ".join(MOSTLY)
+    )
+)
+for _i, _kind in enumerate(("", *MOSTLY)):  # each with each B and each T, and in both dtypes
+    for _j, _B in enumerate(WIDE):
+        _T = WIDE[(_i + _j) % len(WIDE)]
+        AXES[f"{_B} x {_T}{_kind and f', {_kind}'}"] = replace(
+            _TWO, words=CROSSED, lengths=(1, _T // 3, _T), rows=_B, mostly=_kind, width=_T,
+            single="alone" if (_i + _j // 2) % 2 else "",
+        )  # fmt: skip
+_ALL = replace(
+    _TWO,
+    words=f"all at once, in {WIDE[3]} responses of up to 640 tokens, {LARGE}, in float64 and in float32",
+    A=tuple(x for a in _ORDINARY for x in a.A),
     mu=tuple(x for name, a in AXES.items() for x in (MU if name in ("ratios", "advantages") else a.mu)),
-    lengths=(520,) * 30 + LONG,
-    rows=ROWS,
-    ref=_REF,
-    far=_FAR,
-    single=True,
+    lengths=(640,) * 30 + LONG,
+    rows=WIDE[3],
+    ref=AXES["reference"].ref,
 )
-NEGATIVE = "that are negative"
+AXES["all at once"] = replace(_ALL, single="too")
+for _i, _kind in enumerate(MOSTLY):
+    AXES[f"all at once, {_kind}"] = replace(
+        _ALL, words="the same where most is " + ", ".join(MOSTLY), mostly=_kind, single="alone" if _i % 2 else ""
+    )
+NEGATIVE, COLLIDE = "that are negative", math.lcm(*range(1, 13), 64, 100)
 NAMED: dict[str, Callable[[Tensor], Tensor]] = {  # group ids
     "with gaps": lambda g: 7 + 300 * g,
     NEGATIVE: lambda g: -1 - g,
+    "equal modulo 2 to 12, 64 and 100": lambda g: 11 + COLLIDE * g,
     "beyond 2^40, some equal in 32 bits": lambda g: 2**40 + g % 2 + 2**32 * (g // 2),
 }
 
@@ -321,22 +347,29 @@ def beyond(axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] 
     """The batch of that axis: one advantage a response, ratios drawn around 1 and around the objective's bounds. ids:
     the keys of NAMED by which its groups are named, each of them in some rows of every A and of every length."""
     of, rng, wide = AXES[axis], np.random.default_rng(seed), objective.level in REDUCE
-    B, T = of.rows, max(of.lengths) + 1
-    draw = lambda among, shape: rng.choice(np.array(among), size=shape)
-    n = np.resize(np.array(of.lengths), B)
-    each = -(-B // len(of.A))
-    A = np.repeat(of.A, each)[:B]  # in blocks: each length with both signs
-    mask = np.arange(T) < n[:, None]
+    B = of.rows
+    few = np.arange(B) % max(1, B // FEW) == 0 if of.mostly else np.ones(B, dtype=bool)
+    A, n, kind, name, side = _rows(of, len(ids) + 1, few, rng)
+    A = np.where(few, A, 0.0) if of.mostly == "A = 0" else A
+    if of.mostly in MOSTLY[1:3]:  # in every second of these batches all
+        A = (1 if ">" in of.mostly else -1) * np.abs(A) * np.where(few & (B != 64) & (B != 128), -1, 1)
+    T = of.width or max(of.lengths) + 1 + (max(HOLES) if len(of.masks) > 1 else 0)
+    mask = np.zeros((B, T), dtype=bool)
+    for i in range(B):
+        mask[i, _columns(n[i], of.masks[kind[i]], T, rng)] = True
+    draw = lambda among, shape: np.array(among)[rng.integers(len(among), size=shape)]
     near = [np.log([k for k in kinks(objective, s, 0.02, **hp)] or [1.5]) for s in (1.0, -1.0)]
     bound = np.array([rng.choice(near[0] if a > 0 else near[1]) for a in A])[:, None]
     around = bound * rng.uniform(0.2, 1.8, (B, T))
     x = np.where(rng.random((B, T)) < 0.5, around, rng.normal(size=(B, T)) * draw((1e-4, 0.02, 0.3), (B, T)))
-    row = np.arange(B)
+    if of.mostly == "clipped":
+        last = np.where(A > 0, max(near[0].max(), 0.1), min(near[1].min(), -0.1))[:, None]
+        x = np.where(few[:, None] if wide else rng.random((B, T)) < 0.1, x, last * rng.uniform(1.1, 2, (B, T)))
     guard = GUARD[objective.level] - 1
-    if of.far:  # of responses two thirds, those of either sign with each A and each length
-        side = (row % each + 2 * (row // each))[:, None] % 3
-        away = np.abs(draw(of.far, (B, T))) * np.where(side == 1, 1, -1) if wide else draw(of.far, (B, T))
-        x = np.where(side > 0 if wide else rng.random((B, T)) < of.share, away.clip(-guard, guard), x)
+    if of.far:
+        away = np.abs(draw(of.far, (B, T))) * np.where(side == 1, 1, -1)[:, None] if wide else draw(of.far, (B, T))
+        some = side[:, None] > 0 if wide else rng.random((B, T)) < of.share / (4 if of.mostly == "clipped" else 1)
+        x = np.where(some, away.clip(-guard, guard), x)
     if wide:  # the response's own ratio is drawn, its tokens are scattered around it
         noise = np.where(mask, rng.normal(size=(B, T)) * 0.1, 0)
         x = x[:, :1] / (1 if objective.level == "sequence" else n[:, None])
@@ -353,13 +386,68 @@ def beyond(axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] 
     entropy = torch.as_tensor(exact(rng.uniform(0, 3, size=(B, T))))
     adv = torch.tensor(exact(A))[:, None].expand(B, T).clone()
     kinds = len(ids) + 1
-    kind = (row // each + row % each) % kinds
-    nth = (np.cumsum(kind[:, None] == np.arange(kinds), 0) - 1)[row, kind]  # of its kind: every group has several rows
-    mixed = kind + kinds * (nth % 3)
-    plain = group = torch.as_tensor(mixed if ids else rng.permutation(B) % max(1, B // 4))
-    for k, name in enumerate(ids):
-        group = torch.where(plain % kinds == k + 1, NAMED[name](plain), group)
+    nth = (np.cumsum(name[:, None] == np.arange(kinds), 0) - 1)[np.arange(B), name]  # every group has several rows
+    plain = group = torch.as_tensor(name + kinds * (nth % 3) if ids else rng.permutation(B) % max(1, B // 4))
+    for k, said in enumerate(ids):
+        group = torch.where(plain % kinds == k + 1, NAMED[said](plain), group)
     return Rollouts(t(lp), t(old), adv, torch.tensor(mask), group, t(ref).nan_to_num(nan=-1.2), entropy)
+
+
+def _rows(of: Axis, kinds: int, few: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Of each response A, the length, the number of its mask, of the kind of its id, and the side of its ratio: every
+    two levels of two of them meet where there are rows enough, else each level is in as many rows as any other."""
+    levels = (len(of.A), len(of.lengths), len(of.masks), kinds, 3)
+    even = lambda m, size: rng.permutation(np.resize(rng.permutation(m), size))
+    some = _table(of, levels) if np.prod(sorted(levels)[-2:]) <= of.rows and few.all() else ()
+    if not len(some):  # in the few that are not as most are, and in the rest
+        order = np.r_[np.flatnonzero(few), np.flatnonzero(~few)].argsort()
+        some = np.stack([np.r_[even(m, few.sum()), even(m, (~few).sum())][order] for m in levels], 1)
+    more = np.stack([even(m, of.rows - len(some)) for m in levels], 1)
+    A, n, *rest = np.concatenate([some, more]).T
+    return iter((np.array(of.A)[A], np.array(of.lengths)[n], *rest))
+
+
+def _table(of: Axis, levels: tuple[int, ...]) -> np.ndarray:
+    """The covering array; responses too short to show a mask stand beside it, each level of the rest with each."""
+    short = [i for i, n in enumerate(of.lengths) if n < TURNS[0] and len(of.masks) > 1]
+    rows = pairwise((levels[0], levels[1] - len(short), *levels[2:])).copy()
+    rows[:, 1] = np.delete(np.arange(levels[1]), short)[rows[:, 1]]
+    beside = [[n % levels[0], i, 0, *(n % m for m in levels[3:])] for i in short for n in range(2 * max(levels))]
+    return np.concatenate([rows, np.array(beside, dtype=int).reshape(-1, len(levels))])
+
+
+@lru_cache(64)
+def pairwise(levels: tuple[int, ...]) -> np.ndarray:
+    """A covering array of strength 2 (all-pairs testing), built greedily: rows in which every level of a factor meets
+    every level of every other."""
+    rest = np.array(list(product(*map(range, levels[2:]))))
+    pairs = [(i, j) for i in range(len(levels)) for j in range(i)]
+    open_ = {(i, j): np.ones((levels[i], levels[j]), dtype=bool) for i, j in pairs}
+    rows: list[np.ndarray] = []
+    while any(x.any() for x in open_.values()):
+        for first in product(range(levels[0]), range(levels[1])):
+            some = np.c_[np.broadcast_to(first, (len(rest), 2)), rest]
+            gain = sum(open_[i, j][some[:, i], some[:, j]].astype(int) for i, j in pairs)
+            if gain.any():
+                rows.append(some[int(np.argmax(gain))])
+                for i, j in pairs:
+                    open_[i, j][rows[-1][i], rows[-1][j]] = False
+    return np.array(rows, dtype=int).reshape(-1, len(levels))
+
+
+def _columns(n: int, mask: str, T: int, rng: np.random.Generator) -> np.ndarray:
+    """Which of T columns hold the n tokens of a response."""
+    at, room, turns = np.arange(n), T - n, min(n, int(rng.choice(TURNS)))
+    match mask:
+        case "a hole":
+            return at + (at >= (n + 1) // 2) * min(room, int(rng.choice(HOLES)))
+        case "turns":
+            return at + (at * turns // n) * (min(room, 3 * turns) // turns)
+        case "left padding":
+            return at + room
+        case "late":
+            return at + min(room, int(rng.choice(LATE)))
+    return at
 
 
 def renamed(b: Rollouts) -> dict[str, list[Rollouts]]:
@@ -379,7 +467,7 @@ def off(found, expected, beside=0.0, floor: float | Tensor = 0.1) -> Tensor:
 
 def near_a_bound(weights: Callable[[Rollouts], Tensor], b: Rollouts, step: float = 2e-5) -> Tensor:
     """Tokens whose weight jumps within that distance of log r (by default the rounding of float32), [B, T]."""
-    below, above = (weights(replace(b, logp_old=b.logp_old + d)) for d in (-step, step))
+    below, above = (weights(b.but(logp_old=b.logp_old + d)) for d in (-step, step))
     return off(above, below, floor=1e-6) > 1e-3
 
 

@@ -15,10 +15,16 @@ from upref.verify.advantages.exact import EVEN, SINGLE, UNEVEN, Batch, near
 from upref.verify.advantages.sizes import shift_and_scale
 from upref.verify.oracle import Not, Oracle, oracle
 from upref.verify.report import Finding, fail, note
+from upref.weights.batches import COLLIDE
 
 LARGE_EPS = 1e-3  # beside rewards of 0 and 1, whose std is near 1/2
 LINES = 100_000  # of Python that a call with large prompt ids may run: a loop up to the largest id has more
-IDS = {"with gaps": (3, 3000, 40), "below 0": (-7, 5, -2), "above 2^53": (2**60, 2**60 + 1, 2**60 + 2)}
+IDS = {
+    "with gaps": (3, 3000, 40),
+    "below 0": (-7, 5, -2),
+    "equal modulo 2 to 12, 64 and 100": tuple(11 + COLLIDE * g for g in range(3)),
+    "above 2^53": (2**60, 2**60 + 1, 2**60 + 2),
+}
 
 
 # ---- why an oracle does not apply ------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import as_python, worst
-from upref.weights.batches import OFF_EDGES, anchor
+from upref.verify.shrink import PER_TOKEN, as_python, example, worst, wrong
+from upref.weights.batches import NAMED, anchor, beyond
 from upref.weights.curve import alone
 
 
@@ -77,37 +77,43 @@ def one_response(case: Case) -> list[Finding]:
     """Batches of one response: a denominator of at least 2 shows, a std over rows, what one sign of A hides."""
     if case.wrong:
         return []
-    for regime, b in _single(case):
+    for n, (regime, b) in enumerate(_single(case)):
         try:
-            found = case.weights(b)
+            one, found = (case, case.weights(b)) if n % 2 or case.single else case.singly(b)
         except InputError as e:  # one that asks for several responses, or for whole groups, says so itself
             return [note("one-response", f"{regime} is refused", found=str(e))]
-        off = case.off(b, found).masked_fill(case.rounded(b), 0)
-        if off.max() > 10 * case.tol:
+        off = one.off(b, found).masked_fill(one.rounded(b), 0)
+        if off.max() > 10 * one.tol:
             i, t = worst(off)
-            return [fail("one-response", regime, case.expected(b)[i, t].item(), found[i, t].item(), as_python(b))]
+            small = example(case, b, wrong(case), (i, t))
+            return [fail("one-response", regime, case.expected(b)[i, t].item(), found[i, t].item(), small)]
     case.covered.append(ONE_RESPONSE)
     return []
 
 
 def _single(case: Case) -> Iterator[tuple[str, Rollouts]]:
-    """One token; then responses of the grid, and of each the tokens of one sign of A."""
+    """One token; then responses of the batch of every two axes, and some of which most tokens are A = 0 or clipped."""
     for A, r in ((0.7, 1.1), (-0.7, 1.1), (0.7, 0.4), (-0.7, 0.4)):
-        yield "a batch of one token", case.ready(replace(alone(A, [r], [0.3]), logp_ref=None))
+        for _ in ("float32", "float64"):
+            yield "a batch of one token", case.ready(replace(alone(A, [r], [0.3]), logp_ref=None))
     if case.o.coupled:
         return
-    grid = case.grid(edges=OFF_EDGES)
-    for n in torch.linspace(0, len(grid.mask) - 1, SOME).long().unique():
-        fields = ("logp", "logp_old", "adv", "mask", "logp_ref", "entropy", "logp_sampler")
-        row = {k: v[n : n + 1] for k in fields if (v := getattr(grid, k)) is not None}
-        for sign, words in ((1, "positive"), (-1, "negative")):
-            if (mask := row["mask"] & (row["adv"] * sign > 0)).any():
-                b = case.ready(Rollouts(**row | {"mask": mask}))
-                yield f"a batch of one response, its advantages {words}", b
+    for axis, some in SOME.items():
+        every = case.ready(beyond(axis, case.o, ids=tuple(NAMED), **case.plain_hp))
+        for n in range(0, 7 * some, 7):
+            i, t = n % len(every.mask), every.mask[n % len(every.mask)].nonzero().max() + 2
+            row = {k: v[i : i + 1, :t] for k in PER_TOKEN if (v := getattr(every, k)) is not None}
+            if n % 4 == 1 and not case.one_adv:
+                row["adv"] = row["adv"] * (torch.arange(row["adv"].shape[1]) % 13 == 0)
+            group = None if every.group is None else every.group[i : i + 1]
+            yield "a batch of one response", Rollouts.unchecked(**row, group=group)
 
 
-SOME = 12  # responses of the grid, each alone
-ONE_RESPONSE = f"batches of one token, and of one response: {SOME} of the grid's, one sign of A at a time"
+SOME = {"every two": 20, "64 x 64, clipped": 8}  # responses of the batches of AXES, each alone
+ONE_RESPONSE = (
+    f"batches of one token, and of one response: {sum(SOME.values())} of the batches below, in which each level "
+    "of each axis occurs, and of which most tokens are A = 0 or clipped; in float64 and in float32 in turn"
+)
 OWN = "it is normalised by the {}'s own tokens or responses, not by the mini-batch's"
 
 

@@ -20,7 +20,7 @@ from upref.verify.measure import HABIT, Case
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import as_python, example, shrink, worst
-from upref.weights.batches import OFF_EDGES
+from upref.weights.batches import OFF_EDGES, anchor, random_batch
 
 FIELDS = ("logp", "logp_old", "adv", "mask", "group", "logp_ref", "entropy", "logp_sampler")
 
@@ -38,6 +38,14 @@ def moved(x: Tensor, y: Tensor, mask: Tensor, tol: float) -> Tensor:
 def _same(x: Tensor, y: Tensor) -> bool:
     """Whether the change to the right-hand side is what was found on the left."""
     return bool((x - y).abs().max() <= 1e-5 * y.abs().max())
+
+
+def everywhere(case: Case, change: Callable[[Rollouts], tuple[Tensor, Tensor]]) -> bool:
+    """Whether the change gives what is found on every one of four batches: on policy, on the grid, and random ones."""
+    some = [case.ready(random_batch(np.random.default_rng(seed), case.one_adv)) for seed in (1, 2)]
+    with contextlib.suppress(InputError):
+        return all(_same(*change(b)) for b in (case.ready(anchor()), off_bounds(case), *some))
+    return False
 
 
 def slack(case: Case, least: float = HABIT) -> float:
@@ -60,8 +68,9 @@ def padding(case: Case) -> list[Finding]:
         bad = lambda x: bool((case.gradient(x)[~x.mask] != 0).any())
         text = "masked slots that hold ordinary numbers"
         batch = example(case, b, bad)
-        every = replace(b, mask=torch.ones_like(b.mask))
-        why = "the mask is ignored" if _same(g, case.expected(every) * case.factors(every)) else ""
+        every = lambda b: b.but(mask=torch.ones_like(b.mask), totals=None)
+        unmasked = lambda b: (case.gradient(b), case.expected(every(b)) * case.factors(every(b)))
+        why = "the mask is ignored" if everywhere(case, unmasked) else ""
         out.append(fail("padding", text, "weight 0", "a gradient flows into them", batch, why))
     for left, right in ((0, 3), (2, 0)):
         pad = lambda v, n=(left, right): torch.nn.functional.pad(v, n, value=-0.7 if v.is_floating_point() else 0)
@@ -72,8 +81,12 @@ def padding(case: Case) -> list[Finding]:
             i, t = worst(off)
             before, after = f"dJ/dlp {g[i, t].item():.6g}, as without", f"{g2[i, t + left].item():.6g}"
             batch = as_python(shrink(b, lambda x: True, (i, t)))
-            T, inner = g.shape[1], g2[:, left : left + g.shape[1]]
-            why = "it divides by the padded width" if _same(inner * (T + left + right), g * T) else ""
+
+            def by_width(b: Rollouts, pad=pad, left=left, more=left + right) -> tuple[Tensor, Tensor]:
+                T, wider = b.mask.shape[1], regroup(b, lambda k, v: v if k == "group" else pad(v))
+                return case.gradient(wider)[:, left : left + T] * (T + more), case.gradient(b) * T
+
+            why = "it divides by the padded width" if everywhere(case, by_width) else ""
             out.append(fail("padding", f"with {side}", before, after, batch, why))
         elif (wider - value).abs() > 1e-6 * value.abs().clamp(min=1e-3):
             text = f"the value moves with {side}, the gradient does not"
@@ -183,28 +196,46 @@ def permutation(case: Case) -> list[Finding]:
     return [fail("permutation", "rows in another order", *says, batch, why)]
 
 
-STATE_OF_ITS_OWN = "seeded alike it differs too: it keeps state between calls, or has a clock or generator of its own"
+STATE = "it keeps state between calls, or reads a clock or a generator of its own: its answer to this batch changes"
 
 
 @oracle("determinism", 0)
 def determinism(case: Case) -> list[Finding]:
-    b = case.grid(thin=5)
-    (v, g), *more = [case.both(b) for _ in range(3)]
-    same = lambda x, y: torch.equal(x.nan_to_num(nan=12345.0), y.nan_to_num(nan=12345.0))
-    if all(same(v, v2) and same(g, g2) for v2, g2 in more):
+    b, log = case.grid(thin=5), case.loss.log
+    first = len(log)
+    answers = [case.both(b) for _ in range(4)]
+    equal = lambda p, q: torch.equal(p.nan_to_num(nan=12345.0), q.nan_to_num(nan=12345.0))
+    same = lambda x, y: all(map(equal, x, y))
+    if all(same(answers[0], more) for more in answers):
         return []
+    at = first + next(n for n, more in enumerate(answers) if not same(answers[0], more))
+    why = "it draws random numbers" if _drawn(case, b, same) else f"{STATE} at call {at + 1}"
     batch = as_python(shrink(b, lambda c: not torch.equal(case.gradient(c), case.gradient(c))))
+    return [fail("determinism", "the same batch twice", "the same numbers", "other numbers", batch, why)]
 
-    def seeded() -> Tensor:
-        torch.manual_seed(0)
-        np.random.seed(0)
-        random.seed(0)
-        return case.gradient(b)
+
+def _drawn(case: Case, b: Rollouts, same: Callable) -> bool:
+    """Whether the seed decides the answer, in an order of seeds that no counter has."""
+
+    def seeded(seed: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        return case.both(b)
 
     with undisturbed():
-        drawn = same(seeded(), seeded())
-    why = "it draws random numbers" if drawn else STATE_OF_ITS_OWN
-    return [fail("determinism", "the same batch twice", "the same numbers", "other numbers", batch, why)]
+        answers = [(seed, seeded(seed)) for seed in (0, 1, 1, 0, 1, 0, 0, 0, 1, 1)]
+    return all(same(x, y) == (i == j) for i, x in answers for j, y in answers)
+
+
+def state(case: Case) -> list[Finding]:
+    """The first batch once more, after all others: a loss that has changed meanwhile was not judged by one answer."""
+    first = next((n for n, at in enumerate(case.loss.log) if at), None)
+    since = None if first is None else case.loss.changed(first)
+    if since is None:
+        return []
+    text = f"the batch of call {first + 1}, asked again after call {len(case.loss.log)}"
+    return [fail("determinism", text, "the same numbers", "other numbers", cause=f"{STATE} at call {since}")]
 
 
 def _kl(case: Case) -> str:
@@ -226,8 +257,9 @@ def scaling(case: Case) -> list[Finding]:
 
     expected, found = f"3 times the gradient: {3 * g[i, t].item():.6g}", f"{g2[i, t].item():.6g}"
     batch = as_python(shrink(b, scales, (i, t)))
-    why = "the size of A has no effect: it is divided out" if _same(g2, g) else ""
-    why = "A enters squared" if _same(g2, 9 * g) else why
+    times = lambda k: lambda b: (case.gradient(b.but(adv=3 * b.adv)), k * case.gradient(b))
+    why = "the size of A has no effect: it is divided out" if everywhere(case, times(1)) else ""
+    why = "A enters squared" if everywhere(case, times(9)) else why
     return [fail("scaling", "all advantages times 3", expected, found, batch, why)]
 
 

@@ -3,23 +3,25 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import torch
 
 from upref.errors import InputError
 from upref.rollouts import Rollouts
-from upref.verify.measure import HABIT, Case
+from upref.verify.explain import confirmed
+from upref.verify.faults import clamp_slips
+from upref.verify.measure import FLOATS, HABIT, Case
 from upref.verify.oracle import oracle
 from upref.verify.regions import NAMES
 from upref.verify.report import UNKNOWN, Finding, fail, note
 from upref.verify.shrink import as_python, example
 from upref.verify.shrink import wrong as wrong_of
-from upref.weights.batches import GUARD, column, overflowing
+from upref.weights.batches import GUARD, beyond, clamped, column, overflowing
 
 FAR = (5.0, 8.0, 9.5, 10.5, 15.0, 19.5, 20.5, 30.0, 50.0)
 SAMPLED = math.log(torch.finfo(torch.float32).max) - 1  # log r beyond it needs a sampled token of probability e^-88
 FULL = math.log(torch.finfo(torch.float64).max) - 1
-FLOATS = ("logp", "logp_old", "adv", "logp_ref", "entropy", "logp_sampler")
 
 
 @oracle("extremes", 90)
@@ -108,24 +110,42 @@ def _why(case: Case, b: Rollouts, low: Rollouts, i: int, t: int) -> str:
 
 
 def clamps(case: Case) -> list[Finding]:
-    """A weight that is lost beyond some |log r|: a clamp of the log-ratio."""
-    guard = GUARD[case.o.level]
+    """A weight that is lost beyond some |log r|: a clamp of the log-ratio. Shown is the token that loses most."""
+    hits, guard = [], GUARD[case.o.level]
     for A in (1.0, -1.0):
         b = case.ready(column(A, [math.exp(s * x) for x in FAR for s in (1, -1)]))
-        xs, found, expected = (v[:, 0].tolist() for v in (b.logp - b.logp_old, case.weights(b), case.expected(b)))
-        wrong = (case.off(b)[:, 0] > HABIT).tolist()
-        hit = [n for n in range(len(xs)) if wrong[n]]
-        if not hit:
-            continue
-        n = hit[0]  # the nearest
-        beyond = [not found[k] for k in range(len(xs)) if xs[k] * xs[n] > 0 and abs(xs[k]) >= abs(xs[n]) - 1e-9]
-        last = max((abs(x) for x in xs[:n] if x * xs[n] > 0), default=0.0)
-        text = f"{NAMES[A]}, log r = {xs[n]:.4g}"
-        # a clamp leaves the value where it is and no gradient, for all that is farther
-        why = f"log r is clamped, between {last:.4g} and {abs(xs[n]):.4g}" if all(beyond) else UNKNOWN
-        if abs(xs[n]) < guard:
-            one = case.ready(column(A, [math.exp(xs[n])]))
-            return [fail("extremes", text, expected[n], found[n], example(case, one, wrong_of(case)), why)]
-        far = f"clamped at {guard:g} or beyond" if all(beyond) else f"another weight at {guard:g} or beyond"
-        return [note("extremes", f"{text}: {far}", expected[n], found[n], why)]
-    return []
+        found, expected, off = case.weights(b)[:, 0], case.expected(b)[:, 0], case.off(b)[:, 0]
+        hits += [(A, s * x, expected[n].item(), found[n].item())
+                 for n, (x, s) in enumerate(product(FAR, (1, -1))) if off[n] > HABIT]  # fmt: skip
+    if not hits:
+        return []
+    near = [hit for hit in hits if abs(hit[1]) < guard] or hits
+    A, x, expected, found = max(near, key=lambda hit: abs(hit[2] - hit[3]) / math.exp(abs(hit[1])) ** (hit[1] > 0))
+    why = _clamp(case, hits) or UNKNOWN
+    text = f"{NAMES[A]}, log r = {x:.4g}"
+    if abs(x) < guard:
+        one = case.ready(column(A, [math.exp(x)]))
+        reached = f", as of a token that was sampled at π_old = {math.exp(-abs(x)):.1g}" if x > 0 else ""
+        return [fail("extremes", text + reached, expected, found, example(case, one, wrong_of(case)), why)]
+    far = f"another weight at {guard:g} or beyond" if why == UNKNOWN else f"clamped at {guard:g} or beyond"
+    return [note("extremes", f"{text}: {far}", expected, found, why)]
+
+
+def _clamp(case: Case, hits: list[tuple[float, float, float, float]]) -> str:
+    """The clamp of log r that, put into the reference, gives the weights found on every batch, far ones too."""
+    ends = {1: math.inf, -1: -math.inf}
+    for side in ends:
+        if beyond_it := [h for h in hits if h[1] * side > 0]:
+            A, bad = min(((h[0], abs(h[1])) for h in beyond_it), key=lambda h: h[1])
+            good = max((x for x in FAR if x < bad), default=0.0)
+            for _ in range(30):
+                middle = (good + bad) / 2
+                wrong = case.off(case.ready(column(A, [math.exp(side * middle)]))).max() > HABIT
+                good, bad = (good, middle) if wrong else (middle, bad)
+            ends[side] = side * float(f"{bad:.6g}")
+    low, high = ends[-1], ends[1]
+    said = f"to ±{high:g}" if low == -high else f"at {high:g}" if low == -math.inf else f"to {low:g} and above"
+    said = said if math.inf in (-low, high) or low == -high else f"to [{low:g}, {high:g}]"
+    far = case.ready(clamped()), case.ready(beyond("ratios", case.o, **case.plain_hp))
+    slips = clamp_slips(case.o, case.hp, low, high, said)
+    return next(filter(None, (confirmed(case, slip, *far) for slip in slips)), "")

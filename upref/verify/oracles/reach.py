@@ -19,14 +19,12 @@ from upref.verify.shrink import example, worst
 from upref.weights.batches import AXES, NEGATIVE, anchor, beyond, renamed
 
 TOO_LONG = 0.8  # seconds: a loss that would take longer for a batch is not asked for it
-SIZE = {"every two": 7_000, "all at once": 70_000}  # tokens
 LINES = 100_000  # of Python, for a loss that goes through all ids up to the largest
-FLOATS = ("logp", "logp_old", "adv", "logp_ref", "entropy", "logp_sampler")
 
 
 @oracle("reach", 145, lambda case: "the weights are wrong already" if case.wrong else "")
 def reach(case: Case) -> list[Finding]:
-    spent, tokens = 0.0, 1
+    rate = 0.0  # seconds a token
     ids: tuple[str, ...] = ()
     notes: list[Finding] = []
     for name, axis in AXES.items():
@@ -37,38 +35,38 @@ def reach(case: Case) -> list[Finding]:
             if any(f.severity == "failure" for f in found):
                 return [*notes, *found]
             notes += found
-        if spent / tokens * SIZE.get(name, 0) > TOO_LONG:
-            notes.append(note("reach", f"{axis.words}: not asked, it would take long"))
-            continue
         b = case.ready(beyond(name, case.o, ids=ids, **case.plain_hp))
+        tokens = int(b.mask.sum())
+        if rate * tokens > TOO_LONG:
+            slow = note("reach", f"{axis.words}: not asked, it would take long")
+            notes += [slow] * (slow not in notes)
+            continue
         start = time.process_time()
         found = look(case, name, b, ids)
         if any(f.severity == "failure" for f in found):
             return [*notes, *found]
-        notes += found
-        case.covered.append(axis.words)
+        notes += [f for f in found if f not in notes]
+        case.covered += [axis.words] * (axis.words not in case.covered)
         if name == "lengths":
-            spent, tokens = time.process_time() - start, int(b.mask.sum())
+            rate = (time.process_time() - start) / tokens
     return notes
 
 
 def look(case: Case, name: str, b: Rollouts, ids: tuple[str, ...]) -> list[Finding]:
-    """Its weights there; where the axis says so, in float32 too."""
-    try:
-        off, notes = _off(case, b), []
-        if off.max() > 10 * case.tol:
-            if case.single or not _in_part(case, b):
-                return [_wrong(case, name, b, off, case.weights(b), ids)]
-            notes = [note("reach", f"{AXES[name].words}: {PARTLY}")]
-    except InputError as e:
-        return [fail("reach", AXES[name].words, "a finite loss", str(e))]
+    """Its weights there; where the axis says so, in float32 too, or alone."""
+    notes: list[Finding] = []
+    if AXES[name].single != "alone":
+        try:
+            if (off := _off(case, b)).max() > 10 * case.tol:
+                if case.single or not _in_part(case, b):
+                    return [_wrong(case, name, b, off, case.weights(b), ids)]
+                notes = [note("reach", f"{AXES[name].words}: {PARTLY}")]
+        except InputError as e:
+            return [fail("reach", AXES[name].words, "a finite loss", str(e))]
     if not AXES[name].single:
         return notes
-    one = replace(case)
-    one.in_float32()
-    low = replace(b, **{k: v.float() for k in FLOATS if (v := getattr(b, k)) is not None})
     try:
-        found = one.gradient(low).double() / one.factors(b)
+        one, found = case.singly(b)
     except InputError as e:
         return [*notes, note("reach", "float32 inputs are refused", found=str(e))]
     if (off := _off(one, b, found)).max() > 10 * one.tol:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
-from upref.verify.explain import explain
+from upref.verify.explain import confirmed, explain
 from upref.verify.factors import promised
 from upref.verify.faults import Slip
 from upref.verify.measure import EXACT, HABIT, Case, without_rest
@@ -24,7 +24,7 @@ from upref.verify.shrink import example, shrink, worst, wrong
 from upref.weights.batches import anchor, kinks, lay, paired, random_batch, unsure
 from upref.weights.curve import alone, of_objective
 
-RANDOM = 120  # random batches beside the grid
+RANDOM = 60  # random batches beside the grid
 BELOW = f"below the limit of {HABIT:g}, as 1e-6 in a denominator is"
 PARTLY = "weights are right up to what rounding its inputs to float32 makes of them"
 
@@ -180,8 +180,9 @@ def on_policy(case: Case) -> list[Finding]:
     i, t = worst(off)
     found, expected = case.weights(b)[i, t].item(), case.expected(b)[i, t].item()
     scaled = case.weights(b) / case.k
+    k = Slip(f"every weight is {case.k:.5g} times what it should be", "rounding", scale=lambda b: case.k)
     every = case.fits and abs(case.k - 1) > 1e-5 and bool(case.off(b, scaled).max() <= 10 * case.tol)
-    why = f"every weight is {case.k:.5g} times what it should be" if every else ""
+    why = confirmed(case, k) if every else ""
     text = f"{NAMES[float(np.sign(b.adv[i, t].item()))]}, r = 1"
     return [fail("on-policy", text, expected, found, example(case, b, wrong(case), (i, t)), why)]
 
