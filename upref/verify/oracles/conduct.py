@@ -2,12 +2,16 @@
 """Oracles of a loss's conduct as a function: what it reads, what it writes, and where its gradient goes."""
 
 import contextlib
+import random
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from upref.errors import InputError
+from upref.foreign.guard import undisturbed
 from upref.foreign.names import CALLED
 from upref.ops import replayed_sg
 from upref.rollouts import Rollouts
@@ -16,13 +20,55 @@ from upref.verify.measure import EXACT, Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import worst
+from upref.verify.shrink import as_python, shrink, worst
 from upref.weights.batches import OFF_EDGES
 
 FIXED = ("logp_old", "adv", "logp_ref")  # what no gradient is to flow into
 NETWORK = "the gradient differs when log_prob is the output of a network, as in training, from that of a leaf tensor"
 UNDETACHED = "the gradient by log_prob differs with requires_grad set on {} as well"
 CONSTANTS = "harmless as long as callers pass them without requires_grad; add .detach() to be safe"
+
+
+STATE = "it keeps state between calls, or reads a clock or a generator of its own: its answer to this batch changes"
+
+
+@oracle("determinism", 0)
+def determinism(case: Case) -> list[Finding]:
+    b, log = case.grid(thin=5), case.loss.log
+    first = len(log)
+    answers = [case.both(b) for _ in range(4)]
+    equal = lambda p, q: torch.equal(p.nan_to_num(nan=12345.0), q.nan_to_num(nan=12345.0))
+    same = lambda x, y: all(map(equal, x, y))
+    if all(same(answers[0], more) for more in answers):
+        return []
+    at = first + next(n for n, more in enumerate(answers) if not same(answers[0], more))
+    why = "it draws random numbers" if _drawn(case, b, same) else f"{STATE} at call {at + 1}"
+    batch = as_python(shrink(b, lambda c: not torch.equal(case.gradient(c), case.gradient(c))))
+    return [fail("determinism", "the same batch twice", "the same numbers", "other numbers", batch, why)]
+
+
+def _drawn(case: Case, b: Rollouts, same: Callable) -> bool:
+    """Whether the seed decides the answer, in an order of seeds that no counter has."""
+
+    def seeded(seed: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        return case.both(b)
+
+    with undisturbed():
+        answers = [(seed, seeded(seed)) for seed in (0, 1, 1, 0, 1, 0, 0, 0, 1, 1)]
+    return all(same(x, y) == (i == j) for i, x in answers for j, y in answers)
+
+
+def state(case: Case) -> list[Finding]:
+    """The first batch once more, after all others: a loss that has changed meanwhile was not judged by one answer."""
+    first = next((n for n, at in enumerate(case.loss.log) if at), None)
+    since = None if first is None else case.loss.changed(first)
+    if since is None:
+        return []
+    text = f"the batch of call {first + 1}, asked again after call {len(case.loss.log)}"
+    return [fail("determinism", text, "the same numbers", "other numbers", cause=f"{STATE} at call {since}")]
 
 
 @oracle("in-training", 5)

@@ -3,7 +3,6 @@
 
 import contextlib
 import math
-import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.foreign.guard import undisturbed
 from upref.foreign.names import CALLED
 from upref.rollouts import Rollouts
 from upref.verify.factors import promised
@@ -194,48 +192,6 @@ def permutation(case: Case) -> list[Finding]:
     why = _by_place(case, b)
     says = "the same gradient, in that order", "another gradient"
     return [fail("permutation", "rows in another order", *says, batch, why)]
-
-
-STATE = "it keeps state between calls, or reads a clock or a generator of its own: its answer to this batch changes"
-
-
-@oracle("determinism", 0)
-def determinism(case: Case) -> list[Finding]:
-    b, log = case.grid(thin=5), case.loss.log
-    first = len(log)
-    answers = [case.both(b) for _ in range(4)]
-    equal = lambda p, q: torch.equal(p.nan_to_num(nan=12345.0), q.nan_to_num(nan=12345.0))
-    same = lambda x, y: all(map(equal, x, y))
-    if all(same(answers[0], more) for more in answers):
-        return []
-    at = first + next(n for n, more in enumerate(answers) if not same(answers[0], more))
-    why = "it draws random numbers" if _drawn(case, b, same) else f"{STATE} at call {at + 1}"
-    batch = as_python(shrink(b, lambda c: not torch.equal(case.gradient(c), case.gradient(c))))
-    return [fail("determinism", "the same batch twice", "the same numbers", "other numbers", batch, why)]
-
-
-def _drawn(case: Case, b: Rollouts, same: Callable) -> bool:
-    """Whether the seed decides the answer, in an order of seeds that no counter has."""
-
-    def seeded(seed: int) -> tuple[Tensor, Tensor]:
-        torch.manual_seed(seed)
-        np.random.seed(seed)
-        random.seed(seed)
-        return case.both(b)
-
-    with undisturbed():
-        answers = [(seed, seeded(seed)) for seed in (0, 1, 1, 0, 1, 0, 0, 0, 1, 1)]
-    return all(same(x, y) == (i == j) for i, x in answers for j, y in answers)
-
-
-def state(case: Case) -> list[Finding]:
-    """The first batch once more, after all others: a loss that has changed meanwhile was not judged by one answer."""
-    first = next((n for n, at in enumerate(case.loss.log) if at), None)
-    since = None if first is None else case.loss.changed(first)
-    if since is None:
-        return []
-    text = f"the batch of call {first + 1}, asked again after call {len(case.loss.log)}"
-    return [fail("determinism", text, "the same numbers", "other numbers", cause=f"{STATE} at call {since}")]
 
 
 def _kl(case: Case) -> str:
