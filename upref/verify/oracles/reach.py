@@ -46,7 +46,7 @@ def reach(case: Case) -> list[Finding]:
         if any(f.severity == "failure" for f in found):
             return [*notes, *found]
         notes += [f for f in found if f not in notes]
-        case.covered += [axis.words] * (axis.words not in case.covered)
+        case.covered[:] = dict.fromkeys((*case.covered, axis.words))
         if name == "lengths":
             rate = (time.process_time() - start) / tokens
     return notes
