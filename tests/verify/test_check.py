@@ -210,7 +210,7 @@ WRONG = [
     (in_words, "stop-gradient", "finite differences", "not declared"), (mutates, "mutation", "advantages", ""),
     (wrong(lambda lp, r, A: ppo(r, A) - 0.01 * lp), "zero-advantage", "A = 0", ""),
     (wrong(lambda lp, r, A: torch.min((lp - lp + r.log().clamp(-9, 9)).exp() * A, r.clamp(0.8, 1.28) * A)), "extremes",
-     "log r = -9.5", "log r is clamped, between 8 and 9.5"),
+     "log r = 9.5, as of a token", "log r is clamped to ±9"),
 ]  # fmt: skip
 
 

@@ -120,7 +120,7 @@ class Case:
     # ---- batches -----------------------------------------------------------------------------------------------------
     def grid(self, **options) -> Rollouts:
         mus = MU + MU_READ * self.o.reads_mu
-        return self.ready(batch(self.per_response, **{"edges": self.edges, "mus": mus} | options, **self.plain_hp))
+        return self.ready(batch(self.per_response, **self.plain_hp | {"edges": self.edges, "mus": mus} | options))
 
     @property
     def per_response(self) -> Objective:

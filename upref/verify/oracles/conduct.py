@@ -189,7 +189,8 @@ def _moved(case: Case, key: str) -> list[Finding]:
     asked = key in loss.takes or (loss.swallows and key in loss.given)
     if not (asked or loss.swallows) or (key == "beta" and "logp_ref" not in loss.reads):
         return []
-    other = {"c": 2.0 if now != 2.0 else 3.0, "beta": 0.1 + (now or 0)}.get(key, now * 1.5 if now else 0.1)
+    moved_to = {"c": 2.0 if now != 2.0 else 3.0, "beta": 0.1 + (now or 0), "seed": 1 + (now or 0)}
+    other = moved_to.get(key, now * 1.5 if now else 0.1)
     there = replace(case, hp=case.hp | {key: other})
     b = there.grid()
     text = f"{key} from {_num(now)} to {other:g}"
