@@ -74,6 +74,8 @@ def test_a_trainer_that_cannot_be_handed_rows_is_recorded(model):
     report = check_recorded(seen, rows, "dapo", temperature=T)
     assert report and report.error < 1e-5, report
     assert not check_recorded(seen, [rows], "dapo", temperature=T, eps_high=0.5)
+    with pytest.raises(upref.InputError, match="bound is a number above 0"):
+        check_recorded(seen, rows, "dapo", temperature=T, bound="bf16")
 
 
 def test_the_case_decides(model):

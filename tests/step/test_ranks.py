@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks over gloo with unequal numbers of tokens: a bare loop under DDP, and verl's worker under FSDP2."""
+"""Two ranks over gloo with unequal numbers of tokens: a bare loop under DDP."""
 
 import json
 
-import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
 
 from upref.step import TorchModel, check_recorded, record_step
 from upref.step.case import built, disturb, meant
-from upref.step.families import tiny
 
 T, RANKS = 0.7, 2
 
@@ -28,7 +26,7 @@ def rows_of(model):
     return built(TorchModel(model), meant("dapo", {}, T), None, ()).rows
 
 
-def bare(rank, folder, over_all):
+def bare(rank, over_all):
     """DDP averages gradients, so that each rank's sum is multiplied by their number."""
     torch.manual_seed(0)
     net = disturb(Small())
@@ -45,49 +43,31 @@ def bare(rank, folder, over_all):
             loss = loss - (J * torch.tensor(r.trains)).sum() / counted
         loss.backward()
         optimizer.step()
-    return seen, rows, {}
+    return seen, rows
 
 
-def of_verl(rank, folder, agg):
-    from upref.step import verl
-
-    model = disturb(tiny("qwen3"))
-    rows = rows_of(model)
-    seen = verl.trained(model, rows[rank::RANKS], T, actor=dict(loss_agg_mode=agg), engine=dict(
-        micro_batch_size_per_gpu=3))  # fmt: skip
-    return seen, rows, dict(eps_high=0.2)
-
-
-def rank(number, folder, job, objective, given):
+def rank(number, folder, over_all):
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=number, world_size=RANKS)
     torch.set_num_threads(1)
-    seen, rows, hp = job(number, folder, given)
+    seen, rows = bare(number, over_all)
     if number == 0:
-        report = check_recorded(seen, [rows], objective, temperature=T, **hp if objective == "dapo" else {})
+        report = check_recorded(seen, [rows], "dapo", temperature=T)
         said = {"ok": bool(report), "error": report.error, "text": str(report)}
         (folder / "report.json").write_text(json.dumps(said))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def reported(folder, job, objective, given):
-    torch.multiprocessing.spawn(rank, (folder, job, objective, given), nprocs=RANKS)
+def reported(folder, over_all):
+    torch.multiprocessing.spawn(rank, (folder, over_all), nprocs=RANKS)
     return json.loads((folder / "report.json").read_text())
 
 
 def test_a_loop_that_counts_the_tokens_of_all_ranks_agrees(tmp_path):
-    found = reported(tmp_path, bare, "dapo", True)
+    found = reported(tmp_path, True)
     assert found["ok"] and found["error"] < 5e-6 and "not exercised: several ranks" not in found["text"]
 
 
 def test_a_loop_that_counts_its_own_tokens_is_named(tmp_path):
-    found = reported(tmp_path, bare, "dapo", False)
+    found = reported(tmp_path, False)
     assert "token-mean is taken over 2 ranks with every 2nd row" in found["text"], found["text"]
-
-
-@pytest.mark.verl
-@pytest.mark.parametrize("agg, objective", [("token-mean", "dapo"), ("seq-mean-token-mean", "grpo")])
-def test_verl_counts_the_tokens_of_all_ranks(agg, objective, tmp_path):
-    pytest.importorskip("verl.workers.engine_workers", reason="`repro/venv.sh smoke` installs verl's trainer")
-    found = reported(tmp_path, of_verl, objective, agg)
-    assert found["ok"] and found["error"] < 2e-5, found["text"]

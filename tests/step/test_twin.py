@@ -107,6 +107,13 @@ def test_a_family_for_which_verl_is_wrong_does_not_start():
         stop_unless_twin_agrees(spec(config, use_fused_kernels=True, use_remove_padding=False))
 
 
+def test_a_twin_that_breaks_is_no_verdict():
+    from upref.step.verl import stop_unless_twin_agrees
+
+    with pytest.raises(upref.InputError, match="step_check could not run: KeyError"):
+        stop_unless_twin_agrees({})
+
+
 @pytest.mark.verl
 def test_a_strategy_without_a_twin_gets_a_sentence():
     pytest.importorskip("verl")

@@ -97,14 +97,18 @@ def half_of(model: Any) -> torch.dtype | None:
     return next((k for k in HALVES if k in kinds), None)
 
 
-def allowed(goal: Goal, case: Case, half: torch.dtype | None) -> float:
+def allowed(goal: Goal, case: Case, bound: torch.dtype | float | None) -> float:
     """The error of the gradient that rounding may make: 2e-5 in float32; in half precision twice what the reference
     moves if the result of each of its operations is rounded. A trainer keeps some of them in float32.
     """
-    if half is None:
+    if bound is None:
         return BOUND
+    if isinstance(bound, int | float) and not isinstance(bound, bool) and bound > 0:
+        return float(bound)
+    if not isinstance(bound, torch.dtype) or bound not in HALVES:
+        raise InputError(f"bound is a number above 0, torch.bfloat16 or torch.float16, got {str(bound)[:60]!r}.")
     want = added(expected(goal, case.forward, case.b))
-    with Rounded(half):
+    with Rounded(bound):
         its = added(expected(goal, Forward(case.forward.model, case.rows, goal.temperature), case.b))
     return 2 * norm({n: its[n] - w for n, w in want.items()}) / max(norm(want), 1e-300)
 

@@ -158,7 +158,7 @@ def check_recorded(
         reference = with_weights(seen.model, one)
         case = built(reference, goal, its, without if n == 0 else AXES, 0)
         case.forward.see(one.fed)
-        tol = bound if isinstance(bound, float) else allowed(goal, case, bound)
+        tol = allowed(goal, case, bound)
         reports.append(_report(f"step {n}", goal, case, one.gradients, one.backwards, tol, start))
     worst = max(reports, key=lambda r: r.error)
     if len(reports) == 1:

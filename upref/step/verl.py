@@ -118,6 +118,7 @@ def twin_report(spec: dict[str, Any]) -> StepReport:
                   attention=model.config._attn_implementation)  # noqa: SLF001  # fmt: skip
 
 
+DIFFERS = 3  # exit status of a twin whose gradient is another; 1 is an error of Python
 ACTOR_KEPT = ("use_kl_loss", "kl_loss_coef", "kl_loss_type", "entropy_coeff")
 ENGINE_KEPT = ("use_dynamic_bsz", "entropy_from_logits_with_chunking", "entropy_checkpointing")
 MODEL_KEPT = ("use_remove_padding", "use_fused_kernels", "enable_gradient_checkpointing", "lora_alpha",
@@ -155,7 +156,7 @@ def stop_unless_twin_agrees(spec: dict[str, Any]) -> str:
     child = subprocess.run([sys.executable, "-m", "upref.step.verl"], input=pickle.dumps(spec), env=clean,
                            capture_output=True)  # fmt: skip
     said, wrong = child.stdout.decode().strip(), child.stderr.decode().strip()
-    if child.returncode == 1:
+    if child.returncode == DIFFERS:
         raise RuntimeError(f"step_check: a two-layer twin of this run has another gradient.\n{said}")
     if child.returncode:
         raise InputError(f"step_check could not run: {wrong.splitlines()[-1][:300] if wrong else 'it was killed'}")
@@ -251,4 +252,4 @@ if __name__ == "__main__":
     except InputError as e:
         sys.exit(print(e, file=sys.stderr) or 2)
     print(its_report)
-    sys.exit(not its_report)
+    sys.exit(0 if its_report else DIFFERS)
