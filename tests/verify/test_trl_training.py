@@ -441,3 +441,27 @@ def test_a_sampler_correction_reads_vllms_log_probabilities():
         return -trainer.compute_loss(given._StandIn(x.logp, torch.ones_like(x.logp)), inputs)
 
     same(grad(J, b), grad(o, b), 1e-6)
+
+
+def test_log_probs_of_upref_hidden_stand_for_trls(monkeypatch):
+    from trl.trainer import utils
+
+    from upref.integrations.hidden import in_trl
+
+    size = dict(hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=50, **size)).double()
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", utils._ChunkedLogProbFunction)
+    utils.add_fused_lm_head(model, 0.7, outputs=("log_probs", "entropy"))
+    ids = torch.randint(50, (2, 6))
+
+    def step():
+        out = model(ids, labels=ids.masked_fill(ids == ids[0, 2], -100), fused_lm_head=True)
+        grads = torch.autograd.grad((out.log_probs.sin() + 0.1 * out.entropy).sum(), list(model.parameters()))
+        return [out.log_probs, out.entropy, *grads]
+
+    own = step()
+    in_trl()
+    assert utils._ChunkedLogProbFunction.__name__ == "Hidden"
+    for x, y in zip(step(), own, strict=True):
+        torch.testing.assert_close(x.double(), y.double(), rtol=1e-4, atol=1e-5)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plug-in computes the reference, bit for bit, and adds up over micro-batches and ranks as verl's own losses do."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -303,3 +306,21 @@ def test_verls_rollout_correction_is_the_samplers_correction():
         torch.testing.assert_close(w[b.mask], ours[b.mask], rtol=1e-12, atol=0)
     with pytest.raises(InputError, match="verl hands to no loss"):
         verl_plugin.hyperparameters(upref.get("tis(dapo)"), {})
+
+
+def test_upref_hidden_stands_for_verls_fused_heads():
+    code = """
+import torch, upref.integrations.verl
+from verl.utils.experimental import torch_functional as verls
+h, W = torch.randn(1, 9, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
+ids = torch.arange(9)[None] % 7
+def step(lp, H):
+    return lp, H, *torch.autograd.grad((lp.sin() + 0.1 * H).sum(), (h, W))
+own = step(*verls.FusedLinearForPPOFunction.apply(h, W, ids, 0.7, 512))
+ours = step(*verls.FusedLinearForPPO()(hidden_states=h, vocab_weights=W, input_ids=ids, temperature=0.7))
+assert verls.FusedLinearForPPO.forward.__module__ == "upref.integrations.hidden"
+for x, y in zip(ours, own): torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+"""
+    env = os.environ | {"UPREF_HIDDEN": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr

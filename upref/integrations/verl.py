@@ -38,6 +38,7 @@ What differs from the objective called on `Rollouts`, because of what verl hands
 import dataclasses
 import inspect
 import logging
+import os
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from torch import Tensor
 from upref import InputError, Objective, Totals, get, names
 from upref.aggregation import verl_name
 from upref.diagnostics import live
+from upref.integrations.hidden import in_verl
 from upref.integrations.parity import Monitor
 from upref.logprobs import possible
 from upref.rollouts import one_per_response
@@ -219,3 +221,5 @@ def global_totals(info: dict[str, Any], mask: Tensor) -> tuple[Totals, int]:
 
 for _name in names():
     register(get(_name))
+if os.environ.get("UPREF_HIDDEN") == "1":
+    in_verl()
