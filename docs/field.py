@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from docs import logprobs
 from upref.audits import framework, frameworks
 from upref.audits.compare import SEVERITY, Effect
 from upref.audits.ledger import STATUS, Entry, ranked, read, recorded
@@ -57,6 +58,8 @@ def page(a: dict[str, Any], entries: list[Entry]) -> str:
     out += [f"* Unknown to this audit: {', '.join(a['unaudited'])}."] * bool(a["unaudited"])
     nan = ", ".join(map(_code, a["nan_in_padding"]))
     out += [f"* The loss is NaN where a masked slot holds NaN: {nan}."] * bool(nan)
+    if name in logprobs.found():
+        out += ["", "## Log-probabilities", "", f"`upref audit {name} --logprobs`:", "", logprobs.field_logprobs(name)]
     out += ["", "## What differs", ""] if entries else ["", "Nothing differs.", ""]
     out += [f"Searched before anything was called a bug: {entries[0].searched}.", ""] if entries else []
     for e in ranked(entries):

@@ -176,6 +176,24 @@ def surfaces() -> str:
     return field.surfaces()
 
 
+def field_logprobs() -> str:
+    from docs import logprobs
+
+    return logprobs.field_logprobs()
+
+
+def peers() -> str:
+    from docs import logprobs
+
+    return logprobs.peers()
+
+
+def where_it_helps() -> str:
+    from docs import logprobs
+
+    return logprobs.where_it_helps()
+
+
 def statuses() -> str:
     from docs import field
 
@@ -281,7 +299,8 @@ def steps_notes() -> str:
 
 STEPS = (steps_trl, steps_verl, steps_notes)
 SEES = (axes, tolerances, habits, fuzzed)
-FIELD = (frameworks, field_first, field_objectives, recipes, surfaces, statuses, wild, wild_tally, wild_estimators)
+FIELD = (frameworks, field_first, field_objectives, field_logprobs, recipes, surfaces, statuses, wild, wild_tally)
+FIELD += (wild_estimators, peers, where_it_helps)
 GENERATED = {f.__name__: f for f in STEPS} | {
     f.__name__: f
     for f in (

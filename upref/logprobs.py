@@ -11,7 +11,7 @@ padding may hold anything. All raise InputError on a τ that is not a finite num
 
 With d = z/τ - max z/τ, log π(v) = d_v - log Σ_u exp(d_u). `torch.log_softmax` on a CPU adds the exponentials in a few
 long chains, and a float32 chain drops small terms beside a large sum: at V = 262k the log-probability is off by up to
-1.3e-5 and the entropy by 9e-5. `torch.sum` adds them in a tree: 1.9e-6 and 9.1e-7 (docs/speed.md). `upref.hidden`
+3.3e-5 and the entropy by 2.3e-4. `torch.sum` adds them in a tree: 1.9e-6 and 9.1e-7 (docs/speed.md). `upref.hidden`
 starts from hidden states and stores no [T, V] logits.
 """
 

@@ -4,6 +4,7 @@
 A function below is a picture; NN_name is written to pictures/NN-name.svg. Look at what you have drawn.
 """
 
+import re
 import sys
 from itertools import islice
 from pathlib import Path
@@ -46,6 +47,30 @@ def title(ax, text):
 
 
 # ---- the pictures ----------------------------------------------------------------------------------------------------
+def l00_memory():
+    """Where the memory of log-probabilities goes, and how it grows: benchmarks/hidden.txt."""
+    text = (Path(__file__).parents[2] / "benchmarks/hidden.txt").read_text(encoding="utf-8")
+    rows = [(name, *map(int, n)) for name, *n in re.findall(r"^(\S.*?) +(\d+) +(\d+) +(\d+) +(\d+) ", text, re.M)]
+    full = [r for r in rows if r[2] == max(r[2] for r in rows)]  # name, N, V, MB, MB beyond dh and dW
+    fig, (left, right) = axes(2, 4.2, 2.6)
+    for i, (name, _, _, MB, rest) in enumerate(full):
+        left.barh(i, MB - rest, color=GREY)
+        left.barh(i, rest, left=MB - rest, color=UP if name.startswith("upref") else DOWN)
+        left.text(MB, i, f" {rest:,} MB", va="center", fontsize=8.5)
+    left.set(yticks=range(len(full)), yticklabels=[r[0] for r in full], xlim=(0, 1.2 * max(r[3] for r in full)))
+    left.set(xlabel="MB beyond the inputs; grey: the gradients dh and dW")
+    left.invert_yaxis()
+    title(left, f"{full[0][1]:,} tokens, {full[0][2]:,} ids")
+    grown = [r for r in rows if r not in full]
+    for name, c in (("naive", DOWN), ("upref.hidden", UP)):
+        N, MB = zip(*((r[1], r[4]) for r in grown if r[0] == name), strict=True)
+        right.plot(N, MB, "o-", color=c, lw=2)
+        right.text(N[-1], MB[-1], f"{name}  ", color=c, fontsize=9, ha="right", va="bottom")
+    right.set(xlabel="tokens", ylabel="MB beyond dh and dW", ylim=(0, None))
+    title(right, f"{grown[0][2]:,} ids")
+    return fig
+
+
 def l01_push():
     """What one sample does to the three logits."""
     z = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64)

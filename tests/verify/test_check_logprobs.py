@@ -428,9 +428,9 @@ def test_bad_input_is_one_sentence(fn, settings, says):
 
 
 @pytest.mark.slow
-@pytest.mark.trl
-def test_the_log_prob_functions_of_trl_agree():
+@pytest.mark.parametrize("name, n", [("torch", 1), pytest.param("trl", 2, marks=pytest.mark.trl)])
+def test_the_log_prob_functions_of_torch_and_trl_agree(name, n):
     from upref.audits.kernels import kernels
 
-    found = kernels("trl")
-    assert len(found.reports) == 2 and found and all(found.reports.values()), str(found)
+    found = kernels(name)
+    assert len(found.reports) == n and found and all(found.reports.values()), str(found)

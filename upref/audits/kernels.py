@@ -4,6 +4,9 @@
 import json
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from upref.audits import framework, isolated
 from upref.audits.framework import Framework
 from upref.errors import InputError
@@ -35,6 +38,8 @@ class Kernels:
 
 def kernels(name: str, version: str = "", source: str = "", loud: bool = False) -> Kernels:
     """Checks every log-probability function that upref knows of the framework, where the framework is."""
+    if name == "torch":
+        return Kernels(name, torch.__version__, {"nn.functional.linear_cross_entropy": check_logprobs(_of_torch)})
     f = framework(name)
     if f.pin and not isolated.INSIDE:
         return isolated.run("kernels", name, f.pin, version, source, loud)
@@ -42,6 +47,13 @@ def kernels(name: str, version: str = "", source: str = "", loud: bool = False) 
         raise InputError(f"{name} is audited as it is installed: leave --version and --source out.")
     inside = isolated.INSIDE["version"] if isolated.INSIDE else f.version()
     return Kernels(name, inside, {k: _checked(f, k, fn) for k, fn in every(f).items()})
+
+
+def _of_torch(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """torch's fused loss, in chunks; it has no temperature."""
+    loss, options = torch.nn.functional.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions()
+    rows = (hidden / temperature).flatten(0, -2), weight, tokens.flatten()
+    return -loss(*rows, reduction="none", options=options).view_as(tokens)
 
 
 def every(f: Framework) -> dict:

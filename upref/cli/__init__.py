@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     _limit(c)
     c.add_argument("-v", "--verbose", action="store_true", help="also print what was assumed")
     c = command("audit", "compare a framework's losses, advantages and KL terms with the papers")
-    c.add_argument("framework", choices=_frameworks())
+    c.add_argument("framework", choices=[*_frameworks(), "torch"])
     c.add_argument("--version", metavar="V", help="another version than the pinned one, or `newest`")
     c.add_argument("--source", metavar="CHECKOUT", help="audit this working copy of the framework")
     what = c.add_mutually_exclusive_group()

@@ -24,6 +24,7 @@ PIN = Pin(
     date="2026-08-22",
     files={
         "areal/utils/functional/functional.py": "126aae263175d49930473bfa74d3c032",
+        "areal/utils/functional/vocab_parallel.py": "a88d7f6076b0aca5f4bb28d5f19a61fc",
         "areal/utils/data.py": "c473fb9d63a93745bd1f5624c06abeb3",
     },
     shells=("areal", "areal.api", "areal.engine", "areal.engine.fsdp_utils", "areal.infra", "areal.utils",
@@ -120,6 +121,13 @@ def _parts() -> tuple[Part, ...]:
     )  # fmt: skip
 
 
+def _kernels() -> dict[str, Any]:
+    vars(importlib.import_module("areal.infra.platforms"))["is_npu_available"] = True  # or it wants to be compiled
+    module = importlib.import_module("areal.utils.functional.vocab_parallel")
+    return {"gather_logprobs_entropy": lambda logits, tokens, temperature: module.gather_logprobs_entropy(
+        logits, tokens, temperature)}  # fmt: skip
+
+
 AREAL = Framework(
     "areal",
     pin=PIN,
@@ -128,6 +136,7 @@ AREAL = Framework(
     plain=_plain,
     comparisons=COMPARISONS,
     parts=_parts,
+    kernels=_kernels,
     out_of_scope={},
     remarks=lambda: [
         "Micro-batches count by their tokens, as the engine's loss_weight_fn has it. The KL term (kl_ctl = 0.1, k1, in "

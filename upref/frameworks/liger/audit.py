@@ -117,8 +117,12 @@ COMPARISONS = (
 
 def _fused(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """The chunked selective log-softmax of hidden states by the identity: logits are the hidden states."""
+    return _chunk_forward(z, torch.eye(z.shape[-1], dtype=z.dtype), tokens, temperature)
+
+
+def _chunk_forward(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     base = importlib.import_module("liger_kernel.chunked_loss.fused_linear_ppo").LigerFusedLinearPPOBase
-    return base.chunk_forward(z, torch.eye(z.shape[-1], dtype=z.dtype), tokens, temperature=temperature)
+    return base.chunk_forward(hidden, weight, tokens, temperature=temperature)
 
 
 def _parts() -> tuple[Part, ...]:
@@ -138,7 +142,7 @@ def _kernels() -> dict[str, Callable]:
         nll, entropy = apply(hidden.flatten(0, -2), weight, tokens.flatten(), temperature, -100, 1, True)
         return -nll.view_as(tokens), entropy.view_as(tokens)
 
-    return {"fused_linear_scaled_cross_entropy": scaled}
+    return {"chunk_forward": _chunk_forward, "fused_linear_scaled_cross_entropy": scaled}
 
 
 LIGER = Framework(

@@ -109,10 +109,15 @@ PRIME_RL = Framework(
     defaults=lambda mode: _configs()[mode],
     plain=_plain,
     comparisons=COMPARISONS,
+    kernels=lambda: {
+        "selective_log_softmax": lambda logits, tokens, temperature: _losses().selective_log_softmax(
+            logits / temperature, tokens
+        )
+    },
     out_of_scope={"custom": "the user's own function"},
     remarks=lambda: [
         "compute_loss divides by rl_scale, the trained tokens of all micro-batches and ranks. The ratio is to the "
-        "sampler.",
+        "sampler. Its entropy is a metric, without a gradient.",
         "Not covered: the reference-KL and cross-entropy components, advantages (they are of its environments).",
     ],
 )

@@ -200,8 +200,8 @@ def _parts() -> tuple[Part, ...]:
         Part("kl", "kl", _kl("kl"), "k1"),
         Part("kl", "mse", _kl("mse"), "k2"),
         Part("kl", "k3", _kl("k3"), "k3", reasons=(("clamped to ±10", lambda lp, ref: k3(lp, ref).clamp(-10, 10)),)),
-        Part("logprobs", "log_probs_from_logits", lambda x, tokens, t: _functions().log_probs_from_logits(
-            x / t, tokens), "token_log_probs", tol=1e-4),
+        Part("logprobs", "log_probs_from_logits", lambda z, tokens, t: _functions().log_probs_from_logits(
+            z / t, tokens), "token_log_probs", tol=1e-4),
         Part("aggregation", "token-mean", _aggregated("token-mean"), "token-mean", reasons=(
             ("the mask is not applied: every slot counts", lambda x, mask: x.sum() / mask.sum()),)),
         Part("aggregation", "seq-mean-token-mean", _aggregated("seq-mean-token-mean"), "seq-mean-token-mean"),

@@ -131,7 +131,10 @@ def _kernels() -> dict[str, Callable]:
     def linear(hidden, weight, tokens, temperature, bias=None):
         return fused(hidden, weight, tokens, bias=bias, temperature=temperature, return_entropy=True)
 
-    return {"fused_linear_logprobs": linear}
+    chunked = lambda hidden, weight, tokens, temperature: _zoo().chunked_hidden_states_selective_log_softmax(
+        hidden, weight, tokens, temperature=temperature
+    )
+    return {"fused_linear_logprobs": linear, "in chunks, from hidden states": chunked}
 
 
 UNSLOTH = Framework(
