@@ -85,7 +85,7 @@ def spec(config, **model):
     from upref.step.verl import twin_of
 
     actor = dict(strategy="fsdp", use_kl_loss=True, kl_loss_coef=0.04, kl_loss_type="low_var_kl", entropy_coeff=0.01,
-                 use_dynamic_bsz=True)  # fmt: skip
+                 use_dynamic_bsz=False)  # fmt: skip
     given = dict(hf_config=config, use_remove_padding=True, enable_gradient_checkpointing=True)
     return twin_of("up_grpo", upref.get("up_grpo").resolve({}), actor, given | model)
 
