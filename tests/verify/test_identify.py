@@ -39,7 +39,7 @@ def named(identity, name: str):
 
 
 # A curve does not pin these: they couple tokens, or their weight is not the advantage times a function of the ratio.
-UNNAMED = ("ce_gppo", "clip_cov", "cppo", "dro", "kl_cov")
+UNNAMED = ("ce_gppo", "clip_cov", "cppo", "kl_cov")
 
 
 @pytest.mark.parametrize("name", [n for n in upref.names() if n not in UNNAMED])

@@ -21,7 +21,7 @@ from upref.rollouts import Rollouts
 from upref.verify.explain import fits, reproduces
 from upref.verify.factors import promised
 from upref.verify.faults import Slip, known
-from upref.verify.match import Candidate, candidate
+from upref.verify.match import Candidate, candidate, in_range
 from upref.verify.measure import SINGLE, Case, unit_weights
 from upref.verify.oracles.conduct import in_training, mutation
 from upref.verify.oracles.numerics import clamps
@@ -105,7 +105,7 @@ def _answer(box: BlackBox, start: float, kind: str, matches: list[Match], why: s
 
 
 def _nearest(box: BlackBox, tried: list[Candidate], grids: list[Grid]) -> Match:
-    near = sorted(tried, key=lambda c: (c.far, c.stuck, c.miss))[:TRIED]
+    near = sorted(tried, key=lambda c: (c.far, not in_range(c.o, c.hp), c.stuck, c.miss))[:TRIED]
     return min((_match(box, c, grids) for c in near), key=lambda m: (m.mean, m.distance))
 
 
@@ -169,7 +169,7 @@ def _match(box: BlackBox, c: Candidate, grids: list[Grid]) -> Match:
             offs.append(_off(box, c.o, c.hp, b, g))
     distance = max(x.max().item() for x in offs)
     mean = sum(x.clamp(max=1).sum().item() for x in offs) / sum(int(b.mask.sum()) for b, *_ in grids)
-    hp, same_kl = c.seen(), bool(box.kl) and c.o.kl == box.kl
+    hp, same_kl = c.seen() if in_range(c.o, c.hp) else {}, bool(box.kl) and c.o.kl == box.kl
     if c.o.kl and (same_kl or not box.kl):
         hp["beta"] = box.beta
     return Match(c.o.name, hp, _agg(box), _own(box, c.o), same_kl or not box.kl, distance, mean)

@@ -2,9 +2,10 @@
 """Hyperparameters of an objective recovered from a measured weight: one-dimensional solves on its own closed form.
 
 Nothing here knows a hyperparameter by name: at a jump of the measured weight the objective's weight has to pass the
-middle of the jump, elsewhere it has to meet the measured value.
+middle of the jump, elsewhere it has to meet the measured value. One file, for candidate and solves share their points.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -96,7 +97,8 @@ class Candidate:
     def fits(self) -> bool:
         """It agrees, and not in a limit: sapo at tau -> 0 is another objective's weight."""
         ends = ((k, v) for k, v in self.hp.items() if v is not None and v != self.o.hyperparameters[k])
-        return self.miss[0] == 0 and all(1e-7 < v < 9e3 or (v == 0 and _may_be_0(k)) for k, v in ends)
+        limit = any(not 1e-7 < v < 9e3 and not (v == 0 and _may_be_0(k)) for k, v in ends)
+        return self.miss[0] == 0 and not limit and in_range(self.o, self.hp)
 
     @property
     def far(self) -> bool:
@@ -206,6 +208,18 @@ class Candidate:
         lo = RANGE.get(key, ANY)[0]
         moved = [self.w(self.hp | {key: max(lo, x)}) for x in (v * 0.5, v * 1.5, v * 1e-3, *[0.1] * (v == 0))]
         return any(self._off(w).max() > 10 * self.box.tol for w in moved)
+
+
+def in_range(o: Objective, hp: dict[str, Any]) -> bool:
+    """Whether the objective takes these hyperparameters, and somebody could have set them."""
+    most = {"eps": 1.0, "eps_low": 1.0, "eps_high": 100.0}
+    if any(v is not None and v > most.get(k, math.inf) for k, v in hp.items()):
+        return False
+    try:
+        o.resolve({k: v for k, v in hp.items() if v is not None})
+    except InputError:
+        return False
+    return True
 
 
 def _may_be_0(key: str) -> bool:
