@@ -21,7 +21,7 @@ Row = dict[str, Any]
 LINES: tuple[tuple[str, str, Callable, Callable | None, str], ...] = (
     ("responses cut at the limit", "response_length/clip_ratio", mean, lambda x: x < 0.3,
      "more than 30 % of the responses are cut: allow longer ones (verl: data.max_response_length, TRL: "
-     "max_completion_length), or turn thinking off (verl: +data.apply_chat_template_kwargs.enable_thinking=false)"),
+     "max_completion_length), or turn thinking off (verl: ++data.apply_chat_template_kwargs.enable_thinking=false)"),
     ("responses ended by a stop token", "ended", mean, None, ""),
     ("responses aborted", "response/aborted_ratio", mean, lambda x: x == 0, "vLLM aborted responses: read verl.log"),
     ("tokens of a mean response", "response_length/mean", mean, None, ""),

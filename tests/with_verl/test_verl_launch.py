@@ -130,7 +130,7 @@ REFUSED = {
     "bool": (["up_dapo", "paper", "data.shuffle=maybe"], "data.shuffle must be true or false, got 'maybe'"),
     "sweep": (["up_dapo", "paper", "data.seed=1,2"], "lists several values"),
     "grammar": (["up_dapo", "paper", "trainer.save_freq=["], "hydra cannot read trainer.save_freq"),
-    "engine": (["up_dapo", "paper", "model_engine=megatrom"], "hydra cannot read model_engine=megatrom"),
+    "engine": (["up_dapo", "paper", "model_engine=megatrom"], "model_engine=megatrom is another engine than the"),
     "no override": (["up_dapo", "paper", "quick"], "'quick' is no override"),
     "flag": (["up_dapo", "paper", "--dryrun"], "'--dryrun' is no override"),
     "choice": (["up_dapo", "paper", "actor_rollout_ref.actor.loss_agg_mode=mean"], "Invalid loss_agg_mode: mean"),
@@ -167,7 +167,7 @@ REFUSED |= {f"{'; '.join(args[2:])} of {args[0]}": (args, sentence) for args, se
     (["grpo", "paper", "trainer.logger=[console,file,wandbb]"], "trainer.logger has no logger 'wandbb': did you mean "),
     (["grpo", "paper", "trainer.logger=[console]"], "trainer.logger must have file"),
     (["up_dapo", "paper", "algorithm.filter_groups.metric=accuracy"], "metric has no metric 'accuracy': did you mean "),
-    (["grpo", "paper", f"{A}.strategy=megatron"], "strategy=megatron has no engine in this configuration: set model_e"),
+    (["grpo", "paper", f"{A}.strategy=megatron"], "strategy=megatron has no engine in this configuration: set one "),
     (["gspo", "paper", f"{A}.strategy=fsdp2"], "strategy=fsdp2 has no engine in this configuration"),
     (["up_dapo", "paper", "data.max_response_length=8192"], "max_resp_len=20480 and data.max_response_length=8192 dif"),
     (["up_dapo", "paper", "reward.reward_kwargs.overlong_buffer_cfg.len=0"], "overlong_buffer_cfg.len=0 must be above"),
@@ -207,11 +207,61 @@ REFUSED |= {f"{'; '.join(args[2:])} of {args[0]}": (args, sentence) for args, se
     (["grpo", "paper", "actor_rollout_ref.model.use_fused_kernels=true"], "fails at the first log-probability with"),
     (["grpo", "paper", f"{A}.loss_agg_mode=token-mean"], "would change only verl's KL and entropy terms"),
     (["grpo", "paper", "actor_rollout_ref.model.path=Qwen/Qwen9-1B"], "its size is not known"),
+    (["grpo", "paper", "actor_rollout_ref.model.path="], "the model has no name: give a directory"),
+    (["grpo", "paper", "actor_rollout_ref.model.path=/etc"], "/etc holds no config.json: give the directory of a mode"),
+    (["grpo", "paper", "seed=-1"], "data.seed must be at least 0, got -1"),
+    (["grpo", "paper", f"{R}.top_k=-7"], "top_k must be at least 1, or -1 for all tokens, got -7"),
+    (["grpo", "paper", f"{R}.temperature=inf"], "temperature must be a finite number, got inf"),
+    (["grpo", "paper", f"{A}.optim.lr=nan"], "lr must be a finite number, got nan"),
+    (["grpo", "paper", f"{A}.optim.weight_decay=-1"], "weight_decay must be at least 0, got -1"),
+    (["grpo", "paper", f"{A}.optim.clip_grad=0"], "clip_grad must be above 0, got 0"),
+    (["grpo", "paper", f"{A}.optim.betas=[0.9]"], "betas are two numbers from 0 to below 1, got [0.9]"),
+    (["grpo", "paper", f"{A}.optim.optimizer=AdamWW"], "optimizer has no value 'AdamWW': did you mean AdamW?"),
+    (["grpo", "paper", f"{A}.optim.lr_scheduler_type=linearr"], "assert self.lr_scheduler_type in"),
+    (["grpo", "paper", f"{A}.kl_loss_coef=-1"], "kl_loss_coef must be at least 0, got -1"),
+    (["grpo", "paper", f"{R}.dtype=bf17"], "dtype has no value 'bf17': did you mean bfloat16?"),
+    (["grpo", "paper", f"{A}.fsdp_config.model_dtype=bf17"], "model_dtype has no value 'bf17': did you mean bf16?"),
+    (["grpo", "paper", f"{R}.logprobs_mode=raw"], "logprobs_mode has no value 'raw'"),
+    (["grpo", "paper", "trainer.device=tpu"], "trainer.device has no value 'tpu'"),
+    (["grpo", "paper", "trainer.max_actor_ckpt_to_keep=0"], "max_actor_ckpt_to_keep must be at least 1, got 0"),
+    (["grpo", "paper", "data.dataloader_num_workers=-1"], "dataloader_num_workers must be at least 0, got -1"),
+    (["grpo", "paper", "data.train_files=[]"], "data.train_files names no file"),
+    (["grpo", "paper", "data.val_files=/etc/passwd"], "/etc/passwd is no data file of verl"),
+    (["grpo", "paper", "data.prompt_key=question"], "data.prompt_key has no value 'question'"),
+    (["up_dapo", "paper", "trainer.use_v1=false"], "trainer.use_v1=false is a trainer that reads no algorithm.filter"),
+    (["grpo", "paper", "trainer.resume_mode=resume_path"], "trainer.resume_from_path=None is no folder global_step_N"),
+    # read by nothing in these runs
+    (["grpo", "paper", "critic.optim.lr=1e-5"], "nothing reads critic.optim.lr: no scale trains a critic"),
+    (["grpo", "paper", "trainer.critic_warmup=10"], "critic_warmup would leave the policy as it is"),
+    (["grpo", "paper", f"{A}.policy_loss.clip_cov_ratio=0.3"], "upref/grpo does not read actor_rollout_ref.actor.poli"),
+    (["grpo", "paper", "model_engine=megatron"], "model_engine=megatron is another engine than the scale's"),
+    (["grpo", "paper", "hydra.foo=1"], "hydra.foo is no setting of a run"),
+    # keys without a type of their own, and a text in the place of a section
+    (["grpo", "paper", "trainer.total_training_steps=abc"], "total_training_steps must be a whole number or null, got"),
+    (["grpo", "paper", "trainer.max_actor_ckpt_to_keep=two"], "max_actor_ckpt_to_keep must be a whole number or null"),
+    (["up_dapo", "paper", "algorithm.filter_groups=true"], "algorithm.filter_groups holds _target_, enable, metric"),
+    (["up_dapo", "paper", "reward.reward_kwargs.overlong_buffer_cfg=5"], "overlong_buffer_cfg holds enable, len, pen"),
+    (["up_dapo", "gpu1", f"{A}.policy_loss.upref={{eps_low: 0.1}}"], "takes its settings one by one: write ++"),
+    # spelling
+    (["grpo", "paper", f"{A}.optim.lr = 1e-6"], f"has a blank before '=': write {A}.optim.lr=1e-6"),
+    (["grpo", "paper", "data.train_files=~/x.parquet"], "goes into quotes: 'data.train_files=\"~/x.parquet\"'"),
+    (["grpo", "paper", "+trainer.nnodes=2"], "trainer.nnodes is set already: write it without the plus"),
+    (["grpo", "GPU8"], "no scale is called 'GPU8': did you mean gpu8"),
+    (["grpo", "paper", "--data", "README.md"], "--data takes the folder where data.prepare wrote"),
+    (["grpo", "paper", "--shakedown", "--steps", "0"], "--steps must be at least 1, got 0"),
+    (["grpo", "smoke", "--seeds", "1,2"], "smoke takes --seeds from `bash repro/run.sh` only"),
+    # the scale without a GPU is checked in the same way
+    (["up_dapo", "cpu", "lr=1e-5"], f"verl has no setting 'lr': did you mean {A}.optim.lr?"),
+    (["up_dapo", "cpu", "+lr=1e-5"], f"nothing in verl reads 'lr': did you mean {A}.optim.lr?"),
+    (["up_dapo", "cpu", "seed=abc"], "seed must be a whole number, got 'abc'"),
+    (["up_dapo", "cpu", "trainer.total_training_steps=abc"], "total_training_steps must be a whole number or null"),
+    (["up_dapo", "cpu", "data.train_batch_size=3"], "data.train_batch_size=3 must be a multiple of"),
+    (["up_dapo", "cpu", "data.max_response_length=60"], "is less than 68 tokens"),
 )}  # fmt: skip
 
 
 def test_the_list_of_wrong_inputs_is_long_and_names_each_once():
-    assert len(REFUSED) >= 60
+    assert len(REFUSED) >= 110
 
 
 def test_what_is_accepted_says_who_reads_it(capsys):
@@ -411,6 +461,20 @@ def test_a_shakedown_prints_and_keeps_its_page(ready, verl_does, tmp_path, monke
     out = capsys.readouterr().out
     assert page.startswith("# Shakedown of up_dapo-paper_dapo-") and page in out and "| score | 0.5 |  |" in page
     assert "trainer.rollout_data_dir=" in (folder_of(tmp_path) / "overrides.json").read_text()
+
+
+def test_checkpoints_that_lie_elsewhere_count(ready, verl_does, tmp_path, monkeypatch, capsys):
+    args, *_ = ready
+    elsewhere = tmp_path / "large disk"
+    monkeypatch.setenv("STEPS", "1")
+    monkeypatch.setenv("STATUS", "7")
+    asked = [*args, "trainer.total_training_steps=3", f"trainer.default_local_dir='{elsewhere}'"]
+    assert launch.main(asked, BIG) == 7
+    assert "from the beginning (no checkpoint was saved)" in capsys.readouterr().out
+    elsewhere.mkdir()
+    (elsewhere / "latest_checkpointed_iteration.txt").write_text("2")
+    assert launch.main(asked, BIG) == 7
+    assert "goes on from the checkpoint of step 2: " in capsys.readouterr().out
 
 
 def test_a_folder_is_that_of_what_was_asked(ready, verl_does, tmp_path, monkeypatch, capsys):

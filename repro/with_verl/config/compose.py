@@ -82,7 +82,7 @@ def load_scale(name: str) -> Scale:
     """Raises InputError with the nearest names if there is none."""
     if name not in scale_names():
         known = [*scale_names(), "paper", *HANDED_OVER]
-        near = difflib.get_close_matches(name, known, 2, 0.4)
+        near = difflib.get_close_matches(name.lower(), known, 2, 0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(sorted(set(known)))}."
         raise InputError(f"no scale is called {name!r}: {hint}")
     raw = tomllib.loads((HERE / "scales" / f"{name}.toml").read_text())

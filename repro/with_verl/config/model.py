@@ -31,6 +31,7 @@ class Shape:
     experts_per_token: int = 0
     expert_hidden: int = 0
     expert_params: float = 0.0
+    context: int = 0  # tokens; 0: not known
 
     def read(self, tokens: float) -> float:
         """Parameters that a decoding step of so many tokens reads: of the experts, those that some token chose."""
@@ -44,6 +45,8 @@ def shape_of(path: str) -> Shape:
     """InputError if the model's config.json is neither here nor known."""
     folder = local(path)
     if folder:
+        if not (folder / "config.json").exists():
+            raise InputError(f"{folder.absolute()} holds no config.json: give the directory of a model, or its name.")
         try:
             return parse(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError) as e:
@@ -60,6 +63,8 @@ def shape_of(path: str) -> Shape:
 
 def local(path: str) -> Path | None:
     """The directory of its files: a path, or the hub's cache."""
+    if not path:
+        raise InputError("the model has no name: give a directory, or a name as Qwen/Qwen3-8B.")
     if Path(path).expanduser().is_dir():
         return Path(path).expanduser()
     from huggingface_hub import try_to_load_from_cache
@@ -87,5 +92,5 @@ def parse(config: dict[str, Any]) -> Shape:
     each = 3.0 * hidden * width * layers
     return Shape(
         hidden, layers, heads, kv, dim, vocab, rest + experts * each, rest + chosen * each - table,
-        experts, chosen, width, experts * each,
+        experts, chosen, width, experts * each, c.get("max_position_embeddings") or 0,
     )  # fmt: skip

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verl, its workers and vLLM assert of a configuration hours later, or never: said before anything starts."""
+"""What verl, its workers and vLLM assert of a configuration hours later, or never: said before anything starts.
+
+One file: tables of the values that are possible, and one function for each kind of conflict between two settings.
+"""
 
 import difflib
+from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
 
 from repro.with_verl.config import vllm_args
-from repro.with_verl.config.compose import ACTOR, ROOT
+from repro.with_verl.config.compose import ACTOR, ROOT, SEEDS
 from repro.with_verl.config.model import Shape, shape_of
 from upref import InputError
 
@@ -30,22 +35,38 @@ MANAGERS = ("naive", "dapo")  # the two whose rewards upref's function answers
 GROUPED = ("grpo", "rloo", "reinforce_plus_plus_baseline")  # estimators that compare the responses to one prompt
 LOAD = ("auto", "dummy", "safetensors", "hf", "pt", "npcache", "mistral", "runai_streamer")  # vLLM's load formats
 METRICS = ("acc", "score", "reward")  # what reward/score.py returns as numbers, and verl's sum of the token rewards
-AT_LEAST_ONE = (
+AT_LEAST = dict.fromkeys((
     "data.train_batch_size", "data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n",
     f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.tensor_model_parallel_size", f"{ACTOR}.ppo_mini_batch_size",
     f"{ACTOR}.ppo_epochs", "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.total_epochs",
-    f"{ROLLOUT}.max_num_seqs",
-)  # fmt: skip
+    f"{ROLLOUT}.max_num_seqs", "trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep", "reward.num_workers",
+    f"{ROLLOUT}.agent.num_workers", "data.filter_overlong_prompts_workers",
+), 1) | dict.fromkeys((
+    *SEEDS, f"{ACTOR}.optim.weight_decay", f"{ACTOR}.kl_loss_coef", "data.dataloader_num_workers",
+), 0)  # fmt: skip
+HALF = ("fp16", "float16", "bf16", "bfloat16", "fp32", "float32")
+KNOWN: dict[str, tuple[str, ...]] = {
+    "trainer.resume_mode": ("auto", "disable", "resume_path"),
+    "trainer.device": ("cuda", "cpu"),
+    "data.truncation": ("error", "left", "right", "middle"),
+    "data.prompt_key": ("prompt",),  # of the files that data.prepare writes
+    f"{ROLLOUT}.load_format": LOAD,
+    f"{ROLLOUT}.dtype": ("auto", "half", "float16", "bfloat16", "float", "float32"),
+    f"{ROLLOUT}.logprobs_mode": ("raw_logits", "raw_logprobs", "processed_logits", "processed_logprobs"),
+    f"{ACTOR}.fsdp_config.model_dtype": HALF,
+    f"{REF}.fsdp_config.model_dtype": HALF,
+}
 
 
-def check(cfg: DictConfig) -> None:
-    """Raises InputError on the first that cannot work."""
+def check(cfg: DictConfig, shape: Shape | None = None) -> None:
+    """Raises InputError on the first that cannot work. shape: of the model; None: by its config.json."""
     ranges(cfg)
     names(cfg)
     rewards(cfg)
     engine(cfg)
-    batches(cfg, parallel(cfg, shape_of(cfg.actor_rollout_ref.model.path)))
-    budgets(cfg)
+    shape = shape or shape_of(cfg.actor_rollout_ref.model.path)
+    batches(cfg, parallel(cfg, shape))
+    budgets(cfg, shape)
 
 
 def get(cfg: DictConfig, key: str) -> Any:
@@ -55,12 +76,10 @@ def get(cfg: DictConfig, key: str) -> Any:
 
 
 def ranges(cfg: DictConfig) -> None:
-    for key in AT_LEAST_ONE:
-        if not get(cfg, key) >= 1:
-            raise InputError(f"{key} must be at least 1, got {get(cfg, key)}.")
-    steps = cfg.trainer.total_training_steps
-    if steps is not None and steps < 1:
-        raise InputError(f"trainer.total_training_steps must be at least 1, or null, got {steps}.")
+    for key, least in AT_LEAST.items():
+        value = get(cfg, key)
+        if value is not None and value < least:
+            raise InputError(f"{key} must be at least {least}, got {value}.")
     share = get(cfg, f"{ROLLOUT}.gpu_memory_utilization")
     if not 0 < share < 1:
         raise InputError(f"{ROLLOUT}.gpu_memory_utilization is a share of the GPU, between 0 and 1, got {share}.")
@@ -69,6 +88,9 @@ def ranges(cfg: DictConfig) -> None:
             raise InputError(f"{part}.top_p must be above 0 and at most 1, got {get(cfg, f'{part}.top_p')}.")
     if not get(cfg, f"{ROLLOUT}.temperature") > 0:
         raise InputError(f"{ROLLOUT}.temperature must be above 0: at 0 the answers of a group are one answer.")
+    for part in (ROLLOUT, f"{ROLLOUT}.val_kwargs"):
+        if (k := get(cfg, f"{part}.top_k")) < -1:
+            raise InputError(f"{part}.top_k must be at least 1, or -1 for all tokens, got {k}.")
     if get(cfg, f"{ROLLOUT}.n") < 2 and cfg.algorithm.adv_estimator in GROUPED:
         raise InputError(
             f"{ROLLOUT}.n must be at least 2 with adv_estimator={cfg.algorithm.adv_estimator}: a group of one "
@@ -78,8 +100,16 @@ def ranges(cfg: DictConfig) -> None:
         raise InputError(
             f"actor_rollout_ref.nccl_timeout is in seconds, 60 at least, got {cfg.actor_rollout_ref.nccl_timeout}."
         )
-    if not get(cfg, f"{ACTOR}.optim.lr") > 0:
-        raise InputError(f"{ACTOR}.optim.lr must be above 0, got {get(cfg, f'{ACTOR}.optim.lr')}.")
+    for key in (f"{ACTOR}.optim.lr", f"{ACTOR}.optim.clip_grad"):
+        if not get(cfg, key) > 0:
+            raise InputError(f"{key} must be above 0, got {get(cfg, key)}.")
+    betas = get(cfg, f"{ACTOR}.optim.betas")
+    if betas is not None and not (len(betas) == 2 and all(0 <= b < 1 for b in betas)):
+        raise InputError(f"{ACTOR}.optim.betas are two numbers from 0 to below 1, got {betas}.")
+    if cfg.trainer.critic_warmup > 0:
+        raise InputError(
+            "trainer.critic_warmup would leave the policy as it is for so many steps, and no critic trains."
+        )
 
 
 def one_of(key: str, value: Any, known: tuple[str, ...] | set[str], what: str = "") -> None:
@@ -90,16 +120,26 @@ def one_of(key: str, value: Any, known: tuple[str, ...] | set[str], what: str = 
 
 
 def names(cfg: DictConfig) -> None:
+    for key in ("data.train_files", "data.val_files"):
+        if not get(cfg, key):
+            raise InputError(f"{key} names no file: leave it out, or name one.")
     loggers = cfg.trainer.logger
     for name in [loggers] if isinstance(loggers, str) else loggers:
         one_of("trainer.logger", name, LOGGERS, "logger")
     if "file" not in loggers:
         raise InputError("trainer.logger must have file: the report, the status and the watchdog read what it writes.")
-    one_of("trainer.resume_mode", cfg.trainer.resume_mode, ("auto", "disable", "resume_path"))
-    one_of("data.truncation", cfg.data.truncation, ("error", "left", "right", "middle"))
+    for key, known in KNOWN.items():
+        if (value := get(cfg, key)) is not None:
+            one_of(key, value, known)
+    optim = cfg.actor_rollout_ref.actor.optim
+    if optim.get("optimizer_impl") == "torch.optim":
+        one_of(f"{ACTOR}.optim.optimizer", optim.optimizer, tuple(x for x in vars(torch.optim) if x[0].isupper()))
+    if cfg.trainer.resume_mode == "resume_path" and not (
+        "global_step_" in (where := str(cfg.trainer.resume_from_path)) and Path(where).is_dir()
+    ):
+        raise InputError(f"trainer.resume_from_path={where} is no folder global_step_N of checkpoints.")
     if get(cfg, f"{ACTOR}.use_kl_loss"):
         one_of(f"{ACTOR}.kl_loss_type", get(cfg, f"{ACTOR}.kl_loss_type").removesuffix("+"), KL)
-    one_of(f"{ROLLOUT}.load_format", get(cfg, f"{ROLLOUT}.load_format"), LOAD)
     vllm = get(cfg, f"{ROLLOUT}.engine_kwargs.vllm") or {}
     for name in vllm:
         one_of(f"{ROLLOUT}.engine_kwargs.vllm", str(name), vllm_args.known(), "argument of the pinned vLLM")
@@ -119,6 +159,8 @@ def rewards(cfg: DictConfig) -> None:
         raise InputError(f"reward.custom_reward_function.path={path} is no file: name one, or a module as pkg://NAME.")
     ours = str(path).endswith("repro.with_verl.reward.score")
     groups = cfg.algorithm.filter_groups
+    if groups and groups.enable and not cfg.trainer.use_v1:
+        raise InputError("trainer.use_v1=false is a trainer that reads no algorithm.filter_groups: leave it true.")
     if groups and groups.enable and ours:
         one_of("algorithm.filter_groups.metric", groups.metric, METRICS, "metric")
     if ours:
@@ -141,8 +183,10 @@ def engine(cfg: DictConfig) -> None:
     backend = "megatron" if cfg.actor_rollout_ref.actor.get("megatron") else "dp"
     strategy = cfg.actor_rollout_ref.actor.strategy
     if strategy not in STRATEGIES[backend]:
-        cure = "model_engine=megatron with it" if strategy == "megatron" else f"one of {', '.join(STRATEGIES[backend])}"
-        raise InputError(f"{ACTOR}.strategy={strategy} has no engine in this configuration: set {cure}.")
+        raise InputError(
+            f"{ACTOR}.strategy={strategy} has no engine in this configuration: set one of "
+            f"{', '.join(STRATEGIES[backend])}."
+        )
     if (
         strategy == "fsdp2"
         and cfg.actor_rollout_ref.model.use_fused_kernels
@@ -222,9 +266,15 @@ def batches(cfg: DictConfig, split: int) -> None:
         )
 
 
-def budgets(cfg: DictConfig) -> None:
+def budgets(cfg: DictConfig, shape: Shape) -> None:
     """A token budget must hold one whole sequence, of which each GPU that shares it has a part."""
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    override = cfg.actor_rollout_ref.model.override_config or {}
+    if 0 < shape.context < longest and not {"max_position_embeddings", "rope_scaling", "rope_parameters"} & {*override}:
+        raise InputError(
+            f"a prompt and response of {longest} tokens are longer than the model's context of {shape.context} "
+            "(max_position_embeddings of its config.json): lower data.max_response_length."
+        )
     rollout, actor = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.actor
     m = actor.get("megatron")
     split = m.context_parallel_size if m else max(

@@ -7,6 +7,8 @@ import dataclasses
 import difflib
 import functools
 import io
+import math
+import traceback
 import types
 import typing
 from typing import Any
@@ -21,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 import upref
 from repro.with_verl.config import sizes
 from repro.with_verl.config.compose import ACTOR, Run, extra
+from repro.with_verl.config.model import Shape
 from upref import InputError
 
 NAMES = (
@@ -46,6 +49,10 @@ NEAR = (  # names that these places are known to take: a near miss is a typo
     "overlong_buffer_cfg", "penalty_factor", "enable_thinking", "num_cpus", "num_gpus", "object_store_memory",
     "runtime_env", "env_vars", "recompute_granularity", "recompute_method", "recompute_num_layers", "moe_router_dtype",
 )  # fmt: skip
+WHOLE = (  # null by default, so that neither a class nor the default has their type
+    "trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep", "data.seed", "data.gen_batch_size",
+    "data.val_batch_size", "ray_kwargs.ray_init.num_cpus", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+)  # fmt: skip
 USUAL = {
     "learning_rate": "lr",
     "batch_size": "train_batch_size",
@@ -57,18 +64,38 @@ FIRST = (ACTOR, "actor_rollout_ref.rollout", "data", "algorithm", "trainer", "ac
 SECTIONS = ("actor_rollout_ref.rollout", "algorithm")
 
 
-def validate(run: Run) -> DictConfig:
-    """The composed configuration. Raises InputError naming the override that verl would refuse or never read."""
+def validate(run: Run, shape: Shape | None = None) -> DictConfig:
+    """The composed configuration. Raises InputError naming the override that verl would refuse or never read.
+
+    shape: of the model, where its files are not made yet.
+    """
+    own = [o for o in run.overrides[: len(run.overrides) - len(run.given)] if o.startswith("model_engine=")]
+    if other := [o for o in run.given if o.startswith("model_engine=") and o not in own]:
+        raise InputError(f"{other[0]} is another engine than the scale's, and its settings are for that one alone.")
     names = [o for o in run.overrides if o.startswith(NAMES)]
     cfg, actor = _checked(tuple(o for o in run.overrides if o not in names))
     for key, _, name in (o.partition("=") for o in names):  # every run has them all, so that none is left from another
         OmegaConf.update(cfg, key.lstrip("+"), name, force_add=True)
-    sizes.check(cfg)
+    sizes.check(cfg, shape)
     _check_loss(cfg, actor)
     for line in run.given:
+        check_read(cfg, line)
         who = reader(cfg, line.partition("=")[0].lstrip("+~")) or "hydra"
         run.sources[line] = f"given on the command line, read by {who}"
     return cfg
+
+
+def check_read(cfg: DictConfig, line: str) -> None:
+    """InputError on a setting that verl has and that nothing reads in a run of these scales."""
+    key = line.partition("=")[0].lstrip("+~")
+    if key.startswith("critic."):
+        raise InputError(f"nothing reads {key}: no scale trains a critic.")
+    of_loss = f"{ACTOR}.policy_loss."
+    mode = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
+    if key.startswith(of_loss) and mode.startswith("upref/"):
+        own = key.removeprefix(of_loss).partition(".")[0]
+        if own not in ("loss_mode", "_target_", "upref"):
+            raise InputError(f"{mode} does not read {key}: its hyperparameters stand under {of_loss}upref.")
 
 
 @functools.lru_cache(100)
@@ -104,11 +131,18 @@ def _compose(overrides: tuple[str, ...]) -> DictConfig:
         key = line.partition("=")[0].strip()
         if key.startswith("+") and not reader(cfg, key.lstrip("+")):
             raise InputError(f"nothing in verl reads {key.lstrip('+')!r}: {_hint(cfg, key.lstrip('+'))}")
+        if key.startswith("hydra.") and not key.startswith(("hydra.run.", "hydra.output_subdir", "hydra.job.")):
+            raise InputError(f"{key} is no setting of a run: of hydra's, hydra.run.dir is.")
+        if line in groups or key.startswith("hydra."):
+            continue
         try:
-            if line not in groups and not line.startswith("hydra."):
-                ConfigLoaderImpl._apply_overrides_to_config([_parsed(line)], cfg)  # noqa: SLF001  one line at a time
+            before = OmegaConf.select(cfg, key.lstrip("+~"), throw_on_missing=False)
+            ConfigLoaderImpl._apply_overrides_to_config([_parsed(line)], cfg)  # noqa: SLF001  one line at a time
         except (HydraException, OmegaConfBaseException) as e:
             raise InputError(_refusal(line, cfg, e)) from e
+        after = OmegaConf.select(cfg, key.lstrip("+~"), throw_on_missing=False)
+        if isinstance(before, DictConfig) and not isinstance(after, DictConfig | None):
+            raise InputError(f"{key.lstrip('+')} holds {', '.join(map(str, before))}: set one of them, got {after!r}.")
     return cfg
 
 
@@ -117,9 +151,18 @@ def _refusal(line: str, cfg: DictConfig, e: Exception) -> str:
     key = name.lstrip("+~")
     if not equals:
         return f"{line!r} is no override: write key=value."
+    if line.partition("=")[0] != name:
+        return f"{line!r} has a blank before '=': write {name}={text}."
     if not name.startswith("+") and OmegaConf.select(cfg, key, throw_on_missing=False) is None:
         return f"verl has no setting {key!r}: {_hint(cfg, key)}"
-    return f"hydra cannot read {name}={text}: {str(e).splitlines()[0]}"
+    if text.startswith("{"):
+        return f"{key} takes its settings one by one: write ++{key}.NAME=VALUE."
+    if name.startswith("+") and "already at" in str(e):
+        return f"{key} is set already: write it without the plus, {key}={text}."
+    cure = (
+        f"; a text with blanks or signs goes into quotes: '{name}=\"{text}\"'" if "token recognition" in str(e) else ""
+    )
+    return f"hydra cannot read {name}={text}: {str(e).splitlines()[0]}{cure}"
 
 
 def reader(cfg: DictConfig, key: str) -> str:
@@ -179,6 +222,8 @@ def _check_types(cfg: DictConfig, overrides: tuple[str, ...]) -> None:
         want = _annotation(cfg, key)
         if want is not None and not _fits(value, want):
             raise InputError(f"{key} must be {_words(want)}, got {value!r}.")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"{key} must be a finite number, got {value}.")
 
 
 def _annotation(cfg: DictConfig, key: str) -> Any:
@@ -186,6 +231,8 @@ def _annotation(cfg: DictConfig, key: str) -> Any:
     cls, leaf = _class(cfg, key)
     if cls and leaf in {f.name for f in dataclasses.fields(cls)}:
         return typing.get_type_hints(cls).get(leaf)
+    if key in WHOLE:
+        return int | None
     default = OmegaConf.select(_base(()), key)
     return type(default) if isinstance(default, bool | int | float | str) else None
 
@@ -239,7 +286,8 @@ def _classes(cfg: DictConfig):
             return omega_conf_to_dataclass(cfg.actor_rollout_ref.actor)
     except Exception as e:  # whatever verl's checks raise, mostly AssertionError and ValueError
         cause = e.__cause__ or e
-        raise InputError(f"verl refuses the configuration: {' '.join(str(cause).split())[:400]}") from e
+        said = str(cause) or traceback.extract_tb(cause.__traceback__)[-1].line  # an assert without words
+        raise InputError(f"verl refuses the configuration: {' '.join(said.split())[:400]}") from e
 
 
 def _check_loss(cfg: DictConfig, actor) -> None:

@@ -35,8 +35,8 @@ OF_ONE_MACHINE = tuple(
 )
 
 
-def compose(objective: str, overrides: list[str], address: str = "") -> tuple[Run, int]:
-    """The run, and how many steps. InputError on what verl refuses. address: of a Ray cluster that is there already."""
+def compose(objective: str, overrides: list[str], address: str = "") -> tuple[Run, int | None]:
+    """The run, and its number of steps. InputError on what is wrong. address: of a running Ray cluster."""
     o = upref.get(objective)
     given, name = composing.spelled_out(overrides)
     nowhere = [f"{k}={v}" for k, v in smoke.settings(o, STEPS, Path("RUN")).items()]
@@ -53,11 +53,10 @@ def compose(objective: str, overrides: list[str], address: str = "") -> tuple[Ru
     if address:  # Ray's machines were started by others, without it
         env.pop(fork.SOCKET)
         own += [f"+ray_kwargs.ray_init.runtime_env.env_vars.{k}={json.dumps(v)}" for k, v in env.items()]
-    smoke.dry_run(o, [f"+{ACTOR}.policy_loss.upref={{parity: {{on_fail: warn}}}}", *given])
+    cfg = smoke.dry_run(o, [f"+{ACTOR}.policy_loss.upref={{parity: {{on_fail: warn}}}}", *given])
     scale = Scale("cpu", ABOUT, {}, {}, {}, 0.0, None)
-    total = next(
-        (int(x.partition("=")[2]) for x in reversed(given) if x.startswith("trainer.total_training_steps=")), STEPS
-    )
+    steps = "trainer.total_training_steps="
+    total = cfg.trainer.total_training_steps if any(x.startswith(steps) for x in given) else STEPS
     sources = dict.fromkeys(own, "the smoke scale's, for this CPU")
     return Run(objective, scale, own + given, sources, [], directory, env), total
 

@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import upref
 from repro.with_verl.cpu import fork, toy
@@ -128,21 +129,17 @@ def overrides(objective: upref.Objective, steps: int, out: Path) -> list[str]:
     return [f"{k}={v}" for k, v in settings(objective, steps, out).items()]
 
 
-def dry_run(objective: upref.Objective, extra: Sequence[str] = ()) -> None:
-    """The settings, read by the installed verl; InputError on what it refuses."""
-    from hydra import compose, initialize_config_module
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-    from verl.utils.config import omega_conf_to_dataclass
+def dry_run(objective: upref.Objective, extra: Sequence[str] = ()) -> Any:
+    """The settings, read by the installed verl and checked as those of the GPU scales; InputError on what is wrong."""
+    from repro.with_verl.config.compose import Run, Scale
+    from repro.with_verl.config.model import parse
+    from repro.with_verl.config.validate import validate
 
-    lines = [x for x in (*overrides(objective, 1, Path("out")), *extra) if not x.startswith("hydra.")]
-    try:
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            config = compose("ppo_trainer", overrides=lines)
-        for part in ("actor", "rollout"):
-            omega_conf_to_dataclass(config.actor_rollout_ref[part])
-    except (HydraException, OmegaConfBaseException, ValueError, TypeError, AssertionError) as error:
-        raise upref.InputError(f"verl refuses these settings: {' '.join(str(error).split())}") from error
+    if wrong := [x for x in extra if "=" not in x]:
+        raise upref.InputError(f"{wrong[0]!r} is no override: write key=value.")
+    lines = [*overrides(objective, 1, Path("out")), *extra]
+    scale = Scale("smoke", "", {}, {}, {}, 0.0, None)
+    return validate(Run(objective.name, scale, lines, {}, given=list(extra)), parse(toy.SIZES))
 
 
 def judge(rows: list[dict], steps: int, outcome: watch.Outcome) -> tuple[list[str], list[str]]:
@@ -259,6 +256,10 @@ if __name__ == "__main__":
     parser.add_argument("--name", help="NAME, if not the objective's")
     args, extra = parser.parse_known_args()
     try:
+        if args.steps < 1:
+            raise upref.InputError(f"--steps must be at least 1, got {args.steps}.")
+        if asked := [x for x in extra if x.startswith("trainer.total_training_steps=")]:
+            raise upref.InputError(f"--steps N sets the number of steps: leave {asked[0]} out.")
         if args.dry_run:
             dry_run(upref.get(args.objective), extra)
             print(f"{args.objective}: verl accepts the smoke settings; nothing was started")

@@ -12,6 +12,10 @@ SPECIAL = ["<pad>", "<|im_end|>", "<user>", "<assistant>", "\n"]  # verl asks Qw
 VOCAB = SPECIAL + [str(i) for i in range(DIGITS)] + [chr(ord("a") + i) for i in range(11)]
 BOXED = VOCAB[:-DIGITS] + [f"\\boxed{{{i}}}" for i in range(DIGITS)]  # answers as the project's own reward reads them
 RESPONSE = 8  # tokens
+SIZES = dict(
+    vocab_size=len(VOCAB), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=32, max_position_embeddings=64, tie_word_embeddings=False,
+)  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}{{ '<user> ' + m['content'] + ' ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
@@ -44,10 +48,8 @@ def make_model(path: Path, experts: int = 0, seed: int = 0, words: list[str] = V
     torch.manual_seed(seed)
     mixture = dict(num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
     config = (Qwen3MoeConfig if experts else Qwen3Config)(
-        vocab_size=len(VOCAB), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=64, tie_word_embeddings=False,
-        pad_token_id=0, eos_token_id=1, bos_token_id=None, dtype="float32", **(mixture if experts else {}),
-    )  # fmt: skip
+        **SIZES, pad_token_id=0, eos_token_id=1, bos_token_id=None, dtype="float32", **(mixture if experts else {})
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
 

@@ -112,8 +112,8 @@ def check(run: Run, cfg: DictConfig, machine: Machine) -> Estimate:
     need = e.checkpoint * ((cfg.trainer.max_actor_ckpt_to_keep or 5) + 1) if cfg.trainer.save_freq > 0 else 1 * GB
     if machine.free_disk < need:
         raise InputError(
-            f"{run.directory} has {machine.free_disk / GB:.0f} GB free and checkpoints need {need / GB:.0f}: set "
-            "trainer.default_local_dir elsewhere or trainer.max_actor_ckpt_to_keep lower."
+            f"{cfg.trainer.default_local_dir} has {machine.free_disk / GB:.0f} GB free and checkpoints need "
+            f"{need / GB:.0f}: set trainer.default_local_dir elsewhere or trainer.max_actor_ckpt_to_keep lower."
         )
     print(f"model: {model}")
     run.env["HF_HUB_OFFLINE"] = "1"  # everything was found; a node without a network would wait for time-outs
@@ -238,7 +238,8 @@ def check_data(cfg: DictConfig) -> None:
         for name in [files] if isinstance(files, str) else files:
             path = Path(name).expanduser()
             if not path.exists():
-                raise InputError(f"{path} is missing: {sys.executable} {PREPARE} {path.stem}.")
+                cure = f"{sys.executable} {PREPARE} {path.stem}" if path.stem in SOURCES else "name another"
+                raise InputError(f"{path} is missing: {cure}.")
             check_file(path)
 
 
@@ -246,11 +247,11 @@ def count_rows(files: Any) -> int:
     """Of prepared files; of those that are not there yet, what their sources have; 0 of others."""
     paths = [Path(f).expanduser() for f in ([files] if isinstance(files, str) else files)]
     known = [SOURCES[p.stem].count if p.stem in SOURCES else 0 for p in paths if not p.exists()]
-    if there := [p for p in paths if p.exists()]:
-        import pyarrow.parquet as pq
+    there = [p for p in paths if p.exists()]
+    if there:
+        from repro.with_verl.data.schema import check_file
 
-        return sum(pq.ParquetFile(p).metadata.num_rows for p in there) + sum(known)
-    return sum(known)
+    return sum(check_file(p) for p in there) + sum(known)
 
 
 def check_plugin(run: Run, loss: str, estimator: str) -> None:

@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None, machine: Machine | None = None) -> int:
                 f"{wrong[0]!r} is no override: write key=value, --dry-run, --largest, --steps, --seeds or --data."
             )
         get(args.objective)
-        args.steps = args.steps or 2 if args.shakedown else args.steps
+        args.steps = 2 if args.shakedown and args.steps is None else args.steps
         if args.steps is not None:
             if args.steps < 1:
                 raise InputError(f"--steps must be at least 1, got {args.steps}.")
@@ -71,7 +71,12 @@ def main(argv: list[str] | None = None, machine: Machine | None = None) -> int:
             if args.largest:
                 return 0
             args.scale = scale
+        if args.data and args.data.exists() and not args.data.is_dir():
+            raise InputError(f"--data takes the folder where data.prepare wrote, and {args.data} is a file.")
         if args.scale in HANDED_OVER:
+            options = {"--shakedown": args.shakedown, "--steps": args.steps, "--seeds": args.seeds, "--data": args.data}
+            if asked := [name for name, value in options.items() if value]:
+                raise InputError(f"{args.scale} takes {asked[0]} from `bash repro/run.sh` only, if it has it.")
             return hand_over(args.objective, args.scale, overrides, args.dry_run)
         if args.gpu and args.gpu not in gpus():
             raise InputError(f"--gpu takes a name of machine/gpus.toml, {', '.join(gpus())}, got {args.gpu!r}.")
@@ -152,7 +157,7 @@ def train(
         return dry(run, preflight.missing_packages(cfg, run.scale))
     from repro.with_verl.run import folder, start
 
-    m = machine or look(run.directory)
+    m = machine or look(Path(cfg.trainer.default_local_dir).absolute())
     preflight.check_gpus(run, cfg, m, alone=True)
     folder.check(run.directory, run.overrides)
     loss, estimator = cfg.actor_rollout_ref.actor.policy_loss.loss_mode, cfg.algorithm.adv_estimator

@@ -9,6 +9,17 @@ from repro.with_verl.config.compose import Run
 from upref.files import write_atomically
 
 
+def checkpoints(folder: Path) -> Path:
+    """Where a run keeps its checkpoints: the last trainer.default_local_dir that it was given."""
+    key = "trainer.default_local_dir="
+    try:
+        saved = json.loads((folder / "overrides.json").read_text(encoding="utf-8"))
+        given = [r["override"].removeprefix(key) for r in saved["overrides"] if r["override"].startswith(key)]
+    except (OSError, ValueError, KeyError):
+        given = []
+    return Path(given[-1].strip("'\"")).expanduser() if given else folder / "checkpoints"
+
+
 def save(run: Run, where: Path, **facts: Any) -> Path:
     rows = [{"override": line, "source": run.source(line)} for line in run.overrides]
     saved = {"objective": run.objective, "scale": run.scale.name, "name": run.name, "env": run.env} | facts

@@ -15,7 +15,7 @@ from typing import Any
 from repro.with_verl.config.compose import Run
 from repro.with_verl.machine.estimate import Estimate
 from repro.with_verl.run import advice, folder, records, watch
-from repro.with_verl.run.saved import save
+from repro.with_verl.run.saved import checkpoints, save
 
 SCORE = "critic/score/mean"
 DIED_AHEAD = 75  # EX_TEMPFAIL of sysexits.h: starting again makes progress
@@ -40,7 +40,7 @@ class Patience:
 def checkpointed(directory: Path) -> int:
     """The step of the last whole checkpoint; 0: none."""
     try:
-        return int((directory / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+        return int((checkpoints(directory) / "latest_checkpointed_iteration.txt").read_text())
     except (OSError, ValueError):
         return 0
 
