@@ -243,6 +243,15 @@ def test_three_real_steps_of_verl_and_vllm(tmp_path):
 
 
 @real
+def test_a_row_of_the_matrix_of_gpu_settings():
+    """Packed rows and dynamic batches: the loss and the gradient of every parameter agree with float64."""
+    from repro.with_verl.trials import matrix
+
+    row = matrix.run("packed")
+    assert row["as_expected"] and row["wrong"] == [] and 0 < row["gradient_error"] <= row["gradient_bound"]
+
+
+@real
 def test_a_run_that_is_broken_ends_and_goes_on_from_its_checkpoint(tmp_path):
     """A hanging reward, a killed engine, worker, trainer and driver, a full disk: seven starts."""
     done = subprocess.run(
