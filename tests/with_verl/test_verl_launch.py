@@ -253,7 +253,7 @@ REFUSED |= {f"{'; '.join(args[2:])} of {args[0]}": (args, sentence) for args, se
     # the scale without a GPU is checked in the same way
     (["up_dapo", "cpu", "lr=1e-5"], f"verl has no setting 'lr': did you mean {A}.optim.lr?"),
     (["up_dapo", "cpu", "+lr=1e-5"], f"nothing in verl reads 'lr': did you mean {A}.optim.lr?"),
-    (["up_dapo", "cpu", "seed=abc"], "seed must be a whole number, got 'abc'"),
+    (["up_dapo", "cpu", "seed=abc"], "seed must be a whole number or null, got 'abc'"),
     (["up_dapo", "cpu", "trainer.total_training_steps=abc"], "total_training_steps must be a whole number or null"),
     (["up_dapo", "cpu", "data.train_batch_size=3"], "data.train_batch_size=3 must be a multiple of"),
     (["up_dapo", "cpu", "data.max_response_length=60"], "is less than 68 tokens"),
