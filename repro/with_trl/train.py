@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         folders = [run(args, name, int(seed)) for seed in seeds for name in names]
         report.main([*map(str, folders), "--out", str(args.out / "report")])
         return 0
-    except InputError as e:
+    except (InputError, OSError) as e:
         print(f"trl: {e}", file=sys.stderr)
         return 2
     except ParityError as e:

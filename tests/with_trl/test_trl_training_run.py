@@ -43,6 +43,7 @@ def test_it_trains_on_a_cpu_is_resumed_and_reported(tmp_path):
         (["--seeds", "1,1"], "--seeds must be different whole numbers"),
         (["--steps", "0"], "--steps must be at least 1"),
         (["--against", "dappo"], "did you mean dapo"),
+        (["--tiny", "--out", "/proc/nowhere"], "No such file or directory: '/proc/nowhere'"),
     ],
 )
 def test_what_is_missing_is_one_sentence(more, said, capsys, monkeypatch):

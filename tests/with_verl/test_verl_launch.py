@@ -256,7 +256,8 @@ REFUSED |= {f"{'; '.join(args[2:])} of {args[0]}": (args, sentence) for args, se
     (["up_dapo", "cpu", "seed=abc"], "seed must be a whole number or null, got 'abc'"),
     (["up_dapo", "cpu", "trainer.total_training_steps=abc"], "total_training_steps must be a whole number or null"),
     (["up_dapo", "cpu", "data.train_batch_size=3"], "data.train_batch_size=3 must be a multiple of"),
-    (["up_dapo", "cpu", "data.max_response_length=60"], "is less than 68 tokens"),
+    (["up_dapo", "cpu", "data.max_response_length=40"], "is less than 48 tokens"),
+    (["up_dapo", "cpu", "data.max_response_length=60"], "are longer than the model's context of 64"),
 )}  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None, machine: Machine | None = None) -> int:
             if status >= 128:  # asked to end: the other seeds too
                 break
         return status
-    except InputError as e:
+    except (InputError, OSError) as e:
         print(f"launch: {e}", file=sys.stderr)
         return 2
 
