@@ -157,6 +157,9 @@ def table(found: dict[str, dict]) -> str:
         error = row.get("gradient_error", "")
         cells = (name, objective, what, result, parity, error, row["seconds"], row["cpu_seconds"], row["load"])
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    older = [name for name, row in found.items() if not row["wrong"] and "gradient_error" not in row]
+    if older:
+        lines += ["", f"The gradients of {', '.join(older)} were not recorded: those runs are older than the check."]
     lines += ["", "What a CPU cannot run:", "", *(f"* {what}: {why}." for what, why in NOT_HERE.items())]
     return HEAD + "\n".join(lines) + "\n"
 
