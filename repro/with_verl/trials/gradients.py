@@ -56,7 +56,9 @@ def rows_of(data: Any) -> list[Row]:
     return [Row(p, r, t, a, o) for p, r, t, a, o in each]
 
 
-def compared(folder: Path, model: Any, objective: str, bound: float, clip: float = 1.0) -> tuple[StepReport, int]:
+def compared(
+    folder: Path, model: Any, objective: str, half: torch.dtype | None, clip: float = 1.0
+) -> tuple[StepReport, int]:
     """The verdict on all recorded steps, and how many there are. model: of transformers, that the run started from."""
     steps, rows = [], []
     for first in sorted(folder.glob("*-0.pt"), key=lambda p: int(p.stem.partition("-")[0])):
@@ -66,7 +68,7 @@ def compared(folder: Path, model: Any, objective: str, bound: float, clip: float
             steps.append(Step(ranks[0]["weights"], ranks[0]["gradients"]))
             rows.append([Row(**row) for rank in ranks for row in rank["rows"]])
     seen = Recorded(TorchModel(model), steps)
-    report = check_recorded(seen, rows, objective, temperature=1.0, without=AXES, bound=bound, clip=clip)
+    report = check_recorded(seen, rows, objective, temperature=1.0, without=AXES, bound=half, clip=clip)
     return report, len(steps)
 
 
