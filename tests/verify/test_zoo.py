@@ -257,6 +257,7 @@ def test_check_rejects(case):
     report = check(case)
     assert not report, f"accepted, though {case.bug}"
     assert {f.oracle for f in report.failures} & case.oracles, f"{case.bug}\n{report}"
+    assert "      likely    " in str(report), "a cause, or that none fits"
 
 
 @pytest.mark.parametrize("case", zoo.RIGHT, ids=lambda c: f"{c}-{c.objective}-{sorted(c.hp)}")
