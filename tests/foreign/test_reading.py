@@ -242,9 +242,14 @@ def test_instances_methods_partials_and_modules():
         assert upref.check(loss, "ppo_clip", skip=QUICK), loss
 
 
-@pytest.mark.parametrize("loss", [Configured, Module, lambda batch: batch["x"], lambda data: data.sum()])
+@pytest.mark.parametrize("loss", [lambda batch: batch["x"], lambda data: data.sum()])
 def test_what_needs_a_wrapper_gets_the_wrapper(loss):
     assert all("def loss(log_prob, old_log_prob, advantages, mask):" in said for said in refusals(loss))
+
+
+@pytest.mark.parametrize("loss", [Configured, Module])
+def test_a_class_is_to_be_constructed(loss):
+    assert all(f"`loss = {loss.__name__}(...)` with its settings" in said for said in refusals(loss))
 
 
 def test_a_file_may_import_its_neighbours_and_may_not_end_the_program(tmp_path, capsys, monkeypatch):
