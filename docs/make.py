@@ -15,6 +15,7 @@ file under upref/ stands in a copy of the library there.
 
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
@@ -24,6 +25,8 @@ import sys
 import tempfile
 from math import sqrt
 from pathlib import Path
+
+from upref.files import write_atomically
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = (ROOT / "docs", ROOT / "docs/course", ROOT / "docs/howto")
@@ -136,6 +139,14 @@ def sharp_bits() -> str:
     from docs import sharp
 
     return sharp.text()
+
+
+def reliability() -> str:
+    """The recorded faults."""
+    record = json.loads((ROOT / "benchmarks/reliability.json").read_text(encoding="utf-8"))
+    cell = lambda x: str(x).replace("|", "\\|").replace("<", "&lt;")
+    rows = ["| command | fault | times | what happened | status | lost |", "|---|---|---|---|---|---|"]
+    return "\n".join(rows + [f"| {' | '.join(map(cell, row))} |" for group in record.values() for row in group])
 
 
 def environments() -> str:
@@ -306,6 +317,7 @@ GENERATED = {f.__name__: f for f in STEPS} | {
     for f in (
         letters,
         environments,
+        reliability,
         places,
         objectives,
         tally,
@@ -328,7 +340,7 @@ def main(*pages: str):
         old = (ROOT / page).read_text(encoding="utf-8")
         new = written(old)
         if new != old:
-            (ROOT / page).write_text(new, encoding="utf-8")
+            write_atomically(ROOT / page, new)
             print(f"{page}: written")
 
 

@@ -180,7 +180,7 @@ def test_an_interrupt_is_one_sentence_and_leaves_no_process(number, status, comm
     env = os.environ | {"PYTHONPATH": str(Path(upref.__file__).parents[1])}
     run = subprocess.Popen([sys.executable, "-c", start], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=env,
                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # fmt: skip
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300  # a busy machine imports for minutes
     while not (tmp_path / "here").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     run.send_signal(number)

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from os import _exit, write  # as they are now: a loss may put others in their place
 
+ENDS = {signal.SIGINT, signal.SIGTERM}
+
 
 def supervised(work: Callable[[], int], seconds: float, what: str = "the loss") -> int:
     """The exit status of the work; 2, with one sentence on stderr, where it ends without one or takes longer. what: it
@@ -26,11 +28,13 @@ def supervised(work: Callable[[], int], seconds: float, what: str = "the loss") 
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)  # Python swallows what a signal raises within fork
     parent, child = os.getpid(), os.fork()
     if not child:
         _child(work, writing, parent)
     os.close(writing)
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         said = _said(reading, child, time.monotonic() + seconds)
     except BaseException:  # Ctrl-C, SIGTERM
         os.kill(child, signal.SIGKILL)
@@ -70,6 +74,7 @@ def _child(work: Callable[[], int], writing: int, parent: int):
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the parent's; KeyboardInterrupt is the loss's
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
         threading.Thread(target=_ends_with, args=(parent,), daemon=True).start()
         with contextlib.suppress(OSError):  # stdout is closed
             own = os.dup(1)

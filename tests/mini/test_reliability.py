@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command that injects faults: what it recorded, a few of its faults again, and that it can fail."""
+
+import json
+import time
+
+import pytest
+
+from benchmarks import reliability
+
+RECORD = json.loads(reliability.RECORD.read_text(encoding="utf-8"))
+ROWS = [row for rows in RECORD.values() for row in rows]
+
+
+def test_nothing_was_lost_in_any_recorded_fault():
+    assert all(lost.split(":")[0] == "nothing" and times > 0 for _, _, times, _, _, lost in ROWS)
+    kills = {name: sum(row[2] for row in RECORD[name] if "kill -9" in row[1]) for name in RECORD}
+    assert sum(kills.values()) >= 40 and all(kills[k] for k in ("mini", "suite", "exact", "audit"))
+    assert RECORD["threads"][0][2] >= 1000
+
+
+def test_checks_in_eight_threads_are_right_and_leave_the_process_as_it_was(tmp_path):
+    assert list(reliability.threads(tmp_path, 40))
+
+
+def test_a_command_that_goes_on_from_half_a_file_is_found(tmp_path):
+    """It appends to what is there: killed in between, it ends with too much."""
+    out = tmp_path / "out"
+
+    def work() -> None:
+        out.mkdir(exist_ok=True)
+        for i in range(20):
+            with (out / "log").open("a") as f:
+                f.write(f"{i}\n")
+            time.sleep(0.01)
+
+    with pytest.raises(AssertionError, match="another result"):
+        reliability.killed(work, out, lambda: len((out / "log").read_text().splitlines()) == 20, 20, 0.3)
