@@ -46,7 +46,7 @@ def number(x: Any) -> bool:
 
 
 def with_ended(data: Row) -> Row:
-    cut = data.get("response_length/clip_ratio")
+    cut: Any = data.get("response_length/clip_ratio")
     return data | {"ended": 1 - cut - data.get("response/aborted_ratio", 0)} if number(cut) else data
 
 

@@ -180,7 +180,9 @@ class Loss:
             return None
         return 2 + max(n for n, at in enumerate(log) if n == first or (at and not still(at)))
 
-    def measured(self, b: Rollouts, ranks: int, wanting: tuple[str, ...] | None, moved: dict) -> tuple[Outcome, Tensor]:
+    def measured(
+        self, b: Rollouts, ranks: int, wanting: tuple[str, ...] | None, moved: dict[str, Any]
+    ) -> tuple[Outcome, Tensor]:
         x = b.logp.detach().clone().requires_grad_()
         full = self.inputs(b, x, ranks)
         if wanting is not None:

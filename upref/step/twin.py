@@ -44,7 +44,7 @@ def twin(model: Any, peft_config: Any = None, **how: Any) -> nn.Module:
     """
     with importing("transformers"):
         from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-    net = unwrapped(model) if isinstance(model, nn.Module) else None
+    net: Any = unwrapped(model) if isinstance(model, nn.Module) else None
     if net is not None and hasattr(net, "get_base_model"):
         peft_config, net = peft_config or next(iter(net.peft_config.values())), net.get_base_model()
     try:
@@ -81,7 +81,8 @@ def _shrunk(config: Any) -> Any:
     had = config.to_dict()
     name = had["model_type"].removesuffix("_text")
     sizes = {k: v for k, v in (FAMILIES[name][1] if name in FAMILIES else SIZES).items() if type(v) is int}
-    new = {k: v for k, v in sizes.items() if had.get(k) is not None or k in ("hidden_size", "vocab_size", "head_dim")}
+    always = ("hidden_size", "vocab_size", "head_dim")
+    new: dict[str, Any] = {k: v for k, v in sizes.items() if had.get(k) is not None or k in always}
     heads, shared = had.get("num_attention_heads"), had.get("num_key_value_heads")
     if shared and heads:
         new["num_key_value_heads"] = 4 if shared == heads else 1 if shared == 1 else 2
@@ -110,7 +111,7 @@ def trl_twin(
     Raises:
         InputError: no twin of this model can be made, several processes train, or the objective needs a sampler.
     """
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.state import AcceleratorState, GradientState, PartialState  # type: ignore[import-untyped]
 
     from upref.step import trl
 

@@ -112,7 +112,7 @@ def twin_report(spec: dict[str, Any]) -> StepReport:
     kl = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}.get(actor["kl_loss_type"], actor["kl_loss_type"])
     if beta := actor["kl_loss_coef"] if actor["use_kl_loss"] else 0.0:
         o = replace(o, kl=kl)
-    model = twin(spec["config"], attn_implementation=spec["attention"])
+    model: Any = twin(spec["config"], attn_implementation=spec["attention"])
     goal = dict(beta=beta, entropy_coef=actor["entropy_coeff"])
     return report(model, o, spec["hp"], goal, actor=actor, engine=engine, model_config=spec["model"],
                   attention=model.config._attn_implementation)  # noqa: SLF001  # fmt: skip

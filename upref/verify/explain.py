@@ -4,6 +4,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -86,11 +87,14 @@ def _two(case: Case, b: Rollouts, found: Tensor, use: Tensor, bounds: list[float
     part = lambda term, b: term.weights(o, hp, b) - unit_weights(o, b, plain)
     alone = replace(case, hp=plain)
     for term in [t for t in terms if (off(found, part(t, b), b.adv)[zero] < case.tol).all()][:TERMS]:
-        less = more.without(lambda b, term=term: part(term, b))
+        less = more.without(partial(part, term))
         rest = chain(_retuned(alone, bounds), known(o, plain, bounds), _others(alone))
         slip = reproduces((s for s in rest if less.fits(s, alone)), alone, b, found - part(term, b), use)
         if slip is not None:
-            both = lambda b, slip=slip, term=term: slip.weights(o, plain, b) + part(term, b)
+
+            def both(b: Rollouts, slip: Slip = slip, term: Slip = term) -> Tensor:
+                return slip.weights(o, plain, b) + part(term, b)
+
             return Slip(f"two slips together: {slip.words}; and {term.words}", slip.kind, weigh=both)
     return None
 

@@ -163,6 +163,7 @@ def clamp_slips(o: Objective, hp: dict[str, Any], low: float, high: float, said:
     j, wide = _own(o, hp), {"sequence": mean_t, "trajectory": sum_t}.get(o.level)
 
     def of_response(lp, old, m):
+        assert wide is not None
         x, n = wide(where(m, lp - old, 0), m)[:, None], m.sum(-1, keepdim=True)
         return lp + (x.clamp(low, high) - x) / (n if o.level == "trajectory" else 1)
 

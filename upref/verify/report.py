@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 from upref.foreign.guard import undisturbed
 from upref.result import Result
@@ -158,6 +158,9 @@ class Report(Result):
         yield from self.lines()
 
 
+R = TypeVar("R", bound=Report)
+
+
 def styled(text: str, head: str):
     """The lines of a report as rich prints them."""
     from rich.text import Text
@@ -172,11 +175,11 @@ def row(key: str, text: str, width: int = 118) -> str:
     return textwrap.fill(text, width, initial_indent=f"  {key:12} ", subsequent_indent=" " * 15)
 
 
-def tidy(check: Callable[..., Report]) -> Callable[..., Report]:
+def tidy(check: Callable[..., R]) -> Callable[..., R]:
     """Decorator: what the function under check changes of the process is restored afterwards, and noted."""
 
     @wraps(check)
-    def one(*args, **kwargs) -> Report:
+    def one(*args: Any, **kwargs: Any) -> R:
         with undisturbed() as changed:
             report = check(*args, **kwargs)
         if not changed:

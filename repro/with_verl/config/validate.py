@@ -286,7 +286,7 @@ def _classes(cfg: DictConfig):
             return omega_conf_to_dataclass(cfg.actor_rollout_ref.actor)
     except Exception as e:  # whatever verl's checks raise, mostly AssertionError and ValueError
         cause = e.__cause__ or e
-        said = str(cause) or traceback.extract_tb(cause.__traceback__)[-1].line  # an assert without words
+        said = str(cause) or str(traceback.extract_tb(cause.__traceback__)[-1].line)  # an assert without words
         raise InputError(f"verl refuses the configuration: {' '.join(said.split())[:400]}") from e
 
 

@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -101,7 +102,8 @@ def run(name: str) -> dict:
     os.environ["UPREF_GRADIENTS"] = str(out / "gradients")
     smoke.main(objective, STEPS, out, given, again=True, experts=experts, modules=("repro.with_verl.trials.gradients",))
     found = json.loads((out / "summary.json").read_text())
-    wrong, gradient = found["wrong"], {}
+    wrong: list[str] = found["wrong"]
+    gradient: dict[str, Any] = {}
     if wrong:
         wrong = [*wrong, advice.error_in(sorted(out.glob("trainer-*.log"))[-1])]
     elif not 0 < found["parity_of_bound"] <= 1:

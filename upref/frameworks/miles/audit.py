@@ -63,10 +63,10 @@ def _defaults(mode: str) -> dict[str, Any]:
 def _modules() -> tuple[Any, Any, Any]:
     """losses, math_utils and cp_utils, in one process."""
     alone = SimpleNamespace(cp=SimpleNamespace(size=1, rank=0, group=None))
-    found = tuple(importlib.import_module(UTILS + m) for m in ("loss_hub.losses", "loss_hub.math_utils", "cp_utils"))
+    found = [importlib.import_module(UTILS + m) for m in ("loss_hub.losses", "loss_hub.math_utils", "cp_utils")]
     for module in found:
         vars(module)["get_parallel_state"] = lambda: alone
-    return found
+    return found[0], found[1], found[2]
 
 
 def _plain(mode: str, config: dict[str, Any]):
@@ -79,8 +79,9 @@ def _plain(mode: str, config: dict[str, Any]):
         losses, _, cp = _modules()
         n = [int(m.nonzero().max()) + 1 for m in mask]  # up to the last token that counts
         rows = lambda x: [row[:k] for row, k in zip(x, n, strict=True)]
-        batch = {"advantages": rows(advantages), "log_probs": rows(old_log_prob), "ref_log_probs": rows(ref_log_prob)}
-        batch |= {"loss_masks": rows(mask), "response_lengths": n, "total_lengths": n, "unconcat_tokens": None}
+        batch: dict[str, Any] = {"advantages": rows(advantages), "log_probs": rows(old_log_prob)}
+        batch |= {"ref_log_probs": rows(ref_log_prob), "loss_masks": rows(mask)}
+        batch |= {"response_lengths": n, "total_lengths": n, "unconcat_tokens": None}
         vars(losses)["get_log_probs_and_entropy"] = lambda *_, **__: {"log_probs": rows(log_prob)}
         per_token = config["calculate_per_token_loss"]
         reduced = cp.get_sum_of_sample_mean(n, n, batch["loss_masks"], per_token)

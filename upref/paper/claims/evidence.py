@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 from upref.errors import InputError
@@ -31,7 +32,7 @@ def compute(claims: list[Claim], save: bool = False, root: Path = ROOT) -> tuple
     """The claims judged now, and their entries of computed.json; with save, they are written there."""
     known = last()
     judged = run(claims, {c.id: known.get(c.id, {}).get("verdict", "") for c in claims}, root)
-    quiet = {"cwd": root, "capture_output": True, "text": True, "check": False}
+    quiet: dict[str, Any] = {"cwd": root, "capture_output": True, "text": True, "check": False}
     git = lambda *argv: subprocess.run(["git", "--no-optional-locks", *argv], **quiet).stdout
     commit = git("rev-parse", "--short=10", "HEAD").strip() + (" and changes" if git("status", "--porcelain") else "")
     made = saved(judged, datetime.now(UTC).date().isoformat(), commit)

@@ -65,7 +65,7 @@ def state(case: Case) -> list[Finding]:
     """The first batch once more, after all others: a loss that has changed meanwhile was not judged by one answer."""
     first = next((n for n, at in enumerate(case.loss.log) if at), None)
     since = None if first is None else case.loss.changed(first)
-    if since is None:
+    if first is None or since is None:
         return []
     text = f"the batch of call {first + 1}, asked again after call {len(case.loss.log)}"
     return [fail("determinism", text, "the same numbers", "other numbers", cause=f"{STATE} at call {since}")]

@@ -120,15 +120,15 @@ def clamps(case: Case) -> list[Finding]:
     if not hits:
         return []
     near = [hit for hit in hits if abs(hit[1]) < guard] or hits
-    A, x, expected, found = max(near, key=lambda hit: abs(hit[2] - hit[3]) / math.exp(abs(hit[1])) ** (hit[1] > 0))
+    A, x, want, got = max(near, key=lambda hit: abs(hit[2] - hit[3]) / math.exp(abs(hit[1])) ** (hit[1] > 0))
     why = _clamp(case, hits) or UNKNOWN
     text = f"{NAMES[A]}, log r = {x:.4g}"
     if abs(x) < guard:
         one = case.ready(column(A, [math.exp(x)]))
         reached = f", as of a token that was sampled at π_old = {math.exp(-abs(x)):.1g}" if x > 0 else ""
-        return [fail("extremes", text + reached, expected, found, example(case, one, wrong_of(case)), why)]
+        return [fail("extremes", text + reached, want, got, example(case, one, wrong_of(case)), why)]
     far = f"another weight at {guard:g} or beyond" if why == UNKNOWN else f"clamped at {guard:g} or beyond"
-    return [note("extremes", f"{text}: {far}", expected, found, why)]
+    return [note("extremes", f"{text}: {far}", want, got, why)]
 
 
 def _clamp(case: Case, hits: list[tuple[float, float, float, float]]) -> str:
