@@ -102,3 +102,15 @@ def test_the_lists_resolve_to_what_is_pinned():
     if done.returncode == 2 and re.search(r"error sending request|dns error|Failed to fetch|tcp connect", done.stderr):
         pytest.skip("the package index does not answer")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_ci_runs_where_not_every_python_is_installed(tmp_path):
+    """`type -a` fails if one of several names is missing, as on a stock Debian."""
+    for name in (".ci", "tests", "bin"):
+        (tmp_path / name).mkdir()
+    shutil.copy(Path(__file__).parents[2] / ".ci" / "run", tmp_path / ".ci" / "run")
+    (tmp_path / "tests" / "run.sh").write_text('echo "with $PYTHON $*"\n')
+    (tmp_path / "bin" / "python3.11").symlink_to(sys.executable)
+    env = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    done = subprocess.run(["bash", str(tmp_path / ".ci" / "run"), "quick"], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and re.match(r"with \S*python\S* quick$", done.stdout.strip())
