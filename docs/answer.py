@@ -47,14 +47,15 @@ def text() -> str:
     own = [r.seen(f"{m}: UP-DAPO − DAPO, both at their own rate") for m in ("Best@32", "Avg@32")]
     assert len(doses) == 3 and all("reproduced" in c for c in best[:2]) and all("undecided" in c for c in avg[:2])
     assert all(c.startswith("not testable") for c in (best[2], avg[2]))
-    heads = [f"{name} drift: DAPO clips {x} % of right tokens ({n} seeds)" for name, x, n in doses]
+    heads = [f"{name} drift: DAPO clips {x} % of the tokens with A > 0 ({n} seeds)" for name, x, n in doses]
     row = lambda cells: f"| {' | '.join(cells)} |"
     kept = (
         f"{number(best[0])} and {number(best[1])} points of Best@32. Training lowers Best@32 under both: at low drift"
     )
     lines = [
-        f"Tiny transformers, number puzzles, tests registered before any run (commit {commit}). UP-DAPO minus DAPO at "
-        "the end, in points:",
+        "Tiny transformers, number puzzles, tests [registered](docs/glossary.md#results) before any run "
+        f"(commit {commit}). *Drift* is how far training moves between two generations of responses. UP-DAPO minus "
+        "DAPO at the end, in percentage points:",
         "",
         row(["", *heads]),
         "|---|---|---|---|",
@@ -62,15 +63,17 @@ def text() -> str:
         row(["Avg@32: solved on average", *avg]),
         "",
         f"* **Kept.** UP keeps more of what 32 tries can find: {kept} from {fall[1]} % to {fall[2]} % (DAPO) and "
-        f"{fall[3]} % (UP-DAPO).",
-        f"* **Not shown.** That UP answers better on average: undecided, within {lowest:+.1f} to {highest:+.1f} "
-        "points. At high drift DAPO itself does not learn, so nothing can be tested there.",
-        "* **Learning rate** (not registered; 95 % intervals). DAPO at its own learning rate is above DAPO at the "
-        f"common one by {rate[0]} points of Best@32 and {rate[1]} of Avg@32: more than UP gains. With both at their "
-        f"own rate UP adds {own[0]} and {own[1]}.",
+        f"{fall[3]} % (UP-DAPO), so UP loses less.",
+        "* **Not shown.** That UP answers better on average. [Undecided](docs/claims.md): both intervals contain 0, "
+        f"and together they reach from {lowest:+.1f} to {highest:+.1f} points. At high drift DAPO itself does not "
+        "learn, so that column decides nothing.",
+        "* **Learning rate** (not registered; 95 % intervals). The table's runs share one learning rate. A sweep chose "
+        f"a lower one for both methods, and that change alone gains DAPO {rate[0]} points of Best@32 and {rate[1]} of "
+        f"Avg@32: more than UP gains. With both at the lower rate, UP-DAPO minus DAPO is {own[0]} points of Best@32 "
+        f"and {own[1]} of Avg@32.",
         "* **Limits.** One base policy, one task, 100 steps, answers of about 13 tokens. No GPU run has been made.",
         "",
-        "[The report](repro/mini/round2/results/report.md) has every registered test, [verdicts](docs/verdicts.md) an "
-        "earlier round with fewer seeds. Both are evidence for the statements counted here:",
+        "[The report](repro/mini/round2/results/report.md) has every registered test of this round, "
+        "[verdicts](docs/verdicts.md) an earlier round with fewer seeds. Both feed the counts below.",
     ]
     return "\n".join(lines)

@@ -187,4 +187,4 @@ def test_an_interrupt_is_one_sentence_and_leaves_no_process(number, status, comm
     err = run.communicate(timeout=30)[1]  # the pipe closes when the last process has ended
     assert run.returncode == status and len(err.splitlines()) == 1
     said = "interrupted" if number == signal.SIGINT else "terminated"
-    assert f"{said}; the same command starts again" in err
+    assert f"{said}; run the same command again" in err

@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         return supervised(lambda: _run(args), args.timeout, what)
     except KeyboardInterrupt as e:
         how = e.args[0] if e.args else "interrupted"
-        print(f"upref {args.command}: {how}; the same command starts again.", file=sys.stderr)
+        print(f"upref {args.command}: {how}; run the same command again.", file=sys.stderr)
         return 143 if e.args else 130
     finally:
         signal.signal(signal.SIGTERM, before)
