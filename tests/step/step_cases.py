@@ -430,7 +430,7 @@ bug("the upper clip is 1.2", "eps_high is 0.2", Own)(of(lambda lp, old, A, *_: s
 bug("there is no clip", "the ratio is not clipped", gpt2)(of(lambda lp, old, A, *_: (lp - old).exp() * A))
 bug("the old log-probabilities are shifted by one", "", Own)(
     of(lambda lp, old, A, *_: surrogate(lp, F.pad(old, (0, 1))[:, 1:], A)))  # fmt: skip
-bug("advantages are normalized once more in each batch", "each response has one factor", Own)(
+bug("advantages are normalized once more in each batch", "the advantages are normalized again", Own)(
     of(lambda lp, old, A, ref, b, z: surrogate(
         lp, old, (A - (a := A.sum(1) / b.resp.sum(1)).mean()) / a.std())))  # fmt: skip
 bug("responses with a negative advantage do not train", "responses 1, 3, 5, 7 do not train", qwen)(

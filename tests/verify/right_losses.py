@@ -143,7 +143,7 @@ def metrics(logprobs, old_logprobs, advantages, mask, clip_range=0.2):
 def answers(*, log_probs, old_log_probs, adv, mask):
     d = (log_probs - old_log_probs).masked_fill(~mask.bool(), 0.0)
     J = even(d, adv.expand_as(d).masked_fill(~mask.bool(), 0.0))
-    return -J.sum() / mask.sum(), d.detach().mean(), d.exp().max()
+    return -J.sum() / mask.sum(), d.detach().mean(), d.detach().exp().max()
 
 
 class Module(torch.nn.Module):

@@ -18,11 +18,18 @@ import upref
 from upref import Rollouts, transforms
 
 pytestmark = pytest.mark.nightly
-MISSED = {"micro-batches": "without totals, num_micro_batches is read as a setting and keeps its default, 1"}
-REJECTED = {}
+MISSED = {
+    "micro-batches": "without totals, num_micro_batches is read as a setting and keeps its default, 1",
+    "first advantage": "it is read as a loss of one advantage per response, which the report says",
+}
+REJECTED = {
+    "an indicator": "π/π_old is nan where log π = -1000, which no sampler draws: a note would do",
+    "it calls backward itself": "refused, because it returns nothing",
+}
 UNNAMED = {
     "ce_gppo": "the factors beyond the clip keep their defaults, and the bounds are fitted to make up for them",
-    "dro": "tau is not searched for",
+    "wapo": "dr_grpo without negative advantages is named, which has the same gradient",
+    "luspo": "gspo is named, with the aggregation that luspo has",
 }
 ESTIMATORS = {"modulo 1024": "prompt ids are made to collide modulo numbers up to 100 only"}
 
