@@ -96,7 +96,7 @@ def _k1(b: Rollouts) -> Tensor:
 
 
 BETA = 0.04
-K1 = Slip("the KL term is k1, whose gradient has mean 0", "term", hp={"beta": 0.0}, term=_k1)
+K1 = Slip("the KL term is k1, whose gradient has mean 0 on policy", "term", hp={"beta": 0.0}, term=_k1)
 DAPO_S = replace(get("dapo"), level="sequence")
 DUAL_S = Slip("the dual clip c = 3, of a response's ratio", "objective", objective=DAPO_S,
               hp={"eps_low": 3e-4, "eps_high": 4e-4, "c": 3.0})  # fmt: skip

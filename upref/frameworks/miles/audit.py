@@ -100,7 +100,7 @@ BETA = 0.04
 TOKENS = {"calculate_per_token_loss": True, "eps_clip_high": 0.28}
 KL = {"use_kl_loss": True, "kl_loss_coef": BETA}
 C, LOW = {"eps_clip_c": 10.0}, {"kl_loss_type": "low_var_kl"}
-K1 = Slip("the KL term is k1, whose gradient has mean 0", "term", hp={"beta": 0.0}, term=_k1)
+K1 = Slip("the KL term is k1, whose gradient has mean 0 on policy", "term", hp={"beta": 0.0}, term=_k1)
 COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {}, (CLAMP,)),
     Comparison("default", "grpo", KL | C, "grpo", {"beta": BETA, "c": 10.0}, (K1,)),

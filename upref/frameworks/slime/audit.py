@@ -98,7 +98,7 @@ BETA = 0.04
 TOKENS = {"calculate_per_token_loss": True}
 MEANS = aggregated("seq-mean-token-mean")
 KL = {"use_kl_loss": True, "kl_loss_coef": BETA}
-K1 = Slip("the KL term is k1, whose gradient has mean 0", "term", hp={"beta": 0.0}, term=_k1)
+K1 = Slip("the KL term is k1, whose gradient has mean 0 on policy", "term", hp={"beta": 0.0}, term=_k1)
 FLOOR = Slip("weights in [0.8, 1.2], from both sides", "objective", objective="cispo_verl")
 COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {}),

@@ -150,7 +150,7 @@ def _grpo_clamped(lp, lp_old, A, *, eps=0.2, c=None):
 
 
 BETA = 0.04
-K1 = Slip("the KL term is k1, whose gradient has mean 0", "term", hp={"beta": 0.0}, term=_k1)
+K1 = Slip("the KL term is k1, whose gradient has mean 0 on policy", "term", hp={"beta": 0.0}, term=_k1)
 RATIO = replace(get("grpo"), fn=_grpo_clamped)
 CLAMP_KL = replace(CLAMP, view=lambda b: b, objective=RATIO, hp={"beta": BETA})  # the KL term reads log π_θ itself
 CLAMP_K1 = replace(CLAMP_KL, hp={})
