@@ -6,6 +6,7 @@ import pytest
 NEED = "`repro/venv.sh verl` installs what verl's engine needs"
 pytest.importorskip("verl.trainer.ppo.core_algos", reason=NEED)
 transformers = pytest.importorskip("transformers", reason=NEED)
+pytest.importorskip("verl.workers.engine.base", reason=NEED, exc_type=ImportError)
 import torch  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
 
