@@ -55,10 +55,7 @@ def test_the_solution_is_right(asked, n):
 
 
 @pytest.mark.parametrize("n, i", RIGHT)
-def test_another_way_to_be_right(asked, n, i, request):
-    if (n, i) == (7, 0):
-        why = "on a long response with far ratios its weight is NaN: rejected, where a note would do"
-        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
+def test_another_way_to_be_right(asked, n, i):
     status, said = asked(n, attempt(n, i)[0])
     assert status == 0, said
 

@@ -44,10 +44,7 @@ def test_the_report_says_what_was_covered():
 
 
 @pytest.mark.parametrize("spot", spots.NAMED, ids=str)
-def test_named(spot, request):
-    if str(spot) == "gmpo_1.0":
-        why = "the bounds are read through a product that leaves the range of floating point"
-        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
+def test_named(spot):
     identity = upref.identify(spot.function)
     assert identity and spot.why in identity.why, str(identity)
     same = next(m for m in identity.matches if m.name == spot.objective)

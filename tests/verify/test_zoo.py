@@ -260,13 +260,9 @@ def test_check_rejects(case):
     assert "      likely    " in str(report), "a cause, or that none fits"
 
 
-PRODUCT = "a product of many far ratios leaves the range of floating point: rejected, where a note would do"
-
 
 @pytest.mark.parametrize("case", zoo.RIGHT, ids=lambda c: f"{c}-{c.objective}-{sorted(c.hp)}")
-def test_check_accepts(case, request):
-    if str(case) == "right.geometric_by_logs":
-        request.applymarker(pytest.mark.xfail(reason=PRODUCT, strict=True))
+def test_check_accepts(case):
     report = check(case)
     assert report, str(report)
     assert case.leaks == any(f.oracle == "poison" for f in report.notes), str(report)

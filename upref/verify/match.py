@@ -214,7 +214,7 @@ def in_range(o: Objective, hp: dict[str, Any]) -> bool:
     """Whether the objective takes these hyperparameters, and somebody could have set them."""
     most = {"eps": 1.0, "eps_low": 1.0, "eps_high": 100.0}
     own = {k: v for k, v in o.hyperparameters.items() if v is not None}  # WAPO's eps is 9
-    if any(v is not None and v > max(most.get(k, math.inf), 2 * own.get(k, 0)) for k, v in hp.items()):
+    if any(v is not None and v > (1 + 1e-6) * max(most.get(k, math.inf), 2 * own.get(k, 0)) for k, v in hp.items()):
         return False
     try:
         o.resolve({k: v for k, v in hp.items() if v is not None})

@@ -36,6 +36,7 @@ ANCHOR_A = (1.0, -1.0, -0.5, 0.5, 2.0, -2.0, 1.5, -0.75)
 OVERFLOW = (20.0, 60.0, 80.0, 100.0, 800.0)  # log r
 # of |log r|: a clamp from there on is a guard that training does not meet; a response's is a mean over its tokens
 GUARD = {"token": 20.0, "free": 20.0, "trajectory": 20.0, "sequence": 10.0}
+PRODUCT = 80.0  # |log| of a product of ratios that float32 holds
 CLAMPS = (9.5, 10.5, 19.5, 20.5, 25.0)  # on both sides of where implementations clamp log r
 
 
@@ -370,6 +371,10 @@ def beyond(axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] 
         away = np.abs(draw(of.far, (B, T))) * np.where(side == 1, 1, -1)[:, None] if wide else draw(of.far, (B, T))
         some = side[:, None] > 0 if wide else rng.random((B, T)) < of.share / (4 if of.mostly == "clipped" else 1)
         x = np.where(some, away.clip(-guard, guard), x)
+    if objective.level == "free":  # which may multiply ratios: a response that can be sampled keeps them in range
+        order = rng.permutation(T)
+        moved = np.cumsum(np.where(mask, np.abs(x), 0)[:, order], 1)[:, order.argsort()]
+        x = np.where(moved < PRODUCT, x, rng.normal(size=(B, T)) * 1e-4)
     if wide:  # the response's own ratio is drawn, its tokens are scattered around it
         noise = np.where(mask, rng.normal(size=(B, T)) * 0.1, 0)
         x = x[:, :1] / (1 if objective.level == "sequence" else n[:, None])

@@ -15,6 +15,7 @@ from upref.rollouts import Rollouts
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
+from upref.verify.oracles.reach import beyond_range
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import PER_TOKEN, as_python, example, worst, wrong
 from upref.weights.batches import NAMED, anchor, beyond
@@ -82,7 +83,7 @@ def one_response(case: Case) -> list[Finding]:
             one, found = (case, case.weights(b)) if n % 2 or case.single else case.singly(b)
         except InputError as e:  # one that asks for several responses, or for whole groups, says so itself
             return [note("one-response", f"{regime} is refused", found=str(e))]
-        off = one.off(b, found).masked_fill(one.rounded(b), 0)
+        off = one.off(b, found).masked_fill(one.rounded(b) | beyond_range(one, b, found), 0)
         if off.max() > 10 * one.tol:
             i, t = worst(off)
             small = example(case, b, wrong(case), (i, t))

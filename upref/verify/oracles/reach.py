@@ -96,21 +96,25 @@ def _in_part(case: Case, b: Rollouts) -> bool:
 
 
 def _off(case: Case, b: Rollouts, found: Tensor | None = None) -> Tensor:
-    """Tokens beside a bound, and those where the objective itself has no weight, count nothing; nor does NaN where the
-    product of a response's ratios is beyond what its dtype holds: some write the geometric mean as a root of it."""
+    """Tokens beside a bound, and those where the objective itself has no weight, count nothing."""
     found = case.weights(b) if found is None else found
     sums = 4 if case.single and case.o.level in REDUCE else 1  # one sum over a batch of float32 rounds at each step
     apart = case.off(b, found, 1e-12, sums)
     if not apart.max() > 10 * case.tol:
         return apart
-    expected = case.expected(b)
-    if case.o.level in ("sequence", "free"):
-        log_r = torch.where(b.mask, b.logp - b.logp_old, 0)
-        most = math.log(torch.finfo(torch.float32 if case.single else b.logp.dtype).max)
-        out = log_r.abs().sum(1, keepdim=True) > most / 2
-        apart = apart.masked_fill(out & ~found.isfinite(), 0)
+    apart, expected = apart.masked_fill(beyond_range(case, b, found), 0), case.expected(b)
     edge = case.moves(b, expected, sums) > 1e-3 * torch.maximum(expected.abs(), b.adv.abs())
     return apart.masked_fill(edge | ~expected.isfinite(), 0)
+
+
+def beyond_range(case: Case, b: Rollouts, found: Tensor) -> Tensor:
+    """Tokens at NaN of responses of which the product of the ratios is beyond what its dtype holds: some write the
+    geometric mean as a root of it."""
+    if case.o.level not in ("sequence", "free"):
+        return torch.zeros_like(b.mask)
+    log_r = torch.where(b.mask, b.logp - b.logp_old, 0)
+    most = math.log(torch.finfo(torch.float32 if case.single else b.logp.dtype).max)
+    return (log_r.abs().sum(1, keepdim=True) > most / 2) & ~found.isfinite()
 
 
 def _shown(case: Case, name: str, b: Rollouts, i: int, t: int, ids: tuple[str, ...], dtype: str) -> str:
