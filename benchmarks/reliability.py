@@ -235,7 +235,7 @@ def checkout(folder: Path) -> Path:
     place = folder / "checkout"
     lists = place / "repro/requirements"
     lists.mkdir(parents=True)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, place)
     (place / "upref").mkdir()
     shutil.copy(ROOT / "upref/__init__.py", place / "upref")

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from upref.files import write_atomically
+
 FILE = Path(__file__).with_suffix(".json")
 FULL = "2048 +151936"  # tokens, ids
 MEASURED = Path(__file__).parents[1] / "benchmarks/hidden.txt"
@@ -71,7 +73,7 @@ def main(*names: str):
         k = kernels(name)
         functions = {f: brief(r) for f, r in k.reports.items()}
         every = dict(sorted((found() | {name: {"version": k.version, "functions": functions}}).items()))
-        FILE.write_text(json.dumps(every, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_atomically(FILE, json.dumps(every, indent=1, ensure_ascii=False) + "\n")
         print(name, functions, flush=True)
 
 

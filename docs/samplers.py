@@ -18,6 +18,7 @@ import torch
 
 import upref
 from docs.in_the_wild.fetched import Fetched
+from upref.files import write_atomically
 
 PAGE = Path(__file__).parent / "sampler-corrections.md"
 COMMITS = {
@@ -200,7 +201,7 @@ def main():
     )
     before, _, rest = text.partition(start)
     after = rest.partition(end)[2]
-    PAGE.write_text(before + start + page(parser.parse_args().folder) + end + after, encoding="utf-8")
+    write_atomically(PAGE, before + start + page(parser.parse_args().folder) + end + after)
 
 
 if __name__ == "__main__":

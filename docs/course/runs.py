@@ -16,6 +16,7 @@ from torch import Tensor
 import upref
 from upref import advantages
 from upref.course.lessons.reading_a_run import KEY
+from upref.files import write_atomically
 
 FILE = Path(upref.__file__).parent / "course/exercises/lesson10.py"
 HEAD = "run  batch  reward  entropy  pass@8  signal   r, first update   r, last update   clipped  gradient"
@@ -111,7 +112,7 @@ def written(text: str) -> str:
 
 def main():
     torch.set_num_threads(1)
-    FILE.write_text(written(FILE.read_text(encoding="utf-8")), encoding="utf-8")
+    write_atomically(FILE, written(FILE.read_text(encoding="utf-8")))
     print(table())
 
 

@@ -21,6 +21,7 @@ import upref
 from docs.in_the_wild import by_hand, estimators, wrappers
 from docs.in_the_wild.fetched import Fetched
 from upref.errors import InputError
+from upref.files import write_atomically
 
 HERE = Path(__file__).parent
 BATCHES = 40
@@ -143,7 +144,7 @@ def machine() -> str:
 
 def write(found: dict, table: dict):
     kept = {name: found[name] for name in ["machine", *table, "estimators"] if name in found}
-    (HERE / "found.json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_atomically(HERE / "found.json", json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
 
 
 def main(folder: str, *names: str):

@@ -42,9 +42,9 @@ class StepLog(TrainerCallback):
             scores = reward(prompts, completions, answer, **more)
             texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
             rows = zip(texts, answer, scores, strict=True)
+            lines = (json.dumps({"output": t, "gts": a, "score": s}) + "\n" for t, a, s in rows)
             (self.folder / "answers").mkdir(exist_ok=True)
-            with open(self.folder / "answers" / f"{self.step}.jsonl", "w", encoding="utf-8") as f:
-                f.writelines(json.dumps({"output": t, "gts": a, "score": s}) + "\n" for t, a, s in rows)
+            write_atomically(self.folder / "answers" / f"{self.step}.jsonl", "".join(lines))
             return scores
 
         return scored

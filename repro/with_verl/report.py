@@ -9,6 +9,7 @@ beside, as printed there, where a run is of one of its methods. Exit status 2: n
 """
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -282,7 +283,9 @@ def draw(name: str, caption: str, panels: list[Panel], runs: list[Kept], path: P
             ax.text(0.5, 0.5, "not logged", transform=ax.transAxes, ha="center", color="gray")
     fig.suptitle(f"as {name} of the paper: {caption}" if name != "Ours" else caption, fontsize=11)
     fig.tight_layout()
-    fig.savefig(path, metadata={"Date": None})
+    picture = io.BytesIO()
+    fig.savefig(picture, format=path.suffix[1:], metadata={"Date": None})
+    write_atomically(path, picture.getvalue())
     plt.close(fig)
 
 

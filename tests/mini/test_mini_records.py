@@ -3,7 +3,10 @@
 
 import ast
 import json
+import os
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -158,3 +161,81 @@ def test_no_loader_runs_what_it_reads():
         "np.load(f, allow_pickle=True)",
     ):
         assert any(unsafe(ast.parse(bad))), bad
+
+
+# Where another way to write is right: into a folder that is temporary, or that gets its name when it is whole.
+DRAFTS = {
+    "upref/files.py": "the writer",
+    "upref/audits/child.py": "temporary folder",
+    "upref/audits/isolated/__init__.py": "temporary folder",
+    "upref/audits/isolated/pin.py": "folder that is renamed",
+    "upref/cli/supervise.py": "standard output",
+    "upref/step/trl.py": "temporary folder",
+    "upref/step/verl.py": "temporary folder",
+    "repro/mini/files.py": "folder that is renamed",
+    "repro/mini/policy/models.py": "folder that is renamed",
+    "repro/with_verl/cpu/toy.py": "made before the model that says that both are there",
+    "repro/with_verl/data/prepare.py": "temporary folder",
+    "repro/with_verl/reward/grader.py": "standard output",
+    "repro/with_verl/trials/gradients.py": "one file for each step and rank, read after the run",
+    "docs/make.py": "temporary folder",
+    "docs/site/gather.py": "folder that is made anew",
+    "docs/site/objectives.py": "folder that is made anew",
+    "benchmarks/hidden.py": "/proc",
+    "benchmarks/reliability.py": "temporary folder",
+}
+
+
+def in_place(text: str):
+    """Calls that leave half a file under its final name, if they are interrupted or the disk is full."""
+    for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+        name, words = ast.unparse(call.func).rpartition(".")[2], [ast.unparse(x) for x in call.args]
+        words += [ast.unparse(k.value) for k in call.keywords if k.arg == "mode"]
+        if name in ("write_text", "write_bytes", "to_parquet", "save_pretrained", "imsave"):
+            yield name
+        if name in ("open", "fdopen", "ZipFile") and any(re.fullmatch("'[wx]b?\\+?'", w) for w in words):
+            yield name
+        if name in ("savefig", "savez", "savez_compressed", "save_file", "write_table", "dump") and not any(
+            w == "sys.stdout" or re.search(rf"\b{re.escape(w)} = (io\.(Bytes|String)IO|pa\.BufferOutputStream)\(", text)
+            for w in words
+        ):
+            yield name
+        if ast.unparse(call.func) == "torch.save" and not re.search(rf"\b{re.escape(words[1])} = io\.BytesIO", text):
+            yield name
+
+
+def test_every_file_is_written_whole_or_not_at_all():
+    found = set()
+    for top in ("upref", "repro", "docs", "benchmarks", "figures", "derivations"):
+        for path in (ROOT / top).rglob("*.py"):
+            if any(in_place(path.read_text(encoding="utf-8"))):
+                found.add(path.relative_to(ROOT).as_posix())
+    assert found == set(DRAFTS), sorted(found ^ set(DRAFTS))
+    for bad in (
+        "p.write_text(x)",
+        "open(p, 'w')",
+        "p.open('x')",
+        "open(p, mode='wb')",
+        "fig.savefig(p)",
+        "torch.save(x, p)",
+        "json.dump(x, f)",
+    ):
+        assert any(in_place(bad)), bad
+
+
+def test_threads_and_processes_that_write_one_file_leave_a_whole_one(tmp_path):
+    """All write at once; each content is longer than what one call to the system writes."""
+    contents = [str(i) * 3_000_000 for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            list(pool.map(lambda text: write_atomically(tmp_path / "x", text), contents))
+            assert (tmp_path / "x").read_text() in contents
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_what_a_killed_writer_left_goes_with_a_later_write(tmp_path):
+    for name, age in ((".a[1].0123abcd", 4000), (".a[1].4567abcd", 0), (".b.0123abcd", 4000)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    write_atomically(tmp_path / "a[1]", "x")
+    assert {p.name for p in tmp_path.iterdir()} == {"a[1]", ".a[1].4567abcd", ".b.0123abcd"}

@@ -12,6 +12,7 @@ from upref.course import lessons
 from upref.course.exercise import Exercise
 from upref.course.verdict import Answer, judged, unfilled
 from upref.errors import InputError
+from upref.files import write_atomically
 from upref.foreign.load import load
 from upref.verify.oracle import found_in
 
@@ -31,11 +32,9 @@ def exercise(number: int) -> Exercise:
 
 def write(e: Exercise, folder: Path) -> bool:
     """The file with the hole into the folder; False where a file of that name is there already, which stays."""
-    try:
-        with (folder / e.file).open("x", encoding="utf-8") as file:
-            file.write(e.text())
-    except FileExistsError:
+    if (folder / e.file).exists():
         return False
+    write_atomically(folder / e.file, e.text())
     return True
 
 

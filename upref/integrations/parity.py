@@ -18,6 +18,7 @@ Where the band of an objective is finer than the dtype, nearly every token is at
 proves little: GSPO's, 3e-4 wide, in bfloat16. `Parity.blind`, the share of such tokens, says how much.
 """
 
+import io
 import logging
 import math
 import os
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from upref.aggregation import Totals, row_weights
 from upref.errors import InputError
+from upref.files import write_atomically
 from upref.ops import mean_t
 from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
@@ -228,8 +230,10 @@ class Monitor:
         path.parent.mkdir(parents=True, exist_ok=True)
         plain = {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in batch.items() if k != "totals"}
         totals = tuple(float(x) for x in batch["totals"])
+        dumped = io.BytesIO()
         torch.save({
             "objective": self.objective.name, "hp": hp, "loss": loss.detach().cpu(), "count": count, "totals": totals,
             "gradient": None if gradient is None else gradient.cpu(), **plain,
-        }, path)  # fmt: skip
+        }, dumped)  # fmt: skip
+        write_atomically(path, dumped.getvalue())
         return path

@@ -27,6 +27,7 @@ from repro.with_verl.cpu import fork, toy
 from repro.with_verl.place import RESULTS, ROOT, pythonpath
 from repro.with_verl.run import advice, records, watch
 from upref.aggregation import verl_name
+from upref.files import write_atomically
 
 PROMPTS, GROUP, MINI = 8, 8, 2  # a rollout: 8 prompts x 8 responses, in 4 mini-batches, so that 3 are off-policy
 SCORE, PARITY = "critic/score/mean", "actor/upref/parity_max_abs"
@@ -211,13 +212,14 @@ def main(
     if not again:
         shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
-    if not (out / "model").exists():
-        toy.make_model(out / "model", experts)
+    if not (out / "model").exists():  # made last, and renamed when it is whole
         toy.make_data(out / "data.parquet")
+        toy.make_model(out / "model.half", experts)
+        (out / "model.half").rename(out / "model")
     log = records.new_part(out)
     output = out / log.name.replace("steps-", "trainer-").replace(".jsonl", ".log")
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(objective, steps, out), *extra]
-    (out / "command.txt").write_text("\n".join(command) + "\n", encoding="utf-8")
+    write_atomically(out / "command.txt", "\n".join(command) + "\n")
     print(f"smoke: {name}, {steps} steps; verl's output goes to {output}", flush=True)
 
     def tell(row):
@@ -232,9 +234,9 @@ def main(
     report, wrong = judge(rows, steps, outcome)
     records.collect(out)
     found = json.dumps(summary(name, rows, steps, outcome, wrong, extra))
-    (out / "summary.json").write_text(found + "\n")
+    write_atomically(out / "summary.json", found + "\n")
     if keep:
-        (RESULTS / f"{keep}.json").write_text(found + "\n")
+        write_atomically(RESULTS / f"{keep}.json", found + "\n")
     print("\n".join([f"{name}: {'; '.join(report)}", *(f"WRONG  {w}" for w in wrong)]))
     if wrong and outcome.status != 0:
         print(full_disk(output) or f"verl's last word: {advice.error_in(output)}")

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from upref import InputError
+from upref.files import write_atomically
 
 STRING = pa.string()
 SCHEMA = pa.schema(
@@ -37,9 +38,9 @@ def write(path: Path, rows: list[dict[str, Any]], facts: dict[str, str]) -> None
     """Whole or not at all: written beside and renamed. `facts` go into the file's metadata."""
     schema = SCHEMA.append(pa.field("images", IMAGES)) if "images" in rows[0] else SCHEMA
     table = pa.Table.from_pylist(rows, schema=schema.with_metadata(facts))
-    half = path.with_suffix(".half")
-    pq.write_table(table, half)
-    half.replace(path)
+    content = pa.BufferOutputStream()
+    pq.write_table(table, content)
+    write_atomically(path, content.getvalue().to_pybytes())
 
 
 def facts(path: Path) -> dict[str, str]:

@@ -6,9 +6,10 @@ steps.jsonl is what they make together: a run that goes on from a checkpoint log
 """
 
 import json
-import os
 import time
 from pathlib import Path
+
+from upref.files import write_atomically
 
 PATH = "VERL_FILE_LOGGER_PATH"  # where verl's file logger writes
 STEP = "training/global_step"  # in the rows of training; a validation before it logs a row too
@@ -45,7 +46,6 @@ def training(rows: list[dict]) -> list[dict]:
 
 def collect(folder: Path) -> Path:
     """Write steps.jsonl anew, whole or not at all."""
-    path, half = folder / "steps.jsonl", folder / "steps.jsonl.half"
-    half.write_text("".join(json.dumps(r) + "\n" for r in merged(folder)), encoding="utf-8")
-    os.replace(half, path)
+    path = folder / "steps.jsonl"
+    write_atomically(path, "".join(json.dumps(r) + "\n" for r in merged(folder)))
     return path

@@ -18,6 +18,7 @@ from pathlib import Path
 from repro.with_verl.cpu import smoke
 from repro.with_verl.place import RESULTS, ROOT
 from repro.with_verl.run import watch
+from upref.files import write_atomically
 
 OUT = ROOT / "repro" / "out" / "equivalence"
 EPOCHS = 4
@@ -47,7 +48,7 @@ def train(name: str, steps: int) -> None:
     out = place(name).with_suffix("")
     os.environ |= {"UPREF_TURNS": turns, "UPREF_TURN": str(10**9)}
     OUT.mkdir(parents=True, exist_ok=True)
-    (OUT / "agent.yaml").write_text("- name: seeded\n  _target_: repro.with_verl.trials.seeded.SeededAgentLoop\n")
+    write_atomically(OUT / "agent.yaml", "- name: seeded\n  _target_: repro.with_verl.trials.seeded.SeededAgentLoop\n")
     extra = [
         *settings, "trainer.save_freq=-1", f"actor_rollout_ref.actor.ppo_epochs={EPOCHS}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={smoke.PROMPTS}",
@@ -58,7 +59,7 @@ def train(name: str, steps: int) -> None:
     rows = [r["data"] for r in watch.steps(sorted(out.glob("steps-*.jsonl"))[-1])]
     logged: dict = {k: [float(d[key]) for d in rows] for k, key in LOGGED.items()}
     logged["parity_max_abs"] = max((d[smoke.PARITY] for d in rows if smoke.PARITY in d), default=None)
-    place(name).write_text(json.dumps(logged | {"settings": settings}) + "\n")
+    write_atomically(place(name), json.dumps(logged | {"settings": settings}) + "\n")
 
 
 def place(name: str) -> Path:
@@ -94,7 +95,7 @@ if __name__ == "__main__":
     rows = compare(found, args.steps)
     text = json.dumps({"bound": BOUND, "pairs": rows, "runs": found}, indent=1)
     if args.keep:
-        (RESULTS / "equivalence.json").write_text(text + "\n")
+        write_atomically(RESULTS / "equivalence.json", text + "\n")
     for row in rows:
         worst = max(max(row[k], default=float("inf")) for k in LOGGED)
         print(f"{' = '.join(row['pair'])}: {'same' if row['same'] else 'DIFFER'}, at most {worst:.1e} apart")

@@ -24,6 +24,7 @@ from repro.with_verl.cpu import smoke, toy
 from repro.with_verl.data import schema
 from repro.with_verl.place import RESULTS, ROOT
 from repro.with_verl.run import advice
+from upref.files import write_atomically
 
 STEPS = 2
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
@@ -177,8 +178,8 @@ def main(argv: list[str] | None = None) -> int:
         for name in args.rows or [n for n in ROWS if not found.get(n, {}).get("as_expected")]:
             found[name] = run(name)
             rows = (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in found.items())
-            path.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
-    (RESULTS / "matrix.md").write_text(table(found), encoding="utf-8")
+            write_atomically(path, "{\n" + ",\n".join(rows) + "\n}\n")
+    write_atomically(RESULTS / "matrix.md", table(found))
     return int(not all(row["as_expected"] for row in found.values()))
 
 

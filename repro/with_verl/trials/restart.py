@@ -27,6 +27,7 @@ import psutil
 
 from repro.with_verl.place import RESULTS, ROOT, RUNS, pythonpath
 from repro.with_verl.run import records
+from upref.files import write_atomically
 
 LAUNCH = [sys.executable, "-m", "repro.with_verl.run.launch", "up_dapo", "cpu"]
 STEPS = "trainer.total_training_steps="
@@ -153,5 +154,6 @@ if __name__ == "__main__":
         print(f"{name}: {'; '.join(result['wrong']) or 'as it should be'}", flush=True)
         found[name] = result
         if args.keep:
-            path.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in found.items()) + "\n}\n")
+            rows = (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in found.items())
+            write_atomically(path, "{\n" + ",\n".join(rows) + "\n}\n")
     sys.exit(bad)
