@@ -255,7 +255,13 @@ def venv(folder: Path) -> Iterator[Row]:
     assert run(lambda: ask("docs"), log)[0] == 0, log.read_text()
     whole = installed()
     shutil.rmtree(env)
-    happened = killed(lambda: ask("docs"), env, lambda: installed() == whole, 10)
+
+    def same() -> bool:
+        now = installed()
+        print(sorted(k for k in now.keys() | whole.keys() if now.get(k) != whole.get(k))[:20])
+        return now == whole
+
+    happened = killed(lambda: ask("docs"), env, same, 10)
     yield "repro/venv.sh docs", "kill -9", 10, happened.format("every file"), "killed, then 0", "nothing"
 
     def offline() -> None:

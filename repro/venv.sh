@@ -10,7 +10,7 @@
 #   repro/venv.sh gpu megatron   the same with Megatron too, which paper_gspo needs
 #
 # Every version is in repro/requirements, with the hashes of its files, and pip refuses another file. Needs Python 3.11, 3.12 or 3.13 with venv (PYTHON=... chooses one) and a package
-# index for pip. Writes only inside the checkout. Exit status 2: it could not.
+# index for pip. Writes only inside the checkout. Exit status 2: it could not; 130 or 143: it was interrupted.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 lists=repro/requirements
@@ -22,6 +22,13 @@ py=$venv/bin/python
 
 say() { echo "venv.sh: $*" >&2; }
 die() { say "$*" && exit 2; }
+stop() {
+    kill $pip 2>/dev/null || true
+    say "$1; the same command continues." && exit "$2"
+}
+pip=
+trap 'stop interrupted 130' INT
+trap 'stop terminated 143' TERM
 
 for part in "$@"; do
     case $part in
@@ -44,7 +51,8 @@ all_fresh "$@" && chosen && exit 0
 exec 9>$venv.lock
 if [[ -n $(command -v flock) ]] && ! flock -n 9; then
     say "another process is making $venv, waiting for it."
-    flock 9
+    flock 9 & # in the background, so that it can be interrupted
+    wait $!
 fi
 
 if [[ ! -f $venv/made ]] || ! chosen || ! "$py" -c 'import pip' 2>/dev/null; then
@@ -63,26 +71,42 @@ if [[ ! -f $venv/made ]] || ! chosen || ! "$py" -c 'import pip' 2>/dev/null; the
     touch $venv/made
 fi
 
-# Forget packages of which a file is missing, because pip was killed; it takes what it has a record of for whole.
+# Remove packages of which a file is missing, because pip was killed: it takes what it has a record of for whole, and
+# would install a new version over what is left of the old one. It sets aside what it replaces, with a ~.
 forget() {
     "$py" -I - "$venv"/lib/python3*/site-packages <<'END'
 import csv, pathlib, shutil, sys
 site = pathlib.Path(sys.argv[1])
-for info in site.glob("*.dist-info"):
-    try:
-        with open(info / "RECORD", encoding="utf-8", newline="") as record:
-            whole = all(name.endswith(".pyc") or (site / name).exists() for name, *_ in csv.reader(record))
-    except OSError:
-        whole = False
-    if not whole:
-        shutil.rmtree(info)
+for left in site.glob("~*"):
+    shutil.rmtree(left) if left.is_dir() else left.unlink()
+again = True
+while again:  # two packages may have a file in common
+    again = False
+    for info in site.glob("*.dist-info"):
+        files = [info / "RECORD"]
+        if files[0].exists():
+            with open(files[0], encoding="utf-8", newline="") as record:
+                files += [site / name for name, *_ in csv.reader(record) if not name.endswith(".pyc")]
+        if not all(file.exists() for file in files):
+            for file in files:
+                file.unlink(missing_ok=True)
+            shutil.rmtree(info)
+            again = True
 END
+}
+
+# pip's arguments. In the background, because a trap waits for what is in the foreground. Leaves what it said in `said`.
+installed() {
+    exec 8< <(exec "$py" -m pip --disable-pip-version-check --no-input --no-cache-dir install --quiet "$@" 2>&1)
+    pip=$!
+    IFS= read -r -d '' said <&8 || true
+    wait $pip
 }
 
 # install WHAT PIP-ARGUMENTS...
 install() {
-    local said why
-    said=$("$py" -m pip --disable-pip-version-check --no-input --no-cache-dir install --quiet "${@:2}" 2>&1) && return
+    local why
+    installed "${@:2}" && return
     echo "$said" 2>/dev/null >$venv/pip.log || true
     case $said in
         *"No space left"* | *"Disk quota"*) why="the disk is full" ;;
@@ -96,8 +120,8 @@ install() {
 torch() {
     if [[ $(uname -s) == Linux ]] && ! nvidia-smi -L 2>/dev/null | grep -q GPU; then
         # Alone, so that no other package is looked for there, and impatient, because PyPI's build will do as well.
-        (install torch --no-deps --retries 0 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu \
-            --require-hashes -r $lists/torch-cpu.txt 2>/dev/null) && return
+        installed --no-deps --retries 0 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu \
+            --require-hashes -r $lists/torch-cpu.txt && return
         say "the CPU build of torch is not to be had, so it is the CUDA build: the same results, 3 GB more to download."
     fi
     install torch --no-deps --require-hashes -r $lists/torch.txt

@@ -4,8 +4,10 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -50,12 +52,14 @@ def test_pip_is_told_to_verify_every_list_or_its_header_says_why_not():
 
 
 def test_a_package_that_a_killed_pip_left_half_is_installed_again(tmp_path):
-    """pip takes what has metadata for whole: venv.sh removes the metadata of what lacks a file, and of nothing else."""
+    """pip takes what has metadata for whole, and leaves old files where it was killed while it replaced a package:
+    venv.sh removes what lacks a file, what pip had set aside, and nothing else."""
     script = re.search(r"<<'END'\n(.*?)END\n", (FOLDER.parent / "venv.sh").read_text(encoding="utf-8"), re.S)[1]
     for name, record, there in (
         ("whole", "whole/a.py,,\nwhole/a.pyc,,\n", "whole/a.py"),
         ("half", "half/a.py,,\nhalf/b.py,,\n", "half/a.py"),
         ("begun", None, "begun/a.py"),
+        ("shares", "shares/a.py,,\nhalf/a.py,,\n", "shares/a.py"),
     ):
         info = tmp_path / f"{name}-1.dist-info"
         info.mkdir()
@@ -64,8 +68,73 @@ def test_a_package_that_a_killed_pip_left_half_is_installed_again(tmp_path):
         (info / "METADATA").touch()
         if record:
             (info / "RECORD").write_text(record)
+    (tmp_path / "~ackage").mkdir()
+    (tmp_path / "~ackage" / "a.py").touch()
     subprocess.run([sys.executable, "-I", "-c", script, tmp_path], check=True)
     assert [p.name for p in tmp_path.glob("*.dist-info")] == ["whole-1.dist-info"]
+    assert sorted(p.parent.name for p in tmp_path.rglob("*.py")) == ["begun", "whole"], "what has no record stays"
+
+
+FAKE = """#!/usr/bin/env bash
+case "$*" in
+    *platform*) echo 3.11.2 ;;
+    "-m venv "*) mkdir -p "$3"/{bin,lib/python3.11/site-packages} && cp "$0" "$3/bin/python" ;;
+    *" -r repro/requirements/docs.txt") touch lib/docs-begun; eval "$PIP" ;;
+    "-m pip"*) echo base >lib/base; touch .venv/lib/python3.11/site-packages/_upref_rl.pth ;;
+esac
+"""
+
+
+@pytest.fixture
+def venv_sh(tmp_path):
+    """repro/venv.sh with a Python that installs nothing, beside a made .venv: how it is started, and its folder."""
+    for folder in ("repro", "lib"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(FOLDER.parent / "venv.sh", tmp_path / "repro")
+    shutil.copytree(FOLDER, tmp_path / "repro/requirements")
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "fake").write_text(FAKE)
+    (tmp_path / "fake").chmod(0o755)
+
+    def start(*parts, pip=""):
+        env = os.environ | {"PYTHON": str(tmp_path / "fake"), "PIP": pip}
+        return subprocess.Popen(["bash", "repro/venv.sh", *parts], cwd=tmp_path, env=env, text=True,
+                                stderr=subprocess.PIPE, start_new_session=True)  # fmt: skip
+
+    assert start().wait(60) == 0 and (tmp_path / "lib/base").exists()
+    return start, tmp_path
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_installation_is_one_sentence_and_leaves_no_pip(number, status, venv_sh):
+    start, folder = venv_sh
+    run = start("docs", pip="exec sleep 60")
+    while not (folder / "lib/docs-begun").exists():
+        time.sleep(0.02)
+    run.send_signal(number)
+    said = run.communicate(timeout=30)[1]  # pip has the pipe too: it has ended
+    assert run.returncode == status and said.endswith("ed; the same command continues.\n") and said.count("\n") == 1
+    assert start("docs").wait(60) == 0
+
+
+def test_an_interrupted_installation_and_then_no_network_leave_the_environment(venv_sh):
+    """The sentence names the network, and not the conflicts between packages that pip lists as well."""
+    start, folder = venv_sh
+    run = start("docs", pip="exec sleep 60")
+    while not (folder / "lib/docs-begun").exists():
+        time.sleep(0.02)
+    run.kill()
+    os.killpg(run.pid, signal.SIGKILL)
+    made = (folder / "lib/base").stat().st_mtime_ns
+    for cause, sentence in {
+        "WARNING: NewConnectionError": "the package index did not answer.",
+        "ERROR: No matching distribution found for x": "ERROR: No matching distribution found for x.",
+    }.items():
+        run = start("docs", pip=f"echo '{cause}'; echo 'ERROR: The following dependency conflicts'; exit 1")
+        said = run.communicate(timeout=30)[1]
+        assert run.returncode == 2 and f"could not install what docs needs: {sentence}" in said
+    assert (folder / ".venv/stamp-base").exists() and not (folder / ".venv/stamp-docs").exists()
+    assert (folder / "lib/base").stat().st_mtime_ns == made and start().wait(60) == 0, "base was installed again"
 
 
 def misfits(pin, needs, platform):
