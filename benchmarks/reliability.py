@@ -457,7 +457,7 @@ def disk(folder: Path) -> Iterator[Row]:
         ("upref cap -o", "cap.svg", lambda at: cli.main(["cap", "dapo", "-o", str(at / "cap.svg")])),
         ("upref explorer", "x.html", lambda at: cli.main(["explorer", str(at / "x.html")])),
         ("repro.exact", "rise.svg", lambda at: exact_.main(["rise", "--arms", "dapo", "--out", str(at)])),
-        ("repro.mini.study.report", "verdicts.md", lambda at: suite.interruptible(lambda: report(at), "report")),
+        ("repro.mini.study.report", "verdicts.md", lambda at: suite.said(lambda: report(at), "report")),
     ):
         status, said = run(beside(make, name), log, lambda: small_disk(place, "64k"))
         assert status == 2, (who, status, said)

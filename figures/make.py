@@ -13,6 +13,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
+from upref import interrupt
 from upref.files import write_atomically
 from upref.weights.atlas import atlas
 from upref.weights.capacity import capacity
@@ -74,4 +75,5 @@ def main(folder=Path(__file__).parent):
 
 
 if __name__ == "__main__":
+    interrupt.handled("figures/make.py")
     main(*sys.argv[1:2])

@@ -1,1 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
+from upref import interrupt
+
+interrupt.handled()

@@ -15,6 +15,7 @@ import torch
 
 from repro.exact import result
 from repro.exact.flow import arm
+from upref import interrupt
 from upref.errors import InputError
 
 EXPERIMENTS = ["rise", "drawn", "mass", "entropy", "coverage", "fixed_points", "collapse", "strings"]
@@ -37,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
                    "the code; else repro/out/exact)")  # fmt: skip
     args = p.parse_args(argv)
     torch.set_num_threads(1)
+    interrupt.then("nothing was written")
     try:
         results = []
         for name in chosen(args.experiments):
@@ -51,9 +53,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{p.prog}: {e}", file=sys.stderr)
     except OSError as e:
         print(f"{p.prog}: cannot write {e.filename or 'the results'}: {e.strerror or e}.", file=sys.stderr)
-    except KeyboardInterrupt:
-        print(f"\n{p.prog}: interrupted; nothing was written.", file=sys.stderr)
-        return 130
     return 2
 
 

@@ -242,7 +242,9 @@ def test_an_interrupt_is_one_sentence_and_status_130(tmp_path, whole):
     victim.send_signal(signal.SIGINT)
     said = victim.communicate()[1]
     assert victim.returncode == 130 and "Traceback" not in said
-    assert said.endswith("train: interrupted; the same command goes on from the last checkpoint.\n")
+    assert said.endswith(
+        "python -m repro.mini.train: interrupted; the same command goes on from the last checkpoint.\n"
+    )
     loop.train(S, out, say=lambda _: None)
     same_end(out, whole)
 

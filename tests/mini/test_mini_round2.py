@@ -298,7 +298,7 @@ def test_the_suite_of_round_2(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(suite, "TRAIN", "mini_fake_train")
     monkeypatch.setattr(report, "write", lambda records, folder: None)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests' / 'mini'}")
-    monkeypatch.setattr(suite, "interruptible", lambda work, who: work())
+    monkeypatch.setattr(suite, "said", lambda work, who: work())
     asked = ["--round", "2", "--jobs", "1", "--out", str(tmp_path / "out"), "--results", str(tmp_path)]
     assert suite.main(asked) == 0
     assert "The rest takes about" in capsys.readouterr().out

@@ -19,6 +19,7 @@ from repro.mini.study import plan, report, results, suite
 from repro.mini.study.plan import Claim, Contrast, Experiment
 from repro.mini.study.verdicts import judge
 from repro.mini.train.settings import Settings
+from upref import interrupt
 from upref.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -313,7 +314,7 @@ def test_interrupted_anyhow_it_goes_on_and_one_suite_runs_at_a_time(tmp_path, mo
     with pytest.raises(InputError, match="in use by another suite"), suite.alone(tmp_path):
         pass
     p.send_signal(signal.SIGTERM)
-    assert p.wait(30) == 130 and not any(results.status(tmp_path / n) for n in QUEUE)
+    assert p.wait(30) == 143 and not any(results.status(tmp_path / n) for n in QUEUE)
     before = sum(f.read_text().count("\n") for f in tmp_path.glob("*/steps.jsonl"))
     p = start()
     p.kill()
@@ -337,7 +338,8 @@ def child(out: Path) -> int:
         with suite.alone(out) as lock:
             return len(suite.run_all(QUEUE, out, 2, lock, train="mini_fake_train"))
 
-    return suite.interruptible(work, "suite")
+    interrupt.handled("suite")
+    return suite.said(work, "suite")
 
 
 def test_the_command(tmp_path, capsys):

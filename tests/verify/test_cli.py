@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 
 import upref
+from upref import interrupt
 from upref.cli import main
+from upref.foreign.guard import called
+
+ROOT = Path(__file__).parents[2]
 
 
 def run(capsys, *argv):
@@ -188,3 +192,42 @@ def test_an_interrupt_is_one_sentence_and_leaves_no_process(number, status, comm
     assert run.returncode == status and len(err.splitlines()) == 1
     said = "interrupted" if number == signal.SIGINT else "terminated"
     assert f"{said}; run the same command again" in err
+
+
+COMMANDS = {
+    "repro.mini.standing": signal.SIGINT,
+    "docs.logprobs": signal.SIGTERM,
+    "benchmarks.speed": signal.SIGINT,
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="it reads which libraries a process has loaded")
+@pytest.mark.parametrize(("module", "number"), COMMANDS.items())
+def test_an_interrupt_of_an_import_is_one_sentence(module, number):
+    """Of a command of each package; most of the first seconds are imports."""
+    run = subprocess.Popen([sys.executable, "-m", module], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while "libtorch" not in Path(f"/proc/{run.pid}/maps").read_text():
+        assert run.poll() is None
+        time.sleep(0.01)
+    run.send_signal(number)
+    said, how = run.communicate(timeout=60)[1], "interrupted" if number == signal.SIGINT else "terminated"
+    assert (run.returncode, said) == (128 + number, f"python -m {module}: {how}; run the same command again.\n")
+
+
+def test_every_module_that_is_a_command_is_in_a_package_that_handles_interrupts():
+    """But for two that are the children of a command, which stops them."""
+    found = subprocess.run(["git", "grep", "-l", "__main__", "--", "*.py"], cwd=ROOT, capture_output=True, text=True)
+    files = {Path(x) for x in found.stdout.split() if '__name__ == "__main__"' in (ROOT / x).read_text("utf-8")}
+    tops = {f.parts[0] for f in files} - {"tests"}
+    assert (tops <= {"repro", "docs", "benchmarks", "upref", "figures", "derivations"} and len(files) > 40) or not files
+    for top in ("repro", "docs", "benchmarks"):
+        assert "interrupt.handled()" in (ROOT / top / "__init__.py").read_text(encoding="utf-8")
+    ours = {f.as_posix() for f in files if f.parts[0] == "upref" and "course" not in f.parts}
+    assert ours <= {"upref/__main__.py", "upref/cli/__init__.py", "upref/audits/child.py", "upref/step/verl.py"}
+
+
+def test_sigterm_within_a_loss_is_not_the_loss():
+    """The guard takes what a loss raises for its answer."""
+    with pytest.raises(SystemExit) as e, interrupt.handled_within("upref x"):
+        called("f", lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(1)))
+    assert e.value.code == 143 and sys.excepthook is not interrupt._end

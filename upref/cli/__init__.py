@@ -6,12 +6,11 @@ What it takes is here, what it does in upref/cli/commands.py: help and usage err
 
 import argparse
 import io
-import signal
 import sys
 import traceback
 from pathlib import Path
 
-from upref import __version__
+from upref import __version__, interrupt
 from upref.errors import InputError
 
 LOSS = (
@@ -28,24 +27,13 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if argv is not None:
         return _run(args)
-    before = signal.signal(signal.SIGTERM, _terminated)  # so that child processes end too
-    try:
+    with interrupt.handled_within(f"upref {args.command}"):
         if args.command not in FOREIGN:
             return _run(args)
         from upref.cli.supervise import supervised
 
         what = "your function" if args.command == "learn" else "the loss"
         return supervised(lambda: _run(args), args.timeout, what)
-    except KeyboardInterrupt as e:
-        how = e.args[0] if e.args else "interrupted"
-        print(f"upref {args.command}: {how}; run the same command again.", file=sys.stderr)
-        return 143 if e.args else 130
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _terminated(number, frame):
-    raise KeyboardInterrupt("terminated")
 
 
 def _run(args) -> int:
@@ -166,9 +154,7 @@ def _parser() -> argparse.ArgumentParser:
         help="with --run: store them for `upref claims` (--verdict red: new and changed records only)",
     )
     c.add_argument("-v", "--verbose", action="store_true", help="also print what each piece of evidence found")
-    c.epilog = (
-        """Exit status: 1 if a claim is red, that is if its evidence is missing, fails or is inconsistent."""
-    )
+    c.epilog = """Exit status: 1 if a claim is red, that is if its evidence is missing, fails or is inconsistent."""
     c = command("step", "compare the gradient of a trainer's whole step with its objective's, over settings and models")
     c.add_argument("trainer", choices=("trl", "verl"))
     c.add_argument("--only", default="", metavar="TEXT", help="only settings whose name or model family contains TEXT")

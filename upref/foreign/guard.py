@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from upref.errors import InputError
+from upref.interrupt import Terminated
 
 
 def said(e: BaseException) -> str:
@@ -119,6 +120,8 @@ def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, boo
                 answer = call()
     except InputError as e:
         raise InputError(said(e)) from e
+    except Terminated:
+        raise
     except _CtrlC:
         raise KeyboardInterrupt from None
     except (SystemExit, KeyboardInterrupt, GeneratorExit) as e:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from upref.errors import InputError
 from upref.foreign.guard import said
+from upref.interrupt import Terminated
 
 
 def load(target: str) -> Callable[..., Any]:
@@ -137,6 +138,8 @@ def _as_input_error(what: str) -> Any:
             yield
     except InputError as e:
         raise InputError(said(e)) from e
+    except Terminated:
+        raise
     except (SystemExit, KeyboardInterrupt, GeneratorExit) as e:
         raise InputError(
             f"{what} ends the program when it is imported ({type(e).__name__}): put its last lines under "

@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         print(report.progress(d, results.load(args.results)))
         return 1 if failures else 0
 
-    return suite.interruptible(work, "stale")
+    return suite.said(work, "stale")
 
 
 if __name__ == "__main__":

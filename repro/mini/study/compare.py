@@ -220,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
         suite.say(f"\nReport and figures: {folder}", markup=False)
         return 0
 
-    return suite.interruptible(work, "run.sh")
+    return suite.said(work, "run.sh")
 
 
 if __name__ == "__main__":

@@ -4,14 +4,13 @@
 One process a core, one thread each, the core experiments first, seed by seed. Stop it at any moment and start it
 again: finished runs are kept, begun ones go on from their last checkpoint. Runs that two experiments share run once.
 At the end (also of an interrupted one) it writes repro/mini/results/.
-Exit status: 0 all ran, 1 some run failed, 2 could not start, 130 interrupted.
+Exit status: 0 all ran, 1 some run failed, 2 could not start, 130 or 143 interrupted.
 """
 
 import argparse
 import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from repro.mini import files
 from repro.mini.study import plan, results
 from repro.mini.train.settings import Settings
+from upref import interrupt
 from upref.errors import InputError
 
 ROOT = Path(__file__).parents[3]
@@ -162,10 +162,9 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def interruptible(work: Callable[[], int], who: str) -> int:
-    """work(), with SIGTERM taken like ctrl-C, and what a user can set right said in one sentence."""
-    for sign in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell that starts us with & has it ignored
-        signal.signal(sign, signal.default_int_handler)
+def said(work: Callable[[], int], who: str) -> int:
+    """work(), with what a user can set right said in one sentence."""
+    interrupt.then("the same command goes on from here")
     try:
         return work()
     except InputError as error:
@@ -174,9 +173,6 @@ def interruptible(work: Callable[[], int], who: str) -> int:
     except OSError as error:
         print(f"{who}: {error.strerror or error}: {error.filename or 'is the disk full?'}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"\n{who}: interrupted; the same command goes on from here.", file=sys.stderr)
-        return 130
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -222,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
         say(f"{sum(n in known for n in wanted)} of {len(wanted)} runs are in {folder}.")
         return 1 if failures else 0
 
-    return interruptible(work, "suite")
+    return said(work, "suite")
 
 
 def _verify() -> int:

@@ -15,6 +15,7 @@ from repro.mini.train import loop
 from repro.mini.train.replay import NotFinite
 from repro.mini.train.settings import Settings
 from repro.mini.train.trackers import MODULES, Tracker
+from upref import interrupt
 from upref.errors import InputError
 
 OUT = Path(__file__).parents[2] / "out" / "mini"
@@ -23,6 +24,7 @@ SHOWN = "reward {reward:.3f}  entropy {entropy:.3f}  KL to the base {kl_base:.4f
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments().parse_args(argv)
+    interrupt.then("the same command goes on from the last checkpoint")
     try:
         if args.replay:
             loop.replay(args.replay)
@@ -40,9 +42,6 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except InputError as e:
         print(f"train: {e}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("\ntrain: interrupted; the same command goes on from the last checkpoint.", file=sys.stderr)
-        return 130
     except OSError as e:
         print(f"train: cannot write or read {e.filename or 'the run'}: {e.strerror or e}.", file=sys.stderr)
     except MemoryError:

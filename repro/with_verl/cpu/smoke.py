@@ -13,7 +13,6 @@ import os
 import platform
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -246,7 +245,6 @@ def main(
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing it started is left running
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("objective")
     parser.add_argument("--steps", type=int, default=24)

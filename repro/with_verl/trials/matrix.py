@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -184,5 +183,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing it started is left running
     sys.exit(main())

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C and SIGTERM end a command, its imports too, with one sentence and exit status 130 or 143.
+
+`repro`, `docs` and `benchmarks` call `handled` in their __init__, so that it holds for every `python -m` of theirs.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_words = {"who": "", "then": "run the same command again"}
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM as an exception: on its way child processes are stopped and drafts are removed."""
+
+
+def handled(who: str = "") -> None:
+    """From here on, an interrupt of this process is one sentence.
+
+    Args:
+        who: The command. "": `python -m` as it was typed, and nothing where this process was started otherwise.
+    """
+    if not who and sys.argv[0] != "-m":  # what it is while Python looks for the module, and only then
+        return
+    _words["who"] = who or f"python -m {sys.orig_argv[sys.orig_argv.index('-m') + 1]}"
+    process = os.getpid()
+
+    def terminated(number, frame):
+        if os.getpid() != process:  # a fork, whose end is its own
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, terminated)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts a command with & has it ignored
+    sys.excepthook = _end
+
+
+@contextmanager
+def handled_within(who: str) -> Iterator[None]:
+    """The same for what is done inside; what an interrupt raises is then SystemExit, and the process is as before."""
+    kept = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
+    hook = sys.excepthook
+    handled(who)
+    try:
+        yield
+    except KeyboardInterrupt as e:
+        _end(type(e), e, None)
+    finally:
+        sys.excepthook = hook
+        for number, before in kept:
+            signal.signal(number, before)
+
+
+def then(sentence: str) -> None:
+    """What an interrupt leaves and how to go on, in place of "run the same command again"."""
+    _words["then"] = sentence
+
+
+def _end(kind, error, trace) -> None:
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+        return
+    how, status = ("terminated", 143) if kind is Terminated else ("interrupted", 130)
+    start = "\n" if sys.stderr.isatty() else ""  # behind ^C
+    print(f"{start}{_words['who']}: {how}; {_words['then']}.", file=sys.stderr)
+    raise SystemExit(status)
