@@ -144,7 +144,17 @@ class Objective:
         return known | hp
 
     def aggregated(self, agg: str) -> "Objective":
-        """The same terms under another aggregation, a name of upref.aggregation.AGGREGATIONS."""
+        """The same terms under another aggregation.
+
+        Args:
+            agg: a name of upref.aggregation.AGGREGATIONS.
+
+        Returns:
+            The objective, with that aggregation in place of its own.
+
+        Raises:
+            InputError: an unknown name, or seq-mean for an objective that has one term per token.
+        """
         if agg == "seq-mean" != self.agg and self.level == "token":
             raise InputError(f"seq-mean averages one term per response, and {self.name} has one per token: "
                              "give seq-mean-token-mean.")  # fmt: skip

@@ -127,6 +127,7 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
         "Objective.__call__": (o, {"b": b, "eps_low": 0.1}),
         "Objective.loss": (o.loss, {"b": b, "eps_low": 0.1}),
         "Objective.weight": (o.weight, {"r": 1.0, "A": 1.0, "eps_low": 0.1}),
+        "Objective.aggregated": (o.aggregated, {"agg": "seq-mean-token-mean"}),
         "Objective.factors": (upref.get("tis(dapo)").factors, {"b": replace(b, logp_sampler=b.logp_old)}),
         "Objective.resolve": (o.resolve, {"hp": {"eps_low": 0.1}}),
         "Rollouts": (upref.Rollouts, fields),

@@ -374,7 +374,7 @@ def beyond(axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] 
     if objective.level == "free":  # which may multiply ratios: a response that can be sampled keeps them in range
         order = rng.permutation(T)
         moved = np.cumsum(np.where(mask, np.abs(x), 0)[:, order], 1)[:, order.argsort()]
-        x = np.where(moved < PRODUCT, x, rng.normal(size=(B, T)) * 1e-4)
+        x = np.where(moved < PRODUCT, x * rng.uniform(0.98, 1, (B, T)), rng.normal(size=(B, T)) * 1e-4)  # without ties
     if wide:  # the response's own ratio is drawn, its tokens are scattered around it
         noise = np.where(mask, rng.normal(size=(B, T)) * 0.1, 0)
         x = x[:, :1] / (1 if objective.level == "sequence" else n[:, None])

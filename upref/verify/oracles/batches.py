@@ -15,7 +15,7 @@ from upref.rollouts import Rollouts
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
-from upref.verify.oracles.reach import beyond_range
+from upref.verify.oracles.reach import beyond_range, groups
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import PER_TOKEN, as_python, example, worst, wrong
 from upref.weights.batches import anchor, beyond
@@ -99,14 +99,15 @@ def _single(case: Case) -> Iterator[tuple[str, Rollouts]]:
             yield "a batch of one token", case.ready(replace(alone(A, [r], [0.3]), logp_ref=None))
     if case.o.coupled:
         return
+    ids = groups(case)[1] if "group" in case.loss.reads else ()
     for axis, some in SOME.items():
-        every = case.ready(beyond(axis, case.o, **case.plain_hp))
+        every = case.ready(beyond(axis, case.o, ids=ids, **case.plain_hp))
         for n in range(0, 7 * some, 7):
             i, t = n % len(every.mask), every.mask[n % len(every.mask)].nonzero().max() + 2
             row = {k: v[i : i + 1, :t] for k in PER_TOKEN if (v := getattr(every, k)) is not None}
             if n % 4 == 1 and not case.one_adv:
                 row["adv"] = row["adv"] * (torch.arange(row["adv"].shape[1]) % 13 == 0)
-            group = torch.zeros(1, dtype=torch.long)  # a loss may loop over all ids up to the largest
+            group = every.group[i : i + 1] if every.group is not None and ids else torch.zeros(1, dtype=torch.long)
             yield "a batch of one response", Rollouts.unchecked(**row, group=group)
 
 

@@ -31,7 +31,7 @@ def reach(case: Case) -> list[Finding]:
         if name == "reference" and not case.hp.get("beta"):
             continue
         if name == "every two" and "group" in case.loss.reads:  # from here on with the ids that it takes
-            found, ids = _groups(case)
+            found, ids = groups(case)
             if any(f.severity == "failure" for f in found):
                 return [*notes, *found]
             notes += found
@@ -133,8 +133,8 @@ def _shown(case: Case, name: str, b: Rollouts, i: int, t: int, ids: tuple[str, .
     return f"from upref.weights.batches import beyond, ready\nb = ready(beyond({of})){low}"
 
 
-def _groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
-    """A failure, or notes and the names of groups that it takes."""
+def groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
+    """A failure, or notes and the keys of NAMED that it takes; a loss may loop over all ids up to 2^40."""
     b, asked = case.ready(anchor()), replace(case, loss=replace(case.loss, lines=LINES))
     g, notes, takes = case.gradient(b), [], []
     for words, batches in renamed(b).items():
