@@ -22,7 +22,7 @@ if [[ "$*" == quick ]]; then
     repro/venv.sh
     judge upref
     # A whole loss takes `check` a second, so what judges many of them (tests/verify) is left to the whole command.
-    exec "$bin"/python -m pytest -n 2 -q -m "not (slow or verl or trl or smoke or nightly)" tests/core tests/foreign tests/grim \
+    exec "$bin"/python -m pytest -n 2 --dist worksteal -q -m "not (slow or verl or trl or smoke or nightly)" tests/core tests/foreign tests/grim \
         tests/claims tests/pages/test_architecture.py tests/pages/test_requirements.py --ignore-glob '*test_figures*' --ignore-glob '*test_compile*'
 fi
 repro/venv.sh mini
@@ -30,8 +30,8 @@ for part in verl trl; do
     repro/venv.sh $part || left_out "the tests of $part: it could not be installed (see above)."
 done
 judge upref repro
-[[ $# -eq 0 ]] || exec "$bin"/python -m pytest -n 2 -q -m "not (smoke or nightly)" "$@"
-"$bin"/python -m pytest -n 2 -q -m "not (smoke or site or nightly)"
+[[ $# -eq 0 ]] || exec "$bin"/python -m pytest -n 2 --dist worksteal -q -m "not (smoke or nightly)" "$@"
+"$bin"/python -m pytest -n 2 --dist worksteal -q -m "not (smoke or site or nightly)"
 
 # From here on the result of the tests stands, whatever cannot be installed.
 if repro/venv.sh docs; then

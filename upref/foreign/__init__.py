@@ -59,7 +59,7 @@ def bare(loss: Any, o: Objective, hp: dict[str, Any]) -> Loss:
             and "named" in vars(module := importlib.import_module(f"upref.foreign.{framework}"))
         ):
             return module.named(loss, mode, o, hp)
-        if (FRAMEWORKS / framework).is_dir() and framework.isidentifier():
+        if framework.isidentifier() and framework in {folder.name for folder in FRAMEWORKS.iterdir()}:
             how = f"its losses need a process of their own: `upref check {loss} --as NAME`"
             raise InputError(f"{framework} is not imported here, {how}.")
         loss = load(loss) if ":" in loss else _named(loss)

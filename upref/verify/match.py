@@ -241,7 +241,7 @@ def candidate(o: Objective, box: BlackBox) -> Candidate | None:
 def recover(case: Case) -> list[dict[str, Any]]:
     """Other hyperparameters at which the objective of a case has the weights that its loss shows; [] where none has."""
     try:
-        found = candidate(case.o, measure(case.loss))
+        found = candidate(case.o, measure(case.loss, bool(case.o.coupled)))
     except InputError:
         return []
     if found is None or not found.fits:

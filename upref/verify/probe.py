@@ -139,8 +139,9 @@ def rare(A: float, r: float, unsure: bool = False) -> Point:
     return Point(A, float(r), float(mu_of(r)), unsure)
 
 
-def measure(loss: Loss) -> BlackBox:
-    """Everything of BlackBox, by a few hundred small batches. Raises InputError where the loss cannot be run."""
+def measure(loss: Loss, coupled: bool | None = None) -> BlackBox:
+    """Everything of BlackBox, by a few hundred small batches; where `coupled` is given, no curve of a loss that is
+    otherwise. Raises InputError where the loss cannot be run."""
     case = held(loss, neutral(), {})
     box = BlackBox(loss, case)
     b = case.ready(anchor())
@@ -161,7 +162,7 @@ def measure(loss: Loss) -> BlackBox:
     crowd = [rare(A, r) for A in SIGNS for r in np.exp(LOG_R)]
     few, many = box.ask(some), box.ask(some + crowd)[: len(some)]
     alone = np.concatenate([box.ask([p]) for p in some[::5]])
-    box.coupled = differ(few, many, box.tol) or differ(few[::5], alone, box.tol)
+    box.coupled = not box.random and (differ(few, many, box.tol) or differ(few[::5], alone, box.tol))
     pairs = [(A, r, mu) for A in SIGNS for mu in MUS for r in np.exp(np.linspace(-3, 3, 41) + 0.0123) if mu * r < 0.99]
     likely = box.ask([Point(A, float(r), mu) for A, r, mu in pairs])
     box.reads_mu = differ(likely, box.ask([rare(A, r) for A, r, _ in pairs]), box.tol)
@@ -170,7 +171,8 @@ def measure(loss: Loss) -> BlackBox:
         two = paired(A, r, mu_of(r))
         g, turned = (case.gradient(x) for x in (two, replace(two, entropy=torch.ones_like(two.logp))))
         box.reads_entropy = not torch.allclose(g, turned, rtol=1e-6, atol=0)
-    _curve(box)
+    if coupled in (None, box.coupled):
+        _curve(box)
     return box
 
 

@@ -43,11 +43,11 @@ def check_logprobs(
     for name, number in (("softcap", 1.0 if softcap is None else softcap), ("logit_scale", logit_scale)):
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < 1e300:
             raise InputError(f"{name} must be a finite number > 0, got {repr(number)[:60]}.")
-    if isinstance(ranks, bool) or ranks not in range(1, 17):
+    if type(ranks) is not int or not 1 <= ranks <= 16:
         raise InputError(f"ranks must be a number of processes from 1 to 16, got {repr(ranks)[:60]}.")
     must_know(ORACLES, skip)
     kernel = read(fn, softcap, logit_scale)
-    case, found = settled(kernel, int(ranks))
+    case, found = settled(kernel, ranks)
     more, ran = run(ORACLES, case, skip)
     hp = {k: v for k, v in (("softcap", softcap), ("logit_scale", logit_scale)) if v not in (None, 1.0)}
     took = time.perf_counter() - start
