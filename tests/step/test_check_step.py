@@ -2,6 +2,7 @@
 """check_step on bare loops: right ones agree, and one bug each is named."""
 
 import copy
+import math
 
 import numpy
 import pytest
@@ -76,6 +77,37 @@ def test_a_trainer_that_cannot_be_handed_rows_is_recorded(model):
     assert not check_recorded(seen, [rows], "dapo", temperature=T, eps_high=0.5)
     with pytest.raises(upref.InputError, match="bound is a number above 0"):
         check_recorded(seen, rows, "dapo", temperature=T, bound="bf16")
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize(
+    ("above", "moved", "others"),
+    [  # how far log r is above the bound log 0.8, how far a bfloat16 step may move it, and how many change sides
+        (0.004, 0.0, 0), (0.004, 0.008, 1), (-0.004, -0.008, 1), (1e-6, 2e-6, 1),
+        (0.15, 0.2, None), (-0.15, -0.2, None),  # no rounding: a wrong bound
+    ],
+)  # fmt: skip
+def test_a_token_that_rounding_moves_over_a_bound_may_be_on_either_side(model, above, moved, others, clip):
+    goal, model = meant("dapo", {}, T), copy.deepcopy(model)
+    case = built(TorchModel(model), goal, None, (), coarse=True)
+    t, lp = case.rows[0].trains.index(True), case.forward.lp()[0]
+    row = case.rows[0]
+    row.adv = [-1.0 if i == t else a for i, a in enumerate(numpy.broadcast_to(row.adv, len(row.response)).tolist())]
+    row.old[t] = float(lp[t]) - math.log(0.8) - above
+    low = torch.full((8, max(len(r.ids) for r in case.rows) - 1), 0.2)
+    low[0, len(row.prompt) - 1 + t] = 1 - 0.8 * math.exp(moved)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with record_step(model) as seen:
+        policy_step(model, case.rows, size=8, low=low, high=torch.tensor(0.28))
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    bound = None if abs(above) < 1e-5 else torch.bfloat16  # None: float32
+    report = check_recorded(seen, [case.rows], "dapo", temperature=T, bound=bound, clip=clip)
+    assert bool(report) == (others is not None), report
+    if others is not None:
+        assert report.error < 1e-3 and report.at_bound == 1 and report.other_side == others, report
+        assert "which rounding may cross: 1; " in report.text(verbose=True), report.text(verbose=True)
 
 
 def test_the_case_decides(model):

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from upref.errors import InputError
-from upref.registry import Objective, get
+from upref.registry import REDUCE, Objective, get
 from upref.step import rows as batch
-from upref.step.forward import Forward, added, expected, norm
+from upref.step.forward import Forward, added, expected, norm, sided, sides
 from upref.step.goal import Goal
 from upref.step.record import Step, watched
 from upref.step.reference import Gradient, Model, Rounded, TorchModel, as_float64, unwrapped
@@ -32,6 +32,7 @@ class Case:
     b: Padded
     forward: Forward
     unvaried: dict[str, str]
+    shift: float = 2e-5  # of log r by rounding, in float32
 
 
 def built(
@@ -100,6 +101,9 @@ def half_of(model: Any) -> torch.dtype | None:
 def allowed(goal: Goal, case: Case, bound: torch.dtype | float | None) -> float:
     """The error of the gradient that rounding may make: 2e-5 in float32; in half precision twice what the reference
     moves if the result of each of its operations is rounded. A trainer keeps some of them in float32.
+
+    Tokens that rounding moves over a clip bound do not count: `case.shift`, in half precision three standard deviations
+    of what rounding adds to log r, says how near they are, and `sides` allows either side.
     """
     if bound is None:
         return BOUND
@@ -107,9 +111,15 @@ def allowed(goal: Goal, case: Case, bound: torch.dtype | float | None) -> float:
         return float(bound)
     if not isinstance(bound, torch.dtype) or bound not in HALVES:
         raise InputError(f"bound is a number above 0, torch.bfloat16 or torch.float16, got {str(bound)[:60]!r}.")
-    want = added(expected(goal, case.forward, case.b))
     with Rounded(bound):
-        its = added(expected(goal, Forward(case.forward.model, case.rows, goal.temperature), case.b))
+        rounded = Forward(case.forward.model, case.rows, goal.temperature)
+        its = added(expected(goal, rounded, case.b))
+        lp = rounded.statistics()[0]
+    moved, mask = (lp - case.forward.statistics()[0]).detach(), case.b.mask
+    moved = REDUCE[goal.o.level](moved, mask)[mask.any(1)] if goal.o.level in REDUCE else moved[mask]
+    case.shift = 3 * float(moved.pow(2).mean().sqrt())
+    near = sides(goal, case.forward, case.b, case.shift)
+    want = added(sided(expected(goal, case.forward, case.b), near, its)[0])
     return 2 * norm({n: its[n] - w for n, w in want.items()}) / max(norm(want), 1e-300)
 
 

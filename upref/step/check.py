@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from upref.errors import InputError
-from upref.registry import Objective
+from upref.registry import REDUCE, Objective
 from upref.step import rows as batch
 from upref.step.case import Case, allowed, built, half_of, meant, must_know, run, stirred, torch_model, with_weights
 from upref.step.diagnose import diagnosed, half_precision, parameters
-from upref.step.forward import added, clipped, expected, norm
+from upref.step.forward import added, clipped, expected, norm, sided, sides
 from upref.step.goal import Goal
 from upref.step.record import Recorded
 from upref.step.reference import Gradient, Model
@@ -30,6 +30,8 @@ class StepReport(Report):
     error: float = 0.0
     exercised: list[str] = field(default_factory=list)
     unexercised: list[str] = field(default_factory=list)
+    at_bound: int = 0  # tokens, or responses, that rounding may put on either side of a clip bound
+    other_side: int = 0  # those of them that are not on float64's side
 
     def text(self, verbose: bool = False) -> str:
         lines = [super().text(verbose), f"error of the gradient: {self.error:.2g} of its norm"]
@@ -165,7 +167,8 @@ def check_recorded(
         return worst
     findings = [replace(f, regime=f"step {n}: {f.regime}") for n, r in enumerate(reports) for f in r.findings]
     return replace(worst, loss=f"{len(reports)} steps", findings=findings, exercised=reports[0].exercised,
-                   unexercised=reports[0].unexercised)  # fmt: skip
+                   unexercised=reports[0].unexercised, at_bound=sum(r.at_bound for r in reports),
+                   other_side=sum(r.other_side for r in reports))  # fmt: skip
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------
@@ -177,17 +180,20 @@ class Compared:
     rows: list[Gradient]  # what each row brings, before any clip of the norm
     want: Gradient
     error: float  # |g - g*| / |g*|
+    at_bound: int
+    other_side: int
 
 
 def compared(goal: Goal, case: Case, found: Gradient, bound: float) -> Compared:
     """Tokens count over the whole step, or per group where that alone agrees."""
     tried = []
     for one in [goal, replace(goal, grouped=True)] if goal.o.agg == "group-token-mean" else [goal]:
-        rows = expected(one, case.forward, case.b)
+        near = sides(one, case.forward, case.b, case.shift)
+        rows, other = sided(expected(one, case.forward, case.b), near, found)
         want = clipped(added(rows), one.clip)
         if not norm(want) > 0:
             raise InputError("the objective's gradient is 0 on these rows: no row can show anything.")
-        tried.append(Compared(one, rows, want, _error(found, want)))
+        tried.append(Compared(one, rows, want, _error(found, want), len(near), other))
         if tried[-1].error <= bound:
             return tried[-1]
     return tried[0]
@@ -202,6 +208,10 @@ def _report(
     contract = [f"allowed error of the gradient: {bound:.2g} of its norm"]
     if goal.o.agg == "group-token-mean":
         contract.append("tokens are counted " + ("per group" if goal.grouped else "over the whole step, not per group"))
+    if it.at_bound:
+        what = "responses" if goal.o.level in REDUCE else "tokens"
+        contract.append(f"{what} within {case.shift:.2g} of a clip bound, which rounding may cross: {it.at_bound}; "
+                        f"either side is right, and on another side than float64: {it.other_side}")  # fmt: skip
     findings: list[Finding] = []
     if half:
         kind = str(half).removeprefix("torch.")
@@ -220,6 +230,7 @@ def _report(
     return StepReport(
         name, goal.o.name, hp, findings, "", contract, ran, {"gradient, relative": bound},
         time.perf_counter() - start, error=error, exercised=said, unexercised=unexercised,
+        at_bound=it.at_bound, other_side=it.other_side,
     )  # fmt: skip
 
 
@@ -235,8 +246,5 @@ def _error(found: Gradient, want: Gradient) -> float:
 
 
 def _ranks() -> bool:
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )
+    d = torch.distributed
+    return d.is_available() and d.is_initialized() and d.get_world_size() > 1

@@ -3,7 +3,8 @@
 
     lp_t = log softmax(z_{t-1} / T)[o_t],    g = -∇_θ { J(lp) + c_H H - c_z Z }
 
-with J the registered objective over the counts of the whole step, H the entropy bonus, Z the z-loss.
+with J the registered objective over the counts of the whole step, H the entropy bonus, Z the z-loss. Where rounding may
+move a ratio over a clip bound, the gradient on either side of the bound is right: `sides`.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from upref.registry import REDUCE
 from upref.step.goal import Goal
 from upref.step.reference import Gradient, Model
 from upref.step.rows import Padded, Row, found_in
@@ -99,3 +101,46 @@ def clipped(g: Gradient, bound: float | None) -> Gradient:
 def expected(goal: Goal, forward: Forward, b: Padded) -> list[Gradient]:
     """The gradient by row, before any clip of its norm."""
     return forward.by_row(goal.loss(goal.parts(*forward.statistics(), b)))
+
+
+def sides(goal: Goal, forward: Forward, b: Padded, shift: float) -> list[tuple[int, Gradient]]:
+    """What each token within `shift` of a clip bound, in log r, adds to the gradient on the bound's other side.
+
+    Returns (row, gradient) of each such token, or of each response where the objective clips responses. A bound is
+    where dL/dlp more than halves: within a shift of a few hundredths no smooth weight does.
+    """
+    lp, H, Z = forward.statistics()
+
+    def slope(by: float) -> Tensor:
+        x = (lp.detach() + by).requires_grad_()
+        loss = goal.loss(goal.parts(x, H, Z, b))
+        (g,) = torch.autograd.grad(loss, x, retain_graph=True, allow_unused=True, materialize_grads=True)
+        return g
+
+    here = slope(0.0)
+    change = torch.zeros_like(here)
+    for by in (shift, shift / 2, shift / 4, shift / 8):  # the last one that jumps is nearest to the bound
+        for to in (slope(-by), slope(by)):
+            change = torch.where((to - here).abs() > torch.maximum(to.abs(), here.abs()) / 2, to - here, change)
+    whole = goal.o.level in REDUCE
+    places = change.any(1).nonzero() if whole else change.nonzero()
+    out = []
+    for place in map(tuple, places.tolist()):
+        one = torch.zeros_like(change)
+        one[place] = change[place]
+        out.append((place[0], forward.by_row((one * lp).sum())[place[0]]))
+    return out
+
+
+def sided(rows: list[Gradient], near: list[tuple[int, Gradient]], found: Gradient) -> tuple[list[Gradient], int]:
+    """The rows' gradients with each of `near` on the side that fits found better, and how many change sides."""
+    want = added(rows)
+    names = [n for n, w in want.items() if n in found and found[n].numel() == w.numel()]
+    flat = lambda g: torch.cat([g[n].expand_as(want[n]).reshape(-1) for n in names])
+    y = torch.cat([found[n].reshape(-1) for n in names]) if near and names else torch.empty(0)
+    if not len(y) or not y.isfinite().all():
+        return rows, 0
+    columns = torch.stack([flat(want), *(flat(g) for _, g in near)], 1)
+    x = torch.linalg.lstsq(columns, y[:, None], driver="gelsd").solution[:, 0]  # x_0: a clip of the norm
+    other = [n for n, c in zip(near, (x[1:] > x[0] / 2).tolist(), strict=True) if c and x[0] > 0]
+    return [added([g, *(v for j, v in other if j == i)]) for i, g in enumerate(rows)], len(other)

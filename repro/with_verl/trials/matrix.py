@@ -130,7 +130,8 @@ def compared(out: Path, objective: str, half: torch.dtype | None) -> tuple[dict,
     wrong += [f"{count} of {steps} optimizer steps were recorded"] * (count != steps)
     return {
         "gradient_error": float(f"{report.error:.2g}"),
-        "gradient_bound": report.tolerances["gradient, relative"],
+        "gradient_bound": float(f"{report.tolerances['gradient, relative']:.2g}"),
+        "at_bound": report.at_bound, "other_side": report.other_side,
     }, wrong
 
 
@@ -140,10 +141,12 @@ Written by `python -m repro.with_verl.trials.matrix --table` from matrix.json. E
 trainer (FSDP2, vLLM's CPU build) on the toy model, with the settings named in matrix.json. Parity is the largest
 difference of the loss from the float64 reference in units of what rounding explains; the bound is 1. The gradient error
 is the largest |g - g*| / |g*| of the eight optimizer steps: g is what verl hands to the optimizer, g* the float64
-gradient of the objective on the same rows. Its bound is 2e-5, in bf16 what rounding explains (matrix.json).
+gradient of the objective on the same rows. Its bound, of that step, is 2e-5, in bf16 what rounding explains. Rounding
+may move a ratio over a clip bound, and then either side of the bound is right: "at a bound" counts these tokens
+(responses in up_gspo) of the eight steps, and in brackets those that verl had on another side than float64.
 
-| row | objective | settings | result | parity / bound | gradient error | seconds | CPU seconds | load |
-|---|---|---|---|---|---|---|---|---|
+| row | objective | settings | result | parity / bound | gradient error | bound | at a bound | seconds | of CPU | load |
+|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -156,8 +159,10 @@ def table(found: dict[str, dict]) -> str:
         failed = f"{'fails, as expected' if must_fail else 'FAILED'}: `{said}`"
         result = "not recorded" if name not in found else failed if said else "passed"
         parity = f"{row['parity_of_bound']:.3f}" if row["parity_of_bound"] else ""
-        error = row.get("gradient_error", "")
-        cells = (name, objective, what, result, parity, error, row["seconds"], row["cpu_seconds"], row["load"])
+        error, bound = row.get("gradient_error", ""), row.get("gradient_bound", "")
+        near = f"{row['at_bound']} ({row['other_side']})" if "at_bound" in row else ""
+        cells = [name, objective, what, result, parity, error, bound, near]
+        cells += [row[k] for k in ("seconds", "cpu_seconds", "load")]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     older = [name for name, row in found.items() if not row["wrong"] and "gradient_error" not in row]
     if older:
