@@ -7,7 +7,7 @@
 
 Rows go to reliability.json, from which `python -m docs.make docs/reliability.md` writes the page. Needs Linux; `disk`
 and `network` need root, for a mount and a network namespace of their own; `audit` and `venv` need a package index.
-One file, because every group is a few lines on the same four helpers.
+One file, because every group is a few lines on the same helpers.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ import upref
 from docs.site import __main__ as site_
 from repro.exact import __main__ as exact_
 from repro.mini import files
-from repro.mini.study import results, suite
+from repro.mini.study import report, results, suite
 from repro.mini.train import command, loop
 from repro.mini.train.settings import Settings
 from upref import audits, cli
@@ -61,11 +62,16 @@ ENVIRONMENT = {  # a list that repro/venv.sh installs -> the packages of it that
     "docs": ("alabaster", "babel", "docutils", "imagesize", "pygments", "snowballstemmer", "markupsafe"),
 }
 Row = tuple[str, str, int, str, str, str]  # command, fault, times, what happened, exit status, what was lost
+Work = Callable[[], object]
 rng = random.Random()
 
 
+def row(who: str, fault: str, happened: str, status: object = 2, times: int = 1, lost: str = "nothing") -> Row:
+    return who, fault, times, happened, str(status), lost
+
+
 # ---- processes -------------------------------------------------------------------------------------------------------
-def start(work: Callable[[], object], log: Path, before: Callable[[], object] = lambda: None) -> int:
+def start(work: Work, log: Path, before: Work = lambda: None) -> int:
     """A process group of its own, forked, so that nothing is imported again; its output goes to the log."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -74,11 +80,10 @@ def start(work: Callable[[], object], log: Path, before: Callable[[], object] = 
     status = 99
     try:
         os.setsid()
-        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         for number in (1, 2):
             os.dup2(out, number)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         before()
         status = int(work() or 0)
     except SystemExit as e:
@@ -104,32 +109,18 @@ def wait(process: int, after: float = 0, sign: int = 0) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-def run(work: Callable[[], object], log: Path, before: Callable[[], object] = lambda: None) -> tuple[int, str]:
+def run(work: Work, log: Path, before: Work = lambda: None) -> tuple[int, str]:
     """(exit status, output)"""
     status = wait(start(work, log, before))
     return status, log.read_text(errors="replace").strip()
 
 
-def killed(work: Callable[[], object], place: Path, same: Callable[[], bool], times: int, seconds: float = 0) -> str:
-    """kill -9 so often, at random moments; what is killed is started again, up to its end, which must be the same."""
-    log = place.with_name("log")
-    hits = ends = status = 0
-    if not seconds:
-        begun = time.monotonic()
-        status, said = run(work, log)
-        assert status == 0 and same(), said
-        seconds = time.monotonic() - begun
-        shutil.rmtree(place)
-    while hits < times or status:
-        process = start(work, log)
-        status = wait(process, rng.uniform(0, seconds), signal.SIGKILL) if hits < times else wait(process)
-        hits += status == -signal.SIGKILL
-        if status == 0:
-            assert same(), "another result"
-            ends += 1
-            shutil.rmtree(place)
-        assert status in (0, -signal.SIGKILL) or "in use by" in log.read_text(), log.read_text()[-2000:]
-    return f"started again, it ended {ends} times with {{}} of an undisturbed run"
+def done(work: Work, log: Path) -> float:
+    """Seconds that it took to end well."""
+    begun = time.monotonic()
+    status, said = run(work, log)
+    assert status == 0, said[-3000:]
+    return time.monotonic() - begun
 
 
 def digest(folder: Path, *patterns: str) -> dict[str, str]:
@@ -139,175 +130,150 @@ def digest(folder: Path, *patterns: str) -> dict[str, str]:
 
 def sentence(said: str, folder: Path) -> str:
     """The last line of what a command says, without names of this machine."""
-    return said.splitlines()[-1].replace(f"{folder}/", "").replace(str(ROOT) + "/", "") if said else ""
+    return said.splitlines()[-1].replace(f"{folder}/", "").replace(f"{ROOT}/", "") if said else ""
 
 
 # ---- kill -9 ---------------------------------------------------------------------------------------------------------
+def killed(work: Work, out: Path, same: Callable[[], bool], times: int, seconds: float, stays: bool = False) -> int:
+    """kill -9 so often, at random moments; what is killed is started again, up to its end, which must be the same.
+
+    Returns how often it ended. stays: the result of before must be there after every kill.
+    """
+    log, hits, ends, status = out.with_name("log"), 0, 0, 0
+    while hits < times or status:
+        process = start(work, log)
+        status = wait(process, rng.uniform(0, seconds), signal.SIGKILL) if hits < times else wait(process)
+        hits += status == -signal.SIGKILL
+        assert status in (0, -signal.SIGKILL) or "in use by" in log.read_text(), log.read_text()[-2000:]
+        assert same() if stays or status == 0 else True, "another result"
+        ends += status == 0
+        if status == 0 and not stays:
+            shutil.rmtree(out)
+    return ends
+
+
+def kill(folder: Path, who: str, what: str, work: Callable[[Path], object], *patterns: str, times: int = 8,
+         stays: bool = False) -> Row:  # fmt: skip
+    """work: writes into the folder that it is given; patterns: of the files there that must be the same."""
+    out, whole = folder / "killed", folder / ("killed" if stays else "whole")
+    seconds = done(lambda: work(whole), folder / "log")
+    wanted = digest(whole, *patterns)
+
+    def same() -> bool:
+        found = digest(out, *patterns)
+        print([k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k)][:20], end="")
+        return found == wanted and len(wanted) > 0
+
+    ends = killed(lambda: work(out), out, same, times, seconds, stays)
+    happened = f"started again, it ended {ends} times with {what} of an undisturbed run"
+    if stays:
+        happened = f"{what} of before stayed; built again, they were the same"
+    return row(who, "kill -9", happened, "killed, then 0", times)
+
+
 INSIDE = ("model.safetensors", "trainer.safetensors")  # a checkpoint
 MINI = ("steps.jsonl", "evals.jsonl", "seen.npz", "step-4/model.safetensors")
+train = lambda out: loop.train(S, out, say=lambda _: None)
+exactly = lambda out: exact_.main(["rise", "--arms", "dapo", "--out", str(out)])
+
+
+def suite_(out: Path) -> int:
+    wanted = {s.key: s for s in (replace(S, objective=name, steps=2, eval_every=2) for name in ("dapo", "up_dapo"))}
+    with suite.alone(out) as lock:
+        failures = suite.run_all(wanted, out, 2, lock)
+        results.collect(out, set(wanted), out / "results")
+    assert failures or set(results.load(out / "results")) == set(wanted)
+    return bool(failures)
 
 
 def mini(folder: Path) -> Iterator[Row]:
-    loop.train(S, folder / "whole", say=lambda _: None)
-    whole, out = digest(folder / "whole", *MINI), folder / "killed"
-    happened = killed(lambda: loop.train(S, out), out, lambda: digest(out, *MINI) == whole, 24)
-    yield "repro.mini.train", "kill -9", 24, happened.format("the logs and the weights"), "killed, then 0", "nothing"
+    yield kill(folder, "repro.mini.train", "the logs and the weights", train, *MINI, times=24)
 
 
-def suite_(folder: Path) -> Iterator[Row]:
-    runs = [replace(S, objective=name, steps=2, eval_every=2) for name in ("dapo", "up_dapo")]
-    wanted = {s.key: s for s in runs}
-    for name, s in wanted.items():
-        loop.train(s, folder / "whole" / name, say=lambda _: None)
-    names = ("steps.jsonl", "evals.jsonl", "seen.npz", "step-2/model.safetensors")
-    whole, out = digest(folder / "whole", *names), folder / "killed"
-
-    def work() -> int:
-        with suite.alone(out) as lock:
-            failures = suite.run_all(wanted, out, 2, lock)
-            results.collect(out, set(wanted), out / "results")
-        print(*failures, sep="\n")
-        return bool(failures)
-
-    def same() -> bool:
-        return digest(out, *names) == whole and set(results.load(out / "results")) == set(wanted)
-
-    happened = killed(work, out, same, 8)
-    yield (
-        "repro.mini.study.suite",
-        "kill -9",
-        8,
-        happened.format("the records, logs and weights"),
-        "killed, then 0",
-        "nothing",
-    )
+def study(folder: Path) -> Iterator[Row]:
+    what, patterns = "the records, logs and weights", (*MINI[:3], "step-2/model.safetensors")
+    yield kill(folder, "repro.mini.study.suite", what, suite_, *patterns)
 
 
 def exact(folder: Path) -> Iterator[Row]:
-    ask = lambda out: exact_.main(["rise", "--arms", "dapo", "--out", str(out)])
-    assert run(lambda: ask(folder / "whole"), folder / "log")[0] == 0
-    whole, out = digest(folder / "whole", "*"), folder / "killed"
-    happened = killed(lambda: ask(out), out, lambda: digest(out, "*") == whole, 8)
-    yield "repro.exact", "kill -9", 8, happened.format("report, figure and numbers"), "killed, then 0", "nothing"
+    yield kill(folder, "repro.exact", "report, figure and numbers", exactly, "*")
+
+
+def audited(cache: Path) -> None:
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    files.write_atomically(cache / "answer", str(isolated.run("audit", AUDITED, audits.framework(AUDITED).pin)))
 
 
 def audit(folder: Path) -> Iterator[Row]:
-    cache = folder / "killed"
-    pin = audits.framework(AUDITED).pin
-    assert pin
-    found = lambda: str(isolated.run("audit", AUDITED, pin))
-
-    def work() -> None:
-        os.environ["XDG_CACHE_HOME"] = str(cache)
-        (folder / "answer").write_text(found())
-
-    assert run(work, folder / "log")[0] == 0, (folder / "log").read_text()
-    whole, packages = (folder / "answer").read_text(), digest(cache, "*.py")
-    shutil.rmtree(cache)
-    happened = killed(
-        work, cache, lambda: (folder / "answer").read_text() == whole and digest(cache, "*.py") == packages, 8
-    )
-    yield (
-        f"upref audit {AUDITED}",
-        "kill -9",
-        8,
-        happened.format("the report and the package"),
-        "killed, then 0",
-        "nothing",
-    )
-    os.environ["XDG_CACHE_HOME"] = str(cache)
-    found()
-    next(cache.rglob("models/loss.py")).open("a").write("# one line more\n")
+    who = f"upref audit {AUDITED}"
+    yield kill(folder, who, "the report and the package", audited, "answer", "*.py")
+    os.environ["XDG_CACHE_HOME"] = str(folder / "whole")
+    next(folder.glob("whole/**/models/loss.py")).open("a").write("# one line more\n")
     status, said = run(lambda: cli.main(["audit", AUDITED]), folder / "log")
-    yield (
-        f"upref audit {AUDITED}",
-        "a line added to the installed package",
-        1,
-        sentence(said, folder),
-        str(status),
-        "nothing",
-    )
+    yield row(who, "a line added to the installed package", sentence(said, folder), status)
+
+
+def site(folder: Path) -> Iterator[Row]:
+    from sphinx.cmd import build
+
+    whole = build.build_main
+    build.build_main = lambda argv: whole([*argv, "-D", "nb_execution_mode=off"])  # the code of pages takes minutes
+    work = lambda out: site_.main(str(out))
+    yield kill(folder, "docs/build.sh", "all pages", work, "html/**/*.html", times=4, stays=True)
 
 
 # ---- the environment -------------------------------------------------------------------------------------------------
-def checkout(folder: Path) -> Path:
+def checkout(place: Path) -> Path:
     """A copy with venv.sh, upref and short lists: the lines of a few packages."""
-    place = folder / "checkout"
-    lists = place / "repro/requirements"
-    lists.mkdir(parents=True)
-    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, place)
-    (place / "upref").mkdir()
-    shutil.copy(ROOT / "upref/__init__.py", place / "upref")
-    shutil.copy(ROOT / "repro/venv.sh", place / "repro")
-    for part, names in ENVIRONMENT.items():
-        lines = (ROOT / f"repro/requirements/{part.replace('torch-cpu', 'base')}.txt").read_text().splitlines(True)
-        (lists / f"{part}.txt").write_text("".join(x for x in lines if re.split("[=;]", x)[0] in names))
-    (lists / "torch.txt").touch()
+    if not place.exists():
+        new = place.with_name("new")
+        shutil.rmtree(new, ignore_errors=True)
+        lists = new / "repro/requirements"
+        lists.mkdir(parents=True)
+        (new / "upref").mkdir()
+        for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "upref/__init__.py", "repro/venv.sh"):
+            shutil.copy(ROOT / name, new / name)
+        for part, names in ENVIRONMENT.items():
+            lines = (ROOT / f"repro/requirements/{part.replace('torch-cpu', 'base')}.txt").read_text().splitlines(True)
+            (lists / f"{part}.txt").write_text("".join(x for x in lines if re.split("[=;]", x)[0] in names))
+        (lists / "torch.txt").touch()
+        new.rename(place)
     return place
 
 
+def installed(place: Path, *parts: str) -> int:
+    return subprocess.run(["bash", "repro/venv.sh", *parts], cwd=checkout(place)).returncode
+
+
+PACKAGES = ("*.py", "*.so", "METADATA", "entry_points.txt")
+
+
 def venv(folder: Path) -> Iterator[Row]:
-    place = checkout(folder)
-    env, log = place / ".venv", folder / "log"
-    installed = lambda: digest(env / "lib", "*.py", "*.so", "METADATA", "entry_points.txt")
-    ask = lambda *parts: subprocess.run(["bash", "repro/venv.sh", *parts], cwd=place).returncode
-    assert run(lambda: ask("docs"), log)[0] == 0, log.read_text()
-    whole = installed()
-    shutil.rmtree(env)
-
-    def same() -> bool:
-        now = installed()
-        print(sorted(k for k in now.keys() | whole.keys() if now.get(k) != whole.get(k))[:20])
-        return now == whole
-
-    happened = killed(lambda: ask("docs"), env, same, 10)
-    yield "repro/venv.sh docs", "kill -9", 10, happened.format("every file"), "killed, then 0", "nothing"
+    who, log, place = "repro/venv.sh docs", folder / "log", folder / "place"
+    yield kill(folder, who, "every file", lambda out: installed(out, "docs"), *PACKAGES, times=10)
 
     def offline() -> None:
         os.environ.update(PIP_INDEX_URL=CLOSED, PIP_EXTRA_INDEX_URL=CLOSED, PIP_RETRIES="1", PIP_CONFIG_FILE=os.devnull)
         os.environ.pop("PIP_FIND_LINKS", None)
 
-    assert run(ask, log)[0] == 0
-    good, sentences = installed(), []
-    shutil.copytree(env, folder / "base", symlinks=True)
-    while len(sentences) < 4:
-        wait(start(lambda: ask("docs"), log), rng.uniform(2, 9), signal.SIGKILL)
-        status, said = run(lambda: ask("docs"), log, offline)
-        kept = {k: v for k, v in installed().items() if k in good}
-        assert status in (0, 2) and kept == good and run(ask, log)[0] == 0, said
-        if status == 2:
-            sentences.append(sentence(said, folder))
-        shutil.rmtree(env)
-        shutil.copytree(folder / "base", env, symlinks=True)
-    (words,) = set(sentences)
-    yield "repro/venv.sh docs", "kill -9, then no network", 4, words, "2", "nothing: every file of the base is whole"
+    base, docs, said = lambda: installed(place), lambda: installed(place, "docs"), []
+    done(base, log)
+    good = digest(place, *PACKAGES)
+    shutil.copytree(place, folder / "base", symlinks=True)
+    while len(said) < 6:
+        wait(start(docs, log), rng.uniform(2, 9), [signal.SIGKILL, signal.SIGINT, signal.SIGTERM][len(said) % 3])
+        status, last = run(docs, log, offline)
+        assert status in (0, 2) and good.items() <= digest(place, *PACKAGES).items() and run(base, log)[0] == 0, last
+        said += [sentence(last, folder)] * (status == 2)
+        shutil.rmtree(place)
+        shutil.copytree(folder / "base", place, symlinks=True)
+    (words,) = set(said)
+    fault = "kill -9, Ctrl-C or SIGTERM, then no network"
+    yield row(who, fault, words, 2, len(said), "nothing: every file of the environment of before is whole")
     list_ = place / "repro/requirements/docs.txt"
     list_.write_text(re.sub("sha256:[0-9a-f]{8}", "sha256:00000000", list_.read_text()))
-    shutil.rmtree(env)
-    status, said = run(lambda: ask("docs"), log)
-    yield "repro/venv.sh docs", "the index has other files", 1, sentence(said, folder), str(status), "nothing"
-
-
-def site(folder: Path) -> Iterator[Row]:
-    import sphinx.cmd.build
-
-    whole_build = sphinx.cmd.build.build_main
-    sphinx.cmd.build.build_main = lambda argv: whole_build([*argv, "-D", "nb_execution_mode=off"])
-    out = folder / "killed"
-    pages = lambda: sorted(str(p.relative_to(out)) for p in (out / "html").rglob("*.html"))
-    begun = time.monotonic()
-    status, said = run(lambda: site_.main(str(out)), folder / "log")
-    assert status == 0, said[-3000:]
-    seconds, before = time.monotonic() - begun, digest(out, "html/*.html")
-    for _ in range(4):
-        wait(start(lambda: site_.main(str(out)), folder / "log"), rng.uniform(0, seconds), signal.SIGKILL)
-        assert digest(out, "html/*.html") == before, "the site of before"
-    whole = pages()
-    status, said = run(lambda: site_.main(str(out)), folder / "log")
-    assert status == 0 and pages() == whole, said[-3000:]
-    happened = f"the {len(whole)} pages of before stayed; built again, all were there"
-    yield "docs/build.sh", "kill -9 (pages whose code is not run)", 4, happened, "killed, then 0", "nothing"
+    status, last = run(docs, log)
+    yield row(who, "the index has other files", sentence(last, folder), status)
 
 
 # ---- files that are not what they were -------------------------------------------------------------------------------
@@ -321,20 +287,41 @@ def damaged(content: bytes) -> Iterator[bytes]:
     yield b"garbage"
 
 
-def told(fault: str, ends: list[tuple[int, str]], folder: Path) -> tuple[str, int, str, str, str]:
+def told(who: str, fault: str, ends: list[tuple[int, str]], folder: Path) -> Row:
     """A row for many ends, each 0 with the same result or 2 with one sentence."""
     assert {status for status, _ in ends} <= {0, 2} and not any("Traceback" in said for _, said in ends), ends
     said = [sentence(said, folder) for status, said in ends if status == 2]
     happened = " or ".join((["the same result"] if len(said) < len(ends) else []) + said[:1])
-    return fault, len(ends), happened, " or ".join(str(x) for x in sorted({status for status, _ in ends})), "nothing"
+    return row(who, fault, happened, " or ".join(str(x) for x in sorted({x for x, _ in ends})), len(ends))
+
+
+def asked(folder: Path) -> tuple[Callable[[], int], Path, Path, dict[str, str]]:
+    """The command that trains, its folder, the file for its output, and what an undisturbed run gives."""
+    S.write(folder / "s.json")
+    train(folder / "whole")
+    out = folder / "run"
+    ask = lambda: command.main(["--settings", str(folder / "s.json"), "--out", str(out)])
+    return ask, out, folder / "log", digest(folder / "whole", *MINI)
 
 
 def files_(folder: Path) -> Iterator[Row]:
-    out, log, settings = folder / "run", folder / "log", folder / "s.json"
-    S.write(settings)
-    train = lambda: command.main(["--settings", str(settings), "--out", str(out)])
-    loop.train(S, folder / "whole", say=lambda _: None)
-    whole = digest(folder / "whole", *MINI)
+    ask, out, log, whole = asked(folder)
+    kept = folder / "results"
+    shutil.copytree(results.folder_of(2), kept)
+    records = results.load(kept)
+
+    def show() -> int:
+        status = suite.main(["--list", "--results", str(kept)])
+        assert status or results.load(kept) == records, "silently wrong"
+        return status
+
+    for path in ("runs.jsonl", "manifest.json"):
+        before, ends = (kept / path).read_bytes(), []
+        for now in damaged(before):
+            (kept / path).write_bytes(now)
+            ends.append(run(show, log))
+        (kept / path).write_bytes(before)
+        yield told("repro.mini.study.suite", f"`{path}` cut or altered", ends, folder)
 
     def interrupted() -> None:
         shutil.rmtree(out, ignore_errors=True)
@@ -342,43 +329,21 @@ def files_(folder: Path) -> Iterator[Row]:
         (out / "done.json").unlink()
         shutil.rmtree(out / "checkpoints/step-4")
 
-    shutil.copytree(results.folder_of(2), folder / "results")
-    records = results.load(folder / "results")
-
-    def show() -> int:
-        status = suite.main(["--list", "--results", str(folder / "results")])
-        assert status or results.load(folder / "results") == records, "silently wrong"
-        return status
-
-    for path in ("runs.jsonl", "manifest.json"):
-        before, ends = (folder / "results" / path).read_bytes(), []
-        for now in damaged(before):
-            (folder / "results" / path).write_bytes(now)
-            ends.append(run(show, log))
-        (folder / "results" / path).write_bytes(before)
-        yield "repro.mini.study.suite", *told(f"`{path}` cut or altered", ends, folder)
     for path in ("steps.jsonl", *(f"checkpoints/step-3/{x}" for x in (*INSIDE, files.PROVENANCE))):
         ends = []
         interrupted()
         for now in rng.sample([*damaged((out / path).read_bytes())], 4):
             interrupted()
             (out / path).write_bytes(now)
-            ends.append(run(train, log))
+            ends.append(run(ask, log))
             assert ends[-1][0] or digest(out, *MINI) == whole, "silently wrong"
-        yield "repro.mini.train", *told(f"`{Path(path).name}` of an interrupted run cut or altered", ends, folder)
+        yield told("repro.mini.train", f"`{Path(path).name}` of an interrupted run cut or altered", ends, folder)
     shutil.rmtree(out)
     shutil.copytree(folder / "whole", out)
     with (out / "steps.jsonl").open("r+") as f:
         f.write("[")
     status, said = run(lambda: bool(results.collect(folder, {"run"}, folder / "new")), log)
-    yield (
-        "repro.mini.study.suite",
-        "a log altered after its run ended",
-        1,
-        sentence(said, folder),
-        str(status),
-        "nothing",
-    )
+    yield row("repro.mini.study.suite", "a log altered after its run ended", sentence(said, folder), status)
 
     class Payload:
         def __reduce__(self):
@@ -387,14 +352,8 @@ def files_(folder: Path) -> Iterator[Row]:
     torch.save({"settings": {}, "batch": Payload()}, folder / "replay.safetensors")
     status, said = run(lambda: command.main(["--replay", str(folder / "replay.safetensors")]), log)
     assert not (folder / "ran").exists()
-    yield (
-        "repro.mini.train --replay",
-        "a file that holds code",
-        1,
-        sentence(said, folder),
-        str(status),
-        "nothing: it did not run",
-    )
+    who, fault, lost = "repro.mini.train --replay", "a file that holds code", "nothing: it did not run"
+    yield row(who, fault, sentence(said, folder), status, lost=lost)
 
 
 # ---- full disks, no network ------------------------------------------------------------------------------------------
@@ -415,67 +374,48 @@ def small_disk(folder: Path, size: str) -> None:
         raise OSError(ctypes.get_errno(), "no tmpfs could be mounted")
 
 
+def full(place: Path, name: str, make: Callable[[Path], int]) -> int:
+    """On a disk that holds this file and is full: the status, if the file is as it was and alone."""
+    (place / name).write_text("as it was")
+    with contextlib.suppress(OSError), (place / "full").open("wb") as f:
+        while f.write(b"x" * 4096):
+            f.flush()
+    (place / "full").open("r+b").truncate(8192)
+    status = make(place)
+    left = {p.name for p in place.iterdir()} - {"full"}
+    return status if left == {name} and (place / name).read_text() == "as it was" else 98
+
+
+WRITES = {  # command -> its file on the disk, how it is made there
+    "upref cap -o": ("cap.svg", lambda at: cli.main(["cap", "dapo", "-o", str(at / "cap.svg")])),
+    "upref explorer": ("x.html", lambda at: cli.main(["explorer", str(at / "x.html")])),
+    "repro.exact": ("rise.svg", exactly),
+    "repro.mini.study.report": ("verdicts.md", lambda at: suite.said(
+        lambda: int(bool(report.write(results.load(results.folder_of(1)), at))), "report")),
+}  # fmt: skip
+
+
 def disk(folder: Path) -> Iterator[Row]:
-    log, settings, place = folder / "log", folder / "s.json", folder / "disk"
+    ask, out, log, whole = asked(folder)
+    place, said = folder / "disk", []
     place.mkdir()
-    S.write(settings)
-    loop.train(S, folder / "whole", say=lambda _: None)
-    whole, out = digest(folder / "whole", *MINI), folder / "run"
-    train = lambda: command.main(["--settings", str(settings), "--out", str(out)])
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (rng.choice([100, 2500, 100_000, 600_000]),) * 2)
-    ends = []
+
+    def limited() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (random.choice([100, 2500, 100_000, 600_000]),) * 2)
+
     for _ in range(4):
-        status, said = run(train, log, lambda: (rng.seed(), signal.signal(signal.SIGXFSZ, signal.SIG_IGN), limit()))
-        assert status == 2 and "Traceback" not in said, said
-        ends.append(sentence(said, folder))
-    assert run(train, log)[0] == 0 and digest(out, *MINI) == whole
-    yield (
-        "repro.mini.train",
-        "files limited to 100 B to 600 kB (`ulimit -f`)",
-        4,
-        max(ends, key=len),
-        "2",
-        "nothing: with space it ended with the same bits",
-    )
-
-    def beside(make: Callable[[Path], int], name: str) -> Callable[[], int]:
-        """On a disk of 64 kB that holds this file and is full: the status, if the file is as it was and alone."""
-
-        def work() -> int:
-            (place / name).write_text("as it was")
-            with contextlib.suppress(OSError), (place / "full").open("wb") as f:
-                while f.write(b"x" * 4096):
-                    f.flush()
-            (place / "full").open("r+b").truncate(8192)
-            status = make(place)
-            left = {p.name for p in place.iterdir()} - {"full"}
-            return status if left == {name} and (place / name).read_text() == "as it was" else 98
-
-        return work
-
-    for who, name, make in (
-        ("upref cap -o", "cap.svg", lambda at: cli.main(["cap", "dapo", "-o", str(at / "cap.svg")])),
-        ("upref explorer", "x.html", lambda at: cli.main(["explorer", str(at / "x.html")])),
-        ("repro.exact", "rise.svg", lambda at: exact_.main(["rise", "--arms", "dapo", "--out", str(at)])),
-        ("repro.mini.study.report", "verdicts.md", lambda at: suite.said(lambda: report(at), "report")),
-    ):
-        status, said = run(beside(make, name), log, lambda: small_disk(place, "64k"))
-        assert status == 2, (who, status, said)
-        yield (
-            who,
-            "a full disk (tmpfs)",
-            1,
-            sentence(said, folder).replace(f"{place}/", ""),
-            str(status),
-            "nothing: the old file stayed",
-        )
-
-
-def report(folder: Path) -> int:
-    from repro.mini.study import report as report_
-
-    report_.write(results.load(results.folder_of(1)), folder)
-    return 0
+        random.seed()
+        status, last = run(ask, log, limited)
+        assert status == 2 and "Traceback" not in last, last
+        said.append(sentence(last, folder))
+    assert run(ask, log)[0] == 0 and digest(out, *MINI) == whole
+    fault, lost = "files limited to 100 B to 600 kB (`ulimit -f`)", "nothing: with space it ended with the same bits"
+    yield row("repro.mini.train", fault, max(said, key=len), 2, len(said), lost)
+    for who, (name, make) in WRITES.items():
+        status, last = run(partial(full, place, name, make), log, lambda: small_disk(place, "64k"))
+        assert status == 2, (who, status, last)
+        yield row(who, "a full disk (tmpfs)", sentence(last, folder), lost="nothing: the old file stayed")
 
 
 def network(folder: Path) -> Iterator[Row]:
@@ -483,7 +423,7 @@ def network(folder: Path) -> Iterator[Row]:
     ask = lambda: cli.main(["check", f"{folder}/my.py:dapo", "--as", "dapo"])
     with_, without = run(ask, folder / "log"), run(ask, folder / "log", lambda: alone_with("network"))
     assert with_ == without and with_[0] == 0, (with_, without)
-    yield "upref check", "no network", 1, "the same report, to the letter", "0", "nothing"
+    yield row("upref check", "no network", "the same report, to the letter", 0)
 
     def nowhere() -> None:
         alone_with("network")
@@ -492,62 +432,65 @@ def network(folder: Path) -> Iterator[Row]:
 
     status, said = run(lambda: cli.main(["audit", AUDITED]), folder / "log", nowhere)
     assert status == 2 and said.count("\n") == 0 and not list((folder / "cache").rglob("*.py")), said
-    yield f"upref audit {AUDITED}", "no network, nothing cached", 1, sentence(said, folder), "2", "nothing"
+    yield row(f"upref audit {AUDITED}", "no network, nothing cached", sentence(said, folder))
 
 
 # ---- two at once, interrupts, threads --------------------------------------------------------------------------------
 def two(folder: Path) -> Iterator[Row]:
-    out, settings, logs = folder / "run", folder / "s.json", [folder / "a", folder / "b"]
-    S.write(settings)
-    train = lambda: command.main(["--settings", str(settings), "--out", str(out)])
-    loop.train(S, folder / "whole", say=lambda _: None)
-    statuses = sorted(map(wait, [start(train, log) for log in logs]))
-    assert statuses == [0, 2] and digest(out, *MINI) == digest(folder / "whole", *MINI)
+    ask, out, _, whole = asked(folder)
+    logs, fault = [folder / "a", folder / "b"], "two in one folder"
+    both = lambda work: sorted(map(wait, [start(work, log) for log in logs]))
+    assert both(ask) == [0, 2] and digest(out, *MINI) == whole
     said = next(x for log in logs if "in use" in (x := log.read_text()))
-    yield "repro.mini.train", "two in one folder", 1, sentence(said, folder), "0 and 2", "nothing"
-    ask = lambda: exact_.main(["rise", "--arms", "dapo", "--out", str(folder / "exact")])
-    assert [wait(start(ask, log)) for log in logs[:1]] == [0]
-    whole = digest(folder / "exact", "*")
-    assert list(map(wait, [start(ask, log) for log in logs])) == [0, 0] and digest(folder / "exact", "*") == whole
-    yield "repro.exact", "two in one folder", 1, "both wrote the same, whole files", "0 and 0", "nothing"
-    pin = audits.framework(AUDITED).pin
-    assert pin
-    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-    install = lambda: print(isolated.place(AUDITED, pin).version)
-    statuses = list(map(wait, [start(install, log) for log in logs]))
-    assert (
-        statuses == [0, 0] and run(install, logs[0]) == (0, pin.version) and not list(folder.glob("cache/**/.half-*"))
+    yield row("repro.mini.train", fault, sentence(said, folder), "0 and 2")
+    done(lambda: exactly(folder / "one"), logs[0])
+    assert both(lambda: exactly(folder / "two")) == [0, 0] and digest(folder / "two", "*") == digest(
+        folder / "one", "*"
     )
-    yield f"upref audit {AUDITED}", "two install the package", 1, "one whole folder", "0 and 0", "nothing"
+    yield row("repro.exact", fault, "both wrote the same, whole files", "0 and 0")
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    install = lambda: print(isolated.place(AUDITED, audits.framework(AUDITED).pin).version)
+    assert both(install) == [0, 0] and not list(folder.glob("cache/**/.half-*"))
+    done(install, logs[0])
+    yield row(f"upref audit {AUDITED}", "two install the package", "one whole folder", "0 and 0")
+
+
+INTERRUPTED = [  # as they are typed; {} is a folder
+    "-m upref check {}/slow.py:loss --as dapo", "-m upref derive all", "-m upref audit verl", "-m upref claims --run",
+    "-m repro.mini.train --settings {}/s.json --out {}/run", "-m repro.exact --out {}/exact", "-m repro.reference dapo",
+    "-m repro.mini.study.suite --out {}/runs --results {}/new", "-m repro.mini.study.report --results {}/new",
+    "-m repro.mini.study.compare up_dapo --out {}/runs", "-m docs.make docs/reliability.md", "-m docs.site {}/site",
+    "-m benchmarks.speed", "figures/make.py {}",
+]  # fmt: skip
+
+
+def caught(process: int, number: int) -> bool:
+    """Whether the process has a handler of that signal."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (number - 1) & 1)
 
 
 def interrupt(folder: Path) -> Iterator[Row]:
-    out, settings, log = folder / "run", folder / "s.json", folder / "log"
-    S.write(settings)
+    S.write(folder / "s.json")
     (folder / "slow.py").write_text("import time\ndef loss(log_prob, old_log_prob, advantages, mask): time.sleep(60)\n")
-
-    def upref_(*argv: str) -> Callable[[], int]:
-        def work() -> int:
-            sys.argv = ["upref", *argv]
-            return cli.main()
-
-        return work
-
-    for who, work in (
-        ("repro.mini.train", lambda: command.main(["--settings", str(settings), "--out", str(out)])),
-        ("repro.exact", lambda: exact_.main(["--out", str(out)])),
-        ("upref check", upref_("check", f"{folder}/slow.py:loss", "--as", "dapo")),
-        ("upref derive", upref_("derive", "all")),
-        ("upref audit", upref_("audit", "verl")),
-    ):
-        for sign, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
-            shutil.rmtree(out, ignore_errors=True)
-            ended = wait(start(work, log), 1.0, sign)
-            said = log.read_text().strip()
-            fine = (status, -sign) if sign == signal.SIGTERM and "repro" in who else (status,)
-            assert ended in fine and "Traceback" not in said, (who, ended, said)
-            if sign == signal.SIGINT:
-                yield who, "Ctrl-C", 1, sentence(said, folder), str(ended), "nothing"
+    commands = {x: [sys.executable, *x.format(*[folder] * 9).split()] for x in INTERRUPTED}
+    commands["repro/venv.sh docs"] = ["bash", str(checkout(folder / "place") / "repro/venv.sh"), "docs"]
+    for name, argv in commands.items():
+        said, ends = "", []
+        for number in (signal.SIGINT, signal.SIGTERM) * 3:
+            p = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            while p.poll() is None and not caught(p.pid, signal.SIGTERM):
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0, 4))
+            p.send_signal(number)
+            last = p.communicate(timeout=120)[1].strip()  # its children have the pipe too: they have ended
+            assert p.returncode in (0, 128 + number) and "Traceback" not in last, (name, p.returncode, last)
+            if p.returncode:
+                ends.append(p.returncode)
+                said = sentence(last, folder) if p.returncode == 130 else said
+        happened = said.replace(f"{sys.executable} ", "") or "it had ended"
+        status = " or ".join(str(x) for x in sorted(set(ends)))
+        yield row(name.removeprefix("-m ").replace("{}/", ""), "Ctrl-C or SIGTERM", happened, status, len(ends))
 
 
 def threads(folder: Path, checks: int = 1000, workers: int = 8) -> Iterator[Row]:
@@ -590,19 +533,13 @@ def threads(folder: Path, checks: int = 1000, workers: int = 8) -> Iterator[Row]
     with ThreadPoolExecutor(workers) as pool:
         verdicts = list(pool.map(check, range(checks)))
     assert all(verdicts) and state() == before, Counter(verdicts)
+    who, fault = f"upref.check, check_kl in {workers} threads", "losses that print, warn, draw, change a dtype"
     happened = "every verdict right; stdout, warnings, hooks, dtype, generators as before"
-    yield (
-        f"upref.check, check_kl in {workers} threads",
-        "losses that print, warn, draw, change a dtype",
-        checks,
-        happened,
-        "",
-        "nothing",
-    )
+    yield row(who, fault, happened, "", checks)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
-GROUPS = {"mini": mini, "suite": suite_, "exact": exact, "audit": audit, "venv": venv, "site": site, "files": files_,
+GROUPS = {"mini": mini, "suite": study, "exact": exact, "audit": audit, "venv": venv, "site": site, "files": files_,
           "disk": disk, "network": network, "two": two, "interrupt": interrupt, "threads": threads}  # fmt: skip
 
 
@@ -610,9 +547,9 @@ def main(*names: str) -> int:
     lost = False
     for name in names or GROUPS:
         with tempfile.TemporaryDirectory() as folder:
-            process = start(lambda n=name, f=folder: keep(n, list(GROUPS[n](Path(f)))), log := Path(folder) / "all")
-            status = wait(process)
-            print(f"{name}: {'done' if not status else 'FAILED'}", flush=True)
+            log, begun = Path(folder) / "all", time.monotonic()
+            status = wait(start(lambda n=name, f=folder: keep(n, list(GROUPS[n](Path(f)))), log))
+            print(f"{name}: {'FAILED' if status else 'done'}, {time.monotonic() - begun:.0f} s", flush=True)
             print(log.read_text()[-5000:] if status else "", flush=True)
             lost |= bool(status)
     return int(lost)
@@ -620,12 +557,10 @@ def main(*names: str) -> int:
 
 def keep(name: str, rows: list[Row]) -> None:
     """Two of this command may run, each with groups of its own."""
-    with RECORD.open("a+") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        f.seek(0)
-        record = json.loads(f.read() or "{}")
-        f.truncate(0)
-        f.write(json.dumps({k: v for k in GROUPS if (v := (record | {name: rows}).get(k))}, indent=1) + "\n")
+    lock = os.open(RECORD.parent, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    record = json.loads(RECORD.read_text(encoding="utf-8")) | {name: rows}
+    files.write_atomically(RECORD, json.dumps({k: record[k] for k in GROUPS if k in record}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,8 +20,10 @@ def build(folder: Path) -> list[str]:
     """Gathers the sources, runs Sphinx, follows every link. What is wrong, as lines; none if all is well."""
     from sphinx.cmd.build import build_main
 
-    source, html, new = folder / "source", folder / "html", folder / "new"
-    for stale in (source, new, folder / "doctrees"):
+    source, html, new, old = (folder / name for name in ("source", "html", "new", "old"))
+    if old.exists() and not html.exists():  # killed between the two names
+        old.rename(html)
+    for stale in (source, new, old, folder / "doctrees"):
         shutil.rmtree(stale, ignore_errors=True)
     gather.gather(source)
     os.environ["PYTHONPATH"] = str(ROOT)  # for the kernels that run pages
@@ -31,8 +33,10 @@ def build(folder: Path) -> list[str]:
         return ["Sphinx had warnings or errors, above."]
     (new / "explorer").mkdir()
     explorer.write(new / "explorer" / "index.html")
-    shutil.rmtree(html, ignore_errors=True)  # until here the site of before stays
+    if html.exists():  # until here the site of before stays
+        html.rename(old)
     new.rename(html)
+    shutil.rmtree(old, ignore_errors=True)
     return links.dead(html)
 
 
