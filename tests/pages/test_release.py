@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import upref
+from upref.cli import main
 
 pytest.importorskip("hatchling", reason="`repro/venv.sh` installs what builds the wheel")
 ROOT = Path(__file__).parents[2]
@@ -138,3 +139,16 @@ def test_the_workflow_runs_what_contributing_names():
         assert f"{command}\n" in workflow
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert "bash tests/run.sh" in page and "bash docs/build.sh" in page and len(page.splitlines()) <= 60
+
+
+def test_it_is_said_whose_code_runs_as_whom(capsys):
+    """In the help of the command, in README, in the guide for CI and in SECURITY.md."""
+    with pytest.raises(SystemExit):
+        main(["check", "-h"])
+    help_ = " ".join(capsys.readouterr().out.split())
+    assert "imported and run with your rights" in help_ and "in a container without network and secrets" in help_
+    assert "`upref check` runs your file, as you ([security](SECURITY.md))" in README
+    guide = (ROOT / "docs/howto/check-in-ci.md").read_text(encoding="utf-8")
+    assert "--network none" in guide and "never `pull_request_target`" in guide
+    security = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    assert "They are no sandbox" in security and "private report form" in security

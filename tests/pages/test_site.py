@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The site builds from this checkout without a warning, and no link of it is dead."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from docs.site import links
+from docs.site import __main__ as command
+from docs.site import gather, links
 
 pytest.importorskip("sphinx", reason="`repro/venv.sh docs` installs what the site is built with")
 ROOT = Path(__file__).parents[2]
@@ -39,3 +41,41 @@ def test_a_dead_link_is_seen(tmp_path):
     said = links.dead(tmp_path)
     assert [line.partition(":")[0] for line in said[:2]] == ["b.html leads nowhere", "#there has no such heading"]
     assert len(said) == 3 and "is fetched from a network" in said[2]
+
+
+def test_killed_at_any_moment_it_leaves_the_site_of_before(tmp_path, monkeypatch):
+    """It dies at its first touch of the disk, then at its second, ...; a build that fails comes after each."""
+    wrong, html = [], tmp_path / "html" / "index.html"
+
+    def sphinx(argv):
+        Path(argv[-1]).mkdir()
+        (Path(argv[-1]) / "index.html").write_text("a site")
+        return len(wrong)
+
+    monkeypatch.setattr("sphinx.cmd.build.build_main", sphinx)
+    monkeypatch.setattr(gather, "gather", lambda source: source.mkdir())
+    monkeypatch.setattr(command.explorer, "write", Path.touch)
+    monkeypatch.setattr(links, "dead", lambda html: [])
+    assert command.build(tmp_path) == []
+    for deaths in range(20):
+        left = [deaths]
+
+        def touch(*args, real, left=left, **kwargs):
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            return real(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            for owner, name in ((Path, "rename"), (shutil, "rmtree")):
+                real = getattr(owner, name)
+                patch.setattr(owner, name, lambda *a, real=real, **k: touch(*a, real=real, **k))
+            try:
+                command.build(tmp_path)
+                break
+            except KeyboardInterrupt:
+                pass
+        wrong.append(1)
+        assert command.build(tmp_path) == ["Sphinx had warnings or errors, above."] and html.read_text() == "a site"
+        wrong.clear()
+    assert deaths >= 5

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +113,22 @@ def test_exit_status(library, tmp_path):
     assert "is no working copy of plain: it has no plainrl.py" in none.stderr
     both = audit("--source", ".", "--version", "2.0")
     assert both.returncode == 2 and "not both" in both.stderr
+
+
+def test_sigterm_ends_the_framework_too(library, tmp_path):
+    """It is asked to end while the framework is imported, in a process of its own."""
+    own = "import os, time, pathlib\npathlib.Path(__file__).with_name('pid').write_text(str(os.getpid()))\n"
+    (tmp_path / "plainrl.py").write_text(own + "time.sleep(60)\n", encoding="utf-8")
+    command = [sys.executable, "-m", "upref", "audit", "plain", "--source", str(tmp_path)]
+    run = subprocess.Popen(command, cwd=library, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert run.poll() is None
+        time.sleep(0.02)
+    run.terminate()
+    said = run.communicate(timeout=30)[1]
+    assert run.returncode == 143 and said == "upref audit: terminated; run the same command again.\n"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 SEEN = {
