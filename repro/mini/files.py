@@ -78,7 +78,7 @@ def checked(folder: Path) -> dict[str, Any]:
         for name, digest in facts["sha256"].items():
             if sha256(folder / name) != digest:
                 raise InputError(f"{folder / name} is not the file that was written: its sha256 differs.")
-    except (OSError, ValueError, KeyError, AttributeError) as e:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
         if isinstance(e, InputError):
             raise
         raise InputError(f"{folder} is not a whole folder: {type(e).__name__}: {e}.") from e
@@ -105,7 +105,7 @@ def load_tree(path: Path) -> Any:
     try:
         with safe_open(path, "pt") as f:
             return _tree(json.loads(f.metadata()["tree"]), f.get_tensor)
-    except (OSError, SafetensorError, ValueError, TypeError, LookupError) as e:
+    except (OSError, SafetensorError, ValueError, TypeError, LookupError, RecursionError) as e:
         raise InputError(f"{path} cannot be read: {type(e).__name__}: {e}.") from e
 
 

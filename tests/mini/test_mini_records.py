@@ -50,6 +50,7 @@ def test_what_is_kept_is_read_back_and_nothing_is_an_empty_folder(folder, tmp_pa
         (lambda x: [b"garbage\n", *x[1:]], "line 1"),
         (lambda x: [*x[:3], b"\xff\xfe\x00\n"], "line 4"),
         (lambda x: [b"[1, 2]\n", *x[1:]], "line 1 is no JSON object"),
+        (lambda x: [b"[" * 100_000 + b"\n", *x[1:]], "line 1: maximum recursion depth"),
         (lambda x: [b'{"name": "run-0"}\n', *x[1:]], "lacks status, settings"),
     ],
 )
@@ -63,7 +64,7 @@ def test_an_altered_record_is_one_sentence_that_says_how_to_restore(damage, says
     assert json.loads((folder / "manifest.json").read_text())["lines"].keys() == RECORDS.keys(), "nothing was rewritten"
 
 
-@pytest.mark.parametrize("content", [None, "", "[]", '{"lines": 3}', "\xff"])
+@pytest.mark.parametrize("content", [None, "", "[]", '{"lines": 3}', "\xff", "[" * 100_000])
 def test_records_without_their_manifest(content, folder):
     (folder / "manifest.json").unlink()
     if content is not None:
@@ -102,6 +103,11 @@ def test_a_run_whose_log_was_changed_after_its_end_is_not_collected(tmp_path):
     (run / "evals.jsonl").write_text(" ")
     with pytest.raises(InputError, match=r"evals\.jsonl is not what it was when the run ended"):
         results.collect(tmp_path / "runs", {"a"}, tmp_path / "results")
+    for file, content in (("done.json", ""), ("done.json", "[]"), ("done.json", "\xff"), ("failed.json", "{}")):
+        (run / "done.json").unlink(missing_ok=True)
+        (run / file).write_text(content, encoding="latin-1")
+        with pytest.raises(InputError, match=r"holds no whole run .*: remove it and run again"):
+            results.collect(tmp_path / "runs", {"a"}, tmp_path / "results")
 
 
 def test_the_committed_records_are_whole(capsys):

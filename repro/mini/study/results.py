@@ -8,7 +8,8 @@ status is "done", or "stopped at step N: why" where the numbers ended being fini
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def _objects(path: Path, content: bytes, how: str) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
             wrong = "" if isinstance(row, dict) else f"line {n} is no JSON object"
-        except ValueError as error:  # of the encoding, too
+        except (ValueError, RecursionError) as error:  # of the encoding, too
             wrong = f"line {n}: {error}"
         if wrong:
             raise InputError(f"{path} is corrupt ({wrong}): {how}.")
@@ -54,24 +55,38 @@ def status(folder: Path) -> str:
     if (folder / "done.json").exists():
         return "done"
     failed = folder / "failed.json"
-    return json.loads(failed.read_text())["status"] if failed.exists() else ""
+    with _whole(folder):
+        return json.loads(failed.read_text())["status"] if failed.exists() else ""
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[None]:
+    """One sentence for a folder whose files are not what a run writes."""
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+        if isinstance(e, InputError):
+            raise
+        raise InputError(f"{folder} holds no whole run ({type(e).__name__}: {e}): remove it and run again.") from e
 
 
 def record(folder: Path) -> Record:
     """The line of a finished run. Raises InputError if one of its files is not what it was when the run ended."""
     done = folder / "done.json"
-    facts = json.loads(done.read_text(encoding="utf-8")) if done.exists() else {}
-    for name, digest in facts.pop("sha256", {}).items():
-        if not (folder / name).exists() or files.sha256(folder / name) != digest:
-            raise InputError(f"{folder / name} is not what it was when the run ended: remove the folder and run again.")
-    return {
-        "name": folder.name,
-        "status": status(folder),
-        "settings": json.loads((folder / "settings.json").read_text(encoding="utf-8")),
-        "provenance": facts,
-        "steps": _bins(read_lines(folder / "steps.jsonl")),
-        "evals": _evals(read_lines(folder / "evals.jsonl")),
-    } | _at_the_end(read_lines(folder / "evals.jsonl"))
+    with _whole(folder):
+        facts = json.loads(done.read_text(encoding="utf-8")) if done.exists() else {}
+        for name, digest in facts.pop("sha256", {}).items():
+            if not (folder / name).exists() or files.sha256(folder / name) != digest:
+                wrong = f"{folder / name} is not what it was when the run ended"
+                raise InputError(f"{wrong}: remove the folder and run again.")
+        return {
+            "name": folder.name,
+            "status": status(folder),
+            "settings": json.loads((folder / "settings.json").read_text(encoding="utf-8")),
+            "provenance": facts,
+            "steps": _bins(read_lines(folder / "steps.jsonl")),
+            "evals": _evals(read_lines(folder / "evals.jsonl")),
+        } | _at_the_end(read_lines(folder / "evals.jsonl"))
 
 
 def _bins(lines: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -132,7 +147,7 @@ def load(folder: Path = FOLDER) -> dict[str, Record]:
         content = path.read_bytes() if path.exists() else b""
         manifest = json.loads((folder / MANIFEST).read_bytes())
         promised = dict(manifest["lines"])
-    except (OSError, ValueError, TypeError, LookupError) as e:
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as e:
         said = f"{type(e).__name__}: {e}"
         raise InputError(f"{folder} does not hold runs.jsonl with its {MANIFEST} ({said}): {how}.") from e
     if content and not content.endswith(b"\n"):
