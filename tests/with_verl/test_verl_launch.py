@@ -160,8 +160,6 @@ REFUSED |= {f"{'; '.join(args[2:])} of {args[0]}": (args, sentence) for args, se
     (["up_dapo", "paper", f"{A}.ulysses_sequence_parallel_size=3"], "does not divide 32 GPUs"),
     (["up_dapo", "paper", f"{A}.ulysses_sequence_parallel_size=16"], "does not divide 40 attention heads"),
     (["grpo", "paper", f"{R}.gpu_memory_utilization=7"], "is a share of the GPU, between 0 and 1, got 7"),
-    (["grpo", "paper", f"{R}.val_kwargs.n=0"], "val_kwargs.n must be at least 1, got 0"),
-    (["grpo", "paper", f"{R}.n=0"], "rollout.n must be at least 1, got 0"),
     (["grpo", "paper", f"{R}.top_p=1.5"], "top_p must be above 0 and at most 1"),
     (["grpo", "paper", f"{R}.temperature=0.0"], "emperature should be greater than 0"),
     (["grpo", "paper", "trainer.logger=[console,file,wandbb]"], "trainer.logger has no logger 'wandbb': did you mean "),
@@ -175,9 +173,6 @@ REFUSED |= {f"{'; '.join(args[2:])} of {args[0]}": (args, sentence) for args, se
     (["gspo", "paper", f"{A}.megatron.expert_model_parallel_size=24"], "does not divide 128 experts"),
     (["grpo", "paper", f"{R}.tensor_model_parallel_size=16"], "does not divide 8 GPUs"),
     (["grpo", "paper", f"+{R}.engine_kwargs.vllm.disable_mm_preprocessor_cache=true"], "no argument of the pinned vLL"),
-    (["grpo", "paper", f"{A}.kl_loss_type=k7"], "kl_loss_type has no value 'k7'"),
-    (["grpo", "paper", "trainer.total_training_steps=0"], "total_training_steps must be at least 1"),
-    (["grpo", "paper", "trainer.resume_mode=always"], "trainer.resume_mode has no value 'always'"),
     (["grpo", "paper", "algorithm.adv_estimator=gae"], "wants a critic"),
     (["grpo", "paper", f"{R}.log_prob_use_dynamic_bsz=false"], "must be the same"),
     (["grpo", "paper", "++actor_rollout_ref.actor.policy_loss.upref.parity.on_fail=ignore"], "on_fail must be stop or"),
@@ -199,9 +194,7 @@ REFUSED |= {f"{'; '.join(args[2:])} of {args[0]}": (args, sentence) for args, se
     (["up_dapo", "paper", "+my_own_note=7"], "a key that verl does not list goes under"),
     # accepted by verl, wrong later
     (["grpo", "paper", f"{R}.n=1"], "n must be at least 2 with adv_estimator=grpo"),
-    (["grpo", "paper", f"{R}.max_num_seqs=0"], "max_num_seqs must be at least 1"),
     (["grpo", "paper", f"{A}.fsdp_config.fsdp_size=3"], "fsdp_size=3 does not divide 8 GPUs"),
-    (["grpo", "paper", f"{R}.load_format=dumy"], "load_format has no value 'dumy': did you mean dummy?"),
     (["grpo", "paper", "actor_rollout_ref.nccl_timeout=5"], "nccl_timeout is in seconds, 60 at least, got 5"),
     (["grpo", "paper", "reward.custom_reward_function.path=nowhere.py"], "path=nowhere.py is no file"),
     (["grpo", "paper", "actor_rollout_ref.model.use_fused_kernels=true"], "fails at the first log-probability with"),
@@ -209,25 +202,11 @@ REFUSED |= {f"{'; '.join(args[2:])} of {args[0]}": (args, sentence) for args, se
     (["grpo", "paper", "actor_rollout_ref.model.path=Qwen/Qwen9-1B"], "its size is not known"),
     (["grpo", "paper", "actor_rollout_ref.model.path="], "the model has no name: give a directory"),
     (["grpo", "paper", "actor_rollout_ref.model.path=/etc"], "/etc holds no config.json: give the directory of a mode"),
-    (["grpo", "paper", "seed=-1"], "data.seed must be at least 0, got -1"),
     (["grpo", "paper", f"{R}.top_k=-7"], "top_k must be at least 1, or -1 for all tokens, got -7"),
-    (["grpo", "paper", f"{R}.temperature=inf"], "temperature must be a finite number, got inf"),
-    (["grpo", "paper", f"{A}.optim.lr=nan"], "lr must be a finite number, got nan"),
-    (["grpo", "paper", f"{A}.optim.weight_decay=-1"], "weight_decay must be at least 0, got -1"),
-    (["grpo", "paper", f"{A}.optim.clip_grad=0"], "clip_grad must be above 0, got 0"),
     (["grpo", "paper", f"{A}.optim.betas=[0.9]"], "betas are two numbers from 0 to below 1, got [0.9]"),
-    (["grpo", "paper", f"{A}.optim.optimizer=AdamWW"], "optimizer has no value 'AdamWW': did you mean AdamW?"),
     (["grpo", "paper", f"{A}.optim.lr_scheduler_type=linearr"], "assert self.lr_scheduler_type in"),
-    (["grpo", "paper", f"{A}.kl_loss_coef=-1"], "kl_loss_coef must be at least 0, got -1"),
-    (["grpo", "paper", f"{R}.dtype=bf17"], "dtype has no value 'bf17': did you mean bfloat16?"),
-    (["grpo", "paper", f"{A}.fsdp_config.model_dtype=bf17"], "model_dtype has no value 'bf17': did you mean bf16?"),
-    (["grpo", "paper", f"{R}.logprobs_mode=raw"], "logprobs_mode has no value 'raw'"),
-    (["grpo", "paper", "trainer.device=tpu"], "trainer.device has no value 'tpu'"),
-    (["grpo", "paper", "trainer.max_actor_ckpt_to_keep=0"], "max_actor_ckpt_to_keep must be at least 1, got 0"),
-    (["grpo", "paper", "data.dataloader_num_workers=-1"], "dataloader_num_workers must be at least 0, got -1"),
     (["grpo", "paper", "data.train_files=[]"], "data.train_files names no file"),
     (["grpo", "paper", "data.val_files=/etc/passwd"], "/etc/passwd is no data file of verl"),
-    (["grpo", "paper", "data.prompt_key=question"], "data.prompt_key has no value 'question'"),
     (["up_dapo", "paper", "trainer.use_v1=false"], "trainer.use_v1=false is a trainer that reads no algorithm.filter"),
     (["grpo", "paper", "trainer.resume_mode=resume_path"], "trainer.resume_from_path=None is no folder global_step_N"),
     # read by nothing in these runs
@@ -237,8 +216,6 @@ REFUSED |= {f"{'; '.join(args[2:])} of {args[0]}": (args, sentence) for args, se
     (["grpo", "paper", "model_engine=megatron"], "model_engine=megatron is another engine than the scale's"),
     (["grpo", "paper", "hydra.foo=1"], "hydra.foo is no setting of a run"),
     # keys without a type of their own, and a text in the place of a section
-    (["grpo", "paper", "trainer.total_training_steps=abc"], "total_training_steps must be a whole number or null, got"),
-    (["grpo", "paper", "trainer.max_actor_ckpt_to_keep=two"], "max_actor_ckpt_to_keep must be a whole number or null"),
     (["up_dapo", "paper", "algorithm.filter_groups=true"], "algorithm.filter_groups holds _target_, enable, metric"),
     (["up_dapo", "paper", "reward.reward_kwargs.overlong_buffer_cfg=5"], "overlong_buffer_cfg holds enable, len, pen"),
     (["up_dapo", "gpu1", f"{A}.policy_loss.upref={{eps_low: 0.1}}"], "takes its settings one by one: write ++"),
@@ -259,6 +236,31 @@ REFUSED |= {f"{'; '.join(args[2:])} of {args[0]}": (args, sentence) for args, se
     (["up_dapo", "cpu", "data.max_response_length=40"], "is less than 48 tokens"),
     (["up_dapo", "cpu", "data.max_response_length=60"], "are longer than the model's context of 64"),
 )}  # fmt: skip
+OUT_OF_RANGE = {  # what is said of a setting's value: the settings of `grpo paper`, and what follows
+    "must be at least 1, got {}": dict.fromkeys([
+        f"{R}.val_kwargs.n=0", f"{R}.n=0", f"{R}.max_num_seqs=0", "trainer.max_actor_ckpt_to_keep=0",
+        "trainer.total_training_steps=0",
+    ], ""),
+    "must be at least 0, got {}": dict.fromkeys([
+        "seed=-1", f"{A}.optim.weight_decay=-1", f"{A}.kl_loss_coef=-1", "data.dataloader_num_workers=-1",
+    ], ""),
+    "must be above 0, got {}": {f"{A}.optim.clip_grad=0": ""},
+    "must be a finite number, got {}": {f"{R}.temperature=inf": "", f"{A}.optim.lr=nan": ""},
+    "must be a whole number or null, got '{}'": {
+        "trainer.total_training_steps=abc": "", "trainer.max_actor_ckpt_to_keep=two": "",
+    },
+    "has no value '{}'": {
+        f"{R}.load_format=dumy": ": did you mean dummy?", f"{A}.optim.optimizer=AdamWW": ": did you mean AdamW?",
+        f"{R}.dtype=bf17": ": did you mean bfloat16?", f"{A}.fsdp_config.model_dtype=bf17": ": did you mean bf16?",
+        f"{R}.logprobs_mode=raw": "", "trainer.device=tpu": "", "data.prompt_key=question": "",
+        f"{A}.kl_loss_type=k7": "", "trainer.resume_mode=always": "",
+    },
+}  # fmt: skip
+for what, settings in OUT_OF_RANGE.items():
+    for setting, more in settings.items():
+        key, _, value = setting.partition("=")
+        sentence = f"{key.rpartition('.')[2]} {what.format(value)}{more}"
+        REFUSED[f"{setting} of grpo"] = (["grpo", "paper", setting], sentence)
 
 
 def test_the_list_of_wrong_inputs_is_long_and_names_each_once():
