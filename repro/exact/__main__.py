@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from repro import Parser
 from repro.exact import result
 from repro.exact.flow import arm
 from upref import interrupt
@@ -20,11 +21,6 @@ from upref.errors import InputError
 
 EXPERIMENTS = ["rise", "drawn", "mass", "entropy", "coverage", "fixed_points", "collapse", "strings"]
 OUT = Path(__file__).parent / "results"
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        self.exit(2, f"{self.prog}: {message} (`{self.prog} -h` shows what it takes).\n")
 
 
 def main(argv: list[str] | None = None) -> int:

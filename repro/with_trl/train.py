@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import upref
+from repro import Parser
 from repro.with_trl.log import StepLog
 from repro.with_verl import report
 from repro.with_verl.config.model import local
@@ -36,7 +37,7 @@ TINY_STEPS, STEPS = 48, 300
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="trl", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p = Parser(prog="trl", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("objective")
     p.add_argument("--against", default="dapo", help="the other objective (dapo); none: no other")
     p.add_argument("--seeds", default="1", help="1,2,3: one run of each objective for each seed")

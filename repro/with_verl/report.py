@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from repro import Parser
 from repro.with_verl import health
 from repro.with_verl.config.compose import paper
 from repro.with_verl.health import ALARMS, BLIND, BOUND, number
@@ -131,7 +132,7 @@ def read(folder: Path) -> Kept:
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="report", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p = Parser(prog="report", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     p.add_argument("--out", type=Path, help="where to write (report/ in the first run's folder)")
     args = p.parse_args(argv)

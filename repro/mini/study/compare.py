@@ -7,7 +7,6 @@ Writes repro/out/mini/compare/NAME/report.md with its figures. Exit status: 0 do
 130 interrupted (the same command goes on).
 """
 
-import argparse
 import io
 import json
 import shutil
@@ -21,6 +20,7 @@ from rich.markdown import Markdown
 
 import upref
 from figures.make import save
+from repro import Parser
 from repro.mini.study import curves, plan, report, results, suite
 from repro.mini.study.plan import Contrast, Experiment
 from repro.mini.study.verdicts import judge
@@ -188,9 +188,7 @@ def _override(text: str) -> tuple[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="repro/run.sh", description="Train an objective and its other half, and report."
-    )
+    parser = Parser(prog="repro/run.sh", description="Train an objective and its other half, and report.")
     parser.add_argument("objective")
     parser.add_argument("overrides", nargs="*", metavar="name=value", help="settings that differ, for example steps=50")
     parser.add_argument("--seeds", type=int, default=2, help="seeds a method (default 2)")

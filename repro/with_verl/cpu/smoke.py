@@ -7,7 +7,6 @@ Ends with a report. Exit status: 0 all steps were logged, the score rose, the lo
 not; 2 it could not run. `--again` goes on from the last checkpoint in DIR.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import upref
+from repro import Parser
 from repro.with_verl.cpu import fork, toy
 from repro.with_verl.place import RESULTS, ROOT, pythonpath
 from repro.with_verl.run import advice, records, watch
@@ -245,7 +245,7 @@ def main(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser("smoke", description=__doc__.splitlines()[0])
     parser.add_argument("objective")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--out", type=Path)

@@ -24,6 +24,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from repro import Parser
 from repro.with_verl.data import schema
 from repro.with_verl.data.sources import SOURCES, Source
 from repro.with_verl.place import RUNS
@@ -31,7 +32,7 @@ from upref import InputError
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="prepare", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p = Parser(prog="prepare", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("names", nargs="+", metavar="NAME", help=f"all, or of {', '.join(SOURCES)}")
     p.add_argument("--out", type=Path, default=RUNS / "data")
     p.add_argument("--from", dest="file", type=Path, help="the upstream file, already here")

@@ -19,12 +19,14 @@ after it saved a checkpoint (the same command makes progress), 2 it could not st
 import argparse
 import importlib
 import json
+import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from repro import Parser
 from repro.with_verl.config.compose import HANDED_OVER, Run, compose, load_scale, paper_scale
 from repro.with_verl.machine import preflight
 from repro.with_verl.machine.estimate import GB, Estimate, gpu_of, gpus
@@ -38,7 +40,7 @@ os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
 
 def main(argv: list[str] | None = None, machine: Machine | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    p = argparse.ArgumentParser(prog="launch", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p = Parser(prog="launch", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("objective")
     p.add_argument("scale", nargs="?")
     p.add_argument("--dry-run", action="store_true")
@@ -285,4 +287,5 @@ def hand_over(objective: str, scale: str, overrides: list[str], dry_run: bool) -
 
 
 if __name__ == "__main__":
+    logging.getLogger("upref").setLevel(logging.WARNING)  # `show` prints what its workers log
     sys.exit(main())

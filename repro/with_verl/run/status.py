@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from statistics import median
 
+from repro import Parser
 from repro.with_verl.place import RUNS
 from repro.with_verl.run import folder, records
 from repro.with_verl.run.start import SCORE, checkpointed
@@ -48,7 +49,7 @@ def line(run: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="status", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p = Parser(prog="status", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("runs", nargs="*", type=Path, metavar="RUN")
     args = p.parse_args(argv)
     runs = args.runs or sorted(f.parent for f in RUNS.glob("*/overrides.json"))

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from repro import Parser
 from repro.with_verl.cpu import smoke, toy
 from repro.with_verl.data import schema
 from repro.with_verl.place import RESULTS, ROOT
@@ -46,7 +47,7 @@ DAPO = [
     "+reward.reward_kwargs.overlong_buffer_cfg.log=False",
 ]  # fmt: skip
 VALIDATION = [
-    "trainer.val_before_train=True", "trainer.test_freq=1", f"{ROLLOUT}.val_kwargs.n=4",
+    "trainer.val_before_train=True", "trainer.test_freq=1", "data.val_max_samples=32", f"{ROLLOUT}.val_kwargs.n=4",
     f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.top_p=0.7",
 ]  # fmt: skip
 BF16 = "{param_dtype: bf16, reduce_dtype: fp32, buffer_dtype: fp32}"
@@ -172,7 +173,7 @@ def table(found: dict[str, dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p = Parser("matrix", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("rows", nargs="*", choices=(*ROWS, []))
     p.add_argument("--table", action="store_true")
     args = p.parse_args(argv)
