@@ -31,6 +31,11 @@ if [[ -z $scale && -z ${RAY_ADDRESS-} ]] && ! nvidia-smi -L 2>/dev/null | grep -
     scale=mini
     echo "mini: this machine has no GPU (other scales: reference, smoke; on GPUs gpu1, gpu8 and paper)."
 fi
+if [[ -n ${UPREF_PYTHON-} ]]; then
+    parts='(p for p in ("torch", "verl", "omegaconf") if not importlib.util.find_spec(p))'
+    lacks=$("$UPREF_PYTHON" -c "import importlib.util; print(*$parts)" 2>/dev/null) || lacks="an interpreter"
+    [[ -z $lacks ]] || { echo "run.sh: UPREF_PYTHON=$UPREF_PYTHON lacks $lacks: name the Python that has verl and vLLM, or leave it out." >&2 && exit 2; }
+fi
 case $scale in
     mini)
         repro/venv.sh mini

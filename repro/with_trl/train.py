@@ -10,6 +10,7 @@ Exit status 2: it could not start; what is missing is named.
 """
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -105,7 +106,6 @@ def run(args: argparse.Namespace, name: str, seed: int) -> Path:
     """One run, from its last checkpoint if there is one; its folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
-    from transformers.trainer_utils import get_last_checkpoint
 
     from upref.integrations.trl import GRPOTrainer
 
@@ -124,12 +124,29 @@ def run(args: argparse.Namespace, name: str, seed: int) -> Path:
         eval_dataset=rows_of(args, "test").select(range(16 if args.tiny else TEST)), processing_class=tokenizer,
         objective=name, callbacks=[log], parity={"dump": str(folder / "parity")}, step_check=True,
     )  # fmt: skip
-    last = get_last_checkpoint(str(folder))
-    log.begin(name, seed, steps, args, kept=int(last.rpartition("-")[2]) if last else 0)
+    last = last_whole(folder)
+    log.begin(name, seed, steps, args, kept=int(last.name.rpartition("-")[2]) if last else 0)
     trainer.remove_callback(PrinterCallback)  # StepLog prints
-    trainer.train(resume_from_checkpoint=last)
+    trainer.train(resume_from_checkpoint=str(last) if last else None)
     (folder / "done").touch()
     return folder
+
+
+def last_whole(folder: Path) -> Path | None:
+    """The last checkpoint whose files can be read: one may have been written when the process or the machine died."""
+    import torch
+    from safetensors import safe_open
+
+    for checkpoint in sorted(folder.glob("checkpoint-*"), key=lambda p: -int(p.name.rpartition("-")[2])):
+        try:
+            json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))  # the last file of a checkpoint
+            for state in ("optimizer.pt", "scheduler.pt"):
+                torch.load(checkpoint / state, weights_only=True, map_location="meta")
+            safe_open(checkpoint / "model.safetensors", "pt")
+            return checkpoint
+        except Exception as e:  # torch.load raises whatever its parts raise
+            print(f"  {checkpoint.name} is left out, it is not whole ({type(e).__name__})", flush=True)
+    return None
 
 
 def settings(tiny: bool, folder: Path, seed: int, steps: int) -> Any:

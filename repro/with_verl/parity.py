@@ -37,6 +37,9 @@ def main(arguments: list[str]) -> int:
     if not files:
         print("parity: no dumped micro-batch (*.pt) there: name a folder that a run dumped to.", file=sys.stderr)
         return 2
+    if gone := [f for f in files if not f.exists()]:
+        print(f"parity: there is no {gone[0]}: name a folder that a run dumped to.", file=sys.stderr)
+        return 2
     worst = 0.0
     for file in files:
         try:

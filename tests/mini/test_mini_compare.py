@@ -145,10 +145,14 @@ def test_a_failed_run_is_told(command, monkeypatch):
         ([], "usage:"),
         (["--help"], "usage:"),
         (["up_dapo", "reference", "steps=5"], "no settings to change"),
+        (["UPREF_PYTHON=/nonexistent", "up_dapo", "gpu1"], "UPREF_PYTHON=/nonexistent lacks an interpreter"),
+        (["UPREF_PYTHON=/bin/false", "up_dapo", "cpu"], "UPREF_PYTHON=/bin/false lacks an interpreter"),
     ],
 )
 def test_run_sh_refuses_in_one_line(words, says):
-    p = subprocess.run(["bash", str(ROOT / "repro" / "run.sh"), *words], capture_output=True, text=True, check=False)
+    given = [w for w in words if w.startswith("UPREF")]
+    command = ["env", *given, "bash", str(ROOT / "repro" / "run.sh"), *words[len(given) :]]
+    p = subprocess.run(command, capture_output=True, text=True, check=False)
     assert p.returncode == 2 and says in p.stderr and p.stderr.count("\n") == 1
 
 

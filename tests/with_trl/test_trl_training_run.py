@@ -55,6 +55,38 @@ def test_what_is_missing_is_one_sentence(more, said, capsys, monkeypatch):
 
 
 @pytest.mark.trl
+@pytest.mark.parametrize("kept", [0, 40])
+@pytest.mark.parametrize("name", ["trainer_state.json", "optimizer.pt", "scheduler.pt", "model.safetensors"])
+def test_a_half_written_checkpoint_is_left_out(name, kept, tmp_path, capsys):
+    import torch
+    from safetensors.torch import save_file
+
+    for step in (8, 16):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": [0.5] * 20}))
+        save_file({"w": torch.ones(9)}, folder / "model.safetensors")
+        for state in ("optimizer.pt", "scheduler.pt"):
+            torch.save({"state": torch.ones(9)}, folder / state)
+    assert train.last_whole(tmp_path).name == "checkpoint-16"
+    whole = (tmp_path / "checkpoint-16" / name).read_bytes()
+    (tmp_path / "checkpoint-16" / name).write_bytes(whole[:kept])
+    assert train.last_whole(tmp_path).name == "checkpoint-8"
+    (tmp_path / "checkpoint-8" / name).unlink()
+    assert train.last_whole(tmp_path) is None
+    assert capsys.readouterr().out.count("is left out, it is not whole") == 3
+
+
+@pytest.mark.trl
+@pytest.mark.parametrize("words", [["--bogus"], ["--tiny", "stray"], ["--steps", "x"], ["--seeds"]])
+def test_words_that_it_does_not_take_are_one_line(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        train.main(["up_dapo", *words])
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and err.startswith("trl: ") and words[-1] in err and err.count("\n") == 1
+
+
+@pytest.mark.trl
 def test_without_a_network_it_says_what_to_download(capsys, monkeypatch, tmp_path):
     import torch
 

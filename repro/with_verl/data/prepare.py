@@ -121,6 +121,8 @@ def from_github(s: Source, revision: str) -> Path:
 
 def read(path: Path) -> Iterator[dict]:
     """Rows of a .parquet, .arrow, .jsonl or .json file."""
+    if not path.is_file():
+        raise InputError(f"there is no file {path}.")
     try:
         if path.suffix == ".parquet":
             for batch in pq.ParquetFile(path).iter_batches(10_000):

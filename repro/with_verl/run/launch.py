@@ -287,5 +287,5 @@ def hand_over(objective: str, scale: str, overrides: list[str], dry_run: bool) -
 
 
 if __name__ == "__main__":
-    logging.getLogger("upref").setLevel(logging.WARNING)  # `show` prints what its workers log
+    logging.getLogger("upref.integrations.verl").disabled = True  # `show` prints it
     sys.exit(main())
