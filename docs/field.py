@@ -12,7 +12,7 @@ from typing import Any
 from docs import logprobs
 from upref.audits import framework, frameworks
 from upref.audits.compare import SEVERITY, Effect
-from upref.audits.ledger import STATUS, Entry, ranked, read, recorded
+from upref.audits.ledger import STATUS, Entry, documented, ranked, read, recorded
 from upref.audits.recipe import reached, recipe
 from upref.files import write_atomically
 from upref.registry import names
@@ -129,8 +129,11 @@ def summary() -> str:
            "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for a in audits():
         modes = len({r["mode"] for r in a["rows"] if r["kind"] == "loss"})
-        status = [e.status for e in read(a["framework"])]
-        count = " | ".join(str(status.count(s)) for s in STATUS)
+        entries = read(a["framework"])
+        many = {s: str(sum(e.status == s for e in entries)) for s in STATUS}
+        if told := documented(entries):
+            many["surprising default"] += f" ({told} told)"
+        count = " | ".join(many.values())
         out.append(f"| {link(a['framework'])} | {snapshot(a)} | {a['date']} | {modes} | {count} |")
     return "\n".join(out)
 

@@ -230,7 +230,7 @@ def test_the_paper_is_read_without_its_comments(tmp_path, monkeypatch):
 def test_the_command(capsys):
     assert cli.main(["claims"]) == 0
     listed = capsys.readouterr().out
-    assert listed.startswith(f"{sum(not c.ours for c in CLAIMS)} statements of the paper") and all(
+    assert listed.startswith(f"Of {sum(not c.ours for c in CLAIMS)} statements of the paper") and all(
         f"[{c.id}]" in listed for c in CLAIMS
     )
     assert cli.main(["claims", "--section", "3.3", "--verdict", "false", "--json"]) == 0

@@ -32,7 +32,7 @@ class Framework:
     _: KW_ONLY
     modes: Callable[[], list[str]]  # all losses that the installed version has
     comparisons: tuple[Comparison, ...]
-    out_of_scope: dict[str, str]
+    out_of_scope: dict[str, str] = field(default_factory=dict)  # losses that are not compared, and why
     split_reasons: dict[str, Slip] = field(
         default_factory=dict
     )  # why micro-batches have another gradient, by label or mode

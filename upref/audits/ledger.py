@@ -247,11 +247,18 @@ def ranked(entries: list[Entry]) -> list[Entry]:
     return sorted(entries, key=lambda e: (severe.index(e.severity), [*STATUS].index(e.status), -e.change))
 
 
+def documented(entries: list[Entry]) -> int:
+    """Surprising defaults that this framework itself tells of, though another with the same fact does not."""
+    return sum(e.status == "surprising default" and bool(e.words) for e in entries)
+
+
 def summary(name: str, entries: list[Entry]) -> str:
     """One sentence: how many entries of each status, and the worst."""
     count = lambda status: sum(e.status == status for e in entries)
     many = lambda n, one: f"{n} {one}" + ("" if n == 1 else "s")
     words = {status: many(count(status), status) for status in STATUS if status != "numerical"}
+    if told := documented(entries):
+        words["surprising default"] += f" ({told} of them documented)"
     said = f"{name}: {', '.join(list(words.values())[:-1])} and {words['documented choice']}"
     worst = next((e for e in ranked(entries) if e.status in ("bug", "surprising default")), None)
     return f"{said}; the worst is {worst.key}: {worst.reason} ({worst.severity})." if worst else f"{said}."

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from upref.aggregation import aggregate
 from upref.audits.compare import MICRO
+from upref.kl import k1
 from upref.ops import exp, minimum, sg
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
@@ -37,12 +39,19 @@ def _far(b: Rollouts) -> Rollouts:
     return replace(b, logp_ref=torch.where(d.exp() - d - 1 > 10, b.logp.detach(), b.logp_ref))
 
 
+def _k1(b: Rollouts) -> Tensor:
+    assert b.logp_ref is not None
+    return -BETA * aggregate(k1(b.logp, b.logp_ref), b.mask, "seq-mean-token-mean")
+
+
 def _micro_tokens(b: Rollouts) -> Tensor:
     """All tokens over MICRO times those of the micro-batch a response is in."""
     share = [b.mask.sum() / (MICRO * m.mask.sum()) for m in b.split(MICRO)]
     return torch.cat([s.expand(len(m.mask), 1) for s, m in zip(share, b.split(MICRO), strict=True)]).to(b.logp)
 
 
+BETA = 0.04
+K1 = Slip("the KL term is k1, whose gradient has mean 0 on policy", "term", hp={"beta": 0.0}, term=_k1)
 CLAMP = Slip("log r clamped to ±20", "clip", view=_tokens)
 CLAMP_S = Slip("log s clamped to 10", "clip", view=_responses(10))
 CLAMP_S20 = Slip("log s clamped to ±20", "clip", view=_responses(20))
@@ -50,14 +59,14 @@ CLAMP_K3 = Slip("k3 clamped to 10", "term", view=_far)
 MICRO_MEAN = Slip("the token mean of each micro-batch, then their mean", "batches", scale=_micro_tokens)
 BNPO = replace(MICRO_MEAN, words=f"{MICRO_MEAN.words}: bnpo by definition")
 ALWAYS = replace(aggregated("token-mean"), words="aggregated by token-mean, and no setting gives another")
-LUSPO = Slip(
-    "a response weighs its length more (LUSPO): aggregated by seq-mean-token-sum",
-    "aggregation",
-    agg="seq-mean-token-sum",
-)
+LUSPO = Slip("the ratio of each token (importance_sampling_level), eps = 0.2", "objective",
+             objective=replace(get("grpo"), agg="seq-mean-token-sum"))  # fmt: skip
+LENGTH = Slip("divided by max_completion_length = 512", "aggregation", scale=lambda b: 1 / 512)
+F32 = Slip("1.05 held in float32", "rounding", hp={"tau_neg": torch.tensor(1.05).item()})
 BY_TOKENS = Slip("every token weighs alike, as in the authors' code of VESPO", "aggregation", agg="token-mean")
 
 
+VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}  # the authors'
 ALONE = "one response in a group: its advantage is its reward"
 SAMPLE = "the variance is the sample's (N - 1), 1e-8 is added to it and not to std"
 NARROW = "log-ratio clamped to ±20, the estimate to ±10"
@@ -86,6 +95,14 @@ def capped(cap: float) -> Objective:
         fn=lambda lp, lp_old, A: sg(minimum(exp(lp - lp_old), cap)) * A * lp,
         closed_form=lambda r, A: A * minimum(r, cap),
     )
+
+
+CAP = Slip("epsilon_high is the cap itself: every weight is at most 0.2", "objective", objective=capped(0.2))
+
+
+def defaults(module: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """What these options of a command line are unless given, by the names of their fields."""
+    return {name.strip("-").replace("-", "_"): options(module)[name]["default"] for name in names}
 
 
 def options(module: str) -> dict[str, dict[str, Any]]:

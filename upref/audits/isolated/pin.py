@@ -33,8 +33,8 @@ class Pin:
     decorators: callables of stubs that may be called while the framework is imported; what they decorate raises.
     """
 
-    packages: tuple[str, ...]
     files: dict[str, str]
+    packages: tuple[str, ...] = ()
     repository: str = ""
     commit: str = ""
     date: str = ""  # of the commit

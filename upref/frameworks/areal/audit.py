@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 
 from upref import kl
-from upref.audits.compare import Comparison
-from upref.audits.components import Part
-from upref.audits.framework import Framework
-from upref.audits.isolated.pin import Pin
+from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import ALWAYS
 from upref.verify.faults import GROUPS, aggregated, with_hp
 
@@ -137,7 +134,6 @@ AREAL = Framework(
     comparisons=COMPARISONS,
     parts=_parts,
     kernels=_kernels,
-    out_of_scope={},
     remarks=lambda: [
         "Micro-batches count by their tokens, as the engine's loss_weight_fn has it. The KL term (kl_ctl = 0.1, k1, in "
         "float32) is a part of the reward, and not of these losses.",

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref.audits.compare import Comparison
-from upref.audits.framework import Framework
-from upref.audits.isolated.pin import Pin
-from upref.verify.faults import aggregated, with_hp
+from upref.audits.framework import Comparison, Framework, Pin
+from upref.registry import get
+from upref.verify.faults import Slip, aggregated, with_hp
 
 PIN = Pin(
     packages=(
@@ -71,8 +70,11 @@ MEANS = replace(MEANS, words=f"{MEANS.words}, and no setting gives another")
 RIGHT = replace(with_hp(eps_high=0.1), words="the cap on wrong tokens, 1.1, holds for right ones too")
 CAPPED = {"max_negative_advantage_importance_sampling_weight": 1.1}
 SEQUENCE = {"importance_sampling_level": "sequence"}
+WHOLE = replace(get("cispo"), level="sequence", agg=get("gspo").agg)
+STAYS = Slip("loss_fn stays cispo: a weight of at most 5, no clip", "objective", objective=WHOLE, hp={"eps_high": 4.0})
 COMPARISONS = (
     Comparison("default", "cispo", {}, "cispo", {}, (MEANS,)),
+    Comparison("default", "cispo", SEQUENCE, "gspo", {}, (STAYS,)),
     Comparison("default", "ppo", {}, "grpo", {}),
     Comparison("default", "ppo", SEQUENCE, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2),)),
     Comparison("default", "ppo", CAPPED, "dapo", {"eps_high": 0.2, "c": 1.1}, (MEANS, RIGHT)),
@@ -89,7 +91,6 @@ ART = Framework(
     defaults=_defaults,
     plain=_plain,
     comparisons=COMPARISONS,
-    out_of_scope={},
     remarks=lambda: [
         "There is one loss: ppo=True is `ppo`, else it is `cispo`, which is the default.",
         "Tokens weigh 1 over the length of their response and the sum is divided by the tokens of the batch, as "

@@ -15,19 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from upref.aggregation import aggregate
-from upref.audits.compare import MICRO, Comparison
-from upref.audits.components import Part
-from upref.audits.framework import Framework
-from upref.audits.isolated.pin import Pin
-from upref.audits.usual import CLAMP, CLAMP_K3, CLAMP_S20, NARROW, SAMPLE, narrow_k3, sampled
-from upref.kl import k1
+from upref.audits.compare import MICRO
+from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.usual import BETA, CLAMP, CLAMP_K3, CLAMP_S20, K1, NARROW, SAMPLE, narrow_k3, sampled
 from upref.registry import get
 from upref.rollouts import Rollouts
 from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
 
 PIN = Pin(
-    packages=(),
     repository="https://github.com/hiyouga/EasyR1",
     commit="b44b311b669bf1fd1aa2fc36f2251482ba33cb16",
     date="2026-07-30",
@@ -90,13 +85,6 @@ def _by_tokens(b: Rollouts) -> Tensor:
     return torch.cat([(MICRO * m.mask.sum() / b.mask.sum()).expand(len(m.mask), 1) for m in parts]).to(b.logp)
 
 
-def _k1(b: Rollouts) -> Tensor:
-    assert b.logp_ref is not None
-    return -BETA * aggregate(k1(b.logp, b.logp_ref), b.mask, "seq-mean-token-mean")
-
-
-BETA = 0.04
-K1 = Slip("the KL term is k1, whose gradient has mean 0 on policy", "term", hp={"beta": 0.0}, term=_k1)
 DAPO_S = replace(get("dapo"), level="sequence")
 DUAL_S = Slip("the dual clip c = 3, of a response's ratio", "objective", objective=DAPO_S,
               hp={"eps_low": 3e-4, "eps_high": 4e-4, "c": 3.0})  # fmt: skip
@@ -162,7 +150,6 @@ EASYR1 = Framework(
         Part("kl", "mse", _kl("mse"), "k2", tol=1e-5),
         Part("kl", "low_var_kl", _kl("low_var_kl"), "k3", reasons=((NARROW, narrow_k3),), tol=1e-5),
     ),
-    out_of_scope={},
     remarks=lambda: [
         "Each micro-batch is multiplied by its share of the mini-batch's tokens, as DataParallelPPOActor.update_policy "
         "has it. KL terms are in float32; GRPO and RLOO refuse a group of one.",

@@ -8,15 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from upref.audits.compare import Comparison
-from upref.audits.components import Part
-from upref.audits.framework import Framework
-from upref.audits.isolated.pin import Pin
-from upref.audits.usual import BNPO, BY_TOKENS, LUSPO, capped
+from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.usual import BNPO, BY_TOKENS, CAP, F32, LENGTH, LUSPO, VESPO
+from upref.kl import k3
 from upref.ops import exp, minimum
 from upref.rollouts import Rollouts, per_response
 from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
@@ -68,40 +65,48 @@ def _plain(mode: str, config: dict[str, Any]):
     return loss
 
 
-def _capped(cap: float) -> Slip:
-    return Slip(f"epsilon_high is the cap itself: every weight is at most {cap:g}", "objective", objective=capped(cap))
-
-
 def _masked_too(b: Rollouts) -> Tensor:
     """What luspo's tokens in masked slots add; its other slips then scale it."""
     r, A = exp(b.logp - b.logp_old), per_response(b.adv, b.mask)[:, None]
-    return torch.where(b.mask, 0, minimum(r * A, r.clamp(0.8, 1.2) * A)).sum() / b.mask.sum()
+    return torch.where(b.mask, 0, minimum(r * A, r.clamp(0.8, 1.2) * A)).sum() / len(b.mask)
+
+
+def _kl(words: str, weight: Callable[[Tensor, Tensor], Tensor]) -> Slip:
+    """A part of luspo's KL term: k3 of each slot, weighted by its mask and its response's tokens over the width."""
+
+    def term(b: Rollouts) -> Tensor:
+        assert b.logp_ref is not None
+        m = b.mask.to(b.logp)
+        return -0.04 * (k3(b.logp, b.logp_ref) * weight(m, m.mean(1, keepdim=True))).sum() / len(m)
+
+    return Slip(words, "term", term=term)
 
 
 NO_KL = {"beta": 0.0}  # its default is 0.04, and few papers have the term
 BETA = with_hp(beta=0.04)
-F32 = Slip("1.05 held in float32", "rounding", hp={"tau_neg": float(np.float32(1.05))})
 CLIP = with_hp(eps_low=0.2, eps_high=0.2)
 HIGH = replace(with_hp(eps_high=0.2), words="eps_high = 0.2, in a kernel whose callers hand over both bounds")
-GSPO = {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
-VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
+SEQUENCE = {"importance_sampling_level": "sequence"}
+GSPO = SEQUENCE | {"epsilon_low": 3e-4, "epsilon_high": 4e-4}
+LONG = SEQUENCE | {"epsilon_low": 2e-3, "epsilon_high": 2.5e-3}
+MASKED = "masked slots have a gradient"
 WIDTH = Slip("divided by the padded width", "aggregation",
              scale=lambda b: b.mask.sum(1, keepdim=True) / b.mask.shape[1])  # fmt: skip
 COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {}, (BETA,)),
     Comparison("default", "dapo", NO_KL, "dapo", {}, (HIGH, GROUPS)),
     Comparison("default", "bnpo", NO_KL, "ppo_clip", {}),
-    Comparison("default", "dr_grpo", NO_KL | {"max_completion_length": 512}, "dr_grpo", {}, (
-        Slip("divided by max_completion_length = 512", "aggregation", scale=lambda b: 1 / 512),)),
-    Comparison("default", "cispo", NO_KL, "cispo", {}, (_capped(0.2), GROUPS)),
+    Comparison("default", "dr_grpo", NO_KL | {"max_completion_length": 512}, "dr_grpo", {}, (LENGTH,)),
+    Comparison("default", "cispo", NO_KL, "cispo", {}, (CAP, GROUPS)),
     Comparison("default", "sapo", NO_KL, "sapo", {}, (F32,)),
     Comparison("default", "vespo", NO_KL, "vespo", {}, (BY_TOKENS,)),
-    Comparison("default", "dapo", NO_KL | {"importance_sampling_level": "sequence"}, "gspo", {}, (
+    Comparison("default", "dapo", NO_KL | SEQUENCE, "gspo", {}, (
         CLIP, aggregated("token-mean"))),
-    Comparison("default", "luspo", NO_KL, "gspo", {}, (
-        Slip("the ratio of each token (importance_sampling_level), eps = 0.2", "objective",
-             objective="ppo_clip", hp={"eps": 0.2}), LUSPO, WIDTH, Slip(
-            "masked slots have a gradient", "term", term=_masked_too))),
+    Comparison("default", "luspo", NO_KL, "luspo", {}, (
+        LUSPO, WIDTH, Slip(MASKED, "term", term=_masked_too))),
+    Comparison("default", "luspo", LONG, "luspo", {}, (
+        _kl(BETA.words, lambda m, _: m), _kl(WIDTH.words, lambda m, share: m * (share - 1)),
+        _kl(MASKED, lambda m, share: (1 - m) * share))),
     Comparison("paper", "grpo", {"beta": 0.04}, "grpo", {"beta": 0.04}),
     Comparison("paper", "grpo", NO_KL | GSPO, "gspo", {}),
     Comparison("paper", "dapo", NO_KL | {"epsilon_high": 0.28}, "dapo", {}, (GROUPS,)),
@@ -111,7 +116,7 @@ COMPARISONS = (
     Comparison("paper", "cispo", NO_KL | {"epsilon_high": 5.0}, "cispo", {}, (GROUPS,)),
     Comparison("paper", "sapo", NO_KL, "sapo", {}, (F32,)),
     Comparison("paper", "vespo", NO_KL | VESPO, "vespo", {}, (BY_TOKENS,)),
-    Comparison("paper", "luspo", NO_KL | GSPO, "gspo", {}, (LUSPO,)),
+    Comparison("paper", "luspo", NO_KL | LONG, "luspo", {}),
 )  # fmt: skip
 
 
@@ -126,9 +131,8 @@ def _chunk_forward(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: 
 
 
 def _parts() -> tuple[Part, ...]:
-    k3 = lambda lp, ref: _grpo().k3_loss_fn(ref, lp)
     return (
-        Part("kl", "k3_loss_fn", k3, "k3"),
+        Part("kl", "k3_loss_fn", lambda lp, ref: _grpo().k3_loss_fn(ref, lp), "k3"),
         Part("logprobs", "chunk_forward", _fused, "token_log_probs", tol=1e-4),
     )
 
@@ -156,7 +160,6 @@ LIGER = Framework(
     parts=_parts,
     split_reasons={"bnpo": BNPO},
     kernels=_kernels,
-    out_of_scope={},
     remarks=lambda: [
         "Micro-batches as TRL's Liger path had it: the loss of each is divided by their number, but for dapo, cispo "
         "and vespo, which are given num_items_in_batch.",

@@ -7,19 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from upref.aggregation import aggregate
-from upref.audits.compare import Comparison
-from upref.audits.components import Part
-from upref.audits.framework import Framework
-from upref.audits.isolated.pin import Pin
-from upref.audits.usual import CLAMP, CLAMP_K3, CLAMP_S20, NARROW, narrow_k3, options
-from upref.kl import k1
-from upref.rollouts import Rollouts
-from upref.verify.faults import GROUPS, Slip, with_hp
+from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.usual import BETA, CLAMP, CLAMP_K3, CLAMP_S20, K1, NARROW, defaults, narrow_k3, options
+from upref.verify.faults import GROUPS, with_hp
 
-UTILS = "miles.backends.training_utils."
+UTILS, ARGUMENTS = "miles.backends.training_utils.", "miles.utils.arguments"
 PIN = Pin(
-    packages=(),
     repository="https://github.com/radixark/miles",
     commit="31f1ca961a94cb860cec3b2dea34ec332bfa8f76",
     date="2026-08-21",
@@ -46,18 +39,6 @@ OFF = dict.fromkeys(
     ),
     None,
 )  # fmt: skip
-
-
-def _options() -> dict[str, dict[str, Any]]:
-    return options("miles.utils.arguments")
-
-
-def _modes() -> list[str]:
-    return list(_options()["--advantage-estimator"]["choices"])
-
-
-def _defaults(mode: str) -> dict[str, Any]:
-    return {name.strip("-").replace("-", "_"): _options()[name]["default"] for name in READ}
 
 
 def _modules() -> tuple[Any, Any, Any]:
@@ -91,16 +72,9 @@ def _plain(mode: str, config: dict[str, Any]):
     return loss
 
 
-def _k1(b: Rollouts) -> Tensor:
-    assert b.logp_ref is not None
-    return -BETA * aggregate(k1(b.logp, b.logp_ref), b.mask, "seq-mean-token-mean")
-
-
-BETA = 0.04
 TOKENS = {"calculate_per_token_loss": True, "eps_clip_high": 0.28}
 KL = {"use_kl_loss": True, "kl_loss_coef": BETA}
 C, LOW = {"eps_clip_c": 10.0}, {"kl_loss_type": "low_var_kl"}
-K1 = Slip("the KL term is k1, whose gradient has mean 0 on policy", "term", hp={"beta": 0.0}, term=_k1)
 COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {}, (CLAMP,)),
     Comparison("default", "grpo", KL | C, "grpo", {"beta": BETA, "c": 10.0}, (K1,)),
@@ -120,8 +94,8 @@ def _kl(name: str):
 MILES = Framework(
     "miles",
     pin=PIN,
-    modes=_modes,
-    defaults=_defaults,
+    modes=lambda: list(options(ARGUMENTS)["--advantage-estimator"]["choices"]),
+    defaults=lambda mode: defaults(ARGUMENTS, READ),
     plain=_plain,
     comparisons=COMPARISONS,
     parts=lambda: (

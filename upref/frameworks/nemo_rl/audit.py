@@ -11,10 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from upref.aggregation import aggregate
-from upref.audits.compare import Comparison
-from upref.audits.components import Part
-from upref.audits.framework import Framework
-from upref.audits.isolated.pin import Pin
+from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import ALWAYS, CLAMP_K3
 from upref.kl import k3
 from upref.ops import exp, sg

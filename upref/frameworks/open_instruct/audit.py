@@ -10,16 +10,12 @@ import torch
 from torch import Tensor
 
 from upref.aggregation import aggregate
-from upref.audits.compare import Comparison
-from upref.audits.components import Part
-from upref.audits.framework import Framework
-from upref.audits.isolated.pin import Pin
+from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.kl import k3
 from upref.rollouts import Rollouts
 from upref.verify.faults import GROUPS, Slip, with_hp
 
 PIN = Pin(
-    packages=(),
     repository="https://github.com/allenai/open-instruct",
     commit="e6c3044aa6201c8bfa4573c1b03142af599e730d",
     date="2026-08-20",
@@ -103,7 +99,6 @@ OPEN_INSTRUCT = Framework(
         Part("kl", "kl_estimator 2", _kl(2), "k3"),
         Part("logprobs", "log_softmax_and_gather", _log_probs, "token_log_probs"),
     ),
-    out_of_scope={},
     remarks=lambda: [
         "The sum is divided by the tokens of the whole batch, or by a constant (loss_denominator).",
         "Not covered: several ranks, the correction for the sampler (use_rho_correction, on by default: its weights "

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from upref import kl
-from upref.audits.compare import Comparison
-from upref.audits.components import Part
-from upref.audits.framework import Framework
-from upref.audits.isolated.pin import Pin
+from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import CLAMP
 from upref.verify.faults import GROUPS, aggregated, with_hp
 
@@ -139,7 +136,6 @@ OPENRLHF = Framework(
     plain=_plain,
     comparisons=COMPARISONS,
     parts=_parts,
-    out_of_scope={},
     remarks=lambda: [
         "Micro-batches as its trainer does it: batch_num_tokens and global_batch_size are the mini-batch's, and the "
         "losses of micro-batches add up.",

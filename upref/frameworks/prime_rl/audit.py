@@ -12,9 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from upref.aggregation import aggregate
-from upref.audits.compare import Comparison
-from upref.audits.framework import Framework
-from upref.audits.isolated.pin import Pin
+from upref.audits.framework import Comparison, Framework, Pin
 from upref.audits.usual import ALWAYS
 from upref.ops import exp, where
 from upref.registry import get

@@ -13,10 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref.audits.compare import Comparison
-from upref.audits.components import Part
-from upref.audits.framework import Framework
-from upref.audits.isolated.pin import Pin
+from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import CLAMP_K3
 from upref.kl import k3
 from upref.ops import clip, exp, sg, when, where
@@ -24,7 +21,6 @@ from upref.registry import get
 from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
 
 PIN = Pin(
-    packages=(),
     repository="https://github.com/alibaba/ROLL",
     commit="8eb27cc2dc34c4d1310b169d9b86d339004d811a",
     date="2026-08-19",

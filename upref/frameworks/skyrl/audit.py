@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from upref import advantages
-from upref.audits.compare import Comparison
-from upref.audits.components import Part
-from upref.audits.framework import Framework
-from upref.audits.isolated.pin import Pin
+from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import ALONE, CLAMP, CLAMP_K3, CLAMP_S, NARROW, SAMPLE, alone, narrow_k3, sampled
 from upref.objectives.dppo_kl import binary_kl
 from upref.rollouts import Rollouts

@@ -8,18 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref.aggregation import aggregate
-from upref.audits.compare import Comparison
-from upref.audits.components import Part
-from upref.audits.framework import Framework
-from upref.audits.isolated.pin import Pin
-from upref.audits.usual import CLAMP_K3, options
-from upref.kl import k1
-from upref.rollouts import Rollouts
+from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.usual import BETA, CLAMP_K3, K1, defaults, options
+from upref.kl import k3
 from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
 
+ARGUMENTS = "slime.utils.arguments"
 PIN = Pin(
-    packages=(),
     repository="https://github.com/THUDM/slime",
     commit="624b824a898ab0ec1fcb4d373004c7f3852bf515",
     date="2026-08-21",
@@ -39,18 +34,6 @@ READ = (
 
 def _ppo() -> Any:
     return importlib.import_module("slime.utils.ppo_utils")
-
-
-def _arguments() -> dict[str, dict[str, Any]]:
-    return options("slime.utils.arguments")
-
-
-def _modes() -> list[str]:
-    return list(_arguments()["--advantage-estimator"]["choices"])
-
-
-def _defaults(mode: str) -> dict[str, Any]:
-    return {name.strip("-").replace("-", "_"): _arguments()[name]["default"] for name in READ}
 
 
 def _plain(mode: str, config: dict[str, Any]):
@@ -89,16 +72,9 @@ def _length(mask: Tensor) -> int:
     return int(mask.nonzero().max()) + 1
 
 
-def _k1(b: Rollouts) -> Tensor:
-    assert b.logp_ref is not None
-    return -BETA * aggregate(k1(b.logp, b.logp_ref), b.mask, "seq-mean-token-mean")
-
-
-BETA = 0.04
 TOKENS = {"calculate_per_token_loss": True}
 MEANS = aggregated("seq-mean-token-mean")
 KL = {"use_kl_loss": True, "kl_loss_coef": BETA}
-K1 = Slip("the KL term is k1, whose gradient has mean 0 on policy", "term", hp={"beta": 0.0}, term=_k1)
 FLOOR = Slip("weights in [0.8, 1.2], from both sides", "objective", objective="cispo_verl")
 COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {}),
@@ -129,7 +105,6 @@ def _log_probs(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 
 
 def _parts() -> tuple[Part, ...]:
-    k3 = importlib.import_module("upref.kl").k3
     return (
         Part("kl", "k1", _kl("k1"), "k1", tol=1e-5),
         Part("kl", "k2", _kl("k2"), "k2", tol=1e-5),
@@ -143,8 +118,8 @@ def _parts() -> tuple[Part, ...]:
 SLIME = Framework(
     "slime",
     pin=PIN,
-    modes=_modes,
-    defaults=_defaults,
+    modes=lambda: list(options(ARGUMENTS)["--advantage-estimator"]["choices"]),
+    defaults=lambda mode: defaults(ARGUMENTS, READ),
     plain=_plain,
     comparisons=COMPARISONS,
     parts=_parts,

@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 
 from upref.aggregation import aggregate
-from upref.audits.compare import Comparison
-from upref.audits.components import Part
-from upref.audits.framework import Framework
-from upref.audits.isolated.pin import Pin
-from upref.audits.usual import BNPO, CLAMP_K3, capped
+from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.usual import BNPO, CAP, CLAMP_K3, LENGTH
 from upref.kl import k3
 from upref.rollouts import Rollouts
 from upref.verify.faults import GROUPS, Slip, with_hp
@@ -123,8 +120,6 @@ def _kl(b: Rollouts) -> Tensor:
 NO_KL, SEQUENCE = {"beta": 0.0}, {"importance_sampling_level": "sequence"}
 GSPO = NO_KL | {"epsilon": 3e-4, "epsilon_high": 4e-4}
 HIGHER = NO_KL | {"epsilon_high": 0.28}
-CAP = Slip("epsilon_high is the cap itself: every weight is at most 0.2", "objective", objective=capped(0.2))
-LENGTH = Slip("divided by max_completion_length = 512", "aggregation", scale=lambda b: 1 / 512)
 CLIP = with_hp(eps_low=0.2, eps_high=0.2)
 KL = Slip("a KL term with beta = 0.04, where the paper has none", "term", term=_kl)
 COMPARISONS = (

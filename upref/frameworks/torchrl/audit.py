@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from upref.advantages import get as advantage
-from upref.audits.compare import Comparison
-from upref.audits.components import Part
-from upref.audits.framework import Framework
-from upref.audits.isolated.pin import Pin
+from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import MICRO_MEAN
 from upref.kl import k3
 from upref.ops import clip, exp, where
@@ -141,7 +138,6 @@ TORCHRL = Framework(
     comparisons=COMPARISONS,
     parts=_parts,
     split_reasons={"GRPOLoss": MICRO_MEAN, "DAPO": MICRO_MEAN, "CISPOLoss": MICRO_MEAN},
-    out_of_scope={},
     tol=1e-4,
     remarks=lambda: [
         "A stand-in for the actor alone, whose distribution has the log-probabilities. The loss takes no count of the "

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from upref import kl
 from upref.advantages import get as advantage
-from upref.audits.compare import MICRO, Comparison
-from upref.audits.components import Part
-from upref.audits.framework import Framework
-from upref.audits.isolated.pin import Pin
+from upref.audits.compare import MICRO
+from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import CLAMP
 from upref.objectives.sapo import sapo
 from upref.ops import clip, exp, maximum, minimum, sg, sigmoid, where

@@ -11,16 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from upref.advantages import group_mean
 from upref.aggregation import aggregate
-from upref.audits.compare import Comparison
-from upref.audits.components import Part
-from upref.audits.framework import Framework
-from upref.audits.usual import BNPO, BY_TOKENS, LUSPO, capped
+from upref.audits.framework import Comparison, Framework, Part
+from upref.audits.usual import BETA, BNPO, BY_TOKENS, CAP, F32, LENGTH, LUSPO, VESPO
 from upref.foreign.trl import loss_types, trl, trl_loss
 from upref.kl import k3
 from upref.ops import exp
@@ -37,7 +34,6 @@ def _product(eps: float) -> Slip:
     return Slip(f"{said}, eps = {eps:g}", "objective", objective=PRODUCT, hp={"eps_low": eps, "eps_high": eps})
 
 
-F32 = Slip("1.05 held in float32", "rounding", hp={"tau_neg": float(np.float32(1.05))})
 
 
 def _weighted_kl(b: Rollouts) -> Tensor:
@@ -45,29 +41,23 @@ def _weighted_kl(b: Rollouts) -> Tensor:
     return -BETA * aggregate(exp(b.logp - b.logp_old) * k3(b.logp, b.logp_ref), b.mask, "seq-mean-token-mean")
 
 
-BETA = 0.04
 SAID = "the KL term is multiplied by the ratio, which is differentiated too"
 KL = Slip(SAID, "term", hp={"beta": 0.0}, term=_weighted_kl)
-LENGTH = Slip("divided by max_completion_length = 512", "aggregation", scale=lambda b: 1 / 512)
-GSPO = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}
-VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
+SEQUENCE = {"importance_sampling_level": "sequence"}
+GSPO = SEQUENCE | {"epsilon": 3e-4, "epsilon_high": 4e-4}
+LONG = SEQUENCE | {"epsilon": 2e-3, "epsilon_high": 2.5e-3}
 COMPARISONS = (
     Comparison("default", "dapo", {}, "dapo", {}, (with_hp(eps_high=0.2), GROUPS)),
     Comparison("default", "grpo", {}, "grpo", {}),
     Comparison("default", "grpo", {"beta": BETA}, "grpo", {"beta": BETA}, (KL,)),
     Comparison("default", "bnpo", {}, "ppo_clip", {}),
     Comparison("default", "dr_grpo", {}, "dr_grpo", {}, (LENGTH,)),
-    Comparison("default", "dapo", {"importance_sampling_level": "sequence"}, "gspo", {}, (
+    Comparison("default", "dapo", SEQUENCE, "gspo", {}, (
         with_hp(eps_low=0.2, eps_high=0.2), aggregated("token-mean"))),
-    Comparison("default", "cispo", {}, "cispo", {}, (
-        Slip("epsilon_high is the cap itself: every weight is at most 0.2", "objective",
-             objective=capped(0.2)), GROUPS)),
+    Comparison("default", "cispo", {}, "cispo", {}, (CAP, GROUPS)),
     Comparison("default", "sapo", {}, "sapo", {}, (F32,)),
     Comparison("default", "vespo", {}, "vespo", {}, (BY_TOKENS,), one_adv=True),
-    Comparison("default", "luspo", {}, "gspo", {}, (
-        Slip("the ratio of each token (importance_sampling_level), eps = 0.2", "objective",
-             objective="ppo_clip", hp={"eps": 0.2}),
-        LUSPO), one_adv=True),
+    Comparison("default", "luspo", {}, "luspo", {}, (LUSPO,), one_adv=True),
     Comparison("default", "gmpo", {}, "gmpo", {}),
     Comparison("default", "rloo", {}, "rloo", {}, (_product(0.2),), one_adv=True),
     Comparison("paper", "dapo", {"epsilon": 0.2, "epsilon_high": 0.28}, "dapo", {}, (GROUPS,)),
@@ -79,7 +69,7 @@ COMPARISONS = (
     Comparison("paper", "grpo", GSPO, "gspo", {}),
     Comparison("paper", "cispo", {"epsilon_high": 5.0}, "cispo", {}, (GROUPS,)),
     Comparison("paper", "sapo", {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}, "sapo", {}, (F32,)),
-    Comparison("paper", "luspo", GSPO, "gspo", {}, (LUSPO,)),
+    Comparison("paper", "luspo", LONG, "luspo", {}),
     Comparison("paper", "vespo", VESPO, "vespo", {}, (BY_TOKENS,), one_adv=True),
     Comparison("paper", "gmpo", {"epsilon": 0.4}, "gmpo", {}),
     Comparison("paper", "rloo", {"epsilon": UNCLIPPED}, "rloo", {}, (_product(UNCLIPPED),), one_adv=True),

@@ -14,13 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from upref.aggregation import aggregate
-from upref.audits.compare import Comparison
-from upref.audits.components import Part
-from upref.audits.framework import Framework
-from upref.audits.isolated.pin import Pin
-from upref.audits.usual import CLAMP, CLAMP_S, MICRO_MEAN
-from upref.kl import k1
+from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.usual import BETA, CLAMP, CLAMP_S, K1, MICRO_MEAN
 from upref.ops import sg
 from upref.registry import get
 from upref.rollouts import Rollouts
@@ -135,11 +130,6 @@ def _plain(mode: str, config: dict[str, Any]):
 
 
 # ---- compared with ---------------------------------------------------------------------------------------------------
-def _k1(b: Rollouts) -> Tensor:
-    assert b.logp_ref is not None
-    return -BETA * aggregate(k1(b.logp, b.logp_ref), b.mask, "seq-mean-token-mean")
-
-
 def _clamped(b: Rollouts) -> Rollouts:
     d = b.logp - b.logp_old
     return replace(b, logp=b.logp + sg(d.clamp(-20, 20) - d))
@@ -149,8 +139,6 @@ def _grpo_clamped(lp, lp_old, A, *, eps=0.2, c=None):
     return get("grpo").fn(lp_old + (lp - lp_old).clamp(-20, 20), lp_old, A, eps=eps, c=c)
 
 
-BETA = 0.04
-K1 = Slip("the KL term is k1, whose gradient has mean 0 on policy", "term", hp={"beta": 0.0}, term=_k1)
 RATIO = replace(get("grpo"), fn=_grpo_clamped)
 CLAMP_KL = replace(CLAMP, view=lambda b: b, objective=RATIO, hp={"beta": BETA})  # the KL term reads log π_θ itself
 CLAMP_K1 = replace(CLAMP_KL, hp={})
@@ -210,7 +198,6 @@ TUNIX = Framework(
     comparisons=COMPARISONS,
     parts=_parts,
     split_reasons={"dapo": MICRO_MEAN, "ppo": MICRO_MEAN},
-    out_of_scope={},
     remarks=lambda: [
         "The model's log-probabilities are given; JAX computes in float32: compared to 1e-4. Micro-batches are "
         "averaged, as optax.MultiSteps does.",

@@ -8,16 +8,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from upref.aggregation import aggregate
-from upref.audits.compare import Comparison
-from upref.audits.components import Part
-from upref.audits.framework import Framework
-from upref.audits.isolated.pin import Pin
-from upref.audits.usual import BNPO, CLAMP_K3, LUSPO, capped
+from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.usual import BNPO, CAP, CLAMP_K3, F32, LUSPO
 from upref.ops import exp, expm1
 from upref.rollouts import Rollouts
 from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
@@ -82,12 +78,8 @@ def _weighted_kl(b: Rollouts) -> Tensor:
 KL, SEQUENCE = {"beta": 0.04}, {"importance_sampling_level": "sequence"}
 GSPO = SEQUENCE | {"epsilon_low": 3e-4, "epsilon_high": 4e-4}
 HIGHER = {"epsilon_high": 0.28}
-CAP = Slip("epsilon_high is the cap itself: every weight is at most 0.2", "objective", objective=capped(0.2))
-F32 = Slip("1.05 held in float32", "rounding", hp={"tau_neg": float(np.float32(1.05))})
 LENGTH = Slip("divided by max_completion_length = 8192", "aggregation", scale=lambda b: 1 / 8192)
-TOKEN = Slip(
-    "the ratio of each token (importance_sampling_level), eps = 0.2", "objective", objective="ppo_clip", hp={"eps": 0.2}
-)
+LONG = SEQUENCE | {"epsilon_low": 2e-3, "epsilon_high": 2.5e-3}
 WEIGHTED = Slip("the KL term is multiplied by the ratio, which is differentiated too, and clamped to 10", "term",
                 hp={"beta": 0.0}, term=_weighted_kl)  # fmt: skip
 CLIP = with_hp(eps_low=0.2, eps_high=0.2)
@@ -101,7 +93,7 @@ COMPARISONS = (
     Comparison("default", "dr_grpo", {}, "dr_grpo", {}, (LENGTH,)),
     Comparison("default", "cispo", {}, "cispo", {}, (CAP, GROUPS)),
     Comparison("default", "sapo", {}, "sapo", {}, (F32,)),
-    Comparison("default", "luspo", {}, "gspo", {}, (TOKEN, LUSPO)),
+    Comparison("default", "luspo", {}, "luspo", {}, (LUSPO,)),
     Comparison("paper", "grpo", {}, "grpo", {}),
     Comparison("paper", "grpo", GSPO, "gspo", {}),
     Comparison("paper", "bnpo", {}, "ppo_clip", {}),
@@ -110,7 +102,7 @@ COMPARISONS = (
     Comparison("paper", "dr_grpo", {"max_completion_length": 1}, "dr_grpo", {}),
     Comparison("paper", "cispo", {"epsilon_high": 5.0}, "cispo", {}, (GROUPS,)),
     Comparison("paper", "sapo", {"sapo_temperature_pos": 1.0}, "sapo", {}, (F32,)),
-    Comparison("paper", "luspo", GSPO, "gspo", {}, (LUSPO,)),
+    Comparison("paper", "luspo", LONG, "luspo", {}),
 )  # fmt: skip
 
 

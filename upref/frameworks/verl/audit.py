@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from upref import advantages
-from upref.audits.compare import MICRO, Comparison
-from upref.audits.components import Part
-from upref.audits.framework import Framework
+from upref.audits.compare import MICRO
+from upref.audits.framework import Comparison, Framework, Part
 from upref.audits.usual import ALONE, CLAMP, CLAMP_S, NARROW, SAMPLE, alone, narrow_k3, sampled
 from upref.foreign.verl import NO_DUAL_CLIP, verl, verl_loss
 from upref.objectives.dppo_kl import binary_kl
@@ -125,6 +124,39 @@ def _by_length(R: Tensor, group: Tensor) -> Tensor:
     return R - same @ (n * R) / (same @ n)
 
 
+def _remax(R: Tensor, group: Tensor) -> Tensor:
+    """Responses of 1, 2, 3, 1, ... tokens, rewarded on the first; GREEDY is the greedy response's reward."""
+    mask = (torch.arange(3) < _lengths(R)[:, None]).to(R.dtype)
+    rewards, f = torch.nn.functional.pad(R[:, None], (0, 2)), verl()[0].get_adv_estimator_fn("remax")
+    return f(token_level_rewards=rewards, reward_baselines=GREEDY[group], response_mask=mask)[0][:, 0]
+
+
+GREEDY = torch.tensor([0.25, -0.5], dtype=torch.float64)
+
+
+def _passk(std: bool):
+    def found(R: Tensor, group: Tensor) -> Tensor:
+        f, one = verl()[0].get_adv_estimator_fn("grpo_passk"), torch.ones_like(R)[:, None]
+        config = {"norm_adv_by_std_in_grpo": std}
+        return f(token_level_rewards=R[:, None], response_mask=one, index=group.numpy(), config=config)[0][:, 0]
+
+    return found
+
+
+def _best_alone(std: bool):
+    def reference(R: Tensor, group: Tensor) -> Tensor:
+        """The gain of max R by each response: what the maximum loses without it (Pass@k, k the size of the group)."""
+        A = torch.zeros_like(R)
+        for g in group.unique():
+            i = (group == g).nonzero().flatten()
+            for j in i:
+                A[j] = R[i].max() - R[i[i != j]].max()
+            A[i] = A[i] / (R[i].std(correction=1) + 1e-6) if std else A[i]
+        return A
+
+    return reference
+
+
 def _lengths(R: Tensor) -> Tensor:
     return (torch.arange(len(R)) % 3 + 1).to(R.dtype)
 
@@ -181,6 +213,10 @@ def _parts() -> tuple[Part, ...]:
             (ALONE, alone(_by_length)),), tol=1e-6),
         Part("advantages", "gpg", _advantages("gpg"), "group_mean", reasons=((ALONE, alone(advantages.group_mean)), (
             "times the responses over those whose reward is not 0", _gpg)), tol=1e-6),
+        Part("advantages", "remax", _remax, lambda R, group: R - GREEDY[group], words="R minus the greedy response's"),
+        *(Part("advantages", f"grpo_passk, std={std}", _passk(std), _best_alone(std), leaves_out=("one",), tol=1e-6,
+               words="the maximum minus the maximum without the response" + ", over the sample's std" * std)
+          for std in (True, False)),
         *(Part("advantages", f"gae, lam={lam:g}", _gae(lam), _sum_of_deltas(lam), words="GAE, whitened over all tokens",
                tol=1e-6) for lam in (1.0, 0.5)),
         *(Part("kl", n, lambda lp, ref, n=n: kl(lp, ref, n), n) for n in ("k1", "k2")),

@@ -53,16 +53,23 @@ def right_first(judged: Sequence[Judged]) -> list[Judged]:
 
 
 def tally(judged: Sequence[Judged]) -> str:
-    """`88 statements of the paper: 20 proved, ...`, in the order of ORDER; then our questions."""
+    """`Of 88 statements of the paper, 20 are proved, ...`, in the order of ORDER; then our questions."""
     said = []
-    for ours, name in ((False, "statement"), (True, "question of ours")):
+    for ours, what in ((False, "statement{} of the paper"), (True, "question{} of ours")):
         mine = [j for j in judged if j.claim.ours == ours]
         count = Counter(j.verdict for j in mine)
-        plural = name.replace(name.split()[0], f"{name.split()[0]}s") if len(mine) != 1 else name
-        head = f"{len(mine)} {plural}" + (" of the paper" if not ours else "")
+        *most, final = [_counted(count[v], v) for v in ORDER if count[v]] or [""]
         if mine:
-            said.append(f"{head}: {', '.join(f'{count[v]} {v}' for v in ORDER if count[v])}")
-    return "; ".join(said) or "0 statements"
+            all_of_them = " and ".join([", ".join(most), final] if most else [final])
+            said.append(f"Of {len(mine)} {what.format('s' * (len(mine) != 1))}, {all_of_them}")
+    return ". ".join(said) or "0 statements"
+
+
+def _counted(n: int, verdict: str) -> str:
+    """`1 is proved`, `2 hold numerically`."""
+    if verdict.startswith("holds"):
+        return f"{n} {verdict if n == 1 else verdict.replace('holds', 'hold')}"
+    return f"{n} {'is' if n == 1 else 'are'} {verdict}"
 
 
 def made(computed: dict) -> str:
