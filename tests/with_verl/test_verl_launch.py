@@ -592,6 +592,14 @@ def test_the_formulas_are_near_published_runs():
     assert all(f"| `{name}`, " in page for name in c.scale_names())
 
 
+def test_the_page_of_costs_has_what_a_dry_run_prints(capsys):
+    page = (ROOT / "repro/with_verl/ESTIMATES.md").read_text()
+    for scale in ("gpu8", "paper_dapo"):
+        assert launch.main(["up_dapo", scale, "--dry-run"]) == 0
+        said = re.search(r": ([\d,]+) hours, ([\d,]+) GPU-hours, ([\d,]+) dollars", capsys.readouterr().out).groups()
+        assert f"| {' | '.join(said)} |" in next(x for x in page.splitlines() if x.startswith(f"| `{scale}`"))
+
+
 def test_what_stays_beside_vllm_counts(capsys):
     share = "actor_rollout_ref.rollout.gpu_memory_utilization"
     for scale, value in (("gpu8", 0.95), ("paper_math", 0.9), ("gpu1", 0.99)):
@@ -632,12 +640,12 @@ def test_checkpoints_cost_an_hour_at_most(ready, capsys):
     saves = "trainer.save_freq"
     e = estimated("gpu8", objective="up_dapo")
     run = c.compose("up_dapo", "gpu8")
-    e = launch.save_hourly(run, validate(run), e)
+    e = preflight.save_hourly(run, validate(run), e)
     assert (
         run.overrides[-1].startswith(f"{saves}=") and int(run.overrides[-1].partition("=")[2]) * e.step_seconds <= 3600
     )
     mine = c.compose("up_dapo", "gpu8", [f"{saves}=50"])
-    assert launch.save_hourly(mine, validate(mine), e) and mine.overrides[-1] == f"{saves}=50"
+    assert preflight.save_hourly(mine, validate(mine), e) and mine.overrides[-1] == f"{saves}=50"
 
 
 def estimated(scale, *overrides, gpu="H100", gb=80e9, objective="grpo"):

@@ -126,6 +126,17 @@ def price(cfg: DictConfig, gpu: GPU, gpu_bytes: float) -> Estimate:
     return estimate(cfg, gpu, gpu_bytes, count_rows(cfg.data.val_files), count_rows(cfg.data.train_files))
 
 
+def save_hourly(run: Run, cfg: DictConfig, e: Estimate) -> Estimate:
+    """Checkpoints often enough that a machine which goes away takes an hour of work; verl saves between steps only."""
+    often = max(1, int(3600 // max(e.step_seconds, 1)))
+    if not any(line.startswith("trainer.save_freq=") for line in run.given) and 0 < often < cfg.trainer.save_freq:
+        cfg.trainer.save_freq = often
+        run.overrides.append(f"trainer.save_freq={often}")
+        run.sources["trainer.save_freq"] = "ours: an hour of work between checkpoints at most, by the estimate"
+        e.saves = (e.steps or 0) // often
+    return e
+
+
 def check_host(cfg: DictConfig, m: Machine, e: Estimate) -> None:
     """Memory, shared memory and cores of the host, which verl, Ray and NCCL take for granted."""
     actor = cfg.actor_rollout_ref.actor

@@ -81,7 +81,7 @@ def scales() -> str:
     """What each scale costs before it starts, with the objective of this project that it is for."""
     from repro.with_verl.config.compose import compose, load_scale
     from repro.with_verl.config.validate import validate
-    from repro.with_verl.machine.preflight import price
+    from repro.with_verl.machine.preflight import price, save_hourly
 
     lines = [
         "| scale | GPUs | seconds a step | steps | hours | GPU-hours | dollars | GB to train | GB to sample |",
@@ -90,7 +90,9 @@ def scales() -> str:
     for name in SCALES:
         objective = {"paper_math": "up_grpo", "paper_geo3k": "up_grpo", "paper_gspo": "up_gspo"}.get(name, "up_dapo")
         gpu = e.gpu_of("4090" if name == "gpu1_24gb" else "H100")
-        x = price(validate(compose(objective, name)), gpu, load_scale(name).gpu_gb * e.GB)
+        run = compose(objective, name)
+        cfg = validate(run)
+        x = save_hourly(run, cfg, price(cfg, gpu, load_scale(name).gpu_gb * e.GB))  # as a dry run prints it
         cells = [f"`{name}`, {objective}", f"{x.gpus} x {gpu.name}", f"{x.step_seconds:,.0f}", f"{x.steps:,}"]
         cells += [f"{n:,.0f}" for n in (x.hours, x.gpu_hours, x.dollars, x.train / e.GB, x.rollout / e.GB)]
         lines.append(f"| {' | '.join(cells)} |")

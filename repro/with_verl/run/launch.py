@@ -151,7 +151,8 @@ def train(
     if dry_run:
         m = machine or look(run.directory)
         row = gpu_of(gpu or m.gpu_name or ("4090" if run.scale.gpu_gb < 40 else "H100"))
-        estimate = save_hourly(run, cfg, preflight.price(cfg, row, (row.memory if gpu else run.scale.gpu_gb) * GB))
+        memory = (row.memory if gpu else run.scale.gpu_gb) * GB
+        estimate = preflight.save_hourly(run, cfg, preflight.price(cfg, row, memory))
         show(run)
         tell(estimate, seeds)
         if estimate.problem:
@@ -165,7 +166,7 @@ def train(
     loss, estimator = cfg.actor_rollout_ref.actor.policy_loss.loss_mode, cfg.algorithm.adv_estimator
     if cfg.trainer.nnodes > 1 and m.gpus and machine is None:
         m.nodes = preflight.check_cluster(run, loss)
-    estimate = save_hourly(run, cfg, preflight.check(run, cfg, m))
+    estimate = preflight.save_hourly(run, cfg, preflight.check(run, cfg, m))
     show(run)
     tell(estimate, seeds)
     preflight.check_plugin(run, loss, estimator)
@@ -221,17 +222,6 @@ def told(run: Run, status: int, shakedown: bool) -> int:
         write_atomically(run.directory / "shakedown.md", text)
         print(f"{text}\nwritten: {run.directory / 'shakedown.md'}")
     return status
-
-
-def save_hourly(run: Run, cfg: Any, e: Estimate) -> Estimate:
-    """Checkpoints often enough that a machine which goes away takes an hour of work; verl saves between steps only."""
-    often = max(1, int(3600 // max(e.step_seconds, 1)))
-    if not any(line.startswith("trainer.save_freq=") for line in run.given) and 0 < often < cfg.trainer.save_freq:
-        cfg.trainer.save_freq = often
-        run.overrides.append(f"trainer.save_freq={often}")
-        run.sources["trainer.save_freq"] = "ours: an hour of work between checkpoints at most, by the estimate"
-        e.saves = (e.steps or 0) // often
-    return e
 
 
 def train_on_cpu(objective: str, overrides: list[str], dry_run: bool, again: list[str], shakedown: bool) -> int:
