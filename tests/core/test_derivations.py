@@ -59,7 +59,7 @@ FALSE = {
 
 
 README = (DERIVATIONS / "README.md").read_text(encoding="utf-8")
-SECTIONS = dict(zip(page.CLAIMS, re.split(r"(?=\n## )", README)[1:], strict=True))
+SECTIONS = dict(zip([*page.CLAIMS, "mutants"], re.split(r"(?=\n## )", README)[1:], strict=True))
 
 
 @pytest.mark.parametrize("name", page.CLAIMS)
@@ -131,6 +131,7 @@ def test_the_derivation_of_kl_terms_fails_where_one_is_another(name, monkeypatch
 def test_every_file_is_a_claim_on_the_page():
     assert {p.stem for p in DERIVATIONS.glob("*.py")} == {*page.CLAIMS, "make_page"} == {*FALSE, "make_page"}
     assert page.HEAD + "".join(SECTIONS.values()) == README, "run: python derivations/make_page.py"
+    assert SECTIONS["mutants"] == page.table(), "run: python derivations/make_page.py"
 
 
 def test_a_script_says_so_by_its_exit_status(tmp_path):

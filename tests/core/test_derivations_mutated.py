@@ -3,10 +3,16 @@
 
 An objective is changed in twenty ways. A claim speaks of some signs of A, some ratios, and of the gradient or of J too:
 SCOPE. Whether a mutant differs there is asked of torch, on a grid; whether the script fails, of sympy.
+
+`python tests/core/test_derivations_mutated.py` runs them all and writes derivations/mutants.txt, the table on the page
+of the derivations.
 """
 
+import contextlib
 import functools
 import importlib.util
+import io
+import itertools
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -18,6 +24,7 @@ import upref
 from upref.ops import exp, where
 
 FOLDER = Path(__file__).parents[2] / "derivations"
+RECORD = FOLDER / "mutants.txt"
 spec = importlib.util.spec_from_file_location("make_page", FOLDER / "make_page.py")
 page = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(page)
@@ -102,17 +109,29 @@ def excluded(script, name, mutate):
     return False
 
 
-def rejected(script, name, mutate, monkeypatch):
+def rejected(script, name, mutate):
     get = upref.get
     mutant = replace(get(name), fn=mutate(get(name).fn))
-    monkeypatch.setattr(upref, "get", lambda one: mutant if one == name else get(one))
-    try:
-        page.load(script).main()
-    except AssertionError:
-        return True
-    finally:
-        monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.setattr(upref, "get", lambda one: mutant if one == name else get(one))
+        try:
+            page.load(script).main()
+        except AssertionError:
+            return True
     return False
+
+
+ROWS = [(script, name) for script, (scope, _, _) in SCOPE.items() for name in scope]
+
+
+def legend():
+    return [f"{chr(97 + i)}  {label}" for i, label in enumerate(MUTANTS)] + [""]
+
+
+def line(script, name, judge):
+    """The row of the record: this judge, `rejected` or `excluded`, of each mutant."""
+    verdicts = "".join(chr(97 + i) if judge(script, name, m) else "." for i, m in enumerate(MUTANTS.values()))
+    return f"{script:22}{name:22}{verdicts}"
 
 
 FEW = [  # one that the claim excludes, then one that it does not
@@ -130,17 +149,22 @@ FEW = [  # one that the claim excludes, then one that it does not
 
 
 @pytest.mark.parametrize(("script", "name", "mutant"), FEW)
-def test_a_derivation_rejects_what_its_claim_excludes(script, name, mutant, monkeypatch, capsys):
-    assert rejected(script, name, MUTANTS[mutant], monkeypatch) == excluded(script, name, MUTANTS[mutant])
+def test_a_derivation_rejects_what_its_claim_excludes(script, name, mutant):
+    assert rejected(script, name, MUTANTS[mutant]) == excluded(script, name, MUTANTS[mutant])
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("script", "name"), [(script, name) for script, (scope, _, _) in SCOPE.items() for name in scope]
-)
-def test_a_derivation_rejects_exactly_what_its_claim_excludes(script, name, monkeypatch, capsys):
-    for label, mutate in MUTANTS.items():
-        assert rejected(script, name, mutate, monkeypatch) == excluded(script, name, mutate), label
+@pytest.mark.parametrize(("script", "name"), ROWS)
+def test_a_derivation_rejects_exactly_what_its_claim_excludes(script, name):
+    assert line(script, name, rejected) == line(script, name, excluded)
+
+
+def test_the_recorded_table_is_what_the_claims_exclude():
+    """A row that has not run says so; the nightly test runs every row."""
+    rows = [(line(*row, excluded), f"{row[0]:22}{row[1]:22}not run") for row in ROWS]
+    found = RECORD.read_text().splitlines()
+    assert found[: len(legend())] == legend()
+    assert all(text in row for text, row in zip(found[len(legend()) :], rows, strict=True))
 
 
 def test_there_are_twenty_mutants_and_every_script_has_a_scope():
@@ -151,3 +175,9 @@ def test_there_are_twenty_mutants_and_every_script_has_a_scope():
     for script, (scope, _, _) in SCOPE.items():
         every = [excluded(script, name, m) for name in scope for m in MUTANTS.values()]
         assert any(every) and not all(every), script
+
+
+if __name__ == "__main__":
+    with RECORD.open("w") as out:
+        for text in itertools.chain(legend(), (line(*row, rejected) for row in ROWS)):
+            print(text, file=out, flush=True)
