@@ -77,6 +77,4 @@ def test_the_matrix_of_gpu_settings_ran_as_expected():
         assert row["objective"] == objective and set(settings) <= set(row["settings"])
         assert row["as_expected"] and bool(row["wrong"]) == bool(must_fail)
         assert must_fail or (row["steps"] == matrix.STEPS and 0 < row["parity_of_bound"] <= 1)
-    compared = {name: row for name, row in found.items() if "gradient_error" in row}
-    assert {"all", "packed", "dapo", "offload", "bf16", "moe", "ranks"} <= compared.keys()
-    assert all(0 < row["gradient_error"] <= row["gradient_bound"] for row in compared.values())
+        assert must_fail or 0 < row["gradient_error"] <= row["gradient_bound"]

@@ -165,9 +165,6 @@ def table(found: dict[str, dict]) -> str:
         cells = [name, objective, what, result, parity, error, bound, near]
         cells += [row[k] for k in ("seconds", "cpu_seconds", "load")]
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    older = [name for name, row in found.items() if not row["wrong"] and "gradient_error" not in row]
-    if older:
-        lines += ["", f"The gradients of {', '.join(older)} were not recorded: those runs are older than the check."]
     lines += ["", "What a CPU cannot run:", "", *(f"* {what}: {why}." for what, why in NOT_HERE.items())]
     return HEAD + "\n".join(lines) + "\n"
 
