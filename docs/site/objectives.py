@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from docs.site import tex
+from repro.mini.study import curves, results
 from upref.audits.ledger import read
 from upref.cli.show import _source, bib_entry
 from upref.derivation import derive
@@ -32,6 +33,8 @@ def pages(source: Path) -> dict[str, str]:
 def page(o: Objective, folder: Path) -> str:
     parts = [f"# {o.name}\n\n{_paper(o)}", tex.block(tex.equation(o.equation)), _facts(o)]
     parts += ["## Three witnesses", _witnesses(o), "## Pictures", _pictures(o, folder)]
+    if runs := _runs(o, folder):
+        parts += ["## Training curves", runs]
     if o.hyperparameters:
         parts += ["## Hyperparameters", _hyperparameters(o)]
     parts += ["## Where frameworks differ", _frameworks(o), "## Relatives", _relatives(o)]
@@ -95,6 +98,59 @@ def _pictures(o: Objective, folder: Path) -> str:
         f"![Gradient weight of {o.name} against the ratio, described below.]({o.name}-weight.svg)\n\n"
         f"The weight where A = 1: {said[0]}; where A = −1: {said[1]}."
     )
+
+
+PANELS = [
+    {"metric": "reward", "label": "reward in training"},
+    {"metric": "avg", "label": "test problems, Avg@32"},
+    {"metric": "best", "label": "test problems, Best@32"},
+]
+
+
+@functools.cache
+def _recorded() -> dict[tuple, dict[str, list[dict]]]:
+    """All that is set of a recorded run but objective and seed -> objective at its defaults -> runs."""
+    found: dict[tuple, dict[str, list[dict]]] = {}
+    for r in (r for n in (1, 2) for r in results.load(results.folder_of(n)).values()):
+        same = tuple((k, str(v)) for k, v in r["settings"].items() if k not in ("objective", "seed"))
+        if r["status"] == "done" and not r["settings"]["hp"]:
+            found.setdefault(same, {}).setdefault(r["settings"]["objective"], []).append(r)
+    return found
+
+
+def _runs(o: Objective, folder: Path) -> str:
+    """Curves of the setting in which most seeds of it are recorded, with DAPO's there; "" if there is no run."""
+    among = [arms for arms in _recorded().values() if o.name in arms]
+    if not among:
+        return ""
+    arms = max(among, key=lambda arms: (len(arms[o.name]), "dapo" in arms, arms[o.name][0]["settings"]["steps"]))
+    shown = {name: arms[name] for name in dict.fromkeys((o.name, "dapo")) if name in arms}
+    found = [{name: [curves.curve(r, panel) for r in runs] for name, runs in shown.items()} for panel in PANELS]
+    curves.draw(PANELS, found, "", o.name).savefig(folder / f"{o.name}-runs.svg")
+    s = arms[o.name][0]["settings"]
+    times = f"{s['minibatches']} mini-batches a step" + f", {s['epochs']} epochs" * (s["epochs"] > 1)
+    kl = f", KL coefficient {s['beta']:g}" * bool(s["beta"])
+    seeds = "; ".join(f"{name}: seeds {_ranges(r['settings']['seed'] for r in runs)}" for name, runs in shown.items())
+    own = {k: s[k] for k in ("advantages", "aggregation") if s[k]}
+    kl += "".join(f", {k} `{v}`" for k, v in own.items())
+    return (
+        f"![Reward, Avg@32 and Best@32 of {o.name} in recorded runs, described below.]({o.name}-runs.svg)\n\n"
+        f"Recorded runs of the [miniature](../repro/mini/README.md): task `{s['task']}`, base `{s['base']}`, "
+        f"{s['steps']} steps, learning rate {s['lr']:g}, {times}{kl} ({seeds}). Bold: {o.name}'s mean over its seeds. "
+        "Thin: one seed. The learning rate is the same for every objective and may suit some of them better than "
+        "others, so the figure does not rank them."
+    )
+
+
+def _ranges(numbers) -> str:
+    """0 to 4, 1000 to 1012."""
+    out: list[list[int]] = []
+    for n in sorted({*numbers}):
+        if out and n == out[-1][1] + 1:
+            out[-1][1] = n
+        else:
+            out.append([n, n])
+    return ", ".join(f"{a} to {b}" if b > a else str(a) for a, b in out)
 
 
 def _hyperparameters(o: Objective) -> str:
