@@ -17,7 +17,7 @@ from upref.audits.report import proofs, report
 
 ALL = audits.frameworks()
 APART = [name for name in ALL if audits.framework(name).pin]
-MARKED = [name if name in APART else pytest.param(name, marks=getattr(pytest.mark, name)) for name in ALL]
+MARKED = [pytest.param(name, marks=getattr(pytest.mark, "nightly" if name in APART else name)) for name in ALL]
 
 
 def at_hand(name: str):
@@ -30,6 +30,7 @@ def at_hand(name: str):
     return f
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", APART)
 def test_the_audit_is_the_ledger(name):
     at_hand(name)

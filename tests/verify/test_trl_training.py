@@ -5,12 +5,14 @@ import os
 import re
 import subprocess
 import sys
+from copy import copy
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 import torch
+from daily import daily
 
 import upref
 from upref import InputError, Totals
@@ -312,8 +314,9 @@ def run(policy, trainer, tmp_path, lr=0.5, **settings):
 
 @pytest.mark.parametrize(
     ("name", "more"),
-    [*((name, {}) for name in TWINS), ("grpo", dict(beta=0.04, use_bias_correction_kl=False)),
-     ("dapo", dict(entropy_coef=0.05)), ("dapo", dict(optim="adamw_torch", num_iterations=2))],
+    daily(
+        [("dapo", dict(optim="adamw_torch", num_iterations=2)), ("dapo", dict(entropy_coef=0.05)),
+         *((name, {}) for name in TWINS), ("grpo", dict(beta=0.04, use_bias_correction_kl=False))], 4),
 )  # fmt: skip
 def test_whole_runs_end_at_the_same_weights(name, more, policy, tmp_path):
     hp, settings, times = TWINS[name]
@@ -355,7 +358,7 @@ for name in ("grpo", "dapo"):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_on_two_ranks_is_trls(policy, tmp_path):
     root = Path(__file__).parents[2]
     (tmp_path / "two.py").write_text(TWO_RANKS)
@@ -422,9 +425,10 @@ def test_a_sampler_correction_reads_vllms_log_probabilities():
     b = replace(b, adv=b.adv[:, :1], logp_sampler=sampler(b))
     with pytest.raises(InputError, match="use_vllm=True"):
         given._trainer(bound(o.name), ())
-    trainer = given._trainer(bound("dapo"), ())
+    trainer = copy(given._trainer(bound("dapo"), ()))  # which is kept for other tests
     shared()
     trainer.objective, trainer.hyperparameters, trainer.monitor = o, o.hyperparameters, Monitor(o)
+    trainer.args = copy(trainer.args)
     trainer.current_gradient_accumulation_steps, trainer.args.steps_per_generation = 1, 1
 
     def J(x):

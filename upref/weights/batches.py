@@ -344,9 +344,11 @@ NAMED: dict[str, Callable[[Tensor], Tensor]] = {  # group ids
 }
 
 
+@lru_cache(64)  # of about 2 MB
 def beyond(axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] = (), **hp) -> Rollouts:
     """The batch of that axis: one advantage a response, ratios drawn around 1 and around the objective's bounds. ids:
-    the keys of NAMED by which its groups are named, each of them in some rows of every A and of every length."""
+    the keys of NAMED by which its groups are named, each of them in some rows of every A and of every length. It is
+    kept for the next check: do not write to its tensors."""
     of, rng, wide = AXES[axis], np.random.default_rng(seed), objective.level in REDUCE
     B = of.rows
     few = np.arange(B) % max(1, B // FEW) == 0 if of.mostly else np.ones(B, dtype=bool)

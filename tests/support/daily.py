@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sample for every day of what takes minutes; the rest is nightly."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def daily(cases: Iterable[Any], every: int) -> list[Any]:
+    """The cases as parameters of a test, of which one in `every` runs by day; tuples are several arguments."""
+    row = lambda case: case if isinstance(case, tuple) else (case,)
+    return [pytest.param(*row(c), marks=[pytest.mark.nightly] * bool(n % every)) for n, c in enumerate(cases)]
