@@ -69,11 +69,15 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-def check(args: argparse.Namespace) -> None:
-    """A GPU, the model and the data are here; else one sentence that says what to fetch."""
+def gpu() -> bool:
     import torch
 
-    if not torch.cuda.is_available():
+    return torch.cuda.is_available()
+
+
+def check(args: argparse.Namespace) -> None:
+    """A GPU, the model and the data are here; else one sentence that says what to fetch."""
+    if not gpu():
         raise InputError("no GPU is visible here; --tiny runs the same path on the CPU.")
     if local(args.model) is None:
         raise InputError(f"the model {args.model} is not on this machine: `hf download {args.model}`.")
@@ -154,7 +158,7 @@ def settings(tiny: bool, folder: Path, seed: int, steps: int) -> Any:
     import torch
     import trl
 
-    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    memory = torch.cuda.get_device_properties(0).total_memory if gpu() else 0
     micro = 16 if tiny else 8 if memory > 30e9 else 4 if memory > 14e9 else 2
     responses = 128 if tiny else RESPONSES
     return trl.GRPOConfig(

@@ -41,9 +41,10 @@ def test_a_checker_without_one_of_its_oracles_is_caught(tmp_path, left_out):
         assert any(wrong(r) == "missed" for r in rows(tmp_path, few, seed=3))
 
 
-def test_what_keeps_the_meaning_is_accepted(tmp_path):
-    seen = [judged(s, tmp_path, 5, large=0, few=40) for s in rewritings(12, 5, compiled=0)]
-    assert sum(r["truth"] == "equal" for r in seen) > 9 and not [r for r in seen if wrong(r)]
+@pytest.mark.parametrize("n", [5, pytest.param(12, marks=pytest.mark.nightly)])
+def test_what_keeps_the_meaning_is_accepted(tmp_path, n):
+    seen = [judged(s, tmp_path, 5, large=0, few=40) for s in rewritings(n, 5, compiled=0)]
+    assert sum(r["truth"] == "equal" for r in seen) > 0.75 * n and not [r for r in seen if wrong(r)]
 
 
 def test_the_short_verdict_is_the_reports():

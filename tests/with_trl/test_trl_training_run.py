@@ -47,9 +47,7 @@ def test_it_trains_on_a_cpu_is_resumed_and_reported(tmp_path):
     ],
 )
 def test_what_is_missing_is_one_sentence(more, said, capsys, monkeypatch):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(train, "gpu", lambda: False)
     assert train.main(["up_dapo", *more]) == 2
     assert said in capsys.readouterr().err
 
@@ -88,9 +86,7 @@ def test_words_that_it_does_not_take_are_one_line(words, capsys):
 
 @pytest.mark.trl
 def test_without_a_network_it_says_what_to_download(capsys, monkeypatch, tmp_path):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(train, "gpu", lambda: True)  # not torch.cuda.is_available: libraries keep what that said
     assert train.main(["up_dapo", "--model", "nobody/nothing"]) == 2
     assert "`hf download nobody/nothing`" in capsys.readouterr().err
     assert train.main(["up_dapo", "--model", str(tmp_path), "--data", str(tmp_path)]) == 2
