@@ -21,7 +21,7 @@ from upref.rollouts import Rollouts
 from upref.verify.explain import fits, reproduces
 from upref.verify.factors import promised
 from upref.verify.faults import Slip, known
-from upref.verify.match import Candidate, candidate, in_range
+from upref.verify.match import Candidate, candidate, compared, in_range
 from upref.verify.measure import SINGLE, Case, unit_weights
 from upref.verify.oracles.conduct import in_training, mutation
 from upref.verify.oracles.numerics import clamps
@@ -29,7 +29,7 @@ from upref.verify.oracles.reach import look
 from upref.verify.oracles.weights import BESIDE
 from upref.verify.probe import SIGNS, BlackBox, measure
 from upref.verify.report import UNKNOWN
-from upref.weights.batches import EDGES, LOG_R, MU, beyond, lay, near_a_bound, off, random_batch
+from upref.weights.batches import LOG_R, MU, beyond, lay, near_a_bound, off, random_batch
 from upref.weights.batches import SIGNS as ALL_SIGNS
 
 Grid = tuple[Rollouts, bool, Tensor]  # a batch, whether its advantages differ within a response, the loss's gradient
@@ -61,40 +61,38 @@ def _identified(loss: Any, start: float) -> Identity:
     if box.random or not torch.equal(box.case.gradient(grids[0][0]), grids[0][2]):
         return answer("none", [_nearest(box, tried, grids)], "two calls on the same batch give different gradients")
     matches = _fitting(box, tried, grids)
-    if not matches and box.near < LOOSE and not box.coupled:
-        box.loosen(LOOSE)
-        matches = _fitting(box, [Candidate(c.o, box) for c in tried if c.miss[0] < 0.1], _grids(box))
-        if not matches:
-            box.case.edges = EDGES
-    elif matches and box.agg and not matches[0].own and box.near < BESIDE and not box.coupled:
-        box.loosen(BESIDE)  # one of two bounds in float32: they differ by its rounding
-        near = _fitting(box, [Candidate(c.o, box) for c in tried if c.miss[0] < 0.1], _grids(box))
-        if near and near[0].own:
-            matches = near
-        else:
-            box.loosen(EDGES[-1])
+    if not box.coupled and not matches and box.near < LOOSE:
+        loose = box.loosened(LOOSE)
+        if matches := _again(loose, tried):
+            box = loose
+    elif not box.coupled and matches and box.agg and not matches[0].own and box.near < BESIDE:
+        loose = box.loosened(BESIDE)  # one of two bounds in float32: they differ by its rounding
+        if (near := _again(loose, tried)) and near[0].own:
+            box, matches = loose, near
     if matches:
         wrong = _slips(box, matches[0], grids) or _beyond(box, matches[0])
-        kind = "pitfall" if wrong else "up" if matches[0].name.startswith("up(") else "objective"
-        return answer(kind, matches, "; ".join(wrong))
-    if not matches and box.scale != 1 and not box.coupled:  # a cap below 1 scales what is on policy
-        box.unscale()
-        if matches := _fitting(box, [Candidate(c.o, box) for c in tried], grids):
-            return answer(
-                "up" if matches[0].name.startswith("up(") else "objective",
-                matches,
-                "; ".join(_slips(box, matches[0], grids)),
-            )
-        box.unscale()
+        return _answer(box, start, "pitfall" if wrong else _kind(matches[0]), matches, "; ".join(wrong))
+    if box.scale != 1 and not box.coupled:  # a cap below 1 scales what is on policy
+        whole = box.unscaled()
+        if matches := _fitting(whole, [compared(c.o, whole) for c in tried], grids):
+            return _answer(whole, start, _kind(matches[0]), matches, "; ".join(_slips(whole, matches[0], grids)))
     nearest = _nearest(box, tried + (_plain(box) if box.coupled else []), grids)
     if nearest.distance <= SINGLE and nearest.name:  # its curve has jumps that rounding makes, its gradients have not
         wrong = _slips(box, nearest, grids)
-        kind = "pitfall" if wrong else "up" if nearest.name.startswith("up(") else "objective"
-        named = answer(kind, [nearest], "; ".join(wrong))
+        named = answer("pitfall" if wrong else _kind(nearest), [nearest], "; ".join(wrong))
         return replace(named, contract=[*named.contract, "a part of it in float32: compared to 2e-5"])
     if found := _pitfall(box, get(nearest.name), grids):
         return answer("pitfall", [found[0]], "; ".join([found[1].words, *_term(box, found[0])]))
     return answer("none", [nearest], "")
+
+
+def _again(box: BlackBox, tried: list[Candidate]) -> list[Match]:
+    """Those of the candidates that fit a box that is looked at less closely."""
+    return _fitting(box, [compared(c.o, box) for c in tried if c.miss[0] < 0.1], _grids(box))
+
+
+def _kind(m: Match) -> str:
+    return "up" if m.name.startswith("up(") else "objective"
 
 
 def _answer(box: BlackBox, start: float, kind: str, matches: list[Match], why: str) -> Identity:
@@ -125,7 +123,7 @@ def _candidates(box: BlackBox) -> list[Candidate]:
 
 
 def _plain(box: BlackBox) -> list[Candidate]:
-    return [Candidate(o, box) for o in _every() if not (o.coupled or o.reads_mu or "entropy" in o.reads)]
+    return [compared(o, box) for o in _every() if not (o.coupled or o.reads_mu or "entropy" in o.reads)]
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 """Hyperparameters of an objective recovered from a measured weight: one-dimensional solves on its own closed form.
 
 Nothing here knows a hyperparameter by name: at a jump of the measured weight the objective's weight has to pass the
-middle of the jump, elsewhere it has to meet the measured value. One file, for candidate and solves share their points.
+middle of the jump, elsewhere it has to meet the measured value. Nothing here changes after it was made. One file, for
+candidate and solves share their points.
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -67,121 +69,144 @@ class Weights:
         return lambda **hp: o.closed_form(x, A, **extra, **hp)[:, 0].numpy()
 
 
+@dataclass(frozen=True)
 class Candidate:
     """An objective compared with the curve of a black box; `hp` is the best found, `miss` the share that disagrees."""
 
-    def __init__(self, o: Objective, box: BlackBox):
-        self.o, self.box = o, box
-        self.points = [p for p in box.points if not p.unsure or "entropy" in o.reads]
-        keep = [i for i, p in enumerate(box.points) if not p.unsure or "entropy" in o.reads]
-        self.v = box.weights[keep]
-        self.w = Weights(o, self.points)
-        self.hp = o.of_surrogate({})
-        self.miss = self._score(self.hp)
-        self.possible = self._reach()
-        if self.possible and self.miss[0] > 0:
-            self._descend()
-            if not self.fits:
-                self._jointly()
-
-    # ---- how far -----------------------------------------------------------------------------------------------------
-    def _off(self, w: np.ndarray) -> np.ndarray:
-        scale = np.maximum(np.abs(w), np.abs(self.w.A))
-        return np.nan_to_num(np.abs(w - self.v) / scale, nan=np.inf)
-
-    def _score(self, hp) -> tuple[float, float]:
-        off = self._off(self.w(hp))
-        return float((off > self.box.tol).mean()), float(np.minimum(off, 1).sum())
+    o: Objective
+    hp: dict[str, Any]
+    miss: tuple[float, float]
+    stuck: float  # the share of the points that depend on no hyperparameter and disagree
+    curve: "Compared" = field(repr=False)
 
     @property
     def fits(self) -> bool:
         """It agrees, and not in a limit: sapo at tau -> 0 is another objective's weight."""
-        ends = ((k, v) for k, v in self.hp.items() if v is not None and v != self.o.hyperparameters[k])
-        limit = any(not 1e-7 < v < 9e3 and not (v == 0 and _may_be_0(k)) for k, v in ends)
-        return self.miss[0] == 0 and not limit and in_range(self.o, self.hp)
+        return self.curve.fit(self.hp, self.miss)
 
     @property
     def far(self) -> bool:
         """Whether it is where nobody sets a hyperparameter: the end of the search, not an answer."""
         return any(v is not None and not (1e-5 < v < 100 or v == 0) for v in self.hp.values())
 
-    # ---- what can be reached at all ----------------------------------------------------------------------------------
+    def seen(self) -> dict[str, Any]:
+        """The hyperparameters without which the weights would be others; the rest have no effect here."""
+        return {k: v for k, v in self.hp.items() if v is None or self.curve.matters(self.hp, k, v)}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The closed form of an objective at the points of a measured curve, and the solves."""
+
+    o: Objective
+    box: BlackBox
+    points: list[Point]
+    v: np.ndarray  # measured
+    w: Weights
+
+    # ---- how far -----------------------------------------------------------------------------------------------------
+    def off(self, w: np.ndarray) -> np.ndarray:
+        scale = np.maximum(np.abs(w), np.abs(self.w.A))
+        return np.nan_to_num(np.abs(w - self.v) / scale, nan=np.inf)
+
+    def score(self, hp: dict[str, Any]) -> tuple[float, float]:
+        off = self.off(self.w(hp))
+        return float((off > self.box.tol).mean()), float(np.minimum(off, 1).sum())
+
+    def fit(self, hp: dict[str, Any], miss: tuple[float, float]) -> bool:
+        ends = ((k, v) for k, v in hp.items() if v is not None and v != self.o.hyperparameters[k])
+        limit = any(not 1e-7 < v < 9e3 and not (v == 0 and _may_be_0(k)) for k, v in ends)
+        return miss[0] == 0 and not limit and in_range(self.o, hp)
+
+    def matters(self, hp: dict[str, Any], key: str, v: float) -> bool:
+        lo = RANGE.get(key, ANY)[0]
+        moved = [self.w(hp | {key: max(lo, x)}) for x in (v * 0.5, v * 1.5, v * 1e-3, *[0.1] * (v == 0))]
+        return any(self.off(w).max() > 10 * self.box.tol for w in moved)
+
+    # ---- the search --------------------------------------------------------------------------------------------------
+    def best(self) -> Candidate:
+        hp = self.o.of_surrogate({})
+        miss, (stuck, smooth) = self.score(hp), self._reach(hp)
+        if (stuck == 0 or self.box.tol > 1e-4) and miss[0] > 0:
+            hp, miss = self._descend(hp, miss, smooth)
+            if not self.fit(hp, miss):
+                hp, miss = self._jointly(hp, miss, smooth)
+        return Candidate(self.o, hp, miss, stuck, self)
+
     def _trials(self, key: str) -> list[Any]:
         lo, hi = RANGE.get(key, ANY)
         some: list[Any] = [lo, *np.geomspace(max(lo, 0.01), hi, 9)[:-1] + (lo if lo > 1 else 0), hi]
         return some + [None] * (self.o.hyperparameters[key] is None)
 
-    def _reach(self) -> bool:
-        """Whether every point that depends on no hyperparameter agrees."""
-        base = self.w(self.hp)
-        free = np.zeros(len(base), dtype=bool)
-        self.smooth = {}
-        for key in self.hp:
-            values = np.array([base, *(self.w(self.hp | {key: x}) for x in self._trials(key))])
+    def _reach(self, hp: dict[str, Any]) -> tuple[float, dict[str, np.ndarray]]:
+        """The share of points that disagree whatever the hyperparameters; of each of these, where it is continuous."""
+        base = self.w(hp)
+        free, smooth = np.zeros(len(base), dtype=bool), {}
+        for key in hp:
+            values = np.array([base, *(self.w(hp | {key: x}) for x in self._trials(key))])
             free |= (np.abs(values - base) > 1e-12 * np.abs(base)).any(0)
-            # continuous in this hyperparameter, where it takes many values
-            self.smooth[key] = (np.abs(np.diff(np.sort(values, 0), axis=0)) > 1e-9).sum(0) > 2
-        off = self._off(base)
-        self.stuck = float((off[~free] > self.box.tol).mean()) if (~free).any() else 0.0
-        return self.stuck == 0 or self.box.tol > 1e-4
+            # where it takes many values
+            smooth[key] = (np.abs(np.diff(np.sort(values, 0), axis=0)) > 1e-9).sum(0) > 2
+        off = self.off(base)
+        return float((off[~free] > self.box.tol).mean()) if (~free).any() else 0.0, smooth
 
-    # ---- the solves --------------------------------------------------------------------------------------------------
-    def _descend(self):
+    def _descend(self, hp, miss, smooth):
         """Each hyperparameter in turn takes the best of its solutions, until none improves."""
         for _ in range(3):
-            before = self.miss
-            for key in self.hp:
-                for x in self._options(key):
-                    score = self._score(self.hp | {key: x})
-                    if score < self.miss:
-                        self.hp, self.miss = self.hp | {key: x}, score
-                    if self.fits:
-                        return
-            if self.miss == before or self.miss[0] > HOPELESS:
-                return
+            before = miss
+            for key in hp:
+                for x in self._options(hp, key, smooth):
+                    score = self.score(hp | {key: x})
+                    if score < miss:
+                        hp, miss = hp | {key: x}, score
+                    if self.fit(hp, miss):
+                        return hp, miss
+            if miss == before or miss[0] > HOPELESS:
+                break
+        return hp, miss
 
-    def _jointly(self):
+    def _jointly(self, hp, miss, smooth):
         """All that are continuous at once, by Gauss and Newton in their logarithms: where two of them shape the same
         tokens, neither is right alone."""
-        keys = [k for k, v in self.hp.items() if v and (self.smooth[k] & ~self.w.unsure).any()]
+        keys = [k for k, v in hp.items() if v and (smooth[k] & ~self.w.unsure).any()]
         if len(keys) < 2:
-            return
-        at = lambda x: self.hp | dict(zip(keys, np.exp(x).tolist(), strict=True))
-        x, h = np.log([self.hp[k] for k in keys]), 1e-6
+            return hp, miss
+        at = lambda x: hp | dict(zip(keys, np.exp(x).tolist(), strict=True))
+        x, h = np.log([hp[k] for k in keys]), 1e-6
         for _ in range(GAUSS_NEWTON):
             w = self.w(at(x))
             slopes = [(self.w(at(x + h * e)) - w) / h for e in np.eye(len(keys))]
             rows = np.isfinite([w, *slopes]).all(0)
             if not rows.any():
-                return
+                return hp, miss
             step = np.linalg.lstsq(np.array(slopes).T[rows], (self.v - w)[rows], rcond=None)[0]
             x = x + step.clip(-1, 1)
-        if (score := self._score(at(x))) < self.miss:
-            self.hp, self.miss = at(x), score
+        return min((hp, miss), (at(x), self.score(at(x))), key=lambda found: found[1])
 
-    def _options(self, key: str):
+    # ---- the solves --------------------------------------------------------------------------------------------------
+    def _options(self, hp, key: str, smooth):
         if self.o.hyperparameters[key] is None:
             yield None
         if _may_be_0(key) and any(abs(p.r - 1) < 1e-9 for p, _ in self.box.jumps):
             yield 0.0
         jumps = [(p, m) for p, m in self.box.jumps if not p.unsure or "entropy" in self.o.reads]
-        keys = [*jumps, *self._smooth(key)]
+        keys = [*jumps, *self._smooth(smooth[key])]
         if not keys:
             return
         lo, hi = RANGE.get(key, ANY)
         w, target = Weights(self.o, [p for p, _ in keys]), np.array([m for _, m in keys])
-        ends = [np.sign(w(self.hp | {key: x}) - target) for x in (lo, hi)]
+        ends = [np.sign(w(hp | {key: x}) - target) for x in (lo, hi)]
         if at := np.flatnonzero(ends[0] != ends[1]).tolist():
             below = ends[0][at]
             try:  # all at once: closed forms are elementwise, in their hyperparameters too
-                yield from self._solve(key, [keys[i] for i in at], lo, hi, below)
+                yield from self._solve(hp, key, [keys[i] for i in at], lo, hi, below)
             except (ValueError, TypeError, RuntimeError):  # but for `c or inf`, and those that take the mask
                 for i, sign in zip(at, below, strict=True):
-                    yield from self._solve(key, [keys[i]], lo, hi, sign)
+                    yield from self._solve(hp, key, [keys[i]], lo, hi, sign)
 
-    def _smooth(self, key: str) -> list[tuple[Point, float]]:
-        """A few points at which the weight is continuous in this hyperparameter."""
-        at = np.flatnonzero(self.smooth[key] & ~self.w.unsure)
+    def _smooth(self, continuous: np.ndarray) -> list[tuple[Point, float]]:
+        """A few points at which the weight is continuous in a hyperparameter."""
+        at = np.flatnonzero(continuous & ~self.w.unsure)
         if not len(at):
             return []
         log_r, A = np.log(self.w.r[at]), self.w.A[at]
@@ -189,25 +214,22 @@ class Candidate:
         picked = {int(at[far(x, sign).argmin()]) for x in SMOOTH_LOG_R for sign in (1, -1)}
         return [(self.points[i], float(self.v[i])) for i in sorted(picked)]
 
-    def _solve(self, key: str, keys: list[tuple[Point, float]], lo: float, hi: float, below) -> list[float]:
+    def _solve(self, hp, key: str, keys: list[tuple[Point, float]], lo: float, hi: float, below) -> list[float]:
         """Bisection in the logarithm."""
         w, target = Weights(self.o, [p for p, _ in keys]), np.array([m for _, m in keys])
         los, his = np.full(len(keys), lo), np.full(len(keys), hi)
         for _ in range(STEPS):
             middle = np.sqrt(los * his)
-            left = np.sign(w(self.hp | {key: middle if len(keys) > 1 else float(middle[0])}) - target) == below
+            left = np.sign(w(hp | {key: middle if len(keys) > 1 else float(middle[0])}) - target) == below
             los, his = np.where(left, middle, los), np.where(left, his, middle)
         return np.sqrt(los * his).tolist()
 
-    # ---- what the curve pins -----------------------------------------------------------------------------------------
-    def seen(self) -> dict[str, Any]:
-        """The hyperparameters without which the weights would be others; the rest have no effect here."""
-        return {k: v for k, v in self.hp.items() if v is None or self._matters(k, v)}
 
-    def _matters(self, key: str, v: float) -> bool:
-        lo = RANGE.get(key, ANY)[0]
-        moved = [self.w(self.hp | {key: max(lo, x)}) for x in (v * 0.5, v * 1.5, v * 1e-3, *[0.1] * (v == 0))]
-        return any(self._off(w).max() > 10 * self.box.tol for w in moved)
+def compared(o: Objective, box: BlackBox) -> Candidate:
+    """The objective with the hyperparameters that fit the box best."""
+    keep = [i for i, p in enumerate(box.points) if not p.unsure or "entropy" in o.reads]
+    points = [box.points[i] for i in keep]
+    return Compared(o, box, points, box.weights[keep], Weights(o, points)).best()
 
 
 def in_range(o: Objective, hp: dict[str, Any]) -> bool:
@@ -233,7 +255,7 @@ def candidate(o: Objective, box: BlackBox) -> Candidate | None:
     if o.reads_mu != box.reads_mu or ("entropy" in o.reads) != box.reads_entropy or bool(o.coupled) != box.coupled:
         return None
     try:
-        return Candidate(o, box)
+        return compared(o, box)
     except InputError:
         return None
 

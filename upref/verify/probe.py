@@ -5,7 +5,7 @@ The curve is measured on responses of one token, where token, sequence and traje
 """
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,11 +36,10 @@ class Point(NamedTuple):
     unsure: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class BlackBox:
     """What the gradients of one loss say about it before any objective is tried."""
 
-    loss: Loss
     case: Case
     agg: str = ""  # a key of FACTORS, "" where none explains the on-policy gradient
     scale: float = 1.0  # what every weight is multiplied by beside it
@@ -50,11 +49,14 @@ class BlackBox:
     reads_entropy: bool = False
     coupled: bool = False  # the weight of a token depends on other responses
     random: bool = False
-    kept: float = 0.0  # the scale, while it is not divided out
-    points: list[Point] = field(default_factory=list)
+    points: tuple[Point, ...] = ()
     weights: np.ndarray = field(default_factory=lambda: np.zeros(0))
     sides: int = 0  # how many of the last points stand beside a jump
-    jumps: list[tuple[Point, float]] = field(default_factory=list)  # with the weight halfway through the jump
+    jumps: tuple[tuple[Point, float], ...] = ()  # with the weight halfway through the jump
+
+    @property
+    def loss(self) -> Loss:
+        return self.case.loss
 
     def ask(self, points: list[Point]) -> np.ndarray:
         """w = dJ_t/dlp_t at each point, aggregation, scale and KL divided out (π_ref = π_θ)."""
@@ -109,25 +111,21 @@ class BlackBox:
         """How near to a bound the two sides are still told apart, relative to r."""
         return max(abs(e) for e in self.case.edges)
 
-    def beside(self):
-        """Add to the curve both sides of every jump."""
+    def beside(self) -> "BlackBox":
+        """With both sides of every jump at the end of the curve."""
         n = len(self.points) - self.sides
         sides = [p._replace(r=p.r * (1 + s * self.near)) for p, _ in self.jumps for s in (-1, 1)]
-        self.points, self.sides = self.points[:n] + sides, len(sides)
-        if sides:
-            self.weights = np.r_[self.weights[:n], self.ask(sides)]
+        weights = np.r_[self.weights[:n], self.ask(sides)]
+        return replace(self, points=(*self.points[:n], *sides), sides=len(sides), weights=weights)
 
-    def unscale(self):
-        """The other way about: what was divided out belongs to the weights, or back again."""
-        k = self.scale if not self.kept else 1 / self.kept
-        self.kept, self.scale = (0.0, self.kept) if self.kept else (self.scale, 1.0)
-        self.weights = self.weights * k
-        self.jumps = [(p, m * k) for p, m in self.jumps]
+    def unscaled(self) -> "BlackBox":
+        """What is divided out belongs to the weights."""
+        k = self.scale
+        return replace(self, scale=1.0, weights=self.weights * k, jumps=tuple((p, m * k) for p, m in self.jumps))
 
-    def loosen(self, near: float):
-        """Look no nearer at the bounds than that, relative to r."""
-        self.case.edges = (-near, near)
-        self.beside()
+    def loosened(self, near: float) -> "BlackBox":
+        """Looked at no nearer to the bounds than that, relative to r."""
+        return replace(self, case=replace(self.case, edges=(-near, near))).beside()
 
     def bounds(self, A: float) -> list[float]:
         """The ratios at which the weight jumps for this sign of A, for a rare token."""
@@ -143,7 +141,6 @@ def measure(loss: Loss, coupled: bool | None = None) -> BlackBox:
     """Everything of BlackBox, by a few hundred small batches; where `coupled` is given, no curve of a loss that is
     otherwise. Raises InputError where the loss cannot be run."""
     case = held(loss, neutral(), {})
-    box = BlackBox(loss, case)
     b = case.ready(anchor())
     on = replace(b, logp_ref=b.logp)
     g = without_rest(case, on)
@@ -152,39 +149,41 @@ def measure(loss: Loss, coupled: bool | None = None) -> BlackBox:
         raise InputError(f"{loss.name} has {why} on a good batch (π_θ = π_old, finite log-probabilities).")
     far = replace(b, logp=b.logp - 0.4 * (1 + torch.arange(b.mask.numel()).reshape(b.mask.shape).sin()))
     moved = case.gradient(far)
-    box.random = any(not torch.equal(case.gradient(far), moved) for _ in range(2))
+    random = any(not torch.equal(case.gradient(far), moved) for _ in range(2))
     rows = {k: v[:5, :8] for k in ("logp", "logp_old", "adv", "mask") if (v := getattr(on, k)) is not None}
     group = None if on.group is None else on.group[:5]
     fewer = loss.view(replace(on, **rows, logp_ref=on.logp[:5, :8], entropy=None, group=group, totals=None))
-    box.agg, box.scale = _aggregation(box, [(on, g), (fewer, without_rest(case, fewer))])
-    _find_kl(box, b)
+    agg, scale = _aggregation(case, [(on, g), (fewer, without_rest(case, fewer))])
+    box = BlackBox(case, agg, scale, random=random)
+    box = replace(box, **_kl_of(box, b))
     some = [rare(A, np.exp(A * x)) for A in SIGNS for x in (-1, -0.1, *np.geomspace(0.03, 3, 12))]
     crowd = [rare(A, r) for A in SIGNS for r in np.exp(LOG_R)]
     few, many = box.ask(some), box.ask(some + crowd)[: len(some)]
     alone = np.concatenate([box.ask([p]) for p in some[::5]])
-    box.coupled = not box.random and (differ(few, many, box.tol) or differ(few[::5], alone, box.tol))
+    is_coupled = not random and (differ(few, many, box.tol) or differ(few[::5], alone, box.tol))
+    box = replace(box, coupled=is_coupled)
     pairs = [(A, r, mu) for A in SIGNS for mu in MUS for r in np.exp(np.linspace(-3, 3, 41) + 0.0123) if mu * r < 0.99]
     likely = box.ask([Point(A, float(r), mu) for A, r, mu in pairs])
-    box.reads_mu = differ(likely, box.ask([rare(A, r) for A, r, _ in pairs]), box.tol)
+    reads_mu = differ(likely, box.ask([rare(A, r) for A, r, _ in pairs]), box.tol)
+    reads_entropy = False
     if "entropy" in loss.reads:
         r, A = (x.ravel() for x in np.meshgrid(np.exp(np.linspace(-1.5, 1.5, 301)), SIGNS))
         two = paired(A, r, mu_of(r))
         g, turned = (case.gradient(x) for x in (two, replace(two, entropy=torch.ones_like(two.logp))))
-        box.reads_entropy = not torch.allclose(g, turned, rtol=1e-6, atol=0)
-    if coupled in (None, box.coupled):
-        _curve(box)
-    return box
+        reads_entropy = not torch.allclose(g, turned, rtol=1e-6, atol=0)
+    box = replace(box, reads_mu=reads_mu, reads_entropy=reads_entropy)
+    return _curve(box) if coupled in (None, is_coupled) else box
 
 
 def differ(x: np.ndarray, y: np.ndarray, tol: float) -> bool:
     return bool((off(x, y, x) > tol).any())
 
 
-def _aggregation(box: BlackBox, seen: list[tuple[Rollouts, Tensor]]) -> tuple[str, float]:
+def _aggregation(case: Case, seen: list[tuple[Rollouts, Tensor]]) -> tuple[str, float]:
     """The aggregation that leaves one number on each sign of A, and that number where both signs share it."""
     found: list[tuple[bool, bool, int, str, float]] = []
     for name in sorted(names(""), key=lambda n: n not in AGGREGATIONS):
-        units = [(b, g / (b.adv * box.case.factors(b, name))) for b, g in seen]
+        units = [(b, g / (b.adv * case.factors(b, name))) for b, g in seen]
         sides = [torch.cat([u[b.mask & (b.adv * A > 0)] for b, u in units]) for A in SIGNS]
         if any(even(k) is None and k.abs().max() > 1e-9 for k in sides) or any(not k.isfinite().all() for k in sides):
             continue
@@ -197,37 +196,40 @@ def _aggregation(box: BlackBox, seen: list[tuple[Rollouts, Tensor]]) -> tuple[st
     if not found:
         return "", 1.0
     *_, name, scale = min(found)
-    return name, 1.0 if abs(scale - 1) < min(1e-5, box.tol) else scale
+    return name, 1.0 if abs(scale - 1) < min(1e-5, case.tol) else scale
 
 
-def _find_kl(box: BlackBox, b: Rollouts):
-    """With A = 0 only the KL term is left."""
+def _kl_of(box: BlackBox, b: Rollouts) -> dict[str, Any]:
+    """The KL term and its coefficient: with A = 0 nothing else is left."""
     uneven = torch.arange(b.mask.numel(), dtype=b.logp.dtype).reshape(b.mask.shape).cos()  # a term in log r is none
     b = replace(b, adv=torch.zeros_like(b.adv), logp=b.logp - 0.2 - 0.1 * uneven)
     g = box.gradient(b)[b.mask]
+    found: dict[str, Any] = {}
     if not g.abs().max() > 0:
-        return
+        return found
     for name in kl.ESTIMATORS if "logp_ref" in box.loss.reads else ["k1"]:
         d = kl_slope(name, b)[b.mask]
         beta = -(g @ d / (d @ d)).item()
         if (g + beta * d).abs().max() <= max(1e-6, box.tol) * g.abs().max():
-            box.kl, box.beta = name, beta
+            found = {"kl": name, "beta": beta}
+    return found
 
 
-def _curve(box: BlackBox):
-    """Sample the weight on a grid, and close in on every jump."""
+def _curve(box: BlackBox) -> BlackBox:
+    """The weight sampled on a grid, and every jump closed in on."""
     grid = np.exp(LOG_R[:: 3 if box.coupled else 1])  # one call a point where the batch matters
     lines: list[tuple[float, float | None, bool]] = [(A, None, False) for A in SIGNS]
     lines += [(A, mu, False) for A in SIGNS for mu in MUS] if box.reads_mu else []
     lines += [(A, None, True) for A in SIGNS] if box.reads_entropy else []
+    points: list[Point] = []
+    jumps: list[tuple[Point, float]] = []
     for A, mu, unsure in lines:
         rs = grid if mu is None else grid[mu * grid < 0.99]
         at = lambda r, A=A, mu=mu, unsure=unsure: rare(A, r, unsure) if mu is None else Point(A, float(r), mu, unsure)
-        box.points += [at(r) for r in rs]
+        points += [at(r) for r in rs]
         if not box.random:
-            box.jumps += [(at(j.r), (j.below + j.above) / 2) for j in box.curve(unsure).jumps(A, mu, rs)]
-    on = [p for p, _ in box.jumps]
+            jumps += [(at(j.r), (j.below + j.above) / 2) for j in box.curve(unsure).jumps(A, mu, rs)]
+    on = [p for p, _ in jumps]
     apart = lambda p, q: (p.A, p.mu in MUS, p.unsure) != (q.A, q.mu in MUS, q.unsure) or abs(p.r / q.r - 1) > box.near
-    box.points = [p for p in box.points if all(apart(p, q) for q in on)]  # on a bound, rounding decides
-    box.weights = box.ask(box.points)
-    box.beside()
+    points = [p for p in points if all(apart(p, q) for q in on)]  # on a bound, rounding decides
+    return replace(box, points=tuple(points), weights=box.ask(points), jumps=tuple(jumps)).beside()
