@@ -22,7 +22,7 @@ from upref.errors import InputError
 from upref.foreign.guard import RANDOM, STATE, _equal, called, undisturbed
 
 DAPO = """
-import atexit, ctypes, os, sys, time, torch
+import atexit, ctypes, functools, os, subprocess, sys, time, torch
 def loss(log_prob, old_log_prob, advantages, mask):
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     J = torch.min(r * advantages, r.clamp(0.8, 1.28) * advantages)
@@ -39,6 +39,7 @@ loops, shouts = does(forever), does(lambda: os.write(1, b"shouted"))
 later = does(lambda: atexit.register(os._exit, 0))
 exits = does(lambda: sys.exit(0))
 forks = does(lambda: os.fork())
+stays = does(functools.cache(lambda: subprocess.Popen(["sleep", "600"])))  # and holds stderr open
 wrong = lambda log_prob, old_log_prob, advantages, mask: -loss(log_prob, old_log_prob, advantages, mask)
 print("printed at import")
 """
@@ -51,6 +52,7 @@ COMMAND = {  # loss -> exit status, what stderr says, whether stdout has a repor
     "shouts": (0, "shouted", True),
     "later": (0, "printed at import", True),
     "forks": (0, "printed at import", True),
+    "stays": (0, "printed at import", True),
     "wrong": (1, "printed at import", True),
 }
 

@@ -33,25 +33,28 @@ def supervised(work: Callable[[], int], seconds: float, what: str = "the loss") 
     if not child:
         _child(work, writing, parent)
     os.close(writing)
+    said = None
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        said = _said(reading, child, time.monotonic() + seconds)
-    except BaseException:  # Ctrl-C, SIGTERM
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        raise
-    finally:
+        if (said := _said(reading, child, time.monotonic() + seconds)) is not None:
+            os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    finally:  # after Ctrl-C and SIGTERM too
         os.close(reading)
+        _kill(child)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if said is None:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
         return _no_verdict(f"{what} timed out after {seconds:g} s; raise --timeout.")
     if said:
-        os.waitpid(child, 0)
         return int(said)
-    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     how = f"ended the process with exit status {ended}" if ended >= 0 else f"died of signal {-ended}"
     return _no_verdict(f"{what} {how} before there was a report: a function returns its value.")
+
+
+def _kill(child: int):
+    """The child and what its loss has started: who reads stdout would wait for that."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(child, signal.SIGKILL)
 
 
 def _no_verdict(sentence: str) -> int:
@@ -72,6 +75,10 @@ def _said(reading: int, child: int, end: float) -> bytes | None:
 def _child(work: Callable[[], int], writing: int, parent: int):
     """Never returns, never runs what the loss has left for the end of the process."""
     try:
+        with contextlib.suppress(OSError):
+            os.setpgid(0, 0)
+        for at_terminal in (signal.SIGTTIN, signal.SIGTTOU):
+            signal.signal(at_terminal, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the parent's; KeyboardInterrupt is the loss's
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
