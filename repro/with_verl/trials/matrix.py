@@ -47,7 +47,7 @@ DAPO = [
     "+reward.reward_kwargs.overlong_buffer_cfg.log=False",
 ]  # fmt: skip
 VALIDATION = [
-    "trainer.val_before_train=True", "trainer.test_freq=1", f"{ROLLOUT}.val_kwargs.n=4",
+    "trainer.val_before_train=True", "trainer.test_freq=1", "data.val_max_samples=32", f"{ROLLOUT}.val_kwargs.n=4",
     f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.top_p=0.7",
 ]  # fmt: skip
 BF16 = "{param_dtype: bf16, reduce_dtype: fp32, buffer_dtype: fp32}"
