@@ -219,12 +219,14 @@ def site(folder: Path) -> Iterator[Row]:
 
     from docs.site import gather, links
 
+    pages = {p.name: p.read_text(encoding="utf-8") for p in sorted((ROOT / "docs").glob("*.md"))[:11]}
+
     def few(source: Path) -> None:
         source.mkdir(parents=True)
         gather.settings(source)
         (source / "index.md").write_text("# A few pages")
-        for page in sorted((ROOT / "docs").glob("*.md"))[:11]:
-            shutil.copy(page, source)
+        for name, text in pages.items():
+            (source / name).write_text(text, encoding="utf-8")
 
     whole, code = build.build_main, ["-D", "nb_execution_mode=off"]
     build.build_main = lambda argv: whole(
