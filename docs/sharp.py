@@ -10,37 +10,76 @@ import upref
 
 ROOT = Path(__file__).parent.parent
 SUPPORT = ROOT / "tests" / "support"
-TITLES = {
-    "clipping.clamps_the_product": "The product r A is clamped, and not the ratio",
-    "clipping.outside_the_window_is_dead": "The clip drops tokens on both sides, whatever the sign of A",
-    "aggregation.mean_of_response_means": "Each response counts the same, where each token should",
-    "aggregation.mean_of_all_tokens": "Each token counts the same, where each response should",
-    "aggregation.empty_rows_count_a_token": "A response without a token enters the denominator",
-    "aggregation.groups_by_stride": "Groups are taken to be contiguous and of one size",
-    "aggregation.divided_again_by_accumulation": "A global mean is divided again by the accumulation steps",
-    "masking.shifted_by_one": "The mask is shifted by one token",
-    "gradients.ratio_of_itself": "The old log-probabilities come from the current weights",
-    "gradients.detached_negatives": "The ratio is detached, and negatives lose their gradient",
-    "gradients.ratio_twice": "The importance ratio is applied twice",
-    "sequence.product_of_ratios": "The ratio of a response is a product, not a geometric mean",
-    "sequence.summed_over_tokens": "A term per response is summed over its tokens",
-    "family.cispo_cap_is_absolute": "An offset from 1 is taken for the bound itself",
-    "hygiene.whitened_again": "Advantages are whitened again in each micro-batch",
-}
+ENTRIES = {  # name in the zoo: title, and why it is wrong
+    "clipping.clamps_the_product": (
+        "The product r A is clamped, and not the ratio",
+        "The bounds then move with the size of A: at A = 0.5 the upper one is r = 2.4, and where A < 0 "
+        "nothing is clipped."),
+    "clipping.outside_the_window_is_dead": (
+        "The clip drops tokens on both sides, whatever the sign of A",
+        "The minimum drops a token only where it has already moved in the direction of A. On the other side, "
+        "its gradient brings it back."),
+    "aggregation.mean_of_response_means": (
+        "Each response counts the same, where each token should",
+        "A token of a long response then counts less than one of a short response, which is what DAPO's token "
+        "mean avoids."),
+    "aggregation.mean_of_all_tokens": (
+        "Each token counts the same, where each response should",
+        "A long response then counts more than a short one; GRPO divides by the length of each response first."),
+    "aggregation.empty_rows_count_a_token": (
+        "A response without a token enters the denominator",
+        "Rows that only fill up a batch make its gradient smaller."),
+    "aggregation.groups_by_stride": (
+        "Groups are taken to be contiguous and of one size",
+        "After rows are filtered or shuffled, a response is averaged with responses to other prompts."),
+    "aggregation.divided_again_by_accumulation": (
+        "A global mean is divided again by the accumulation steps",
+        "The denominator counts the whole batch already; the second division makes the gradient smaller by "
+        "the number of steps."),
+    "masking.shifted_by_one": (
+        "The mask is shifted by one token",
+        "Log-probabilities are often one token shorter than the input. A mask that is shifted once too often "
+        "drops one token of each response."),
+    "gradients.ratio_of_itself": (
+        "The old log-probabilities come from the current weights",
+        "The ratio is then always 1, so that no bound acts, however far the policy moves."),
+    "gradients.detached_negatives": (
+        "The ratio is detached, and negatives lose their gradient",
+        "UP needs no ratio where A > 0, but where A < 0 the ratio carries the gradient; detached, it leaves a "
+        "constant."),
+    "gradients.ratio_twice": (
+        "The importance ratio is applied twice",
+        "V-trace has corrected the advantage with r already. With r once more, the weight is r² A, and its "
+        "variance grows."),
+    "sequence.product_of_ratios": (
+        "The ratio of a response is a product, not a geometric mean",
+        "A product grows or vanishes exponentially with the length, so that long responses leave GSPO's "
+        "narrow bounds at once."),
+    "sequence.summed_over_tokens": (
+        "A term per response is summed over its tokens",
+        "The term of a response is then counted once per token, and long responses count more."),
+    "family.cispo_cap_is_absolute": (
+        "An offset from 1 is taken for the bound itself",
+        "CISPO caps the ratio at 1 + eps_high; code that caps it at eps_high trains with another bound."),
+    "hygiene.whitened_again": (
+        "Advantages are whitened again in each micro-batch",
+        "The gradient of a response then depends on which others share its micro-batch, and a micro-batch of "
+        "one has none."),
+}  # fmt: skip
 
 
 def text() -> str:
-    """A section for each: the code, where it was discussed in public, the first finding."""
+    """A section for each: why it is wrong, where it was discussed in public, the code, the first finding."""
     sys.path.insert(0, str(SUPPORT))
     cases = {str(c): c for c in importlib.import_module("zoo").WRONG}
-    return "\n\n".join(section(n, title, cases[name]) for n, (name, title) in enumerate(TITLES.items(), 1))
+    return "\n\n".join(section(n, *of, cases[name]) for n, (name, of) in enumerate(ENTRIES.items(), 1))
 
 
-def section(n: int, title: str, case) -> str:
+def section(n: int, title: str, why: str, case) -> str:
     report = upref.check(case.function, case.objective, **case.hp)
     assert not report, case
     where, number = case.source.split("#")
     met = f"Discussed in [{case.source}](https://github.com/{where}/issues/{number})."
-    lines = [f"## {n}. {title}", f"Meant as `{case.objective}`. {met}"]
+    lines = [f"## {n}. {title}", f"{why} Meant as `{case.objective}`. {met}"]
     lines += [f"```py\n{inspect.getsource(case.function).rstrip()}\n```", f"```text\n{report.failures[0].text()}\n```"]
     return "\n\n".join(lines)

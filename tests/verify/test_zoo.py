@@ -7,6 +7,7 @@
 import functools
 import inspect
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,10 @@ import zoo
 
 import upref
 from upref.aggregation import Totals
+from upref.foreign import read
 from upref.rollouts import Rollouts
+from upref.verify.factors import promised
+from upref.verify.measure import FLOATS, held
 from upref.weights.batches import batch
 
 EDGES = (-1e-9, 1e-9)  # exactly on a bound, rounding decides for whoever compares logs
@@ -252,13 +256,48 @@ def check(case):
     return upref.check(case.function, case.objective, **case.hp)
 
 
+NUMBER = r"(-?[\d.]+(?:e[+-]?\d+)?|-?inf|nan)"
+PASTED = {  # what a finding prints: (of the objective, of the loss) at each token of the batch below it
+    rf"^weight {NUMBER}": lambda c, b, g: (c.expected(b), g / c.factors(b)),
+    rf"factor {NUMBER}": lambda c, b, g: (c.factors(b, promised(c.o)), c.factors(b)),
+    rf"^3 times the gradient: {NUMBER}|^{NUMBER}$": lambda c, b, g: (3 * g, c.gradient(b.but(adv=3 * b.adv))),
+    rf"^half the gradient: {NUMBER}|^{NUMBER}$": lambda c, b, g: (g / 2, torch.full_like(g, math.nan)),
+    rf"^dJ/dlp {NUMBER}, as |^{NUMBER}$": lambda c, b, g: (g, torch.full_like(g, math.nan)),
+}  # fmt: skip
+
+
+def strangers(case, report) -> list[str]:
+    """The findings whose two numbers no token of the batch has that is printed below them."""
+    o, out = upref.get(case.objective), []
+    one = held(read(case.function, o, case.hp), o, o.resolve(case.hp))
+    for f in report.failures:
+        if "\nb = " not in f"\n{f.batch}":
+            continue
+        exec(f.batch, space := {"upref": upref, "torch": torch})
+        as_type = lambda b, d: b.but(**{k: v.to(d) for k in FLOATS if (v := getattr(b, k)) is not None})
+        b = as_type(space["b"], torch.float64)
+        g = one.gradient(as_type(b, torch.float32) if "in float32" in f.batch else space["b"]).double()
+        for pattern, numbers in PASTED.items():
+            if printed := re.search(pattern, f.expected):
+                right, found = numbers(one, b, g)
+                is_it = lambda x, text: torch.isclose(x, torch.full_like(x, float(text)), 2e-5, 1e-9, equal_nan=True)
+                hit = is_it(right, printed[1])
+                if (other := re.search(pattern, f.found)) and not found.isnan().all():
+                    hit = hit & is_it(found, next(filter(None, other.groups())))
+                out += [] if hit.any() else [str(f)]
+                break
+        else:
+            assert not re.search(r"\d", f.expected), f"which numbers are these? {f}"
+    return out
+
+
 @pytest.mark.parametrize("case", zoo.WRONG, ids=str)
 def test_check_rejects(case):
     report = check(case)
     assert not report, f"accepted, though {case.bug}"
     assert {f.oracle for f in report.failures} & case.oracles, f"{case.bug}\n{report}"
     assert "      likely    " in str(report), "a cause, or that none fits"
-
+    assert strangers(case, report) == []
 
 
 @pytest.mark.parametrize("case", zoo.RIGHT, ids=lambda c: f"{c}-{c.objective}-{sorted(c.hp)}")

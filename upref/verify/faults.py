@@ -81,6 +81,11 @@ def _slope(J: Term, b: Rollouts) -> Tensor:
     return torch.where(b.mask, g * n, 0)
 
 
+def _whitened(b: Rollouts, correction: int) -> Tensor:
+    A = b.adv.expand_as(b.mask)
+    return (A - A[b.mask].mean()) / (A[b.mask].std(correction=correction) + 1e-8)
+
+
 # ---- slips that need a word only -------------------------------------------------------------------------------------
 def with_hp(**hp: float) -> Slip:
     return Slip(", ".join(f"{k} = {v:g}" for k, v in hp.items()), "hyperparameter", hp=hp)
@@ -199,6 +204,8 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
 
     yield slip("clip", "the ratio is clipped before multiplying by A: the minimum is missing",
                form(lambda r, A, lp: clip(r, 1 - lo, 1 + hi) * A))  # fmt: skip
+    yield slip("clip", "the clip acts on the product r A, not on r: its bounds move with the size of A",
+               form(lambda r, A, lp: minimum(r * A, clip(r * A, 1 - lo, 1 + hi))))  # fmt: skip
     yield slip("clip", "the maximum is taken where the minimum belongs",
                form(lambda r, A, lp: maximum(r * A, clip(r, 1 - lo, 1 + hi) * A)))  # fmt: skip
     for sign, on in (("A > 0", lambda A: A > 0), ("A < 0", lambda A: A < 0)):
@@ -222,6 +229,9 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
     yield slip("ratio", inverted, lambda lp, old, A, m: j(old, lp, A, m))
     yield slip("advantage", "A enters by its absolute value", lambda lp, old, A, m: j(lp, old, A.abs(), m))
     yield slip("advantage", "A enters by its sign alone", lambda lp, old, A, m: j(lp, old, A.sign(), m))
+    for n in (0, 1):  # std with and without Bessel's correction
+        yield Slip("the advantages are whitened again, over the tokens of each batch", "advantage",
+                   view=lambda b, n=n: b.but(adv=_whitened(b, n)), whole=True)  # type: ignore[misc]  # fmt: skip
     yield slip("advantage", "A enters squared", lambda lp, old, A, m: j(lp, old, A * A.abs(), m))
     yield slip("advantage", "negative advantages are dropped", lambda lp, old, A, m: j(lp, old, A.clamp(min=0), m))
     yield slip("advantage", "positive advantages are dropped", lambda lp, old, A, m: j(lp, old, A.clamp(max=0), m))

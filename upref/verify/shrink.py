@@ -2,18 +2,20 @@
 """The smallest batch that still shows a finding, as Python that can be copied, with both gradients."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.verify.factors import promised
-from upref.verify.measure import Case
+from upref.verify.measure import FLOATS, Case
 
 LONGEST = 160  # slots of a batch that is printed
-PER_TOKEN = ("logp", "logp_old", "adv", "mask", "logp_ref", "entropy", "logp_sampler")
+PER_TOKEN = (*FLOATS, "mask")
+READ = ("logp_ref", "entropy", "logp_sampler")  # printed where the loss reads them
 
 
 def shrink(b: Rollouts, bad: Callable[[Rollouts], bool], at: tuple[int, int] | None = None) -> Rollouts:
@@ -30,7 +32,7 @@ def shrink(b: Rollouts, bad: Callable[[Rollouts], bool], at: tuple[int, int] | N
         b = replace(b, group=None)
     if at is not None:
         i, t = at
-        for guess in (_cut(b, [i], [t]), _cut(b, [i], None)):
+        for guess in (cut(b, [i], [t]), cut(b, [i], None)):
             if still(guess):
                 assert guess
                 b = guess
@@ -39,7 +41,7 @@ def shrink(b: Rollouts, bad: Callable[[Rollouts], bool], at: tuple[int, int] | N
     while size and len(b.mask) > 1:
         rows = list(range(len(b.mask)))
         for start in range(0, len(rows), size):
-            guess = _cut(b, rows[:start] + rows[start + size :], None)
+            guess = cut(b, rows[:start] + rows[start + size :], None)
             if still(guess):
                 assert guess
                 b = guess
@@ -48,7 +50,7 @@ def shrink(b: Rollouts, bad: Callable[[Rollouts], bool], at: tuple[int, int] | N
             size = size // 2 if size > 1 else 0
     t = 0
     while t < b.mask.shape[1] and b.mask.shape[1] > 1:
-        guess = _cut(b, list(range(len(b.mask))), [u for u in range(b.mask.shape[1]) if u != t])
+        guess = cut(b, list(range(len(b.mask))), [u for u in range(b.mask.shape[1]) if u != t])
         if still(guess):
             assert guess
             b = guess
@@ -68,7 +70,8 @@ def _try(b: Rollouts, **change) -> Rollouts | None:
         return None
 
 
-def _cut(b: Rollouts, rows: list[int], columns: list[int] | None) -> Rollouts | None:
+def cut(b: Rollouts, rows: list[int], columns: list[int] | None) -> Rollouts | None:
+    """These rows and columns; None where they are no batch."""
     if not rows or columns == []:
         return None
     change = {}
@@ -85,12 +88,15 @@ def _rounded(b: Rollouts, digits: int) -> Rollouts | None:
     return _try(b, **{n: (getattr(b, n) * 10**digits).round() / 10**digits for n in names})
 
 
-def as_python(b: Rollouts, expected: Tensor | None = None, found: Tensor | None = None) -> str:
-    """`b = upref.Rollouts(...)`, and the two gradients dJ/dlp as comments."""
+def as_python(
+    b: Rollouts, expected: Tensor | None = None, found: Tensor | None = None, reads: Collection[str] = ()
+) -> str:
+    """`b = upref.Rollouts(...)`, and the two gradients dJ/dlp as comments. reads: what the loss reads of it."""
     if b.mask.numel() > LONGEST:
         B, T = b.mask.shape
         return f"# no small batch shows it; the smallest found has {B} responses of up to {T} tokens, too many to print"
-    lines = [f"    {n}=torch.tensor({_list(getattr(b, n))}, dtype=torch.float64)," for n in ("logp", "logp_old", "adv")]
+    names = ["logp", "logp_old", "adv", *(n for n in READ if n in reads and getattr(b, n) is not None)]
+    lines = [f"    {n}=torch.tensor({_list(getattr(b, n))}, dtype={b.logp.dtype})," for n in names]
     lines.append(f"    mask=torch.tensor({b.mask.tolist()}),")
     if b.group is not None:
         lines.append(f"    group=torch.tensor({b.group.tolist()}),")
@@ -108,13 +114,25 @@ def _list(x: Tensor, digits: int = 17) -> str:
     return "[" + ", ".join("[" + ", ".join(number(v) for v in row) + "]" for row in x.double().tolist()) + "]"
 
 
-def example(case: Case, b: Rollouts, bad: Callable[[Rollouts], bool], at: tuple[int, int] | None = None) -> str:
-    """The smallest batch on which `bad` holds, with the promised and the found gradient."""
-    b = shrink(b, bad, at)
+def example(case: Case, b: Rollouts, dtype: torch.dtype | None = None) -> str:
+    """The batch as Python, with the promised and the found gradient. dtype: that of the numbers which the loss gets."""
+    low = b if dtype is None else b.but(**{k: v.to(dtype) for k in FLOATS if (v := getattr(b, k)) is not None})
     try:
-        return as_python(b, case.expected(b) * case.factors(b, promised(case.o)), case.gradient(b))
+        right = case.expected(b) * case.factors(b, promised(case.o))
+        return as_python(low, right, case.gradient(low), case.loss.reads)
     except InputError:
-        return as_python(b)
+        return as_python(low, reads=case.loss.reads)
+
+
+def smallest(case: Case, b: Rollouts, at: tuple[int, int]) -> tuple[Rollouts, int, int]:
+    """The smallest batch in which a weight is wrong, and its worst token: a finding's numbers are of this batch."""
+    small = shrink(b, wrong(case), at)
+    return small, *worst(case.off(small))
+
+
+def numbers(case: Case, b: Rollouts, i: int, t: int) -> tuple[float, float]:
+    """The expected weight of a token of a batch, and the found one."""
+    return case.expected(b)[i, t].item(), case.weights(b)[i, t].item()
 
 
 def wrong(case: Case) -> Callable[[Rollouts], bool]:

@@ -17,7 +17,7 @@ from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.oracles.reach import beyond_range, groups
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import PER_TOKEN, as_python, example, worst, wrong
+from upref.verify.shrink import PER_TOKEN, example, shrink, worst
 from upref.weights.batches import anchor, beyond
 from upref.weights.curve import alone
 
@@ -47,7 +47,7 @@ def split(case: Case) -> list[Finding]:
             why = OWN.format("micro-batch") if _alike(g2, torch.cat(alone)) else ""
             regime = f"{n} micro-batches of unequal lengths, their losses added up"
             before, after = f"dJ/dlp {g[i, t].item():.6g}, as of the whole", f"{g2[i, t].item():.6g}"
-            return [fail("split", regime, before, after, as_python(b), why)]
+            return [fail("split", regime, before, after, example(case, b), why)]
         if (v2 - v).abs() > 1e-6 * v.abs().clamp(min=1e-3):
             return [note("split", f"the value of {n} micro-batches does not add up, the gradient does")]
     return []
@@ -70,7 +70,8 @@ def loss_scale(case: Case) -> list[Finding]:
     i, t = worst(off)
     before, after = f"half the gradient: {g[i, t].item() / 2:.6g}", f"{half[i, t].item():.6g}"
     why = "its backward pass leaves out what comes from above (grad_output)" if torch.equal(half, g) else ""
-    return [fail("loss-scale", "the loss times 1/2, as for accumulated gradients", before, after, as_python(b), why)]
+    regime = "the loss times 1/2, as for accumulated gradients"
+    return [fail("loss-scale", regime, before, after, example(case, b), why)]
 
 
 @oracle("one-response", 45)
@@ -79,15 +80,23 @@ def one_response(case: Case) -> list[Finding]:
     if case.wrong:
         return []
     for n, (regime, b) in enumerate(_single(case)):
+        dtype = None if n % 2 or case.single else torch.float32
+        asked = lambda c, dtype=dtype: case.singly(c) if dtype else (case, case.weights(c))
+
+        def off(c: Rollouts, asked=asked) -> Tensor:
+            one, found = asked(c)
+            apart = one.off(c, found).masked_fill(one.rounded(c) | beyond_range(one, c, found), 0)
+            return torch.where(apart > 10 * one.tol, apart, 0)
+
         try:
-            one, found = (case, case.weights(b)) if n % 2 or case.single else case.singly(b)
+            apart = off(b)
         except InputError as e:  # one that asks for several responses, or for whole groups, says so itself
             return [note("one-response", f"{regime} is refused", found=str(e))]
-        off = one.off(b, found).masked_fill(one.rounded(b) | beyond_range(one, b, found), 0)
-        if off.max() > 10 * one.tol:
-            i, t = worst(off)
-            small = example(case, b, wrong(case), (i, t))
-            return [fail("one-response", regime, case.expected(b)[i, t].item(), found[i, t].item(), small)]
+        if apart.max() > 0:
+            b = shrink(b, lambda c, off=off: bool(off(c).max() > 0), worst(apart))
+            i, t = worst(off(b))
+            says = case.expected(b)[i, t].item(), asked(b)[1][i, t].item()
+            return [fail("one-response", regime, *says, example(case, b, dtype))]
     case.covered.append(ONE_RESPONSE)
     return []
 
@@ -163,7 +172,7 @@ def data_parallel(case: Case) -> list[Finding]:
             i, t = worst(off)
             text = f"{ranks} ranks of {len(g) // ranks} responses, gradients averaged: {contract(case)}"
             before, after = f"dJ/dlp {g[i, t].item():.6g}, as on one rank", f"{mean[i, t].item():.6g}"
-            return [fail("data-parallel", text, before, after, as_python(b), _why(case, b, mean, ranks))]
+            return [fail("data-parallel", text, before, after, example(case, b), _why(case, b, mean, ranks))]
     return []
 
 

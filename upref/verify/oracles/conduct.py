@@ -43,7 +43,7 @@ def determinism(case: Case) -> list[Finding]:
         return []
     at = first + next(n for n, more in enumerate(answers) if not same(answers[0], more))
     why = "it draws random numbers" if _drawn(case, b, same) else f"{STATE} at call {at + 1}"
-    batch = as_python(shrink(b, lambda c: not torch.equal(case.gradient(c), case.gradient(c))))
+    batch = as_python(shrink(b, lambda c: not torch.equal(case.gradient(c), case.gradient(c))), reads=case.loss.reads)
     return [fail("determinism", "the same batch twice", "the same numbers", "other numbers", batch, why)]
 
 

@@ -17,7 +17,7 @@ from upref.verify.factors import promised
 from upref.verify.measure import HABIT, Case
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import as_python, example, shrink, worst
+from upref.verify.shrink import example, shrink, worst
 from upref.weights.batches import OFF_EDGES, anchor, random_batch
 
 FIELDS = ("logp", "logp_old", "adv", "mask", "group", "logp_ref", "entropy", "logp_sampler")
@@ -65,27 +65,36 @@ def padding(case: Case) -> list[Finding]:
     if leak.max() > 0:
         bad = lambda x: bool((case.gradient(x)[~x.mask] != 0).any())
         text = "masked slots that hold ordinary numbers"
-        batch = example(case, b, bad)
+        batch = example(case, shrink(b, bad))
         every = lambda b: b.but(mask=torch.ones_like(b.mask), totals=None)
         unmasked = lambda b: (case.gradient(b), case.expected(every(b)) * case.factors(every(b)))
         why = "the mask is ignored" if everywhere(case, unmasked) else ""
         out.append(fail("padding", text, "weight 0", "a gradient flows into them", batch, why))
     for left, right in ((0, 3), (2, 0)):
         pad = lambda v, n=(left, right): torch.nn.functional.pad(v, n, value=-0.7 if v.is_floating_point() else 0)
-        wider, g2 = case.both(regroup(b, lambda k, v, pad=pad: v if k == "group" else pad(v)))  # type: ignore[misc]
+
+        def padded(c: Rollouts, pad=pad, left=left) -> tuple[Tensor, Tensor]:
+            value, g = case.both(regroup(c, lambda k, v: v if k == "group" else pad(v)))
+            return value, g[:, left : left + c.mask.shape[1]]
+
+        wider, g2 = padded(b)
         side = f"{left} columns of padding on the left" if left else f"{right} columns of padding on the right"
-        off = moved(g2[:, left : left + g.shape[1]], g, b.mask, slack(case))
+        off = moved(g2, g, b.mask, slack(case))
         if off.max() > 0:
-            i, t = worst(off)
-            before, after = f"dJ/dlp {g[i, t].item():.6g}, as without", f"{g2[i, t + left].item():.6g}"
-            batch = as_python(shrink(b, lambda x: True, (i, t)))
 
-            def by_width(b: Rollouts, pad=pad, left=left, more=left + right) -> tuple[Tensor, Tensor]:
-                T, wider = b.mask.shape[1], regroup(b, lambda k, v: v if k == "group" else pad(v))
-                return case.gradient(wider)[:, left : left + T] * (T + more), case.gradient(b) * T
+            def apart(c: Rollouts, padded=padded) -> Tensor:
+                return moved(padded(c)[1], case.gradient(c), c.mask, slack(case))
 
+            def by_width(c: Rollouts, padded=padded, more=left + right) -> tuple[Tensor, Tensor]:
+                T = c.mask.shape[1]
+                return padded(c)[1] * (T + more), case.gradient(c) * T
+
+            small = shrink(b, lambda c, apart=apart: bool(apart(c).max() > 0), worst(off))
+            at = worst(apart(small))
+            before, after = (f"{x[at].item():.6g}" for x in (case.gradient(small), padded(small)[1]))
             why = "it divides by the padded width" if everywhere(case, by_width) else ""
-            out.append(fail("padding", f"with {side}", before, after, batch, why))
+            says = f"dJ/dlp {before}, as without", after
+            out.append(fail("padding", f"with {side}", *says, example(case, small), why))
         elif (wider - value).abs() > 1e-6 * value.abs().clamp(min=1e-3):
             text = f"the value moves with {side}, the gradient does not"
             out.append(note("padding", text, f"{value:.6g}", f"{wider:.6g}"))
@@ -135,30 +144,33 @@ def poison(case: Case) -> list[Finding]:
         bad = lambda c, k=k, p=p: replace(c, **{k: getattr(c, k).masked_fill(~c.mask, p)})
         regime = f"masked slots of {CALLED[k]} hold {p:g}"
         try:
-            v2, g2 = case.both(bad(b))
+            what = _changes(b, (value, g), case.both(bad(b)))
         except InputError as e:
             return [(fail if p in JUNK else note)("poison", regime, "no effect", str(e))]
-        changes = {
-            f"the loss is {v2.item():.4g}": not torch.equal(v2, value),
-            "the gradient of unmasked tokens changes": not torch.equal(g2[b.mask], g[b.mask]),
-            "the gradient of the masked slots is not 0": not bool((g2[~b.mask] == 0).all()),
-        }
-        if not any(changes.values()):
+        if not what:
             continue
-        what = " and ".join(w for w, on in changes.items() if on)
         if p not in JUNK or case.loss.framework:
             leaks = leaks or [
                 note("poison", regime, "no effect, bit for bit", what, LEAK.format(f"{p:g}".replace("nan", "NaN")))
             ]
             continue
 
-        def shows(c: Rollouts, bad=bad) -> bool:
-            one, two = case.both(c), case.both(bad(c))
-            return not (torch.equal(one[0], two[0]) and torch.equal(one[1], two[1]))
-
-        why = "masked slots are read"
-        return [fail("poison", regime, "no effect, bit for bit", what, as_python(bad(shrink(b, shows))), why)]
+        shows = lambda c, bad=bad: _changes(c, case.both(c), case.both(bad(c)))
+        small = shrink(b, lambda c, shows=shows: bool(shows(c)))
+        says = "no effect, bit for bit", shows(small)
+        return [fail("poison", regime, *says, example(case, bad(small)), "masked slots are read")]
     return leaks
+
+
+def _changes(b: Rollouts, clean: tuple[Tensor, Tensor], there: tuple[Tensor, Tensor]) -> str:
+    """What other numbers in masked slots change, in words; "" if nothing."""
+    (value, g), (v2, g2) = clean, there
+    changes = {
+        f"the loss is {v2.item():.4g} instead of {value.item():.4g}": not torch.equal(v2, value),
+        "the gradient of unmasked tokens changes": not torch.equal(g2[b.mask], g[b.mask]),
+        "the gradient of the masked slots is not 0": not bool((g2[~b.mask] == 0).all()),
+    }
+    return " and ".join(words for words, on in changes.items() if on)
 
 
 def _moves(case: Case, b: Rollouts, i: Tensor) -> bool:
@@ -188,7 +200,7 @@ def permutation(case: Case) -> list[Finding]:
     order = next((f for f in orders if _moves(case, b, f(len(b.mask)))), None)
     if order is None:
         return []
-    batch = as_python(shrink(b, lambda c: _moves(case, c, order(len(c.mask)))))
+    batch = example(case, shrink(b, lambda c: _moves(case, c, order(len(c.mask)))))
     why = _by_place(case, b)
     says = "the same gradient, in that order", "another gradient"
     return [fail("permutation", "rows in another order", *says, batch, why)]
@@ -201,22 +213,18 @@ def _kl(case: Case) -> str:
 @oracle("scaling", 110, _kl)
 def scaling(case: Case) -> list[Finding]:
     b = off_bounds(case)
-    g, g2 = case.gradient(b), case.gradient(replace(b, adv=3 * b.adv))
-    off = moved(g2 / 3, g, b.mask, slack(case, 1e-7))
-    if off.max() == 0:
+    tripled = lambda c: case.gradient(replace(c, adv=3 * c.adv))
+    off = lambda c: moved(tripled(c) / 3, case.gradient(c), c.mask, slack(case, 1e-7))
+    if (apart := off(b)).max() == 0:
         return []
-    i, t = worst(off)
-
-    def scales(c: Rollouts) -> bool:
-        one, three = case.gradient(c), case.gradient(replace(c, adv=3 * c.adv))
-        return bool(moved(three / 3, one, c.mask, max(1e-6, case.tol)).max() > 0)
-
-    expected, found = f"3 times the gradient: {3 * g[i, t].item():.6g}", f"{g2[i, t].item():.6g}"
-    batch = as_python(shrink(b, scales, (i, t)))
+    small = shrink(b, lambda c: bool(off(c).max() > 0), worst(apart))
+    at = worst(off(small))
+    expected, found = (f"{x[at].item():.6g}" for x in (3 * case.gradient(small), tripled(small)))
     times = lambda k: lambda b: (case.gradient(b.but(adv=3 * b.adv)), k * case.gradient(b))
     why = "the size of A has no effect: it is divided out" if everywhere(case, times(1)) else ""
     why = "A enters squared" if everywhere(case, times(9)) else why
-    return [fail("scaling", "all advantages times 3", expected, found, batch, why)]
+    expected = f"3 times the gradient: {expected}"
+    return [fail("scaling", "all advantages times 3", expected, found, example(case, small), why)]
 
 
 @oracle("zero-advantage", 120, _kl)

@@ -15,8 +15,7 @@ from upref.verify.measure import FLOATS, HABIT, Case
 from upref.verify.oracle import oracle
 from upref.verify.regions import NAMES
 from upref.verify.report import UNKNOWN, Finding, fail, note
-from upref.verify.shrink import as_python, example
-from upref.verify.shrink import wrong as wrong_of
+from upref.verify.shrink import cut, example, numbers, smallest
 from upref.weights.batches import GUARD, beyond, clamped, column, overflowing
 
 FAR = (5.0, 8.0, 9.5, 10.5, 15.0, 19.5, 20.5, 30.0, 50.0)
@@ -67,9 +66,11 @@ def _overflows(case: Case, dtype: torch.dtype) -> list[Finding]:
         why = _why(case, b, low, i, t)
         if not severe:
             return [note("extremes", text, want, got, why)]
-        keep = {k: getattr(low, k)[i : i + 1, :1] for k in ("logp", "logp_old", "adv", "mask")}
-        batch = as_python(Rollouts(**keep)).replace("torch.float64", str(dtype))
-        return [fail("extremes", text, want, got, batch, why)]
+        one, wide = cut(low, [i], [t]), cut(b, [i], [t])
+        if one is not None and wide is not None:
+            alone = (case.gradient(one).double() / case.factors(one)).item()
+            b, got = (b, got) if abs(alone - want) <= 0.1 * abs(want) else (wide, alone)
+        return [fail("extremes", text, want, got, example(case, b, dtype), why)]
     return []
 
 
@@ -124,9 +125,11 @@ def clamps(case: Case) -> list[Finding]:
     why = _clamp(case, hits) or UNKNOWN
     text = f"{NAMES[A]}, log r = {x:.4g}"
     if abs(x) < guard:
-        one = case.ready(column(A, [math.exp(x)]))
+        one, i, t = smallest(case, case.ready(column(A, [math.exp(x)])), (0, 0))
+        x = (one.logp - one.logp_old)[i, t].item()
         reached = f", as of a token that was sampled at π_old = {math.exp(-abs(x)):.1g}" if x > 0 else ""
-        return [fail("extremes", text + reached, want, got, example(case, one, wrong_of(case)), why)]
+        text = f"{NAMES[A]}, log r = {x:.4g}{reached}"
+        return [fail("extremes", text, *numbers(case, one, i, t), example(case, one), why)]
     far = f"another weight at {guard:g} or beyond" if why == UNKNOWN else f"clamped at {guard:g} or beyond"
     return [note("extremes", f"{text}: {far}", want, got, why)]
 

@@ -15,7 +15,7 @@ from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import example, worst
+from upref.verify.shrink import cut, example, worst
 from upref.weights.batches import AXES, NEGATIVE, anchor, beyond, renamed
 
 TOO_LONG = 0.8  # seconds: a loss that would take longer for a batch is not asked for it
@@ -75,10 +75,22 @@ def look(case: Case, name: str, b: Rollouts, ids: tuple[str, ...]) -> list[Findi
 
 
 def _wrong(case: Case, name: str, b: Rollouts, off: Tensor, found: Tensor, ids: tuple[str, ...], dtype="") -> Finding:
+    """The finding; its numbers are those of the batch that is shown: one token or one response where that still shows
+    it, else how the whole batch is made."""
     i, t = worst(off)
+    columns = [t], list(range(int(b.mask[i].nonzero().max()) + 1))
+    rows = [] if dtype else [c for k in columns if (c := cut(replace(b, group=None), [i], k)) is not None]
+    for small in (c for c in map(case.ready, rows) if c.mask.numel() <= 32):
+        if (apart := _off(case, small)).max() > 10 * case.tol:
+            b, found, (i, t), shown = small, case.weights(small), worst(apart), example(case, small)
+            break
+    else:
+        hp = "".join(f", {k}={v!r}" for k, v in case.plain_hp.items() if v is not None)
+        of = f"{name!r}, upref.get({case.o.name!r})" + f", ids={ids!r}" * bool(ids) + hp
+        low = "  # every number of it in float32" if dtype else ""
+        shown = f"from upref.weights.batches import beyond, ready\nb = ready(beyond({of})){low}"
     n, A = int(b.mask[i].sum()), b.adv[i, t].item()
     text = f"{AXES[name].words}: A = {A:.4g}, π_old = {b.logp_old[i, t].exp().item():.6g}, token {t + 1} of {n}{dtype}"
-    shown = _shown(case, name, b, i, t, ids, dtype)
     return fail("reach", text, case.expected(b)[i, t].item(), found[i, t].item(), shown)
 
 
@@ -115,22 +127,6 @@ def beyond_range(case: Case, b: Rollouts, found: Tensor) -> Tensor:
     log_r = torch.where(b.mask, b.logp - b.logp_old, 0)
     most = math.log(torch.finfo(torch.float32 if case.single else b.logp.dtype).max)
     return (log_r.abs().sum(1, keepdim=True) > most / 2) & ~found.isfinite()
-
-
-def _shown(case: Case, name: str, b: Rollouts, i: int, t: int, ids: tuple[str, ...], dtype: str) -> str:
-    """One token or one response where that still shows it, else how the batch is made."""
-    bad = lambda x: bool(_off(case, x).max() > 10 * case.tol)
-    row = lambda cut: replace(b, **{
-        k: v[i : i + 1, cut] for k in ("logp", "logp_old", "adv", "mask", "logp_ref", "entropy", "logp_sampler")
-        if (v := getattr(b, k)) is not None}, group=None, totals=None)  # fmt: skip
-    for cut in (slice(t, t + 1), slice(0, int(b.mask[i].nonzero().max()) + 1)):
-        small = case.ready(row(cut))
-        if not dtype and small.mask.numel() <= 32 and bad(small):
-            return example(case, small, lambda x: False)
-    hp = "".join(f", {k}={v!r}" for k, v in case.plain_hp.items() if v is not None)
-    of = f"{name!r}, upref.get({case.o.name!r})" + f", ids={ids!r}" * bool(ids) + hp
-    low = "  # every number of it in float32" if dtype else ""
-    return f"from upref.weights.batches import beyond, ready\nb = ready(beyond({of})){low}"
 
 
 def groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:

@@ -20,7 +20,7 @@ from upref.verify.oracle import oracle
 from upref.verify.pattern import pattern
 from upref.verify.regions import NAMES, regions
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import example, shrink, worst, wrong
+from upref.verify.shrink import example, numbers, shrink, smallest, worst
 from upref.weights.batches import anchor, kinks, lay, paired, random_batch, unsure
 from upref.weights.curve import alone, of_objective
 
@@ -125,13 +125,11 @@ def _regimes(case: Case, b: Rollouts, failing, r, A, found, ties) -> list[Findin
     out = []
     for n, part in enumerate(parts):
         at = worst(torch.where(part.tokens & failing, _typical(case.off(b, found), r), -1.0))
-        # the numbers are those of the batch that is shown
         small = shrink(b, lambda x, s=part.sign: bool(_wrong_at(case, x, s).any()), at)  # type: ignore[misc]
         i, t = worst(case.off(small).masked_fill(~_wrong_at(case, small, part.sign), -1.0))
         text = f"{part.words}   (here A = {small.adv[i, t].item():.4g}, r = {case.ratio(small)[i, t].item():.6g})"
-        show = example(case, small, lambda x: False) if n < 4 else ""
-        expected, got = case.expected(small)[i, t].item(), case.weights(small)[i, t].item()
-        out.append(fail("gradient", text, expected, got, show, why if n == 0 else ""))
+        show = example(case, small) if n < 4 else ""
+        out.append(fail("gradient", text, *numbers(case, small, i, t), show, why if n == 0 else ""))
     if isinstance(slip, Slip) and slip.kind == "stop-gradient":
         out.append(fail("stop-gradient", parts[0].words, cause=why))
     return out
@@ -153,11 +151,11 @@ def _random(case: Case, seed: int = 0) -> list[Finding]:
         off = case.off(b)
         off = off.masked_fill(case.rounded(b), 0)
         if off.max() > 10 * case.tol:
-            i, t = worst(off)
+            b, i, t = smallest(case, b, worst(off))
             regime = f"{NAMES[b.adv[i, t].sign().item()]}, r = {case.ratio(b)[i, t].item():.4g}, in random batch {n}"
-            expected, found = case.expected(b)[i, t].item(), case.weights(b)[i, t].item()
-            batch = example(case, b, wrong(case), (i, t))
-            return [fail("gradient", regime, expected, f"weight {found:.6g}{_alone(case, b, i, t)}", batch)]
+            expected, found = numbers(case, b, i, t)
+            said = f"weight {found + 0.0:.6g}{_alone(case, b, i, t)}"
+            return [fail("gradient", regime, expected, said, example(case, b))]
     return []
 
 
@@ -177,14 +175,13 @@ def on_policy(case: Case) -> list[Finding]:
     off = case.off(b)
     if off.max() <= 10 * case.tol:
         return []
-    i, t = worst(off)
-    found, expected = case.weights(b)[i, t].item(), case.expected(b)[i, t].item()
+    small, i, t = smallest(case, b, worst(off))
     scaled = case.weights(b) / case.k
     k = Slip(f"every weight is {case.k:.5g} times what it should be", "rounding", scale=lambda b: case.k)
     every = case.fits and abs(case.k - 1) > 1e-5 and bool(case.off(b, scaled).max() <= 10 * case.tol)
     why = confirmed(case, k) if every else ""
-    text = f"{NAMES[float(np.sign(b.adv[i, t].item()))]}, r = 1"
-    return [fail("on-policy", text, expected, found, example(case, b, wrong(case), (i, t)), why)]
+    text = f"{NAMES[small.adv[i, t].sign().item()]}, r = 1"
+    return [fail("on-policy", text, *numbers(case, small, i, t), example(case, small), why)]
 
 
 @oracle("aggregation", 30)
@@ -197,16 +194,17 @@ def aggregation(case: Case) -> list[Finding]:
     differ = lambda x: not torch.allclose(case.factors(x, want), case.factors(x), rtol=1e-6)
     if not case.fits or not differ(b):
         return []
-    n = b.mask.sum(1)
-    i = int((case.factors(b)[:, 0] / case.factors(b, want)[:, 0] - 1).abs().argmax())
+    small = shrink(b, differ)
+    n, right, got = small.mask.sum(1), case.factors(small, want)[:, 0], case.factors(small)[:, 0]
+    i = int((got / right - 1).abs().argmax())
     group = "" if case.loss.view(b).group is not None else " (the loss takes no groups: the batch counts as one)"
     text = f"ragged lengths, a response of {int(n[i])} of {int(n.sum())} tokens"
-    expected = f"{said}{group}: factor {case.factors(b, want)[i, 0].item():.5g} on each of its tokens"
-    found = f"{case.agg}: factor {case.factors(b)[i, 0].item():.5g}"
+    expected = f"{said}{group}: factor {right[i].item():.5g} on each of its tokens"
+    found = f"{case.agg}: factor {got[i].item():.5g}"
     on = replace(b, logp_ref=b.logp)  # as in `held`: a KL term is no aggregation's
-    weights, right = without_rest(case, on) / case.factors(on) / case.k, case.expected(on)
-    every = bool((weights - right).abs().max() <= 1e-5 * right.abs().max())
-    return [fail("aggregation", text, expected, found, example(case, b, differ), case.agg if every else "")]
+    weights, W = without_rest(case, on) / case.factors(on) / case.k, case.expected(on)
+    every = bool((weights - W).abs().max() <= 1e-5 * W.abs().max())
+    return [fail("aggregation", text, expected, found, example(case, small), case.agg if every else "")]
 
 
 @oracle("value", 150, lambda case: "the weights are wrong already" if case.wrong else "")
