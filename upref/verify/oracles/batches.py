@@ -93,7 +93,7 @@ def one_response(case: Case) -> list[Finding]:
         except InputError as e:  # one that asks for several responses, or for whole groups, says so itself
             return [note("one-response", f"{regime} is refused", found=str(e))]
         if apart.max() > 0:
-            b = shrink(b, lambda c, off=off: bool(off(c).max() > 0), worst(apart))
+            b = shrink(b, lambda c, off=off: bool(off(c).max() > 0), worst(apart))  # type: ignore[misc]
             i, t = worst(off(b))
             says = case.expected(b)[i, t].item(), asked(b)[1][i, t].item()
             return [fail("one-response", regime, *says, example(case, b, dtype))]

@@ -89,7 +89,7 @@ def padding(case: Case) -> list[Finding]:
                 T = c.mask.shape[1]
                 return padded(c)[1] * (T + more), case.gradient(c) * T
 
-            small = shrink(b, lambda c, apart=apart: bool(apart(c).max() > 0), worst(off))
+            small = shrink(b, lambda c, apart=apart: bool(apart(c).max() > 0), worst(off))  # type: ignore[misc]
             at = worst(apart(small))
             before, after = (f"{x[at].item():.6g}" for x in (case.gradient(small), padded(small)[1]))
             why = "it divides by the padded width" if everywhere(case, by_width) else ""
@@ -156,7 +156,7 @@ def poison(case: Case) -> list[Finding]:
             continue
 
         shows = lambda c, bad=bad: _changes(c, case.both(c), case.both(bad(c)))
-        small = shrink(b, lambda c, shows=shows: bool(shows(c)))
+        small = shrink(b, lambda c, shows=shows: bool(shows(c)))  # type: ignore[misc]
         says = "no effect, bit for bit", shows(small)
         return [fail("poison", regime, *says, example(case, bad(small)), "masked slots are read")]
     return leaks

@@ -67,9 +67,9 @@ def _overflows(case: Case, dtype: torch.dtype) -> list[Finding]:
         if not severe:
             return [note("extremes", text, want, got, why)]
         one, wide = cut(low, [i], [t]), cut(b, [i], [t])
-        if one is not None and wide is not None:
-            alone = (case.gradient(one).double() / case.factors(one)).item()
-            b, got = (b, got) if abs(alone - want) <= 0.1 * abs(want) else (wide, alone)
+        alone = math.nan if one is None else (case.gradient(one).double() / case.factors(one)).item()
+        if wide is not None and not abs(alone - want) <= 0.1 * abs(want):
+            b, got = wide, alone
         return [fail("extremes", text, want, got, example(case, b, dtype), why)]
     return []
 
