@@ -66,10 +66,10 @@ def _overflows(case: Case, dtype: torch.dtype) -> list[Finding]:
         why = _why(case, b, low, i, t)
         if not severe:
             return [note("extremes", text, want, got, why)]
-        one, wide = cut(low, [i], [t]), cut(b, [i], [t])
+        one, double = cut(low, [i], [t]), cut(b, [i], [t])
         alone = math.nan if one is None else (case.gradient(one).double() / case.factors(one)).item()
-        if wide is not None and not abs(alone - want) <= 0.1 * abs(want):
-            b, got = wide, alone
+        if double is not None and not abs(alone - want) <= 0.1 * abs(want):
+            b, got = double, alone
         return [fail("extremes", text, want, got, example(case, b, dtype), why)]
     return []
 
