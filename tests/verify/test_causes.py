@@ -177,10 +177,7 @@ def test_the_call_at_which_an_answer_changes_is_said(n):
 
 
 @pytest.mark.parametrize("period", [2, 3, 4, 7])
-def test_a_counter_is_not_randomness(period, request):
-    if period == 7:
-        why = "every seventh call: the other oracles' findings are reported beside it"
-        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
+def test_a_counter_is_not_randomness(period):
     calls = [0]
 
     def change(lp, old, A):
