@@ -26,10 +26,12 @@ derivation is explained where it stands.
 def pages(text: str) -> dict[str, str]:
     """docname -> markdown, with the first page, from the text of derivations/README.md."""
     head, *sections = re.split(r"^## ", text, flags=re.M)
-    out, rows = {}, []
+    out, rows, more = {}, [], ""
     for section in sections:
         name = re.search(r"^\[(\w+)\.py\]", section, re.M)
-        assert name, section[:80]
+        if not name:  # of all scripts together
+            more += f"\n## {section.rstrip()}\n"
+            continue
         title, _, body = section.partition("\n")
         first, _, rest = body.lstrip().partition("\n")
         source = first.replace("(", "(../") if "(../" not in first else first
@@ -37,7 +39,7 @@ def pages(text: str) -> dict[str, str]:
         rows.append(f"{len(rows) + 1}. [{title.rstrip('.')}](derivations/{name[1]}.md)")
     missing = {*EQUATIONS} - {page.partition("/")[2] for page in out}
     assert not missing, f"equations of no derivation: {missing}"
-    return {"derivations": head.rstrip() + "\n" + READING + "\n".join(rows) + "\n" + LETTERS, **out}
+    return {"derivations": head.rstrip() + "\n" + READING + "\n".join(rows) + "\n" + LETTERS + more, **out}
 
 
 def _equations(name: str) -> str:
