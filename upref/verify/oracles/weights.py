@@ -198,7 +198,7 @@ def aggregation(case: Case) -> list[Finding]:
     n, right, got = small.mask.sum(1), case.factors(small, want)[:, 0], case.factors(small)[:, 0]
     i = int((got / right - 1).abs().argmax())
     group = "" if case.loss.view(b).group is not None else " (the loss takes no groups: the batch counts as one)"
-    text = "ragged lengths, " * bool((n != n[0]).any()) + f"a response of {int(n[i])} of {int(n.sum())} tokens"
+    text = f"ragged lengths (here a response of {int(n[i])} of {int(n.sum())} tokens)"
     expected = f"{said}{group}: factor {right[i].item():.5g} on each of its tokens"
     found = f"{case.agg}: factor {got[i].item():.5g}"
     on = replace(b, logp_ref=b.logp)  # as in `held`: a KL term is no aggregation's
