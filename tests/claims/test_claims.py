@@ -3,6 +3,8 @@
 
 import json
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -284,3 +286,14 @@ def test_the_pages_are_fresh():
     for name, text in (("docs/claims.md", page.markdown()), ("README.md", page.summary())):
         assert text.rstrip() in (ROOT / name).read_text(encoding="utf-8"), f"run `python -m docs.make {name}`"
     assert {"claims", "claims_tally"} <= set(make.GENERATED)
+
+
+def test_an_interrupt_ends_what_was_started():
+    jobs = []
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), ThreadPoolExecutor(2) as pool, evidence._ended(jobs):
+        jobs += [pool.submit(evidence.process, ROOT, "-c", "import time; time.sleep(600)") for _ in range(5)]
+        while len(evidence._running) < 2:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+    assert time.monotonic() - start < 60 and not evidence._running

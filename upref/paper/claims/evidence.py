@@ -9,11 +9,14 @@ import ast
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -54,8 +57,9 @@ def run(claims: list[Claim], before: dict[str, str], root: Path = ROOT, rerun_ex
         kind: sorted({x for c in claims for k, x in c.pointers if k == kind})
         for kind in ("derivations", "mini", "exact", "tests")
     }
-    with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(derivations, asked["derivations"], root)]
+    jobs: list[Future] = []
+    with ThreadPoolExecutor(2) as pool, _ended(jobs):
+        jobs += [pool.submit(derivations, asked["derivations"], root)]
         jobs += [pool.submit(tests, asked["tests"], root), pool.submit(mini, asked["mini"], root)]
         jobs += [pool.submit(exact, asked["exact"], root, rerun_exact)]
         found = {k: v for job in jobs for k, v in job.result().items()}
@@ -67,12 +71,36 @@ def outcomes(c: Claim, found: dict) -> list[Outcome]:
     return [found[key] for key in c.pointers if key[0] != "absent"]
 
 
+_running: set[subprocess.Popen] = set()
+
+
+@contextmanager
+def _ended(jobs: list[Future]) -> Iterator[None]:
+    """On Ctrl-C and SIGTERM nothing more is started, and what was started is ended."""
+    try:
+        yield
+    except BaseException:
+        while not all([job.cancel() or job.done() for job in jobs]):  # a job starts one process after the other
+            for child in tuple(_running):
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+            time.sleep(0.05)
+        raise
+
+
 def process(root: Path, *argv: str) -> subprocess.CompletedProcess:
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
     }
-    return subprocess.run([sys.executable, *argv], capture_output=True, text=True, cwd=root, env=env, check=False)
+    child = subprocess.Popen([sys.executable, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                             cwd=root, env=env, start_new_session=True)  # fmt: skip
+    _running.add(child)
+    try:
+        out, err = child.communicate()
+    finally:
+        _running.discard(child)
+    return subprocess.CompletedProcess(argv, child.returncode, out, err)
 
 
 def failed(kind: str, pointer: str, why: str) -> Outcome:
