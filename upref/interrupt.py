@@ -8,8 +8,9 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+_came: list[int] = []  # the end of a pipe that has the numbers of the signals
 _words = {"who": "", "then": "run the same command again"}
 
 
@@ -36,6 +37,12 @@ def handled(who: str = "") -> None:
 
     signal.signal(signal.SIGTERM, terminated)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts a command with & has it ignored
+    if not _came:  # some extension modules turn an interrupt of their import into an ImportError
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        _came.append(reading)
     sys.excepthook = _end
 
 
@@ -61,6 +68,10 @@ def then(sentence: str) -> None:
 
 
 def _end(kind, error, trace) -> None:
+    if issubclass(kind, ImportError) and _came:
+        with suppress(BlockingIOError):
+            numbers = {*os.read(_came[0], 4096)} & {signal.SIGINT, signal.SIGTERM}
+            kind = (Terminated if signal.SIGTERM in numbers else KeyboardInterrupt) if numbers else kind
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return

@@ -194,6 +194,18 @@ def test_an_interrupt_is_one_sentence_and_leaves_no_process(number, status, comm
     assert f"{said}; run the same command again" in err
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_that_a_module_turns_into_an_import_error_is_one(number, status):
+    """As numpy does, which raises ImportError from it."""
+    start = (
+        "import os, upref.interrupt\nupref.interrupt.handled('me')\n"
+        f"try:\n    os.kill(os.getpid(), {int(number)})\n"
+        "except KeyboardInterrupt:\n    raise ImportError('numpy') from None"
+    )
+    run = subprocess.run([sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True)
+    assert (run.returncode, run.stderr.count("\n")) == (status, 1) and "again" in run.stderr
+
+
 COMMANDS = {
     "repro.mini.standing": signal.SIGINT,
     "docs.logprobs": signal.SIGTERM,
