@@ -7,6 +7,7 @@
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -43,21 +44,21 @@ def handled(who: str = "") -> None:
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         _came.append(reading)
-    sys.excepthook = _end
+    sys.excepthook, sys.unraisablehook = _end, _again
 
 
 @contextmanager
 def handled_within(who: str) -> Iterator[None]:
     """The same for what is done inside; what an interrupt raises is then SystemExit, and the process is as before."""
     kept = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
-    hook = sys.excepthook
+    hooks = sys.excepthook, sys.unraisablehook
     handled(who)
     try:
         yield
     except KeyboardInterrupt as e:
         _end(type(e), e, None)
     finally:
-        sys.excepthook = hook
+        sys.excepthook, sys.unraisablehook = hooks
         for number, before in kept:
             signal.signal(number, before)
 
@@ -65,6 +66,15 @@ def handled_within(who: str) -> Iterator[None]:
 def then(sentence: str) -> None:
     """What an interrupt leaves and how to go on, in place of "run the same command again"."""
     _words["then"] = sentence
+
+
+def _again(unraisable) -> None:
+    """An interrupt that came while Python ran a callback, whose exceptions it passes over, comes a moment later."""
+    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
+        return
+    number = signal.SIGTERM if issubclass(unraisable.exc_type, Terminated) else signal.SIGINT
+    threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
 
 
 def _end(kind, error, trace) -> None:

@@ -206,6 +206,17 @@ def test_an_interrupt_that_a_module_turns_into_an_import_error_is_one(number, st
     assert (run.returncode, run.stderr.count("\n")) == (status, 1) and "again" in run.stderr
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_of_a_callback_is_not_lost(number, status):
+    start = (
+        "import os, time, upref.interrupt\nupref.interrupt.handled('me')\n"
+        f"class Falls:\n    def __del__(self):\n        os.kill(os.getpid(), {int(number)})\n"
+        "Falls()\ntime.sleep(60)"
+    )
+    run = subprocess.run([sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert (run.returncode, run.stderr.count("\n")) == (status, 1) and "again" in run.stderr
+
+
 COMMANDS = {
     "repro.mini.standing": signal.SIGINT,
     "docs.logprobs": signal.SIGTERM,
