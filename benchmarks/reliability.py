@@ -499,13 +499,14 @@ def interrupt(folder: Path) -> Iterator[Row]:
             time.sleep(rng.uniform(0, 4))
             p.send_signal(number)
             last = p.communicate(timeout=120)[1].strip()  # its children have the pipe too: they have ended
-            assert p.returncode in (0, 128 + number) and "Traceback" not in last, (name, p.returncode, last)
-            if p.returncode:
-                ends.append(p.returncode)
-                said = sentence(last, folder) if p.returncode == 130 else said
+            status = 128 - p.returncode if p.returncode < 0 else p.returncode  # a signal at the very end: as a shell has it
+            assert status in (0, 2, 128 + number) and "Traceback" not in last, (name, p.returncode, last)
+            if status > 2:  # else it had ended
+                ends.append(status)
+                said = sentence(last, folder) if status == 130 and "interrupted" in last else said
         happened = said.replace(f"{sys.executable} ", "") or "it had ended"
-        status = " or ".join(str(x) for x in sorted(set(ends)))
-        yield row(name.removeprefix("-m ").replace("{}/", ""), "Ctrl-C or SIGTERM", happened, status, len(ends))
+        both = " or ".join(str(x) for x in sorted(set(ends)))
+        yield row(name.removeprefix("-m ").replace("{}/", ""), "Ctrl-C or SIGTERM", happened, both, len(ends))
 
 
 def threads(folder: Path, checks: int = 1000, workers: int = 8) -> Iterator[Row]:

@@ -23,7 +23,7 @@ py=$venv/bin/python
 say() { echo "venv.sh: $*" >&2; }
 die() { say "$*" && exit 2; }
 stop() {
-    kill $pip 2>/dev/null || true
+    kill $pip ${!-} 2>/dev/null || true # the interrupt may come before `pip=$!`
     say "$1; the same command continues." && exit "$2"
 }
 pip=

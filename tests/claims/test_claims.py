@@ -262,7 +262,7 @@ def test_a_wheel_shows_the_verdicts_and_says_what_a_rerun_needs(tmp_path):
 def test_a_red_claim_is_exit_status_1(monkeypatch, capsys):
     """A record that has changed since its verdict was computed has none."""
     monkeypatch.setattr("upref.paper.claims.read", lambda: [replace(CLAIMS[0], says="something else"), *CLAIMS[1:]])
-    assert cli.main(["claims"]) == 1 and "1 red" in capsys.readouterr().out
+    assert cli.main(["claims"]) == 1 and "1 is red" in capsys.readouterr().out
 
 
 def test_the_words_are_explained_where_they_are_used():

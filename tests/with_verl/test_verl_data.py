@@ -150,7 +150,7 @@ REFUSED = {
     "half": ("amc23", lambda d: (d / "f.parquet").write_bytes(b"PAR1") and d / "f.parquet", "cannot be read"),
     "json": ("minerva", lambda d: (d / "f.jsonl").write_text('{"a": ') and d / "f.jsonl", "cannot be read"),
     "suffix": ("minerva", lambda d: (d / "f.csv").write_text("a") and d / "f.csv", "neither .parquet nor .arrow"),
-    "missing": ("minerva", lambda d: d / "nothing.jsonl", "cannot be read"),
+    "missing": ("minerva", lambda d: d / "nothing.jsonl", "there is no file"),
     "images": (
         "geometry3k_test", lambda d: write(d / "f.parquet", [{"images": [{"bytes": b"x", "path": None}],
         "problem": "<image>Q", "answer": "1"}] * 6), "has not the format of hiyouga",
