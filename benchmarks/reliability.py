@@ -499,7 +499,7 @@ def interrupt(folder: Path) -> Iterator[Row]:
             time.sleep(rng.uniform(0, 4))
             p.send_signal(number)
             last = p.communicate(timeout=120)[1].strip()  # its children have the pipe too: they have ended
-            status = 128 - p.returncode if p.returncode < 0 else p.returncode  # a signal at the very end: as a shell has it
+            status = 128 - p.returncode if p.returncode < 0 else p.returncode  # at the very end: as in a shell
             assert status in (0, 2, 128 + number) and "Traceback" not in last, (name, p.returncode, last)
             if status > 2:  # else it had ended
                 ends.append(status)
