@@ -506,7 +506,9 @@ def interrupt(folder: Path) -> Iterator[Row]:
                 said = sentence(last, folder) if status == 130 and "interrupted" in last else said
         happened = said.replace(f"{sys.executable} ", "") or "it had ended"
         both = " or ".join(str(x) for x in sorted(set(ends)))
-        yield row(name.removeprefix("-m ").replace("{}/", ""), "Ctrl-C or SIGTERM", happened, both, len(ends))
+        if ends:
+            who = name.removeprefix("-m ").replace("{}/", "").removesuffix(" {}")
+            yield row(who, "Ctrl-C or SIGTERM", happened, both, len(ends))
 
 
 def threads(folder: Path, checks: int = 1000, workers: int = 8) -> Iterator[Row]:
