@@ -98,7 +98,8 @@ def venv_sh(tmp_path):
 
     def start(*parts, pip=""):
         env = os.environ | {"PYTHON": str(tmp_path / "fake"), "PIP": pip}
-        return subprocess.Popen(["bash", "repro/venv.sh", *parts], cwd=tmp_path, env=env, text=True,
+        heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a command in the background has it ignored
+        return subprocess.Popen(["bash", "repro/venv.sh", *parts], cwd=tmp_path, env=env, text=True, preexec_fn=heard,
                                 stderr=subprocess.PIPE, start_new_session=True)  # fmt: skip
 
     assert start().wait(60) == 0 and (tmp_path / "lib/base").exists()
