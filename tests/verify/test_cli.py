@@ -194,26 +194,20 @@ def test_an_interrupt_is_one_sentence_and_leaves_no_process(number, status, comm
     assert f"{said}; run the same command again" in err
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupt_that_a_module_turns_into_an_import_error_is_one(number, status):
-    """As numpy does, which raises ImportError from it."""
-    start = (
-        "import os, upref.interrupt\nupref.interrupt.handled('me')\n"
-        f"try:\n    os.kill(os.getpid(), {int(number)})\n"
-        "except KeyboardInterrupt:\n    raise ImportError('numpy') from None"
-    )
-    run = subprocess.run([sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True)
-    assert (run.returncode, run.stderr.count("\n")) == (status, 1) and "again" in run.stderr
+LOST = {  # where Python or a module would lose an interrupt
+    "an import that turns it into ImportError, as numpy's does":
+        "try:\n    os.kill(os.getpid(), NUMBER)\nexcept KeyboardInterrupt:\n    raise ImportError('numpy') from None",
+    "a callback, whose exceptions Python passes over":
+        "class Falls:\n    def __del__(self):\n        os.kill(os.getpid(), NUMBER)\nFalls()\ntime.sleep(60)",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupt_of_a_callback_is_not_lost(number, status):
-    start = (
-        "import os, time, upref.interrupt\nupref.interrupt.handled('me')\n"
-        f"class Falls:\n    def __del__(self):\n        os.kill(os.getpid(), {int(number)})\n"
-        "Falls()\ntime.sleep(60)"
-    )
-    run = subprocess.run([sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True, timeout=50)
+@pytest.mark.parametrize("where", LOST)
+def test_no_interrupt_is_lost(where, number, status):
+    start = "import os, time, upref.interrupt\nupref.interrupt.handled('me')\n"
+    code = start + LOST[where].replace("NUMBER", f"{number:d}")
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50)
     assert (run.returncode, run.stderr.count("\n")) == (status, 1) and "again" in run.stderr
 
 
