@@ -30,7 +30,7 @@ TABLE = """
 `python tests/core/test_derivations_mutated.py` changes each objective in the ways below and runs each script on it:
 `A + dead in 0 < r < 0.5` makes J zero there for A > 0, `A - A r` makes it A r for A < 0. A letter: the script fails, as
 it should, because its claim excludes that change. A dot: the claim does not speak of it (another sign of A, or a ratio
-that it leaves open), and the script passes. The nightly test runs every row, those that say *not run* too.
+that it leaves open), and the script passes. The nightly test runs every row.
 
 ```text
 {}```

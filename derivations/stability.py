@@ -20,10 +20,18 @@ A, mu, p = symbols("A mu p", positive=True)
 Z = sum(exp(k) for k in z)
 UP, SYMMETRIC = get("up_dapo"), get("reinforce_off_policy")
 pi, lp = Matrix([exp(k) / Z for k in z]), z[0] - log(Z)
+q, old, r = Symbol("lp", real=True), Symbol("lp_old", real=True), Symbol("r", positive=True)
+
+
+def everywhere(objective, A_t):
+    """J in the logits, which is one expression for every r."""
+    Js = {J for _, _, [(J, _)] in pieces([objective.fn(q, old, A_t)], q, old, r, {A: 1})}
+    assert len(Js) == 1, Js
+    return Js.pop().subs(q, lp)
 
 
 def main(up=UP, symmetric=SYMMETRIC, sign=-1):
-    J, J_neg = up.fn(lp, Symbol("lp_old"), A), symmetric.fn(lp, None, -A)
+    J, J_neg = everywhere(up, A), everywhere(symmetric, -A)
     V = diag(*pi) - pi * pi.T
     H = Matrix(3, 3, lambda i, j: J.diff(z[i], z[j]))
     print("A > 0: H + A (diag p - p pᵀ) =", simplify(H - sign * A * V).tolist())
@@ -44,7 +52,6 @@ def main(up=UP, symmetric=SYMMETRIC, sign=-1):
     print(f"                as p -> 0: J -> {rise}, dJ/dz_a -> {pull}")
     assert slope_neg == 0 and rise == oo and pull == -A
 
-    q, old, r = Symbol("lp", real=True), Symbol("lp_old", real=True), Symbol("r", positive=True)
     low_clip = {"eps_low": Rational(1, 5)}
     for low, high, [(_, weight)] in pieces([up.fn(q, old, -A, **low_clip)], q, old, r, {A: 1}):
         print(f"UP, A < 0, {low} < r < {high}: weight {weight}")
