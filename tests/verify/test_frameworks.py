@@ -13,8 +13,20 @@ import pytest
 from upref import audits as audits
 from upref.audits.isolated import pin as pins
 from upref.audits.ledger import FRAMEWORKS, read
-from upref.audits.report import proofs, report
+from upref.audits.report import Proofs, proofs, report
 
+ENTRY = """[[deviation]]
+key = "x-a"
+status = "{status}"
+effect = ["weakens", 0.1]
+reason = "r"
+bib = "b"
+paper = "p"
+code = "c"
+proof = "print(1)"
+prints = "1"
+evidence = [{{ loss = "l", held_against = "o" }}]
+"""
 ALL = audits.frameworks()
 APART = [name for name in ALL if audits.framework(name).pin]
 MARKED = [pytest.param(name, marks=getattr(pytest.mark, "nightly" if name in APART else name)) for name in ALL]
@@ -58,6 +70,20 @@ def test_the_ledger_is_whole(name):
         assert e.status != "documented choice" or e.words, f"{e.key}: where the framework says so"
         said = report(name, e.key)
         assert e.paper in said and e.at in said and e.prints.partition(" found ")[2] in said
+
+
+def test_a_second_reader_judged_what_is_blamed():
+    once = [e for e in read() if e.status in ("bug", "surprising default") and not e.twice]
+    assert {e.framework for e in once} <= {"axolotl"}, "who did not write these entries reads the sources"
+    assert all("by one reader so far" in report(e.framework, e.key) for e in once)
+    once = '[ledger]\nversion = "1"\n' + ENTRY.format(status="bug")
+    assert not read("x", once)[0].twice and read("x", once.replace("\n", '\ntwice = "a b"\n', 1))[0].twice
+
+
+def test_a_bug_is_not_what_the_framework_warns_of():
+    for status, said in ("bug", False), ("surprising default", True):
+        [e] = read("x", '[ledger]\nversion = "1"\n' + ENTRY.format(status=status))
+        assert Proofs([(e, "1\n")]) and bool(Proofs([(e, "1\n\nwarned: that is not GSPO")])) is said
 
 
 def test_the_same_fact_has_the_same_status_everywhere():

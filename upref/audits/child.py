@@ -17,6 +17,7 @@ from upref.audits import isolated
 from upref.audits.framework import Framework
 from upref.audits.isolated.isolate import isolate
 from upref.audits.isolated.pin import place
+from upref.audits.ledger import WARNED
 from upref.errors import InputError
 from upref.foreign.guard import said
 from upref.foreign.settings import Shipped, split
@@ -97,19 +98,19 @@ def _matching(f: Framework, mode: str, objective: str, hp: dict[str, Any]) -> di
 
 
 def scripts(name: str, texts: list[str]) -> list[str]:
-    """What the scripts of the ledger print; what one raises stands where its answer would."""
+    """What the scripts of the ledger print, and what is warned then; an error stands where the answer would."""
     return [_script(text) for text in texts]
 
 
 def _script(text: str) -> str:
-    out = io.StringIO()
+    out, warned = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stdout(out):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(warned):
             exec(compile(text, "<proof>", "exec"), {"__name__": "__main__"})
     except Exception as e:
         traceback.print_exc()
         return f"{type(e).__name__}: {said(e)}"
-    return out.getvalue()
+    return out.getvalue() + "".join(f"\n{WARNED}{line}" for line in warned.getvalue().splitlines())
 
 
 def kernels(name: str) -> Any:

@@ -5,9 +5,10 @@ NAME.toml beside NAME.py is reviewed by hand, and every number in it was seen by
 where the framework no longer does what is recorded, and where it does what is not.
 
 Its table [ledger] says once what holds of all entries: version, source (where the lines stand), searched (which
-documents, comments and warnings were read before anything was called a bug), prelude (what the scripts begin with).
-What holds of several frameworks stands once in facts.toml: an entry that names a `fact` has its fields. `effect` is
-[severity, change], as the audit computes both.
+documents, comments and warnings were read before anything was called a bug), twice (the bugs and surprising defaults
+that a second reader held against the sources), prelude (what the scripts begin with).
+What holds of several frameworks stands once in facts.toml: an entry that names a `fact` has its fields, unless it has
+its own. `effect` is [severity, change], as the audit computes both.
 One file: the records and the check that they still hold.
 """
 
@@ -27,6 +28,9 @@ STATUS = {
     "documented choice": "documentation, help, a comment or a warning of the framework states it",
     "numerical": "a guard or a rounding that training hardly meets",
 }
+
+
+WARNED = "warned: "  # begins what a framework warns while a script of its ledger runs
 
 
 @dataclass(frozen=True)
@@ -77,11 +81,13 @@ class Entry:
     do: str = ""
     source: str = ""
     searched: str = ""
+    twice: bool = False  # whether a second reader held it against the sources
 
     @property
     def at(self) -> str:
         """The line of code, as a link."""
-        return self.source + self.line if self.line else ""
+        anchor = "#line." if "inspector.pypi.io" in self.source else "#L"
+        return self.source + self.line.replace("#L", anchor) if self.line else ""
 
     def __str__(self) -> str:
         lines = [f"{self.key} ({self.status}; {self.framework} {self.version}): {self.reason}"]
@@ -126,8 +132,10 @@ def read(name: str = "", text: str | None = None) -> list[Entry]:
     tables = recorded(name) if text is None else _tables(text)
     shared = {"framework": name} | tables.get("ledger", {})
     prelude, facts = shared.pop("prelude", "").strip(), _tables(FACTS.read_text(encoding="utf-8"))
+    twice = shared.pop("twice", "").split()
     try:
         given = [shared | facts.get(t.pop("fact", ""), {}) | t for t in tables.get("deviation", [])]
+        given = [t | {"twice": t["key"].removeprefix(f"{name}-".replace("_", "-")) in twice} for t in given]
         given = [t | dict(zip(("severity", "change"), t.pop("effect"), strict=True)) for t in given]
         given = [t | {"proof": _script(prelude, t["proof"].strip())} if t.get("proof") else t for t in given]
         entries = [Entry(**t | {"evidence": [Evidence(**e) for e in t.get("evidence", [])]}) for t in given]

@@ -15,7 +15,7 @@ from upref.audits.child import scripts
 from upref.audits.compare import SEVERITY, Effect
 from upref.audits.framework import Framework
 from upref.audits.isolated.pin import cache
-from upref.audits.ledger import STATUS, Entry, as_evidence, read, recorded, severest
+from upref.audits.ledger import STATUS, WARNED, Entry, as_evidence, read, recorded, severest
 from upref.errors import InputError
 
 
@@ -47,8 +47,17 @@ def report(name: str, key: str) -> str:
     lines += [f"**Documented**: {told}. Searched: {e.searched}.  "]
     lines += [f"**Thread**: {e.thread or 'none found'}  "] + [f"**Fixed in**: {e.fixed}  "] * bool(e.fixed)
     lines += [f"**Proposed fix**: {e.fix}."] if e.fix else []
-    lines += ["", f"Status by upref: *{e.status}* ({STATUS[e.status]}). Gradient weights of a token, with this alone"]
-    lines += ["repaired and as it is:", "", "| loss | compared with | where: repaired -> found |", "|---|---|---|"]
+    readers = "" if e.twice or e.status in ("documented choice", "numerical") else ", by one reader so far"
+    lines += [
+        "",
+        f"Status by upref{readers}: *{e.status}* ({STATUS[e.status]}). Gradient weights of a token, with this",
+    ]
+    lines += [
+        "alone repaired and as it is:",
+        "",
+        "| loss | compared with | where: repaired -> found |",
+        "|---|---|---|",
+    ]
     lines += [f"| `{x.loss}` | `{x.held_against}` | {x} |" for x in e.evidence]
     return "\n".join(lines)
 
@@ -75,12 +84,17 @@ def _lines_of_code(e: Entry) -> list[str]:
 
 @dataclass(frozen=True)
 class Proofs:
-    """What the scripts of a ledger print now; true where it is what is recorded."""
+    """What the scripts of a ledger print now; true where it is what is recorded, and no bug is warned of."""
 
     said: list[tuple[Entry, str]]
 
     def __bool__(self) -> bool:
-        return all(now.split() == e.prints.split() for e, now in self.said)
+        return all(self._holds(e, now) for e, now in self.said)
+
+    @staticmethod
+    def _holds(e: Entry, now: str) -> bool:
+        printed, warned, _ = now.partition("\n" + WARNED)
+        return printed.split() == e.prints.split() and not (warned and e.status == "bug")
 
     def json(self) -> str:
         return json.dumps([{"key": e.key, "recorded": e.prints, "prints": now} for e, now in self.said], indent=1)
@@ -88,7 +102,7 @@ class Proofs:
     def text(self, verbose: bool = False) -> str:
         out = []
         for e, now in self.said:
-            same, told = now.split() == e.prints.split(), " ".join(now.split())
+            same, told = self._holds(e, now), " ".join(now.split())
             out.append(f"{'as recorded' if same else 'OTHERWISE  '}  {e.key}: {told}")
             out += [f"{'':11}  recorded: {' '.join(e.prints.split())}"] * (not same)
         return "\n".join(out)

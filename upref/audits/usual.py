@@ -16,7 +16,7 @@ from upref.audits.compare import MICRO
 from upref.kl import k1
 from upref.ops import exp, minimum, sg
 from upref.registry import Objective, get
-from upref.rollouts import Rollouts
+from upref.rollouts import Rollouts, per_response
 from upref.verify.faults import Slip, aggregated
 
 
@@ -44,6 +44,12 @@ def _k1(b: Rollouts) -> Tensor:
     return -BETA * aggregate(k1(b.logp, b.logp_ref), b.mask, "seq-mean-token-mean")
 
 
+def _masked_too(b: Rollouts) -> Tensor:
+    """What LUSPO's tokens in masked slots add; its other slips then scale it."""
+    r, A = exp(b.logp - b.logp_old), per_response(b.adv, b.mask)[:, None]
+    return torch.where(b.mask, 0, minimum(r * A, r.clamp(0.8, 1.2) * A)).sum() / len(b.mask)
+
+
 def _micro_tokens(b: Rollouts) -> Tensor:
     """All tokens over MICRO times those of the micro-batch a response is in."""
     share = [b.mask.sum() / (MICRO * m.mask.sum()) for m in b.split(MICRO)]
@@ -61,6 +67,9 @@ BNPO = replace(MICRO_MEAN, words=f"{MICRO_MEAN.words}: bnpo by definition")
 ALWAYS = replace(aggregated("token-mean"), words="aggregated by token-mean, and no setting gives another")
 LUSPO = Slip("the ratio of each token (importance_sampling_level), eps = 0.2", "objective",
              objective=replace(get("grpo"), agg="seq-mean-token-sum"))  # fmt: skip
+SLOTS = Slip("masked slots have a gradient", "term", term=_masked_too)
+WIDTH = Slip("divided by the padded width", "aggregation",
+             scale=lambda b: b.mask.sum(1, keepdim=True) / b.mask.shape[1])  # fmt: skip
 LENGTH = Slip("divided by max_completion_length = 512", "aggregation", scale=lambda b: 1 / 512)
 F32 = Slip("1.05 held in float32", "rounding", hp={"tau_neg": torch.tensor(1.05).item()})
 BY_TOKENS = Slip("every token weighs alike, as in the authors' code of VESPO", "aggregation", agg="token-mean")

@@ -107,6 +107,7 @@ def _folder(name: str, version: str, packages: tuple[str, ...]) -> Path:
         return folder
     with _made(folder) as half:
         options = ["--quiet", "--disable-pip-version-check", "--no-input", "--retries", "1", "--timeout", "20"]
+        options += ["--ignore-requires-python"]  # of it only its losses are run
         command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-compile", "--only-binary", ":all:"]
         done = _run([*command, *options, "--target", str(half), *packages])
         if done.returncode:

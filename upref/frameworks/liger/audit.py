@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import BNPO, BY_TOKENS, CAP, F32, LENGTH, LUSPO, VESPO
+from upref.audits.usual import BNPO, BY_TOKENS, CAP, F32, LENGTH, LUSPO, SLOTS, VESPO, WIDTH
 from upref.kl import k3
-from upref.ops import exp, minimum
-from upref.rollouts import Rollouts, per_response
+from upref.rollouts import Rollouts
 from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
 
 PIN = Pin(
@@ -65,12 +64,6 @@ def _plain(mode: str, config: dict[str, Any]):
     return loss
 
 
-def _masked_too(b: Rollouts) -> Tensor:
-    """What luspo's tokens in masked slots add; its other slips then scale it."""
-    r, A = exp(b.logp - b.logp_old), per_response(b.adv, b.mask)[:, None]
-    return torch.where(b.mask, 0, minimum(r * A, r.clamp(0.8, 1.2) * A)).sum() / len(b.mask)
-
-
 def _kl(words: str, weight: Callable[[Tensor, Tensor], Tensor]) -> Slip:
     """A part of luspo's KL term: k3 of each slot, weighted by its mask and its response's tokens over the width."""
 
@@ -89,9 +82,6 @@ HIGH = replace(with_hp(eps_high=0.2), words="eps_high = 0.2, in a kernel whose c
 SEQUENCE = {"importance_sampling_level": "sequence"}
 GSPO = SEQUENCE | {"epsilon_low": 3e-4, "epsilon_high": 4e-4}
 LONG = SEQUENCE | {"epsilon_low": 2e-3, "epsilon_high": 2.5e-3}
-MASKED = "masked slots have a gradient"
-WIDTH = Slip("divided by the padded width", "aggregation",
-             scale=lambda b: b.mask.sum(1, keepdim=True) / b.mask.shape[1])  # fmt: skip
 COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {}, (BETA,)),
     Comparison("default", "dapo", NO_KL, "dapo", {}, (HIGH, GROUPS)),
@@ -103,10 +93,10 @@ COMPARISONS = (
     Comparison("default", "dapo", NO_KL | SEQUENCE, "gspo", {}, (
         CLIP, aggregated("token-mean"))),
     Comparison("default", "luspo", NO_KL, "luspo", {}, (
-        LUSPO, WIDTH, Slip(MASKED, "term", term=_masked_too))),
+        LUSPO, WIDTH, SLOTS)),
     Comparison("default", "luspo", LONG, "luspo", {}, (
         _kl(BETA.words, lambda m, _: m), _kl(WIDTH.words, lambda m, share: m * (share - 1)),
-        _kl(MASKED, lambda m, share: (1 - m) * share))),
+        _kl(SLOTS.words, lambda m, share: (1 - m) * share))),
     Comparison("paper", "grpo", {"beta": 0.04}, "grpo", {"beta": 0.04}),
     Comparison("paper", "grpo", NO_KL | GSPO, "gspo", {}),
     Comparison("paper", "dapo", NO_KL | {"epsilon_high": 0.28}, "dapo", {}, (GROUPS,)),
