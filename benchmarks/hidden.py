@@ -5,10 +5,11 @@
     python -m benchmarks.hidden --quick      # N = 64, V = 8192
     python -m benchmarks.hidden memory       # one section
 
-Memory is the peak resident set of a fresh process, beyond the inputs. Times are CPU seconds of forward and backward on
-one thread, as ratios to `naive`: at full size once, in the process of the memory; at the miniature's size in 30 rounds
-in which both take their turn. Errors are against float64; half of the rows have a token with p near 0.9. `naive` is
-float32 logits and torch's log_softmax; torch's linear_cross_entropy has no entropy.
+Memory is the peak resident set of a fresh process, beyond the inputs. Times are CPU seconds of forward and backward
+on one thread, as ratios to `naive`: at full size once, in the process of the memory; at the miniature's size in 30
+rounds in which both take their turn. Errors are against float64; half of the rows have a token with p near 0.9.
+`naive` is float32 logits and torch's log_softmax. torch's linear_cross_entropy has no entropy: it stands beside the
+log-probs alone of naive and of upref.hidden.
 """
 
 import argparse
@@ -100,6 +101,10 @@ def placed(name):
     return Path(place(name, framework(name).pin).paths[0])
 
 
+def log_probs_of(f):
+    return lambda h, W, tokens: (f(h, W, tokens)[0], None)
+
+
 WHO = {
     "upref.hidden": upref_hidden,
     "naive": naive,
@@ -107,8 +112,9 @@ WHO = {
     "verl fused": verl_fused,
     "Liger scaled": liger_scaled,
     "Unsloth fused": unsloth_fused,
-    "torch linear_ce": torch_linear_ce,
 }
+CE, ONLY = "torch linear_ce", "log-probs of "
+ALONE = {name: lambda make=make: log_probs_of(make()) for name, make in WHO.items()} | {CE: torch_linear_ce}
 
 
 # ---- one run ---------------------------------------------------------------------------------------------------------
@@ -135,7 +141,8 @@ def status(key):
 
 def one(who, N, V, dtype="float32"):
     """[peak beyond the inputs in MB, CPU seconds], in this process, which must be fresh."""
-    f, (h, W, tokens) = WHO[who](), inputs(N, V, dtype=getattr(torch, dtype))
+    makers, who = (ALONE, who.removeprefix(ONLY)) if who.startswith(ONLY) else (WHO, who)
+    f, (h, W, tokens) = makers[who](), inputs(N, V, dtype=getattr(torch, dtype))
     step(f, *inputs(4, 1000))  # what is imported and compiled at the first call
     before, start = status("VmRSS"), time.process_time()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
@@ -154,13 +161,16 @@ def fresh(who, N, V, dtype="float32"):
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------------
-def memory(cases, who):
-    print("\nPeak memory of forward and backward, MB: beyond the inputs, and of that beyond dh and dW; CPU seconds")
+def memory(cases, who, only=""):
+    of = "; log-probs alone" if only else ""
+    print(
+        f"\nPeak memory of forward and backward, MB: beyond the inputs, and of that beyond dh and dW; CPU seconds{of}"
+    )
     print(f"{'':16} {'N':>5} {'V':>7} {'MB':>7} {'beyond dh, dW':>14} {'of naive':>9} {'seconds':>8} {'of naive':>9}")
     base = {}
     for N, V in cases:
         for name in who:
-            if (found := fresh(name, N, V)) is None:
+            if (found := fresh(only + name, N, V)) is None:
                 print(f"{name:16} {N:5} {V:7}  does not run", flush=True)
                 continue
             rest, seconds = found[0] - 4 * H * (N + V) / 2**20, found[1]
@@ -258,7 +268,7 @@ def by_kind(sizes):
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--quick", action="store_true")
-    p.add_argument("sections", nargs="*", help="accuracy, time, memory, growth; all of them unless given")
+    p.add_argument("sections", nargs="*", help="accuracy, time, memory, growth, alone; all of them unless given")
     p.add_argument("--one", nargs=4, metavar=("WHO", "N", "V", "DTYPE"), help=argparse.SUPPRESS)
     args = p.parse_args()
     torch.set_num_threads(1)
@@ -267,18 +277,19 @@ def main():
     n, v = (64, 8192) if args.quick else (2048, V)
     versions = {k: importlib.metadata.version(k) for k in ("torch", "trl", "verl")}
     print(f"H = {H}, 1 thread, {platform.machine()}, " + ", ".join(f"{k} {x}" for k, x in versions.items()))
-    full = [k for k in WHO if k != "torch linear_ce"]  # what has an entropy
-    asked = args.sections or ["accuracy", "time", "memory", "growth"]
+    asked = args.sections or ["accuracy", "time", "memory", "growth", "alone"]
     if "accuracy" in asked:
         by_kind([1000, 32_000, v, 262_144])
-        errors(n // 16, v, full)
-        bf16(n, v // 32, full)
+        errors(n // 16, v, WHO)
+        bf16(n, v // 32, WHO)
     if "time" in asked:
         times(832, 107, ["naive", "upref.hidden"], 30, 64)  # a minibatch of the miniature
     if "memory" in asked:
-        memory([(n, v)], ["naive", *(k for k in full if k != "naive")])
+        memory([(n, v)], ["naive", *(k for k in WHO if k != "naive")])
     if "growth" in asked:
         memory([(n * k // 4, v // 8) for k in (1, 4, 8)], ["naive", "upref.hidden"])
+    if "alone" in asked:
+        memory([(n, v)], ["naive", "upref.hidden", CE], ONLY)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ def title(ax, text):
 def l00_memory():
     """Where the memory of log-probabilities goes, and how it grows: benchmarks/hidden.txt."""
     text = (Path(__file__).parents[2] / "benchmarks/hidden.txt").read_text(encoding="utf-8")
+    text = text.split("; log-probs alone")[0]
     rows = [(name, *map(int, n)) for name, *n in re.findall(r"^(\S.*?) +(\d+) +(\d+) +(\d+) +(\d+) ", text, re.M)]
     full = [r for r in rows if r[2] == max(r[2] for r in rows)]  # name, N, V, MB, MB beyond dh and dW
     fig, (left, right) = axes(2, 4.2, 2.6)
