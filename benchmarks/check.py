@@ -14,15 +14,11 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
 
 import upref
-
-# no package: another one's "tests" may be installed
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
-import zoo
+from tests.support import zoo
 
 STARTS = 7
 MEDIAN, OBJECTIVE, START = 0.5, 3.0, 0.3  # the limits, in seconds

@@ -2,7 +2,6 @@
 """What docs/make.py writes into docs/what-check-sees.md: axes, tolerances and habits, from where they are decided."""
 
 import json
-import sys
 from pathlib import Path
 
 
@@ -57,8 +56,7 @@ def _rows(head: str, rows: list[tuple[str, ...]]) -> str:
 
 def habits() -> str:
     """The table of tests/support/zoo/habits.py; a test judges a function with each."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
-    from zoo.habits import HABITS
+    from tests.support.zoo.habits import HABITS
 
     return _rows("habit | verdict | why", [(h.words, h.verdict, h.why) for h in HABITS])
 

@@ -3,7 +3,6 @@
 
 import importlib
 import inspect
-import sys
 from pathlib import Path
 
 import upref
@@ -70,8 +69,7 @@ ENTRIES = {  # name in the zoo: title, and why it is wrong
 
 def text() -> str:
     """A section for each: why it is wrong, where it was discussed in public, the code, the first finding."""
-    sys.path.insert(0, str(SUPPORT))
-    cases = {str(c): c for c in importlib.import_module("zoo").WRONG}
+    cases = {str(c): c for c in importlib.import_module("tests.support.zoo").WRONG}
     return "\n\n".join(section(n, *of, cases[name]) for n, (name, of) in enumerate(ENTRIES.items(), 1))
 
 

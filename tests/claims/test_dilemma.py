@@ -6,9 +6,9 @@ from itertools import pairwise, product
 from math import exp, prod
 
 import torch
-from on_tokens import F64, T, flow, gradient, weight
 
 import upref
+from tests.support.on_tokens import F64, T, flow, gradient, weight
 
 
 # ---- REINFORCE -------------------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ from itertools import product
 from math import floor
 
 import torch
-from on_tokens import weight
 
 from repro.with_verl.config.compose import paper
+from tests.support.on_tokens import weight
 from upref import get
 from upref.metrics import best_at_k_replaced
 from upref.paper.grim import audit

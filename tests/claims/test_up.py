@@ -7,9 +7,9 @@ from itertools import product
 
 import pytest
 import torch
-from on_tokens import F64, T, flow, gradient, weight
 
 import upref
+from tests.support.on_tokens import F64, T, flow, gradient, weight
 from upref.weights.batches import batch, grad
 
 RATIOS = (1e-3, 0.5, 0.8, 1.0, 1.28, 2.0, 50.0, 1e3)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every registered objective, and UP of every base, against every law."""
 
-import laws
 import pytest
 
 import upref
+from tests.support import laws
 
 BASES = [n for n in upref.names() if not n.startswith("up_")]
 

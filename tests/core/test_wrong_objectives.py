@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The laws reject what is wrong: an objective registered tomorrow inherits tests that can fail."""
 
-import laws
 import pytest
 import torch
 
 import upref
+from tests.support import laws
 from upref.ops import clip, exp, maximum, mean_t, minimum, when, where
 from upref.registry import Objective
 

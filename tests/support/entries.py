@@ -13,11 +13,11 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from odd import JUNK
 
 import upref
 import upref.hidden
 import upref.weights.batches
+from tests.support.odd import JUNK
 
 INNER = {  # of docs/site/api.py: module or function -> why it need not answer with a sentence
     "ops": "the words in which objectives are written, for tensors, arrays and symbols: their own errors",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad and odd inputs (odd.py) at every entry point: public functions (entries.py), the command (typed.py), audits.
 
-    python tests/support/fuzz.py [inputs] [seed] [FILE]
+    python -m tests.support.fuzz [inputs] [seed] [FILE]
 
 What must hold of each: an answer of bounded length, or InputError (exit status 2) with one sentence; no other
 exception, no status 0 without a report that says so, no hang, and the process as it was. Prints what broke that, and
@@ -24,16 +24,14 @@ from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
-import entries
-import odd
 import pytest
-import typed
-from odd import JUNK, a_loss, moody
 
 import upref
 import upref.paper.claims
 import upref.weights.batches
 import upref.weights.curve
+from tests.support import entries, odd, typed
+from tests.support.odd import JUNK, a_loss, moody
 from upref import audits
 from upref import course as learn
 from upref.audits import ledger
@@ -97,8 +95,14 @@ def tries(rng: random.Random):
         "explorer": lambda: upref.explorer.write(rng.choice(["no/x.html", *map(str, JUNK)])),
     }
     slow = (
-        "upref.check_step", "upref.assert_step", "upref.check_recorded", "a moody loss, checked",
-        "a moody loss, named", "upref.assert_policy_loss", "upref.check", "upref.identify",
+        "upref.check_step",
+        "upref.assert_step",
+        "upref.check_recorded",
+        "a moody loss, checked",
+        "a moody loss, named",
+        "upref.assert_policy_loss",
+        "upref.check",
+        "upref.identify",
     )
     kind = rng.choice([*calls, *["command"] * 15, *["child"] * 4])
     if kind in slow and rng.random() < 0.6:

@@ -59,16 +59,17 @@ FIT = {  # words that alone are a right call
     "check": [["mine.py:loss", "--as=dapo"]], "identify": [["mine.py:loss"]], "explorer": [["x.html"]], "doctor": [[]],
     "recipe": [["dapo", "--in", "verl"]], "step": [["trl", "--list"]],
 }  # fmt: skip
-HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = str(Path(__file__).parents[2])
 LOSS = f"""import sys, torch
-sys.path.insert(0, {HERE!r})
+sys.path.insert(0, {ROOT!r})
 def loss(log_prob, old_log_prob, advantages, mask):
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     return -(torch.min(r * advantages, r.clamp(0.8, 1.28) * advantages) * mask).sum() / mask.sum()
 def wrong(log_prob, old_log_prob, advantages, mask): raise ValueError("one\\ntwo")
 class two: three = 3
 def __getattr__(name):
-    import odd, random
+    import random
+    from tests.support import odd
     if not name.startswith("moody_"): raise AttributeError(name)
     return odd.moody(random.Random(name))
 """
@@ -105,7 +106,7 @@ def a_lesson(number: int, rng: random.Random, ends: bool) -> None:
     e = next(e for e in exercises() if e.number == number)
     file = Path(e.file)
     file.rmdir() if file.is_dir() else file.unlink(missing_ok=True)
-    hook = f"import sys\nsys.path.insert(0, {HERE!r})\nimport odd, random\n"
+    hook = f"import sys\nsys.path.insert(0, {ROOT!r})\nimport random\nfrom tests.support import odd\n"
     text = f"{hook}{e.function} = odd.student({number}, random.Random({rng.random()}), {ends})\n"
     odd_ones = ["", "def f(", "\0", e.text(), f"{e.function} = 3", "raise SystemExit", f"def {e.function}(): pass",
                 f"def {e.function}(*a): return ...", "import no_such_module", f"class {e.function}: pass",

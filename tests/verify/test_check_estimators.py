@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zoo import advantages as zoo
-from zoo.advantages import RIGHT, WRONG, loop_over_prompts, over_the_batch, single_precision
 
 import upref
+from tests.support.zoo import advantages as zoo
+from tests.support.zoo.advantages import RIGHT, WRONG, loop_over_prompts, over_the_batch, single_precision
 from upref import advantages, kl
 from upref.cli import main
 from upref.integrations.pytest_plugin import _assert_advantages, _assert_kl  # noqa: F401  the fixtures, as pytest finds them

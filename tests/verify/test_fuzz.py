@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sample of tests/support/fuzz.py, the same every time; the whole run is `python tests/support/fuzz.py 20000`."""
+"""A sample of tests/support/fuzz.py, the same every time; the whole run is `python -m tests.support.fuzz 20000`."""
 
 import argparse
 import random
 import subprocess
 import sys
 
-import entries
-import fuzz
-import typed
-
+from tests.support import entries, fuzz, typed
 from upref import cli
 from upref.cli import commands
 

@@ -2,7 +2,8 @@
 """The table of habits (tests/support/zoo/habits.py) is what the checker does."""
 
 import pytest
-from zoo.habits import ACCEPTED, HABITS, NOTED, REJECTED
+
+from tests.support.zoo.habits import ACCEPTED, HABITS, NOTED, REJECTED
 
 
 @pytest.mark.parametrize("habit", HABITS, ids=str)

@@ -8,9 +8,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-import zoo
 
 import upref
+from tests.support import zoo
 from upref.cli import main
 from upref.weights.batches import interval
 

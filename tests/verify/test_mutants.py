@@ -7,12 +7,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from mutants import estimators, figure, judge, naming, run, search
-from mutants.losses import Subject, judged, of, wrong
-from mutants.rewritings import rewritings
-from mutants.styles import STYLES, Config, arguments, compiled, configs, fits, write
 
 import upref
+from tests.support.mutants import estimators, figure, judge, naming, run, search
+from tests.support.mutants.losses import Subject, judged, of, wrong
+from tests.support.mutants.rewritings import rewritings
+from tests.support.mutants.styles import STYLES, Config, arguments, compiled, configs, fits, write
 
 SAMPLE = {"dapo": 2, "gspo": 2, "up_grpo": 1, "topr": 1, "aspo_code": 1, "bandpo_tv": 1}  # mutants of a style
 pytestmark = pytest.mark.filterwarnings("ignore")  # what mutants warn of

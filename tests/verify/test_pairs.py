@@ -6,9 +6,9 @@ from itertools import combinations, product
 
 import pytest
 import torch
-from daily import daily
 
 import upref
+from tests.support.daily import daily
 from upref.foreign import read
 from upref.registry import REDUCE
 from upref.verify.measure import held, unit_weights

@@ -2,9 +2,9 @@
 """The blind spots of tests/support/zoo/spots.py: wrong on unusual inputs is rejected, right in unusual ways passes."""
 
 import pytest
-from zoo import spots
 
 import upref
+from tests.support.zoo import spots
 from upref.verify.shrink import as_python
 from upref.weights.batches import AXES, LARGE, beyond, interval
 

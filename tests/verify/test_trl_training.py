@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from daily import daily
 
 import upref
+from tests.support.daily import daily
 from upref import InputError, Totals
 from upref.integrations.parity import Monitor, ParityError
 from upref.weights.batches import OFF_EDGES, batch, grad, ready, sampler
@@ -362,7 +362,7 @@ for name in ("grpo", "dapo"):
 def test_a_run_on_two_ranks_is_trls(policy, tmp_path):
     root = Path(__file__).parents[2]
     (tmp_path / "two.py").write_text(TWO_RANKS)
-    places = (root, root / "tests" / "verify", root / "tests" / "support")
+    places = (root, root / "tests" / "verify")
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "two.py",
          str(policy[0]), str(tmp_path / "out")],

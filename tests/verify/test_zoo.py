@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-import zoo
 
 import upref
+from tests.support import zoo
 from upref.aggregation import Totals
 from upref.foreign import read
 from upref.rollouts import Rollouts

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How often the checker is right: losses written from the registry in foreign styles, changed by one slip each.
 
-    python tests/support/mutants [--mutants N] [--rewritings N] [--seed S] [--scratch FOLDER] [--write]
+    python -m tests.support.mutants [--mutants N] [--rewritings N] [--seed S] [--scratch FOLDER] [--write]
 
 identify is asked about some of them too (naming.py).
 

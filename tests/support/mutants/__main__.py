@@ -7,15 +7,13 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import torch
 
-from mutants import figure, naming, run
+from tests.support.mutants import figure, naming, run
 
 
 def main() -> int:
-    take = argparse.ArgumentParser(prog="python tests/support/mutants", description=__doc__)
+    take = argparse.ArgumentParser(prog="python -m tests.support.mutants", description=__doc__)
     take.add_argument("--mutants", type=int, default=5900)
     take.add_argument("--rewritings", type=int, default=1050)
     take.add_argument("--seed", type=int, default=0)

@@ -82,7 +82,7 @@ def page(plan: run.Plan, rows: list[dict[str, Any]]) -> str:
     return "\n".join([
         "# How often the checker is right",
         "",
-        f"`python tests/support/mutants --mutants {plan.mutants} --rewritings {plan.rewritings} --seed {plan.seed}`, then",
+        f"`python -m tests.support.mutants --mutants {plan.mutants} --rewritings {plan.rewritings} --seed {plan.seed}`, then",
         f"`--write`. Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, one thread, the machine",
         f"shared with other work; the search {searcher()}; judged by the library",
         f"{judges}; a loss that one version misjudged was given to the next.",
