@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The newcomer's three changes of docs/adding.md: each is one new file in a copy of the library, and nothing else."""
+"""The newcomer's four changes of docs/adding.md: each is one new file in a copy of the library, and nothing else."""
 
 import hashlib
 import json
@@ -60,6 +60,7 @@ def test_the_page_adds_one_file_for_each():
     assert [str(Path(name).parent) for name in ADDED] == [
         "upref/objectives",
         "upref/verify/oracles",
+        "upref/verify/faults",
         "upref/frameworks/plain",
     ]
 
@@ -101,6 +102,16 @@ def test_an_oracle(added, upref_says, tmp_path):
     wrong, right, skipped = (json.loads(text)["oracles"] for text in upref_says(*commands))
     assert wrong["single-response"] == "failure" and list(wrong)[-1] == "single-response", "its rank is the highest"
     assert right["single-response"] == "ok" and skipped["single-response"] == "skipped on request"
+
+
+def test_a_fault(added, upref_says, tmp_path):
+    put("halved.py", FILES["halved.py"], tmp_path)
+    check = "upref check halved.py:loss --as dapo --json"
+    causes = lambda text: {f["cause"] for f in json.loads(text)["findings"]}
+    added("upref/verify/faults/halved.py")
+    assert "negative advantages are halved" in causes(upref_says(check)[0])
+    (tmp_path / "upref/verify/faults/halved.py").unlink()
+    assert "negative advantages are halved" not in causes(upref_says(check)[0])
 
 
 def test_a_framework(added, upref_says, tmp_path):

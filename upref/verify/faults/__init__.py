@@ -3,10 +3,11 @@
 
 `explain` searches the catalogue below for the one that reproduces a wrong loss; the audit of a framework declares the
 ones that account for its deviations, and the ledger names them. No decision is taken on the words. One file, because a
-catalogue is read as one.
+catalogue is read as one; a file beside it that holds a Catalogue adds to it.
 """
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -20,6 +21,7 @@ from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 from upref.verify.factors import FACTORS, promised
 from upref.verify.measure import kl_slope, unit_weights
+from upref.verify.oracle import found_in
 
 # what a slip changes
 KINDS = (
@@ -71,6 +73,13 @@ class Slip:
         return unit_weights(other, b, hp if other is o else other.resolve(hp)) * self.scale(b)
 
 
+@dataclass(frozen=True)
+class Catalogue:
+    """More slips: of an objective, its hyperparameters and the bounds at which a wrong loss was seen to change."""
+
+    slips: Callable[[Objective, dict[str, Any], list[float]], Iterable[Slip]]
+
+
 def _slope(J: Term, b: Rollouts) -> Tensor:
     x = b.logp.detach().clone().requires_grad_()
     y = J(x, b.logp_old, b.adv.expand_as(x), b.mask)
@@ -110,6 +119,8 @@ def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Sli
         for slip in _forms(o, hp, bounds, a, e):
             at = f" (with bounds {1 - a:g} and {1 + e:g})" if i else ""
             yield replace(slip, words=slip.words + at)
+    for more in found_in(sys.modules[__name__], Catalogue):
+        yield from more.slips(o, hp, bounds)
 
 
 def kl_slips(o: Objective, hp: dict[str, Any]) -> Iterator[Slip]:
