@@ -41,7 +41,8 @@ import upref
 from docs.site import __main__ as site_
 from repro.exact import __main__ as exact_
 from repro.mini import files
-from repro.mini.study import report, results, suite
+from repro.mini.round2 import report
+from repro.mini.study import results, suite
 from repro.mini.train import command, loop
 from repro.mini.train.settings import Settings
 from upref import audits, cli
@@ -406,8 +407,8 @@ WRITES = {  # command -> its file on the disk, how it is made there
     "upref cap -o": ("cap.svg", lambda at: cli.main(["cap", "dapo", "-o", str(at / "cap.svg")])),
     "upref explorer": ("x.html", lambda at: cli.main(["explorer", str(at / "x.html")])),
     "repro.exact": ("rise.svg", exactly),
-    "repro.mini.study.report": ("verdicts.md", lambda at: suite.said(
-        lambda: int(bool(report.write(results.load(results.folder_of(1)), at))), "report")),
+    "repro.mini.round2.report": ("report.md", lambda at: suite.said(
+        lambda: int(bool(report.write(results.load(results.folder_of(2)), at))), "report")),
 }  # fmt: skip
 
 
@@ -473,7 +474,7 @@ def two(folder: Path) -> Iterator[Row]:
 INTERRUPTED = [  # as they are typed; {} is a folder
     "-m upref check {}/slow.py:loss --as dapo", "-m upref derive all", "-m upref audit verl", "-m upref claims --run",
     "-m repro.mini.train --settings {}/s.json --out {}/run", "-m repro.exact --out {}/exact", "-m repro.reference dapo",
-    "-m repro.mini.study.suite --out {}/runs --results {}/new", "-m repro.mini.study.report --results {}/new",
+    "-m repro.mini.study.suite --out {}/runs --results {}/new", "-m repro.mini.round2.report --results {}/new",
     "-m repro.mini.study.compare up_dapo --out {}/runs", "-m docs.make docs/reliability.md", "-m docs.site {}/site",
     "-m benchmarks.speed", "figures/make.py {}",
 ]  # fmt: skip

@@ -17,7 +17,6 @@ from scipy import stats
 from repro.mini import provenance, standing, tasks
 from repro.mini.round2 import doses, explore, page, rates, reach, report, rule, sound, tables
 from repro.mini.study import curves, plan, registration, results, suite
-from repro.mini.study import report as first
 from repro.mini.study.plan import Claim, Contrast, Experiment
 from upref.errors import InputError
 
@@ -219,13 +218,12 @@ def undrawn(monkeypatch):
     """No figure is drawn: that takes the most of the time."""
     for module in (doses, reach, explore, rates):
         monkeypatch.setattr(module, "figure", lambda _: None)
-    monkeypatch.setattr(first, "figures", lambda *_: [])
+    monkeypatch.setattr(report, "figures", lambda *_: [])
 
 
 def test_the_committed_report_is_what_the_records_give(tmp_path, monkeypatch):
     """The page; that its figures are drawn is enough."""
     monkeypatch.setattr(report, "save", lambda fig, path: None)
-    monkeypatch.setattr(first, "save", lambda fig, path: None)
     folder = results.folder_of(2)
     report.write(results.load(folder), tmp_path)
     assert (tmp_path / "report.md").read_text() == (folder / "report.md").read_text()

@@ -5,6 +5,8 @@ Writes results/report.md with its figures: a page, then the tables. Every number
 """
 
 import argparse
+import html
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -16,11 +18,12 @@ from repro.mini import files
 from repro.mini.round2 import doses, explore, page, rates, reach, rule, tables, unregistered
 from repro.mini.round2.rule import Verdict
 from repro.mini.round2.sound import sound, unsound
-from repro.mini.study import plan, registration, report, results
-from repro.mini.study.plan import Experiment
+from repro.mini.study import curves, plan, registration, results
+from repro.mini.study.plan import Contrast, Experiment
 from repro.mini.study.results import Record
 from upref.errors import InputError
 
+COMMAND = "python -m repro.mini.study.suite --only {}"
 SETTING = """
 | | here | the paper |
 |---|---|---|
@@ -82,10 +85,21 @@ def write(records: dict[str, Record], folder: Path) -> None:
 
 
 def figures(e: Experiment, records: dict[str, Record], folder: Path) -> list[str]:
-    """Its figures drawn. Fifty-one curves of the search for learning rates would be one knot: it has its own."""
+    """Its figures drawn, none while an arm has no finished run; returns their names.
+
+    Fifty-one curves of the search for learning rates would be one knot: it has its own.
+    """
     if e.name == "family_rates":
         return [e.name] if shown(e.name, rates, records, folder) else []
-    return report.figures(e, records, folder)
+    names: list[str] = []
+    if not {arm for arm, _, s in e.runs() if s.key in records} >= set(e.arms):
+        return names
+    for f in e.figures:
+        found = [curves.series(e, records, panel) for panel in f["panels"]]
+        if any(found):
+            save(curves.draw(f["panels"], found, f["title"], f.get("highlight", "")), folder / f"{f['name']}.svg")
+            names.append(f["name"])
+    return names
 
 
 def shown(name: str, module, records: dict[str, Record], folder: Path, says: str = "") -> str:
@@ -97,10 +111,50 @@ def shown(name: str, module, records: dict[str, Record], folder: Path, says: str
     return f"![{says}]({name}.svg)\n"
 
 
+def made_with(records: dict[str, Record]) -> dict[str, list[str]]:
+    """Every commit, machine class and version that some run names, and the seeds."""
+    seen = [r["provenance"] for r in records.values() if r["provenance"]]
+    words = lambda d: ", ".join(f"{k} {v}" for k, v in d.items())
+    found = {
+        "commit": sorted({str(p["commit"]["id"])[:10] + (" and changes" * bool(p["commit"]["dirty"])) for p in seen}),
+        "machine": sorted({words(p["machine"]) for p in seen}),
+        "versions": sorted({words(p["versions"]) for p in seen}),
+        "seeds": sorted({str(r["settings"]["seed"]) for r in records.values()}),
+        "hours of one core": [f"{sum(p['seconds']['all'] for p in seen) / 3600:.1f}"],
+    }
+    return {key: [as_text(x) for x in those] for key, those in found.items()}
+
+
+def as_text(words: str) -> str:
+    """A record's own words in a page: somebody may have sent the record, and its HTML and links are to be letters."""
+    return re.sub(r"[\\`|[\]]", r"\\\g<0>", html.escape(" ".join(words.split()), quote=False))
+
+
+def table(e: Experiment, records: dict[str, Record]) -> str:
+    """The paper's Table 1: a row an arm, a column a held-out set, the mean over seeds, the best of a column in bold."""
+    metric, sets = e.table["metric"], e.table["sets"]
+    how = "t_1" if e.settings.get("lean_eval") else Contrast.decoding  # the only one of the sets by difficulty there
+    cells: dict[str, list[rule.Found]] = {}
+    for arm in e.arms:
+        found = [r for seed in e.seeds if (r := records.get(e.run(arm, seed).key))]
+        if found:
+            at = [Contrast((arm,), metric, set=s, decoding=how, more_than=0) for s in [*sets, "average"]]
+            cells[arm] = [rule.test(c, [100 * results.value(r, c) for r in found]) for c in at]
+    best = [max(round(row[j].mean, 1) for row in cells.values()) for j in range(len(sets) + 1)]
+    rows = [f"{e.table['title']}, %, mean over seeds ± half of its 95 % interval; the best of a column in bold.\n"]
+    rows += ["| method | " + " | ".join([*sets, "average"]) + " | seeds |", "|---" * (len(sets) + 3) + "|"]
+    for arm, row in cells.items():
+        bold = ["**" if round(x.mean, 1) == best[j] else "" for j, x in enumerate(row)]
+        half = [f" ± {x.high - x.mean:.1f}" if x.n > 1 else "" for x in row]
+        numbers = [f"{b}{x.mean:.1f}{b}{h}" for b, x, h in zip(bold, row, half, strict=True)]
+        rows.append(f"| {arm} | " + " | ".join(numbers) + f" | {row[0].n} |")
+    return "\n".join(rows) + "\n"
+
+
 def head(experiments: Iterable[Experiment], records: dict[str, Record]) -> str:
     wanted = plan.queue(e.name for e in experiments)
     left = results.forecast([s for name, s in wanted.items() if name not in records], records) / 3600
-    made = report.made_with(records)
+    made = made_with(records)
     hours = f", {made['hours of one core'][0]} hours of one core" if records else ""
     commit = registration.load(plan.FOLDERS[2].parent).get("commit", "none yet")
     waits = [e.name for e in experiments if not e.runs()]
@@ -126,22 +180,22 @@ decide, corrected over the claims; where a table says 95 %, they are not. The wo
 def section(e: Experiment, everything: dict[str, Record], records: dict[str, Record], drawn: list[str]) -> str:
     mine = [r for *_, s in e.runs() if (r := everything.get(s.key))]
     lines = [f"## {e.name}\n", f"{e.question} ({', '.join(e.answers)}.) {e.note.strip()}\n"]
-    lines += [f"`{report.COMMAND.format(e.name)}`: {len(mine)} of {len(e.runs())} runs finished{by_commit(mine)}.\n"]
+    lines += [f"`{COMMAND.format(e.name)}`: {len(mine)} of {len(e.runs())} runs finished{by_commit(mine)}.\n"]
     for r in mine:
         left_out = "" if r["name"] in records else ": left out, it has no number for some question"
         if r["status"] != "done" or left_out:
-            lines.append(f"* {r['name']} {report.as_text(r['status'])}{left_out}")
+            lines.append(f"* {r['name']} {as_text(r['status'])}{left_out}")
     lines += [f"![{name}]({name}.svg)\n" for name in drawn]
     if e.name == "family_rates":
         lines.append(rates.section(records))
     if e.table and mine:
-        lines.append(report.table(e, records))
+        lines.append(table(e, records))
     return "\n".join(lines)
 
 
 def by_commit(records: Iterable[Record]) -> str:
     """How many runs are of which commit's code, in the order of the runs."""
-    made = Counter(report.as_text(str(p["commit"]["id"])[:7]) for r in records if (p := r["provenance"]))
+    made = Counter(as_text(str(p["commit"]["id"])[:7]) for r in records if (p := r["provenance"]))
     return f", by the code of {', '.join(f'{commit} ({n})' for commit, n in made.items())}" if made else ""
 
 

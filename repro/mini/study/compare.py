@@ -21,9 +21,9 @@ from rich.markdown import Markdown
 import upref
 from figures.make import save
 from repro import Parser
-from repro.mini.study import curves, plan, report, results, suite
+from repro.mini.round2 import rule, tables
+from repro.mini.study import curves, plan, results, suite
 from repro.mini.study.plan import Contrast, Experiment
-from repro.mini.study.verdicts import judge
 from repro.mini.train.settings import Settings
 from upref.errors import InputError
 from upref.files import write_atomically
@@ -41,6 +41,7 @@ PANELS: list[dict[str, Any]] = [
     {"metric": "kl_base", "label": "KL(policy || base), nats"},
     {"metric": "grad_norm_max", "label": "largest gradient norm of a minibatch", "log": True},
 ]
+POINTS = tables.POINTS | {"valid", "alive", "overflow"}  # fractions, shown in points of 100
 ROWS = [
     ("avg", "last"), ("maj", "last"), ("best", "last"), ("reward", "last"), ("entropy", "mean"), ("kl_base", "last"),
     ("grad_norm", "mean"), ("grad_norm_max", "max"), ("clip_pos_high", "mean"), ("alive", "mean"),
@@ -109,10 +110,10 @@ def table(e: Experiment, records: dict[str, results.Record]) -> str:
     rows = [f"| | {base} | {up} | difference, seed by seed |", "|---|---|---|---|"]
     for metric, at in ROWS:
         x = {arm: [_number(e, records, arm, seed, metric, at) for seed in e.seeds] for arm in e.arms}
-        k, form = (100, ".1f") if metric in report.POINTS else (1, ".3g")
+        k, form = (100, ".1f") if metric in POINTS else (1, ".3g")
         mean = [f"{k * float(np.mean(x[arm])):{form}}" for arm in e.arms]
         apart = ", ".join(f"{k * (b - a):+{form}}" for a, b in zip(x[base], x[up], strict=True))
-        unit = " (%)" if metric in report.POINTS else ""
+        unit = " (%)" if metric in POINTS else ""
         rows.append(f"| {metric}{unit}, {at} | {mean[0]} | {mean[1]} | {apart} |")
     return "\n".join(rows) + "\n"
 
@@ -123,17 +124,13 @@ def _number(e: Experiment, records, arm: str, seed: int, metric: str, at: str) -
 
 def words(e: Experiment, records: dict[str, results.Record]) -> list[str]:
     """A line a claim: in how many seeds the sign agrees, and the effect."""
-    lines = []
-    for v in judge(e, records):
-        f = v.findings[0]
-        assert f.effect
-        n, of = f.effect.seeds_for, f.effect.n
-        said = (
-            f"the sign agrees in {n} of {of} seeds"
-            if f.contrast.bound in (0, 1)
-            else f"within its bound in {n} of {of} seeds"
-        )
-        lines.append(f"* {v.claim.figure}: {v.claim.says} **{said}**: {report.show(f.effect, f.contrast)}.")
+    lines, runs = [], {(arm, seed): records.get(s.key) for arm, seed, s in e.runs()}
+    for claim in e.claims:
+        f = rule.measure(claim.contrasts[0], runs, e.seeds)
+        ((side, bound),) = rule.bounds(f.contrast)
+        shares = f"{sum(side * (d - bound) > 0 for d in f.values)} of {f.n} seeds"
+        said = f"the sign agrees in {shares}" if f.contrast.bound in (0, 1) else f"within its bound in {shares}"
+        lines.append(f"* {claim.figure}: {claim.says} **{said}**: {tables.show(f)}.")
     return lines
 
 
