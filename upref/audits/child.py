@@ -74,7 +74,7 @@ def named(loss: str, objective: str = "", hp: dict[str, Any] | None = None) -> A
 
 def _function(f: Framework, loss: str, mode: str, fields: dict[str, Any]) -> Callable:
     assert f.plain is not None
-    inner = f.plain(mode, f.configured(mode, fields))
+    inner = functools.partial(f.plain, mode, f.configured(mode, fields))
 
     @functools.wraps(inner)
     def fn(**given):

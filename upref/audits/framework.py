@@ -4,6 +4,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ class Framework:
     """What the audit asks of a framework.
 
     loss(comparison, batch, padding): the scalar that is differentiated; masked slots hold the number, or what is there.
-    Or plain(mode, config): a function of some of log_prob, old_log_prob, advantages, mask, ref_log_prob, entropy,
+    Or plain(mode, config, ...): the scalar by some of log_prob, old_log_prob, advantages, mask, ref_log_prob, entropy,
     totals and num_micro_batches, by these names; config is defaults(mode) with the comparison's fields over it.
     """
 
@@ -33,17 +34,13 @@ class Framework:
     modes: Callable[[], list[str]]  # all losses that the installed version has
     comparisons: tuple[Comparison, ...]
     out_of_scope: dict[str, str] = field(default_factory=dict)  # losses that are not compared, and why
-    split_reasons: dict[str, Slip] = field(
-        default_factory=dict
-    )  # why micro-batches have another gradient, by label or mode
+    split_reasons: dict[str, Slip] = field(default_factory=dict)  # why micro-batches differ, by label or mode
     version: Callable[[], str] = lambda: "?"  # a framework with a pin is told
     loss: Callable[[Comparison, Rollouts, float | None], Tensor] | None = None
-    plain: Callable[[str, dict[str, Any]], Callable[..., Tensor]] | None = None
+    plain: Callable[..., Tensor] | None = None
     defaults: Callable[[str], dict[str, Any]] = lambda mode: {}  # read from its own config class
     parts: Callable[[], tuple[Part, ...]] = tuple  # what it computes beside its losses
-    kernels: Callable[[], dict[str, Callable]] = (
-        dict  # what check_logprobs takes, and is no part
-    )
+    kernels: Callable[[], dict[str, Callable]] = dict  # what check_logprobs takes, and is no part
     remarks: Callable[[], list[str]] = list
     pin: Pin | None = None  # what makes its folder of packages; without one it is imported from here
     one_adv: bool = False  # its losses take one advantage a response, [B]; else they get [B, T]
@@ -54,7 +51,7 @@ class Framework:
         if self.plain is None:
             assert self.loss is not None
             return self.loss(c, b, padding)  # type: ignore[arg-type]
-        f = self.plain(c.mode, self.configured(c.mode, c.config))
+        f = partial(self.plain, c.mode, self.configured(c.mode, c.config))
         padded = lambda x: x if padding is None else torch.where(b.mask, x, padding)
         totals = b.totals or Totals.of(b.mask)
         given = {

@@ -56,16 +56,12 @@ def _defaults(mode: str) -> dict[str, Any]:
     return {f.name: f.default for f in fields if f.name in READ[mode]}
 
 
-def _plain(mode: str, config: dict[str, Any]):
+def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, totals) -> Tensor:
     settings = {k.removeprefix("sapo_"): v for k, v in config.items()}
-
-    def loss(log_prob, old_log_prob, advantages, mask, totals) -> Tensor:
-        f = getattr(_functional(), mode)
-        proximal = {} if mode == "sapo_loss_fn" else {"proximal_logprobs": old_log_prob}
-        value, _ = f(log_prob, old_logprobs=old_log_prob, advantages=advantages, loss_mask=mask, **settings, **proximal)
-        return value * mask.sum() / totals.tokens  # the engine's loss_weight_fn
-
-    return loss
+    f = getattr(_functional(), mode)
+    proximal = {} if mode == "sapo_loss_fn" else {"proximal_logprobs": old_log_prob}
+    value, _ = f(log_prob, old_logprobs=old_log_prob, advantages=advantages, loss_mask=mask, **settings, **proximal)
+    return value * mask.sum() / totals.tokens  # the engine's loss_weight_fn
 
 
 SEQUENCE = {"importance_sampling_level": "sequence"}

@@ -56,13 +56,10 @@ def _defaults(mode: str) -> dict[str, Any]:
     return dict(asked)
 
 
-def _plain(mode: str, config: dict[str, Any]):
-    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
-        n = mask.sum(1, keepdim=True)
-        weights = (1 / n * (totals.tokens / totals.sequences)).expand(mask.shape).to(log_prob.dtype)  # as pack.py
-        return _called(log_prob, old_log_prob, advantages, mask, ref_log_prob, weights, config) / totals.tokens
-
-    return loss
+def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
+    n = mask.sum(1, keepdim=True)
+    weights = (1 / n * (totals.tokens / totals.sequences)).expand(mask.shape).to(log_prob.dtype)  # as pack.py
+    return _called(log_prob, old_log_prob, advantages, mask, ref_log_prob, weights, config) / totals.tokens
 
 
 MEANS = aggregated("seq-mean-token-mean")

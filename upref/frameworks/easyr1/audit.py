@@ -64,19 +64,15 @@ def _kl_defaults() -> dict[str, Any]:
     }
 
 
-def _plain(mode: str, config: dict[str, Any]):
+def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
     settings = {k: v for k, v in config.items() if k not in KL_READ}
-
-    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
-        a = _algos()
-        with np.errstate(divide="ignore"):  # log(1 - clip_ratio_low), where that is 1
-            value, _ = a.compute_policy_loss(old_log_prob, log_prob, advantages, mask, loss_type=mode, **settings)
-        if config["use_kl_loss"]:
-            kl = a.compute_kl(log_prob, ref_log_prob, config["kl_penalty"])
-            value = value + a.average_loss(kl, mask, config["loss_avg_mode"]) * config["kl_coef"]
-        return value * mask.sum() / totals.tokens  # update_policy, of every micro-batch
-
-    return loss
+    a = _algos()
+    with np.errstate(divide="ignore"):  # log(1 - clip_ratio_low), where that is 1
+        value, _ = a.compute_policy_loss(old_log_prob, log_prob, advantages, mask, loss_type=mode, **settings)
+    if config["use_kl_loss"]:
+        kl = a.compute_kl(log_prob, ref_log_prob, config["kl_penalty"])
+        value = value + a.average_loss(kl, mask, config["loss_avg_mode"]) * config["kl_coef"]
+    return value * mask.sum() / totals.tokens  # update_policy, of every micro-batch
 
 
 def _by_tokens(b: Rollouts) -> Tensor:

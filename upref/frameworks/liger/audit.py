@@ -50,18 +50,16 @@ def _defaults(mode: str) -> dict[str, Any]:
 ELSEWHERE = ("compiled", "use_ref_model", "chunk_size", "temperature")  # not of the loss on log-probabilities
 
 
-def _plain(mode: str, config: dict[str, Any]):
+def _plain(
+    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals, num_micro_batches
+) -> Tensor:
     settings = {k: v for k, v in config.items() if k not in ELSEWHERE}
-
-    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, totals, num_micro_batches) -> Tensor:
-        counted = {"num_items_in_batch": int(totals.tokens)} if mode in COUNTED else {}
-        value, _ = _grpo().LigerFusedLinearGRPOFunction.ppo_loss_fn(
-            log_prob, mask, advantages, mask,
-            ref_per_token_logps=ref_log_prob, old_per_token_logps=old_log_prob, loss_type=mode, **settings, **counted,
-        )  # fmt: skip
-        return value if mode in COUNTED else value / num_micro_batches
-
-    return loss
+    counted = {"num_items_in_batch": int(totals.tokens)} if mode in COUNTED else {}
+    value, _ = _grpo().LigerFusedLinearGRPOFunction.ppo_loss_fn(
+        log_prob, mask, advantages, mask,
+        ref_per_token_logps=ref_log_prob, old_per_token_logps=old_log_prob, loss_type=mode, **settings, **counted,
+    )  # fmt: skip
+    return value if mode in COUNTED else value / num_micro_batches
 
 
 def _kl(words: str, weight: Callable[[Tensor, Tensor], Tensor]) -> Slip:

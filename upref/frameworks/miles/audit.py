@@ -50,26 +50,22 @@ def _modules() -> tuple[Any, Any, Any]:
     return found[0], found[1], found[2]
 
 
-def _plain(mode: str, config: dict[str, Any]):
+def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
+    """policy_loss_function of responses without padding; the sum is divided as loss_function and Megatron do."""
     high = config["eps_clip"] if config["eps_clip_high"] is None else config["eps_clip_high"]  # as it is validated
     args = SimpleNamespace(**OFF | config | {"eps_clip_high": high}, advantage_estimator=mode, entropy_coef=0.0,
                            qkv_format="thd")  # fmt: skip
-
-    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
-        """policy_loss_function of responses without padding; the sum is divided as loss_function and Megatron do."""
-        losses, _, cp = _modules()
-        n = [int(m.nonzero().max()) + 1 for m in mask]  # up to the last token that counts
-        rows = lambda x: [row[:k] for row, k in zip(x, n, strict=True)]
-        batch: dict[str, Any] = {"advantages": rows(advantages), "log_probs": rows(old_log_prob)}
-        batch |= {"ref_log_probs": rows(ref_log_prob), "loss_masks": rows(mask)}
-        batch |= {"response_lengths": n, "total_lengths": n, "unconcat_tokens": None}
-        vars(losses)["get_log_probs_and_entropy"] = lambda *_, **__: {"log_probs": rows(log_prob)}
-        per_token = config["calculate_per_token_loss"]
-        reduced = cp.get_sum_of_sample_mean(n, n, batch["loss_masks"], per_token)
-        value, _ = losses.policy_loss_function(args, batch, log_prob, reduced)
-        return value / (totals.tokens if per_token else totals.sequences)
-
-    return loss
+    losses, _, cp = _modules()
+    n = [int(m.nonzero().max()) + 1 for m in mask]  # up to the last token that counts
+    rows = lambda x: [row[:k] for row, k in zip(x, n, strict=True)]
+    batch: dict[str, Any] = {"advantages": rows(advantages), "log_probs": rows(old_log_prob)}
+    batch |= {"ref_log_probs": rows(ref_log_prob), "loss_masks": rows(mask)}
+    batch |= {"response_lengths": n, "total_lengths": n, "unconcat_tokens": None}
+    vars(losses)["get_log_probs_and_entropy"] = lambda *_, **__: {"log_probs": rows(log_prob)}
+    per_token = config["calculate_per_token_loss"]
+    reduced = cp.get_sum_of_sample_mean(n, n, batch["loss_masks"], per_token)
+    value, _ = losses.policy_loss_function(args, batch, log_prob, reduced)
+    return value / (totals.tokens if per_token else totals.sequences)
 
 
 TOKENS = {"calculate_per_token_loss": True, "eps_clip_high": 0.28}

@@ -72,18 +72,15 @@ def _defaults(mode: str) -> dict[str, Any]:
     return _losses().ClippedPGLossConfig(**_recipe()["loss_fn"]).model_dump() | _documented()[mode]
 
 
-def _plain(mode: str, config: dict[str, Any]):
-    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
-        """As the worker calls it: position 0 predicts nothing, denominators are those of the global batch."""
-        data = {
-            "advantages": advantages, "token_mask": mask.to(log_prob.dtype), "prev_logprobs": old_log_prob,
-            "generation_logprobs": old_log_prob, "reference_policy_logprobs": ref_log_prob,
-        }  # fmt: skip
-        data = {k: pad(x, (1, 0)) for k, x in data.items()} | {"sample_mask": torch.ones(len(mask)).to(log_prob)}
-        made = _losses().ClippedPGLossFn(_losses().ClippedPGLossConfig(**config))
-        return made(log_prob, data, torch.as_tensor(totals.sequences), torch.as_tensor(totals.tokens))[0]
-
-    return loss
+def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
+    """As the worker calls it: position 0 predicts nothing, denominators are those of the global batch."""
+    data = {
+        "advantages": advantages, "token_mask": mask.to(log_prob.dtype), "prev_logprobs": old_log_prob,
+        "generation_logprobs": old_log_prob, "reference_policy_logprobs": ref_log_prob,
+    }  # fmt: skip
+    data = {k: pad(x, (1, 0)) for k, x in data.items()} | {"sample_mask": torch.ones(len(mask)).to(log_prob)}
+    made = _losses().ClippedPGLossFn(_losses().ClippedPGLossConfig(**config))
+    return made(log_prob, data, torch.as_tensor(totals.sequences), torch.as_tensor(totals.tokens))[0]
 
 
 def _sampled_k3(beta: float):

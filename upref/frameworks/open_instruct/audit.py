@@ -44,18 +44,14 @@ def _defaults(mode: str) -> dict[str, Any]:
     return {k: fields[k] for k in READ if k != "loss_fn"}
 
 
-def _plain(mode: str, config: dict[str, Any]):
+def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
+    """As grpo_fast.py has it; its denominator is of the whole batch."""
     settings = SimpleNamespace(**config, loss_fn=mode)
-
-    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
-        """As grpo_fast.py has it; its denominator is of the whole batch."""
-        ref = ref_log_prob if config["load_ref_policy"] else None
-        ratio = torch.exp(log_prob - old_log_prob)
-        terms, _, kl = _utils().compute_grpo_loss(log_prob, ratio, advantages, ref, settings, torch.ones_like(ratio))
-        by = totals.tokens if config["loss_denominator"] == "token" else float(config["loss_denominator"])
-        return _utils().masked_mean(terms + config["beta"] * kl, mask, None, by)
-
-    return loss
+    ref = ref_log_prob if config["load_ref_policy"] else None
+    ratio = torch.exp(log_prob - old_log_prob)
+    terms, _, kl = _utils().compute_grpo_loss(log_prob, ratio, advantages, ref, settings, torch.ones_like(ratio))
+    by = totals.tokens if config["loss_denominator"] == "token" else float(config["loss_denominator"])
+    return _utils().masked_mean(terms + config["beta"] * kl, mask, None, by)
 
 
 def _kl_term(b: Rollouts) -> Tensor:

@@ -40,14 +40,10 @@ def _defaults(mode: str) -> dict[str, Any]:
     return {k: p.default for k, p in own.items() if k not in ("self", "policy_loss_type")}
 
 
-def _plain(mode: str, config: dict[str, Any]):
+def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, totals) -> Tensor:
     f = _module("models.loss").PolicyLoss(policy_loss_type=mode, **config)
-
-    def loss(log_prob, old_log_prob, advantages, mask, totals) -> Tensor:
-        counts = {"batch_num_tokens": float(totals.tokens), "global_batch_size": float(totals.sequences)}
-        return f(log_prob, old_log_prob, advantages, action_mask=mask, **counts)[0]
-
-    return loss
+    counts = {"batch_num_tokens": float(totals.tokens), "global_batch_size": float(totals.sequences)}
+    return f(log_prob, old_log_prob, advantages, action_mask=mask, **counts)[0]
 
 
 SEQ = {"token_level_loss": False}

@@ -57,20 +57,16 @@ def _configs() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _plain(mode: str, config: dict[str, Any]):
+def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, totals) -> Tensor:
+    """As compute_loss has it: packed sequences, each on its own, over the tokens of the batch."""
     settings = SimpleNamespace(**config)
-
-    def loss(log_prob, old_log_prob, advantages, mask, totals) -> Tensor:
-        """As compute_loss has it: packed sequences, each on its own, over the tokens of the batch."""
-        f = getattr(_losses(), f"{mode}_loss_fn")
-        none = [None] * len(mask)
-        value, _ = _losses().compute_loss(
-            list(log_prob), list(old_log_prob), none, list(advantages), list(mask), none, none, none,
-            lambda inputs: f(inputs, settings), totals.tokens, 1, 1,
-        )  # fmt: skip
-        return value
-
-    return loss
+    f = getattr(_losses(), f"{mode}_loss_fn")
+    none = [None] * len(mask)
+    value, _ = _losses().compute_loss(
+        list(log_prob), list(old_log_prob), none, list(advantages), list(mask), none, none, none,
+        lambda inputs: f(inputs, settings), totals.tokens, 1, 1,
+    )  # fmt: skip
+    return value
 
 
 def _squared(tau: float) -> Slip:

@@ -86,22 +86,21 @@ def _pg() -> Any:
     return importlib.import_module(PG).ActorPGWorker
 
 
-def _plain(mode: str, config: dict[str, Any]):
-    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, entropy, totals) -> Tensor:
-        """The worker's loss_func; its strategies mask log-probabilities, its pipeline masks advantages."""
-        lp, old, ref, A = (x * mask for x in (log_prob, old_log_prob, ref_log_prob, advantages))
-        batch = {
-            "response_mask": torch.nn.functional.pad(mask, (1, 0)), "input_ids": None, "old_log_probs": old,
-            "ref_log_probs": ref, "advantages": A, "scores": A.sum(1),
-        }  # fmt: skip
-        meta = {
-            "batch_num_tokens": {"response_mask": totals.tokens},
-            "global_valid_samples": {"response_mask": totals.sequences},
-        }
-        data = SimpleNamespace(batch=batch, meta_info=meta, non_tensor_batch={})
-        return _worker(mode, config, lp, entropy * mask).loss_func(data, lp)[0]
-
-    return loss
+def _plain(
+    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, entropy, totals
+) -> Tensor:
+    """The worker's loss_func; its strategies mask log-probabilities, its pipeline masks advantages."""
+    lp, old, ref, A = (x * mask for x in (log_prob, old_log_prob, ref_log_prob, advantages))
+    batch = {
+        "response_mask": torch.nn.functional.pad(mask, (1, 0)), "input_ids": None, "old_log_probs": old,
+        "ref_log_probs": ref, "advantages": A, "scores": A.sum(1),
+    }  # fmt: skip
+    meta = {
+        "batch_num_tokens": {"response_mask": totals.tokens},
+        "global_valid_samples": {"response_mask": totals.sequences},
+    }
+    data = SimpleNamespace(batch=batch, meta_info=meta, non_tensor_batch={})
+    return _worker(mode, config, lp, entropy * mask).loss_func(data, lp)[0]
 
 
 def _held(r, A):

@@ -52,22 +52,19 @@ def _defaults(mode: str) -> dict[str, Any]:
     return {k: getattr(made, k) for k in READ} | (asdict(getattr(made, OWN[mode])) if mode in OWN else {})
 
 
-def _plain(mode: str, config: dict[str, Any]):
-    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
-        u, cfg, mask = _utils(), _settings(mode, config), mask.to(log_prob.dtype)
-        # the trainer folds the reduction into the advantages of the whole mini-batch, the workers then sum
-        scaled = u.apply_loss_reduction_to_advantages_minibatch(
-            advantages, mask, cfg.loss_reduction, len(mask), cfg.max_seq_len
-        )
-        here = mask.sum() / totals.tokens if cfg.loss_reduction == "token_mean" else len(mask) / totals.sequences
-        behaviour = {"rollout_logprobs": old_log_prob} if mode == "rollout_is" else {}
-        value, _ = u.PolicyLossRegistry.get(mode)(log_prob, old_log_prob, scaled * here, cfg, mask, **behaviour)
-        if cfg.use_kl_loss:  # as the worker adds it
-            kl = u.compute_approx_kl(log_prob, ref_log_prob, mask, cfg.kl_estimator_type)
-            value = value + cfg.kl_loss_coef * u.masked_mean(kl, mask, dim=-1).mean() * len(mask) / totals.sequences
-        return value
-
-    return loss
+def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
+    u, cfg, mask = _utils(), _settings(mode, config), mask.to(log_prob.dtype)
+    # the trainer folds the reduction into the advantages of the whole mini-batch, the workers then sum
+    scaled = u.apply_loss_reduction_to_advantages_minibatch(
+        advantages, mask, cfg.loss_reduction, len(mask), cfg.max_seq_len
+    )
+    here = mask.sum() / totals.tokens if cfg.loss_reduction == "token_mean" else len(mask) / totals.sequences
+    behaviour = {"rollout_logprobs": old_log_prob} if mode == "rollout_is" else {}
+    value, _ = u.PolicyLossRegistry.get(mode)(log_prob, old_log_prob, scaled * here, cfg, mask, **behaviour)
+    if cfg.use_kl_loss:  # as the worker adds it
+        kl = u.compute_approx_kl(log_prob, ref_log_prob, mask, cfg.kl_estimator_type)
+        value = value + cfg.kl_loss_coef * u.masked_mean(kl, mask, dim=-1).mean() * len(mask) / totals.sequences
+    return value
 
 
 def _near(b: Rollouts) -> Tensor:

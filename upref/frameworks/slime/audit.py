@@ -36,29 +36,23 @@ def _ppo() -> Any:
     return importlib.import_module("slime.utils.ppo_utils")
 
 
-def _plain(mode: str, config: dict[str, Any]):
+def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
+    """As policy_loss_function has it: sequences one after the other, each without its padding."""
     eps, high, c = config["eps_clip"], config["eps_clip_high"], config["eps_clip_c"]
     high = eps if high is None else high  # as its arguments are validated
-
-    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
-        """As policy_loss_function has it: sequences one after the other, each without its padding."""
-        u, per_token = _ppo(), config["calculate_per_token_loss"]
-        rows = lambda x: [r[: _length(m)] for r, m in zip(x, mask, strict=True)]
-        lp, old, masks = rows(log_prob), rows(old_log_prob), rows(mask)
-        kl = u.compute_gspo_kl(lp, old, lp, masks) if mode == "gspo" else torch.cat(old) - torch.cat(lp)
-        A, x = torch.cat(rows(advantages)), torch.cat(lp)
-        terms = (
-            u.compute_cispo_loss(kl, x, A, eps, high) if mode == "cispo" else u.compute_policy_loss(kl, A, eps, high, c)
-        )
-        lengths = [len(r) for r in lp]
-        reduced = _reducer()(lengths, lengths, masks, calculate_per_token_loss=per_token)
-        value = reduced(terms[0])
-        if config["use_kl_loss"]:
-            kls = u.compute_approx_kl(x, torch.cat(rows(ref_log_prob)), config["kl_loss_type"])
-            value = value + config["kl_loss_coef"] * reduced(kls)
-        return value / (totals.tokens if per_token else totals.sequences)
-
-    return loss
+    u, per_token = _ppo(), config["calculate_per_token_loss"]
+    rows = lambda x: [r[: _length(m)] for r, m in zip(x, mask, strict=True)]
+    lp, old, masks = rows(log_prob), rows(old_log_prob), rows(mask)
+    kl = u.compute_gspo_kl(lp, old, lp, masks) if mode == "gspo" else torch.cat(old) - torch.cat(lp)
+    A, x = torch.cat(rows(advantages)), torch.cat(lp)
+    terms = u.compute_cispo_loss(kl, x, A, eps, high) if mode == "cispo" else u.compute_policy_loss(kl, A, eps, high, c)
+    lengths = [len(r) for r in lp]
+    reduced = _reducer()(lengths, lengths, masks, calculate_per_token_loss=per_token)
+    value = reduced(terms[0])
+    if config["use_kl_loss"]:
+        kls = u.compute_approx_kl(x, torch.cat(rows(ref_log_prob)), config["kl_loss_type"])
+        value = value + config["kl_loss_coef"] * reduced(kls)
+    return value / (totals.tokens if per_token else totals.sequences)
 
 
 def _reducer() -> Any:

@@ -93,19 +93,18 @@ def _trainer(mode: str, config: dict[str, Any], steps: int) -> Any:
     return trainer
 
 
-def _plain(mode: str, config: dict[str, Any]):
-    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, totals, num_micro_batches) -> Tensor:
-        """The trainer's loss of these log-probabilities; then the division by transformers' Trainer."""
-        trainer = _trainer(mode, config, num_micro_batches)
-        vars(trainer)[GIVEN] = lambda *_, **__: (log_prob, None)
-        batch = SimpleNamespace(
-            completion_mask=mask, truncated_mask=mask.new_zeros(len(mask)), ref_per_token_logps=ref_log_prob,
-            advantages=_advantage().expand_advantage_to_per_token(advantages, mask), old_per_token_logps=old_log_prob,
-            rollout_per_token_logps=None, teacher_per_token_logps=None, num_items_in_batch=totals.tokens,
-        )  # fmt: skip
-        return getattr(trainer, LOSS)(None, {}, batch)[0] / num_micro_batches
-
-    return loss
+def _plain(
+    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals, num_micro_batches
+) -> Tensor:
+    """The trainer's loss of these log-probabilities; then the division by transformers' Trainer."""
+    trainer = _trainer(mode, config, num_micro_batches)
+    vars(trainer)[GIVEN] = lambda *_, **__: (log_prob, None)
+    batch = SimpleNamespace(
+        completion_mask=mask, truncated_mask=mask.new_zeros(len(mask)), ref_per_token_logps=ref_log_prob,
+        advantages=_advantage().expand_advantage_to_per_token(advantages, mask), old_per_token_logps=old_log_prob,
+        rollout_per_token_logps=None, teacher_per_token_logps=None, num_items_in_batch=totals.tokens,
+    )  # fmt: skip
+    return getattr(trainer, LOSS)(None, {}, batch)[0] / num_micro_batches
 
 
 def _advantage() -> Any:

@@ -41,27 +41,25 @@ def _defaults(mode: str) -> dict[str, Any]:
     return said | {"clip_epsilon_low": low, "clip_epsilon_high": high}
 
 
-def _plain(mode: str, config: dict[str, Any]):
+def _plain(
+    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, num_micro_batches
+) -> Tensor:
     bounds = (config["clip_epsilon_low"], config["clip_epsilon_high"])
     settings = {k: v for k, v in config.items() if not k.startswith("clip_epsilon")}
-
-    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, num_micro_batches) -> Tensor:
-        dist = SimpleNamespace(mask=mask, log_prob=lambda action: log_prob)
-        actor = SimpleNamespace(get_dist=lambda td, logits_key: dist, in_keys=[])
-        module = getattr(_llm(), mode)(actor, clip_epsilon=bounds, **settings)
-        full = lambda x: {"full": x}
-        data = {
-            "tokens": full(torch.zeros_like(mask, dtype=torch.int64)),
-            "log_probs": full(old_log_prob.detach()),
-            "advantage": advantages[..., None],
-            "next": {"ref_log_probs": full(ref_log_prob)},
-        }
-        out = module(importlib.import_module("tensordict").TensorDict(data, batch_size=[len(mask)]))
-        # what begins with loss_ is added up, as by its trainers
-        terms = [v for k, v in out.items() if k.startswith("loss_") and v is not None]
-        return sum(t.sum() for t in terms) / num_micro_batches
-
-    return loss
+    dist = SimpleNamespace(mask=mask, log_prob=lambda action: log_prob)
+    actor = SimpleNamespace(get_dist=lambda td, logits_key: dist, in_keys=[])
+    module = getattr(_llm(), mode)(actor, clip_epsilon=bounds, **settings)
+    full = lambda x: {"full": x}
+    data = {
+        "tokens": full(torch.zeros_like(mask, dtype=torch.int64)),
+        "log_probs": full(old_log_prob.detach()),
+        "advantage": advantages[..., None],
+        "next": {"ref_log_probs": full(ref_log_prob)},
+    }
+    out = module(importlib.import_module("tensordict").TensorDict(data, batch_size=[len(mask)]))
+    # what begins with loss_ is added up, as by its trainers
+    terms = [v for k, v in out.items() if k.startswith("loss_") and v is not None]
+    return sum(t.sum() for t in terms) / num_micro_batches
 
 
 def _clipped(low: float, high: float) -> Slip:

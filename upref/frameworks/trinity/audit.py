@@ -43,13 +43,9 @@ def _defaults(mode: str) -> dict[str, Any]:
     return {k: p.default for k, p in own.items() if k not in ("self", "backend")} | cls.default_args()
 
 
-def _plain(mode: str, config: dict[str, Any]):
+def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask) -> Tensor:
     fn = _losses().get(mode)(backend="verl", **config)
-
-    def loss(log_prob, old_log_prob, advantages, mask) -> Tensor:
-        return fn(logprob=log_prob, old_logprob=old_log_prob, action_mask=mask, advantages=advantages)[0]
-
-    return loss
+    return fn(logprob=log_prob, old_logprob=old_log_prob, action_mask=mask, advantages=advantages)[0]
 
 
 def _token_sums(b: Rollouts) -> Tensor:

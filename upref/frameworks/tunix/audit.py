@@ -115,18 +115,16 @@ def _function(mode: str, fields: tuple[tuple[str, Any], ...]) -> Callable:
     return jax.jit(found)
 
 
-def _plain(mode: str, config: dict[str, Any]):
+def _plain(
+    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, num_micro_batches
+) -> Tensor:
+    """optax.MultiSteps takes the mean of the micro-batches."""
     default = asdict(_settings(mode))
     f = _function(mode, tuple((k, v) for k, v in config.items() if v != default[k]))
-
-    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, num_micro_batches) -> Tensor:
-        """optax.MultiSteps takes the mean of the micro-batches."""
-        given = [log_prob, old_log_prob, advantages, mask.float(), ref_log_prob]
-        if config.get("loss_agg_mode") != "sequence-mean-token-scale":  # which reads the width
-            given = [_padded(x) for x in given]
-        return _bridge(f, *given) / num_micro_batches
-
-    return loss
+    given = [log_prob, old_log_prob, advantages, mask.float(), ref_log_prob]
+    if config.get("loss_agg_mode") != "sequence-mean-token-scale":  # which reads the width
+        given = [_padded(x) for x in given]
+    return _bridge(f, *given) / num_micro_batches
 
 
 # ---- compared with ---------------------------------------------------------------------------------------------------

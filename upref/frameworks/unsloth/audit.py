@@ -54,18 +54,16 @@ def _defaults(mode: str) -> dict[str, Any]:
     return {k: ast.literal_eval(told[k]) for k in READ} | {"beta": 0.0}
 
 
-def _plain(mode: str, config: dict[str, Any]):
+def _plain(
+    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals, num_micro_batches
+) -> Tensor:
+    """As its trainer calls it: the tokens of the accumulated batch, and how many micro-batches that has."""
     settings = {k: v for k, v in config.items() if k != "beta"}
-
-    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, totals, num_micro_batches) -> Tensor:
-        """As its trainer calls it: the tokens of the accumulated batch, and how many micro-batches that has."""
-        return _zoo().grpo_compute_loss(
-            ref_log_prob, log_prob, old_log_prob, None, mask.long(), mask, config["beta"], advantages, loss_type=mode,
-            num_items_in_batch=torch.as_tensor(totals.tokens), current_gradient_accumulation_steps=num_micro_batches,
-            **settings,
-        )[0]  # fmt: skip
-
-    return loss
+    return _zoo().grpo_compute_loss(
+        ref_log_prob, log_prob, old_log_prob, None, mask.long(), mask, config["beta"], advantages, loss_type=mode,
+        num_items_in_batch=torch.as_tensor(totals.tokens), current_gradient_accumulation_steps=num_micro_batches,
+        **settings,
+    )[0]  # fmt: skip
 
 
 def _weighted_kl(b: Rollouts) -> Tensor:
