@@ -41,7 +41,7 @@ def test_every_pointer_leads_to_something():
             ), (c.id, pointer)  # fmt: skip
 
 
-def test_every_registered_claim_is_evidence_somewhere_or_says_why_not():
+def test_every_registered_claim_is_evidence_or_says_why_not():
     """Of both rounds: what is left out of every record would bend the verdicts."""
     registered = {f"{e.name}/{c.id}" for n in (1, 2) for e in map(plan.load, plan.names(round=n)) for c in e.claims}
     used, exceptions = {x for c in CLAIMS for x in c.mini}, raw()["exceptions"]

@@ -78,7 +78,7 @@ def test_group_norm_is_its_equation_in_exact_rationals(batch, ddof, eps):
 
 @settings(deadline=None)
 @given(batches)
-def test_group_mean_and_leave_one_out_are_their_equations_in_exact_rationals(batch):
+def test_group_mean_and_leave_one_out_in_exact_rationals(batch):
     close(group_mean(*tensors(*batch)), by_group(*batch, lambda xs: [x - exact_mean(xs) for x in xs]))
 
     def others(xs):  # the definition, not the G/(G-1) identity that the code uses
@@ -138,7 +138,7 @@ def test_ddof_changes_the_advantage_by_sqrt_of_g_minus_1_over_g(G):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [0.1, 1 / 3, -0.7, 1e6 + 0.1])
 @pytest.mark.parametrize("G", [1, 3, 7, 10])
-def test_equal_rewards_give_exactly_zero_although_their_mean_is_an_ulp_off(value, G, dtype):
+def test_equal_rewards_give_exactly_zero(value, G, dtype):
     r = torch.tensor([value] * G + [0.0, 1.0], dtype=dtype)
     g = torch.tensor([3] * G + [1, 1])
     for name in [*GROUPED, "group_mean_whiten"]:
@@ -157,7 +157,7 @@ def test_the_mean_of_equal_floats_really_is_an_ulp_off():
     assert 0.1 - total / 10 != 0
 
 
-def test_a_singleton_is_zero_where_peers_are_needed_and_whitened_where_not():
+def test_a_singleton_is_zero_or_whitened():
     r, g = tensors([5, 1, 0], [1, 2, 2])
     for name in GROUPED:
         assert advantages.get(name)(r, g)[0] == 0, name
@@ -242,7 +242,7 @@ def test_reward_is_the_identity_on_a_copy():
 
 @pytest.mark.parametrize("name", advantages.ADVANTAGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_all_share_one_calling_form_keep_the_dtype_and_pass_no_gradient(name, dtype):
+def test_all_share_one_form_keep_the_dtype_pass_no_gradient(name, dtype):
     r = torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=dtype, requires_grad=True)
     A = advantages.get(name)(r, torch.tensor([1, 2, 2, 1]))
     assert A.dtype == dtype and A.shape == (4,) and not A.requires_grad
@@ -321,7 +321,7 @@ def test_masked_slots_count_for_nothing_and_return_zero(poison):
     assert got[ragged].unique().numel() == 7
 
 
-def test_token_whitening_of_equal_advantages_is_zero_also_without_eps():
+def test_token_whitening_of_equal_advantages_is_zero():
     for eps in (1e-8, 0.0):
         assert torch.equal(whiten_tokens(torch.full((3, 4), 0.1), ragged, eps=eps), torch.zeros(3, 4))
     one = torch.zeros(3, 4, dtype=torch.bool).index_put((torch.tensor(1), torch.tensor(0)), torch.tensor(True))

@@ -85,13 +85,13 @@ def test_the_papers_example():
     assert capacity("up_dapo", 0.01, 0.01) == 0.99
 
 
-def test_cap_is_linear_in_pi_old_only_up_to_1_over_1_plus_eps_high():
+def test_cap_is_linear_in_pi_old_up_to_1_over_1_plus_eps_high():
     mu = np.linspace(0.79, 1, 50)  # 1/1.28 = 0.78
     assert_cap(capacity("dapo", 0.3, mu), capacity("up_dapo", 0.3, mu))
     assert_cap(capacity("dapo", mu[:25] / 2, mu[:25] / 2), 0.14 * mu[:25])
 
 
-def test_the_largest_negative_cap_is_at_the_dual_clip_of_p_equal_1():
+def test_the_largest_negative_cap_is_at_the_dual_clip():
     c, el, n = 4, 0.2, 400
     x = np.arange(1, n + 1) / n
     mu, p = np.meshgrid(x, x)

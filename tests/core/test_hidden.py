@@ -103,7 +103,7 @@ def test_float32_results_stay_within_5e_6_at_152k_beside_a_peak(dtype, at):
 
 
 @pytest.mark.parametrize("peaks", [1, 3])
-def test_products_of_896_terms_do_not_blur_the_entropy_beside_a_peak(peaks):
+def test_products_of_896_terms_do_not_blur_the_entropy(peaks):
     g = torch.Generator().manual_seed(6)
     N, V, H = 256, 2000, 896
     W = torch.randn(V, H, generator=g) * H**-0.5

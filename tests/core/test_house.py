@@ -2,13 +2,14 @@
 """Rules of the house that no linter has."""
 
 import ast
+import re
 from pathlib import Path
 
 import upref
 
 ROOT = Path(upref.__file__).parent
 MOST = 250
-TESTS = ("startswith", "endswith", "find", "index", "count", "split", "partition")
+METHODS = ("startswith", "endswith", "find", "index", "count", "split", "partition")
 FILES = sorted(ROOT.rglob("*.py"))
 
 
@@ -30,5 +31,13 @@ def test_no_decision_on_the_words_of_a_slip():
         called = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
         words = lambda n: isinstance(n, ast.Attribute) and n.attr == "words" and id(n) not in called  # noqa: B023
         asked = [n for n in nodes if isinstance(n, ast.Compare) and any(map(words, ast.walk(n)))]
-        asked += [n for n in nodes if isinstance(n, ast.Attribute) and words(n.value) and n.attr in TESTS]
+        asked += [n for n in nodes if isinstance(n, ast.Attribute) and words(n.value) and n.attr in METHODS]
         assert not asked, f"{file.relative_to(ROOT)}:{asked[0].lineno}"
+
+
+def test_a_name_of_a_test_is_at_most_60_letters():
+    """Those that the claims cite keep the name under which their verdicts were computed."""
+    cited = (ROOT / "paper/claims/claims.toml").read_text(encoding="utf-8")
+    texts = (f.read_text(encoding="utf-8") for f in (ROOT.parent / "tests").rglob("*.py"))
+    names = re.findall(r"def (test_\w+)", "".join(texts))
+    assert [n for n in names if len(n) > 60 and n not in cited] == []

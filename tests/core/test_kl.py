@@ -36,7 +36,7 @@ def test_k3_stays_finite(dtype):
 
 
 @pytest.mark.parametrize(("name", "estimator"), [("grpo", "k3"), ("up_grpo", "k3"), ("reinforce_pp_baseline", "k2")])
-def test_the_term_is_subtracted_with_the_objectives_own_aggregation(name, estimator):
+def test_the_term_has_the_objectives_own_aggregation(name, estimator):
     o = get(name)
     b = batch(o)
     b = replace(b, logp_ref=(b.logp - 0.3).masked_fill(~b.mask, float("nan")))
@@ -46,7 +46,7 @@ def test_the_term_is_subtracted_with_the_objectives_own_aggregation(name, estima
     torch.testing.assert_close(parts, o(b, beta=0.1))
 
 
-def test_masked_slots_of_the_kl_term_are_inert_and_the_reference_is_a_constant():
+def test_masked_slots_are_inert_and_the_reference_constant():
     o = get("grpo")
     b = batch(o)
     ref = (b.logp_old - 0.3).requires_grad_()

@@ -26,7 +26,7 @@ def distribution(logits, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.25, 0.6, 1, 2.0])
-def test_log_probs_entropy_and_kl_are_those_of_the_softmax_written_out(temperature):
+def test_log_probs_entropy_and_kl_are_those_of_the_softmax(temperature):
     torch.manual_seed(0)
     a, b = torch.randn(2, 2, 3, 5, dtype=torch.float64)
     tokens = torch.randint(0, 5, (2, 3))
@@ -93,7 +93,7 @@ def test_shift_row_t_predicts_token_t_plus_1():
 
 @settings(deadline=None)
 @given(st.integers(1, 5), st.integers(0, 4))
-def test_shift_reads_rows_0_to_S_minus_2_and_tokens_1_to_S_minus_1(S, left_pad):
+def test_shift_reads_rows_to_S_minus_2_and_tokens_from_1(S, left_pad):
     logits = torch.arange(2 * S * 7, dtype=torch.float64).reshape(2, S, 7).cos()
     ids = (torch.arange(2 * S).reshape(2, S) * 3) % 7
     got = shifted_log_probs(logits, ids, temperature=0.7)
@@ -190,7 +190,7 @@ def test_gradients_are_those_of_finite_differences():
     assert gradcheck(lambda x, y: categorical_kl(x, y, temperature=0.7), (a, b))
 
 
-def test_gradients_with_forbidden_tokens_are_those_of_the_smaller_vocabulary():
+def test_forbidden_tokens_leave_a_smaller_vocabulary():
     torch.manual_seed(3)
     small_p, small_q = (torch.randn(2, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
     tokens = torch.tensor([[0, 2], [1, 1]])

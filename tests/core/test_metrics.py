@@ -74,7 +74,7 @@ def test_best_at_k_is_unbiased_for_one_minus_all_wrong(n, k, p):
 
 @settings(deadline=None)
 @given(tables, st.integers(1, 4))
-def test_replaced_is_the_share_of_all_tuples_with_a_correct_answer(table, k):
+def test_replaced_is_the_share_of_tuples_with_a_correct_answer(table, k):
     want = mean(share(any(t) for t in product(row, repeat=k)) for row in table)
     assert math.isclose(best_at_k_replaced(table, k).value, want, abs_tol=1e-14)
     if k <= len(table[0]):
@@ -117,7 +117,7 @@ def test_bootstrap_leaves_the_global_generator_alone():
     assert (np.random.get_state()[1] == before).all()
 
 
-def test_bootstrap_converges_to_the_replaced_form_and_not_to_pass_at_k():
+def test_bootstrap_converges_to_the_replaced_form():
     """One correct of 8, k = 8: 1 - (7/8)^8 = 0.656 against Pass@8 = 1. Standard error √(.656·.344/20000) = 0.0034."""
     table = [[True] + [False] * 7]
     got = best_at_k_bootstrap(table, 8, draws=20_000).value
@@ -213,7 +213,7 @@ def test_a_spread_below_the_binomial_counts_as_more_problems():
 
 @pytest.mark.parametrize(("row", "m"), [([True], 1.0), ([False], 0.0), ([True, False], 0.5)])
 @pytest.mark.parametrize("P", [1, 30])
-def test_problems_that_all_score_alike_still_leave_wilsons_interval(row, m, P):
+def test_problems_that_score_alike_leave_wilsons_interval(row, m, P):
     e = avg_at_k([row] * P)
     assert e.value == m and e.high - e.low > 0.1
     assert solves_wilson(e.low, m, P) and solves_wilson(e.high, m, P)
@@ -267,7 +267,7 @@ def test_a_bad_k_is_refused(k):
         best_at_k_bootstrap([[True, False]], 1, draws=k)
 
 
-def test_best_at_k_needs_k_samples_and_the_replaced_form_does_not():
+def test_best_at_k_needs_k_samples():
     with pytest.raises(InputError, match="between 1 and the 2 samples"):
         best_at_k([[True, False]], 3)
     assert best_at_k_replaced([[True, False]], 3).value == 1 - 0.5**3

@@ -27,7 +27,7 @@ def test_exp_differentiates_twice():
     assert torch.equal(torch.func.grad(lambda x: ops.exp(x).sum())(x.detach()), x.detach().exp())
 
 
-def test_exp_saturates_with_zero_gradient_so_that_no_dead_branch_makes_nan():
+def test_exp_saturates_with_zero_gradient():
     x = torch.tensor([1000.0, 0.5, -1000.0], requires_grad=True)
     y = ops.exp(x)
     assert y[0] > 3e38 and y.isfinite().all()

@@ -80,7 +80,7 @@ def test_one_advantage_per_response_may_be_given_once(objective):
 
 
 @pytest.mark.parametrize("name", [n for n in upref.names() if upref.get(n).agg == "seq-mean"])
-def test_an_objective_of_whole_responses_refuses_token_advantages(name):
+def test_objectives_of_responses_refuse_token_advantages(name):
     b = upref.Rollouts(**GOOD | dict(adv=torch.tensor([[1.0, 2.0], [-1.0, NAN], [NAN, 0.5]])))
     with pytest.raises(upref.InputError, match=re.escape(f"{name} needs one advantage per response")):
         upref.get(name).loss(b)
@@ -122,7 +122,7 @@ def test_parts_of_parts_still_add_up():
         torch.testing.assert_close(sum(f(q) for p in b.split(2) for q in p.split(2)), f(b))
 
 
-def test_sampler_weights_multiply_each_token_or_the_mean_of_a_response():
+def test_sampler_weights_multiply_a_token_or_a_mean():
     b, w = upref.Rollouts(**GOOD), torch.tensor([[0.5, 2.0], [3.0, float("nan")], [float("nan"), 0.25]])
     args = (b.logp, b.logp_old, b.adv, b.mask)
     dapo, gspo = upref.get("dapo"), upref.get("gspo")

@@ -108,7 +108,7 @@ def test_up_and_a_correction_commute(name, base):
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_where_the_sampler_is_the_old_policy_nothing_is_corrected(name):
+def test_nothing_is_corrected_where_the_sampler_is_old(name):
     b = batch(get("dapo"))
     torch.testing.assert_close(grad(get(f"{name}(dapo)"), replace(b, logp_sampler=b.logp_old)), grad(get("dapo"), b))
 

@@ -145,7 +145,7 @@ def test_an_answer_for_a_program(asked):
     assert said["ok"] is False and "the sign" in said["mistake"] and "torch.tensor" in said["batch"]
 
 
-def test_the_runs_of_the_last_exercise_are_as_they_are_said_to_be():
+def test_the_runs_of_the_last_exercise_are_as_described():
     """The file is what the runs log now; the answers' names are what was done to them."""
     from docs.course import runs
     from upref.course.lessons.reading_a_run import KEY, SIGNS

@@ -193,7 +193,7 @@ def test_the_draw_of_off_policy_reinforce_is_a_straight_line():
     assert found[0] == pytest.approx(kl, rel=1e-9)
 
 
-def test_one_group_pushes_a_rare_right_answer_as_much_as_a_common_one_or_more():
+def test_one_group_pushes_a_rare_right_answer_no_less():
     """Each is in it once: dz_a = (w_a A - p_a S)/G, S = Σ w A over the group: 0 at first, so their ratios are equal;
     later S > 0 for these objectives, and it takes more from the common one. Under REINFORCE S stays 0."""
     task = bandit(drawn.RIGHT)
@@ -300,7 +300,7 @@ def test_without_drift_every_arm_is_one_flow_on_one_layer():
     assert (ends[0] > 1 / 3).all()
 
 
-def test_features_are_unit_vectors_and_the_first_prompts_is_fixed():
+def test_features_are_unit_vectors_the_first_is_fixed():
     task, dose, shape = collapse.tasks(collapse.RIGHT[0], 4, torch.tensor([1.0, 2.0], dtype=F64))
     assert shape == (4, 4, 2) and len(dose) == 32
     assert torch.allclose(task.features.norm(dim=-1), torch.ones(32, 3, dtype=F64))
@@ -317,7 +317,7 @@ def test_bad_input_is_one_sentence():
     assert flow.arm("dapo:eps_high=0.4,c=None")[2] == {"eps_high": 0.4, "c": None}
 
 
-def test_importance_sampling_loses_the_rare_right_answers_by_a_closed_form():
+def test_importance_sampling_loses_rare_right_answers():
     """The flow with small steps, whatever the dose, against 1/x_a(0) - c; the measures by hand."""
     start = torch.tensor([entropy.MU] * 2, dtype=torch.float64)
     _, o, hp = flow.arm("is_pg")

@@ -154,7 +154,7 @@ def test_objectives_come_and_go_the_policy_plays_and_it_is_dark(browser, page):
     assert paper() != light
 
 
-def test_panels_side_by_side_have_one_scale_and_every_bar_its_number(browser, page):
+def test_panels_have_one_scale_and_every_bar_its_number(browser, page):
     """The labels of the axes are the same; a nat is as long under DAPO as under UP."""
     browser.open(page)
     texts = "e.querySelectorAll('svg')[n].querySelectorAll('text[text-anchor=end]')"

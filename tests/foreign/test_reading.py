@@ -122,7 +122,7 @@ def test_every_order_is_read_by_name(order):
         ({"logp": "probs", "logp_old": "old_probs", "adv": "adv", "mask": "mask"}, "probs"),
     ],
 )
-def test_what_is_ambiguous_is_refused_with_one_sentence_and_a_wrapper(called, says):
+def test_what_is_ambiguous_is_refused_with_a_wrapper(called, says):
     for order in itertools.permutations(CALLED):
         said = refusals(make(called, order))
         assert len(said) == 1 and says in said.copy().pop() and "def loss(" in said.pop()
@@ -165,7 +165,7 @@ def test_shapes_and_masks_are_found_out():
     assert np.allclose(upref.weights.curve.of(responses)(R, 1.0), get("gspo").weight(R, np.ones(6)))
 
 
-def test_a_loss_that_reads_the_first_column_is_given_one_advantage_per_response():
+def test_a_loss_of_the_first_column_gets_one_advantage_each():
     def first(log_prob, old_log_prob, advantages, mask):
         r, A = torch.where(mask, log_prob - old_log_prob, 0).exp(), advantages[:, 0][:, None]
         return -(torch.min(r * A, r.clamp(0.8, 1.28) * A) * mask).sum() / mask.sum()
@@ -252,7 +252,7 @@ def test_a_class_is_to_be_constructed(loss):
     assert all(f"`loss = {loss.__name__}(...)` with its settings" in said for said in refusals(loss))
 
 
-def test_a_file_may_import_its_neighbours_and_may_not_end_the_program(tmp_path, capsys, monkeypatch):
+def test_a_file_may_import_its_neighbours_and_not_exit(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "neighbour_of_mine.py").write_text("EPS = 0.2\n")
     (tmp_path / "a_loss_of_mine.py").write_text(
@@ -330,7 +330,7 @@ LOSS = "import torch\n" + BODY.format(
 ).replace(", eps_low=0.2, eps_high=0.28", ", eps_high=0.28")  # fmt: skip
 
 
-def test_files_of_one_name_neighbours_of_one_name_packages_and_names_of_the_standard_library(tmp_path):
+def test_files_and_packages_of_one_name(tmp_path):
     for folder, eps in (("a", 0.1), ("b", 0.5)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "the_bounds_of_it.py").write_text(f"EPS = {eps}\n")
@@ -373,7 +373,7 @@ def test_a_name_that_is_none_is_one_sentence(name):
     assert "\n" not in str(e.value)
 
 
-def test_an_optional_argument_gives_way_to_a_required_one_of_its_kind():
+def test_an_optional_argument_gives_way_to_a_required_one():
     """As where a correction between the sampler's log-probabilities and the trainer's is an option."""
 
     def loss(log_prob, old_log_prob, advantages, mask, rollout_log_probs=None):
@@ -386,7 +386,7 @@ def test_an_optional_argument_gives_way_to_a_required_one_of_its_kind():
 
 
 # ---- one name, one reading, in every place ---------------------------------------------------------------------------
-def test_a_loss_without_the_old_policy_is_read_where_the_objective_has_no_ratio():
+def test_a_loss_without_the_old_policy_is_read():
     def loss(log_prob, advantages, mask):
         return -torch.where(mask, log_prob * advantages, 0).sum() / mask.sum()
 

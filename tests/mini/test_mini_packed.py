@@ -86,7 +86,7 @@ def random(*shape):
     return torch.randn(shape, dtype=torch.float64, generator=tasks.generator(*shape)).requires_grad_()
 
 
-def test_the_gradients_written_by_hand_are_those_of_finite_differences():
+def test_gradients_by_hand_are_those_of_finite_differences():
     check = torch.autograd.gradcheck
     cos, sin = random(5, 1, 4).detach(), random(5, 1, 4).detach()
     assert check(lambda x: fused.Rms.apply(x, 1e-6), random(5, 6))
@@ -116,6 +116,6 @@ def test_the_nucleus_is_the_fewest_tokens(top_p):
         assert set(mine.tolist()) <= {0.0, *row.tolist()}
 
 
-def test_where_there_is_no_glibc_memory_is_not_kept_and_nothing_breaks(monkeypatch):
+def test_without_glibc_memory_is_not_kept_and_nothing_breaks(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
     models.keep_memory()

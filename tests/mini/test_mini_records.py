@@ -33,7 +33,7 @@ def lines(folder):
     return (folder / "runs.jsonl").read_bytes().splitlines(keepends=True)
 
 
-def test_what_is_kept_is_read_back_and_nothing_is_an_empty_folder(folder, tmp_path):
+def test_what_is_kept_is_read_back(folder, tmp_path):
     assert results.load(folder) == RECORDS
     assert results.load(tmp_path / "none") == {}
 
@@ -54,7 +54,7 @@ def test_what_is_kept_is_read_back_and_nothing_is_an_empty_folder(folder, tmp_pa
         (lambda x: [b'{"name": "run-0"}\n', *x[1:]], "lacks status, settings"),
     ],
 )
-def test_an_altered_record_is_one_sentence_that_says_how_to_restore(damage, says, folder, capsys):
+def test_an_altered_record_says_how_to_restore(damage, says, folder, capsys):
     (folder / "runs.jsonl").write_bytes(b"".join(damage(lines(folder))))
     assert suite.main(["--list", "--results", str(folder)]) == 2
     err = capsys.readouterr().err
@@ -92,7 +92,7 @@ def test_a_collection_killed_between_its_two_files_loses_nothing(folder, monkeyp
         assert len(results.load(folder)) == (5 if deaths == 2 else 4)
 
 
-def test_a_run_whose_log_was_changed_after_its_end_is_not_collected(tmp_path):
+def test_a_run_with_a_log_changed_after_its_end_is_refused(tmp_path):
     run = tmp_path / "runs" / "a"
     run.mkdir(parents=True)
     for name in ("settings.json", "steps.jsonl", "evals.jsonl"):
@@ -229,7 +229,7 @@ def test_every_file_is_written_whole_or_not_at_all():
         assert any(in_place(bad)), bad
 
 
-def test_threads_and_processes_that_write_one_file_leave_a_whole_one(tmp_path):
+def test_many_writers_of_one_file_leave_a_whole_one(tmp_path):
     """All write at once; each content is longer than what one call to the system writes."""
     contents = [str(i) * 3_000_000 for i in range(4)]
     with ThreadPoolExecutor(4) as pool:

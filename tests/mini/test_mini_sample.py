@@ -130,7 +130,7 @@ def eyes(tmp_path_factory):
     return folder, pictures, texts, given
 
 
-def test_the_saved_image_processor_cuts_the_patches_that_the_policy_reads(eyes):
+def test_the_saved_image_processor_cuts_the_policys_patches(eyes):
     folder, pictures, _, given = eyes
     found = Qwen2VLImageProcessorPil.from_pretrained(folder)(pictures, return_tensors="pt")
     assert torch.equal(found["image_grid_thw"], given["image_grid_thw"])

@@ -144,7 +144,7 @@ def test_effect_and_interval_are_those_of_the_runs(runs):
     assert found.mean == pytest.approx(sum(d) / 5) and abs(found.mean - 0.05) < 0.005 and found.high - found.low < 0.01
 
 
-def test_a_stopped_run_counts_and_without_all_seeds_there_is_no_verdict(runs, tmp_path):
+def test_a_stopped_run_counts_and_all_seeds_make_a_verdict(runs, tmp_path):
     e = small(contrast("up_dapo", "dapo"))
     records = runs(e, UP, keep=lambda arm, seed: seed < 3)
     (v,) = judge(e, records)
@@ -280,7 +280,7 @@ def test_no_new_run_after_the_hours(tmp_path, monkeypatch):
     assert not any(results.status(tmp_path / n) for n in QUEUE)
 
 
-def test_interrupted_anyhow_it_goes_on_and_one_suite_runs_at_a_time(tmp_path, monkeypatch, capfd):
+def test_interrupted_it_goes_on_and_one_suite_runs_at_a_time(tmp_path, monkeypatch, capfd):
     """ctrl-C stops the runs too; after kill -9 the runs hold the lock until they end, and nothing runs twice."""
     code = "import sys; from pathlib import Path; from test_mini_suite import child; sys.exit(child(Path(sys.argv[1])))"
 

@@ -108,7 +108,7 @@ def test_a_tracker_gets_every_step_once_and_is_closed(name, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_missing_package_is_one_sentence_before_anything_is_trained(name, tmp_path, monkeypatch, capsys):
+def test_a_missing_package_is_told_before_training(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, MODULES[name], None)
     assert command.main([*SMALL, f"--{name}", "--out", str(tmp_path / "run")]) == 2
     assert capsys.readouterr().err == (

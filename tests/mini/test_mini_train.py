@@ -138,7 +138,7 @@ def test_what_is_kept_of_the_old_policy_is_what_it_said(dynamic):
     close(measure.kl(lp, q), logprobs.categorical_kl(said, other, temperature=0.6)[0])
 
 
-def test_a_minibatch_without_any_gradient_is_a_step_of_zero_gradient():
+def test_a_minibatch_without_gradient_is_a_step_of_zero():
     run, batch, rows = a_step(SMALL)
     batch.adv = torch.zeros_like(batch.adv)
     loop.update(run, batch, None, rows, Tally(batch.tokens.shape[1]))
@@ -233,7 +233,7 @@ def test_settings_round_trip(tmp_path):
         Settings.read(tmp_path / "s.json")
 
 
-def test_up_turned_around_is_reinforce_on_what_went_wrong_and_its_base_elsewhere():
+def test_up_turned_around_is_reinforce_where_A_is_negative():
     o, base = Settings(objective="mirror(dapo)").target(), upref.get("dapo")
     lp_old = torch.full((40,), -2.0, dtype=torch.float64)
     lp = (lp_old + torch.linspace(-1, 1, 40, dtype=torch.float64)).requires_grad_()

@@ -15,7 +15,7 @@ LOSSES, FOUND = page.read()
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_has_all_it_needs_and_a_verdict_that_its_formula_bears_out(name):
+def test_a_loss_has_a_verdict_that_its_formula_bears_out(name):
     x, found = LOSSES[name], FOUND[name]
     assert callable(getattr(wrappers, name)) and found["by_hand"] == getattr(by_hand, x["by_hand"]).__doc__
     assert len(x["commit"]) == 40 and page.right(found)

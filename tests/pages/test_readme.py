@@ -68,7 +68,7 @@ def test_the_two_sentences_most_often_misread():
     assert (ROOT / "derivations" / "capacity_is_not_a_bound.py").exists()
 
 
-def test_the_dual_clip_is_off_by_default_and_the_figure_has_verls():
+def test_the_dual_clip_is_off_and_the_figure_has_verls():
     import inspect
 
     from figures import make

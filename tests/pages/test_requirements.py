@@ -31,14 +31,14 @@ def read(name):
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_a_list_says_which_python_it_is_for_and_pins_every_version(name):
+def test_a_list_names_its_python_and_pins_every_version(name):
     head = read(name).split("# Compiled by")[0]
     assert MEANT_FOR.search(head) and head.startswith("#")
     assert all(str(pin.specifier).startswith("==") for pin in pins(name))
     assert not [line for line in read(name).splitlines() if line[:1] not in "# " and " --hash=sha256:" not in line]
 
 
-def test_pip_is_told_to_verify_every_list_or_its_header_says_why_not():
+def test_pip_verifies_every_list_or_its_header_says_why_not():
     """The CPU builds of torch are on an index of their own: their list is kept by hand."""
     script = (FOLDER.parent / "venv.sh").read_text(encoding="utf-8")
     lines = [line for line in script.splitlines() if re.search(r"^ *install .* -r ", line)]
@@ -51,7 +51,7 @@ def test_pip_is_told_to_verify_every_list_or_its_header_says_why_not():
     assert cpu.startswith(f"torch{torch.specifier}+cpu ") and cpu.count(" --hash=sha256:") == 6, "3 Pythons, 2 machines"
 
 
-def test_a_package_that_a_killed_pip_left_half_is_installed_again(tmp_path):
+def test_a_package_that_pip_left_half_is_installed_again(tmp_path):
     """pip takes what has metadata for whole, and leaves old files where it was killed while it replaced a package:
     venv.sh removes what lacks a file, what pip had set aside, and nothing else."""
     script = re.search(r"<<'END'\n(.*?)END\n", (FOLDER.parent / "venv.sh").read_text(encoding="utf-8"), re.S)[1]
@@ -107,7 +107,7 @@ def venv_sh(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_installation_is_one_sentence_and_leaves_no_pip(number, status, venv_sh):
+def test_an_interrupted_installation_leaves_no_pip(number, status, venv_sh):
     start, folder = venv_sh
     run = start("docs", pip="exec sleep 60")
     while not (folder / "lib/docs-begun").exists():
@@ -118,7 +118,7 @@ def test_an_interrupted_installation_is_one_sentence_and_leaves_no_pip(number, s
     assert start("docs").wait(60) == 0
 
 
-def test_an_interrupted_installation_and_then_no_network_leave_the_environment(venv_sh):
+def test_an_interrupt_and_no_network_leave_the_environment(venv_sh):
     """The sentence names the network, and not the conflicts between packages that pip lists as well."""
     start, folder = venv_sh
     run = start("docs", pip="exec sleep 60")

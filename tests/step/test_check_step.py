@@ -87,7 +87,7 @@ def test_a_trainer_that_cannot_be_handed_rows_is_recorded(model):
         (0.15, 0.2, None), (-0.15, -0.2, None),  # no rounding: a wrong bound
     ],
 )  # fmt: skip
-def test_a_token_that_rounding_moves_over_a_bound_may_be_on_either_side(model, above, moved, others, clip):
+def test_a_token_near_a_bound_may_be_on_either_side(model, above, moved, others, clip):
     goal, model = meant("dapo", {}, T), copy.deepcopy(model)
     case = built(TorchModel(model), goal, None, (), coarse=True)
     t, lp = case.rows[0].trains.index(True), case.forward.lp()[0]

@@ -88,7 +88,7 @@ def test_a_report_says_of_the_denominator_only_what_was_seen():
         lambda rewards, group: small(rewards.float(), group), "group_norm").failures)  # fmt: skip
 
 
-def test_prompt_ids_that_a_function_refuses_are_a_note_and_a_loop_over_them_ends():
+def test_refused_prompt_ids_are_a_note_and_loops_over_them_end():
     (note,) = [
         n for n in upref.check_advantages(zoo.population_by_bincount, "group_norm").notes if n.oracle == "group-ids"
     ]

@@ -231,7 +231,7 @@ def test_an_interrupt_of_an_import_is_one_sentence(module, number):
     assert (run.returncode, said) == (128 + number, f"python -m {module}: {how}; run the same command again.\n")
 
 
-def test_every_module_that_is_a_command_is_in_a_package_that_handles_interrupts():
+def test_every_command_is_in_a_package_that_handles_interrupts():
     """But for two that are the children of a command, which stops them."""
     found = subprocess.run(["git", "grep", "-l", "__main__", "--", "*.py"], cwd=ROOT, capture_output=True, text=True)
     files = {Path(x) for x in found.stdout.split() if '__name__ == "__main__"' in (ROOT / x).read_text("utf-8")}

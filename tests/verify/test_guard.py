@@ -72,7 +72,7 @@ def test_the_command_line_says_0_only_after_a_report(tmp_path):
         assert json.loads(out)["ok"] == (status == 0) if report else not out, (loss, out)  # one report, of one process
 
 
-def test_a_reader_that_leaves_early_gets_the_verdict_and_a_closed_stdout_an_error(tmp_path):
+def test_a_reader_that_leaves_early_gets_the_verdict(tmp_path):
     (tmp_path / "mine.py").write_text(DAPO)
     for how, status in (("| head -c 1", 1), (">&-", 2), ("> /dev/full", 2)):
         command = (
@@ -143,7 +143,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_one_sentence_for_whatever_a_loss_does_instead_of_answering(what):
+def test_one_sentence_for_a_loss_that_does_not_answer(what):
     loss, says = REFUSED[what]
     for ask in (
         lambda: upref.check(loss, "dapo"),
@@ -170,7 +170,7 @@ CHANGES = {
 }
 
 
-def test_what_a_loss_changes_of_the_process_is_set_back_and_noted():
+def test_what_a_loss_changes_of_the_process_is_set_back():
     def all_of_it(answer):
         for change in CHANGES.values():
             change()
@@ -261,7 +261,7 @@ def test_checks_in_threads_leave_the_process_as_it_was(capsys):
     assert set(capsys.readouterr().out.replace("heard", "")) == set()
 
 
-def test_a_check_in_a_forked_child_does_not_wait_for_a_thread_of_the_parent():
+def test_a_check_in_a_forked_child_does_not_wait():
     """The lock that another thread holds at the fork is free in the child."""
     held, free = threading.Event(), threading.Event()
 

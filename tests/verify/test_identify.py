@@ -115,7 +115,7 @@ def noisy(log_prob, old_log_prob, advantages, mask):
     return mean(log_prob, old_log_prob, advantages * torch.rand_like(advantages), mask)
 
 
-def test_without_a_second_bound_grpo_and_dapo_are_told_apart_by_the_mean_alone():
+def test_the_mean_alone_tells_grpo_from_dapo():
     identity = upref.identify(mean)
     assert identity.name == "ppo_clip" and identity.hp["c"] is None
     assert any(s.startswith("dapo(") for s in identity.also)

@@ -94,7 +94,7 @@ def test_what_is_right_in_training_is_right(loss):
     assert report, str(report)
 
 
-def test_a_loss_that_counts_its_calls_is_not_blamed_on_the_network():
+def test_a_loss_that_counts_calls_is_not_blamed_on_the_network():
     """The fifth of every seven calls: the three of the oracle of determinism are alike."""
     calls = [0]
 

@@ -70,7 +70,7 @@ def test_survivors_do_not_grow():
     assert len(known) <= MOST and all(row["reason"] for row in known)
 
 
-def test_a_habit_of_the_table_must_be_accepted_and_nothing_else_may():
+def test_a_habit_is_accepted_and_nothing_else():
     clamped = {"operator": "clamp", "what": "lp - old -> torch.clamp((lp) - (old), -10, 10)", "truth": "differs"}
     said = lambda name, quick: figure.misjudged(clamped | {"objective": name, "quick": quick})
     assert (said("gspo", True), said("gspo", False)) == ("", "alarm")
@@ -213,7 +213,7 @@ def test_estimators():
 
 
 @pytest.mark.parametrize(("eps", "other"), [("0.2", "0.4"), ("0.4", "0.2")])
-def test_a_bound_of_some_tokens_that_is_off_by_a_hair_is_no_rounding(eps, other):
+def test_some_bounds_off_by_a_hair_are_no_rounding(eps, other):
     """Calm tokens, and uncertain ones, whose bound is another."""
     source = write(configs(upref.get("aspo_code"))[0], "ratio")
     assert f"r <= 1 + {eps}" in source
@@ -227,14 +227,14 @@ def test_tiny_advantages_of_rare_tokens_are_asked():
     assert not upref.check(compiled(source.replace("A < 0", "A < 1e-05")), "bandpo_chi2", **dict(c.hp))
 
 
-def test_identify_names_an_objective_of_which_one_bound_is_rounded():
+def test_identify_names_an_objective_with_a_rounded_bound():
     c = configs(upref.get("reinforce_pp"))[0]
     source = write(c, "ratio")
     one = source.replace("torch.clamp(r, 1 - 0.2,", "torch.clamp(r, torch.tensor(1 - 0.2),")
     assert one != source and naming.named(compiled(one), c, "equal").right
 
 
-def test_identify_asks_for_clamps_before_it_forgives_a_part_in_float32():
+def test_identify_tries_clamps_before_float32():
     c = configs(upref.get("gppo"))[1]
     clamped = compiled(write(c, "ratio").replace("lp - old", "torch.clamp(lp - old, -10, 10)"))
     assert naming.named(clamped, c, "differs").right

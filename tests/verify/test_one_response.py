@@ -17,7 +17,7 @@ class Agrees(torch.Tensor):
         return torch.zeros(self.shape, dtype=torch.bool)
 
 
-def test_an_answer_with_comparisons_of_its_own_is_compared_by_those_of_tensors():
+def test_an_answer_with_its_own_comparisons():
     def loss(log_prob, old_log_prob, advantages, mask):
         r = torch.where(mask, log_prob - old_log_prob, 0).exp()
         return (-torch.where(mask, r * advantages, 0).sum() / mask.sum()).as_subclass(Agrees)
@@ -40,7 +40,7 @@ WHEN = {
 
 
 @pytest.mark.parametrize("when", WHEN)
-def test_a_loss_that_is_wrong_on_a_batch_of_one_response_is_rejected(when):
+def test_a_loss_that_is_wrong_on_one_response_is_rejected(when):
     def loss(log_prob, old_log_prob, advantages, mask):
         bad = WHEN[when](advantages.expand_as(mask), mask)
         return dapo(log_prob, old_log_prob, advantages, mask) * (0.9 if bad else 1)
@@ -49,7 +49,7 @@ def test_a_loss_that_is_wrong_on_a_batch_of_one_response_is_rejected(when):
     assert upref.check(dapo, "dapo")
 
 
-def test_a_loss_that_asks_for_several_responses_says_so_and_is_judged_on_them():
+def test_a_loss_that_needs_several_responses_is_judged_on_them():
     def loss(log_prob, old_log_prob, advantages, mask):
         assert len(mask) > 1, "one response is no batch"
         return dapo(log_prob, old_log_prob, advantages, mask)

@@ -85,7 +85,7 @@ def same(x, y, tol=1e-12):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_objective_is_the_closed_form_through_training_step(name, token_advantages):
+def test_every_objective_through_training_step(name, token_advantages):
     """In 1, 2 and 4 micro-batches; a coupled objective sees each by itself."""
     o = upref.get(name)
     b = plain(name)
@@ -125,7 +125,7 @@ def test_it_is_trls_own_loss_where_trl_has_the_objective(name, token_advantages)
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "sapo"])
 @pytest.mark.parametrize("shape", ["tokens", "responses"])
-def test_sampler_corrections_tool_masks_and_masked_responses_are_trls(name, shape):
+def test_sampler_corrections_and_masks_are_trls(name, shape):
     hp, settings, times = TWINS[name]
     b = plain(name, thin=5, **hp)
     ratio = torch.rand(b.mask.shape if shape == "tokens" else (len(b.mask), 1), dtype=torch.float64)

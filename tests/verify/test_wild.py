@@ -59,7 +59,7 @@ def unreduced_step(log_prob, old_log_prob, advantages, mask):
 
 
 @pytest.mark.parametrize("loss", [step, detached, kept, two_steps])
-def test_a_training_step_is_judged_by_the_gradient_that_it_leaves(loss):
+def test_a_training_step_is_judged_by_the_gradient_it_leaves(loss):
     report = upref.check(loss, "grpo", eps=0.2)
     assert report, report
     assert any(".backward() itself" in c for c in report.contract)
@@ -164,7 +164,7 @@ def test_a_kl_term_that_does_not_belong_there_is_named():
     assert gradient(report) == "a KL term is subtracted that gspo does not have: 0.04 k3"
 
 
-def test_one_of_another_size_and_another_aggregation_are_both_named():
+def test_another_size_and_aggregation_are_both_named():
     report = upref.check(half_k3, "grpo", eps=0.2, beta=0.04)
     assert gradient(report) == "beta is 0.02, not 0.04"
     assert [f.cause for f in report.failures if f.oracle == "aggregation"] == ["token-mean"]
@@ -180,7 +180,7 @@ KL = {
 
 
 @pytest.mark.parametrize("loss", KL)
-def test_identify_names_the_objective_beside_a_kl_term_of_any_estimator(loss):
+def test_identify_names_the_objective_beside_any_kl_term(loss):
     assert str(upref.identify(loss)).partition("\n")[0] == f"{loss.__name__} is {KL[loss]}"
 
 

@@ -136,7 +136,7 @@ def test_the_count_is_that_of_the_graph():
     assert roundings((y * 2).exp().sum(), y) == 4 * 4 and roundings(x.detach().sum(), x) == 4
 
 
-def test_the_monitor_looks_at_the_first_and_then_at_every_kth_and_keeps_the_largest():
+def test_the_monitor_looks_at_every_kth_and_keeps_the_largest():
     m = Monitor(upref.get("dapo"), first=2, every=5)
     assert [m.due() for _ in range(11)] == [i in (1, 2, 5, 10) for i in range(1, 12)]
     never = Monitor(upref.get("dapo"), first=0, every=0)

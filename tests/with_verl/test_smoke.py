@@ -99,7 +99,7 @@ def test_a_dead_actor_ends_a_trainer_that_hangs(tmp_path, monkeypatch):
     assert "after step 3" in smoke.judge(rows, 8, out)[1][0]
 
 
-def test_a_trainer_that_is_done_and_does_not_end_is_ended_and_not_blamed(tmp_path, monkeypatch):
+def test_a_trainer_that_is_done_is_ended_and_not_blamed(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "GRACE", 0)
     monkeypatch.setattr(watch, "END", 4)
     out, rows = trainer(tmp_path, "hangs", do=kill_when_there, asked=3)
@@ -187,7 +187,7 @@ def test_a_line_half_written_is_not_a_step(tmp_path):
     assert [r["step"] for r in watch.steps(log)] == [1]
 
 
-def test_a_score_that_does_not_rise_and_a_missing_plug_in_are_wrong():
+def test_a_flat_score_and_a_missing_plug_in_are_wrong():
     row = lambda i, score: {"step": i, "data": {smoke.SCORE: score}}
     wrong = smoke.judge([row(i, 0.1) for i in range(1, 25)], 24, watch.Outcome(0, "", 1.0))[1]
     assert len(wrong) == 2 and "did not rise" in wrong[0] and "no parity" in wrong[1]
@@ -252,7 +252,7 @@ def test_a_row_of_the_matrix_of_gpu_settings():
 
 
 @real
-def test_a_run_that_is_broken_ends_and_goes_on_from_its_checkpoint(tmp_path):
+def test_a_broken_run_ends_and_goes_on_from_its_checkpoint(tmp_path):
     """A hanging reward, a killed engine, worker, trainer and driver, a full disk: seven starts."""
     done = subprocess.run(
         [sys.executable, "-m", "repro.with_verl.trials.faults", "--out", tmp_path / "run"],

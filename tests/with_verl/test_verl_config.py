@@ -33,7 +33,7 @@ def test_verls_defaults_do_not_leak():
         assert verl_plugin.hyperparameters(o, config()) == {k: v for k, v in o.hyperparameters.items() if k != "beta"}
 
 
-def test_hyperparameters_come_from_their_own_section_and_are_logged_once(caplog):
+def test_hyperparameters_have_a_section_and_are_logged_once(caplog):
     b = batch(upref.get("up_dapo"), thin=9)
     for _ in range(3):
         call("up_dapo", b, config({"c": 10.0}))
@@ -58,7 +58,7 @@ def test_what_nothing_would_read_is_refused(name, c, match):
         call(name, batch(upref.get(name), thin=9), c())
 
 
-def test_a_verl_key_that_agrees_or_is_overridden_or_has_no_counterpart_is_fine():
+def test_a_verl_key_that_agrees_or_is_overridden_is_fine():
     b = batch(upref.get("dapo"), thin=9)
     call("dapo", b, config(clip_ratio_high=0.28))
     call("dapo", b, config({"c": 5.0}, clip_ratio_c=10.0))
@@ -136,7 +136,7 @@ def python(code, **env):
     )  # fmt: skip
 
 
-def test_a_fresh_verl_finds_it_by_VERL_USE_EXTERNAL_MODULES_and_reads_the_configuration():
+def test_a_fresh_verl_finds_it_by_VERL_USE_EXTERNAL_MODULES():
     done = python(CONFIG + RUN, VERL_USE_EXTERNAL_MODULES="upref.integrations.verl")
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split("loss ")[1]) == 1.0  # A = -1 at r = 1: J = r A = -1

@@ -123,7 +123,7 @@ def test_every_file_that_a_scale_wants_can_be_prepared():
                 assert f.removeprefix("{data}/").removesuffix(".parquet") in SOURCES, f
 
 
-def test_a_finished_file_is_left_alone_and_a_broken_one_made_again(tmp_path):
+def test_a_finished_file_stays_and_a_broken_one_is_made_again(tmp_path):
     s, source = SMALL["amc23"], made("amc23", tmp_path)
     p.prepare(s, tmp_path, source)
     path = tmp_path / "amc23.parquet"

@@ -424,7 +424,7 @@ def folder_of(tmp_path, start="up_dapo-paper_dapo-"):
     return found
 
 
-def test_a_run_that_dies_says_what_to_do_and_the_same_command_goes_on(ready, verl_does, tmp_path, monkeypatch, capsys):
+def test_a_run_that_dies_says_what_to_do_and_goes_on(ready, verl_does, tmp_path, monkeypatch, capsys):
     args, *_ = ready
     args = [*args, "trainer.total_training_steps=3"]
     monkeypatch.setenv("PYTHONPATH", "/somewhere/of/the/user")
@@ -570,7 +570,7 @@ def test_a_models_size_is_counted_from_its_config(name, billions, active):
     assert s.params == pytest.approx(billions * 1e9, rel=0.03) and s.active == pytest.approx(active * 1e9, rel=0.05)
 
 
-def test_another_models_size_is_read_and_an_unknown_one_is_refused(tmp_path, capsys):
+def test_a_models_size_is_read_and_an_unknown_one_refused(tmp_path, capsys):
     model = "actor_rollout_ref.model.path="
     small, large = (estimated("paper_math", *more) for more in ([], [f"{model}Qwen/Qwen3-32B"]))
     assert large.checkpoint > 3.5 * small.checkpoint and large.step_seconds > 3 * small.step_seconds
@@ -621,7 +621,7 @@ def test_a_dry_run_prices_the_run_and_its_seeds(capsys):
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
-def test_the_watchdog_waits_for_steps_that_the_estimate_calls_long(nodes, ready, monkeypatch):
+def test_the_watchdog_waits_for_long_steps(nodes, ready, monkeypatch):
     from repro.with_verl.run import start
 
     seen = {}
@@ -778,7 +778,7 @@ def test_a_shaped_reward_is_signed_by_its_sign():
     assert signed(token, torch.ones(3, 2))[0][:, 0].tolist() == [1.0, -1.0, 1.0]
 
 
-def test_grpo_of_the_vision_table_has_two_bounds_and_grpos_average():
+def test_grpo_of_the_vision_table_has_two_bounds():
     from repro.with_verl.plugins.grpo_clip_higher import grpo_clip_higher as two
     from upref.weights.batches import batch
 

@@ -171,7 +171,7 @@ def test_masked_slots_may_hold_anything(name):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_micro_batch_without_tokens_costs_nothing_and_keeps_the_metrics_keys(name):
+def test_a_micro_batch_without_tokens_keeps_the_metrics_keys(name):
     b = replace(batch(upref.get(name), thin=9), group=None)
     x = torch.randn(2, 3).neg().requires_grad_()
     none = torch.zeros(2, 3, dtype=torch.bool)
@@ -230,7 +230,7 @@ def test_a_loss_that_is_not_the_objective_stops_the_run(monkeypatch):
         call("up_dapo", y)
 
 
-def test_how_often_it_compares_is_read_beside_the_hyperparameters(tmp_path):
+def test_how_often_it_compares_is_read_from_the_config(tmp_path):
     b = replace(batch(upref.get("up_dapo"), thin=9), group=None)
     c = config({"eps_low": 0.1, "parity": {"first": 1, "every": 3, "dump": str(tmp_path)}})
     for _ in range(7):

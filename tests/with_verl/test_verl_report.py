@@ -158,7 +158,7 @@ SICK = {
 }
 
 
-def test_a_healthy_run_has_nothing_to_change_and_a_report_begins_with_that(tmp_path):
+def test_a_healthy_run_has_nothing_to_change(tmp_path):
     estimate = {"step_seconds": 100.0, "dollars": 500.0, "gpus": 8, "gpu_hours": 160.0}
     folder = run(tmp_path, "fine", "up_dapo", "gpu8", [row(s, **HEALTHY) for s in (1, 2)], estimate=estimate)
     text = text_of(tmp_path / "out", folder)

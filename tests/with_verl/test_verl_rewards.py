@@ -157,7 +157,7 @@ GIVEN = (
 TRUTHS = ("34", "-7", "1000", "12", "5", "\\frac{1}{2}", "90")
 
 
-def test_150_answers_of_dapos_protocol_are_scored_as_verl_scores_them():
+def test_150_answers_are_scored_as_verl_scores_them():
     theirs = pytest.importorskip("verl.utils.reward_score.math_dapo").compute_score
     cases = [(form.format(a=a), truth) for form in FORMS for a in GIVEN for truth in TRUTHS]
     right = 0
