@@ -10,12 +10,13 @@ from torch import Tensor
 from upref.audits import framework, isolated
 from upref.audits.framework import Framework
 from upref.errors import InputError
+from upref.result import Result
 from upref.verify.logprobs import check_logprobs
 from upref.verify.report import Report
 
 
 @dataclass(frozen=True)
-class Kernels:
+class Kernels(Result):
     """A report for each function, or why it could not be run; true where no report has a failure."""
 
     framework: str

@@ -17,6 +17,7 @@ from upref.audits.framework import Framework
 from upref.audits.isolated.pin import cache
 from upref.audits.ledger import STATUS, WARNED, Entry, as_evidence, read, recorded, severest
 from upref.errors import InputError
+from upref.result import Result
 
 
 def ledger(name: str, as_json: bool) -> str:
@@ -83,7 +84,7 @@ def _lines_of_code(e: Entry) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Proofs:
+class Proofs(Result):
     """What the scripts of a ledger print now; true where it is what is recorded, and no bug is warned of."""
 
     said: list[tuple[Entry, str]]

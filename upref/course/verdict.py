@@ -21,6 +21,7 @@ from torch import Tensor
 from upref.course.exercise import Batch, Exercise, Slip
 from upref.errors import InputError
 from upref.foreign.guard import called
+from upref.result import Result
 from upref.tensors import dense, described
 from upref.verify.report import short
 
@@ -29,7 +30,7 @@ NOTHING = "it returns nothing"
 
 
 @dataclass(frozen=True)
-class Answer:
+class Answer(Result):
     """The verdict on a student's function. Truth value: it is right."""
 
     lesson: int
