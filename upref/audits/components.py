@@ -56,6 +56,18 @@ class Part:
         return lambda *args: f(*args, **hp)
 
 
+def kls(
+    found: Callable[[Tensor, Tensor, str], Tensor], promises: dict[str, str], reasons: dict[str, tuple] | None = None,
+    tol: float = TOL,
+) -> tuple[Part, ...]:  # fmt: skip
+    """The KL terms of a framework, found(log π_θ, log π_ref, name), by its names: promises and, where there are any,
+    reasons."""
+    term = lambda name: lambda lp, ref: found(lp, ref, name)
+    return tuple(
+        Part("kl", k, term(k), promise, reasons=(reasons or {}).get(k, ()), tol=tol) for k, promise in promises.items()
+    )
+
+
 # ---- on what ---------------------------------------------------------------------------------------------------------
 def _f(*x: float) -> Tensor:
     return torch.tensor(x, dtype=torch.float64)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from upref import kl
+from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import ALWAYS
 from upref.verify.faults import GROUPS, aggregated, with_hp
@@ -35,14 +36,8 @@ READ = {
     "cispo_loss_fn": ("eps_clip", "eps_clip_higher"),
     "sapo_loss_fn": ("sapo_tau_pos", "sapo_tau_neg", "importance_sampling_level"),
 }
-
-
-def _functional() -> Any:
-    return importlib.import_module("areal.utils.functional.functional")
-
-
-def _data() -> Any:
-    return importlib.import_module("areal.utils.data")
+_functional = lambda: importlib.import_module("areal.utils.functional.functional")
+_data = lambda: importlib.import_module("areal.utils.data")
 
 
 def _modes() -> list[str]:
@@ -88,18 +83,10 @@ def _normalized(**config: Any):
     return found
 
 
-def _kl(name: str, clamp: bool):
-    return lambda lp, ref: _data().KLEstimator(name, clamp)(lp, ref)
-
-
-def _far(f):
-    """Clamped to ±10."""
-    return lambda lp, ref: f(lp, ref).clamp(-10, 10)
-
-
 def _parts() -> tuple[Part, ...]:
     groups = ("uneven", "one")  # groups are of one size
-    clamp = lambda name: (("clamped to ±10", _far(kl.ESTIMATORS[name])),)
+    clamped = lambda f: (("clamped to ±10", lambda lp, ref: f(lp, ref).clamp(-10, 10)),)
+    found = lambda lp, ref, name: _data().KLEstimator(name, True)(lp, ref)
     return (
         Part("advantages", "group, group", _normalized(mean_level="group", std_level="group"), "group_norm",
              {"eps": 1e-5}, leaves_out=groups, tol=1e-5),
@@ -108,9 +95,7 @@ def _parts() -> tuple[Part, ...]:
         Part("advantages", "leave one out", _normalized(mean_level="group", mean_leave1out=True, std_level=None),
              "leave_one_out", leaves_out=groups, tol=1e-6),
         Part("advantages", "batch", _normalized(), "whiten", {"ddof": 1, "eps": 1e-5}, leaves_out=groups, tol=1e-5),
-        Part("kl", "k1", _kl("k1", True), "k1", reasons=clamp("k1"), tol=1e-5),
-        Part("kl", "k2", _kl("k2", True), "k2", reasons=clamp("k2"), tol=1e-5),
-        Part("kl", "k3", _kl("k3", True), "k3", reasons=clamp("k3"), tol=1e-5),
+        *kls(found, {k: k for k in kl.ESTIMATORS}, {k: clamped(f) for k, f in kl.ESTIMATORS.items()}, tol=1e-5),
     )  # fmt: skip
 
 

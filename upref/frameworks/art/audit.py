@@ -21,6 +21,7 @@ PIN = Pin(
     shells=("art", "art.utils"),
     stubs=("art.dev",),
 )  # fmt: skip
+_loss = lambda: importlib.import_module("art.loss")
 
 
 class _Asked(dict):
@@ -28,10 +29,6 @@ class _Asked(dict):
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.setdefault(key, default)
-
-
-def _loss() -> Any:
-    return importlib.import_module("art.loss")
 
 
 def _shifted(x: Tensor, first: float | bool = 0) -> Tensor:

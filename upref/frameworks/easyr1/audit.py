@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from upref.audits.compare import MICRO
+from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import BETA, CLAMP, CLAMP_K3, CLAMP_S20, K1, NARROW, SAMPLE, narrow_k3, sampled
 from upref.registry import get
@@ -37,10 +38,7 @@ READ = (
     "clip_ratio_low", "clip_ratio_high", "clip_ratio_dual", "loss_avg_mode", "tau_positive", "tau_negative",
 )  # fmt: skip
 KL_READ = ("use_kl_loss", "kl_penalty", "kl_coef")
-
-
-def _algos() -> Any:
-    return importlib.import_module("verl.trainer.core_algos")
+_algos = lambda: importlib.import_module("verl.trainer.core_algos")
 
 
 def _modes() -> list[str]:
@@ -125,10 +123,6 @@ def _advantages(name: str):
     return found
 
 
-def _kl(name: str):
-    return lambda lp, ref: _algos().compute_kl(lp, ref, name)
-
-
 EASYR1 = Framework(
     "easyr1",
     pin=PIN,
@@ -142,9 +136,8 @@ EASYR1 = Framework(
         Part("advantages", "rloo", _advantages("rloo"), "leave_one_out", leaves_out=("one",), tol=1e-5),
         Part("advantages", "reinforce_plus_plus", _advantages("reinforce_plus_plus"), "whiten", reasons=(
             (SAMPLE, sampled),), tol=1e-6),
-        Part("kl", "kl", _kl("kl"), "k1", tol=1e-5),
-        Part("kl", "mse", _kl("mse"), "k2", tol=1e-5),
-        Part("kl", "low_var_kl", _kl("low_var_kl"), "k3", reasons=((NARROW, narrow_k3),), tol=1e-5),
+        *kls(lambda *x: _algos().compute_kl(*x), {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
+             {"low_var_kl": ((NARROW, narrow_k3),)}, tol=1e-5),
     ),
     remarks=lambda: [
         "Each micro-batch is multiplied by its share of the mini-batch's tokens, as DataParallelPPOActor.update_policy "

@@ -28,10 +28,7 @@ PIN = Pin(
     shells=("liger_kernel", "liger_kernel.chunked_loss", "liger_kernel.ops"),
 )
 COUNTED = ("dapo", "cispo", "vespo")  # these read num_items_in_batch
-
-
-def _grpo() -> Any:
-    return importlib.import_module("liger_kernel.chunked_loss.grpo_loss")
+_grpo = lambda: importlib.import_module("liger_kernel.chunked_loss.grpo_loss")
 
 
 def _modes() -> list[str]:

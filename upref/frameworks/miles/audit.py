@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.components import kls
+from upref.audits.framework import Comparison, Framework, Pin
 from upref.audits.usual import BETA, CLAMP, CLAMP_K3, CLAMP_S20, K1, NARROW, defaults, narrow_k3, options
 from upref.verify.faults import GROUPS, with_hp
 
@@ -83,10 +84,6 @@ COMPARISONS = (
 )  # fmt: skip
 
 
-def _kl(name: str):
-    return lambda lp, ref: _modules()[1].compute_approx_kl(lp, ref, name)
-
-
 MILES = Framework(
     "miles",
     pin=PIN,
@@ -94,9 +91,11 @@ MILES = Framework(
     defaults=lambda mode: defaults(ARGUMENTS, READ),
     plain=_plain,
     comparisons=COMPARISONS,
-    parts=lambda: (
-        *(Part("kl", k, _kl(k), k, tol=1e-5) for k in ("k1", "k2", "k3")),
-        Part("kl", "low_var_kl", _kl("low_var_kl"), "k3", reasons=((NARROW, narrow_k3),), tol=1e-5),
+    parts=lambda: kls(
+        _modules()[1].compute_approx_kl,
+        {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"},
+        {"low_var_kl": ((NARROW, narrow_k3),)},
+        tol=1e-5,
     ),
     out_of_scope=dict.fromkeys(
         ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"), "an advantage estimator: its loss is grpo's"

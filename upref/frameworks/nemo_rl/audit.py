@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from upref.aggregation import aggregate
+from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import ALWAYS, CLAMP_K3
+from upref.audits.usual import ALWAYS, CLAMP_K3, NARROW
 from upref.kl import k3
 from upref.ops import exp, sg
 from upref.rollouts import Rollouts
@@ -146,10 +147,6 @@ def _over_std(own: bool, single: bool):
     return f
 
 
-def _kl(name: str):
-    return lambda lp, ref: _module("algorithms.utils").calculate_kl(lp, ref, name)
-
-
 def _clamped(f):
     return lambda lp, ref: f(lp, lp + (ref - lp).clamp(-20, 20)).clamp(-10, 10)
 
@@ -185,9 +182,8 @@ def _parts() -> tuple[Part, ...]:
              "group_mean_whiten", tol=1e-5),
         Part("advantages", "reinforce_plus_plus, minus_baseline=False",
              _advantages("ReinforcePlusPlusAdvantageEstimator", minus_baseline=False), "whiten", tol=1e-5),
-        *(Part("kl", name, _kl(name), name, reasons=(
-            ("log-ratio clamped to ±20, the estimate to ±10", _clamped(kl.ESTIMATORS[name])),))
-          for name in ("k1", "k2", "k3")),
+        *kls(utils.calculate_kl, {k: k for k in kl.ESTIMATORS},
+             {k: ((NARROW, _clamped(f)),) for k, f in kl.ESTIMATORS.items()}),
         Part("aggregation", "masked_mean", utils.masked_mean, "token-mean"),
         Part("logprobs", "vocab-parallel, one rank", _log_probs(None), "token_log_probs", tol=1e-4),
         Part("logprobs", "vocab-parallel, one rank, in chunks", _log_probs(2), "token_log_probs", tol=1e-4),

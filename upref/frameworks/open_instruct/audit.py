@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from upref.aggregation import aggregate
+from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.kl import k3
 from upref.rollouts import Rollouts
@@ -33,10 +34,7 @@ PIN = Pin(
     decorators=("open_instruct.logger_utils.setup_logger", "ray.remote", "open_instruct.utils.retry_on_exception"),
 )  # fmt: skip
 READ = ("beta", "clip_lower", "clip_higher", "kl_estimator", "loss_denominator", "loss_fn", "load_ref_policy")
-
-
-def _utils() -> Any:
-    return importlib.import_module("open_instruct.grpo_utils")
+_utils = lambda: importlib.import_module("open_instruct.grpo_utils")
 
 
 def _defaults(mode: str) -> dict[str, Any]:
@@ -71,15 +69,7 @@ COMPARISONS = (
 )
 
 
-def _kl(i: int):
-    def found(lp: Tensor, ref: Tensor) -> Tensor:
-        return importlib.import_module("open_instruct.model_utils").estimate_kl(lp - ref, torch.ones_like(lp))[i]
-
-    return found
-
-
-def _log_probs(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    return importlib.import_module("open_instruct.model_utils").log_softmax_and_gather(z / temperature, tokens)
+_model = lambda: importlib.import_module("open_instruct.model_utils")
 
 
 OPEN_INSTRUCT = Framework(
@@ -90,10 +80,16 @@ OPEN_INSTRUCT = Framework(
     plain=_plain,
     comparisons=COMPARISONS,
     parts=lambda: (
-        Part("kl", "kl_estimator 0", _kl(0), "k1"),
-        Part("kl", "kl_estimator 1", _kl(1), "k2"),
-        Part("kl", "kl_estimator 2", _kl(2), "k3"),
-        Part("logprobs", "log_softmax_and_gather", _log_probs, "token_log_probs"),
+        *kls(
+            lambda lp, ref, name: _model().estimate_kl(lp - ref, torch.ones_like(lp))[int(name[-1])],
+            {"kl_estimator 0": "k1", "kl_estimator 1": "k2", "kl_estimator 2": "k3"},
+        ),
+        Part(
+            "logprobs",
+            "log_softmax_and_gather",
+            lambda z, tokens, t: _model().log_softmax_and_gather(z / t, tokens),
+            "token_log_probs",
+        ),
     ),
     remarks=lambda: [
         "The sum is divided by the tokens of the whole batch, or by a constant (loss_denominator).",

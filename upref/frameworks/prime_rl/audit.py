@@ -35,10 +35,7 @@ PIN = Pin(
     env={"TORCHDYNAMO_DISABLE": "1"},
 )
 CLASSES = {"default": "DefaultLossConfig", "ipo": "IPOLossConfig"}
-
-
-def _losses() -> Any:
-    return importlib.import_module("prime_rl.trainer.rl.loss")
+_losses = lambda: importlib.import_module("prime_rl.trainer.rl.loss")
 
 
 def _configs() -> dict[str, dict[str, Any]]:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import CLAMP_K3
+from upref.audits.usual import CLAMP_K3, SAMPLE, sampled
 from upref.kl import k3
 from upref.ops import clip, exp, sg, when, where
 from upref.registry import get
@@ -43,6 +44,7 @@ READ = (
     "kl_loss_coef", "rl_loss_coef",
 )  # fmt: skip
 GUIDE = ("postive_loss_coef", "use_topr_neg_loss_coef")  # of TOPR, by its user guide
+_functions = lambda: importlib.import_module("roll.utils.functionals")
 
 
 def _source() -> str:
@@ -156,28 +158,16 @@ COMPARISONS = (
 )  # fmt: skip
 
 
-def _functions() -> Any:
-    return importlib.import_module("roll.utils.functionals")
-
-
 def _norm(mean: str | None, std: str | None, n: int = 4):
     return lambda R, group: _functions().reward_norm(R, n, {}, mean, std)
 
 
-def _aggregated(name: str):
-    return lambda x, mask: _functions().agg_loss(x, mask.long(), name)
-
-
-def _kl(name: str):
-    return lambda lp, ref: _functions().compute_approx_kl(lp, ref, None, name)
-
-
 def _parts() -> tuple[Part, ...]:
     equal = ("uneven", "one")  # its groups are of one size
+    total = lambda name: lambda x, mask: _functions().agg_loss(x, mask.long(), name)
     over = lambda A, std: A / (std + 1e-6)
     own = lambda R, g: over(R - torch.stack([R[g == i].mean() for i in g]), R.std())
     sample = lambda R, g: over(R - R.mean(), R.std())
-    guarded = lambda R, g: (R - R.mean()) * torch.rsqrt(R.var() + 1e-8)
     whitened = lambda R, g: _functions().masked_whiten(R[:, None], torch.ones(len(R), 1))[:, 0]
     z = lambda R, g: torch.zeros_like(R)
     return (
@@ -191,17 +181,16 @@ def _parts() -> tuple[Part, ...]:
         Part("advantages", "mean batch, std batch", _norm("batch", "batch"), "whiten", reasons=(
             ("the standard deviation is the sample's (N - 1) and has 1e-6 added", sample),)),
         Part("advantages", "whiten_advantages", whitened, "whiten", reasons=(
-            ("the variance is the sample's (N - 1), 1e-8 is added to it and not to std", guarded),)),
-        Part("kl", "kl", _kl("kl"), "k1"),
-        Part("kl", "mse", _kl("mse"), "k2"),
-        Part("kl", "k3", _kl("k3"), "k3", reasons=(("clamped to ±10", lambda lp, ref: k3(lp, ref).clamp(-10, 10)),)),
+            (SAMPLE, sampled),)),
+        *kls(lambda lp, ref, name: _functions().compute_approx_kl(lp, ref, None, name),
+             {"kl": "k1", "mse": "k2", "k3": "k3"},
+             {"k3": (("clamped to ±10", lambda lp, ref: k3(lp, ref).clamp(-10, 10)),)}),
         Part("logprobs", "log_probs_from_logits", lambda z, tokens, t: _functions().log_probs_from_logits(
             z / t, tokens), "token_log_probs", tol=1e-4),
-        Part("aggregation", "token-mean", _aggregated("token-mean"), "token-mean", reasons=(
+        Part("aggregation", "token-mean", total("token-mean"), "token-mean", reasons=(
             ("the mask is not applied: every slot counts", lambda x, mask: x.sum() / mask.sum()),)),
-        Part("aggregation", "seq-mean-token-mean", _aggregated("seq-mean-token-mean"), "seq-mean-token-mean"),
-        Part("aggregation", "seq-mean-token-sum", _aggregated("seq-mean-token-sum"), "seq-mean-token-sum"),
-        Part("aggregation", "seq-mean-token-sum-norm", _aggregated("seq-mean-token-sum-norm"),
+        *(Part("aggregation", k, total(k), k) for k in ("seq-mean-token-mean", "seq-mean-token-sum")),
+        Part("aggregation", "seq-mean-token-sum-norm", total("seq-mean-token-sum-norm"),
              "seq-mean-token-sum-norm", {"length": 6}, reasons=(
             ("a sum over responses, not their mean", lambda x, mask: (x * mask).sum() / 6),)),
     )  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from upref import advantages
+from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import ALONE, CLAMP, CLAMP_K3, CLAMP_S, NARROW, SAMPLE, alone, narrow_k3, sampled
 from upref.objectives.dppo_kl import binary_kl
@@ -117,10 +118,6 @@ def _advantages(name: str):
     return found
 
 
-def _kl(name: str):
-    return lambda lp, ref: _utils().compute_approx_kl(lp, ref, None, name)
-
-
 def _parts() -> tuple[Part, ...]:
     logprobs = importlib.import_module("skyrl.backends.skyrl_train.utils.torch_utils").logprobs_from_logits
     return (
@@ -129,9 +126,8 @@ def _parts() -> tuple[Part, ...]:
         Part("advantages", "rloo", _advantages("rloo"), "leave_one_out"),
         Part("advantages", "reinforce++", _advantages("reinforce++"), "whiten", reasons=(
             (SAMPLE, sampled),), tol=1e-6),
-        Part("kl", "k1", _kl("k1"), "k1"),
-        Part("kl", "k2", _kl("k2"), "k2"),
-        Part("kl", "k3", _kl("k3"), "k3", reasons=((NARROW, narrow_k3),)),
+        *kls(lambda lp, ref, name: _utils().compute_approx_kl(lp, ref, None, name),
+             {"k1": "k1", "k2": "k2", "k3": "k3"}, {"k3": ((NARROW, narrow_k3),)}),
         Part("logprobs", "logprobs_from_logits", lambda z, tokens, t: logprobs(z / t, tokens), "token_log_probs"),
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import BETA, CLAMP_K3, K1, defaults, options
 from upref.kl import k3
@@ -30,10 +31,7 @@ READ = (
     "--eps-clip", "--eps-clip-high", "--eps-clip-c", "--calculate-per-token-loss", "--use-kl-loss", "--kl-loss-coef",
     "--kl-loss-type",
 )  # fmt: skip
-
-
-def _ppo() -> Any:
-    return importlib.import_module("slime.utils.ppo_utils")
+_ppo = lambda: importlib.import_module("slime.utils.ppo_utils")
 
 
 def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
@@ -85,10 +83,6 @@ COMPARISONS = (
 )  # fmt: skip
 
 
-def _kl(name: str):
-    return lambda lp, ref: _ppo().compute_approx_kl(lp, ref, name)
-
-
 def _log_probs(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     f = vars(_ppo())["_calculate_log_probs_and_entropy_chunk"]
     rows = [
@@ -100,11 +94,8 @@ def _log_probs(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 
 def _parts() -> tuple[Part, ...]:
     return (
-        Part("kl", "k1", _kl("k1"), "k1", tol=1e-5),
-        Part("kl", "k2", _kl("k2"), "k2", tol=1e-5),
-        Part("kl", "k3", _kl("k3"), "k3", tol=1e-5),
-        Part("kl", "low_var_kl", _kl("low_var_kl"), "k3", tol=1e-5, reasons=(
-            ("clamped to ±10", lambda lp, ref: k3(lp, ref).clamp(-10, 10)),)),
+        *kls(_ppo().compute_approx_kl, {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"},
+             {"low_var_kl": (("clamped to ±10", lambda lp, ref: k3(lp, ref).clamp(-10, 10)),)}, tol=1e-5),
         Part("logprobs", "vocab-parallel, one rank", _log_probs, "token_log_probs", tol=1e-4),
     )  # fmt: skip
 

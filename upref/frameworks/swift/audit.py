@@ -42,6 +42,7 @@ LOSS, GIVEN = "_compute_loss_and_metrics", "_get_per_token_logps_and_entropies"
 READ = (
     "epsilon", "epsilon_high", "delta", "importance_sampling_level", "tau_pos", "tau_neg", "kl_in_reward",
 )  # fmt: skip
+_advantage = lambda: importlib.import_module("swift.rl_core.advantage")
 
 
 def _module() -> Any:
@@ -105,10 +106,6 @@ def _plain(
         rollout_per_token_logps=None, teacher_per_token_logps=None, num_items_in_batch=totals.tokens,
     )  # fmt: skip
     return getattr(trainer, LOSS)(None, {}, batch)[0] / num_micro_batches
-
-
-def _advantage() -> Any:
-    return importlib.import_module("swift.rl_core.advantage")
 
 
 def _kl(b: Rollouts) -> Tensor:

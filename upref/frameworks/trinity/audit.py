@@ -13,10 +13,11 @@ from torch import Tensor
 from upref import kl
 from upref.advantages import get as advantage
 from upref.audits.compare import MICRO
+from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import CLAMP
+from upref.audits.usual import ALONE, CLAMP, NARROW, SAMPLE, narrow_k3, sampled
 from upref.objectives.sapo import sapo
-from upref.ops import clip, exp, maximum, minimum, sg, sigmoid, where
+from upref.ops import exp, minimum, sg, sigmoid, where
 from upref.registry import get
 from upref.rollouts import Rollouts
 from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
@@ -105,10 +106,6 @@ SPLIT = {c.label: MEANS if c.config.get("loss_agg_mode") or c.mode == "gspo" els
 
 
 # ---- what else it computes -------------------------------------------------------------------------------------------
-def _kl(name: str):
-    return lambda lp, ref: _module("kl_fn").KL_FN.get(name)().calculate_kl(lp, ref)
-
-
 def _group(name: str):
     """Of Experience objects, whose reward and mask alone are read."""
 
@@ -146,16 +143,11 @@ def _alone(promise: str, **hp: float):
     return advantages
 
 
-def _whitened(R: Tensor, group: Tensor) -> Tensor:
-    return (R - R.mean()) / (R.var() + 1e-8).sqrt()
-
-
 def _parts() -> tuple[Part, ...]:
     norm, agg = {"ddof": 1, "eps": 1e-6}, _module("utils").aggregate_loss
-    alone = "one response in a group: its advantage is its reward"
     default = _module("algorithm").GRPOAlgorithm.default_config()["kl_loss_fn"]
-    narrow = lambda lp, ref: maximum(minimum(kl.k3(lp, lp + clip(ref - lp, -20, 20)), 10.0), -10.0)
-    one = lambda promise, **hp: ((alone, _alone(promise, **hp)),)
+    term = lambda lp, ref, name: _module("kl_fn").KL_FN.get(name)().calculate_kl(lp, ref)
+    one = lambda promise, **hp: ((ALONE, _alone(promise, **hp)),)
     return (
         Part("advantages", "grpo", _group("grpo"), "group_norm", norm, one("group_norm", **norm), tol=2e-3),
         Part("advantages", "grpo_verl", _batch("grpo_verl"), "group_norm", norm, one("group_norm", **norm), tol=2e-3),
@@ -163,17 +155,12 @@ def _parts() -> tuple[Part, ...]:
         Part("advantages", "rloo", _batch("rloo"), "leave_one_out", {}, one("leave_one_out"), tol=1e-5),
         Part("advantages", "reinforce", _group("reinforce"), "reward", tol=1e-5),
         Part("advantages", "reinforceplusplus", _batch("reinforceplusplus"), "whiten", {"ddof": 0, "eps": 1e-8}, (
-            ("the variance is the sample's (N - 1), 1e-8 is added to it and not to std", _whitened),), tol=1e-5),
-        Part("kl", "k1", _kl("k1"), "k1"),
-        Part("kl", "k2", _kl("k2"), "k2"),
-        Part("kl", "k3", _kl("k3"), "k3"),
-        Part("kl", "low_var_kl", _kl("low_var_kl"), "k3", {}, (
-            ("log-ratio clamped to ±20, the estimate to ±10", narrow),)),
-        Part("kl", "GRPOAlgorithm's default", _kl(default), "k3", {}, (("k2 in place of k3", kl.k2),)),
-        Part("aggregation", "token-mean", lambda x, m: agg(x, m, "token-mean"), "token-mean"),
-        Part("aggregation", "seq-mean-token-mean", lambda x, m: agg(x, m, "seq-mean-token-mean"),
-             "seq-mean-token-mean"),
-        Part("aggregation", "seq-mean-token-sum", lambda x, m: agg(x, m, "seq-mean-token-sum"), "seq-mean-token-sum"),
+            (SAMPLE, sampled),), tol=1e-5),
+        *kls(term, {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}, {"low_var_kl": ((NARROW, narrow_k3),)}),
+        Part("kl", "GRPOAlgorithm's default", lambda lp, ref: term(lp, ref, default), "k3", reasons=(
+            ("k2 in place of k3", kl.k2),)),
+        *(Part("aggregation", k, lambda x, m, k=k: agg(x, m, k), k)
+          for k in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")),
         Part("aggregation", "seq-mean-token-sum-norm", lambda x, m: agg(x, m, "seq-mean-token-sum-norm", 6.0),
              "seq-mean-token-sum-norm", {"length": 6}, (
             ("a sum over responses, not their mean", lambda x, m: torch.where(m, x, 0).sum() / 6),)),

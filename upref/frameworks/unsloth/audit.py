@@ -32,10 +32,7 @@ READ = (
     "epsilon_low", "epsilon_high", "delta", "importance_sampling_level", "max_completion_length",
     "sapo_temperature_pos", "sapo_temperature_neg", "use_bias_correction_kl",
 )  # fmt: skip
-
-
-def _zoo() -> Any:
-    return importlib.import_module("unsloth_zoo.rl_replacements")
+_zoo = lambda: importlib.import_module("unsloth_zoo.rl_replacements")
 
 
 def _source() -> str:

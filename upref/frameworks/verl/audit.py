@@ -10,6 +10,7 @@ from torch import Tensor
 
 from upref import advantages
 from upref.audits.compare import MICRO
+from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part
 from upref.audits.usual import ALONE, CLAMP, CLAMP_S, NARROW, SAMPLE, alone, narrow_k3, sampled
 from upref.foreign.verl import NO_DUAL_CLIP, verl, verl_loss
@@ -219,8 +220,7 @@ def _parts() -> tuple[Part, ...]:
           for std in (True, False)),
         *(Part("advantages", f"gae, lam={lam:g}", _gae(lam), _sum_of_deltas(lam), words="GAE, whitened over all tokens",
                tol=1e-6) for lam in (1.0, 0.5)),
-        *(Part("kl", n, lambda lp, ref, n=n: kl(lp, ref, n), n) for n in ("k1", "k2")),
-        Part("kl", "low_var_kl", lambda lp, ref: kl(lp, ref, "low_var_kl"), "k3", reasons=((NARROW, narrow_k3),)),
+        *kls(kl, {"k1": "k1", "k2": "k2", "low_var_kl": "k3"}, {"low_var_kl": ((NARROW, narrow_k3),)}),
         *(Part("aggregation", n, aggregation(n), n, tol=1e-6)
           for n in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")),
         Part("aggregation", "seq-mean-token-sum-norm", aggregation("seq-mean-token-sum-norm"),
