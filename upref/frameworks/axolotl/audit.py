@@ -54,27 +54,26 @@ def _defaults(mode: str) -> dict[str, Any]:
     return {k: ast.literal_eval(v) for k, v in given.items()}
 
 
-def _plain(mode: str, config: dict[str, Any]):
-    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob, totals, num_micro_batches) -> Tensor:
-        """The trainer's own method, on a trainer that was not set up and is given these log-probabilities."""
-        trainer = object.__new__(_module().AsyncGRPOTrainer)
-        high = config["epsilon"] if config["epsilon_high"] is None else config["epsilon_high"]
-        vars(trainer).update(
-            config, loss_type=mode, epsilon_low=config["epsilon"], epsilon_high=high, top_entropy_quantile=1.0,
-            args=SimpleNamespace(**config), model=SimpleNamespace(training=True), is_fsdp_enabled=False, use_vllm=False,
-            aux_loss_enabled=False, current_gradient_accumulation_steps=num_micro_batches,
-            accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x), _metrics={"train": _Any()},
-            _get_per_token_logps_and_entropies=lambda *_, **__: (log_prob, log_prob.detach(), None),
-        )  # fmt: skip
-        ids = torch.zeros_like(mask, dtype=torch.long)
-        batch = {
-            "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids, "completion_mask": mask.long(),
-            "advantages": advantages, "old_per_token_logps": old_log_prob, "ref_per_token_logps": ref_log_prob,
-            "num_items_in_batch": totals.tokens,
-        }  # fmt: skip
-        return trainer._compute_loss(None, batch)
-
-    return loss
+def _plain(
+    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals, num_micro_batches
+) -> Tensor:
+    """The trainer's own method, on a trainer that was not set up and is given these log-probabilities."""
+    trainer = object.__new__(_module().AsyncGRPOTrainer)
+    high = config["epsilon"] if config["epsilon_high"] is None else config["epsilon_high"]
+    vars(trainer).update(
+        config, loss_type=mode, epsilon_low=config["epsilon"], epsilon_high=high, top_entropy_quantile=1.0,
+        args=SimpleNamespace(**config), model=SimpleNamespace(training=True), is_fsdp_enabled=False, use_vllm=False,
+        aux_loss_enabled=False, current_gradient_accumulation_steps=num_micro_batches,
+        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x), _metrics={"train": _Any()},
+        _get_per_token_logps_and_entropies=lambda *_, **__: (log_prob, log_prob.detach(), None),
+    )  # fmt: skip
+    ids = torch.zeros_like(mask, dtype=torch.long)
+    batch = {
+        "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids, "completion_mask": mask.long(),
+        "advantages": advantages, "old_per_token_logps": old_log_prob, "ref_per_token_logps": ref_log_prob,
+        "num_items_in_batch": totals.tokens,
+    }  # fmt: skip
+    return trainer._compute_loss(None, batch)
 
 
 class _Any(dict[str, list]):
