@@ -37,8 +37,9 @@ def pytest_runtest_protocol(item):
 def main(*arguments: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        pytest_ = [sys.executable, "-m", "pytest", "-n", "2", "-q", "-p", "benchmarks.tests", *arguments]
+        options = ["-n", "2", "--dist", "worksteal", "-q", "-p", "benchmarks.tests", *arguments]
         start = time.time()
+        pytest_ = [sys.executable, "-m", "pytest", *options]
         status = subprocess.run(pytest_, env=os.environ | {LOG: str(log), "OMP_NUM_THREADS": "1"}).returncode
         if not log.exists():
             return status

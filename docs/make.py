@@ -19,6 +19,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import tempfile
 from math import sqrt
 from pathlib import Path
 
+from repro import fork
 from upref.files import write_atomically
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +36,7 @@ PAGES = [Path("README.md"), *sorted(p.relative_to(ROOT) for folder in FOLDERS fo
 BLOCK = re.compile(r"```(python|console)\n(.*?)```\n(?:(\s*)```text\n.*?```\n)?", re.S)
 FILE = re.compile(r"# (\S+\.py)\n")
 MARKED = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->\n", re.S)
-SHELL = 'python() { "$PYTHON" "$@"; }; upref() { python -m upref "$@"; }; '
+SHELL = f'python() {{ {shlex.join(fork.executable())} "$@"; }}; upref() {{ python -m upref "$@"; }}; '
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------
@@ -72,7 +74,7 @@ def put(name: str, code: str, folder: Path):
 def run(command: str, folder: Path) -> str:
     """What it prints, in that folder."""
     library = folder if (folder / "upref").exists() else ROOT
-    env = os.environ | {"PYTHONPATH": str(library), "PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1"}
+    env = os.environ | fork.environment() | {"PYTHONPATH": str(library), "PYTHONDONTWRITEBYTECODE": "1"}
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(["bash", "-c", SHELL + command], cwd=folder, env=env, text=True, check=False, **both)
     assert "Traceback" not in done.stdout, done.stdout

@@ -133,6 +133,7 @@ def test_a_full_disk_names_the_file_and_keeps_the_old_one(tmp_path, monkeypatch)
 MAY = {"upref/audits/child.py", "upref/audits/isolated/__init__.py", "docs/make.py", "docs/in_the_wild/fetched.py"}
 MAY |= {"upref/frameworks/trl/audit.py"}  # statements of the installed TRL, which is imported anyway
 MAY |= {"upref/step/verl.py"}  # a pipe from a process to its own child, and no file
+MAY |= {"repro/fork.py"}  # the command line of a process
 
 
 def unsafe(tree: ast.AST):
@@ -178,6 +179,7 @@ DRAFTS = {
     "upref/cli/supervise.py": "standard output",
     "upref/step/trl.py": "temporary folder",
     "upref/step/verl.py": "temporary folder",
+    "repro/fork.py": "standard output",
     "repro/mini/files.py": "folder that is renamed",
     "repro/mini/policy/models.py": "folder that is renamed",
     "repro/with_verl/cpu/toy.py": "made before the model that says that both are there",

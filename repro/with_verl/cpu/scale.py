@@ -11,10 +11,11 @@ import json
 from pathlib import Path
 
 import upref
+from repro import fork
 from repro.with_verl.config import compose as composing
 from repro.with_verl.config.compose import ACTOR, Run, Scale
 from repro.with_verl.config.naming import name_of
-from repro.with_verl.cpu import fork, smoke, toy
+from repro.with_verl.cpu import smoke, toy
 from repro.with_verl.place import RUNS
 
 FIRST, STALL = 600, 120  # seconds: other work is on the machine too

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import upref
-from repro import Parser
-from repro.with_verl.cpu import fork, toy
+from repro import Parser, fork
+from repro.with_verl.cpu import toy
 from repro.with_verl.place import RESULTS, ROOT, pythonpath
 from repro.with_verl.run import advice, records, watch
 from upref.aggregation import verl_name
@@ -118,7 +118,7 @@ def settings(objective: upref.Objective, steps: int, out: Path) -> dict[str, obj
         "trainer.max_actor_ckpt_to_keep": 2,  # with 1, verl removes the old one before the new one counts
         "trainer.default_local_dir": out / "checkpoints",
         "+ray_kwargs.ray_init.num_gpus": 1,
-        "+ray_kwargs.ray_init.runtime_env.py_executable": f'"{fork.executable()}"',
+        "+ray_kwargs.ray_init.runtime_env.py_executable": f'"{" ".join(fork.executable())}"',
         "ray_kwargs.ray_init.num_cpus": 16,
         "+ray_kwargs.ray_init.object_store_memory": 400_000_000,
         "+ray_kwargs.ray_init.include_dashboard": False,

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from repro import fork
+
 ROOT = Path(__file__).parents[2]
-FILE = ROOT / "repro" / "with_verl" / "cpu" / "fork.py"
 SERVER = f"""
 import sys
 sys.path[:0] = [{str(ROOT)!r}]
-from repro.with_verl.cpu import fork
+from repro import fork
 sys.path[0] = ""
-fork.EARLY, fork.MODULES = (), ("wave",)
-fork.become(fork.serve())
+fork.become(fork.serve("", "wave"))
 """
 WORKER = """
 import json, os, random, sys, time
@@ -51,7 +51,7 @@ def server(place):
 def worker(place, seconds):
     folder, env = place
     return subprocess.Popen(
-        [sys.executable, "-S", "-E", "-P", FILE, folder / "worker.py", str(seconds)],
+        [*fork.executable(), folder / "worker.py", str(seconds)],
         env=env, cwd=folder, stdout=subprocess.PIPE,
     )  # fmt: skip
 

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of Python as forks of one that has imported what is slow to import: a start of 2 s takes 0.1 s.
+
+`executable() + ARGUMENTS` starts like `PYTHON ARGUMENTS`: it hands its arguments, environment and output to the forking
+process and waits for the end of the fork; where there is none, it becomes that Python itself. The forking process
+listens on the Unix socket that UPREF_FORK names and ends with its parent. Ray's workers are such forks, and so are the
+commands of the pages and of many tests (`environment`).
+"""
+
+import atexit
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import cache
+from types import ModuleType
+from typing import NoReturn
+
+SOCKET = "UPREF_FORK"  # names the Unix socket
+SLOW = ("torch", "sympy")  # to import, of what upref needs
+
+
+def executable() -> list[str]:
+    return [sys.executable, "-S", "-E", "-P", os.path.abspath(__file__)]
+
+
+def start(path: str, early: Iterable[str], late: Iterable[str] = ()) -> None:
+    """The forking process of that socket. early, late: modules, imported at once, and when the first one asks."""
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")} | {SOCKET: path}
+    subprocess.Popen(
+        [sys.executable, "-P", os.path.abspath(__file__), "fork", ",".join(early), ",".join(late)], env=env
+    )
+
+
+@cache
+def _folder() -> "tempfile.TemporaryDirectory[str]":
+    return tempfile.TemporaryDirectory(prefix="upref-")  # a socket's name is short
+
+
+@cache
+def environment() -> dict[str, str]:
+    """In this environment `executable` forks from a process of our own, which this starts; empty where none can."""
+    if sys.platform != "linux":
+        return {}
+    path = os.path.join(_folder().name, "s")
+    start(path, SLOW)
+    for _ in range(1000):
+        if os.path.exists(path):
+            break
+        time.sleep(0.02)
+    return {SOCKET: path}
+
+
+def ask(arguments: list[str]) -> int:
+    """A process, from its start to its end."""
+    server = socket.socket(socket.AF_UNIX)
+    try:
+        if arguments[:1] in ([], ["-"]) or (arguments[0][0] == "-" and arguments[0] not in ("-c", "-m")):
+            raise KeyError("an option of Python")
+        server.connect(os.environ[SOCKET])
+    except (OSError, KeyError):
+        os.execv(sys.executable, [sys.executable, *arguments])
+    socket.send_fds(server, [b"+"], [0, 1, 2])
+    server.sendall(json.dumps([arguments, dict(os.environ), os.getcwd()]).encode() + b"\n")
+    return int(server.recv(8) or b"1")
+
+
+def serve(early: str, late: str) -> list[str]:
+    """Fork for each that asks. Returns in the forks, with their arguments."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(os.environ[SOCKET])
+    listener.listen(64)
+    parent, imported = os.getppid(), False
+    ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the forks
+    asking: dict[int, socket.socket] = {}
+    for name in filter(None, early.split(",")):
+        __import__(name)
+    gc.freeze()  # the forks share what was imported
+    while os.getppid() == parent:  # not left behind
+        ready, _, _ = select.select([listener, *asking.values()], [], [], 0.02 if asking else 0.2)
+        for pid, client in list(asking.items()):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                with suppress(OSError):  # who asked has ended
+                    asking.pop(pid).sendall(str(os.waitstatus_to_exitcode(status) & 255).encode())
+            elif client in ready:  # who asked was killed
+                os.kill(pid, signal.SIGKILL)
+        if listener not in ready:
+            continue
+        client, _ = listener.accept()
+        _, files, _, _ = socket.recv_fds(client, 1, 3)
+        arguments, environment, folder = json.loads(client.makefile().readline())
+        if not imported:
+            adopt(environment, folder)
+            for name in filter(None, late.split(",")):
+                __import__(name)
+            imported = True
+        pid = os.fork()
+        if pid == 0:
+            listener.close()
+            signal.signal(signal.SIGINT, ctrl_c)
+            for at, file in enumerate(files):
+                os.dup2(file, at)
+            sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115  of other files
+            sys.stderr = open(2, "w", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+            adopt(environment, folder)
+            return arguments
+        asking[pid] = client
+        for file in files:
+            os.close(file)
+    sys.exit()
+
+
+def adopt(environment: dict[str, str], folder: str) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+
+
+def become(arguments: list[str]) -> None:
+    """The process, as Python would have started it."""
+    import random
+
+    import numpy
+
+    random.seed()  # the forks of one process would draw the same numbers
+    numpy.random.seed()
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    kind, *rest = arguments
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, {"-c": "", "-m": os.getcwd()}.get(kind, os.path.dirname(kind)))
+    if kind == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv, sys.modules["__main__"] = ["-c", *rest[1:]], ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))
+    else:
+        sys.argv = arguments
+        runpy.run_path(kind, run_name="__main__")
+
+
+def end(arguments: list[str]) -> NoReturn:
+    """Become it, and end as Python would, but for the 0.6 s in which it takes down what was imported."""
+    status = 1
+    try:
+        become(arguments)
+        status = 0
+    except SystemExit as e:
+        status = e.code if isinstance(e.code, int) else int(e.code is not None)
+        if isinstance(e.code, str):
+            print(e.code, file=sys.stderr)
+    except BaseException as e:
+        traceback.print_exception(e)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()  # noqa: SLF001
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # it was closed
+            stream.flush()
+    os._exit(status & 255)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["fork"] and len(sys.argv) == 4:
+        end(serve(*sys.argv[2:]))
+    else:
+        sys.exit(ask(sys.argv[1:]))
