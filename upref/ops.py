@@ -36,6 +36,10 @@ def _symbolic(f: Any, *xs: Any) -> Any:
     return np.frompyfunc(f, len(xs), 1)(*xs)
 
 
+def _saturating_exp(x: Tensor) -> Tensor:
+    return x.exp().clamp_(max=torch.finfo(x.dtype).max)
+
+
 class _Exp(torch.autograd.Function):
     """e^x, at most the largest finite number of the dtype; the gradient is y, and 0 where y saturates or is NaN."""
 
@@ -43,7 +47,7 @@ class _Exp(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Any) -> Any:
-        return x.exp().clamp_(max=torch.finfo(x.dtype).max)
+        return _saturating_exp(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
@@ -59,7 +63,7 @@ def exp(x: Any) -> Any:
     """e^x; for torch at most the largest finite number of the dtype, its gradient 0 there."""
     match _reader(x):
         case "torch":
-            return _Exp.apply(x)
+            return _Exp.apply(x) if x.requires_grad else _saturating_exp(x)
         case "sympy":
             return _symbolic(sys.modules["sympy"].exp, x)
     with np.errstate(over="ignore"):

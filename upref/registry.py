@@ -242,7 +242,7 @@ class Objective:
 
     def _at_level(self, lp: Any, lp_old: Any, A: Any, mask: Any) -> Any:
         """What the pure function is handed; no gradient into lp_old and A, none into masked slots."""
-        lp, lp_old, A = _Unmasked.apply(lp, mask), lp_old.detach(), A.detach()
+        lp, lp_old, A = _Unmasked.apply(lp, mask) if lp.requires_grad else lp, lp_old.detach(), A.detach()
         if reduce := REDUCE.get(self.level):
             return reduce(lp, mask), reduce(lp_old, mask), per_response(A, mask)
         return lp, lp_old, per_response(A, mask)[:, None] if self.agg == "seq-mean" else A
@@ -297,7 +297,8 @@ class Objective:
         """∂/∂lp_t of the unreduced J from the closed form, before aggregation and without KL; 0 on masked slots."""
         lp, lp_old, A = self._at_level(b.logp.detach(), b.logp_old, b.adv, b.mask)
         log_r = lp - lp_old
-        have = {"mu": exp(lp_old), "log_mu": lp_old, "mask": b.mask, "entropy": b.entropy}
+        mu = exp(lp_old) if "mu" in self.reads else None
+        have = {"mu": mu, "log_mu": lp_old, "mask": b.mask, "entropy": b.entropy}
         w = self._closed(log_r if self.reads_log_r else exp(log_r), A, have, hp)
         if self.level in REDUCE:
             n = b.mask.sum(-1)

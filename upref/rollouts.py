@@ -125,12 +125,12 @@ class Rollouts:
     def unchecked(cls, **fields) -> "Rollouts":
         """The same without a look at it: for a batch that is being trained on, and one that is wrong on purpose."""
         b = object.__new__(cls)
-        b.__dict__.update(dict.fromkeys(f.name for f in fields_of(cls)) | fields)
+        b.__dict__.update(dict.fromkeys(cls.__dataclass_fields__) | fields)
         return b
 
     def but(self, **changes) -> "Rollouts":
         """A copy with other fields, not looked at again."""
-        return self.unchecked(**{f.name: getattr(self, f.name) for f in fields_of(self)} | changes)
+        return self.unchecked(**{name: getattr(self, name) for name in self.__dataclass_fields__} | changes)
 
     @cached_property
     def one_adv_per_response(self) -> bool:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -62,9 +63,17 @@ README = (DERIVATIONS / "README.md").read_text(encoding="utf-8")
 SECTIONS = dict(zip([*page.CLAIMS, "mutants"], re.split(r"(?=\n## )", README)[1:], strict=True))
 
 
+@functools.cache
+def shown(name):
+    """Its section of the page, and the objectives whose function that derivation asks for."""
+    asked, get = [], upref.get
+    with mock.patch.object(upref, "get", lambda o: asked.append(o) or get(o)):
+        return page.section(name), sorted(set(asked))
+
+
 @pytest.mark.parametrize("name", page.CLAIMS)
 def test_the_claim_holds_and_the_page_shows_its_steps(name):
-    assert page.section(name) == SECTIONS[name], "run: python derivations/make_page.py"
+    assert shown(name)[0] == SECTIONS[name], "run: python derivations/make_page.py"
 
 
 @pytest.mark.parametrize(("name", "i"), [(name, i) for name, changes in FALSE.items() for i in range(len(changes))])
@@ -89,19 +98,10 @@ def dead(fn):
     return mutant
 
 
-def read_by(name, monkeypatch):
-    """The objectives whose function that derivation asks for."""
-    asked, get = [], upref.get
-    monkeypatch.setattr(upref, "get", lambda o: asked.append(o) or get(o))
-    page.section(name)
-    monkeypatch.undo()
-    return sorted(set(asked))
-
-
 @pytest.mark.parametrize("name", page.CLAIMS)
 def test_the_derivation_fails_where_its_objective_is_another(name, monkeypatch):
     """Each function it reads, mutated alone: so it is derived from the function that trains, and from each of them."""
-    objectives = ["aspo", "m2po"] if name == "weights" else read_by(name, monkeypatch)
+    objectives = ["aspo", "m2po"] if name == "weights" else shown(name)[1]
     assert objectives or name == "kl_estimators"
     for o in map(upref.get, objectives):
         seen = any(fails(name, replace(o, fn=mutate(o.fn)), monkeypatch) for mutate in (alive, dead))

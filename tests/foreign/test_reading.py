@@ -92,7 +92,7 @@ def refusals(loss) -> set[str]:
     return said
 
 
-@settings(deadline=None, max_examples=12, derandomize=True)
+@settings(deadline=None, max_examples=6, derandomize=True)
 @given(
     order=st.permutations(list(CALLED)),
     called=st.fixed_dictionaries({r: st.sampled_from(c) for r, c in CALLED.items()}),

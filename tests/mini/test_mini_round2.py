@@ -264,7 +264,7 @@ def whole(kind: str) -> dict:
     return found
 
 
-@pytest.mark.parametrize("kind", ["plain", "stopped", "zero", "nan"])
+@pytest.mark.parametrize("kind", ["plain", "zero", "nan", pytest.param("stopped", marks=pytest.mark.nightly)])
 def test_the_report_of_all_runs_however_odd(kind, tmp_path, monkeypatch, undrawn):
     """When the last run is in there is a verdict on everything, and no number that is none; what is odd is named."""
     chosen = {arm: 3e-4 for arm in plan.load("family_tuned").arms}

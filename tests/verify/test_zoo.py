@@ -220,17 +220,17 @@ PROBES = {
 KL = {"zero-advantage", "on-policy", "scaling", "extremes"}  # a declared KL term is no defect of these
 
 
-def witnesses(case) -> set[str]:
-    """The oracles that have something to say about this loss."""
+def witnesses(case, among=frozenset(PROBES)) -> set[str]:
+    """Those of these oracles that have something to say about this loss."""
     skip = KL if case.hp.get("beta") else set()
-    return {name for name, probe in PROBES.items() if name not in skip and probe(case, case.hp)}
+    return {name for name, probe in PROBES.items() if name in among - skip and probe(case, case.hp)}
 
 
 # ---- without the checker --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("case", zoo.WRONG, ids=str)
 def test_wrong_is_wrong(case):
     assert case.bug and case.oracles
-    assert witnesses(case) & case.oracles
+    assert witnesses(case, case.oracles)
 
 
 @pytest.mark.parametrize("case", zoo.RIGHT, ids=lambda c: f"{c}-{c.objective}-{sorted(c.hp)}")

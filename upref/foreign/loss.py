@@ -235,4 +235,5 @@ def _plain(x: Tensor) -> Tensor:
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and torch.equal(x.nan_to_num(nan=12345.0), y.detach().nan_to_num(nan=12345.0))
+    y, real = y.detach(), lambda z: z.nan_to_num(nan=12345.0)
+    return x.shape == y.shape and (torch.equal(x, y) or torch.equal(real(x), real(y)))
