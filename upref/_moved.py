@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 MOVED = {
     "upref.atlas": "upref.weights.atlas",
@@ -32,7 +33,7 @@ MOVED = {
 class Moved(MetaPathFinder, Loader):
     """Finds the modules of MOVED, and what is in them, under their old names."""
 
-    def find_spec(self, fullname: str, path=None, target=None) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         return ModuleSpec(fullname, self) if _new(fullname) else None
 
     def create_module(self, spec: ModuleSpec) -> None:

@@ -17,7 +17,7 @@ A micro-batch or a data-parallel rank needs the counts of the *whole* mini-batch
 accumulate in float32 at least, so J of a half-precision batch is a float32 number.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -142,10 +142,10 @@ def aggregate(
     return (per_row * (w.to(wide) if isinstance(w, Tensor) else w)).sum()
 
 
-def _is_mask(x) -> bool:
+def _is_mask(x: Any) -> bool:
     return dense(x) and x.dtype == torch.bool and x.ndim == 2
 
 
-def _must(fits: bool, what: str, got) -> None:
+def _must(fits: bool, what: str, got: Any) -> None:
     if not fits:
         raise InputError(f"{what}, got {described(got)}.")

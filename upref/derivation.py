@@ -53,7 +53,7 @@ class Derivation:
         return "\n".join(self.steps)
 
 
-def derive(objective: str | Objective, mu: float = 0.25, **hp) -> Derivation:
+def derive(objective: str | Objective, mu: float = 0.25, **hp: Any) -> Derivation:
     """dJ/dlp in every regime (sign of A, r between the kinks), compared with the weight written by hand.
 
     Hyperparameters stay symbols, and the kinks are ordered as at their defaults (c, by default None, as at 3); those
@@ -93,7 +93,7 @@ def _equal(x: Expr, y: Expr) -> bool:
     return sympy.simplify((x - y).rewrite(sympy.exp)) == 0
 
 
-def _exact(x) -> Expr:
+def _exact(x: Any) -> Expr:
     return sympy.nsimplify(x, rational=True)
 
 
@@ -112,7 +112,9 @@ def _chain(o: Objective) -> str:
     return f"  {level}; aggregation {o.agg}: row weight {rows} ({legend})"
 
 
-def _regimes(o: Objective, A: Expr, letters: dict, at: dict, notes: dict) -> Iterator[tuple[str, Expr, Expr, Expr]]:
+def _regimes(
+    o: Objective, A: Expr, letters: dict[Any, Any], at: dict[Any, Any], notes: dict[Any, Any]
+) -> Iterator[tuple[str, Expr, Expr, Expr]]:
     """(where, J, dJ/dlp, weight) of each regime; neighbours that read alike are one."""
     n = FREE_TOKENS if o.level == "free" else 1
     tags = [f"_{i + 1}" for i in range(n)] if n > 1 else [""]
@@ -138,7 +140,7 @@ def _regimes(o: Objective, A: Expr, letters: dict, at: dict, notes: dict) -> Ite
         yield ", ".join(_interval(a.low, x.name, b.high) for a, x, b in ends), *first[1:]
 
 
-def _J(o: Objective, A: Expr, lp: list, lp_old: list, hp: dict) -> Expr:
+def _J(o: Objective, A: Expr, lp: list[Any], lp_old: list[Any], hp: dict[Any, Any]) -> Expr:
     """The unreduced J from the function itself, handed scalars, or one response for level free."""
     if o.level != "free":
         return sympy.sympify(o.fn(lp[0], lp_old[0], A, **hp))
@@ -146,7 +148,7 @@ def _J(o: Objective, A: Expr, lp: list, lp_old: list, hp: dict) -> Expr:
     return sum(o.fn(*response, np.ones((1, len(lp)), dtype=bool), **hp).flat)
 
 
-def _weights(o: Objective, A: Expr, r: list, mu: Expr, hp: dict) -> list[Expr]:
+def _weights(o: Objective, A: Expr, r: list[Any], mu: Expr, hp: dict[Any, Any]) -> list[Expr]:
     first = [log(x) for x in r] if o.reads_log_r else r
     have = {"mu": mu, "log_mu": log(mu), "mask": np.ones((1, len(r)), dtype=bool)}
     read = (SymbolArray([first]), SymbolArray([[A] * len(r)])) if o.level == "free" else (first[0], A)
@@ -160,7 +162,7 @@ class Cell(NamedTuple):
     point: Expr
 
 
-def _cells(edges: set[Expr], r: Symbol, at: dict, top: Expr, notes: dict) -> list[Cell]:
+def _cells(edges: set[Expr], r: Symbol, at: dict[Any, Any], top: Expr, notes: dict[Any, Any]) -> list[Cell]:
     """The open intervals of r between the edges, each with a point inside."""
     end = top.subs(at)
     places = {sympy.S.Zero: "0", end: str(top)}
@@ -190,7 +192,7 @@ def _interval(low: str, r: str, high: str) -> str:
     return f"{r} > {low}" if high == "oo" else f"{r} < {high}" if low == "0" else f"{low} < {r} < {high}"
 
 
-def _numeric(o: Objective, hp: dict) -> tuple[list[str], bool]:
+def _numeric(o: Objective, hp: dict[Any, Any]) -> tuple[list[str], bool]:
     """dJ/dlp by torch.autograd against weight x aggregation: two responses, A = 1 and A = -1, seven ratios each."""
     r = torch.tensor([0.3, 0.75, 0.95, 1.05, 1.25, 1.9, 4.0], dtype=torch.float64).expand(2, -1)
     lp_old = torch.full_like(r, 0.1).log()
@@ -205,7 +207,7 @@ def _numeric(o: Objective, hp: dict) -> tuple[list[str], bool]:
     return [*steps, f"equal to weight x aggregation within 1e-12: {'yes' if ok else 'NO'}"], ok
 
 
-def sympy_gradient(objective: str | Objective, b: Rollouts, **hp) -> np.ndarray:
+def sympy_gradient(objective: str | Objective, b: Rollouts, **hp: Any) -> np.ndarray:
     """dJ/dlp [B, T] of a small batch, the whole pipeline in sympy: level, mask, aggregation, KL. Computed at 30 digits.
 
     The third route to what autograd and `objective.gradient` give. Raises InputError where sympy cannot read.
@@ -229,10 +231,10 @@ def sympy_gradient(objective: str | Objective, b: Rollouts, **hp) -> np.ndarray:
     return gradient * o.per_term(w, b.mask).numpy() if w is not None else gradient
 
 
-def _derivative(o: Objective, mask: np.ndarray, hp: dict) -> Callable[..., list]:
+def _derivative(o: Objective, mask: np.ndarray, hp: dict[Any, Any]) -> Callable[..., list[Any]]:
     """The derivatives of these responses' share of J by each lp: a function of lp, lp_old, A, lp_ref, row weights."""
 
-    def letters(name, *shape):
+    def letters(name: str, *shape: int) -> Any:
         return SymbolArray([Symbol(f"{name}_{i}", real=True) for i in range(math.prod(shape))]).reshape(shape)
 
     lp, lp_old, A, ref = (letters(name, *mask.shape) for name in ("lp", "lp_old", "A", "lp_ref"))

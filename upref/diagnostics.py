@@ -13,7 +13,7 @@ from upref.registry import Objective
 from upref.rollouts import Rollouts
 
 
-def diagnose(objective: Objective, b: Rollouts, **hp) -> dict[str, float]:
+def diagnose(objective: Objective, b: Rollouts, **hp: Any) -> dict[str, float]:
     """Fractions of unmasked tokens (of all, unless the name says otherwise) and ratio statistics, no gradient.
 
     clip/{pos,neg}_{high,low}   A > 0 or A < 0 tokens of weight 0 with r >= 1 (high) or r < 1 (low), of that sign's

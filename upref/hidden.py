@@ -21,6 +21,7 @@ All other products are float32, or float64 where an input is. Memory beyond dh a
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -35,7 +36,7 @@ ZERO = -1e4  # exp of it is 0 in every dtype, and 0 times it is 0: what -inf is 
 TOP = 8  # logits per token that are computed again
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def token_log_probs(
     hidden: Float[Tensor, "*B T H"],
     weight: Float[Tensor, "V H"],
@@ -138,7 +139,7 @@ def _here(tokens: Tensor, at: slice, x: Tensor) -> tuple[Tensor, Tensor]:
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(hidden, weight, bias, tokens, head):
+    def forward(hidden: Any, weight: Any, bias: Any, tokens: Any, head: Any) -> Any:
         check_tokens(tokens, hidden.shape[:-1], len(weight), "hidden", "tokens")  # here, where vmap shows values
         shape, tokens = tokens.shape, tokens.flatten().long()
         with torch.autocast(hidden.device.type, enabled=False):
@@ -164,7 +165,7 @@ class _LogProbs(torch.autograd.Function):
         return tuple(v.to(h.dtype).reshape(shape) for v in (lp, H, *saved))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         hidden, weight, bias, tokens, ctx.head = inputs
         ctx.save_for_backward(hidden, weight, bias, tokens, *output[2:])
         ctx.mark_non_differentiable(*output[2:])
@@ -172,7 +173,7 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g, g_H, *_):
+    def backward(ctx: Any, g: Any, g_H: Any, *_: Any) -> Any:
         hidden, weight, bias, tokens, log_z, H = ctx.saved_tensors
         head, (want_h, want_W, want_b, *_) = ctx.head, ctx.needs_input_grad
         with torch.autocast(hidden.device.type, enabled=False):
@@ -204,7 +205,7 @@ class _LogProbs(torch.autograd.Function):
         return dh, dW, db, None, None
 
     @staticmethod
-    def vmap(info, in_dims, hidden, weight, bias, tokens, head):
+    def vmap(info: Any, in_dims: Any, hidden: Any, weight: Any, bias: Any, tokens: Any, head: Any) -> Any:
         if in_dims[1] is not None or in_dims[2] is not None:
             raise InputError("vmap over weight or bias is not supported: call token_log_probs once for each of them.")
         front = lambda x, dim: x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 _came: list[int] = []  # the end of a pipe that has the numbers of the signals
 _words = {"who": "", "then": "run the same command again"}
@@ -30,7 +31,7 @@ def handled(who: str = "") -> None:
     _words["who"] = who or f"python -m {sys.orig_argv[sys.orig_argv.index('-m') + 1]}"
     process = os.getpid()
 
-    def terminated(number, frame):
+    def terminated(number: int, frame: Any) -> None:
         if os.getpid() != process:  # a fork, whose end is its own
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -68,7 +69,7 @@ def then(sentence: str) -> None:
     _words["then"] = sentence
 
 
-def _again(unraisable) -> None:
+def _again(unraisable: Any) -> None:
     """An interrupt that came while Python ran a callback, whose exceptions it passes over, comes a moment later."""
     if not issubclass(unraisable.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
@@ -77,7 +78,7 @@ def _again(unraisable) -> None:
     threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
 
 
-def _end(kind, error, trace) -> None:
+def _end(kind: Any, error: Any, trace: Any) -> None:
     if issubclass(kind, ImportError) and _came:
         with suppress(BlockingIOError):
             numbers = {*os.read(_came[0], 4096)} & {signal.SIGINT, signal.SIGTERM}

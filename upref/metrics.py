@@ -30,7 +30,7 @@ class Estimate:
     high: float
 
     @classmethod
-    def of(cls, per_problem) -> "Estimate":
+    def of(cls, per_problem: Any) -> "Estimate":
         """Mean m of P numbers x in [0, 1], and Wilson's interval at an effective number of problems N:
 
             (m + z²/2N ± z √(m(1-m)/N + z²/4N²)) / (1 + z²/N)        N = P · max(1, m(1-m) / s²),  s² = Σ(x-m)²/(P-1)
@@ -48,7 +48,7 @@ class Estimate:
         return cls(float(m), float(max(0.0, min(low, m))), float(min(1.0, max(high, m))))
 
 
-def avg_at_k(correct) -> Estimate:
+def avg_at_k(correct: Any) -> Estimate:
     """Avg@k = mean_p c/n: the share of correct answers, all n = k samples used.
 
     correct: bool [P, n], an array, a CPU tensor or nested lists.
@@ -56,7 +56,7 @@ def avg_at_k(correct) -> Estimate:
     return Estimate.of(_table(correct).mean(1))
 
 
-def pass_at_1(correct) -> Estimate:
+def pass_at_1(correct: Any) -> Estimate:
     """Pass@1 = mean_p c/n: the probability that one answer is correct. n samples only make it less noisy.
 
     The same number as Avg@n: what is reported as Pass@1 may be of 1 sample a problem or of 32, so state n beside it.
@@ -64,7 +64,7 @@ def pass_at_1(correct) -> Estimate:
     return avg_at_k(correct)
 
 
-def best_at_k(correct, k: int) -> Estimate:
+def best_at_k(correct: Any, k: int) -> Estimate:
     """Best@k = Pass@k = mean_p (1 - C(n-c, k) / C(n, k)): the probability that one of k answers at least is correct.
 
     Unbiased for 1 - (1 - p)^k: the share of the k-subsets of the n samples with a correct answer (Chen et al. 2021,
@@ -77,7 +77,7 @@ def best_at_k(correct, k: int) -> Estimate:
     return Estimate.of(by_c[table.sum(1)])
 
 
-def best_at_k_replaced(correct, k: int) -> Estimate:
+def best_at_k_replaced(correct: Any, k: int) -> Estimate:
     """mean_p (1 - (1 - c/n)^k): the same with the k answers drawn from the n *with* replacement, in closed form.
 
     The expectation of `best_at_k_bootstrap`, and never above `best_at_k`. Any k >= 1.
@@ -87,7 +87,7 @@ def best_at_k_replaced(correct, k: int) -> Estimate:
     return Estimate.of(1 - (1 - table.mean(1)) ** float(min(k, 10**300)))
 
 
-def best_at_k_bootstrap(correct, k: int, draws: int = 1000, seed: int = 42) -> Estimate:
+def best_at_k_bootstrap(correct: Any, k: int, draws: int = 1000, seed: int = 42) -> Estimate:
     """verl's `best@k/mean`: the mean over `draws` random k-tuples of the n answers, drawn with replacement.
 
     Another quantity than `best_at_k`: its expectation is `best_at_k_replaced`. Draws as verl's `bootstrap_metric` does
@@ -104,7 +104,7 @@ def best_at_k_bootstrap(correct, k: int, draws: int = 1000, seed: int = 42) -> E
     return Estimate.of([row[tuples].any(1).mean() for row in table])
 
 
-def maj_at_k(answers: Sequence[Sequence[Hashable]], correct) -> Estimate:
+def maj_at_k(answers: Sequence[Sequence[Hashable]], correct: Any) -> Estimate:
     """Maj@k = mean_p [the answer with most of the n = k votes is correct]; tied answers share: the mean over them.
 
     That is the expectation when a tie is broken by a fair draw. verl gives a tie to the answer sampled first, and its
@@ -137,7 +137,7 @@ def _vote(problem: int, row: Sequence[Hashable], verdicts: np.ndarray) -> float:
     return sum(verdict[answer] for answer in top) / max(len(top), 1)
 
 
-def _table(correct) -> np.ndarray:
+def _table(correct: Any) -> np.ndarray:
     try:
         table = np.asarray(correct)
     except (TypeError, ValueError) as e:
@@ -150,7 +150,7 @@ def _table(correct) -> np.ndarray:
     return table
 
 
-def _check_count(name: str, k, most: float = float("inf")) -> None:
+def _check_count(name: str, k: Any, most: float = float("inf")) -> None:
     if not isinstance(k, int | np.integer) or isinstance(k, bool) or not 1 <= k <= most:
         limit = f"between 1 and the {most} samples of a problem" if most < float("inf") else ">= 1"
         raise InputError(f"{name} must be a whole number {limit}, got {k!r}.")

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from functools import cached_property
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int, jaxtyped
@@ -48,7 +48,7 @@ class Rollouts:
     totals: Totals | None = None
     logp_sampler: Float[Tensor, "B T"] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check_types()
         B = len(self.mask)
         if self.totals is not None:
@@ -91,7 +91,7 @@ class Rollouts:
             and (group is None or (dense(group) and group.dtype is torch.int64 and group.shape == (B,)))
         )
 
-    def _check_types(self):
+    def _check_types(self) -> None:
         if self._plain() and self.mask.numel():
             return
         with jaxtyped("context"):  # binds B and T over all the fields
@@ -105,7 +105,7 @@ class Rollouts:
                 f"the batch is empty (mask has shape {tuple(self.mask.shape)}): give one response at least."
             )
 
-    def _check_logp(self, name: str, x: Tensor):
+    def _check_logp(self, name: str, x: Tensor) -> None:
         # a fused log-softmax may overshoot 0 by rounding, not by more
         most = min(100 * torch.finfo(x.dtype).eps, 1e-3)
         if ((x <= most) & (x > -math.inf) | ~self.mask).all():
@@ -122,13 +122,13 @@ class Rollouts:
         )
 
     @classmethod
-    def unchecked(cls, **fields) -> "Rollouts":
+    def unchecked(cls, **fields: Any) -> "Rollouts":
         """The same without a look at it: for a batch that is being trained on, and one that is wrong on purpose."""
         b = object.__new__(cls)
         b.__dict__.update(dict.fromkeys(cls.__dataclass_fields__) | fields)
         return b
 
-    def but(self, **changes) -> "Rollouts":
+    def but(self, **changes: Any) -> "Rollouts":
         """A copy with other fields, not looked at again."""
         return self.unchecked(**{name: getattr(self, name) for name in self.__dataclass_fields__} | changes)
 

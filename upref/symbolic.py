@@ -4,6 +4,7 @@
 import operator
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import sympy
@@ -11,25 +12,25 @@ from sympy import Expr, Piecewise, Symbol
 from sympy.core.relational import Relational
 
 
-class StopGradient(sympy.Function):
+class StopGradient(sympy.Function):  # type: ignore[misc]  # mypy does not read sympy
     """sg(x): value x, derivative 0."""
 
     nargs = 1
 
-    def fdiff(self, argindex=1):
+    def fdiff(self, argindex: int = 1) -> Any:
         return sympy.S.Zero
 
-    def _eval_is_extended_positive(self):
+    def _eval_is_extended_positive(self) -> Any:
         return self.args[0].is_extended_positive
 
-    def _sympystr(self, printer):
+    def _sympystr(self, printer: Any) -> str:
         return f"sg({printer.doprint(self.args[0])})"
 
-    def _latex(self, printer):
+    def _latex(self, printer: Any) -> str:
         return rf"\operatorname{{sg}}\left({printer.doprint(self.args[0])}\right)"
 
 
-class Where(sympy.Function):
+class Where(sympy.Function):  # type: ignore[misc]
     """x where the condition holds, else y: a Piecewise that does not fold what is nested in its condition.
 
     Folding makes sympy's own slow on min(r A, clip(r) A); `.rewrite(sympy.Piecewise)` gives that.
@@ -39,22 +40,22 @@ class Where(sympy.Function):
     is_commutative = True
 
     @classmethod
-    def eval(cls, condition, x, y):
+    def eval(cls, condition: Any, x: Any, y: Any) -> Any:
         if condition in (sympy.true, sympy.false):
             return x if condition == sympy.true else y
         return x if x == y else None
 
-    def _eval_derivative(self, s):
+    def _eval_derivative(self, s: Any) -> Any:
         condition, x, y = self.args
         return Where(condition, x.diff(s), y.diff(s))
 
-    def _eval_rewrite_as_Piecewise(self, condition, x, y, **kwargs):
+    def _eval_rewrite_as_Piecewise(self, condition: Any, x: Any, y: Any, **kwargs: Any) -> Any:
         return Piecewise((x, condition), (y, True))
 
-    def _latex(self, printer):
+    def _latex(self, printer: Any) -> str:
         return printer.doprint(self.rewrite(Piecewise))
 
-    def _mpmathcode(self, printer):
+    def _mpmathcode(self, printer: Any) -> str:
         """As Python branches: only the one that holds is computed."""
         condition, x, y = (printer.doprint(arg) for arg in self.args)
         return f"(({x}) if {condition} else ({y}))"
@@ -68,29 +69,29 @@ def forget_sg(expr: Expr) -> Expr:
 class SymbolArray(np.ndarray):
     """An object array whose comparisons give relations: numpy's own would ask each element for its truth."""
 
-    def __new__(cls, elements):
+    def __new__(cls, elements: Any) -> Any:
         return np.array(elements, dtype=object).view(cls)
 
-    def __le__(self, other):
+    def __le__(self, other: Any) -> Any:
         return np.frompyfunc(operator.le, 2, 1)(self, other)
 
-    def __lt__(self, other):
+    def __lt__(self, other: Any) -> Any:
         return np.frompyfunc(operator.lt, 2, 1)(self, other)
 
-    def __ge__(self, other):
+    def __ge__(self, other: Any) -> Any:
         return np.frompyfunc(operator.ge, 2, 1)(self, other)
 
-    def __gt__(self, other):
+    def __gt__(self, other: Any) -> Any:
         return np.frompyfunc(operator.gt, 2, 1)(self, other)
 
 
-def in_regime(expr: Expr, point: dict) -> Expr:
+def in_regime(expr: Expr, point: dict[Any, Any]) -> Expr:
     """The branch of every `where` that holds at `point`, kept symbolic: an expression as it reads in one regime.
 
     Raises ValueError where the point leaves a condition undecided.
     """
 
-    def branch(condition, x, y):
+    def branch(condition: Any, x: Any, y: Any) -> Any:
         holds = condition.subs(point)
         if holds not in (sympy.true, sympy.false):
             raise ValueError(f"{condition} is undecided at {point}")
@@ -101,7 +102,7 @@ def in_regime(expr: Expr, point: dict) -> Expr:
     return expr
 
 
-def pieces(Js: Sequence[Expr], lp: Symbol, lp_old: Symbol, r: Symbol, at: dict) -> list[tuple]:
+def pieces(Js: Sequence[Expr], lp: Symbol, lp_old: Symbol, r: Symbol, at: dict[Any, Any]) -> list[tuple[Any, ...]]:
     """(low, high, [(J, dJ/dlp in r), ...]) of these J on every open interval of r = exp(lp - lp_old) between kinks.
 
     at: numbers for the other symbols, which order the kinks. The intervals are those of all Js together.

@@ -17,6 +17,7 @@ import torch
 
 import upref
 import upref.weights.batches
+from repro import fork
 from upref.cli import commands, main
 from upref.errors import InputError
 from upref.foreign.guard import RANDOM, STATE, _equal, called, undisturbed
@@ -60,10 +61,10 @@ COMMAND = {  # loss -> exit status, what stderr says, whether stdout has a repor
 def test_the_command_line_says_0_only_after_a_report(tmp_path):
     (tmp_path / "mine.py").write_text(DAPO)
     start = lambda loss: subprocess.Popen(
-        [sys.executable, "-m", "upref", "check", f"mine.py:{loss}", "--as", "dapo", *FAST, "--json", "--timeout",
+        [*fork.executable(), "-m", "upref", "check", f"mine.py:{loss}", "--as", "dapo", *FAST, "--json", "--timeout",
          "12" if loss == "loops" else "300"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        env=os.environ | fork.environment() | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     running = {loss: start(loss) for loss in COMMAND}
     for loss, (status, says, report) in COMMAND.items():

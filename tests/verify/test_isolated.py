@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from docs.make import put
+from repro import fork
 from upref import InputError
 from upref.audits import isolated
 from upref.audits.isolated.pin import Pin, place
@@ -47,6 +48,9 @@ def library(tmp_path_factory):
 def audited(library, tmp_path, monkeypatch):
     """The audit of a working copy in which this was written in place of that."""
     monkeypatch.setattr(isolated, "LIBRARY", library)
+    monkeypatch.setattr(isolated, "PYTHON", fork.executable())
+    for name, value in fork.environment().items():
+        monkeypatch.setenv(name, value)
 
     def audit(old="", new=""):
         assert old in OWN
@@ -103,8 +107,9 @@ def test_exit_status(library, tmp_path):
     """0, 1 and 2, as for verl; the sentence of a 2 stands alone on stderr."""
 
     def audit(*more):
-        command = [sys.executable, "-m", "upref", "audit", "plain", *more]
-        return subprocess.run(command, cwd=library, capture_output=True, text=True, check=False)
+        command = [*fork.executable(), "-m", "upref", "audit", "plain", *more]
+        env = os.environ | fork.environment()
+        return subprocess.run(command, cwd=library, env=env, capture_output=True, text=True, check=False)
 
     (tmp_path / "plainrl.py").write_text(OWN.replace("0.2", "0.3"), encoding="utf-8")
     assert audit("--source", str(tmp_path)).returncode == 1
@@ -274,8 +279,9 @@ def test_a_pinned_commit(index, tmp_path):
 
 def test_one_of_its_losses_is_checked_by_name(index, library):
     def check(loss):
-        command = [sys.executable, "-m", "upref", "check", loss, "--as", "ppo_clip"]
-        return subprocess.run(command, cwd=library, capture_output=True, text=True, check=False)
+        command = [*fork.executable(), "-m", "upref", "check", loss, "--as", "ppo_clip"]
+        env = os.environ | fork.environment()
+        return subprocess.run(command, cwd=library, env=env, capture_output=True, text=True, check=False)
 
     right, unknown = check("plain:ppo"), check("plain:nobody")
     assert right.returncode == 0 and right.stdout.startswith("ppo_clip: agrees"), right.stderr

@@ -13,6 +13,7 @@ from upref.audits.isolated.pin import Pin, place
 from upref.errors import InputError
 
 SECONDS = 900
+PYTHON = [sys.executable]
 LIBRARY = Path(__file__).parents[3]  # where its process finds upref
 QUIET = {  # no GPU, no network, no telemetry
     "CUDA_VISIBLE_DEVICES": "",
@@ -36,7 +37,7 @@ def run(work: str, name: str, pin: Pin, version: str = "", source: str = "", lou
         job.write_bytes(pickle.dumps((work, name, where, more)))
         paths = [str(LIBRARY), *filter(None, [os.environ.get("PYTHONPATH")])]  # a cluster may have torch there
         env = os.environ | QUIET | pin.env | {"PYTHONPATH": os.pathsep.join(paths)}
-        command = [sys.executable, "-m", "upref.audits.child", str(job), str(answer)]
+        command = [*PYTHON, "-m", "upref.audits.child", str(job), str(answer)]
         try:
             said = subprocess.run(command, env=env, cwd=folder, timeout=SECONDS, text=True, errors="replace",
                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)  # fmt: skip
