@@ -112,9 +112,7 @@ def _chain(o: Objective) -> str:
     return f"  {level}; aggregation {o.agg}: row weight {rows} ({legend})"
 
 
-def _regimes(
-    o: Objective, A: Expr, letters: dict[Any, Any], at: dict[Any, Any], notes: dict[Any, Any]
-) -> Iterator[tuple[str, Expr, Expr, Expr]]:
+def _regimes(o: Objective, A: Expr, letters: Any, at: Any, notes: Any) -> Iterator[tuple[str, Expr, Expr, Expr]]:
     """(where, J, dJ/dlp, weight) of each regime; neighbours that read alike are one."""
     n = FREE_TOKENS if o.level == "free" else 1
     tags = [f"_{i + 1}" for i in range(n)] if n > 1 else [""]

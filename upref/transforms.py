@@ -76,10 +76,10 @@ def _asymmetric(base: Objective, prefix: str, positive) -> Objective:
 
 
 # ---- sampler corrections ---------------------------------------------------------------------------------------------
-def _correction(paper: str, eq: str, **defaults: str) -> Callable[[Callable], Callable[[Objective], Objective]]:
+def _correction(paper: str, eq: str, **defaults: str) -> Callable[[Any], Callable[[Objective], Objective]]:
     """Decorator: of the factor `(log_rho, mask, *, hyperparameters)` the transform that multiplies by it."""
 
-    def wrap(factor: Callable) -> Callable[[Objective], Objective]:
+    def wrap(factor: Callable[..., Any]) -> Callable[[Objective], Objective]:
         def make(base: Any) -> Objective:
             if not isinstance(base, Objective):
                 got = type(base).__name__
