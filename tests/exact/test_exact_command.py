@@ -30,7 +30,7 @@ def same(found, committed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dapo", "up_dapo"])
+@pytest.mark.parametrize("name", ["up_dapo", pytest.param("dapo", marks=pytest.mark.nightly)])
 def test_the_committed_numbers_are_what_the_code_finds(name):
     """One row an experiment: the whole of it takes minutes."""
     _, o, hp = flow.arm(name)
