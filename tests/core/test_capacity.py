@@ -265,6 +265,7 @@ def test_foreign_loss_takes_its_hyperparameters():
     assert_cap(capacity(ppo, 0.1, 0.1, 1, eps=0.5), 0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAPPABLE)
 def test_registered_surrogate_taken_as_a_foreign_loss(name):
     """The weight by autograd through the code that trains, against the weight written by hand."""

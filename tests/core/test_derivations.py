@@ -71,6 +71,7 @@ def shown(name):
         return page.section(name), sorted(set(asked))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", page.CLAIMS)
 def test_the_claim_holds_and_the_page_shows_its_steps(name):
     assert shown(name)[0] == SECTIONS[name], "run: python derivations/make_page.py"
@@ -98,6 +99,7 @@ def dead(fn):
     return mutant
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", page.CLAIMS)
 def test_the_derivation_fails_where_its_objective_is_another(name, monkeypatch):
     """Each function it reads, mutated alone: so it is derived from the function that trains, and from each of them."""
@@ -134,6 +136,7 @@ def test_every_file_is_a_claim_on_the_page():
     assert SECTIONS["mutants"] == page.table(), "run: python derivations/make_page.py"
 
 
+@pytest.mark.slow
 def test_a_script_says_so_by_its_exit_status(tmp_path):
     script = tmp_path / "up_gspo.py"
     text = (DERIVATIONS / "up_gspo.py").read_text(encoding="utf-8")

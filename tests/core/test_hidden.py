@@ -57,6 +57,7 @@ def run(f, h, W, tokens, settings, up):
     return [*out, *torch.autograd.grad(total, leaves)]
 
 
+@pytest.mark.slow
 def test_500_random_cases_agree_with_autograd_to_1e_12():
     for seed in range(500):
         h, W, tokens, settings, up = drawn(seed)

@@ -92,6 +92,7 @@ def refusals(loss) -> set[str]:
     return said
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=6, derandomize=True)
 @given(
     order=st.permutations(list(CALLED)),
@@ -178,6 +179,7 @@ def test_a_loss_of_the_first_column_gets_one_advantage_each():
     assert read(lambda log_prob, old_log_prob, advantages, mask: -(log_prob * mask).mean()).adv_shape == "BT"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
 def test_an_aggregation_in_place_of_the_objectives_own(agg):
     def loss(log_prob, old_log_prob, advantages, mask):
@@ -406,6 +408,7 @@ def test_a_hyperparameter_that_nobody_knows_is_an_error():
     assert upref.check(loss, "up_dapo", clip=0.3, skip=QUICK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["up_dapo", "up(sapo)", "nothing:here", "dpao", "liger:dapo"])
 def test_the_command_and_the_library_accept_the_same_names(name, capsys):
     """All verbs and their twins, and the same sentence where a name means nothing."""

@@ -4,6 +4,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from docs.make import put, run
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +66,7 @@ print("status", status)
 """
 
 
+@pytest.mark.slow
 def test_the_way_of_a_loss_is_the_one_it_goes(tmp_path):
     """These functions are called, in this order, in a fresh process: nothing has been kept from an earlier check."""
     way = [tuple(line.split()[:2]) for line in WAY.splitlines()]
