@@ -113,6 +113,12 @@ def _verdicts() -> tuple[str, list[list[str]]]:
     return text, [x.strip("|").strip().split(" | ") for x in table if "**not testable**" not in x]
 
 
+def moved() -> str:
+    from upref._moved import MOVED
+
+    return "\n".join(["| old | new |", "|---|---|", *(f"| `{old}` | `{new}` |" for old, new in MOVED.items())])
+
+
 def tally() -> str:
     text, rows = _verdicts()
     words = ("reproduced", "undecided", "contradicted")
@@ -322,6 +328,7 @@ GENERATED = {f.__name__: f for f in STEPS} | {
         reliability,
         places,
         objectives,
+        moved,
         tally,
         verdicts,
         round_two,
