@@ -34,7 +34,6 @@ PIN = Pin(
     stubs=("prime_rl.configs", "prime_rl.utils"),
     env={"TORCHDYNAMO_DISABLE": "1"},
 )
-CLASSES = {"default": "DefaultLossConfig", "ipo": "IPOLossConfig"}
 _losses = lambda: importlib.import_module("prime_rl.trainer.rl.loss")
 
 
