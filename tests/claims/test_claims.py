@@ -14,7 +14,21 @@ from docs import make
 from repro.mini.study import plan
 from upref import cli
 from upref.errors import InputError
-from upref.paper.claims import RED, VERDICTS, Claim, Outcome, as_computed, evidence, judge, last, page, raw, read, saved
+from upref.paper.claims import (
+    RED,
+    VERDICTS,
+    Claim,
+    Outcome,
+    as_computed,
+    evidence,
+    judge,
+    last,
+    page,
+    raw,
+    read,
+    saved,
+    words,
+)
 
 ROOT = Path(__file__).parents[2]
 CLAIMS = read()
@@ -55,6 +69,11 @@ def test_every_registered_claim_is_evidence_or_says_why_not():
 def test_our_questions_are_no_statements_of_the_paper():
     ours = [c for c in CLAIMS if c.ours]
     assert ours and not any(c.quote for c in ours) and all(c.quote for c in CLAIMS if not c.ours)
+
+
+def test_two_readers_agree_on_every_verdict_against_a_statement():
+    against = [j.claim for j in as_computed() if j.verdict in (words.FALSE, words.CONTRADICTED, words.EXCLUDED)]
+    assert len(against) > 5 and [c.id for c in against if not c.second.startswith("agrees")] == []
 
 
 def test_no_error_of_the_paper_is_counted_twice():

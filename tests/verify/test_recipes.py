@@ -69,6 +69,14 @@ def test_the_frameworks_own_loss_with_the_typed_settings(name, objective):
     assert difference(found / each, expected / each).max() < 1e-6
 
 
+def test_a_kl_term_that_is_on_beside_the_loss_is_switched_off():
+    """Unless the recipe is one with a KL term."""
+    said = {n: recipe("dapo", n).settings[-1] for n in ("openrlhf", "areal", "easyr1", "trinity")}
+    off = ["--algo.kl.init_coef 0", "actor.kl_ctl=0.0", "algorithm.disable_kl=true", "algorithm.kl_loss_fn: none"]
+    assert [*said.values()] == off
+    assert off[2] not in recipe("grpo", "easyr1", beta=0.04).settings
+
+
 def test_the_command(capsys):
     assert main(["recipe", "dapo", "--in", "verl"]) == 0
     out = capsys.readouterr().out

@@ -76,7 +76,7 @@ def recipe(objective: str, name: str, **hp: float) -> Recipe:
     version = entries[0].version if entries else f.version()
     fields = {k: v for k, v in best.config.items() if k not in SCALE}
     return Recipe(
-        o.name, name, version, how["surface"], _typed(name, best.mode, fields, how), differs, how["beside"], command,
+        o.name, name, version, how["surface"], _typed(name, best, fields, how), differs, how["beside"], command,
         fields, best.mode,
     )  # fmt: skip
 
@@ -117,7 +117,8 @@ def _left(c: Comparison, entries: list[Entry]) -> int:
 
 
 # ---- as one types it -------------------------------------------------------------------------------------------------
-def _typed(name: str, mode: str, fields: dict[str, Any], how: dict[str, Any]) -> list[str]:
+def _typed(name: str, c: Comparison, fields: dict[str, Any], how: dict[str, Any]) -> list[str]:
+    mode = c.mode
     tables = recorded(name).get("defaults", {})
     every = tables.get("every", {}) | tables.get(mode, {}) | fields
     said = {k: value(v, how["style"]) for k, v in every.items()}
@@ -127,6 +128,7 @@ def _typed(name: str, mode: str, fields: dict[str, Any], how: dict[str, Any]) ->
         key = k.replace("_", "-") if how["style"] == "dashes" else k
         line = form.format(**said | {"key": key, "value": said[k]})
         lines.append(line.removesuffix(" true") if how["style"] == "dashes" else line)
+    lines += [how.get("no_kl", "")] * ("beta" not in c.hp)  # a KL term beside the loss, which is on unless said
     return list(dict.fromkeys(line for line in lines if line))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import upref
-from upref.audits import isolated
+from upref.audits import framework, isolated
 from upref.audits.child import scripts
 from upref.audits.compare import SEVERITY, Effect
 from upref.audits.framework import Framework
@@ -33,8 +33,13 @@ def report(name: str, key: str) -> str:
     if key not in entries:
         raise InputError(f"the ledger of {name} has no {key!r}: choose {', '.join(entries) or 'nothing, it is empty'}.")
     e = entries[key]
-    where = e.code.partition(":")[0]
-    lines = [f"# {where}: {e.reason}", "", f"**Version**: {name} {e.version}.  "]
+    where, pin = e.code.partition(":")[0], framework(name).pin
+    if e.get:
+        title = f"{e.ask}: {e.get}"
+    else:
+        title = f"{e.evidence[0].held_against.partition(',')[0] if ' ' in where else where}: {e.reason}"
+    of = f" of {pin.date}" if pin and pin.date else ""
+    lines = [f"# {title}", "", f"**Version**: {name} {e.version}{of}.  "]
     lines += [f"**Paper**: {paper(e.bib)}: {e.paper}.  "]
     lines += [f"**Code**: {e.code}.  "] + [f"**Line**: {e.at}  "] * bool(e.line)
     lines += [*_lines_of_code(e), ""]
@@ -49,16 +54,9 @@ def report(name: str, key: str) -> str:
     lines += [f"**Thread**: {e.thread or 'none found'}  "] + [f"**Fixed in**: {e.fixed}  "] * bool(e.fixed)
     lines += [f"**Proposed fix**: {e.fix}."] if e.fix else []
     readers = "" if e.twice or e.status in ("documented choice", "numerical") else ", by one reader so far"
-    lines += [
-        "",
-        f"Status by upref{readers}: *{e.status}* ({STATUS[e.status]}). Gradient weights of a token, with this",
-    ]
-    lines += [
-        "alone repaired and as it is:",
-        "",
-        "| loss | compared with | where: repaired -> found |",
-        "|---|---|---|",
-    ]
+    lines += ["", f"Status by upref{readers}: *{e.status}* ({STATUS[e.status]})."]
+    lines += ["Gradient weights of a token, with this alone repaired and as it is:", ""]
+    lines += ["| loss | compared with | where: repaired -> found |", "|---|---|---|"]
     lines += [f"| `{x.loss}` | `{x.held_against}` | {x} |" for x in e.evidence]
     return "\n".join(lines)
 

@@ -10,6 +10,7 @@ run said.
     says              the reading of the quote that is tested
     condition         under which it holds: asks for evidence that it does, and for some that without it it does not
     note              what a reader must know before believing the verdict
+    second            what a second reader, who did not write the record, finds of a verdict against a statement
     elsewhere         "SOURCE: words": what others wrote or measured; [source.SOURCE] has name, url and quote
     derivations       derivations/NAME.py, which passes: finds a proof
     tests             tests/FILE.py::NAME, which passes: finds what it says, a counterexample, an identity or that the
@@ -57,6 +58,7 @@ class Claim:
     says: str
     condition: str = ""
     note: str = ""
+    second: str = ""
     elsewhere: tuple[str, ...] = ()
     derivations: tuple[str, ...] = ()
     tests: tuple[str, ...] = ()
@@ -78,7 +80,8 @@ class Claim:
     @property
     def digest(self) -> str:
         """Changes with the record, so that no verdict outlives what it was computed for."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+        record = {k: v for k, v in asdict(self).items() if k != "second"}
+        return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ def text(judged: Sequence[Judged], head: str, verbose: bool = False) -> str:
         if j.why:
             said.append(f"{'because' if not j else 'if'}: {j.why}")
         said += [f"note: {j.claim.note}"] * bool(j.claim.note) + [f"elsewhere: {e}" for e in j.claim.elsewhere]
+        said += [f"second reader: {j.claim.second}"] * bool(j.claim.second)
         said += (
             shown(j)
             if not verbose
@@ -137,7 +138,7 @@ def markdown() -> str:
 def row(j: Judged) -> list[str]:
     c = j.claim
     says = [f"“{plain(c.quote)}”<br>*Reading:* {c.says}" if c.quote else c.says]
-    says += [f"*Note:* {c.note}"] * bool(c.note)
+    says += [f"*Note:* {c.note}"] * bool(c.note) + [f"*Second reader:* {c.second}."] * bool(c.second)
     for key, _, words in (e.partition(": ") for e in c.elsewhere):
         code = "not in the paper; in the first author's code: " if key == "verl-7022" else ""
         says.append(f"*Elsewhere:* {code}{words} ([{key}](#what-others-wrote-and-measured))")
