@@ -21,6 +21,13 @@ def test_a_loss_has_a_verdict_that_its_formula_bears_out(name):
     assert len(x["commit"]) == 40 and page.right(found)
 
 
+def test_rounding_at_extremes_alone_makes_no_loss_another():
+    x, found = LOSSES["gmongaras"], FOUND["gmongaras"]
+    assert not found["check"] and page.verdict(x, found).startswith("**is dapo(eps_low=0.2, eps_high=0.28)**, but not")
+    other = found | {"failures": [*found["failures"], {"oracle": "gradient", "where": "", "cause": ""}]}
+    assert page.verdict(x, other).startswith("**is not dapo") and not page.right(other)
+
+
 def test_nothing_is_listed_that_is_not_there():
     assert FOUND.keys() == {"machine", *LOSSES, "estimators"}
     assert FOUND["estimators"].keys() == estimators.EVERY.keys()
