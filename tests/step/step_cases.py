@@ -9,6 +9,7 @@ One file: the loops share what a trainer shares, a collator and a surrogate, and
 
 import functools
 import tempfile
+from dataclasses import replace
 from types import SimpleNamespace as Batch
 
 import torch
@@ -33,8 +34,9 @@ def gpt2(drop=0.0):
 
 
 def gemma():
-    c = transformers.Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8, final_logit_softcapping=5.0,
-                                  attn_implementation="eager")  # sdpa drops the softcap of the attention
+    c = transformers.Gemma2Config(
+        **SMALL, num_key_value_heads=2, head_dim=8, final_logit_softcapping=5.0, attn_implementation="eager"
+    )  # sdpa drops the softcap of the attention
     return transformers.Gemma2ForCausalLM(c)
 
 
@@ -156,19 +158,19 @@ def temperature_twice(model, rows):
     term(log_probs(hf(model, b, position_ids=b.pos) / T, b.ids), b).backward()
 
 
-@bug("the temperature divides the log-probabilities", "", qwen)
+@bug("the temperature divides the log-probabilities", "divided by the temperature, not logits", qwen)
 def temperature_on_logps(model, rows):
     b = collate(rows)
     term(log_probs(hf(model, b), b.ids, 1.0) / T, b).backward()
 
 
-@bug("labels are shifted by two: by the collator, and by the loss", "", Own)
+@bug("labels are shifted by two: by the collator, and by the loss", "labels stand one token too late", Own)
 def shifted_twice(model, rows):
     b = collate(rows)
     term(log_probs(model(b.ids), F.pad(b.ids, (0, 1))[:, 1:]), b).backward()
 
 
-@bug("the mask is not shifted with the labels", "", qwen)
+@bug("the mask is not shifted with the labels", "the mask is one token late", qwen)
 def mask_not_shifted(model, rows):
     b = collate(rows)
     A = torch.tensor([[r.adv] for r in rows])
@@ -182,19 +184,39 @@ def no_position_ids(model, rows):
     term(log_probs(hf(model, b, position_ids=torch.arange(b.ids.shape[1]).expand_as(b.ids)), b.ids), b).backward()
 
 
+@bug("positions start again with the response", "positions start again with the response", gpt2)
+def positions_from_response(model, rows):
+    b = collate(rows)
+    b.pos = torch.where(b.resp.cumsum(1) > 0, b.resp.cumsum(1) - 1, b.pos)
+    term(log_probs(hf(model, b, position_ids=b.pos.long()), b.ids), b).backward()
+
+
+@bug("the mask of the loss stands for the attention mask", "masked tokens are not attended to", qwen)
+def loss_mask_attends(model, rows):
+    b = collate(rows)
+    seen = b.attn - b.resp + b.mask
+    term(log_probs(hf(model, Batch(ids=b.ids, attn=seen), position_ids=b.pos.long()), b.ids), b).backward()
+
+
+@bug("a second BOS is put before each prompt", "1 more token is put before each prompt", qwen)
+def second_bos(model, rows):
+    b = collate([replace(r, prompt=[1, *r.prompt]) for r in rows])
+    term(log_probs(hf(model, b), b.ids), b).backward()
+
+
 @bug("position ids start at 1", "positions start at 1", gpt2)
 def positions_from_one(model, rows):
     b = collate(rows, "left")
     term(log_probs(hf(model, b, position_ids=b.attn.cumsum(1)), b.ids), b).backward()
 
 
-@bug("packed rows attend to the rows before them", "", Own)
+@bug("packed rows attend to the rows before them", "they attend to the rows before them", Own)
 def packing_leak(model, rows):
     b = pack(rows)
     term(log_probs(model(b.ids, positions=b.pos), b.ids), b).backward()
 
 
-@bug("position ids run on over packed rows", "", Own)
+@bug("position ids run on over packed rows", "positions count what precedes a row", Own)
 def packing_positions(model, rows):
     b = pack(rows)
     term(log_probs(model(b.ids, allowed=b.same), b.ids), b).backward()
@@ -234,7 +256,7 @@ def head_detached(model, rows):
     term(log_probs(h @ model.lm_head.weight.detach().T, b.ids), b).backward()
 
 
-@bug("the chunked head forgets the bias", "", Own)
+@bug("the chunked head forgets the bias", "the head's bias is left out", Own)
 def head_without_bias(model, rows):
     b = collate(rows)
     h = model.hidden(b.ids)
@@ -256,7 +278,7 @@ def head_without_scale(model, rows):
         term(log_probs(model.lm_head(h), b.ids), b, tokens(rows)).backward()
 
 
-@bug("the log-softmax of a tensor-parallel rank's own half of the vocabulary", "", qwen)
+@bug("the log-softmax of a tensor-parallel rank's own half of the vocabulary", "shard of the vocabulary, of 2", qwen)
 def vocabulary_shard(model, rows):
     b = collate(rows)
     z, y, half = hf(model, b)[:, :-1] / T, b.ids[:, 1:], V // 2
@@ -264,7 +286,7 @@ def vocabulary_shard(model, rows):
     term(z.gather(-1, y[..., None])[..., 0] - lse, b).backward()
 
 
-@bug("log-probabilities are renormalized over the top 20", "", Own)
+@bug("log-probabilities are renormalized over the top 20", "the 20 largest", Own)
 def top_k(model, rows):
     for r in rows:
         z, y = row_logits(model, r), torch.tensor(r.response)[:, None]
@@ -272,7 +294,7 @@ def top_k(model, rows):
         row_term(picked(z.masked_fill(~kept, float("-inf")), r.response), r, tokens(rows)).backward()
 
 
-@bug("label smoothing is left on", "", qwen)
+@bug("label smoothing is left on", "label smoothing of 0.1", qwen)
 def label_smoothing(model, rows):
     b = collate(rows, "left")
     z = (hf(model, b)[:, :-1] / T).transpose(1, 2)
@@ -287,7 +309,9 @@ def with_prefix(model, rows, grad):
         row_term(picked(z, r.response), r, tokens(rows)).backward()
 
 
-bug("the prompt is run without gradient, as a prefix cache", "", qwen)(functools.partial(with_prefix, grad=False))
+bug("the prompt is run without gradient, as a prefix cache", "prompts are run without a gradient", qwen)(
+    functools.partial(with_prefix, grad=False)
+)
 right("a prefix cache with its gradient", qwen)(functools.partial(with_prefix, grad=True))
 
 
@@ -313,7 +337,7 @@ def truncated(model, rows):
     term(log_probs(hf(model, b), b.ids), b, tokens(rows)).backward()
 
 
-@bug("the attention mask is made of token values, and pad is in a prompt", "", qwen)
+@bug("the attention mask is made of token values, and pad is in a prompt", "cuts out tokens that equal 2", qwen)
 def mask_from_values(model, rows):
     pad = rows[1].prompt[1]
     b = collate(rows, "left", pad=pad)
@@ -349,14 +373,14 @@ def first_dropped(model, rows):
     term(log_probs(hf(model, b), b.ids), b, tokens(rows), mask=b.mask * (1 - first)).backward()
 
 
-@bug("the first token after a hole is dropped", "tokens that should train do not", Own)
+@bug("the first token after a hole is dropped", "the first token after each hole does not train", Own)
 def mask_eroded(model, rows):
     b = collate(rows)
     after_hole = F.pad(b.resp - b.mask, (1, 0))[:, :-1] > 0
     term(log_probs(model(b.ids), b.ids), b, tokens(rows), mask=b.mask * ~after_hole).backward()
 
 
-@bug("pad tokens are targets", "", Own)
+@bug("pad tokens are targets", "behind the responses train", Own)
 def padding_trains(model, rows):
     b = collate(rows)
     lp = log_probs(model(b.ids), b.ids)
@@ -375,24 +399,32 @@ def in_parts(model, rows, size=3, divide=None, after=lambda model: None, keep=la
         after(model)
 
 
-bug("token means of micro-batches are weighted by their rows", "each response has one factor", Own)(
+bug("token means of micro-batches are weighted by their rows", "each result is weighted by its responses", Own)(
     lambda model, rows: in_parts(model, rows, divide=lambda b, part: b.mask.sum() * len(rows) / len(part)))  # fmt: skip
 bug("the last, smaller micro-batch is dropped", "responses 6, 7 do not train", Own)(
     lambda model, rows: in_parts(model, rows, keep=lambda p: p[: len(rows) // 3]))  # fmt: skip
 bug("the denominator counts the holes", "the normalizer counts masked tokens", Own)(
     lambda model, rows: in_parts(model, rows, 8, lambda b, part: b.resp.sum()))  # fmt: skip
-bug("the denominator counts the prompts", "every weight is 0.49", Own)(
+bug("the denominator counts the prompts", "divided by the tokens, prompts included", Own)(
     lambda model, rows: in_parts(model, rows, 8, lambda b, part: b.attn.sum()))  # fmt: skip
-bug("the mean runs over padding and prompts", "each response has one factor", Own)(
+bug("the mean runs over padding and prompts", "slots of the padded batch", Own)(
     lambda model, rows: in_parts(model, rows, 4, lambda b, part: 2 * b.mask[:, 1:].numel()))  # fmt: skip
 bug("the loss scale of mixed precision is not taken out", "every weight is 1024 times", Own)(
     lambda model, rows: in_parts(model, rows, divide=lambda b, part: tokens(rows) / 1024))  # fmt: skip
-bug("the norm is clipped inside the accumulation loop", "norm", Own, clip=0.05)(
+bug("the norm is clipped inside the accumulation loop", "clipped to 0.05 after each micro-batch of 3", Own, clip=0.05)(
     lambda model, rows: in_parts(
         model, rows, after=lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.05)))  # fmt: skip
-bug("the norm is clipped parameter by parameter", "", Own, clip=0.05)(
+bug("the norm is clipped parameter by parameter", "of each parameter is clipped to norm 0.05", Own, clip=0.05)(
     lambda model, rows: in_parts(
         model, rows, 8, after=lambda m: [nn.utils.clip_grad_norm_([p], 0.05) for p in m.parameters()]))  # fmt: skip
+
+
+bug("gradients are clipped by value", "each entry of the gradient is clipped to 0.01", Own)(
+    lambda model, rows: in_parts(
+        model, rows, 8, after=lambda m: nn.utils.clip_grad_value_(m.parameters(), 0.01)))  # fmt: skip
+bug("micro-batches are weighted by all their tokens", "weighted by its tokens, prompts included", Own)(
+    lambda model, rows: in_parts(
+        model, rows, 4, lambda b, part: b.mask.sum() * sum(len(r.ids) for r in rows) / b.attn.sum()))  # fmt: skip
 
 
 @bug("the mean is taken per response, then over responses", "aggregated by seq-mean-token-mean", qwen)
@@ -428,11 +460,16 @@ bug("the ratio is clipped without the minimum", "the minimum is missing", qwen)(
     of(lambda lp, old, A, *_: (lp - old).exp().clamp(0.8, 1.28) * A, "left"))  # fmt: skip
 bug("the upper clip is 1.2", "eps_high is 0.2", Own)(of(lambda lp, old, A, *_: surrogate(lp, old, A, 0.8, 1.2)))
 bug("there is no clip", "the ratio is not clipped", gpt2)(of(lambda lp, old, A, *_: (lp - old).exp() * A))
-bug("the old log-probabilities are shifted by one", "", Own)(
+bug("the old log-probabilities are shifted by one", "one token too early", Own)(
     of(lambda lp, old, A, *_: surrogate(lp, F.pad(old, (0, 1))[:, 1:], A)))  # fmt: skip
 bug("advantages are normalized once more in each batch", "the advantages are normalized again", Own)(
     of(lambda lp, old, A, ref, b, z: surrogate(
         lp, old, (A - (a := A.sum(1) / b.resp.sum(1)).mean()) / a.std())))  # fmt: skip
+bug("old log-probabilities are recomputed at temperature 1", "the current ones at temperature 1", qwen)(
+    of(lambda lp, old, A, ref, b, z: surrogate(lp, log_probs(T * F.pad(z.detach(), (0, 0, 0, 1)), b.ids, 1.0), A),
+       "left"))  # fmt: skip
+bug("the entropy bonus is taken at temperature 1", "bonus is taken at temperature 1", Own, entropy_coef=0.05)(
+    of(lambda lp, old, A, ref, b, z: surrogate(lp, old, A) + 0.05 * entropy(z * T)))  # fmt: skip
 bug("responses with a negative advantage do not train", "responses 1, 3, 5, 7 do not train", qwen)(
     of(lambda lp, old, A, *_: surrogate(lp, old, A) * (A > 0), "left"))  # fmt: skip
 bug("UP: positive tokens keep the ratio", "the ratio still multiplies A", qwen, objective="up_dapo")(
@@ -441,7 +478,7 @@ bug("the KL term has no gradient", "the coefficient of the KL term", qwen, beta=
     of(lambda lp, old, A, ref, *_: surrogate(lp, old, A) - 0.1 * k3(ref - lp.detach())))  # fmt: skip
 bug("the KL estimator has its arguments exchanged", "exchanged in the KL term", Own, beta=0.1)(
     of(lambda lp, old, A, ref, *_: surrogate(lp, old, A) - 0.1 * k3(lp - ref)))  # fmt: skip
-bug("the KL term is to the old policy", "", qwen, beta=0.1)(
+bug("the KL term is to the old policy", "the old policy stands for the reference model", qwen, beta=0.1)(
     of(lambda lp, old, A, *_: surrogate(lp, old, A) - 0.1 * k3(old - lp), "left"))  # fmt: skip
 bug("entropy is punished", "the coefficient of the entropy bonus is -0.1", qwen, entropy_coef=0.1)(
     of(lambda lp, old, A, ref, b, z: surrogate(lp, old, A) - 0.1 * entropy(z)))  # fmt: skip
@@ -449,7 +486,7 @@ bug("a z-loss that is not declared", "the coefficient of the z-loss is 0.01", Ow
     of(lambda lp, old, A, ref, b, z: surrogate(lp, old, A) - 0.01 * z.logsumexp(-1) ** 2))  # fmt: skip
 
 
-@bug("rows are sorted by length, their advantages are not", "", qwen)
+@bug("rows are sorted by length, their advantages are not", "sorted by length, and their advantages are not", qwen)
 def advantages_not_sorted(model, rows):
     A = torch.tensor([[r.adv] for r in rows])
     with_loss(model, sorted(rows, key=lambda r: len(r.response)), lambda lp, old, *_: surrogate(lp, old, A), "left")
@@ -462,7 +499,7 @@ def kl_over_holes(model, rows):
     (term(lp, b) + term(lp, b, J=-0.1 * k3(b.ref[:, 1:] - lp), mask=b.resp)).backward()
 
 
-@bug("weight decay is in the loss", "", qwen)
+@bug("weight decay is in the loss", "0.02 times the parameters", qwen)
 def weight_decay(model, rows):
     b = collate(rows)
     (term(log_probs(hf(model, b), b.ids), b) + 0.01 * sum((p**2).sum() for p in model.parameters())).backward()
@@ -537,11 +574,9 @@ def one_rank(rank, store, model, rows, local, out):
 
 
 def gloo(model, rows, local):
-    """Two processes, which get a model of their own with the weights of this one."""
-    own = Own()
-    own.load_state_dict(model.state_dict())
+    """Two processes, which are handed the model."""
     with tempfile.TemporaryDirectory() as d:
-        torch.multiprocessing.spawn(one_rank, (f"{d}/store", own, rows, local, f"{d}/out"), nprocs=2)
+        torch.multiprocessing.spawn(one_rank, (f"{d}/store", model, rows, local, f"{d}/out"), nprocs=2)
         grads = torch.load(f"{d}/out")
     for k, p in model.named_parameters():
         p.grad = grads[k]
@@ -649,6 +684,17 @@ def functional(model, rows):
     b = collate(rows)
     term(log_probs(torch.func.functional_call(model, params, (b.ids,)), b.ids), b).backward()
     return {k: p.grad for k, p in params.items()}
+
+
+@right("the loss is a closure of the optimizer's step", Own)
+def closure(model, rows):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loss():
+        optimizer.zero_grad()
+        in_parts(model, rows)
+
+    optimizer.step(loss)
 
 
 right("a declared entropy bonus", Own, entropy_coef=0.05)(

@@ -110,6 +110,17 @@ def test_a_token_near_a_bound_may_be_on_either_side(model, above, moved, others,
         assert "which rounding may cross: 1; " in report.text(verbose=True), report.text(verbose=True)
 
 
+@pytest.mark.parametrize("bound", [0.3, 1e-3, 1e-7])
+def test_a_clip_that_is_not_declared_is_one_factor(bound, model):
+    def step(model, rows):
+        policy_step(model, rows)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), bound)
+
+    report = check_step(step, model, "dapo", temperature=T)
+    assert f"the gradient's norm is clipped to {bound:g}" in report.failures[0].cause, report
+    assert "do not train" not in str(report)
+
+
 def test_the_case_decides(model):
     """With equal lengths, r = 1 and no holes some of the bugs cannot be seen; with the case that upref makes, all."""
     from upref.step.case import BOUND, run, stirred

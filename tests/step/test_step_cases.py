@@ -11,9 +11,6 @@ from step_cases import BUGS, RIGHT, Own, T, in_parts
 import upref
 
 pytestmark = pytest.mark.nightly
-MISNAMED = {
-    "the norm is clipped inside the accumulation loop": "printed is that the first rows do not train: they do, by 1e-4",
-}
 
 
 def checked(step, model, options):
@@ -22,12 +19,7 @@ def checked(step, model, options):
     return upref.check_step(step, model(), options.pop("objective"), temperature=T, **options)
 
 
-def marked(bug):
-    why = MISNAMED.get(bug[0])
-    return pytest.param(*bug, id=bug[0], marks=[pytest.mark.xfail(strict=True, reason=why)] if why else [])
-
-
-@pytest.mark.parametrize("cause, words, model, step, options", [marked(b) for b in BUGS])
+@pytest.mark.parametrize("cause, words, model, step, options", BUGS, ids=[b[0] for b in BUGS])
 def test_a_bug_is_rejected(cause, words, model, step, options):
     report = checked(step, model, options)
     assert not report

@@ -34,7 +34,9 @@ class Tokens:
     found: Tensor  # nan where it is not determined
     prompts: list[Tensor]
     expected: Tensor
+    plain: Tensor  # lp at temperature 1
     tol: float = NEAR
+    whole: Tensor | None = None  # factor of each response, where the gradient is one of each; sharper than `found`
 
     @property
     def here(self) -> Tensor:
@@ -72,7 +74,8 @@ def observed(w: Tokens) -> list[tuple[str, str, str]]:
     live = w.b.mask & ~w.zero(w.expected) & ~w.found.isnan()
     lost = live & w.zero(w.found)
     if lost.any():
-        whole = [i for i in range(len(w.rows)) if live[i].any() and bool((lost | ~live)[i].all())]
+        gone = lambda i: w.whole is None or abs(w.whole[i]) <= 1e-7 * w.whole.abs().max()
+        whole = [i for i in range(len(w.rows)) if live[i].any() and bool((lost | ~live)[i].all()) and gone(i)]
         if whole:
             rows = f"response{'s' * (len(whole) > 1)} {', '.join(map(str, whole))}"
             out.append((f"{rows} {'do' if len(whole) > 1 else 'does'} not train", "weights other than 0", "weight 0"))
@@ -140,6 +143,7 @@ def units(w: Tokens) -> Iterator[tuple[str, Tensor]]:
         "the last token of each response does not train": b.mask & torch.roll(every, -1, 1)
         & (torch.arange(every.shape[1]) < every.shape[1] - 1),
         "the first token of each response does not train": b.mask & (torch.arange(every.shape[1]) > 0),
+        "the first token after each hole does not train": b.mask & ~_moved(every & ~b.mask, 1),
     }  # fmt: skip
     for words, mask in masks.items():
         yield words, _unit(w, Slip("", "batches"), hp, w.rollouts(mask))
@@ -152,9 +156,19 @@ def units(w: Tokens) -> Iterator[tuple[str, Tensor]]:
         "the advantages are centered again": {"adv": r.adv - _mean(r)},
         "the sign of the advantages is lost": {"adv": r.adv.abs()},
         "the old and the current log-probabilities are exchanged in the ratio": {"logp_old": 2 * w.lp - r.logp_old},
-        "the old log-probabilities stand one token too late": {"logp_old": _rolled(r.logp_old, w, 1)},
-        "the old log-probabilities stand one token too early": {"logp_old": _rolled(r.logp_old, w, -1)},
+        "the old log-probabilities stand one token too late": {"logp_old": _moved(r.logp_old, 1)},
+        "the old log-probabilities stand one token too early": {"logp_old": _moved(r.logp_old, -1)},
+        "the old log-probabilities are the current ones at temperature 1": {"logp_old": w.plain},
+        "the old policy stands for the reference model": {"logp_ref": r.logp_old},
     }
+    lengths = torch.tensor([len(x.response) for x in w.rows])
+    for down in (False, True):
+        order = lengths.argsort(descending=down, stable=True)
+        words = f"responses are sorted by length{', longest first' * down}, and their advantages are not"
+        views[words] = {"adv": r.adv[:, :1][order.argsort()].expand_as(r.adv)}
+    for m in range(2, len(w.rows)):
+        A = torch.cat([(x - x.mean()) / (x.std() if len(x) > 1 else 1) for x in r.adv[:, 0].split(m)])
+        views[f"the advantages are normalized in each micro-batch of {m}"] = {"adv": A[:, None].expand_as(r.adv)}
     if r.logp_ref is not None:
         views["the reference model's log-probabilities stand for the old ones"] = {"logp_old": r.logp_ref}
         views["the reference model's log-probabilities are the current ones"] = {"logp_ref": w.lp}
@@ -212,6 +226,7 @@ def _std(b: Rollouts) -> Tensor:
     return b.adv[:, 0].std()
 
 
-def _rolled(x: Tensor, w: Tokens, by: int) -> Tensor:
-    y = torch.roll(x, by, 1)
-    return torch.where(w.here, y, x)
+def _moved(x: Tensor, by: int) -> Tensor:
+    """Each row moved to the right or, by < 0, to the left; zeros come in."""
+    zero = torch.zeros_like(x[:, :1])
+    return torch.cat([zero, x[:, :-1]], 1) if by > 0 else torch.cat([x[:, 1:], zero], 1)

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why a gradient is not the objective's: parameters, then token weights, then the forward pass; each claim verified."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from upref.step.causes import Tokens, factors, named, observed
-from upref.step.forward import Forward, added, expected, norm
+from upref.step.causes import Tokens, named, observed
+from upref.step.changed import changed
+from upref.step.forward import SPAN, Forward, added, expected, least, near, norm
 from upref.step.forwards import others, quick, tried
 from upref.step.goal import Goal
 from upref.step.reference import Gradient
@@ -18,7 +21,6 @@ from upref.step.terms import Terms
 from upref.step.weights import Reading, read
 from upref.verify.report import Finding, fail
 
-SPAN = 5e-5  # a gradient in float32 is one of these log-probabilities if they leave no more of it
 READ = 2  # forward passes whose token weights are read where one factor a response does not suffice
 
 
@@ -73,19 +75,16 @@ def diagnosed(
         apart = norm({n: second[n] - found[n] for n in found if n in second}) / size
         if apart > 10 * bound:
             return say("two runs of the step on the same rows have different gradients: dropout or sampling is active")
-    if goal.clip is not None and _near(found, added(rows), bound):
+    if goal.clip is not None and near(found, added(rows), bound):
         return say("the clip of the gradient's norm does not act")
+    if cause := changed(goal, forward, rows, want, found, bound):
+        return say(cause)
     wrong = parameters(found, want, bound)
     right = [n for n in want if n not in wrong]
     alone = any(float(want[n].norm()) > 1e-6 * norm(want) for n in right)
     if alone and wrong and (of := _of_parameters(found, want, wrong, bound)):
         return say(of)
     return say(*_explained(goal, forward, b, rows, want, found, wrong, right, bound))
-
-
-def _near(found: Gradient, want: Gradient, bound: float) -> bool:
-    apart = {n: (found[n].reshape(w.shape) if n in found else 0) - w for n, w in want.items()}
-    return norm(apart) <= bound * norm(want)
 
 
 def _of_parameters(found: Gradient, want: Gradient, wrong: list[str], bound: float) -> str:
@@ -115,7 +114,7 @@ def _explained(goal, forward, b, rows, want, found, wrong, right, bound) -> list
     span = max(SPAN, 3 * bound)
     if cause := plain.coefficients(g, bound):
         return [cause]
-    near: list[tuple[float, str, Forward]] = []
+    closest: list[tuple[float, str, Forward]] = []
 
     def among(variants) -> list:
         for words, one in tried(forward, variants):
@@ -123,28 +122,34 @@ def _explained(goal, forward, b, rows, want, found, wrong, right, bound) -> list
                 its = expected(goal, one, b)
             except (RuntimeError, ValueError):
                 continue
-            residual = _by_row(its, g)
-            near.append((residual, words, one))
-            if _near(g, added(its), bound):
+            residual = least(its, g)[1]
+            closest.append((residual, words, one))
+            if near(g, added(its), bound):
                 return [words]
             if residual <= span and not (goal.entropy_coef or goal.z_loss_coef):
-                return _said(goal, one, b, read(one, g, [*want]), Terms.of(goal, one, b), g, bound, words)
+                return _said(goal, one, b, read(one, g, [*want]), Terms.of(goal, one, b), bound, words)
         return []
 
-    by_row = _by_row(rows, g) <= span
-    if not by_row and (said := among(quick)):
+    k, left = least(rows, g)
+    if left > span and (said := among(quick)):
         return said
     reading = read(forward, plain.without_bonus(g), [*want])
     if reading.residual <= span:
-        return _said(goal, forward, b, reading, plain, g, bound, "")
+        return _said(goal, forward, b, reading, plain, bound, "", k if left <= span else None)
     if said := among(others):
         return said
-    near.sort(key=lambda x: x[0])
-    for _, words, one in near[:READ]:
+    closest.sort(key=lambda x: x[0])
+    for _, words, one in closest[:READ]:
         terms = Terms.of(goal, one, b)
         its = read(one, terms.without_bonus(g), [*want])
         if its.residual <= span:
-            return _said(goal, one, b, its, terms, g, bound, words)
+            return _said(goal, one, b, its, terms, bound, words)
+    for z in _beyond(forward) if any(forward.after) else []:
+        long = Forward(forward.model, [replace(r, response=r.response + x) for r, x in
+                                       zip(forward.rows, forward.after, strict=True)], goal.temperature, z)  # fmt: skip
+        its = read(long, plain.without_bonus(g), [*want])
+        if its.residual <= span:
+            return _said(goal, forward, b, its, plain, bound, "")
     if cause := _bonus_by_row(goal, forward, b, plain, g, bound):
         return [cause]
     bonus = read(forward, g, [*want], plain.bonuses)
@@ -167,69 +172,50 @@ def _bonus_by_row(goal: Goal, forward: Forward, b: Padded, plain: Terms, g: Grad
     if not c["H"]:
         return ""
     rest = {n: v - goal.scale * sum(c[k] * plain.each[k][n] for k in plain.each if k != "H") for n, v in g.items()}
+    cold = Forward(forward.model, forward.rows, 1.0, forward.z)
+    other = added(cold.by_row(-goal.parts(*cold.statistics(), b)["H"]))
+    if near(rest, {n: v * goal.scale * c["H"] for n, v in other.items()}, bound * norm(g) / norm(rest)):
+        return "the entropy bonus is taken at temperature 1"
     rows = forward.by_row(-torch.where(b.mask, forward.statistics()[1], 0).sum())
-    k, left = _least(rows, rest)
+    k, left = least(rows, rest)
     if left * norm(rest) > bound * norm(g):
         return ""
     words = factor_words(goal, forward.rows, b, k / (goal.scale * c["H"]), [], 1e-2)
     return f"the entropy bonus: {words or 'one factor a response that no known aggregation has'}"
 
 
-def _by_row(rows: list[Gradient], g: Gradient) -> float:
-    """What is left of g by the one factor a row that comes nearest to it."""
-    return _least(rows, g)[1]
+def _beyond(forward: Forward) -> Iterator[list[Tensor]]:
+    """Logits of the rows with the padding, or the row, that was fed behind them."""
+    each = [*zip(forward.rows, forward.after, strict=True)]
+    yield [forward.model.logits(r.ids + x) for r, x in each]
+    with suppress(TypeError, ValueError, RuntimeError, IndexError, NotImplementedError):
+        seen = [torch.tensor([[1] * len(r.ids) + [0] * len(x)]) for r, x in each]
+        yield [forward.model.logits(r.ids + x, attention_mask=m, position_ids=m.cumsum(1) - 1)
+               for (r, x), m in zip(each, seen, strict=True)]  # fmt: skip
 
 
-def _least(rows: list[Gradient], g: Gradient) -> tuple[Tensor, float]:
-    """One factor a row that comes nearest to g, and what is left of it."""
-    dot = lambda x, y: sum(float((x[n] * y[n]).sum()) for n in y)
-    G = torch.tensor([[dot(x, y) for y in rows] for x in rows], dtype=torch.float64)
-    y = torch.tensor([dot(x, g) for x in rows], dtype=torch.float64)
-    scale = G.diagonal().clamp(min=1e-300).sqrt()
-    k = torch.linalg.pinv(G / scale / scale[:, None], hermitian=True, rtol=1e-12) @ (y / scale) / scale
-    left = {n: v - sum(k[i] * rows[i][n] for i in range(len(rows))) for n, v in g.items()}
-    return k, norm(left) / norm(g)
-
-
-def _said(goal, forward, b, reading: Reading, terms: Terms, g, bound, words: str) -> list:
+def _said(goal, forward, b, reading: Reading, terms: Terms, bound, words: str, whole: Tensor | None = None) -> list:
     """The words for a forward pass and the weights that were read with it."""
     width = b.mask.shape[1]
     grow = lambda x: torch.nn.functional.pad(x, (0, width - len(x)))
-    found, prompts = [], []
+    found, prompts, beyond = [], [], []
     for r, x in zip(forward.rows, reading.weights, strict=True):
-        p = len(r.prompt) - 1
+        p, n = len(r.prompt) - 1, len(r.ids) - 1
         prompts.append(x[:p])
-        found.append(grow(x[p:]))
+        found.append(grow(x[p:n]))
+        beyond.append(x[n:])
     noise = max(1e-4, 30 * reading.residual, 20 * bound)
-    w = Tokens(goal, forward.rows, b, terms.lp, torch.stack(found), prompts, terms.slope, noise)
+    plain = Forward(forward.model, forward.rows, 1.0, forward.z).statistics()[0].detach()
+    w = Tokens(goal, forward.rows, b, terms.lp, torch.stack(found), prompts, terms.slope, plain, noise, whole)
     more = [fail("weights", what, want, got) for what, want, got in observed(w)]
-    prompt = any(bool((~w.zero(p)).any()) for p in prompts)
     said = [words] if words else []
+    tail = int(sum((~w.zero(x)).sum() for x in beyond))
+    said += [f"{tail} tokens behind the responses train: padding, or the next row"] * (tail > 0)
+    prompt = any(bool((~w.zero(p)).any()) for p in prompts)
     if w.same(torch.where(w.here, w.found, torch.nan), torch.where(b.mask, terms.slope, 0)):
         said += ["prompt tokens train"] * prompt
-    elif cause := (_clip_of_parts(w, goal, forward, b) or named(w)):
+    elif cause := named(w):
         said += ["prompt tokens train"] * prompt + [cause]
     elif more:
         said += [f.regime for f in more[:3]]
     return ["; ".join(said), *more] if said else ["no known cause fits", *more]
-
-
-def _clip_of_parts(w: Tokens, goal: Goal, forward: Forward, b: Padded) -> str:
-    """Whether each micro-batch's gradient is clipped to one norm, or the whole is."""
-
-    k = factors(w, w.expected)
-    if k is None or k.isnan().all() or (k.nan_to_num(1) > 1 + 1e-4).any():
-        return ""
-    rows = expected(goal, forward, b)
-    n, k = len(rows), k.nan_to_num(0)
-    for m in [n, *range(1, n)]:
-        part = [range(i, min(i + m, n)) for i in range(0, n, m)]
-        if any(k[list(p)].max() - k[list(p)].min() > 1e-3 * k.max() for p in part):
-            continue
-        norms = [norm(added([{q: v * k[i] for q, v in rows[i].items()} for i in p])) for p in part]
-        live = [x for x, p in zip(norms, part, strict=True) if x > 0 and k[list(p)].max() < 1 - 1e-3]
-        if m < n and len(live) > 1 and max(live) / min(live) - 1 < 1e-3:
-            return f"each micro-batch's gradient (of {m} responses) is clipped to norm {live[0]:.4g}"
-        if m == n and live and abs(live[0] - float(f"{live[0]:.2g}")) < 1e-4 * live[0] and abs(k[0] - 0.5) > 1e-3:
-            return f"the gradient's norm is clipped to {live[0]:.4g}: pass clip={live[0]:.4g} if that is meant"
-    return ""

@@ -7,7 +7,7 @@ with J the registered objective over the counts of the whole step, H the entropy
 move a ratio over a clip bound, the gradient on either side of the bound is right: `sides`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,13 @@ from upref.registry import REDUCE
 from upref.step.goal import Goal
 from upref.step.reference import Gradient, Model
 from upref.step.rows import Padded, Row, found_in
+
+AFTER = 16
+SPAN = 5e-5  # a gradient in float32 is one of these log-probabilities if they leave no more of it
+
+
+def log_prob(z: Tensor, y: Tensor, temperature: float) -> Tensor:
+    return (z / temperature).log_softmax(-1).gather(1, y[:, None])[:, 0]
 
 
 @dataclass
@@ -28,20 +35,33 @@ class Forward:
     temperature: float
     z: list[Tensor] = field(default_factory=list)  # [S, V], attached; S may count tokens in front of the row's own
     shift: int = 1  # how far the logits stand before the token that they predict
+    score: Callable[[Tensor, Tensor, float], Tensor] | None = None  # logits, labels, temperature -> log-probabilities
+    ahead: int = 0  # how far the labels stand behind the tokens that they should be
     before: list[list[int]] = field(default_factory=list)  # what was fed in front of each row, if known
+    after: list[list[int]] = field(default_factory=list)  # and what behind it, the first AFTER tokens
 
     def __post_init__(self):
         self.z = self.z or [self.model.logits(r.ids) for r in self.rows]
         self.leaves = [z.detach().clone().requires_grad_() for z in self.z]
 
     def see(self, fed: Sequence[list[int]]) -> None:
-        """Note what precedes the rows in the sequences that a trainer fed to its model."""
-        places = [found_in(fed, r) for r in self.rows]
-        self.before = [fed[p[0]][: p[1]] for p in places if p] if all(places) else []
+        """Note what stands around the rows in the sequences that a trainer fed to its model."""
+        both = [(p, r) for r in self.rows if (p := found_in(fed, r))]
+        if len(both) == len(self.rows):
+            self.before = [fed[n][:at] for (n, at), _ in both]
+            self.after = [fed[n][at + len(r.ids) :][:AFTER] for (n, at), r in both]
 
-    def at(self, i: int, t: int) -> int:
-        """Which of row i's logits predict its token t."""
-        return len(self.z[i]) - len(self.rows[i].ids) + t - self.shift
+    def logits(self, i: int, first: int) -> Tensor:
+        """[n, V]: those that predict row i's tokens from `first` on."""
+        n = len(self.rows[i].ids)
+        at = torch.arange(first, n) + len(self.z[i]) - n - self.shift
+        return self.leaves[i][at.clamp(min=0)]
+
+    def scored(self, i: int, first: int) -> Tensor:
+        """Log-probabilities of row i's tokens from `first` on."""
+        z, ids = self.logits(i, first), self.rows[i].ids + [0] * self.ahead
+        y = torch.tensor(ids[first + self.ahead :])
+        return (self.score or log_prob)(z, y, self.temperature)
 
     def statistics(self, goal: Goal | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """lp, entropy and squared log-normalizer of every response token, [B, T], functions of the leaves."""
@@ -50,11 +70,9 @@ class Forward:
             lps: list[Tensor] = []
             Hs: list[Tensor] = []
             Zs: list[Tensor] = []
-            for i, (r, z) in enumerate(zip(self.rows, self.leaves, strict=True)):
-                s, n = self.at(i, len(r.prompt)), len(r.response)
-                x = z[s : s + n] / self.temperature
-                logp = x.log_softmax(-1)
-                lp = logp.gather(1, torch.tensor(r.response)[:, None])[:, 0]
+            for i, r in enumerate(self.rows):
+                x = self.logits(i, len(r.prompt)) / self.temperature
+                lp, logp = self.scored(i, len(r.prompt)), x.log_softmax(-1)
                 p = logp.exp()
                 H = -(p * torch.where(p > 0, logp, 0)).sum(-1)
                 grow = lambda v: nn.functional.pad(v, (0, width - len(v)))
@@ -88,6 +106,22 @@ def added(gradients: Sequence[Gradient]) -> Gradient:
 
 def norm(g: Gradient) -> float:
     return sum(float((v * v).sum()) for v in g.values()) ** 0.5
+
+
+def near(found: Gradient, want: Gradient, bound: float) -> bool:
+    apart = {n: (found[n].reshape(w.shape) if n in found else 0) - w for n, w in want.items()}
+    return norm(apart) <= bound * norm(want)
+
+
+def least(rows: list[Gradient], g: Gradient) -> tuple[Tensor, float]:
+    """One factor a row that comes nearest to g, and what is left of it."""
+    dot = lambda x, y: sum(float((x[n] * y[n]).sum()) for n in y)
+    G = torch.tensor([[dot(x, y) for y in rows] for x in rows], dtype=torch.float64)
+    y = torch.tensor([dot(x, g) for x in rows], dtype=torch.float64)
+    scale = G.diagonal().clamp(min=1e-300).sqrt()
+    k = torch.linalg.pinv(G / scale / scale[:, None], hermitian=True, rtol=1e-12) @ (y / scale) / scale
+    left = {n: v - sum(k[i] * rows[i][n] for i in range(len(rows))) for n, v in g.items()}
+    return k, norm(left) / norm(g)
 
 
 def clipped(g: Gradient, bound: float | None) -> Gradient:

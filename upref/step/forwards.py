@@ -15,8 +15,9 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.step.forward import Forward
-from upref.step.reference import Model, TorchModel
+from upref.step.reference import Model, TorchModel, in_float64
 from upref.step.rows import Row, found_in
+from upref.step.scores import scores
 
 BATCHES = (8, 4, 2)  # responses of a micro-batch that are tried where a fault depends on it
 Variant = tuple[str, Callable[[], Forward]]
@@ -36,6 +37,11 @@ def quick(right: Forward) -> Iterator[Variant]:
             yield words, partial(other, t)
     yield "labels are not shifted: logits are read at the token that they should predict", lambda: other(T, 0)
     yield "labels are shifted twice", lambda: other(T, 2)
+    yield "labels stand one token too late", lambda: Forward(right.model, right.rows, T, z, ahead=1)
+    for words, score in scores(right.model.vocabulary):
+        yield words, partial(Forward, right.model, right.rows, T, z, 1, score)
+    if isinstance(model := right.model, TorchModel):
+        yield "prompts are run without a gradient", lambda: again(right, [_cached(model, r) for r in right.rows])
 
 
 def others(right: Forward) -> Iterator[Variant]:
@@ -87,14 +93,18 @@ def _inputs(model: TorchModel, right: Forward) -> Iterator[Variant]:
     def cut(words: str, first: Callable[[Row], int]) -> Variant:
         return fed(words, lambda i, r: _front(model.logits(r.ids[first(r) :]), first(r)))
 
-    for value in dict.fromkeys((end, 0)):
+    for value in dict.fromkeys((end, 0, *(x[0] for x in right.before + right.after if x))):
         if any(value in r.ids[:-1] for r in rows):
             yield from masked(value)
     if any(right.before):  # the trainer's own, else guesses
         front = right.before
-        yield fed("what precedes a row is attended to: padding without a mask, or rows of its pack",
-                  lambda i, r: model.logits(front[i] + r.ids))  # fmt: skip
-        yield fed("rows of a pack are not apart: the state of recurrent layers runs on from row to row",
+        same = {tuple(x) for x in front}
+        what = f"{len(front[0])} more token is put before each prompt" if len(same) == 1 and len(front[0]) == 1 else \
+            "what precedes a row is attended to: padding without a mask, or rows of its pack"  # fmt: skip
+        yield fed(what, lambda i, r: model.logits(front[i] + r.ids))
+        state = "the state of recurrent layers runs on from row to row"
+        state = state if hasattr(model.net, "config") else "they attend to the rows before them"
+        yield fed(f"rows of a pack are not apart: {state}",
                   lambda i, r: model.logits(front[i] + r.ids, position_ids=_restarted(front[i], r, rows)))  # fmt: skip
         yield fed("positions count what precedes a row: padding, or rows of its pack",
                   lambda i, r: model.logits(r.ids, position_ids=_from(len(front[i]), r)))  # fmt: skip
@@ -106,6 +116,12 @@ def _inputs(model: TorchModel, right: Forward) -> Iterator[Variant]:
                 seen.add(tuple(pads))
                 yield from padded(pads, what)
         yield from packed(m)
+    yield fed("the mask of the loss stands for the attention mask: masked tokens are not attended to",
+              lambda i, r: model.logits(r.ids, attention_mask=torch.tensor([[1] * p[i] + [int(t) for t in r.trains]]),
+                                        position_ids=_from(0, r)))  # fmt: skip
+    ones = lambda r: {"attention_mask": torch.ones(1, len(r.ids))} if model.masked else {}  # not a pack
+    yield fed("positions start again with the response", lambda i, r: model.logits(
+        r.ids, position_ids=torch.cat([torch.arange(p[i]), torch.arange(n[i] - p[i])])[None], **ones(r)))  # fmt: skip
     yield fed("every position is 0", lambda i, r: model.logits(r.ids, position_ids=0 * _from(0, r)))
     yield fed("positions start at 1", lambda i, r: model.logits(r.ids, position_ids=_from(1, r)))
     yield cut("the first token of each prompt is missing", lambda r: min(1, len(r.prompt) - 1))
@@ -113,6 +129,16 @@ def _inputs(model: TorchModel, right: Forward) -> Iterator[Variant]:
     for keep in (2, 3, 4):
         yield cut(f"prompts are cut to their last {keep} tokens", lambda r, keep=keep: max(len(r.prompt) - keep, 0))  # type: ignore[misc]
     yield cut("responses are scored without their prompts", lambda r: len(r.prompt) - 1)
+
+
+def _cached(model: TorchModel, r: Row) -> Tensor:
+    """The logits with a prefix cache that has no gradient."""
+    *first, last = r.prompt
+    if not first:
+        return model.logits(r.ids)
+    with in_float64(), torch.no_grad():
+        past = model.net(torch.tensor([first]), use_cache=True).past_key_values
+    return _front(model.logits([last, *r.response], past_key_values=past, use_cache=True), len(first))
 
 
 def _front(z: Tensor, n: int) -> Tensor:
@@ -134,7 +160,9 @@ def _from(start: int, r: Row) -> Tensor:
 
 # ---- the head --------------------------------------------------------------------------------------------------------
 def _heads(model: TorchModel, right: Forward) -> Iterator[Variant]:
-    head: Any = model.net.get_output_embeddings() if hasattr(model.net, "get_output_embeddings") else None
+    net, size = model.net, model.vocabulary
+    linear = [m for m in net.modules() if isinstance(m, torch.nn.Linear) and m.out_features == size]
+    head: Any = net.get_output_embeddings() if hasattr(net, "get_output_embeddings") else next(iter(linear), None)
     if head is None:
         return
     raw: list[Tensor] = []
@@ -204,9 +232,15 @@ def _configured(model: TorchModel, right: Forward) -> Iterator[Variant]:
 
 
 def tried(right: Forward, variants: Callable[[Forward], Iterator[Variant]]) -> Iterator[tuple[str, Forward]]:
-    """The variants that this model can run."""
+    """The variants that this model can run, each log-probability once."""
+    seen: list[Tensor] = []
     for words, make in variants(right):
         try:
-            yield words, make()
+            one = make()
+            lp = one.statistics()[0].detach()
+            if variants is others and any(torch.allclose(lp, x, rtol=0, atol=1e-11) for x in seen):
+                continue  # positions of rotary models, a window that does not act
+            seen.append(lp)
+            yield words, one
         except (TypeError, ValueError, RuntimeError, IndexError, InputError, NotImplementedError):
             continue  # its forward takes no positions or mask, or has too few positions

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from upref.errors import InputError
 from upref.step.reference import Gradient, TorchModel, as_float64, unwrapped
@@ -69,6 +69,21 @@ def record_step(model: nn.Module, first: int = 8) -> Iterator[Recorded]:
         raise InputError("the optimizer does not hold this model's parameters: record the module that is trained.")
 
 
+class _Feed:
+    """A hook that keeps the sequences that a model is fed; a model that carries it can be handed to another process."""
+
+    def __init__(self) -> None:
+        self.sequences: list[list[int]] = []
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return _Feed, ()
+
+    def __call__(self, module: nn.Module, args: Any, kw: Any) -> None:
+        ids = kw.get("input_ids", args[0] if args else None)
+        if torch.is_grad_enabled() and isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point():
+            self.sequences.extend(ids.tolist())
+
+
 @contextmanager
 def watched(
     model: nn.Module, steps: list[Step], first: int, weights: bool = True
@@ -95,14 +110,17 @@ def watched(
         open_.update(mine)
         steps[-1].gradients |= {n: as_float64(p.grad) for n, p in mine.items() if p.grad is not None}
 
-    def feed(module: nn.Module, args: Any, kw: Any) -> None:
-        ids = kw.get("input_ids", args[0] if args else None)
-        if torch.is_grad_enabled() and isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point():
-            fed.extend(ids.tolist())
+    def late(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """The gradients of a step that makes them itself, by a closure."""
+        if steps and not steps[-1].gradients:
+            params = unwrapped(model).named_parameters()
+            steps[-1].gradients |= {n: as_float64(p.grad) for n, p in params if p.grad is not None}
+            steps[-1].backwards, steps[-1].fed = count[0], fed[:]
 
-    fed: list[list[int]] = []
+    feed = _Feed()
+    fed = feed.sequences
     forward = unwrapped(model).register_forward_pre_hook(feed, with_kwargs=True)
-    handles = [register_optimizer_step_pre_hook(look), forward]
+    handles = [register_optimizer_step_pre_hook(look), register_optimizer_step_post_hook(late), forward]
     torch.autograd.backward = counting
     try:
         yield count, fed

@@ -2,6 +2,7 @@
 """A model as the reference computes it: one row at a time, float64, eager attention, no padding, dropout or cache."""
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from upref.errors import InputError
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")  # whose factors, weights among them, are rounded too
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
+AT_ONCE = 2_000_000  # numbers of a batch of gradients
 Gradient = dict[str, Tensor]  # name of a parameter -> float64
 
 
@@ -81,6 +83,12 @@ class Model:
     def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Gradient:
         raise NotImplementedError
 
+    def pulls(self, z: Tensor, dz: Tensor, ids: Sequence[int], names: Sequence[str]) -> Iterator[Tensor]:
+        """[n, P] for dz [n, S, V], in parts: the gradients of these parameters side by side."""
+        for one in dz:
+            g = self.pull(z, one, ids)
+            yield torch.cat([g[n].reshape(-1) for n in names])[None]
+
 
 class TorchModel(Model):
     """A float64 copy of an nn.Module, in evaluation mode. Any forward that takes ids [1, S] and answers [1, S, V]."""
@@ -111,6 +119,9 @@ class TorchModel(Model):
         end = end[0] if isinstance(end, list) else end
         self.end = end if end is not None and 0 <= end < self.vocabulary else None
         self._takes_cache = config is not None and hasattr(config, "use_cache")
+        names = inspect.signature(self.net.forward).parameters
+        self.masked = "attention_mask" in names
+        self._positions = next((n for n in names if n.startswith("pos")), None)
 
     def _eager(self):
         for name in ("set_attn_implementation", "set_experts_implementation"):
@@ -120,6 +131,8 @@ class TorchModel(Model):
     def logits(self, ids: Sequence[int], **how: Any) -> Tensor:
         with in_float64():
             how = ({"use_cache": False} if self._takes_cache else {}) | how
+            if self._positions and "position_ids" in how:
+                how[self._positions] = how.pop("position_ids")
             out = self.net(torch.tensor([list(ids)]), **how)
         z = getattr(out, "logits", out)
         z = z[0] if isinstance(z, tuple) else z
@@ -131,6 +144,21 @@ class TorchModel(Model):
         with in_float64():
             g = torch.autograd.grad(z, [*self.params.values()], dz, retain_graph=True, allow_unused=True)
         return {n: torch.zeros_like(p) if x is None else x for (n, p), x in zip(self.params.items(), g, strict=True)}
+
+    def pulls(self, z: Tensor, dz: Tensor, ids: Sequence[int], names: Sequence[str]) -> Iterator[Tensor]:
+        params = [self.params[n] for n in names]
+        for some in dz.split(max(1, AT_ONCE // sum(p.numel() for p in params))):
+            try:
+                with in_float64():
+                    g = torch.autograd.grad(
+                        z, params, some, retain_graph=True, allow_unused=True, is_grads_batched=True
+                    )
+            except (RuntimeError, NotImplementedError):  # an operation that cannot be batched
+                yield from super().pulls(z, some, ids, names)
+                continue
+            each = [p.new_zeros(len(some), p.numel()) if x is None else x.flatten(1)
+                    for p, x in zip(params, g, strict=True)]  # fmt: skip
+            yield torch.cat(each, 1)
 
 
 @dataclass

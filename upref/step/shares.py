@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why the responses of a step have the factors that they have: the aggregation, and what it was taken over."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,16 @@ from upref.rollouts import Rollouts
 from upref.step.goal import Goal
 from upref.step.rows import Padded, Row
 from upref.verify.factors import FACTORS, promised
+
+longest = lambda rows, of: max(len(of(r)) for r in rows)
+SIZES: dict[str, Callable[[Sequence[Row]], int]] = {  # what a micro-batch may be weighted or divided by
+    "responses": len,
+    "response tokens, masked ones included": lambda rows: sum(len(r.response) for r in rows),
+    "tokens, prompts included": lambda rows: sum(len(r.ids) for r in rows),
+    "slots of the padded batch": lambda rows: len(rows) * longest(rows, lambda r: r.ids),
+    "slots of the padded batch but its first column": lambda rows: len(rows) * (longest(rows, lambda r: r.ids) - 1),
+    "slots of the padded responses": lambda rows: len(rows) * longest(rows, lambda r: r.response),
+}
 
 
 def factor_words(
@@ -78,6 +88,15 @@ def aggregations(
                     f[at] = FACTORS[agg](_counted(mask[at], None))
                 name = f"{agg} is taken over {called}, and the results are averaged"
                 yield "; ".join(filter(None, [words, name])), f / len(part)
+    for size, count in SIZES.items():
+        for called, part in [("all responses", [torch.arange(n)]), *parts]:
+            N = [count([rows[i] for i in at.tolist()]) for at in part]
+            mean, even = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+            for at, m in zip(part, N, strict=True):
+                mean[at], even[at] = m / float(b.mask[at].sum().clamp(min=1)) / sum(N), 1 / m
+            if len(part) > 1:
+                yield f"token-mean is taken over {called}, and each result is weighted by its {size}", mean
+            yield f"the sum over {called} is divided by the {size}", even / len(part)
 
 
 def _counted(mask: Tensor, group: Tensor | None) -> Rollouts:

@@ -38,22 +38,22 @@ class Coordinates:
             self.chosen = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:COORDINATES]
 
     def __call__(self, g: Gradient) -> Tensor:
-        flat = torch.cat([g[n].reshape(-1) for n in self.names])
-        return flat if self.chosen is None else flat[self.chosen]
+        return self.some(torch.cat([g[n].reshape(-1) for n in self.names]))
+
+    def some(self, flat: Tensor) -> Tensor:
+        return flat if self.chosen is None else flat[..., self.chosen]
 
 
 def columns(forward: Forward, at: Coordinates) -> Tensor:
     """[∇ log π(o_t)] of every token but the first of each row."""
     out = []
     for i, (z, row) in enumerate(zip(forward.z, forward.rows, strict=True)):
-        x = z.detach() / forward.temperature
-        p = x.softmax(-1)
-        for t in range(1, len(row.ids)):
-            dz, s = torch.zeros_like(x), max(forward.at(i, t), 0)
-            dz[s] = -p[s] / forward.temperature
-            dz[s, row.ids[t]] += 1 / forward.temperature
-            out.append(at(forward.model.pull(z, dz, row.ids)))
-    return torch.stack(out, 1)
+        one = torch.eye(len(row.ids) - 1, dtype=torch.float64)
+        with torch.enable_grad():
+            lp = forward.scored(i, 1)
+        (dz,) = torch.autograd.grad(lp, forward.leaves[i], one, is_grads_batched=True)
+        out += [at.some(g) for g in forward.model.pulls(z, dz, row.ids, at.names)]
+    return torch.cat(out).T
 
 
 def solved(A: Tensor, y: Tensor) -> tuple[Tensor, Tensor, float]:
