@@ -94,7 +94,7 @@ def _of_parameters(found: Gradient, want: Gradient, wrong: list[str], bound: flo
     for n in (n for n in wrong if n not in zero):
         g, w = found[n].reshape(-1), want[n].reshape(-1)
         k = float(g @ w / (w @ w).clamp(min=1e-300))
-        if (g - k * w).norm() > 100 * bound * w.norm():
+        if (g - k * w).norm() > 100 * bound * w.norm() or abs(k - 1) < 100 * bound:
             return ""
         parts.append(f"{n} has {k:.5g} times its gradient")
     return "the other parameters are right; " + "; ".join(parts[:4])
