@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/make.py writes into docs/what-check-sees.md: axes, tolerances and habits, from where they are decided."""
+"""The tables of docs/what-check-sees.md: axes, tolerances and habits, read from the code that defines them."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def axes() -> str:
         *((name, words) for words, name in first.items()),
         ("group ids", f"{', '.join(NAMED)}; from `every two` on mixed with each level of each axis"),
     ]  # fmt: skip
-    return _rows("axis | what is asked", rows)
+    return _rows("axis | inputs", rows)
 
 
 def tolerances() -> str:
@@ -34,19 +34,20 @@ def tolerances() -> str:
     from upref.weights.batches import EDGES, GUARD, SINGLE_EDGES
 
     rows = [
-        (f"{EXACT:g}", "a weight in float64, nothing said", "rounding over a few hundred terms stays below"),
-        (f"{HABIT:g}", "a weight in float64, with a note", "1e-6 beside a length of one token is the largest habit"),
-        (f"{SINGLE:g}", "a weight of what computes in float32", f"beside what rounding log-probabilities by {ROUND:g} "
-                                                               "of themselves moves, which is taken off first"),
-        (f"{max(EDGES):g}", "how near to a bound both sides are asked, relative to r", "a bound that is off shows"),
-        (f"{max(SINGLE_EDGES):g}", "the same in float32", "narrower than the narrowest bound, 3e-4 of GSPO"),
-        ("10 times these", "on random batches and unusual inputs", "long sums round more"),
-        (f"{GUARD['token']:g}", "log r of a token from which a clamp is a note", "a ratio of 5e8 is a guard's"),
-        (f"{GUARD['sequence']:g}", "log s of a response from which a clamp is a note", "a mean over its tokens"),
-        (f"{SINGLE_TOL:g}", "an advantage in float32", "a variance loses half its digits"),
-        (f"{TOO_LONG:g} s", "a loss that would need longer for a batch is not asked for it", "the report says so"),
+        (f"{EXACT:g}", "a weight in float64, without a note", "rounding over a few hundred terms is smaller"),
+        (f"{HABIT:g}", "a weight in float64, with a note", "the largest accepted habit is 1e-6 on a length of one"),
+        (f"{SINGLE:g}", "a weight of a float32 loss", "in addition to the effect of rounding the log-probabilities by "
+                                                     f"a relative {ROUND:g}"),
+        (f"{max(EDGES):g}", "distance from each bound at which both sides are tested, relative to r",
+         "reveals a misplaced bound"),
+        (f"{max(SINGLE_EDGES):g}", "the same in float32", "below the narrowest clip range, GSPO's 3e-4"),
+        ("10 times these", "on random batches and unusual inputs", "longer sums have more rounding error"),
+        (f"{GUARD['token']:g}", "log r of a token from which a clamp is a note", "a ratio of 5e8 meets guards only"),
+        (f"{GUARD['sequence']:g}", "log s of a response from which a clamp is a note", "log s is a mean over tokens"),
+        (f"{SINGLE_TOL:g}", "an advantage in float32", "computing a variance loses half of the digits"),
+        (f"{TOO_LONG:g} s", "time for one batch; slower batches are skipped", "the report lists them"),
     ]  # fmt: skip
-    return _rows(" | of what | why", rows)
+    return _rows("tolerance | applies to | reason", rows)
 
 
 def _rows(head: str, rows: list[tuple[str, ...]]) -> str:
@@ -62,7 +63,7 @@ def habits() -> str:
 
 
 def fuzzed() -> str:
-    """What tests/support/fuzz.json says of the whole runs of the fuzzer."""
+    """The complete runs of the fuzzer, from tests/support/fuzz.json."""
     text = (Path(__file__).parent.parent / "tests/support/fuzz.json").read_text(encoding="utf-8")
     return "\n".join(map(_run, json.loads(text)["runs"]))
 
@@ -73,6 +74,6 @@ def _run(run: dict) -> str:
     functions = [kind for kind in counts if kind.startswith("upref.")]
     return (
         f"* {sum(counts.values()):,} inputs of seed {run['seed']} over {len(counts)} entry points, {len(verbs)} verbs "
-        f"of the command and {len(functions)} public functions and methods among them: {broke} broke a rule, of which "
-        f"{run['again']} still do on the code as it is now."
+        f"of the command and {len(functions)} public functions and methods among them: {broke} broke a rule; "
+        f"{run['again']} of these still do with the current code."
     )
