@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the site's sources together: the pages of the repository, their links turned to where they stand in the site.
+"""Collects the site's sources: the pages of the repository, with their links adapted to the site.
 
 A page is README.md, any docs/**/*.md, CHANGELOG.md, CONTRIBUTING.md, and every other .md that one of them links to.
 Any other file that is linked to becomes a page that shows it. Nothing of a page is run here.
@@ -46,15 +46,15 @@ SECTIONS = [
     Section("howto", "How-to", "Check a loss in CI, train in verl or TRL, draw a Cap map, add an objective.",
             ["howto/*", "sharp-bits", "verl", "trl", "adding", "glossary"]),
     Section("course/README", "Course", "From “a policy is a softmax” to “what is wrong with this run”.", ["course/*"]),
-    Section("objectives", "Objectives", "Each on a page: equation, witnesses, pictures, relatives.", ["objectives/*"]),
-    Section("explorer", "Explorer", "Drag a bound, a token, an advantage, and see what follows."),
-    Section("derivations", "Derivations", "What the paper proves, and what only on conditions.", ["derivations/*"]),
-    Section("frameworks", "Frameworks", "What the losses of verl, TRL and others really compute.",
+    Section("objectives", "Objectives", "Equation, gradient, pictures and relatives of each.", ["objectives/*"]),
+    Section("explorer", "Explorer", "Move a bound, a token or an advantage on an interactive page."),
+    Section("derivations", "Derivations", "Proofs of the paper's equations, with their conditions.", ["derivations/*"]),
+    Section("frameworks", "Frameworks", "What the losses of verl, TRL and others compute.",
             ["recipes", "frameworks*", "frameworks/*", "steps", "what-check-sees", "in-the-wild"]),
-    Section("claims", "Claims", "A verdict on every claim of the paper, and where it comes from.",
+    Section("claims", "Claims", "A verdict on every claim of the paper, with its evidence.",
             ["claims*", "verdicts", "repro/mini/*", "repro/exact/*"]),
     Section("api", "API", "Every public name.", ["api/*"]),
-    Section("more", "More", "How fast, where what stands, how to contribute, what has changed.",
+    Section("more", "More", "Speed, code map, contributing, changes.",
             ["speed", "architecture", "contributing", "changelog", "*"]),
 ]  # fmt: skip
 
@@ -163,6 +163,8 @@ def sections(texts: dict[str, str]):
             f"\n:::{{grid-item-card}} {section.title}\n:link: {section.head}\n:link-type: doc\n{section.text}\n:::\n"
         )
     index = (Path(__file__).parent / "index.md").read_text(encoding="utf-8").replace("CARDS\n", "".join(cards))
+    example = re.search(r"```python\n# my.py\n.*?```\n\n```console\n.*?```\n", texts["start"], re.S)
+    index = index.replace("EXAMPLE\n", example[0] if example else "")
     texts["index"] = index + "\n```{toctree}\n:hidden:\n\n" + "\n".join(heads) + "\n```\n"
 
 

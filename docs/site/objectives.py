@@ -32,7 +32,7 @@ def pages(source: Path) -> dict[str, str]:
 
 def page(o: Objective, folder: Path) -> str:
     parts = [f"# {o.name}\n\n{_paper(o)}", tex.block(tex.equation(o.equation)), _facts(o)]
-    parts += ["## Three witnesses", _witnesses(o), "## Pictures", _pictures(o, folder)]
+    parts += ["## The gradient, three times", _gradients(o), "## Pictures", _pictures(o, folder)]
     if runs := _runs(o, folder):
         parts += ["## Training curves", runs]
     if o.hyperparameters:
@@ -59,11 +59,11 @@ def _facts(o: Objective) -> str:
     return _table(["what", "of this objective"], [*rows, *((k, v) for k, v in said.items() if v)])
 
 
-def _witnesses(o: Objective) -> str:
-    card = "`````{{grid-item}}\n**{}**\n\n```python\n{}\n```\n`````"
-    code = card.format("The function that trains", _source(o.fn).rstrip())
-    weight = card.format("Its weight dJ/dlp, by hand from the paper", _source(o.closed_form).rstrip())
-    return f"``````{{grid}} 1 1 2 2\n:gutter: 2\n\n{code}\n\n{weight}\n``````\n\n{_derived(o)}"
+def _gradients(o: Objective) -> str:
+    code = "**{}**\n\n```python\n{}\n```\n\n"
+    function = code.format("The function that trains", _source(o.fn).rstrip())
+    weight = code.format("Its weight dJ/dlp, written by hand from the paper", _source(o.closed_form).rstrip())
+    return function + weight + _derived(o)
 
 
 def _derived(o: Objective) -> str:
@@ -73,7 +73,7 @@ def _derived(o: Objective) -> str:
         return "**By autograd**, on a small batch:\n\n```text\n" + "\n".join(d.steps[3:]) + "\n```"
     math = lambda e: f"${tex.expression(e)}$".replace("|", r"\vert ")
     rows = [(f"${SIGNS[x.sign]}$", f"${tex.where(x.where)}$", math(x.J), math(x.gradient)) for x in d.rows]
-    head = "**sympy's derivative of that function**, regime by regime. Minus the weight by hand each simplifies to 0."
+    head = "**sympy's derivative of the function**, regime by regime. Its difference from the weight simplifies to 0."
     return f"{head}\n\n" + _table(["advantage", "ratio", "J", "dJ/dlp"], rows)
 
 
@@ -94,7 +94,7 @@ def _pictures(o: Objective, folder: Path) -> str:
     said = [", ".join(f"{float(curve(r, A, 0.1)):.3g} at r = {r:g}" for r in at) for A in (1, -1)]
     return (
         f"![Cap map of {o.name} over π_old and π_θ, described below.]({o.name}-cap.svg)\n\n"
-        f"The Cap is above 0 in this share of the square: {', '.join(alive)}. Hatched: no gradient.\n\n"
+        f"Cap is above 0 in this part of the square: {', '.join(alive)}. In hatched regions there is no gradient.\n\n"
         f"![Gradient weight of {o.name} against the ratio, described below.]({o.name}-weight.svg)\n\n"
         f"The weight where A = 1: {said[0]}; where A = −1: {said[1]}."
     )
@@ -163,9 +163,9 @@ def _frameworks(o: Objective) -> str:
     if not found:
         return "No difference is on record. [What is compared with what](../frameworks.md)."
     status = lambda e: f"[{e.status}]({e.link})" if e.link else e.status
-    rows = [(f"{e.framework} {e.version}", f"`{x.loss}`", e.reason, str(x), status(e)) for e, x in found]
-    head = ["framework", "loss", "what differs", "where: weight expected -> found", "status"]
-    return f"{_table(head, rows)}\n\nFrom [the ledgers](../frameworks.md), which the audits hold true."
+    rows = [(f"{e.framework} {e.version} `{x.loss}`", e.reason, str(x), status(e)) for e, x in found]
+    head = ["framework, loss", "what differs", "weight expected -> found", "status"]
+    return f"{_table(head, rows)}\n\nFrom [the ledgers](../frameworks.md), which the audits test."
 
 
 # ---- relatives -------------------------------------------------------------------------------------------------------

@@ -137,9 +137,9 @@ def test_up_comes_to_rest_at_pi_old_times_A(js):
 
 def test_the_clipped_token_is_named_with_who_moves_it(js):
     say = lambda t: js(f"flowWords(stateAt(flowPath('dapo', {{}}, FLOW), {t}), {t}, FLOW.A, TOKENS)")
-    assert say(0).startswith("Every token stands at π_old")
-    assert "“common, right” stands at" in say(40) and "they go on pushing it up" in say(40)
-    assert say(1200).startswith("Every token is clipped") and "nothing moves it any more" in say(1200)
+    assert say(0).startswith("Every token is at π_old")
+    assert "“common, right” is at" in say(40) and "they still push it up" in say(40)
+    assert say(1200).startswith("Every token is clipped") and "it no longer moves" in say(1200)
 
 
 def test_group_norm_is_that_of_the_library(js):

@@ -131,7 +131,7 @@ function begin() {
       get: () => S.mu, set: x => { S.mu = x; draw("maps"); }, legal: x => x > 0 && x <= 1 }),
     slider({ letter: "π_θ", name: "now", says: "<b>Now</b>: its probability under the policy that is trained; the ratio <i>r</i> is this over the other", limits: LIMITS.p,
       get: () => S.p, set: x => { S.p = x; draw("maps"); }, legal: x => x > 0 && x <= 1 }),
-    slider({ letter: "η", name: "step", says: "<b>Step</b>: learning rate of the one step that the arrow shows, in a softmax of this token and the rest", limits: LIMITS.eta,
+    slider({ letter: "η", name: "step", says: "<b>Step</b>: learning rate of the step that the arrow shows, in a softmax of this token and the rest", limits: LIMITS.eta,
       get: () => S.eta, set: x => { S.eta = x; draw("maps"); }, legal: x => x >= 0 && x <= 1000 }));
   const ramp = COLOURS.ramp.map((c, i) => `<stop offset="${i / (COLOURS.ramp.length - 1)}" stop-color="${c}"/>`).join("");
   $("legend").innerHTML = `<span>Cap 0 <svg width="110" height="12" aria-hidden="true"><linearGradient id="r">${ramp}</linearGradient><rect width="110" height="12" rx="2" fill="url(#r)"/></svg> 1</span>` +
@@ -141,13 +141,13 @@ function begin() {
     `<span><svg width="14" height="16" aria-hidden="true"><path d="M7 16V6" stroke="var(--up)" stroke-width="2.4"/><path d="M2.5 8 7 0l4.5 8z" fill="var(--up)"/></svg> the step it takes</span>`;
   const left = Object.entries(LEFT_OUT).map(([n, why]) => `<code>${n}</code> (${why})`).join(", ");
   $("notes").innerHTML = [
-    ["Cap is not a bound on the policy", "It says how far a token's own gradient can carry it, all else held fixed. A large step overshoots it, and the gradients of other tokens, momentum and shared parameters move a token whose own gradient is zero."],
-    ["A clip has one side", "For A &gt; 0 a token loses its gradient above 1 + ε<sub>high</sub> only, for A &lt; 0 below 1 − ε<sub>low</sub> only. Which clip is active is told by the sign of A."],
-    ["Sequence level", "For an objective on whole responses π is the geometric-mean probability of its tokens, and the ratio is <i>s</i>; for one on trajectories it is the probability of the response."],
-    ["The step", "One sampled token, one update of plain gradient ascent, in a softmax of two: this token and all the rest. Real steps are averages over many tokens."],
-    ["The small policy", "One context, one-token responses, an infinite batch: the expected update, without noise. The advantages stay as they are set. It shows mechanisms, not sizes."],
-    ["Where the formulas come from", "sympy differentiates the very function that trains and prints the result as JavaScript; a test holds it against numpy on 10,000 points for each objective, hyperparameters drawn at random. KL terms are left out: they are terms of their own."],
-    ["What is not here", left ? `sympy cannot read ${left}, nor UP of them.` : "Nothing: every registered objective is here."],
+    ["Cap is not a bound on the policy", "Cap is how far a token's own gradient can carry it while everything else is fixed. A large step overshoots it. The gradients of other tokens, momentum and shared parameters move a token whose own gradient is zero."],
+    ["A clip has one side", "For A &gt; 0 a token loses its gradient above 1 + ε<sub>high</sub> only, for A &lt; 0 below 1 − ε<sub>low</sub> only. The sign of A decides which clip is active."],
+    ["Sequence level", "For a sequence-level objective π is the geometric-mean probability of the response's tokens, and the ratio is <i>s</i>. For a trajectory-level objective π is the probability of the response."],
+    ["The step", "The arrow is one update of plain gradient ascent on one sampled token, in a softmax of two entries: this token and the rest. Real steps average over many tokens."],
+    ["The small policy", "The small policy has one context, responses of one token, and an infinite batch: the expected update, without noise. The advantages are constant. It shows mechanisms, not sizes."],
+    ["Where the formulas come from", "sympy differentiates the function that trains and prints the result as JavaScript. A test compares it with numpy on 10,000 points per objective, with random hyperparameters. KL terms are separate and not shown."],
+    ["Objectives that are missing", left ? `sympy cannot read ${left}, or UP applied to them.` : "None: the page has every registered objective."],
   ].map(([head, text]) => `<div><h3>${head}</h3><p>${text}</p></div>`).join("");
   $("add").addEventListener("click", () => { S.o.push(panel(Object.keys(OBJECTIVES).find(n => !S.o.some(o => o.name === n)))); draw("all"); });
   $("link").addEventListener("change", e => { S.link = e.target.checked; draw(); });

@@ -61,13 +61,13 @@ function groupNorm(mu, A) {
 /** Who takes the mass, in a sentence: of the clipped token that the others carried furthest, else of none. */
 function flowWords(s, t, A, names) {
   const stopped = s.live.map((live, a) => !live && A[a] !== 0 ? a : -1).filter(a => a >= 0);
-  if (t === 0) return "Every token stands at π_old. Move the slider, or play.";
+  if (t === 0) return "Every token is at π_old. Move the slider, or press Play.";
   if (!stopped.length) return "No token is clipped here: each has a gradient of its own.";
   const a = stopped.reduce((best, x) => Math.abs(s.others[x]) > Math.abs(s.others[best]) ? x : best);
   const all = stopped.length === A.filter(x => x !== 0).length;
   const list = all ? "Every token" : stopped.map(x => `“${names[x]}”`).join(", "), verb = all || stopped.length === 1 ? "is" : "are";
-  const goes = Math.abs(s.now[a]) < 1e-9 ? "nothing moves it any more" : `they go on pushing it ${s.now[a] > 0 ? "up" : "down"}`;
-  return `${list} ${verb} clipped. “${names[a]}” stands at ${num(s.r[a])} times π_old: its own gradient gave its log π ` +
+  const goes = Math.abs(s.now[a]) < 1e-9 ? "it no longer moves" : `they still push it ${s.now[a] > 0 ? "up" : "down"}`;
+  return `${list} ${verb} clipped. “${names[a]}” is at ${num(s.r[a])} times π_old: its own gradient gave its log π ` +
     `${signed(s.own[a])}, those of the others ${signed(s.others[a])}; ${goes}.`;
 }
 

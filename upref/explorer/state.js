@@ -13,26 +13,26 @@ const ROLLOUTS = [0, 1, 4, 16, 64, 256];
 
 const PRESETS = [
   ["Fig. 1: DAPO vs UP-DAPO", "o=dapo;up_dapo&A=1&mu=0.25&p=0.25",
-    "The paper's Fig. 1, right tokens. DAPO's Cap ends at r = 1 + ε_high; UP's is all that is left, 1 − π_θ."],
+    "The paper's Fig. 1, right tokens. DAPO's Cap ends at r = 1 + ε_high; UP's is all of the rest, 1 − π_θ."],
   ["Fig. 1, A < 0", "o=dapo~c:3;up_dapo~c:3&A=-1&mu=0.4&p=0.36",
-    "Wrong tokens: both have the same lower clip. The paper also draws a dual clip and gives it no value: here it is on, at verl's default c = 3."],
+    "Wrong tokens: both have the same lower clip. The paper also draws a dual clip without a value; here it is on, at verl's default c = 3."],
   ["UP is a plug-in", "o=sapo;up(sapo);cispo;up(cispo)&A=1&mu=0.1&p=0.3",
-    "up(X) keeps X for A ≤ 0 and puts A log π_θ for A > 0. On objectives whose weight never is 0 it changes no Cap, only the weight."],
-  ["Bounds that know π_old", "o=dppo_tv;bandpo_tv;bandpo_chi2;dppo_kl&A=1&mu=0.05&p=0.08",
-    "A ratio's clip holds rare tokens tightest. These four measure the distance in probability instead."],
+    "up(X) keeps X for A ≤ 0 and replaces it by A log π_θ for A > 0. If the weight of X is never 0, up(X) changes only the weight, not Cap."],
+  ["Bounds that depend on π_old", "o=dppo_tv;bandpo_tv;bandpo_chi2;dppo_kl&A=1&mu=0.05&p=0.08",
+    "A clip of the ratio leaves rare tokens the least room. These four bound a distance between probabilities instead."],
   ["One response at a time", "o=gspo;up_gspo;gmpo&A=1&mu=0.3&p=0.3001",
     "Sequence level: π is the geometric mean over a response, and GSPO's window is a thousand times narrower."],
   ["Rare tokens", "o=dapo;up_dapo;dppo_tv&A=1&mu=0.001&p=0.001&log=1",
-    "The same squares on logarithmic axes. To a token of one in a thousand DAPO's clip leaves next to nothing, UP all the rest."],
+    "The same squares on logarithmic axes. For a token of probability 0.001, DAPO's clip leaves almost no room; UP leaves all of the rest."],
   ["A step beyond Cap", "o=dapo;dapo~eps_high:0.6&A=1&mu=0.2&p=0.24&eta=6",
-    "Cap says how far a token's own gradient lasts, not how far it can go: one large step overshoots it."],
+    "Cap is where a token's own gradient ends, not where the token stops: one large step overshoots it."],
 ];
 const SCENES = [
   ["A rare right token", "", "Two right tokens, one rare; the wrong ones lose their mass to both."],
   ["All right, graded", "pi=0.5,0.3,0.2&adv=1,2,4&lr=0.25&n=3000&t=3000",
-    "A = 1, 2, 4. UP rests at π_old A+; importance sampling rests in a corner only."],
+    "A = 1, 2, 4. UP converges to π_old A+; importance sampling converges to a corner."],
   ["Two right, one wrong", "pi=0.3,0.15,0.55&adv=1.106,1.106,-0.905&lr=0.25&n=3000&t=3000",
-    "UP rests at π_old given that the answer is right, which rejection sampling would train on."],
+    "UP converges to π_old restricted to right answers, the target of rejection sampling."],
   ["New rollouts", "k=16", "A new π_old after every 16 updates: each rollout opens the clip again."],
 ];
 
