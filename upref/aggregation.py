@@ -48,9 +48,9 @@ def verl_name(level: str, agg: str) -> str:
 
 
 class Totals(NamedTuple):
-    """Counts of a mini-batch: all tokens, responses and groups, and for each row the tokens of its group.
+    """Counts of a mini-batch: tokens, responses, groups, and the tokens of each row's group.
 
-    Without group ids the whole batch counts as one group, and group_tokens is one number.
+    Without group ids the whole batch is one group, and group_tokens is one number.
     """
 
     tokens: Tensor | int
@@ -94,7 +94,20 @@ class Totals(NamedTuple):
 def row_weights(
     agg: str, mask: Bool[Tensor, "B T"], totals: Totals, length: int | None = None
 ) -> Float[Tensor, " B"] | Tensor | float:
-    """w_i of the table above. `length` is L of seq-mean-token-sum-norm. Raises InputError on an unknown name."""
+    """Return w_i of the table above for each response.
+
+    Args:
+        agg: name of the aggregation, a key of AGGREGATIONS.
+        mask: [B, T], True on the tokens that count.
+        totals: counts of the mini-batch.
+        length: L of seq-mean-token-sum-norm, in tokens.
+
+    Returns:
+        Weights [B], or one number for all responses.
+
+    Raises:
+        InputError: the name is unknown.
+    """
     if not isinstance(agg, str):
         raise InputError(f"an aggregation is called by its name, got {described(agg)}: {', '.join(AGGREGATIONS)}.")
     _must(isinstance(totals, Totals), "totals must be a Totals, e.g. Totals.of(mask, group)", totals)
@@ -128,9 +141,21 @@ def aggregate(
     totals: Totals | None = None,
     length: int | None = None,
 ) -> Float[Tensor, ""]:
-    """Σ_i w_i Σ_t mask x, in float32 or wider; x is [B, T], or [B] for seq-mean. Masked slots may hold anything.
+    """Sum Σ_i w_i Σ_t mask_it x_it: the aggregation of per-token terms into a scalar.
 
-    A response without a token, which Rollouts refuses but a framework's padding may bring, adds nothing; it is counted.
+    Args:
+        x: terms [B, T], or [B] for seq-mean. Masked slots may hold anything.
+        mask: [B, T], True on the tokens that count. A response without a token adds nothing and is counted.
+        agg: name of the aggregation, a key of AGGREGATIONS.
+        group: prompt id of each response [B]; None: one group.
+        totals: counts of the mini-batch if this is one of its micro-batches.
+        length: L of seq-mean-token-sum-norm, in tokens.
+
+    Returns:
+        A scalar in float32 or wider.
+
+    Raises:
+        InputError: the name is unknown, or shapes do not fit.
     """
     _must(_is_mask(mask), "mask must be a boolean tensor [B, T]", mask)
     fits = dense(x) and x.shape in (mask.shape, mask.shape[:1]) and x.device == mask.device

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of an objective, derived by sympy from the very function that trains.
-
-`import upref` does not import sympy; importing this module does.
-"""
+"""The gradient of an objective, derived by sympy from the function that trains; `import upref` does not import it."""
 
 import inspect
 import itertools
@@ -54,12 +51,16 @@ class Derivation:
 
 
 def derive(objective: str | Objective, mu: float = 0.25, **hp: Any) -> Derivation:
-    """dJ/dlp in every regime (sign of A, r between the kinks), compared with the weight written by hand.
+    """Derive dJ/dlp in every regime (sign of A, r between breakpoints) and compare it with the weight written by hand.
 
-    Hyperparameters stay symbols, and the kinks are ordered as at their defaults (c, by default None, as at 3); those
-    given are put in as numbers. mu = π_old(o_t) orders the kinks of objectives that depend on it. A mismatch is
-    flagged in the text, with ok = False. An objective that sympy cannot read (the record's `unread`) is not refused:
-    the text says why, and autograd is compared with the weight on a small batch instead.
+    Args:
+        objective: a registered name, or an Objective. For one that sympy cannot read, the text gives the reason, and
+            autograd is compared with the weight on a small batch.
+        mu: π_old(o_t), which orders breakpoints that depend on it. The others are ordered at the defaults (c at 3).
+        **hp: hyperparameters to insert as numbers; the others stay symbols.
+
+    Returns:
+        A Derivation; `ok` is False if a regime does not match.
     """
     if isinstance(mu, bool) or not isinstance(mu, int | float) or not 0 < mu <= 1:
         raise InputError(f"mu is a probability in (0, 1], got {repr(mu)[:60]}.")
@@ -208,8 +209,7 @@ def _numeric(o: Objective, hp: dict[Any, Any]) -> tuple[list[str], bool]:
 def sympy_gradient(objective: str | Objective, b: Rollouts, **hp: Any) -> np.ndarray:
     """dJ/dlp [B, T] of a small batch, the whole pipeline in sympy: level, mask, aggregation, KL. Computed at 30 digits.
 
-    The third route to what autograd and `objective.gradient` give. Raises InputError where sympy cannot read.
-    Responses masked alike have one derivative, in symbols: it is taken once and evaluated at each of them.
+    Responses with equal masks share one symbolic derivative. Raises InputError if sympy cannot read the objective.
     """
     o = objective if isinstance(objective, Objective) else get(objective)
     if o.unread:

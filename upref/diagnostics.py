@@ -14,18 +14,26 @@ from upref.rollouts import Rollouts
 
 
 def diagnose(objective: Objective, b: Rollouts, **hp: Any) -> dict[str, float]:
-    """Fractions of unmasked tokens (of all, unless the name says otherwise) and ratio statistics, no gradient.
+    """Count clipped and unclipped tokens of a batch, and summarize its ratios; no gradient flows.
 
-    clip/{pos,neg}_{high,low}   A > 0 or A < 0 tokens of weight 0 with r >= 1 (high) or r < 1 (low), of that sign's
-                                tokens: pos_high is the paper's Upper Clip, neg_low Lower Clip, neg_high Dual Clip
-    alive                       tokens with A != 0 whose weight is not 0, of those with A != 0
-    overflow                    tokens whose exact weight the dtype cannot hold: IS, or an unclipped side. Where the
-                                ratio itself overflows, `ops.exp` saturates and their gradient is 0 instead
-    above_high                  A > 0 tokens with r > 1.28 (DAPO's bound), of A > 0 tokens: what UP keeps alive
-    mass_above_high             their share of Σ |w|, the weight of the whole batch that still moves the policy
-    ratio/{mean,max,min}, kl_old (mean of k1: log π_old - log π_θ, nats)
+    Args:
+        objective: the Objective; the ratio is the one that it uses: r, or s or S of the whole response.
+        b: the batch.
+        **hp: hyperparameters of the objective.
 
-    The ratio is the one the objective acts on: r, or s or S of the whole response. The host waits once.
+    Returns:
+        A dict of floats. Fractions are of unmasked tokens:
+
+        clip/{pos,neg}_{high,low}   tokens of weight 0 with r >= 1 (high) or r < 1 (low), of the tokens with A > 0 (pos)
+                                    or A < 0 (neg). In the paper pos_high is the Upper Clip, neg_low the Lower Clip,
+                                    neg_high the Dual Clip
+        alive                       tokens with a nonzero weight, of those with A != 0
+        overflow                    tokens whose exact weight the dtype cannot hold: IS, or an unclipped side. Where the
+                                    ratio itself overflows, `ops.exp` saturates and their gradient is 0 instead
+        above_high                  tokens with r > 1.28 (DAPO's bound), of the tokens with A > 0: UP trains them
+        mass_above_high             the share of these tokens in Σ |w| over the batch
+        ratio/{mean,max,min}        of the ratio
+        kl_old                      mean of k1: log π_old - log π_θ, in nats
     """
     for x, kind in ((objective, Objective), (b, Rollouts)):
         if not isinstance(x, kind):

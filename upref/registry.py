@@ -60,11 +60,13 @@ def _no_weight(*_: Any, **__: Any) -> None:
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity: two functions are never provably equal
 class Objective:
-    """An objective J of the literature, to be maximised. `get(name)` finds it; `names()` lists all.
+    """An objective J of the literature, to maximize. `get(name)` returns one; `names()` lists all.
 
-    Calling it on Rollouts gives the scalar J, `loss` its negative; `surrogate` is the unreduced function, `weight` its
-    derivative dJ/dlp in closed form, written by hand from the paper. All raise InputError on hyperparameters it does
-    not have and on values out of range.
+    A call with Rollouts returns the scalar J, and `loss` its negative. `surrogate` is the unreduced function, `weight`
+    its derivative dJ/dlp in closed form, written by hand from the paper.
+
+    Raises:
+        InputError: in every method, on an unknown hyperparameter or a value out of range.
     """
 
     name: str
@@ -340,7 +342,19 @@ def transform(make: Callable[[Objective], Objective]) -> Callable[[Objective], O
 def objective(
     *, paper: str, eq: str, level: str, agg: str, adv: str, **facts: Any
 ) -> Callable[[Callable[..., Any]], Objective]:
-    """Decorator of the pure function `(lp, lp_old, A, *, hyperparameters)`; follow it by `@NAME.with_weight`."""
+    """Register the pure function `(lp, lp_old, A, *, hyperparameters)` as an objective; then use `@NAME.with_weight`.
+
+    Args:
+        paper: key of papers.bib.
+        eq: equation or section of the paper.
+        level: what one ratio covers, a key of LEVELS.
+        agg: name of the aggregation.
+        adv: name of the advantage estimator.
+        **facts: further fields of Objective.
+
+    Returns:
+        A decorator that returns the Objective.
+    """
 
     def wrap(fn: Callable[..., Any]) -> Objective:
         return Objective(fn.__name__, fn, inspect.getdoc(fn) or "", paper, eq, level, agg, adv, **facts)
@@ -363,12 +377,16 @@ _loaded: list[bool] = []
 
 
 def names() -> list[str]:
-    """All registered objectives, in alphabetical order."""
+    """Return the names of all registered objectives, in alphabetical order."""
     return sorted(_load())
 
 
 def get(name: str) -> Objective:
-    """The objective of that name; `up(NAME)` is the plug-in on it. Raises InputError with the nearest names."""
+    """Return the objective of that name; `up(NAME)` applies UP to it.
+
+    Raises:
+        InputError: no objective has this name; the message lists the nearest names.
+    """
     known = _load()
     if not isinstance(name, str):
         raise InputError(f"an objective is called by its name, got {type(name).__name__}: `upref list` shows all.")

@@ -29,13 +29,21 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Rollouts:
-    """B sampled responses of at most T tokens, as a loss gets them. Raises InputError on invalid input.
+    """A batch of B sampled responses of at most T tokens: the input of every objective.
 
-    logp, logp_old, logp_ref: log-probabilities in nats, <= 0 and finite on unmasked slots (masked slots may hold
-    anything, NaN included). adv: advantages. mask: True on response tokens; every response has one at least.
-    group: prompt id of each response; None: all responses count as one prompt. entropy: policy entropy per token in
-    nats, needed by one objective only. totals: the mini-batch's counts when this is a micro-batch of it (see `split`).
-    logp_sampler: log-probabilities of the inference engine, read by sampler corrections: upref.transforms.
+    Args:
+        logp: log π_θ(o_t) [B, T] in nats, <= 0 and finite on unmasked slots. Masked slots may hold anything.
+        logp_old: log π_old(o_t), the same.
+        adv: advantages, [B, T] or [B, 1].
+        mask: [B, T], True on response tokens. Every response has at least one.
+        group: prompt id of each response [B]; None: all responses count as one prompt.
+        logp_ref: log π_ref(o_t) for a KL term.
+        entropy: policy entropy per token in nats; one objective needs it.
+        totals: counts of the mini-batch, if this is one of its micro-batches (see `split`).
+        logp_sampler: log-probabilities of the inference engine, for sampler corrections: upref.transforms.
+
+    Raises:
+        InputError: invalid input.
     """
 
     logp: Float[Tensor, "B T"]

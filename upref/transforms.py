@@ -30,13 +30,25 @@ from upref.registry import Objective, transform
 
 @transform
 def up(base: Objective) -> Objective:
-    """UP(base) = A log π_θ where A > 0, the base's own term where A <= 0. Eqs. 14-16: up(dapo), up(grpo), up(gspo)."""
+    """Apply UP to an objective: A log π_θ where A > 0, the base's own term where A <= 0.
+
+    up(dapo), up(grpo) and up(gspo) are Eqs. 14 to 16 of fan2026up.
+
+    Args:
+        base: the objective that keeps its term for A <= 0.
+
+    Returns:
+        The Objective; it has the base's hyperparameters and aggregation.
+    """
     return _asymmetric(base, "up", lambda lp: lp)
 
 
 @transform
 def up_anchored(base: Objective) -> Objective:
-    """The same with the self-anchored ratio π_θ/sg(π_θ) of Eqs. 12 and A4: equal gradient, other value and Hessian."""
+    """Apply UP with the self-anchored ratio π_θ/sg(π_θ) of Eqs. 12 and A4 to an objective.
+
+    The gradient equals that of `up(base)`; the value and the Hessian differ.
+    """
     return _asymmetric(base, "up_anchored", lambda lp: exp(lp - sg(lp)))
 
 

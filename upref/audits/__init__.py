@@ -143,11 +143,20 @@ def audit(
     name: str, comparisons: tuple[Comparison, ...] | None = None, *, version: str = "", source: str = "",
     loud: bool = False,
 ) -> Audit:  # fmt: skip
-    """Compare the losses of the framework with the reference, at its defaults and at the papers' settings.
+    """Compare the losses of a framework with the reference, at its defaults and at the papers' settings.
 
-    One with a pin is put into a folder of its own and audited in its own process: the pinned version, another one
-    (`newest` for what is out), or the working copy `source`. loud: what that process prints is shown. InputError, in
-    one sentence, where that cannot be.
+    Args:
+        name: a framework with a folder in upref/frameworks.
+        comparisons: only these; None: all.
+        version: another version than the pinned one, or `newest`.
+        source: path of a working copy of the framework.
+        loud: print the output of the framework's process.
+
+    Returns:
+        An Audit. A framework with a pin is installed into a folder of its own and audited in its own process.
+
+    Raises:
+        InputError: the framework cannot be installed or run.
     """
     f = framework(name)
     if comparisons is not None and not all(isinstance(c, Comparison) for c in _listed(comparisons)):

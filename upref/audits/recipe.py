@@ -53,11 +53,18 @@ class Recipe:
 
 
 def recipe(objective: str, name: str, **hp: float) -> Recipe:
-    """The Recipe of an objective in a framework; nothing is run.
+    """Return the settings that give an objective in a framework; nothing runs.
 
-    hp: hyperparameters other than the objective's defaults, where the audit has a comparison at these. An objective of
-    UP's family, or any other that verl or TRL do not have, is given as the plug-in that brings it. Raises InputError
-    where there is neither.
+    Args:
+        objective: a registered name.
+        name: a framework with an audit.
+        **hp: hyperparameters other than the objective's defaults, if the audit has a comparison at these values.
+
+    Returns:
+        A Recipe. An objective that verl or TRL lack, such as UP's family, is given as upref's plug-in.
+
+    Raises:
+        InputError: there is neither a recipe nor a plug-in.
     """
     o, f, how = get(objective), framework(name), recorded(name).get("recipe", {})
     entries = read(name)

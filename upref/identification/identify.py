@@ -39,12 +39,18 @@ TRIED = 6  # candidates of which the distance is taken where none fits
 
 
 def identify(loss: Any) -> Identity:
-    """The objective that `loss` is: an Identity, true where one is named, printable, and JSON.
+    """Name the objective of a loss, with its hyperparameters, from its gradients.
 
-    loss: as for `upref.check`. Compared are gradients: |log r| <= 15, |A| from 1e-6 to 40, responses of up to 520
-    tokens (what the loss does to the value, to masked slots or to advantages before it is called is not seen). A loss
-    that takes no group ids sees one group. Raises InputError where the loss cannot be run, is not differentiable or
-    changes its inputs.
+    Args:
+        loss: as for `upref.check`. A loss that takes no group ids gets a batch of one group.
+
+    Returns:
+        An Identity: true if an objective is named, printable, and JSON. Gradients are compared for |log r| <= 15, |A|
+        from 1e-6 to 40 and responses of up to 520 tokens. The value of the loss, masked slots, and code that changes
+        the advantages before the call are not tested.
+
+    Raises:
+        InputError: the loss cannot be run, is not differentiable, or changes its inputs.
     """
     with undisturbed() as changed:
         answer = _identified(loss, time.perf_counter())

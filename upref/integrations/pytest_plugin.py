@@ -13,7 +13,7 @@ import pytest
 
 
 def assert_policy_loss(loss: Any, objective: Any, **hp) -> Any:
-    """The Report of `upref.check`; fails the test with it where the loss is not the objective."""
+    """Run `upref.check` and return its Report; fail the test if the loss is not the objective."""
     __tracebackhide__ = True
     from upref.verify.check import check
 
@@ -21,7 +21,7 @@ def assert_policy_loss(loss: Any, objective: Any, **hp) -> Any:
 
 
 def assert_advantages(fn: Any, estimator: str, **hp) -> Any:
-    """The Report of `upref.verify.advantages`; fails the test with it where fn is not that estimator."""
+    """Run `upref.check_advantages` and return its Report; fail the test if fn is not the estimator."""
     __tracebackhide__ = True
     from upref.verify.advantages import check_advantages
 
@@ -29,7 +29,7 @@ def assert_advantages(fn: Any, estimator: str, **hp) -> Any:
 
 
 def assert_kl(fn: Any, estimator: str, *, skip: Sequence[str] = ()) -> Any:
-    """The Report of `upref.verify.kl`; fails the test with it where fn is not that estimator."""
+    """Run `upref.check_kl` and return its Report; fail the test if fn is not the estimator."""
     __tracebackhide__ = True
     from upref.verify.kl import check_kl
 
@@ -37,7 +37,7 @@ def assert_kl(fn: Any, estimator: str, *, skip: Sequence[str] = ()) -> Any:
 
 
 def assert_logprobs(fn: Any, **settings) -> Any:
-    """The Report of `upref.check_logprobs`; fails the test with it where fn computes other log-probs or gradients."""
+    """Run `upref.check_logprobs` and return its Report; fail the test if values or gradients differ."""
     __tracebackhide__ = True
     from upref.verify.logprobs import check_logprobs
 
@@ -45,7 +45,7 @@ def assert_logprobs(fn: Any, **settings) -> Any:
 
 
 def assert_step(step: Any, model: Any, objective: Any, **settings) -> Any:
-    """The Report of `upref.check_step`; fails the test with it where the step's gradient is not the objective's."""
+    """Run `upref.check_step` and return its Report; fail the test if the gradient of the step differs."""
     __tracebackhide__ = True
     from upref.step import check_step
 

@@ -23,14 +23,23 @@ def every() -> list[Oracle]:
 
 @tidy
 def check(loss: Any, objective: str | Objective, *, agg: str = "", skip: Sequence[str] = (), **hp: Any) -> Report:
-    """Whether `loss` is the objective: a Report, true where every oracle agrees, with notes on harmless habits.
+    """Compare the gradients of a loss with those of an objective.
 
-    loss: a callable `(log_prob, old_log_prob, advantages, mask) -> scalar` to be minimised, an Objective, a trainer
-    class of TRL's, or a name: package.module:function, path/to/file.py:function, verl:loss_mode, trl:loss_type (see
-    upref.foreign for what it may take and answer). hp are the objective's hyperparameters; the loss gets those that it
-    takes by name and keeps its own defaults for the rest; one that only the loss has goes to the loss alone. agg: an
-    aggregation in place of the objective's own, a name of upref.aggregation.AGGREGATIONS. skip: names of oracles not to
-    run. Raises InputError where the loss cannot be run at all.
+    Args:
+        loss: a callable `(log_prob [B, T], old_log_prob [B, T], advantages [B, T], mask [B, T]) -> scalar` to minimize,
+            an Objective, a trainer class of TRL, or a name: package.module:function, path/to/file.py:function,
+            verl:loss_mode, trl:loss_type. `upref.foreign` lists other arguments and results that are recognized.
+        objective: a registered name, or an Objective.
+        agg: aggregation in place of the objective's own, a name of upref.aggregation.AGGREGATIONS.
+        skip: names of oracles not to run.
+        **hp: the objective's hyperparameters. The loss gets those that it takes by name and keeps its own defaults for
+            the rest. A name that only the loss has goes to the loss alone.
+
+    Returns:
+        A Report: true if every oracle agrees; harmless habits are notes.
+
+    Raises:
+        InputError: the loss cannot be run.
     """
     start = time.perf_counter()
     o = objective if isinstance(objective, Objective) else get(objective)

@@ -233,11 +233,20 @@ ORACLES: tuple[Oracle, ...] = (
 
 @tidy
 def check_kl(fn: Any, estimator: str, *, skip: tuple[str, ...] = ()) -> Report:
-    """Whether `fn` is the per-token KL estimator of that name (k1, k2 or k3 of upref.kl), value and gradient.
+    """Compare value and gradient of a function with a per-token KL estimator of upref.kl.
 
-    fn: `(log_prob, ref_log_prob) -> tensor` of the same shape [B, T] in nats, by these names, their usual variants or
-    by position, or a name as for `check`. The contract says whose gradient it has in expectation when it is used as
-    a loss on samples. Raises InputError where fn cannot be run.
+    Args:
+        fn: `(log_prob [B, T], ref_log_prob [B, T]) -> [B, T]`, in nats, by these names, their usual variants or by
+            position; or a name as for `check`.
+        estimator: k1, k2 or k3.
+        skip: names of oracles not to run.
+
+    Returns:
+        A Report: true if nothing fails. It also names the divergence whose gradient fn has in expectation when it is a
+        loss on samples.
+
+    Raises:
+        InputError: fn cannot be run.
     """
     start = time.perf_counter()
     if not isinstance(estimator, str) or estimator not in kl.ESTIMATORS:

@@ -27,23 +27,29 @@ TINY = 1e-30  # stands for probability 0
 
 
 def capacity(objective: "str | Objective | Curve | Callable[..., Tensor]", pi, pi_old, adv=1.0, **hp) -> np.ndarray:
-    """Cap: how far the probability pi may still move with the update before its own gradient vanishes.
+    """Compute Cap: how far the probability pi can move with the update before its own gradient vanishes.
 
-    objective   a registered name, an Objective, any loss (as `upref check` takes it) or its name
-                (path/to/file.py:function, package.module:function, verl:loss_mode), or the Curve of one
-    pi, pi_old  p = π_θ(o_t) and mu = π_old(o_t), probabilities in [0, 1];    adv   advantage A; they broadcast
-    hp          the objective's hyperparameters, or the loss's own keywords; a KL term does not count
-    returns     float64 array of the broadcast shape, in units of probability, to 1e-9 or better
+    Args:
+        objective: a registered name, an Objective, any loss (as for `upref.check`) or its name, or the Curve of one.
+        pi: p = π_θ(o_t), probabilities in [0, 1].
+        pi_old: mu = π_old(o_t), probabilities in [0, 1].
+        adv: advantage A. pi, pi_old and adv broadcast.
+        **hp: the objective's hyperparameters, or the loss's own keywords. A KL term does not count.
 
-    Level "sequence": the paper leaves Cap open there; this is our definition. All tokens of a response get one gradient
-    in log space, so follow p̄ = exp(mean_t lp), the geometric-mean probability, under a common shift of all lp: then
-    pi = p̄, pi_old = p̄_old and the same formula holds. One token moved alone goes further: `own_token_bound`. Level
-    "trajectory": likewise, pi being the probability of the whole response.
+    Returns:
+        A float64 array of the broadcast shape, in units of probability, to 1e-9 or better.
+
+    Raises:
+        InputError: a value is no probability, A is not finite, the objective has no weight of a single token (m2po,
+            aspo_code), or the loss cannot be called or has no finite gradient.
+
+    The paper leaves Cap open at level "sequence"; this is our definition. All tokens of a response get one gradient in
+    log space, so follow p̄ = exp(mean_t lp), the geometric-mean probability, under a common shift of all lp: then
+    pi = p̄, pi_old = p̄_old and the same formula holds. One token that moves alone goes further: `own_token_bound`.
+    At level "trajectory", pi is the probability of the whole response.
 
     A dead band narrower than the scan (2 % of r in 1e-3..1e3, finer near 1) may be missed. A weight that fades without
-    a cut (SAPO) counts as alive where float64 rounds it to 0.
-    Raises InputError on anything that is not a probability, on A that is not finite, on what has no weight of a token
-    by itself (m2po, aspo_code), and on a loss that cannot be read or without a finite gradient.
+    a cut (SAPO) counts as nonzero until float64 rounds it to 0.
     """
     p, mu, A = _points(pi, pi_old, adv)
     shape, (p, mu, A) = p.shape, (p.ravel(), np.maximum(mu.ravel(), TINY), A.ravel())

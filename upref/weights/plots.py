@@ -57,11 +57,19 @@ class Panel:
 
 
 def cap_map(*objectives: str | Objective | Callable, adv: float = 1.0, log: bool = False, **hp) -> "Figure":
-    """Cap(π_θ, π_old) of each objective or loss over the unit square, dead regions hatched. See `upref.capacity`.
+    """Draw Cap(π_θ, π_old) of each objective or loss over the unit square, with dead regions hatched.
 
-    adv   advantage, one sign for all panels;    hp   each goes to the objectives and losses that have it
-    log   probabilities and Cap on logarithmic scales from 1e-4 to 1, where rare tokens fill most of the square
-    Raises InputError where no objective has a hyperparameter, and whatever `capacity` raises.
+    Args:
+        *objectives: names, objectives or losses, as for `upref.capacity`; one panel each.
+        adv: advantage, the same for all panels.
+        log: draw probabilities and Cap on logarithmic scales from 1e-4 to 1, where rare tokens fill most of the square.
+        **hp: hyperparameters; each goes to the objectives and losses that have it.
+
+    Returns:
+        A matplotlib Figure.
+
+    Raises:
+        InputError: no objective has a hyperparameter of this name, or `capacity` raises it.
     """
     if not isinstance(adv, int | float | np.number) or not abs(adv) < np.inf:
         raise InputError(f"adv is an advantage, a number: got {repr(adv)[:60]}.")

@@ -20,12 +20,21 @@ from upref.verify.report import Report, tidy
 
 @tidy
 def check_advantages(fn: Any, estimator: str, *, skip: tuple[str, ...] = (), **hp: Any) -> Report:
-    """Whether `fn` is the advantage estimator of that name (upref.advantages): a Report, true where nothing fails.
+    """Compare a function with an advantage estimator of upref.advantages.
 
-    fn: `(rewards [N], group [N]) -> A [N]`, by these names, their usual variants or by position; it may take a mask and
-    answer with [N, T]; verl's `(token_level_rewards, response_mask, index, ...) -> (adv, returns)`; `(rewards, n)` for
-    contiguous groups of n; or a name as for `check`. hp: ddof and eps where the estimator has them; what is not given
-    is read off the function and reported. Raises InputError where fn cannot be run at all.
+    Args:
+        fn: `(rewards [N], group [N]) -> A [N]`, by these names, their usual variants or by position. It may take a mask
+            and return [N, T]; verl's `(token_level_rewards, response_mask, index, ...) -> (adv, returns)` and
+            `(rewards, n)` for contiguous groups of n are recognized too. Or a name as for `check`.
+        estimator: group_norm, leave_one_out, ...
+        skip: names of oracles not to run.
+        **hp: ddof and eps of estimators that have them. What is not given is measured and reported.
+
+    Returns:
+        A Report: true if nothing fails.
+
+    Raises:
+        InputError: fn cannot be run.
     """
     start = time.perf_counter()
     advantages.get(estimator)
