@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of what an objective does to a token: its Cap map and its gradient weight.
-
-Every figure is drawn from the functions that train. matplotlib is imported on the first call, without a backend.
-"""
+"""Cap maps and gradient weights, drawn from the functions that train; matplotlib is imported on the first call."""
 
 import io
 from collections.abc import Callable
@@ -62,11 +59,8 @@ def cap_map(*objectives: str | Objective | Callable, adv: float = 1.0, log: bool
     Args:
         *objectives: names, objectives or losses, as for `upref.capacity`; one panel each.
         adv: advantage, the same for all panels.
-        log: draw probabilities and Cap on logarithmic scales from 1e-4 to 1, where rare tokens fill most of the square.
+        log: draw probabilities and Cap on logarithmic scales from 1e-4 to 1.
         **hp: hyperparameters; each goes to the objectives and losses that have it.
-
-    Returns:
-        A matplotlib Figure.
 
     Raises:
         InputError: no objective has a hyperparameter of this name, or `capacity` raises it.
@@ -146,12 +140,10 @@ def _room(region, width=0.28, height=0.09) -> tuple[float, float] | None:
 
 # ---- gradient weights ------------------------------------------------------------------------------------------------
 def weights(*objectives: str | Objective | Callable, mu: float = 0.1, **hp) -> "Figure":
-    """dJ/dlp against the ratio r (s for sequence level), for A = +1 and A = -1, one labelled line per objective.
+    """Draw dJ/dlp against the ratio r (s for sequence level), for A = +1 and A = -1, one labelled line per objective.
 
-    mu   π_old(o_t), for those whose weight depends on it (r then ends at 1/mu)
-    hp   each goes to the objectives and losses that have it
-    The weight is that of a response of one token, alone in its batch. Raises InputError for objectives whose weight
-    depends on the batch, and whatever `capacity` raises.
+    The weight is that of a response of one token, alone in its batch. mu is π_old(o_t), for objectives whose weight
+    depends on it. Raises InputError for objectives whose weight depends on the batch, and as `cap_map`.
     """
     import matplotlib
     from matplotlib.figure import Figure
