@@ -27,10 +27,10 @@ from upref.ops import exp, log, mean_t, sum_t, where
 from upref.rollouts import Rollouts, per_response
 
 LEVELS = {
-    "token": "acts on every token by itself: lp, lp_old, A are [B, T]",
+    "token": "acts on each token separately: lp, lp_old, A are [B, T]",
     "sequence": "acts on mean_t lp, the log of a response's geometric-mean probability: lp, lp_old, A are [B]",
     "trajectory": "acts on sum_t lp, the log-probability of a whole response: lp, lp_old, A are [B]",
-    "free": "couples tokens in a way of its own: lp, lp_old, A are [B, T], with the mask",
+    "free": "couples tokens in a custom way: lp, lp_old, A are [B, T], with the mask",
 }
 ERRORS = """Log-probabilities in nats, J and weights in units of the advantage. Raises InputError on log-probabilities
 that are positive, non-finite or of another shape, on a mask that is not boolean, on a response without a token, and on

@@ -294,11 +294,11 @@ def test_registered_surrogate_taken_as_a_foreign_loss(name):
         ((7, 0.5, 0.5), "got int"),
         (
             ("m2po", 0.5, 0.5),
-            "m2po has no weight of a token by itself: which tokens are masked depends on the whole batch",
+            "m2po has no weight of a single token: which tokens are masked depends on the whole batch",
         ),
         (
             ("aspo_code", 0.5, 0.5),
-            "aspo_code has no weight of a token by itself: its clip depends on the token's entropy",
+            "aspo_code has no weight of a single token: its clip depends on the token's entropy",
         ),
         (("up(m2po)", 0.5, 0.5), "whole batch"),
         ((lambda lp, old, A, mask: lp[:, 0, None, None], 0.5, 0.5), "answers with shape .*return a scalar"),

@@ -160,7 +160,7 @@ def test_a_bound_on_probabilities_reads_mu():
 
 
 def test_coupled_tokens_have_no_weight_by_themselves():
-    with pytest.raises(upref.InputError, match=r"whitened has no weight of a token by itself: .*other tokens"):
+    with pytest.raises(upref.InputError, match=r"whitened has no weight of a single token: .*other tokens"):
         of(whitened)
 
 

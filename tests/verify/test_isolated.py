@@ -91,10 +91,10 @@ def test_drift_turns_it_red_and_is_said(audited, what):
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        ("from dataclasses import dataclass", "import not_there", "does not import as upref knows it .*not_there"),
-        ("LOSSES = {", "LOSES = {", "does not import as upref knows it .*LOSSES"),
+        ("from dataclasses import dataclass", "import not_there", "does not import as upref expects .*not_there"),
+        ("LOSSES = {", "LOSES = {", "does not import as upref expects .*LOSSES"),
         ("from dataclasses import dataclass", "import os; os._exit(0)", "ended its process with 0 before a report"),
-        ("-(J * mask).sum()", "-(J * nobody).sum()", "does not run as upref knows it .*nobody"),
+        ("-(J * mask).sum()", "-(J * nobody).sum()", "does not run as upref expects .*nobody"),
     ],
 )
 def test_what_cannot_run_is_one_sentence(audited, old, new, sentence):

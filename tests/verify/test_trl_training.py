@@ -192,7 +192,7 @@ def test_masked_slots_may_hold_anything_in_the_policy_term(token_advantages):
 
 CONFIG = dict(output_dir="unused", use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=8)
 MOVED = {
-    "loss_type": ("grpo", "objective= says what trains"),
+    "loss_type": ("grpo", "objective= sets the loss"),
     "importance_sampling_level": ("sequence", "up_gspo"),
     "epsilon": (0.1, r"write hp=\{'eps_low': VALUE\}"),
     "epsilon_high": (0.3, "up_dapo has nothing like it"),

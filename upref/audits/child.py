@@ -36,7 +36,7 @@ def main(job: str, answer: str) -> int:
     except BaseException as e:
         traceback.print_exc()
         imports = isinstance(e, ImportError | AttributeError)
-        verb = "does not import as upref knows it" if imports else "does not run as upref knows it"
+        verb = "does not import as upref expects" if imports else "does not run as upref expects"
         out = "error", f"{name} {where.version} {verb} ({type(e).__name__}: {said(e)})."
     Path(answer).write_bytes(pickle.dumps(out))
     return 0

@@ -23,7 +23,7 @@ from upref.audits.compare import SEVERITY, Effect, Row, Spot
 from upref.errors import InputError
 
 STATUS = {
-    "bug": "it does what its name, its documentation or its other settings contradict, and no text says so",
+    "bug": "its behavior contradicts its name, documentation or other settings, and no text mentions that",
     "surprising default": "the name alone does not give the paper's objective; not every framework with it says so",
     "documented choice": "documentation, help, a comment or a warning of the framework states it",
     "numerical": "a guard or a rounding that training hardly meets",

@@ -49,7 +49,7 @@ def _run(args) -> int:
     except InputError as error:
         return _fail(args, str(error))
     except ModuleNotFoundError as error:
-        return _fail(args, f"{error}: install it, or run `upref doctor` to see what is there.")
+        return _fail(args, f"{error}: install it, or run `upref doctor` for a list of what is installed.")
     except BrokenPipeError:  # `upref list | head`
         sys.stdout = None
         return 0
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--report", metavar="ID", help="print an entry of the ledger as a bug report for upstream")
     what.add_argument("--proofs", action="store_true", help="run the ledger's scripts, which need the framework alone")
     what.add_argument("--logprobs", action="store_true", help="check its log-probability functions instead")
-    what.add_argument("--draft", action="store_true", help="print what the ledger lacks, to be finished by hand")
+    what.add_argument("--draft", action="store_true", help="print a draft of the missing ledger entries")
     c.set_defaults(verbose=False)
     c = command("recipe", "print the settings that give an objective in a framework")
     c.add_argument("name", metavar="NAME", help="the objective (`upref list`)")

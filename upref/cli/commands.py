@@ -114,7 +114,7 @@ def learn(args) -> int:
 
 def _answer(args, verdict) -> int:
     if sys.stdout is None or sys.stdout.closed:
-        raise InputError("stdout is closed: there is nowhere to print the report.")
+        raise InputError("stdout is closed: the report cannot be printed.")
     try:
         _print(args, verdict)
         sys.stdout.flush()

@@ -30,7 +30,7 @@ def said(e: BaseException) -> str:
     try:
         return " ".join(str(e).split())[:200] or "(it says no more)"
     except Exception:
-        return "(its text cannot be read)"
+        return "(its source cannot be read)"
 
 
 # ---- the state of the process ----------------------------------------------------------------------------------------

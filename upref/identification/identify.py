@@ -322,7 +322,7 @@ def _contract(box: BlackBox) -> list[str]:
     if loss.form == "unreduced":
         out.append("it answers without reduction: its caller chooses the aggregation")
     elif not loss.splits:
-        out.append("one call sees the whole mini-batch: what its micro-batches add up to is not seen")
+        out.append("one call gets the whole mini-batch: the sum over micro-batches is not checked")
     if box.near >= LOOSE and not box.case.single:
         out.append("its bounds are the objective's to 0.1 %, not exactly: compared no nearer to them")
     if BESIDE <= box.near < LOOSE and not box.case.single:

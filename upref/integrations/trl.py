@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 
 # field of GRPOConfig -> what to write instead; a name on the left is one of ours for it
 REPLACED: dict[str, tuple[tuple[str, ...], str]] = {
-    "loss_type": ((), "objective= says what trains"),
+    "loss_type": ((), "objective= sets the loss"),
     "importance_sampling_level": ((), "objective='gspo' or 'up_gspo' acts on responses"),
     "epsilon": (("eps", "eps_low"), ""),
     "epsilon_high": (("eps_high",), ""),

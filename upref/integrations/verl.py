@@ -122,11 +122,11 @@ def hyperparameters(objective: Objective, config: Any) -> dict[str, Any]:
     if config is None:
         raise InputError(f"upref/{objective.name} needs verl's actor config: pass config=.")
     if "entropy" in inspect.signature(objective.fn).parameters:
-        raise InputError(f"{objective.name} needs the policy's entropy per token, which verl does not hand to a loss.")
+        raise InputError(f"{objective.name} needs the policy's entropy per token, which verl does not pass to a loss.")
     if objective.sampler is not None:
         raise InputError(
-            f"{objective.name} needs the sampler's log-probabilities, which verl hands to no loss: train its base, "
-            "and set algorithm.rollout_correction.rollout_is and rollout_is_threshold, whose weights are multiplied in."
+            f"{objective.name} needs the sampler's log-probabilities, which verl does not pass to a loss: train its"
+            " base, and set algorithm.rollout_correction.rollout_is and rollout_is_threshold, which multiply its weights."
         )
     given = _section(config)
     given.pop("parity", None)

@@ -150,16 +150,16 @@ def units(w: Tokens) -> Iterator[tuple[str, Tensor]]:
     r = w.rollouts()
     views = {
         "the old log-probabilities are the current ones: r = 1": {"logp_old": w.lp},
-        "the advantages stand one row too late": {"adv": r.adv.roll(1, 0)},
-        "the advantages stand one row too early": {"adv": r.adv.roll(-1, 0)},
+        "the advantages are one row too late": {"adv": r.adv.roll(1, 0)},
+        "the advantages are one row too early": {"adv": r.adv.roll(-1, 0)},
         "the advantages are normalized again": {"adv": (r.adv - _mean(r)) / _std(r)},
         "the advantages are centered again": {"adv": r.adv - _mean(r)},
         "the sign of the advantages is lost": {"adv": r.adv.abs()},
         "the old and the current log-probabilities are exchanged in the ratio": {"logp_old": 2 * w.lp - r.logp_old},
-        "the old log-probabilities stand one token too late": {"logp_old": _moved(r.logp_old, 1)},
-        "the old log-probabilities stand one token too early": {"logp_old": _moved(r.logp_old, -1)},
+        "the old log-probabilities are one token too late": {"logp_old": _moved(r.logp_old, 1)},
+        "the old log-probabilities are one token too early": {"logp_old": _moved(r.logp_old, -1)},
         "the old log-probabilities are the current ones at temperature 1": {"logp_old": w.plain},
-        "the old policy stands for the reference model": {"logp_ref": r.logp_old},
+        "the old policy is used as the reference model": {"logp_ref": r.logp_old},
     }
     lengths = torch.tensor([len(x.response) for x in w.rows])
     for down in (False, True):
@@ -170,7 +170,7 @@ def units(w: Tokens) -> Iterator[tuple[str, Tensor]]:
         A = torch.cat([(x - x.mean()) / (x.std() if len(x) > 1 else 1) for x in r.adv[:, 0].split(m)])
         views[f"the advantages are normalized in each micro-batch of {m}"] = {"adv": A[:, None].expand_as(r.adv)}
     if r.logp_ref is not None:
-        views["the reference model's log-probabilities stand for the old ones"] = {"logp_old": r.logp_ref}
+        views["the reference model's log-probabilities are used as the old ones"] = {"logp_old": r.logp_ref}
         views["the reference model's log-probabilities are the current ones"] = {"logp_ref": w.lp}
     for words, change in views.items():
         yield words, _unit(w, Slip("", "batches"), hp, _with(r, **change))

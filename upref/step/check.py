@@ -149,10 +149,10 @@ def check_recorded(
     if not isinstance(rows, list | tuple) or not rows:
         raise InputError("rows are a list of upref.step.Row, or a list of such lists, one per step.")
     if not seen.steps:
-        raise InputError("nothing was recorded: no optimizer step was taken inside record_step.")
+        raise InputError("record_step recorded nothing: no optimizer step ran inside it.")
     each: list[Any] = [s.rows(rows) for s in seen.steps] if isinstance(rows[0], Row) else [*rows]
     if not all(each):
-        raise InputError("a recorded step was fed none of these rows: hand over the rows that were trained on.")
+        raise InputError("a recorded step got none of these rows: pass the rows that it trained on.")
     if len(each) > len(seen.steps):
         raise InputError(f"there are rows of {len(each)} steps, and {len(seen.steps)} were recorded.")
     reports = []

@@ -208,6 +208,6 @@ def _vocabulary(net: nn.Module) -> int:
     tables = [m.num_embeddings for m in net.modules() if isinstance(m, nn.Embedding)]
     if not tables:
         raise InputError(
-            "the size of the vocabulary is nowhere: give the model an nn.Embedding or a config.vocab_size."
+            "the size of the vocabulary is unknown: give the model an nn.Embedding or a config.vocab_size."
         )
     return tables[0]

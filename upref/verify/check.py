@@ -95,10 +95,10 @@ def contract(case: Case) -> list[str]:
     if loss.equal_cuts:
         out.append("micro-batches have equally many responses")
     if not loss.splits:
-        out.append("one call sees the whole mini-batch: what its micro-batches add up to is not checked")
+        out.append("one call gets the whole mini-batch: the sum over micro-batches is not checked")
     if loss.wrapped:
         out.append("it answers with a tuple or a dict: the loss is taken from it")
     out.append(reach.covered(case))
     if case.single:
-        out.append("no more digits than float32 holds: compared to 2e-5, and no nearer to a bound than its rounding")
+        out.append("it has float32's precision: compared to 2e-5, at a distance from each bound above its rounding")
     return out

@@ -30,7 +30,7 @@ def atlas() -> "Figure":
     dapo = of("dapo")
     reference = [(line(dapo, A, 0.1, WIDE), capacity(dapo, MU, MU, A)) for A in (1.0, -1.0)]
     reasons = "; ".join(f"{n} ({why})" for n, why in absent.items())
-    left_out = textwrap.wrap(f"Not drawn, no weight of a token by itself: {reasons}." if absent else "", 160)
+    left_out = textwrap.wrap(f"Not drawn, without a weight of a single token: {reasons}." if absent else "", 160)
     columns, pair, head, foot = 4, (2.72, 1.62), 0.72, 0.33 + 0.17 * len(left_out)
     rows = -(-len(pairs) // columns)
     width, height = columns * pair[0] + 0.35, head + rows * pair[1] + foot

@@ -189,11 +189,11 @@ def of(what: "str | Objective | Callable | Curve", **hp) -> Curve:
     if isinstance(what, Objective):
         what.resolve(hp)
         if why := obstacle(what):
-            raise InputError(f"{what.name} has no weight of a token by itself: {why}.")
+            raise InputError(f"{what.name} has no weight of a single token: {why}.")
         return of_objective(what, **hp)
     curve = of_loss(losses.read(what, None, hp), hp)
     if curve.coupled:
-        raise InputError(f"{curve.name} has no weight of a token by itself: it depends on the other tokens of a batch.")
+        raise InputError(f"{curve.name} has no weight of a single token: it depends on the other tokens of a batch.")
     return curve
 
 

@@ -75,7 +75,7 @@ def _shell(name: str):
     above = sys.modules[parent].__path__ if parent in sys.modules else sys.path
     folder = next((p for base in above if (p := Path(base) / last).is_dir()), None)
     if folder is None:
-        raise InputError(f"there is no package {name}: what upref knows of this framework is of another version.")
+        raise InputError(f"there is no package {name}: upref's audit of this framework is for another version.")
     module = ModuleType(name)
     module.__path__ = [str(folder)]
     module.__spec__ = ModuleSpec(name, None, is_package=True)

@@ -131,7 +131,7 @@ def markdown() -> str:
     out += [f"| {' | '.join(map(cell, row(j)))} |" for j in right_first(judged) if j.claim.ours] + [""]
     out += ["## What others wrote and measured", ""]
     out += [f'* **{key}**: [{s["name"]}]({s["url"]}). "{s["quote"]}"' for key, s in sources().items()] + [""]
-    out += ["## Registered claims that are evidence for nothing", ""]
+    out += ["## Registered claims that are evidence for no statement", ""]
     return "\n".join([*out, *(f"* `{key}`: {why}." for key, why in raw()["exceptions"].items()), ""])
 
 

@@ -78,7 +78,7 @@ def _rows(rows: list[Row]) -> Iterator[str]:
         se += f" to {r.se_problems:.2f}" if (r.se_problems or 0) > (r.se or 0) else ""
         yield f"  {r.name:{width}}  {r.average or '':>6}  from the cells {r.from_cells}  {said:8}  {se}".rstrip()
         if r.mended:
-            yield f"  {'':{width}}  one digit put back would mend it: {'; or '.join(r.mended)}"
+            yield f"  {'':{width}}  one changed digit would make it possible: {'; or '.join(r.mended)}"
 
 
 def _lead(a: Audit) -> Iterator[str]:
@@ -88,7 +88,7 @@ def _lead(a: Audit) -> Iterator[str]:
     printed = f" (as printed, {Decimal(first) - Decimal(second)})" if first and second else ""
     yield f"{a.winner} leads {a.second} by {a.lead:.3f} points{printed}"
     if len(a.chances) > 1:
-        yield "  from: answers independent; to: all answers to one problem alike. The truth lies between."
+        yield "  from: answers independent; to: all answers to one problem equal. The true value lies between."
     for luck in a.chances:
         yield from _chance(a, luck)
     if a.chances:

@@ -175,7 +175,7 @@ def _formula(words: str, centre: str, where: str = "", spread: Spread | None = N
 
 def _formulas() -> Iterator[Slip]:
     """In the order in which they are tried."""
-    yield _formula("the reward itself: nothing is subtracted and nothing divided", "")
+    yield _formula("the reward itself, without a baseline or a division", "")
     for centre, where in product(CENTRES, KEYS):
         said = f"{centre} {where} is subtracted"
         yield _formula(f"{said}, nothing divided", centre, where)

@@ -105,7 +105,7 @@ def group_ids(case: Case) -> Iterator[Finding]:
         except InputError as e:
             refused, why = [*refused, said], why or str(e)
             continue
-        other = "it reads more of the ids than which of them are equal: number them 0, 1, 2, ... beforehand"
+        other = "it depends on the values of the ids: renumber them 0, 1, 2, ... first"
         yield from case.compare("group-ids", f"prompt ids {said}", b, other)
     if refused:
         yield note("group-ids", f"it takes no prompt ids {' or '.join(refused)}", cause=why)
@@ -197,7 +197,7 @@ def missing_reward(case: Case) -> Iterator[Finding]:
         else:
             zero = f.outcome([0, *b.R[1:]], b.group).A
             as_zero = near([A[i] for i in own], [zero[i] for i in own], f.tol)
-            what = "it is read as 0, and so are its peers' baselines" if as_zero else "its peers' advantages change"
+            what = "it counts as 0, also in its peers' baselines" if as_zero else "its peers' advantages change"
         yield fail("missing-reward", f"one reward is {bad}", "an error, NaN, or the row left out", what,
                    cause="drop or refuse responses without a reward before the baseline")  # fmt: skip
         return
@@ -214,7 +214,7 @@ def permutation(case: Case) -> Iterator[Finding]:
     if not near(A, B, 10 * case.f.tol):
         i = max(range(len(order)), key=lambda k: abs(A[k] - B[k]))
         yield fail("permutation", "the responses in another order", f"A = {A[i]:.6g}, as before", f"A = {B[i]:.6g}",
-                   case.python(b), "rows are read by their place, not only by their prompt")  # fmt: skip
+                   case.python(b), "the result depends on the order of the rows, not only on their prompt")  # fmt: skip
 
 
 @oracle("determinism")

@@ -74,5 +74,5 @@ def settled(kernel: Kernel, ranks: int = 1) -> tuple[Case, list[Finding]]:
 def _assumed(kernel: Kernel) -> list[str]:
     out = [f"it takes tokens [{'N' if kernel.flat else 'B, T'}], given in {str(kernel.dtype).removeprefix('torch.')}"]
     out += ["it returns no entropy"] * (not kernel.has_entropy)
-    out += ["it takes no temperature: asked at 1 alone"] * ("temperature" not in kernel.settings)
+    out += ["it takes no temperature: tested only at 1"] * ("temperature" not in kernel.settings)
     return out

@@ -206,7 +206,7 @@ def large(case: Case) -> Iterator[Finding]:
         done = case.kernel(p)
         yield from case.compare("large-vocabulary", words, p, done, least=0.05)
         worst |= {k: max(worst[k], v) for k, v in gaps(done, solved(p)).items()}
-    yield from rounded("large-vocabulary", worst, 2e-5, "in float32 beside a peak at V = 151,936")
+    yield from rounded("large-vocabulary", worst, 2e-5, "in float32 with one peak at V = 151,936")
 
 
 @oracle("bfloat16", not_run=wrong)

@@ -147,10 +147,10 @@ def not_parallel(case: Case) -> str:
 def contract(case: Case) -> str:
     """What a rank is taken to be told, in words."""
     if not case.loss.splits:
-        return "each rank holds equally many responses and knows its own alone"
+        return "each rank has equally many responses and gets only its own counts"
     if case.loss.reads_ranks:
-        return "each rank is told the counts of the whole mini-batch and the number of ranks"
-    return "each rank is told the counts of the whole mini-batch, and its loss is multiplied by the number of ranks"
+        return "each rank gets the counts of the whole mini-batch and the number of ranks"
+    return "each rank gets the counts of the whole mini-batch, and its loss is multiplied by the number of ranks"
 
 
 @oracle("data-parallel", 50, not_parallel)

@@ -29,7 +29,7 @@ UNDETACHED = "the gradient by log_prob differs with requires_grad set on {} as w
 CONSTANTS = "harmless as long as callers pass them without requires_grad; add .detach() to be safe"
 
 
-STATE = "it keeps state between calls, or reads a clock or a generator of its own: its answer to this batch changes"
+STATE = "it keeps state between calls, or reads a clock or a random generator: its gradient on this batch changes"
 
 
 @oracle("determinism", 0)
@@ -160,7 +160,8 @@ def _declared(case: Case) -> list[Finding]:
         there, here = (ends[0] - ends[1]).item() / 2e-6, (g * step).sum().item() / 1e-6
         if not abs(there - here) <= 1e-5 * (g * step).abs().sum().item() / 1e-6 + 1e-9:
             why = (
-                "its gradient is not that of its value: a .detach() not declared with sg, or a backward pass of its own"
+                "its gradient is not the derivative of its value: a .detach() that sg does not declare, "
+                "or a custom backward pass"
             )
             regime = "finite differences in a random direction, every sg(x) held at its value"
             return [fail("stop-gradient", regime, f"derivative {there:.6g}", f"autograd {here:.6g}", cause=why)]

@@ -158,7 +158,7 @@ def poison(case: Case) -> list[Finding]:
         shows = lambda c, bad=bad: _changes(c, case.both(c), case.both(bad(c)))
         small = shrink(b, lambda c, shows=shows: bool(shows(c)))  # type: ignore[misc]
         says = "no effect, bit for bit", shows(small)
-        return [fail("poison", regime, *says, example(case, bad(small)), "masked slots are read")]
+        return [fail("poison", regime, *says, example(case, bad(small)), "masked slots affect the result")]
     return leaks
 
 

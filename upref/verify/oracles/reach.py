@@ -38,7 +38,7 @@ def reach(case: Case) -> list[Finding]:
         b = case.ready(beyond(name, case.o, ids=ids, **case.plain_hp))
         tokens = int(b.mask.sum())
         if rate * tokens > TOO_LONG:
-            slow = note("reach", f"{axis.words}: not asked, it would take long")
+            slow = note("reach", f"{axis.words}: not tested, it would take too long")
             notes += [slow] * (slow not in notes)
             continue
         start = time.process_time()
