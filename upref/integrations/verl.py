@@ -126,7 +126,7 @@ def hyperparameters(objective: Objective, config: Any) -> dict[str, Any]:
     if objective.sampler is not None:
         raise InputError(
             f"{objective.name} needs the sampler's log-probabilities, which verl does not pass to a loss: train its"
-            " base, and set algorithm.rollout_correction.rollout_is and rollout_is_threshold, which multiply its weights."
+            " base, and set algorithm.rollout_correction.rollout_is and rollout_is_threshold, which multiply weights."
         )
     given = _section(config)
     given.pop("parity", None)

@@ -106,8 +106,11 @@ def _differs(case: Case, b: Rollouts, leaf: Tensor, wanting: tuple[str, ...], wo
     for again in (None, wanting, wanting, None, None, wanting):
         if not torch.equal(case.gradient(b, wanting=again), leaf if again is None else g):
             return [fail("determinism", "the same batch again", "the same numbers", "other numbers")]
+    b = shrink(b, lambda c: _moved_by(case, c, case.gradient(c), wanting) is not None)
+    leaf, g = case.gradient(b), case.gradient(b, wanting=wanting)
     i, t = worst((g - leaf).abs().nan_to_num(nan=1e30))
-    return [fail("in-training", words, f"dJ/dlp {leaf[i, t].item():.6g}", f"{g[i, t].item():.6g}")]
+    says = f"dJ/dlp {leaf[i, t].item():.6g}", f"{g[i, t].item():.6g}"
+    return [fail("in-training", words, *says, as_python(b, leaf, g, case.loss.reads))]
 
 
 @oracle("stop-gradient", 80)
@@ -125,8 +128,12 @@ def stop_gradient(case: Case) -> list[Finding]:
         if g is not None and (g != 0).any():
             bonus = even(-(g / case.factors(b))[b.mask])
             why = f"a bonus of {bonus:.4g} times the entropy of each token" if bonus is not None else ""
-            return [fail("stop-gradient", "the entropy, which depends on the policy", "no gradient into it",
-                         f"a gradient of up to {g.abs().max().item():.3g}", cause=why)]  # fmt: skip
+            flows = lambda c: (into := _into(case, c, "entropy")) is not None and bool((into != 0).any())
+            b = shrink(b, flows)
+            g = _into(case, b, "entropy")
+            found = f"a gradient of up to {g.abs().max().item():.3g}" if g is not None else "a gradient"
+            text = "the entropy, which depends on the policy"
+            return [fail("stop-gradient", text, "no gradient into it", found, as_python(b, reads=case.loss.reads), why)]
     notes = [note("stop-gradient", f"a gradient would flow into {', '.join(out)}", cause=CONSTANTS)] if out else []
     return _declared(case) + notes
 

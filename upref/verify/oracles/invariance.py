@@ -17,7 +17,7 @@ from upref.verify.factors import promised
 from upref.verify.measure import HABIT, Case
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import example, shrink, worst
+from upref.verify.shrink import as_python, example, shrink, worst
 from upref.weights.batches import OFF_EDGES, anchor, random_batch
 
 FIELDS = ("logp", "logp_old", "adv", "mask", "group", "logp_ref", "entropy", "logp_sampler")
@@ -73,8 +73,11 @@ def padding(case: Case) -> list[Finding]:
     for left, right in ((0, 3), (2, 0)):
         pad = lambda v, n=(left, right): torch.nn.functional.pad(v, n, value=-0.7 if v.is_floating_point() else 0)
 
-        def padded(c: Rollouts, pad=pad, left=left) -> tuple[Tensor, Tensor]:
-            value, g = case.both(regroup(c, lambda k, v: v if k == "group" else pad(v)))
+        def wide(c: Rollouts, pad=pad) -> Rollouts:
+            return regroup(c, lambda k, v: v if k == "group" else pad(v))
+
+        def padded(c: Rollouts, wide=wide, left=left) -> tuple[Tensor, Tensor]:
+            value, g = case.both(wide(c))
             return value, g[:, left : left + c.mask.shape[1]]
 
         wider, g2 = padded(b)
@@ -94,7 +97,7 @@ def padding(case: Case) -> list[Finding]:
             before, after = (f"{x[at].item():.6g}" for x in (case.gradient(small), padded(small)[1]))
             why = "it divides by the padded width" if everywhere(case, by_width) else ""
             says = f"dJ/dlp {before}, as without", after
-            out.append(fail("padding", f"with {side}", *says, example(case, small), why))
+            out.append(fail("padding", f"with {side}", *says, example(case, wide(small)), why))
         elif (wider - value).abs() > 1e-6 * value.abs().clamp(min=1e-3):
             text = f"the value moves with {side}, the gradient does not"
             out.append(note("padding", text, f"{value:.6g}", f"{wider:.6g}"))
@@ -230,8 +233,11 @@ def scaling(case: Case) -> list[Finding]:
 @oracle("zero-advantage", 120, _kl)
 def zero_advantage(case: Case) -> list[Finding]:
     b = off_bounds(case)
-    g = case.gradient(replace(b, adv=torch.zeros_like(b.adv)))
-    if (g == 0).all():
+    zero = lambda c: replace(c, adv=torch.zeros_like(c.adv))
+    pushed = lambda c: bool((case.gradient(zero(c)) != 0).any())
+    if not pushed(b):
         return []
+    small = zero(shrink(b, pushed))
+    g = case.gradient(small)
     found = f"a gradient of up to {g.abs().max().item():.4g}" if g.isfinite().all() else "NaN or infinity"
-    return [fail("zero-advantage", "A = 0 everywhere", "weight 0", found)]
+    return [fail("zero-advantage", "A = 0 everywhere", "weight 0", found, as_python(small, 0 * g, g, case.loss.reads))]

@@ -15,7 +15,7 @@ from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import cut, example, worst
+from upref.verify.shrink import as_python, cut, example, shrink, worst
 from upref.weights.batches import AXES, NEGATIVE, anchor, beyond, renamed
 
 TOO_LONG = 0.8  # seconds: a loss that would take longer for a batch is not asked for it
@@ -150,7 +150,15 @@ def groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
                 if words == NEGATIVE and n:  # dropped beside others: who numbers prompts from 0 never has them
                     notes.append(note("reach", f"group ids {words} count otherwise: {ids}", *says))
                     continue
-                return [fail("reach", f"group ids {words}: {ids}", *says)], ()
+                plain = lambda x: replace(x, group=x.group.unique(return_inverse=True)[1], totals=None)
+                both = lambda x: (asked.gradient(plain(x)), asked.gradient(x))
+                bad = lambda x: x.group is not None and bool(moved(*both(x)[::-1], x.mask, slack(case, 1e-7)).max() > 0)
+                c = shrink(c, bad)
+                expected, found = both(c)
+                i, t = worst((found - expected).abs())
+                says = f"dJ/dlp {expected[i, t].item():.6g}, as with ids 0, 1, 2", f"{found[i, t].item():.6g}"
+                text = f"group ids {words}: {c.group.unique().tolist()}"  # type: ignore[union-attr]
+                return [fail("reach", text, *says, as_python(c, expected, found, case.loss.reads))], ()
         if not any(words in n.regime for n in notes):
             takes.append(words)
     case.covered.append("group ids " + ", ".join(takes))
