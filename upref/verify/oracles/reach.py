@@ -133,6 +133,9 @@ def groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
     """A failure, or notes and the keys of NAMED that it takes; a loss may loop over all ids up to 2^40."""
     b, asked = case.ready(anchor()), replace(case, loss=replace(case.loss, lines=LINES))
     g, notes, takes = case.gradient(b), [], []
+    plain = lambda x: replace(x, group=x.group.unique(return_inverse=True)[1], totals=None)
+    both = lambda x: (asked.gradient(x), asked.gradient(plain(x)))
+    bad = lambda x: x.group is not None and bool(moved(*both(x), x.mask, slack(case, 1e-7)).max() > 0)
     for words, batches in renamed(b).items():
         for n, c in enumerate(batches):
             try:
@@ -150,11 +153,8 @@ def groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
                 if words == NEGATIVE and n:  # dropped beside others: who numbers prompts from 0 never has them
                     notes.append(note("reach", f"group ids {words} count otherwise: {ids}", *says))
                     continue
-                plain = lambda x: replace(x, group=x.group.unique(return_inverse=True)[1], totals=None)
-                both = lambda x: (asked.gradient(plain(x)), asked.gradient(x))
-                bad = lambda x: x.group is not None and bool(moved(*both(x)[::-1], x.mask, slack(case, 1e-7)).max() > 0)
                 c = shrink(c, bad)
-                expected, found = both(c)
+                found, expected = both(c)
                 i, t = worst((found - expected).abs())
                 says = f"dJ/dlp {expected[i, t].item():.6g}, as with ids 0, 1, 2", f"{found[i, t].item():.6g}"
                 text = f"group ids {words}: {c.group.unique().tolist()}"  # type: ignore[union-attr]
