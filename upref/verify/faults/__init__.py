@@ -117,7 +117,7 @@ def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Sli
     low, high = ([1 - x for x in bounds if 0 < x < 1][:2], [x - 1 for x in bounds if 1 < x < 10][:2])
     for i, (a, e) in enumerate(dict.fromkeys(product([lo, *low], [hi, *high]))):
         for slip in _forms(o, hp, bounds, a, e):
-            at = f" (with bounds {1 - a:g} and {1 + e:g})" if i else ""
+            at = f" (with bounds {1 - a:g} and {1 + e:g}, not {1 - lo:g} and {1 + hi:g})" if i else ""
             yield replace(slip, words=slip.words + at)
     for more in found_in(sys.modules[__name__], Catalogue):
         yield from more.slips(o, hp, bounds)
