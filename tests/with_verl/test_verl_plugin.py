@@ -304,7 +304,7 @@ def test_verls_rollout_correction_is_the_samplers_correction():
         w, _ = theirs(log_rho, b.mask.double(), rollout_is=level, rollout_is_threshold=2.0)
         ours = upref.get(f"{name}(dapo)").factors(b)
         torch.testing.assert_close(w[b.mask], ours[b.mask], rtol=1e-12, atol=0)
-    with pytest.raises(InputError, match="verl hands to no loss"):
+    with pytest.raises(InputError, match="verl does not pass to a loss"):
         verl_plugin.hyperparameters(upref.get("tis(dapo)"), {})
 
 

@@ -150,6 +150,8 @@ def _bind(
         if k not in argument and not swallows
     ) + tuple(f"{p} is left at its default, {reading.own[p].default!r:.40}" for p in reading.left)
     spelled = lambda hp: {argument.get(k, k): v for k, v in hp.items()}
+    own = [f"{k} = {hp[k]} -> {argument[k]}" for k in hp if argument.get(k, k) != k]
+    read_as = "; ".join(filter(None, (read_as, *own)))
     return Loss(
         name, lambda full, hp: call(full, foreign | spelled(hp)), o, reads, frozenset(argument), swallows, given,
         read_as=read_as, contract=contract,

@@ -43,7 +43,8 @@ def _tried(loss: Loss) -> tuple[Loss, float]:
         )
     if not done.value.isfinite():
         raise InputError(f"{loss.name} is {done.value.item()} on a good batch (π_θ = π_old, finite log-probabilities).")
-    loss = replace(loss, form=done.form, wrapped=done.wrapped, backs=done.backs)
+    read_as = _also(loss.read_as, "result -> unreduced, aggregated by upref" * (done.form == "unreduced"))
+    loss = replace(loss, form=done.form, wrapped=done.wrapped, backs=done.backs, read_as=read_as)
     A = b.adv.clone()
     A[0] *= 1.5
     elsewhere = (loss.gradient(replace(b, adv=A)) - g)[1:][b.mask[1:]]
@@ -65,7 +66,11 @@ def _reads_first_column(loss: Loss) -> bool:
 
 def _one_per_response(loss: Loss) -> Loss:
     said = "advantages -> one per response, of which it reads the first column"
-    return replace(loss, adv_shape=FIRST, read_as=f"{loss.read_as}; {said}" if loss.read_as else said)
+    return replace(loss, adv_shape=FIRST, read_as=_also(loss.read_as, said))
+
+
+def _also(read_as: str, more: str) -> str:
+    return "; ".join(filter(None, (read_as, more)))
 
 
 def probe() -> Rollouts:

@@ -320,7 +320,7 @@ def _contract(box: BlackBox) -> list[str]:
     if "group" not in loss.reads and box.agg == "token-mean":
         out.append("the loss takes no group ids: token-mean and group-token-mean are one")
     if loss.form == "unreduced":
-        out.append("it answers without reduction: its caller chooses the aggregation")
+        out.append("it returns an unreduced tensor: its caller chooses the aggregation")
     elif not loss.splits:
         out.append("one call gets the whole mini-batch: the sum over micro-batches is not checked")
     if box.near >= LOOSE and not box.case.single:

@@ -87,7 +87,7 @@ def contract(case: Case) -> list[str]:
     if loss.float_mask:
         out.append("it takes the mask as numbers")
     if loss.form == "unreduced":
-        out.append(f"it answers without reduction: aggregated here by {case.o.agg}")
+        out.append(f"it returns an unreduced tensor: upref aggregates it by {case.o.agg}")
     if loss.backs:
         out.append("it calls .backward() itself: the gradient that it leaves is the one compared")
     if not batches.not_parallel(case):

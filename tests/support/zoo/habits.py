@@ -289,7 +289,7 @@ ESTIMATORS = [
     Habit("a NaN reward makes its prompt's advantages NaN", ACCEPTED, "the error is visible",
           N("nan", normed(lambda x: x.std() + 1e-6)), "group_norm", kind="advantages"),
     Habit("a NaN reward read as 0", REJECTED, "a response that nobody judged moves its peers' baseline",
-          N("zero", normed(lambda x: x.std() + 1e-6, lambda x: x.nan_to_num(nan=0.0))), "group_norm", "read as 0",
+          N("zero", normed(lambda x: x.std() + 1e-6, lambda x: x.nan_to_num(nan=0.0))), "group_norm", "counts as 0",
           kind="advantages"),
     Habit("a KL estimator clamped at 20 or beyond", NOTED, "as for ratios",
           N("kl_20", k3(20.0)), "k3", "clamp", kind="KL"),

@@ -167,7 +167,7 @@ def _declared(case: Case) -> list[Finding]:
         there, here = (ends[0] - ends[1]).item() / 2e-6, (g * step).sum().item() / 1e-6
         if not abs(there - here) <= 1e-5 * (g * step).abs().sum().item() / 1e-6 + 1e-9:
             why = (
-                "its gradient is not the derivative of its value: a .detach() that sg does not declare, "
+                "its gradient is not the derivative of its value: a .detach() not declared with sg, "
                 "or a custom backward pass"
             )
             regime = "finite differences in a random direction, every sg(x) held at its value"
