@@ -478,7 +478,7 @@ bug("the KL term has no gradient", "the coefficient of the KL term", qwen, beta=
     of(lambda lp, old, A, ref, *_: surrogate(lp, old, A) - 0.1 * k3(ref - lp.detach())))  # fmt: skip
 bug("the KL estimator has its arguments exchanged", "exchanged in the KL term", Own, beta=0.1)(
     of(lambda lp, old, A, ref, *_: surrogate(lp, old, A) - 0.1 * k3(lp - ref)))  # fmt: skip
-bug("the KL term is to the old policy", "the old policy stands for the reference model", qwen, beta=0.1)(
+bug("the KL term is to the old policy", "the old policy is used as the reference model", qwen, beta=0.1)(
     of(lambda lp, old, A, *_: surrogate(lp, old, A) - 0.1 * k3(old - lp), "left"))  # fmt: skip
 bug("entropy is punished", "the coefficient of the entropy bonus is -0.1", qwen, entropy_coef=0.1)(
     of(lambda lp, old, A, ref, b, z: surrogate(lp, old, A) - 0.1 * entropy(z)))  # fmt: skip
