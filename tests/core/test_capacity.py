@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import upref
+from tests.support.daily import daily
 from upref.weights.capacity import capacity, own_token_bound
 from upref.weights.curve import obstacle, of
 
@@ -266,7 +267,7 @@ def test_foreign_loss_takes_its_hyperparameters():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MAPPABLE)
+@pytest.mark.parametrize("name", daily(MAPPABLE, 2))
 def test_registered_surrogate_taken_as_a_foreign_loss(name):
     """The weight by autograd through the code that trains, against the weight written by hand."""
     o = upref.get(name)

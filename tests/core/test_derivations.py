@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import upref
+from tests.support.daily import daily
 from upref.derivation import derive, sympy_gradient
 from upref.kl import ESTIMATORS
 from upref.ops import exp, where
@@ -100,7 +101,7 @@ def dead(fn):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", page.CLAIMS)
+@pytest.mark.parametrize("name", daily(page.CLAIMS, 2))
 def test_the_derivation_fails_where_its_objective_is_another(name, monkeypatch):
     """Each function it reads, mutated alone: so it is derived from the function that trains, and from each of them."""
     objectives = ["aspo", "m2po"] if name == "weights" else shown(name)[1]

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from tests.support.daily import daily
 from upref.explorer.formulas import formulas
 from upref.registry import get, names
 from upref.weights.capacity import capacity
@@ -42,7 +43,7 @@ def points(name: str, hp: dict, rng, n: int):
     return p, mu, A, on
 
 
-@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("name", daily(FORMULAS, 3))
 def test_weight_and_cap_are_numpys(js, name):
     """On a bound itself only Cap is held: there rounding decides what the weight of r = p/mu is."""
     rng = np.random.default_rng(list(FORMULAS).index(name))

@@ -191,7 +191,7 @@ def of_the_real(tmp_path, monkeypatch, seeds: int) -> dict:
     return found
 
 
-@pytest.mark.parametrize("seeds", [0, 1, 3])
+@pytest.mark.parametrize("seeds", [0, 3, pytest.param(1, marks=pytest.mark.nightly)])
 def test_the_report_is_honest_about_what_is_there(seeds, tmp_path, monkeypatch):
     records = of_the_real(tmp_path, monkeypatch, seeds)
     report.write(records, tmp_path)

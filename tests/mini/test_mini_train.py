@@ -19,6 +19,7 @@ from repro.mini.train.checkpoint import Run
 from repro.mini.train.measure import Tally
 from repro.mini.train.rollout import rollout, too_long
 from repro.mini.train.settings import Settings
+from tests.support.daily import daily
 from upref import logprobs
 from upref.errors import InputError
 
@@ -44,7 +45,7 @@ def gradient(run):
     return torch.cat([p.grad.flatten() for p in run.policy.parameters()])
 
 
-@pytest.mark.parametrize("name", [*upref.names(), "up(sapo)", "up(dapo)", "up(m2po)", "up(gmpo)"])
+@pytest.mark.parametrize("name", daily([*upref.names(), "up(sapo)", "up(dapo)", "up(m2po)", "up(gmpo)"], 3))
 def test_every_objective_trains(name, tmp_path):
     s = replace(SMALL, objective=name)
     loop.train(s, tmp_path / "run", say=lambda _: None)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import upref
+from tests.support.daily import daily
 from upref import InputError, check_logprobs, hidden, logprobs
 
 
@@ -299,7 +300,7 @@ def test_wrong_functions_fail_with_their_cause(cause, fn):
     assert any(cause in f.cause for f in report.failures), report.text(True)
 
 
-@pytest.mark.parametrize("name, fn, options", [pytest.param(*r, id=r[0]) for r in cases.RIGHT])
+@pytest.mark.parametrize("name, fn, options", daily(cases.RIGHT, 2))
 def test_what_people_write_agrees(name, fn, options):
     report = check_logprobs(fn, **options)
     assert report, str(report)

@@ -13,7 +13,7 @@ from upref.cli import commands
 
 def test_a_sample_of_bad_inputs():
     """In a process of its own: it watches for children that an input leaves behind."""
-    ran = subprocess.run([sys.executable, fuzz.__file__, "250", "7"], capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, fuzz.__file__, "150", "7"], capture_output=True, text=True)
     kinds = ran.stdout.splitlines()[-1].split(", ")
     assert ran.returncode == 0 and len(kinds) > 20, ran.stdout + ran.stderr
 

@@ -11,6 +11,7 @@ import torch
 
 import upref
 from tests.support import zoo
+from tests.support.daily import daily
 from upref.cli import main
 from upref.weights.batches import interval
 
@@ -42,7 +43,7 @@ def named(identity, name: str):
 UNNAMED = ("ce_gppo", "clip_cov", "cppo", "kl_cov")
 
 
-@pytest.mark.parametrize("name", [n for n in upref.names() if n not in UNNAMED])
+@pytest.mark.parametrize("name", daily((n for n in upref.names() if n not in UNNAMED), 2))
 def test_hyperparameters_and_aggregation_are_recovered(name):
     o, hp = upref.get(name), draw(name)
     identity = upref.identify(partial(o.loss, **hp))

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import upref
+from tests.support.daily import daily
 
 NEED = "`repro/venv.sh verl` installs what verl's configuration needs"
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=NEED)
@@ -278,7 +279,7 @@ def test_what_is_accepted_says_who_reads_it(capsys):
         assert f"  {line}    # given on the command line, read by {who}\n" in out
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", daily(REFUSED, 3))
 def test_one_sentence_and_status_2(case, capsys):
     argv, sentence = REFUSED[case]
     assert launch.main([*argv, "--dry-run"]) == 2
