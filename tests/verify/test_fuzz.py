@@ -5,15 +5,18 @@ import argparse
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.support import entries, fuzz, typed
 from upref import cli
 from upref.cli import commands
 
+ROOT = Path(__file__).parents[2]
+
 
 def test_a_sample_of_bad_inputs():
     """In a process of its own: it watches for children that an input leaves behind."""
-    ran = subprocess.run([sys.executable, fuzz.__file__, "150", "7"], capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, "-m", fuzz.__name__, "150", "7"], cwd=ROOT, capture_output=True, text=True)
     kinds = ran.stdout.splitlines()[-1].split(", ")
     assert ran.returncode == 0 and len(kinds) > 20, ran.stdout + ran.stderr
 

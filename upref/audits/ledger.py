@@ -139,7 +139,7 @@ def read(name: str = "", text: str | None = None) -> list[Entry]:
         given = [t | dict(zip(("severity", "change"), t.pop("effect"), strict=True)) for t in given]
         given = [t | {"proof": _script(prelude, t["proof"].strip())} if t.get("proof") else t for t in given]
         entries = [Entry(**t | {"evidence": [Evidence(**e) for e in t.get("evidence", [])]}) for t in given]
-    except (TypeError, KeyError, ValueError) as error:
+    except (AttributeError, KeyError, SyntaxError, TypeError, ValueError) as error:
         raise InputError(f"the ledger of {name} cannot be read: {error}") from error
     for e in entries:
         if e.status not in STATUS or e.severity not in ("", *SEVERITY) or not e.evidence:
