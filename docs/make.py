@@ -310,13 +310,19 @@ def steps_verl() -> str:
     return steps.table("verl")
 
 
+def steps_openrlhf() -> str:
+    from docs import steps
+
+    return steps.table("openrlhf")
+
+
 def steps_notes() -> str:
     from docs import steps
 
     return steps.notes()
 
 
-STEPS = (steps_trl, steps_verl, steps_notes)
+STEPS = (steps_trl, steps_verl, steps_openrlhf, steps_notes)
 SEES = (axes, tolerances, habits, fuzzed)
 FIELD = (frameworks, field_first, field_objectives, field_logprobs, recipes, surfaces, statuses, wild, wild_tally)
 FIELD += (wild_estimators, peers, where_it_helps)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from docs.steps import note_of
+from upref.audits import framework
+from upref.audits.isolated.pin import place
 from upref.step import table
 from upref.step.families import FAMILIES
 
@@ -15,7 +17,7 @@ SEVERITIES = {"breaks", "weakens", "rescales", "cosmetic"}
 WORDS = {"bug", "surprising default", "documented choice", "numerical"}
 
 
-@pytest.mark.parametrize("trainer", ["trl", "verl"])
+@pytest.mark.parametrize("trainer", ["trl", "verl", "openrlhf"])
 def test_the_records_are_of_the_settings(trainer):
     records = json.loads((RECORDS / f"{trainer}.json").read_text(encoding="utf-8"))
     assert [(r["setting"], r["family"]) for r in records] == [(s.name, s.family) for s in table.chosen(trainer)]
@@ -30,6 +32,15 @@ def test_the_records_are_of_the_settings(trainer):
 def test_trl_agrees_where_it_is_recorded_to():
     pytest.importorskip("trl")
     assert table.run("trl", "qwen3 loss_type=dapo, epsilon")[0].agrees
+
+
+def test_openrlhf_agrees_where_it_is_recorded_to(monkeypatch):
+    """Unmodified, in the folder that its audit makes."""
+    pytest.importorskip("peft", reason="OpenRLHF imports it")
+    for path in place("openrlhf", framework("openrlhf").pin).paths:
+        monkeypatch.syspath_prepend(path)
+    outcomes = table.run("openrlhf", "qwen3 dynamic_batch")
+    assert [o.agrees for o in outcomes] == [True, True], outcomes
 
 
 @pytest.mark.verl

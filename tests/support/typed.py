@@ -47,7 +47,7 @@ VERBS: dict[str, list[str]] = {
     "claims": ["--section", "--section=3", "--section=4.1", "--section=B", "--section=99", "--section=", "--verdict",
                "--verdict=proved", "--verdict=red", "--verdict=no", "--run", "--save", "-v", "--verbose"],
     "recipe": [*HP, "--in", "--in=verl", "--in=liger", "--in=no", "dapo", "up_dapo"],
-    "step": ["trl", "verl", "no", "--list", "--only", "--only=no such setting"],
+    "step": ["trl", "verl", "openrlhf", "no", "--list", "--only", "--only=no such setting"],
     "doctor": [],
 }  # fmt: skip
 SLOW = {"doctor": 0.1, "explorer": 0.5, "step": 0.1}  # how often, of the times that chance has it

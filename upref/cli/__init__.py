@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument("-v", "--verbose", action="store_true", help="also print what each piece of evidence found")
     c.epilog = """Exit status: 1 if a claim is red, that is if its evidence is missing, fails or is inconsistent."""
     c = command("step", "compare the gradient of a trainer's whole step with its objective's, over settings and models")
-    c.add_argument("trainer", choices=("trl", "verl"))
+    c.add_argument("trainer", choices=("trl", "verl", "openrlhf"))
     c.add_argument("--only", default="", metavar="TEXT", help="only settings whose name or model family contains TEXT")
     c.add_argument("--list", action="store_true", help="print the settings; run nothing")
     command("doctor", "print versions and optional parts, and test every gradient")

@@ -112,7 +112,7 @@ def _explained(goal, forward, b, rows, want, found, wrong, right, bound) -> list
         g = {n: v * (norm(added(rows)) / max(norm(want), 1e-300)) for n, v in g.items()}
     plain = Terms.of(goal, forward, b)
     span = max(SPAN, 3 * bound)
-    if cause := plain.coefficients(g, bound):
+    if cause := plain.coefficients(g, bound) or _term_by_row(goal, forward, b, plain, g, bound):
         return [cause]
     closest: list[tuple[float, str, Forward]] = []
 
@@ -150,8 +150,6 @@ def _explained(goal, forward, b, rows, want, found, wrong, right, bound) -> list
         its = read(long, plain.without_bonus(g), [*want])
         if its.residual <= span:
             return _said(goal, forward, b, its, plain, bound, "")
-    if cause := _bonus_by_row(goal, forward, b, plain, g, bound):
-        return [cause]
     bonus = read(forward, g, [*want], plain.bonuses)
     if bonus.residual <= span:
         return [f"the gradient has a term that is no Σ w ∇log π: an entropy bonus or a z-loss with coefficients "
@@ -166,22 +164,23 @@ def _explained(goal, forward, b, rows, want, found, wrong, right, bound) -> list
     ]
 
 
-def _bonus_by_row(goal: Goal, forward: Forward, b: Padded, plain: Terms, g: Gradient, bound: float) -> str:
-    """Whether the entropy bonus is right up to one factor per response, and which aggregation gives these factors."""
-    c = goal.coefficients
-    if not c["H"]:
-        return ""
-    rest = {n: v - goal.scale * sum(c[k] * plain.each[k][n] for k in plain.each if k != "H") for n, v in g.items()}
-    cold = Forward(forward.model, forward.rows, 1.0, forward.z)
-    other = added(cold.by_row(-goal.parts(*cold.statistics(), b)["H"]))
-    if near(rest, {n: v * goal.scale * c["H"] for n, v in other.items()}, bound * norm(g) / norm(rest)):
-        return "the entropy bonus is taken at temperature 1"
-    rows = forward.by_row(-torch.where(b.mask, forward.statistics()[1], 0).sum())
-    k, left = least(rows, rest)
-    if left * norm(rest) > bound * norm(g):
-        return ""
-    words = factor_words(goal, forward.rows, b, k / (goal.scale * c["H"]), [], 1e-2)
-    return f"the entropy bonus: {words or 'one factor a response that no known aggregation has'}"
+def _term_by_row(goal: Goal, forward: Forward, b: Padded, plain: Terms, g: Gradient, bound: float) -> str:
+    """Whether the KL term, or the bonus, is right up to one factor per response, and the aggregation of that."""
+    c, n = goal.coefficients, len(forward.rows)
+    for key, name in {"H": "the entropy bonus", "KL": "the KL term"}.items():
+        if not c[key]:
+            continue
+        rest = {q: v - goal.scale * sum(c[k] * plain.each[k][q] for k in plain.each if k != key) for q, v in g.items()}
+        cold = Forward(forward.model, forward.rows, 1.0, forward.z)
+        other = added(cold.by_row(-goal.parts(*cold.statistics(), b)[key])) if key == "H" else {}
+        if other and near(rest, {q: v * goal.scale * c[key] for q, v in other.items()}, bound * norm(g) / norm(rest)):
+            return "the entropy bonus is taken at temperature 1"
+        rows = forward.by_row(-n * goal.parts(*forward.statistics(), b, "seq-mean-token-sum")[key])
+        k, left = least(rows, rest)
+        if left * norm(rest) <= bound * norm(g):
+            words = factor_words(goal, forward.rows, b, k / (goal.scale * c[key]), [], 1e-2)
+            return f"{name}: {words or 'one factor a response that no known aggregation has'}"
+    return ""
 
 
 def _beyond(forward: Forward) -> Iterator[list[Tensor]]:

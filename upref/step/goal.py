@@ -29,8 +29,9 @@ class Goal:
     scale: float = 1.0  # a constant factor that is meant
     grouped: bool = False  # group-token-mean over the rows' groups, else over the whole step
 
-    def parts(self, lp: Tensor, H: Tensor, Z: Tensor, b: Padded) -> dict[str, Tensor]:
-        """The terms of the sum that is maximized, without their coefficients."""
+    def parts(self, lp: Tensor, H: Tensor, Z: Tensor, b: Padded, agg: str = "") -> dict[str, Tensor]:
+        """The terms of the sum that is maximized, without their coefficients. agg: of the KL term and the bonus."""
+        agg = agg or promised(self.o)
         group = b.group if self.grouped else None
         totals = Totals.of(b.mask, group)
         live = b.mask.any(1)  # a response without a token counts, and adds nothing
@@ -45,8 +46,8 @@ class Goal:
             raise InputError("beta needs the reference model's log-probabilities: give every row `ref`.")
         if b.ref is not None:
             kl = ESTIMATORS[self.o.kl or "k3"](torch.where(b.mask, lp, 0), torch.where(b.mask, b.ref, 0))
-            out["KL"] = aggregate(kl, b.mask, promised(self.o), totals=totals)
-        out["H"] = aggregate(H, b.mask, promised(self.o), totals=totals)
+            out["KL"] = aggregate(kl, b.mask, agg, totals=totals)
+        out["H"] = aggregate(H, b.mask, agg, totals=totals)
         out["Z"] = aggregate(Z, b.mask, "token-mean", totals=Totals.of(b.mask))
         return out
 

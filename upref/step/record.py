@@ -75,7 +75,7 @@ class _Feed:
     def __init__(self) -> None:
         self.sequences: list[list[int]] = []
 
-    def __reduce__(self) -> tuple[type, tuple]:
+    def __reduce__(self) -> tuple[type, tuple[()]]:
         return _Feed, ()
 
     def __call__(self, module: nn.Module, args: Any, kw: Any) -> None:

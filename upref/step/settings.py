@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `upref step trl` and `upref step verl` try: settings x model families, each with the gradient that is meant."""
+"""What `upref step` tries: settings x model families, each with the gradient that is meant."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ class Setting:
 
 
 PPO = dict(eps_high=0.2)  # TRL's epsilon on both sides
+EAGER = ("gptj", "codegen", "bloom", "mpt", "mamba2", "recurrent_gemma")  # transformers has no sdpa for them
 LORA = dict(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False)
 
 
@@ -140,11 +141,10 @@ def verl() -> Iterator[Setting]:
     yield s("mixed_precision: bf16 (default)", engine=dict(mixed_precision=None), half=True)
     for T in (1.0, 1.5):
         yield s(f"temperature={T:g}", more=dict(temperature=T))
-    eager = ("gptj", "codegen", "bloom", "mpt", "mamba2", "recurrent_gemma")  # transformers has no sdpa for them
     for family in FAMILIES:
-        how = dict(attention="eager") if family in eager else {}
+        how = dict(attention="eager") if family in EAGER else {}
         yield s("loss_agg_mode=token-mean" + ", eager attention" * bool(how), family, more=how)
-    for family in (f for f in FAMILIES if f not in eager):
+    for family in (f for f in FAMILIES if f not in EAGER):
         yield s("use_remove_padding", family, model_config=packed)
     for family in ("gemma", "gemma2", "gemma3", "granite", "cohere", "falcon_h1"):  # FSDP2 shards a head of its own
         yield s("use_fused_kernels (torch), tied heads, with padding", family, model_config=torch_fused,
@@ -152,4 +152,35 @@ def verl() -> Iterator[Setting]:
     yield s("eager attention", "gemma2", more=dict(attention="eager"))
 
 
-TRAINERS = {"trl": trl, "verl": verl}
+def openrlhf() -> Iterator[Setting]:
+    """OpenRLHF's unmodified ActorPPOTrainer; fields: as upref/step/openrlhf.py has them."""
+    s = lambda name, family="qwen3", more=None, **k: Setting(name, family, more or {}, **dict(hp=PPO) | k)
+    eager = dict(attention="eager")
+    yield s("loss_agg_mode=token-mean")
+    mean = dict(loss_agg_mode="seq-mean-token-mean")
+    yield s("loss_agg_mode=seq-mean-token-mean", more=mean, objective="grpo", hp={})
+    yield s("eps_clip_low_high=0.2 0.28", more=dict(eps_clip_low_high=(0.2, 0.28)), hp={})
+    yield s("dual_clip=3", more=dict(dual_clip=3.0), hp=PPO | dict(c=3.0))
+    yield s("policy_loss_type=gspo, seq-mean-token-mean", objective="gspo", hp={}, more=mean | dict(
+        policy_loss_type="gspo", eps_clip_low_high=(3e-4, 4e-4)))
+    yield s("kl.use_loss, kl.estimator=k3", more=dict(beta=0.04), goal=dict(beta=0.04))
+    yield s("kl.use_loss, seq-mean-token-mean", objective="grpo", hp={}, goal=dict(beta=0.04),
+            more=mean | dict(beta=0.04))
+    yield s("entropy_coef=0.01", more=dict(entropy_coef=0.01), goal=dict(entropy_coef=0.01))
+    yield s("entropy_coef=0.01, seq-mean-token-mean", objective="grpo", hp={}, goal=dict(entropy_coef=0.01),
+            more=mean | dict(entropy_coef=0.01))
+    for size in (1, 4, 8):
+        yield s(f"micro_batch_size={size}", more=dict(micro=size))
+    yield s("dynamic_batch_enable", more=dict(max_tokens=40))
+    yield s("dynamic_batch_enable, seq-mean-token-mean", objective="grpo", hp={},
+            more=mean | dict(max_tokens=40))
+    yield s("max_norm=0.5", more=dict(clip=0.5), goal=dict(clip=0.5))
+    for T in (1.0, 1.5):
+        yield s(f"temperature={T:g}", more=dict(temperature=T))
+    yield s("eager attention", more=eager)
+    for family in FAMILIES:
+        here = family in (*EAGER, "gemma2")
+        yield s("loss_agg_mode=token-mean" + ", eager attention" * here, family, more=eager if here else {})
+
+
+TRAINERS = {"trl": trl, "verl": verl, "openrlhf": openrlhf}

@@ -89,7 +89,14 @@ def verl(s: Setting) -> Report:
     return v.report(disturb(tiny(s.family, **s.model)), s.objective, s.hp, s.goal, half=s.half, **s.fields)
 
 
-ONE: dict[str, Callable[[Setting], Report]] = {"trl": trl, "verl": verl}
+def openrlhf(s: Setting) -> Report:
+    """One setting of OpenRLHF's ActorPPOTrainer."""
+    from upref.step import openrlhf as o
+
+    return o.report(disturb(tiny(s.family, **s.model)), s.objective, s.hp, s.goal, **s.fields)
+
+
+ONE: dict[str, Callable[[Setting], Report]] = {"trl": trl, "verl": verl, "openrlhf": openrlhf}
 
 
 def records(outcomes: list[Outcome]) -> str:

@@ -55,7 +55,7 @@ def trained(
     """
     reference = TorchModel(model)
     steps: list[Step] = []
-    with _alone(), _restored(model), tempfile.TemporaryDirectory() as folder:
+    with alone(), _restored(model), tempfile.TemporaryDirectory() as folder:
         with importing("verl"):
             from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
             from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
@@ -199,7 +199,7 @@ def _batch(rows: Sequence[Row], temperature: float, settings: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """A process group of one rank, if there is none; quiet."""
     before = os.environ.copy()
     mine = not torch.distributed.is_initialized()
