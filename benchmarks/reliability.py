@@ -475,7 +475,7 @@ INTERRUPTED = [  # as they are typed; {} is a folder
     "-m upref check {}/slow.py:loss --as dapo", "-m upref derive all", "-m upref audit verl", "-m upref claims --run",
     "-m repro.mini.train --settings {}/s.json --out {}/run", "-m repro.exact --out {}/exact", "-m repro.reference dapo",
     "-m repro.mini.study.suite --out {}/runs --results {}/new", "-m repro.mini.round2.report --results {}/new",
-    "-m repro.mini.study.compare up_dapo --out {}/runs", "-m docs.make docs/reliability.md", "-m docs.site {}/site",
+    "-m repro.mini.compare up_dapo --out {}/runs", "-m docs.make docs/reliability.md", "-m docs.site {}/site",
     "-m benchmarks.speed", "figures/make.py {}",
 ]  # fmt: skip
 

@@ -39,7 +39,7 @@ fi
 case $scale in
     mini)
         repro/venv.sh mini
-        exec .venv/bin/python -m repro.mini.study.compare "$objective" "$@"
+        exec .venv/bin/python -m repro.mini.compare "$objective" "$@"
         ;;
     reference)
         [[ $# -eq 0 ]] || { echo "run.sh: the reference has no settings to change, got '$*'." >&2 && exit 2; }

@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 
 import upref
-from repro.mini.study import compare, results, suite
+from repro.mini import compare
+from repro.mini.study import results, suite
 from upref.errors import InputError
 
 ROOT = Path(__file__).parents[2]

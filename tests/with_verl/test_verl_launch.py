@@ -746,7 +746,7 @@ def test_scales_without_a_gpu_are_handed_over(scale, monkeypatch):
         launch.subprocess, "run", lambda cmd, **_: called.append(cmd) or subprocess.CompletedProcess([], 5)
     )
     assert launch.hand_over("up_dapo", scale, ["a=1"], dry_run=False) == 5
-    module = {"mini": "repro.mini.study.compare", "smoke": "repro.with_verl.cpu.smoke"}[scale]
+    module = {"mini": "repro.mini.compare", "smoke": "repro.with_verl.cpu.smoke"}[scale]
     assert called == [[sys.executable, "-m", module, "up_dapo", "a=1"]]
 
 

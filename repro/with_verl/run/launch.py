@@ -264,7 +264,7 @@ def dry(run: Run, missing: list[str]) -> int:
 
 def hand_over(objective: str, scale: str, overrides: list[str], dry_run: bool) -> int:
     """To the programs of the two scales without a GPU."""
-    module = "repro.mini.study.compare" if scale == "mini" else "repro.with_verl.cpu.smoke"
+    module = "repro.mini.compare" if scale == "mini" else "repro.with_verl.cpu.smoke"
     if dry_run and scale == "mini":
         print(f"{scale}: {module} checks its own settings; nothing was started (--dry-run).")
         return 0

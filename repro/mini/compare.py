@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m repro.mini.study.compare up_dapo`: train it and its baseline from the same base policy, and report.
+"""`python -m repro.mini.compare up_dapo`: train it and its baseline from the same base policy, and report.
 
 An objective's other half is the one without UP, or with it: up_dapo and dapo, sapo and up(sapo). The settings are those
 of experiments/up_dapo_vs_dapo.toml; name=value changes one (`steps=50`). Finished runs are used again.
