@@ -27,6 +27,18 @@ PLAIN = {
     r"\bbe it\b": "whether",
     r"\bfor who\b": "for those who",
     r"\bno more\b(?= [a-z]+ed\b)": "no longer",
+    r"\b(?:is|are|was|were|not) asked\b(?! for)": "tested",
+    r"\bmend(?:s|ed|ing)?\b": "fix",
+    r"\bhangs? on\b": "depends on",
+    r"\bcomes? of it\b": "results from it",
+    r"\bhand(?:s|ed)? (?:over|on|back|each)\b": "pass, give, return",
+    r"\b(?:set|put) back\b": "restore",
+    r"\bas good as\b": "as precise as, almost",
+    r"\b(?:any|every|some)body\b": "a user, people; or name the person",
+    r"\blikelier\b": "more likely",
+    r"\bcounts? alike\b": "have equal weight",
+    r"\b(?:optim|normal|maxim|minim|recogn|summar|initial)is(?:e|ing|er|ation)": "-ize",
+    r"\b(?:colou|behaviou|neighbou)rs?\b": "-or",
     r"\bthe more so\b|\bof its own accord\b|\bas the case may be\b": "plain words",
 }
 GENERATED = ("in-the-wild.md", "claims.md")  # quotations, and records with dates

@@ -199,7 +199,7 @@ LOSSES = [
           "rare tokens reach it: a token that moves from π_old = 1e-6 to 0.02 has log r = 10",
           N("clamp_10", dapo(clamped(10.0))), "dapo", "log r is clamped to ±10"),
     Habit("log s of a response clamped at 10, as in verl's GSPO", NOTED,
-          "log s is a mean over tokens: every token would have to be e^10 times likelier than before",
+          "log s is a mean over tokens: every token would have to be e^10 times as likely as before",
           N("gspo_10", gspo(10.0)), "gspo", "log r is clamped at 10"),
     Habit("log s of a response clamped at 5", REJECTED, "responses of one token reach e^5",
           N("gspo_5", gspo(5.0)), "gspo"),
