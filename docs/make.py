@@ -298,6 +298,10 @@ def fuzzed() -> str:
     return sees("fuzzed")
 
 
+def ends() -> str:
+    return sees("ends")
+
+
 def steps_trl() -> str:
     from docs import steps
 
@@ -323,7 +327,7 @@ def steps_notes() -> str:
 
 
 STEPS = (steps_trl, steps_verl, steps_openrlhf, steps_notes)
-SEES = (axes, tolerances, habits, fuzzed)
+SEES = (axes, tolerances, habits, fuzzed, ends)
 FIELD = (frameworks, field_first, field_objectives, field_logprobs, recipes, surfaces, statuses, wild, wild_tally)
 FIELD += (wild_estimators, peers, where_it_helps)
 GENERATED = {f.__name__: f for f in STEPS} | {

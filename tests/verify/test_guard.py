@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """No false green: whatever somebody's code does, status 0 comes with a finished report, and nothing is left behind."""
 
+import gc
 import json
+import logging
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -18,9 +21,13 @@ import torch
 import upref
 import upref.weights.batches
 from repro import fork
+from tests.support.ends import COMMAND
 from upref.cli import commands, main
 from upref.errors import InputError
-from upref.foreign.guard import RANDOM, STATE, _equal, called, undisturbed
+from upref.foreign.guard import AROUND, RANDOM, STATE, _equal, called, undisturbed
+from upref.integrations.pytest_plugin import assert_policy_loss
+
+leave = os._exit
 
 DAPO = """
 import atexit, ctypes, functools, os, subprocess, sys, time, torch
@@ -36,6 +43,7 @@ def does(what):
 def forever():
     while True: time.sleep(0.01)
 leaves, crashes = does(lambda: os._exit(0)), does(lambda: ctypes.string_at(0))
+leaves_by_c = does(lambda: ctypes.CDLL(None)._exit(0))
 loops, shouts = does(forever), does(lambda: os.write(1, b"shouted"))
 later = does(lambda: atexit.register(os._exit, 0))
 exits = does(lambda: sys.exit(0))
@@ -45,17 +53,6 @@ wrong = lambda log_prob, old_log_prob, advantages, mask: -loss(log_prob, old_log
 print("printed at import")
 """
 FAST = [x for name in ("extremes", "padding", "poison", "permutation", "scaling", "value") for x in ("--skip", name)]
-COMMAND = {  # loss -> exit status, what stderr says, whether stdout has a report
-    "leaves": (2, "ended the process with exit status 0 before there was a report", False),
-    "crashes": (2, "died of signal 11 before there was a report", False),
-    "loops": (2, "timed out after 12 s", False),
-    "exits": (2, "ends the program (SystemExit)", False),
-    "shouts": (0, "shouted", True),
-    "later": (0, "printed at import", True),
-    "forks": (0, "printed at import", True),
-    "stays": (0, "printed at import", True),
-    "wrong": (1, "printed at import", True),
-}
 
 
 def test_the_command_line_says_0_only_after_a_report(tmp_path):
@@ -67,7 +64,7 @@ def test_the_command_line_says_0_only_after_a_report(tmp_path):
         env=os.environ | fork.environment() | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     running = {loss: start(loss) for loss in COMMAND}
-    for loss, (status, says, report) in COMMAND.items():
+    for loss, (_, status, says, report) in COMMAND.items():
         out, err = running[loss].communicate(timeout=400)
         assert (running[loss].returncode, says in err) == (status, True), (loss, err)
         assert json.loads(out)["ok"] == (status == 0) if report else not out, (loss, out)  # one report, of one process
@@ -168,6 +165,21 @@ CHANGES = {
     "torch's random generator": lambda: torch.manual_seed(1),
     "numpy's random generator": lambda: np.random.seed(1),
     "Python's random generator": lambda: random.seed(1),
+    "torch's autocast": lambda: torch.set_autocast_dtype("cpu", torch.float16),
+    "whether tiny numbers are 0": lambda: torch.set_flush_denormal(True),
+    "the environment": lambda: os.environ.update(CUDA_VISIBLE_DEVICES="7"),
+    "how signals are handled": lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN),
+    "sys.excepthook": lambda: setattr(sys, "excepthook", print),
+    "sys.unraisablehook": lambda: setattr(sys, "unraisablehook", print),
+    "threading.excepthook": lambda: setattr(threading, "excepthook", print),
+    "sys.settrace": lambda: sys.settrace(lambda *at: None),
+    "sys.stderr": lambda: setattr(sys, "stderr", sys.__stdout__),
+    "sys.stdin": lambda: setattr(sys, "stdin", sys.__stdout__),
+    "Python's recursion limit": lambda: sys.setrecursionlimit(12_345),
+    "the garbage collector": gc.disable,
+    "numpy's print options": lambda: np.set_printoptions(precision=1),
+    "the hooks of all modules": lambda: torch.nn.modules.module.register_module_forward_hook(lambda *at: None),
+    "the root logger": lambda: logging.disable(50),
 }
 
 
@@ -179,18 +191,60 @@ def test_what_a_loss_changes_of_the_process_is_set_back():
 
     on = torch.are_deterministic_algorithms_enabled()  # left on by another test of this process
     torch.use_deterministic_algorithms(False)
-    before = {name: read() for name, (read, _) in (STATE | RANDOM).items()}
+    every = STATE | RANDOM | AROUND
+    before = {name: read() for name, (read, _) in every.items()}
     loss = lambda log_prob, old_log_prob, advantages, mask: all_of_it(dapo(log_prob, old_log_prob, advantages, mask))
     report = upref.check(loss, "dapo", skip=("extremes", "poison"))
     assert report and {f"it changes {name}" for name in CHANGES} <= {f.regime for f in report.notes}
     k1 = upref.check_kl(lambda log_prob, ref_log_prob: all_of_it(log_prob - ref_log_prob), "k1")
-    assert k1 and "it changes torch's default dtype" in str(k1)
-    assert all(_equal(before[name], read()) for name, (read, _) in (STATE | RANDOM).items())
+    assert k1 and "it changes torch's default dtype" in {f.regime for f in k1.notes}
+    assert [name for name, (read, _) in every.items() if not _equal(before[name], read())] == []
     torch.use_deterministic_algorithms(on)
 
 
 def test_every_state_is_a_case():
-    assert set(CHANGES) | {"torch's default device"} == set(STATE | RANDOM)
+    assert set(CHANGES) | {"torch's default device"} == set(STATE | RANDOM | AROUND)
+
+
+class Leaves:
+    """A loss that ends the program when it is looked at, not when it is called."""
+
+    def __call__(self, log_prob, old_log_prob, advantages, mask):
+        return dapo(log_prob, old_log_prob, advantages, mask)
+
+    @property
+    def __upref__(self):
+        raise SystemExit(0)
+
+
+class Speechless(Exception):
+    def __str__(self):
+        raise SystemExit(0)
+
+
+LEAVING = {
+    "os._exit": after(lambda: os._exit(0)),
+    "os._exit, caught": lambda log_prob, old_log_prob, advantages, mask: leave_in_a_try(),
+    "a property": Leaves(),
+    "an exception's words": after(raising(Speechless())),
+    "SystemExit": after(raising(SystemExit(0))),
+    "GeneratorExit": after(raising(GeneratorExit())),
+}
+
+
+def leave_in_a_try():
+    try:
+        os._exit(0)
+    except Exception:
+        raise AssertionError from None
+
+
+@pytest.mark.parametrize("how", LEAVING)
+def test_a_loss_that_ends_the_process_fails_the_test(how):
+    for ask in (lambda loss: assert_policy_loss(loss, "dapo"), upref.identify):
+        with pytest.raises((InputError, pytest.fail.Exception)):
+            ask(LEAVING[how])
+    assert os._exit is leave
 
 
 def test_an_exception_without_words_is_still_a_sentence(capsys, monkeypatch):
@@ -209,8 +263,6 @@ def test_a_loss_that_closes_stdout_prints():
 
 
 def test_ctrl_c_is_the_users():
-    import signal
-
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & and other tests may have it ignored
     with pytest.raises(KeyboardInterrupt), undisturbed():
         called("f", lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(1)))

@@ -75,7 +75,7 @@ def bare(loss: Any, o: Objective, hp: dict[str, Any]) -> Loss:
     if not callable(loss):
         raise InputError(f"a loss is a function or its name, got {type(loss).__name__}.")
     takes = {p.name for p in parameters(loss)}
-    if {"old_log_prob", "log_prob", "advantages", "response_mask"} <= takes and takes & {"loss_agg_mode", "config"}:
+    if {"old_log_prob", "log_prob", "advantages", "response_mask", "config"} <= takes:
         from upref.foreign import verl
 
         return verl.of(name, loss, o, hp)

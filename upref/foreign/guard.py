@@ -4,11 +4,14 @@
 `called` makes one call: of a loss, an advantage function, a KL estimator or a backward pass. It restores the state of
 the process after the call. `undisturbed` does the same for a whole check, restores random generators at the end, and
 reports what was changed. Checks in several threads take turns, because this state belongs to the whole process.
-upref/cli/supervise.py handles what no guard in the same process can stop, such as os._exit or an endless loop.
+upref/cli/supervise.py handles what no guard in the same process can stop, such as a crash or an endless loop. One file:
+what is set back, and the call around which it is.
 """
 
 import contextlib
+import gc
 import io
+import logging
 import os
 import random
 import signal
@@ -16,6 +19,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from os import _exit  # as it is now: a loss may put another in its place
 from typing import Any
 
 import numpy as np
@@ -29,7 +33,7 @@ def said(e: BaseException) -> str:
     """What an exception says, on one line."""
     try:
         return " ".join(str(e).split())[:200] or "(it says no more)"
-    except Exception:
+    except BaseException:
         return "(its source cannot be read)"
 
 
@@ -41,22 +45,89 @@ def _folder() -> str:
         return ""
 
 
+State = dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]
+
+
+def _attribute(of: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    return lambda: getattr(of, name), lambda v: setattr(of, name, v)
+
+
+def _handle(before: dict[Any, Any]) -> None:
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
+def _module_hooks() -> list[dict[Any, Any]]:
+    return [v for k, v in vars(torch.nn.modules.module).items() if k.startswith("_global_") and isinstance(v, dict)]
+
+
+def _fill(those: list[Any], before: list[dict[Any, Any]]) -> None:
+    for x, old in zip(those, before, strict=True):
+        x.clear()
+        x.update(old)
+
+
+def _autocast(on: bool, dtype: torch.dtype) -> None:
+    torch.set_autocast_enabled("cpu", on)
+    torch.set_autocast_dtype("cpu", dtype)
+
+
+def _log(level: int, handlers: list[logging.Handler], disabled: int) -> None:
+    logging.root.setLevel(level)
+    logging.root.handlers = handlers
+    logging.disable(disabled)
+
+
 # what it is called -> how it is read, and how it is set
-STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+STATE: State = {
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch's default device": (torch.get_default_device, torch.set_default_device),
     "whether torch computes gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch's anomaly mode": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "torch's choice of algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "torch's choice of algorithms": (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda on: torch.use_deterministic_algorithms(on[0], warn_only=on[1]),
+    ),
+    "torch's autocast": (
+        lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        lambda on: _autocast(*on),
+    ),
     "the precision of torch's products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "what numpy does about overflow": (np.geterr, lambda how: np.seterr(**how)),
     "the working directory": (_folder, lambda folder: os.chdir(folder or os.sep)),
 }
-RANDOM: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+RANDOM: State = {
     "torch's random generator": (torch.get_rng_state, torch.set_rng_state),
     "numpy's random generator": (lambda: np.random.get_state(legacy=True), np.random.set_state),
     "Python's random generator": (random.getstate, random.setstate),
+}
+
+
+# the same of what is read once a check: no later answer depends on it
+AROUND: State = {
+    "whether tiny numbers are 0": (
+        lambda: (torch.tensor(1e-310, dtype=torch.float64) * 1).item() == 0,
+        torch.set_flush_denormal,
+    ),
+    "the environment": (lambda: [dict(os.environ)], lambda v: _fill([os.environ], v)),
+    "how signals are handled": (lambda: {n: signal.getsignal(n) for n in signal.valid_signals()}, _handle),
+    "sys.excepthook": _attribute(sys, "excepthook"),
+    "sys.unraisablehook": _attribute(sys, "unraisablehook"),
+    "threading.excepthook": _attribute(threading, "excepthook"),
+    "sys.settrace": (sys.gettrace, sys.settrace),
+    "sys.stderr": _attribute(sys, "stderr"),
+    "sys.stdin": _attribute(sys, "stdin"),
+    "Python's recursion limit": (sys.getrecursionlimit, sys.setrecursionlimit),
+    "the garbage collector": (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+    "numpy's print options": (np.get_printoptions, lambda v: np.set_printoptions(**v)),
+    "the hooks of all modules": (lambda: list(map(dict, _module_hooks())), lambda v: _fill(_module_hooks(), v)),
+    "the root logger": (
+        lambda: (logging.root.level, list(logging.root.handlers), logging.root.manager.disable),
+        lambda v: _log(*v),
+    ),
 }
 
 
@@ -74,7 +145,7 @@ if hasattr(os, "register_at_fork"):  # the thread that held it does not exist in
 
 
 @contextlib.contextmanager
-def _restored(state: dict[str, tuple[Callable[..., Any], Callable[..., Any]]]) -> Iterator[None]:
+def _restored(state: State) -> Iterator[None]:
     before = {name: read() for name, (read, _) in state.items()}
     try:
         yield
@@ -101,10 +172,33 @@ def undisturbed() -> Iterator[set[str]]:
     with _turn:
         _watching.append(changed)
         try:
-            with _restored(STATE | RANDOM):
+            # an inner check has nothing around it to restore
+            with _restored(STATE | RANDOM | (AROUND if len(_watching) == 1 else {})), _no_exit():
                 yield changed
+        except (SystemExit, GeneratorExit, Ended) as e:
+            raise InputError(f"it ends the program ({type(e).__name__}): a function returns its value.") from None
         finally:
             _watching[:] = [x for x in _watching if x is not changed]
+
+
+class Ended(BaseException):
+    """os._exit was called: pytest and every other caller would end with that status, and without a report."""
+
+
+@contextlib.contextmanager
+def _no_exit() -> Iterator[None]:
+    leave, process = os._exit, os.getpid()
+
+    def ended(status: int = 0) -> None:
+        if os.getpid() != process:  # a fork's end is its own
+            leave(status)
+        raise Ended(f"os._exit({status})")
+
+    os._exit = ended  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 # ---- one call --------------------------------------------------------------------------------------------------------
@@ -124,13 +218,13 @@ def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, boo
         raise
     except _CtrlC:
         raise KeyboardInterrupt from None
-    except (SystemExit, KeyboardInterrupt, GeneratorExit) as e:
+    except (SystemExit, KeyboardInterrupt, GeneratorExit, Ended) as e:
         raise InputError(f"{name} ends the program ({type(e).__name__}): a function returns its value.") from e
     except BaseException as e:
         raise InputError(f"{name} raised {type(e).__name__}: {said(e)}") from e
     finally:
         if os.getpid() != process:  # it forked, and this is the copy: one report is enough
-            os._exit(0)
+            _exit(0)
     return answer, out.wrote
 
 

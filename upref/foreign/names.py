@@ -27,7 +27,7 @@ CALLED = {
     "logits": "logits",
     "tokens": "tokens",
 }
-OLD = ("old", "behav", "rollout", "sampl", "prev", "inference", "vllm")  # beginnings of words
+OLD = ("old", "prox", "behav", "rollout", "sampl", "prev", "inference", "vllm")  # beginnings of words
 SAMPLER = (
     "behav",
     "rollout",
@@ -118,9 +118,12 @@ def may_be_old(name: str) -> bool:
     return any(w.startswith(OLD) for w in words(name))
 
 
-def may_be_sampler(name: str) -> bool:
-    """Whether it says that the log-probabilities are the inference engine's."""
-    return any(w.startswith(SAMPLER) for w in words(name))
+def sampler_of(one: str, other: str) -> str:
+    """Which of two names of old log-probabilities is the inference engine's: the proximal policy's are not; or ""."""
+    says = [any(w.startswith(SAMPLER) for w in words(name)) for name in (one, other)]
+    if not any(says):
+        says = [any(w.startswith("prox") for w in words(name)) for name in (other, one)]
+    return "" if says[0] == says[1] else (one, other)[says[1]]
 
 
 def hyperparameter(name: str, known: set[str] | frozenset[str]) -> str:

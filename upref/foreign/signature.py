@@ -9,7 +9,7 @@ from typing import Any
 
 from upref.errors import InputError
 from upref.foreign.guard import said
-from upref.foreign.names import CALLED, may_be_old, may_be_sampler, not_given
+from upref.foreign.names import CALLED, may_be_old, not_given, sampler_of
 
 WRAP_PAGE = "docs/howto/wrap-your-loss.md"
 SETTINGS = bool | int | float | str  # an argument with a default of these types is not a tensor,
@@ -88,9 +88,9 @@ def read(fn: Callable[..., Any], name: str, role: Callable[[str], str], main: Se
     told = lambda p, r: r in counted or not isinstance(p.default, SETTINGS)
     roles = {p.name: r for p in plain if (r := role(p.name)) and told(p, r)}
     olds = [p for p in plain if roles.get(p.name) == "logp_old"]
-    engine = [p for p in olds if may_be_sampler(p.name) and (third or p.default is p.empty)]
-    if len(olds) == 2 and len(engine) == 1:
-        roles[engine[0].name] = "logp_sampler"
+    engine = sampler_of(*(p.name for p in olds)) if len(olds) == 2 else ""
+    if any(p.name == engine and (third or p.default is p.empty) for p in olds):
+        roles[engine] = "logp_sampler"
     must = {(p.name, roles[p.name]) for p in plain if p.name in roles and p.default is p.empty}
     left = tuple(p for p, r in roles.items() if r in main and (p, r) not in must and r in {r for _, r in must})
     roles = {p: r for p, r in roles.items() if p not in left}  # `rollout_log_probs=None` beside old_log_prob

@@ -16,20 +16,20 @@ from upref.errors import InputError
 from upref.foreign import read
 from upref.foreign.guard import undisturbed
 from upref.identification.identification import Identity, Match
-from upref.registry import REDUCE, Objective, get, names
+from upref.registry import REDUCE, Objective, get
 from upref.rollouts import Rollouts
 from upref.verify.explain import fits, reproduces
 from upref.verify.factors import promised
 from upref.verify.faults import Slip, known
-from upref.verify.match import Candidate, candidate, compared, in_range
+from upref.verify.match import Candidate, candidate, compared, every, in_range
 from upref.verify.measure import SINGLE, Case, unit_weights
 from upref.verify.oracles.conduct import in_training, mutation
 from upref.verify.oracles.numerics import clamps
 from upref.verify.oracles.reach import look
 from upref.verify.oracles.weights import BESIDE
-from upref.verify.probe import SIGNS, BlackBox, measure
+from upref.verify.probe import SIGNS, BlackBox, measure, termed
 from upref.verify.report import UNKNOWN
-from upref.weights.batches import LOG_R, MU, beyond, lay, near_a_bound, off, random_batch
+from upref.weights.batches import LOG_R, MU, lay, near_a_bound, off, random_batch
 from upref.weights.batches import SIGNS as ALL_SIGNS
 
 Grid = tuple[Rollouts, bool, Tensor]  # a batch, whether its advantages differ within a response, the loss's gradient
@@ -82,6 +82,9 @@ def _identified(loss: Any, start: float) -> Identity:
         whole = box.unscaled()
         if matches := _fitting(whole, [compared(c.o, whole) for c in tried], grids):
             return _answer(whole, start, _kind(matches[0]), matches, "; ".join(_slips(whole, matches[0], grids)))
+    other = termed(box)
+    if other and (matches := _fitting(other, _candidates(other), grids)):
+        return _answer(other, start, "pitfall", matches, "; ".join(_slips(other, matches[0], grids)))
     nearest = _nearest(box, tried + (_plain(box) if box.coupled else []), grids)
     if nearest.distance <= SINGLE and nearest.name:  # its curve has jumps that rounding makes, its gradients have not
         wrong = _slips(box, nearest, grids)
@@ -119,17 +122,12 @@ def _fitting(box: BlackBox, tried: list[Candidate], grids: list[Grid]) -> list[M
     return sorted((m for m in matches if m.distance <= 10 * box.tol), key=_simplest)
 
 
-def _every() -> list[Objective]:
-    every = [get(n) for n in names()]
-    return every + [get(f"up({o.name})") for o in every if not o.name.startswith("up_")]
-
-
 def _candidates(box: BlackBox) -> list[Candidate]:
-    return [c for o in _every() if (c := candidate(o, box))] or _plain(box)
+    return [c for o in every() if (c := candidate(o, box))] or _plain(box)
 
 
 def _plain(box: BlackBox) -> list[Candidate]:
-    return [compared(o, box) for o in _every() if not (o.coupled or o.reads_mu or "entropy" in o.reads)]
+    return [compared(o, box) for o in every() if not (o.coupled or o.reads_mu or "entropy" in o.reads)]
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -255,12 +253,11 @@ def _beyond(box: BlackBox, m: Match) -> list[str]:
     if box.scale != 1 or not (m.own and m.same_kl) or box.near >= LOOSE or box.coupled:
         return []
     case = _against(box, m)
-    o = case.o
     if not case.single and (found := [f for f in clamps(case) if f.severity == "failure"]):
         due = lambda f: f.cause if f.cause != UNKNOWN else f"{f.expected} is due, {f.found} found"
         return [f"{f.regime}: {due(f)}" for f in found]
     for axis in ASKED:  # after the clamps: what it forgives as float32 is not asked so nearly any more
-        b = case.ready(beyond(axis, o, **case.plain_hp))
+        b = case.beyond(axis)
         if found := [f for f in look(case, axis, b, ()) if f.severity == "failure"]:
             return [f"{found[0].regime}: {found[0].expected} is due, {found[0].found} found"]
     return []

@@ -2,6 +2,7 @@
 """What a wrong loss is: the record, put into the reference, that reproduces its weights; searched, never guessed."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,12 +13,11 @@ import numpy as np
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.kl import ESTIMATORS
 from upref.registry import Objective, get, names
 from upref.rollouts import Rollouts
-from upref.transforms import up
+from upref.transforms import CORRECTIONS, up
 from upref.verify.factors import FACTORS
-from upref.verify.faults import Slip, kl_slips, known
+from upref.verify.faults import Slip, kl_slips, known, term_slope, terms
 from upref.verify.measure import Case, kl_slope, unit_weights
 from upref.weights.batches import OFF_EDGES, anchor, off, random_batch
 
@@ -30,15 +30,16 @@ def explain(case: Case, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list
     """The first slip that, put into the reference, has the found weights on every token of the batch, and of others.
 
     Tried in this order: other hyperparameters, the catalogue, the plug-in, other objectives; then two together, one of
-    the KL term and one of the rest. ignore: tokens at a bound.
+    the KL term and one of the rest; then any objective at hyperparameters recovered from the loss. ignore: tokens at a
+    bound.
     """
     use = b.mask & ~ignore
     more = _elsewhere(case)
     nothing = not any(at[2].any() for at in case.loss.log if at)
     every = chain([NOTHING] * nothing, _retuned(case, bounds), _other_kl(case, b, found, use),
                   _kl_aggregated(case), known(case.o, case.hp, bounds), _others(case))  # fmt: skip
-    one = reproduces((slip for slip in every if more.fits(slip, case)), case, b, found, use)
-    return one or _two(case, b, found, use, bounds, more)
+    first = lambda slips: reproduces((slip for slip in slips if more.fits(slip, case)), case, b, found, use)
+    return first(every) or _two(case, b, found, use, bounds, more) or first(_recovered(case))
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def confirmed(case: Case, slip: Slip, *more: Rollouts) -> str:
 def _two(case: Case, b: Rollouts, found: Tensor, use: Tensor, bounds: list[float], more: Elsewhere) -> Slip | None:
     """A slip of the KL term, which stands alone where A = 0, and one of the rest, each put into the reference."""
     zero = use & (b.adv.expand_as(use) == 0)
-    if b.logp_ref is None or "logp_ref" not in case.loss.reads or not zero.any():
+    if not zero.any():
         return None
     o, hp, plain = case.o, case.hp, case.plain_hp | ({"beta": 0.0} if case.o.kl else {})
     terms = [*_other_kl(case, b, found, use)]
@@ -150,12 +151,12 @@ def _retuned(case: Case, bounds: list[float]) -> Iterator[Slip]:
 def _other_kl(case: Case, b: Rollouts, found: Tensor, use: Tensor) -> Iterator[Slip]:
     """A KL term of another size, or that the objective does not have: where A = 0 nothing else is left."""
     zero = use & (b.adv.expand_as(use) == 0)
-    if b.logp_ref is None or "logp_ref" not in case.loss.reads or not zero.any():
+    if not zero.any():
         return
     o, plain = case.o, {k: v for k, v in case.hp.items() if k != "beta"}
     rest = lambda b: unit_weights(o, b, o.resolve(plain))
-    for name in sorted(ESTIMATORS, key=lambda k: k != o.kl):
-        d = kl_slope(name, b)[zero]
+    for name in terms(o.kl, case.loss.reads):
+        d = term_slope(name, b)[zero]
         beta = -(found[zero] @ d / (d @ d)).item() if d.any() else 0.0
         if not abs(beta) > case.tol:
             continue
@@ -164,7 +165,7 @@ def _other_kl(case: Case, b: Rollouts, found: Tensor, use: Tensor) -> Iterator[S
         elif not case.hp.get("beta"):
             done = "subtracted" if beta > 0 else "added to J"
             yield Slip(f"a KL term is {done} that {o.name} does not have: {abs(beta):.6g} {name}", "term",
-                       weigh=lambda b, beta=beta, name=name: rest(b) - beta * kl_slope(name, b))  # type: ignore[misc]  # fmt: skip
+                       weigh=lambda b, beta=beta, name=name: rest(b) - beta * term_slope(name, b))  # type: ignore[misc]  # fmt: skip
 
 
 def _said(moved: dict[str, Any], hp: dict[str, Any]) -> str:
@@ -187,11 +188,31 @@ def _others(case: Case) -> Iterator[Slip]:
     if not o.name.startswith("up("):
         yield Slip(f"it is up({o.name}): log π_θ in place of the clipped ratio where A > 0", "objective",
                    objective=up(o), hp=hp)  # fmt: skip
+    for name in CORRECTIONS if o.sampler else ():
+        p = get(re.sub(f"({'|'.join(CORRECTIONS)})[(]", f"{name}(", o.name))
+        own = {k: v for k, v in hp.items() if k in p.hyperparameters}
+        yield from (Slip(f"it is {_called(p, h)}", "objective", objective=p, hp=h) for h in (own, {}))
     for p in (get(n) for n in names() if n != o.name and not get(n).coupled):
         own = {k: v for k, v in hp.items() if k in p.hyperparameters and v is not None}
         for h in (own, {}):
             yield Slip(f"it is {_called(p, h)}", "objective", objective=p, hp=h)
 
 
+def _recovered(case: Case) -> Iterator[Slip]:
+    """Any objective, and up(...) of any, at the hyperparameters that the loss itself shows, with the KL term it has."""
+    from upref.verify.match import fitting
+
+    for box, p, hp in fitting(case.loss):
+        own = {k: v for k, v in hp.items() if k != "beta"}
+
+        def whole(b: Rollouts, box: Any = box, p: Objective = p, own: dict[str, Any] = own) -> Tensor:
+            return box.scale * (unit_weights(p, b, p.resolve(own)) + box.kl_weights(b))
+
+        times = f"{box.scale:.6g} times " if box.scale != 1 else ""
+        term = f", with a KL term: {box.beta:.6g} {box.kl}" if box.kl else ""
+        yield Slip(f"it is {times}{_called(p, own)}{term}", "objective", weigh=whole)
+
+
 def _called(p: Objective, h: dict[str, Any]) -> str:
-    return f"{p.name}({', '.join(f'{k}={v:g}' for k, v in p.resolve(h).items() if v)})"
+    said = ", ".join(f"{k}={v:g}" for k, v in p.resolve(h).items() if v)
+    return f"{p.name}({said})" if said else p.name

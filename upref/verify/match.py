@@ -6,18 +6,21 @@ middle of the jump, elsewhere it has to meet the measured value. Nothing here ch
 candidate and solves share their points.
 """
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 
 from upref.errors import InputError
-from upref.registry import Objective
+from upref.foreign import Loss
+from upref.registry import Objective, get, names
 from upref.verify.measure import Case
-from upref.verify.probe import BlackBox, Point, measure
+from upref.verify.probe import BlackBox, Point, measure, termed
 
 RANGE = {"c": (1 + 1e-9, 1e4)}  # where a hyperparameter is looked for; c <= 1 is no dual clip
 ANY = (1e-9, 1e4)
@@ -107,7 +110,8 @@ class Compared:
     # ---- how far -----------------------------------------------------------------------------------------------------
     def off(self, w: np.ndarray) -> np.ndarray:
         scale = np.maximum(np.abs(w), np.abs(self.w.A))
-        return np.nan_to_num(np.abs(w - self.v) / scale, nan=np.inf)
+        with np.errstate(all="ignore"):
+            return np.nan_to_num(np.abs(w - self.v) / scale, nan=np.inf)
 
     def score(self, hp: dict[str, Any]) -> tuple[float, float]:
         off = self.off(self.w(hp))
@@ -175,7 +179,8 @@ class Compared:
         x, h = np.log([hp[k] for k in keys]), 1e-6
         for _ in range(GAUSS_NEWTON):
             w = self.w(at(x))
-            slopes = [(self.w(at(x + h * e)) - w) / h for e in np.eye(len(keys))]
+            with np.errstate(all="ignore"):
+                slopes = [(self.w(at(x + h * e)) - w) / h for e in np.eye(len(keys))]
             rows = np.isfinite([w, *slopes]).all(0)
             if not rows.any():
                 return hp, miss
@@ -258,6 +263,22 @@ def candidate(o: Objective, box: BlackBox) -> Candidate | None:
         return compared(o, box)
     except InputError:
         return None
+
+
+def every() -> list[Objective]:
+    """All objectives that a loss may be: the registered ones, and up(...) of those."""
+    registered = [get(n) for n in names()]
+    return registered + [get(f"up({o.name})") for o in registered if not o.name.startswith("up_")]
+
+
+def fitting(loss: Loss) -> Iterator[tuple[BlackBox, Objective, dict[str, Any]]]:
+    """Whatever fits the loss as a black box, a KL term of an unusual form divided out too."""
+    with contextlib.suppress(InputError):
+        box = measure(loss, False)
+        boxes = [] if box.random or box.coupled else [box, termed(box)]
+        for one, o in product(filter(None, boxes), every()):
+            if (c := candidate(o, one)) and c.fits:
+                yield one, o, c.hp
 
 
 def recover(case: Case) -> list[dict[str, Any]]:

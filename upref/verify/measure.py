@@ -18,7 +18,19 @@ from upref.ops import mean_t, sum_t
 from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
 from upref.verify.factors import FACTORS, even, names, promised
-from upref.weights.batches import EDGES, MU, MU_READ, SINGLE_EDGES, anchor, batch, near_a_bound, off, ready, sampler
+from upref.weights.batches import (
+    EDGES,
+    MU,
+    MU_READ,
+    SINGLE_EDGES,
+    anchor,
+    batch,
+    beyond,
+    near_a_bound,
+    off,
+    ready,
+    sampler,
+)
 
 EXACT, HABIT, SINGLE = 1e-9, 2e-6, 2e-5  # float64; 1e-6 in a denominator; float32, beside the rounding of its inputs
 ROUND = 2e-7  # of a log-probability in float32, relative
@@ -85,7 +97,7 @@ class Case:
         to float32 explains, where it computes in that."""
         found, expected = self.weights(b) if found is None else found, self.expected(b)
         apart = off(found, expected, b.adv, floor)
-        if self.single:
+        if self.single and apart.max() > self.tol:
             scale = torch.maximum(expected.abs(), b.adv.abs()).clamp(min=floor)
             apart = (apart - 2 * self.moves(b, expected, times) / scale).clamp(min=0)
         return torch.where(b.mask, apart, 0)
@@ -134,8 +146,16 @@ class Case:
 
     def ready(self, b: Rollouts) -> Rollouts:
         """Masked slots hold numbers that could pass for tokens; a reference policy; no groups for who takes none."""
+        return self.view(ready(b))
+
+    def view(self, b: Rollouts) -> Rollouts:
+        """The same of a batch that is ready."""
         engine = sampler(b) if self.o.sampler is not None and b.logp_sampler is None else b.logp_sampler
-        return self.loss.view(ready(b).but(logp_sampler=engine))
+        return self.loss.view(b.but(logp_sampler=engine))
+
+    def beyond(self, axis: str, ids: tuple[str, ...] = ()) -> Rollouts:
+        """The batch of that axis."""
+        return self.view(beyond(axis, self.o, ids=ids, **self.plain_hp))
 
     def singly(self, b: Rollouts) -> tuple["Case", Tensor]:
         """The case as one that computes in float32, and the weights found where the inputs are in that."""

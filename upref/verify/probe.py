@@ -4,6 +4,7 @@
 The curve is measured on responses of one token, where token, sequence and trajectory ratios are the same number.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ from upref.errors import InputError
 from upref.foreign import Loss, neutral
 from upref.rollouts import Rollouts
 from upref.verify.factors import even, names
-from upref.verify.measure import Case, held, kl_slope, without_rest
+from upref.verify.faults import term_slope, terms
+from upref.verify.measure import Case, held, without_rest
 from upref.weights.batches import anchor, off, paired
 from upref.weights.curve import AT_ONCE, HAIR, Curve, alone
 from upref.weights.curve import rare as mu_of
@@ -98,9 +100,7 @@ class BlackBox:
         """dKL/dlp of each token, times -beta."""
         if not self.beta:
             return torch.zeros_like(b.logp)
-        if self.kl == "k1":  # the same on every token, whatever the reference
-            return -self.beta * b.mask.to(b.logp.dtype)
-        return torch.where(b.mask, -self.beta * kl_slope(self.kl, b), 0)
+        return torch.where(b.mask, -self.beta * term_slope(self.kl, b), 0)
 
     @property
     def tol(self) -> float:
@@ -155,7 +155,7 @@ def measure(loss: Loss, coupled: bool | None = None) -> BlackBox:
     fewer = loss.view(replace(on, **rows, logp_ref=on.logp[:5, :8], entropy=None, group=group, totals=None))
     agg, scale = _aggregation(case, [(on, g), (fewer, without_rest(case, fewer))])
     box = BlackBox(case, agg, scale, random=random)
-    box = replace(box, **_kl_of(box, b))
+    box = replace(box, **_kl_of(box, b, kl.ESTIMATORS if "logp_ref" in loss.reads else ["k1"]))
     some = [rare(A, np.exp(A * x)) for A in SIGNS for x in (-1, -0.1, *np.geomspace(0.03, 3, 12))]
     crowd = [rare(A, r) for A in SIGNS for r in np.exp(LOG_R)]
     few, many = box.ask(some), box.ask(some + crowd)[: len(some)]
@@ -199,7 +199,13 @@ def _aggregation(case: Case, seen: list[tuple[Rollouts, Tensor]]) -> tuple[str, 
     return name, 1.0 if abs(scale - 1) < min(1e-5, case.tol) else scale
 
 
-def _kl_of(box: BlackBox, b: Rollouts) -> dict[str, Any]:
+def termed(box: BlackBox) -> BlackBox | None:
+    """With a KL term of an unusual form divided out, where there is one."""
+    found = {} if box.kl or box.random else _kl_of(box, box.case.ready(anchor()), terms("", box.loss.reads))
+    return _curve(replace(box, **found)) if found else None
+
+
+def _kl_of(box: BlackBox, b: Rollouts, among: Iterable[str]) -> dict[str, Any]:
     """The KL term and its coefficient: with A = 0 nothing else is left."""
     uneven = torch.arange(b.mask.numel(), dtype=b.logp.dtype).reshape(b.mask.shape).cos()  # a term in log r is none
     b = replace(b, adv=torch.zeros_like(b.adv), logp=b.logp - 0.2 - 0.1 * uneven)
@@ -207,8 +213,8 @@ def _kl_of(box: BlackBox, b: Rollouts) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if not g.abs().max() > 0:
         return found
-    for name in kl.ESTIMATORS if "logp_ref" in box.loss.reads else ["k1"]:
-        d = kl_slope(name, b)[b.mask]
+    for name in among:
+        d = term_slope(name, b)[b.mask]
         beta = -(g @ d / (d @ d)).item()
         if (g + beta * d).abs().max() <= max(1e-6, box.tol) * g.abs().max():
             found = {"kl": name, "beta": beta}

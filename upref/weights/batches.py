@@ -179,6 +179,13 @@ def random_batch(rng: np.random.Generator, one_adv: bool = False) -> Rollouts:
     return Rollouts(t(lp), t(old), t(A), t(mask), groups, entropy=t(rng.uniform(0, 3, (B, T))))
 
 
+@lru_cache(16)
+def random_batches(seed: int, n: int, one_adv: bool) -> list[Rollouts]:
+    """The first n of that seed, ready; kept for the next check: do not write to their tensors."""
+    rng = np.random.default_rng(seed)
+    return [ready(random_batch(rng, one_adv)) for _ in range(n)]
+
+
 def column(A: float, rs) -> Rollouts:
     """One response of one rare token for each ratio."""
     r = np.asarray(rs, dtype=float)
@@ -347,7 +354,7 @@ NAMED: dict[str, Callable[[Tensor], Tensor]] = {  # group ids
 @lru_cache(64)  # of about 2 MB
 def beyond(axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] = (), **hp) -> Rollouts:
     """The batch of that axis: one advantage a response, ratios drawn around 1 and around the objective's bounds. ids:
-    the keys of NAMED by which its groups are named, each of them in some rows of every A and of every length. It is
+    the keys of NAMED by which its groups are named, each in some rows of every A and of every length. It is ready, and
     kept for the next check: do not write to its tensors."""
     of, rng, wide = AXES[axis], np.random.default_rng(seed), objective.level in REDUCE
     B = of.rows
@@ -397,7 +404,7 @@ def beyond(axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] 
     plain = group = torch.as_tensor(name + kinds * (nth % 3) if ids else rng.permutation(B) % max(1, B // 4))
     for k, said in enumerate(ids):
         group = torch.where(plain % kinds == k + 1, NAMED[said](plain), group)
-    return Rollouts(t(lp), t(old), adv, torch.tensor(mask), group, t(ref).nan_to_num(nan=-1.2), entropy)
+    return ready(Rollouts(t(lp), t(old), adv, torch.tensor(mask), group, t(ref).nan_to_num(nan=-1.2), entropy))
 
 
 def _rows(of: Axis, kinds: int, few: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarray]:

@@ -104,6 +104,11 @@ def aggregated(name: str) -> Slip:
     return Slip(f"aggregated by {name}", "aggregation", agg=name)
 
 
+SAMPLER = {  # what is done to the sampler's ratio π_old/μ
+    "the sampler's ratio is inverted: μ/π_old": lambda b: 2 * b.logp_old - b.logp_sampler,
+    "the sampler's ratio is of π_θ, not of π_old": lambda b: b.logp_old + b.logp_sampler - b.logp,
+    "the sampler's ratio has no effect": lambda b: b.logp_old,
+}
 GROUPS = Slip("one denominator for the batch, not one per prompt", "aggregation", view=lambda b: replace(b, group=None))
 
 
@@ -113,6 +118,10 @@ def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Sli
     yield Slip("the sign is flipped: it ascends the loss", "sign", J=lambda lp, old, A, m: -_own(o, hp)(lp, old, A, m))
     if hp.get("beta"):
         yield from kl_slips(o, hp)
+    for words, of in SAMPLER.items() if o.sampler else ():
+        yield Slip(words, "ratio", view=lambda b, of=of: b.but(logp_sampler=of(b)))  # type: ignore[misc]
+    yield Slip("the ratio is to π_ref, not to π_old", "ratio",
+               view=lambda b: b if b.logp_ref is None else b.but(logp_old=b.logp_ref))  # fmt: skip
     lo, hi = hp.get("eps_low", hp.get("eps", 0.2)), hp.get("eps_high", hp.get("eps", hp.get("eps_low", 0.2)))
     low, high = ([1 - x for x in bounds if 0 < x < 1][:2], [x - 1 for x in bounds if 1 < x < 10][:2])
     for i, (a, e) in enumerate(dict.fromkeys(product([lo, *low], [hi, *high]))):
@@ -123,30 +132,49 @@ def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Sli
         yield from more.slips(o, hp, bounds)
 
 
+# a KL term that is not k(π_θ, π_ref): what is said of the objective's own, of another, and the term itself, a function
+# of (log π_θ, log π_ref, log π_old, log μ)
+KL_FORMS: tuple[tuple[str, str, Callable[..., Callable]], ...] = (
+    ("π_θ and π_ref are exchanged in the KL term ({})", "π_θ and π_ref exchanged",
+     lambda k: lambda x, ref, old, mu: k(ref, x)),
+    ("the KL term ({}) is multiplied by the ratio", "times the ratio",
+     lambda k: lambda x, ref, old, mu: k(x, ref) * exp(x - old)),
+    ("the KL term ({}) is multiplied by the ratio, which is a constant", "times the ratio, a constant",
+     lambda k: lambda x, ref, old, mu: k(x, ref) * sg(exp(x - old))),
+    ("the KL term ({}) is to π_old, not to π_ref", "to π_old", lambda k: lambda x, ref, old, mu: k(x, old)),
+    ("the KL term ({}) is to μ, the sampler's policy", "to μ", lambda k: lambda x, ref, old, mu: k(x, mu)),
+)  # fmt: skip
+KL_TERMS = {name: lambda x, ref, old, mu, k=k: k(x, ref) for name, k in kl.ESTIMATORS.items()}
+KL_TERMS |= {f"{name} ({how})": form(k) for name, k in kl.ESTIMATORS.items() for _, how, form in KL_FORMS}
+
+
+def term_slope(f: str | Callable[..., Tensor], b: Rollouts) -> Tensor:
+    """d f(lp, lp_ref, lp_old, log μ) / d lp of each token, 0 on masked slots; f may be a name of KL_TERMS."""
+    if isinstance(f, str):
+        f = KL_TERMS[f]
+    x = torch.where(b.mask, b.logp, 0).detach().requires_grad_()
+    others = (b.logp_old if v is None else v for v in (b.logp_ref, b.logp_old, b.logp_sampler))
+    y = f(x, *(torch.where(b.mask, v, 0) for v in others))
+    return torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else torch.zeros_like(x)
+
+
+def terms(first: str, reads: frozenset[str]) -> list[str]:
+    """The names of KL_TERMS that a loss which reads these can have: this one, then the usual ones."""
+    can = {"μ": "logp_sampler" in reads, "π_old": True, "": "logp_ref" in reads}
+    of = lambda name: can[next(k for k in can if name.endswith(f"to {k})") or not k)]
+    return sorted(filter(of, KL_TERMS), key=lambda k: (k != first, k not in kl.ESTIMATORS))
+
+
 def kl_slips(o: Objective, hp: dict[str, Any]) -> Iterator[Slip]:
     """What is done to a KL term, each put beside the objective's own weights."""
     beta, plain = hp["beta"], {**hp, "beta": 0.0}
     rest = lambda b: unit_weights(o, b, plain)
-    own = {k: v for k, v in plain.items() if k != "beta"}
-
-    def slope(f: Callable[[Tensor, Tensor, Tensor], Tensor], b: Rollouts) -> Tensor:
-        """d f(lp, lp_ref, log r) / d lp."""
-        assert b.logp_ref is not None
-        x = torch.where(b.mask, b.logp, 0).detach().requires_grad_()
-        ref, old = (torch.where(b.mask, v, 0) for v in (b.logp_ref, b.logp_old))
-        y = f(x, ref, x - old)
-        return torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else torch.zeros_like(x)
-
-    slip = lambda words, f: Slip(words, "term", weigh=lambda b: rest(b) - beta * slope(f, b))
+    own = _without_beta(plain)
+    slip = lambda words, f: Slip(words, "term", weigh=lambda b: rest(b) - beta * term_slope(f, b))
     for name, k in sorted(kl.ESTIMATORS.items(), key=lambda item: item[0] != o.kl):
         if name != o.kl:
-            words = f"the KL term is of another estimator: {name}, not {o.kl}"
-            yield slip(words, lambda x, ref, log_r, k=k: k(x, ref))
-        yield slip(f"π_θ and π_ref are exchanged in the KL term ({name})", lambda x, ref, log_r, k=k: k(ref, x))
-        yield slip(f"the KL term ({name}) is multiplied by the ratio",
-                   lambda x, ref, log_r, k=k: k(x, ref) * exp(log_r))  # fmt: skip
-        yield slip(f"the KL term ({name}) is multiplied by the ratio, which is a constant",
-                   lambda x, ref, log_r, k=k: k(x, ref) * sg(exp(log_r)))  # fmt: skip
+            yield slip(f"the KL term is of another estimator: {name}, not {o.kl}", name)
+        yield from (slip(words.format(name), form(k)) for words, _, form in KL_FORMS)
         if o.level == "token":
 
             def folded(b: Rollouts, k: Callable = k) -> Tensor:
@@ -157,9 +185,9 @@ def kl_slips(o: Objective, hp: dict[str, Any]) -> Iterator[Slip]:
                        weigh=folded)  # fmt: skip
     mine = kl.ESTIMATORS[o.kl]
     for x in CLAMPED:
-        yield slip(f"the KL term is clamped at {x:g}", lambda lp, ref, log_r, x=x: mine(lp, ref).clamp(-x, x))
+        yield slip(f"the KL term is clamped at {x:g}", lambda lp, ref, old, mu, x=x: mine(lp, ref).clamp(-x, x))
         yield slip(f"the KL term's log-ratio is clamped to ±{x:g}",
-                   lambda lp, ref, log_r, x=x: mine(lp, lp - (lp - ref).clamp(-x, x)))  # fmt: skip
+                   lambda lp, ref, old, mu, x=x: mine(lp, lp - (lp - ref).clamp(-x, x)))  # fmt: skip
     for said, on in (("A > 0", lambda A: A > 0), ("A <= 0", lambda A: A <= 0), ("A < 0", lambda A: A < 0),
                      ("A is not 0", lambda A: A != 0)):  # fmt: skip
         yield Slip(f"the KL term is there only where {said}", "term",
@@ -193,9 +221,22 @@ def clamp_slips(o: Objective, hp: dict[str, Any], low: float, high: float, said:
                    view=lambda b, f=inside: b.but(logp_old=b.logp_old + b.logp - f(b.logp, b.logp_old, b.mask)))  # type: ignore[misc]  # fmt: skip
 
 
+def _without_beta(hp: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in hp.items() if k != "beta"}
+
+
+def cuts(lo: float, hi: float) -> tuple[tuple[str, Callable], ...]:
+    return ("clipped", lambda r: clip(r, 1 - lo, 1 + hi)), ("truncated", lambda r: r.clamp(max=1 + hi))
+
+
 def _own(o: Objective, hp: dict[str, Any]) -> Term:
-    own = {k: v for k, v in hp.items() if k != "beta"}
+    own = _without_beta(hp)
     return lambda lp, old, A, m: o.unreduced(lp, old, A, m, torch.ones_like(lp), **own)
+
+
+def by_token(x: Tensor, lp: Tensor) -> Tensor:
+    """x, with the gradient of each token's own log-probability, as GSPO-token has it."""
+    return sg(x) + lp - sg(lp)
 
 
 def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi: float) -> Iterator[Slip]:
@@ -213,6 +254,12 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
     weighs = o.name.startswith(("cispo", "dppo"))  # a constant weight on log π_θ is what these are
     two_sided = any(0 < x < 1 for x in bounds)
 
+    for said, cut in cuts(lo, hi) if weighs else ():
+        yield slip("stop-gradient", f"the {said} ratio multiplies A itself: beyond the cap no gradient is left",
+                   form(lambda r, A, lp, f=cut: f(r) * A))  # fmt: skip
+        for sign, on in (("A > 0", lambda A: A > 0), ("A < 0", lambda A: A < 0)):
+            yield slip("clip", f"the weight is {said} only where {sign}",
+                       form(lambda r, A, lp, f=cut, on=on: sg(where(on(A), f(r), r)) * A * lp))  # fmt: skip
     yield slip("clip", "the ratio is clipped before multiplying by A: the minimum is missing",
                form(lambda r, A, lp: clip(r, 1 - lo, 1 + hi) * A))  # fmt: skip
     yield slip("clip", "the clip acts on the product r A, not on r: its bounds move with the size of A",
@@ -230,6 +277,10 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
                     form(lambda r, A, lp: A * lp))  # fmt: skip
     if o.name.startswith("up"):
         yield no_ratio
+        yield slip("clip", "the clip has no lower side where A <= 0",
+                   form(lambda r, A, lp: where(A > 0, A * lp, r * A)))  # fmt: skip
+        yield slip("ratio", "the branches are exchanged: log π_θ where A < 0",
+                   form(lambda r, A, lp: where(A < 0, A * lp, minimum(r * A, r.clamp(min=1 - lo) * A))))  # fmt: skip
         yield slip("ratio", "the ratio still multiplies A where A > 0: unclipped importance sampling, not UP",
                    form(lambda r, A, lp: where(A > 0, r * A, ppo(r, A))))  # fmt: skip
     yield slip("ratio", "old_log_prob has no effect: the ratio is of the policy to itself, always 1",
@@ -237,7 +288,11 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
     yield slip("clip", "no bound has an effect: the ratio is not clipped", form(lambda r, A, lp: r * A))
     inverted = "the ratio is inverted: exp(old - new)"
     yield slip("ratio", inverted, lambda lp, old, A, m: ppo(R(old, lp, m), A))
-    yield slip("ratio", inverted, lambda lp, old, A, m: j(old, lp, A, m))
+    if o.level == "token" and not o.reads:
+        yield slip("ratio", inverted, lambda lp, old, A, m: o.surrogate(old, lp, A, **_without_beta(hp)))
+    if c := hp.get("c"):
+        yield slip("clip", "the dual clip takes the other one of its two terms: min(J, c A) where A < 0",
+                   form(lambda r, A, lp: where(A < 0, minimum(ppo(r, A), c * A), ppo(r, A))))  # fmt: skip
     yield slip("advantage", "A enters by its absolute value", lambda lp, old, A, m: j(lp, old, A.abs(), m))
     yield slip("advantage", "A enters by its sign alone", lambda lp, old, A, m: j(lp, old, A.sign(), m))
     for n in (0, 1):  # std with and without Bessel's correction
@@ -261,16 +316,20 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
          lambda x, m: x.mean(-1, keepdim=True)),
         ("the response's log-ratio is divided by the padded width", lambda x, m: sum_t(x, m)[:, None] / m.shape[1]),
     ):  # fmt: skip
-        yield slip("ratio", said, lambda lp, old, A, m, of=of: ppo(exp(of(lp - old, m)).expand_as(lp), A))
+        wide_r = lambda x, m, of=of: of(x, m).expand_as(x)
+        yield slip("ratio", said, lambda lp, old, A, m, f=wide_r: ppo(exp(f(lp - old, m)), A))
+        if wide:
+            yield slip("ratio", said, lambda lp, old, A, m, f=wide_r: ppo(exp(by_token(f(lp - old, m), lp)), A))
     for said, over in (("averaged", lambda m: m.sum()), ("summed", lambda m: 1)):
-
-        def shared(b: Rollouts, over: Callable = over) -> Tensor:
-            f = FACTORS[promised(o)](b)[:, None]
-            r = lambda lp, old, m: exp((where(m, lp - old, 0).sum() / over(m)).expand_as(lp))
-            return _slope(lambda lp, old, A, m: f * ppo(r(lp, old, m), A), b) / f
-
         words = f"the log-ratio is {said} over the whole batch, not over each response"
-        yield Slip(words, "ratio", weigh=shared, whole=True)
+        for way in (lambda x, lp: x, by_token):
+
+            def shared(b: Rollouts, over: Callable = over, way: Callable = way) -> Tensor:
+                f = FACTORS[promised(o)](b)[:, None]
+                x = lambda lp, old, m: (where(m, lp - old, 0).sum() / over(m)).expand_as(lp)
+                return _slope(lambda lp, old, A, m: f * ppo(exp(way(x(lp, old, m), lp)), A), b) / f
+
+            yield Slip(words, "ratio", weigh=shared, whole=True)
 
     def product(b: Rollouts) -> Tensor:
         w = _slope(lambda lp, old, A, m: ppo(exp(sum_t(where(m, lp - old, 0), m))[:, None].expand_as(lp), A), b)
@@ -282,7 +341,8 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
                lambda lp, old, A, m: sg(j(lp, old, A, m)) * lp)  # fmt: skip
     yield slip("clip", "the bounds are taken as absolute, [eps_low, eps_high], not as 1 - eps_low and 1 + eps_high",
                form(lambda r, A, lp: minimum(r * A, clip(r, lo, max(lo, hi)) * A)))  # fmt: skip
-    yield slip("clip", "the bounds are on log r: [-eps_low, eps_high]",
+    of_token = " of each token: the ratio of the token replaces the response's" * (o.level == "free")
+    yield slip("clip", f"the bounds are on log r: [-eps_low, eps_high]{of_token}",
                form(lambda r, A, lp: minimum(r * A, exp(r.log().clamp(-lo, hi)) * A)))  # fmt: skip
     yield slip("ratio", "where A > 0 the ratio to π_old replaces log π_θ",
                form(lambda r, A, lp: where(A > 0, r * A, ppo(r, A))))  # fmt: skip
@@ -293,13 +353,10 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
     else:
         said = "stop-gradient: the clipped ratio is a constant weight on log π_θ, though it should carry the gradient"
         yield slip("stop-gradient", said, constant)
-    for said, cut in (("clipped", lambda r: clip(r, 1 - lo, 1 + hi)), ("truncated", lambda r: r.clamp(max=1 + hi))):
+    for said, cut in cuts(lo, hi):
         yield slip("stop-gradient", f"stop-gradient: the {said} ratio on log π_θ is not detached",
                    form(lambda r, A, lp, f=cut: f(r) * A * lp),
                    meant="cispo_verl" if two_sided else "cispo")  # fmt: skip
-        if weighs:
-            yield slip("stop-gradient", f"the {said} ratio multiplies A itself: beyond the cap no gradient is left",
-                       form(lambda r, A, lp, f=cut: f(r) * A))  # fmt: skip
     yield slip("ratio", "the ratio is missing from the weight: 1 in its place inside the bounds",
                form(lambda r, A, lp: A * lp * where(A > 0, r <= 1 + hi, r >= 1 - lo)))  # fmt: skip
     yield slip("stop-gradient", "stop-gradient: exp(log π_θ) without an anchor",

@@ -18,7 +18,7 @@ from upref.verify.oracles.invariance import moved, slack
 from upref.verify.oracles.reach import beyond_range, groups
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import PER_TOKEN, example, shrink, worst
-from upref.weights.batches import anchor, beyond
+from upref.weights.batches import anchor
 from upref.weights.curve import alone
 
 
@@ -110,7 +110,7 @@ def _single(case: Case) -> Iterator[tuple[str, Rollouts]]:
         return
     ids = groups(case)[1] if "group" in case.loss.reads else ()
     for axis, some in SOME.items():
-        every = case.ready(beyond(axis, case.o, ids=ids, **case.plain_hp))
+        every = case.beyond(axis, ids)
         for n in range(0, 7 * some, 7):
             i, t = n % len(every.mask), every.mask[n % len(every.mask)].nonzero().max() + 2
             row = {k: v[i : i + 1, :t] for k in PER_TOKEN if (v := getattr(every, k)) is not None}

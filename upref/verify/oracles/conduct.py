@@ -20,7 +20,7 @@ from upref.verify.measure import EXACT, Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import as_python, shrink, worst
+from upref.verify.shrink import as_python, cut, shrink, worst
 from upref.weights.batches import OFF_EDGES
 
 FIXED = ("logp_old", "adv", "logp_ref")  # what no gradient is to flow into
@@ -197,25 +197,40 @@ def _moved(case: Case, key: str) -> list[Finding]:
     asked = key in loss.takes or (loss.swallows and key in loss.given)
     if not (asked or loss.swallows) or (key == "beta" and "logp_ref" not in loss.reads):
         return []
-    moved_to = {"c": 2.0 if now != 2.0 else 3.0, "beta": 0.1 + (now or 0), "seed": 1 + (now or 0)}
-    other = moved_to.get(key, now * 1.5 if now else 0.1)
-    there = replace(case, hp=case.hp | {key: other})
-    b = there.grid()
+    first = {"c": 2.0 if now != 2.0 else 3.0, "beta": 0.1 + (now or 0), "seed": 1 + (now or 0)}
+    more = (now * k for k in (0.5, 30.0, 0.01) if now and key not in first)
+    for other in (first.get(key, now * 1.5 if now else 0.1), *more):  # a share may be less than one token of the batch
+        there = replace(case, hp=case.hp | {key: other})
+        b = there.grid()
+        differ = (case.expected(b) - there.expected(b)).nan_to_num().abs() > 1e-9
+        if differ.any():
+            break
+    else:
+        return []
     text = f"{key} from {_num(now)} to {other:g}"
+    ask = lambda c, v: case.gradient(c, 1, **({} if v is None else {key: v}))
     try:
-        told = case.gradient(b, 1, **({key: now} if now is not None else {}))
-        changed = case.gradient(b, 1, **{key: other})
+        changed = ask(b, other)
+        every = [torch.equal(ask(c, now), ask(c, other)) for c in (b, *_singly(b, differ))]
     except InputError as e:
         return [fail("dead-hyperparameter", f"{key} = {other:g}", "another gradient", str(e))]
-    if torch.equal(told, changed):
+    if every[0]:
         why = "it goes into **kwargs and has no effect" if key not in loss.takes else "the argument has no effect"
         make = fail if asked else note
-        return [make("dead-hyperparameter", text, "another gradient", "the same gradient, bit for bit", cause=why)]
+        says = "another gradient", "the same gradient, bit for bit"
+        return [make("dead-hyperparameter", text, *says, cause=why if all(every) else "")]
     if _explained(there, b, changed):
         return []
     want = f"the gradient of {o.name} at {key} = {other:g}"
     why = f"{key} has another effect than in {o.name}"
     return [fail("dead-hyperparameter", text, want, "another gradient", cause=why)]
+
+
+def _singly(b: Rollouts, differ: Tensor) -> list[Rollouts]:
+    """Four responses of these tokens, each a batch by itself: an effect may need that."""
+    at = differ.nonzero()
+    some = at[:: max(1, len(at) // 4)][:4, 0].tolist()
+    return [c for i in some if (c := cut(replace(b, group=None), [i], None)) is not None]
 
 
 def _explained(case: Case, b: Rollouts, g: Tensor) -> bool:

@@ -16,7 +16,7 @@ from upref.verify.oracle import oracle
 from upref.verify.regions import NAMES
 from upref.verify.report import UNKNOWN, Finding, fail, note
 from upref.verify.shrink import cut, example, numbers, smallest
-from upref.weights.batches import GUARD, beyond, clamped, column, overflowing
+from upref.weights.batches import GUARD, clamped, column, overflowing
 
 FAR = (5.0, 8.0, 9.5, 10.5, 15.0, 19.5, 20.5, 30.0, 50.0)
 SAMPLED = math.log(torch.finfo(torch.float32).max) - 1  # log r beyond it needs a sampled token of probability e^-88
@@ -149,6 +149,6 @@ def _clamp(case: Case, hits: list[tuple[float, float, float, float]]) -> str:
     low, high = ends[-1], ends[1]
     said = f"to ±{high:g}" if low == -high else f"at {high:g}" if low == -math.inf else f"to {low:g} and above"
     said = said if math.inf in (-low, high) or low == -high else f"to [{low:g}, {high:g}]"
-    far = case.ready(clamped()), case.ready(beyond("ratios", case.o, **case.plain_hp))
+    far = case.ready(clamped()), case.beyond("ratios")
     slips = clamp_slips(case.o, case.hp, low, high, said)
     return next(filter(None, (confirmed(case, slip, *far) for slip in slips)), "")

@@ -21,7 +21,7 @@ from upref.verify.pattern import pattern
 from upref.verify.regions import NAMES, regions
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import example, numbers, shrink, smallest, worst
-from upref.weights.batches import anchor, kinks, lay, paired, random_batch, unsure
+from upref.weights.batches import anchor, kinks, lay, paired, random_batches, unsure
 from upref.weights.curve import alone, of_objective
 
 RANDOM = 60  # random batches beside the grid
@@ -145,9 +145,8 @@ def _typical(off: Tensor, r: Tensor) -> Tensor:
 
 
 def _random(case: Case, seed: int = 0) -> list[Finding]:
-    rng = np.random.default_rng(seed)
-    for n in range(RANDOM // 4 if case.o.reads_mu else RANDOM):  # bounds that are solved for are slow
-        b = case.ready(random_batch(rng, case.one_adv))
+    many = RANDOM // 4 if case.o.reads_mu else RANDOM  # bounds that are solved for are slow
+    for n, b in enumerate(map(case.view, random_batches(seed, many, case.one_adv))):
         off = case.off(b)
         off = off.masked_fill(case.rounded(b), 0)
         if off.max() > 10 * case.tol:
@@ -209,9 +208,7 @@ def aggregation(case: Case) -> list[Finding]:
 
 @oracle("value", 150, lambda case: "the weights are wrong already" if case.wrong else "")
 def value(case: Case) -> list[Finding]:
-    rng = np.random.default_rng(1)
-    for n in range(10):
-        b = case.ready(random_batch(rng, case.one_adv))
+    for n, b in enumerate(map(case.view, random_batches(1, 10, case.one_adv))):
         found, expected = case.both(b)[0].item(), case.o.loss(b, **case.hp).item()
         if not math.isfinite(found):
             return [fail("value", f"random batch {n}", f"{expected:.6g}", f"{found}")]
