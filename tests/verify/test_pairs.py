@@ -167,7 +167,7 @@ def test_every_two_levels_meet_in_one_token(name):
     axis, o = AXES["every two"], upref.get(name)
     b = beyond("every two", o, ids=tuple(NAMED))
     kind, log_r, away = b.group[:, None], b.logp - b.logp_old, (b.logp_ref - b.logp)[b.mask]
-    log_r = log_r.nansum(1, keepdim=True).expand_as(log_r) if o.level == "trajectory" else log_r
+    log_r = (log_r * b.mask).sum(1, keepdim=True).expand_as(log_r) if o.level == "trajectory" else log_r
     every = {
         "length": {x: b.mask.sum(1, keepdim=True) == x for x in axis.lengths},
         "mask": {k: p(b.logp, b.logp_old, b.adv, b.mask, b.logp_ref, b.group) for k, p in UNUSUAL["masks"].items()},
