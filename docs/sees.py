@@ -69,7 +69,7 @@ def ends() -> str:
 
     rows = [(words, f"{status}", "a report" if report else says) for words, status, says, report in COMMAND.values()]
     table = _rows("the loss | exit status | what is printed", rows)
-    return f"{table}\n\nSet back after a check, and noted in its report: {', '.join(STATE | RANDOM | AROUND)}."
+    return f"{table}\n\nRestored after a check, and noted in its report: {', '.join(STATE | RANDOM | AROUND)}."
 
 
 def fuzzed() -> str:
