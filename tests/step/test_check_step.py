@@ -12,6 +12,10 @@ from loops import BUGS, RIGHT, T, policy_step, qwen3, right
 import upref
 from upref.step import Functions, Row, TorchModel, check_recorded, check_step, record_step
 from upref.step.case import built, meant
+from upref.step.families import tiny
+from upref.step.forward import Forward
+from upref.step.forwards import quick, tried
+from upref.step.rows import made
 
 
 @pytest.fixture(scope="module")
@@ -196,3 +200,11 @@ def test_a_model_of_jax():
 
     report = check_step(jax.grad(loss), Functions(*bigram(jnp), params, vocabulary=64), "dapo", temperature=T)
     assert report, report
+
+
+@pytest.mark.parametrize("family", ["qwen3", "recurrent_gemma"])
+def test_a_forward_pass_that_a_model_lacks_is_not_tried(family):
+    """RecurrentGemma returns no key-value cache."""
+    model = TorchModel(tiny(family))
+    words = [w for w, _ in tried(Forward(model, made(model.vocabulary), T), quick)]
+    assert ("prompts are run without a gradient" in words) == (family == "qwen3") and len(words) > 5

@@ -242,5 +242,5 @@ def tried(right: Forward, variants: Callable[[Forward], Iterator[Variant]]) -> I
                 continue  # positions of rotary models, a window that does not act
             seen.append(lp)
             yield words, one
-        except (TypeError, ValueError, RuntimeError, IndexError, InputError, NotImplementedError):
-            continue  # its forward takes no positions or mask, or has too few positions
+        except (AttributeError, TypeError, ValueError, RuntimeError, IndexError, InputError, NotImplementedError):
+            continue  # its forward takes no positions or mask, has too few positions, or returns no cache

@@ -116,6 +116,11 @@ def command(args: Any) -> int:
     if args.list:
         print(*(f"{s.family:16} {s.name}" for s in chosen(args.trainer, args.only)), sep="\n")
         return 0
-    outcomes = run(args.trainer, args.only, lambda o: None if args.json else print(o, flush=True))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # models are tiny: more threads wait for each other
+    try:
+        outcomes = run(args.trainer, args.only, lambda o: None if args.json else print(o, flush=True))
+    finally:
+        torch.set_num_threads(threads)
     print(records(outcomes) if args.json else counted(outcomes))
     return int(not all(o.agrees or o.error is None for o in outcomes))
