@@ -13,6 +13,7 @@ bin=.venv/bin
 
 judge() {
     "$bin"/python -m ruff check
+    "$bin"/python -m ruff format --check --quiet || { echo "run $bin/ruff format" && return 1; }
     "$bin"/lint-imports --no-logo --no-cache >.venv/layers.log || { cat .venv/layers.log && return 1; }
     "$bin"/python -m mypy "$@"
 }

@@ -90,8 +90,6 @@ def _named(name: str) -> Objective:
         raise InputError(f"{name!r} is no loss: write {ways}, or an objective's name. {str(e).capitalize()}") from e
 
 
-
-
 def _plain(name: str, fn: Callable[..., Any], o: Objective, hp: dict[str, Any]) -> Loss:
     every = parameters(fn)
     required = [p for p in every if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

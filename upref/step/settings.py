@@ -29,6 +29,8 @@ EAGER = ("gptj", "codegen", "bloom", "mpt", "mamba2", "recurrent_gemma")  # tran
 LORA = dict(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False)
 
 
+# One setting takes one or two lines.
+# fmt: off
 def trl() -> Iterator[Setting]:
     """The unmodified GRPOTrainer."""
     s = lambda name, *a, **k: Setting(name, *a, **dict(hp=PPO) | k)

@@ -55,9 +55,7 @@ def shape_of(path: str) -> Shape:
     name = re.sub(r"-VL-(?=\d+B)", "-", path)
     name = SAME_SHAPE.sub("", name)
     if name not in known:
-        raise InputError(
-            f"the model {path} is not on this machine, and its size is not known: `hf download {path}`."
-        )
+        raise InputError(f"the model {path} is not on this machine, and its size is not known: `hf download {path}`.")
     return parse(known[name] | ({"vision_config": {}} if "-VL-" in path else {}))
 
 

@@ -132,7 +132,8 @@ def compared(out: Path, objective: str, half: torch.dtype | None) -> tuple[dict,
     return {
         "gradient_error": float(f"{report.error:.2g}"),
         "gradient_bound": float(f"{report.tolerances['gradient, relative']:.2g}"),
-        "at_bound": report.at_bound, "other_side": report.other_side,
+        "at_bound": report.at_bound,
+        "other_side": report.other_side,
     }, wrong
 
 

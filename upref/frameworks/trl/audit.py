@@ -34,8 +34,6 @@ def _product(eps: float) -> Slip:
     return Slip(f"{said}, eps = {eps:g}", "objective", objective=PRODUCT, hp={"eps_low": eps, "eps_high": eps})
 
 
-
-
 def _weighted_kl(b: Rollouts) -> Tensor:
     assert b.logp_ref is not None
     return -BETA * aggregate(exp(b.logp - b.logp_old) * k3(b.logp, b.logp_ref), b.mask, "seq-mean-token-mean")
