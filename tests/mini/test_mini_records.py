@@ -177,6 +177,7 @@ DRAFTS = {
     "upref/audits/isolated/__init__.py": "temporary folder",
     "upref/audits/isolated/pin.py": "folder that is renamed",
     "upref/cli/supervise.py": "standard output",
+    "upref/step/openrlhf.py": "temporary folder",
     "upref/step/trl.py": "temporary folder",
     "upref/step/verl.py": "temporary folder",
     "repro/fork.py": "standard output",

@@ -20,6 +20,7 @@ from upref.foreign import read
 from upref.rollouts import Rollouts
 from upref.verify.factors import promised
 from upref.verify.measure import FLOATS, held
+from upref.verify.shrink import cut
 from upref.weights.batches import batch
 
 EDGES = (-1e-9, 1e-9)  # exactly on a bound, rounding decides for whoever compares logs
@@ -257,11 +258,21 @@ def check(case):
 
 
 NUMBER = r"(-?[\d.]+(?:e[+-]?\d+)?|-?inf|nan)"
+
+
+def _without_padding(case, b):
+    """The gradient of the batch without its columns of padding, where they were."""
+    used, g = b.mask.any(0), torch.zeros_like(b.logp)
+    g[:, used] = case.gradient(cut(b, list(range(len(b.mask))), used.nonzero().flatten().tolist()))
+    return g
+
+
 PASTED = {  # what a finding prints: (of the objective, of the loss) at each token of the batch below it
     rf"^weight {NUMBER}": lambda c, b, g: (c.expected(b), g / c.factors(b)),
     rf"factor {NUMBER}": lambda c, b, g: (c.factors(b, promised(c.o)), c.factors(b)),
     rf"^3 times the gradient: {NUMBER}|^{NUMBER}$": lambda c, b, g: (3 * g, c.gradient(b.but(adv=3 * b.adv))),
     rf"^half the gradient: {NUMBER}|^{NUMBER}$": lambda c, b, g: (g / 2, torch.full_like(g, math.nan)),
+    rf"^dJ/dlp {NUMBER}, as without|^{NUMBER}$": lambda c, b, g: (_without_padding(c, b), g),
     rf"^dJ/dlp {NUMBER}, as |^{NUMBER}$": lambda c, b, g: (g, torch.full_like(g, math.nan)),
 }  # fmt: skip
 
