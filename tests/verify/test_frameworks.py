@@ -7,6 +7,8 @@ form is held for all of them, wherever this runs.
 
 import json
 import math
+import sys
+from dataclasses import replace
 
 import pytest
 
@@ -72,12 +74,15 @@ def test_the_ledger_is_whole(name):
         assert e.paper in said and e.at in said and e.prints.partition(" found ")[2] in said
 
 
-def test_a_second_reader_judged_what_is_blamed():
-    once = [e for e in read() if e.status in ("bug", "surprising default") and not e.twice]
-    assert {e.framework for e in once} <= {"axolotl"}, "who did not write these entries reads the sources"
-    assert all("by one reader so far" in report(e.framework, e.key) for e in once)
+def test_a_second_reader_judged_what_is_blamed(monkeypatch):
+    once = [e.key for e in read() if e.status in ("bug", "surprising default") and not e.twice]
+    assert not once, f"who did not write these entries reads the sources: {once}"
     once = '[ledger]\nversion = "1"\n' + ENTRY.format(status="bug")
     assert not read("x", once)[0].twice and read("x", once.replace("\n", '\ntwice = "a b"\n', 1))[0].twice
+    [e, *_] = (e for e in read() if e.twice)
+    assert "by one reader so far" not in report(e.framework, e.key)
+    monkeypatch.setattr(sys.modules[report.__module__], "read", lambda name: [replace(e, twice=False)])
+    assert "by one reader so far" in report(e.framework, e.key)
 
 
 def test_a_bug_is_not_what_the_framework_warns_of():
