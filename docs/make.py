@@ -326,7 +326,13 @@ def steps_notes() -> str:
     return steps.notes()
 
 
-STEPS = (steps_trl, steps_verl, steps_openrlhf, steps_notes)
+def steps_plugins() -> str:
+    from docs import steps
+
+    return steps.plugins()
+
+
+STEPS = (steps_trl, steps_verl, steps_openrlhf, steps_notes, steps_plugins)
 SEES = (axes, tolerances, habits, fuzzed, ends)
 FIELD = (frameworks, field_first, field_objectives, field_logprobs, recipes, surfaces, statuses, wild, wild_tally)
 FIELD += (wild_estimators, peers, where_it_helps)

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What docs/steps.md has generated: a table per trainer, from docs/steps/NAME.json, and notes on the differences.
 
-The records are what `upref step NAME --json` printed.
+The records are what `upref step NAME --json` printed; `python -m docs.steps` makes those of the plug-ins.
 """
 
 import json
 import tomllib
+import warnings
 from pathlib import Path
+
+from upref.errors import InputError
+from upref.files import write_atomically
+from upref.registry import get, names
 
 HERE = Path(__file__).parent / "steps"
 
@@ -56,3 +61,73 @@ def notes() -> str:
         out += [f"**{n['trainer']}: {n['title']}** ({n['status']}, {n['severity']}). {n['text']}", ""]
         out += ["    " + n["command"], ""]
     return "\n".join(out)
+
+
+# ---- upref's plug-ins ------------------------------------------------------------------------------------------------
+def by_trl(name: str) -> float:
+    """The error of one step of upref.integrations.trl.GRPOTrainer, which trains a two-layer Qwen3 by this objective."""
+    import trl
+
+    from upref.integrations.trl import GRPOTrainer
+    from upref.step.families import tiny
+    from upref.step.trl import default_config
+    from upref.step.twin import trl_twin
+
+    o, hp, beta = _asked(name)
+    twice = dict(gradient_accumulation_steps=2, steps_per_generation=4, generation_batch_size=None)  # r off 1
+    fields = default_config().to_dict() | twice | dict(beta=beta, report_to="none")
+    return _error(trl_twin(GRPOTrainer, o, hp, tiny("qwen3"), trl.GRPOConfig(**fields)))
+
+
+def by_verl(name: str) -> float:
+    """The same of upref.integrations.verl in verl's worker."""
+    import transformers
+
+    from upref.step.verl import twin_of, twin_report
+
+    o, hp, beta = _asked(name)
+    kl = dict(use_kl_loss=beta > 0, kl_loss_coef=beta, kl_loss_type=o.kl or "k3")
+    actor = dict(strategy="fsdp", entropy_coeff=0.0, use_dynamic_bsz=False) | kl
+    model = dict(hf_config=transformers.Qwen3Config(), use_remove_padding=True)
+    return _error(twin_report(twin_of(name, hp, actor, model)))
+
+
+PLUGINS = {"upref.trl": by_trl, "verl's plug-in": by_verl}
+
+
+def _asked(name: str) -> tuple:
+    """The objective, its hyperparameters, and the coefficient of its KL term, which is the trainer's to set."""
+    o = get(name)
+    hp = o.resolve({})
+    return o, hp, hp.pop("beta", 0.0)
+
+
+def _error(report) -> float:
+    if not report:
+        raise RuntimeError(str(report))
+    return report.error
+
+
+def plugins() -> str:
+    """One row for each objective: the error through each plug-in, or why it does not run there."""
+    found = json.loads((HERE / "plugins.json").read_text(encoding="utf-8"))
+    said = lambda x: x if isinstance(x, str) else f"{x:.1e}"
+    rows = [f"| {name} | " + " | ".join(said(one[k]) for k in PLUGINS) + " |" for name, one in found.items()]
+    return "\n".join([f"| objective | {' | '.join(PLUGINS)} |", "|---|---|---|", *rows])
+
+
+def main() -> None:
+    found: dict[str, dict[str, float | str]] = {}
+    for name in names():
+        found[name] = {}
+        for plugin, error in PLUGINS.items():
+            try:
+                found[name][plugin] = error(name)
+            except InputError as e:
+                found[name][plugin] = str(e)
+    write_atomically(HERE / "plugins.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main()

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import upref
+from docs import steps
+from tests.support.daily import daily
 
 transformers = pytest.importorskip("transformers")
 from upref.step.families import tiny  # noqa: E402
@@ -124,3 +126,32 @@ def test_a_strategy_without_a_twin_gets_a_sentence():
 
     with pytest.raises(upref.InputError, match="strategy=megatron"):
         twin_of("dapo", {}, dict(strategy="megatron"), {})
+
+
+# ---- every objective -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", daily(upref.names(), 8))
+@pytest.mark.parametrize("plugin", [pytest.param(steps.by_trl, marks=pytest.mark.trl),
+                                    pytest.param(steps.by_verl, marks=pytest.mark.verl)])  # fmt: skip
+def test_a_plug_in_trains_by_every_objective(plugin, name):
+    pytest.importorskip("trl" if plugin is steps.by_trl else "verl")
+    try:
+        assert plugin(name) < 2e-5
+    except upref.InputError as e:
+        if "does not import" in str(e):
+            pytest.skip("verl's trainer is not installed: `repro/venv.sh smoke`")
+        assert name == "aspo_code" and "entropy" in str(e)
+
+
+@pytest.mark.trl
+def test_a_plug_in_that_trains_by_another_objective_differs(monkeypatch):
+    """On policy up_dapo and dapo have one gradient: the step that is compared has r off 1."""
+    pytest.importorskip("trl")
+    from upref.step import trl
+
+    whole = trl.report
+    dapo = upref.get("dapo")
+    judged = lambda model, fields, rows, o, hp, goal, **kw: whole(model, fields, rows, dapo, {}, goal, **kw)
+    monkeypatch.setattr(trl, "report", judged)
+    assert steps.by_trl("dapo") < 2e-5
+    with pytest.raises(RuntimeError, match="NOT dapo"):
+        steps.by_trl("up_dapo")
