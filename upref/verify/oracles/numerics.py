@@ -121,7 +121,8 @@ def clamps(case: Case) -> list[Finding]:
     if not hits:
         return []
     near = [hit for hit in hits if abs(hit[1]) < guard] or hits
-    A, x, want, got = max(near, key=lambda hit: abs(hit[2] - hit[3]) / math.exp(abs(hit[1])) ** (hit[1] > 0))
+    lost = lambda hit: round(abs(hit[2] - hit[3]) / math.exp(abs(hit[1])) ** (hit[1] > 0), 6)
+    A, x, want, got = max(near, key=lambda hit: (lost(hit), -abs(hit[1])))  # the nearest, where many lose all
     why = _clamp(case, hits) or UNKNOWN
     text = f"{NAMES[A]}, log r = {x:.4g}"
     if abs(x) < guard:
