@@ -44,9 +44,12 @@ def test_openrlhf_agrees_where_it_is_recorded_to(monkeypatch):
 
 
 @pytest.mark.verl
-def test_verl_agrees_where_it_is_recorded_to():
-    pytest.importorskip("verl")
+def test_verl_agrees_where_it_is_recorded_to(monkeypatch):
+    platform = pytest.importorskip("verl.plugin.platform.platform_manager")
+    cuda = platform.PlatformRegistry.get("nvidia")()
+    monkeypatch.setattr(platform, "_current_platform", cuda)  # as after other code of verl, which looks once
     (outcome,) = table.run("verl", "qwen3 use_remove_padding, use_dynamic")
     if outcome.cause and "does not import here" in outcome.cause:
         pytest.skip("verl's trainer is not installed: `repro/venv.sh smoke`")
     assert outcome.agrees
+    assert platform.get_platform() is cuda

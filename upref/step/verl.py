@@ -61,23 +61,24 @@ def trained(
             from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
             from verl.workers.utils.losses import ppo_loss
 
-            from upref.step import verl_cpu  # noqa: F401  before verl asks for a device
+            from upref.step import verl_cpu
         model.save_pretrained(folder)
         try:
-            settings = ActorConfig(**ACTOR | (actor or {}))
-            worker = TrainingWorker(TrainingWorkerConfig(
-                model_type="language_model",
-                model_config=HFModelConfig(path=folder, override_config={"attn_implementation": attention},
-                                           **MODEL | (model_config or {})),
-                engine_config=FSDPEngineConfig(**ENGINE | (engine or {})),
-                optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=1, clip_grad=clip),
-                checkpoint_config=None,
-            ))  # fmt: skip
-            worker.reset()
-            worker.set_loss_fn(lambda **kw: ppo_loss(config=settings, **kw))
-            module = worker.engine.module
-            with watched(module, steps, 1):
-                worker.train_mini_batch(_batch(rows, temperature, settings))
+            with verl_cpu.on_cpu():
+                settings = ActorConfig(**ACTOR | (actor or {}))
+                worker = TrainingWorker(TrainingWorkerConfig(
+                    model_type="language_model",
+                    model_config=HFModelConfig(path=folder, override_config={"attn_implementation": attention},
+                                               **MODEL | (model_config or {})),
+                    engine_config=FSDPEngineConfig(**ENGINE | (engine or {})),
+                    optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=1, clip_grad=clip),
+                    checkpoint_config=None,
+                ))  # fmt: skip
+                worker.reset()
+                worker.set_loss_fn(lambda **kw: ppo_loss(config=settings, **kw))
+                module = worker.engine.module
+                with watched(module, steps, 1):
+                    worker.train_mini_batch(_batch(rows, temperature, settings))
         except InputError:
             raise
         except Exception as e:

@@ -2,14 +2,15 @@
 """The platform `cpu` of verl 0.9.1: what verl asks of an accelerator, answered for a host without one."""
 
 import functools
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 
 import psutil
 import torch
 import torch.distributed
 import verl.utils.import_utils
-from verl.plugin.platform import PlatformBase, PlatformRegistry
+from verl.plugin.platform import PlatformBase, PlatformRegistry, platform_manager
 
 nothing = lambda *_, **__: None
 
@@ -66,6 +67,19 @@ class PlatformCPU(PlatformBase):
     ray_resource_name = lambda self: "GPU"
     ray_noset_envvars = lambda self: ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
     is_ipc_supported = lambda self: False  # weights travel to vLLM through shared memory
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """This platform, also where verl resolved another one before: it does so once per process, and per module."""
+    from verl.workers.engine.fsdp import transformer_impl
+
+    before = platform_manager._current_platform, transformer_impl.device_name
+    platform_manager._current_platform, transformer_impl.device_name = PlatformCPU(), "cpu"
+    try:
+        yield
+    finally:
+        platform_manager._current_platform, transformer_impl.device_name = before
 
 
 def once_per_device(init):
