@@ -10,7 +10,7 @@ import psutil
 import torch
 import torch.distributed
 import verl.utils.import_utils
-from verl.plugin.platform import PlatformBase, PlatformRegistry, platform_manager
+from verl.plugin.platform import PlatformBase, PlatformRegistry, get_platform, set_platform
 
 nothing = lambda *_, **__: None
 
@@ -74,12 +74,14 @@ def on_cpu() -> Iterator[None]:
     """This platform, also where verl resolved another one before: it does so once per process, and per module."""
     from verl.workers.engine.fsdp import transformer_impl
 
-    before = platform_manager._current_platform, transformer_impl.device_name
-    platform_manager._current_platform, transformer_impl.device_name = PlatformCPU(), "cpu"
+    before = get_platform(), transformer_impl.device_name
+    set_platform(PlatformCPU())
+    transformer_impl.device_name = "cpu"
     try:
         yield
     finally:
-        platform_manager._current_platform, transformer_impl.device_name = before
+        set_platform(before[0])
+        transformer_impl.device_name = before[1]
 
 
 def once_per_device(init):
