@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks over gloo with unequal numbers of tokens: a bare loop under DDP."""
+"""Two ranks over gloo with unequal numbers of tokens: a bare loop under DDP, and verl's worker under FSDP2."""
 
-import json
+from unittest.mock import patch
 
+import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
 
-from upref.step import TorchModel, check_recorded, record_step
-from upref.step.case import built, disturb, meant
+from upref.step import record_step
+from upref.step.case import disturb
+from upref.step.families import tiny
+from upref.step.host import report
 
-T, RANKS = 0.7, 2
+RANKS = 2
 
 
 class Small(nn.Module):
@@ -22,52 +25,50 @@ class Small(nn.Module):
         return self.head(self.rnn(self.embed(ids))[0])
 
 
-def rows_of(model):
-    return built(TorchModel(model), meant("dapo", {}, T), None, ()).rows
-
-
-def bare(rank, over_all):
+def bare(net, rows, T, over_all):
     """DDP averages gradients, so that each rank's sum is multiplied by their number."""
-    torch.manual_seed(0)
-    net = disturb(Small())
-    rows = rows_of(net)
-    mine = rows[rank::RANKS]
-    counted = sum(sum(r.trains) for r in rows) / RANKS if over_all else sum(sum(r.trains) for r in mine)
+    counted = torch.tensor(float(sum(sum(r.trains) for r in rows)))
+    if over_all:
+        dist.all_reduce(counted)
+        counted /= RANKS
     with record_step(net) as seen:
         model, optimizer = nn.parallel.DistributedDataParallel(net), torch.optim.SGD(net.parameters(), 0.1)
         loss = 0.0
-        for r in mine:
+        for r in rows:
             z = model(torch.tensor([r.ids]))[0, len(r.prompt) - 1 : -1] / T
             ratio = (z.log_softmax(-1).gather(1, torch.tensor(r.response)[:, None])[:, 0] - torch.tensor(r.old)).exp()
             J = torch.minimum(ratio * r.adv, ratio.clamp(0.8, 1.28) * r.adv)
             loss = loss - (J * torch.tensor(r.trains)).sum() / counted
         loss.backward()
         optimizer.step()
-    return seen, rows
+    return seen
 
 
-def rank(number, folder, over_all):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=number, world_size=RANKS)
-    torch.set_num_threads(1)
-    seen, rows = bare(number, over_all)
-    if number == 0:
-        report = check_recorded(seen, [rows], "dapo", temperature=T)
-        said = {"ok": bool(report), "error": report.error, "text": str(report)}
-        (folder / "report.json").write_text(json.dumps(said))
-    dist.barrier()
-    dist.destroy_process_group()
+def test_a_loop_that_counts_the_tokens_of_all_ranks_agrees():
+    found = report(bare, disturb(Small()), "dapo", {}, {}, ranks=RANKS, over_all=True)
+    assert found and found.error < 5e-6 and "several ranks" not in found.unexercised, found
 
 
-def reported(folder, over_all):
-    torch.multiprocessing.spawn(rank, (folder, over_all), nprocs=RANKS)
-    return json.loads((folder / "report.json").read_text())
+def test_a_loop_that_counts_its_own_tokens_is_named():
+    found = report(bare, disturb(Small()), "dapo", {}, {}, ranks=RANKS, over_all=False)
+    assert "token-mean is taken over 2 ranks with every 2nd row" in found.failures[0].cause, found
 
 
-def test_a_loop_that_counts_the_tokens_of_all_ranks_agrees(tmp_path):
-    found = reported(tmp_path, True)
-    assert found["ok"] and found["error"] < 5e-6 and "not exercised: several ranks" not in found["text"]
+def verls(model, rows, T, over_all):
+    """verl's worker; over_all=False: the counts of tokens are not reduced over the ranks."""
+    from upref.step.verl import trained
+
+    reduce = dist.all_reduce
+    some = lambda x, *a, **kw: reduce(x, *a, **kw) if over_all or x.ndim or x.is_floating_point() else None
+    with patch.object(dist, "all_reduce", some):
+        return trained(model, rows, T, actor=dict(clip_ratio_high=0.28))
 
 
-def test_a_loop_that_counts_its_own_tokens_is_named(tmp_path):
-    found = reported(tmp_path, False)
-    assert "token-mean is taken over 2 ranks with every 2nd row" in found["text"], found["text"]
+@pytest.mark.nightly
+@pytest.mark.verl
+@pytest.mark.parametrize("over_all", [True, False])
+def test_verl_counts_the_tokens_of_all_ranks(over_all):
+    pytest.importorskip("verl.workers.engine_workers", exc_type=ImportError)
+    found = report(verls, disturb(tiny("qwen3")), "dapo", {}, {}, ranks=RANKS, over_all=over_all)
+    assert bool(found) == over_all, found
+    assert over_all or "token-mean is taken over 2 ranks with every 2nd row" in found.failures[0].cause, found

@@ -2,6 +2,7 @@
 """docs/steps.md: its records are of the settings that there are, and every difference has a note."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,8 @@ def test_the_records_are_of_the_settings(trainer):
             note = note_of(trainer, r)
             assert note and note["status"] in WORDS and note["severity"] in SEVERITIES, r
     assert len(FAMILIES) >= 15
+    what = [replace(s, name="") for s in table.chosen(trainer)]
+    assert all(s not in what[:i] for i, s in enumerate(what)), "two settings are the same"
 
 
 @pytest.mark.trl

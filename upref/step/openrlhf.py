@@ -18,12 +18,10 @@ import torch
 from torch import nn
 
 from upref.errors import InputError, importing
-from upref.step.case import built, meant
-from upref.step.check import StepReport, check_recorded
+from upref.step.host import grouped
 from upref.step.record import Recorded, Step, watched
 from upref.step.reference import TorchModel
-from upref.step.rows import AXES, Padded, Row
-from upref.step.verl import alone
+from upref.step.rows import Padded, Row
 
 ABSENT = ("deepspeed", "deepspeed.runtime.zero.partition_parameters", "flash_attn", "flash_attn.bert_padding",
           "flash_attn.utils.distributed", "vllm", "ray", "ray.util.placement_group", "ray.util.scheduling_strategies",
@@ -85,38 +83,23 @@ def trained(
         ds=SimpleNamespace(packing_samples=False, tensor_parallel_size=1, ring_attn_size=1),
         rollout=SimpleNamespace(batch_size=n, n_samples_per_prompt=1), vllm=SimpleNamespace(sync_backend="gloo"),
     )  # fmt: skip
-    with alone(), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with grouped("OpenRLHF's trainer"), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model.save_pretrained(folder)
         for name, value in {"synchronize": None, "current_device": 0}.items():
             stack.enter_context(patch(f"torch.cuda.{name}", return_value=value))
-        try:
-            with patch("openrlhf.utils.utils.convert_to_torch_dtype", return_value=torch.float32):  # it has halves only
-                actor_model = its.Actor(folder, attn_implementation=attention, temperature=temperature)
-            optimizer = torch.optim.SGD(actor_model.parameters(), lr=0.0)
-            trainer = its.ActorPPOTrainer(
-                Engine(args, n // micro, clip), actor_model, None, optimizer, MagicMock(), micro_train_batch_size=micro,
-                dataloader_pin_memory=False, buffer_cpu_offload=False)  # fmt: skip
-            trainer.replay_buffer.append(_experience(its.Experience, rows))
-            stack.enter_context(patch("torch.cuda.current_device", return_value="cpu"))
-            with watched(actor_model.model, steps, 1):
-                trainer.ppo_train(beta)
-        except InputError:
-            raise
-        except Exception as e:
-            raise InputError(f"OpenRLHF's trainer fails: {type(e).__name__}: {' '.join(str(e).split())[:200]}") from e
+        with patch("openrlhf.utils.utils.convert_to_torch_dtype", return_value=torch.float32):  # it has halves only
+            actor_model = its.Actor(folder, attn_implementation=attention, temperature=temperature)
+        optimizer = torch.optim.SGD(actor_model.parameters(), lr=0.0)
+        trainer = its.ActorPPOTrainer(
+            Engine(args, n // micro, clip), actor_model, None, optimizer, MagicMock(), micro_train_batch_size=micro,
+            dataloader_pin_memory=False, buffer_cpu_offload=False)  # fmt: skip
+        trainer.replay_buffer.append(_experience(its.Experience, rows))
+        stack.enter_context(patch("torch.cuda.current_device", return_value="cpu"))
+        with watched(actor_model.model, steps, 1):
+            trainer.ppo_train(beta)
     if not steps:
         raise InputError("OpenRLHF took no optimizer step on these rows.")
     return Recorded(reference, steps)
-
-
-def report(
-    model: Any, objective: Any, hp: dict[str, Any], goal: dict[str, Any], *, temperature: float = 0.7, **fields: Any
-) -> StepReport:  # fmt: skip
-    """One optimizer step on rows of upref's, held against the objective; fields: as for `trained`."""
-    meaning = meant(objective, dict(hp), temperature, **{k: x for k, x in goal.items() if k != "scale"})
-    rows = built(TorchModel(model), meaning, None, ["temperature"] * (temperature == 1)).rows
-    seen = trained(model, rows, temperature, **fields)
-    return check_recorded(seen, rows, objective, temperature=temperature, without=AXES, **goal, **hp)
 
 
 def _experience(kind: Any, rows: Sequence[Row]) -> Any:

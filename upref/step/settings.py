@@ -35,7 +35,6 @@ def trl() -> Iterator[Setting]:
     """The unmodified GRPOTrainer."""
     s = lambda name, *a, **k: Setting(name, *a, **dict(hp=PPO) | k)
     grpo = dict(objective="grpo", hp={})
-    yield s("loss_type=dapo")
     yield s("loss_type=dapo, epsilon_high=0.28", fields=dict(epsilon_high=0.28), hp={})
     yield s("loss_type=grpo", fields=dict(loss_type="grpo"), **grpo)
     yield s("loss_type=dr_grpo", fields=dict(loss_type="dr_grpo"), objective="dr_grpo", hp={}, goal=dict(scale=1 / 16))
@@ -79,10 +78,8 @@ def trl() -> Iterator[Setting]:
     yield s("cast_lm_head_to_fp32", fields=dict(cast_lm_head_to_fp32=True))
     yield s("bf16", fields=dict(bf16=True), half=True)
     yield s("eager attention", model=dict(attn_implementation="eager"))
-    yield s("router_aux_loss_coef=0", "qwen3_moe")
     yield s("LoRA", fields=dict(peft_config=LORA))
     yield s("LoRA, gradient_checkpointing", fields=dict(peft_config=LORA, gradient_checkpointing=True))
-    yield s("tied heads", "qwen3_tied")
     for family in FAMILIES:
         yield s("loss_type=dapo", family)
     for family in ("gemma2", "gemma3"):
@@ -105,7 +102,6 @@ def verl() -> Iterator[Setting]:
 
     packed, fused = dict(use_remove_padding=True), dict(use_fused_kernels=True)
     torch_fused = fused | dict(fused_kernel_options=dict(impl_backend="torch"))
-    yield s("loss_agg_mode=token-mean")
     for agg, o in {"seq-mean-token-mean": "grpo", "seq-mean-token-sum": "dr_grpo"}.items():
         yield s(f"loss_agg_mode={agg}", actor=dict(loss_agg_mode=agg), objective=o, hp={})
     yield s("loss_agg_mode=seq-mean-token-sum-norm, loss_scale_factor=16", objective="dr_grpo", hp={},
@@ -124,7 +120,6 @@ def verl() -> Iterator[Setting]:
     for size in (1, 2, 8):
         yield s(f"micro_batch_size_per_gpu={size}", engine=dict(micro_batch_size_per_gpu=size))
     yield s("use_dynamic_bsz", engine=dict(use_dynamic_bsz=True, max_token_len_per_gpu=40))
-    yield s("use_remove_padding", model_config=packed)
     yield s("use_remove_padding, eager attention", model_config=packed, more=dict(attention="eager"))
     yield s("use_remove_padding, use_dynamic_bsz", model_config=packed,
             engine=dict(use_dynamic_bsz=True, max_token_len_per_gpu=40))
@@ -146,6 +141,13 @@ def verl() -> Iterator[Setting]:
     yield s("mixed_precision: bf16 (default)", engine=dict(mixed_precision=None), half=True)
     for T in (1.0, 1.5):
         yield s(f"temperature={T:g}", more=dict(temperature=T))
+    two = dict(ranks=2)  # 29 and 16 tokens train
+    yield s("two ranks", more=two)
+    yield s("two ranks, seq-mean-token-mean, use_kl_loss, entropy_coeff=0.01, clip_grad=0.5", objective="grpo", hp={},
+            more=two | dict(clip=0.5), goal=dict(beta=0.04, entropy_coef=0.01, clip=0.5), actor=dict(use_kl_loss=True,
+            loss_agg_mode="seq-mean-token-mean", kl_loss_coef=0.04, kl_loss_type="k3", entropy_coeff=0.01))
+    yield s("two ranks, use_remove_padding, use_dynamic_bsz", more=two, model_config=packed,
+            engine=dict(use_dynamic_bsz=True, max_token_len_per_gpu=40))
     for family in FAMILIES:
         how = dict(attention="eager") if family in EAGER else {}
         yield s("loss_agg_mode=token-mean" + ", eager attention" * bool(how), family, more=how)
@@ -161,7 +163,6 @@ def openrlhf() -> Iterator[Setting]:
     """OpenRLHF's unmodified ActorPPOTrainer; fields: as upref/step/openrlhf.py has them."""
     s = lambda name, family="qwen3", more=None, **k: Setting(name, family, more or {}, **dict(hp=PPO) | k)
     eager = dict(attention="eager")
-    yield s("loss_agg_mode=token-mean")
     mean = dict(loss_agg_mode="seq-mean-token-mean")
     yield s("loss_agg_mode=seq-mean-token-mean", more=mean, objective="grpo", hp={})
     yield s("eps_clip_low_high=0.2 0.28", more=dict(eps_clip_low_high=(0.2, 0.28)), hp={})

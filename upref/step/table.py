@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`upref step`: a trainer's unmodified step over settings and families, each compared with the float64 reference."""
 
+import importlib
 import json
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 from upref.errors import InputError
 from upref.step.case import disturb
 from upref.step.families import tiny
+from upref.step.host import report
 from upref.step.settings import TRAINERS, Setting
 from upref.verify.report import Report
 
@@ -57,9 +59,9 @@ def run(trainer: str, only: str = "", say: Callable[[Outcome], Any] = lambda o: 
     for setting in chosen(trainer, only):
         start = time.perf_counter()
         try:
-            report = ONE[trainer](setting)
-            cause = "" if report else report.failures[0].cause
-            error = getattr(report, "error", None)
+            found = ONE[trainer](setting)
+            cause = "" if found else found.failures[0].cause
+            error = getattr(found, "error", None)
             one = Outcome(setting.name, setting.family, error, cause, time.perf_counter() - start)
         except InputError as e:
             one = Outcome(setting.name, setting.family, None, str(e), time.perf_counter() - start)
@@ -82,21 +84,17 @@ def trl(s: Setting) -> Report:
                     bound=torch.bfloat16 if s.half else None)  # fmt: skip
 
 
-def verl(s: Setting) -> Report:
-    """One setting of verl's TrainingWorker."""
-    from upref.step import verl as v
+def worker(name: str) -> Callable[[Setting], Report]:
+    """One setting of verl's TrainingWorker, or of OpenRLHF's ActorPPOTrainer."""
 
-    return v.report(disturb(tiny(s.family, **s.model)), s.objective, s.hp, s.goal, half=s.half, **s.fields)
+    def one(s: Setting) -> Report:
+        step = importlib.import_module(f"upref.step.{name}").trained
+        return report(step, disturb(tiny(s.family, **s.model)), s.objective, s.hp, s.goal, half=s.half, **s.fields)
 
-
-def openrlhf(s: Setting) -> Report:
-    """One setting of OpenRLHF's ActorPPOTrainer."""
-    from upref.step import openrlhf as o
-
-    return o.report(disturb(tiny(s.family, **s.model)), s.objective, s.hp, s.goal, **s.fields)
+    return one
 
 
-ONE: dict[str, Callable[[Setting], Report]] = {"trl": trl, "verl": verl, "openrlhf": openrlhf}
+ONE: dict[str, Callable[[Setting], Report]] = {"trl": trl, "verl": worker("verl"), "openrlhf": worker("openrlhf")}
 
 
 def records(outcomes: list[Outcome]) -> str:

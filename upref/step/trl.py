@@ -5,12 +5,7 @@ Rows come from `rollout_func`, rewards from a reward function. The old log-proba
 TRL generated with, so that r leaves 1 from the second optimizer step of a generation batch on.
 """
 
-import contextlib
-import io
-import logging
-import os
 import tempfile
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from upref.errors import InputError, importing
+from upref.errors import importing
 from upref.registry import Objective, get
 from upref.step.check import StepReport, check_recorded
 from upref.step.families import END, V
 from upref.step.forward import Forward
+from upref.step.host import quiet
 from upref.step.record import Recorded, record_step
 from upref.step.rows import AXES, Row, made
 
@@ -86,21 +82,16 @@ def trained(model: Any, fields: dict[str, Any], rows: Sequence[Row], steps: int,
     def rewards(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [reward[tuple(ids)] for ids in completion_ids]  # type: ignore[misc]
 
-    with _quiet(), tempfile.TemporaryDirectory() as folder:
+    with quiet("TRL's trainer", CI="1", TRL_EXPERIMENTAL_SILENCE="1"), tempfile.TemporaryDirectory() as folder:
         if fields.get("beta"):  # the trainer loads its reference model by this name
             model.save_pretrained(f"{folder}/model")
             model.config._name_or_path = f"{folder}/model"  # noqa: SLF001  its public name has no setter
         args = trl.GRPOConfig(output_dir=folder, max_steps=steps, **FIELDS | fields)
         data = Dataset.from_list([{"prompt": f"w{3 + i}"} for i in range(len(rows) // GENERATIONS)])
-        try:
-            with record_step(model) as seen:
-                trainer = cls(model, rewards, args, train_dataset=data, processing_class=tokenizer(),
-                              rollout_func=rollout, **more)  # fmt: skip
-                trainer.train()
-        except InputError:
-            raise
-        except Exception as e:
-            raise InputError(f"TRL's trainer fails: {type(e).__name__}: {' '.join(str(e).split())[:200]}") from e
+        with record_step(model) as seen:
+            trainer = cls(model, rewards, args, train_dataset=data, processing_class=tokenizer(),
+                          rollout_func=rollout, **more)  # fmt: skip
+            trainer.train()
     return seen, trainer
 
 
@@ -185,21 +176,3 @@ def report(
     # TRL's forward pass makes the old log-probabilities too: where it is wrong, the first step, with r = 1, is clearer
     again = at_step(0, [replace(r, old=None) for r in each[0]])
     return found if again else replace(found, findings=again.findings)
-
-
-@contextlib.contextmanager
-def _quiet():
-    """TRL's telemetry, warnings and tables."""
-    before = os.environ.copy()
-    os.environ |= {"CI": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        silent = io.StringIO()
-        with warnings.catch_warnings(), contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)
-        os.environ.clear()
-        os.environ.update(before)

@@ -6,14 +6,11 @@ verl takes the old log-probabilities from its batch, so that one optimizer step 
 """
 
 import contextlib
-import io
-import logging
 import os
 import pickle
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,11 +21,11 @@ from torch import nn
 from upref.aggregation import verl_name
 from upref.errors import InputError, importing
 from upref.registry import get
-from upref.step.case import built, meant
-from upref.step.check import StepReport, check_recorded
+from upref.step.check import StepReport
+from upref.step.host import grouped, report
 from upref.step.record import Recorded, Step, watched
 from upref.step.reference import TorchModel, unwrapped
-from upref.step.rows import AXES, Padded, Row
+from upref.step.rows import Padded, Row
 from upref.step.twin import twin
 
 ENGINE = dict(strategy="fsdp2", mixed_precision=dict(param_dtype="fp32", reduce_dtype="fp32"), use_torch_compile=False,
@@ -55,7 +52,7 @@ def trained(
     """
     reference = TorchModel(model)
     steps: list[Step] = []
-    with alone(), _restored(model), tempfile.TemporaryDirectory() as folder:
+    with grouped("verl's worker"), _restored(model), tempfile.TemporaryDirectory() as folder:
         with importing("verl"):
             from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
             from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
@@ -63,43 +60,26 @@ def trained(
 
             from upref.step import verl_cpu
         model.save_pretrained(folder)
-        try:
-            with verl_cpu.on_cpu():
-                settings = ActorConfig(**ACTOR | (actor or {}))
-                worker = TrainingWorker(TrainingWorkerConfig(
-                    model_type="language_model",
-                    model_config=HFModelConfig(path=folder, override_config={"attn_implementation": attention},
-                                               **MODEL | (model_config or {})),
-                    engine_config=FSDPEngineConfig(**ENGINE | (engine or {})),
-                    optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=1, clip_grad=clip),
-                    checkpoint_config=None,
-                ))  # fmt: skip
-                worker.reset()
-                worker.set_loss_fn(lambda **kw: ppo_loss(config=settings, **kw))
-                module = worker.engine.module
-                with watched(module, steps, 1):
-                    worker.train_mini_batch(_batch(rows, temperature, settings))
-        except InputError:
-            raise
-        except Exception as e:
-            raise InputError(f"verl's worker fails: {type(e).__name__}: {' '.join(str(e).split())[:200]}") from e
+        with verl_cpu.on_cpu():
+            settings = ActorConfig(**ACTOR | (actor or {}))
+            worker = TrainingWorker(TrainingWorkerConfig(
+                model_type="language_model",
+                model_config=HFModelConfig(path=folder, override_config={"attn_implementation": attention},
+                                           **MODEL | (model_config or {})),
+                engine_config=FSDPEngineConfig(**ENGINE | (engine or {})),
+                optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=1, clip_grad=clip),
+                checkpoint_config=None,
+            ))  # fmt: skip
+            worker.reset()
+            worker.set_loss_fn(lambda **kw: ppo_loss(config=settings, **kw))
+            module = worker.engine.module
+            with watched(module, steps, 1):
+                worker.train_mini_batch(_batch(rows, temperature, settings))
         if (model_config or {}).get("lora_rank"):
             reference = TorchModel(_adapted(model, unwrapped(module)))
     if not steps:
         raise InputError("verl took no optimizer step: the norm of its gradient was not finite.")
     return Recorded(reference, steps)
-
-
-def report(
-    model: Any, objective: Any, hp: dict[str, Any], goal: dict[str, Any], *, temperature: float = 0.7,
-    half: bool = False, **fields: Any,
-) -> StepReport:  # fmt: skip
-    """One optimizer step of verl's worker on rows of upref's, held against the objective; fields: as for `trained`."""
-    meaning = meant(objective, dict(hp), temperature, **{k: x for k, x in goal.items() if k != "scale"})
-    rows = built(TorchModel(model), meaning, None, ["temperature"] * (temperature == 1), coarse=half).rows
-    seen = trained(model, rows, temperature, **fields)
-    return check_recorded(seen, rows, objective, temperature=temperature, without=AXES,
-                          bound=torch.bfloat16 if half else None, **goal, **hp)  # fmt: skip
 
 
 def twin_report(spec: dict[str, Any]) -> StepReport:
@@ -115,7 +95,7 @@ def twin_report(spec: dict[str, Any]) -> StepReport:
         o = replace(o, kl=kl)
     model: Any = twin(spec["config"], attn_implementation=spec["attention"])
     goal = dict(beta=beta, entropy_coef=actor["entropy_coeff"])
-    return report(model, o, spec["hp"], goal, actor=actor, engine=engine, model_config=spec["model"],
+    return report(trained, model, o, spec["hp"], goal, actor=actor, engine=engine, model_config=spec["model"],
                   attention=model.config._attn_implementation)  # noqa: SLF001  # fmt: skip
 
 
@@ -197,34 +177,6 @@ def _batch(rows: Sequence[Row], temperature: float, settings: Any) -> Any:
     data = left_right_2_no_padding(tu.get_tensordict(tensors, {}))
     tu.assign_non_tensor(data, **plain)
     return data
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """A process group of one rank, if there is none; quiet."""
-    before = os.environ.copy()
-    mine = not torch.distributed.is_initialized()
-    rank, world = ("0", "1") if mine else (str(torch.distributed.get_rank()), str(torch.distributed.get_world_size()))
-    os.environ |= {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world,
-                   "HF_HUB_OFFLINE": "1",
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "VERL_PLATFORM": "cpu",
-                   "VERL_ENGINE_DEVICE": "cuda",  # verl's FSDP engine is registered for cuda and npu
-                    "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if mine:
-                torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                yield
-    finally:
-        if mine and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        logging.disable(level)
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextlib.contextmanager

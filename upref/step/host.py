@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the drivers of trainers share: a quiet process, a process group of one rank or several, and the report."""
+
+import contextlib
+import copy
+import io
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from upref.errors import InputError
+from upref.step.case import built, meant
+from upref.step.check import StepReport, check_recorded
+from upref.step.record import Recorded
+from upref.step.reference import TorchModel
+from upref.step.rows import AXES, Row
+
+
+@contextlib.contextmanager
+def quiet(trainer: str, **environment: str) -> Iterator[None]:
+    """Neither telemetry, warnings nor tables; whatever the trainer raises becomes an InputError."""
+    before, level = os.environ.copy(), logging.root.manager.disable
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | environment
+    logging.disable(logging.WARNING)
+    try:
+        silent = io.StringIO()
+        with warnings.catch_warnings(), contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+            warnings.simplefilter("ignore")
+            yield
+    except InputError:
+        raise
+    except Exception as e:
+        raise InputError(f"{trainer} fails: {type(e).__name__}: {' '.join(str(e).split())[:200]}") from e
+    finally:
+        logging.disable(level)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def grouped(trainer: str) -> Iterator[None]:
+    """Quiet, and in a process group: of one rank, if there is none."""
+    mine = not dist.is_initialized()
+    rank, world = ("0", "1") if mine else (str(dist.get_rank()), str(dist.get_world_size()))
+    where = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world,
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "VERL_PLATFORM": "cpu",
+             "VERL_ENGINE_DEVICE": "cuda"}  # fmt: skip  # verl's FSDP engine is registered for cuda and npu
+    with quiet(trainer, **where), tempfile.TemporaryDirectory() as folder:
+        try:
+            if mine:
+                dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
+            yield
+        finally:
+            if mine and dist.is_initialized():
+                dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def ranked(n: int, step: Callable[..., Any], model: Any, rows: list[Row], *more: Any) -> Iterator[list[Row]]:
+    """A group of n processes, of which this one is the first; each takes every n-th row. Yields this one's rows."""
+    if n == 1:
+        yield rows
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{folder}/group"
+        others: Any = torch.multiprocessing.spawn(_rank, (store, n, step, model, rows, *more), n - 1, join=False)
+        try:
+            dist.init_process_group("gloo", init_method=store, rank=0, world_size=n, timeout=timedelta(minutes=2))
+            yield rows[::n]
+            others.join()
+        finally:
+            for process in others.processes:
+                process.terminate()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _rank(i: int, store: str, n: int, step: Any, model: Any, rows: list[Row], T: float, fields: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    model = copy.deepcopy(model)  # what is handed to a process stays in memory that both share
+    dist.init_process_group("gloo", init_method=store, rank=i + 1, world_size=n, timeout=timedelta(minutes=2))
+    step(model, rows[i + 1 :: n], T, **fields)
+    dist.destroy_process_group()
+
+
+def report(
+    step: Callable[..., Recorded], model: Any, objective: Any, hp: dict[str, Any], goal: dict[str, Any], *,
+    temperature: float = 0.7, half: bool = False, ranks: int = 1, **fields: Any,
+) -> StepReport:  # fmt: skip
+    """One optimizer step of a trainer on rows of upref's, held against the objective.
+
+    step: `(model, rows, temperature, **fields)`, recorded. ranks: processes, each with its share of the rows.
+    """
+    meaning = meant(objective, dict(hp), temperature, **{k: x for k, x in goal.items() if k != "scale"})
+    rows = built(TorchModel(model), meaning, None, ["temperature"] * (temperature == 1), coarse=half).rows
+    with ranked(ranks, step, model, rows, temperature, fields) as mine:
+        seen = step(model, mine, temperature, **fields)
+        return check_recorded(seen, rows if ranks == 1 else [rows], objective, temperature=temperature, without=AXES,
+                              bound=torch.bfloat16 if half else None, **goal, **hp)  # fmt: skip
