@@ -27,12 +27,12 @@ import json, os, subprocess, sys, time
 log, plan = sys.argv[1], sys.argv[2]
 actor = subprocess.Popen(["bash", "-c", "exec -a 'ray::WorkerDict.update' sleep 600"])
 idle = subprocess.Popen(["bash", "-c", "exec -a ray::IDLE sleep 600"])
-time.sleep(3)
+time.sleep(1)
 for step in (1, 2, 3):
-    until = time.process_time() + 0.3
+    until = time.process_time() + 0.1
     while time.process_time() < until:
         pass
-    time.sleep(1.2)  # longer than the watch looks away: two steps at once have no pace
+    time.sleep(0.4)  # longer than the watch looks away: two steps at once have no pace
     data = {"training/global_step": step, "critic/score/mean": step / 10, "actor/upref/parity_max_abs": 1e-7}
     print(json.dumps({"step": step, "data": data}), file=open(log, "a"), flush=True)
 idle.kill()
@@ -42,12 +42,18 @@ if plan == "ends":
 if plan == "loses":
     actor.kill()
     actor.wait()
-    time.sleep(9)
+    time.sleep(3)
 if plan in ("fails", "loses"):
     sys.exit("ValueError: no such thing")
 open(log + ".pid", "w").write(str(actor.pid))
 time.sleep(600)
 """
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(watch, "LOOK", 0.2)
+    monkeypatch.setattr(watch, "BLAME", 1.5)
 
 
 def trainer(tmp_path, plan, stall=600.0, do=None, asked=9):

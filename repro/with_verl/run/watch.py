@@ -24,6 +24,7 @@ import psutil
 from repro.with_verl.run import records
 
 GRACE, END, IDLE = 25, 120, 30  # seconds for verl to notice by itself; to finish, one actor after the other; see above
+LOOK, BLAME = 1.0, 5.0  # seconds between looks; an actor that went so long before the trainer is named
 ACTOR = re.compile(r"^ray::(?!IDLE)[A-Z]\w+|^VLLM::\w+|(?<=/)(raylet|gcs_server)(?= )")
 
 
@@ -135,11 +136,11 @@ def run(
             elif now - last > (max(stall, 10 * longest) if told else first) * crowd():
                 why = f"no {'step' if told else 'sign of life'} for {now - last:.0f} s"
             shown = show(output, shown) if echo else shown
-            time.sleep(1)
+            time.sleep(LOOK)
         for row in steps(log)[told:]:
             tell(row)
         ago = time.monotonic() - family.since  # those that went with the trainer are not to blame
-        gone = f"{family.dead[0]}, {ago:.0f} s before the end" if family.dead and ago > 5 else ""
+        gone = f"{family.dead[0]}, {ago:.0f} s before the end" if family.dead and ago > BLAME else ""
     finally:  # also when this is interrupted: nothing is left running
         family.look()
         family.end()
