@@ -50,7 +50,7 @@ def main() -> int:
     except InputError as e:
         print(f"standing: {e}", file=sys.stderr)
         return 2
-    json.dump(frozen | second(two, one), sys.stdout, indent=1, ensure_ascii=False)
+    print(json.dumps(frozen | second(two, one), ensure_ascii=False))  # the last line: libraries print where they load
     return 0
 
 

@@ -193,6 +193,13 @@ def checkout(tmp_path):
     return tmp_path
 
 
+def test_what_a_library_prints_does_not_hide_the_experiments(checkout):
+    (checkout / "repro/mini").mkdir(parents=True)
+    (checkout / "repro/mini/standing.py").write_text("print('[ERROR] of a library'); print('{}')")
+    found = evidence.mini(["up-positive/entropy"], checkout)
+    assert [o.text for o in found.values()] == ["no experiment registers it"]
+
+
 def test_a_claim_is_as_red_as_its_evidence(checkout):
     pointers = {
         "proved": {"derivations": ("right",)},

@@ -173,7 +173,7 @@ def mini(names: list[str], root: Path) -> dict[tuple[str, str], Outcome]:
     done = process(root, "-m", "repro.mini.standing")
     if done.returncode:
         return {("mini", n): failed("mini", n, done.stderr) for n in names}
-    standing = json.loads(done.stdout)
+    standing = json.loads(done.stdout.splitlines()[-1])
     return {("mini", n): mini_outcome(n, standing.get(n)) for n in names}
 
 
