@@ -23,9 +23,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from upref.definition import Objective, transform
 from upref.errors import InputError
 from upref.ops import exp, mean_t, minimum, sg, sum_t, when, where
-from upref.registry import Objective, transform
 
 
 @transform

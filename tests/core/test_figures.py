@@ -72,10 +72,10 @@ def test_a_changed_objective_is_noticed(monkeypatch, tmp_path):
     """One objective's window in the atlas, a hundredth of the page."""
     from dataclasses import replace
 
-    from upref import registry
+    from upref import definition
 
-    wrong = replace(registry.get("gspo"), closed_form=lambda s, A, *, eps_low, eps_high: A * s)
-    monkeypatch.setitem(registry._OBJECTIVES, "gspo", wrong)
+    wrong = replace(upref.get("gspo"), closed_form=lambda s, A, *, eps_low, eps_high: A * s)
+    monkeypatch.setitem(definition.OBJECTIVES, "gspo", wrong)
     make.save(make.atlas(), tmp_path / "atlas.svg")
     assert distance(tmp_path / "atlas.svg", FIGURES / "atlas.svg") > 2 * SAME
 

@@ -121,17 +121,17 @@ def test_laws_accept_the_right_one(law):
 
 def test_a_new_file_is_found_and_inherits(tmp_path, monkeypatch):
     """Adding an objective is one file: dropped into the folder, it is listed and tested."""
-    from upref import objectives, registry
+    from upref import definition, objectives, registry
 
     (tmp_path / "fresh.py").write_text(
-        "from upref.registry import objective\n"
+        "from upref.definition import objective\n"
         "@objective(paper='fan2026up', eq='1', level='token', agg='token-mean', adv='reward')\n"
         "def fresh(lp, lp_old, A):\n    '''J = A log π'''\n    return A * lp\n"
         "@fresh.with_weight\ndef fresh(r, A):\n    return A + 0 * r\n"
     )
     monkeypatch.setattr(objectives, "__path__", [*objectives.__path__, str(tmp_path)])
     monkeypatch.setattr(registry, "_loaded", [])
-    monkeypatch.setattr(registry, "_OBJECTIVES", dict(registry._OBJECTIVES))
+    monkeypatch.setattr(definition, "OBJECTIVES", dict(definition.OBJECTIVES))
     assert "fresh" in upref.names()
     for law in laws.LAWS:
         if law.__name__ != "sympy_derivative_is_autograd":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two of the entropy mechanism: both look for the tokens whose log-probability and advantage vary together."""
 
+from upref.definition import objective
 from upref.ops import clip, exp, inf, minimum, when, where
-from upref.registry import objective
 
 
 def covariance(lp, A, mask):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from upref.definition import objective
 from upref.ops import exp, maximum, minimum, when, where
-from upref.registry import objective
 
 
 def within_budget(gain, mask, delta, budget, floor):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from upref.definition import NO_DUAL_CLIP, objective
 from upref.ops import dual_clip, exp, inf, maximum, minimum, when, where
-from upref.registry import NO_DUAL_CLIP, objective
 
 
 @objective(

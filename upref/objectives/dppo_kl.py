@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from upref.definition import objective
 from upref.ops import exp, expm1, log, minimum, sg, when, where
-from upref.registry import objective
 
 
 def binary_kl(lp, lp_old):

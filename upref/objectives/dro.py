@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from upref.registry import objective
+from upref.definition import objective
 
 
 @objective(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from upref.definition import NO_DUAL_CLIP, objective
 from upref.ops import clip, dual_clip, exp, inf, minimum, when, where
-from upref.registry import NO_DUAL_CLIP, objective
 
 
 @objective(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from upref.definition import objective
 from upref.ops import clip, exp, minimum, when, where
-from upref.registry import objective
 
 
 @objective(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from upref.definition import objective
 from upref.ops import exp, when
-from upref.registry import objective
 
 
 def keep_smallest(x, among, budget):

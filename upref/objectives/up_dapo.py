@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from upref.definition import NO_DUAL_CLIP, objective
 from upref.ops import dual_clip, exp, inf, maximum, minimum, sg, when, where
-from upref.registry import NO_DUAL_CLIP, objective
 
 DEFAULTS = {
     "eps_low": 'fan2026up Table A1, "Lower Clip": 0.2; App. A: UP "eliminate the need for the upper clip"',

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from upref.definition import NO_DUAL_CLIP, objective
 from upref.ops import dual_clip, exp, inf, maximum, minimum, sg, when, where
-from upref.registry import NO_DUAL_CLIP, objective
 
 DEFAULTS = {
     "eps": 'fan2026up Table A3, "Lower Clip" of UP-GRPO: 0.2, "Upper Clip": "-"',

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from upref.definition import objective
 from upref.ops import exp, maximum, minimum, sg, when, where
-from upref.registry import objective
 
 DEFAULTS = {
     "eps_low": 'fan2026up Table A1, "Lower Clip" of UP-GSPO: 3e-4, "Upper Clip": "-"',

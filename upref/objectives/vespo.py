@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from upref.definition import objective
 from upref.ops import exp, sg, where
-from upref.registry import objective
 
 SOURCE = 'shen2026vespo Sec. 4.1: "VESPO uses (c1,c2) = (2.0,3.0) for A>0 and (3.0,2.0) for A<0"'
 

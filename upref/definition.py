@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an objective is: one pure function, its hand-written weight, and the facts of its paper.
+
+One file, because the three are read together: what is registered, what it computes, what its gradient is.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from importlib import resources
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from upref import kl as kl_estimators
+from upref.aggregation import AGGREGATIONS, Totals, aggregate, row_weights
+from upref.errors import InputError
+from upref.ops import exp, log, mean_t, sum_t, where
+from upref.rollouts import Rollouts, per_response
+
+LEVELS = {
+    "token": "acts on each token separately: lp, lp_old, A are [B, T]",
+    "sequence": "acts on mean_t lp, the log of a response's geometric-mean probability: lp, lp_old, A are [B]",
+    "trajectory": "acts on sum_t lp, the log-probability of a whole response: lp, lp_old, A are [B]",
+    "free": "couples tokens in a custom way: lp, lp_old, A are [B, T], with the mask",
+}
+ERRORS = """Log-probabilities in nats, J and weights in units of the advantage. Raises InputError on log-probabilities
+that are positive, non-finite or of another shape, on a mask that is not boolean, on a response without a token, and on
+hyperparameters that it does not have or that are out of range."""
+REDUCE = {"sequence": mean_t, "trajectory": sum_t}
+NO_DUAL_CLIP = (  # where the default c=None comes from
+    "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10"
+)
+
+# One range per hyperparameter name, whatever the objective.
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "eps": (lambda v: v >= 0, "a number >= 0"),
+    "eps_low": (lambda v: v >= 0, "a number >= 0"),  # above 1 the lower clip is inert
+    "eps_high": (lambda v: v >= 0, "a number >= 0"),
+    "c": (lambda v: v is None or v > 1, "None or greater than 1 (a dual clip at c <= 1 would clip on-policy tokens)"),
+    "beta": (lambda v: v >= 0, "a number >= 0"),
+    "lam": (lambda v: v >= 0, "a number >= 0"),
+    "is_min": (lambda v: v >= 0, "a number >= 0"),
+    "seed": (lambda v: v >= 0 and int(v) == v, "a whole number >= 0"),
+}
+_POSITIVE = (lambda v: v > 0, "a number > 0")
+
+
+def _no_weight(*_: Any, **__: Any) -> None:
+    raise InputError("this objective has no closed-form weight yet: attach one with @NAME.with_weight.")
+
+
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity: two functions are never provably equal
+class Objective:
+    """An objective J of the literature, to maximize. `get(name)` returns one; `names()` lists all.
+
+    A call with Rollouts returns the scalar J, and `loss` its negative. `surrogate` is the unreduced function, `weight`
+    its derivative dJ/dlp in closed form, written by hand from the paper.
+
+    Raises:
+        InputError: in every method, on an unknown hyperparameter or a value out of range.
+    """
+
+    name: str
+    fn: Callable[..., Any] = field(repr=False)
+    equation: str = field(repr=False)
+    paper: str  # key in papers.bib
+    eq: str  # where the objective stands in that paper
+    level: str  # a key of LEVELS
+    agg: str  # a name of upref.aggregation.AGGREGATIONS
+    adv: str  # a name of upref.advantages.ADVANTAGES
+    kl: str = ""  # a name of upref.kl.ESTIMATORS; the term's coefficient is beta, 0 unless given
+    defaults: dict[str, str] = field(default_factory=dict, repr=False)  # where each default value comes from
+    note: str = field(default="", repr=False)  # what a reader must know beside the equation
+    unread: str = field(default="", repr=False)  # why sympy cannot read it, where it cannot
+    off_anchor: str = field(default="", repr=False)  # why the weight at r = 1 is not A, where it is not
+    off_scale: str = field(default="", repr=False)  # why three times the advantages are not three times the weights
+    known_from: str = field(default="", repr=False)  # where its equation was read, where that was not the paper
+    sampler: Callable[..., Any] | None = field(
+        default=None, repr=False
+    )  # (log ρ, mask, *, hyperparameters): factors, [B, T]
+    coupled: str = field(default="", repr=False)  # why splitting the batch changes it, where it does
+    closed_form: Callable[..., Any] = field(default=_no_weight, repr=False)
+
+    # read off the two signatures once
+    reads: tuple[str, ...] = field(init=False, repr=False)  # by the closed form: of mu, log_mu, mask, entropy
+    _own: dict[str, Any] = field(init=False, repr=False)
+    _of_sampler: dict[str, Any] = field(init=False, repr=False)
+    _extra_names: tuple[str, ...] = field(init=False, repr=False)
+    reads_log_r: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        known = {"level": [*LEVELS], "agg": [*AGGREGATIONS], "kl": ["", *kl_estimators.ESTIMATORS]}
+        for fact, of in known.items():
+            if not isinstance(value := getattr(self, fact), str) or value not in of:
+                raise InputError(f"{fact} must be one of {', '.join(filter(None, of))}, got {repr(value)[:60]}.")
+        if not isinstance(self.paper, str):
+            raise InputError(f"paper is a key of papers.bib, got {repr(self.paper)[:60]}.")
+        takes = _parameters(self.fn, 3, "fn")
+        put = partial(object.__setattr__, self)
+        named = lambda ps: {p.name: p.default for p in ps if p.kind is p.KEYWORD_ONLY}
+        put("_of_sampler", named(_parameters(self.sampler, 2, "sampler")) if self.sampler else {})
+        put("_own", named(takes) | ({"beta": 0.0} if self.kl else {}) | self._of_sampler)
+        put("_extra_names", tuple(p.name for p in takes[3:] if p.kind is p.POSITIONAL_OR_KEYWORD))
+        self._read_weight()
+        title, url = papers().get(self.paper, ("", ""))
+        where_from = f"{title} ({self.paper}, {self.eq})".strip() + (f", {url}" if url else "")
+        shapes = f"Level {self.level}: {LEVELS[self.level]}."
+        put("__doc__", f"{self.name}: {self.equation}\n\n{where_from}.\n\n{shapes} {ERRORS}")
+
+    def _read_weight(self) -> None:
+        weighs = _parameters(self.closed_form, 0, "closed_form")
+        put = partial(object.__setattr__, self)
+        put("reads", tuple(p.name for p in weighs[2:] if p.kind is p.POSITIONAL_OR_KEYWORD))
+        put("reads_log_r", weighs[0].name == "log_r")
+
+    # ---- hyperparameters -------------------------------------------------------------------------------------------
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """Name -> default value."""
+        return dict(self._own)
+
+    def resolve(self, hp: dict[str, Any]) -> dict[str, Any]:
+        """Defaults overlaid with hp, names and ranges checked."""
+        known = self._own
+        if not isinstance(hp, dict):
+            raise InputError(f"hyperparameters are a dictionary, name -> value, not a {type(hp).__name__}.")
+        for key, value in hp.items():
+            if key not in known:
+                takes = ", ".join(known) or "none"
+                raise InputError(f"{self.name} has no hyperparameter {key!r}; it takes: {takes}.")
+            holds, want = _RANGES.get(key, _POSITIVE)
+            if not (_number(value) or (value is None and key == "c")) or not holds(value):
+                raise InputError(f"{self.name}: {key} must be {want}, got {repr(value)[:60]}.")
+        return known | hp
+
+    def aggregated(self, agg: str) -> "Objective":
+        """The same terms under another aggregation.
+
+        Args:
+            agg: a name of upref.aggregation.AGGREGATIONS.
+
+        Returns:
+            The objective, with that aggregation in place of its own.
+
+        Raises:
+            InputError: an unknown name, or seq-mean for an objective that has one term per token.
+        """
+        if agg == "seq-mean" != self.agg and self.level == "token":
+            raise InputError(f"seq-mean averages one term per response, and {self.name} has one per token: "
+                             "give seq-mean-token-mean.")  # fmt: skip
+        return replace(self, agg=agg)
+
+    # ---- values ----------------------------------------------------------------------------------------------------
+    def __call__(self, b: Rollouts, **hp: Any) -> Float[Tensor, ""]:
+        """J of the batch, the aggregation and the KL term included; gradients flow into b.logp alone."""
+        if not isinstance(b, Rollouts):
+            raise InputError(f"{self.name} is computed of upref.Rollouts, not of a {type(b).__name__}.")
+        if self.one_adv and not b.one_adv_per_response:
+            raise InputError(
+                f"{self.name} needs one advantage per response, and the tokens of one differ: pass adv as [B, 1]."
+            )
+        batch = (b.logp, b.logp_old, b.adv, b.mask, b.group, b.logp_ref, b.entropy, b.totals)
+        return self.J(*batch, lp_sampler=b.logp_sampler, **hp)
+
+    def loss(self, b: Rollouts, **hp: Any) -> Float[Tensor, ""]:
+        """-J, to be minimised."""
+        return -self(b, **hp)
+
+    def J(
+        self,
+        lp: Float[Tensor, "B T"],
+        lp_old: Float[Tensor, "B T"],
+        A: Float[Tensor, "B T"] | Float[Tensor, "B 1"],
+        mask: Bool[Tensor, "B T"],
+        group: Int[Tensor, " B"] | None = None,
+        lp_ref: Float[Tensor, "B T"] | None = None,
+        entropy: Float[Tensor, "B T"] | None = None,
+        totals: Totals | None = None,
+        is_weights: Float[Tensor, "B T"] | None = None,
+        lp_sampler: Float[Tensor, "B T"] | None = None,
+        **hp: Any,
+    ) -> Float[Tensor, ""]:
+        """J on plain tensors, unvalidated: for a training step under torch.compile, without host synchronisation.
+
+        is_weights multiply each token's term as constants (a sampler correction that somebody else has computed); an
+        objective with one term per response takes their mean over the response. lp_sampler is read by `tis(...)` and
+        its like, which compute such weights themselves.
+        """
+        hp = self.resolve(hp)
+        beta = hp.pop("beta", 0.0)
+        terms = self.unreduced(lp, lp_old, A, mask, entropy, lp_sampler, **hp)
+        if is_weights is not None:
+            terms = weighed(terms, is_weights.detach(), mask)
+        J = aggregate(terms, mask, self.agg, group, totals)
+        if beta:
+            if lp_ref is None:
+                raise InputError(
+                    f"{self.name} with beta={beta} needs logp_ref, the reference model's log-probabilities."
+                )
+            k = kl_estimators.ESTIMATORS[self.kl](where(mask, lp, 0), where(mask, lp_ref.detach(), 0))
+            J = J - beta * aggregate(k, mask, self.agg, group, totals)
+        return J
+
+    def unreduced(
+        self, lp: Any, lp_old: Any, A: Any, mask: Any, entropy: Any = None, lp_sampler: Any = None, **hp: Any
+    ) -> Any:
+        """J before aggregation: [B, T], or [B] where the objective has one term per response."""
+        own = {k: v for k, v in hp.items() if k not in self._of_sampler}
+        terms = self.fn(*self._at_level(lp, lp_old, A, mask), **self._extras(mask, entropy), **own)
+        terms = terms[:, None].expand_as(mask) if terms.ndim == 1 and self.agg != "seq-mean" else terms
+        factors = self.sampler_weights(lp_old, lp_sampler, mask, **hp)
+        return terms if factors is None else weighed(terms, factors, mask)
+
+    def factors(self, b: Rollouts, **hp: Any) -> Float[Tensor, "B T"] | None:
+        """`sampler_weights` of a batch."""
+        if not isinstance(b, Rollouts):
+            raise InputError(f"the factors of {self.name} are computed of upref.Rollouts, not of a {type(b).__name__}.")
+        return self.sampler_weights(b.logp_old, b.logp_sampler, b.mask, **hp)
+
+    def sampler_weights(self, lp_old: Any, lp_sampler: Any, mask: Any, **hp: Any) -> Float[Tensor, "B T"] | None:
+        """The factor of each token by its sampler correction, a constant; None where the objective has none."""
+        if self.sampler is None:
+            return None
+        if lp_sampler is None:
+            raise InputError(
+                f"{self.name} needs logp_sampler, the log-probabilities of the engine that sampled: "
+                "Rollouts(..., logp_sampler=...)."
+            )
+        log_rho = where(mask, (lp_old - lp_sampler).detach(), 0)
+        own = {k: hp.get(k, v) for k, v in self._of_sampler.items()}
+        return where(mask, self.sampler(log_rho, mask, **own), 0).to(log_rho.dtype)
+
+    def _at_level(self, lp: Any, lp_old: Any, A: Any, mask: Any) -> Any:
+        """What the pure function is handed; no gradient into lp_old and A, none into masked slots."""
+        lp, lp_old, A = _Unmasked.apply(lp, mask) if lp.requires_grad else lp, lp_old.detach(), A.detach()
+        if reduce := REDUCE.get(self.level):
+            return reduce(lp, mask), reduce(lp_old, mask), per_response(A, mask)
+        return lp, lp_old, per_response(A, mask)[:, None] if self.agg == "seq-mean" else A
+
+    def _extras(self, mask: Any, entropy: Any) -> dict[str, Any]:
+        wants = self._extra_names
+        if "entropy" in wants and entropy is None:
+            raise InputError(f"{self.name} needs the policy's entropy per token: Rollouts(..., entropy=...).")
+        return {k: v for k, v in {"mask": mask, "entropy": entropy}.items() if k in wants}
+
+    def surrogate(self, lp: Any, lp_old: Any, A: Any, **hp: Any) -> Any:
+        """The pure function itself, at the objective's level, for tensors, arrays or symbols."""
+        return self.fn(lp, lp_old, A, **self.of_surrogate(hp))
+
+    def of_surrogate(self, hp: dict[str, Any]) -> dict[str, Any]:
+        """The resolved hyperparameters without those of the KL term and of the sampler's correction."""
+        return {k: v for k, v in self.resolve(hp).items() if k != "beta" and k not in self._of_sampler}
+
+    # ---- gradients -------------------------------------------------------------------------------------------------
+    def weight(self, r: Any, A: Any, mu: Any = None, mask: Any = None, entropy: Any = None, **hp: Any) -> Any:
+        """dJ/dlp in closed form, at the objective's level: r is the token ratio, or s or S of the whole response.
+
+        mu = π_old(o_t) is read by objectives whose bounds depend on it; "free" ones read the whole [B, T] arrays and
+        the mask. Works on tensors, arrays and symbols.
+        """
+        try:
+            log_mu = None if mu is None else log(mu)
+            have = {"mu": mu, "log_mu": log_mu, "mask": mask, "entropy": entropy}
+            return self._closed(log(r) if self.reads_log_r else r, A, have, hp)
+        except InputError:
+            raise
+        except (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError, ValueError) as e:
+            given = f"r = {repr(r)[:60]}, A = {repr(A)[:60]}"
+            raise InputError(f"{self.name} has no weight at {given}: {type(e).__name__}: {e}") from e
+
+    @property
+    def one_adv(self) -> bool:
+        """Whether the tokens of a response must share one advantage."""
+        return self.agg == "seq-mean" or self.level in REDUCE
+
+    @property
+    def reads_mu(self) -> bool:
+        return bool({"mu", "log_mu"} & set(self.reads))
+
+    def _closed(self, r: Any, A: Any, have: dict[str, Any], hp: Any) -> Any:
+        missing = [k.removeprefix("log_") for k in self.reads if have[k] is None]
+        if missing:
+            raise InputError(f"the weight of {self.name} depends on {' and '.join(missing)}: pass {missing[0]}=.")
+        return self.closed_form(r, A, **{k: have[k] for k in self.reads}, **self.of_surrogate(hp))
+
+    def token_weights(self, b: Rollouts, **hp: Any) -> Float[Tensor, "B T"]:
+        """∂/∂lp_t of the unreduced J from the closed form, before aggregation and without KL; 0 on masked slots."""
+        lp, lp_old, A = self._at_level(b.logp.detach(), b.logp_old, b.adv, b.mask)
+        log_r = lp - lp_old
+        mu = exp(lp_old) if "mu" in self.reads else None
+        have = {"mu": mu, "log_mu": lp_old, "mask": b.mask, "entropy": b.entropy}
+        w = self._closed(log_r if self.reads_log_r else exp(log_r), A, have, hp)
+        if self.level in REDUCE:
+            n = b.mask.sum(-1)
+            w = w if self.agg == "seq-mean" else w * n  # the response's term stands on each of its tokens
+            w = (w / n if self.level == "sequence" else w)[:, None]
+        if (factors := self.factors(b, **hp)) is not None:
+            w = weighed(w, self.per_term(factors, b.mask), b.mask)
+        return where(b.mask, w, 0)
+
+    def per_term(self, factors: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Tensor:
+        """What multiplies the tokens' weights: the factors, or their mean where a response has one term."""
+        return mean_t(factors, mask)[:, None] if self.agg == "seq-mean" else factors
+
+    def gradient(self, b: Rollouts, **hp: Any) -> Float[Tensor, "B T"]:
+        """dJ/dlp = weight x aggregation, the closed form of what autograd computes through J (without KL)."""
+        rows = row_weights(self.agg, b.mask, b.totals or Totals.of(b.mask, b.group))
+        w = self.token_weights(b, **hp)
+        return w * (rows[:, None].to(w.dtype) if isinstance(rows, Tensor) and rows.ndim else rows)
+
+    # ---- for the one who writes an objective -----------------------------------------------------------------------
+    def with_weight(self, closed_form: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator: attach the closed form and put the objective into the registry."""
+        object.__setattr__(self, "closed_form", closed_form)
+        self._read_weight()
+        OBJECTIVES[self.name] = self
+        return closed_form
+
+
+OBJECTIVES: dict[str, Objective] = {}
+TRANSFORMS: dict[str, Callable[[Objective], Objective]] = {}  # NAME of NAME(BASE)
+
+
+def transform(make: Callable[[Objective], Objective]) -> Callable[[Objective], Objective]:
+    """Decorator of a function from an objective to another: `get("NAME(BASE)")` calls it."""
+    TRANSFORMS[make.__name__] = make
+    return make
+
+
+def objective(
+    *, paper: str, eq: str, level: str, agg: str, adv: str, **facts: Any
+) -> Callable[[Callable[..., Any]], Objective]:
+    """Register the pure function `(lp, lp_old, A, *, hyperparameters)` as an objective; then use `@NAME.with_weight`.
+
+    Args:
+        paper: key of papers.bib.
+        eq: equation or section of the paper.
+        level: what one ratio covers, a key of LEVELS.
+        agg: name of the aggregation.
+        adv: name of the advantage estimator.
+        **facts: further fields of Objective.
+
+    Returns:
+        A decorator that returns the Objective.
+    """
+
+    def wrap(fn: Callable[..., Any]) -> Objective:
+        return Objective(fn.__name__, fn, inspect.getdoc(fn) or "", paper, eq, level, agg, adv, **facts)
+
+    return wrap
+
+
+@cache
+def papers() -> dict[str, tuple[str, str]]:
+    """Title and link of each key in papers.bib."""
+    text = resources.files("upref").joinpath("papers.bib").read_text(encoding="utf-8")
+    entries = re.findall(r"^@\w+\{([^,\s]+),.*?^  title = \{(.*?)\},\n.*?^  url = \{(.*?)\}", text, re.M | re.S)
+    return {key: (" ".join(re.sub(r"[{}]", "", title).split()), url) for key, title, url in entries}
+
+
+def _number(x: Any) -> bool:
+    """Whether a float can hold it; infinity is one: no bound."""
+    try:
+        return isinstance(x, int | float | np.number) and not isinstance(x, bool) and float(x) == float(x)
+    except (OverflowError, TypeError):  # 10**400, a complex number
+        return False
+
+
+def _parameters(fn: Callable[..., Any], least: int, name: str) -> list[inspect.Parameter]:
+    try:
+        takes = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        takes = []
+    if len(takes) < max(least, 1):
+        raise InputError(f"{name} must be a function (lp, lp_old, A, *, hyperparameters), got {repr(fn)[:60]}.")
+    return takes
+
+
+def weighed(terms: Tensor, w: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Tensor:
+    """Terms [B, T] times their weights, terms [B] times the mean of theirs; what weighs 0 adds 0, infinite or not."""
+    w = w if terms.ndim == 2 else mean_t(w, mask)
+    return where(w == 0, 0, terms * w)
+
+
+class _Unmasked(torch.autograd.Function):
+    """The identity on lp, whose gradient is 0 on masked slots: 0 * NaN on the way back must not reach the policy.
+
+    Forward nothing is needed: `aggregate` and `mean_t` select the unmasked slots.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(lp: Any, mask: Any) -> Any:
+        return lp.view_as(lp)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        return torch.where(ctx.saved_tensors[0], g, 0), None
