@@ -3,7 +3,7 @@
 
 Claim. Clipping removes a token's own gradient; it does not bound the policy. A softmax over three tokens, one rare and
 positive (π_old = 0.01), two negative: in the flow of DAPO's exact gradient the positive token's own term stops at r =
-1.28, then the negatives, pushed down to 1-ε_low, leave it their mass by normalisation. It ends at
+1.28, then the negatives, pushed down to 1-ε_low, leave it their mass by normalization. It ends at
 (1 - (1-ε_low)(1-π_old))/π_old = 20.8. The Cap says where a gradient lives, not what the policy can reach.
 This is one run of small steps: a counterexample, and no statement about every task.
 """
@@ -38,7 +38,7 @@ def main(bound=1.28, fn=DAPO):
     print(f"own gradient of the positive token gone after {left} steps, all gradients after {last}")
     print("ratios at the end:", [round(x, 2) for x in r.tolist()])
     limit = (1 - 0.8 * (1 - MU[0].item())) / MU[0].item()
-    print(f"bound of the paper: {bound}; normalisation allows {limit:.1f}")
+    print(f"bound of the paper: {bound}; normalization allows {limit:.1f}")
     assert left is not None and r[0] > 10 * bound and abs(r[0] - limit) < 0.5
 
 

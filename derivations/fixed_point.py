@@ -20,7 +20,7 @@ lp = [log(k) - log(sum(x)) for k in x]
 
 
 def expected(o):
-    """E_old of the objective's own function over three arms: mu need not be normalised."""
+    """E_old of the objective's own function over three arms: mu need not be normalized."""
     return sum(m * o.fn(p, log(m), a) for m, p, a in zip(mu, lp, A, strict=True))
 
 
@@ -52,7 +52,7 @@ def main(target=lambda mu, A: mu * A):
     rest = J_is.subs(at).subs(numbers)  # E_π[A] where UP rests
     assert all((d == 0) == (k == best) and d >= 0 for k, d in enumerate(short)) and rest < numbers[A[best]]
 
-    drift = [sum(m * k * p.diff(k) for m, p in zip(mu, lp, strict=True)) for k in x]  # mu not normalised
+    drift = [sum(m * k * p.diff(k) for m, p in zip(mu, lp, strict=True)) for k in x]  # mu not normalized
     apart = [simplify(d - (m - sum(mu) * k / sum(x))) for d, m, k in zip(drift, mu, x, strict=True)]
     print("E_old[∂ log π/∂z_a] - (π_old(a) - π(a)) =", apart)
     assert apart == [0, 0, 0]

@@ -5,7 +5,7 @@ Claim. ∇ A π/sg(π) = A ∇log π = ∇ A log π. The values are A and A log 
 H(A log π) - H(A π/sg(π)) = -A ∇log π ∇log πᵀ, so losses, line searches and second-order methods can tell them apart.
 
 Not true as written: "equivalent to maximizing the REINFORCE objective (Eq. 1)". Eqs. 12-13 average over π_old, so that
-holds for every A at θ = θ_old only (is_gradient.py has the bias, fixed_point.py what is maximised instead).
+holds for every A at θ = θ_old only (is_gradient.py has the bias, fixed_point.py what is maximized instead).
 """
 
 from sympy import Function, Matrix, Symbol, simplify, symbols

@@ -53,7 +53,7 @@ def text() -> str:
         f"{number(best[0])} and {number(best[1])} points of Best@32. Training lowers Best@32 under both: at low drift"
     )
     lines = [
-        "Tiny transformers, number puzzles, tests [registered](docs/glossary.md#results) before any run "
+        "Tiny transformers learn number puzzles. The tests were [registered](docs/glossary.md#results) before any run "
         f"(commit {commit}). *Drift* is how far training moves between two generations of responses. UP-DAPO minus "
         "DAPO at the end, in percentage points:",
         "",
@@ -64,16 +64,18 @@ def text() -> str:
         "",
         f"* **Kept.** UP keeps more of what 32 tries can find: {kept} from {fall[1]} % to {fall[2]} % (DAPO) and "
         f"{fall[3]} % (UP-DAPO), so UP loses less.",
-        "* **Not shown.** That UP answers better on average. [Undecided](docs/claims.md): both intervals contain 0, "
-        f"and together they reach from {lowest:+.1f} to {highest:+.1f} points. At high drift DAPO itself does not "
-        "learn, so that column decides nothing.",
+        "* **Not shown.** Whether UP answers better on average is [undecided](docs/claims.md): neither an effect nor "
+        "its absence is shown. Both intervals contain 0, and together they reach from "
+        f"{lowest:+.1f} to {highest:+.1f} points. At high drift DAPO itself does not learn, so that column decides "
+        "nothing.",
         "* **Learning rate** (not registered; 95 % intervals). The table's runs share one learning rate. A sweep chose "
         f"a lower one for both methods, and that change alone gains DAPO {rate[0]} points of Best@32 and {rate[1]} of "
         f"Avg@32: more than UP gains. With both at the lower rate, UP-DAPO minus DAPO is {own[0]} points of Best@32 "
         f"and {own[1]} of Avg@32.",
-        "* **Limits.** One base policy, one task, 100 steps, answers of about 13 tokens. No GPU run has been made.",
+        "* **Limits.** There is one base policy and one task, with 100 steps and answers of about 13 tokens. No GPU "
+        "run has been made.",
         "",
         "[The report](repro/mini/round2/results/report.md) has every registered test of this round, "
-        "[verdicts](docs/verdicts.md) an earlier round with fewer seeds. Both feed the counts below.",
+        "[verdicts](docs/verdicts.md) has an earlier round with fewer seeds. Both feed the counts below.",
     ]
     return "\n".join(lines)

@@ -4,7 +4,7 @@
     π_t(v) = exp(z_t(v)/τ) / Σ_u exp(z_t(u)/τ)        z logits [..., V], τ temperature
 
 The temperature is the sampler's: log-probs taken at another τ are another policy's, and the ratio r is wrong from the
-first token. A sampler that truncates (top-p, top-k) renormalises over fewer tokens, so its own log-probs are not these.
+first token. A sampler that truncates (top-p, top-k) renormalizes over fewer tokens, so its own log-probs are not these.
 Half-precision logits are widened to float32 before the division by τ, float64 stays. A logit of -inf is a forbidden
 token (p = 0, and 0 log 0 = 0); a row without a finite logit, or with a NaN or +inf, gives NaN in its own slot only, so
 padding may hold anything. All raise InputError on a τ that is not a finite number > 0 and on shapes that do not fit.

@@ -167,7 +167,7 @@ def l04_clip():
         ax.set(
             xlim=(0, 2.5), xticks=[0, 0.8, 1, 1.28, 2], xlabel="ratio r", ylim=(-0.15, 2.5) if A > 0 else (-2.5, 0.15)
         )
-        ax.set_xticklabels(["0", "0.8", "", "1.28", "2"])
+        ax.set_xticklabels(["0", "0.8", "1", "1.28", "2"])
         title(ax, text)
     panels[0].set_ylabel("weight of ∇log π")
     return fig
@@ -233,6 +233,9 @@ def l06_up():
         states = islice(path(task, upref.get(name), task.start(start), lr=0.5, k=0, G=None, adv="reward"), 301)
         *_, last = (s.pi[0] for s in states)
         right.bar(np.arange(3) + 0.2 * i - 0.1, last, 0.18, color=c)
+        for a, p in enumerate(last):
+            if p < 0.02:  # too low for a bar
+                right.text(a + 0.2 * i - 0.1, 0.015, f"{p:.3f}", color="#666666", fontsize=8, rotation=90, ha="center")
     right.bar(
         np.arange(3) - 0.3, start[0], 0.18, color="white", edgecolor="#444444", lw=0.8, label=r"$\pi_\mathrm{old}$"
     )
@@ -275,6 +278,8 @@ def l07_sequence():
         right.bar(
             np.arange(8) + 0.36 * i - 0.18, w, 0.34, color=c, label=("each token its own r", "GSPO, one s for all")[i]
         )
+        for t in (w == 0).nonzero()[:, 0].tolist():
+            right.text(t + 0.36 * i - 0.18, 0.03, "0: clipped", color=c, fontsize=8, rotation=90, ha="center")
     right.set(xticks=range(8), ylim=(0, 1.75), xlabel="token of the response", ylabel="weight, A = +1")
     right.set_xticklabels([f"{x:.2g}" for x in lr[0].exp()], fontsize=8)
     right.set_xlabel("r of the eight tokens")
@@ -322,16 +327,17 @@ def l09_kl():
     left.legend(frameon=False, fontsize=8.5, loc="upper center")
     title(left, "one token's estimate")
     goals = verify_kl.divergences()
-    bars = (("k1, as a loss", colours["k1"], verify_kl.expected(kl.k1)[1]),
+    bars = (("k1, as a loss: 0", colours["k1"], verify_kl.expected(kl.k1)[1]),
             ("k2", colours["k2"], verify_kl.expected(kl.k2)[1]),
             ("k3", colours["k3"], verify_kl.expected(kl.k3)[1]))  # fmt: skip
     x = np.arange(5)
     for i, (text, c, g) in enumerate(bars):
         right.bar(x + 0.26 * i - 0.26, g, 0.24, color=c, label=text)
     for i, key in ((1, "reverse"), (2, "forward")):
-        right.plot(x + 0.26 * i - 0.26, goals[key][1], "_", color=INK, ms=11, mew=1.6)
+        label = "that of the divergence itself" if i == 1 else None
+        right.plot(x + 0.26 * i - 0.26, goals[key][1], "_", color=INK, ms=11, mew=1.6, label=label)
     right.axhline(0, color="#666666", lw=0.6)
-    right.set(xticks=x, xlabel="logit of five tokens", ylabel="mean gradient")
+    right.set(xticks=x, xlabel="logit of five tokens", ylabel="mean gradient", ylim=(-0.26, 0.66))
     right.set_xticklabels(list("ABCDE"))
     right.legend(frameon=False, fontsize=8.5, loc="upper right")
     title(right, "and its mean gradient")
@@ -341,12 +347,12 @@ def l09_kl():
 def l10_runs():
     """What six runs logged."""
     fig, panels = axes(4, 2.5, 2.7)
-    keys = (("reward", "reward"), ("pass@8", "pass@8"), ("entropy", "entropy, nats"), ("clipped", "clipped"))
+    keys = (("reward", "reward"), ("pass@8", "pass@8"), ("entropy", "entropy, nats"), ("clipped", "clipped, share"))
     for ax, (key, text) in zip(panels, keys, strict=True):
         for name, c in zip(KEY, PALETTE, strict=False):
             y = [x[key] for x in runs.run(name)]
             ax.plot(y, color=c, lw=1.8, label=name)
-        ax.set(xlabel="batch", xlim=(0, len(y) - 1), ylim=(0, None))
+        ax.set(xlabel="batch", xlim=(0, len(y) - 1), ylim=(-0.03 * ax.get_ylim()[1], None))  # a line at 0 stays visible
         title(ax, text)
     fig.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
     return fig

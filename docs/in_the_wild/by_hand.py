@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each loss of losses.toml computes, written down after reading it: (lp, old, A, m, ref) -> what to minimise.
+"""What each loss of losses.toml computes, written down after reading it: (lp, old, A, m, ref) -> what to minimize.
 
 lp, old and ref are log-probabilities [B, T], A advantages [B, T], m the mask. The docstring is the formula.
 """
@@ -108,7 +108,7 @@ def gspo_kl(lp, old, A, m, ref):
 
 
 def gamendez(lp, old, A, m, ref):
-    """+mean_i Σ_t [min(r A, clip(r A, 0.8, 1.2)) − 0.01 (π/π_ref − log(π/π_ref))]: minimised as it stands"""
+    """+mean_i Σ_t [min(r A, clip(r A, 0.8, 1.2)) − 0.01 (π/π_ref − log(π/π_ref))]: minimized as it stands"""
     x = (lp - old).exp() * A
     q = (lp - ref).exp()
     return sums(torch.minimum(x, x.clamp(0.8, 1.2)) - 0.01 * (q - q.log()), m).mean()

@@ -19,6 +19,7 @@ extensions = [
 ]
 exclude_patterns = ["_static"]
 highlight_language = "none"
+smartquotes = False  # --flag and "value" stay as they are typed
 
 # ---- pages -----------------------------------------------------------------------------------------------------------
 myst_enable_extensions = ["amsmath", "attrs_block", "attrs_inline", "colon_fence", "deflist", "dollarmath"]

@@ -28,6 +28,7 @@ PICTURES = (".svg", ".png", ".jpg")
 LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".bib": "bibtex", ".json": "json", ".yaml": "yaml"}
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 FENCED = re.compile(r"^(`{3,}|:{3,}|~{3,}).*?^\1[ \t]*$", re.M | re.S)
+EMBEDDED = '<iframe class="explorer" src="../explorer/index.html" title="The Cap explorer" loading="lazy"></iframe>'
 MATHJAX = "d4295dc33744836935c1399feece5159577b34c5c8ffb9f1c6324cd82e03a882"
 
 
@@ -79,6 +80,7 @@ class Gathering:
             return
         self.texts[name] = ""
         text = (ROOT / path).read_text(encoding="utf-8")
+        text = re.sub(r"(?<=\(on the site: )the tab \*Explorer\*\)\.\n", f"below).\n\n{EMBEDDED}\n", text)
         self.texts[name] = self.turned(text, Path(path).parent, name)
 
     def turned(self, text: str, folder: Path, name: str) -> str:
@@ -159,9 +161,9 @@ def sections(texts: dict[str, str]):
             hidden = visible or ":hidden:\n"
             texts[section.head] += f"\n```{{toctree}}\n{hidden}\n{listed}\n```\n"
         heads.append(f"{section.title} <{section.head}>")
-        cards.append(
+        cards += [
             f"\n:::{{grid-item-card}} {section.title}\n:link: {section.head}\n:link-type: doc\n{section.text}\n:::\n"
-        )
+        ] * (section.title != "More")  # nine cards fill three rows; the tab is on every page
     index = (Path(__file__).parent / "index.md").read_text(encoding="utf-8").replace("CARDS\n", "".join(cards))
     example = re.search(r"```python\n# my.py\n.*?```\n\n```console\n.*?```\n", texts["start"], re.S)
     index = index.replace("EXAMPLE\n", example[0] if example else "")

@@ -74,6 +74,8 @@ def _derived(o: Objective) -> str:
     math = lambda e: f"${tex.expression(e)}$".replace("|", r"\vert ")
     rows = [(f"${SIGNS[x.sign]}$", f"${tex.where(x.where)}$", math(x.J), math(x.gradient)) for x in d.rows]
     head = "**sympy's derivative of the function**, regime by regime. Its difference from the weight simplifies to 0."
+    if "c" in o.hyperparameters and o.hyperparameters["c"] is None:
+        head += " The dual clip c is off by default: read c as ∞."
     return f"{head}\n\n" + _table(["advantage", "ratio", "J", "dJ/dlp"], rows)
 
 

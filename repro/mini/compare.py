@@ -96,7 +96,7 @@ def chance(seeds: int) -> str:
             "One seed cannot tell an effect from chance: two seeds of one method can differ more than two methods do."
         )
     agree = f"where nothing differs, the signs of {seeds} seeds all agree with probability {2 ** (1 - seeds):.2g}"
-    cannot = "cannot tell an effect from chance" if seeds < 6 else "are tested nowhere on this page"
+    cannot = "cannot tell an effect from chance" if seeds < 6 else "are not tested on this page"
     return f"These {seeds} seeds {cannot}: {agree}."
 
 

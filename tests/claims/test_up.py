@@ -40,7 +40,7 @@ def ascend(z, J, steps=2000, lr=0.5):
 
 
 def test_up_is_not_reinforce_on_old_samples(counterexample):
-    """Two arms, π_old = (1/2, 1/2), A = (1, 3): Eq. 13 rests at π_old A, normalised; Eq. 2 goes to the better arm."""
+    """Two arms, π_old = (1/2, 1/2), A = (1, 3): Eq. 13 rests at π_old A, normalized; Eq. 2 goes to the better arm."""
     A, mu, fn = T(1.0, 3.0), T(0.5, 0.5), torch.log_softmax
     up = ascend(mu.log(), lambda z, _: (mu * upref.get("up_grpo").fn(fn(z, 0), mu.log(), A)).sum())
     reinforce = ascend(

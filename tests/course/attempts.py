@@ -79,7 +79,7 @@ ATTEMPTS: dict[int, list[tuple[str, str, str]]] = {
         ("max(0, min(1, (1 + eps_high) * mu) - p)", "min(1, (1 + eps_high) * mu) - p", "below 0"),
         ("min(1, (1 + eps_high) * mu)", "(1 + eps_high) * mu", "a probability above 1"),
         ("(1 + eps_high) * mu", "(1 + eps_low) * mu", "0.002"),
-        ("if A > 0:", "if True:", "the sign of A is not looked at"),
+        ("if A > 0:", "if True:", "the sign of A is ignored"),
         ("p - (1 - eps_low) * mu", "(1 - eps_low) * mu - p", "the wrong way round"),
         ("p - (1 - eps_low) * mu", "p", "ends at 0, not at its lower bound"),
     ],

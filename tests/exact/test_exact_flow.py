@@ -56,7 +56,7 @@ def test_importance_sampling_is_the_gradient_of_the_reward():
 
 
 def test_off_policy_reinforce_moves_the_logits_at_constant_speed():
-    """Advantages of mean 0 cancel the normaliser: z_a(t) = z_a(0) + t mu_a E[A | a], for ever."""
+    """Advantages of mean 0 cancel the normalizer: z_a(t) = z_a(0) + t mu_a E[A | a], for ever."""
     mu, G, lr, n = [0.1, 0.3, 0.6], 5, 0.3, 700
     task = bandit([1.0, 0, 0])
     theta = task.start([mu])

@@ -263,7 +263,7 @@ def entropy_at_one(logits, tokens, temperature):
     return plain(logits, tokens, temperature), entropy_of(logits.log_softmax(-1))
 
 
-@wrong("token's logit divided, normaliser not")
+@wrong("token's logit divided, normalizer not")
 def half_divided(logits, tokens, temperature):
     return pick(logits, tokens) / temperature - logits.logsumexp(-1)
 
@@ -292,8 +292,8 @@ def no_gradient(logits, tokens, temperature):
         return plain(logits, tokens, temperature)
 
 
-@wrong("normaliser detached")
-def constant_normaliser(logits, tokens, temperature):
+@wrong("normalizer detached")
+def constant_normalizer(logits, tokens, temperature):
     x = logits / temperature
     return pick(x, tokens) - x.logsumexp(-1).detach()
 
@@ -380,13 +380,13 @@ def clamped(logits, tokens, temperature):
     return plain(logits, tokens, temperature).clamp(min=-10.0)
 
 
-@wrong("renormalised over the top 40 tokens")
+@wrong("renormalized over the top 40 tokens")
 def top_k(logits, tokens, temperature):
     x = logits / temperature
     return pick(x, tokens) - x.topk(min(40, x.shape[-1])).values.logsumexp(-1)
 
 
-@wrong("the token itself left out of the normaliser")
+@wrong("the token itself left out of the normalizer")
 def odds(logits, tokens, temperature):
     x = logits / temperature
     return pick(x, tokens) - x.scatter(-1, tokens[..., None], -math.inf).logsumexp(-1)
@@ -572,7 +572,7 @@ def tiles(name, bug, chunk=512):
 tiles("online softmax over tiles of 512 columns", "")
 tiles("online softmax over tiles of 100 columns", "", 100)
 tiles("the last partial tile of columns dropped", "drops", 64)
-tiles("padded columns counted in the normaliser", "pads", 128)
+tiles("padded columns counted in the normalizer", "pads", 128)
 tiles("running maximum starts at 0", "max 0")
 tiles("running sum not rescaled at a new maximum", "no rescale", 64)
 tiles("running entropy sum not rescaled", "t", 64)
@@ -671,7 +671,7 @@ def transposed(hidden, weight, tokens, temperature):
     return plain(hidden @ weight.T, ids, temperature)
 
 
-@wrong("each rank normalises over its own part", ranks=2)
+@wrong("each rank normalizes over its own part", ranks=2)
 def local_sum(logits, tokens, temperature):
     return Sharded.apply(logits, tokens, temperature, "sum")
 
@@ -693,7 +693,7 @@ CAUSE = {
     "entropy at temperature 1": "the entropy is taken at temperature 1",
     "logits shifted by one position": "shifted by one: token t is scored by the logits of row t - 1",
     "entropy detached": "the entropy is detached: it has no gradient",
-    "normaliser detached": "the normaliser is detached: only the sampled token's logit has a gradient",
+    "normalizer detached": "the normalizer is detached: only the sampled token's logit has a gradient",
     "exp without the maximum subtracted": "exp is taken before the maximum is subtracted",
     "entropy with the other sign": "the entropy has its sign flipped",
     "log-probs in bits": "logarithms to base 2",
@@ -701,7 +701,7 @@ CAUSE = {
     "negative log-likelihood returned": "the negative log-likelihood is returned: the sign is flipped",
     "label smoothing": "labels are smoothed by 0.05",
     "log-probs clamped from below": "the log-probs are clamped to at least -10",
-    "the token itself left out of the normaliser": "the sampled token is left out of the normaliser",
+    "the token itself left out of the normalizer": "the sampled token is left out of the normalizer",
     "soft cap left out": "the softcap is left out",
     "hard clamp for the soft cap": "the softcap clamps the logits",
     "temperature twice in the backward": "the backward divides by the temperature twice",
@@ -718,12 +718,12 @@ CAUSE = {
     "dW of the last chunk alone": "the weight's gradient has the last tile of 4 tokens alone",
     "logit scale left out": "the logit scale is left out",
     "bias not divided by the temperature": "the bias is not divided by the temperature",
-    "each rank normalises over its own part": "the normaliser is that of this rank's part alone",
+    "each rank normalizes over its own part": "the normalizer is that of this rank's part alone",
     "ids not shifted by the rank's offset": "the ids are not shifted by the rank's first id",
     "temperature left out": "the temperature is left out",
     "logits multiplied by the temperature": "the logits are multiplied by the temperature",
     "temperatures below 1 ignored": "temperatures below 1 are ignored",
-    "token's logit divided, normaliser not": "the normaliser leaves out the temperature",
+    "token's logit divided, normalizer not": "the normalizer leaves out the temperature",
     "tokens of the next position": "shifted by one: row t has the log-prob of token t + 1",
     "log-probs under no_grad": "the log-probs are detached: they have no gradient",
     "log of softmax plus an epsilon": "1e-08 is added to the probability",
@@ -733,7 +733,7 @@ CAUSE = {
     "entropy of the 50 largest logits alone": "all but the 50 largest logits are left out",
     "mean over the sequence for each token": "each token has the mean of its row",
     "id 0 treated as padding": "id 0 is treated as padding: its log-prob is 0",
-    "renormalised over the top 40 tokens": "all but the 40 largest logits are left out",
+    "renormalized over the top 40 tokens": "all but the 40 largest logits are left out",
     "ids stored in 16 bits": "the ids are stored in 16 bits",
     "storage read as if contiguous": "the input is read as contiguous: its layout is ignored",
     "soft cap after the temperature": "the softcap is applied after the temperature",
@@ -744,7 +744,7 @@ CAUSE = {
     "entropy's gradient with the other sign": "the gradient of the entropy has its sign flipped",
     "entropy's gradient skipped where the log-prob's is 0": "the entropy's gradient is skipped where",
     "saved log-probs overwritten in the backward": "the backward changes a buffer that it reads",
-    "padded columns counted in the normaliser": "the columns that pad the vocabulary to a multiple of 128 are counted",
+    "padded columns counted in the normalizer": "the columns that pad the vocabulary to a multiple of 128 are counted",
     "running sum not rescaled at a new maximum": "the running sums of tiles of 64 columns are not rescaled",
     "last token of each tile missed": "the last id of the vocabulary is missed: its logit counts 0",
     "hidden gradient of the last tile alone": "the hidden states' gradient has the last tile of 64 columns alone",

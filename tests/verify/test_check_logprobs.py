@@ -125,8 +125,8 @@ def x_is(change):
     return lambda hidden, weight, tokens, temperature: of(change(hidden @ weight.T, temperature), tokens)
 
 
-def normalised(log_Z):
-    """From logits, with this normaliser."""
+def normalized(log_Z):
+    """From logits, with this normalizer."""
 
     def f(logits, tokens, temperature):
         x = logits / temperature
@@ -255,12 +255,12 @@ WRONG = [
     ),
     ("minus the sampled token's log-prob", entropy_is(lambda H, x, lp: -lp)),
     ("in bits", entropy_is(lambda H, x, lp: H / torch.tensor(2.0).double().log())),
-    ("the normaliser is detached", normalised(lambda x: x.logsumexp(-1).detach())),
-    ("the normaliser is left out", normalised(lambda x: 0 * x[..., 0])),
-    ("exp is taken before the maximum", normalised(lambda x: x.exp().sum(-1).log())),
+    ("the normalizer is detached", normalized(lambda x: x.logsumexp(-1).detach())),
+    ("the normalizer is left out", normalized(lambda x: 0 * x[..., 0])),
+    ("exp is taken before the maximum", normalized(lambda x: x.exp().sum(-1).log())),
     (
         "the running maximum starts at 0",
-        normalised(lambda x: (m := x.detach().amax(-1).clamp(min=0)) + (x - m[..., None]).exp().sum(-1).log()),
+        normalized(lambda x: (m := x.detach().amax(-1).clamp(min=0)) + (x - m[..., None]).exp().sum(-1).log()),
     ),
     (
         "is added to the probability",
@@ -279,7 +279,7 @@ WRONG = [
     ("columns is left out", in_tiles_of_64(lambda t, x: t.shape[-1] < 64 < x.shape[-1])),
     (
         "multiple of 128 are counted",
-        normalised(lambda x: F.pad(x, (0, -x.shape[-1] % 128 if x.shape[-1] > 64 else 0)).logsumexp(-1)),
+        normalized(lambda x: F.pad(x, (0, -x.shape[-1] % 128 if x.shape[-1] > 64 else 0)).logsumexp(-1)),
     ),
     ("tile of 32 tokens is left out", forgets_rows),
     ("first tile of 1024 tokens alone", weight_of_first_rows),

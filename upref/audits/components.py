@@ -131,7 +131,7 @@ def rows(framework: str, parts: tuple[Part, ...]) -> list[Row]:
 
 def _row(framework: str, p: Part) -> Row:
     if p.kind not in CASES or (isinstance(p.promise, str) and p.promise not in REFERENCES[p.kind]):
-        raise InputError(f"{p.label}: there is no {p.promise!r} to hold it against.")
+        raise InputError(f"{p.label}: there is no {p.promise!r} to compare it with.")
     cases = {k: v for k, v in CASES[p.kind]().items() if k not in p.leaves_out}
     steps = [p.reference(), *(f for _, f in p.reasons)]
     where, found = _asked(p, p.found, cases)

@@ -49,7 +49,7 @@ def report(name: str, key: str) -> str:
         lines += [f"**Expected**: `{expected.removeprefix('expected ')}`  ", f"**Found**: `{found}`", ""]
     if e.severity:
         lines += [f"**Size**: {SEVERITY[e.severity]}; {e.size} (`upref audit {name}` says which batch is typical).", ""]
-    told = f'"{e.words}" ({e.link})' if e.words else "nowhere in the searched texts"
+    told = f'"{e.words}" ({e.link})' if e.words else "not in any searched text"
     lines += [f"**Documented**: {told}. Searched: {e.searched}.  "]
     lines += [f"**Thread**: {e.thread or 'none found'}  "] + [f"**Fixed in**: {e.fixed}  "] * bool(e.fixed)
     lines += [f"**Proposed fix**: {e.fix}."] if e.fix else []

@@ -32,7 +32,7 @@ def page(o: Objective) -> str:
     """Everything that is known of it."""
     parts = [f"{o.name}   {o.paper}, {o.eq}"]
     say = lambda head, text: parts.append(f"{head}\n" + textwrap.indent(text.strip(), "    "))
-    say("objective, to be maximised", o.equation)
+    say("objective, to be maximized", o.equation)
     say("facts", "\n".join(f"{k:12} {v}" for k, v in _about(o)))
     if o.hyperparameters:
         say("defaults", "\n".join(f"{k} = {v}\n    {o.defaults[k]}" for k, v in o.hyperparameters.items()))

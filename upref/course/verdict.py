@@ -3,7 +3,7 @@
 a hint that fits.
 
 A mistake is known if the function that makes it (Slip.fn) gives the student's numbers on every batch: what is
-recognised is what was computed, however it was written. Where none does so, one that gives them on the batch that is
+recognized is what was computed, however it was written. Where none does so, one that gives them on the batch that is
 shown, and is right on the smaller ones as the student is, is named with a `perhaps`.
 """
 

@@ -46,7 +46,7 @@ function stateAt(path, t) {
   return { p: row("p"), r: row("r"), live: row("live").map(Boolean), own: row("own"), others: row("others"), now: row("now") };
 }
 
-/** Where UP rests if π_old stays: π_old A+, normalised; null where no A is positive. */
+/** Where UP rests if π_old stays: π_old A+, normalized; null where no A is positive. */
 function restOfUp(mu, A) {
   const goal = mu.map((m, a) => m * Math.max(A[a], 0)), sum = goal.reduce((a, b) => a + b);
   return sum > 0 ? goal.map(x => x / sum) : null;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user-supplied loss as one frozen type: a function of Rollouts to the scalar that an optimiser would minimise."""
+"""A user-supplied loss as one frozen type: a function of Rollouts to the scalar that an optimizer would minimize."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -35,7 +35,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Loss:
-    """Call it on Rollouts for the scalar to minimise; `gradient` is dJ/dlp = -d loss/d logp, [B, T].
+    """Call it on Rollouts for the scalar to minimize; `gradient` is dJ/dlp = -d loss/d logp, [B, T].
 
     call: inputs by role and hyperparameters by the objective's names, to whatever the function answers.
     """

@@ -19,7 +19,7 @@ class Match:
 
     name: str
     hp: dict[str, Any]  # those that have an effect; None: no dual clip
-    agg: str  # the loss's aggregation, "" where none was recognised
+    agg: str  # the loss's aggregation, "" where none was recognized
     own: bool  # ... which is the objective's own
     same_kl: bool  # the loss has no KL term, or the one this objective has
     distance: float  # largest difference of weights, of |w|, |A| or 0.1, whichever is largest
@@ -92,7 +92,7 @@ class Identity(Result):
         if self.matches:
             m = self.matches[0]
             off = "" if m.own or not m.agg else " (not the one of its paper)"
-            rows = {"aggregation": (m.agg or "none recognised") + off}
+            rows = {"aggregation": (m.agg or "none recognized") + off}
             if m.hp.get("c", 0) is None:
                 rows["dual clip"] = "none"
             rows |= {

@@ -11,7 +11,7 @@ from upref.definition import objective
     known_from="verl's compute_policy_loss_dro and docs/algo/dro.md, which cite no paper",
     defaults={"tau": "0.1: twinkle's dro_beta=0.1; verl's policy_loss.dro_beta has no default and must be set"},
     off_scale="the penalty on log² r does not grow with A",
-    note="A token rests at r = e^(A/τ). verl asks for advantages that fit its soft formulation and makes none.",
+    note="A token rests at r = e^(A/τ). verl requires advantages that fit its soft formulation and computes none.",
 )
 def dro(lp, lp_old, A, *, tau=0.1):
     """J = E 1/Σ_i|o_i| Σ_i Σ_t { A log π_θ - τ/2 (log r)² }"""

@@ -9,7 +9,7 @@ from upref.ops import exp
     level="token",
     agg="seq-mean-token-sum",
     adv="group_norm",
-    note="Eq. 7 prints neither the sum over tokens nor a normaliser; here it is Eq. 1's sum.",
+    note="Eq. 7 prints neither the sum over tokens nor a normalizer; here it is Eq. 1's sum.",
 )
 def is_pg(lp, lp_old, A):
     """J = E_{o ~ π_old} Σ_t A r_t: importance sampling without a clip."""

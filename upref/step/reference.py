@@ -100,7 +100,7 @@ class TorchModel(Model):
             self.net = copied.double().eval()
         except (RuntimeError, TypeError, NotImplementedError) as e:
             raise InputError(
-                f"the model cannot be copied ({type(e).__name__}: {str(e)[:120]}): hand over the plain module, before "
+                f"the model cannot be copied ({type(e).__name__}: {str(e)[:120]}): pass the plain module, before "
                 "FSDP or a trainer wraps it."
             ) from e
         for p in self.net.parameters():

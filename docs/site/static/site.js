@@ -4,6 +4,14 @@ window.addEventListener("load", async () => {
   for (const button of document.querySelectorAll(".search-button-field")) {
     button.setAttribute("aria-label", button.innerText.replace(/\s+/g, " ").trim() || "Search");
   }
+  // A list of settings in a table breaks after a comma or an underscore, so that its column leaves room for the others.
+  for (const code of document.querySelectorAll("td code")) {
+    if (code.textContent.length < 18) continue;
+    code.classList.add("long");
+    for (const part of code.querySelectorAll(".pre")) {
+      part.replaceChildren(...part.textContent.split(/(?<=[,_=./:])/).flatMap((s) => [s, document.createElement("wbr")]));
+    }
+  }
   // What is too wide for a phone is scrolled by keyboard too.
   await window.MathJax?.startup?.promise;
   for (const wide of document.querySelectorAll("mjx-container, div.math")) {

@@ -44,7 +44,7 @@ def run(arms) -> Result:
             [[n, *adam[n].tolist()] for n in names],
         ),
     ]
-    with draw.panels(2, "One layer, three prompts: which drift destroys what was learnt", names) as (fig, axes):
+    with draw.panels(2, "One layer, three prompts: which drift destroys what was learned", names) as (fig, axes):
         colour = draw.colours(names)
         for ax, values, text in zip(axes, (share, reward), ("share of tasks collapsed", "mean reward at the end"),
                                     strict=True):  # fmt: skip

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where each objective comes to rest if π_old stays: three arms, so that the policy is a point of a triangle.
 
-UP's rest point for A > 0 is π_old A+, normalised (derivations/fixed_point.py proves it); with binary rewards that is
+UP's rest point for A > 0 is π_old A+, normalized (derivations/fixed_point.py proves it); with binary rewards that is
 π_old given that the answer is right, what rejection sampling would be trained on. Importance sampling rests only in
 a corner; a clip has no rest point but a region, and where one stops in it depends on the way.
 """
@@ -44,13 +44,13 @@ def run(arms) -> Result:
                 ax.plot(x[-1], y[-1], "o", color=colour[n], ms=6 if n.startswith("up") else 4, zorder=4)
     setting = (
         "One π_old for all updates. Left rewards are the advantages; right, groups of 8, by counts. Dot: where the "
-        f"path is after {UPDATES} updates; cross: π_old; ring: π_old A+, normalised. Distance: total variation."
+        f"path is after {UPDATES} updates; cross: π_old; ring: π_old A+, normalized. Distance: total variation."
     )
     return Result("fixed_points", "Where each objective comes to rest.", setting, tables, fig, findings(paths))
 
 
 def target(case: str) -> Tensor:
-    """π_old A+, normalised."""
+    """π_old A+, normalized."""
     mu, reward, *_ = (torch.tensor(x, dtype=F64) for x in CASES[case][:2])
     goal = mu * reward
     return goal / goal.sum()

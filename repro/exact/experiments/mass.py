@@ -138,7 +138,7 @@ def findings(found, again) -> list[Finding]:
             f"the rare one passes 1.28 before the common one in {earlier(dapo)} of {len(dapo)} starts with plain "
             f"steps, in {earlier(adam)} with Adam's: on an infinite batch a token's own push is proportional to π_old, "
             f"Adam's steps are equal. In one group that holds both once it is the first in {sooner} of {len(one)}: "
-            "there both have one push, and the normaliser takes more from the common one",
+            "there both have one push, and the normalizer takes more from the common one",
         ),
     ]  # fmt: skip
     if "up_dapo" in found:

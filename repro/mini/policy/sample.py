@@ -69,7 +69,7 @@ def draw(p: Tensor, of: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def nucleus(p: Tensor, top_p: float) -> Tensor:
-    """p with everything outside the fewest tokens that hold top_p of it set to 0 (not renormalised)."""
+    """p with everything outside the fewest tokens that hold top_p of it set to 0 (not renormalized)."""
     if top_p >= 1:
         return p
     largest = p.amax(-1, keepdim=True)

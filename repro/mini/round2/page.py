@@ -145,5 +145,5 @@ def rest(e: Experiment, found: list[Verdict], records: dict[str, Record]) -> str
     )
     said = [f"{word}: {ids(word)}" for word in ORDER if word != "not finished" and ids(word)]
     if not any(v.claim.contrasts for v in found):
-        said = ["no claim is asked of it"]
+        said = ["it has no claim"]
     return f"* **{e.name}**, {sum(runs)} of {len(runs)} runs: {'; '.join(said) or 'no verdict yet'}."

@@ -68,7 +68,7 @@ def verdicts(experiments: Iterable[Experiment], judged: dict[str, list[Verdict]]
             if v.claim.source == source:
                 rows.append(row(e, v))
     rows += [
-        "\np is Holm's over the experiment's claims of this kind. The interval stands at the level at which Holm's",
+        "\np is Holm's over the experiment's claims of this kind. The interval has the level at which Holm's",
         "procedure decides the claim; where nothing is shown, at the strictest, 0.05 over the claims of the family.",
         "Power and seeds for 0.8 are for the registered effect at the spread seen and the strictest level.\n",
     ]

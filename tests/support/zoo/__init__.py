@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses as framework engineers write them, most of them wrong, each with the oracles that must notice.
 
-A loss is `(log_prob, old_log_prob, advantages, mask, *, hyperparameters) -> scalar`, to be minimised; `ref_log_prob`
+A loss is `(log_prob, old_log_prob, advantages, mask, *, hyperparameters) -> scalar`, to be minimized; `ref_log_prob`
 and `group` are passed where the signature has them. RIGHT are the correct ones, ALL is everything.
 """
 

@@ -221,7 +221,7 @@ ZOO = [
         bug="the soft clip at 1 + eps instead of 3: both caps act inside the window",
     ),
     Case(aspo_flips_negatives_too, "aspo", oracles={"gradient"}, bug="1/r for both signs"),
-    Case(topr_divided_by_length, "topr", oracles={"gradient", "on-policy", "aggregation"}, bug="length-normalised"),
+    Case(topr_divided_by_length, "topr", oracles={"gradient", "on-policy", "aggregation"}, bug="length-normalized"),
     Case(topr_per_token, "topr", oracles={"gradient"}, bug="a token ratio, where the response's product is meant"),
     Case(lambda_on_the_negatives, "w_reinforce", oracles={"gradient", "on-policy"}, bug="lam weighs the other sign"),
     Case(rloo_with_a_clip, "rloo", oracles={"gradient"}, bug="PPO's clip inside a REINFORCE estimator"),

@@ -107,7 +107,7 @@ ZOO = [
     ),
     Case(
         zero_log_prob_is_padding, "dapo", oracles={"poison", "padding", "gradient", "aggregation"},
-        bug="padding is recognised by a log-probability of 0",
+        bug="padding is recognized by a log-probability of 0",
     ),
     Case(
         last_column_lost, "dapo", oracles={"gradient", "padding", "aggregation"},

@@ -130,7 +130,7 @@ class Absent:
         return self
 
     def __bool__(self):
-        raise NotImplementedError(f"{self._name} is a stand-in for what is not installed, and its truth was asked")
+        raise NotImplementedError(f"{self._name} is a stand-in for what is not installed; it has no truth value")
 
     def __iter__(self):
         raise NotImplementedError(f"{self._name} is a stand-in for what is not installed, and it was iterated")

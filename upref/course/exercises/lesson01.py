@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lesson 1: a loss that makes good actions likelier.
+"""Lesson 1: a loss that makes good actions more likely.
 
 Fill the hole, the line with `...`, then run `upref learn 1` in this folder.
 """
@@ -8,7 +8,7 @@ import torch
 
 
 def loss(logits, action, reward):
-    """One number for an optimiser that goes downhill. Its gradient is minus the mean of R ∇log π over the samples.
+    """One number for an optimizer that goes downhill. Its gradient is minus the mean of R ∇log π over the samples.
 
     logits  [K]  a number for each of K actions; the policy is softmax(logits)
     action  [N]  N samples of the policy: which action was taken, 0 .. K - 1

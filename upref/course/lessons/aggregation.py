@@ -83,7 +83,7 @@ EXERCISE = Exercise(
         ),
         Slip(
             "the sign",
-            "this is J itself, to be maximised: no minus here.",
+            "this is J itself, to be maximized: no minus here.",
             lambda x, mask, n: -J(x, mask, n),
         ),
     ),

@@ -99,7 +99,7 @@ EXERCISE = Exercise(
         ),
         Slip(
             "the tokens of the tool train",
-            "multiply by `trains`: nobody sampled what a tool wrote.",
+            "multiply by `trains`: the policy did not sample what a tool wrote.",
             step(mask=lambda m: torch.ones_like(m)),
         ),
         Slip(

@@ -33,7 +33,7 @@ EXERCISE = Exercise(
         batch("a likely good token: probabilities end at 1", 0.9, 0.9, 1.0),
         batch("a bad token that has not moved", 0.5, 0.5, -1.0),
         batch("a bad token that is below its bound", 0.3, 0.5, -1.0),
-        batch("a bad token that has become likelier", 0.9, 0.5, -1.0),
+        batch("a bad token that has become more likely", 0.9, 0.5, -1.0),
     ),
     slips=(
         Slip(
@@ -57,7 +57,7 @@ EXERCISE = Exercise(
             pieces(lambda p, mu, h: h * mu, lambda p, mu, lo: lo * mu),
         ),
         Slip(
-            "the bound hangs on p, not on mu",
+            "the bound depends on p, not on mu",
             "the window moves with the policy that drew the sample, mu; p is where the token is now.",
             pieces(lambda p, mu, h: max(0.0, min(1.0, (1 + h) * p) - p), lambda p, mu, lo: max(0.0, p - (1 - lo) * p)),
         ),
@@ -67,12 +67,12 @@ EXERCISE = Exercise(
             pieces(lambda p, mu, h: max(0.0, 1 + h - p / mu), lambda p, mu, lo: max(0.0, p / mu - (1 - lo))),
         ),
         Slip(
-            "the sign of A is not looked at",
+            "the sign of A is ignored",
             "a bad token goes down: its room is from p down to its lower bound, (1 - eps_low) mu.",
             lambda p, mu, A, low, high: UP(p, mu, high),
         ),
         Slip(
-            "a bad token is held to the upper bound",
+            "a bad token is clipped at the upper bound",
             "for A < 0 the clip acts below (1 - eps_low) mu only. How far is it from p down to there?",
             pieces(UP, lambda p, mu, lo: max(0.0, p - (1 - lo) * mu) if p <= 1.28 * mu else 0.0),
         ),

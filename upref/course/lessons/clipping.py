@@ -26,7 +26,7 @@ EXERCISE = Exercise(
         batch("A > 0, r = 2: above the upper bound", [0.2], [0.1], [1.0]),
         batch("A > 0, r = 1/2: good, and less likely than it was", [0.1], [0.2], [1.0]),
         batch("A < 0, r = 1/2: below the lower bound", [0.1], [0.2], [-1.0]),
-        batch("A < 0, r = 2: bad, and likelier than it was", [0.2], [0.1], [-1.0]),
+        batch("A < 0, r = 2: bad, and more likely than it was", [0.2], [0.1], [-1.0]),
         batch("A > 0, r = 1.25: inside, near the upper bound", [0.25], [0.2], [1.0]),
         batch("A < 0, r = 0.76: just below the lower bound", [0.38], [0.5], [-1.0]),
         batch("A < 0, r = 0.81: inside, near the lower bound", [0.405], [0.5], [-1.0]),
@@ -51,7 +51,7 @@ EXERCISE = Exercise(
         ),
         Slip(
             "the sign",
-            "an optimiser goes downhill: hand it minus the mean of the smaller of the two.",
+            "an optimizer goes downhill: hand it minus the mean of the smaller of the two.",
             lambda lp, old, A: torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(LOW, HIGH) * A).mean(),
         ),
         Slip(
@@ -85,7 +85,7 @@ EXERCISE = Exercise(
             lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, (ratio(lp, old) * A).clamp(LOW, HIGH)).mean(),
         ),
         Slip(
-            "a bad token that has become likelier loses its gradient too: a two-sided clip, or a dual clip",
+            "a bad token that has become more likely loses its gradient too: a two-sided clip, or a dual clip",
             "for A < 0 there is a lower bound only. A bad token at r = 2 is exactly the one to push down.",
             lambda lp, old, A: -torch.where(
                 A > 0, torch.minimum(ratio(lp, old), torch.tensor(HIGH)), ratio(lp, old).clamp(LOW, HIGH)

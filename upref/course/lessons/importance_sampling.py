@@ -30,7 +30,7 @@ EXERCISE = Exercise(
     slips=(
         Slip(
             "the sign: this makes good samples less likely",
-            "an optimiser goes downhill: hand it minus the mean.",
+            "an optimizer goes downhill: hand it minus the mean.",
             lambda lp, old, A: ((lp - old).exp() * A).mean(),
         ),
         Slip(
@@ -41,7 +41,7 @@ EXERCISE = Exercise(
         ),
         Slip(
             "the ratio is upside down: π_old / π_θ",
-            "a sample that has become likelier since (r = 2) came too seldom: it must count more, not less.",
+            "a sample that has become more likely since (r = 2) came too seldom: it must count more, not less.",
             lambda lp, old, A: -((old - lp).exp() * A).mean(),
         ),
         Slip(
@@ -51,7 +51,7 @@ EXERCISE = Exercise(
         ),
         Slip(
             "π_θ alone: π_old is left out",
-            "a sample is weighed by how much likelier it is now than when it was drawn: by π_θ / π_old.",
+            "weigh each sample by how much more likely it is now than when it was drawn: by π_θ / π_old.",
             lambda lp, old, A: -(lp.exp() * A).mean(),
         ),
         Slip(
@@ -60,7 +60,7 @@ EXERCISE = Exercise(
             lambda lp, old, A: -((lp - old).exp() * lp * A).mean(),
         ),
         Slip(
-            "the advantage is left out: every sample is made likelier",
+            "the advantage is left out: every sample is made more likely",
             "each sample's ratio is multiplied by that sample's own A.",
             lambda lp, old, A: -(lp - old).exp().mean(),
         ),
@@ -71,7 +71,7 @@ EXERCISE = Exercise(
         ),
         Slip(
             "the ratios are made to add up to 1, by a sum that carries a gradient",
-            "self-normalised importance sampling is another estimator, and biased. Divide by N, the number of samples.",
+            "self-normalized importance sampling is another estimator, and biased. Divide by N, the number of samples.",
             lambda lp, old, A: -(torch.softmax(lp - old, 0) * A).sum(),
         ),
         Slip(

@@ -32,7 +32,7 @@ EXERCISE = Exercise(
     slips=(
         Slip(
             "the sign: this makes actions that earned more less likely",
-            "an optimiser goes downhill. You want the mean of reward x log-probability to go up: what do you hand it?",
+            "an optimizer goes downhill. You want the mean of reward x log-probability to go up: what do you hand it?",
             lambda z, a, R: (R * lp(z)[a]).mean(),
         ),
         Slip(
@@ -76,8 +76,8 @@ EXERCISE = Exercise(
             lambda z, a, R: -((R - R.mean()) * lp(z)[a]).mean(),
         ),
         Slip(
-            "the reward is left out: every action that was taken is made likelier",
-            "so a language model is trained on a text that somebody wrote. Here a sample counts as much as it earned.",
+            "the reward is left out: every action that was taken is made more likely",
+            "this is how a language model is trained on written text. Here each sample counts as much as it earned.",
             lambda z, a, R: -lp(z)[a].mean(),
         ),
         Slip(

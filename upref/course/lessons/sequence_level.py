@@ -112,7 +112,7 @@ EXERCISE = Exercise(
         ),
         Slip(
             "the sign",
-            "an optimiser goes downhill.",
+            "an optimizer goes downhill.",
             lambda lp, old, A, mask: -loss(lp, old, A, mask),
         ),
         Slip(

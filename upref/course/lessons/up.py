@@ -86,7 +86,7 @@ EXERCISE = Exercise(
         ),
         Slip(
             "bad tokens are clipped on both sides: the minimum is missing",
-            "a bad token that has become likelier (r = 2) must be pushed down: min(r A, clip(r) A).",
+            "a bad token that has become more likely (r = 2) must be pushed down: min(r A, clip(r) A).",
             branches(log, lambda lp, old, A: torch.where(A > 0, 0, lp - old).exp().clamp(LOW, 1.28) * A),
         ),
         Slip(
@@ -96,7 +96,7 @@ EXERCISE = Exercise(
         ),
         Slip(
             "the sign",
-            "an optimiser goes downhill: hand it minus the mean.",
+            "an optimizer goes downhill: hand it minus the mean.",
             lambda lp, old, A: -loss(lp, old, A),
         ),
         Slip(

@@ -73,7 +73,7 @@ def _kl(words: str, weight: Callable[[Tensor, Tensor], Tensor]) -> Slip:
 NO_KL = {"beta": 0.0}  # its default is 0.04, and few papers have the term
 BETA = with_hp(beta=0.04)
 CLIP = with_hp(eps_low=0.2, eps_high=0.2)
-HIGH = replace(with_hp(eps_high=0.2), words="eps_high = 0.2, in a kernel whose callers hand over both bounds")
+HIGH = replace(with_hp(eps_high=0.2), words="eps_high = 0.2, in a kernel whose callers pass both bounds")
 SEQUENCE = {"importance_sampling_level": "sequence"}
 GSPO = SEQUENCE | {"epsilon_low": 3e-4, "epsilon_high": 4e-4}
 LONG = SEQUENCE | {"epsilon_low": 2e-3, "epsilon_high": 2.5e-3}

@@ -59,7 +59,7 @@ def _source(path: str) -> str:
 
 
 def _modes() -> list[str]:
-    """The names that self.loss_type is compared with, and those normalised by the window."""
+    """The names that self.loss_type is compared with, and those normalized by the window."""
     asked = re.findall(r"self\.loss_type (?:==|in) ('\w+'|\[.*?\])", _source("rlhf_trainers/grpo_trainer.py"))
     return sorted({*re.findall(r"'(\w+)'", " ".join(asked)), *_module().WINDOW_NORMALIZED_LOSS_TYPES})
 

@@ -139,7 +139,7 @@ TORCHRL = Framework(
     tol=1e-4,
     remarks=lambda: [
         "A stand-in for the actor alone, whose distribution has the log-probabilities. The loss takes no count of the "
-        "mini-batch: micro-batches are divided by their number, as whoever accumulates gradients has to.",
+        "mini-batch: micro-batches are divided by their number, as a caller that accumulates gradients has to do.",
         "Its bounds are float32 buffers: bounds are approached to 3e-5, weights compared to 1e-4.",
         "Not covered: the entropy bonus, which is on by default with 0.01; kl_mask_threshold; trajectory returns.",
     ],

@@ -134,10 +134,10 @@ UNSLOTH = Framework(
     parts=_parts,
     split_reasons={"bnpo": BNPO},
     kernels=_kernels,
-    out_of_scope={"vespo": "its weight is computed by TRL's function, which the trainer hands over"},
+    out_of_scope={"vespo": "its weight is computed by TRL's function, which the trainer passes"},
     remarks=lambda: [
         "grpo_compute_loss as UnslothEfficientGRPO calls it, which then differentiates it in one chunk. Defaults are "
-        "what it falls back to; Unsloth's trainer hands over TRL's settings.",
+        "what it falls back to; Unsloth's trainer passes TRL's settings.",
         "Micro-batches by TRL's contract: of equal size; cispo and dapo divide by the tokens of the accumulated batch.",
         "Not covered: vLLM's correction weights and rejection, the off-policy mask, entropy terms, sample weights, "
         "advantages (they are TRL's), compiled code.",

@@ -180,5 +180,5 @@ def cell(text: str) -> str:
 
 def summary() -> str:
     """A line for README."""
-    every = "What the paper states, [statement by statement](docs/claims.md), as `upref claims --run` computes it"
+    every = "[Claims](docs/claims.md) tests the paper statement by statement; `upref claims --run` computes verdicts"
     return f"{every}. {tally(as_computed())}."

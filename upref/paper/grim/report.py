@@ -105,17 +105,17 @@ def _chance(a: Audit, luck: Chance) -> Iterator[str]:
         f"  {luck.model}: standard error of that difference {luck.se_lead:.2f}; {len(others)} other "
         f"row{'s' * (len(others) != 1)} within two of its kind ({', '.join(others) or 'none'})"
     )
-    yield f"    drawn again, the rows as good as printed, {a.winner} is first in {luck.again_first:.1%}"
-    yield f"    {a.winner} and {a.second} equally good, it leads by as much in {luck.lead_of_two:.1%}"
+    yield f"    in a parametric bootstrap of the printed rows {a.winner} is first in {luck.again_first:.1%} of draws"
+    yield f"    if {a.winner} and {a.second} are equally good, {a.winner} leads by as much in {luck.lead_of_two:.1%}"
     if others:
         yield (
-            f"    those {rows} equally good, the first leads the next by as much in {luck.lead_if_equal:.1%}, "
+            f"    if those {rows} are equally good, the first leads the next by as much in {luck.lead_if_equal:.1%}, "
             f"and it is {a.winner} in {1 / rows:.1%}"
         )
 
 
 def _listed(ns: list[int], most: int = 8) -> str:
-    """The first few, runs of neighbours joined."""
+    """The first few, runs of neighbors joined."""
     starts = [b for a, b in pairwise([-1, *ns]) if b != a + 1]
     ends = [a for a, b in pairwise([*ns, 0]) if b != a + 1]
     text = [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]

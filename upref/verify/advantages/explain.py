@@ -106,7 +106,7 @@ def _answers() -> Iterator[Slip]:
     yield _answer("it is rounded to float16", lambda x, k: torch.tensor(x).half().item())
     yield _answer("it is rounded to bfloat16", lambda x, k: torch.tensor(x).bfloat16().item())
     for ddof in (0, 1):
-        yield Slip("normalised twice: by prompt, then over the batch", "answer", partial(_twice, ddof))
+        yield Slip("normalized twice: by prompt, then over the batch", "answer", partial(_twice, ddof))
     for name in exact.NORMED:
         yield _named("the std divides by G (population)", name, 0, of=(name,))
         yield _named("the std divides by G - 1 (Bessel)", name, 1, of=(name,))

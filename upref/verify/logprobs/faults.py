@@ -149,9 +149,9 @@ KNOWN = (
     Fault("the negative log-likelihood is returned: the sign is flipped", lp=lambda lp, p: -lp),
     Fault("the gradient of the log-probs has its sign flipped", lp=lambda lp, p: as_if(lp, -lp)),
     Fault("probabilities are returned, and not their logarithms", lp=lambda lp, p: lp.exp()),
-    Fault("logits are returned: the normaliser is left out", log_Z=lambda x: 0 * x[..., 0]),
+    Fault("logits are returned: the normalizer is left out", log_Z=lambda x: 0 * x[..., 0]),
     Fault("the log-probs are detached: they have no gradient", lp=lambda lp, p: lp.detach()),
-    Fault("the normaliser is detached: only the sampled token's logit has a gradient",
+    Fault("the normalizer is detached: only the sampled token's logit has a gradient",
           log_Z=lambda x: log_sum(x).detach()),
     Fault("the backward of the log-probs is -p: it lacks the sampled token's own 1",
           picked=lambda x, ids, t: pick(x, ids).detach()),
@@ -188,13 +188,13 @@ KNOWN = (
         p, tokens=p.tokens.to(torch.int16).long() % (p.x if p.weight is None else p.weight.mT).shape[-1])),
     Fault("id 0 is treated as padding: its log-prob is 0", lp=lambda lp, p: lp.masked_fill(p.tokens == 0, 0)),
     Fault("each token has the mean of its row", lp=lambda lp, p: lp.mean(-1, True).expand_as(lp)),
-    Fault("the sampled token is left out of the normaliser", lp=lambda lp, p: lp - (-lp.expm1()).log()),
+    Fault("the sampled token is left out of the normalizer", lp=lambda lp, p: lp - (-lp.expm1()).log()),
     *(Fault(f"labels are smoothed by {eps:g}", picked=smoothed(eps)) for eps in (0.01, 0.05, 0.1, 0.2)),
     *(Fault(f"the log-probs are clamped to at least {at}", lp=at_least(at))
       for at in (-1, -2, -5, -8, -10, -15, -20, -25, -30, -50, -100)),
     Fault("temperatures below 1 are ignored", x=lambda z, t: z / max(t, 1.0)),
     Fault("temperatures above 1 are ignored", x=lambda z, t: z / min(t, 1.0)),
-    Fault("the normaliser leaves out the temperature", x=lambda z, t: z, x_H=torch.div,
+    Fault("the normalizer leaves out the temperature", x=lambda z, t: z, x_H=torch.div,
           picked=lambda x, ids, t: pick(x, ids) / t),
     Fault("the sampled token's logit leaves out the temperature", picked=lambda x, ids, t: pick(x, ids) * t),
     Fault("the bias is not divided by the temperature", y=lambda p: states(
@@ -220,10 +220,10 @@ def in_tiles(p: Problem) -> Iterator[Fault]:
         yield from _columns(V, n)
         yield from _rows(p.tokens.shape, n)
     for k in (k for k in TOP if k < V):
-        yield _normaliser(f"all but the {k} largest logits are left out", largest(k))
+        yield _normalizer(f"all but the {k} largest logits are left out", largest(k))
 
 
-def _normaliser(words: str, change: Callable[[Tensor], Tensor]) -> Fault:
+def _normalizer(words: str, change: Callable[[Tensor], Tensor]) -> Fault:
     return Fault(words, log_Z=lambda x: log_sum(change(x)), H=lambda H, x, lp: entropy(change(x)))
 
 
@@ -231,14 +231,14 @@ def _columns(V: int, n: int) -> Iterator[Fault]:
     whole, padded, last = V // n * n, -(-V // n) * n, (V - 1) // n * n
     if V < padded <= 2 * V + 8 or V < n <= 128:
         padding = lambda x: torch.nn.functional.pad(x, (0, padded - V))
-        yield _normaliser(f"the columns that pad the vocabulary to a multiple of {n} are counted", padding)
+        yield _normalizer(f"the columns that pad the vocabulary to a multiple of {n} are counted", padding)
     missed = lambda ids: (ids % n == n - 1) | (ids == V - 1)
     told = f"each tile of {n} columns" if n < V else "the vocabulary"
     yield Fault(f"the last id of {told} is missed: its logit counts 0",
                 picked=lambda x, ids, t: pick(x, ids).masked_fill(missed(ids), 0))  # fmt: skip
     if not 0 < whole < V:
         return
-    yield _normaliser(f"the last, partial tile of {n} columns is left out", lambda x: x[..., :whole])
+    yield _normalizer(f"the last, partial tile of {n} columns is left out", lambda x: x[..., :whole])
     yield Fault(f"the last, partial tile of {n} columns gets no gradient",
                 x=lambda z, t: torch.cat([z[..., :whole], z[..., whole:].detach()], -1) / t)  # fmt: skip
     yield Fault(f"the hidden states' gradient has the last tile of {n} columns alone",

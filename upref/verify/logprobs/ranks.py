@@ -86,9 +86,9 @@ def _why(found: dict, want: dict, p: Problem, rank: int, ranks: int, worst: Call
     from_own_max = own.amax(-1) + sum(((z - z.amax(-1, True)).exp().sum(-1) for z in parts), 0 * lp).log()
     grads = {k: v for k, v in want.items() if k.startswith("gradient")}
     for words, change in {
-        "log(ranks) is subtracted: every rank's normaliser is counted": {"log-prob": lp - math.log(ranks)},
+        "log(ranks) is subtracted: every rank's normalizer is counted": {"log-prob": lp - math.log(ranks)},
         "log(ranks) is added": {"log-prob": lp + math.log(ranks)},
-        "the normaliser is that of this rank's part alone": {"log-prob": lp + whole - log_sum(own)},
+        "the normalizer is that of this rank's part alone": {"log-prob": lp + whole - log_sum(own)},
         "each rank subtracts its own maximum": {"log-prob": lp + whole - from_own_max},
         "the ids are not shifted by the rank's first id": {"log-prob": unshifted - whole},
         "the gradient is multiplied by the number of ranks: a sum over ranks is differentiated as a sum": {

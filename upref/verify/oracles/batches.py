@@ -125,7 +125,7 @@ ONE_RESPONSE = (
     f"batches of one token, and of one response: {sum(SOME.values())} of the batches below, in which each level "
     "of each axis occurs, and of which most tokens are A = 0 or clipped; in float64 and in float32 in turn"
 )
-OWN = "it is normalised by the {}'s own tokens or responses, not by the mini-batch's"
+OWN = "it divides by the {}'s own tokens or responses, not by the mini-batch's"
 
 
 def _right(case: Case, b: Rollouts) -> Tensor:

@@ -84,7 +84,7 @@ def _runs_below_overflow(case: Case, b: Rollouts) -> bool:
 
 
 def _why(case: Case, b: Rollouts, low: Rollouts, i: int, t: int) -> str:
-    """The one change that makes it right: a nearer ratio, or the same ratio of a likelier token."""
+    """The one change that makes it right: a nearer ratio, or the same ratio of a more likely token."""
     x, A = (b.logp - b.logp_old)[i, t].item(), b.adv[i, t].item()
     dtype = low.logp.dtype
 
