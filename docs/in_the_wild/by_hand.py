@@ -68,7 +68,7 @@ def nikhil(lp, old, A, m, ref):
 
 
 def gameof(lp, old, A, m, ref):
-    """−mean_i mean_t [min(r A, clip(r, 1 ± 0.2) A) − 0.01 k3], after an assertion that r = 1: it stops off policy"""
+    """−mean_i mean_t [min(r A, clip(r, 1 ± 0.2) A) − 0.01 k3], after an assertion that r = 1, which fails off policy"""
     return -responses(clip(lp, old, A) - 0.01 * k3(lp, ref), m)
 
 
@@ -108,7 +108,7 @@ def gspo_kl(lp, old, A, m, ref):
 
 
 def gamendez(lp, old, A, m, ref):
-    """+mean_i Σ_t [min(r A, clip(r A, 0.8, 1.2)) − 0.01 (π/π_ref − log(π/π_ref))]: minimized as it stands"""
+    """+mean_i Σ_t [min(r A, clip(r A, 0.8, 1.2)) − 0.01 (π/π_ref − log(π/π_ref))]: minimized with this sign"""
     x = (lp - old).exp() * A
     q = (lp - ref).exp()
     return sums(torch.minimum(x, x.clamp(0.8, 1.2)) - 0.01 * (q - q.log()), m).mean()
@@ -125,13 +125,13 @@ def robotsail(lp, old, A, m, ref):
 
 
 def tianyi(lp, old, A, m, ref):
-    """−mean_i mean_t [min(r A, clip(r, 1 ± 0.2) A) − 0.04 k3], log r and log π_ref/π cut at ±20"""
+    """−mean_i mean_t [min(r A, clip(r, 1 ± 0.2) A) − 0.04 k3], log r and log π_ref/π clamped to ±20"""
     cut = lambda x: x.clamp(-20, 20)
     return -responses(clip(cut(lp - old), 0 * old, A) - 0.04 * k3(cut(lp - ref), 0 * ref), m)
 
 
 def asimkadav(lp, old, A, m, ref):
-    """−(1/BT) Σ A log π + 0.02 mean_i Σ_t (log π − log π_ref), over padded slots as well: it takes no mask"""
+    """−(1/BT) Σ A log π + 0.02 mean_i Σ_t (log π − log π_ref), padded slots included: it takes no mask"""
     return -(A[:, :1] * lp).mean() + 0.02 * (lp - ref).sum(1).mean()
 
 
@@ -146,7 +146,7 @@ def sandesh(lp, old, A, m, ref):
 
 
 def zhili(lp, old, A, m, ref):
-    """−mean over all tokens of A_t log π_t: [:None] leaves A [B], which runs only where B = T"""
+    """−mean over all tokens of A_t log π_t: [:None] leaves A [B], which runs only if B = T"""
     raise RuntimeError
 
 
@@ -161,7 +161,7 @@ def malice(lp, old, A, m, ref):
 
 
 def malice_soft(lp, old, A, m, ref):
-    """−mean over all tokens of r exp(−|log r|) clip(A, ±5), r cut at e^±30"""
+    """−mean over all tokens of r exp(−|log r|) clip(A, ±5), r clamped to e^±30"""
     d = lp - old
     return -tokens((d.clamp(-30, 30) - d.abs()).exp() * A.clamp(-5, 5), m)
 
@@ -203,7 +203,7 @@ def joecummings_completion(lp, old, A, m, ref):
 
 
 def bary(lp, old, A, m, ref):
-    """−(1/BT) Σ min(r A_t, clip(r, 1 ± 0.2) A_t) + ...: A [B] is laid over the tokens, which runs only where B = T"""
+    """−(1/BT) Σ min(r A_t, clip(r, 1 ± 0.2) A_t) + ...: A [B] broadcasts over the tokens, which runs only if B = T"""
     raise RuntimeError
 
 

@@ -79,7 +79,7 @@ def verdict(x: dict, found: dict) -> str:
 
 
 def named(found: dict) -> str:
-    return found["identify"] or "refused, as before"
+    return found["identify"] or "refused"
 
 
 def tally() -> str:
@@ -91,8 +91,9 @@ def tally() -> str:
     repos = len({x["repo"] for x in losses.values()})
     cpu = sorted(r["cpu"] for r in rows)
     return (
-        f"{len(rows)} losses of {repos} repositories: {agree} are what they say, {len(rows) - agree - refused} are "
-        f"not, {refused} were refused. The check by hand agrees with {told} of {len(rows)} verdicts. A wrapper takes "
-        f"{lines[len(lines) // 2]} lines (median), at most {lines[-1]}. Both questions and the check by hand take "
-        f"{cpu[len(cpu) // 2]:g} CPU seconds a loss (median), at most {cpu[-1]:g}; {every['machine']}; shared machine."
+        f"There are {len(rows)} losses from {repos} repositories: {agree} are the objective that they name, "
+        f"{len(rows) - agree - refused} are not, and {refused} were refused. The check by hand agrees with {told} of "
+        f"{len(rows)} verdicts. A wrapper takes {lines[len(lines) // 2]} lines (median), at most {lines[-1]}. `check`, "
+        f"`identify` and the check by hand take {cpu[len(cpu) // 2]:g} CPU seconds per loss (median), at most "
+        f"{cpu[-1]:g}, on a shared machine with {every['machine']}."
     )

@@ -41,7 +41,7 @@ PLAIN = {
     r"\b(?:colou|behaviou|neighbou)rs?\b": "-or",
     r"\bthe more so\b|\bof its own accord\b|\bas the case may be\b": "plain words",
 }
-GENERATED = ("in-the-wild.md", "claims.md")  # quotations, and records with dates
+GENERATED = ("claims.md",)  # quotations, and records with dates
 
 
 def pages():

@@ -218,11 +218,11 @@ SUMMED = "the product of the response's ratios replaces the token's: one term fo
 TWO = {
     product_and_kl: ("grpo", {"eps": 0.25, "beta": 0.04}, SUMMED),
     kl_by_tokens: ("grpo", {"eps": 0.2, "beta": 0.04},
-                   "the KL term is aggregated otherwise than the rest: token-mean"),
+                   "the KL term has another aggregation than the rest: token-mean"),
     reinforce_and_k1: ("grpo", {"eps": 0.2, "beta": 0.04},
-                       f"two slips together: {OLD}; and the KL term is of another estimator: k1, not k3"),
+                       f"two faults together: {OLD}; and the KL term is of another estimator: k1, not k3"),
     maximum_and_k3: ("dapo", {},
-                     "two slips together: the maximum is taken where the minimum belongs; and a KL term is subtracted "
+                     "two faults together: the maximum is taken where the minimum belongs; and a KL term is subtracted "
                      "that dapo does not have: 0.01 k3"),
 }  # fmt: skip
 

@@ -96,12 +96,12 @@ def _two(case: Case, b: Rollouts, found: Tensor, use: Tensor, bounds: list[float
             def both(b: Rollouts, slip: Slip = slip, term: Slip = term) -> Tensor:
                 return slip.weights(o, plain, b) + part(term, b)
 
-            return Slip(f"two slips together: {slip.words}; and {term.words}", slip.kind, weigh=both)
+            return Slip(f"two faults together: {slip.words}; and {term.words}", slip.kind, weigh=both)
     return None
 
 
 def _kl_aggregated(case: Case) -> Iterator[Slip]:
-    """The KL term aggregated otherwise than the rest."""
+    """The KL term with another aggregation than the rest."""
     o, beta = case.o, case.hp.get("beta") or 0.0
     for name in FACTORS if beta else ():
         if name != case.agg:
@@ -111,7 +111,7 @@ def _kl_aggregated(case: Case) -> Iterator[Slip]:
                 return w - beta * kl_slope(o.kl, b) * (case.factors(b, name) / case.factors(b))
 
             yield Slip(
-                f"the KL term is aggregated otherwise than the rest: {name}", "term", weigh=otherwise, whole=True
+                f"the KL term has another aggregation than the rest: {name}", "term", weigh=otherwise, whole=True
             )
 
 
