@@ -169,7 +169,7 @@ class Objective:
         return self.J(*batch, lp_sampler=b.logp_sampler, **hp)
 
     def loss(self, b: Rollouts, **hp: Any) -> Float[Tensor, ""]:
-        """-J, to be minimised."""
+        """-J, to be minimized."""
         return -self(b, **hp)
 
     def J(
