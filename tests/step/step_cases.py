@@ -23,8 +23,8 @@ SMALL = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_laye
 
 
 # ---- models ----
-def qwen():
-    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SMALL, num_key_value_heads=2))
+def qwen(**more):
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SMALL, num_key_value_heads=2, **more))
 
 
 def gpt2(drop=0.0):
@@ -222,20 +222,24 @@ def packing_positions(model, rows):
     term(log_probs(model(b.ids, allowed=b.same), b.ids), b).backward()
 
 
-@bug("packed rows attend to their own later tokens", "", Own)
+@bug("packed rows attend to their own later tokens", "tokens attend to later tokens of their row", Own)
 def packing_not_causal(model, rows):
     b = pack(rows)
     h = model.hidden(b.ids, b.same, b.pos, causal=False)
     term(log_probs(model.head(h), b.ids), b).backward()
 
 
-@bug("document ids of two packs collide: 0 1 2 | 0 1 2 3 4", "", Own)
+@bug(
+    "document ids of two packs collide: 0 1 2 | 0 1 2 3 4",
+    "the ids of rows start again after 3 rows of a pack, once",
+    Own,
+)
 def packing_bins(model, rows):
     b, doc = pack(rows), torch.cat([pack(rows[:3]).doc, pack(rows[3:]).doc], 1)
     term(log_probs(model(b.ids, doc[:, :, None] == doc[:, None, :], b.pos), b.ids), b).backward()
 
 
-@bug("the attention mask is added as 0 and 1", "", Own)
+@bug("the attention mask is added as 0 and 1", "attention mask is added to the scores as 0 and 1", Own)
 def additive_mask(model, rows):
     b = collate(rows, "left")
     S = b.ids.shape[1]
@@ -322,7 +326,7 @@ def reentrant_checkpoint(model, rows):
     term(log_probs(model.head(h), b.ids), b).backward()
 
 
-@bug("sequence shards shift their own labels: the token at each border is lost", "tokens that should train do not", Own)
+@bug("sequence shards shift their own labels: the token at each border is lost", "tokens at place 8 of each row", Own)
 def shards_lose_border(model, rows):
     b = collate(rows, multiple=2)
     half = b.ids.shape[1] // 2
@@ -330,7 +334,7 @@ def shards_lose_border(model, rows):
     term(log_probs(model(b.ids), b.ids), b, tokens(rows)).backward()
 
 
-@bug("rows are cut at a maximum length", "tokens that should train do not", qwen)
+@bug("rows are cut at a maximum length", "tokens behind the first 11 of a row", qwen)
 def truncated(model, rows):
     b, limit = collate(rows), max(len(r.ids) for r in rows) - 3
     b = Batch(**{k: x[:, :limit] for k, x in vars(b).items()})
@@ -388,6 +392,31 @@ def padding_trains(model, rows):
     term(lp, b, tokens(rows), surrogate(lp, old, A), b.mask + 1 - b.attn).backward()
 
 
+@bug(
+    "the end of a sequence never trains: pad is eos",
+    "tokens that equal 2 do not train",
+    functools.partial(qwen, eos_token_id=2),
+)
+def eos_is_pad(model, rows):
+    eos = rows[1].response[-1]
+    b = collate(rows, pad=eos)
+    term(log_probs(hf(model, b), b.ids), b, tokens(rows), mask=b.mask * (b.ids != eos)).backward()
+
+
+@bug("logits_to_keep takes the last columns, where short rows have padding", "last columns are taken for the response",
+     qwen)  # fmt: skip
+def kept(model, rows):
+    """The last T columns are scored, T the longest response; arrays start with the response."""
+    for part in parts(rows, 4):
+        b = collate(part)
+        n = max(len(r.response) for r in part)
+        z = model(b.ids, attention_mask=b.attn, position_ids=b.pos.long(), logits_to_keep=n + 1).logits[:, :-1]
+        lp = (z / T).log_softmax(-1).gather(-1, b.ids[:, -n:, None])[..., 0]
+        old, m = (torch.tensor([[*x, *[0] * (n - len(x))] for x in of]) for of in
+                  ([r.old for r in part], [r.trains for r in part]))  # fmt: skip
+        (-(surrogate(lp, old, torch.tensor([[r.adv] for r in part])) * m).sum() / tokens(rows)).backward()
+
+
 # ---- denominators and accumulation ----
 def in_parts(model, rows, size=3, divide=None, after=lambda model: None, keep=lambda parts: parts):
     """Micro-batches; divide: their denominators from (batch, rows of the part), else all tokens."""
@@ -425,6 +454,21 @@ bug("gradients are clipped by value", "each entry of the gradient is clipped to 
 bug("micro-batches are weighted by all their tokens", "weighted by its tokens, prompts included", Own)(
     lambda model, rows: in_parts(
         model, rows, 4, lambda b, part: b.mask.sum() * sum(len(r.ids) for r in rows) / b.attn.sum()))  # fmt: skip
+
+
+@bug(
+    "gradients are divided by the tokens of the last micro-batch",
+    "divided by 10: the tokens of the last micro-batch, of 2 responses",
+    Own,
+)
+def last_normalizer(model, rows):
+    in_parts(model, rows, divide=lambda b, part: 1)
+    for p in model.parameters():
+        p.grad /= tokens(parts(rows, 3)[-1])
+
+
+bug("the sum is divided by the number of rows and a fixed length", "divided by 128: 8 responses x 16", Own)(
+    lambda model, rows: in_parts(model, rows, divide=lambda b, part: 16 * len(rows)))  # fmt: skip
 
 
 @bug("the mean is taken per response, then over responses", "aggregated by seq-mean-token-mean", qwen)
@@ -486,7 +530,22 @@ bug("a z-loss that is not declared", "the coefficient of the z-loss is 0.01", Ow
     of(lambda lp, old, A, ref, b, z: surrogate(lp, old, A) - 0.01 * z.logsumexp(-1) ** 2))  # fmt: skip
 
 
-@bug("rows are sorted by length, their advantages are not", "sorted by length, and their advantages are not", qwen)
+bug("the log-ratio is clamped to 0.3", "log r above 0.3", Own)(
+    of(lambda lp, old, A, *_: surrogate((lp - old).clamp(-0.3, 0.3), 0, A)))  # fmt: skip
+for words, at_rollout in {"now": False, "at the rollout": True}.items():
+    bug(f"the KL estimate {words} is subtracted from the advantage", "folded into the advantage", qwen, beta=0.1)(
+        of(lambda lp, old, A, ref, *_, at_rollout=at_rollout: surrogate(
+            lp, old, A - 0.1 * ((old if at_rollout else lp.detach()) - ref)), "left"))  # fmt: skip
+for side in ("left", "right"):
+    bug(f"the old log-probabilities are the next row's, padded {side}", "probabilities are those of row i + 1", qwen)(
+        of(lambda lp, old, A, *_: surrogate(lp, old.roll(-1, 0), A), side))  # fmt: skip
+
+
+@bug(
+    "rows are sorted by length, their advantages are not",
+    "the advantages are those of another row: responses are sorted by length",
+    qwen,
+)
 def advantages_not_sorted(model, rows):
     A = torch.tensor([[r.adv] for r in rows])
     with_loss(model, sorted(rows, key=lambda r: len(r.response)), lambda lp, old, *_: surrogate(lp, old, A), "left")
@@ -528,6 +587,8 @@ def means(model, rows, length):
 
 bug("GRPO: a token mean", "aggregated by token-mean", Own, objective="grpo")(
     lambda model, rows: means(model, rows, lambda b: b.mask.sum() / len(rows)))  # fmt: skip
+bug("GRPO: divided by a fixed length", "divided by 192: 8 responses x 24", Own, objective="grpo")(
+    lambda model, rows: means(model, rows, lambda b: 24))  # fmt: skip
 bug("GRPO: divided by the length with holes", "the normalizer counts masked tokens", Own, objective="grpo")(
     lambda model, rows: means(model, rows, lambda b: b.resp.sum(1)))  # fmt: skip
 

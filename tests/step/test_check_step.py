@@ -14,8 +14,9 @@ from upref.step import Functions, Row, TorchModel, check_recorded, check_step, r
 from upref.step.case import built, meant
 from upref.step.families import tiny
 from upref.step.forward import Forward
-from upref.step.forwards import quick, tried
+from upref.step.forwards import tried
 from upref.step.rows import made
+from upref.step.scores import quick
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ forward.py    the gradient that the step should have
 record.py     the gradients that any torch trainer hands to its optimizer
 weights.py    the weight of every token, read off a gradient
 causes.py     the fault that makes these weights
-forwards.py   forward passes with one fault each
-scores.py     log-probabilities made of the right logits in a wrong way
+forwards.py   what is fed otherwise, attended to otherwise, or left out of the configuration
+scores.py     log-probabilities made of the right hidden states in a wrong way
 diagnose.py   why a gradient differs
 changed.py    clips and weight decay on the way to the optimizer
 check.py      check_step, check_recorded

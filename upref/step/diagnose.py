@@ -9,18 +9,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from upref.step.causes import Tokens, named, observed
+from upref.step.causes import named
 from upref.step.changed import changed
 from upref.step.forward import SPAN, Forward, added, expected, least, near, norm
-from upref.step.forwards import others, quick, tried
+from upref.step.forwards import others, tried
 from upref.step.goal import Goal
 from upref.step.reference import Gradient
 from upref.step.rows import Padded
+from upref.step.scores import quick
 from upref.step.shares import factor_words
 from upref.step.terms import Terms
-from upref.step.weights import Reading, read
+from upref.step.weights import Reading, Tokens, observed, read
 from upref.verify.report import Finding, fail
 
+AFTER = 16  # tokens behind a row that may train
 READ = 2  # forward passes whose token weights are read where one factor a response does not suffice
 
 
@@ -145,7 +147,7 @@ def _explained(goal, forward, b, rows, want, found, wrong, right, bound) -> list
         if its.residual <= span:
             return _said(goal, one, b, its, terms, bound, words)
     for z in _beyond(forward) if any(forward.after) else []:
-        long = Forward(forward.model, [replace(r, response=r.response + x) for r, x in
+        long = Forward(forward.model, [replace(r, response=r.response + x[:AFTER]) for r, x in
                                        zip(forward.rows, forward.after, strict=True)], goal.temperature, z)  # fmt: skip
         its = read(long, plain.without_bonus(g), [*want])
         if its.residual <= span:
@@ -185,7 +187,7 @@ def _term_by_row(goal: Goal, forward: Forward, b: Padded, plain: Terms, g: Gradi
 
 def _beyond(forward: Forward) -> Iterator[list[Tensor]]:
     """Logits of the rows with the padding, or the row, that was fed behind them."""
-    each = [*zip(forward.rows, forward.after, strict=True)]
+    each = [(r, x[:AFTER]) for r, x in zip(forward.rows, forward.after, strict=True)]
     yield [forward.model.logits(r.ids + x) for r, x in each]
     with suppress(TypeError, ValueError, RuntimeError, IndexError, NotImplementedError):
         seen = [torch.tensor([[1] * len(r.ids) + [0] * len(x)]) for r, x in each]

@@ -18,7 +18,6 @@ from upref.step.goal import Goal
 from upref.step.reference import Gradient, Model
 from upref.step.rows import Padded, Row, found_in
 
-AFTER = 16
 SPAN = 5e-5  # a gradient in float32 is one of these log-probabilities if they leave no more of it
 
 
@@ -36,12 +35,13 @@ class Forward:
     z: list[Tensor] = field(default_factory=list)  # [S, V], attached; S may count tokens in front of the row's own
     shift: int = 1  # how far the logits stand before the token that they predict
     score: Callable[[Tensor, Tensor, float], Tensor] | None = None  # logits, labels, temperature -> log-probabilities
-    ahead: int = 0  # how far the labels stand behind the tokens that they should be
+    ids: list[list[int]] = field(default_factory=list)  # that the logits are of
     before: list[list[int]] = field(default_factory=list)  # what was fed in front of each row, if known
-    after: list[list[int]] = field(default_factory=list)  # and what behind it, the first AFTER tokens
+    after: list[list[int]] = field(default_factory=list)  # and what behind it
 
     def __post_init__(self):
-        self.z = self.z or [self.model.logits(r.ids) for r in self.rows]
+        self.ids = self.ids or [r.ids for r in self.rows]
+        self.z = self.z or [self.model.logits(ids) for ids in self.ids]
         self.leaves = [z.detach().clone().requires_grad_() for z in self.z]
 
     def see(self, fed: Sequence[list[int]]) -> None:
@@ -49,7 +49,7 @@ class Forward:
         both = [(p, r) for r in self.rows if (p := found_in(fed, r))]
         if len(both) == len(self.rows):
             self.before = [fed[n][:at] for (n, at), _ in both]
-            self.after = [fed[n][at + len(r.ids) :][:AFTER] for (n, at), r in both]
+            self.after = [fed[n][at + len(r.ids) :] for (n, at), r in both]
 
     def logits(self, i: int, first: int) -> Tensor:
         """[n, V]: those that predict row i's tokens from `first` on."""
@@ -59,9 +59,8 @@ class Forward:
 
     def scored(self, i: int, first: int) -> Tensor:
         """Log-probabilities of row i's tokens from `first` on."""
-        z, ids = self.logits(i, first), self.rows[i].ids + [0] * self.ahead
-        y = torch.tensor(ids[first + self.ahead :])
-        return (self.score or log_prob)(z, y, self.temperature)
+        y = torch.tensor(self.rows[i].ids[first:])
+        return (self.score or log_prob)(self.logits(i, first), y, self.temperature)
 
     def statistics(self, goal: Goal | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """lp, entropy and squared log-normalizer of every response token, [B, T], functions of the leaves."""
@@ -91,8 +90,8 @@ class Forward:
             dz = torch.autograd.grad(loss, self.leaves, allow_unused=True, retain_graph=True)
         none = {n: torch.zeros((), dtype=torch.float64) for n in self.model.names}
         return [
-            none if d is None or not d.any() else self.model.pull(z, d, r.ids)
-            for z, d, r in zip(self.z, dz, self.rows, strict=True)
+            none if d is None or not d.any() else self.model.pull(z, d, ids)
+            for z, d, ids in zip(self.z, dz, self.ids, strict=True)
         ]
 
 

@@ -6,116 +6,75 @@ Each is put into the reference, and named only where the gradient that was found
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from upref.errors import InputError
 from upref.step.forward import Forward
-from upref.step.reference import Model, TorchModel, in_float64
+from upref.step.reference import TorchModel
 from upref.step.rows import Row, found_in
-from upref.step.scores import scores
+from upref.step.scores import Variant, again, fronted, heads
 
 BATCHES = (8, 4, 2)  # responses of a micro-batch that are tried where a fault depends on it
-Variant = tuple[str, Callable[[], Forward]]
-
-
-def quick(right: Forward) -> Iterator[Variant]:
-    """Those that read the same logits otherwise: words, and the forward pass."""
-    T, z = right.temperature, right.z
-
-    def other(temperature: float, shift: int = 1) -> Forward:
-        return Forward(right.model, right.rows, temperature, z, shift)
-
-    temperatures = {"the temperature is left out (it is 1)": 1.0, "the temperature is applied twice": T * T,
-                    "logits are multiplied by the temperature, not divided": 1 / T}  # fmt: skip
-    for words, t in temperatures.items():
-        if t != T:
-            yield words, partial(other, t)
-    yield "labels are not shifted: logits are read at the token that they should predict", lambda: other(T, 0)
-    yield "labels are shifted twice", lambda: other(T, 2)
-    yield "labels stand one token too late", lambda: Forward(right.model, right.rows, T, z, ahead=1)
-    for words, score in scores(right.model.vocabulary):
-        yield words, partial(Forward, right.model, right.rows, T, z, 1, score)
-    if isinstance(model := right.model, TorchModel):
-        yield "prompts are run without a gradient", lambda: again(right, [_cached(model, r) for r in right.rows])
 
 
 def others(right: Forward) -> Iterator[Variant]:
     """Those that compute other logits."""
-    model = right.model
-    if isinstance(model, TorchModel):
-        yield from _heads(model, right)
+    if isinstance(model := right.model, TorchModel):
+        yield from heads(model, right)
         yield from _inputs(model, right)
         yield from _configured(model, right)
-
-
-def again(right: Forward, z: list[Tensor], model: Model | None = None) -> Forward:
-    return Forward(model or right.model, right.rows, right.temperature, z)
+        yield from _attention(model, right)
 
 
 # ---- what is fed -----------------------------------------------------------------------------------------------------
+def _fronts(right: Forward) -> list[list[list[int]]]:
+    """What stood in front of each row: as it was fed, else guesses, padding and packs of micro-batches."""
+    rows, out = right.rows, [right.before] if any(right.before) else []
+    for m in BATCHES * (not out):
+        parts = [rows[i - i % m : i - i % m + m] for i in range(len(rows))]
+        for pad in dict.fromkeys((right.model.end or 0, 0)):
+            out.append([[pad] * (max(len(q.ids) for q in x) - len(r.ids)) for x, r in zip(parts, rows, strict=True)])
+            out.append(
+                [[pad] * (max(len(q.prompt) for q in x) - len(r.prompt)) for x, r in zip(parts, rows, strict=True)]
+            )
+        out.append([[t for q in rows[i - i % m : i] for t in q.ids] for i in range(len(rows))])
+    return [x for i, x in enumerate(out) if any(x) and x not in out[:i]]
+
+
 def _inputs(model: TorchModel, right: Forward) -> Iterator[Variant]:
-    rows, end = right.rows, 0 if model.end is None else model.end
+    rows, end = right.rows, model.end or 0
     n, p = [len(r.ids) for r in rows], [len(r.prompt) for r in rows]
 
-    def fed(words: str, each: Callable[[int, Row], Tensor]) -> Variant:
-        return words, lambda: again(right, [each(i, r) for i, r in enumerate(rows)])
+    def fed(words: str, each: Callable[..., Tensor], *more: Any) -> Variant:
+        return words, lambda: again(right, [each(i, r, *more) for i, r in enumerate(rows)])
 
-    def padded(pads: list[int], what: str) -> Iterator[Variant]:
-        for pad in dict.fromkeys((end, 0)):
-            words = f"no attention mask: the padding left of the {what} is attended to"
-            yield fed(words, lambda i, r, pad=pad: model.logits([pad] * pads[i] + r.ids))  # type: ignore[misc]
-        words = f"positions count the padding left of the {what}"
-        yield fed(words, lambda i, r: model.logits(r.ids, position_ids=_from(pads[i], r)))
+    def cut(words: str, first: Callable[..., int], *more: Any) -> Variant:
+        return fed(words, lambda i, r: fronted(model.logits(r.ids[(k := first(r, *more)) :]), k))
 
-    def packed(m: int) -> Iterator[Variant]:
-        before = [[t for q in rows[i - i % m : i] for t in q.ids] for i in range(len(rows))]
-        leak = "rows of a pack attend to the rows before them"
-        yield fed(leak, lambda i, r: model.logits(before[i] + r.ids))
-        own = lambda i: torch.cat([torch.arange(k) for k in n[i - i % m : i + 1]])[None]
-        yield fed(f"{leak}, with positions of their own",
-                  lambda i, r: model.logits(before[i] + r.ids, position_ids=own(i)))  # fmt: skip
-        yield fed("positions go on from one row of a pack to the next",
-                  lambda i, r: model.logits(r.ids, position_ids=_from(len(before[i]), r)))  # fmt: skip
-
-    def masked(value: int) -> Iterator[Variant]:
-        seen = lambda r: (torch.tensor(r.ids) != value).long()[None]
-        yield fed(f"the attention mask is made of token values: it cuts out tokens that equal {value}",
-                  lambda i, r: model.logits(r.ids, attention_mask=seen(r)))  # fmt: skip
-        yield fed(f"the attention mask and the positions are made of token values ({value} is taken for padding)",
-                  lambda i, r: model.logits(r.ids, attention_mask=seen(r),
-                                            position_ids=(seen(r).cumsum(1) - 1).clamp(min=0)))  # fmt: skip
-
-    def cut(words: str, first: Callable[[Row], int]) -> Variant:
-        return fed(words, lambda i, r: _front(model.logits(r.ids[first(r) :]), first(r)))
-
-    for value in dict.fromkeys((end, 0, *(x[0] for x in right.before + right.after if x))):
-        if any(value in r.ids[:-1] for r in rows):
-            yield from masked(value)
-    if any(right.before):  # the trainer's own, else guesses
-        front = right.before
-        same = {tuple(x) for x in front}
-        what = f"{len(front[0])} more token is put before each prompt" if len(same) == 1 and len(front[0]) == 1 else \
+    at = lambda r, v: (torch.tensor(r.ids) != v).long()[None]
+    for v in dict.fromkeys((end, 0, *(x[0] for x in right.before + right.after if x))):
+        if any(v in r.ids[:-1] for r in rows):
+            yield fed(f"the attention mask is made of token values: it cuts out tokens that equal {v}",
+                      lambda i, r, v: model.logits(r.ids, attention_mask=at(r, v)), v)  # fmt: skip
+            yield fed(f"the attention mask and the positions are made of token values ({v} is taken for padding)",
+                      lambda i, r, v: model.logits(r.ids, attention_mask=(m := at(r, v)),
+                                                   position_ids=(m.cumsum(1) - 1).clamp(min=0)), v)  # fmt: skip
+    state = "the state of recurrent layers runs on from row to row"
+    state = state if hasattr(model.net, "config") else "they attend to the rows before them"
+    for front in _fronts(right):
+        what = "1 more token is put before each prompt" if {*map(tuple, front)} == {tuple(front[0][:1])} else \
             "what precedes a row is attended to: padding without a mask, or rows of its pack"  # fmt: skip
-        yield fed(what, lambda i, r: model.logits(front[i] + r.ids))
-        state = "the state of recurrent layers runs on from row to row"
-        state = state if hasattr(model.net, "config") else "they attend to the rows before them"
+        yield fed(what, lambda i, r, x: model.logits(x[i] + r.ids), front)
         yield fed(f"rows of a pack are not apart: {state}",
-                  lambda i, r: model.logits(front[i] + r.ids, position_ids=_restarted(front[i], r, rows)))  # fmt: skip
+                  lambda i, r, x: model.logits(x[i] + r.ids, position_ids=_restarted(x[i], r, rows)),
+                  front)  # fmt: skip
         yield fed("positions count what precedes a row: padding, or rows of its pack",
-                  lambda i, r: model.logits(r.ids, position_ids=_from(len(front[i]), r)))  # fmt: skip
-    seen: set[tuple[int, ...]] = {(0,) * len(rows)}
-    for m in BATCHES * (not right.before):
-        for what, k in {"sequences": n, "prompts": p}.items():
-            pads = [max(k[i - i % m : i - i % m + m]) - k[i] for i in range(len(rows))]
-            if tuple(pads) not in seen:
-                seen.add(tuple(pads))
-                yield from padded(pads, what)
-        yield from packed(m)
+                  lambda i, r, x: model.logits(r.ids, position_ids=_from(len(x[i]), r)), front)  # fmt: skip
     yield fed("the mask of the loss stands for the attention mask: masked tokens are not attended to",
               lambda i, r: model.logits(r.ids, attention_mask=torch.tensor([[1] * p[i] + [int(t) for t in r.trains]]),
                                         position_ids=_from(0, r)))  # fmt: skip
@@ -127,83 +86,88 @@ def _inputs(model: TorchModel, right: Forward) -> Iterator[Variant]:
     yield cut("the first token of each prompt is missing", lambda r: min(1, len(r.prompt) - 1))
     yield fed("a token is put before each prompt", lambda i, r: model.logits([end, *r.ids]))
     for keep in (2, 3, 4):
-        yield cut(f"prompts are cut to their last {keep} tokens", lambda r, keep=keep: max(len(r.prompt) - keep, 0))  # type: ignore[misc]
+        yield cut(f"prompts are cut to their last {keep} tokens", lambda r, k: max(len(r.prompt) - k, 0), keep)
     yield cut("responses are scored without their prompts", lambda r: len(r.prompt) - 1)
 
 
-def _cached(model: TorchModel, r: Row) -> Tensor:
-    """The logits with a prefix cache that has no gradient."""
-    *first, last = r.prompt
-    if not first:
-        return model.logits(r.ids)
-    with in_float64(), torch.no_grad():
-        past = model.net(torch.tensor([first]), use_cache=True).past_key_values
-    return _front(model.logits([last, *r.response], past_key_values=past, use_cache=True), len(first))
+# ---- who attends to whom ---------------------------------------------------------------------------------------------
+class Attending(TorchFunctionMode):
+    """What is added to the attention scores, [S, S], in place of a model's own masks."""
+
+    def __init__(self, bias: Tensor):
+        super().__init__()
+        self.bias = bias
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        its = dict(kwargs or {})
+        if func is F.multi_head_attention_forward:
+            its |= {"attn_mask": self.bias, "is_causal": False}
+        elif func is F.scaled_dot_product_attention and args[0].shape[-2] == len(self.bias):
+            args, its = args[:3], its | {"attn_mask": self.bias, "is_causal": False}
+        return func(*args, **its)
 
 
-def _front(z: Tensor, n: int) -> Tensor:
-    return torch.cat([z[:1].detach().expand(n, -1), z])
+def _attention(model: TorchModel, right: Forward) -> Iterator[Variant]:
+    def attending(words: str, each: Callable[[int, Row], tuple[list[int], Tensor, Tensor]]) -> Variant:
+        def one(i: int, r: Row) -> Tensor:
+            ids, bias, positions = each(i, r)
+            bias = bias.double()
+            own = {"attention_mask": bias[None, None]} if model.masked else {}
+            with Attending(bias):
+                try:
+                    return model.logits(ids, position_ids=positions, **own)
+                except TypeError:  # its forward takes no positions
+                    return model.logits(ids, **own)
+
+        return words, lambda: again(right, [one(i, r) for i, r in enumerate(right.rows)])
+
+    causal = lambda n: torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)
+    yield attending("tokens attend to later tokens of their row",
+                    lambda i, r: (r.ids, 0 * causal(len(r.ids)).nan_to_num(), _from(0, r)))  # fmt: skip
+    for front in _fronts(right):
+        owner = [_owners(x, right.rows) for x in front]
+        if all(k < 0 for x in owner for k in x):
+
+            def added(i: int, r: Row, front: list = front) -> tuple[list[int], Tensor, Tensor]:
+                ids = front[i] + r.ids
+                there = (torch.arange(len(ids)) >= len(front[i])).double()
+                return ids, causal(len(ids)) + there, (there.cumsum(0).long() - 1).clamp(min=0)[None]
+
+            yield attending("the attention mask is added to the scores as 0 and 1", added)
+            continue
+        for m in range(1, max(max(x, default=0) for x in owner) + 2):
+            for once, document in {", once": lambda k, m=m: k - m * (k >= m), "": lambda k, m=m: k % m}.items():
+
+                def same(i: int, r: Row, front=front, owner=owner, document=document) -> tuple:
+                    ids = front[i] + r.ids
+                    whose = owner[i] + [max(owner[i], default=-1) + 1] * len(r.ids)
+                    of = torch.tensor([document(k) for k in whose])
+                    apart = torch.where(of[:, None] == of, 0.0, -torch.inf)
+                    return ids, causal(len(ids)) + apart, _restarted(front[i], r, right.rows)
+
+                words = f"the ids of rows start again after {m} rows of a pack{once}: rows with one id are not apart"
+                yield attending(words, same)
+
+
+def _owners(front: list[int], rows: Sequence[Row]) -> list[int]:
+    """Which row of its pack each token belongs to, from 0 on; -1: to none."""
+    there = sorted((place[1], len(q.ids)) for q in rows if (place := found_in([front], q)))
+    out = [-1] * len(front)
+    for k, (at, n) in enumerate(there):
+        out[at : at + n] = [k] * n
+    return out
 
 
 def _restarted(front: list[int], r: Row, rows: Sequence[Row]) -> Tensor:
     """Positions that start anew with every row that stands in front."""
-    positions = list(range(len(front))) + list(range(len(r.ids)))
-    for q in rows:
-        if place := found_in([front], q):
-            positions[place[1] : place[1] + len(q.ids)] = range(len(q.ids))
-    return torch.tensor([positions])
+    whose = [*_owners(front, rows), len(rows)]
+    first = [whose.index(k) for k in whose]
+    positions = [i if k < 0 else i - at for i, (k, at) in enumerate(zip(whose, first, strict=True))][:-1]
+    return torch.tensor([positions + list(range(len(r.ids)))])
 
 
 def _from(start: int, r: Row) -> Tensor:
     return torch.arange(start, start + len(r.ids))[None]
-
-
-# ---- the head --------------------------------------------------------------------------------------------------------
-def _heads(model: TorchModel, right: Forward) -> Iterator[Variant]:
-    net, size = model.net, model.vocabulary
-    linear = [m for m in net.modules() if isinstance(m, torch.nn.Linear) and m.out_features == size]
-    head: Any = net.get_output_embeddings() if hasattr(net, "get_output_embeddings") else next(iter(linear), None)
-    if head is None:
-        return
-    raw: list[Tensor] = []
-    with _hook(head, lambda m, args, out: raw.append(out)):
-        z = model.logits(right.rows[0].ids)
-    if raw and raw[0][0].shape == z.shape and not torch.allclose(raw[0][0], z, rtol=1e-9, atol=1e-12):
-
-        def straight() -> Forward:
-            out: list[Tensor] = []
-            for r in right.rows:
-                kept: list[Tensor] = []
-                with _hook(head, lambda m, args, y, kept=kept: kept.append(y)):
-                    model.logits(r.ids)
-                out.append(kept[0][0])
-            return again(right, out)
-
-        yield "the head's raw output is taken: the model's logit scale or softcap is left out", straight
-        config: Any = getattr(model.net, "config", None)
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        if c := getattr(config, "final_logit_softcapping", None):
-            yield (
-                "the final softcap is x tanh(x / c), not c tanh(x / c)",
-                lambda: again(right, [(x := z) * torch.tanh(x / c) for z in straight().z]),
-            )
-    if getattr(head, "bias", None) is not None:
-        minus = lambda m, args, y: y - m.bias
-
-        def without() -> Forward:
-            with _hook(head, minus):
-                return again(right, [model.logits(r.ids) for r in right.rows])
-
-        yield "the head's bias is left out", without
-
-
-@contextmanager
-def _hook(module: torch.nn.Module, f: Callable):
-    handle = module.register_forward_hook(lambda m, args, out: f(m, args, out))
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 # ---- the configuration -----------------------------------------------------------------------------------------------

@@ -1,13 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities made of the right logits in a wrong way: temperature, normalizer, label smoothing."""
+"""Log-probabilities made of the right hidden states in a wrong way: head, temperature, labels, columns, normalizer."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from upref.step.forward import log_prob
+from upref.step.forward import Forward, log_prob
+from upref.step.reference import Model, TorchModel, in_float64
+from upref.step.rows import Row
+
+Variant = tuple[str, Callable[[], Forward]]
+
+
+def quick(right: Forward) -> Iterator[Variant]:
+    """Words, and the forward pass that has the fault."""
+    T, z, rows = right.temperature, right.z, right.rows
+    made = lambda t=T, rows=rows, **how: lambda: Forward(right.model, rows, t, z, ids=right.ids, **how)
+    temperatures = {"the temperature is left out (it is 1)": 1.0, "the temperature is applied twice": T * T,
+                    "logits are multiplied by the temperature, not divided": 1 / T}  # fmt: skip
+    for words, t in temperatures.items():
+        if t != T:
+            yield words, made(t)
+    yield "labels are not shifted: logits are read at the token that they should predict", made(shift=0)
+    yield "labels are shifted twice", made(shift=2)
+    next_ = [replace(r, prompt=r.prompt[1:] + r.response[:1], response=[*r.response[1:], 0]) for r in rows]
+    yield "labels stand one token too late", made(rows=next_)
+    for words, score in scores(right.model.vocabulary):
+        yield words, made(score=score)
+    if isinstance(model := right.model, TorchModel):
+        cached = lambda: Forward(model, rows, T, [_cached(model, r) for r in rows])
+        yield "prompts are run without a gradient", cached
+    yield from _columns(right)
+
+
+def again(right: Forward, z: list[Tensor], model: Model | None = None) -> Forward:
+    return Forward(model or right.model, right.rows, right.temperature, z)
+
+
+def fronted(z: Tensor, n: int) -> Tensor:
+    return torch.cat([z[:1].detach().expand(n, -1), z])
+
+
+def _cached(model: TorchModel, r: Row) -> Tensor:
+    """The logits with a prefix cache that has no gradient."""
+    *first, last = r.prompt
+    if not first:
+        return model.logits(r.ids)
+    with in_float64(), torch.no_grad():
+        past = model.net(torch.tensor([first]), use_cache=True).past_key_values
+    return fronted(model.logits([last, *r.response], past_key_values=past, use_cache=True), len(first))
+
+
+def _columns(right: Forward) -> Iterator[Variant]:
+    """The last T columns of micro-batches that are padded right, T the longest response."""
+    model, rows, n = right.model, right.rows, len(right.rows)
+    end = next((x[0] for x in right.after if x), right.model.end or 0)
+    for m in range(n, 0, -1):
+        parts = [rows[i - i % m : i - i % m + m] for i in range(n)]
+        width = [max(len(r.ids) for r in x) for x in parts]
+        starts = [w - max(len(r.response) for r in x) for w, x in zip(width, parts, strict=True)]
+        behind = [w - len(r.ids) for w, r in zip(width, rows, strict=True)]
+
+        def window(behind: list[int] = behind, starts: list[int] = starts) -> Forward:
+            z, there = [], []
+            for r, k, at in zip(rows, behind, starts, strict=True):
+                mask = {"attention_mask": torch.tensor([[1] * len(r.ids) + [0] * k])} if _masked(model) else {}
+                ids, stop = r.ids + [end] * k, at + len(r.response)
+                z.append(model.logits(ids, **mask)[:stop])
+                there.append(replace(r, prompt=ids[:at], response=ids[at:stop]))
+            return Forward(model, there, right.temperature, z)
+
+        yield "the last columns are taken for the response, where short rows are padded", window
+
+
+def _masked(model: object) -> bool:
+    return isinstance(model, TorchModel) and model.masked
 
 
 def scores(V: int) -> Iterator[tuple[str, Callable[[Tensor, Tensor, float], Tensor]]]:
@@ -35,3 +107,51 @@ def scores(V: int) -> Iterator[tuple[str, Callable[[Tensor, Tensor, float], Tens
         yield f"log-probabilities are normalized over the {k} largest", partial(among, k=k)
     for e in (0.1, 0.05, 0.2, 0.01):
         yield f"label smoothing of {e} is on", partial(smooth, e=e)
+
+
+# ---- the head --------------------------------------------------------------------------------------------------------
+def heads(model: TorchModel, right: Forward) -> Iterator[Variant]:
+    net, size = model.net, model.vocabulary
+    linear = [m for m in net.modules() if isinstance(m, torch.nn.Linear) and m.out_features == size]
+    head: Any = net.get_output_embeddings() if hasattr(net, "get_output_embeddings") else next(iter(linear), None)
+    if head is None:
+        return
+    raw: list[Tensor] = []
+    with _hook(head, lambda m, args, out: raw.append(out)):
+        z = model.logits(right.rows[0].ids)
+    if raw and raw[0][0].shape == z.shape and not torch.allclose(raw[0][0], z, rtol=1e-9, atol=1e-12):
+
+        def straight() -> Forward:
+            out: list[Tensor] = []
+            for r in right.rows:
+                kept: list[Tensor] = []
+                with _hook(head, lambda m, args, y, kept=kept: kept.append(y)):
+                    model.logits(r.ids)
+                out.append(kept[0][0])
+            return again(right, out)
+
+        yield "the head's raw output is taken: the model's logit scale or softcap is left out", straight
+        config: Any = getattr(model.net, "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        if c := getattr(config, "final_logit_softcapping", None):
+            yield (
+                "the final softcap is x tanh(x / c), not c tanh(x / c)",
+                lambda: again(right, [(x := z) * torch.tanh(x / c) for z in straight().z]),
+            )
+    if getattr(head, "bias", None) is not None:
+        minus = lambda m, args, y: y - m.bias
+
+        def without() -> Forward:
+            with _hook(head, minus):
+                return again(right, [model.logits(r.ids) for r in right.rows])
+
+        yield "the head's bias is left out", without
+
+
+@contextmanager
+def _hook(module: torch.nn.Module, f: Callable[..., Any]) -> Iterator[None]:
+    handle = module.register_forward_hook(lambda m, args, out: f(m, args, out))
+    try:
+        yield
+    finally:
+        handle.remove()

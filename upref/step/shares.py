@@ -24,26 +24,45 @@ SIZES: dict[str, Callable[[Sequence[Row]], int]] = {  # what a micro-batch may b
 
 
 def factor_words(
-    goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor, dead: list[int], tol: float
-) -> str | None:  # fmt: skip
-    """The aggregation, right or wrong, that gives these factors, in words; None where none does. dead: responses that
-    do not train."""
+    goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor, dead: list[int], tol: float, mask: Tensor | None = None
+) -> str | None:
+    """The aggregation, right or wrong, that gives these factors, in words; None where none does.
+
+    dead: responses that do not train. mask: the tokens that train, where they are others.
+    """
     tell = ~k.isnan()
-    scaled = None
-    for words, f in aggregations(goal, rows, b, k, dead):
+
+    def constant(f: Tensor, tol: float) -> float | None:
+        """c of k = c f."""
         ratio = (k / f)[tell]
-        if not ratio.isfinite().all() or (ratio.abs() < 1e-12).any():
-            continue
         c = float(ratio.median())
-        if (ratio / c - 1).abs().max() > 10 * tol:
-            continue
-        if abs(c - 1) <= 10 * tol:
+        right = ratio.isfinite().all() and (ratio.abs() > 1e-12).all() and (ratio / c - 1).abs().max() <= tol
+        return c if right else None
+
+    scaled = None
+    for words, f in aggregations(goal, rows, b, k, dead, mask):
+        c = constant(f, 10 * tol)
+        if c is not None and abs(c - 1) <= 10 * tol:
             return words
-        scaled = scaled or (words, c)
+        scaled = scaled or (None if c is None else (words, c))
     if scaled is None:
         return None
-    words, c = scaled
-    return "; ".join(filter(None, [words, f"every weight is {_times(c, goal.temperature)} times what it should be"]))
+    times = _times(scaled[1], goal.temperature)
+    c = constant(torch.ones_like(k), 1e-5)
+    if "." in times and "=" not in times and c and abs(c * round(1 / c) - 1) < 1e-5:
+        return _divisor(round(1 / c), rows, b)
+    return "; ".join(filter(None, [scaled[0], f"every weight is {times} times what it should be"]))
+
+
+def _divisor(D: int, rows: Sequence[Row], b: Padded) -> str:
+    """What the sum over all tokens is divided by, and what has that number."""
+    same = {f"{len(rows)} responses x {D // len(rows)}": D if D % len(rows) == 0 else 0}
+    for m in range(1, len(rows)):
+        parts = b.mask.split(m)
+        for name, part in {"last": parts[-1], "first": parts[0]}.items():
+            same[f"the tokens of the {name} micro-batch, of {len(part)} responses"] = int(part.sum())
+    found = " or ".join(words for words, n in same.items() if n == D)
+    return f"the sum over all tokens is divided by {D}" + f": {found}" * bool(found)
 
 
 def _times(c: float, T: float) -> str:
@@ -57,7 +76,7 @@ def _times(c: float, T: float) -> str:
 
 
 def aggregations(
-    goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor, dead: list[int]
+    goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor, dead: list[int], trained: Tensor | None = None
 ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
     """Words and factor per response, the right one first."""
     own = promised(goal.o)
@@ -68,6 +87,8 @@ def aggregations(
     counts = {"": b.mask, "the normalizer counts masked tokens too": here}
     whole = lambda mask, agg: FACTORS[agg](_counted(mask, group))
     yield "", whole(b.mask, own)
+    if trained is not None and not trained.equal(b.mask):
+        yield "", whole(trained, own)
     n = len(rows)
     if dead:
         alive = b.mask.clone()

@@ -11,10 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from upref.rollouts import Rollouts
 from upref.step.forward import Forward
+from upref.step.goal import Goal
 from upref.step.reference import Gradient
+from upref.step.rows import Padded, Row
 
 COORDINATES = 30_000  # of the gradient that are read; chosen at random where there are more
+NEAR = 1e-4  # how near weights read off a float32 gradient must come, relative to the largest
 SMALL = 1e-10  # singular values below this part of the largest are zero
 
 
@@ -47,12 +51,12 @@ class Coordinates:
 def columns(forward: Forward, at: Coordinates) -> Tensor:
     """[∇ log π(o_t)] of every token but the first of each row."""
     out = []
-    for i, (z, row) in enumerate(zip(forward.z, forward.rows, strict=True)):
-        one = torch.eye(len(row.ids) - 1, dtype=torch.float64)
+    for i, (z, ids) in enumerate(zip(forward.z, forward.ids, strict=True)):
+        one = torch.eye(len(forward.rows[i].ids) - 1, dtype=torch.float64)
         with torch.enable_grad():
             lp = forward.scored(i, 1)
         (dz,) = torch.autograd.grad(lp, forward.leaves[i], one, is_grads_batched=True)
-        out += [at.some(g) for g in forward.model.pulls(z, dz, row.ids, at.names)]
+        out += [at.some(g) for g in forward.model.pulls(z, dz, ids, at.names)]
     return torch.cat(out).T
 
 
@@ -84,3 +88,88 @@ def read(forward: Forward, g: Gradient, names: Sequence[str], extra: Sequence[Gr
     x = torch.where(error > 1e-3 * x[:tokens].abs().max().clamp(min=1e-300), torch.nan, x)
     weights = x[:tokens].split([len(r.ids) - 1 for r in forward.rows])
     return Reading([*weights], residual, x[tokens:])
+
+
+# ---- what weights show -----------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Tokens:
+    """Weights that were found on the response tokens, and what each hypothesis starts from. All [B, T]."""
+
+    goal: Goal
+    rows: Sequence[Row]
+    b: Padded
+    lp: Tensor
+    found: Tensor  # nan where it is not determined
+    prompts: list[Tensor]
+    expected: Tensor
+    plain: Tensor  # lp at temperature 1
+    tol: float = NEAR
+    whole: Tensor | None = None  # factor of each response, where the gradient is one of each; sharper than `found`
+
+    @property
+    def here(self) -> Tensor:
+        return self.b.here
+
+    @property
+    def size(self) -> float:
+        return max(float(self.found.nan_to_num(0).abs().max()), float(self.expected.abs().max()), 1e-300)
+
+    def zero(self, x: Tensor) -> Tensor:
+        return x.isnan() | (x.abs() <= self.tol * self.size)
+
+    def same(self, x: Tensor, y: Tensor) -> bool:
+        return bool((self.zero(x - y) | x.isnan() | y.isnan()).all())
+
+    def rollouts(self) -> Rollouts:
+        b, group = self.b, self.b.group if self.goal.grouped else None
+        old = self.lp if b.old is None else b.old
+        return Rollouts.unchecked(logp=self.lp, logp_old=old, adv=b.adv, mask=b.mask, group=group, logp_ref=b.ref)
+
+
+def observed(w: Tokens) -> list[tuple[str, str, str]]:
+    """(what, expected, found) of everything that can be read without a hypothesis."""
+    out = []
+    top = lambda x: f"up to {float(x.nan_to_num(0).abs().max()):.3g}"
+    trained = [~w.zero(p) for p in w.prompts]
+    if n := int(sum(t.sum() for t in trained)):
+        out.append((f"{n} prompt tokens train", "weight 0", top(torch.cat(w.prompts))))
+    masked = w.here & ~w.b.mask
+    if n := int((masked & ~w.zero(w.found)).sum()):
+        out.append((f"{n} of {int(masked.sum())} masked response tokens train", "weight 0", top(w.found[masked])))
+    live = w.b.mask & ~w.zero(w.expected) & ~w.found.isnan()
+    lost = live & w.zero(w.found)
+    if lost.any():
+        gone = lambda i: w.whole is None or abs(w.whole[i]) <= 1e-7 * w.whole.abs().max()
+        whole = [i for i in range(len(w.rows)) if live[i].any() and bool((lost | ~live)[i].all()) and gone(i)]
+        if whole:
+            rows = f"response{'s' * (len(whole) > 1)} {', '.join(map(str, whole))}"
+            out.append((f"{rows} {'do' if len(whole) > 1 else 'does'} not train", "weights other than 0", "weight 0"))
+        some = int(lost.sum()) - int(lost[whole].sum())
+        if some:
+            out.append((f"{some} tokens that should train do not", top(w.expected[lost]), "weight 0"))
+    idle = w.b.mask & w.zero(w.expected)
+    if n := int((idle & ~w.zero(w.found)).sum()):
+        out.append((f"{n} tokens train that the objective stops", "weight 0", top(w.found[idle])))
+    if (k := factors(w, w.expected)) is not None and not w.same(w.found.where(w.b.mask, torch.nan), w.expected):
+        shown = ["-" if v.isnan() else f"{v:.4g}" for v in k]
+        if len(set(shown) - {"-"}) > 1 and not lost.any():
+            out.append(("each response has one factor", "1 for every response", " ".join(shown)))
+    return out
+
+
+def factors(w: Tokens, unit: Tensor) -> Tensor | None:
+    """k_i of found = k_i unit on each row, nan where the row does not tell; None where there is no such k."""
+    out = torch.full((len(w.rows),), torch.nan, dtype=torch.float64)
+    for i in range(len(w.rows)):
+        x, y = w.found[i], unit[i]
+        use = w.here[i] & ~x.isnan() & ~y.isnan()
+        x, y = x[use], y[use]
+        if not y.any():
+            if not w.zero(x).all():
+                return None
+            continue
+        k = (x @ y) / (y @ y)
+        if not ((x - k * y).abs() <= w.tol * max(w.size, float((k * y).abs().max()))).all():
+            return None
+        out[i] = k
+    return out
