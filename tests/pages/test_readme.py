@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README says what the code says; what it prints is held by test_pages.py, its words here."""
+"""README says what the code says; what it prints is held by test_pages.py, its words here, its commands by
+test_commands.py."""
 
 import math
 import re
@@ -10,13 +11,11 @@ import torch
 
 import upref
 from docs.make import letters, put, run
-from upref.cli import main
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 FILES = {block.split()[1]: block for block in BLOCKS if block.startswith("# ")}
-COMMANDS = re.findall(r"^\$ (upref .*)$|`(upref [^`]+)`", README, re.M)
 
 
 def test_it_is_short_and_opens_with_the_reader_who_has_a_loss():
@@ -101,15 +100,6 @@ def test_what_is_read_by_name_and_what_is_refused():
     assert all(role(name) == meant for meant, name in said.items()) and role("old_logps") == "logp_old"
     with pytest.raises(upref.InputError, match="check a wrapper: `def loss"):
         upref.check(lambda old, new, x, y: old, "dapo")
-
-
-@pytest.mark.parametrize("command", sorted({a or b for a, b in COMMANDS}))
-def test_commands_are_understood(command, capsys):
-    """Those that it names and does not show: each is one that the parser knows."""
-    words = command.partition("|")[0].split()[1:]
-    with pytest.raises(SystemExit) as stop:
-        main([*[w for w in words[:1] if w != "-h"], "-h"])
-    assert stop.value.code == 0 and capsys.readouterr().out
 
 
 def test_ci_runs_the_readmes_test_command():

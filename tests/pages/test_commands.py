@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every command on a page that invites copying is run: here, by a test named here, or with a reason why not.
+
+test_pages.py runs those in ```console blocks and compares what they print. This file has the rest: indented lines and
+`commands` in the text. A command that is in none of the tables below fails.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from docs.make import put, run
+
+ROOT = Path(__file__).parents[2]
+NAMES = ["README", "CONTRIBUTING", "docs/trl", "docs/verl", "docs/frameworks", "docs/course/README"]
+PAGES = [ROOT / f"{name}.md" for name in NAMES]
+PAGES += sorted((ROOT / "docs" / "howto").glob("*.md"))
+WORDS = r"(?:upref|python|pip|bash|docker|hf|\.venv/bin/python|repro/venv\.sh) "
+PLACE = re.compile(r"\.\.\.|(?<![-\w/=])[A-Z][A-Z-]{3,}(?![\w=])")  # SCALE, YOUR-OVERRIDES: a form, not a command
+
+# command -> what it prints, among other things; {said} is the sentence that README shows of it
+HERE = {
+    "upref identify my.py:loss": "{said}",
+    "upref check verl:vanilla --as dapo": "NOT dapo: ",
+    "upref recipe dapo --in verl": "loss_agg_mode=token-mean",
+    "upref cap -o cap.svg dapo my.py:loss": "cap.svg",
+    "upref cap -o cap.svg dapo up_dapo": "cap.svg",
+    "upref cap --log -o cap.svg dapo up_dapo": "cap.svg",
+    "upref weights dapo my.py:loss": "my.py:loss",
+    "upref explorer cap.html": "cap.html: open it in a browser",
+    "upref derive dapo": "dJ/dlp = A*r",
+    "upref learn": "a policy is a softmax",
+    "upref learn 1": "lesson01.py: written",
+    "python lesson01.py": "loss: ",
+}
+# command -> the test that runs it or its smallest form, and words of that test's file that show it
+ELSEWHERE = {
+    "pip install .": ("tests/pages/test_release.py::test_the_installed_wheel_judges_a_loss", '"install"'),
+    "pip wheel --no-deps -w vendor .": ("tests/pages/test_release.py::test_the_wheel_holds", '"wheel"'),
+    'pip install ".[trl]"': ("tests/pages/test_release.py::test_the_install_lines_are_true", "trl"),
+    "bash repro/run.sh up_dapo": ("tests/matrix.py", "bash repro/run.sh up_dapo mini steps=2"),
+    "bash tests/run.sh": (".ci/run", "bash tests/run.sh"),
+    "bash tests/run.sh quick": ("tests/matrix.py", "bash tests/run.sh quick"),
+    "bash docs/build.sh": ("tests/pages/test_site.py::test_every_page", '"docs.site"'),
+    "pip install -e '.[test,dev]'": ("tests/pages/test_requirements.py::test_", "venv.sh"),
+    "python -m docs.make": ("tests/pages/test_pages.py::test_it_is_fresh", "make.written"),
+    "python figures/make.py": ("tests/core/test_figures.py::test_", "make"),
+    "upref claims --run": ("tests/claims/test_claims.py::test_a_claim_is_as_red_as_its_evidence", "evidence"),
+    "upref audit verl": ("tests/verify/test_audit.py::test_verl_agrees_or_differs_for_the_named_reasons", "audit"),
+    "upref audit liger": ("tests/verify/test_frameworks.py::test_the_audit_is_the_ledger", "audit"),
+    "upref audit liger --ledger": ("tests/verify/test_ledger.py::test_", '"--ledger"'),
+    "upref check liger:dapo --as dapo": ("tests/verify/test_isolated.py::test_", "check"),
+    "upref check liger:dapo@matched --as dapo": ("tests/verify/test_trl.py::test_", "trl:dapo@matched"),
+    "upref step trl": ("tests/step/test_step_table.py::test_trl_agrees_where_it_is_recorded_to", "trl"),
+    "upref step verl": ("tests/step/test_step_table.py::test_verl_agrees_where_it_is_recorded_to", "verl"),
+    "upref step openrlhf": ("tests/step/test_step_table.py::test_openrlhf_agrees_where_it_is", "openrlhf"),
+    "python -m repro.exact": ("tests/exact/test_exact_command.py::test_the_committed_numbers", "repro.exact"),
+    "bash repro/run.sh up_dapo trl --tiny": ("tests/with_trl/test_trl_training_run.py::test_it_trains", '"--tiny"'),
+    "bash repro/run.sh up_dapo smoke": ("tests/with_verl/test_smoke.py::test_", "repro.with_verl.cpu.smoke"),
+    "bash repro/run.sh up_dapo paper --dry-run": ("tests/with_verl/test_verl_launch.py::test_a_dry_run", "--dry-run"),
+    "bash repro/run.sh up_dapo gpu1 --shakedown": ("tests/with_verl/test_verl_launch.py::test_a_shake", "shakedown"),
+    "python -m repro.with_verl.run.status": ("tests/with_verl/test_verl_launch.py::test_", "status"),
+    "repro/venv.sh verl trl": ("tests/pages/test_requirements.py::test_", "venv.sh"),
+}  # fmt: skip
+NOT_RUN = {
+    "python -m benchmarks.tests": "measures all tests",
+    "bash repro/run.sh up_dapo trl": "trains on a GPU; its form with --tiny is run",
+    "bash repro/run.sh up_dapo paper": "trains on eight GPUs; its dry run is run",
+    "hf download Qwen/Qwen2.5-0.5B-Instruct": "downloads a model",
+    ".venv/bin/python -m repro.with_verl.data.prepare gsm8k_train gsm8k_test": "downloads data",
+    "pip install torch --index-url https://download.pytorch.org/whl/cpu": "a line of a workflow on GitHub",
+}
+
+
+def commands(text: str) -> list[str]:
+    """Those of a page outside of its console blocks, without their comments; forms with a PLACE left out."""
+    steps = re.findall(rf"^ *- run: ({WORDS}.*)$", text, re.M)  # of a workflow
+    text = re.sub(r"^(`{3,}).*?^\1`*$", "", text, flags=re.M | re.S)
+    lines = re.findall(rf"^ {{4,}}({WORDS}.*)$", text, re.M)
+    rest = re.sub(r"\s+", " ", re.sub(r"^ {4,}\S.*$", "", text, flags=re.M))
+    inline = [c for c in re.findall(r"`([^`]+)`", rest) if re.match(WORDS, c)]
+    found = (re.sub(r"\s+#.*", "", line).strip() for line in [*steps, *lines, *inline])
+    return sorted({c for c in found if not PLACE.search(c)})
+
+
+def known(command: str) -> bool:
+    """`upref check` alone names a verb; a step of one family is a row of the table of that trainer."""
+    from upref.cli import _parser
+
+    if re.fullmatch(r"upref [\w-]+", command) and command not in {*HERE, *ELSEWHERE}:
+        return any(command[6:] in a.choices for a in _parser()._actions if isinstance(a.choices, dict))
+    return re.sub(r" --only [\w ]+$", "", command) in {*HERE, *ELSEWHERE, *NOT_RUN}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda f: f.relative_to(ROOT).as_posix())
+def test_every_command_of_a_page_has_its_test(page):
+    assert [c for c in commands(page.read_text(encoding="utf-8")) if not known(c)] == []
+
+
+def test_the_tables_name_what_is_on_a_page():
+    there = {re.sub(r" --only [\w ]+$", "", c) for page in PAGES for c in commands(page.read_text(encoding="utf-8"))}
+    assert {*HERE, *ELSEWHERE, *NOT_RUN} - there == set()
+
+
+@pytest.mark.parametrize("command", ELSEWHERE)
+def test_the_named_test_is_there(command):
+    where, words = ELSEWHERE[command]
+    file, _, test = where.partition("::")
+    text = (ROOT / file).read_text(encoding="utf-8")
+    assert words in text and (not test or f"def {test}" in text)
+
+
+def test_a_new_command_is_found():
+    page = "```console\n$ upref check a\n```\n\nRun `upref\nnew x`, `upref check`:\n\n    pip install it  # now\n"
+    assert commands(page) == ["pip install it", "upref check", "upref new x"]
+    assert [known(c) for c in commands(page)] == [False, True, False]
+    assert commands("`upref recipe NAME`, `upref audit liger --source CHECKOUT`, `pip install ...`") == []
+    assert not known("upref frobnicate")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", HERE)
+def test_it_runs_as_pasted(command, tmp_path):
+    if "verl:" in command:
+        pytest.importorskip("verl", reason="`repro/venv.sh verl` installs it")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(# my\.py\n.*?)```", readme, re.S)
+    put("my.py", code, tmp_path)
+    if command == "python lesson01.py":
+        run("upref learn 1", tmp_path)
+        file = tmp_path / "lesson01.py"  # the page: once the hole is filled
+        file.write_text(file.read_text().replace("return ...", "return -(reward * log_prob[action]).mean()"))
+    said = re.search(rf"`{re.escape(command)}`[^*]*\*([^*]+)\*", readme)
+    assert HERE[command].format(said=said and said[1]) in run(command, tmp_path)
