@@ -111,7 +111,7 @@ def trl_twin(
     Raises:
         InputError: no twin of this model can be made, several processes train, or the objective needs a sampler.
     """
-    from accelerate.state import AcceleratorState, GradientState, PartialState  # type: ignore[import-untyped]
+    from accelerate.state import AcceleratorState, GradientState, PartialState
 
     from upref.step import trl
 
