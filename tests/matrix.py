@@ -2,7 +2,7 @@
 """Run upref in empty environments and record what passed: `python tests/matrix.py PYTHON [WHAT]`.
 
     checkout   a copy of this checkout in a folder whose name has a space and a letter that is not ASCII, with LC_ALL=C:
-               the first command of README.md, tiny; `tests/run.sh quick`; every requirement list, resolved
+               `tests/run.sh quick`; the first command of README.md, tiny; every requirement list, resolved
     lowest     the wheel in an empty folder, with the lowest versions that pyproject.toml allows and PYTHON has
     newest     the wheel with the newest of everything, then the sdist
     places     both commands without .git, HOME, a network or the rights of root. Needs Linux, and root at first
@@ -83,8 +83,8 @@ def checkout(folder: Path, python: str) -> tuple[Steps, str]:
     keep = shutil.ignore_patterns(".venv*", ".git", "__pycache__", ".mypy_cache", ".hypothesis", "build", "out")
     shutil.copytree(ROOT, place, ignore=keep)
     steps = Steps(place, os.environ | {"PYTHON": python, "LC_ALL": "C"})
+    steps.run("bash tests/run.sh quick")  # first, in an environment that no other command has completed
     steps.run(TRAIN)
-    steps.run("bash tests/run.sh quick")
     version = steps.run(".venv/bin/python -V", name="python -V").split()[-1]
     for name in LISTS:
         if name not in UP_TO_312 or version < "3.13":

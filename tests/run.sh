@@ -20,7 +20,7 @@ judge() {
 left_out() { echo "tests/run.sh: left out $*" >&2; }
 
 if [[ "$*" == quick ]]; then
-    repro/venv.sh
+    repro/venv.sh mini
     judge upref
     # A whole loss takes `check` a second, so what judges many of them (tests/verify) is left to the whole command.
     exec "$bin"/python -m pytest -n 2 --dist worksteal -q -m "not (slow or verl or trl or smoke or nightly)" tests/core tests/foreign tests/grim \
