@@ -128,8 +128,7 @@ def test_a_clip_that_is_not_declared_is_one_factor(bound, model):
 
 def test_the_case_decides(model):
     """With equal lengths, r = 1 and no holes some of the bugs cannot be seen; with the case that upref makes, all."""
-    from upref.step.case import BOUND, run, stirred
-    from upref.step.check import compared
+    from upref.step.case import BOUND, compared, run, stirred
 
     goal, bound = meant("dapo", {}, T), BOUND
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from upref.errors import InputError
 from upref.registry import REDUCE, Objective, get
 from upref.step import rows as batch
-from upref.step.forward import Forward, added, expected, norm, sided, sides
+from upref.step.forward import Forward, clipped, expected, sided, sides
 from upref.step.goal import Goal
 from upref.step.record import Step, watched
 from upref.step.reference import Gradient, Model, Rounded, TorchModel, as_float64, unwrapped
@@ -87,7 +87,7 @@ def torch_model(model: Any) -> TorchModel:
 def with_weights(model: TorchModel, step: Step) -> TorchModel:
     if step.weights:
         missing = model.net.load_state_dict(step.weights, strict=False).missing_keys
-        if set(missing) & set(model.names):
+        if set(missing) & set(model.shapes):
             raise InputError(f"the recorded weights lack {missing[0]}: record the module that is trained.")
     return model
 
@@ -113,14 +113,45 @@ def allowed(goal: Goal, case: Case, bound: torch.dtype | float | None) -> float:
         raise InputError(f"bound is a number above 0, torch.bfloat16 or torch.float16, got {str(bound)[:60]!r}.")
     with Rounded(bound):
         rounded = Forward(case.forward.model, case.rows, goal.temperature)
-        its = added(expected(goal, rounded, case.b))
+        its = expected(goal, rounded, case.b).sum(0)
         lp = rounded.statistics()[0]
     moved, mask = (lp - case.forward.statistics()[0]).detach(), case.b.mask
     moved = REDUCE[goal.o.level](moved, mask)[mask.any(1)] if goal.o.level in REDUCE else moved[mask]
     case.shift = 3 * float(moved.pow(2).mean().sqrt())
     near = sides(goal, case.forward, case.b, case.shift)
-    want = added(sided(expected(goal, case.forward, case.b), near, its)[0])
-    return 2 * norm({n: its[n] - w for n, w in want.items()}) / max(norm(want), 1e-300)
+    want = sided(expected(goal, case.forward, case.b), near, its)[0].sum(0)
+    return 2 * float((its - want).norm() / want.norm().clamp(min=1e-300))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A gradient beside the one that it should be."""
+
+    goal: Goal
+    rows: Tensor  # [B, P]: what each row brings, before any clip of the norm
+    want: Tensor  # [P]
+    found: Tensor
+    error: float  # |g - g*| / |g*|
+    at_bound: int
+    other_side: int
+
+
+def compared(goal: Goal, case: Case, found: Gradient, bound: float) -> Compared:
+    """Tokens count over the whole step, or per group where that alone agrees."""
+    tried = []
+    for one in [goal, replace(goal, grouped=True)] if goal.o.agg == "group-token-mean" else [goal]:
+        near = sides(one, case.forward, case.b, case.shift)
+        rows = expected(one, case.forward, case.b)
+        g = case.forward.model.flat(found)
+        rows, other = sided(rows, near, g)
+        want = clipped(rows.sum(0), one.clip)
+        if not want.norm() > 0:
+            raise InputError("the objective's gradient is 0 on these rows: no row can show anything.")
+        error = float((g - want).norm() / want.norm())
+        tried.append(Compared(one, rows, want, g, error if error == error else float("inf"), len(near), other))
+        if tried[-1].error <= bound:
+            return tried[-1]
+    return tried[0]
 
 
 @torch.no_grad()

@@ -13,9 +13,20 @@ from torch import nn
 from upref.errors import InputError
 from upref.registry import REDUCE, Objective
 from upref.step import rows as batch
-from upref.step.case import Case, allowed, built, half_of, meant, must_know, run, stirred, torch_model, with_weights
+from upref.step.case import (
+    Case,
+    allowed,
+    built,
+    compared,
+    half_of,
+    meant,
+    must_know,
+    run,
+    stirred,
+    torch_model,
+    with_weights,
+)
 from upref.step.diagnose import diagnosed, half_precision, parameters
-from upref.step.forward import added, clipped, expected, norm, sided, sides
 from upref.step.goal import Goal
 from upref.step.record import Recorded
 from upref.step.reference import Gradient, Model
@@ -172,33 +183,6 @@ def check_recorded(
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Compared:
-    """A gradient beside the one that it should be."""
-
-    goal: Goal
-    rows: list[Gradient]  # what each row brings, before any clip of the norm
-    want: Gradient
-    error: float  # |g - g*| / |g*|
-    at_bound: int
-    other_side: int
-
-
-def compared(goal: Goal, case: Case, found: Gradient, bound: float) -> Compared:
-    """Tokens count over the whole step, or per group where that alone agrees."""
-    tried = []
-    for one in [goal, replace(goal, grouped=True)] if goal.o.agg == "group-token-mean" else [goal]:
-        near = sides(one, case.forward, case.b, case.shift)
-        rows, other = sided(expected(one, case.forward, case.b), near, found)
-        want = clipped(added(rows), one.clip)
-        if not norm(want) > 0:
-            raise InputError("the objective's gradient is 0 on these rows: no row can show anything.")
-        tried.append(Compared(one, rows, want, _error(found, want), len(near), other))
-        if tried[-1].error <= bound:
-            return tried[-1]
-    return tried[0]
-
-
 def _report(
     name: str, goal: Goal, case: Case, found: Gradient, passes: int, bound: float, start: float,
     again: Callable[[], Gradient] | None = None, half: torch.dtype | None = None,
@@ -217,10 +201,11 @@ def _report(
         kind = str(half).removeprefix("torch.")
         findings.append(note("gradient", f"the step computes in {kind}: compared to {bound:.2g} of the norm only",
                              cause="check it in float32: there 2e-5 shows"))  # fmt: skip
-    if unnamed := sorted(set(found) - set(it.want)):
+    model = case.forward.model
+    if unnamed := sorted(set(found) - set(model.shapes)):
         findings.append(note("parameters", f"{len(unnamed)} frozen parameters have a gradient, {unnamed[0]} first"))
-    if not error <= bound or parameters(found, it.want, bound):
-        findings += diagnosed(goal, case.forward, case.b, it.rows, it.want, found, error, bound, again)
+    if not error <= bound or parameters(model, it.found, it.want, bound):
+        findings += diagnosed(it, case, bound, again)
     where = [f"{passes} backward passes" if passes > 1 else "one backward pass"] if passes else []
     unexercised = [f"{k} ({why})" for k, why in case.unvaried.items()]
     unexercised += ["micro-batches"] * (passes == 1) + ["several ranks"] * (not _ranks())
@@ -232,17 +217,6 @@ def _report(
         time.perf_counter() - start, error=error, exercised=said, unexercised=unexercised,
         at_bound=it.at_bound, other_side=it.other_side,
     )  # fmt: skip
-
-
-def _error(found: Gradient, want: Gradient) -> float:
-    if bad := [n for n in want if n in found and found[n].numel() != want[n].numel()]:
-        raise InputError(
-            f"the gradient of {bad[0]} has {found[bad[0]].numel()} entries, the parameter {want[bad[0]].numel()}."
-        )
-    apart = {n: (found[n].reshape(w.shape) - w if n in found else -w) for n, w in want.items()}
-    size = norm(want)
-    total = norm(apart)
-    return total / size if size and total == total else float("inf")
 
 
 def _ranks() -> bool:

@@ -3,22 +3,22 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from upref.step.case import Case, Compared
 from upref.step.causes import named
 from upref.step.changed import changed
-from upref.step.forward import SPAN, Forward, added, expected, least, near, norm
+from upref.step.forward import SPAN, Forward, expected, least, near
 from upref.step.forwards import others, tried
 from upref.step.goal import Goal
-from upref.step.reference import Gradient
-from upref.step.rows import Padded
-from upref.step.scores import quick
+from upref.step.reference import Gradient, Model
+from upref.step.rows import Padded, Row
+from upref.step.scores import Variant, quick
 from upref.step.shares import factor_words
-from upref.step.terms import Terms
 from upref.step.weights import Reading, Tokens, observed, read
 from upref.verify.report import Finding, fail
 
@@ -47,54 +47,45 @@ def half_precision(run: Callable[[], object]) -> torch.dtype | None:
     return next((k for k in (torch.bfloat16, torch.float16) if k in seen.kinds), None)
 
 
-def parameters(found: Gradient, want: Gradient, bound: float) -> list[str]:
+def parameters(model: Model, found: Tensor, want: Tensor, bound: float) -> list[str]:
     """Parameters whose gradient is wrong beyond a thousandth of itself."""
-    size = norm(want)
-    out = []
-    for n, w in want.items():
-        g = found.get(n)
-        off = float((g.reshape(w.shape) - w).norm()) if g is not None else float(w.norm())
-        if not off <= max(50 * bound * float(w.norm()), 0.25 * bound * size) * (1 if bound < 1e-2 else 1e9):
-            out.append(n)
-    return out
+    size, its = float(want.norm()), model.split(found)
+    least_ = lambda w: max(50 * bound * float(w.norm()), 0.25 * bound * size) * (1 if bound < 1e-2 else 1e9)
+    return [n for n, w in model.split(want).items() if not float((its[n] - w).norm()) <= least_(w)]
 
 
-def diagnosed(
-    goal: Goal, forward: Forward, b: Padded, rows: list[Gradient], want: Gradient, found: Gradient, error: float,
-    bound: float, again: Callable[[], Gradient] | None,
-) -> list[Finding]:  # fmt: skip
+def diagnosed(it: Compared, case: Case, bound: float, again: Callable[[], Gradient] | None) -> list[Finding]:
     """Findings on a gradient that differs, the cause in the first one."""
-    size = norm({n: found[n] for n in want if n in found})
-    numbers = f"a gradient of norm {norm(want):.6g}", f"norm {size:.6g}, {error:.2g} of it away"
+    goal, model, found, want = it.goal, case.forward.model, it.found, it.want
+    size = float(found.norm())
+    numbers = f"a gradient of norm {want.norm():.6g}", f"norm {size:.6g}, {it.error:.2g} of it away"
     say = lambda cause, *more: [fail("gradient", "over all parameters", *numbers, cause=cause), *more]
-    if not all(g.isfinite().all() for g in found.values()):
-        bad = [n for n, g in found.items() if not g.isfinite().all()]
+    if not found.isfinite().all():
+        bad = [n for n, g in model.split(found).items() if not g.isfinite().all()]
         return say(f"the gradient is not finite, in {bad[0]} first")
     if size == 0:
         return say("no gradient reaches the parameters: the loss is detached from them")
-    if again is not None:
-        second = again()
-        apart = norm({n: second[n] - found[n] for n in found if n in second}) / size
-        if apart > 10 * bound:
-            return say("two runs of the step on the same rows have different gradients: dropout or sampling is active")
-    if goal.clip is not None and near(found, added(rows), bound):
+    if again is not None and not near(model.flat(again()), found, 10 * bound):
+        return say("two runs of the step on the same rows have different gradients: dropout or sampling is active")
+    if goal.clip is not None and near(found, it.rows.sum(0), bound):
         return say("the clip of the gradient's norm does not act")
-    if cause := changed(goal, forward, rows, want, found, bound):
+    if cause := changed(goal, model, it.rows, want, found, bound):
         return say(cause)
-    wrong = parameters(found, want, bound)
-    right = [n for n in want if n not in wrong]
-    alone = any(float(want[n].norm()) > 1e-6 * norm(want) for n in right)
-    if alone and wrong and (of := _of_parameters(found, want, wrong, bound)):
+    wrong = parameters(model, found, want, bound)
+    right = [n for n in model.shapes if n not in wrong]
+    parts = model.split(want)
+    alone = any(float(parts[n].norm()) > 1e-6 * float(want.norm()) for n in right)
+    if alone and wrong and (of := _of_parameters(model.split(found), parts, wrong, bound)):
         return say(of)
-    return say(*_explained(goal, forward, b, rows, want, found, wrong, right, bound))
+    return say(*_explained(it, case.forward, case.b, wrong, right, bound))
 
 
 def _of_parameters(found: Gradient, want: Gradient, wrong: list[str], bound: float) -> str:
     """What is wrong with these parameters alone, the others being right."""
-    zero = [n for n in wrong if n not in found or not found[n].any()]
+    zero = [n for n in wrong if not found[n].any()]
     parts = [f"no gradient: {_some(zero)}"] if zero else []
     for n in (n for n in wrong if n not in zero):
-        g, w = found[n].reshape(-1), want[n].reshape(-1)
+        g, w = found[n], want[n]
         k = float(g @ w / (w @ w).clamp(min=1e-300))
         if (g - k * w).norm() > 100 * bound * w.norm() or abs(k - 1) < 100 * bound:
             return ""
@@ -107,92 +98,126 @@ def _some(names: Sequence[str]) -> str:
 
 
 # ---- weights and forward passes --------------------------------------------------------------------------------------
-def _explained(goal, forward, b, rows, want, found, wrong, right, bound) -> list:
+def _explained(it: Compared, forward: Forward, b: Padded, wrong: list[str], right: list[str], bound: float) -> list:
     """[cause, *more findings]."""
-    g = {n: found[n].reshape(w.shape) if n in found else torch.zeros_like(w) for n, w in want.items()}
+    goal, rows, g = it.goal, it.rows, it.found
     if goal.clip is not None:  # the norm that was clipped is not known
-        g = {n: v * (norm(added(rows)) / max(norm(want), 1e-300)) for n, v in g.items()}
+        g = g * float(rows.sum(0).norm() / it.want.norm())
     plain = Terms.of(goal, forward, b)
     span = max(SPAN, 3 * bound)
     if cause := plain.coefficients(g, bound) or _term_by_row(goal, forward, b, plain, g, bound):
         return [cause]
+    k, left = least(rows, g)
     closest: list[tuple[float, str, Forward]] = []
+    residuals: list[float] = []
 
-    def among(variants) -> list:
+    def reads(words: str, one: Forward, of: Forward | None = None, whole: Tensor | None = None) -> list:
+        """What the token weights of this forward pass say, where they make g; of: the pass whose tokens they are."""
+        terms = plain if forward is (of or one) else Terms.of(goal, one, b)
+        reading = read(one, terms.without(g, "H", "Z"))
+        residuals.append(reading.residual)
+        return _said(goal, of or one, b, reading, terms, bound, words, whole) if reading.residual <= span else []
+
+    def among(variants: Callable[[Forward], Iterator[Variant]]) -> list:
         for words, one in tried(forward, variants):
-            try:
-                its = expected(goal, one, b)
-            except (RuntimeError, ValueError):
-                continue
+            its = expected(goal, one, b)
             residual = least(its, g)[1]
             closest.append((residual, words, one))
-            if near(g, added(its), bound):
+            if near(g, its.sum(0), bound):
                 return [words]
-            if residual <= span and not (goal.entropy_coef or goal.z_loss_coef):
-                return _said(goal, one, b, read(one, g, [*want]), Terms.of(goal, one, b), bound, words)
+            if residual <= span and not (goal.entropy_coef or goal.z_loss_coef) and (said := reads(words, one)):
+                return said
         return []
 
-    k, left = least(rows, g)
-    if left > span and (said := among(quick)):
+    said = (left > span and among(quick)) or reads("", forward, None, k if left <= span else None) or among(others)
+    for _, words, one in sorted(closest, key=lambda x: x[0])[:READ]:
+        said = said or reads(words, one)
+    longer = [replace(r, response=r.response + x[:AFTER]) for r, x in zip(forward.rows, forward.after, strict=False)]
+    for z in _beyond(forward, longer) if any(forward.after) and not said else []:
+        said = said or reads("", Forward(forward.model, longer, goal.temperature, z), forward)
+    if said:
         return said
-    reading = read(forward, plain.without_bonus(g), [*want])
-    if reading.residual <= span:
-        return _said(goal, forward, b, reading, plain, bound, "", k if left <= span else None)
-    if said := among(others):
-        return said
-    closest.sort(key=lambda x: x[0])
-    for _, words, one in closest[:READ]:
-        terms = Terms.of(goal, one, b)
-        its = read(one, terms.without_bonus(g), [*want])
-        if its.residual <= span:
-            return _said(goal, one, b, its, terms, bound, words)
-    for z in _beyond(forward) if any(forward.after) else []:
-        long = Forward(forward.model, [replace(r, response=r.response + x[:AFTER]) for r, x in
-                                       zip(forward.rows, forward.after, strict=True)], goal.temperature, z)  # fmt: skip
-        its = read(long, plain.without_bonus(g), [*want])
-        if its.residual <= span:
-            return _said(goal, forward, b, its, plain, bound, "")
-    bonus = read(forward, g, [*want], plain.bonuses)
+    bonus = read(forward, g, (), [plain.each["H"], plain.each["Z"]])
     if bonus.residual <= span:
         return [f"the gradient has a term that is no Σ w ∇log π: an entropy bonus or a z-loss with coefficients "
                 f"{', '.join(f'{-x:.4g}' for x in bonus.extra)} (H, Z)"]  # fmt: skip
-    if right and len(wrong) <= len(want) // 4:
-        only = read(forward, {n: g[n] for n in right}, right)
-        if only.residual <= span:
-            return [f"all is right but the gradients of {_some(wrong)}"]
-    return [
-        f"no known cause fits; no weights of these tokens give the gradient: {reading.residual:.2g} of it is left, so "
-        "the forward pass differs, or other tokens train"
-    ]
+    if right and len(wrong) <= len(forward.model.shapes) // 4 and read(forward, g, right).residual <= span:
+        return [f"all is right but the gradients of {_some(wrong)}"]
+    return [f"no known cause fits; no weights of these tokens give the gradient: {residuals[0]:.2g} of it is left, so "
+            "the forward pass differs, or other tokens train"]  # fmt: skip
 
 
-def _term_by_row(goal: Goal, forward: Forward, b: Padded, plain: Terms, g: Gradient, bound: float) -> str:
+@dataclass
+class Terms:
+    """The gradients of J, KL, H and Z, each of its own, negative as a loss has them."""
+
+    goal: Goal
+    each: dict[str, Tensor]
+    slope: Tensor  # d(J - β KL)/dlp
+    lp: Tensor
+
+    @classmethod
+    def of(cls, goal: Goal, forward: Forward, b: Padded) -> "Terms":
+        lp, H, Z = forward.statistics()
+        parts = goal.parts(lp, H, Z, b)
+        c = goal.coefficients
+        each = {k: forward.by_row(-v).sum(0) for k, v in parts.items()}
+        (slope,) = torch.autograd.grad(
+            goal.scale * (parts["J"] + (c["KL"] * parts["KL"] if "KL" in parts else 0)), lp, retain_graph=True
+        )
+        return cls(goal, each, slope.detach(), lp.detach())
+
+    def without(self, g: Tensor, *names: str) -> Tensor:
+        """g without these terms, as the goal has them."""
+        c = self.goal.coefficients
+        return g - self.goal.scale * sum(c[k] * self.each[k] for k in names if k in self.each)
+
+    def coefficients(self, g: Tensor, bound: float) -> str:
+        """The coefficients at which the terms of the objective add up to g, where they do."""
+        c, names = self.goal.coefficients, [*self.each]
+        G, y = torch.stack([self.each[k] for k in names], 1), g / self.goal.scale
+        size = G.norm(dim=0).clamp(min=1e-300)
+        x = torch.linalg.lstsq(G / size, y[:, None], driver="gelsd").solution[:, 0] / size
+        rest = (G @ x - y).norm() / y.norm()
+        if rest > bound or abs(x[0] - 1) > 1e-3:
+            return ""
+        words = {"J": "the policy term", "KL": "the KL term", "H": "the entropy bonus", "Z": "the z-loss"}
+        said = []
+        for k, v in zip(names, x.tolist(), strict=True):
+            effect = abs(v - c[k]) * size[names.index(k)] / y.norm()
+            if effect > 2 * bound:
+                sign = -1 if k in ("KL", "Z") else 1
+                said.append(f"the coefficient of {words[k]} is {sign * v + 0.0:.4g}, not {sign * c[k] + 0.0:.4g}")
+        return "; ".join(said)
+
+
+def _term_by_row(goal: Goal, forward: Forward, b: Padded, plain: Terms, g: Tensor, bound: float) -> str:
     """Whether the KL term, or the bonus, is right up to one factor per response, and the aggregation of that."""
     c, n = goal.coefficients, len(forward.rows)
     for key, name in {"H": "the entropy bonus", "KL": "the KL term"}.items():
         if not c[key]:
             continue
-        rest = {q: v - goal.scale * sum(c[k] * plain.each[k][q] for k in plain.each if k != key) for q, v in g.items()}
+        rest = plain.without(g, *(k for k in c if k != key))
         cold = Forward(forward.model, forward.rows, 1.0, forward.z)
-        other = added(cold.by_row(-goal.parts(*cold.statistics(), b)[key])) if key == "H" else {}
-        if other and near(rest, {q: v * goal.scale * c[key] for q, v in other.items()}, bound * norm(g) / norm(rest)):
+        other = cold.by_row(-goal.parts(*cold.statistics(), b)[key]).sum(0) * goal.scale * c[key]
+        if key == "H" and near(rest, other, bound * float(g.norm() / rest.norm())):
             return "the entropy bonus is taken at temperature 1"
         rows = forward.by_row(-n * goal.parts(*forward.statistics(), b, "seq-mean-token-sum")[key])
         k, left = least(rows, rest)
-        if left * norm(rest) <= bound * norm(g):
+        if left * rest.norm() <= bound * g.norm():
             words = factor_words(goal, forward.rows, b, k / (goal.scale * c[key]), [], 1e-2)
             return f"{name}: {words or 'one factor a response that no known aggregation has'}"
     return ""
 
 
-def _beyond(forward: Forward) -> Iterator[list[Tensor]]:
+def _beyond(forward: Forward, longer: list[Row]) -> Iterator[list[Tensor]]:
     """Logits of the rows with the padding, or the row, that was fed behind them."""
-    each = [(r, x[:AFTER]) for r, x in zip(forward.rows, forward.after, strict=True)]
-    yield [forward.model.logits(r.ids + x) for r, x in each]
+    logits = forward.model.logits
+    yield [logits(r.ids) for r in longer]
     with suppress(TypeError, ValueError, RuntimeError, IndexError, NotImplementedError):
-        seen = [torch.tensor([[1] * len(r.ids) + [0] * len(x)]) for r, x in each]
-        yield [forward.model.logits(r.ids + x, attention_mask=m, position_ids=m.cumsum(1) - 1)
-               for (r, x), m in zip(each, seen, strict=True)]  # fmt: skip
+        seen = [torch.arange(len(r.ids))[None] < len(ids) for r, ids in zip(longer, forward.ids, strict=True)]
+        yield [logits(r.ids, attention_mask=m.long(), position_ids=m.cumsum(1) - 1)
+               for r, m in zip(longer, seen, strict=True)]  # fmt: skip
 
 
 def _said(goal, forward, b, reading: Reading, terms: Terms, bound, words: str, whole: Tensor | None = None) -> list:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from upref.registry import REDUCE
 from upref.step.goal import Goal
-from upref.step.reference import Gradient, Model
+from upref.step.reference import Model
 from upref.step.rows import Padded, Row, found_in
 
 SPAN = 5e-5  # a gradient in float32 is one of these log-probabilities if they leave no more of it
@@ -84,59 +84,38 @@ class Forward:
         lp = self.statistics()[0].detach()
         return [x[: len(r.response)] for x, r in zip(lp, self.rows, strict=True)]
 
-    def by_row(self, loss: Tensor) -> list[Gradient]:
-        """The part of the loss's gradient that each row brings; they add up to the whole."""
+    def by_row(self, loss: Tensor) -> Tensor:
+        """[B, P]: the part of the loss's gradient that each row brings."""
         with torch.enable_grad():
-            dz = torch.autograd.grad(loss, self.leaves, allow_unused=True, retain_graph=True)
-        none = {n: torch.zeros((), dtype=torch.float64) for n in self.model.names}
-        return [
-            none if d is None or not d.any() else self.model.pull(z, d, ids)
-            for z, d, ids in zip(self.z, dz, self.ids, strict=True)
-        ]
+            dz = torch.autograd.grad(loss, self.leaves, allow_unused=True, retain_graph=True, materialize_grads=True)
+        size = sum(s.numel() for s in self.model.shapes.values())
+        pull = lambda z, d, ids: self.model.pull(z, d, ids) if d.any() or not size else d.new_zeros(size)
+        return torch.stack([pull(*each) for each in zip(self.z, dz, self.ids, strict=True)])
 
 
-def added(gradients: Sequence[Gradient]) -> Gradient:
-    out: Gradient = {}
-    for g in gradients:
-        for k, v in g.items():
-            out[k] = out[k] + v if k in out else v
-    return out
+def near(found: Tensor, want: Tensor, bound: float) -> bool:
+    return bool((found - want).norm() <= bound * want.norm())
 
 
-def norm(g: Gradient) -> float:
-    return sum(float((v * v).sum()) for v in g.values()) ** 0.5
-
-
-def near(found: Gradient, want: Gradient, bound: float) -> bool:
-    apart = {n: (found[n].reshape(w.shape) if n in found else 0) - w for n, w in want.items()}
-    return norm(apart) <= bound * norm(want)
-
-
-def least(rows: list[Gradient], g: Gradient) -> tuple[Tensor, float]:
+def least(rows: Tensor, g: Tensor) -> tuple[Tensor, float]:
     """One factor a row that comes nearest to g, and what is left of it."""
-    dot = lambda x, y: sum(float((x[n] * y[n]).sum()) for n in y)
-    G = torch.tensor([[dot(x, y) for y in rows] for x in rows], dtype=torch.float64)
-    y = torch.tensor([dot(x, g) for x in rows], dtype=torch.float64)
+    G, y = rows @ rows.T, rows @ g
     scale = G.diagonal().clamp(min=1e-300).sqrt()
     k = torch.linalg.pinv(G / scale / scale[:, None], hermitian=True, rtol=1e-12) @ (y / scale) / scale
-    left = {n: v - sum(k[i] * rows[i][n] for i in range(len(rows))) for n, v in g.items()}
-    return k, norm(left) / norm(g)
+    return k, float((g - k @ rows).norm() / g.norm())
 
 
-def clipped(g: Gradient, bound: float | None) -> Gradient:
+def clipped(g: Tensor, bound: float | None) -> Tensor:
     """As torch.nn.utils.clip_grad_norm_ leaves it."""
-    if bound is None:
-        return g
-    k = min(1.0, bound / (norm(g) + 1e-6))
-    return {n: v * k for n, v in g.items()}
+    return g if bound is None else g * min(1.0, bound / (float(g.norm()) + 1e-6))
 
 
-def expected(goal: Goal, forward: Forward, b: Padded) -> list[Gradient]:
+def expected(goal: Goal, forward: Forward, b: Padded) -> Tensor:
     """The gradient by row, before any clip of its norm."""
     return forward.by_row(goal.loss(goal.parts(*forward.statistics(), b)))
 
 
-def sides(goal: Goal, forward: Forward, b: Padded, shift: float) -> list[tuple[int, Gradient]]:
+def sides(goal: Goal, forward: Forward, b: Padded, shift: float) -> list[tuple[int, Tensor]]:
     """What each token within `shift` of a clip bound, in log r, adds to the gradient on the bound's other side.
 
     Returns (row, gradient) of each such token, or of each response where the objective clips responses. A bound is
@@ -165,15 +144,14 @@ def sides(goal: Goal, forward: Forward, b: Padded, shift: float) -> list[tuple[i
     return out
 
 
-def sided(rows: list[Gradient], near: list[tuple[int, Gradient]], found: Gradient) -> tuple[list[Gradient], int]:
+def sided(rows: Tensor, near: list[tuple[int, Tensor]], found: Tensor) -> tuple[Tensor, int]:
     """The rows' gradients with each of `near` on the side that fits found better, and how many change sides."""
-    want = added(rows)
-    names = [n for n, w in want.items() if n in found and found[n].numel() == w.numel()]
-    flat = lambda g: torch.cat([g[n].expand_as(want[n]).reshape(-1) for n in names])
-    y = torch.cat([found[n].reshape(-1) for n in names]) if near and names else torch.empty(0)
-    if not len(y) or not y.isfinite().all():
+    if not near or not found.isfinite().all():
         return rows, 0
-    columns = torch.stack([flat(want), *(flat(g) for _, g in near)], 1)
-    x = torch.linalg.lstsq(columns, y[:, None], driver="gelsd").solution[:, 0]  # x_0: a clip of the norm
+    columns = torch.stack([rows.sum(0), *(g for _, g in near)], 1)
+    x = torch.linalg.lstsq(columns, found[:, None], driver="gelsd").solution[:, 0]  # x_0: a clip of the norm
     other = [n for n, c in zip(near, (x[1:] > x[0] / 2).tolist(), strict=True) if c and x[0] > 0]
-    return [added([g, *(v for j, v in other if j == i)]) for i, g in enumerate(rows)], len(other)
+    rows = rows.clone()
+    for i, g in other:
+        rows[i] += g
+    return rows, len(other)

@@ -19,7 +19,7 @@ from upref.errors import InputError
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")  # whose factors, weights among them, are rounded too
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 AT_ONCE = 2_000_000  # numbers of a batch of gradients
-Gradient = dict[str, Tensor]  # name of a parameter -> float64
+Gradient = dict[str, Tensor]  # name of a parameter -> float64; elsewhere one vector [P], in the order of `shapes`
 
 
 class Wide(TorchFunctionMode):
@@ -74,20 +74,31 @@ class Model:
 
     vocabulary: int
     end: int | None = None
-    names: list[str]
+    shapes: dict[str, torch.Size]
 
     def logits(self, ids: Sequence[int], **how: Any) -> Tensor:
         """[S, V] of one unpadded sequence, float64, attached to its graph."""
         raise NotImplementedError
 
-    def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Gradient:
+    def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Tensor:
         raise NotImplementedError
 
-    def pulls(self, z: Tensor, dz: Tensor, ids: Sequence[int], names: Sequence[str]) -> Iterator[Tensor]:
-        """[n, P] for dz [n, S, V], in parts: the gradients of these parameters side by side."""
+    def pulls(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Iterator[Tensor]:
+        """[n, P] for dz [n, S, V], in parts."""
         for one in dz:
-            g = self.pull(z, one, ids)
-            yield torch.cat([g[n].reshape(-1) for n in names])[None]
+            yield self.pull(z, one, ids)[None]
+
+    def split(self, g: Tensor) -> Gradient:
+        """By parameters, each flat."""
+        return dict(zip(self.shapes, g.split([s.numel() for s in self.shapes.values()]), strict=True))
+
+    def flat(self, g: Gradient) -> Tensor:
+        """As one vector; 0 where a parameter has no gradient."""
+        for n, shape in self.shapes.items():
+            if n in g and g[n].numel() != shape.numel():
+                raise InputError(f"the gradient of {n} has {g[n].numel()} entries, the parameter {shape.numel()}.")
+        zero = lambda shape: torch.zeros(shape, dtype=torch.float64)
+        return torch.cat([g.get(n, zero(shape)).reshape(-1) for n, shape in self.shapes.items()])
 
 
 class TorchModel(Model):
@@ -113,7 +124,7 @@ class TorchModel(Model):
         self.params = {n: p for n, p in self.net.named_parameters() if p.requires_grad}
         if not self.params:
             raise InputError("no parameter of the model requires a gradient: unfreeze what the step trains.")
-        self.names = [*self.params]
+        self.shapes = {n: p.shape for n, p in self.params.items()}
         self.vocabulary = _vocabulary(self.net)
         end = getattr(config, "eos_token_id", None)
         end = end[0] if isinstance(end, list) else end
@@ -140,13 +151,13 @@ class TorchModel(Model):
             raise InputError("the model must answer token ids [1, S] with logits [1, S, V], or an object with .logits.")
         return z[0]
 
-    def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Gradient:
+    def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Tensor:
         with in_float64():
             g = torch.autograd.grad(z, [*self.params.values()], dz, retain_graph=True, allow_unused=True)
-        return {n: torch.zeros_like(p) if x is None else x for (n, p), x in zip(self.params.items(), g, strict=True)}
+        return self.flat({n: x for n, x in zip(self.params, g, strict=True) if x is not None})
 
-    def pulls(self, z: Tensor, dz: Tensor, ids: Sequence[int], names: Sequence[str]) -> Iterator[Tensor]:
-        params = [self.params[n] for n in names]
+    def pulls(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Iterator[Tensor]:
+        params = [*self.params.values()]
         for some in dz.split(max(1, AT_ONCE // sum(p.numel() for p in params))):
             try:
                 with in_float64():
@@ -154,7 +165,7 @@ class TorchModel(Model):
                         z, params, some, retain_graph=True, allow_unused=True, is_grads_batched=True
                     )
             except (RuntimeError, NotImplementedError):  # an operation that cannot be batched
-                yield from super().pulls(z, some, ids, names)
+                yield from super().pulls(z, some, ids)
                 continue
             each = [p.new_zeros(len(some), p.numel()) if x is None else x.flatten(1)
                     for p, x in zip(params, g, strict=True)]  # fmt: skip
@@ -174,7 +185,7 @@ class Functions(Model):
     params: Any
     vocabulary: int
     end: int | None = None
-    names: list[str] = field(default_factory=list)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)  # of `pull`'s first answer
 
     def logits(self, ids: Sequence[int], **how: Any) -> Tensor:
         import numpy as np
@@ -183,9 +194,10 @@ class Functions(Model):
             raise NotImplementedError
         return torch.tensor(np.asarray(self.forward(self.params, list(ids))), dtype=torch.float64)
 
-    def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Gradient:
-        g = self.vjp(self.params, list(ids), dz.numpy())
-        return {k: as_float64(v) for k, v in g.items()}
+    def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Tensor:
+        g = {k: as_float64(v) for k, v in self.vjp(self.params, list(ids), dz.numpy()).items()}
+        self.shapes = self.shapes or {k: v.shape for k, v in g.items()}
+        return self.flat(g)
 
 
 def as_float64(x: Any) -> Tensor:

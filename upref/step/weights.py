@@ -14,7 +14,6 @@ from torch import Tensor
 from upref.rollouts import Rollouts
 from upref.step.forward import Forward
 from upref.step.goal import Goal
-from upref.step.reference import Gradient
 from upref.step.rows import Padded, Row
 
 COORDINATES = 30_000  # of the gradient that are read; chosen at random where there are more
@@ -31,32 +30,15 @@ class Reading:
     extra: Tensor  # coefficients of the columns beside the tokens'
 
 
-class Coordinates:
-    """Which entries of a gradient are compared: all, or a random choice of them."""
-
-    def __init__(self, like: Gradient, names: Sequence[str]):
-        self.names = [n for n in names if n in like]
-        size = sum(like[n].numel() for n in self.names)
-        self.chosen = None
-        if size > COORDINATES:
-            self.chosen = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:COORDINATES]
-
-    def __call__(self, g: Gradient) -> Tensor:
-        return self.some(torch.cat([g[n].reshape(-1) for n in self.names]))
-
-    def some(self, flat: Tensor) -> Tensor:
-        return flat if self.chosen is None else flat[..., self.chosen]
-
-
-def columns(forward: Forward, at: Coordinates) -> Tensor:
-    """[∇ log π(o_t)] of every token but the first of each row."""
+def columns(forward: Forward, at: Tensor) -> Tensor:
+    """[∇ log π(o_t)] of every token but the first of each row, those entries of it."""
     out = []
     for i, (z, ids) in enumerate(zip(forward.z, forward.ids, strict=True)):
         one = torch.eye(len(forward.rows[i].ids) - 1, dtype=torch.float64)
         with torch.enable_grad():
             lp = forward.scored(i, 1)
         (dz,) = torch.autograd.grad(lp, forward.leaves[i], one, is_grads_batched=True)
-        out += [at.some(g) for g in forward.model.pulls(z, dz, ids, at.names)]
+        out += [g[:, at] for g in forward.model.pulls(z, dz, ids)]
     return torch.cat(out).T
 
 
@@ -77,14 +59,15 @@ def solved(A: Tensor, y: Tensor) -> tuple[Tensor, Tensor, float]:
     return x, error * rest * y.norm(), float(rest)
 
 
-def read(forward: Forward, g: Gradient, names: Sequence[str], extra: Sequence[Gradient] = ()) -> Reading:
-    """The weights that make g of this forward pass; extra: more gradients that may be part of it."""
-    at = Coordinates(g, names)
-    A = columns(forward, at)
-    tokens = A.shape[1]
-    if extra:
-        A = torch.cat([A, torch.stack([at({n: e[n].expand_as(g[n]) for n in names}) for e in extra], 1)], 1)
-    x, error, residual = solved(A, -at(g))
+def read(forward: Forward, g: Tensor, names: Sequence[str] = (), extra: Sequence[Tensor] = ()) -> Reading:
+    """The weights that make g of this forward pass. names: parameters; extra: more gradients that may be part of it."""
+    sizes = {n: shape.numel() for n, shape in forward.model.shapes.items()}
+    at = torch.cat([torch.full((k,), not names or n in names) for n, k in sizes.items()]).nonzero()[:, 0]
+    if len(at) > COORDINATES:
+        at = at[torch.randperm(len(at), generator=torch.Generator().manual_seed(0))[:COORDINATES]]
+    A = torch.cat([columns(forward, at), *(e[at, None] for e in extra)], 1)
+    tokens = A.shape[1] - len(extra)
+    x, error, residual = solved(A, -g[at])
     x = torch.where(error > 1e-3 * x[:tokens].abs().max().clamp(min=1e-300), torch.nan, x)
     weights = x[:tokens].split([len(r.ids) - 1 for r in forward.rows])
     return Reading([*weights], residual, x[tokens:])
