@@ -51,6 +51,7 @@ def test_verl_agrees_where_it_is_recorded_to(monkeypatch):
     platform = pytest.importorskip("verl.plugin.platform.platform_manager")
     cuda = platform.PlatformRegistry.get("nvidia")()
     monkeypatch.setattr(platform, "_current_platform", cuda)  # as after other code of verl, which looks once
+    monkeypatch.setattr("verl.models.transformers.monkey_patch.is_trl_available", lambda: True)  # and that it has TRL
     (outcome,) = table.run("verl", "qwen3 use_remove_padding, use_dynamic")
     if outcome.cause and "does not import here" in outcome.cause:
         pytest.skip("verl's trainer is not installed: `repro/venv.sh smoke`")

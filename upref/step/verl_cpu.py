@@ -5,6 +5,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
+from unittest.mock import patch
 
 import psutil
 import torch
@@ -72,16 +73,17 @@ class PlatformCPU(PlatformBase):
 @contextmanager
 def on_cpu() -> Iterator[None]:
     """This platform, also where verl resolved another one before: it does so once per process, and per module."""
+    from verl.models.transformers import monkey_patch
     from verl.workers.engine.fsdp import transformer_impl
 
-    before = get_platform(), transformer_impl.device_name
+    platform = get_platform()
     set_platform(PlatformCPU())
-    transformer_impl.device_name = "cpu"
-    try:
-        yield
-    finally:
-        set_platform(before[0])
-        transformer_impl.device_name = before[1]
+    with (patch.object(transformer_impl, "device_name", "cpu"),
+          patch.object(monkey_patch, "is_trl_available", without_trl)):  # fmt: skip
+        try:
+            yield
+        finally:
+            set_platform(platform)
 
 
 def once_per_device(init):
@@ -97,4 +99,5 @@ def once_per_device(init):
 
 
 # verl patches TRL's value head wherever TRL is installed; TRL 1.16 has none, and no critic trains here
-verl.utils.import_utils.is_trl_available = lambda: False
+without_trl = lambda: False
+verl.utils.import_utils.is_trl_available = without_trl
