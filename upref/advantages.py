@@ -101,7 +101,7 @@ def get(name: str) -> Callable[..., Tensor]:
     if not isinstance(name, str) or name not in ADVANTAGES:
         near = difflib.get_close_matches(str(name), ADVANTAGES, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(ADVANTAGES)}."
-        raise InputError(f"no advantage is called {name!r}: {hint}")
+        raise InputError(f"there is no advantage named {name!r}: {hint}")
     return ADVANTAGES[name]
 
 

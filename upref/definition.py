@@ -160,7 +160,7 @@ class Objective:
     def __call__(self, b: Rollouts, **hp: Any) -> Float[Tensor, ""]:
         """J of the batch, the aggregation and the KL term included; gradients flow into b.logp alone."""
         if not isinstance(b, Rollouts):
-            raise InputError(f"{self.name} is computed of upref.Rollouts, not of a {type(b).__name__}.")
+            raise InputError(f"{self.name} is computed from upref.Rollouts, not from a {type(b).__name__}.")
         if self.one_adv and not b.one_adv_per_response:
             raise InputError(
                 f"{self.name} needs one advantage per response, and the tokens of one differ: pass adv as [B, 1]."
@@ -220,7 +220,9 @@ class Objective:
     def factors(self, b: Rollouts, **hp: Any) -> Float[Tensor, "B T"] | None:
         """`sampler_weights` of a batch."""
         if not isinstance(b, Rollouts):
-            raise InputError(f"the factors of {self.name} are computed of upref.Rollouts, not of a {type(b).__name__}.")
+            raise InputError(
+                f"the factors of {self.name} are computed from upref.Rollouts, not from a {type(b).__name__}."
+            )
         return self.sampler_weights(b.logp_old, b.logp_sampler, b.mask, **hp)
 
     def sampler_weights(self, lp_old: Any, lp_sampler: Any, mask: Any, **hp: Any) -> Float[Tensor, "B T"] | None:

@@ -48,7 +48,7 @@ def get(name: str) -> Objective:
     if name not in known:
         near = difflib.get_close_matches(name, known, 3, 0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "`upref list` shows all."
-        raise InputError(f"no objective is called {name!r}: {hint}")
+        raise InputError(f"there is no objective named {name!r}: {hint}")
     return known[name]
 
 

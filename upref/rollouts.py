@@ -110,7 +110,7 @@ class Rollouts:
                     raise InputError(f"{field.name} must be {want}, got {described(x)}{_shapes(self)}.")
         if self.mask.numel() == 0:
             raise InputError(
-                f"the batch is empty (mask has shape {tuple(self.mask.shape)}): give one response at least."
+                f"the batch is empty (mask has shape {tuple(self.mask.shape)}): give at least one response."
             )
 
     def _check_logp(self, name: str, x: Tensor) -> None:

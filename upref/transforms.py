@@ -55,7 +55,7 @@ def up_anchored(base: Objective) -> Objective:
 def _asymmetric(base: Objective, prefix: str, positive) -> Objective:
     """where(A > 0, A positive(lp), base): lp is reduced as the base reduces it."""
     if not isinstance(base, Objective):
-        raise InputError(f"up(...) is made of an Objective, e.g. upref.get('dapo'), not of a {type(base).__name__}.")
+        raise InputError(f"up(...) takes an Objective, e.g. upref.get('dapo'), not a {type(base).__name__}.")
     mean = base.level == "free" and base.agg == "seq-mean"  # one term per response: the positive branch averages too
 
     def fn(lp, lp_old, A, *args, **hp):
@@ -95,7 +95,7 @@ def _correction(paper: str, eq: str, **defaults: str) -> Callable[[Any], Callabl
         def make(base: Any) -> Objective:
             if not isinstance(base, Objective):
                 got = type(base).__name__
-                raise InputError(f"{factor.__name__}(...) is made of an Objective, e.g. get('dapo'), not of a {got}.")
+                raise InputError(f"{factor.__name__}(...) takes an Objective, e.g. get('dapo'), not a {got}.")
             if base.sampler is not None:
                 raise InputError(f"{base.name} corrects for its sampler already: one correction is enough.")
             return replace(

@@ -59,7 +59,7 @@ def apart(one, other) -> float:
 
 
 def raises(loss) -> bool:
-    """Whether it stops by itself on one of the batches, with one advantage a response and with one a token."""
+    """Whether it stops by itself on one of the batches, with one advantage per response and with one a token."""
     needs = inspect.signature(loss).parameters
     for A_of in (lambda A: A[:, 0], lambda A: A):
         try:

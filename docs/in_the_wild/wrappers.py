@@ -26,7 +26,7 @@ def given(logp, mask, **more):
 def flat(advantages):
     """[B], as its training loop has them."""
     if advantages.ndim != 1:
-        raise ValueError("one advantage a response")
+        raise ValueError("one advantage per response")
     return advantages
 
 

@@ -164,8 +164,8 @@ def where(runs: list[Kept]) -> str:
     if all(s.startswith("paper_") for s in scales):
         return f"At the paper's scale ({', '.join(scales)}): the paper's numbers can be compared."
     return (
-        f"Scale {', '.join(scales)}: not the paper's experiment. Its figures are drawn of these runs; its printed "
-        "numbers stand beside for orientation, and are of other models."
+        f"Scale {', '.join(scales)}: not the paper's experiment. Its figures are drawn from these runs; the paper's "
+        "printed numbers are shown for orientation and belong to other models."
     )
 
 

@@ -403,7 +403,7 @@ def test_a_hyperparameter_that_nobody_knows_is_an_error():
         return up_dapo(log_prob, old_log_prob, advantages, mask)
 
     up_dapo = lambda lp, old, A, m: upref.get("up_dapo").loss(upref.Rollouts(lp, old, A, m))
-    with pytest.raises(InputError, match="'epsilon_hihg' is no hyperparameter of up_dapo and no named argument"):
+    with pytest.raises(InputError, match="'epsilon_hihg' is not a hyperparameter of up_dapo or a named argument"):
         upref.check(loss, "up_dapo", epsilon_hihg=0.3)
     assert upref.check(loss, "up_dapo", clip=0.3, skip=QUICK)
 

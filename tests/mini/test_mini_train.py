@@ -208,7 +208,7 @@ def test_epochs_go_over_the_batch_again(tmp_path):
         ({"hp": {"eps_low": -1}}, "eps_low must be a number >= 0"),
         ({"prompts": 10}, "do not divide into 16 minibatches"),
         ({"responses": 1}, "responses must be 2 or more"),
-        ({"advantages": "gae"}, "no advantage is called 'gae'"),
+        ({"advantages": "gae"}, "there is no advantage named 'gae'"),
         ({"aggregation": "sum"}, "aggregation must be one of"),
         ({"objective": "gspo", "aggregation": "token-mean"}, "no other can stand in for"),
         ({"objective": "reinforce", "beta": 0.1}, "no hyperparameter 'beta'"),

@@ -2,6 +2,7 @@
 """Plain English in what people read: phrases that a review found hard to read, and what to write instead."""
 
 import argparse
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -72,6 +73,21 @@ def test_public_docstrings_have_no_odd_phrase():
 def test_help_has_no_odd_phrase():
     (verbs,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
     assert {name: found for name, p in verbs.choices.items() if (found := faults(p.format_help()))} == {}
+
+
+def printed(file):
+    """The strings of three words and more in a file, but for docstrings: errors, notes, causes, hints, pages."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    said = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    strings = (n for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in said)
+    return [s.value for s in strings if isinstance(s.value, str) and s.value.count(" ") > 1]
+
+
+@pytest.mark.parametrize("folder", ["upref", "repro", "docs"])
+def test_what_code_prints_has_no_odd_phrase(folder):
+    files = sorted((ROOT / folder).rglob("*.py"))
+    hits = {str(f.relative_to(ROOT)): found for f in files if (found := [x for s in printed(f) for x in faults(s)])}
+    assert len(files) > 5 and hits == {}
 
 
 @pytest.mark.parametrize("text", ["it stands in\nthe file", "the loss is held against it", "The loss wants a mask."])

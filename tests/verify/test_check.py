@@ -273,7 +273,7 @@ def test_the_batch_shown_is_python_that_shows_it():
 BAD = {
     "raises": ("raise KeyError('nope')", "raised KeyError"),
     "nan": ("return log_prob.sum() * float('nan')", "is nan on a good batch"),
-    "vector": ("return log_prob.sum(0)[:3]", "answers with shape"),
+    "vector": ("return log_prob.sum(0)[:3]", "returns shape"),
     "detached": ("return log_prob.detach().sum()", "no gradient"),
     "number": ("return 1.0", "not a tensor"),
     "mutates": ("advantages.mul_(2); return -(advantages * log_prob)[mask].mean()", "changes its inputs"),

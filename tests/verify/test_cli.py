@@ -71,7 +71,7 @@ def test_figures_are_written(capsys, tmp_path, argv):
         (("weights", "aspo_code"), "entrop"),
         (("cap", "dapo", "-o", "no/such/folder/x.svg"), "No such file"),
         (("weights", "dapo", "-o", "x.xyz"), "end the name in one of"),
-        (("derive", "nothing"), "no objective is called"),
+        (("derive", "nothing"), "there is no objective named"),
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(capsys, argv, says):

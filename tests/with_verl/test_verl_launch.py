@@ -124,7 +124,7 @@ def test_what_up_dapo_at_the_papers_scale_is_given():
 
 
 REFUSED = {
-    "loss name": (["up_dappo", "paper"], "no objective is called 'up_dappo': did you mean up_dapo"),
+    "loss name": (["up_dappo", "paper"], "there is no objective named 'up_dappo': did you mean up_dapo"),
     "scale": (["up_dapo", "papper"], "no scale is called 'papper': did you mean paper"),
     "key": (["up_dapo", "paper", "data.train_batchsize=4"], "did you mean data.train_batch_size?"),
     "type": (["up_dapo", "paper", "trainer.nnodes=two"], "trainer.nnodes must be a whole number, got 'two'"),

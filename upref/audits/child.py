@@ -79,7 +79,7 @@ def _function(f: Framework, loss: str, mode: str, fields: dict[str, Any]) -> Cal
     @functools.wraps(inner)
     def fn(**given):
         if f.one_adv and given["advantages"].ndim != 1:
-            raise InputError(f"{loss} takes one advantage a response.")
+            raise InputError(f"{loss} takes one advantage per response.")
         return inner(**given)
 
     fn.__name__ = loss

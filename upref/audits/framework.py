@@ -43,7 +43,7 @@ class Framework:
     kernels: Callable[[], dict[str, Callable]] = dict  # what check_logprobs takes, and is no part
     remarks: Callable[[], list[str]] = list
     pin: Pin | None = None  # what makes its folder of packages; without one it is imported from here
-    one_adv: bool = False  # its losses take one advantage a response, [B]; else they get [B, T]
+    one_adv: bool = False  # its losses take one advantage per response, [B]; else they get [B, T]
     tol: float = TOL  # wider where it computes in float32
 
     def of(self, c: Comparison, b: Rollouts | Bare, padding: float | None) -> Tensor:

@@ -56,7 +56,7 @@ def data() -> str:
     colours = {"palette": plots.PALETTE, "up": plots.UP, "down": plots.DOWN, "ramp": plots.RAMP, "dead": plots.DEAD}
     return "\n".join([
         f"const VERSION = {_json(__version__)};",
-        f"const COLOURS = {_json(colours)};",
+        f"const COLORS = {_json(colours)};",
         f"const LEFT_OUT = {_json(left_out())};",
         "const OBJECTIVES = {\n" + ",\n".join(f"{_json(n)}: {_record(r)}" for n, r in formulas().items()) + "\n};",
     ])  # fmt: skip

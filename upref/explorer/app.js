@@ -96,7 +96,7 @@ function figure() {
     const set = Object.entries(OBJECTIVES[o.name].hp).map(([k, of]) => [of, k in o.hp ? o.hp[k] : of.default]).filter(([, v]) => v !== null);
     return [S.A > 0 ? "A &gt; 0" : S.A < 0 ? "A &lt; 0" : "A = 0", ...set.map(([of, v]) => `${letterSVG(of.letter)} = ${num(v)}`)].join(", ");
   };
-  const plain = i => COLOURS.palette[i % COLOURS.palette.length];
+  const plain = i => COLORS.palette[i % COLORS.palette.length];
   return figureSVG(S.o.map((o, i) => ({ ...o, colour: plain(i), label: o.name, says: settings(o), image: cards[i].canvas.toDataURL("image/png"),
     labels: cards[i].labels, sees: cards[i].sees })), S);
 }
@@ -133,9 +133,9 @@ function begin() {
       get: () => S.p, set: x => { S.p = x; draw("maps"); }, legal: x => x > 0 && x <= 1 }),
     slider({ letter: "η", name: "step", says: "<b>Step</b>: learning rate of the step that the arrow shows, in a softmax of this token and the rest", limits: LIMITS.eta,
       get: () => S.eta, set: x => { S.eta = x; draw("maps"); }, legal: x => x >= 0 && x <= 1000 }));
-  const ramp = COLOURS.ramp.map((c, i) => `<stop offset="${i / (COLOURS.ramp.length - 1)}" stop-color="${c}"/>`).join("");
+  const ramp = COLORS.ramp.map((c, i) => `<stop offset="${i / (COLORS.ramp.length - 1)}" stop-color="${c}"/>`).join("");
   $("legend").innerHTML = `<span>Cap 0 <svg width="110" height="12" aria-hidden="true"><linearGradient id="r">${ramp}</linearGradient><rect width="110" height="12" rx="2" fill="url(#r)"/></svg> 1</span>` +
-    `<span><svg width="26" height="14" aria-hidden="true"><rect width="26" height="14" rx="2" fill="${COLOURS.dead[0]}"/><path d="M2 14 16 0M10 14 24 0" stroke="${COLOURS.dead[1]}"/></svg> no gradient of its own</span>` +
+    `<span><svg width="26" height="14" aria-hidden="true"><rect width="26" height="14" rx="2" fill="${COLORS.dead[0]}"/><path d="M2 14 16 0M10 14 24 0" stroke="${COLORS.dead[1]}"/></svg> no gradient of its own</span>` +
     `<span><svg width="14" height="14" aria-hidden="true"><circle cx="7" cy="7" r="4.5" fill="#fff" stroke="#222" stroke-width="2"/></svg> the token: drag it</span>` +
     `<span><svg width="14" height="16" aria-hidden="true"><path d="M7 1v14M3 1h8" stroke="currentColor" stroke-width="1.6"/></svg> its Cap</span>` +
     `<span><svg width="14" height="16" aria-hidden="true"><path d="M7 16V6" stroke="var(--up)" stroke-width="2.4"/><path d="M2.5 8 7 0l4.5 8z" fill="var(--up)"/></svg> the step it takes</span>`;

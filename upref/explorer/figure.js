@@ -13,7 +13,7 @@ function figureSVG(panels, s) {
     s2.push(`<svg x="${x}" y="48" width="${side}" height="${side}" viewBox="0 0 100 100"><image x="${SQUARE.x}" y="${SQUARE.y}" width="${SQUARE.size}" height="${SQUARE.size}" ` +
       `href="${o.image}" preserveAspectRatio="none" style="image-rendering:pixelated"/>${overlay({ ...s, labels: o.labels, sees: o.sees, ink: PLAIN.ink, soft: PLAIN.soft })}</svg>`);
   });
-  const x = 10 + panels.length * (side + gap), stops = COLOURS.ramp.map((c, i) => `<stop offset="${i / (COLOURS.ramp.length - 1)}" stop-color="${c}"/>`).join("");
+  const x = 10 + panels.length * (side + gap), stops = COLORS.ramp.map((c, i) => `<stop offset="${i / (COLORS.ramp.length - 1)}" stop-color="${c}"/>`).join("");
   s2.push(`<linearGradient id="ramp" x1="0" y1="1" x2="0" y2="0">${stops}</linearGradient><rect x="${x}" y="60" width="12" height="210" fill="url(#ramp)" stroke="#888" stroke-width=".5"/>`);
   ["0", "¼", "½", "¾", "1"].forEach((t, i) => s2.push(`<text x="${x + 18}" y="${274 - i * 52.5}" font-size="11.5" fill="${PLAIN.ink}">${t}</text>`));
   s2.push(`<text x="${x + 34}" y="170" font-size="12" fill="${PLAIN.ink}">Cap</text>`);

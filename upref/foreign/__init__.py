@@ -87,7 +87,7 @@ def _named(name: str) -> Objective:
         return get(name)
     except InputError as e:
         ways = "package.module:function, path/to/file.py:function, verl:loss_mode or trl:loss_type"
-        raise InputError(f"{name!r} is no loss: write {ways}, or an objective's name. {str(e).capitalize()}") from e
+        raise InputError(f"{name!r} is not a loss: write {ways}, or an objective's name. {str(e).capitalize()}") from e
 
 
 def _plain(name: str, fn: Callable[..., Any], o: Objective, hp: dict[str, Any]) -> Loss:
@@ -128,7 +128,7 @@ def _bind(
     argument |= {p: p for p in reading.own if p in known}
     others = {k: names.argument(k, reading.own) for k in hp if k not in known}  # by its own name for each
     if unknown := [k for k, p in others.items() if not p and reading.swallows and o.name != neutral().name]:
-        raise InputError(f"{unknown[0]!r} is no hyperparameter of {o.name} and no named argument of {name}.")
+        raise InputError(f"{unknown[0]!r} is not a hyperparameter of {o.name} or a named argument of {name}.")
     foreign = {p or k: hp[k] for k, p in others.items() if p or reading.swallows}
     hp = {k: v for k, v in hp.items() if not (k in others and (others[k] or reading.swallows))}
     if twice := [k for k in hp if argument.get(k) in foreign]:

@@ -25,7 +25,7 @@ def load(target: str) -> Callable[..., Any]:
     where, colon, attr = target.rpartition(":")
     if not colon or not where or not attr:
         raise InputError(
-            f"{target!r} is no function: write package.module:function, path/to/file.py:function, verl:loss_mode or "
+            f"{target!r} is not a function: write package.module:function, path/to/file.py:function, verl:loss_mode or "
             "trl:loss_type."
         )
     module = _file(Path(where)) if where.endswith(".py") else _module(where)
@@ -69,7 +69,7 @@ def _file(path: Path) -> ModuleType:
         name = f"{path.stem}_{abs(hash(str(path)))}"  # another module has that name already
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise InputError(f"{path} is no Python file.")
+        raise InputError(f"{path} is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     _Neighbours.of(path.parent)

@@ -117,7 +117,7 @@ class Loss:
         value, form, wrapped = self._scalar(got, b)
         left = [v for v in full.values() if isinstance(v, Tensor) and v.is_leaf and v.grad is not None]
         if left and form != "scalar":
-            raise InputError(f"{self.name} calls .backward() itself and answers with {form} numbers: return the loss.")
+            raise InputError(f"{self.name} calls .backward() itself and returns {form} numbers: return the loss.")
         if left:  # a training step: the gradient that it left is the one that trains
             value = _Stepped.apply(value.detach(), len(left), *left, *(x.grad for x in left))
         wrote = frozenset(k for k, v in before.items() if not _same(v, full[k]))
@@ -129,7 +129,7 @@ class Loss:
         kinds = {"complex": first.is_complex(), "nested": first.is_nested, "meta": first.is_meta}
         kinds[str(first.layout).removeprefix("torch.")] = first.layout is not torch.strided
         if odd := next((kind for kind, it_is in kinds.items() if it_is), ""):
-            raise InputError(f"{self.name} answers with a {odd} tensor: return a real, dense one that holds numbers.")
+            raise InputError(f"{self.name} returns a {odd} tensor: return a real, dense one that holds numbers.")
         B, T = b.mask.shape
         if first.ndim and first.shape in {(B, T), (B,), (B, 1)}:
             x = first[:, 0] if first.shape == (B, 1) and T > 1 else first
@@ -141,7 +141,7 @@ class Loss:
             return aggregate(x, b.mask, agg, v.group, v.totals), "unreduced", wrapped
         if first.numel() != 1:
             raise InputError(
-                f"{self.name} answers with shape {list(first.shape)} for inputs of shape {list(b.mask.shape)}: "
+                f"{self.name} returns shape {list(first.shape)} for inputs of shape {list(b.mask.shape)}: "
                 "return a scalar, or an unreduced [B, T] or [B]."
             )
         return first.reshape(()), "scalar", wrapped

@@ -143,7 +143,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.objective.one_adv and not one_per_response(A, mask):
             raise InputError(
                 f"upref/{self.objective.name} needs one advantage per response, and the tokens of one differ: choose "
-                "an objective of token level, or advantages of responses."
+                "a token-level objective, or advantages of responses."
             )
         totals, ranks = self._totals(inputs, mask, mode)
         weights, engine = inputs.get("importance_sampling_ratio"), None

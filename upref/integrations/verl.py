@@ -103,7 +103,7 @@ def register(objective: Objective):
         if objective.one_adv and not one_per_response(advantages, mask):
             raise InputError(
                 f"upref/{objective.name} needs one advantage per response, and the tokens of one differ: use an "
-                "outcome estimator (grpo, rloo, ...) without KL in the reward, or an objective of token level."
+                "outcome estimator (grpo, rloo, ...) without KL in the reward, or a token-level objective."
             )
         totals, dp_size = global_totals(config.global_batch_info, mask)
         J = objective.J(log_prob, old_log_prob, advantages, mask, totals=totals, is_weights=rollout_is_weights, **hp)

@@ -64,7 +64,7 @@ def record_step(model: nn.Module, first: int = 8) -> Iterator[Recorded]:
     with watched(model, seen.steps, first):
         yield seen
     if not seen.steps:
-        raise InputError("no optimizer step was taken inside record_step: train for one step at least.")
+        raise InputError("no optimizer step was taken inside record_step: train for at least one step.")
     if not any(s.gradients for s in seen.steps):
         raise InputError("the optimizer does not hold this model's parameters: record the module that is trained.")
 

@@ -148,7 +148,7 @@ class TorchModel(Model):
         z = getattr(out, "logits", out)
         z = z[0] if isinstance(z, tuple) else z
         if not isinstance(z, Tensor) or z.ndim != 3 or z.shape[1] != len(ids):
-            raise InputError("the model must answer token ids [1, S] with logits [1, S, V], or an object with .logits.")
+            raise InputError("the model must return logits [1, S, V], or an object with .logits, for token ids [1, S].")
         return z[0]
 
     def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Tensor:

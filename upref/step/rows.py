@@ -118,7 +118,7 @@ def made(vocabulary: int, seed: int = 0, without: Sequence[str] = (), end: int |
     end: the id that ends a sequence; it closes most responses, and stands inside most prompts.
     """
     if vocabulary < 8:
-        raise InputError(f"a vocabulary of {vocabulary} tokens is too small: give a model with 8 at least.")
+        raise InputError(f"a vocabulary of {vocabulary} tokens is too small: give a model with at least 8.")
     rng = np.random.default_rng(seed)
     lengths = (6,) * 8 if "lengths" in without else LENGTHS
     prompts = (4,) * 8 if "lengths" in without else PROMPTS

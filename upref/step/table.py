@@ -45,7 +45,7 @@ def chosen(trainer: str, only: str = "") -> list[Setting]:
         raise InputError(f"there is no step of {trainer!r}: {', '.join(TRAINERS)}.")
     out = [s for s in TRAINERS[trainer]() if only in f"{s.family} {s.name}"]
     if not out:
-        raise InputError(f"no setting of {trainer} holds {only!r} in its name or family.")
+        raise InputError(f"no setting of {trainer} has {only!r} in its name or family.")
     return out
 
 

@@ -250,7 +250,7 @@ def check_kl(fn: Any, estimator: str, *, skip: tuple[str, ...] = ()) -> Report:
     """
     start = time.perf_counter()
     if not isinstance(estimator, str) or estimator not in kl.ESTIMATORS:
-        raise InputError(f"no KL estimator is called {estimator!r}: choose one of {', '.join(kl.ESTIMATORS)}.")
+        raise InputError(f"there is no KL estimator named {estimator!r}: choose one of {', '.join(kl.ESTIMATORS)}.")
     must_know(ORACLES, skip)
     term = read(fn)
     found, ran = run(ORACLES, Case(term, estimator), skip)

@@ -50,12 +50,12 @@ def ordered(oracles: Iterable[Oracle]) -> list[Oracle]:
 
 
 def must_know(oracles: Iterable[Oracle], skip: Iterable[str]):
-    """InputError where something is to be skipped that no oracle is called."""
+    """Raise InputError if `skip` names an unknown oracle."""
     known = [o.name for o in oracles]
     if not isinstance(skip, list | tuple | set | frozenset) or not all(isinstance(s, str) for s in skip):
         raise InputError(f"skip is a list of oracles' names: choose from {', '.join(known)}.")
     if unknown := sorted(set(skip) - set(known)):
-        raise InputError(f"no oracle is called {unknown[0]!r}: choose from {', '.join(known)}.")
+        raise InputError(f"there is no oracle named {unknown[0]!r}: choose from {', '.join(known)}.")
 
 
 def run(oracles: Iterable[Oracle], case: Case, skip: Iterable[str] = ()) -> tuple[list[Finding], dict[str, str]]:

@@ -353,7 +353,7 @@ NAMED: dict[str, Callable[[Tensor], Tensor]] = {  # group ids
 
 @lru_cache(64)  # of about 2 MB
 def beyond(axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] = (), **hp) -> Rollouts:
-    """The batch of that axis: one advantage a response, ratios drawn around 1 and around the objective's bounds. ids:
+    """The batch of that axis: one advantage per response, ratios drawn around 1 and around the objective's bounds. ids:
     the keys of NAMED by which its groups are named, each in some rows of every A and of every length. It is ready, and
     kept for the next check: do not write to its tensors."""
     of, rng, wide = AXES[axis], np.random.default_rng(seed), objective.level in REDUCE

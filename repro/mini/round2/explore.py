@@ -102,8 +102,8 @@ def sentence(records: dict[str, Record]) -> list[str]:
     return [
         f"* Entropy kept and Best@32 kept over all {len(there)} runs (described, not tested): "
         f"{correlations(there, kept, best)}.",
-        f"* {rarely(records)} What it never solves cannot be asked: there is no such problem. "
-        "[More](#does-entropy-become-exploration).",
+        f"* {rarely(records)} The base solves every held-out problem at least once, so problems that it "
+        "never solves cannot be tested. [More](#does-entropy-become-exploration).",
     ]
 
 

@@ -65,12 +65,12 @@ def undecided(judged: Judged) -> list[str]:
         needed, powers = sorted(v.seeds_needed or 0 for v in short), sorted(v.power for v in short)
         most = f"more than {tables.MOST}" if needed[-1] >= tables.MOST else str(needed[-1])
         lines.append(
-            f"* Undecided for want of seeds: {len(short)} claims. At the spread seen the registered seeds had power "
+            f"* Undecided for lack of seeds: {len(short)} claims. At the spread seen the registered seeds had power "
             f"{powers[0]:.2f} to {powers[-1]:.2f} for the registered effect; {needed[0]} to {most} would have 0.8."
         )
     if close:
         claims = f"{len(close)} claim{'s' * (len(close) > 1)}"
-        lines.append(f"* Undecided although the power was there, too close to call: {claims}.")
+        lines.append(f"* Undecided despite enough power, too close to call: {claims}.")
     return lines
 
 

@@ -75,8 +75,8 @@ def sentence(every: list[Base]) -> list[str]:
     return [
         f"* On {apart} of {len(others)} other objectives UP's effects on entropy and on Avg@32 have opposite signs: "
         f"rank correlation {rule.ranks(H, avg)[0]:+.2f} (described, not registered). "
-        f"That of UP's effect on Avg@32 and of what the objective gains by itself is {gain:+.2f}, in part because "
-        f"the objective's own end is in both.{hardly}"
+        f"The correlation of UP's effect on Avg@32 with what the objective gains by itself is {gain:+.2f}, in part "
+        f"because the objective's own end is in both.{hardly}"
     ]
 
 

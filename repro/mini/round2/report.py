@@ -172,7 +172,7 @@ commit `{commit}`, before any run ([rule.py](../rule.py),
 **{len(records)} of {len(wanted)} runs are finished**{hours}.{rest if left or waits else ""}
 The correction for many claims runs within one experiment, and not across them. Printed intervals are the ones that
 decide, corrected over the claims; where a table says 95 %, they are not. The words are those of
-[the claims](../../../../docs/claims.md). These are tiny transformers on toy tasks. The first round stands in
+[the claims](../../../../docs/claims.md). These are tiny transformers on toy tasks. The first round is in
 [../../results/verdicts.md](../../results/verdicts.md).
 """
 

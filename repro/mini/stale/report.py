@@ -20,7 +20,7 @@ TITLES = {
 }  # fmt: skip
 FAMILIES = {
     "dapo": "Right answers at the end: UP-DAPO minus DAPO",
-    "neighbours": "Right answers at the end: UP-DAPO minus its neighbours",
+    "neighbours": "Right answers at the end: UP-DAPO minus its neighbors",
     "entropy": "Entropy",
     "malformed": "Malformed answers",
     "survival": "Survival: the step at which the reward falls below half of its peak",

@@ -98,7 +98,7 @@ class Settings:
         if self.aggregation not in AGGREGATIONS or "norm" in self.aggregation:
             raise InputError(f"settings: aggregation must be one of {', '.join(AGGREGATIONS[:4])}, or left out.")
         if "seq-mean" in (o.agg, self.aggregation):
-            raise InputError(f"settings: {o.name} has aggregation {o.agg}, which no other can stand in for.")
+            raise InputError(f"settings: {o.name} has aggregation {o.agg}, which no other aggregation can replace.")
         return replace(o, agg=self.aggregation)
 
     def hyperparameters(self) -> dict[str, Any]:

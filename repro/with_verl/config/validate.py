@@ -95,7 +95,7 @@ def check_read(cfg: DictConfig, line: str) -> None:
     if key.startswith(of_loss) and mode.startswith("upref/"):
         own = key.removeprefix(of_loss).partition(".")[0]
         if own not in ("loss_mode", "_target_", "upref"):
-            raise InputError(f"{mode} does not read {key}: its hyperparameters stand under {of_loss}upref.")
+            raise InputError(f"{mode} does not read {key}: its hyperparameters are set under {of_loss}upref.")
 
 
 @functools.lru_cache(100)

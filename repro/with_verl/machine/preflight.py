@@ -154,8 +154,8 @@ def check_host(cfg: DictConfig, m: Machine, e: Estimate) -> None:
         )
     if m.cores < 3 * cfg.trainer.n_gpus_per_node:
         raise InputError(
-            f"this machine has {m.cores} cores, and verl asks Ray for 3 a GPU ({3 * cfg.trainer.n_gpus_per_node}): Ray "
-            "would wait for ever; take more cores or set trainer.n_gpus_per_node lower."
+            f"this machine has {m.cores} cores, and verl requests 3 per GPU ({3 * cfg.trainer.n_gpus_per_node}): "
+            "Ray would wait forever; take more cores or set trainer.n_gpus_per_node lower."
         )
 
 

@@ -88,7 +88,7 @@ def start(run: Run, total: int | None, again: str, patience: Patience | None = N
             status = outcome.status
             ended = outcome.why
         except Terminated:
-            status, ended = 143, "it was asked to end (SIGTERM)"
+            status, ended = 143, "it received SIGTERM"
         except KeyboardInterrupt:
             status, ended = 130, "it was interrupted"
         records.collect(run.directory)

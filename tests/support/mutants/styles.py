@@ -5,7 +5,7 @@
 ratio     log-probabilities, ratio, clip, torch.where for the mask
 logs      the same with every bound on log r
 verl      losses instead of objectives, a mask of numbers, 1e-8 in the denominators
-trl       coef_1, one advantage a response, denominators clamped at 1
+trl       coef_1, one advantage per response, denominators clamped at 1
 loop      one response after the other
 packed    padding dropped, tokens end to end
 weights   the gradient written down: a constant weight times log π_θ

@@ -126,7 +126,7 @@ def _checkout(name: str, repository: str, commit: str) -> Path:
     if commit != "HEAD" and _whole(folder):
         return folder
     if not shutil.which("git"):
-        raise InputError(f"{name} is on no package index and needs git to be fetched, which is not installed.")
+        raise InputError(f"{name} is not on a package index; fetching it needs git, which is not installed.")
     with _made(folder) as half:
         fetch = ["fetch", "--quiet", "--depth", "1", "--end-of-options", repository, commit]
         for command in (["init", "--quiet"], fetch, ["checkout", "--quiet", "FETCH_HEAD"]):

@@ -21,7 +21,7 @@ def loss(lp, lp_old, A, mask, eps_low=3e-4, eps_high=4e-4):
 
 
 def report(fn):
-    """upref check; the student's function takes one advantage a response."""
+    """upref check; the student's function takes one advantage per response."""
 
     def wrapped(log_prob, old_log_prob, advantages, mask):
         return fn(log_prob, old_log_prob, per_response(advantages, mask), mask)

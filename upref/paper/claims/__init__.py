@@ -167,7 +167,7 @@ def read(text: str | None = None) -> list[Claim]:
             )
         for known in (e.partition(":")[0] for e in c.elsewhere):
             if known not in all_of_it.get("source", {}):
-                raise InputError(f"claim {c.id!r}: no source is called {known!r}.")
+                raise InputError(f"claim {c.id!r}: there is no source named {known!r}.")
         seen.add(c.id)
     return claims
 

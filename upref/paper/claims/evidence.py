@@ -253,7 +253,7 @@ def in_the_paper(c: Claim, tex: tuple[str, str] | None) -> Iterable[Outcome]:
         return
     printed, comments = tex
     if c.quote and c.section not in sections_of(c.quote, printed):
-        yield failed("words", c.id, f"{c.quote!r} does not stand in {c.place}")
+        yield failed("words", c.id, f"{c.quote!r} is not in {c.place}")
     if c.absent:
         found = lambda text: [p for p in c.absent if re.search(p, text, re.I)]
         if there := found(printed):

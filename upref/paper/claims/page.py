@@ -33,9 +33,9 @@ def chosen(judged: Sequence[Judged], section: str | None = None, verdict: str | 
     """Those of a section (3, 4.1, B) and of a verdict; InputError where there is no such section or verdict."""
     sections = sorted({j.claim.section for j in judged})
     if section and not any(s == section or s.startswith(f"{section}.") for s in sections):
-        raise InputError(f"no claim is of section {section!r}: choose one of {', '.join(sections)}.")
+        raise InputError(f"there is no claim in section {section!r}: choose one of {', '.join(sections)}.")
     if verdict and not any(v.startswith(verdict) for v in (*VERDICTS, RED)):
-        raise InputError(f"no verdict is called {verdict!r}: choose one of {', '.join((*VERDICTS, RED))}.")
+        raise InputError(f"there is no verdict named {verdict!r}: choose one of {', '.join((*VERDICTS, RED))}.")
     here = lambda s: not section or s == section or s.startswith(f"{section}.")
     return [j for j in judged if here(j.claim.section) and j.verdict.startswith(verdict or "")]
 

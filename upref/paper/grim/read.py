@@ -52,7 +52,7 @@ def read_file(file: str | Path | None = None) -> ResultsTable:
     except OSError as e:
         raise InputError(f"cannot read {path}: {e.strerror}.") from None
     except UnicodeDecodeError:
-        raise InputError(f"{path.name}: this is no text in UTF-8.") from None
+        raise InputError(f"{path.name}: this is not UTF-8 text.") from None
     except (InputError, csv.Error) as e:
         raise InputError(f"{path.name}: {e}") from None
 
@@ -63,7 +63,7 @@ def read(text: str) -> ResultsTable:
     markdown = any(line.startswith("|") for line in lines)
     grid = _markdown(lines) if markdown else latex.rows(lines) if latex.is_latex(lines) else _csv(lines)
     if len(grid) < 2 or len(grid[0]) < 2:
-        raise InputError("this is no table: give a header, a column of names, and at least one row of percentages.")
+        raise InputError("this is not a table: give a header, a column of names, and at least one row of percentages.")
     head = grid[0]
     for row in grid[1:]:
         if len(row) != len(head):
@@ -77,12 +77,12 @@ def read(text: str) -> ResultsTable:
     if len(said) > 1 or not body or not at:
         raise InputError("a table needs one column of numbers, one row of results, and at most one row called n.")
     if len({row[0] for row in body}) < len(body):
-        raise InputError("two rows have one name: call them differently.")
+        raise InputError("two rows have the same name: rename one.")
     counts = [_candidates(said[0][i], head[i]) if said else [] for i in at]
     cells = [[_printed(row[i], row[0], head[i]) for i in at] for row in body]
     values = {Decimal(t) for row in cells for t in row if t}
     if values and max(values) <= 1 and len(values - {Decimal(0), Decimal(1)}) > 1:
-        raise InputError("no number is above 1: these look like shares, give per cent.")
+        raise InputError("no number is above 1: these look like shares, give percentages.")
     averages = [_printed(row[average[0]], row[0], "average") for row in body] if average else None
     return ResultsTable([head[i] for i in at], [row[0] for row in body], cells, counts, averages)
 
@@ -120,7 +120,7 @@ def _printed(text: str, row: str, column: str) -> str | None:
     try:
         value = Decimal(text)
     except InvalidOperation:
-        raise InputError(f"{row}, {column}: {text!r} is no number.") from None
+        raise InputError(f"{row}, {column}: {text!r} is not a number.") from None
     if not text.replace(".", "", 1).isdecimal() or not 0 <= value <= 100:
-        raise InputError(f"{row}, {column}: {text} is no percentage from 0 to 100, printed as 12.34.")
+        raise InputError(f"{row}, {column}: {text} is not a percentage from 0 to 100, printed as 12.34.")
     return text

@@ -117,18 +117,16 @@ class Function:
             if A.dtype == torch.bool or A.is_complex():
                 raise TypeError
         except (TypeError, ValueError, RuntimeError) as e:  # RuntimeError: a meta tensor
-            raise InputError(
-                f"{self.name} answers with {type(got).__name__}: return one real number a response."
-            ) from e
+            raise InputError(f"{self.name} returns a {type(got).__name__}: return one real number per response.") from e
         uneven = False
         if A.ndim == 2 and A.shape != (N, 1) and A.shape[0] == N and not self.square:
             mask = torch.arange(A.shape[1]) < torch.tensor(ends)[:, None]
             if int(mask.sum()) != sum(ends):
-                raise InputError(f"{self.name} answers with shape {list(A.shape)} for {N} responses.")
+                raise InputError(f"{self.name} returns shape {list(A.shape)} for {N} responses.")
             uneven = bool(((A - A[:, :1]).abs().masked_fill(~mask, 0) > 1e-6).any())
             A = A[:, 0]
         if A.numel() != N:
-            raise InputError(f"{self.name} answers with shape {list(A.shape)} for {N} responses: return [N] or [N, T].")
+            raise InputError(f"{self.name} returns shape {list(A.shape)} for {N} responses: return [N] or [N, T].")
         return A, uneven
 
 
