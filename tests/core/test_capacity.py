@@ -303,7 +303,7 @@ def test_registered_surrogate_taken_as_a_foreign_loss(name):
         ),
         (("up(m2po)", 0.5, 0.5), "whole batch"),
         ((lambda lp, old, A, mask: lp[:, 0, None, None], 0.5, 0.5), "returns shape .*return a scalar"),
-        ((lambda lp, old, A, mask: 0.0, 0.5, 0.5), "answers with float"),
+        ((lambda lp, old, A, mask: 0.0, 0.5, 0.5), "returns a float"),
         ((lambda lp, old, A, mask: old.sum(), 0.5, 0.5), "has no gradient"),
         ((lambda lp, old, A, mask: (0 * lp).sqrt().sum(), 0.5, 0.5), "no finite gradient in log_prob at pi="),
     ],

@@ -74,7 +74,7 @@ def test_and_a_wrong_step_is_rejected():
 
 
 def test_but_not_one_that_leaves_the_sum_to_its_caller():
-    with pytest.raises(InputError, match=r"calls \.backward\(\) itself and answers with unreduced numbers"):
+    with pytest.raises(InputError, match=r"calls \.backward\(\) itself and returns unreduced numbers"):
         upref.check(unreduced_step, "grpo", eps=0.2)
 
 

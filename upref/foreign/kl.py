@@ -47,7 +47,7 @@ class Term:
         k, printed = called(self.name, lambda: self.reading.call(self.fn, full, {}))
         if not isinstance(k, Tensor) or k.shape != lp.shape or not k.is_floating_point() or k.is_meta:
             got = list(k.shape) if isinstance(k, Tensor) and k.shape != lp.shape else type(k).__name__
-            said = f"{self.name} answers with {got} for log-probabilities {list(lp.shape)}"
+            said = f"{self.name} returns {got} for log-probabilities {list(lp.shape)}"
             raise InputError(f"{said}: return one per token.")
         wrote = frozenset(names.CALLED[role] for role, x in before.items() if not torch.equal(x, full[role]))
         return Outcome(k.double(), k.dtype == torch.float32, wrote, printed)

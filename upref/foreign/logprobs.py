@@ -123,7 +123,7 @@ class Kernel:
         for k, v in out.items():
             if not isinstance(v, Tensor) or v.shape != shape or not v.is_floating_point() or v.is_meta:
                 got = list(v.shape) if isinstance(v, Tensor) and v.shape != shape else type(v).__name__
-                told = f"{self.name} answers with {got} for the {k} of tokens {list(shape)}"
+                told = f"{self.name} returns {got} for the {k} of tokens {list(shape)}"
                 raise InputError(f"{told}: return one each.")
         return out
 

@@ -150,13 +150,13 @@ class Loss:
         """The loss in an answer, and whether it was wrapped in something."""
         if isinstance(got, Tensor):
             return got, False
-        name = f"{self.name} answers with"
+        name = f"{self.name} returns a"
         first = got.get("loss") if isinstance(got, dict) else getattr(got, "loss", None)
         if not isinstance(first, Tensor) and isinstance(got, tuple | list) and got:
             first = got[0]
             if isinstance(first, Tensor) and any(isinstance(x, Tensor) and x.requires_grad for x in got[1:]):
                 which = "upref cannot tell which of its tensors with a gradient is the loss"
-                raise InputError(f"{name} a {type(got).__name__} of {len(got)}: {which}. {_RETURN}")
+                raise InputError(f"{name} {type(got).__name__} of {len(got)}: {which}. {_RETURN}")
         if not isinstance(first, Tensor):
             raise InputError(f"{name} {type(got).__name__}, not a tensor: return the loss itself. {_RETURN}")
         return first, True

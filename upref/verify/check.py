@@ -97,7 +97,7 @@ def contract(case: Case) -> list[str]:
     if not loss.splits:
         out.append("one call gets the whole mini-batch: the sum over micro-batches is not checked")
     if loss.wrapped:
-        out.append("it answers with a tuple or a dict: the loss is taken from it")
+        out.append("it returns a tuple or a dict; the loss is taken from it")
     out.append(reach.covered(case))
     if case.single:
         out.append("it has float32's precision: compared to 2e-5, at a distance from each bound above its rounding")
