@@ -210,7 +210,7 @@ def test_epochs_go_over_the_batch_again(tmp_path):
         ({"responses": 1}, "responses must be 2 or more"),
         ({"advantages": "gae"}, "there is no advantage named 'gae'"),
         ({"aggregation": "sum"}, "aggregation must be one of"),
-        ({"objective": "gspo", "aggregation": "token-mean"}, "no other can stand in for"),
+        ({"objective": "gspo", "aggregation": "token-mean"}, "no other aggregation can replace"),
         ({"objective": "reinforce", "beta": 0.1}, "no hyperparameter 'beta'"),
         ({"overlong": 13}, "overlong must lie between"),
         ({"dynamic_sampling": 1}, "dynamic_sampling must be a bool"),
