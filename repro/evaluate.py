@@ -92,7 +92,7 @@ def check(args):
     if not 0 < args.top_p <= 1 or not 0 < args.temperature < float("inf") or args.seed < 0:
         raise InputError("--top-p must be above 0 and at most 1, --temperature above 0, --seed not negative.")
     if (args.agree or args.engine == "vllm") and args.temperature > 2:
-        raise InputError(f"vLLM takes a --temperature of 2 at most, got {args.temperature:g}.")
+        raise InputError(f"vLLM takes a --temperature of at most 2, got {args.temperature:g}.")
     if args.json and not args.json.absolute().parent.is_dir():
         raise InputError(f"--json {args.json}: its folder does not exist.")
     if not (args.folder / "config.json").is_file():

@@ -68,7 +68,7 @@ def text_exam(args, words) -> Exam:
             f"{args.problems} is not lines of prompt and answer that this tokenizer reads: {str(e)[:200]!r}."
         ) from e
     if wrong := {str(r.get("protocol", "boxed")) for r in rows} - set(rewards.PROTOCOLS):
-        raise InputError(f"{args.problems}: no protocol is called {min(wrong)}: {', '.join(rewards.PROTOCOLS)}.")
+        raise InputError(f"{args.problems}: there is no protocol named {min(wrong)}: {', '.join(rewards.PROTOCOLS)}.")
     if not all(prompts) or not prompts:
         raise InputError(f"{args.problems} has no problems, or one with an empty prompt.")
 

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 def chosen(names: list[str]) -> list[str]:
     for n in names:
         if n not in EXPERIMENTS:
-            raise InputError(f"no experiment is called {n!r}: choose from {', '.join(EXPERIMENTS)}.")
+            raise InputError(f"there is no experiment named {n!r}: choose from {', '.join(EXPERIMENTS)}.")
     return list(dict.fromkeys(names)) or EXPERIMENTS
 
 

@@ -51,7 +51,7 @@ def rows(task: Task, lp_old: Tensor, objective: Objective, G: int | None, adv: s
     """Rows of the expectation under π_old; adv: an advantage instead of the objective's own; way: counts or groups."""
     adv = adv or objective.adv
     if G is not None and G < 2 and adv not in ("signed", "reward", "whiten"):
-        raise InputError(f"{adv} needs groups of two at least, got G = {G}.")
+        raise InputError(f"{adv} needs groups of at least two, got G = {G}.")
     pi = task.responses(lp_old)
     way = way or choose(task, objective, G)
     if way == "infinite":

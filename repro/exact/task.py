@@ -100,7 +100,7 @@ def strings(vocabulary: int, length: int, right: set[tuple[int, ...]], end: int 
             for t in range(len(o)):
                 prefixes.setdefault(o[:t], len(prefixes))
     if not right <= set(whole):
-        raise InputError(f"{sorted(right - set(whole))[0]} is no response of this task.")
+        raise InputError(f"{sorted(right - set(whole))[0]} is not a response of this task.")
     pad = lambda row: list(row) + [0] * (length - len(row))
     return Task(
         torch.tensor([pad([prefixes[o[:t]] for t in range(len(o))]) for o in whole]),

@@ -176,7 +176,7 @@ def test_agreement_is_within_the_bound_or_status_1(shift, status, monkeypatch, c
         ([WALK, "--set", "five_steps"], "has no set 'five_steps'"),
         ([WALK, "--task", "chain", "--problems", "2"], "was made for task"),
         ([WALK, "--top-p", "0"], "--top-p must be above 0"),
-        ([WALK, "--engine", "vllm", "--temperature", "6"], "a --temperature of 2 at most"),
+        ([WALK, "--engine", "vllm", "--temperature", "6"], "a --temperature of at most 2"),
         ([WALK, "--dtype", "bfloat16"], "computes in float32"),
         ([WALK, "--json", "nowhere/scores.json"], "its folder does not exist"),
     ],
@@ -202,7 +202,7 @@ def test_a_folder_without_tokenizer_or_with_a_damaged_one(tmp_path, capsys):
         ({"prompt": "3 7"}, "is not lines of prompt and answer"),
         ({"prompt": "3 seven", "answer": "3"}, "is not lines of prompt and answer"),
         ({"prompt": [{"role": "user", "content": "3"}], "answer": "3"}, "chat_template"),
-        ({"prompt": "3 7", "answer": "3", "protocol": "geometry"}, "no protocol is called geometry"),
+        ({"prompt": "3 7", "answer": "3", "protocol": "geometry"}, "there is no protocol named geometry"),
         ({"prompt": "3 7", "answer": "3"}, "and the policy reads 128"),
     ],
 )

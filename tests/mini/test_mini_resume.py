@@ -354,7 +354,7 @@ def test_replay_file_of_another_version_is_one_sentence(tmp_path, capsys):
     keep_for_replay(run, batch, None, torch.arange(4), tmp_path, 0, NotFinite("loss nan"))
     capsys.readouterr()
     assert command.main(["--replay", str(kept)]) == 2
-    assert "is no replay file of this version: ValueError: logits, state of its batch" in capsys.readouterr().err
+    assert "is not a replay file of this version: ValueError: logits, state of its batch" in capsys.readouterr().err
 
 
 def test_half_written_replay_file_is_one_sentence(tmp_path, capsys):
@@ -365,7 +365,7 @@ def test_half_written_replay_file_is_one_sentence(tmp_path, capsys):
         path.write_bytes(part)
         assert command.main(["--replay", str(path)]) == 2
         err = capsys.readouterr().err
-        assert "is no replay file" in err and err.count("\n") == 1
+        assert "is not a replay file" in err and err.count("\n") == 1
 
 
 class Payload:
@@ -382,7 +382,7 @@ def test_a_replay_file_and_a_checkpoint_run_no_code(tmp_path, interrupted, whole
     for path in (tmp_path / "replay-0-0.safetensors", tmp_path / "replay-0-0.pt"):
         torch.save({"settings": {}, "batch": Payload(tmp_path / "ran")}, path)
         assert command.main(["--replay", str(path)]) == 2
-        assert "is no replay file" in capsys.readouterr().err
+        assert "is not a replay file" in capsys.readouterr().err
     for folder in checkpoint.checkpoints(interrupted):
         torch.save(Payload(tmp_path / "ran"), folder / checkpoint.TRAINER)
         facts = json.loads((folder / files.PROVENANCE).read_text())

@@ -103,7 +103,7 @@ def test_an_experiment_that_does_not_fit_is_refused(text, says, tmp_path, monkey
     monkeypatch.setitem(plan.FOLDERS, 1, tmp_path)
     with pytest.raises(InputError, match=says):
         plan.load("x")
-    with pytest.raises(InputError, match="no experiment is called 'y': choose one of"):
+    with pytest.raises(InputError, match="there is no experiment named 'y': choose one of"):
         monkeypatch.setattr(plan, "names", lambda round=1: ["x"])
         plan.load("y")
 
@@ -332,7 +332,7 @@ def test_the_command(tmp_path, capsys):
         assert suite.main(asked + results_at) == 0
         assert f"up_dapo_vs_dapo            core  {done:3} of  10 runs" in capsys.readouterr().out
     assert suite.main(["--only", "nothing", "--out", str(tmp_path)]) == 2
-    assert "no experiment is called 'nothing'" in capsys.readouterr().err
+    assert "there is no experiment named 'nothing'" in capsys.readouterr().err
     assert suite.main(["--jobs", "0", "--out", str(tmp_path)]) == 2
     (tmp_path / "file").touch()
     assert suite.main(["--core", "--out", str(tmp_path / "file")]) == 2

@@ -214,5 +214,5 @@ def test_mask_ends_with_the_first_eos():
 
 
 def test_unknown_task():
-    with pytest.raises(InputError, match="no task is called 'chess'"):
+    with pytest.raises(InputError, match="there is no task named 'chess'"):
         tasks.get("chess")

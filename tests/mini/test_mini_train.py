@@ -198,8 +198,8 @@ def test_epochs_go_over_the_batch_again(tmp_path):
     ("given", "says"),
     [
         ({"objective": "up_dappo"}, "did you mean up_dapo"),
-        ({"base": "wlak"}, "no base is called 'wlak'"),
-        ({"task": "chess"}, "no task is called 'chess'"),
+        ({"base": "wlak"}, "there is no base named 'wlak'"),
+        ({"task": "chess"}, "there is no task named 'chess'"),
         ({"stepps": 3}, "did you mean 'steps'"),
         ({"steps": "many"}, "steps must be a int"),
         ({"steps": 0}, "steps must be 1 or more"),

@@ -205,7 +205,7 @@ def test_revisions(tmp_path, capsys):
     assert p.main(["amc23", "--revision", "main", "--out", str(tmp_path)]) == 2
     assert "no full commit hash" in capsys.readouterr().err
     assert p.main(["amc32"]) == 2
-    assert "no data set is called 'amc32'" in capsys.readouterr().err
+    assert "there is no data set named 'amc32'" in capsys.readouterr().err
 
 
 def test_verl_reads_the_reward_of_a_prepared_file(tmp_path):

@@ -125,7 +125,7 @@ def test_what_up_dapo_at_the_papers_scale_is_given():
 
 REFUSED = {
     "loss name": (["up_dappo", "paper"], "there is no objective named 'up_dappo': did you mean up_dapo"),
-    "scale": (["up_dapo", "papper"], "no scale is called 'papper': did you mean paper"),
+    "scale": (["up_dapo", "papper"], "there is no scale named 'papper': did you mean paper"),
     "key": (["up_dapo", "paper", "data.train_batchsize=4"], "did you mean data.train_batch_size?"),
     "type": (["up_dapo", "paper", "trainer.nnodes=two"], "trainer.nnodes must be a whole number, got 'two'"),
     "float": (["up_dapo", "paper", "actor_rollout_ref.rollout.n=2.5"], "rollout.n must be a whole number, got 2.5"),
@@ -138,9 +138,9 @@ REFUSED = {
     "choice": (["up_dapo", "paper", "actor_rollout_ref.actor.loss_agg_mode=mean"], "Invalid loss_agg_mode: mean"),
     "loss mode": (
         ["up_dapo", "paper", "actor_rollout_ref.actor.policy_loss.loss_mode=upref/up_dap"],
-        "no policy loss is called 'upref/up_dap': did you mean 'upref/up_dapo'",
+        "there is no policy loss named 'upref/up_dap': did you mean 'upref/up_dapo'",
     ),
-    "estimator": (["grpo", "paper", "algorithm.adv_estimator=grop"], "no advantage estimator is called 'grop'"),
+    "estimator": (["grpo", "paper", "algorithm.adv_estimator=grop"], "there is no advantage estimator named 'grop'"),
     "clip": (["up_dapo", "paper", "actor_rollout_ref.actor.clip_ratio_low=0.3"], "does not read actor.clip_ratio_low"),
     "hyperparameter": (
         ["up_dapo", "paper", "++actor_rollout_ref.actor.policy_loss.upref.eps_high=0.3"], "hyperparameter 'eps_high'",
@@ -175,7 +175,7 @@ REFUSED |= {f"{'; '.join(args[2:])} of {args[0]}": (args, sentence) for args, se
     (["gspo", "paper", f"{A}.megatron.expert_model_parallel_size=24"], "does not divide 128 experts"),
     (["grpo", "paper", f"{R}.tensor_model_parallel_size=16"], "does not divide 8 GPUs"),
     (["grpo", "paper", f"+{R}.engine_kwargs.vllm.disable_mm_preprocessor_cache=true"], "no argument of the pinned vLL"),
-    (["grpo", "paper", "algorithm.adv_estimator=gae"], "wants a critic"),
+    (["grpo", "paper", "algorithm.adv_estimator=gae"], "needs a critic"),
     (["grpo", "paper", f"{R}.log_prob_use_dynamic_bsz=false"], "must be the same"),
     (["grpo", "paper", "++actor_rollout_ref.actor.policy_loss.upref.parity.on_fail=ignore"], "on_fail must be stop or"),
     # what nothing reads, whether or not it has a plus in front
@@ -197,8 +197,8 @@ REFUSED |= {f"{'; '.join(args[2:])} of {args[0]}": (args, sentence) for args, se
     # accepted by verl, wrong later
     (["grpo", "paper", f"{R}.n=1"], "n must be at least 2 with adv_estimator=grpo"),
     (["grpo", "paper", f"{A}.fsdp_config.fsdp_size=3"], "fsdp_size=3 does not divide 8 GPUs"),
-    (["grpo", "paper", "actor_rollout_ref.nccl_timeout=5"], "nccl_timeout is in seconds, 60 at least, got 5"),
-    (["grpo", "paper", "reward.custom_reward_function.path=nowhere.py"], "path=nowhere.py is no file"),
+    (["grpo", "paper", "actor_rollout_ref.nccl_timeout=5"], "nccl_timeout is in seconds, at least 60, got 5"),
+    (["grpo", "paper", "reward.custom_reward_function.path=nowhere.py"], "path=nowhere.py is not a file"),
     (["grpo", "paper", "actor_rollout_ref.model.use_fused_kernels=true"], "fails at the first log-probability with"),
     (["grpo", "paper", f"{A}.loss_agg_mode=token-mean"], "would change only verl's KL and entropy terms"),
     (["grpo", "paper", "actor_rollout_ref.model.path=Qwen/Qwen9-1B"], "its size is not known"),
@@ -210,13 +210,13 @@ REFUSED |= {f"{'; '.join(args[2:])} of {args[0]}": (args, sentence) for args, se
     (["grpo", "paper", "data.train_files=[]"], "data.train_files names no file"),
     (["grpo", "paper", "data.val_files=/etc/passwd"], "/etc/passwd is no data file of verl"),
     (["up_dapo", "paper", "trainer.use_v1=false"], "trainer.use_v1=false is a trainer that reads no algorithm.filter"),
-    (["grpo", "paper", "trainer.resume_mode=resume_path"], "trainer.resume_from_path=None is no folder global_step_N"),
+    (["grpo", "paper", "trainer.resume_mode=resume_path"], "resume_from_path=None is not a folder global_step_N"),
     # read by nothing in these runs
     (["grpo", "paper", "critic.optim.lr=1e-5"], "nothing reads critic.optim.lr: no scale trains a critic"),
     (["grpo", "paper", "trainer.critic_warmup=10"], "critic_warmup would leave the policy as it is"),
     (["grpo", "paper", f"{A}.policy_loss.clip_cov_ratio=0.3"], "upref/grpo does not read actor_rollout_ref.actor.poli"),
     (["grpo", "paper", "model_engine=megatron"], "model_engine=megatron is another engine than the scale's"),
-    (["grpo", "paper", "hydra.foo=1"], "hydra.foo is no setting of a run"),
+    (["grpo", "paper", "hydra.foo=1"], "hydra.foo is not a setting of a run"),
     # keys without a type of their own, and a text in the place of a section
     (["up_dapo", "paper", "algorithm.filter_groups=true"], "algorithm.filter_groups holds _target_, enable, metric"),
     (["up_dapo", "paper", "reward.reward_kwargs.overlong_buffer_cfg=5"], "overlong_buffer_cfg holds enable, len, pen"),
@@ -225,7 +225,7 @@ REFUSED |= {f"{'; '.join(args[2:])} of {args[0]}": (args, sentence) for args, se
     (["grpo", "paper", f"{A}.optim.lr = 1e-6"], f"has a blank before '=': write {A}.optim.lr=1e-6"),
     (["grpo", "paper", "data.train_files=~/x.parquet"], "goes into quotes: 'data.train_files=\"~/x.parquet\"'"),
     (["grpo", "paper", "+trainer.nnodes=2"], "trainer.nnodes is set already: write it without the plus"),
-    (["grpo", "GPU8"], "no scale is called 'GPU8': did you mean gpu8"),
+    (["grpo", "GPU8"], "there is no scale named 'GPU8': did you mean gpu8"),
     (["grpo", "paper", "--data", "README.md"], "--data takes the folder where data.prepare wrote"),
     (["grpo", "paper", "--shakedown", "--steps", "0"], "--steps must be at least 1, got 0"),
     (["grpo", "smoke", "--seeds", "1,2"], "smoke takes --seeds from `bash repro/run.sh` only"),
@@ -578,7 +578,7 @@ def test_a_models_size_is_read_and_an_unknown_one_refused(tmp_path, capsys):
     assert launch.main(["grpo", "paper", f"{model}Qwen/Qwen9-1B", "--dry-run"]) == 2
     assert "its size is not known: `hf download Qwen/Qwen9-1B`" in capsys.readouterr().err
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(upref.InputError, match="describes no language model"):
+    with pytest.raises(upref.InputError, match="does not describe a language model"):
         shape_of(str(tmp_path))
     vision = {"text_config": tomllib.loads(KNOWN.read_text())["Qwen/Qwen3-8B"], "vision_config": {}}
     assert parse(vision).params > shape_of("Qwen/Qwen3-8B").params

@@ -53,7 +53,7 @@ def load(name: str, task_name: str) -> PreTrainedModel:
     folder = ROOT / name if (ROOT / name).exists() else Path(name)
     if not (folder / "config.json").is_file():
         have = ", ".join(sorted(p.name for p in ROOT.glob("*") if p.is_dir()))
-        raise InputError(f"no base is called {name!r}: choose one of {have}, or a folder with config.json.")
+        raise InputError(f"there is no base named {name!r}: choose one of {have}, or a folder with config.json.")
     if (folder / files.PROVENANCE).exists():
         try:
             made_for = files.checked(folder).get("recipe", {}).get("task", task_name)
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{folder.parent.name:10} {facts['recipe']['task']:10} {facts['accuracy']['test']}")
         return 0
     if name not in RECIPES:
-        print(f"no base is called {name!r}: choose one of {', '.join(RECIPES)}.", file=sys.stderr)
+        print(f"there is no base named {name!r}: choose one of {', '.join(RECIPES)}.", file=sys.stderr)
         return 2
     recipe = RECIPES[name]
     task = tasks.get(recipe.task)

@@ -119,7 +119,7 @@ def load(name: str) -> Experiment:
     path = next((p for f in FOLDERS.values() if (p := f / f"{name}.toml").exists()), None)
     if path is None:
         known = ", ".join([*names(), *names(round=2)])
-        raise InputError(f"no experiment is called {name!r}: choose one of {known}.")
+        raise InputError(f"there is no experiment named {name!r}: choose one of {known}.")
     try:
         return read(path)
     except (tomllib.TOMLDecodeError, TypeError) as error:

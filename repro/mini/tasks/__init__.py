@@ -45,7 +45,7 @@ class Task(Protocol):
 def get(name: str) -> Task:
     """The task of that name. Raises InputError if there is none."""
     if name not in TASKS:
-        raise InputError(f"no task is called {name!r}: choose one of {', '.join(TASKS)}.")
+        raise InputError(f"there is no task named {name!r}: choose one of {', '.join(TASKS)}.")
     return importlib.import_module(f"repro.mini.tasks.{name}").task
 
 

@@ -42,4 +42,4 @@ def again(path: Path) -> tuple[Run, Batch, Tensor | None, Tensor]:
         return run, Batch(**at["batch"]), at["ref"], at["rows"]
     except (InputError, *UNREADABLE) as e:
         said = str(e).rstrip(".") if isinstance(e, InputError) else f"{type(e).__name__}: {e}"
-        raise InputError(f"{path} is no replay file of this version: {said}.") from e
+        raise InputError(f"{path} is not a replay file of this version: {said}.") from e

@@ -84,7 +84,7 @@ def load_scale(name: str) -> Scale:
         known = [*scale_names(), "paper", *HANDED_OVER]
         near = difflib.get_close_matches(name.lower(), known, 2, 0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(sorted(set(known)))}."
-        raise InputError(f"no scale is called {name!r}: {hint}")
+        raise InputError(f"there is no scale named {name!r}: {hint}")
     raw = tomllib.loads((HERE / "scales" / f"{name}.toml").read_text())
     base = tomllib.loads((HERE / "scales" / f"{raw['extends']}.toml").read_text()) if "extends" in raw else {}
     pairs = lambda table: {k: (v[0], v[1]) for k, v in table.items()}
@@ -132,7 +132,7 @@ def spelled_out(overrides: list[str]) -> tuple[list[str], str]:
         key, _, value = line.partition("=")
         if key == "name":
             if not re.fullmatch(r"[\w.+-][\w.+=-]*", value):
-                raise InputError(f"name={value!r} is no name of a folder: letters, digits, . _ - only.")
+                raise InputError(f"name={value!r} is not a valid folder name: letters, digits, . _ - only.")
             name = value
         elif key == "seed":
             lines += [f"{seed}={value}" for seed in SEEDS]

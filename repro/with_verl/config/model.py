@@ -50,7 +50,9 @@ def shape_of(path: str) -> Shape:
         try:
             return parse(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError) as e:
-            raise InputError(f"{folder}/config.json describes no language model ({e}): download it again.") from e
+            raise InputError(
+                f"{folder}/config.json does not describe a language model ({e}): download it again."
+            ) from e
     known = tomllib.loads(KNOWN.read_text(encoding="utf-8"))
     name = re.sub(r"-VL-(?=\d+B)", "-", path)
     name = SAME_SHAPE.sub("", name)

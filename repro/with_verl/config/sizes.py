@@ -98,7 +98,7 @@ def ranges(cfg: DictConfig) -> None:
         )
     if cfg.actor_rollout_ref.nccl_timeout < 60:
         raise InputError(
-            f"actor_rollout_ref.nccl_timeout is in seconds, 60 at least, got {cfg.actor_rollout_ref.nccl_timeout}."
+            f"actor_rollout_ref.nccl_timeout is in seconds, at least 60, got {cfg.actor_rollout_ref.nccl_timeout}."
         )
     for key in (f"{ACTOR}.optim.lr", f"{ACTOR}.optim.clip_grad"):
         if not get(cfg, key) > 0:
@@ -137,7 +137,7 @@ def names(cfg: DictConfig) -> None:
     if cfg.trainer.resume_mode == "resume_path" and not (
         "global_step_" in (where := str(cfg.trainer.resume_from_path)) and Path(where).is_dir()
     ):
-        raise InputError(f"trainer.resume_from_path={where} is no folder global_step_N of checkpoints.")
+        raise InputError(f"trainer.resume_from_path={where} is not a folder global_step_N of checkpoints.")
     if get(cfg, f"{ACTOR}.use_kl_loss"):
         one_of(f"{ACTOR}.kl_loss_type", get(cfg, f"{ACTOR}.kl_loss_type").removesuffix("+"), KL)
     vllm = get(cfg, f"{ROLLOUT}.engine_kwargs.vllm") or {}
@@ -149,14 +149,16 @@ def names(cfg: DictConfig) -> None:
         )
     if cfg.algorithm.adv_estimator == "gae":
         raise InputError(
-            "algorithm.adv_estimator=gae wants a critic, which no scale has: take grpo or another of outcomes."
+            "algorithm.adv_estimator=gae needs a critic, which no scale has: set grpo or another outcome estimator."
         )
 
 
 def rewards(cfg: DictConfig) -> None:
     path = cfg.reward.custom_reward_function.path
     if path and not path.startswith("pkg://") and not (ROOT / path).expanduser().is_file():
-        raise InputError(f"reward.custom_reward_function.path={path} is no file: name one, or a module as pkg://NAME.")
+        raise InputError(
+            f"reward.custom_reward_function.path={path} is not a file: name one, or a module as pkg://NAME."
+        )
     ours = str(path).endswith("repro.with_verl.reward.score")
     groups = cfg.algorithm.filter_groups
     if groups and groups.enable and not cfg.trainer.use_v1:

@@ -132,7 +132,7 @@ def _compose(overrides: tuple[str, ...]) -> DictConfig:
         if key.startswith("+") and not reader(cfg, key.lstrip("+")):
             raise InputError(f"nothing in verl reads {key.lstrip('+')!r}: {_hint(cfg, key.lstrip('+'))}")
         if key.startswith("hydra.") and not key.startswith(("hydra.run.", "hydra.output_subdir", "hydra.job.")):
-            raise InputError(f"{key} is no setting of a run: of hydra's, hydra.run.dir is.")
+            raise InputError(f"{key} is not a setting of a run: of hydra's, hydra.run.dir is.")
         if line in groups or key.startswith("hydra."):
             continue
         try:
@@ -305,7 +305,7 @@ def _check_loss(cfg: DictConfig, actor) -> None:
     ):
         if name not in known and not (name.startswith("upref/up(") and kind == "policy loss"):
             near = difflib.get_close_matches(name, [str(k) for k in known], 1, 0.5)
-            raise InputError(f"no {kind} is called {name!r}" + (f": did you mean {near[0]!r}?" if near else "."))
+            raise InputError(f"there is no {kind} named {name!r}" + (f": did you mean {near[0]!r}?" if near else "."))
     if not mode.startswith("upref/"):
         return
     default = {f.name: f.default for f in dataclasses.fields(ActorConfig)}

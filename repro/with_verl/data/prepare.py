@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         names = list(SOURCES) if args.names == ["all"] else args.names
         if unknown := [n for n in names if n not in SOURCES]:
-            raise InputError(f"no data set is called {unknown[0]!r}: choose all or of {', '.join(SOURCES)}.")
+            raise InputError(f"there is no data set named {unknown[0]!r}: choose all or of {', '.join(SOURCES)}.")
         if len(names) > 1 and (args.file or args.revision or args.accept_count):
             raise InputError("--from, --revision and --accept-count are for one data set: name one.")
         args.out.mkdir(parents=True, exist_ok=True)
