@@ -44,6 +44,15 @@ def optimized(model, rows):
     optimizer.zero_grad()
 
 
+def maximized(model, rows):
+    """The optimizer ascends: its gradients are those of J."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
+    policy_step(model, rows)
+    for p in model.parameters():
+        p.grad.neg_()
+    optimizer.step()
+
+
 def returned(model, rows):
     policy_step(model, rows)
     g = {n: p.grad.numpy().copy() for n, p in model.named_parameters()}
@@ -121,6 +130,7 @@ STEPS = [
     ("hooks that log", hooked, None, {}),
     ("optimizer in backward", in_backward, None, {}),
     ("an optimizer steps and clears", optimized, None, {}),
+    ("an optimizer that maximizes", maximized, None, {}),
     ("gradients are returned", returned, None, {}),
     ("activation checkpointing", checkpointed, None, {}),
     ("sorted by length", sorted_by_length, None, {}),

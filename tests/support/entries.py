@@ -89,7 +89,7 @@ def _rows(model):
     """The rows that check_step would make."""
     from upref.step import case
 
-    return case.built(case.torch_model(model), case.meant("dapo", {}, 0.7, 0, 0, 0, None, 1.0), None, (), 0, False).rows
+    return case.built(case.TorchModel(model), case.meant("dapo", {}, 0.7, 0, 0, 0, None, 1.0), None, (), 0, False).rows
 
 
 def _recorded(model, first=8):

@@ -15,7 +15,7 @@ from upref.registry import REDUCE, Objective, get
 from upref.step import rows as batch
 from upref.step.forward import Forward, clipped, expected, sided, sides
 from upref.step.goal import Goal
-from upref.step.record import Step, watched
+from upref.step.record import Step, gradients, watched
 from upref.step.reference import Gradient, Model, Rounded, TorchModel, as_float64, unwrapped
 from upref.step.rows import AXES, Padded, Row
 from upref.verify.report import short
@@ -39,6 +39,9 @@ def built(
     model: Model, goal: Goal, rows: Sequence[Row] | None, without: Sequence[str], seed: int = 0, coarse: bool = False
 ) -> Case:  # fmt: skip
     """The rows, made or validated, with the reference's forward pass. InputError where they could hide bugs."""
+    if isinstance(without, str) or (bad := [w for w in without if w not in AXES]):
+        what = without if isinstance(without, str) else bad[0]
+        raise InputError(f"without takes a list of {', '.join(AXES)}, got {what!r}.")
     if rows is None:
         made = batch.made(model.vocabulary, seed, without, model.end)
         forward = Forward(model, made, goal.temperature)
@@ -56,13 +59,6 @@ def built(
     return Case(made, Padded.of(made), forward, unvaried)
 
 
-def must_know(without: Sequence[str]):
-    if isinstance(without, str) or (bad := [w for w in without if w not in AXES]):
-        raise InputError(
-            f"without takes a list of {', '.join(AXES)}, got {without if isinstance(without, str) else bad[0]!r}."
-        )
-
-
 def meant(
     objective, hp, temperature, beta=0.0, entropy_coef=0.0, z_loss_coef=0.0, clip=None, scale=1.0
 ) -> Goal:  # fmt: skip
@@ -76,12 +72,6 @@ def meant(
         o = replace(o, kl="k3")
     resolved = {k: v for k, v in o.resolve(dict(hp)).items() if k != "beta"}
     return Goal(o, resolved, float(temperature), beta, entropy_coef, z_loss_coef, clip, scale)
-
-
-def torch_model(model: Any) -> TorchModel:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model must be an nn.Module, or upref.step.Functions, got {type(model).__name__}.")
-    return TorchModel(model)
 
 
 def with_weights(model: TorchModel, step: Step) -> TorchModel:
@@ -206,11 +196,7 @@ def run(step: Callable, model: Any, case: Case) -> tuple[Gradient, int]:
         raise InputError(
             f"the step made {len(steps)} optimizer steps on these rows: let it make one, or use record_step."
         )
-    found = (
-        steps[0].gradients
-        if steps
-        else {n: as_float64(p.grad) for n, p in net.named_parameters() if p.grad is not None}
-    )
+    found = steps[0].gradients if steps else gradients(net)
     if isinstance(out, dict) and out and all(hasattr(v, "shape") for v in out.values()) and not found:
         found = _taken({k.removeprefix("_orig_mod.").removeprefix("module."): v for k, v in out.items()})
     with torch.no_grad():

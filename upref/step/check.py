@@ -20,16 +20,14 @@ from upref.step.case import (
     compared,
     half_of,
     meant,
-    must_know,
     run,
     stirred,
-    torch_model,
     with_weights,
 )
 from upref.step.diagnose import diagnosed, half_precision, parameters
 from upref.step.goal import Goal
 from upref.step.record import Recorded
-from upref.step.reference import Gradient, Model
+from upref.step.reference import Gradient, Model, TorchModel
 from upref.step.rows import AXES, Row
 from upref.verify.report import Finding, Report, note, tidy
 
@@ -99,13 +97,12 @@ def check_step(
     """
     start = time.perf_counter()
     goal = meant(objective, hp, temperature, beta, entropy_coef, z_loss_coef, clip, scale)
-    must_know(without)
     if temperature == 1 and "temperature" not in without:
         raise InputError(
             'at temperature 1 a forgotten temperature does not show: pass temperature=0.7, or without=["temperature"].'
         )
     with stirred(model, stir) if isinstance(model, nn.Module) else nullcontext():
-        reference = model if isinstance(model, Model) else torch_model(model)
+        reference = model if isinstance(model, Model) else TorchModel(model)
         half, inside = half_of(model), None
         case = built(reference, goal, rows, without, seed, half is not None)
         found, passes = run(step, model, case)
@@ -154,7 +151,6 @@ def check_recorded(
     """
     start = time.perf_counter()
     goal = meant(objective, hp, temperature, beta, entropy_coef, z_loss_coef, clip, scale)
-    must_know(without)
     if not isinstance(seen, Recorded):
         raise InputError(f"seen is what `record_step` yielded, not a {type(seen).__name__}.")
     if not isinstance(rows, list | tuple) or not rows:

@@ -98,7 +98,8 @@ def watched(
 
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         named = {id(p): n for n, p in unwrapped(model).named_parameters()}
-        mine = {named[id(p)]: p for g in optimizer.param_groups for p in g["params"] if id(p) in named}
+        mine = {named[id(p)]: -1 if g.get("maximize") else 1  # what is minimized is then the negative
+                for g in optimizer.param_groups for p in g["params"] if id(p) in named}  # fmt: skip
         if not steps or open_ & mine.keys() or not mine:  # one optimizer per parameter makes one step together
             open_.clear()
             if len(steps) >= first:
@@ -108,13 +109,12 @@ def watched(
             count[0] = 0
             fed.clear()
         open_.update(mine)
-        steps[-1].gradients |= {n: as_float64(p.grad) for n, p in mine.items() if p.grad is not None}
+        steps[-1].gradients |= {n: mine[n] * g for n, g in gradients(model).items() if n in mine}
 
     def late(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """The gradients of a step that makes them itself, by a closure."""
         if steps and not steps[-1].gradients:
-            params = unwrapped(model).named_parameters()
-            steps[-1].gradients |= {n: as_float64(p.grad) for n, p in params if p.grad is not None}
+            steps[-1].gradients |= gradients(model)
             steps[-1].backwards, steps[-1].fed = count[0], fed[:]
 
     feed = _Feed()
@@ -128,6 +128,11 @@ def watched(
         torch.autograd.backward = backward
         for handle in handles:
             handle.remove()
+
+
+def gradients(model: nn.Module) -> Gradient:
+    """What is in `.grad`."""
+    return {n: as_float64(p.grad) for n, p in unwrapped(model).named_parameters() if p.grad is not None}
 
 
 def _whole(x: Tensor) -> Tensor:

@@ -105,6 +105,8 @@ class TorchModel(Model):
     """A float64 copy of an nn.Module, in evaluation mode. Any forward that takes ids [1, S] and answers [1, S, V]."""
 
     def __init__(self, model: nn.Module):
+        if not isinstance(model, nn.Module):
+            raise InputError(f"model must be an nn.Module, or upref.step.Functions, got {type(model).__name__}.")
         model = unwrapped(model)
         try:
             copied: Any = copy.deepcopy(model)

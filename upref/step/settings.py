@@ -49,10 +49,10 @@ def trl() -> Iterator[Setting]:
     yield s("loss_type=luspo, importance_sampling_level=sequence", objective="luspo", hp={},
             fields=near | dict(loss_type="luspo", epsilon=2e-3, epsilon_high=2.5e-3))
     yield s("delta=2 (dual clip for A > 0 and A < 0)", fields=dict(delta=2.0), hp=PPO | dict(c=2.0))
-    for key, value in {"group": "group", "batch": "batch"}.items():
-        yield s(f"scale_rewards={key}", fields=dict(scale_rewards=value))
-    yield s("temperature=1", fields=dict(temperature=1.0))
-    yield s("temperature=1.5", fields=dict(temperature=1.5))
+    for key in ("group", "batch"):
+        yield s(f"scale_rewards={key}", fields=dict(scale_rewards=key))
+    for T in (1.0, 1.5):
+        yield s(f"temperature={T:g}", fields=dict(temperature=T))
     yield s("beta=0.04", fields=dict(beta=0.04, loss_type="grpo"), **grpo, goal=dict(beta=0.04))
     yield s("beta=0.04, use_bias_correction_kl=True (default)", **grpo, goal=dict(beta=0.04),
             fields=dict(beta=0.04, loss_type="grpo", use_bias_correction_kl=True))

@@ -12,10 +12,10 @@ import torch
 
 from upref.errors import InputError
 from upref.step.case import disturb
+from upref.step.check import StepReport
 from upref.step.families import tiny
 from upref.step.host import report
 from upref.step.settings import TRAINERS, Setting
-from upref.verify.report import Report
 
 
 @dataclass(frozen=True)
@@ -57,56 +57,31 @@ def run(trainer: str, only: str = "", say: Callable[[Outcome], Any] = lambda o: 
     """
     out = []
     for setting in chosen(trainer, only):
-        start = time.perf_counter()
+        start, error = time.perf_counter(), None
         try:
-            found = ONE[trainer](setting)
-            cause = "" if found else found.failures[0].cause
-            error = getattr(found, "error", None)
-            one = Outcome(setting.name, setting.family, error, cause, time.perf_counter() - start)
+            found = one(trainer, setting)
+            error, cause = found.error, "" if found else found.failures[0].cause
         except InputError as e:
-            one = Outcome(setting.name, setting.family, None, str(e), time.perf_counter() - start)
-        say(one)
-        out.append(one)
+            cause = str(e)
+        out.append(Outcome(setting.name, setting.family, error, cause, time.perf_counter() - start))
+        say(out[-1])
     return out
 
 
-def trl(s: Setting) -> Report:
-    """One setting of TRL's GRPOTrainer."""
-    from upref.step import trl as t
-
-    fields = dict(s.fields)
+def one(trainer: str, s: Setting) -> StepReport:
+    """One setting of TRL's GRPOTrainer, of verl's TrainingWorker, or of OpenRLHF's ActorPPOTrainer."""
     model: Any = disturb(tiny(s.family, **s.model))
+    its: Any = importlib.import_module(f"upref.step.{trainer}")
+    if trainer != "trl":
+        return report(its.trained, model, s.objective, s.hp, s.goal, half=s.half, **s.fields)
+    fields = dict(s.fields)
     if lora := fields.pop("peft_config", None):
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
-    return t.report(model, fields, t.batch(**s.rows), s.objective, s.hp, s.goal, step=s.step,
-                    bound=torch.bfloat16 if s.half else None)  # fmt: skip
-
-
-def worker(name: str) -> Callable[[Setting], Report]:
-    """One setting of verl's TrainingWorker, or of OpenRLHF's ActorPPOTrainer."""
-
-    def one(s: Setting) -> Report:
-        step = importlib.import_module(f"upref.step.{name}").trained
-        return report(step, disturb(tiny(s.family, **s.model)), s.objective, s.hp, s.goal, half=s.half, **s.fields)
-
-    return one
-
-
-ONE: dict[str, Callable[[Setting], Report]] = {"trl": trl, "verl": worker("verl"), "openrlhf": worker("openrlhf")}
-
-
-def records(outcomes: list[Outcome]) -> str:
-    """As JSON, without the times."""
-    return json.dumps([{k: v for k, v in asdict(o).items() if k != "seconds"} for o in outcomes], indent=1,
-                      ensure_ascii=False) + "\n"  # fmt: skip
-
-
-def counted(outcomes: list[Outcome]) -> str:
-    n, refused = sum(o.agrees for o in outcomes), sum(o.error is None for o in outcomes)
-    seconds = sum(o.seconds for o in outcomes)
-    return f"{n} of {len(outcomes)} settings agree, {refused} could not be run ({seconds:.0f} s)"
+    judged: StepReport = its.report(model, fields, its.batch(**s.rows), s.objective, s.hp, s.goal, step=s.step,
+                                    bound=torch.bfloat16 if s.half else None)  # fmt: skip
+    return judged
 
 
 def command(args: Any) -> int:
@@ -120,5 +95,11 @@ def command(args: Any) -> int:
         outcomes = run(args.trainer, args.only, lambda o: None if args.json else print(o, flush=True))
     finally:
         torch.set_num_threads(threads)
-    print(records(outcomes) if args.json else counted(outcomes))
+    if args.json:
+        records = [{k: v for k, v in asdict(o).items() if k != "seconds"} for o in outcomes]
+        print(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
+    else:
+        agree, refused = sum(o.agrees for o in outcomes), sum(o.error is None for o in outcomes)
+        seconds = sum(o.seconds for o in outcomes)
+        print(f"{agree} of {len(outcomes)} settings agree, {refused} could not be run ({seconds:.0f} s)")
     return int(not all(o.agrees or o.error is None for o in outcomes))

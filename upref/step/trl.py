@@ -15,6 +15,7 @@ from torch import nn
 
 from upref.errors import importing
 from upref.registry import Objective, get
+from upref.step.case import with_weights
 from upref.step.check import StepReport, check_recorded
 from upref.step.families import END, V
 from upref.step.forward import Forward
@@ -138,8 +139,7 @@ def expected_rows(seen: Recorded, rows: Sequence[Row], fields: dict[str, Any]) -
 
 
 def _log_probs(seen: Recorded, n: int, rows: Sequence[Row], T: float) -> list:
-    seen.model.net.load_state_dict(seen.steps[n].weights, strict=False)
-    return Forward(seen.model, list(rows), T).lp()
+    return Forward(with_weights(seen.model, seen.steps[n]), list(rows), T).lp()
 
 
 def report(
