@@ -9,6 +9,7 @@ One file: the loops share what a trainer shares, a collator and a surrogate, and
 
 import functools
 import tempfile
+import threading
 from dataclasses import replace
 from types import SimpleNamespace as Batch
 
@@ -247,6 +248,26 @@ def additive_mask(model, rows):
     term(log_probs(model.head(model.hidden(b.ids, positions=b.pos, bias=bias)), b.ids), b).backward()
 
 
+@bug("attention is cut to a window", "the last 4 tokens only", Own)
+def windowed(model, rows):
+    b, at = collate(rows), torch.arange(max(len(r.ids) for r in rows))
+    near = (at[:, None] - at < 4).expand(len(rows), -1, -1)
+    term(log_probs(model(b.ids, allowed=near), b.ids), b).backward()
+
+
+@bug("a tied head is assumed", "the input embedding stands for the head", qwen)
+def embedded_head(model, rows):
+    b = collate(rows)
+    h = model.model(input_ids=b.ids, attention_mask=b.attn)[0]
+    term(log_probs(h @ model.model.embed_tokens.weight.T, b.ids), b).backward()
+
+
+@bug("the softcap is applied twice", "softcap is applied twice", gemma)
+def capped_twice(model, rows):
+    b = collate(rows, "left")
+    term(log_probs(5 * torch.tanh(hf(model, b, position_ids=b.pos.long()) / 5), b.ids), b).backward()
+
+
 @bug("dropout is on", "dropout or sampling", functools.partial(gpt2, 0.1))
 def dropout_on(model, rows):
     b = collate(rows)
@@ -361,6 +382,13 @@ def prompt_trains(model, rows):
 def holes_train(model, rows):
     b = collate(rows)
     term(log_probs(model(b.ids), b.ids), b, mask=b.resp).backward()
+
+
+@bug("the mask ends at the first hole", "no token behind the first hole", Own)
+def first_hole(model, rows):
+    b = collate(rows)
+    holes = (b.resp - b.mask).cumsum(1)
+    term(log_probs(model(b.ids), b.ids), b, tokens(rows), mask=b.mask * (holes == 0)).backward()
 
 
 @bug("the last token of each response is dropped", "the last token of each response does not train", qwen)
@@ -745,6 +773,47 @@ def functional(model, rows):
     b = collate(rows)
     term(log_probs(torch.func.functional_call(model, params, (b.ids,)), b.ids), b).backward()
     return {k: p.grad for k, p in params.items()}
+
+
+@right("a gradient for each row, by torch.func.vmap", Own)
+def vmapped(model, rows):
+    b, params = collate(rows), {k: p.detach().clone() for k, p in model.named_parameters()}
+
+    def loss(params, ids, old, A, m):
+        lp = log_probs(torch.func.functional_call(model, params, (ids[None],)), ids[None])
+        return -(surrogate(lp, old[1:], A[1:]) * m[1:]).sum() / tokens(rows)
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0, 0, 0))(params, b.ids, b.old, b.adv, b.mask)
+    return {k: g.sum(0) for k, g in each.items()}
+
+
+@right("the backward pass in two parts, at the hidden states", Own)
+def split_backward(model, rows):
+    b = collate(rows)
+    h = model.hidden(b.ids)
+    at = h.detach().requires_grad_()
+    term(log_probs(model.head(at), b.ids), b).backward()
+    h.backward(at.grad)
+
+
+@right("threads, one for each micro-batch", Own)
+def threads(model, rows):
+    def one(part):
+        b = collate(part)
+        term(log_probs(model(b.ids), b.ids), b, tokens(rows)).backward()
+
+    each = [threading.Thread(target=one, args=(part,)) for part in parts(rows, 4)]
+    for t in each:
+        t.start()
+        t.join()
+
+
+@right("a loss scale that GradScaler takes out", Own)
+def scaled(model, rows):
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    b = collate(rows)
+    scaler.scale(term(log_probs(model(b.ids), b.ids), b)).backward()
+    scaler.step(optimizer)
 
 
 @right("the loss is a closure of the optimizer's step", Own)

@@ -32,6 +32,21 @@ def test_a_right_loop_is_accepted(name, model, step, options):
     assert report, report
 
 
+def test_a_step_that_shards_its_model_is_refused(tmp_path):
+    """FSDP2 replaces the parameters of the very module; `record_step` gathers its gradients."""
+
+    def step(model, rows):
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+        torch.distributed.fsdp.fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+        in_parts(model, rows)
+
+    try:
+        with pytest.raises(upref.InputError, match="use record_step"):
+            checked(step, Own, {})
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_step_for_each_micro_batch_is_refused():
     opt = []
 

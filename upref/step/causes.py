@@ -36,7 +36,7 @@ def named(w: Tokens) -> str:
         if len(dead) == len(k) - int(k.isnan().sum()):
             continue
         k[dead] = torch.nan
-        because = factor_words(w.goal, w.rows, w.b, k, dead, w.tol, mask)
+        because = factor_words(w.goal, w.rows, w.b, k, dead, w.tol, mask, int((mask & (unit != 0)).sum()))
         if because is None:
             continue
         lost = f"responses {', '.join(map(str, dead))} do not train" if dead else ""
@@ -61,6 +61,7 @@ def _slips(w: Tokens, hp: dict) -> Iterator[Slip]:
         "the last token of each response does not train": w.b.mask & (at != last),
         "the first token of each response does not train": w.b.mask & (at > 0),
         "the first token after each hole does not train": w.b.mask & ~_moved(off, 1),
+        "no token behind the first hole of a response trains": w.b.mask & (off.cumsum(1) == 0),
     }
     yield _put("")
     for words, mask in masks.items():
@@ -77,13 +78,20 @@ def _slips(w: Tokens, hp: dict) -> Iterator[Slip]:
         yield _put(f"the advantages are those of {words}", adv=r.adv[:, :1][order].expand_as(r.adv))
         for old in _exchanged(w.rows, r.logp_old, order):
             yield _put(f"the old log-probabilities are those of {words}", logp_old=old)
-    A, std = r.adv - r.adv[:, 0].mean(), r.adv[:, 0].std()
-    yield _put("the advantages are normalized again", adv=A / std)
-    yield _put("the advantages are centered again", adv=A)
+    yield _put("the advantages are centered again", adv=r.adv - r.adv[:, 0].mean())
     yield _put("the sign of the advantages is lost", adv=r.adv.abs())
-    for m in range(2, len(w.rows)):
-        each = torch.cat([(x - x.mean()) / (x.std() if len(x) > 1 else 1) for x in r.adv[:, 0].split(m)])
-        yield _put(f"the advantages are normalized in each micro-batch of {m}", adv=each[:, None].expand_as(r.adv))
+    n = len(w.rows)
+    parts = {"": torch.zeros(n), " in each group": w.b.group}
+    parts |= {f" in each micro-batch of {m}": torch.arange(n) // m for m in range(2, n)}
+    for where, part in parts.items():
+        same = torch.eq(part[:, None], part).double()
+        mean = lambda x, same=same: same @ x / same.sum(1)
+        A = r.adv[:, 0]
+        for how, center in {"normalized": mean(A), "divided by their standard deviation": 0 * A}.items():
+            for ddof in (1, 0):
+                var = (mean(A**2) - mean(A) ** 2) * same.sum(1) / (same.sum(1) - ddof)
+                its = torch.where(same.sum(1) > 1, (A - center) / var.sqrt(), A - center)
+                yield _put(f"the advantages are {how} again{where}", adv=its[:, None].expand_as(r.adv))
     if r.logp_ref is not None:
         yield _put("the reference model's log-probabilities are used as the old ones", logp_old=r.logp_ref)
         yield _put("the reference model's log-probabilities are the current ones", logp_ref=w.lp)

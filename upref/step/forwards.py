@@ -6,6 +6,7 @@ Each is put into the reference, and named only where the gradient that was found
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,6 +125,10 @@ def _attention(model: TorchModel, right: Forward) -> Iterator[Variant]:
     causal = lambda n: torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)
     yield attending("tokens attend to later tokens of their row",
                     lambda i, r: (r.ids, 0 * causal(len(r.ids)).nan_to_num(), _from(0, r)))  # fmt: skip
+    for k in (2, 3, 4, 6, 8, 16):
+        near = partial(lambda k, n: causal(n) + torch.full((n, n), -torch.inf, dtype=torch.float64).tril(-k), k)
+        each = partial(lambda near, i, r: (r.ids, near(len(r.ids)), _from(0, r)), near)
+        yield attending(f"tokens attend to the last {k} tokens only", each)
     for front in _fronts(right):
         owner = [_owners(x, right.rows) for x in front]
         if all(k < 0 for x in owner for k in x):

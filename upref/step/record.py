@@ -2,7 +2,7 @@
 """The gradients that any torch trainer hands to its optimizer, and the weights that it had before."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,7 +81,8 @@ class _Feed:
     def __call__(self, module: nn.Module, args: Any, kw: Any) -> None:
         ids = kw.get("input_ids", args[0] if args else None)
         if torch.is_grad_enabled() and isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point():
-            self.sequences.extend(ids.tolist())
+            with suppress(RuntimeError):  # inside torch.func.vmap a tensor has no numbers
+                self.sequences.extend(ids.tolist())
 
 
 @contextmanager

@@ -119,6 +119,16 @@ def heads(model: TorchModel, right: Forward) -> Iterator[Variant]:
     raw: list[Tensor] = []
     with _hook(head, lambda m, args, out: raw.append(out)):
         z = model.logits(right.rows[0].ids)
+    table = next(
+        (m.weight for m in net.modules() if isinstance(m, torch.nn.Embedding) and m.num_embeddings == size), None
+    )
+    if table is not None and table is not head.weight and table.shape == head.weight.shape:
+
+        def embedded() -> Forward:
+            with _hook(head, lambda m, args, y: torch.nn.functional.linear(args[0], table)):
+                return again(right, [model.logits(r.ids) for r in right.rows])
+
+        yield "the input embedding stands for the head", embedded
     if raw and raw[0][0].shape == z.shape and not torch.allclose(raw[0][0], z, rtol=1e-9, atol=1e-12):
 
         def straight() -> Forward:
@@ -138,6 +148,7 @@ def heads(model: TorchModel, right: Forward) -> Iterator[Variant]:
                 "the final softcap is x tanh(x / c), not c tanh(x / c)",
                 lambda: again(right, [(x := z) * torch.tanh(x / c) for z in straight().z]),
             )
+            yield "the final softcap is applied twice", lambda: again(right, [c * torch.tanh(z / c) for z in right.z])
     if getattr(head, "bias", None) is not None:
         minus = lambda m, args, y: y - m.bias
 

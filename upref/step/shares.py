@@ -24,11 +24,19 @@ SIZES: dict[str, Callable[[Sequence[Row]], int]] = {  # what a micro-batch may b
 
 
 def factor_words(
-    goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor, dead: list[int], tol: float, mask: Tensor | None = None
+    goal: Goal,
+    rows: Sequence[Row],
+    b: Padded,
+    k: Tensor,
+    dead: list[int],
+    tol: float,
+    mask: Tensor | None = None,
+    moving: int = 0,
 ) -> str | None:
     """The aggregation, right or wrong, that gives these factors, in words; None where none does.
 
-    dead: responses that do not train. mask: the tokens that train, where they are others.
+    dead: responses that do not train. mask: the tokens that train, where they are others. moving: how many of them have
+    a weight other than 0.
     """
     tell = ~k.isnan()
 
@@ -50,13 +58,16 @@ def factor_words(
     times = _times(scaled[1], goal.temperature)
     c = constant(torch.ones_like(k), 1e-5)
     if "." in times and "=" not in times and c and abs(c * round(1 / c) - 1) < 1e-5:
-        return _divisor(round(1 / c), rows, b)
+        return _divisor(round(1 / c), rows, b, moving)
     return "; ".join(filter(None, [scaled[0], f"every weight is {times} times what it should be"]))
 
 
-def _divisor(D: int, rows: Sequence[Row], b: Padded) -> str:
+def _divisor(D: int, rows: Sequence[Row], b: Padded, moving: int) -> str:
     """What the sum over all tokens is divided by, and what has that number."""
-    same = {f"{len(rows)} responses x {D // len(rows)}": D if D % len(rows) == 0 else 0}
+    same = {
+        "the tokens that no clip stops": moving,
+        f"{len(rows)} responses x {D // len(rows)}": D if D % len(rows) == 0 else 0,
+    }
     for m in range(1, len(rows)):
         parts = b.mask.split(m)
         for name, part in {"last": parts[-1], "first": parts[0]}.items():
