@@ -78,7 +78,6 @@ def _slips(w: Tokens, hp: dict) -> Iterator[Slip]:
         yield _put(f"the advantages are those of {words}", adv=r.adv[:, :1][order].expand_as(r.adv))
         for old in _exchanged(w.rows, r.logp_old, order):
             yield _put(f"the old log-probabilities are those of {words}", logp_old=old)
-    yield _put("the advantages are centered again", adv=r.adv - r.adv[:, 0].mean())
     yield _put("the sign of the advantages is lost", adv=r.adv.abs())
     n = len(w.rows)
     parts = {"": torch.zeros(n), " in each group": w.b.group}
@@ -92,6 +91,7 @@ def _slips(w: Tokens, hp: dict) -> Iterator[Slip]:
                 var = (mean(A**2) - mean(A) ** 2) * same.sum(1) / (same.sum(1) - ddof)
                 its = torch.where(same.sum(1) > 1, (A - center) / var.sqrt(), A - center)
                 yield _put(f"the advantages are {how} again{where}", adv=its[:, None].expand_as(r.adv))
+    yield _put("the advantages are centered again", adv=r.adv - r.adv[:, 0].mean())
     if r.logp_ref is not None:
         yield _put("the reference model's log-probabilities are used as the old ones", logp_old=r.logp_ref)
         yield _put("the reference model's log-probabilities are the current ones", logp_ref=w.lp)

@@ -77,7 +77,9 @@ def diagnosed(it: Compared, case: Case, bound: float, again: Callable[[], Gradie
     alone = any(float(parts[n].norm()) > 1e-6 * float(want.norm()) for n in right)
     if alone and wrong and (of := _of_parameters(model.split(found), parts, wrong, bound)):
         return say(of)
-    return say(*_explained(it, case.forward, case.b, wrong, right, bound))
+    if alone and 0 < len(wrong) <= len(parts) // 4:
+        return say(f"all is right but the gradients of {_some(wrong)}")
+    return say(*_explained(it, case.forward, case.b, bound))
 
 
 def _of_parameters(found: Gradient, want: Gradient, wrong: list[str], bound: float) -> str:
@@ -98,7 +100,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 # ---- weights and forward passes --------------------------------------------------------------------------------------
-def _explained(it: Compared, forward: Forward, b: Padded, wrong: list[str], right: list[str], bound: float) -> list:
+def _explained(it: Compared, forward: Forward, b: Padded, bound: float) -> list:
     """[cause, *more findings]."""
     goal, rows, g = it.goal, it.rows, it.found
     if goal.clip is not None:  # the norm that was clipped is not known
@@ -129,20 +131,19 @@ def _explained(it: Compared, forward: Forward, b: Padded, wrong: list[str], righ
                 return said
         return []
 
-    said = (left > span and among(quick)) or reads("", forward, None, k if left <= span else None) or among(others)
-    for _, words, one in sorted(closest, key=lambda x: x[0])[:READ]:
-        said = said or reads(words, one)
+    said = (left > span and among(quick)) or reads("", forward, None, k if left <= span else None)
     longer = [replace(r, response=r.response + x[:AFTER]) for r, x in zip(forward.rows, forward.after, strict=False)]
     for z in _beyond(forward, longer) if any(forward.after) and not said else []:
         said = said or reads("", Forward(forward.model, longer, goal.temperature, z), forward)
+    said = said or among(others)
+    for _, words, one in sorted(closest, key=lambda x: x[0])[:READ]:
+        said = said or reads(words, one)
     if said:
         return said
-    bonus = read(forward, g, (), [plain.each["H"], plain.each["Z"]])
+    bonus = read(forward, g, [plain.each["H"], plain.each["Z"]])
     if bonus.residual <= span:
         return [f"the gradient has a term that is no Σ w ∇log π: an entropy bonus or a z-loss with coefficients "
                 f"{', '.join(f'{-x:.4g}' for x in bonus.extra)} (H, Z)"]  # fmt: skip
-    if right and len(wrong) <= len(forward.model.shapes) // 4 and read(forward, g, right).residual <= span:
-        return [f"all is right but the gradients of {_some(wrong)}"]
     return [f"no known cause fits; no weights of these tokens give the gradient: {residuals[0]:.2g} of it is left, so "
             "the forward pass differs, or other tokens train"]  # fmt: skip
 

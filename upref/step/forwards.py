@@ -125,10 +125,11 @@ def _attention(model: TorchModel, right: Forward) -> Iterator[Variant]:
     causal = lambda n: torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)
     yield attending("tokens attend to later tokens of their row",
                     lambda i, r: (r.ids, 0 * causal(len(r.ids)).nan_to_num(), _from(0, r)))  # fmt: skip
-    for k in (2, 3, 4, 6, 8, 16):
+    for k in (2, 4, 8, 16):
         near = partial(lambda k, n: causal(n) + torch.full((n, n), -torch.inf, dtype=torch.float64).tril(-k), k)
         each = partial(lambda near, i, r: (r.ids, near(len(r.ids)), _from(0, r)), near)
         yield attending(f"tokens attend to the last {k} tokens only", each)
+    whole = max((len(x) for y in _fronts(right) for x in y), default=0)
     for front in _fronts(right):
         owner = [_owners(x, right.rows) for x in front]
         if all(k < 0 for x in owner for k in x):
@@ -139,6 +140,8 @@ def _attention(model: TorchModel, right: Forward) -> Iterator[Variant]:
                 return ids, causal(len(ids)) + there, (there.cumsum(0).long() - 1).clamp(min=0)[None]
 
             yield attending("the attention mask is added to the scores as 0 and 1", added)
+            continue
+        if max(map(len, front)) < whole:  # of packs that are guessed, the largest
             continue
         for m in range(1, max(max(x, default=0) for x in owner) + 2):
             for once, document in {", once": lambda k, m=m: k - m * (k >= m), "": lambda k, m=m: k % m}.items():

@@ -59,12 +59,9 @@ def solved(A: Tensor, y: Tensor) -> tuple[Tensor, Tensor, float]:
     return x, error * rest * y.norm(), float(rest)
 
 
-def read(forward: Forward, g: Tensor, names: Sequence[str] = (), extra: Sequence[Tensor] = ()) -> Reading:
-    """The weights that make g of this forward pass. names: parameters; extra: more gradients that may be part of it."""
-    sizes = {n: shape.numel() for n, shape in forward.model.shapes.items()}
-    at = torch.cat([torch.full((k,), not names or n in names) for n, k in sizes.items()]).nonzero()[:, 0]
-    if len(at) > COORDINATES:
-        at = at[torch.randperm(len(at), generator=torch.Generator().manual_seed(0))[:COORDINATES]]
+def read(forward: Forward, g: Tensor, extra: Sequence[Tensor] = ()) -> Reading:
+    """The weights that make g of this forward pass. extra: more gradients that may be part of it."""
+    at = torch.randperm(len(g), generator=torch.Generator().manual_seed(0))[:COORDINATES]
     A = torch.cat([columns(forward, at), *(e[at, None] for e in extra)], 1)
     tokens = A.shape[1] - len(extra)
     x, error, residual = solved(A, -g[at])
