@@ -2,7 +2,6 @@
 """Log-probabilities made of the right hidden states in a wrong way: head, temperature, labels, columns, normalizer."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -111,58 +110,35 @@ def scores(V: int) -> Iterator[tuple[str, Callable[[Tensor, Tensor, float], Tens
 
 # ---- the head --------------------------------------------------------------------------------------------------------
 def heads(model: TorchModel, right: Forward) -> Iterator[Variant]:
-    net, size = model.net, model.vocabulary
-    linear = [m for m in net.modules() if isinstance(m, torch.nn.Linear) and m.out_features == size]
+    net: Any = model.net
+    of = lambda kind, size: [m for m in net.modules() if isinstance(m, kind) and getattr(m, size) == model.vocabulary]
+    tables, linear = of(torch.nn.Embedding, "num_embeddings"), of(torch.nn.Linear, "out_features")
     head: Any = net.get_output_embeddings() if hasattr(net, "get_output_embeddings") else next(iter(linear), None)
     if head is None:
         return
+
+    def otherwise(out: Callable[[Any, Tensor, Tensor], Tensor | None]) -> Forward:
+        """out: the head, what it gets, and its output, to what it gives instead."""
+        handle = head.register_forward_hook(lambda m, args, y: out(m, args[0], y))
+        try:
+            return again(right, [model.logits(r.ids) for r in right.rows])
+        finally:
+            handle.remove()
+
     raw: list[Tensor] = []
-    with _hook(head, lambda m, args, out: raw.append(out)):
-        z = model.logits(right.rows[0].ids)
-    table = next(
-        (m.weight for m in net.modules() if isinstance(m, torch.nn.Embedding) and m.num_embeddings == size), None
-    )
-    if table is not None and table is not head.weight and table.shape == head.weight.shape:
-
-        def embedded() -> Forward:
-            with _hook(head, lambda m, args, y: torch.nn.functional.linear(args[0], table)):
-                return again(right, [model.logits(r.ids) for r in right.rows])
-
-        yield "the input embedding stands for the head", embedded
-    if raw and raw[0][0].shape == z.shape and not torch.allclose(raw[0][0], z, rtol=1e-9, atol=1e-12):
-
-        def straight() -> Forward:
-            out: list[Tensor] = []
-            for r in right.rows:
-                kept: list[Tensor] = []
-                with _hook(head, lambda m, args, y, kept=kept: kept.append(y)):
-                    model.logits(r.ids)
-                out.append(kept[0][0])
-            return again(right, out)
-
-        yield "the head's raw output is taken: the model's logit scale or softcap is left out", straight
-        config: Any = getattr(model.net, "config", None)
+    otherwise(lambda m, h, y: raw.append(y[0]))
+    if all(x.shape == z.shape for x, z in zip(raw, right.z, strict=False)) and not torch.allclose(raw[0], right.z[0]):
+        yield (
+            "the head's raw output is taken: the model's logit scale or softcap is left out",
+            lambda: again(right, raw),
+        )
+        config: Any = getattr(net, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         if c := getattr(config, "final_logit_softcapping", None):
-            yield (
-                "the final softcap is x tanh(x / c), not c tanh(x / c)",
-                lambda: again(right, [(x := z) * torch.tanh(x / c) for z in straight().z]),
-            )
+            yield ("the final softcap is x tanh(x / c), not c tanh(x / c)",
+                   lambda: again(right, [x * torch.tanh(x / c) for x in raw]))  # fmt: skip
             yield "the final softcap is applied twice", lambda: again(right, [c * torch.tanh(z / c) for z in right.z])
     if getattr(head, "bias", None) is not None:
-        minus = lambda m, args, y: y - m.bias
-
-        def without() -> Forward:
-            with _hook(head, minus):
-                return again(right, [model.logits(r.ids) for r in right.rows])
-
-        yield "the head's bias is left out", without
-
-
-@contextmanager
-def _hook(module: torch.nn.Module, f: Callable[..., Any]) -> Iterator[None]:
-    handle = module.register_forward_hook(lambda m, args, out: f(m, args, out))
-    try:
-        yield
-    finally:
-        handle.remove()
+        yield "the head's bias is left out", lambda: otherwise(lambda m, h, y: y - m.bias)
+    for w in (t.weight for t in tables if t.weight is not head.weight and t.weight.shape == head.weight.shape):
+        yield "the input embedding stands for the head", partial(otherwise, partial(lambda w, m, h, y: h @ w.T, w))
