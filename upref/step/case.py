@@ -171,20 +171,20 @@ def stirred(model: nn.Module, stir: bool) -> Iterator[None]:
             disturb(net)
         yield
     finally:
-        _set_back(net, before)
+        _restore(net, before)
         for n, p in net.named_parameters():
             p.grad = grads.get(n)
         for m, mode in modes.items():
             m.training = mode
 
 
-def _set_back(net: nn.Module, weights: dict[str, Tensor]):
+def _restore(net: nn.Module, weights: dict[str, Tensor]):
     try:
         with torch.no_grad():
             net.load_state_dict(weights)
     except RuntimeError as e:
         raise InputError(
-            "the step replaces or shards the model's parameters, and they cannot be set back: use record_step, which "
+            "the step replaces or shards the model's parameters, and they cannot be restored: use record_step, which "
             "gathers FSDP2's."
         ) from e
 
@@ -210,7 +210,7 @@ def run(step: Callable, model: Any, case: Case) -> tuple[Gradient, int]:
     found = steps[0].gradients if steps else gradients(net)
     if isinstance(out, dict) and out and all(hasattr(v, "shape") for v in out.values()) and not found:
         found = _taken({k.removeprefix("_orig_mod.").removeprefix("module."): v for k, v in out.items()})
-    _set_back(net, weights)
+    _restore(net, weights)
     for p in net.parameters():
         p.grad = None
     if not found:
