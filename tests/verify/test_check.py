@@ -293,7 +293,7 @@ def test_bad_losses_are_one_sentence(name, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("target", "said"),
-    [("nofile.py:f", "no file"), ("no_such_module:f", "does not import"), ("math:no", "has no"), ("math", "is no loss"),
+    [("nofile.py:f", "no file"), ("no_such_module:f", "does not import"), ("math:no", "has no"), ("math", "not a loss"),
      ("math:pi", "not a function")],
 )  # fmt: skip
 def test_bad_names(target, said, capsys):
@@ -361,7 +361,7 @@ def test_a_named_loss_is_the_one_that_ships():
     pytest.importorskip("verl")
     quick = [o.name for o in every() if o.name not in ("gradient", "on-policy", "aggregation")]
     shipped = upref.check("verl:vanilla", "dapo", skip=quick)
-    assert not shipped and "eps_high is 0.2, not 0.28 and c is 3, not absent" in str(shipped)
+    assert not shipped and "eps_high is 0.2, not 0.28; c is 3, not absent" in str(shipped)
     assert str(shipped).splitlines()[0].endswith("; as shipped")
     matched = str(upref.check("verl:vanilla@matched", "dapo", skip=quick)).splitlines()[0]
     assert matched.startswith("dapo: agrees") and matched.endswith("as shipped: NOT dapo")

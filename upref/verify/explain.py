@@ -170,7 +170,7 @@ def _other_kl(case: Case, b: Rollouts, found: Tensor, use: Tensor) -> Iterator[S
 
 def _said(moved: dict[str, Any], hp: dict[str, Any]) -> str:
     number = lambda v, digits: "absent" if v is None else f"{v:.{digits}g}"
-    said = " and ".join(f"{k} is {number(v, 6)}, not {number(hp[k], 6)}" for k, v in moved.items())
+    said = "; ".join(f"{k} is {number(v, 6)}, not {number(hp[k], 6)}" for k, v in moved.items())
     if moved and all(_absolute(k, v, hp[k]) for k, v in moved.items()):
         said += ": taken as absolute, not as a distance from 1"
     return said

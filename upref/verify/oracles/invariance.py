@@ -131,7 +131,7 @@ def _empty_row(case: Case, b: Rollouts, g: Tensor) -> list[Finding]:
 
 JUNK = (0.0, -30.0, 30.0)  # what padding may hold: a log-probability of anything, an advantage of any size
 NOT_NUMBERS = (math.nan, math.inf, -math.inf, 1e30)
-LEAK = "{} in a masked slot reaches the gradient: torch.where(mask, x, 0) before it is multiplied keeps it out"
+LEAK = "{} in a masked slot reaches the gradient; select with torch.where(mask, x, 0) before you multiply"
 
 
 @oracle("poison", 70)
