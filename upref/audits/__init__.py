@@ -185,7 +185,7 @@ def audit(
     against += moved(name, defaults, version) + hold(rows, entries, version, comparisons is None, gone)
     return Audit(
         name, version, rows, sorted(set(poisoned)), sorted(m for m in now if m not in known), f.out_of_scope, against,
-        [*(inside["remarks"] if inside else []), *f.remarks()], entries, defaults,
+        [*(inside["remarks"] if inside else []), *f.remarks], entries, defaults,
         datetime.date.today().isoformat(),
     )  # fmt: skip
 

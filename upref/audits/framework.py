@@ -2,7 +2,7 @@
 """What a framework's file says: one such object, and nothing else anywhere."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ class Framework:
     defaults: Callable[[str], dict[str, Any]] = lambda mode: {}  # read from its own config class
     parts: Callable[[], tuple[Part, ...]] = tuple  # what it computes beside its losses
     kernels: Callable[[], dict[str, Callable]] = dict  # what check_logprobs takes, and is no part
-    remarks: Callable[[], list[str]] = list
+    remarks: Sequence[str] = ()
     pin: Pin | None = None  # what makes its folder of packages; without one it is imported from here
     one_adv: bool = False  # its losses take one advantage per response, [B]; else they get [B, T]
     tol: float = TOL  # wider where it computes in float32

@@ -3,6 +3,7 @@
 
 import ast
 import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,11 +40,6 @@ def _far(b: Rollouts) -> Rollouts:
     return replace(b, logp_ref=torch.where(d.exp() - d - 1 > 10, b.logp.detach(), b.logp_ref))
 
 
-def _k1(b: Rollouts) -> Tensor:
-    assert b.logp_ref is not None
-    return -BETA * aggregate(k1(b.logp, b.logp_ref), b.mask, "seq-mean-token-mean")
-
-
 def _masked_too(b: Rollouts) -> Tensor:
     """What LUSPO's tokens in masked slots add; its other slips then scale it."""
     r, A = exp(b.logp - b.logp_old), per_response(b.adv, b.mask)[:, None]
@@ -57,7 +53,23 @@ def _micro_tokens(b: Rollouts) -> Tensor:
 
 
 BETA = 0.04
-K1 = Slip("the KL term is k1, whose gradient has mean 0 on policy", "term", hp={"beta": 0.0}, term=_k1)
+NO_KL = {"beta": 0.0}
+
+
+def kl_term(
+    words: str, k: Callable[[Tensor, Tensor, Tensor], Tensor], beta: float = BETA, agg: str = "seq-mean-token-mean",
+    instead: bool = True,
+) -> Slip:  # fmt: skip
+    """-beta k(log π_θ, log π_ref, log π_old), in place of the objective's own KL term or beside it."""
+
+    def term(b: Rollouts) -> Tensor:
+        assert b.logp_ref is not None
+        return -beta * aggregate(k(b.logp, b.logp_ref, b.logp_old), b.mask, agg)
+
+    return Slip(words, "term", hp=NO_KL if instead else {}, term=term)
+
+
+K1 = kl_term("the KL term is k1, whose gradient has mean 0 on policy", lambda lp, ref, old: k1(lp, ref))
 CLAMP = Slip("log r clamped to ±20", "clip", view=_tokens)
 CLAMP_S = Slip("log s clamped to 10", "clip", view=_responses(10))
 CLAMP_S20 = Slip("log s clamped to ±20", "clip", view=_responses(20))
@@ -106,6 +118,7 @@ def capped(cap: float) -> Objective:
     )
 
 
+FLOOR = Slip("weights in [0.8, 1.2], from both sides", "objective", objective="cispo_verl")
 CAP = Slip("epsilon_high is the cap itself: every weight is at most 0.2", "objective", objective=capped(0.2))
 
 
@@ -114,12 +127,23 @@ def defaults(module: str, names: tuple[str, ...]) -> dict[str, Any]:
     return {name.strip("-").replace("-", "_"): options(module)[name]["default"] for name in names}
 
 
-def options(module: str) -> dict[str, dict[str, Any]]:
-    """The options of a command line with their literal keywords, read off the source of that module."""
+def arguments(f: Callable[..., Any], *but: str) -> dict[str, Any]:
+    """The arguments of a function or a constructor with their defaults."""
+    return {k: p.default for k, p in inspect.signature(f).parameters.items() if k not in ("self", *but)}
+
+
+def source(module: str, beside: str = ".", up: int = 0) -> str:
+    """The text of a module that need not import; beside: of a file, by its path from the module or `up` folders up."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None
+    file = Path(spec.origin)
+    return (file if beside == "." else file.parents[up] / beside).read_text(encoding="utf-8")
+
+
+def options(module: str) -> dict[str, dict[str, Any]]:
+    """The options of a command line with their literal keywords, read off the source of that module."""
     found: dict[str, dict[str, Any]] = {}
-    for node in ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(source(module))):
         if not isinstance(node, ast.Call):
             continue
         for word in node.args:

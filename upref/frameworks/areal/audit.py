@@ -106,18 +106,12 @@ def _kernels() -> dict[str, Any]:
         logits, tokens, temperature)}  # fmt: skip
 
 
-AREAL = Framework(
-    "areal",
-    pin=PIN,
-    modes=_modes,
-    defaults=_defaults,
-    plain=_plain,
-    comparisons=COMPARISONS,
-    parts=_parts,
-    kernels=_kernels,
-    remarks=lambda: [
-        "Micro-batches count by their tokens, as the engine's loss_weight_fn has it. The KL term (kl_ctl = 0.1, k1, in "
-        "float32) is a part of the reward, and not of these losses.",
-        "Not covered: packed sequences, the decoupled loss and its rejection sampling, M2PO's mask, distillation.",
-    ],
+REMARKS = (
+    "Micro-batches count by their tokens, as the engine's loss_weight_fn has it. The KL term (kl_ctl = 0.1, k1, in "
+    "float32) is a part of the reward, and not of these losses.",
+    "Not covered: packed sequences, the decoupled loss and its rejection sampling, M2PO's mask, distillation.",
 )
+AREAL = Framework(
+    "areal", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
+    kernels=_kernels, remarks=REMARKS,
+)  # fmt: skip

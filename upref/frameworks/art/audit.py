@@ -78,19 +78,15 @@ COMPARISONS = (
     Comparison("paper", "ppo", SEQUENCE | {"epsilon": 3e-4, "epsilon_high": 4e-4}, "gspo", {}),
 )  # fmt: skip
 
-ART = Framework(
-    "art",
-    pin=PIN,
-    modes=lambda: ["cispo", "ppo"],
-    defaults=_defaults,
-    plain=_plain,
-    comparisons=COMPARISONS,
-    remarks=lambda: [
-        "There is one loss: ppo=True is `ppo`, else it is `cispo`, which is the default.",
-        "Tokens weigh 1 over the length of their response and the sum is divided by the tokens of the batch, as "
-        "pack.py and the Megatron trainer do.",
-        "Not covered: advantages (pack.py divides them by the batch's mean |A|), the KL penalty (it moves advantages), "
-        "kimi_k2_tau, truncated importance sampling, the averages of both ratios.",
-    ],
-    tol=1e-6,  # 1e-8 in the count of a response's tokens
+REMARKS = (
+    "There is one loss: ppo=True is `ppo`, else it is `cispo`, which is the default.",
+    "Tokens weigh 1 over the length of their response and the sum is divided by the tokens of the batch, as "
+    "pack.py and the Megatron trainer do.",
+    "Not covered: advantages (pack.py divides them by the batch's mean |A|), the KL penalty (it moves advantages), "
+    "kimi_k2_tau, truncated importance sampling, the averages of both ratios.",
 )
+ART = Framework(
+    "art", pin=PIN, modes=lambda: ["cispo", "ppo"], defaults=_defaults, plain=_plain, comparisons=COMPARISONS,
+    remarks=REMARKS,
+    tol=1e-6,  # 1e-8 in the count of a response's tokens
+)  # fmt: skip

@@ -104,20 +104,14 @@ COMPARISONS = (
     Comparison("paper", "luspo", SEQUENCE | {"epsilon": 2e-3, "epsilon_high": 2.5e-3}, "luspo", {}),
 )  # fmt: skip
 
-AXOLOTL = Framework(
-    "axolotl",
-    pin=PIN,
-    modes=_modes,
-    defaults=_defaults,
-    plain=_plain,
-    comparisons=COMPARISONS,
-    split_reasons={"bnpo": BNPO},
-    remarks=lambda: [
-        "AsyncGRPOTrainer's own _compute_loss, called on a trainer that was not set up: log-probabilities are given to "
-        "it, one process, no model. Without trl.use_data_producer or trl.async_prefetch Axolotl trains with TRL's.",
-        "This loss reads none of entropy_coef and its four relatives, which the trl block of the YAML takes.",
-        "Not covered: the off-policy mask, vLLM's importance weights, entropy masks, batch flattening, the router's "
-        "auxiliary loss.",
-    ],
-    one_adv=True,
+REMARKS = (
+    "AsyncGRPOTrainer's own _compute_loss, called on a trainer that was not set up: log-probabilities are given to "
+    "it, one process, no model. Without trl.use_data_producer or trl.async_prefetch Axolotl trains with TRL's.",
+    "This loss reads none of entropy_coef and its four relatives, which the trl block of the YAML takes.",
+    "Not covered: the off-policy mask, vLLM's importance weights, entropy masks, batch flattening, the router's "
+    "auxiliary loss.",
 )
+AXOLOTL = Framework(
+    "axolotl", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS,
+    split_reasons={"bnpo": BNPO}, remarks=REMARKS, one_adv=True,
+)  # fmt: skip

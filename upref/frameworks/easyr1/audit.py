@@ -4,11 +4,9 @@
 import ast
 import dataclasses
 import importlib
-import importlib.util
 import inspect
 import typing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ from torch import Tensor
 from upref.audits.compare import MICRO
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import BETA, CLAMP, CLAMP_K3, CLAMP_S20, K1, NARROW, SAMPLE, narrow_k3, sampled
+from upref.audits.usual import BETA, CLAMP, CLAMP_K3, CLAMP_S20, K1, NARROW, SAMPLE, narrow_k3, sampled, source
 from upref.registry import get
 from upref.rollouts import Rollouts
 from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
@@ -52,12 +50,9 @@ def _defaults(mode: str) -> dict[str, Any]:
 
 def _kl_defaults() -> dict[str, Any]:
     """Of AlgorithmConfig, read off its source: its module imports the workers."""
-    spec = importlib.util.find_spec("verl.trainer.config")
-    assert spec is not None and spec.origin is not None
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
     return {
         n.target.id: ast.literal_eval(n.value)
-        for n in ast.walk(tree)
+        for n in ast.walk(ast.parse(source("verl.trainer.config")))
         if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name) and n.value and n.target.id in KL_READ
     }
 
@@ -123,14 +118,14 @@ def _advantages(name: str):
     return found
 
 
+REMARKS = (
+    "Each micro-batch is multiplied by its share of the mini-batch's tokens, as DataParallelPPOActor.update_policy "
+    "has it. KL terms are in float32; GRPO and RLOO refuse a group of one.",
+    "Not covered: several ranks, packed sequences, the advantages gae, remax and grpo_passk, KLs abs and full.",
+)
 EASYR1 = Framework(
-    "easyr1",
-    pin=PIN,
-    modes=_modes,
-    defaults=_defaults,
-    plain=_plain,
-    comparisons=COMPARISONS,
-    split_reasons=dict.fromkeys(("default", "gspo", "gspo_token", "sapo"), WEIGHED),
+    "easyr1", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS,
+    split_reasons=dict.fromkeys(("default", "gspo", "gspo_token", "sapo"), WEIGHED), remarks=REMARKS,
     parts=lambda: (
         Part("advantages", "grpo", _advantages("grpo"), "group_norm", {"eps": 1e-6}, leaves_out=("one",), tol=1e-5),
         Part("advantages", "rloo", _advantages("rloo"), "leave_one_out", leaves_out=("one",), tol=1e-5),
@@ -139,10 +134,5 @@ EASYR1 = Framework(
         *kls(lambda *x: _algos().compute_kl(*x), {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
              {"low_var_kl": ((NARROW, narrow_k3),)}, tol=1e-5),
     ),
-    remarks=lambda: [
-        "Each micro-batch is multiplied by its share of the mini-batch's tokens, as DataParallelPPOActor.update_policy "
-        "has it. KL terms are in float32; GRPO and RLOO refuse a group of one.",
-        "Not covered: several ranks, packed sequences, the advantages gae, remax and grpo_passk, KLs abs and full.",
-    ],
     tol=3e-7,  # its bounds are exp(log(1 + ε)): on a bound, rounding would decide
 )  # fmt: skip

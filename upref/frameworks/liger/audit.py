@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import BNPO, BY_TOKENS, CAP, F32, LENGTH, LUSPO, SLOTS, VESPO, WIDTH
+from upref.audits.usual import BNPO, BY_TOKENS, CAP, F32, LENGTH, LUSPO, NO_KL, SLOTS, VESPO, WIDTH, arguments
 from upref.kl import k3
 from upref.rollouts import Rollouts
 from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
@@ -27,6 +27,7 @@ PIN = Pin(
     root="src",
     shells=("liger_kernel", "liger_kernel.chunked_loss", "liger_kernel.ops"),
 )
+# NO_KL below: beta is 0.04 by default, and few papers have the term
 COUNTED = ("dapo", "cispo", "vespo")  # these read num_items_in_batch
 _grpo = lambda: importlib.import_module("liger_kernel.chunked_loss.grpo_loss")
 
@@ -40,8 +41,7 @@ def _modes() -> list[str]:
 
 def _defaults(mode: str) -> dict[str, Any]:
     """The arguments of the module that users construct."""
-    signature = inspect.signature(_grpo().LigerFusedLinearGRPOLoss.__init__).parameters
-    return {k: p.default for k, p in signature.items() if k not in ("self", "loss_type")}
+    return arguments(_grpo().LigerFusedLinearGRPOLoss.__init__, "loss_type")
 
 
 ELSEWHERE = ("compiled", "use_ref_model", "chunk_size", "temperature")  # not of the loss on log-probabilities
@@ -70,7 +70,6 @@ def _kl(words: str, weight: Callable[[Tensor, Tensor], Tensor]) -> Slip:
     return Slip(words, "term", term=term)
 
 
-NO_KL = {"beta": 0.0}  # its default is 0.04, and few papers have the term
 BETA = with_hp(beta=0.04)
 CLIP = with_hp(eps_low=0.2, eps_high=0.2)
 HIGH = replace(with_hp(eps_high=0.2), words="eps_high = 0.2, in a kernel whose callers pass both bounds")
@@ -134,21 +133,13 @@ def _kernels() -> dict[str, Callable]:
     return {"chunk_forward": _chunk_forward, "fused_linear_scaled_cross_entropy": scaled}
 
 
-LIGER = Framework(
-    "liger",
-    pin=PIN,
-    modes=_modes,
-    defaults=_defaults,
-    plain=_plain,
-    one_adv=True,
-    comparisons=COMPARISONS,
-    parts=_parts,
-    split_reasons={"bnpo": BNPO},
-    kernels=_kernels,
-    remarks=lambda: [
-        "Micro-batches as TRL's Liger path had it: the loss of each is divided by their number, but for dapo, cispo "
-        "and vespo, which are given num_items_in_batch.",
-        "chunk_forward computes in float32: compared to 1e-4.",
-        "Not covered: several ranks, the Triton kernels, torch.compile, vLLM's correction weights.",
-    ],
+REMARKS = (
+    "Micro-batches as TRL's Liger path had it: the loss of each is divided by their number, but for dapo, cispo "
+    "and vespo, which are given num_items_in_batch.",
+    "chunk_forward computes in float32: compared to 1e-4.",
+    "Not covered: several ranks, the Triton kernels, torch.compile, vLLM's correction weights.",
 )
+LIGER = Framework(
+    "liger", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, one_adv=True, comparisons=COMPARISONS,
+    parts=_parts, split_reasons={"bnpo": BNPO}, kernels=_kernels, remarks=REMARKS,
+)  # fmt: skip

@@ -84,13 +84,16 @@ COMPARISONS = (
 )  # fmt: skip
 
 
+REMARKS = (
+    "policy_loss_function on responses without padding; the sum is divided by the responses of the global batch, "
+    "with --calculate-per-token-loss by its tokens. Ratios and KL terms are in float32. A token whose "
+    "log-probability is NaN counts as on policy, without a word.",
+    "Not covered: context parallelism, OPSM, truncated importance sampling, advantages, compiled code.",
+)
 MILES = Framework(
-    "miles",
-    pin=PIN,
-    modes=lambda: list(options(ARGUMENTS)["--advantage-estimator"]["choices"]),
-    defaults=lambda mode: defaults(ARGUMENTS, READ),
-    plain=_plain,
-    comparisons=COMPARISONS,
+    "miles", pin=PIN, modes=lambda: list(options(ARGUMENTS)["--advantage-estimator"]["choices"]),
+    defaults=lambda mode: defaults(ARGUMENTS, READ), plain=_plain, comparisons=COMPARISONS, remarks=REMARKS,
+    tol=3e-6,
     parts=lambda: kls(
         _modules()[1].compute_approx_kl,
         {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"},
@@ -100,11 +103,4 @@ MILES = Framework(
     out_of_scope=dict.fromkeys(
         ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"), "an advantage estimator: its loss is grpo's"
     ),
-    remarks=lambda: [
-        "policy_loss_function on responses without padding; the sum is divided by the responses of the global batch, "
-        "with --calculate-per-token-loss by its tokens. Ratios and KL terms are in float32. A token whose "
-        "log-probability is NaN counts as on policy, without a word.",
-        "Not covered: context parallelism, OPSM, truncated importance sampling, advantages, compiled code.",
-    ],
-    tol=3e-6,
-)
+)  # fmt: skip

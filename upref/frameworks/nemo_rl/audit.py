@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from upref.aggregation import aggregate
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import ALWAYS, CLAMP_K3, NARROW
+from upref.audits.usual import ALWAYS, CLAMP_K3, FLOOR, NARROW, kl_term
 from upref.kl import k3
 from upref.ops import exp, sg
-from upref.rollouts import Rollouts
-from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
+from upref.verify.faults import GROUPS, aggregated, with_hp
 
 HOME = "nemo_rl/algorithms/"
 PIN = Pin(
@@ -86,19 +84,13 @@ def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages
 
 def _sampled_k3(beta: float):
     """k3 and its weight e^(lp - sg(lp)), which is 1 and has a gradient."""
-
-    def term(b: Rollouts) -> Tensor:
-        assert b.logp_ref is not None
-        return -beta * aggregate(k3(b.logp, b.logp_ref) * exp(b.logp - sg(b.logp)), b.mask, "seq-mean-token-mean")
-
     words = "the KL term has the gradient of the sampling too: log π_θ - log π_ref in all, k2's"
-    return Slip(words, "term", hp={"beta": 0.0}, term=term)
+    return kl_term(words, lambda lp, ref, old: k3(lp, ref) * exp(lp - sg(lp)), beta)
 
 
 NO_KL = {"reference_policy_kl_penalty": 0.0}
 MEANS = NO_KL | {"token_level_loss": False}
 TIS = {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis"}
-FLOOR = Slip("weights in [0.8, 1.2], from both sides", "objective", objective="cispo_verl")
 TOKENS = aggregated("token-mean")
 COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {}, (with_hp(beta=0.01), _sampled_k3(0.01), CLAMP_K3, TOKENS)),
@@ -192,23 +184,17 @@ def _parts() -> tuple[Part, ...]:
 
 SINGLE = "the variance is E[R²] - E[R]² in float32"
 ELSE = "no policy-gradient loss: it reads no advantages"
+REMARKS = (
+    f"Defaults are those of {RECIPE} over the config class; the fields of an algorithm are those that the "
+    "docstring of ClippedPGLossFn says to set. Denominators are those of the global batch; a mean "
+    "divides by n + 1e-8, so that weights are compared to 1e-6.",
+    "Not covered: several ranks, packed sequences, icepop and seq-mask-tis, VAPO's positive-example loss, "
+    "KL in the reward, the GDPO, GAE and distillation estimators. Dr. GRPO's constant denominator is not offered.",
+)
 NEMO_RL = Framework(
-    "nemo_rl",
-    pin=PIN,
-    modes=_modes,
-    defaults=_defaults,
-    plain=_plain,
-    comparisons=COMPARISONS,
-    parts=_parts,
+    "nemo_rl", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
+    remarks=REMARKS, tol=1e-6,
     out_of_scope=dict.fromkeys(
         ("DraftCrossEntropyLossFn", "NLLLossFn", "PreferenceLossFn", "DPOLossFn", "DistillationLossFn",
          "MseValueLossFn", "CrossTokenizerDistillationLossFn"), ELSE),
-    remarks=lambda: [
-        f"Defaults are those of {RECIPE} over the config class; the fields of an algorithm are those that the "
-        "docstring of ClippedPGLossFn says to set. Denominators are those of the global batch; a mean "
-        "divides by n + 1e-8, so that weights are compared to 1e-6.",
-        "Not covered: several ranks, packed sequences, icepop and seq-mask-tis, VAPO's positive-example loss, "
-        "KL in the reward, the GDPO, GAE and distillation estimators. Dr. GRPO's constant denominator is not offered.",
-    ],
-    tol=1e-6,
 )  # fmt: skip

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref.aggregation import aggregate
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.usual import kl_term
 from upref.kl import k3
-from upref.rollouts import Rollouts
-from upref.verify.faults import GROUPS, Slip, with_hp
+from upref.verify.faults import GROUPS, with_hp
 
 PIN = Pin(
     repository="https://github.com/allenai/open-instruct",
@@ -52,13 +51,9 @@ def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages
     return _utils().masked_mean(terms + config["beta"] * kl, mask, None, by)
 
 
-def _kl_term(b: Rollouts) -> Tensor:
-    assert b.logp_ref is not None
-    return -0.05 * aggregate(k3(b.logp, b.logp_ref), b.mask, "token-mean")
-
-
 NO_KL = {"load_ref_policy": False}
-KL = Slip("a KL term, k3 with beta = 0.05, is on by default", "term", term=_kl_term)
+KL = kl_term("a KL term, k3 with beta = 0.05, is on by default", lambda lp, ref, old: k3(lp, ref), 0.05, "token-mean",
+             instead=False)  # fmt: skip
 HIGH = with_hp(eps_high=0.272)
 COMPARISONS = (
     Comparison("default", "dapo", {}, "dapo", {}, (HIGH, GROUPS, KL)),
@@ -72,13 +67,14 @@ COMPARISONS = (
 _model = lambda: importlib.import_module("open_instruct.model_utils")
 
 
+REMARKS = (
+    "The sum is divided by the tokens of the whole batch, or by a constant (loss_denominator).",
+    "Not covered: several ranks, the correction for the sampler (use_rho_correction, on by default: its weights "
+    "are 1 where sampler and trainer agree), advantages (its data loader wants datasets and ray).",
+)
 OPEN_INSTRUCT = Framework(
-    "open_instruct",
-    pin=PIN,
-    modes=lambda: [str(m) for m in _utils().GRPOLossType],
-    defaults=_defaults,
-    plain=_plain,
-    comparisons=COMPARISONS,
+    "open_instruct", pin=PIN, modes=lambda: [str(m) for m in _utils().GRPOLossType], defaults=_defaults,
+    plain=_plain, comparisons=COMPARISONS, remarks=REMARKS,
     parts=lambda: (
         *kls(
             lambda lp, ref, name: _model().estimate_kl(lp - ref, torch.ones_like(lp))[int(name[-1])],
@@ -91,9 +87,4 @@ OPEN_INSTRUCT = Framework(
             "token_log_probs",
         ),
     ),
-    remarks=lambda: [
-        "The sum is divided by the tokens of the whole batch, or by a constant (loss_denominator).",
-        "Not covered: several ranks, the correction for the sampler (use_rho_correction, on by default: its weights "
-        "are 1 where sampler and trainer agree), advantages (its data loader wants datasets and ray).",
-    ],
-)
+)  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from upref import kl
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import CLAMP
+from upref.audits.usual import CLAMP, arguments
 from upref.verify.faults import GROUPS, aggregated, with_hp
 
 PIN = Pin(
@@ -36,8 +36,7 @@ def _modes() -> list[str]:
 
 
 def _defaults(mode: str) -> dict[str, Any]:
-    own = inspect.signature(_module("models.loss").PolicyLoss.__init__).parameters
-    return {k: p.default for k, p in own.items() if k not in ("self", "policy_loss_type")}
+    return arguments(_module("models.loss").PolicyLoss.__init__, "policy_loss_type")
 
 
 def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, totals) -> Tensor:
@@ -124,18 +123,13 @@ def _parts() -> tuple[Part, ...]:
     )  # fmt: skip
 
 
-OPENRLHF = Framework(
-    "openrlhf",
-    pin=PIN,
-    modes=_modes,
-    defaults=_defaults,
-    plain=_plain,
-    comparisons=COMPARISONS,
-    parts=_parts,
-    remarks=lambda: [
-        "Micro-batches as its trainer does it: batch_num_tokens and global_batch_size are the mini-batch's, and the "
-        "losses of micro-batches add up.",
-        "KL terms and advantages are computed in float32: compared to 1e-4, advantages over a deviation to 2e-3.",
-        "Not covered: several ranks, the correction of the sampler's probabilities, gae, flash_reinforce.",
-    ],
+REMARKS = (
+    "Micro-batches as its trainer does it: batch_num_tokens and global_batch_size are the mini-batch's, and the "
+    "losses of micro-batches add up.",
+    "KL terms and advantages are computed in float32: compared to 1e-4, advantages over a deviation to 2e-3.",
+    "Not covered: several ranks, the correction of the sampler's probabilities, gae, flash_reinforce.",
 )
+OPENRLHF = Framework(
+    "openrlhf", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
+    remarks=REMARKS,
+)  # fmt: skip

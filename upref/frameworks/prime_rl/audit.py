@@ -3,9 +3,7 @@
 
 import ast
 import importlib
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from upref.aggregation import aggregate
 from upref.audits.framework import Comparison, Framework, Pin
-from upref.audits.usual import ALWAYS
+from upref.audits.usual import ALWAYS, source
 from upref.ops import exp, where
 from upref.registry import get
 from upref.rollouts import Rollouts
@@ -27,7 +25,7 @@ PIN = Pin(
     date="2026-08-21",
     files={
         "prime_rl/trainer/rl/loss.py": "102b14539a2aa7e4b807967f9c9caeaa",
-        "../packages/prime-rl-configs/src/prime_rl/configs/trainer.py": "8e9dfae7baf22c7eecd0238ddde47f2f",
+        CONFIGS: "8e9dfae7baf22c7eecd0238ddde47f2f",
     },
     root="src",
     shells=("prime_rl", "prime_rl.trainer", "prime_rl.trainer.rl"),
@@ -39,9 +37,7 @@ _losses = lambda: importlib.import_module("prime_rl.trainer.rl.loss")
 
 def _configs() -> dict[str, dict[str, Any]]:
     """The fields of each loss's config class with their defaults, read off its source: the class wants pydantic."""
-    spec = importlib.util.find_spec("prime_rl.trainer.rl.loss")
-    assert spec is not None and spec.origin is not None
-    tree = ast.parse((Path(spec.origin).parents[3] / CONFIGS).read_text(encoding="utf-8"))
+    tree = ast.parse(source("prime_rl.trainer.rl.loss", CONFIGS, up=3))
     found: dict[str, dict[str, Any]] = {}
     for c in (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name.endswith("LossConfig")):
         fields = [
@@ -92,22 +88,17 @@ COMPARISONS = (
 )  # fmt: skip
 
 
+REMARKS = (
+    "compute_loss divides by rl_scale, the trained tokens of all micro-batches and ranks. The ratio is to the "
+    "sampler. Its entropy is a metric, without a gradient.",
+    "Not covered: the reference-KL and cross-entropy components, advantages (they are of its environments).",
+)
 PRIME_RL = Framework(
-    "prime_rl",
-    pin=PIN,
-    modes=lambda: list(_configs()),
-    defaults=lambda mode: _configs()[mode],
-    plain=_plain,
-    comparisons=COMPARISONS,
+    "prime_rl", pin=PIN, modes=lambda: list(_configs()), defaults=lambda mode: _configs()[mode], plain=_plain,
+    comparisons=COMPARISONS, out_of_scope={"custom": "the user's own function"}, remarks=REMARKS,
     kernels=lambda: {
         "selective_log_softmax": lambda logits, tokens, temperature: _losses().selective_log_softmax(
             logits / temperature, tokens
         )
     },
-    out_of_scope={"custom": "the user's own function"},
-    remarks=lambda: [
-        "compute_loss divides by rl_scale, the trained tokens of all micro-batches and ranks. The ratio is to the "
-        "sampler. Its entropy is a metric, without a gradient.",
-        "Not covered: the reference-KL and cross-entropy components, advantages (they are of its environments).",
-    ],
-)
+)  # fmt: skip

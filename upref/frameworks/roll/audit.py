@@ -2,11 +2,9 @@
 """ROLL's policy losses as the audit compares them with the papers, and why they differ."""
 
 import importlib
-import importlib.util
 import math
 import re
 from dataclasses import MISSING, fields, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import CLAMP_K3, SAMPLE, sampled
+from upref.audits.usual import CLAMP_K3, SAMPLE, sampled, source
 from upref.kl import k3
 from upref.ops import clip, exp, sg, when, where
 from upref.registry import get
@@ -47,14 +45,8 @@ GUIDE = ("postive_loss_coef", "use_topr_neg_loss_coef")  # of TOPR, by its user 
 _functions = lambda: importlib.import_module("roll.utils.functionals")
 
 
-def _source() -> str:
-    spec = importlib.util.find_spec(PG)
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).read_text(encoding="utf-8")
-
-
 def _modes() -> list[str]:
-    return [PLAIN, *dict.fromkeys(re.findall(r"pg_variant == '(\w+)'", _source()))]
+    return [PLAIN, *dict.fromkeys(re.findall(r"pg_variant == '(\w+)'", source(PG)))]
 
 
 def _pipeline() -> dict[str, Any]:
@@ -69,7 +61,7 @@ def _defaults(mode: str) -> dict[str, Any]:
     pipeline = {k: v for k, v in _pipeline().items() if k in READ}
     if mode == PLAIN:
         return pipeline | {k: v for k, v in _pipeline().items() if k in ("importance_sampling", *GUIDE)}
-    own = re.findall(rf"_get_or_cache_config\('({mode}_\w+)', (\S+)\)", _source())
+    own = re.findall(rf"_get_or_cache_config\('({mode}_\w+)', (\S+)\)", source(PG))
     return pipeline | {k: {"True": True, "False": False}[v] if v[0] in "TF" else float(v) for k, v in own}
 
 
@@ -196,21 +188,15 @@ def _parts() -> tuple[Part, ...]:
     )  # fmt: skip
 
 
-ROLL = Framework(
-    "roll",
-    pin=PIN,
-    modes=_modes,
-    defaults=_defaults,
-    plain=_plain,
-    comparisons=COMPARISONS,
-    parts=_parts,
-    out_of_scope={"kimi15": "no objective of the registry: REINFORCE with a squared log-ratio penalty"},
-    remarks=lambda: [
-        "loss_func of the RLVR workers themselves, called on a worker that was not set up (no ray, no model); "
-        f"{PLAIN} is the one that a pipeline has unless it names ActorPGWorker, whose losses are the other rows.",
-        "Its strategies multiply by the number of micro-batches and divide by the accumulation steps, so that "
-        "micro-batches add up; log-probabilities and advantages arrive masked. TOPR's sign is the score's, here A's.",
-        "Not covered: the agentic workers, train-infer weights and filters, difficulty and length weights, several "
-        "ranks.",
-    ],
+REMARKS = (
+    "loss_func of the RLVR workers themselves, called on a worker that was not set up (no ray, no model); "
+    f"{PLAIN} is the one that a pipeline has unless it names ActorPGWorker, whose losses are the other rows.",
+    "Its strategies multiply by the number of micro-batches and divide by the accumulation steps, so that "
+    "micro-batches add up; log-probabilities and advantages arrive masked. TOPR's sign is the score's, here A's.",
+    "Not covered: the agentic workers, train-infer weights and filters, difficulty and length weights, several ranks.",
 )
+ROLL = Framework(
+    "roll", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
+    out_of_scope={"kimi15": "no objective of the registry: REINFORCE with a squared log-ratio penalty"},
+    remarks=REMARKS,
+)  # fmt: skip

@@ -132,24 +132,18 @@ def _parts() -> tuple[Part, ...]:
     )  # fmt: skip
 
 
+REMARKS = (
+    "It computes ratios in float32: compared to 1e-6. prompt_mean, DAPO's own denominator, is there and wants the "
+    "prompts' places in the mini-batch, which the audit does not give.",
+    "Not covered: several ranks, off_policy_correction, the maxrl and gae estimators.",
+)
 SKYRL = Framework(
-    "skyrl",
-    pin=PIN,
-    modes=lambda: [str(m) for m in _utils().PolicyLossRegistry.list_available()],
-    defaults=_defaults,
-    plain=_plain,
-    comparisons=COMPARISONS,
-    parts=_parts,
+    "skyrl", pin=PIN, modes=lambda: [str(m) for m in _utils().PolicyLossRegistry.list_available()],
+    defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts, remarks=REMARKS, tol=1e-6,
     out_of_scope={
         "clip_cov": "clips a random subset of tokens, so two calls differ",
         "kl_cov": "no objective of the registry: a penalty on the tokens of largest covariance",
         "cross_entropy": "supervised: it reads no advantages",
         "rollout_is": "no objective of the registry: the ratio to the sampler, 0 outside two bounds",
     },
-    remarks=lambda: [
-        "It computes ratios in float32: compared to 1e-6. prompt_mean, DAPO's own denominator, is there and wants the "
-        "prompts' places in the mini-batch, which the audit does not give.",
-        "Not covered: several ranks, off_policy_correction, the maxrl and gae estimators.",
-    ],
-    tol=1e-6,
-)
+)  # fmt: skip

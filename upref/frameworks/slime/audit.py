@@ -10,9 +10,9 @@ from torch import Tensor
 
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import BETA, CLAMP_K3, K1, defaults, options
+from upref.audits.usual import BETA, CLAMP_K3, FLOOR, K1, defaults, options
 from upref.kl import k3
-from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
+from upref.verify.faults import GROUPS, aggregated, with_hp
 
 ARGUMENTS = "slime.utils.arguments"
 PIN = Pin(
@@ -67,7 +67,6 @@ def _length(mask: Tensor) -> int:
 TOKENS = {"calculate_per_token_loss": True}
 MEANS = aggregated("seq-mean-token-mean")
 KL = {"use_kl_loss": True, "kl_loss_coef": BETA}
-FLOOR = Slip("weights in [0.8, 1.2], from both sides", "objective", objective="cispo_verl")
 COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {}),
     Comparison("default", "grpo", KL, "grpo", {"beta": BETA}, (K1,)),
@@ -100,24 +99,19 @@ def _parts() -> tuple[Part, ...]:
     )  # fmt: skip
 
 
+REMARKS = (
+    "The losses as policy_loss_function puts them together, on sequences without padding; the sum is divided by "
+    "the responses of the global batch, with --calculate-per-token-loss by its tokens. KL terms are in float32.",
+    "Not covered: context parallelism, OPSM, truncated importance sampling, advantages (they want Megatron), "
+    "compiled code.",
+)
 SLIME = Framework(
-    "slime",
-    pin=PIN,
-    modes=lambda: list(options(ARGUMENTS)["--advantage-estimator"]["choices"]),
-    defaults=lambda mode: defaults(ARGUMENTS, READ),
-    plain=_plain,
-    comparisons=COMPARISONS,
-    parts=_parts,
+    "slime", pin=PIN, modes=lambda: list(options(ARGUMENTS)["--advantage-estimator"]["choices"]),
+    defaults=lambda mode: defaults(ARGUMENTS, READ), plain=_plain, comparisons=COMPARISONS, parts=_parts,
+    remarks=REMARKS, tol=3e-6,
     out_of_scope={
         "reinforce_plus_plus": "an advantage estimator: its loss is grpo's",
         "reinforce_plus_plus_baseline": "an advantage estimator: its loss is grpo's",
         "ppo": "an advantage estimator with a critic: its loss is grpo's",
     },
-    remarks=lambda: [
-        "The losses as policy_loss_function puts them together, on sequences without padding; the sum is divided by "
-        "the responses of the global batch, with --calculate-per-token-loss by its tokens. KL terms are in float32.",
-        "Not covered: context parallelism, OPSM, truncated importance sampling, advantages (they want Megatron), "
-        "compiled code.",
-    ],
-    tol=3e-6,
-)
+)  # fmt: skip

@@ -2,22 +2,18 @@
 """ms-swift's policy losses as the audit compares them with the papers, and why they differ."""
 
 import importlib
-import importlib.util
 import re
 from dataclasses import fields
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from upref.aggregation import aggregate
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import BNPO, CAP, CLAMP_K3, LENGTH
+from upref.audits.usual import BNPO, CAP, CLAMP_K3, LENGTH, NO_KL, kl_term, source
 from upref.kl import k3
-from upref.rollouts import Rollouts
-from upref.verify.faults import GROUPS, Slip, with_hp
+from upref.verify.faults import GROUPS, with_hp
 
 TRAINERS = "swift.rlhf_trainers."
 PIN = Pin(
@@ -53,9 +49,7 @@ def _module() -> Any:
 
 def _source(path: str) -> str:
     """A file of the package, by its path beside the trainers' folder."""
-    spec = importlib.util.find_spec(TRAINERS + "grpo_trainer")
-    assert spec is not None and spec.origin is not None
-    return (Path(spec.origin).parents[1] / path).read_text(encoding="utf-8")
+    return source(TRAINERS + "grpo_trainer", path, up=1)
 
 
 def _modes() -> list[str]:
@@ -108,16 +102,12 @@ def _plain(
     return getattr(trainer, LOSS)(None, {}, batch)[0] / num_micro_batches
 
 
-def _kl(b: Rollouts) -> Tensor:
-    assert b.logp_ref is not None
-    return -0.04 * aggregate(k3(b.logp, b.logp_ref).clamp(max=10), b.mask, "token-mean")
-
-
-NO_KL, SEQUENCE = {"beta": 0.0}, {"importance_sampling_level": "sequence"}
+SEQUENCE = {"importance_sampling_level": "sequence"}
 GSPO = NO_KL | {"epsilon": 3e-4, "epsilon_high": 4e-4}
 HIGHER = NO_KL | {"epsilon_high": 0.28}
 CLIP = with_hp(eps_low=0.2, eps_high=0.2)
-KL = Slip("a KL term with beta = 0.04, where the paper has none", "term", term=_kl)
+KL = kl_term("a KL term with beta = 0.04, where the paper has none", lambda lp, ref, old: k3(lp, ref).clamp(max=10),
+             agg="token-mean", instead=False)  # fmt: skip
 COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {"beta": 0.04}, (CLAMP_K3,)),
     Comparison("default", "grpo", NO_KL | SEQUENCE, "gspo", {}, (CLIP,)),
@@ -173,26 +163,19 @@ def _parts() -> tuple[Part, ...]:
     )  # fmt: skip
 
 
+REMARKS = (
+    "GRPOTrainer's own loss method, called on a trainer that was not set up: log-probabilities are given to it, "
+    "one process, no model.",
+    "Micro-batches: its value over the accumulation steps, as transformers' Trainer divides it; cispo and dapo are "
+    "multiplied by them before.",
+    "Not covered: the Megatron and Ray trainers, Liger, padding-free batches, rollout corrections, the off-policy "
+    "mask, entropy masks, KL in the reward, RLSD, SDAR, CHORD.",
+)
 SWIFT = Framework(
-    "swift",
-    pin=PIN,
-    modes=_modes,
-    defaults=_defaults,
-    plain=_plain,
-    comparisons=COMPARISONS,
-    parts=_parts,
-    split_reasons={"bnpo": BNPO},
+    "swift", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
+    split_reasons={"bnpo": BNPO}, remarks=REMARKS, one_adv=True,
     out_of_scope={
         "fipo": "no objective of the registry: PPO's clip, weighted by the log-ratios of the tokens that follow",
         "real": "no objective of the registry: a contrast of the responses of one prompt",
     },
-    remarks=lambda: [
-        "GRPOTrainer's own loss method, called on a trainer that was not set up: log-probabilities are given to it, "
-        "one process, no model.",
-        "Micro-batches: its value over the accumulation steps, as transformers' Trainer divides it; cispo and dapo are "
-        "multiplied by them before.",
-        "Not covered: the Megatron and Ray trainers, Liger, padding-free batches, rollout corrections, the off-policy "
-        "mask, entropy masks, KL in the reward, RLSD, SDAR, CHORD.",
-    ],
-    one_adv=True,
-)
+)  # fmt: skip

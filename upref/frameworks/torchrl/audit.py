@@ -2,7 +2,6 @@
 """TorchRL's losses for language models, GRPOLoss, DAPO and CISPOLoss, as the audit compares them with the papers."""
 
 import importlib
-import inspect
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from upref.advantages import get as advantage
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import MICRO_MEAN
+from upref.audits.usual import BETA, MICRO_MEAN, NO_KL, arguments
 from upref.kl import k3
 from upref.ops import clip, exp, where
 from upref.registry import get
@@ -35,9 +34,8 @@ def _modes() -> list[str]:
 
 def _defaults(mode: str) -> dict[str, Any]:
     """The arguments of the class; clip_epsilon as the two bounds that it becomes."""
-    own = inspect.signature(getattr(_llm(), mode).__init__).parameters
-    said = {k: p.default for k, p in own.items() if k not in ("self", "actor_network", "kwargs", "clip_epsilon")}
-    low, high = _llm()._validate_clip_epsilon(own["clip_epsilon"].default)  # noqa: SLF001
+    said = arguments(getattr(_llm(), mode).__init__, "actor_network", "kwargs")
+    low, high = _llm()._validate_clip_epsilon(said.pop("clip_epsilon"))  # noqa: SLF001
     return said | {"clip_epsilon_low": low, "clip_epsilon_high": high}
 
 
@@ -73,15 +71,12 @@ def _clipped(low: float, high: float) -> Slip:
     return Slip(said, "stop-gradient", objective=form)
 
 
-BETA = 0.04
-
-
 def _padded_kl(b: Rollouts) -> Tensor:
     assert b.logp_ref is not None
     return -BETA * torch.where(b.mask, k3(b.logp, b.logp_ref), 0).sum() / b.mask.numel()
 
 
-KL = Slip("the mean of the KL term is over all slots, padding included", "term", hp={"beta": 0.0}, term=_padded_kl)
+KL = Slip("the mean of the KL term is over all slots, padding included", "term", hp=NO_KL, term=_padded_kl)
 OFF = {"entropy_bonus": False}  # on by default; its gradient is of the logits
 SEQ = {"aggregation": "prompt_mean"}
 COMPARISONS = (
@@ -127,20 +122,13 @@ def _parts() -> tuple[Part, ...]:
     )  # fmt: skip
 
 
-TORCHRL = Framework(
-    "torchrl",
-    pin=PIN,
-    modes=_modes,
-    defaults=_defaults,
-    plain=_plain,
-    comparisons=COMPARISONS,
-    parts=_parts,
-    split_reasons={"GRPOLoss": MICRO_MEAN, "DAPO": MICRO_MEAN, "CISPOLoss": MICRO_MEAN},
-    tol=1e-4,
-    remarks=lambda: [
-        "A stand-in for the actor alone, whose distribution has the log-probabilities. The loss takes no count of the "
-        "mini-batch: micro-batches are divided by their number, as a caller that accumulates gradients has to do.",
-        "Its bounds are float32 buffers: bounds are approached to 3e-5, weights compared to 1e-4.",
-        "Not covered: the entropy bonus, which is on by default with 0.01; kl_mask_threshold; trajectory returns.",
-    ],
+REMARKS = (
+    "A stand-in for the actor alone, whose distribution has the log-probabilities. The loss takes no count of the "
+    "mini-batch: micro-batches are divided by their number, as a caller that accumulates gradients has to do.",
+    "Its bounds are float32 buffers: bounds are approached to 3e-5, weights compared to 1e-4.",
+    "Not covered: the entropy bonus, which is on by default with 0.01; kl_mask_threshold; trajectory returns.",
 )
+TORCHRL = Framework(
+    "torchrl", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
+    split_reasons={"GRPOLoss": MICRO_MEAN, "DAPO": MICRO_MEAN, "CISPOLoss": MICRO_MEAN}, tol=1e-4, remarks=REMARKS,
+)  # fmt: skip

@@ -2,7 +2,6 @@
 """Trinity-RFT's policy losses, advantages and KL terms as the audit compares them with the papers."""
 
 import importlib
-import inspect
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from upref.advantages import get as advantage
 from upref.audits.compare import MICRO
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import ALONE, CLAMP, NARROW, SAMPLE, narrow_k3, sampled
+from upref.audits.usual import ALONE, CLAMP, NARROW, SAMPLE, arguments, narrow_k3, sampled
 from upref.objectives.sapo import sapo
 from upref.ops import exp, minimum, sg, sigmoid, where
 from upref.registry import get
@@ -40,8 +39,7 @@ _losses = lambda: _module("policy_loss_fn").POLICY_LOSS_FN
 def _defaults(mode: str) -> dict[str, Any]:
     """The arguments of its class, and over them what its default_args() say, which is what a run without any gets."""
     cls = _losses().get(mode)
-    own = inspect.signature(cls.__init__).parameters
-    return {k: p.default for k, p in own.items() if k not in ("self", "backend")} | cls.default_args()
+    return arguments(cls.__init__, "backend") | cls.default_args()
 
 
 def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask) -> Tensor:
@@ -169,23 +167,18 @@ def _parts() -> tuple[Part, ...]:
 
 PAIRS = "no policy gradient: pairs or expert data"
 OTHER = "no objective of the registry"
+REMARKS = (
+    "Micro-batches as trainer/verl does it (verl 0.8 and later): TrinityPolicyLoss returns the mean of the "
+    "micro-batch, and verl's engine calls backward on each without a division.",
+    "Advantages are computed in float32: compared to 2e-3 where a standard deviation divides, else to 1e-5.",
+    "Not covered: several ranks, sequence masking, the other advantages (gigpo, jsd, clipb, clipv, ...).",
+)
 TRINITY = Framework(
-    "trinity",
-    pin=PIN,
+    "trinity", pin=PIN, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
+    split_reasons=SPLIT, remarks=REMARKS,
     modes=lambda: list(_losses()._default_mapping),  # noqa: SLF001
-    defaults=_defaults,
-    plain=_plain,
-    comparisons=COMPARISONS,
-    parts=_parts,
-    split_reasons=SPLIT,
     out_of_scope={
         **dict.fromkeys(("dpo", "sft", "sft_is", "sft_phi", "mix", "mix_chord"), PAIRS),
         "sppo": f"{OTHER}: the log-ratio, masked outside 1/1.3 to 1.3",
     },
-    remarks=lambda: [
-        "Micro-batches as trainer/verl does it (verl 0.8 and later): TrinityPolicyLoss returns the mean of the "
-        "micro-batch, and verl's engine calls backward on each without a division.",
-        "Advantages are computed in float32: compared to 2e-3 where a standard deviation divides, else to 1e-5.",
-        "Not covered: several ranks, sequence masking, the other advantages (gigpo, jsd, clipb, clipv, ...).",
-    ],
-)
+)  # fmt: skip

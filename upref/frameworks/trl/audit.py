@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from upref.advantages import group_mean
-from upref.aggregation import aggregate
 from upref.audits.framework import Comparison, Framework, Part
-from upref.audits.usual import BETA, BNPO, BY_TOKENS, CAP, F32, LENGTH, LUSPO, VESPO
+from upref.audits.usual import BETA, BNPO, BY_TOKENS, CAP, F32, LENGTH, LUSPO, VESPO, kl_term
 from upref.foreign.trl import loss_types, trl, trl_loss
 from upref.kl import k3
 from upref.ops import exp
 from upref.registry import get
-from upref.rollouts import Rollouts
 from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
 
 PRODUCT = replace(get("gspo"), name="min(S A, clip(S) A), S the product of a response's ratios", level="trajectory")
@@ -34,13 +32,8 @@ def _product(eps: float) -> Slip:
     return Slip(f"{said}, eps = {eps:g}", "objective", objective=PRODUCT, hp={"eps_low": eps, "eps_high": eps})
 
 
-def _weighted_kl(b: Rollouts) -> Tensor:
-    assert b.logp_ref is not None
-    return -BETA * aggregate(exp(b.logp - b.logp_old) * k3(b.logp, b.logp_ref), b.mask, "seq-mean-token-mean")
-
-
 SAID = "the KL term is multiplied by the ratio, which is differentiated too"
-KL = Slip(SAID, "term", hp={"beta": 0.0}, term=_weighted_kl)
+KL = kl_term(SAID, lambda lp, ref, old: exp(lp - old) * k3(lp, ref))
 SEQUENCE = {"importance_sampling_level": "sequence"}
 GSPO = SEQUENCE | {"epsilon": 3e-4, "epsilon_high": 4e-4}
 LONG = SEQUENCE | {"epsilon": 2e-3, "epsilon_high": 2.5e-3}
@@ -145,21 +138,15 @@ def _parts() -> tuple[Part, ...]:
     )
 
 
-REMARKS = [
+REMARKS = (
     "Micro-batches by TRL's contract: of equal size, counted by current_gradient_accumulation_steps; "
     "num_items_in_batch counts the tokens of a generation batch, which is one optimizer step.",
     "Not covered: several ranks, generation batches of several optimizer steps, vLLM's correction weights, the "
     "off-policy mask, entropy terms.",
-]
-TRL = Framework(
-    "trl",
-    version=lambda: trl().__version__,
-    loss=lambda c, b, padding: trl_loss(c.mode, b, padding=padding, **c.config),
-    modes=_modes,
-    comparisons=COMPARISONS,
-    parts=_parts,
-    split_reasons={"bnpo": BNPO},
-    out_of_scope=OUT_OF_SCOPE,
-    remarks=lambda: REMARKS,
-    kernels=_kernels,
 )
+TRL = Framework(
+    "trl", version=lambda: trl().__version__,
+    loss=lambda c, b, padding: trl_loss(c.mode, b, padding=padding, **c.config), modes=_modes,
+    comparisons=COMPARISONS, parts=_parts, split_reasons={"bnpo": BNPO}, out_of_scope=OUT_OF_SCOPE, remarks=REMARKS,
+    kernels=_kernels,
+)  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import BETA, CLAMP, CLAMP_S, K1, MICRO_MEAN
+from upref.audits.usual import BETA, CLAMP, CLAMP_S, K1, MICRO_MEAN, NO_KL
 from upref.ops import sg
 from upref.registry import get
 from upref.rollouts import Rollouts
@@ -142,7 +142,6 @@ CLAMP_KL = replace(CLAMP, view=lambda b: b, objective=RATIO, hp={"beta": BETA}) 
 CLAMP_K1 = replace(CLAMP_KL, hp={})
 BEFORE = Slip("log r of each token clamped to ±20 before the mean", "clip", view=_clamped)
 WIDTH = Slip("divided by the padded width", "aggregation", scale=lambda b: 1 / b.mask.shape[1])
-NO_KL = {"beta": 0.0}
 SAME = with_hp(eps_high=3e-4)
 COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {}, (with_hp(beta=BETA), K1, CLAMP_K1)),
@@ -187,20 +186,14 @@ def _parts() -> tuple[Part, ...]:
     )  # fmt: skip
 
 
-TUNIX = Framework(
-    "tunix",
-    pin=PIN,
-    modes=_modes,
-    defaults=lambda mode: asdict(_settings(mode)),
-    plain=_plain,
-    comparisons=COMPARISONS,
-    parts=_parts,
-    split_reasons={"dapo": MICRO_MEAN, "ppo": MICRO_MEAN},
-    remarks=lambda: [
-        "The model's log-probabilities are given; JAX computes in float32: compared to 1e-4. Micro-batches are "
-        "averaged, as optax.MultiSteps does.",
-        "Not covered: several devices, packed sequences, the agentic learners, truncated importance sampling, the "
-        "value loss and GAE of PPO.",
-    ],
-    tol=1e-4,
+REMARKS = (
+    "The model's log-probabilities are given; JAX computes in float32: compared to 1e-4. Micro-batches are "
+    "averaged, as optax.MultiSteps does.",
+    "Not covered: several devices, packed sequences, the agentic learners, truncated importance sampling, the "
+    "value loss and GAE of PPO.",
 )
+TUNIX = Framework(
+    "tunix", pin=PIN, modes=_modes, defaults=lambda mode: asdict(_settings(mode)), plain=_plain,
+    comparisons=COMPARISONS, parts=_parts, split_reasons={"dapo": MICRO_MEAN, "ppo": MICRO_MEAN}, remarks=REMARKS,
+    tol=1e-4,
+)  # fmt: skip

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref.aggregation import aggregate
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import BNPO, CAP, CLAMP_K3, F32, LUSPO
+from upref.audits.usual import BNPO, CAP, CLAMP_K3, F32, LUSPO, kl_term
 from upref.ops import exp, expm1
-from upref.rollouts import Rollouts
 from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
 
 PIN = Pin(
@@ -63,11 +61,9 @@ def _plain(
     )[0]  # fmt: skip
 
 
-def _weighted_kl(b: Rollouts) -> Tensor:
-    assert b.logp_ref is not None
-    d = (b.logp_ref - b.logp).clamp(-20, 20)
-    kl = (exp(b.logp - b.logp_old) * (expm1(d) - d)).clamp(-10, 10)
-    return -0.04 * aggregate(kl, b.mask, "seq-mean-token-mean")
+def _weighted_k3(lp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
+    d = (ref - lp).clamp(-20, 20)
+    return (exp(lp - old) * (expm1(d) - d)).clamp(-10, 10)
 
 
 KL, SEQUENCE = {"beta": 0.04}, {"importance_sampling_level": "sequence"}
@@ -75,8 +71,9 @@ GSPO = SEQUENCE | {"epsilon_low": 3e-4, "epsilon_high": 4e-4}
 HIGHER = {"epsilon_high": 0.28}
 LENGTH = Slip("divided by max_completion_length = 8192", "aggregation", scale=lambda b: 1 / 8192)
 LONG = SEQUENCE | {"epsilon_low": 2e-3, "epsilon_high": 2.5e-3}
-WEIGHTED = Slip("the KL term is multiplied by the ratio, which is differentiated too, and clamped to 10", "term",
-                hp={"beta": 0.0}, term=_weighted_kl)  # fmt: skip
+WEIGHTED = kl_term(
+    "the KL term is multiplied by the ratio, which is differentiated too, and clamped to 10", _weighted_k3
+)
 CLIP = with_hp(eps_low=0.2, eps_high=0.2)
 COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {}),
@@ -124,23 +121,16 @@ def _kernels() -> dict[str, Callable]:
     return {"fused_linear_logprobs": linear, "in chunks, from hidden states": chunked}
 
 
-UNSLOTH = Framework(
-    "unsloth",
-    pin=PIN,
-    modes=_modes,
-    defaults=_defaults,
-    plain=_plain,
-    comparisons=COMPARISONS,
-    parts=_parts,
-    split_reasons={"bnpo": BNPO},
-    kernels=_kernels,
-    out_of_scope={"vespo": "its weight is computed by TRL's function, which the trainer passes"},
-    remarks=lambda: [
-        "grpo_compute_loss as UnslothEfficientGRPO calls it, which then differentiates it in one chunk. Defaults are "
-        "what it falls back to; Unsloth's trainer passes TRL's settings.",
-        "Micro-batches by TRL's contract: of equal size; cispo and dapo divide by the tokens of the accumulated batch.",
-        "Not covered: vLLM's correction weights and rejection, the off-policy mask, entropy terms, sample weights, "
-        "advantages (they are TRL's), compiled code.",
-    ],
-    one_adv=True,
+REMARKS = (
+    "grpo_compute_loss as UnslothEfficientGRPO calls it, which then differentiates it in one chunk. Defaults are "
+    "what it falls back to; Unsloth's trainer passes TRL's settings.",
+    "Micro-batches by TRL's contract: of equal size; cispo and dapo divide by the tokens of the accumulated batch.",
+    "Not covered: vLLM's correction weights and rejection, the off-policy mask, entropy terms, sample weights, "
+    "advantages (they are TRL's), compiled code.",
 )
+UNSLOTH = Framework(
+    "unsloth", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
+    split_reasons={"bnpo": BNPO}, kernels=_kernels,
+    out_of_scope={"vespo": "its weight is computed by TRL's function, which the trainer passes"},
+    remarks=REMARKS, one_adv=True,
+)  # fmt: skip

@@ -12,7 +12,7 @@ from upref import advantages
 from upref.audits.compare import MICRO
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part
-from upref.audits.usual import ALONE, CLAMP, CLAMP_S, NARROW, SAMPLE, alone, narrow_k3, sampled
+from upref.audits.usual import ALONE, CLAMP, CLAMP_S, FLOOR, NARROW, SAMPLE, alone, narrow_k3, sampled
 from upref.foreign.verl import NO_DUAL_CLIP, verl, verl_loss
 from upref.objectives.dppo_kl import binary_kl
 from upref.rollouts import Rollouts
@@ -47,8 +47,7 @@ COMPARISONS = (
     Comparison("default", "vanilla", TOKENS, "ppo_clip", {}, (with_hp(c=3.0),)),
     Comparison("default", "gspo", TOKENS, "gspo", {}, (
         with_hp(eps_low=0.2, eps_high=0.2), aggregated("token-mean"), CLAMP_S)),
-    Comparison("default", "cispo", TOKENS, "cispo", {}, (
-        Slip("weights in [0.8, 1.2], from both sides", "objective", objective="cispo_verl"), GROUPS)),
+    Comparison("default", "cispo", TOKENS, "cispo", {}, (FLOOR, GROUPS)),
     Comparison("default", "sapo", TOKENS, "sapo", {}),
     Comparison("default", "geo_mean", TOKENS, "gmpo", {}, (with_hp(eps=0.2),)),
     Comparison("default", "dppo_tv", TOKENS, "dppo_tv", {}, (*_dppo("tv", 0.2, 3.0), aggregated("token-mean"))),
@@ -79,13 +78,13 @@ def _loss(c: Comparison, b: Rollouts, padding: float | None) -> Tensor:
     return verl_loss(c.mode, b, actor.pop("loss_agg_mode"), padding=padding, **actor)
 
 
-def _remarks() -> list[str]:
+def _remarks() -> tuple[str, ...]:
     added = (torch.ones(1, dtype=torch.bool).sum() + 1e-8 - 1).item()  # as agg_loss computes it
-    return [
+    return (
         f"The 1e-8 in the denominators of seq-mean-token-mean adds {added:g} to a count of 1 (float32).",
         "grpo_vectorized: equal rewards of 0.1 get advantages of up to 0.012, by rounding (left out of its row).",
         "Not covered: several ranks, responses without a token, rollout_is_weights, loss_scale_factor.",
-    ]
+    )
 
 
 def _kernels() -> dict[str, Callable]:
@@ -229,14 +228,8 @@ def _parts() -> tuple[Part, ...]:
 
 
 VERL = Framework(
-    "verl",
-    version=lambda: verl()[2],
-    loss=_loss,
+    "verl", version=lambda: verl()[2], loss=_loss,
     modes=lambda: [m for m in verl()[0].POLICY_LOSS_REGISTRY if not m.startswith("upref/")],
-    comparisons=COMPARISONS,
-    parts=_parts,
-    split_reasons={"geo_mean": MICRO_MEAN},
-    out_of_scope=OUT_OF_SCOPE,
-    remarks=_remarks,
-    kernels=_kernels,
-)
+    comparisons=COMPARISONS, parts=_parts, split_reasons={"geo_mean": MICRO_MEAN}, out_of_scope=OUT_OF_SCOPE,
+    remarks=_remarks(), kernels=_kernels,
+)  # fmt: skip
