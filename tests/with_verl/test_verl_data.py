@@ -12,6 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import upref
+
+pytest.importorskip("omegaconf", reason="`repro/venv.sh verl` installs it, on Python 3.11 and 3.12")
 from repro.with_verl.config.compose import load_scale, paper, scale_names
 from repro.with_verl.data import prepare as p
 from repro.with_verl.data import schema

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+pytest.importorskip("omegaconf", reason="`repro/venv.sh verl` installs it, on Python 3.11 and 3.12")
 from repro.with_verl import health, report
 from repro.with_verl.run import records, start, status
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards: right answers are right in any spelling, and no response stops a run."""
 
+import importlib.util
 import sys
 import threading
 import time
@@ -13,6 +14,9 @@ from hypothesis import strategies as st
 import upref
 from repro.with_verl.reward import score as rewards
 from repro.with_verl.reward.score import NONE, Grader, compute_score, last_boxed, math_dapo, tidy
+
+HAS_VERL = importlib.util.find_spec("verl") is not None
+PROTOCOLS = rewards.PROTOCOLS if HAS_VERL else [p for p in rewards.PROTOCOLS if p != "dapo"]  # verl scores that
 
 
 def score(text, truth, protocol):
@@ -35,6 +39,7 @@ def test_wrong(answer, truth):
     }  # fmt: skip
 
 
+@pytest.mark.skipif(not HAS_VERL, reason="`repro/venv.sh verl` installs it, on Python 3.11 and 3.12")
 def test_the_protocols():
     assert score("Answer: 5\nno, wait\nAnswer: $34$", "34", "dapo") == {"score": 1.0, "acc": 1.0, "pred": "34"}
     assert score("Answer:\n34", "34", "dapo")["acc"] == 1.0  # a line break before the number
@@ -67,7 +72,7 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 
 
-@given(st.lists(PIECES, max_size=25).map("".join) | st.text(max_size=80), st.sampled_from(rewards.PROTOCOLS))
+@given(st.lists(PIECES, max_size=25).map("".join) | st.text(max_size=80), st.sampled_from(PROTOCOLS))
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_reading_junk_never_raises(monkeypatch, text, protocol):
     """All but math-verify's part, which the next test feeds."""
