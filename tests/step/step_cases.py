@@ -391,6 +391,21 @@ def first_hole(model, rows):
     term(log_probs(model(b.ids), b.ids), b, tokens(rows), mask=b.mask * (holes == 0)).backward()
 
 
+@bug("only the last turn trains", "no token in front of the last hole", Own)
+def last_turn(model, rows):
+    b = collate(rows)
+    ahead = (b.resp - b.mask).flip(1).cumsum(1).flip(1)
+    term(log_probs(model(b.ids), b.ids), b, tokens(rows), mask=b.mask * (ahead == 0)).backward()
+
+
+@bug("responses are taken to start behind the longest prompt", "tokens before place 9 of a row", Own)
+def from_longest_prompt(model, rows):
+    b, first = collate(rows), max(len(r.prompt) for r in rows)
+    term(
+        log_probs(model(b.ids), b.ids), b, tokens(rows), mask=b.mask * (torch.arange(b.ids.shape[1]) >= first)
+    ).backward()
+
+
 @bug("the last token of each response is dropped", "the last token of each response does not train", qwen)
 def eos_dropped(model, rows):
     b = collate(rows, "left")
@@ -644,6 +659,21 @@ bug("gradients are not reduced", "responses 4, 5, 6, 7 do not train", Own)(
 bug("the last rank's shard is filled up with the first row", "each response has one factor", qwen)(
     lambda model, rows: ranks(model, rows, [rows[:3], rows[3:6], rows[6:] + rows[:1]],
                               lambda b: tokens(rows + rows[:1]) / 3))  # fmt: skip
+
+
+@bug(
+    "DDP reduces the gradients of the last micro-batch alone",
+    "only the last micro-batch, of 2 responses, is reduced",
+    Own,
+)
+def last_reduced(model, rows):
+    local, last = [], []
+    for rank in (rows[::2], rows[1::2]):
+        for found, part in ((local, rank[:2]), (last, rank[2:])):
+            ranks(model, rows, [part], lambda b: tokens(rows) / 2)
+            found.append([p.grad for p in model.parameters()])
+    for p, own, a, b in zip(model.parameters(), local[0], *last, strict=True):
+        p.grad = own + (a + b) / 2
 
 
 def one_rank(rank, store, model, rows, local, out):

@@ -62,6 +62,7 @@ def _slips(w: Tokens, hp: dict) -> Iterator[Slip]:
         "the first token of each response does not train": w.b.mask & (at > 0),
         "the first token after each hole does not train": w.b.mask & ~_moved(off, 1),
         "no token behind the first hole of a response trains": w.b.mask & (off.cumsum(1) == 0),
+        "no token in front of the last hole of a response trains": w.b.mask & (off.flip(1).cumsum(1).flip(1) == 0),
     }
     yield _put("")
     for words, mask in masks.items():
@@ -74,6 +75,7 @@ def _slips(w: Tokens, hp: dict) -> Iterator[Slip]:
     yield _put(f"{now} at temperature 1", logp_old=w.plain)
     for by, where in {1: "late", -1: "early"}.items():
         yield _put(f"the old log-probabilities are one token too {where}", logp_old=_moved(r.logp_old, by))
+    yield _put("the old log-probabilities are counted without the holes", logp_old=_without_holes(r.logp_old, w.b.mask))
     for words, order in _orders(w.rows).items():
         yield _put(f"the advantages are those of {words}", adv=r.adv[:, :1][order].expand_as(r.adv))
         for old in _exchanged(w.rows, r.logp_old, order):
@@ -129,6 +131,7 @@ def _lost(w: Tokens, r: Rollouts) -> Iterator[tuple[str, Tensor]]:
         if len(its := x[gone].unique()) == 1 and not (x[left] == its).any():
             yield words.format(float(its)), x == its
     features = {"tokens behind the first {:g} of a row": place, "tokens behind the first {:g} of a response": at,
+                "tokens before place {:g} of a row": -place,
                 "tokens with a log r above {:g} or below -{:g}": log_r.abs(), "tokens with a log r above {:g}": log_r,
                 "tokens with a log r below -{:g}": -log_r, "tokens with an advantage above {:g}": r.adv,
                 "tokens with an advantage below -{:g}": -r.adv}  # fmt: skip
@@ -136,7 +139,7 @@ def _lost(w: Tokens, r: Rollouts) -> Iterator[tuple[str, Tensor]]:
         low, high = float(x[left].max()), float(x[gone].min())
         limits = (math.ceil(low * 10**d) / 10**d for d in range(9))
         if (limit := next((v for v in limits if low <= v < high), None)) is not None:
-            yield words.format(limit, limit), x > limit
+            yield words.format(abs(limit), abs(limit)), x > limit
 
 
 def _orders(rows: Sequence[Row]) -> dict[str, Tensor]:
@@ -185,6 +188,14 @@ def _unit(w: Tokens, slip: Slip, hp: dict) -> tuple[Tensor, Tensor]:
 def _fields(b: Rollouts) -> dict:
     names = ("logp", "logp_old", "adv", "mask", "group", "logp_ref", "entropy", "totals")
     return {k: v for k, v in vars(b).items() if k in names}
+
+
+def _without_holes(x: Tensor, mask: Tensor) -> Tensor:
+    """The numbers of the tokens that train from the start of each row on, and zeros."""
+    out = torch.zeros_like(x)
+    for i, m in enumerate(mask):
+        out[i, : m.sum()] = x[i, m]
+    return out
 
 
 def _moved(x: Tensor, by: int) -> Tensor:

@@ -131,8 +131,8 @@ def observed(w: Tokens) -> list[tuple[str, str, str]]:
     if n := int((idle & ~w.zero(w.found)).sum()):
         out.append((f"{n} tokens train that the objective stops", "weight 0", top(w.found[idle])))
     if (k := factors(w, w.expected)) is not None and not w.same(w.found.where(w.b.mask, torch.nan), w.expected):
-        shown = ["-" if v.isnan() else f"{v:.4g}" for v in k]
-        if len(set(shown) - {"-"}) > 1 and not lost.any():
+        shown = ["-" if v.isnan() else f"{v * (abs(v) > w.tol):.4g}" for v in k]
+        if len(set(shown) - {"-", "0"}) > 1:
             out.append(("each response has one factor", "1 for every response", " ".join(shown)))
     return out
 
