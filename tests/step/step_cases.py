@@ -601,6 +601,30 @@ def kl_over_holes(model, rows):
     (term(lp, b) + term(lp, b, J=-0.1 * k3(b.ref[:, 1:] - lp), mask=b.resp)).backward()
 
 
+@bug("advantages are divided by their group's standard deviation again", "deviation again in each group", Own)
+def group_std(model, rows):
+    of = lambda r: torch.tensor([q.adv for q in rows if q.group == r.group]).std()
+    k = torch.stack([1 / of(r) for r in rows])[:, None]
+    with_loss(model, rows, lambda lp, old, A, *_: surrogate(lp, old, k * A))
+
+
+@bug("the sum is divided by the tokens that no clip stops", "the tokens that no clip stops", Own)
+def divided_by_active(model, rows):
+    b = collate(rows)
+    lp, A = log_probs(model(b.ids), b.ids), b.adv[:, 1:]
+    r = (lp - b.old[:, 1:]).exp().detach()
+    term(lp, b, (b.mask[:, 1:] * torch.where(A > 0, r < 1.28, r > 0.8)).sum()).backward()
+
+
+@bug("old log-probabilities are kept of the tokens that train alone", "counted without the holes", Own)
+def compressed_old(model, rows):
+    b = collate(rows)
+    for i, r in enumerate(rows):
+        kept = [x for x, t in zip(r.old, r.trains, strict=True) if t]
+        b.old[i, len(r.prompt) : len(r.ids)] = torch.tensor(kept + [0.0] * (len(r.old) - len(kept)))
+    term(log_probs(model(b.ids), b.ids), b).backward()
+
+
 @bug("weight decay is in the loss", "0.02 times the parameters", qwen)
 def weight_decay(model, rows):
     b = collate(rows)
