@@ -192,7 +192,7 @@ def recipes() -> str:
 
 def surfaces() -> str:
     """Where the settings of each framework are typed, and its parts beside the loss."""
-    out = ["| framework | where the lines are typed | group normalization | dynamic sampling | overlong shaping |"]
+    out = ["| framework | where to put the lines | group normalization | dynamic sampling | overlong shaping |"]
     out.append("|---|---|---|---|---|")
     for n in frameworks():
         how = recorded(n)["recipe"]
