@@ -161,10 +161,8 @@ def audit(
     f = framework(name)
     if comparisons is not None and not all(isinstance(c, Comparison) for c in _listed(comparisons)):
         raise InputError("comparisons are a tuple of upref.audits.compare.Comparison, or None for all of them.")
-    if f.pin and not isolated.INSIDE:
-        return isolated.run("audit", name, f.pin, version, source, loud)
-    if version or source:
-        raise InputError(f"{name} is audited as it is installed: leave --version and --source out.")
+    if (answer := isolated.elsewhere("audit", name, f.pin, version, source, loud)) is not None:
+        return answer
     inside, now = f.pin and isolated.INSIDE, f.modes()
     version = inside["version"] if inside else f.version()
     asked = f.comparisons if comparisons is None else comparisons

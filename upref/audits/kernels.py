@@ -42,10 +42,8 @@ def kernels(name: str, version: str = "", source: str = "", loud: bool = False) 
     if name == "torch":
         return Kernels(name, torch.__version__, {"nn.functional.linear_cross_entropy": check_logprobs(_of_torch)})
     f = framework(name)
-    if f.pin and not isolated.INSIDE:
-        return isolated.run("kernels", name, f.pin, version, source, loud)
-    if version or source:
-        raise InputError(f"{name} is audited as it is installed: leave --version and --source out.")
+    if (answer := isolated.elsewhere("kernels", name, f.pin, version, source, loud)) is not None:
+        return answer
     inside = isolated.INSIDE["version"] if isolated.INSIDE else f.version()
     return Kernels(name, inside, {k: _checked(f, k, fn) for k, fn in every(f).items()})
 

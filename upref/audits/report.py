@@ -2,20 +2,19 @@
 """A ledger entry as a bug report for upstream; the scripts of the ledger, run; what a new ledger has to record."""
 
 import json
-import re
 import sys
 import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import upref
 from upref.audits import framework, isolated
 from upref.audits.child import scripts
 from upref.audits.compare import SEVERITY, Effect
 from upref.audits.framework import Framework
 from upref.audits.isolated.pin import cache
 from upref.audits.ledger import STATUS, WARNED, Entry, as_evidence, read, recorded, severest
+from upref.definition import papers
 from upref.errors import InputError
 from upref.result import Result
 
@@ -40,7 +39,7 @@ def report(name: str, key: str) -> str:
         title = f"{e.evidence[0].held_against.partition(',')[0] if ' ' in where else where}: {e.reason}"
     of = f" of {pin.date}" if pin and pin.date else ""
     lines = [f"# {title}", "", f"**Version**: {name} {e.version}{of}.  "]
-    lines += [f"**Paper**: {paper(e.bib)}: {e.paper}.  "]
+    lines += [f"**Paper**: {', '.join(papers().get(e.bib, (e.bib,)))}: {e.paper}.  "]
     lines += [f"**Code**: {e.code}.  "] + [f"**Line**: {e.at}  "] * bool(e.line)
     lines += [*_lines_of_code(e), ""]
     if e.proof:
@@ -59,15 +58,6 @@ def report(name: str, key: str) -> str:
     lines += ["| loss | compared with | where: repaired -> found |", "|---|---|---|"]
     lines += [f"| `{x.loss}` | `{x.held_against}` | {x} |" for x in e.evidence]
     return "\n".join(lines)
-
-
-def paper(bib: str) -> str:
-    """Its title and where it is, from papers.bib; the key where that has neither."""
-    text = (Path(upref.__file__).parent / "papers.bib").read_text(encoding="utf-8")
-    entry = text.partition(f"{{{bib},")[2].partition("\n}")[0]
-    title, eprint, url = (re.search(rf"^\s*{k}\s*=\s*{{(.*)}}", entry, re.M) for k in ("title", "eprint", "url"))
-    at = f"https://arxiv.org/abs/{eprint[1]}" if eprint else url[1] if url else ""
-    return ", ".join(filter(None, [re.sub(r"[{}]", "", title[1]) if title else bib, at]))
 
 
 def _lines_of_code(e: Entry) -> list[str]:
@@ -113,11 +103,10 @@ def proofs(f: Framework, version: str = "", source: str = "", loud: bool = False
     """Runs each script of the ledger where the framework is: in its own process, or here."""
     entries = [e for e in read(f.name) if e.proof]
     texts = [e.proof for e in entries]
-    if f.pin is None and (version or source):
-        raise InputError(f"{f.name} is audited as it is installed: leave --version and --source out.")
-    f.version()  # InputError where it is not installed
-    apart = lambda pin: isolated.run("scripts", f.name, pin, version, source, loud, texts=texts)
-    said = apart(f.pin) if f.pin else scripts(f.name, texts)
+    said = isolated.elsewhere("scripts", f.name, f.pin, version, source, loud, texts=texts)
+    if said is None:
+        f.version()  # InputError where it is not installed
+        said = scripts(f.name, texts)
     return Proofs(list(zip(entries, said, strict=True)))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from upref import kl
 from upref.errors import InputError
 from upref.foreign.kl import Term, read
-from upref.verify.oracle import Oracle, must_know, oracle, run
+from upref.verify.oracle import Oracle, must_know, oracle, run, untouched
 from upref.verify.report import Finding, Report, apart, fail, note, tidy
 
 # d = log π_ref - log π_θ; every number is exact in float32
@@ -28,33 +28,27 @@ GONE = "no gradient: it is computed under no_grad, or detached"
 CONSTANTS = "harmless as long as callers pass them without requires_grad; add .detach() to be safe"
 
 
-@dataclass(frozen=True)
-class Slip:
-    """words; kind: what it changes; formula: what it makes of (log_prob, ref_log_prob)."""
-
-    words: str
-    kind: str  # sign | ratio | term | weight | gradient | estimator
-    formula: Formula
-
-
-SLIPS = (
-    Slip("k1 with its sign flipped: log π_ref - log π_θ", "sign", lambda lp, ref: ref - lp),
-    Slip("k3 the other way round: it has π_θ/π_ref where π_ref/π_θ belongs", "ratio", lambda lp, ref: kl.k3(ref, lp)),
-    Slip("k3 with the sign of its logarithm swapped: π_ref/π_θ - 1 + log(π_ref/π_θ)", "term",
-         lambda lp, ref: (ref - lp).exp() - 1 + (ref - lp)),
-    Slip("k3 with its sign flipped", "sign", lambda lp, ref: -kl.k3(lp, ref)),
-    Slip("k3 without its logarithm: π_ref/π_θ - 1", "term", lambda lp, ref: (ref - lp).exp() - 1),
-    Slip("|log π_θ - log π_ref|", "estimator", lambda lp, ref: (lp - ref).abs()),
-    Slip("half of k3", "term", lambda lp, ref: kl.k3(lp, ref) / 2),
-    Slip("k2 without its 1/2", "term", lambda lp, ref: (lp - ref) ** 2),
-    Slip("the value of k3 with the gradient of k2 (straight through)", "gradient",
-         lambda lp, ref: kl.k2(lp, ref) + (kl.k3(lp, ref) - kl.k2(lp, ref)).detach()),
-    Slip("the value of k1 with the gradient of k2 (straight through)", "gradient",
-         lambda lp, ref: kl.k2(lp, ref) + (kl.k1(lp, ref) - kl.k2(lp, ref)).detach()),
-    Slip("π_θ (log π_θ - log π_ref): weighted by a probability though it is sampled", "weight",
-         lambda lp, ref: lp.exp() * (lp - ref)),
-    *(Slip(f"{name} itself", "estimator", f) for name, f in kl.ESTIMATORS.items()),
-)  # fmt: skip
+# known faults, in words: what each makes of (log_prob, ref_log_prob)
+FAULTS: dict[str, Formula] = {
+    "k1 with its sign flipped: log π_ref - log π_θ": lambda lp, ref: ref - lp,
+    "k3 the other way round: it has π_θ/π_ref where π_ref/π_θ belongs": lambda lp, ref: kl.k3(ref, lp),
+    "k3 with the sign of its logarithm swapped: π_ref/π_θ - 1 + log(π_ref/π_θ)": lambda lp, ref: (
+        (ref - lp).exp() - 1 + (ref - lp)
+    ),
+    "k3 with its sign flipped": lambda lp, ref: -kl.k3(lp, ref),
+    "k3 without its logarithm: π_ref/π_θ - 1": lambda lp, ref: (ref - lp).exp() - 1,
+    "|log π_θ - log π_ref|": lambda lp, ref: (lp - ref).abs(),
+    "half of k3": lambda lp, ref: kl.k3(lp, ref) / 2,
+    "k2 without its 1/2": lambda lp, ref: (lp - ref) ** 2,
+    "the value of k3 with the gradient of k2 (straight through)": lambda lp, ref: (
+        kl.k2(lp, ref) + (kl.k3(lp, ref) - kl.k2(lp, ref)).detach()
+    ),
+    "the value of k1 with the gradient of k2 (straight through)": lambda lp, ref: (
+        kl.k2(lp, ref) + (kl.k1(lp, ref) - kl.k2(lp, ref)).detach()
+    ),
+    "π_θ (log π_θ - log π_ref): weighted by a probability though it is sampled": lambda lp, ref: lp.exp() * (lp - ref),
+    **{f"{name} itself": f for name, f in kl.ESTIMATORS.items()},
+}
 
 
 # ---- a case ----------------------------------------------------------------------------------------------------------
@@ -76,12 +70,12 @@ class Case:
         return want, found, _off(found, want)
 
     def cause(self, which: int) -> str:
-        """The first slip that gives both value and gradient, else the first that gives this one; "" where none does."""
-        gone = Slip(GONE, "gradient", lambda lp, ref: self.right(lp, ref).detach() + 0 * lp)
+        """The first fault that gives both value and gradient, else that gives this one; "" where none does."""
+        known = {GONE: lambda lp, ref: self.right(lp, ref).detach() + 0 * lp} | FAULTS
         for parts in ((0, 1), (which,)):
-            for slip in (gone, *(s for s in SLIPS if s.formula is not self.right)):
-                if same(self.term, slip.formula, parts, self.term.tol):
-                    return slip.words
+            for words, formula in known.items():
+                if formula is not self.right and same(self.term, formula, parts, self.term.tol):
+                    return words
         k = both(self.term, NEAR[-1:])[which].item() / both(self.right, NEAR[-1:])[which].item()
         scaled = same(self.term, lambda lp, ref: k * self.right(lp, ref), tol=self.term.tol)
         return f"{k:.6g} times {self.estimator}" if scaled else ""
@@ -218,11 +212,7 @@ def determinism(case: Case) -> Iterator[Finding]:
 
 @oracle("mutation")
 def mutation(case: Case) -> Iterator[Finding]:
-    done = case.term.outcome(*pair(NEAR))
-    for name in sorted(done.wrote):
-        yield fail("mutation", f"{name} is changed in place", "inputs left alone", "other numbers after the call")
-    if done.printed:
-        yield note("mutation", "it prints")
+    yield from untouched(case.term.outcome(*pair(NEAR)))
 
 
 ORACLES: tuple[Oracle, ...] = (

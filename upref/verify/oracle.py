@@ -7,13 +7,13 @@ of it only a set `failed`, the names of the oracles that have failed so far: wha
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from upref.errors import InputError
-from upref.verify.report import SKIPPED, Finding, fail
+from upref.verify.report import SKIPPED, Finding, fail, note
 
 Case = Any
 Not = Callable[[Case], str]
@@ -32,6 +32,24 @@ class Oracle:
 def oracle(name: str, rank: float = 50, not_run: Not = lambda case: "") -> Callable[[Callable], Oracle]:
     """Decorator of a function of a case."""
     return lambda look: Oracle(name, look, not_run, rank)
+
+
+class Done(Protocol):
+    """What a call of a user-supplied function did beside its answer."""
+
+    @property
+    def wrote(self) -> frozenset[str]: ...  # arguments whose values it changed
+    @property
+    def printed(self) -> bool: ...
+
+
+def untouched(done: Done, cause: str = "") -> Iterator[Finding]:
+    """The findings of the oracle `mutation`."""
+    for name in sorted(done.wrote):
+        yield fail("mutation", f"{name} is changed in place", "inputs left alone", "other numbers after the call",
+                   cause=cause)  # fmt: skip
+    if done.printed:
+        yield note("mutation", "it prints")
 
 
 T = TypeVar("T")

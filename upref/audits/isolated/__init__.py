@@ -26,6 +26,15 @@ QUIET = {  # no GPU, no network, no telemetry
 INSIDE: dict[str, Any] = {}  # in the child: where it is
 
 
+def elsewhere(work: str, name: str, pin: Pin | None, version: str, source: str, loud: bool, **more: Any) -> Any:
+    """The answer of `run`; None where this process has the framework: it is inside, or there is no pin."""
+    if pin and not INSIDE:
+        return run(work, name, pin, version, source, loud, **more)
+    if version or source:
+        raise InputError(f"{name} is audited as it is installed: leave --version and --source out.")
+    return None
+
+
 def run(work: str, name: str, pin: Pin, version: str = "", source: str = "", loud: bool = False, **more) -> Any:
     """What the function of that name in child.py answers, in a process that sees this framework and no other.
 
