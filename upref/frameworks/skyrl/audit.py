@@ -142,7 +142,7 @@ SKYRL = Framework(
     defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts, remarks=REMARKS, tol=1e-6,
     out_of_scope={
         "clip_cov": "clips a random subset of tokens, so two calls differ",
-        "kl_cov": "no objective of the registry: a penalty on the tokens of largest covariance",
+        "kl_cov": "not compared by this audit: a penalty on the tokens of largest covariance (kl_cov of the registry)",
         "cross_entropy": "supervised: it reads no advantages",
         "rollout_is": "no objective of the registry: the ratio to the sampler, 0 outside two bounds",
     },

@@ -67,8 +67,8 @@ COMPARISONS = (
 )  # fmt: skip
 OUT_OF_SCOPE = {
     "clip_cov": "clips a random subset of tokens, so two calls differ",
-    "kl_cov": "no objective of the registry: a penalty on the tokens of largest covariance",
-    "dro": "no objective of the registry: a squared log-ratio penalty",
+    "kl_cov": "not compared by this audit: a penalty on the tokens of largest covariance (kl_cov of the registry)",
+    "dro": "not compared by this audit: a squared log-ratio penalty (dro of the registry)",
     "bypass_mode": "a dispatcher: it recomputes mask and weights and calls vanilla or a REINFORCE",
 }
 
