@@ -12,7 +12,7 @@ from upref import advantages
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import ALONE, CLAMP, CLAMP_K3, CLAMP_S, NARROW, SAMPLE, alone, narrow_k3, sampled
-from upref.objectives.dppo_kl import binary_kl
+from upref.objectives.dppo import binary_kl
 from upref.rollouts import Rollouts
 from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
 

@@ -14,7 +14,7 @@ from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part
 from upref.audits.usual import ALONE, CLAMP, CLAMP_S, FLOOR, NARROW, SAMPLE, alone, narrow_k3, sampled
 from upref.foreign.verl import NO_DUAL_CLIP, verl, verl_loss
-from upref.objectives.dppo_kl import binary_kl
+from upref.objectives.dppo import binary_kl
 from upref.rollouts import Rollouts
 from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
 
