@@ -58,13 +58,13 @@ COMPARISONS = (
 
 
 # ---- what else it computes -------------------------------------------------------------------------------------------
-def _advantages(name: str, normalized: bool = True):
+def _advantages(name: str):
     """compute_advantages_and_returns of its experience maker: every response one token, no KL penalty."""
 
     def advantages(R: Tensor, group: Tensor) -> Tensor:
         maker = _module("trainer.ppo_utils.experience_maker").RemoteExperienceMaker
         n = int((group == group[0]).sum())
-        own = SimpleNamespace(estimator=name, gamma=1.0, no_std_norm=not normalized)
+        own = SimpleNamespace(estimator=name, gamma=1.0, no_std_norm=False)
         args = SimpleNamespace(
             algo=SimpleNamespace(advantage=own), rollout=SimpleNamespace(n_samples_per_prompt=n),
             reward=SimpleNamespace(clip_range=None, stop_properly_penalty_coef=None, overlong_buffer_len=None),
