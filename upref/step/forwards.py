@@ -76,6 +76,9 @@ def _inputs(model: TorchModel, right: Forward) -> Iterator[Variant]:
                   front)  # fmt: skip
         yield fed("positions count what precedes a row: padding, or rows of its pack",
                   lambda i, r, x: model.logits(r.ids, position_ids=_from(len(x[i]), r)), front)  # fmt: skip
+        yield fed("padding is masked in attention, and the state of recurrent layers runs over it",
+                  lambda i, r, x: model.logits(x[i] + r.ids, attention_mask=torch.tensor(
+                      [[0] * len(x[i]) + [1] * len(r.ids)])), front)  # fmt: skip
     yield fed("the mask of the loss stands for the attention mask: masked tokens are not attended to",
               lambda i, r: model.logits(r.ids, attention_mask=torch.tensor([[1] * p[i] + [int(t) for t in r.trains]]),
                                         position_ids=_from(0, r)))  # fmt: skip
