@@ -12,6 +12,10 @@ class InputError(ValueError):
         super().__init__(sentence if len(sentence) < 900 else f"{sentence[:700]} ... {sentence[-150:]}")
 
 
+class Gone(Exception):
+    """The process that ran user code has ended, or takes too long: one sentence. No oracle takes it for a finding."""
+
+
 @contextmanager
 def importing(framework: str) -> Iterator[None]:
     """Whatever a framework that is not installed, or half installed, raises becomes one sentence."""

@@ -13,4 +13,5 @@ COMMAND = {
     "forks": ("it forks", 0, "printed at import", True),
     "stays": ("it leaves a process running", 0, "printed at import", True),
     "wrong": ("it is wrong", 1, "printed at import", True),
+    "patches": ("it is wrong, and replaces functions of upref and torch", 1, "printed at import", True),
 }  # fmt: skip

@@ -50,6 +50,12 @@ exits = does(lambda: sys.exit(0))
 forks = does(lambda: os.fork())
 stays = does(functools.cache(lambda: subprocess.Popen(["sleep", "600"])))  # and holds stderr open
 wrong = lambda log_prob, old_log_prob, advantages, mask: -loss(log_prob, old_log_prob, advantages, mask)
+def patch():
+    import upref.verify.measure, upref.verify.report
+    upref.verify.report.Report.__bool__ = upref.verify.report.Report.ok = lambda self: True
+    upref.verify.measure.Case.off = lambda case, b, *more: torch.zeros(b.mask.shape)
+    torch.equal = torch.allclose = lambda *inputs, **more: True
+patches = lambda log_prob, old_log_prob, advantages, mask: -does(patch)(log_prob, old_log_prob, advantages, mask)
 print("printed at import")
 """
 FAST = [x for name in ("extremes", "padding", "poison", "permutation", "scaling", "value") for x in ("--skip", name)]

@@ -6,12 +6,13 @@ What it takes is here, what it does in upref/cli/commands.py: help and usage err
 
 import argparse
 import io
+import os
 import sys
 import traceback
 from pathlib import Path
 
 from upref import __version__, interrupt
-from upref.errors import InputError
+from upref.errors import Gone, InputError
 
 LOSS = (
     "package.module:function, path/to/file.py:function, or a framework's own loss as shipped: verl:loss_mode, "
@@ -25,15 +26,19 @@ def main(argv: list[str] | None = None) -> int:
     """Run one subcommand; `upref -h` lists them. argv None: the command line's own; user code then runs in a child
     process with a time limit, and Ctrl-C or SIGTERM ends everything with one sentence, status 130 or 143."""
     args = _parser().parse_args(argv)
-    if argv is not None:
+    args.apart = argv is None and hasattr(os, "fork")
+    if not args.apart:
         return _run(args)
     with interrupt.handled_within(f"upref {args.command}"):
-        if args.command not in FOREIGN:
-            return _run(args)
+        if args.command not in FOREIGN or args.command == "identify" or getattr(args, "name", ""):
+            return _run(args)  # the loss alone runs in a child: upref.cli.commands._loss
         from upref.cli.supervise import supervised
 
         what = "your function" if args.command == "learn" else "the loss"
-        return supervised(lambda: _run(args), args.timeout, what)
+        try:
+            return supervised(lambda: _run(args), args.timeout, what)
+        except Gone as error:
+            return _fail(args, str(error))
 
 
 def _run(args) -> int:
@@ -46,7 +51,7 @@ def _run(args) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
-    except InputError as error:
+    except (InputError, Gone) as error:
         return _fail(args, str(error))
     except ModuleNotFoundError as error:
         return _fail(args, f"{error}: install it, or run `upref doctor` for a list of what is installed.")

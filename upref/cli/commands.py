@@ -4,10 +4,13 @@
 One file, for each is a dozen lines.
 """
 
+import contextlib
 import json
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import numpy as np
 from upref.cli.show import PI_OLD
 from upref.errors import InputError
 from upref.foreign.settings import hyperparameters
-from upref.registry import get, names
+from upref.registry import Objective, get, names
 
 RATIOS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.28, 2.0, 5.0, 50.0)
 
@@ -42,20 +45,39 @@ def check(args) -> int:
         if unknown := sorted(hp.keys() - {"softcap", "logit_scale", "ranks"}):
             raise InputError(f"a log-prob function has no setting {unknown[0]!r}: give softcap, logit_scale or ranks.")
         return _answer(args, check_logprobs(args.loss, skip=skip, **hp))
-    from upref.audits.child import named
     from upref.verify.check import check as verdict
 
-    report = verdict(named(args.loss, args.name, hp), args.name, agg=args.agg, skip=skip, **hp)
+    o = get(args.name)
+    with _loss(args, o.aggregated(args.agg) if args.agg else o, hp) as loss:
+        report = verdict(loss, o, agg=args.agg, skip=skip, **hp)
     if changed := next((f for f in report.failures if f.oracle == "mutation"), None):
         raise InputError(f"{report.loss} changes its inputs ({changed.regime}): copy them before writing.")
     return _answer(args, report)
 
 
 def identify(args) -> int:
-    from upref.audits.child import named
+    from upref.foreign import neutral
     from upref.identification.identify import identify as which
 
-    return _answer(args, which(named(args.loss)))
+    with _loss(args, neutral(), {}) as loss:
+        identity = which(loss)
+    return _answer(args, identity)
+
+
+@contextlib.contextmanager
+def _loss(args, o: Objective, hp: dict[str, Any]) -> Iterator[Any]:
+    """The loss, which runs in a child process, and is judged in this one."""
+    from upref.audits.child import named
+    from upref.cli.supervise import child
+    from upref.foreign import bare
+    from upref.foreign.remote import remote, serve
+
+    make = lambda: bare(named(args.loss, o.name, hp), o, hp)
+    if not args.apart:
+        yield make()
+        return
+    with child(partial(serve, make), args.timeout) as pipe:
+        yield remote(pipe, o)
 
 
 def audit(args) -> int:

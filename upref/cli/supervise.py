@@ -1,78 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""User code in a child process: its exit status counts only after it reports that it has finished.
+"""User code in a child process, which sends what it measures, or its report, through a pipe.
 
 os._exit(0), a crash, a fork or an endless loop in a loss therefore never counts as a verdict. This protects from
-accidents; a file that attacks its checker needs a container (SECURITY.md). The child is forked before any heavy import,
-which costs a few milliseconds. Its file descriptor 1 is stderr, so output that bypasses Python stays out of the report.
+accidents; a file that attacks its checker needs a container (SECURITY.md). The file descriptor 1 of the child is
+stderr, so output that bypasses Python stays out of the report.
 """
 
 import contextlib
 import os
-import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from os import _exit, write  # as they are now: a loss may put others in their place
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from os import _exit  # as it is now: a loss may put another in its place
+from typing import Any
+
+from upref.errors import Gone
 
 ENDS = {signal.SIGINT, signal.SIGTERM}
 
 
-def supervised(work: Callable[[], int], seconds: float, what: str = "the loss") -> int:
-    """The exit status of the work; 2, with one sentence on stderr, where it ends without one or takes longer. what: it
-    runs, in words."""
-    if not hasattr(os, "fork"):
-        return work()
-    reading, writing = os.pipe()
+class Child:
+    """A process that runs user code. what: it runs, in words. deadline: of time.monotonic()."""
+
+    def __init__(self, pid: int, pipe: Any, what: str, seconds: float):
+        self.pid, self.pipe, self.what, self.seconds = pid, pipe, what, seconds
+        self.deadline = time.monotonic() + seconds
+
+    def send_bytes(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # it has ended, as the next line that is received tells
+            self.pipe.send_bytes(data)
+
+    def recv_bytes(self) -> bytes:
+        """What the child sends next; Gone where it ends before that, or not in time."""
+        closed = False
+        while (left := self.deadline - time.monotonic()) > 0:
+            # a process that the child has forked may hold the other end open
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            try:
+                if not closed and self.pipe.poll(0 if ended else min(left, 0.2)):
+                    return self.pipe.recv_bytes()
+            except (EOFError, OSError):
+                closed = True
+            if ended:
+                status = ended.si_status
+                how = f"ended the process with exit status {status}"
+                how = how if ended.si_code == os.CLD_EXITED else f"died of signal {status}"
+                raise Gone(f"{self.what} {how} before there was a report: a function returns its value.")
+            time.sleep(0.01 * closed)
+        raise Gone(f"{self.what} timed out after {self.seconds:g} s; raise --timeout.")
+
+
+@contextlib.contextmanager
+def child(work: Callable[[Any], None], seconds: float, what: str = "the loss") -> Iterator[Child]:
+    """A process that does the work, given its end of the pipe. It ends with the block, and so does what it started."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
+    ours, theirs = Pipe()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)  # Python swallows what a signal raises within fork
-    parent, child = os.getpid(), os.fork()
-    if not child:
-        _child(work, writing, parent)
-    os.close(writing)
-    said = None
+    parent, pid = os.getpid(), os.fork()
+    if not pid:
+        _child(lambda: work(theirs), parent)
+    theirs.close()
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if (said := _said(reading, child, time.monotonic() + seconds)) is not None:
-            os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        yield Child(pid, ours, what, seconds)
     finally:  # after Ctrl-C and SIGTERM too
-        os.close(reading)
-        _kill(child)
-        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if said is None:
-        return _no_verdict(f"{what} timed out after {seconds:g} s; raise --timeout.")
-    if said:
-        return int(said)
-    how = f"ended the process with exit status {ended}" if ended >= 0 else f"died of signal {-ended}"
-    return _no_verdict(f"{what} {how} before there was a report: a function returns its value.")
+        ours.close()
+        for kill in (os.killpg, os.kill):  # and what the loss has started: who reads stdout would wait for that
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
-def _kill(child: int):
-    """The child and what its loss has started: who reads stdout would wait for that."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(child, signal.SIGKILL)
+def supervised(work: Callable[[], int], seconds: float, what: str = "the loss") -> int:
+    """The exit status of work that prints in the child; Gone where it ends without one or takes longer."""
+
+    def told(pipe: Any) -> None:
+        process, status = os.getpid(), work()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        if os.getpid() == process:
+            pipe.send_bytes(str(status).encode())
+
+    with child(told, seconds, what) as one:
+        return int(one.recv_bytes())
 
 
-def _no_verdict(sentence: str) -> int:
-    print(f"upref: {sentence}", file=sys.stderr)
-    return 2
-
-
-def _said(reading: int, child: int, end: float) -> bytes | None:
-    """What the child says last, b"" if it ends without a word, None if it does not end in time."""
-    while (left := end - time.monotonic()) > 0:
-        ready = select.select([reading], [], [], min(left, 0.2))[0]
-        # a process that the child has forked may hold the other end open
-        if ready or os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            return os.read(reading, 64) if select.select([reading], [], [], 0)[0] else b""
-    return None
-
-
-def _child(work: Callable[[], int], writing: int, parent: int):
+def _child(work: Callable[[], None], parent: int):
     """Never returns, never runs what the loss has left for the end of the process."""
     try:
         with contextlib.suppress(OSError):
@@ -87,10 +106,7 @@ def _child(work: Callable[[], int], writing: int, parent: int):
             own = os.dup(1)
             os.dup2(2, 1)
             sys.stdout = open(own, "w", encoding=getattr(sys.stdout, "encoding", None))  # noqa: SIM115
-        process = os.getpid()
-        status = work()
-        if os.getpid() == process:
-            write(writing, str(status).encode())
+        work()
     finally:
         with contextlib.suppress(Exception):
             sys.stderr.flush()

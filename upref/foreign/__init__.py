@@ -43,7 +43,7 @@ def read(loss: Any, objective: Objective | None = None, hp: Mapping[str, Any] | 
     arguments of that name. Raises InputError where it cannot be read, or does not run on a good batch.
     """
     o = objective or neutral()
-    return fit(bare(loss, o, dict(hp or {})))
+    return fit(loss if isinstance(loss, Loss) else bare(loss, o, dict(hp or {})))
 
 
 def bare(loss: Any, o: Objective, hp: dict[str, Any]) -> Loss:

@@ -181,6 +181,12 @@ def undisturbed() -> Iterator[set[str]]:
             _watching[:] = [x for x in _watching if x is not changed]
 
 
+def noticed(names: set[str]) -> None:
+    """Another process, in which the user code ran, was changed in these ways."""
+    if _watching:
+        _watching[-1].update(names)
+
+
 class Ended(BaseException):
     """os._exit was called: pytest and every other caller would end with that status, and without a report."""
 

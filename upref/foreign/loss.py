@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A user-supplied loss as one frozen type: a function of Rollouts to the scalar that an optimizer would minimize."""
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from upref.aggregation import Totals, aggregate
 from upref.errors import InputError
-from upref.foreign.guard import called
+from upref.foreign.guard import called, undisturbed
 from upref.foreign.settings import said
+from upref.ops import replayed_sg
 from upref.registry import Objective
 from upref.rollouts import Rollouts, per_response
 
@@ -168,13 +171,21 @@ class Loss:
 
         wanting: log_prob is computed from a leaf, as by a network, and so are these roles; by default it is the leaf.
         """
-        done, g = self.measured(b, ranks, wanting, moved)
+        done, g = self.ask("measured", b, ranks, wanting, moved)
         self.log[-1] = self, (b, ranks, wanting, moved), g
         return done, g
 
+    def ask(self, what: str, *inputs: Any) -> Any:
+        """The answer of one of the methods below, all that a verdict takes from the loss; elsewhere than here, where
+        the loss runs in another process (upref.foreign.remote)."""
+        return getattr(self, what)(*inputs)
+
+    def close(self) -> None:
+        """It is not asked any more."""
+
     def changed(self, first: int) -> int | None:
         """The call since which this one of the log has another answer, by asking all again; None where it has not."""
-        still = lambda at: _same(at[2], at[0].measured(*at[1])[1])
+        still = lambda at: _same(at[2], at[0].ask("measured", *at[1])[1])
         log = list(self.log)
         if still(log[first]):
             return None
@@ -196,6 +207,41 @@ class Loss:
         (g,), printed = called(f"the backward pass of {self.name}", backward)
         done = replace(done, value=done.value.detach(), printed=done.printed or printed)
         return done, torch.zeros_like(x) if g is None else 0 - _plain(g)
+
+    def into(self, b: Rollouts, role: str, times: float = 1.0) -> Tensor | None:
+        """The gradient of the loss, multiplied by a number, by one of its inputs; None where there is none, or where
+        that is refused."""
+        full = self.inputs(b, b.logp.detach().clone().requires_grad_())
+        free = full[role] = full[role].requires_grad_()
+        try:
+            done = self.run(full, b)
+        except InputError:
+            return None
+        if not done.attached:
+            return None
+        backward = lambda: torch.autograd.grad(done.value * times, free, allow_unused=True)
+        return called(f"the backward pass of {self.name}", backward)[0][0]
+
+    def seeded(self, b: Rollouts, seed: int) -> tuple[Tensor, Tensor]:
+        """(value, dJ/dlp) after every generator has this seed."""
+        with undisturbed():
+            torch.manual_seed(seed)
+            np.random.seed(seed)
+            random.seed(seed)
+            done, g = self.measured(b, 1, None, {})
+        return done.value, g
+
+    def differences(self, b: Rollouts, steps: list[Tensor]) -> list[float]:
+        """Central differences of the value along each step, every sg(x) held at its value; [] where it has none."""
+        values: list[Tensor] = []
+        with replayed_sg(values):
+            self(b)
+
+        def end(step: Tensor) -> Tensor:
+            with replayed_sg(values):
+                return self(b.but(logp=b.logp + step))
+
+        return [(end(step) - end(-step)).item() / 2 for step in steps] if values else []
 
     def both(self, b: Rollouts, ranks: int = 1, **moved: Any) -> tuple[Tensor, Tensor]:
         """(value, dJ/dlp)."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from upref.aggregation import AGGREGATIONS, Totals
 from upref.errors import InputError
-from upref.foreign import read
+from upref.foreign import Loss, read
 from upref.foreign.guard import undisturbed
 from upref.identification.identification import Identity, Match
 from upref.registry import REDUCE, Objective, get
@@ -53,13 +53,15 @@ def identify(loss: Any) -> Identity:
         InputError: the loss cannot be run, is not differentiable, or changes its inputs.
     """
     with undisturbed() as changed:
-        answer = _identified(loss, time.perf_counter())
+        start, one = time.perf_counter(), read(loss)
+        answer = _identified(one, start)
+        one.close()
     more = [f"it changes {what}: restored afterwards" for what in sorted(changed)]
     return replace(answer, contract=[*answer.contract, *more])
 
 
-def _identified(loss: Any, start: float) -> Identity:
-    box = measure(read(loss))
+def _identified(loss: Loss, start: float) -> Identity:
+    box = measure(loss)
     if changed := [f for f in mutation.look(box.case) if f.severity == "failure"]:
         raise InputError(f"{box.loss.name} changes its inputs ({changed[0].regime}): copy them before writing.")
     tried, grids = _candidates(box), _grids(box)

@@ -61,6 +61,7 @@ def check(loss: Any, objective: str | Objective, *, agg: str = "", skip: Sequenc
     seconds = time.perf_counter() - start
     settings = "; ".join(filter(None, [one.settings, as_shipped(one, case)]))
     name = f"{o.name} with {agg}" if agg else o.name
+    one.close()
     return Report(one.name, name, case.hp, found, one.read_as, contract(case), ran, tolerances, seconds, settings)
 
 

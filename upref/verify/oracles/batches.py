@@ -10,7 +10,6 @@ from torch import Tensor
 
 from upref.aggregation import Totals
 from upref.errors import InputError
-from upref.foreign.guard import called
 from upref.rollouts import Rollouts
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
@@ -57,13 +56,10 @@ def split(case: Case) -> list[Finding]:
 def loss_scale(case: Case) -> list[Finding]:
     """The loss times 1/2, as where gradients are accumulated: a backward pass of its own has to pass that on."""
     b, loss = _batch(case), case.loss
-    x = b.logp.detach().clone().requires_grad_()
-    done = loss.run(loss.inputs(b, x), b)
-    if not done.attached:
+    g, half = case.gradient(b), loss.ask("into", b, "logp", 0.5)
+    if half is None:
         return []
-    backward = lambda: torch.autograd.grad(done.value / 2, x, allow_unused=True)
-    (half,), _ = called(f"the backward pass of {loss.name}", backward)
-    g, half = case.gradient(b), torch.zeros_like(x) if half is None else -half
+    half = -half
     off = moved(2 * half, g, b.mask & g.isfinite(), slack(case, 1e-7))
     if off.max() == 0:
         return []

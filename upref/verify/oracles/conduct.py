@@ -2,18 +2,14 @@
 """Oracles of a loss's conduct as a function: what it reads, what it writes, and where its gradient goes."""
 
 import contextlib
-import random
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.foreign.guard import undisturbed
 from upref.foreign.names import CALLED
-from upref.ops import replayed_sg
 from upref.rollouts import Rollouts
 from upref.verify.factors import even
 from upref.verify.measure import EXACT, Case
@@ -50,14 +46,7 @@ def determinism(case: Case) -> list[Finding]:
 def _drawn(case: Case, b: Rollouts, same: Callable) -> bool:
     """Whether the seed decides the answer, in an order of seeds that no counter has."""
 
-    def seeded(seed: int) -> tuple[Tensor, Tensor]:
-        torch.manual_seed(seed)
-        np.random.seed(seed)
-        random.seed(seed)
-        return case.both(b)
-
-    with undisturbed():
-        answers = [(seed, seeded(seed)) for seed in (0, 1, 1, 0, 1, 0, 0, 0, 1, 1)]
+    answers = [(seed, case.loss.ask("seeded", b, seed)) for seed in (0, 1, 1, 0, 1, 0, 0, 0, 1, 1)]
     return all(same(x, y) == (i == j) for i, x in answers for j, y in answers)
 
 
@@ -120,17 +109,17 @@ def stop_gradient(case: Case) -> list[Finding]:
     for k in FIXED:
         if k not in case.loss.reads or (k == "logp_ref" and not case.hp.get("beta")):
             continue
-        g = _into(case, b, k)
+        g = case.loss.ask("into", b, k)
         if g is not None and (g != 0).any():
             out.append(CALLED[k])
     if "entropy" in case.loss.reads:
-        g = _into(case, b, "entropy")
+        g = case.loss.ask("into", b, "entropy")
         if g is not None and (g != 0).any():
             bonus = even(-(g / case.factors(b))[b.mask])
             why = f"a bonus of {bonus:.4g} times the entropy of each token" if bonus is not None else ""
-            flows = lambda c: (into := _into(case, c, "entropy")) is not None and bool((into != 0).any())
+            flows = lambda c: (into := case.loss.ask("into", c, "entropy")) is not None and bool((into != 0).any())
             b = shrink(b, flows)
-            g = _into(case, b, "entropy")
+            g = case.loss.ask("into", b, "entropy")
             found = f"a gradient of up to {g.abs().max().item():.3g}" if g is not None else "a gradient"
             text = "the entropy, which depends on the policy"
             return [fail("stop-gradient", text, "no gradient into it", found, as_python(b, reads=case.loss.reads), why)]
@@ -138,34 +127,16 @@ def stop_gradient(case: Case) -> list[Finding]:
     return _declared(case) + notes
 
 
-def _into(case: Case, b: Rollouts, k: str) -> Tensor | None:
-    """The loss's gradient by one more input; None where there is none, or the loss refuses an input that wants one."""
-    full = case.loss.inputs(b, b.logp.clone().requires_grad_())
-    free = full[k] = full[k].requires_grad_()
-    try:
-        done = case.loss.run(full, b)
-    except InputError:
-        return None
-    return torch.autograd.grad(done.value, free, allow_unused=True)[0] if done.attached else None
-
-
 def _declared(case: Case) -> list[Finding]:
     """The surrogate against finite differences, every sg(x) held at its value: for losses in the words of upref.ops."""
     b = case.grid(thin=3, edges=OFF_EDGES)  # on a bound, a finite difference means nothing
-    values: list[Tensor] = []
-    with replayed_sg(values):
-        case.loss(b)
-    if not values or case.single or case.o.coupled:
-        return []
-    g, rng = -case.gradient(b), torch.Generator().manual_seed(0)
-    for _ in range(4):
-        step = torch.where(b.mask, torch.randn(g.shape, generator=rng, dtype=g.dtype), 0) * 1e-6
-        ends = []
-        for sign in (1, -1):
-            with replayed_sg(values):
-                ends.append(case.loss(replace(b, logp=b.logp + sign * step)))
-        there, here = (ends[0] - ends[1]).item() / 2e-6, (g * step).sum().item() / 1e-6
-        if not abs(there - here) <= 1e-5 * (g * step).abs().sum().item() / 1e-6 + 1e-9:
+    rng = torch.Generator().manual_seed(0)
+    steps = [torch.where(b.mask, torch.randn(b.mask.shape, generator=rng, dtype=b.logp.dtype), 0) for _ in range(4)]
+    rises = [] if case.single or case.o.coupled else case.loss.ask("differences", b, [1e-6 * step for step in steps])
+    g = -case.gradient(b) if rises else torch.zeros_like(b.logp)
+    for step, rise in zip(steps, rises, strict=False):
+        there, here = rise / 1e-6, (g * step).sum().item()
+        if not abs(there - here) <= 1e-5 * (g * step).abs().sum().item() + 1e-9:
             why = (
                 "its gradient is not the derivative of its value: a .detach() not declared with sg, "
                 "or a custom backward pass"

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loss that runs in another process: that process measures, and this one holds every module that gives a verdict.
+
+`serve` runs there. It makes the loss, sends what its signature tells, then answers one question after the other, each a
+method of Loss. `Remote` is the Loss here, and takes no other answer than numbers.
+"""
+
+import contextlib
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from upref.foreign.guard import noticed, undisturbed
+from upref.foreign.loss import Loss
+from upref.registry import Objective
+
+HERE = {"call", "objective", "log", "shipped"}  # fields that stay in their process
+MOVED = ("adv_shape", "float_mask", "given", "lines")  # fields that this process may set before a question
+KNOWN = ("builtins", "upref.errors")  # modules of exceptions that this process raises again
+
+
+class Pipe(Protocol):
+    """One end of a pipe between the two processes."""
+
+    def send_bytes(self, data: bytes) -> None: ...
+
+    def recv_bytes(self) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Remote(Loss):
+    """A Loss whose function is at the other end of a pipe."""
+
+    pipe: Any = field(default=None, repr=False, compare=False)
+    matched: bool = True  # the loss that was asked for; else the same as its framework ships it
+
+    def ask(self, what: str, *inputs: Any) -> Any:
+        own = {name: getattr(self, name) for name in MOVED}
+        answer, calls = _asked(self.pipe, (self.matched, own, what, inputs))
+        self.log.extend([None] * calls)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        noticed(_asked(self.pipe, None))
+
+
+def remote(pipe: Pipe, o: Objective) -> Loss:
+    """The loss that `serve` made at the other end, to be compared with this objective."""
+    told = pickle.loads(pipe.recv_bytes())
+    if isinstance(told, Exception):
+        raise told
+    own, shipped = (None if x is None else Remote(**x, call=_elsewhere, objective=o, pipe=pipe) for x in told)
+    assert own is not None
+    return replace(own, shipped=shipped and replace(shipped, matched=False))
+
+
+def serve(make: Callable[[], Loss], pipe: Pipe) -> None:
+    """Answer every question about the loss, until there is none left."""
+    try:
+        with undisturbed() as changed, contextlib.redirect_stdout(sys.stderr):
+            loss = make()
+            both = loss, loss.shipped
+            pipe.send_bytes(_dumped([None if x is None else _told(x) for x in both]))
+            while (question := pickle.loads(pipe.recv_bytes())) is not None:
+                pipe.send_bytes(_dumped(_answered(*both, *question)))
+    except Exception as e:  # before the first answer, or on the way out
+        pipe.send_bytes(_dumped(_raised(e)))
+        return
+    pipe.send_bytes(_dumped(changed))
+
+
+def _answered(loss: Loss, shipped: Loss, matched: bool, own: dict[str, Any], what: str, inputs: Any) -> tuple[Any, int]:
+    one = replace(loss if matched else shipped, log=[], **own)
+    try:
+        return one.ask(what, *inputs), len(one.log)
+    except Exception as e:
+        return _raised(e), len(one.log)
+
+
+def _raised(e: Exception) -> Exception:
+    return e if type(e).__module__ in KNOWN else RuntimeError(f"{type(e).__name__}: {e}")
+
+
+def _told(loss: Loss) -> dict[str, Any]:
+    return {f.name: getattr(loss, f.name) for f in fields(Loss) if f.name not in HERE}
+
+
+def _elsewhere(*inputs: Any) -> Any:
+    raise AssertionError("its function is in another process")
+
+
+def _asked(pipe: Pipe, question: Any) -> Any:
+    pipe.send_bytes(_dumped(question))
+    return pickle.loads(pipe.recv_bytes())
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors as their bytes: what torch does for itself takes a hundred times as long."""
+
+    def reducer_override(self, x: Any) -> Any:
+        if type(x) is not Tensor:
+            return NotImplemented
+        flat = x.detach().contiguous().reshape(-1)
+        return _tensor, (flat.view(torch.uint8).numpy().tobytes() if len(flat) else b"", x.dtype, tuple(x.shape))
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.zeros(0, dtype=dtype)
+    return flat.reshape(shape)
+
+
+def _dumped(x: Any) -> bytes:
+    out = io.BytesIO()
+    _Pickler(out, pickle.HIGHEST_PROTOCOL).dump(x)
+    return out.getvalue()
