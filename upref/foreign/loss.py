@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user-supplied loss as one frozen type: a function of Rollouts to the scalar that an optimizer would minimize."""
+"""A user-supplied loss as one frozen type: a function of Rollouts to the scalar that an optimizer would minimize.
+
+One file, for the call and every measurement of it share their inputs."""
 
 import random
 from collections.abc import Callable
