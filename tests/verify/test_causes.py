@@ -176,13 +176,14 @@ def test_the_call_at_which_an_answer_changes_is_said(n):
     assert failure.oracle == "determinism" and f"changes at call {n + 1}" in failure.cause, str(report)
 
 
-@pytest.mark.parametrize("period", [2, 3, 4, 7])
-def test_a_counter_is_not_randomness(period):
+@pytest.mark.parametrize("period, at", [(2, 0), (3, 0), (4, 0), (7, 0), (7, 3), (11, 5), (31, 4), (40, 7), (100, 0)])
+@pytest.mark.parametrize("often", [True, False])
+def test_a_counter_is_not_randomness(period, at, often):
     calls = [0]
 
     def change(lp, old, A):
         calls[0] += 1
-        return J(lp, old, A) * (1.1 if calls[0] % period else 1)
+        return J(lp, old, A) * (1.1 if (calls[0] % period == at) != often else 1)
 
     (failure,) = upref.check(dapo(change), "dapo").failures
     assert "keeps state" in failure.cause

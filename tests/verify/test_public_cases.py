@@ -25,7 +25,6 @@ CAUSES = {
     ("with_engine", "KL to the sampler"): "0.01 k2 (to μ)",
     ("areal", "behaviour by the current policy"): "the sampler's ratio is of π_θ, not of π_old",
 }
-UNNAMED = "gspo is named, with the aggregation that luspo has"
 
 
 def check(base, edit):
@@ -55,8 +54,6 @@ def test_a_harmless_edit_is_accepted(base, name, edit):
 @pytest.mark.parametrize("base, edit, names, hp", daily(BOXES, 6))
 def test_a_box_is_named(base, edit, names, hp):
     identity = upref.identify(edited(base, edit))
-    if names == "luspo":
-        pytest.xfail(UNNAMED)
     if not names:
         assert not identity or identity.kind == "pitfall", identity
         return

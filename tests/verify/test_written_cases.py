@@ -28,7 +28,6 @@ REJECTED = {
 }
 UNNAMED = {
     "ce_gppo": "the factors beyond the clip keep their defaults, and the bounds are fitted to make up for them",
-    "luspo": "gspo is named, with the aggregation that luspo has",
 }
 ESTIMATORS = {"modulo 1024": "prompt ids are made to collide modulo numbers up to 100 only"}
 

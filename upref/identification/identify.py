@@ -169,7 +169,7 @@ def _off(box: BlackBox, o: Objective, hp: dict[str, Any], b: Rollouts, g: Tensor
 def _match(box: BlackBox, c: Candidate, grids: list[Grid]) -> Match:
     offs = []
     for b, mixed, g in grids:
-        if not (mixed and c.o.agg == "seq-mean"):
+        if not (mixed and c.o.one_adv):
             offs.append(_off(box, c.o, c.hp, b, g))
     distance = max(x.max().item() for x in offs)
     mean = sum(x.clamp(max=1).sum().item() for x in offs) / sum(int(b.mask.sum()) for b, *_ in grids)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.foreign.names import CALLED
+from upref.foreign.shapes import probe
 from upref.rollouts import Rollouts
 from upref.verify.factors import even
 from upref.verify.measure import EXACT, Case
@@ -28,6 +29,10 @@ CONSTANTS = "harmless as long as callers pass them without requires_grad; add .d
 STATE = "it keeps state between calls, or reads a clock or a random generator: its gradient on this batch changes"
 
 
+TWICE = 32  # times that a small batch is asked: a counter of a shorter period shows, at whatever call it began
+AGAIN = 100, 200  # calls of a check that failed which are asked again: the first and the last
+
+
 @oracle("determinism", 0)
 def determinism(case: Case) -> list[Finding]:
     b, log = case.grid(thin=5), case.loss.log
@@ -36,7 +41,10 @@ def determinism(case: Case) -> list[Finding]:
     equal = lambda p, q: torch.equal(p.nan_to_num(nan=12345.0), q.nan_to_num(nan=12345.0))
     same = lambda x, y: all(map(equal, x, y))
     if all(same(answers[0], more) for more in answers):
-        return []
+        b, first = case.ready(probe()), len(log)
+        answers = [case.both(b) for _ in range(TWICE)]
+        if all(same(answers[0], more) for more in answers):
+            return []
     at = first + next(n for n, more in enumerate(answers) if not same(answers[0], more))
     why = "it draws random numbers" if _drawn(case, b, same) else f"{STATE} at call {at + 1}"
     batch = as_python(shrink(b, lambda c: not torch.equal(case.gradient(c), case.gradient(c))), reads=case.loss.reads)
@@ -51,13 +59,16 @@ def _drawn(case: Case, b: Rollouts, same: Callable) -> bool:
 
 
 def state(case: Case) -> list[Finding]:
-    """The first batch once more, after all others: a loss that has changed meanwhile was not judged by one answer."""
-    first = next((n for n, at in enumerate(case.loss.log) if at), None)
-    since = None if first is None else case.loss.changed(first)
-    if first is None or since is None:
-        return []
-    text = f"the batch of call {first + 1}, asked again after call {len(case.loss.log)}"
-    return [fail("determinism", text, "the same numbers", "other numbers", cause=f"{STATE} at call {since}")]
+    """The first batch once more, after all others; after a failure, the batches of other calls too. A loss that has
+    changed meanwhile was not judged by one answer."""
+    log = case.loss.log
+    asked = [n for n, at in enumerate(log) if at]
+    for n in [*asked[: AGAIN[0]], *asked[AGAIN[0] :][-AGAIN[1] :]] if case.failed else asked[:1]:
+        calls = len(log)
+        if since := case.loss.changed(n):
+            text = f"the batch of call {n + 1}, asked again after call {calls}"
+            return [fail("determinism", text, "the same numbers", "other numbers", cause=f"{STATE} at call {since}")]
+    return []
 
 
 @oracle("in-training", 5)
