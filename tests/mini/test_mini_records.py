@@ -132,7 +132,7 @@ def test_a_full_disk_names_the_file_and_keeps_the_old_one(tmp_path, monkeypatch)
 # are pinned by digest, are executed: neither is a file that somebody sends.
 MAY = {"upref/audits/child.py", "upref/audits/isolated/__init__.py", "docs/make.py", "docs/in_the_wild/fetched.py"}
 MAY |= {"upref/frameworks/trl/audit.py"}  # statements of the installed TRL, which is imported anyway
-MAY |= {"upref/step/verl.py"}  # a pipe from a process to its own child, and no file
+MAY |= {"upref/step/verl.py", "upref/foreign/remote.py"}  # a pipe from a process to its own child, and no file
 MAY |= {"repro/fork.py"}  # the command line of a process
 
 
@@ -177,6 +177,7 @@ DRAFTS = {
     "upref/audits/isolated/__init__.py": "temporary folder",
     "upref/audits/isolated/pin.py": "folder that is renamed",
     "upref/cli/supervise.py": "standard output",
+    "upref/foreign/remote.py": "pipe",
     "upref/step/openrlhf.py": "temporary folder",
     "upref/step/trl.py": "temporary folder",
     "upref/step/verl.py": "temporary folder",
