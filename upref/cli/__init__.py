@@ -59,6 +59,7 @@ def _run(args) -> int:
         sys.stdout = None
         return 0
     except OSError as error:
+        sys.stdout = None  # Python would flush it once more, fail, and exit with status 120
         return _fail(args, f"cannot write {error.filename or 'the output'}: {error.strerror}.")
     except (Exception, SystemExit) as error:  # nothing but a finished report is a verdict
         if isinstance(error, MemoryError):
