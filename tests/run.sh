@@ -7,7 +7,6 @@
 #
 # Needs nothing but Python 3.11 to 3.13: it makes .venv on the first run. PYTHON=... chooses the interpreter.
 # What cannot be installed, or not on this Python, is left out with a sentence. The status is that of the tests.
-# Three workers for two cores: a fifth of the time a test waits for a process, or for a trainer that must be ended.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 bin=.venv/bin
@@ -24,7 +23,7 @@ if [[ "$*" == quick ]]; then
     repro/venv.sh mini
     judge upref
     # A whole loss takes `check` a second, so what judges many of them (tests/verify) is left to the whole command.
-    exec "$bin"/python -m pytest -n 3 --dist worksteal -q -m "not (slow or verl or trl or smoke or nightly)" tests/core tests/foreign tests/grim \
+    exec "$bin"/python -m pytest -n 2 --dist worksteal -q -m "not (slow or verl or trl or smoke or nightly)" tests/core tests/foreign tests/grim \
         tests/claims tests/pages/test_architecture.py tests/pages/test_requirements.py --ignore-glob '*test_figures*' --ignore-glob '*test_compile*'
 fi
 repro/venv.sh mini
@@ -32,8 +31,8 @@ for part in verl trl; do
     repro/venv.sh $part || left_out "the tests of $part: it could not be installed (see above)."
 done
 judge upref repro
-[[ $# -eq 0 ]] || exec "$bin"/python -m pytest -n 3 --dist worksteal -q -m "not (smoke or nightly)" "$@"
-"$bin"/python -m pytest -n 3 --dist worksteal -q -m "not (smoke or site or nightly)"
+[[ $# -eq 0 ]] || exec "$bin"/python -m pytest -n 2 --dist worksteal -q -m "not (smoke or nightly)" "$@"
+"$bin"/python -m pytest -n 2 --dist worksteal -q -m "not (smoke or site or nightly)"
 
 # From here on the result of the tests stands, whatever cannot be installed.
 if repro/venv.sh docs; then
