@@ -13,7 +13,8 @@ class InputError(ValueError):
 
 
 class Gone(Exception):
-    """The process that ran user code has ended, or takes too long: one sentence. No oracle takes it for a finding."""
+    """User code ends its process, or takes too long: one sentence. No oracle takes it for a finding; a public function
+    raises it as InputError."""
 
 
 @contextmanager

@@ -3,11 +3,11 @@
 does, exit status, what stderr says, whether stdout has a report). docs/what-check-sees.md prints this table."""
 
 COMMAND = {
-    "leaves": ("it calls os._exit(0)", 2, "ends the program (Ended)", False),
+    "leaves": ("it calls os._exit(0), at whichever call", 2, "ends the program (Ended)", False),
     "leaves_by_c": ("C code ends the process with status 0", 2, "ended the process with exit status 0 before", False),
     "crashes": ("it crashes", 2, "died of signal 11 before", False),
     "loops": ("it does not end", 2, "timed out after 12 s", False),
-    "exits": ("it calls sys.exit(0)", 2, "ends the program (SystemExit)", False),
+    "exits": ("it calls sys.exit(0), at whichever call", 2, "ends the program (SystemExit)", False),
     "shouts": ("it writes to file descriptor 1", 0, "shouted", True),
     "later": ("it registers os._exit for the end of the process", 0, "printed at import", True),
     "forks": ("it forks", 0, "printed at import", True),

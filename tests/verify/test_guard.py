@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 
 import numpy as np
 import pytest
@@ -23,8 +25,9 @@ import upref.weights.batches
 from repro import fork
 from tests.support.ends import COMMAND
 from upref.cli import commands, main
-from upref.errors import InputError
+from upref.errors import Gone, InputError
 from upref.foreign.guard import AROUND, RANDOM, STATE, _equal, called, undisturbed
+from upref.foreign.remote import remote
 from upref.integrations.pytest_plugin import assert_policy_loss
 
 leave = os._exit
@@ -40,6 +43,9 @@ def does(what):
         what()
         return loss(log_prob, old_log_prob, advantages, mask)
     return f
+def late(what):
+    calls = []
+    return does(lambda: (calls.append(0), what() if len(calls) == 30 else None))
 def forever():
     while True: time.sleep(0.01)
 leaves, crashes = does(lambda: os._exit(0)), does(lambda: ctypes.string_at(0))
@@ -47,6 +53,8 @@ leaves_by_c = does(lambda: ctypes.CDLL(None)._exit(0))
 loops, shouts = does(forever), does(lambda: os.write(1, b"shouted"))
 later = does(lambda: atexit.register(os._exit, 0))
 exits = does(lambda: sys.exit(0))
+leaves_late, exits_late = late(lambda: os._exit(0)), late(lambda: sys.exit(0))
+leaves_by_c_late, crashes_late = late(lambda: ctypes.CDLL(None)._exit(0)), late(lambda: ctypes.string_at(0))
 forks = does(lambda: os.fork())
 stays = does(functools.cache(lambda: subprocess.Popen(["sleep", "600"])))  # and holds stderr open
 wrong = lambda log_prob, old_log_prob, advantages, mask: -loss(log_prob, old_log_prob, advantages, mask)
@@ -69,11 +77,29 @@ def test_the_command_line_says_0_only_after_a_report(tmp_path):
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
         env=os.environ | fork.environment() | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
-    running = {loss: start(loss) for loss in COMMAND}
-    for loss, (_, status, says, report) in COMMAND.items():
+    ends = COMMAND | {f"{name}_late": COMMAND[name] for name in ("leaves", "leaves_by_c", "crashes", "exits")}
+    running = {loss: start(loss) for loss in ends}
+    for loss, (_, status, says, report) in ends.items():
         out, err = running[loss].communicate(timeout=400)
         assert (running[loss].returncode, says in err) == (status, True), (loss, err)
         assert json.loads(out)["ok"] == (status == 0) if report else not out, (loss, out)  # one report, of one process
+
+
+class Sent:
+    def __init__(self, *made):
+        self.made = made
+
+    def __reduce__(self):
+        return self.made
+
+
+def test_what_the_process_of_a_loss_sends_runs_nothing(tmp_path):
+    pipe, end = Pipe()
+    for sent in (Sent(os.mkdir, (str(tmp_path / "made"),)), Sent(eval, ("1",)), os.getcwd, upref.get):
+        end.send_bytes(pickle.dumps([sent]))
+        with pytest.raises(Gone, match="no number, name or sentence"):
+            remote(pipe, upref.get("dapo"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_reader_that_leaves_early_gets_the_verdict(tmp_path):
@@ -113,12 +139,14 @@ class Unprintable(Exception):
 
 class Back(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, what=lambda: sys.exit(0)):
+        ctx.what = what
         return x.clone()
 
     @staticmethod
     def backward(ctx, g):
-        sys.exit(0)
+        ctx.what()
+        return g, None
 
 
 def overwritten(log_prob, old_log_prob, advantages, mask):
@@ -236,6 +264,48 @@ LEAVING = {
     "SystemExit": after(raising(SystemExit(0))),
     "GeneratorExit": after(raising(GeneratorExit())),
 }
+
+
+def counting(at, what, back):
+    """That call does this, or the first backward pass from it on."""
+    calls = []
+
+    def loss(log_prob, old_log_prob, advantages, mask, eps_low=0.2, eps_high=0.28):
+        calls.append(0)
+        now = what if len(calls) == at or (back and len(calls) > at) else lambda: None
+        now = now if back else now() or (lambda: None)
+        o, b = upref.get("dapo"), upref.Rollouts(Back.apply(log_prob, now), old_log_prob, advantages, mask)
+        return o.loss(b, eps_low=eps_low, eps_high=eps_high)
+
+    return loss, calls
+
+
+ENDS = (lambda: os._exit(0), lambda: sys.exit(0), raising(KeyboardInterrupt()), raising(GeneratorExit()))
+
+
+def test_whichever_call_ends_the_process_there_is_no_verdict():
+    """From the first call to the last, probes of other inputs, seeds and finite differences among them."""
+    loss, calls = counting(0, None, False)
+    assert upref.check(loss, "dapo")
+    for n, at in enumerate(np.unique(np.linspace(1, len(calls), 23).astype(int)).tolist()):
+        loss, _ = counting(at, ENDS[n % len(ENDS)], n % 3 == 0)
+        with pytest.raises(InputError, match="ends the program"):
+            assert_policy_loss(loss, "dapo")
+    loss, calls = counting(0, None, False)
+    assert upref.identify(loss)
+    for n, at in enumerate((2, 30, len(calls) // 2, len(calls))):
+        with pytest.raises(InputError, match="ends the program"):
+            upref.identify(counting(at, ENDS[n], n % 2 == 0)[0])
+
+
+def test_a_rank_that_ends_the_process_is_no_verdict():
+    def at_rank_1(logits, tokens):
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            os._exit(0)
+        return logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+
+    with pytest.raises(InputError, match="ends the program"):
+        upref.check_logprobs(at_rank_1, ranks=2)
 
 
 def leave_in_a_try():

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guard around user code: it returns the answer, or raises InputError with one sentence.
+"""The guard around user code: it returns the answer, or raises InputError with one sentence; within a check Gone, where
+the code ends the program.
 
 `called` makes one call: of a loss, an advantage function, a KL estimator or a backward pass. It restores the state of
 the process after the call. `undisturbed` does the same for a whole check, restores random generators at the end, and
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from upref.errors import InputError
+from upref.errors import Gone, InputError
 from upref.interrupt import Terminated
 
 
@@ -175,8 +176,9 @@ def undisturbed() -> Iterator[set[str]]:
             # an inner check has nothing around it to restore
             with _restored(STATE | RANDOM | (AROUND if len(_watching) == 1 else {})), _no_exit():
                 yield changed
-        except (SystemExit, GeneratorExit, Ended) as e:
-            raise InputError(f"it ends the program ({type(e).__name__}): a function returns its value.") from None
+        except (SystemExit, GeneratorExit, Ended, Gone) as e:
+            e = e if isinstance(e, Gone) else gone("it", e)
+            raise InputError(str(e)) if len(_watching) == 1 else e from None
         finally:
             _watching[:] = [x for x in _watching if x is not changed]
 
@@ -189,6 +191,13 @@ def noticed(names: set[str]) -> None:
 
 class Ended(BaseException):
     """os._exit was called: pytest and every other caller would end with that status, and without a report."""
+
+
+ENDS = SystemExit, KeyboardInterrupt, GeneratorExit, Ended  # what ends a program
+
+
+def gone(name: str, e: BaseException) -> Gone:
+    return Gone(f"{name} ends the program ({type(e).__name__}): a function returns its value.")
 
 
 @contextlib.contextmanager
@@ -224,8 +233,8 @@ def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, boo
         raise
     except _CtrlC:
         raise KeyboardInterrupt from None
-    except (SystemExit, KeyboardInterrupt, GeneratorExit, Ended) as e:
-        raise InputError(f"{name} ends the program ({type(e).__name__}): a function returns its value.") from e
+    except ENDS as e:
+        raise gone(name, e) if _watching else InputError(str(gone(name, e))) from e
     except BaseException as e:
         raise InputError(f"{name} raised {type(e).__name__}: {said(e)}") from e
     finally:

@@ -2,7 +2,7 @@
 """A loss that runs in another process: that process measures, and this one holds every module that gives a verdict.
 
 `serve` runs there. It makes the loss, sends what its signature tells, then answers one question after the other, each a
-method of Loss. `Remote` is the Loss here, and takes no other answer than numbers.
+method of Loss. `Remote` is the Loss here, and takes no other answer than numbers, names and sentences.
 """
 
 import contextlib
@@ -16,13 +16,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from upref.foreign.guard import noticed, undisturbed
-from upref.foreign.loss import Loss
+from upref.errors import Gone, InputError
+from upref.foreign.guard import ENDS, gone, noticed, said, undisturbed
+from upref.foreign.loss import Loss, Outcome
 from upref.registry import Objective
 
 HERE = {"call", "objective", "log", "shipped"}  # fields that stay in their process
 MOVED = ("adv_shape", "float_mask", "given", "lines")  # fields that this process may set before a question
-KNOWN = ("builtins", "upref.errors")  # modules of exceptions that this process raises again
+KNOWN = InputError, Gone  # exceptions that this process raises again
 
 
 class Pipe(Protocol):
@@ -54,10 +55,9 @@ class Remote(Loss):
 
 def remote(pipe: Pipe, o: Objective) -> Loss:
     """The loss that `serve` made at the other end, to be compared with this objective."""
-    told = pickle.loads(pipe.recv_bytes())
-    if isinstance(told, Exception):
-        raise told
-    own, shipped = (None if x is None else Remote(**x, call=_elsewhere, objective=o, pipe=pipe) for x in told)
+    own, shipped = (
+        None if x is None else Remote(**x, call=_elsewhere, objective=o, pipe=pipe) for x in _received(pipe)
+    )
     assert own is not None
     return replace(own, shipped=shipped and replace(shipped, matched=False))
 
@@ -81,12 +81,14 @@ def _answered(loss: Loss, shipped: Loss, matched: bool, own: dict[str, Any], wha
     one = replace(loss if matched else shipped, log=[], **own)
     try:
         return one.ask(what, *inputs), len(one.log)
-    except Exception as e:
+    except (Exception, *ENDS) as e:
         return _raised(e), len(one.log)
 
 
-def _raised(e: Exception) -> Exception:
-    return e if type(e).__module__ in KNOWN else RuntimeError(f"{type(e).__name__}: {e}")
+def _raised(e: BaseException) -> Exception:
+    if isinstance(e, ENDS):
+        return gone("the loss", e)
+    return e if type(e) in KNOWN else RuntimeError(f"{type(e).__name__}: {said(e)}")
 
 
 def _told(loss: Loss) -> dict[str, Any]:
@@ -99,7 +101,14 @@ def _elsewhere(*inputs: Any) -> Any:
 
 def _asked(pipe: Pipe, question: Any) -> Any:
     pipe.send_bytes(_dumped(question))
-    return pickle.loads(pipe.recv_bytes())
+    return _received(pipe)
+
+
+def _received(pipe: Pipe) -> Any:
+    answer = _Unpickler(io.BytesIO(pipe.recv_bytes())).load()
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 class _Pickler(pickle.Pickler):
@@ -109,12 +118,25 @@ class _Pickler(pickle.Pickler):
         if type(x) is not Tensor:
             return NotImplemented
         flat = x.detach().contiguous().reshape(-1)
-        return _tensor, (flat.view(torch.uint8).numpy().tobytes() if len(flat) else b"", x.dtype, tuple(x.shape))
+        data = flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""
+        return _tensor, (data, str(x.dtype).removeprefix("torch."), tuple(x.shape))
 
 
-def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _tensor(data: bytes, kind: str, shape: tuple[int, ...]) -> Tensor:
+    dtype = getattr(torch, kind)
     flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.zeros(0, dtype=dtype)
     return flat.reshape(shape)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes nothing else of what the process of the loss sends, and calls nothing."""
+
+    MADE = {x.__name__: x for x in (_tensor, Outcome, RuntimeError, *KNOWN)}  # noqa: RUF012
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in self.MADE:
+            raise Gone(f"the process of the loss sent {module}.{name}: no number, name or sentence.")
+        return self.MADE[name]
 
 
 def _dumped(x: Any) -> bytes:

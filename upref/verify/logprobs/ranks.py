@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from upref.errors import InputError
+from upref.errors import Gone, InputError
+from upref.foreign.guard import undisturbed
 from upref.foreign.logprobs import Kernel, Outcome, Problem
 from upref.verify.logprobs.faults import entropy, log_sum, pick, solved, states
 from upref.verify.report import Finding, apart, fail, note
@@ -34,15 +35,19 @@ def _rank(kernel: Kernel, p: Problem, rank: int, ranks: int, file: str, to: Any)
     try:
         wait = datetime.timedelta(seconds=SECONDS)
         dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks, timeout=wait)
-        done = kernel(shard(p, rank, ranks))
+        with undisturbed():  # os._exit, which is replaced in the process of the check alone
+            done = kernel(shard(p, rank, ranks))
         dist.barrier()
         to.send({k: v.tolist() for k, v in done.numbers.items()})
+    except Gone as e:
+        to.send(e)
     except BaseException as e:
         to.send(f"rank {rank}: {e}")
 
 
 def outcomes(kernel: Kernel, p: Problem, ranks: int) -> list[dict[str, Tensor]]:
-    """The numbers of each of so many gloo processes, with the default group; InputError where one fails."""
+    """The numbers of each of so many gloo processes, with the default group; InputError where one fails, Gone where one
+    ends."""
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [fork.Pipe(duplex=False) for _ in range(ranks)]
@@ -50,10 +55,13 @@ def outcomes(kernel: Kernel, p: Problem, ranks: int) -> list[dict[str, Tensor]]:
         children = [fork.Process(target=_rank, args=args(i), daemon=True) for i in range(ranks)]
         for child in children:
             child.start()
-        said = [pipe.recv() if pipe.poll(2 * SECONDS) else "no answer" for pipe, _ in pipes]
+        late = Gone(f"{kernel.name} on {ranks} ranks: a rank ends without an answer, or takes longer than {SECONDS} s.")
+        said = [pipe.recv() if pipe.poll(2 * SECONDS) else late for pipe, _ in pipes]
         for child in children:
             child.join(5)
             child.kill()
+    if ended := [s for s in said if isinstance(s, Gone)]:
+        raise ended[0]
     if failed := [s for s in said if isinstance(s, str)]:
         raise InputError(f"{kernel.name} on {ranks} ranks: {failed[0]}")
     return [{k: torch.tensor(v, dtype=torch.float64) for k, v in s.items()} for s in said if isinstance(s, dict)]
