@@ -3,8 +3,8 @@
 
 `executable() + ARGUMENTS` starts like `PYTHON ARGUMENTS`: it hands its arguments, environment and output to the forking
 process and waits for the end of the fork; where there is none, it becomes that Python itself. The forking process
-listens on the Unix socket that UPREF_FORK names and ends with its parent. Ray's workers are such forks, and so are the
-commands of the pages and of many tests (`environment`).
+listens on the Unix socket that UPREF_FORK names. It ends with its parent, however that ends, and removes the socket.
+Ray's workers are such forks, and so are the commands of the pages and of many tests (`environment`).
 """
 
 import atexit
@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import NoReturn
 
 SOCKET = "UPREF_FORK"  # names the Unix socket
+OURS = "-fork"  # the end of a folder's name that has nothing but the socket
 SLOW = ("torch", "sympy")  # to import, of what upref needs
 
 
@@ -45,7 +46,7 @@ def start(path: str, early: Iterable[str], late: Iterable[str] = ()) -> None:
 
 @cache
 def _folder() -> "tempfile.TemporaryDirectory[str]":
-    return tempfile.TemporaryDirectory(prefix="upref-")  # a socket's name is short
+    return tempfile.TemporaryDirectory(prefix="upref-", suffix=OURS)  # a socket's name is short
 
 
 @cache
@@ -79,10 +80,12 @@ def ask(arguments: list[str]) -> int:
 def serve(early: str, late: str) -> list[str]:
     """Fork for each that asks. Returns in the forks, with their arguments."""
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(os.environ[SOCKET])
+    path = os.environ[SOCKET]
+    listener.bind(path)
     listener.listen(64)
     parent, imported = os.getppid(), False
-    ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the forks
+    # they are for the forks; a time limit sends SIGTERM to all of a group at once
+    ours = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     asking: dict[int, socket.socket] = {}
     for name in filter(None, early.split(",")):
         __import__(name)
@@ -109,7 +112,8 @@ def serve(early: str, late: str) -> list[str]:
         pid = os.fork()
         if pid == 0:
             listener.close()
-            signal.signal(signal.SIGINT, ctrl_c)
+            for number, handler in ours.items():
+                signal.signal(number, handler)
             for at, file in enumerate(files):
                 os.dup2(file, at)
             sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115  of other files
@@ -119,6 +123,10 @@ def serve(early: str, late: str) -> list[str]:
         asking[pid] = client
         for file in files:
             os.close(file)
+    with suppress(OSError):
+        os.unlink(path)
+        if os.path.dirname(path).endswith(OURS):  # else a folder of other things too
+            os.rmdir(os.path.dirname(path))
     sys.exit()
 
 

@@ -79,3 +79,31 @@ def test_without_the_forking_process_a_worker_starts_by_itself(place):
     process = worker(place, 0)
     _, _, who, _, parent, imported, _, _ = json.loads(process.communicate(timeout=30)[0])
     assert (who, parent, imported, process.returncode) == ("me", os.getpid(), False, 3)
+
+
+USER = """
+import time
+from repro import fork
+assert fork.environment()
+print("started", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_an_end_of_the_parent_leaves_no_socket(tmp_path, end):
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(
+            [sys.executable, "-c", USER], cwd=ROOT, env=os.environ | {"TMPDIR": folder}, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        assert process.stdout.readline() == b"started\n" and os.listdir(folder)
+        if end == signal.SIGKILL:
+            process.kill()
+        else:
+            os.killpg(process.pid, end)  # as a time limit or a terminal does
+        process.wait()
+        deadline = time.monotonic() + 20
+        while os.listdir(folder) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not os.listdir(folder)
