@@ -60,7 +60,8 @@ class Loss:
     form: str = "scalar"
     wrapped: bool = False
     backs: bool = False  # it calls .backward() itself
-    log: list[Any] = field(default_factory=list, repr=False, compare=False)  # of each call (loss, arguments, gradient)
+    # of each call of the function; (loss, question, inputs, answer) where a question takes one call, else None
+    log: list[Any] = field(default_factory=list, repr=False, compare=False)
     lines: int = 0  # of Python that a call may run before it is stopped, 0 for any number
     fields: dict[str, Any] | None = None  # of its framework's config that were set; None where there is none
     defaults: dict[str, Any] = field(default_factory=dict)  # what the framework ships for these fields
@@ -173,25 +174,22 @@ class Loss:
 
         wanting: log_prob is computed from a leaf, as by a network, and so are these roles; by default it is the leaf.
         """
-        done, g = self.ask("measured", b, ranks, wanting, moved)
-        self.log[-1] = self, (b, ranks, wanting, moved), g
-        return done, g
+        return self.ask("measured", b, ranks, wanting, moved)
 
     def ask(self, what: str, *inputs: Any) -> Any:
-        """The answer of one of the methods below, all that a verdict takes from the loss; elsewhere than here, where
-        the loss runs in another process (upref.foreign.remote)."""
+        """The answer of one of the methods below, all that a verdict takes from the loss."""
+        before = len(self.log)
+        answer = self.answer(what, inputs)
+        if len(self.log) == before + 1:
+            self.log[-1] = self, what, inputs, answer
+        return answer
+
+    def answer(self, what: str, inputs: tuple[Any, ...]) -> Any:
+        """Elsewhere than here, where the loss runs in another process (upref.foreign.remote)."""
         return getattr(self, what)(*inputs)
 
     def close(self) -> None:
         """It is not asked any more."""
-
-    def changed(self, first: int) -> int | None:
-        """The call since which this one of the log has another answer, by asking all again; None where it has not."""
-        still = lambda at: _same(at[2], at[0].ask("measured", *at[1])[1])
-        log = list(self.log)
-        if still(log[first]):
-            return None
-        return 2 + max(n for n, at in enumerate(log) if n == first or (at and not still(at)))
 
     def measured(
         self, b: Rollouts, ranks: int, wanting: tuple[str, ...] | None, moved: dict[str, Any]

@@ -41,7 +41,7 @@ class Remote(Loss):
     pipe: Any = field(default=None, repr=False, compare=False)
     matched: bool = True  # the loss that was asked for; else the same as its framework ships it
 
-    def ask(self, what: str, *inputs: Any) -> Any:
+    def answer(self, what: str, inputs: tuple[Any, ...]) -> Any:
         own = {name: getattr(self, name) for name in MOVED}
         answer, calls = _asked(self.pipe, (self.matched, own, what, inputs))
         self.log.extend([None] * calls)
@@ -80,7 +80,7 @@ def serve(make: Callable[[], Loss], pipe: Pipe) -> None:
 def _answered(loss: Loss, shipped: Loss, matched: bool, own: dict[str, Any], what: str, inputs: Any) -> tuple[Any, int]:
     one = replace(loss if matched else shipped, log=[], **own)
     try:
-        return one.ask(what, *inputs), len(one.log)
+        return one.answer(what, inputs), len(one.log)
     except (Exception, *ENDS) as e:
         return _raised(e), len(one.log)
 

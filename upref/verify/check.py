@@ -11,7 +11,7 @@ from upref.registry import Objective, get
 from upref.verify import oracles
 from upref.verify.measure import EXACT, HABIT, Case, held
 from upref.verify.oracle import Oracle, found_in, must_know, ordered, run
-from upref.verify.oracles.conduct import state
+from upref.verify.oracles.state import state
 from upref.verify.report import Report, tidy
 
 

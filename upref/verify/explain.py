@@ -35,7 +35,7 @@ def explain(case: Case, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list
     """
     use = b.mask & ~ignore
     more = _elsewhere(case)
-    nothing = not any(at[2].any() for at in case.loss.log if at)
+    nothing = not any(at[3][1].any() for at in case.loss.log if at and at[1] == "measured")
     every = chain([NOTHING] * nothing, _retuned(case, bounds), _other_kl(case, b, found, use),
                   _kl_aggregated(case), known(case.o, case.hp, bounds), _others(case))  # fmt: skip
     first = lambda slips: reproduces((slip for slip in slips if more.fits(slip, case)), case, b, found, use)

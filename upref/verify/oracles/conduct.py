@@ -2,7 +2,6 @@
 """Oracles of a loss's conduct as a function: what it reads, what it writes, and where its gradient goes."""
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.foreign.names import CALLED
-from upref.foreign.shapes import probe
 from upref.rollouts import Rollouts
 from upref.verify.factors import even
 from upref.verify.measure import EXACT, Case
@@ -24,51 +22,6 @@ FIXED = ("logp_old", "adv", "logp_ref")  # what no gradient is to flow into
 NETWORK = "the gradient differs when log_prob is the output of a network, as in training, from that of a leaf tensor"
 UNDETACHED = "the gradient by log_prob differs with requires_grad set on {} as well"
 CONSTANTS = "harmless as long as callers pass them without requires_grad; add .detach() to be safe"
-
-
-STATE = "it keeps state between calls, or reads a clock or a random generator: its gradient on this batch changes"
-
-
-TWICE = 32  # times that a small batch is asked: a counter of a shorter period shows, at whatever call it began
-AGAIN = 100, 200  # calls of a check that failed which are asked again: the first and the last
-
-
-@oracle("determinism", 0)
-def determinism(case: Case) -> list[Finding]:
-    b, log = case.grid(thin=5), case.loss.log
-    first = len(log)
-    answers = [case.both(b) for _ in range(4)]
-    equal = lambda p, q: torch.equal(p.nan_to_num(nan=12345.0), q.nan_to_num(nan=12345.0))
-    same = lambda x, y: all(map(equal, x, y))
-    if all(same(answers[0], more) for more in answers):
-        b, first = case.ready(probe()), len(log)
-        answers = [case.both(b) for _ in range(TWICE)]
-        if all(same(answers[0], more) for more in answers):
-            return []
-    at = first + next(n for n, more in enumerate(answers) if not same(answers[0], more))
-    why = "it draws random numbers" if _drawn(case, b, same) else f"{STATE} at call {at + 1}"
-    batch = as_python(shrink(b, lambda c: not torch.equal(case.gradient(c), case.gradient(c))), reads=case.loss.reads)
-    return [fail("determinism", "the same batch twice", "the same numbers", "other numbers", batch, why)]
-
-
-def _drawn(case: Case, b: Rollouts, same: Callable) -> bool:
-    """Whether the seed decides the answer, in an order of seeds that no counter has."""
-
-    answers = [(seed, case.loss.ask("seeded", b, seed)) for seed in (0, 1, 1, 0, 1, 0, 0, 0, 1, 1)]
-    return all(same(x, y) == (i == j) for i, x in answers for j, y in answers)
-
-
-def state(case: Case) -> list[Finding]:
-    """The first batch once more, after all others; after a failure, the batches of other calls too. A loss that has
-    changed meanwhile was not judged by one answer."""
-    log = case.loss.log
-    asked = [n for n, at in enumerate(log) if at]
-    for n in [*asked[: AGAIN[0]], *asked[AGAIN[0] :][-AGAIN[1] :]] if case.failed else asked[:1]:
-        calls = len(log)
-        if since := case.loss.changed(n):
-            text = f"the batch of call {n + 1}, asked again after call {calls}"
-            return [fail("determinism", text, "the same numbers", "other numbers", cause=f"{STATE} at call {since}")]
-    return []
 
 
 @oracle("in-training", 5)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle of state: whether a loss gives one answer for one batch, and at which call that changed."""
+
+import contextlib
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.errors import InputError
+from upref.foreign.shapes import probe
+from upref.rollouts import Rollouts
+from upref.verify.measure import Case
+from upref.verify.oracle import oracle
+from upref.verify.report import Finding, fail
+from upref.verify.shrink import as_python, shrink
+
+STATE = "it keeps state between calls, or reads a clock or a random generator: its gradient on this batch changes"
+
+
+TWICE = 32  # times that a small batch is asked: a counter of a shorter period shows, at whatever call it began
+AGAIN = 100, 200  # calls of a check that failed which are asked again: the first and the last
+LONG = 128  # times that a batch is asked which has changed: whether it changes once more
+
+
+@oracle("determinism", 0)
+def determinism(case: Case) -> list[Finding]:
+    b, log = case.grid(thin=5), case.loss.log
+    first = len(log)
+    answers = [case.both(b) for _ in range(4)]
+    same = lambda x, y: all(map(_same, x, y))
+    if all(same(answers[0], more) for more in answers):
+        b, first = case.ready(probe()), len(log)
+        answers = [case.both(b) for _ in range(TWICE)]
+        if all(same(answers[0], more) for more in answers):
+            return []
+    why = "it draws random numbers" if _drawn(case, b, same) else f"{STATE} {_since(list(log), first)}"
+    batch = as_python(shrink(b, lambda c: not torch.equal(case.gradient(c), case.gradient(c))), reads=case.loss.reads)
+    return [fail("determinism", "the same batch twice", "the same numbers", "other numbers", batch, why)]
+
+
+def _drawn(case: Case, b: Rollouts, same: Callable) -> bool:
+    """Whether the seed decides the answer, in an order of seeds that no counter has."""
+
+    answers = [(seed, case.loss.ask("seeded", b, seed)) for seed in (0, 1, 1, 0, 1, 0, 0, 0, 1, 1)]
+    return all(same(x, y) == (i == j) for i, x in answers for j, y in answers)
+
+
+def _same(x: Tensor | None, y: Tensor | None) -> bool:
+    if x is None or y is None:
+        return x is y
+    return torch.equal(x.nan_to_num(nan=12345.0), y.nan_to_num(nan=12345.0))
+
+
+def _gradient(answer: Any) -> Tensor | None:
+    answer = answer[1] if isinstance(answer, tuple) else answer
+    return answer if isinstance(answer, Tensor) else None
+
+
+def _again(at: tuple) -> Tensor | None:
+    """The gradient that this call of the log has now; None where it has none."""
+    with contextlib.suppress(InputError):
+        return _gradient(at[0].ask(at[1], *at[2]))
+    return None
+
+
+def _changed(at: tuple) -> bool:
+    return not _same(_gradient(at[3]), _again(at))
+
+
+def state(case: Case) -> list[Finding]:
+    """The first batch once more, after all others; after a failure, the batches of other calls too. A loss that has
+    changed meanwhile was not judged by one answer."""
+    log = case.loss.log
+    asked = [n for n, at in enumerate(log) if at]
+    for n in [*asked[: AGAIN[0]], *asked[AGAIN[0] :][-AGAIN[1] :]] if case.failed else asked[:1]:
+        if _changed(log[n]):
+            text = f"the batch of call {n + 1}, asked again as call {len(log)}"
+            why = f"{STATE} {_since(log[: len(log) - 1], n)}"
+            return [fail("determinism", text, "the same numbers", "other numbers", cause=why)]
+    return []
+
+
+def _since(log: list[Any], n: int) -> str:
+    """At which call of the log the answers changed, in words; the batch of call n has had two.
+
+    Each call is asked again while the loss is in the state in which it is most of the time, as the batch of call n
+    tells before and after: a call that had another answer was made in another state. Of a call without a gradient
+    nothing is known.
+    """
+    b, start = log[n], len(log[n][0].log)
+    seen = [_again(b) for _ in range(LONG)]
+    usual = max(seen, key=lambda x: sum(_same(x, y) for y in seen))
+    settled = all(_same(usual, x) for x in seen)
+    turn = next((start + i + 1 for i in range(1, LONG) if not _same(seen[i - 1], seen[i])), start)
+    known: list[tuple[int, bool]] = []  # calls, and whether they were made in another state
+    for call, at in enumerate(log, 1):
+        if at is None or (not settled and len(set(dict(known).values())) == 2):
+            continue
+        for _ in range(LONG // 2):
+            before, *x, after = (usual, _again(at), usual) if settled else map(_again, (b, at, at, b))
+            if all(map(_same, (before, x[0], after), (usual, x[-1], usual))):
+                break
+        else:  # it changes at every few calls
+            return f"at call {turn}"
+        if (moved := not _same(_gradient(at[3]), x[0])) or (x[0] is not None and x[0].any()):
+            known.append((call, moved))
+    turns = [(x + 1, y) for (x, was), (y, now) in pairwise(known) if was != now]
+    often = settled and sum(moved for _, moved in known) > 2 + len(known) / LONG  # all calls up to one of them
+    if often and not known[0][1]:  # not all batches show it
+        return f"after call {max(call for call, moved in known if moved)}"
+    first, last = (turns or [(turn, turn)])[-1 if often else 0]
+    return f"at call {last}" if first == last else f"at one of the calls {first} to {last}"
