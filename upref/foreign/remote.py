@@ -88,7 +88,7 @@ def _answered(loss: Loss, shipped: Loss, matched: bool, own: dict[str, Any], wha
 def _raised(e: BaseException) -> Exception:
     if isinstance(e, ENDS):
         return gone("the loss", e)
-    return e if type(e) in KNOWN else RuntimeError(f"{type(e).__name__}: {said(e)}")
+    return e if isinstance(e, KNOWN) else RuntimeError(f"{type(e).__name__}: {said(e)}")
 
 
 def _told(loss: Loss) -> dict[str, Any]:

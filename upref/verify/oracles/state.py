@@ -41,7 +41,7 @@ def determinism(case: Case) -> list[Finding]:
     return [fail("determinism", "the same batch twice", "the same numbers", "other numbers", batch, why)]
 
 
-def _drawn(case: Case, b: Rollouts, same: Callable) -> bool:
+def _drawn(case: Case, b: Rollouts, same: Callable[[Any, Any], bool]) -> bool:
     """Whether the seed decides the answer, in an order of seeds that no counter has."""
 
     answers = [(seed, case.loss.ask("seeded", b, seed)) for seed in (0, 1, 1, 0, 1, 0, 0, 0, 1, 1)]
@@ -59,14 +59,14 @@ def _gradient(answer: Any) -> Tensor | None:
     return answer if isinstance(answer, Tensor) else None
 
 
-def _again(at: tuple) -> Tensor | None:
+def _again(at: tuple[Any, ...]) -> Tensor | None:
     """The gradient that this call of the log has now; None where it has none."""
     with contextlib.suppress(InputError):
         return _gradient(at[0].ask(at[1], *at[2]))
     return None
 
 
-def _changed(at: tuple) -> bool:
+def _changed(at: tuple[Any, ...]) -> bool:
     return not _same(_gradient(at[3]), _again(at))
 
 
