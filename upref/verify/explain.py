@@ -56,23 +56,40 @@ class Elsewhere:
 
 
 def _elsewhere(case: Case, *more: Rollouts) -> Elsewhere:
-    """On policy, with small advantages too, near every bound, three random ones, and more."""
-    calm, out = case.ready(anchor()), []
-    small, grid = calm.but(adv=calm.adv / 1000), case.grid(seed=7, edges=OFF_EDGES, thin=3)
-    for b in (calm, small, grid, *_random_ones(case), *more):
+    """All of `others`, with what is found there."""
+    out = []
+    for b in (*others(case), *more):
         with contextlib.suppress(InputError):  # what it refuses is another finding
             found = case.weights(b)
             out.append((b, found, b.mask & found.isfinite() & ~case.rounded(b)))
     return Elsewhere(out)
 
 
-def _random_ones(case: Case) -> list[Rollouts]:
-    return [case.ready(random_batch(np.random.default_rng(seed), case.one_adv)) for seed in (0, 3, 5)]
+def others(case: Case) -> list[Rollouts]:
+    """On policy, with small advantages too, near every bound, three random ones, and one of 64 responses."""
+    calm, rng = case.ready(anchor()), np.random.default_rng
+    small, grid = calm.but(adv=calm.adv / 1000), case.grid(seed=7, edges=OFF_EDGES, thin=3)
+    some = [case.ready(random_batch(rng(seed), case.one_adv)) for seed in (0, 3, 5)]
+    return [calm, small, grid, *some, case.ready(random_batch(rng(4), case.one_adv, (64, 40)))]
 
 
 def confirmed(case: Case, slip: Slip, *more: Rollouts) -> str:
     """The words of a slip that reproduces the loss on every one of those batches, and on these; else none."""
     return slip.words if _elsewhere(case, *more).fits(slip, case) else ""
+
+
+def everywhere(case: Case, change: Callable[[Rollouts], tuple[Tensor, Tensor]], *more: Rollouts) -> bool:
+    """The same of a cause that is no change of the weights: whether what is found is what the change makes of the
+    reference, on every one of those batches that the loss takes, three at least."""
+    answers = []
+    for b in (*others(case), *more):
+        with contextlib.suppress(InputError):
+            answers.append(alike(*change(replace(b, totals=None))))
+    return len(answers) >= 3 and all(answers)
+
+
+def alike(x: Tensor, y: Tensor) -> bool:
+    return bool((x - y).abs().max() <= 1e-5 * y.abs().max())
 
 
 def _two(case: Case, b: Rollouts, found: Tensor, use: Tensor, bounds: list[float], more: Elsewhere) -> Slip | None:

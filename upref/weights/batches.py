@@ -164,9 +164,9 @@ def anchor(width: int = 9) -> Rollouts:
     return Rollouts(lp, lp.clone(), adv, mask, torch.tensor([0, 0, 0, 1, 1, 2, 2, 2]), entropy=1 + lp**2)
 
 
-def random_batch(rng: np.random.Generator, one_adv: bool = False) -> Rollouts:
+def random_batch(rng: np.random.Generator, one_adv: bool = False, shape: tuple[int, int] | None = None) -> Rollouts:
     """Any batch: ragged masks with holes, ratios near and far, a few zero advantages, groups or none."""
-    B, T = int(rng.integers(2, 7)), int(rng.integers(1, 9))
+    B, T = shape or (int(rng.integers(2, 7)), int(rng.integers(1, 9)))
     mask = rng.random((B, T)) < rng.choice([0.3, 0.8, 1.0])
     mask[:, rng.integers(T)] = True
     old = -rng.exponential(rng.choice([0.2, 2.0, 8.0]), (B, T)) - 1e-3

@@ -2,7 +2,7 @@
 """Oracles of a mini-batch that is cut up: micro-batches that add up, a loss that is scaled for it, averaged ranks, one
 response by itself."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from upref.aggregation import Totals
 from upref.errors import InputError
 from upref.rollouts import Rollouts
+from upref.verify.explain import everywhere
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
@@ -34,16 +35,23 @@ def not_split(case: Case) -> str:
 
 @oracle("split", 40, not_split)
 def split(case: Case) -> list[Finding]:
-    b = _batch(case)
+    b, counts = _batch(case), (2, 4, 8) if case.loss.equal_cuts else (2, 3, 8)  # of eight responses
     v, g = case.both(b)
-    for n in (2, 4, 8) if case.loss.equal_cuts else (2, 3, 8):  # of eight responses
+    for n in counts:
         parts = [case.both(m) for m in b.split(n)]
         g2, v2 = torch.cat([p[1] for p in parts]), sum(p[0] for p in parts)
         off = moved(g2, g, b.mask, slack(case))
         if off.max() > 0:
             i, t = worst(off)
-            alone = [_right(case, replace(m, totals=None)) for m in b.split(n)]
-            why = OWN.format("micro-batch") if _alike(g2, torch.cat(alone)) else ""
+
+            def own(c: Rollouts) -> tuple[Tensor, Tensor]:
+                cuts = [m for n in counts if len(c.mask) % n == 0 or not case.loss.equal_cuts for m in c.split(n)]
+                if not cuts:
+                    raise InputError("it has no equal parts")
+                told = [_right(case, replace(m, totals=None)) for m in cuts]
+                return torch.cat(list(map(case.gradient, cuts))), torch.cat(told)
+
+            why = OWN.format("micro-batch") if everywhere(case, own, b) else ""
             regime = f"{n} micro-batches of unequal lengths, their losses added up"
             before, after = f"dJ/dlp {g[i, t].item():.6g}, as of the whole", f"{g2[i, t].item():.6g}"
             return [fail("split", regime, before, after, example(case, b), why)]
@@ -65,9 +73,19 @@ def loss_scale(case: Case) -> list[Finding]:
         return []
     i, t = worst(off)
     before, after = f"half the gradient: {g[i, t].item() / 2:.6g}", f"{half[i, t].item():.6g}"
-    why = "its backward pass leaves out what comes from above (grad_output)" if torch.equal(half, g) else ""
+
+    def whole(c: Rollouts) -> tuple[Tensor, Tensor]:
+        scaled = [loss.ask("into", c, "logp", times) for times in TIMES]
+        if any(x is None for x in scaled):
+            raise InputError("no gradient")
+        return -torch.cat(scaled), torch.cat([case.gradient(c)] * len(TIMES))
+
+    why = "its backward pass leaves out what comes from above (grad_output)" if everywhere(case, whole, b) else ""
     regime = "the loss times 1/2, as for accumulated gradients"
     return [fail("loss-scale", regime, before, after, example(case, b), why)]
+
+
+TIMES = (0.5, 2.0, 100.0, -1.0)  # of a loss, where grad_output is left out
 
 
 @oracle("one-response", 45)
@@ -129,10 +147,6 @@ def _right(case: Case, b: Rollouts) -> Tensor:
     return case.expected(b) * case.factors(b)
 
 
-def _alike(x: Tensor, y: Tensor) -> bool:
-    return bool((x - y).abs().max() <= 1e-5 * y.abs().max())
-
-
 def not_parallel(case: Case) -> str:
     """Why this loss cannot be asked."""
     if not case.loss.splits and (not case.o.agg.startswith("seq-mean") or "group" in case.loss.reads):
@@ -152,34 +166,60 @@ def contract(case: Case) -> str:
 @oracle("data-parallel", 50, not_parallel)
 def data_parallel(case: Case) -> list[Finding]:
     """K ranks with rows dealt out in turn, so that groups lie on several; the framework averages their gradients."""
-    loss, b = case.loss, _batch(case)
-    g, totals = case.gradient(b), b.totals or Totals.of(b.mask, b.group)
-    for ranks in (2, 4):
-        mean = torch.zeros_like(g)
-        for k in range(ranks):
-            rows = torch.arange(k, len(g), ranks)
-            mine = b.rows(rows, totals)
-            if not loss.splits:
-                mine = replace(mine, totals=None, group=None)
-            told = loss.reads_ranks or not loss.splits
-            mean[rows] = case.gradient(mine, ranks) / ranks * (1 if told else ranks)
+    b = _batch(case)
+    g = case.gradient(b)
+    for ranks in RANKS:
+        mean = _mean(case, b, ranks)
         off = moved(mean, g, b.mask, slack(case))
         if off.max() > 0:
             i, t = worst(off)
             text = f"{ranks} ranks of {len(g) // ranks} responses, gradients averaged: {contract(case)}"
             before, after = f"dJ/dlp {g[i, t].item():.6g}, as on one rank", f"{mean[i, t].item():.6g}"
-            return [fail("data-parallel", text, before, after, example(case, b), _why(case, b, mean, ranks))]
+            return [fail("data-parallel", text, before, after, example(case, b), _why(case, b))]
     return []
 
 
-def _why(case: Case, b: Rollouts, mean: Tensor, ranks: int) -> str:
-    """The change to the reference that gives this mean."""
-    g = _right(case, b)
-    if _alike(mean * ranks, g):
-        return "it is not scaled by the number of ranks"
-    own = torch.zeros_like(g)
-    for k in range(ranks):
-        rows = torch.arange(k, len(g), ranks)
-        own[rows] = _right(case, replace(b.rows(rows, Totals.of(b.mask[rows])), totals=None)) / ranks
-    times = next((k for k in (1, ranks) if _alike(mean, k * own)), 0)
-    return OWN.format("rank") if times else ""
+RANKS = (2, 4)
+
+
+def _dealt(b: Rollouts, ranks: int) -> list[Tensor]:
+    return [torch.arange(k, len(b.mask), ranks) for k in range(ranks)]
+
+
+def _mean(case: Case, b: Rollouts, ranks: int) -> Tensor:
+    """The gradients of the ranks, averaged."""
+    loss, mean, totals = case.loss, torch.zeros_like(b.logp), b.totals or Totals.of(b.mask, b.group)
+    for rows in _dealt(b, ranks):
+        mine = b.rows(rows, totals)
+        if not loss.splits:
+            mine = replace(mine, totals=None, group=None)
+        told = loss.reads_ranks or not loss.splits
+        mean[rows] = case.gradient(mine, ranks) / ranks * (1 if told else ranks)
+    return mean
+
+
+def _why(case: Case, b: Rollouts) -> str:
+    """The change to the reference that gives this mean, whatever the number of ranks."""
+
+    def own(c: Rollouts, ranks: int) -> Tensor:
+        out = torch.zeros_like(c.logp)
+        for rows in _dealt(c, ranks):
+            out[rows] = _right(case, replace(c.rows(rows, Totals.of(c.mask[rows])), totals=None)) / ranks
+        return out
+
+    for words, change in (
+        ("it is not scaled by the number of ranks", lambda c, ranks: _right(case, c) / ranks),
+        (OWN.format("rank"), own),
+        (OWN.format("rank"), lambda c, ranks: own(c, ranks) * ranks),
+    ):
+
+        def both(c: Rollouts, change: Callable[[Rollouts, int], Tensor] = change) -> tuple[Tensor, Tensor]:
+            some = [ranks for ranks in RANKS if len(c.mask) % ranks == 0]  # of equally many responses each
+            if not some:
+                raise InputError("it has no equal parts")
+            pairs = [(_mean(case, c, ranks), change(c, ranks)) for ranks in some]
+            return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
+
+        if everywhere(case, both, b):
+            return words
+    return ""

@@ -2,7 +2,9 @@
 """Oracles of a loss's conduct as a function: what it reads, what it writes, and where its gradient goes."""
 
 import contextlib
+import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,12 +12,13 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.foreign.names import CALLED
 from upref.rollouts import Rollouts
+from upref.verify.explain import everywhere
 from upref.verify.factors import even
 from upref.verify.measure import EXACT, Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import as_python, cut, shrink, worst
+from upref.verify.shrink import PER_TOKEN, as_python, cut, shrink, worst
 from upref.weights.batches import OFF_EDGES
 
 FIXED = ("logp_old", "adv", "logp_ref")  # what no gradient is to flow into
@@ -80,7 +83,8 @@ def stop_gradient(case: Case) -> list[Finding]:
         g = case.loss.ask("into", b, "entropy")
         if g is not None and (g != 0).any():
             bonus = even(-(g / case.factors(b))[b.mask])
-            why = f"a bonus of {bonus:.4g} times the entropy of each token" if bonus is not None else ""
+            same = bonus is not None and everywhere(case, partial(_bonus, case, bonus))
+            why = f"a bonus of {bonus:.4g} times the entropy of each token" if same else ""
             flows = lambda c: (into := case.loss.ask("into", c, "entropy")) is not None and bool((into != 0).any())
             b = shrink(b, flows)
             g = case.loss.ask("into", b, "entropy")
@@ -91,19 +95,29 @@ def stop_gradient(case: Case) -> list[Finding]:
     return _declared(case) + notes
 
 
+def _bonus(case: Case, k: float, b: Rollouts) -> tuple[Tensor, Tensor]:
+    """The gradient of the loss by the entropy, and that of k times the entropy of each token in J."""
+    found, due = case.loss.ask("into", b, "entropy"), -k * case.factors(b) * b.mask
+    return torch.zeros_like(due) if found is None else found, due
+
+
 def _declared(case: Case) -> list[Finding]:
     """The surrogate against finite differences, every sg(x) held at its value: for losses in the words of upref.ops."""
     b = case.grid(thin=3, edges=OFF_EDGES)  # on a bound, a finite difference means nothing
     rng = torch.Generator().manual_seed(0)
     steps = [torch.where(b.mask, torch.randn(b.mask.shape, generator=rng, dtype=b.logp.dtype), 0) for _ in range(4)]
-    rises = [] if case.single or case.o.coupled else case.loss.ask("differences", b, [1e-6 * step for step in steps])
+    sizes = (1e-6, 1e-4)  # where the two differ, the value is rounded, or jumps
+    asked = not (case.single or case.o.coupled)
+    rises = case.loss.ask("differences", b, [h * step for h in sizes for step in steps]) if asked else []
+    slopes = torch.tensor(rises).reshape(len(sizes), -1) / torch.tensor(sizes)[:, None] if rises else torch.zeros(2, 0)
     g = -case.gradient(b) if rises else torch.zeros_like(b.logp)
-    for step, rise in zip(steps, rises, strict=False):
-        there, here = rise / 1e-6, (g * step).sum().item()
-        if not abs(there - here) <= 1e-5 * (g * step).abs().sum().item() + 1e-9:
+    for step, (there, far) in zip(steps, slopes.T.tolist(), strict=False):
+        here = (g * step).sum().item()
+        apart = abs(there - here) > 1e-5 * (g * step).abs().sum().item() + 1e-9
+        if (apart and abs(there - far) <= 0.1 * abs(there - here)) or not math.isfinite(there - here):
             why = (
-                "its gradient is not the derivative of its value: a .detach() not declared with sg, "
-                "or a custom backward pass"
+                "its gradient is not the derivative of its value: a stop-gradient not declared with sg, such as "
+                ".detach() or round(), or a custom backward pass"
             )
             regime = "finite differences in a random direction, every sg(x) held at its value"
             return [fail("stop-gradient", regime, f"derivative {there:.6g}", f"autograd {here:.6g}", cause=why)]
@@ -146,14 +160,16 @@ def _moved(case: Case, key: str) -> list[Finding]:
     ask = lambda c, v: case.gradient(c, 1, **({} if v is None else {key: v}))
     try:
         changed = ask(b, other)
-        every = [torch.equal(ask(c, now), ask(c, other)) for c in (b, *_singly(b, differ))]
+        dead = torch.equal(ask(b, now), changed)
     except InputError as e:
         return [fail("dead-hyperparameter", f"{key} = {other:g}", "another gradient", str(e))]
-    if every[0]:
+    if dead:
+        effect = lambda c: (ask(c, other) - ask(c, now), torch.zeros_like(c.logp))
+        every = everywhere(case, effect, *_some(b, differ))
         why = "it goes into **kwargs and has no effect" if key not in loss.takes else "the argument has no effect"
         make = fail if asked else note
         says = "another gradient", "the same gradient, bit for bit"
-        return [make("dead-hyperparameter", text, *says, cause=why if all(every) else "")]
+        return [make("dead-hyperparameter", text, *says, cause=why if every else "")]
     if _explained(there, b, changed):
         return []
     want = f"the gradient of {o.name} at {key} = {other:g}"
@@ -161,11 +177,14 @@ def _moved(case: Case, key: str) -> list[Finding]:
     return [fail("dead-hyperparameter", text, want, "another gradient", cause=why)]
 
 
-def _singly(b: Rollouts, differ: Tensor) -> list[Rollouts]:
-    """Four responses of these tokens, each a batch by itself: an effect may need that."""
-    at = differ.nonzero()
-    some = at[:: max(1, len(at) // 4)][:4, 0].tolist()
-    return [c for i in some if (c := cut(replace(b, group=None), [i], None)) is not None]
+def _some(b: Rollouts, differ: Tensor) -> list[Rollouts]:
+    """These tokens, their responses in batches of 1 to 70, and side by side in long ones: an effect may need that."""
+    b, at = replace(b, group=None), differ.nonzero().tolist()
+    few, rows = at[:: max(1, len(at) // 4)][:4], list(dict.fromkeys(i for i, _ in at)) * 70
+    tokens = [cut(b, [i], columns) for i, t in few for columns in ([t], None)]
+    some = [c for c in (*tokens, *(cut(b, rows[:n], None) for n in (2, 3, 5, 70))) if c is not None]
+    wide = {k: torch.cat([v] * 9, 1) for k in PER_TOKEN if (v := getattr(some[-1], k)) is not None}
+    return [*some, some[-1].but(**wide, totals=None)]
 
 
 def _explained(case: Case, b: Rollouts, g: Tensor) -> bool:

@@ -6,19 +6,19 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from upref.errors import InputError
 from upref.foreign.names import CALLED
 from upref.rollouts import Rollouts
+from upref.verify.explain import alike, everywhere
 from upref.verify.factors import promised
 from upref.verify.measure import HABIT, Case
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import as_python, example, shrink, worst
-from upref.weights.batches import OFF_EDGES, anchor, random_batch
+from upref.weights.batches import OFF_EDGES
 
 FIELDS = ("logp", "logp_old", "adv", "mask", "group", "logp_ref", "entropy", "logp_sampler")
 
@@ -31,19 +31,6 @@ def moved(x: Tensor, y: Tensor, mask: Tensor, tol: float) -> Tensor:
     """Relative to the largest, on unmasked slots, 0 within tol; infinite where one is not finite and the other is."""
     off = ((x - y).abs() / y.abs().amax().clamp(min=1e-30)).nan_to_num(nan=math.inf)
     return torch.where(mask & (off > tol), off, 0)
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    """Whether the change to the right-hand side is what was found on the left."""
-    return bool((x - y).abs().max() <= 1e-5 * y.abs().max())
-
-
-def everywhere(case: Case, change: Callable[[Rollouts], tuple[Tensor, Tensor]]) -> bool:
-    """Whether the change gives what is found on every one of four batches: on policy, on the grid, and random ones."""
-    some = [case.ready(random_batch(np.random.default_rng(seed), case.one_adv)) for seed in (1, 2)]
-    with contextlib.suppress(InputError):
-        return all(_same(*change(b)) for b in (case.ready(anchor()), off_bounds(case), *some))
-    return False
 
 
 def slack(case: Case, least: float = HABIT) -> float:
@@ -109,10 +96,14 @@ def _empty_row(case: Case, b: Rollouts, g: Tensor) -> list[Finding]:
     mean over responses nobody says; that it is NaN there must only be known."""
     if case.loss.form == "unreduced":
         return []
-    rows = {k: torch.cat([v, v[:1]]) for k in FIELDS if (v := getattr(b, k)) is not None}
-    rows["mask"][-1] = False
+
+    def longer(c: Rollouts) -> tuple[Tensor, Tensor]:
+        rows = {k: torch.cat([v, v[:1]]) for k in FIELDS if (v := getattr(c, k)) is not None}
+        rows["mask"][-1] = False
+        return case.both(Rollouts.unchecked(**rows))  # Rollouts itself refuses such a row
+
     try:
-        value, g2 = case.both(Rollouts.unchecked(**rows))  # Rollouts itself refuses such a row
+        value, g2 = longer(b)
     except InputError:
         return []
     text = "with a row that is masked throughout"
@@ -124,8 +115,8 @@ def _empty_row(case: Case, b: Rollouts, g: Tensor) -> list[Finding]:
         return []
     i, t = worst(off)
     before, after = f"dJ/dlp {g[i, t].item():.6g}, as without", f"{g2[i, t].item():.6g}"
-    B = len(g)
-    why = "the row is counted among the responses of a mean" if _same(g2[:-1] * (B + 1), g * B) else ""
+    counted = lambda c: (longer(c)[1][:-1] * (len(c.mask) + 1), case.gradient(c) * len(c.mask))
+    why = "the row is counted among the responses of a mean" if everywhere(case, counted) else ""
     return [fail("padding", text, before, after, cause=why)]
 
 
@@ -182,12 +173,15 @@ def _moves(case: Case, b: Rollouts, i: Tensor) -> bool:
 
 
 def _by_place(case: Case, b: Rollouts) -> str:
-    """Whether the reference, its groups taken for blocks of n rows, is what was found."""
-    g, row = case.gradient(b), torch.arange(len(b.mask))
-    for n in range(2, len(row)) if "group" in case.loss.reads else ():
+    """Whether the reference, its groups taken for blocks of n rows, is what is found."""
+
+    def blocks(c: Rollouts, n: int) -> tuple[Tensor, Tensor]:
+        rows = replace(c, group=torch.arange(len(c.mask)) // n, totals=None)
+        return case.gradient(c), case.expected(c) * case.factors(rows, promised(case.o))
+
+    for n in range(2, len(b.mask)) if "group" in case.loss.reads else ():
         with contextlib.suppress(InputError):  # a group of one
-            blocks = replace(b, group=row // n, totals=None)
-            if _same(g, case.expected(b) * case.factors(blocks, promised(case.o))):
+            if alike(*blocks(b, n)) and everywhere(case, lambda c, n=n: blocks(c, n)):  # type: ignore[misc]
                 return f"groups are taken for blocks of {n} rows, whatever their ids"
     return ""
 

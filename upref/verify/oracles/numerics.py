@@ -84,11 +84,12 @@ def _runs_below_overflow(case: Case, b: Rollouts) -> bool:
 
 
 def _why(case: Case, b: Rollouts, low: Rollouts, i: int, t: int) -> str:
-    """The one change that makes it right: a nearer ratio, or the same ratio of a more likely token."""
+    """The one change that makes it right: a nearer ratio, or the same ratio of a more likely token. Both sides of the
+    end of a dtype are asked, far from it and as near as rounding allows, for two probabilities and two advantages."""
     x, A = (b.logp - b.logp_old)[i, t].item(), b.adv[i, t].item()
     dtype = low.logp.dtype
 
-    def right(log_r: float, lp: float) -> bool:
+    def right(log_r: float, lp: float, A: float) -> bool:
         full = lambda v: torch.full_like(low.logp[:1, :1], v)
         one = case.ready(Rollouts(full(lp), full(lp - log_r), full(A), full(1).bool(), logp_ref=full(lp)))
         try:
@@ -101,11 +102,15 @@ def _why(case: Case, b: Rollouts, low: Rollouts, i: int, t: int) -> str:
         )
 
     for d in (torch.float32, dtype):
-        name, most, least = str(d).removeprefix("torch."), math.log(torch.finfo(d).max), -math.log(torch.finfo(d).tiny)
-        sign = math.copysign(1, x)
-        if abs(x) > most and right(sign * (most - 4), -1 - most) and not right(sign * (most + 4), -5 - most):
+        f, name = torch.finfo(d), str(d).removeprefix("torch.")
+        most, tiny, least = math.log(f.max), -math.log(f.tiny), -math.log(f.tiny) - math.log(f.eps)
+        near = 0.02 + 2 * most * max(f.eps, torch.finfo(dtype).eps)  # rounding of the inputs
+        two = ((A, 1.0), (A / 3, 40.0))
+        far = lambda by, most=most, two=two: [right(math.copysign(most + by, x), -most - more, a) for a, more in two]
+        if abs(x) > most and all(far(-4) + far(-near)) and not any(far(4) + far(near)):
             return f"exp(log r) overflows {name} at |log r| > {most:.3g} (float16: 11.1), and 0 * inf is NaN"
-        if abs(x) < 1 and right(x, 9 - least) and not right(x, -60 - least):
+        rare = lambda lp, two=two: [right(x, -lp, a) for a, _ in two]
+        if abs(x) < 1 and all(rare(tiny - 9) + rare(tiny - near)) and not any(rare(least + near) + rare(least + 60)):
             return f"exp(log_prob) underflows {name}, though the ratio is near 1: use differences of log-probabilities"
     return ""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
-from upref.verify.explain import confirmed, explain
+from upref.verify.explain import confirmed, everywhere, explain
 from upref.verify.factors import promised
 from upref.verify.faults import Slip
 from upref.verify.measure import EXACT, HABIT, Case, without_rest
@@ -200,10 +200,14 @@ def aggregation(case: Case) -> list[Finding]:
     text = f"ragged lengths (here a response of {int(n[i])} of {int(n.sum())} tokens)"
     expected = f"{said}{group}: factor {right[i].item():.5g} on each of its tokens"
     found = f"{case.agg}: factor {got[i].item():.5g}"
-    on = replace(b, logp_ref=b.logp)  # as in `held`: a KL term is no aggregation's
-    weights, W = without_rest(case, on) / case.factors(on) / case.k, case.expected(on)
-    every = bool((weights - W).abs().max() <= 1e-5 * W.abs().max())
-    return [fail("aggregation", text, expected, found, example(case, small), case.agg if every else "")]
+
+    def aggregated(c: Rollouts) -> tuple[Tensor, Tensor]:
+        at = dict.fromkeys(("logp", "logp_ref", *(["logp_sampler"] if case.o.sampler else [])), c.logp_old)
+        on = case.view(c.but(**at))  # as in `held`: neither a clip nor a KL term is an aggregation's
+        return without_rest(case, on), case.expected(on) * case.factors(on) * case.k
+
+    why = case.agg if everywhere(case, aggregated, b) else ""
+    return [fail("aggregation", text, expected, found, example(case, small), why)]
 
 
 @oracle("value", 150, lambda case: "the weights are wrong already" if case.wrong else "")
