@@ -16,7 +16,7 @@ from upref.audits.ledger import STATUS, Entry, documented, ranked, read, recorde
 from upref.audits.recipe import reached, recipe
 from upref.files import write_atomically
 from upref.registry import names
-from upref.verify.faults import GROUPS
+from upref.verify.faults.losses import GROUPS
 
 FOLDER = Path(__file__).parent / "frameworks"
 AT = {"default": "its defaults", "paper": "the paper's settings"}

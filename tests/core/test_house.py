@@ -24,8 +24,8 @@ def test_every_file_has_its_licence_in_one_line():
     assert all(f.read_text(encoding="utf-8").startswith("# SPDX") for f in FILES if f.stat().st_size)
 
 
-def test_no_decision_on_the_words_of_a_slip():
-    """A slip is a record: what is done with it follows from its fields."""
+def test_no_decision_on_the_words_of_a_fault():
+    """A fault is a record: what is done with it follows from its fields."""
     for file in FILES:
         nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
         called = {id(n.func) for n in nodes if isinstance(n, ast.Call)}

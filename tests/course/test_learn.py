@@ -74,11 +74,11 @@ def test_three_wrong_attempts_at_least(n):
 
 @lessons
 def test_every_known_mistake_is_recognised_as_itself(n):
-    """No slip is right, and none is hidden by another."""
-    for slip in EVERY[n].slips:
-        answer = judged(EVERY[n], slip.fn)
-        assert not answer and answer.mistake == slip.words, (slip.words, answer.mistake)
-        assert answer.hint == slip.hint and answer.batch and answer.expected != answer.found
+    """No fault is right, and none is hidden by another."""
+    for fault in EVERY[n].faults:
+        answer = judged(EVERY[n], fault.change)
+        assert not answer and answer.mistake == fault.words, (fault.words, answer.mistake)
+        assert answer.hint == fault.hint and answer.batch and answer.expected != answer.found
 
 
 @lessons

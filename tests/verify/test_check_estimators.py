@@ -20,7 +20,7 @@ from upref import advantages, kl
 from upref.cli import main
 from upref.integrations.pytest_plugin import _assert_advantages, _assert_kl  # noqa: F401  the fixtures, as pytest finds them
 from upref.verify import kl as kl_check
-from upref.verify.advantages.exact import Batch, Denominator, advantage
+from upref.verify.exact import Batch, Denominator, advantage
 
 ids = lambda x: getattr(x, "__name__", None)
 

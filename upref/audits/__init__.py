@@ -22,7 +22,7 @@ from upref.audits.framework import Framework
 from upref.audits.ledger import FRAMEWORKS, Entry, hold, moved, plainly, read, summary
 from upref.errors import InputError
 from upref.result import Result
-from upref.verify.faults import Slip
+from upref.verify.faults.losses import fault
 from upref.weights.batches import grad
 
 OWN = ("compare", "ledger")  # every other file of this folder is a framework
@@ -209,6 +209,6 @@ def _compared(f: Framework, c: Comparison) -> tuple[list[Row], bool]:
     whole, split = (torch.cat([weigh(m) for m in b.split(n)]) for n in (1, MICRO))
     rows = [compare(f.name, c, b, whole, c.reasons, 1, f.tol)]
     if c.setting == "paper" and difference(split / unit(c, b), whole / unit(c, b)).max() > f.tol:
-        why = f.split_reasons.get(c.label) or f.split_reasons.get(c.mode) or Slip("no reason known", "term")
+        why = f.split_reasons.get(c.label) or f.split_reasons.get(c.mode) or fault("no reason known", "term")
         rows.append(compare(f.name, c, b, split, (*c.reasons, why), MICRO, f.tol))
     return rows, bool(f.of(c, b, math.nan).isnan())

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One loss of a framework against the objective its name promises: gradients, and the slips that account for them.
+"""One loss of a framework against the objective its name promises: gradients, and the faults that account for them.
 
-Where gradients differ, the slips declared are put into the reference, and the difference that remains is the proof: at
-most TOL, or the row is unexplained. Each slip is then shown by itself: on the token, and on the share of a typical
+Where gradients differ, the faults declared are put into the reference, and the difference that remains is the proof: at
+most TOL, or the row is unexplained. Each fault is then shown by itself: on the token, and on the share of a typical
 batch's gradient, that repairing it alone would change. No number is of a step between the paper and the framework.
 One file: a row of the table and its numbers are read together.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -21,7 +22,7 @@ from upref.foreign.settings import written
 from upref.registry import REDUCE, Objective, get
 from upref.rollouts import Rollouts
 from upref.verify.factors import promised
-from upref.verify.faults import Slip
+from upref.verify.faults.losses import LossFault
 from upref.weights.batches import EDGES, LOG_R, SINGLE_EDGES, at, batch, clamped, grad, kinks, reference, words
 
 TOL = 1e-7
@@ -37,7 +38,7 @@ class Comparison:
     config: dict[str, Any]
     objective: str
     hp: dict[str, Any]
-    reasons: tuple[Slip, ...] = ()
+    reasons: tuple[LossFault, ...] = ()
     one_adv: bool = False  # it takes one advantage per response
 
     @property
@@ -77,7 +78,7 @@ class Spot:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a slip does to the gradient of a typical batch, w with the slip repaired, v as it is.
+    """What a fault does to the gradient of a typical batch, w with the fault repaired, v as it is.
 
     change: |v - w| / |w|. cosine: of v and w. factor: |v| / |w|.
     """
@@ -146,11 +147,11 @@ class Row:
         return "differs, explained" if self.ok else "differs, UNEXPLAINED"
 
 
-def accounted(c: Comparison, reasons: tuple[Slip, ...]) -> tuple[Objective, dict[str, Any]]:
+def accounted(c: Comparison, reasons: Sequence[LossFault]) -> tuple[Objective, dict[str, Any]]:
     """The objective and hyperparameters that these reasons leave."""
     o, hp = get(c.objective), c.hp
     for why in reasons:
-        o, hp = why.put_into(o, hp)
+        o, hp = why.change.put_into(o, hp)
     return o, hp
 
 
@@ -219,25 +220,25 @@ def unit(c: Comparison, b: Rollouts) -> Tensor:
     return torch.as_tensor(rows, dtype=b.logp.dtype).expand(len(b.mask))[:, None]
 
 
-def _reference(c: Comparison, reasons: tuple[Slip, ...], b: Rollouts) -> Tensor:
+def _reference(c: Comparison, reasons: Sequence[LossFault], b: Rollouts) -> Tensor:
     """The gradient of the objective promised, with these reasons put into it."""
     o, hp = accounted(c, reasons)
     factor: Tensor | float = 1.0
     agg = promised(get(c.objective))
     for why in reasons:
-        factor = factor * why.scale(b)
-        agg = why.agg or agg
+        factor = factor * why.change.scale(b)
+        agg = why.change.agg or agg
     if agg != promised(o):  # as row weights, so that an objective with one term per response can be re-aggregated
         seen = b
         for why in reasons:
-            seen = why.view(seen)
+            seen = why.change.view(seen)
         new, old = (row_weights(name, b.mask, Totals.of(b.mask, seen.group)) for name in (agg, promised(o)))
         factor = factor * torch.as_tensor(new / old, dtype=b.logp.dtype).reshape(-1, 1)
 
     def J(x: Rollouts) -> Tensor:
         for why in reasons:
-            x = why.view(x)
-        return sum((why.term(x) for why in reasons if why.term), o(x, **hp))
+            x = why.change.view(x)
+        return sum((why.change.term(x) for why in reasons if why.change.term), o(x, **hp))
 
     return grad(J, b) * factor
 
@@ -247,7 +248,13 @@ def difference(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def compare(
-    framework: str, c: Comparison, b: Rollouts, found: Tensor, reasons: tuple[Slip, ...], micro: int, tol: float = TOL
+    framework: str,
+    c: Comparison,
+    b: Rollouts,
+    found: Tensor,
+    reasons: Sequence[LossFault],
+    micro: int,
+    tol: float = TOL,
 ) -> Row:
     """The row of a gradient that was found on the grid of c, explained by these reasons."""
     each = unit(c, b)
@@ -256,7 +263,7 @@ def compare(
     largest = difference(found, paper).max().item()
     reasons = reasons if largest > tol else ()
     explained = _reference(c, reasons, b) / each
-    skip = torch.stack([why.skip(b) for why in reasons] or [torch.zeros_like(b.mask)]).any(0)
+    skip = torch.stack([why.change.skip(b) for why in reasons] or [torch.zeros_like(b.mask)]).any(0)
     remains = difference(found, explained).masked_fill(skip, 0).max().item()
     spot = lambda found, expected: _spot(c, reasons, b, found, expected)
     without = [tuple(x for x in reasons if x is not why) for why in reasons]
@@ -274,7 +281,7 @@ def compare(
     return Row(*names, micro, largest, worst, changes, remains, tol, effects=effects)
 
 
-def _spot(c: Comparison, reasons: tuple[Slip, ...], b: Rollouts, found: Tensor, expected: Tensor) -> Spot:
+def _spot(c: Comparison, reasons: Sequence[LossFault], b: Rollouts, found: Tensor, expected: Tensor) -> Spot:
     """Of the tokens that differ as much: on the fixed grid of ratios rather than at a bound's edge, near to π_old."""
     off = difference(found, expected)
     log_r = torch.where(b.mask, b.logp - b.logp_old, 0)
@@ -289,7 +296,7 @@ def _spot(c: Comparison, reasons: tuple[Slip, ...], b: Rollouts, found: Tensor, 
     return Spot(off[i, t].item(), where, expected[i, t].item() + 0.0, found[i, t].item() + 0.0)
 
 
-def _where(c: Comparison, reasons: tuple[Slip, ...], b: Rollouts, i: int, t: int, r: float) -> str:
+def _where(c: Comparison, reasons: Sequence[LossFault], b: Rollouts, i: int, t: int, r: float) -> str:
     """The regime of the token, by the bounds of the objective promised and of the one accounted for."""
     if not b.mask[i, t]:
         return "a masked slot"
@@ -300,7 +307,7 @@ def _where(c: Comparison, reasons: tuple[Slip, ...], b: Rollouts, i: int, t: int
     return said.replace(" r", {"sequence": " s", "trajectory": " S"}.get(_level(c, reasons), " r"))
 
 
-def _level(c: Comparison, reasons: tuple[Slip, ...]) -> str:
+def _level(c: Comparison, reasons: Sequence[LossFault]) -> str:
     """Whose ratio a regime is told in: the response's, where either objective acts on it."""
     levels = [get(c.objective).level, accounted(c, reasons)[0].level]
     return next((level for level in levels if level in REDUCE), levels[0])

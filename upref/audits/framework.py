@@ -17,7 +17,7 @@ from upref.audits.isolated.pin import Pin
 from upref.errors import InputError
 from upref.foreign.settings import Bare
 from upref.rollouts import Rollouts, per_response
-from upref.verify.faults import Slip
+from upref.verify.faults.losses import LossFault
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Framework:
     modes: Callable[[], list[str]]  # all losses that the installed version has
     comparisons: tuple[Comparison, ...]
     out_of_scope: dict[str, str] = field(default_factory=dict)  # losses that are not compared, and why
-    split_reasons: dict[str, Slip] = field(default_factory=dict)  # why micro-batches differ, by label or mode
+    split_reasons: dict[str, LossFault] = field(default_factory=dict)  # why micro-batches differ, by label or mode
     version: Callable[[], str] = lambda: "?"  # a framework with a pin is told
     loss: Callable[[Comparison, Rollouts, float | None], Tensor] | None = None
     plain: Callable[..., Tensor] | None = None

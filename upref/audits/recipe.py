@@ -14,7 +14,7 @@ from upref.audits.compare import SEVERITY, Comparison
 from upref.audits.ledger import Entry, read, recorded
 from upref.errors import InputError
 from upref.registry import get, names
-from upref.verify.faults import GROUPS
+from upref.verify.faults.losses import GROUPS
 
 SCALE = ("max_completion_length", "max_seq_len")  # a constant that divides Dr. GRPO's sum: not a choice of objective
 PLUG_IN = {

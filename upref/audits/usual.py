@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several frameworks do alike, as slips: the ledger of each says it of its own code."""
+"""What several frameworks do alike, as faults: the ledger of each says it of its own code."""
 
 import ast
 import importlib.util
@@ -18,7 +18,7 @@ from upref.kl import k1
 from upref.ops import exp, minimum, sg
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts, per_response
-from upref.verify.faults import Slip, aggregated
+from upref.verify.faults.losses import LossFault, aggregated, fault
 
 
 def _tokens(b: Rollouts) -> Rollouts:
@@ -41,7 +41,7 @@ def _far(b: Rollouts) -> Rollouts:
 
 
 def _masked_too(b: Rollouts) -> Tensor:
-    """What LUSPO's tokens in masked slots add; its other slips then scale it."""
+    """What LUSPO's tokens in masked slots add; its other faults then scale it."""
     r, A = exp(b.logp - b.logp_old), per_response(b.adv, b.mask)[:, None]
     return torch.where(b.mask, 0, minimum(r * A, r.clamp(0.8, 1.2) * A)).sum() / len(b.mask)
 
@@ -59,32 +59,32 @@ NO_KL = {"beta": 0.0}
 def kl_term(
     words: str, k: Callable[[Tensor, Tensor, Tensor], Tensor], beta: float = BETA, agg: str = "seq-mean-token-mean",
     instead: bool = True,
-) -> Slip:  # fmt: skip
+) -> LossFault:  # fmt: skip
     """-beta k(log π_θ, log π_ref, log π_old), in place of the objective's own KL term or beside it."""
 
     def term(b: Rollouts) -> Tensor:
         assert b.logp_ref is not None
         return -beta * aggregate(k(b.logp, b.logp_ref, b.logp_old), b.mask, agg)
 
-    return Slip(words, "term", hp=NO_KL if instead else {}, term=term)
+    return fault(words, "term", hp=NO_KL if instead else {}, term=term)
 
 
 K1 = kl_term("the KL term is k1, whose gradient has mean 0 on policy", lambda lp, ref, old: k1(lp, ref))
-CLAMP = Slip("log r clamped to ±20", "clip", view=_tokens)
-CLAMP_S = Slip("log s clamped to 10", "clip", view=_responses(10))
-CLAMP_S20 = Slip("log s clamped to ±20", "clip", view=_responses(20))
-CLAMP_K3 = Slip("k3 clamped to 10", "term", view=_far)
-MICRO_MEAN = Slip("the token mean of each micro-batch, then their mean", "batches", scale=_micro_tokens)
+CLAMP = fault("log r clamped to ±20", "clip", view=_tokens)
+CLAMP_S = fault("log s clamped to 10", "clip", view=_responses(10))
+CLAMP_S20 = fault("log s clamped to ±20", "clip", view=_responses(20))
+CLAMP_K3 = fault("k3 clamped to 10", "term", view=_far)
+MICRO_MEAN = fault("the token mean of each micro-batch, then their mean", "batches", scale=_micro_tokens)
 BNPO = replace(MICRO_MEAN, words=f"{MICRO_MEAN.words}: bnpo by definition")
 ALWAYS = replace(aggregated("token-mean"), words="aggregated by token-mean, and no setting gives another")
-LUSPO = Slip("the ratio of each token (importance_sampling_level), eps = 0.2", "objective",
-             objective=replace(get("grpo"), agg="seq-mean-token-sum"))  # fmt: skip
-SLOTS = Slip("masked slots have a gradient", "term", term=_masked_too)
-WIDTH = Slip("divided by the padded width", "aggregation",
-             scale=lambda b: b.mask.sum(1, keepdim=True) / b.mask.shape[1])  # fmt: skip
-LENGTH = Slip("divided by max_completion_length = 512", "aggregation", scale=lambda b: 1 / 512)
-F32 = Slip("1.05 held in float32", "rounding", hp={"tau_neg": torch.tensor(1.05).item()})
-BY_TOKENS = Slip("every token weighs alike, as in the authors' code of VESPO", "aggregation", agg="token-mean")
+LUSPO = fault("the ratio of each token (importance_sampling_level), eps = 0.2", "objective",
+              objective=replace(get("grpo"), agg="seq-mean-token-sum"))  # fmt: skip
+SLOTS = fault("masked slots have a gradient", "term", term=_masked_too)
+WIDTH = fault("divided by the padded width", "aggregation",
+              scale=lambda b: b.mask.sum(1, keepdim=True) / b.mask.shape[1])  # fmt: skip
+LENGTH = fault("divided by max_completion_length = 512", "aggregation", scale=lambda b: 1 / 512)
+F32 = fault("1.05 held in float32", "rounding", hp={"tau_neg": torch.tensor(1.05).item()})
+BY_TOKENS = fault("every token weighs alike, as in the authors' code of VESPO", "aggregation", agg="token-mean")
 
 
 VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}  # the authors'
@@ -118,8 +118,8 @@ def capped(cap: float) -> Objective:
     )
 
 
-FLOOR = Slip("weights in [0.8, 1.2], from both sides", "objective", objective="cispo_verl")
-CAP = Slip("epsilon_high is the cap itself: every weight is at most 0.2", "objective", objective=capped(0.2))
+FLOOR = fault("weights in [0.8, 1.2], from both sides", "objective", objective="cispo_verl")
+CAP = fault("epsilon_high is the cap itself: every weight is at most 0.2", "objective", objective=capped(0.2))
 
 
 def defaults(module: str, names: tuple[str, ...]) -> dict[str, Any]:

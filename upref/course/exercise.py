@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from upref.verify.faults import Fault
+
 FILES = Path(__file__).parent / "exercises"
 
 
@@ -18,15 +20,6 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Slip:
-    """A mistake that people make: what was done, a hint that fits, and the function that makes it."""
-
-    words: str
-    hint: str
-    fn: Callable
-
-
-@dataclass(frozen=True)
 class Exercise:
     """One of the course. The batches stand from the smallest to the largest: the first that differs is shown."""
 
@@ -36,13 +29,13 @@ class Exercise:
     function: str  # what the file must have
     right: Callable
     batches: tuple[Batch, ...]
-    slips: tuple[Slip, ...]
+    faults: tuple[Fault[Callable], ...]  # mistakes that people make, with a hint; each change is a whole function
     notice: str  # what to think about once it is right
     gradient: str = ""  # the argument whose gradient is compared; "" where there is none
     value: bool = False  # whether the value is compared
     proof: Callable[[Callable], Any] | None = None  # the library's own check, once every batch agrees: a Report
     hidden: bool = False  # whether the right answer is kept back
-    hint: Callable[[Batch, Any], str] = field(default=lambda batch, got: "")  # where no slip fits
+    hint: Callable[[Batch, Any], str] = field(default=lambda batch, got: "")  # where no fault fits
 
     @property
     def file(self) -> str:

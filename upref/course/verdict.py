@@ -2,7 +2,7 @@
 """The judge of an exercise: right, or the smallest batch on which it is wrong, the mistake where it is a known one, and
 a hint that fits.
 
-A mistake is known if the function that makes it (Slip.fn) gives the student's numbers on every batch: what is
+A mistake is known if its function (the change of a Fault) gives the student's numbers on every batch: what is
 recognized is what was computed, however it was written. Where none does so, one that gives them on the batch that is
 shown, and is right on the smaller ones as the student is, is named with a `perhaps`.
 """
@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref.course.exercise import Batch, Exercise, Slip
+from upref.course.exercise import Batch, Exercise
 from upref.errors import InputError
 from upref.foreign.guard import called
 from upref.result import Result
 from upref.tensors import dense, described
+from upref.verify.faults import Fault
 from upref.verify.report import short
 
 TOL = 1e-6
@@ -145,9 +146,9 @@ def judged(e: Exercise, fn: Callable) -> Answer:
     at = next((i for i, (x, y) in enumerate(zip(yours, right, strict=True)) if not equal(x, y)), None)
     if at is not None:
         batch, (want, got) = e.batches[at], _said(e, right[at], yours[at])
-        slip, sure = _slip(e, yours, at)
-        mistake = "perhaps: " * (not sure) + slip.words if slip else yours[at].amiss or pattern(right[at], yours[at])
-        hint = slip.hint if slip else e.hint(batch, yours[at].value) or _where(e, at, yours[at].amiss)
+        fault, sure = _fault(e, yours, at)
+        mistake = "perhaps: " * (not sure) + fault.words if fault else yours[at].amiss or pattern(right[at], yours[at])
+        hint = fault.hint if fault else e.hint(batch, yours[at].value) or _where(e, at, yours[at].amiss)
         return Answer(**about, ok=False, batch=_python(e, batch), shows=batch.shows, expected=want, found=got,
                       mistake=mistake, hint=hint)  # fmt: skip
     if e.proof and not (report := e.proof(fn)):
@@ -157,13 +158,13 @@ def judged(e: Exercise, fn: Callable) -> Answer:
     return Answer(**about, ok=True, hint=e.notice)
 
 
-def _slip(e: Exercise, yours: list[Outcome], at: int) -> tuple[Slip | None, bool]:
+def _fault(e: Exercise, yours: list[Outcome], at: int) -> tuple[Fault[Callable] | None, bool]:
     """The known mistake that gives these numbers, on all batches (True) or on most of them and up to the one shown."""
     most, found = 0, None
-    for slip in e.slips:
-        alike = [equal(x, outcome(e, slip.fn, batch)) for x, batch in zip(yours, e.batches, strict=True)]
+    for fault in e.faults:
+        alike = [equal(x, outcome(e, fault.change, batch)) for x, batch in zip(yours, e.batches, strict=True)]
         if all(alike[: at + 1]) and sum(alike) > most:
-            most, found = sum(alike), slip
+            most, found = sum(alike), fault
     return found, most == len(yours)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`upref.identify`: which objective a loss is, by its gradients alone. One file: batches, matches and slips in turn."""
+"""`upref.identify`: which objective a loss is, by its gradients alone. One file: batches, matches, faults in turn."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,8 @@ from upref.registry import REDUCE, Objective, get
 from upref.rollouts import Rollouts
 from upref.verify.explain import fits, reproduces
 from upref.verify.factors import promised
-from upref.verify.faults import Slip, known
+from upref.verify.faults import known
+from upref.verify.faults.losses import LossFault, fault
 from upref.verify.match import Candidate, candidate, compared, every, in_range
 from upref.verify.measure import SINGLE, Case, unit_weights
 from upref.verify.oracles.conduct import in_training, mutation
@@ -78,18 +79,18 @@ def _identified(loss: Loss, start: float) -> Identity:
         if (near := _again(loose, tried)) and near[0].own:
             box, matches = loose, near
     if matches:
-        wrong = _slips(box, matches[0], grids) or _beyond(box, matches[0])
+        wrong = _faults(box, matches[0], grids) or _beyond(box, matches[0])
         return _answer(box, start, "pitfall" if wrong else _kind(matches[0]), matches, "; ".join(wrong))
     if box.scale != 1 and not box.coupled:  # a cap below 1 scales what is on policy
         whole = box.unscaled()
         if matches := _fitting(whole, [compared(c.o, whole) for c in tried], grids):
-            return _answer(whole, start, _kind(matches[0]), matches, "; ".join(_slips(whole, matches[0], grids)))
+            return _answer(whole, start, _kind(matches[0]), matches, "; ".join(_faults(whole, matches[0], grids)))
     other = termed(box)
     if other and (matches := _fitting(other, _candidates(other), grids)):
-        return _answer(other, start, "pitfall", matches, "; ".join(_slips(other, matches[0], grids)))
+        return _answer(other, start, "pitfall", matches, "; ".join(_faults(other, matches[0], grids)))
     nearest = _nearest(box, tried + (_plain(box) if box.coupled else []), grids)
     if nearest.distance <= SINGLE and nearest.name:  # its curve has jumps that rounding makes, its gradients have not
-        wrong = _slips(box, nearest, grids)
+        wrong = _faults(box, nearest, grids)
         named = answer("pitfall" if wrong else _kind(nearest), [nearest], "; ".join(wrong))
         return replace(named, contract=[*named.contract, "a part of it in float32: compared to 2e-5"])
     if found := _pitfall(box, get(nearest.name), grids):
@@ -210,8 +211,8 @@ def _simplest(m: Match):
     )
 
 
-# ---- slips -----------------------------------------------------------------------------------------------------------
-def _slips(box: BlackBox, m: Match, grids: list[Grid]) -> list[str]:
+# ---- faults ----------------------------------------------------------------------------------------------------------
+def _faults(box: BlackBox, m: Match, grids: list[Grid]) -> list[str]:
     """What keeps a loss with the right weights from being right."""
     out = []
     if box.scale < 0:
@@ -265,8 +266,8 @@ def _beyond(box: BlackBox, m: Match) -> list[str]:
     return []
 
 
-def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Match, Slip] | None:
-    """A known slip on the clip that the jumps suggest, else on the nearest objective."""
+def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Match, LossFault] | None:
+    """A known fault on the clip that the jumps suggest, else on the nearest objective."""
     bounds = sorted({round(r, 9) for A in SIGNS for r in box.bounds(A)})
     low = next((1 - x for x in reversed(bounds) if 0 < x < 1), None)  # nearest to 1: a guard is farther
     high = next((x - 1 for x in bounds if 1 < x < 10), None)
@@ -286,20 +287,21 @@ def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Matc
         own = {k: v for k, v in clip.items() if k in o.hyperparameters}
         hp = {k: v for k, v in o.resolve(own).items() if k != "beta"}
         case = Case(box.loss, o, hp, box.agg or promised(o), tol=box.tol, edges=box.case.edges)
-        plain = g(case)  # the factor may be the slip's own: an inverted ratio turns the sign of what is on policy
+        plain = g(case)  # the factor may be the fault's own: an inverted ratio turns the sign of what is on policy
         for k in {box.scale, 1.0}:
             found = plain / k - box.kl_weights(b)
-            slips = known(o, hp, bounds) if n >= len(turns) else (s for s in known(o, hp, []) if s.kind == "ratio")
-            if slip := reproduces(slips, case, b, found, b.mask):
+            whole = n >= len(turns)
+            faults = (f for f in known("losses", o, hp, bounds if whole else []) if whole or f.kind == "ratio")
+            if one := reproduces(faults, case, b, found, b.mask):
                 break
-        if slip and fits(Slip("", slip.kind), case, b, found, b.mask, case.tol):
-            return None  # right on all of this without any slip: it is wrong elsewhere
-        if slip:
-            if slip.meant:
-                o = get(slip.meant)
+        if one and fits(fault("", one.kind), case, b, found, b.mask, case.tol):
+            return None  # right on all of this without any fault: it is wrong elsewhere
+        if one:
+            if one.meant:
+                o = get(one.meant)
                 hp = clip = {k: v for k, v in {"eps_low": low, "eps_high": high}.items() if k in o.hyperparameters}
             used = {k: v for k, v in hp.items() if clip.get(k) is not None}
-            return Match(o.name, used, _agg(box) or case.agg, _own(box, o), not box.kl, 0.0, 0.0), slip
+            return Match(o.name, used, _agg(box) or case.agg, _own(box, o), not box.kl, 0.0, 0.0), one
     return None
 
 

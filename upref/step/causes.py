@@ -19,7 +19,8 @@ from upref.rollouts import Rollouts
 from upref.step.rows import Row
 from upref.step.shares import factor_words
 from upref.step.weights import Tokens, factors
-from upref.verify.faults import Slip, known
+from upref.verify.faults import known
+from upref.verify.faults.losses import LossFault, fault
 
 BOUNDS = (0.1, 0.2, 0.28, 0.3, 0.4, 3.0, 10.0)  # of a clip, as people set them
 
@@ -27,8 +28,8 @@ BOUNDS = (0.1, 0.2, 0.28, 0.3, 0.4, 3.0, 10.0)  # of a clip, as people set them
 def named(w: Tokens) -> str:
     """The fault that gives exactly these weights on all response tokens, or nothing."""
     hp = w.goal.hp | ({"beta": w.goal.beta} if w.goal.o.kl else {})
-    for slip in _slips(w, hp):
-        unit, mask = _unit(w, slip, hp)
+    for one in _faults(w, hp):
+        unit, mask = _unit(w, one, hp)
         k = factors(w, unit)
         if k is None:
             continue
@@ -40,17 +41,17 @@ def named(w: Tokens) -> str:
         if because is None:
             continue
         lost = f"responses {', '.join(map(str, dead))} do not train" if dead else ""
-        if said := "; ".join(filter(None, [slip.words, lost, because])):
+        if said := "; ".join(filter(None, [one.words, lost, because])):
             return said
     return ""
 
 
-def _put(words: str, hp: dict | None = None, **change: Tensor) -> Slip:
+def _put(words: str, hp: dict | None = None, **change: Tensor) -> LossFault:
     """The objective on a batch of which something is replaced."""
-    return Slip(words, "batches", hp=hp or {}, view=lambda b: Rollouts.unchecked(**_fields(b) | change))
+    return fault(words, "batches", hp=hp or {}, view=lambda b: Rollouts.unchecked(**_fields(b) | change))
 
 
-def _slips(w: Tokens, hp: dict) -> Iterator[Slip]:
+def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
     """One fault each, or none, the right one first."""
     r, o, goal, at = w.rollouts(), w.goal.o, w.goal, torch.arange(w.here.shape[1])
     off, last = w.here & ~w.b.mask, torch.tensor([[len(x.response) - 1] for x in w.rows])
@@ -99,19 +100,19 @@ def _slips(w: Tokens, hp: dict) -> Iterator[Slip]:
         yield _put("the reference model's log-probabilities are the current ones", logp_ref=w.lp)
         yield _put("the old policy is used as the reference model", logp_ref=r.logp_old)
     if goal.beta:
-        yield Slip("the KL term is missing", "term", hp={"beta": 0.0})
-        yield Slip("the KL term is added to J, not subtracted", "term", hp={"beta": -goal.beta})
+        yield fault("the KL term is missing", "term", hp={"beta": 0.0})
+        yield fault("the KL term is added to J, not subtracted", "term", hp={"beta": -goal.beta})
         for name, kl in ESTIMATORS.items():
             words = f"the KL term ({name}) of the old policy is folded into the advantage"
             yield _put(words, {"beta": 0.0}, adv=r.adv - goal.beta * kl(r.logp_old, w.b.ref))
     for key in sorted({"eps", "eps_low", "eps_high", "c"} & hp.keys()):
         for v in (v for v in BOUNDS if v != hp[key]):
             is_ = "absent" if hp[key] is None else f"{hp[key]:g}"
-            yield Slip(f"{key} is {v:g}, not {is_}", "hyperparameter", hp={key: v})
-    yield from known(o, hp, [])
+            yield fault(f"{key} is {v:g}, not {is_}", "hyperparameter", hp={key: v})
+    yield from known("losses", o, hp, [])
     for p in (get(n) for n in names() if n != o.name and not get(n).coupled):
         own = {k: v for k, v in hp.items() if k in p.hyperparameters and v is not None}
-        yield Slip(f"the objective is {p.name}", "objective", objective=p, hp=own)
+        yield fault(f"the objective is {p.name}", "objective", objective=p, hp=own)
     for words, lost in _lost(w, r):
         yield _put(f"{words} do not train", mask=w.b.mask & ~lost)
 
@@ -171,15 +172,15 @@ def _exchanged(rows: Sequence[Row], x: Tensor, order: Tensor) -> Iterator[Tensor
         yield torch.stack([wide[i, at : at + x.shape[1]] for i, at in enumerate(start)])
 
 
-def _unit(w: Tokens, slip: Slip, hp: dict) -> tuple[Tensor, Tensor]:
-    """Before aggregation, times the declared scale, and the tokens that train; far off where the slip does not fit."""
+def _unit(w: Tokens, one: LossFault, hp: dict) -> tuple[Tensor, Tensor]:
+    """Before aggregation, times the declared scale, and the tokens that train; far off where the one does not fit."""
     b = w.rollouts()
     x = torch.zeros_like(b.logp)
     try:
-        b = slip.view(b)
+        b = one.change.view(b)
         live = b.mask.any(1)
         some = Rollouts.unchecked(**{k: v[live] if isinstance(v, Tensor) else v for k, v in _fields(b).items()})
-        x[live] = replace(slip, view=lambda b: b).weights(w.goal.o, hp, some) * w.goal.scale
+        x[live] = replace(one.change, view=lambda b: b).weights(w.goal.o, hp, some) * w.goal.scale
     except (InputError, RuntimeError, TypeError, AttributeError, AssertionError):
         x += 1e9
     return x, b.mask

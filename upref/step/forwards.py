@@ -19,6 +19,7 @@ from upref.step.forward import Forward
 from upref.step.reference import TorchModel
 from upref.step.rows import Row, found_in
 from upref.step.scores import Variant, again, fronted, heads
+from upref.verify.faults import Fault
 
 BATCHES = (8, 4, 2)  # responses of a micro-batch that are tried where a fault depends on it
 
@@ -52,7 +53,7 @@ def _inputs(model: TorchModel, right: Forward) -> Iterator[Variant]:
     n, p = [len(r.ids) for r in rows], [len(r.prompt) for r in rows]
 
     def fed(words: str, each: Callable[..., Tensor], *more: Any) -> Variant:
-        return words, lambda: again(right, [each(i, r, *more) for i, r in enumerate(rows)])
+        return Fault(words, lambda: again(right, [each(i, r, *more) for i, r in enumerate(rows)]))
 
     def cut(words: str, first: Callable[..., int], *more: Any) -> Variant:
         return fed(words, lambda i, r: fronted(model.logits(r.ids[(k := first(r, *more)) :]), k))
@@ -123,7 +124,7 @@ def _attention(model: TorchModel, right: Forward) -> Iterator[Variant]:
                 except TypeError:  # its forward takes no positions
                     return model.logits(ids, **own)
 
-        return words, lambda: again(right, [one(i, r) for i, r in enumerate(right.rows)])
+        return Fault(words, lambda: again(right, [one(i, r) for i, r in enumerate(right.rows)]))
 
     causal = lambda n: torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)
     yield attending("tokens attend to later tokens of their row",
@@ -203,19 +204,19 @@ def _configured(model: TorchModel, right: Forward) -> Iterator[Variant]:
                 one = TorchModel(net)
                 return again(right, [one.logits(r.ids) for r in right.rows], one)
 
-            yield f"the model's {name} is left out", other
+            yield Fault(f"the model's {name} is left out", other)
 
 
 def tried(right: Forward, variants: Callable[[Forward], Iterator[Variant]]) -> Iterator[tuple[str, Forward]]:
     """The variants that this model can run, each log-probability once."""
     seen: list[Tensor] = []
-    for words, make in variants(right):
+    for fault in variants(right):
         try:
-            one = make()
+            one = fault.change()
             lp = one.statistics()[0].detach()
             if variants is others and any(torch.allclose(lp, x, rtol=0, atol=1e-11) for x in seen):
                 continue  # positions of rotary models, a window that does not act
             seen.append(lp)
-            yield words, one
+            yield fault.words, one
         except (AttributeError, TypeError, ValueError, RuntimeError, IndexError, InputError, NotImplementedError):
             continue  # its forward takes no positions or mask, has too few positions, or returns no cache

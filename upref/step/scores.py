@@ -4,7 +4,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,28 +12,29 @@ from torch import Tensor
 from upref.step.forward import Forward, log_prob
 from upref.step.reference import Model, TorchModel, in_float64
 from upref.step.rows import Row
+from upref.verify.faults import Fault
 
-Variant = tuple[str, Callable[[], Forward]]
+Variant: TypeAlias = Fault[Callable[[], Forward]]
 
 
 def quick(right: Forward) -> Iterator[Variant]:
-    """Words, and the forward pass that has the fault."""
+    """Each makes the forward pass that has it."""
     T, z, rows = right.temperature, right.z, right.rows
     made = lambda t=T, rows=rows, **how: lambda: Forward(right.model, rows, t, z, ids=right.ids, **how)
     temperatures = {"the temperature is left out (it is 1)": 1.0, "the temperature is applied twice": T * T,
                     "logits are multiplied by the temperature, not divided": 1 / T}  # fmt: skip
     for words, t in temperatures.items():
         if t != T:
-            yield words, made(t)
-    yield "labels are not shifted: logits are read at the token that they should predict", made(shift=0)
-    yield "labels are shifted twice", made(shift=2)
+            yield Fault(words, made(t))
+    yield Fault("labels are not shifted: logits are read at the token that they should predict", made(shift=0))
+    yield Fault("labels are shifted twice", made(shift=2))
     next_ = [replace(r, prompt=r.prompt[1:] + r.response[:1], response=[*r.response[1:], 0]) for r in rows]
-    yield "labels stand one token too late", made(rows=next_)
+    yield Fault("labels stand one token too late", made(rows=next_))
     for words, score in scores(right.model.vocabulary):
-        yield words, made(score=score)
+        yield Fault(words, made(score=score))
     if isinstance(model := right.model, TorchModel):
         cached = lambda: Forward(model, rows, T, [_cached(model, r) for r in rows])
-        yield "prompts are run without a gradient", cached
+        yield Fault("prompts are run without a gradient", cached)
     yield from _columns(right)
 
 
@@ -74,7 +75,7 @@ def _columns(right: Forward) -> Iterator[Variant]:
                 there.append(replace(r, prompt=ids[:at], response=ids[at:stop]))
             return Forward(model, there, right.temperature, z)
 
-        yield "the last columns are taken for the response, where short rows are padded", window
+        yield Fault("the last columns are taken for the response, where short rows are padded", window)
 
 
 def _masked(model: object) -> bool:
@@ -128,17 +129,17 @@ def heads(model: TorchModel, right: Forward) -> Iterator[Variant]:
     raw: list[Tensor] = []
     otherwise(lambda m, h, y: raw.append(y[0]))
     if all(x.shape == z.shape for x, z in zip(raw, right.z, strict=False)) and not torch.allclose(raw[0], right.z[0]):
-        yield (
-            "the head's raw output is taken: the model's logit scale or softcap is left out",
-            lambda: again(right, raw),
-        )
+        yield Fault("the head's raw output is taken: the model's logit scale or softcap is left out",
+                    lambda: again(right, raw))  # fmt: skip
         config: Any = getattr(net, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         if c := getattr(config, "final_logit_softcapping", None):
-            yield ("the final softcap is x tanh(x / c), not c tanh(x / c)",
-                   lambda: again(right, [x * torch.tanh(x / c) for x in raw]))  # fmt: skip
-            yield "the final softcap is applied twice", lambda: again(right, [c * torch.tanh(z / c) for z in right.z])
+            yield Fault("the final softcap is x tanh(x / c), not c tanh(x / c)",
+                        lambda: again(right, [x * torch.tanh(x / c) for x in raw]))  # fmt: skip
+            yield Fault("the final softcap is applied twice",
+                        lambda: again(right, [c * torch.tanh(z / c) for z in right.z]))  # fmt: skip
     if getattr(head, "bias", None) is not None:
-        yield "the head's bias is left out", lambda: otherwise(lambda m, h, y: y - m.bias)
+        yield Fault("the head's bias is left out", lambda: otherwise(lambda m, h, y: y - m.bias))
     for w in (t.weight for t in tables if t.weight is not head.weight and t.weight.shape == head.weight.shape):
-        yield "the input embedding stands for the head", partial(otherwise, partial(lambda w, m, h, y: h @ w.T, w))
+        stands = partial(otherwise, partial(lambda w, m, h, y: h @ w.T, w))
+        yield Fault("the input embedding stands for the head", stands)

@@ -17,17 +17,18 @@ from upref.registry import Objective, get, names
 from upref.rollouts import Rollouts
 from upref.transforms import CORRECTIONS, up
 from upref.verify.factors import FACTORS
-from upref.verify.faults import Slip, kl_slips, known, term_slope, terms
+from upref.verify.faults import known
+from upref.verify.faults.losses import LossFault, fault, kl_faults, term_slope, terms
 from upref.verify.measure import Case, kl_slope, unit_weights
 from upref.weights.batches import OFF_EDGES, anchor, off, random_batch
 
-TERMS = 3  # KL terms that are tried with a slip of the rest
-FEW = 24  # responses: most slips fail on a few already
-NOTHING = Slip("no gradient reaches log_prob: it is detached, or rounded away", "stop-gradient", scale=lambda b: 0.0)
+TERMS = 3  # KL terms that are tried with a fault of the rest
+FEW = 24  # responses: most faults fail on a few already
+NOTHING = fault("no gradient reaches log_prob: it is detached, or rounded away", "stop-gradient", scale=lambda b: 0.0)
 
 
-def explain(case: Case, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list[float]) -> Slip | None:
-    """The first slip that, put into the reference, has the found weights on every token of the batch, and of others.
+def explain(case: Case, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list[float]) -> LossFault | None:
+    """The first fault that, put into the reference, has the found weights on every token of the batch, and of others.
 
     Tried in this order: other hyperparameters, the catalogue, the plug-in, other objectives; then two together, one of
     the KL term and one of the rest; then any objective at hyperparameters recovered from the loss. ignore: tokens at a
@@ -37,8 +38,8 @@ def explain(case: Case, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list
     more = _elsewhere(case)
     nothing = not any(at[3][1].any() for at in case.loss.log if at and at[1] == "measured")
     every = chain([NOTHING] * nothing, _retuned(case, bounds), _other_kl(case, b, found, use),
-                  _kl_aggregated(case), known(case.o, case.hp, bounds), _others(case))  # fmt: skip
-    first = lambda slips: reproduces((slip for slip in slips if more.fits(slip, case)), case, b, found, use)
+                  _kl_aggregated(case), known("losses", case.o, case.hp, bounds), _others(case))  # fmt: skip
+    first = lambda faults: reproduces((one for one in faults if more.fits(one, case)), case, b, found, use)
     return first(every) or _two(case, b, found, use, bounds, more) or first(_recovered(case))
 
 
@@ -48,8 +49,8 @@ class Elsewhere:
 
     batches: list[tuple[Rollouts, Tensor, Tensor]]  # with the weights found, and the tokens that are used
 
-    def fits(self, slip: Slip, case: Case) -> bool:
-        return all(fits(slip, case, *at, 10 * case.tol) for at in self.batches)
+    def fits(self, one: LossFault, case: Case) -> bool:
+        return all(fits(one, case, *at, 10 * case.tol) for at in self.batches)
 
     def without(self, part: Callable[[Rollouts], Tensor]) -> "Elsewhere":
         return Elsewhere([(b, found - part(b), use) for b, found, use in self.batches])
@@ -73,9 +74,9 @@ def others(case: Case) -> list[Rollouts]:
     return [calm, small, grid, *some, case.ready(random_batch(rng(4), case.one_adv, (64, 40)))]
 
 
-def confirmed(case: Case, slip: Slip, *more: Rollouts) -> str:
-    """The words of a slip that reproduces the loss on every one of those batches, and on these; else none."""
-    return slip.words if _elsewhere(case, *more).fits(slip, case) else ""
+def confirmed(case: Case, one: LossFault, *more: Rollouts) -> str:
+    """The words of a fault that reproduces the loss on every one of those batches, and on these; else none."""
+    return one.words if _elsewhere(case, *more).fits(one, case) else ""
 
 
 def everywhere(case: Case, change: Callable[[Rollouts], tuple[Tensor, Tensor]], *more: Rollouts) -> bool:
@@ -92,32 +93,32 @@ def alike(x: Tensor, y: Tensor) -> bool:
     return bool((x - y).abs().max() <= 1e-5 * y.abs().max())
 
 
-def _two(case: Case, b: Rollouts, found: Tensor, use: Tensor, bounds: list[float], more: Elsewhere) -> Slip | None:
-    """A slip of the KL term, which stands alone where A = 0, and one of the rest, each put into the reference."""
+def _two(case: Case, b: Rollouts, found: Tensor, use: Tensor, bounds: list[float], more: Elsewhere) -> LossFault | None:
+    """A fault of the KL term, which stands alone where A = 0, and one of the rest, each put into the reference."""
     zero = use & (b.adv.expand_as(use) == 0)
     if not zero.any():
         return None
     o, hp, plain = case.o, case.hp, case.plain_hp | ({"beta": 0.0} if case.o.kl else {})
     terms = [*_other_kl(case, b, found, use)]
     if hp.get("beta"):
-        missing = Slip("the KL term is missing, or carries no gradient", "term", hp={"beta": 0.0})
-        terms += [missing, *_kl_aggregated(case), *kl_slips(o, hp)]
-    part = lambda term, b: term.weights(o, hp, b) - unit_weights(o, b, plain)
+        missing = fault("the KL term is missing, or carries no gradient", "term", hp={"beta": 0.0})
+        terms += [missing, *_kl_aggregated(case), *kl_faults(o, hp)]
+    part = lambda term, b: term.change.weights(o, hp, b) - unit_weights(o, b, plain)
     alone = replace(case, hp=plain)
     for term in [t for t in terms if (off(found, part(t, b), b.adv)[zero] < case.tol).all()][:TERMS]:
         less = more.without(partial(part, term))
-        rest = chain(_retuned(alone, bounds), known(o, plain, bounds), _others(alone))
-        slip = reproduces((s for s in rest if less.fits(s, alone)), alone, b, found - part(term, b), use)
-        if slip is not None:
+        rest = chain(_retuned(alone, bounds), known("losses", o, plain, bounds), _others(alone))
+        one = reproduces((s for s in rest if less.fits(s, alone)), alone, b, found - part(term, b), use)
+        if one is not None:
 
-            def both(b: Rollouts, slip: Slip = slip, term: Slip = term) -> Tensor:
-                return slip.weights(o, plain, b) + part(term, b)
+            def both(b: Rollouts, one: LossFault = one, term: LossFault = term) -> Tensor:
+                return one.change.weights(o, plain, b) + part(term, b)
 
-            return Slip(f"two faults together: {slip.words}; and {term.words}", slip.kind, weigh=both)
+            return fault(f"two faults together: {one.words}; and {term.words}", one.kind, weigh=both)
     return None
 
 
-def _kl_aggregated(case: Case) -> Iterator[Slip]:
+def _kl_aggregated(case: Case) -> Iterator[LossFault]:
     """The KL term with another aggregation than the rest."""
     o, beta = case.o, case.hp.get("beta") or 0.0
     for name in FACTORS if beta else ():
@@ -127,45 +128,45 @@ def _kl_aggregated(case: Case) -> Iterator[Slip]:
                 w = unit_weights(o, b, case.plain_hp | {"beta": 0.0})
                 return w - beta * kl_slope(o.kl, b) * (case.factors(b, name) / case.factors(b))
 
-            yield Slip(
+            yield fault(
                 f"the KL term has another aggregation than the rest: {name}", "term", weigh=otherwise, whole=True
             )
 
 
-def reproduces(slips: Iterable[Slip], case: Case, b: Rollouts, found: Tensor, use: Tensor) -> Slip | None:
+def reproduces(faults: Iterable[LossFault], case: Case, b: Rollouts, found: Tensor, use: Tensor) -> LossFault | None:
     """The first that agrees on all used tokens."""
     fields = ("logp", "logp_old", "adv", "mask", "logp_ref", "entropy", "logp_sampler")
     rows = {k: v[:FEW] for k in fields if (v := getattr(b, k)) is not None}
     small, use = replace(b, group=None, totals=None, **rows), use & ~case.rounded(b)
-    few = lambda slip: slip.whole or fits(slip, case, small, found[:FEW], use[:FEW], case.tol)
-    return next((s for s in slips if few(s) and fits(s, case, b, found, use, case.tol)), None)
+    few = lambda one: one.whole or fits(one, case, small, found[:FEW], use[:FEW], case.tol)
+    return next((s for s in faults if few(s) and fits(s, case, b, found, use, case.tol)), None)
 
 
-def fits(slip: Slip, case: Case, b: Rollouts, found: Tensor, use: Tensor, tol: float) -> bool:
-    """Whether the objective with this slip in it has the found weights on the used tokens."""
+def fits(one: LossFault, case: Case, b: Rollouts, found: Tensor, use: Tensor, tol: float) -> bool:
+    """Whether the objective with this fault in it has the found weights on the used tokens."""
     try:
-        apart = off(found, slip.weights(case.o, case.hp, b), b.adv)
+        apart = off(found, one.change.weights(case.o, case.hp, b), b.adv)
     except (InputError, RuntimeError, TypeError):  # of other shapes: not this objective's form
         return False
     return bool((apart[use] < tol).all())
 
 
-def _retuned(case: Case, bounds: list[float]) -> Iterator[Slip]:
+def _retuned(case: Case, bounds: list[float]) -> Iterator[LossFault]:
     """The objective at other hyperparameters: its two sides swapped, or as the matcher recovers them from the loss."""
     from upref.verify.match import recover
 
     hp = case.hp
     if {"eps_low", "eps_high"} <= hp.keys() and hp["eps_low"] != hp["eps_high"]:
         swapped = {"eps_low": hp["eps_high"], "eps_high": hp["eps_low"]}
-        yield Slip("the two sides of the clip are swapped (eps_low, eps_high)", "hyperparameter", hp=swapped)
+        yield fault("the two sides of the clip are swapped (eps_low, eps_high)", "hyperparameter", hp=swapped)
     for moved in recover(case):
-        yield Slip(_said(moved, hp), "hyperparameter", hp=moved)
+        yield fault(_said(moved, hp), "hyperparameter", hp=moved)
     if hp.get("beta"):
-        yield Slip("the KL term is missing, or carries no gradient", "term", hp={"beta": 0.0})
-        yield Slip("the KL term is added to J, not subtracted", "term", hp={"beta": -hp["beta"]})
+        yield fault("the KL term is missing, or carries no gradient", "term", hp={"beta": 0.0})
+        yield fault("the KL term is added to J, not subtracted", "term", hp={"beta": -hp["beta"]})
 
 
-def _other_kl(case: Case, b: Rollouts, found: Tensor, use: Tensor) -> Iterator[Slip]:
+def _other_kl(case: Case, b: Rollouts, found: Tensor, use: Tensor) -> Iterator[LossFault]:
     """A KL term of another size, or that the objective does not have: where A = 0 nothing else is left."""
     zero = use & (b.adv.expand_as(use) == 0)
     if not zero.any():
@@ -178,11 +179,11 @@ def _other_kl(case: Case, b: Rollouts, found: Tensor, use: Tensor) -> Iterator[S
         if not abs(beta) > case.tol:
             continue
         if name == o.kl:
-            yield Slip(_said({"beta": beta}, case.hp), "hyperparameter", hp={"beta": beta})
+            yield fault(_said({"beta": beta}, case.hp), "hyperparameter", hp={"beta": beta})
         elif not case.hp.get("beta"):
             done = "subtracted" if beta > 0 else "added to J"
-            yield Slip(f"a KL term is {done} that {o.name} does not have: {abs(beta):.6g} {name}", "term",
-                       weigh=lambda b, beta=beta, name=name: rest(b) - beta * term_slope(name, b))  # type: ignore[misc]  # fmt: skip
+            yield fault(f"a KL term is {done} that {o.name} does not have: {abs(beta):.6g} {name}", "term",
+                        weigh=lambda b, beta=beta, name=name: rest(b) - beta * term_slope(name, b))  # fmt: skip
 
 
 def _said(moved: dict[str, Any], hp: dict[str, Any]) -> str:
@@ -200,22 +201,22 @@ def _absolute(key: str, v: Any, now: Any) -> bool:
     return abs((1 - v if key == "eps_low" else 1 + v) - now) < 1e-6
 
 
-def _others(case: Case) -> Iterator[Slip]:
+def _others(case: Case) -> Iterator[LossFault]:
     o, hp = case.o, case.hp
     if not o.name.startswith("up("):
-        yield Slip(f"it is up({o.name}): log π_θ in place of the clipped ratio where A > 0", "objective",
-                   objective=up(o), hp=hp)  # fmt: skip
+        yield fault(f"it is up({o.name}): log π_θ in place of the clipped ratio where A > 0", "objective",
+                    objective=up(o), hp=hp)  # fmt: skip
     for name in CORRECTIONS if o.sampler else ():
         p = get(re.sub(f"({'|'.join(CORRECTIONS)})[(]", f"{name}(", o.name))
         own = {k: v for k, v in hp.items() if k in p.hyperparameters}
-        yield from (Slip(f"it is {_called(p, h)}", "objective", objective=p, hp=h) for h in (own, {}))
+        yield from (fault(f"it is {_called(p, h)}", "objective", objective=p, hp=h) for h in (own, {}))
     for p in (get(n) for n in names() if n != o.name and not get(n).coupled):
         own = {k: v for k, v in hp.items() if k in p.hyperparameters and v is not None}
         for h in (own, {}):
-            yield Slip(f"it is {_called(p, h)}", "objective", objective=p, hp=h)
+            yield fault(f"it is {_called(p, h)}", "objective", objective=p, hp=h)
 
 
-def _recovered(case: Case) -> Iterator[Slip]:
+def _recovered(case: Case) -> Iterator[LossFault]:
     """Any objective, and up(...) of any, at the hyperparameters that the loss itself shows, with the KL term it has."""
     from upref.verify.match import fitting
 
@@ -227,7 +228,7 @@ def _recovered(case: Case) -> Iterator[Slip]:
 
         times = f"{box.scale:.6g} times " if box.scale != 1 else ""
         term = f", with a KL term: {box.beta:.6g} {box.kl}" if box.kl else ""
-        yield Slip(f"it is {times}{_called(p, own)}{term}", "objective", weigh=whole)
+        yield fault(f"it is {times}{_called(p, own)}{term}", "objective", weigh=whole)
 
 
 def _called(p: Objective, h: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ divergence, and the expected gradient against theirs, on policy and off it. One 
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,38 +17,16 @@ from torch import Tensor
 from upref import kl
 from upref.errors import InputError
 from upref.foreign.kl import Term, read
+from upref.verify.faults import Fault, known
+from upref.verify.faults.kl import Formula
 from upref.verify.oracle import Oracle, must_know, oracle, run, untouched
 from upref.verify.report import Finding, Report, apart, fail, note, tidy
 
 # d = log π_ref - log π_θ; every number is exact in float32
 NEAR = torch.arange(-32, 33, dtype=torch.float64) / 16
 FAR = torch.tensor([s * x for x in (2.5, 3, 4, 6, 9, 12, 15, 19, 21, 40) for s in (1, -1)], dtype=torch.float64)
-Formula = Callable[[Tensor, Tensor], Tensor]
 GONE = "no gradient: it is computed under no_grad, or detached"
 CONSTANTS = "harmless as long as callers pass them without requires_grad; add .detach() to be safe"
-
-
-# known faults, in words: what each makes of (log_prob, ref_log_prob)
-FAULTS: dict[str, Formula] = {
-    "k1 with its sign flipped: log π_ref - log π_θ": lambda lp, ref: ref - lp,
-    "k3 the other way round: it has π_θ/π_ref where π_ref/π_θ belongs": lambda lp, ref: kl.k3(ref, lp),
-    "k3 with the sign of its logarithm swapped: π_ref/π_θ - 1 + log(π_ref/π_θ)": lambda lp, ref: (
-        (ref - lp).exp() - 1 + (ref - lp)
-    ),
-    "k3 with its sign flipped": lambda lp, ref: -kl.k3(lp, ref),
-    "k3 without its logarithm: π_ref/π_θ - 1": lambda lp, ref: (ref - lp).exp() - 1,
-    "|log π_θ - log π_ref|": lambda lp, ref: (lp - ref).abs(),
-    "half of k3": lambda lp, ref: kl.k3(lp, ref) / 2,
-    "k2 without its 1/2": lambda lp, ref: (lp - ref) ** 2,
-    "the value of k3 with the gradient of k2 (straight through)": lambda lp, ref: (
-        kl.k2(lp, ref) + (kl.k3(lp, ref) - kl.k2(lp, ref)).detach()
-    ),
-    "the value of k1 with the gradient of k2 (straight through)": lambda lp, ref: (
-        kl.k2(lp, ref) + (kl.k1(lp, ref) - kl.k2(lp, ref)).detach()
-    ),
-    "π_θ (log π_θ - log π_ref): weighted by a probability though it is sampled": lambda lp, ref: lp.exp() * (lp - ref),
-    **{f"{name} itself": f for name, f in kl.ESTIMATORS.items()},
-}
 
 
 # ---- a case ----------------------------------------------------------------------------------------------------------
@@ -71,11 +49,11 @@ class Case:
 
     def cause(self, which: int) -> str:
         """The first fault that gives both value and gradient, else that gives this one; "" where none does."""
-        known = {GONE: lambda lp, ref: self.right(lp, ref).detach() + 0 * lp} | FAULTS
+        gone = Fault(GONE, lambda lp, ref: self.right(lp, ref).detach() + 0 * lp)
         for parts in ((0, 1), (which,)):
-            for words, formula in known.items():
-                if formula is not self.right and same(self.term, formula, parts, self.term.tol):
-                    return words
+            for fault in (gone, *known("kl")):
+                if fault.change is not self.right and same(self.term, fault.change, parts, self.term.tol):
+                    return fault.words
         k = both(self.term, NEAR[-1:])[which].item() / both(self.right, NEAR[-1:])[which].item()
         scaled = same(self.term, lambda lp, ref: k * self.right(lp, ref), tol=self.term.tol)
         return f"{k:.6g} times {self.estimator}" if scaled else ""

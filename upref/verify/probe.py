@@ -18,7 +18,7 @@ from upref.errors import InputError
 from upref.foreign import Loss, neutral
 from upref.rollouts import Rollouts
 from upref.verify.factors import even, names
-from upref.verify.faults import term_slope, terms
+from upref.verify.faults.losses import term_slope, terms
 from upref.verify.measure import Case, held, without_rest
 from upref.weights.batches import anchor, off, paired
 from upref.weights.curve import AT_ONCE, HAIR, Curve, alone

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import torch
 
-from upref.course.exercise import Batch, Exercise, Slip
+from upref.course.exercise import Batch, Exercise
+from upref.verify.faults import Fault
 
 NAN = float("nan")
 
@@ -35,57 +36,31 @@ EXERCISE = Exercise(
         batch("two responses of a mini-batch of six", [[1.0, 3.0, 2.0], [4.0, 9.0, 9.0]],
               [[True, True, True], [True, False, False]], 6),
     ),
-    slips=(
-        Slip(
-            "divided by the responses that are here, not by those of the mini-batch",
-            "the parts of a mini-batch must add up to its J: divide by `responses`, whatever the part's own size.",
-            lambda x, mask, n: (inside(x, mask).sum(1) / mask.sum(1)).mean(),
-        ),
-        Slip(
-            "the mean over tokens: long responses weigh more (DAPO's aggregation, and not of a mini-batch)",
-            "Eq. 4 has 1/|o_i| inside the sum over responses: first the mean of each row, then over rows.",
-            lambda x, mask, n: x[mask].mean(),
-        ),
-        Slip(
-            "the mean over the tokens that are here, divided by the part's share of the responses",
-            "Eq. 4 has 1/|o_i| inside the sum over responses: first the mean of each row, then over rows.",
-            lambda x, mask, n: x[mask].mean() * len(mask) / n,
-        ),
-        Slip(
-            "padding is counted in |o|",
-            "divide each row by its own number of tokens, mask.sum(1), not by the width.",
-            lambda x, mask, n: inside(x, mask).mean(1).sum() / n,
-        ),
-        Slip(
-            "nothing is divided by |o|",
-            "Eq. 4 has the mean over the tokens of each response: divide each row by mask.sum(1).",
-            lambda x, mask, n: inside(x, mask).sum() / n,
-        ),
-        Slip(
-            "0 * NaN is NaN: the padding is multiplied by the mask",
-            "padding may hold anything. Select with torch.where(mask, x, 0), then add up.",
-            lambda x, mask, n: ((x * mask).sum(1) / mask.sum(1)).sum() / n,
-        ),
-        Slip(
-            "padding is added up",
-            "a slot where the mask is False is padding: torch.where(mask, x, 0).",
-            lambda x, mask, n: (x.sum(1) / mask.sum(1)).sum() / n,
-        ),
-        Slip(
-            "the mask is not used at all",
-            "a slot where the mask is False is padding: neither add it up nor count it.",
-            lambda x, mask, n: x.mean(1).sum() / n,
-        ),
-        Slip(
-            "there is no 1/G: the responses' means are added up",
-            "divide by `responses`.",
-            lambda x, mask, n: (inside(x, mask).sum(1) / mask.sum(1)).sum(),
-        ),
-        Slip(
-            "the sign",
-            "this is J itself, to be maximized: no minus here.",
-            lambda x, mask, n: -J(x, mask, n),
-        ),
+    faults=(
+        Fault("divided by the responses that are here, not by those of the mini-batch",
+              lambda x, mask, n: (inside(x, mask).sum(1) / mask.sum(1)).mean(),
+              hint="the parts of a mini-batch must add up to its J: divide by `responses`, whatever the part's own "
+                   "size."),
+        Fault("the mean over tokens: long responses weigh more (DAPO's aggregation, and not of a mini-batch)",
+              lambda x, mask, n: x[mask].mean(),
+              hint="Eq. 4 has 1/|o_i| inside the sum over responses: first the mean of each row, then over rows."),
+        Fault("the mean over the tokens that are here, divided by the part's share of the responses",
+              lambda x, mask, n: x[mask].mean() * len(mask) / n,
+              hint="Eq. 4 has 1/|o_i| inside the sum over responses: first the mean of each row, then over rows."),
+        Fault("padding is counted in |o|", lambda x, mask, n: inside(x, mask).mean(1).sum() / n,
+              hint="divide each row by its own number of tokens, mask.sum(1), not by the width."),
+        Fault("nothing is divided by |o|", lambda x, mask, n: inside(x, mask).sum() / n,
+              hint="Eq. 4 has the mean over the tokens of each response: divide each row by mask.sum(1)."),
+        Fault("0 * NaN is NaN: the padding is multiplied by the mask",
+              lambda x, mask, n: ((x * mask).sum(1) / mask.sum(1)).sum() / n,
+              hint="padding may hold anything. Select with torch.where(mask, x, 0), then add up."),
+        Fault("padding is added up", lambda x, mask, n: (x.sum(1) / mask.sum(1)).sum() / n,
+              hint="a slot where the mask is False is padding: torch.where(mask, x, 0)."),
+        Fault("the mask is not used at all", lambda x, mask, n: x.mean(1).sum() / n,
+              hint="a slot where the mask is False is padding: neither add it up nor count it."),
+        Fault("there is no 1/G: the responses' means are added up",
+              lambda x, mask, n: (inside(x, mask).sum(1) / mask.sum(1)).sum(), hint="divide by `responses`."),
+        Fault("the sign", lambda x, mask, n: -J(x, mask, n), hint="this is J itself, to be maximized: no minus here."),
     ),
     notice="and DAPO's aggregation: which total must each part know? (The tokens of the mini-batch.)",
 )  # fmt: skip

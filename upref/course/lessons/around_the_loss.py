@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from upref.course.exercise import Batch, Exercise, Slip
+from upref.course.exercise import Batch, Exercise
+from upref.verify.faults import Fault
 
 
 def step(
@@ -71,44 +72,48 @@ EXERCISE = Exercise(
         batch("a token of a tool between others", [3, 0, 1, 2, 0], 2, [True, False, True], -1.0, 8, 0.7),
         batch("a ratio beyond each bound", [3, 0, 1, 2, 0, 3], 2, [True, True, True, True], 1.0, 8, 0.7),
     ),
-    slips=(
-        Slip("it is as it was: all three bugs are there", SHIFT, step(shift=0, heat=lambda x, T: x, over=own)),
-        Slip(
+    faults=(
+        Fault("it is as it was: all three bugs are there", step(shift=0, heat=lambda x, T: x, over=own), hint=SHIFT),
+        Fault(
             "two bugs: the labels are not shifted, and the temperature is left out",
-            SHIFT,
             step(shift=0, heat=lambda x, T: x),
+            hint=SHIFT,
         ),
-        Slip(
+        Fault(
             "two bugs: the labels are not shifted, and it divides by the response's own tokens",
-            SHIFT,
             step(shift=0, over=own),
+            hint=SHIFT,
         ),
-        Slip(
+        Fault(
             "two bugs: the temperature is left out, and it divides by the response's own tokens",
-            HEAT,
             step(heat=lambda x, T: x, over=own),
+            hint=HEAT,
         ),
-        Slip("the labels are not shifted: logits are read at the token that they should predict", SHIFT, step(shift=0)),
-        Slip("the temperature is left out", HEAT, step(heat=lambda x, T: x)),
-        Slip("logits are multiplied by the temperature", HEAT, step(heat=lambda x, T: x * T)),
-        Slip("it divides by the response's own tokens, not by those of the step", OWN, step(over=own)),
-        Slip(
+        Fault(
+            "the labels are not shifted: logits are read at the token that they should predict",
+            step(shift=0),
+            hint=SHIFT,
+        ),
+        Fault("the temperature is left out", step(heat=lambda x, T: x), hint=HEAT),
+        Fault("logits are multiplied by the temperature", step(heat=lambda x, T: x * T), hint=HEAT),
+        Fault("it divides by the response's own tokens, not by those of the step", step(over=own), hint=OWN),
+        Fault(
             "it divides by the response's length, tool tokens included",
-            OWN,
             step(over=lambda trains, tokens: len(trains)),
+            hint=OWN,
         ),
-        Slip(
+        Fault(
             "the tokens of the tool train",
-            "multiply by `trains`: the policy did not sample what a tool wrote.",
             step(mask=lambda m: torch.ones_like(m)),
+            hint="multiply by `trains`: the policy did not sample what a tool wrote.",
         ),
-        Slip(
+        Fault(
             "the old log-probabilities are the current ones: r = 1",
-            "the ratio is to `old`, given as it was sampled.",
             step(before=lambda old, lp: lp.detach()),
+            hint="the ratio is to `old`, given as it was sampled.",
         ),
-        Slip("the clip is PPO's, 1.2 above", "DAPO's upper bound is 1.28.", step(high=1.2)),
-        Slip("the sign", "this is a loss, to be minimized: it has a minus.", step(sign=1.0)),
+        Fault("the clip is PPO's, 1.2 above", step(high=1.2), hint="DAPO's upper bound is 1.28."),
+        Fault("the sign", step(sign=1.0), hint="this is a loss, to be minimized: it has a minus."),
     ),
     notice="which of the three bugs could a test at temperature 1, with one length and without tools have shown?",
     proof=proof,

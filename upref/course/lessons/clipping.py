@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import torch
 
-from upref.course.exercise import Exercise, Slip
+from upref.course.exercise import Exercise
 from upref.course.samples import batch, checked
+from upref.verify.faults import Fault
 
 HIGH, LOW = 1.28, 0.8
 ratio = lambda lp, old: (lp - old).exp()
@@ -33,76 +34,50 @@ EXERCISE = Exercise(
         batch("A < 0, r = 10: bad, and ten times as likely as it was", [0.5], [0.05], [-1.0]),
         batch("four samples, r = 1.1, 2, 1/2 and 1/2", [0.11, 0.4, 0.1, 0.2], [0.1, 0.2, 0.2, 0.4], [1.0, 2, 1, -1]),
     ),
-    slips=(
-        Slip(
-            "the minimum is missing: clip(r) A alone is clipped on both sides for both signs",
-            "a good token that is less likely now must be pushed up again. Which is smaller, r A or clip(r) A?",
-            lambda lp, old, A: -(ratio(lp, old).clamp(LOW, HIGH) * A).mean(),
-        ),
-        Slip(
-            "the larger of the two, where the smaller belongs",
-            "the objective takes the minimum of r A and clip(r) A. (Of a loss, which is -J, it is the maximum.)",
-            lambda lp, old, A: -torch.maximum(ratio(lp, old) * A, ratio(lp, old).clamp(LOW, HIGH) * A).mean(),
-        ),
-        Slip(
-            "there is no clip",
-            "this is lesson 3's loss. Where is the token done, for A > 0, and where for A < 0?",
-            lambda lp, old, A: -(ratio(lp, old) * A).mean(),
-        ),
-        Slip(
-            "the sign",
-            "an optimizer goes downhill: hand it minus the mean of the smaller of the two.",
-            lambda lp, old, A: torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(LOW, HIGH) * A).mean(),
-        ),
-        Slip(
-            "both bounds are eps_low",
-            "the upper bound is 1 + eps_high.",
-            lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(LOW, 1.2) * A).mean(),
-        ),
-        Slip(
-            "both bounds are eps_high",
-            "the lower bound is 1 - eps_low.",
-            lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(0.72, HIGH) * A).mean(),
-        ),
-        Slip(
-            "the two bounds have changed places",
-            "below is 1 - eps_low, above is 1 + eps_high.",
-            lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(0.72, 1.2) * A).mean(),
-        ),
-        Slip(
-            "the bounds are those of log r, not of r",
-            "0.28 is how far r may be from 1. Take the exponential first, then clip.",
-            lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, (lp - old).clamp(-0.2, 0.28).exp() * A).mean(),
-        ),
-        Slip(
-            "eps_low and eps_high are taken for the bounds themselves",
-            "they are distances from 1: the window is from 1 - eps_low to 1 + eps_high.",
-            lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(0.2, 0.28) * A).mean(),
-        ),
-        Slip(
-            "the product r A is clipped, not the ratio",
-            "clip r; then multiply by A. With A = -1 the product is never near 1.",
-            lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, (ratio(lp, old) * A).clamp(LOW, HIGH)).mean(),
-        ),
-        Slip(
-            "a bad token that has become more likely loses its gradient too: a two-sided clip, or a dual clip",
-            "for A < 0 there is a lower bound only. A bad token at r = 2 is exactly the one to push down.",
-            lambda lp, old, A: -torch.where(
-                A > 0, torch.minimum(ratio(lp, old), torch.tensor(HIGH)), ratio(lp, old).clamp(LOW, HIGH)
-            ).mul(A).mean(),
-        ),
-        Slip(
-            "a dual clip: a bad token beyond some r loses its gradient",
-            "verl has one at r = 3 by default. It is not in DAPO's equation.",
-            lambda lp, old, A: -torch.minimum(
-                ratio(lp, old) * A, ratio(lp, old).clamp(LOW, HIGH) * A
-            ).maximum(torch.where(A < 0, 3 * A, -torch.inf)).mean(),
-        ),
-        Slip(
-            "the sum over the samples where their mean belongs",
-            "with twice as many samples the step should not be twice as long.",
-            lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(LOW, HIGH) * A).sum(),
-        ),
+    faults=(
+        Fault("the minimum is missing: clip(r) A alone is clipped on both sides for both signs",
+              lambda lp, old, A: -(ratio(lp, old).clamp(LOW, HIGH) * A).mean(),
+              hint="a good token that is less likely now must be pushed up again. Which is smaller, r A or clip(r) A?"),
+        Fault("the larger of the two, where the smaller belongs",
+              lambda lp, old, A: -torch.maximum(ratio(lp, old) * A, ratio(lp, old).clamp(LOW, HIGH) * A).mean(),
+              hint="the objective takes the minimum of r A and clip(r) A. (Of a loss, which is -J, it is the "
+                   "maximum.)"),
+        Fault("there is no clip", lambda lp, old, A: -(ratio(lp, old) * A).mean(),
+              hint="this is lesson 3's loss. Where is the token done, for A > 0, and where for A < 0?"),
+        Fault("the sign",
+              lambda lp, old, A: torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(LOW, HIGH) * A).mean(),
+              hint="an optimizer goes downhill: hand it minus the mean of the smaller of the two."),
+        Fault("both bounds are eps_low",
+              lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(LOW, 1.2) * A).mean(),
+              hint="the upper bound is 1 + eps_high."),
+        Fault("both bounds are eps_high",
+              lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(0.72, HIGH) * A).mean(),
+              hint="the lower bound is 1 - eps_low."),
+        Fault("the two bounds have changed places",
+              lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(0.72, 1.2) * A).mean(),
+              hint="below is 1 - eps_low, above is 1 + eps_high."),
+        Fault("the bounds are those of log r, not of r",
+              lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, (lp - old).clamp(-0.2, 0.28).exp() * A).mean(),
+              hint="0.28 is how far r may be from 1. Take the exponential first, then clip."),
+        Fault("eps_low and eps_high are taken for the bounds themselves",
+              lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(0.2, 0.28) * A).mean(),
+              hint="they are distances from 1: the window is from 1 - eps_low to 1 + eps_high."),
+        Fault("the product r A is clipped, not the ratio",
+              lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, (ratio(lp, old) * A).clamp(LOW, HIGH)).mean(),
+              hint="clip r; then multiply by A. With A = -1 the product is never near 1."),
+        Fault("a bad token that has become more likely loses its gradient too: a two-sided clip, or a dual clip",
+              lambda lp, old, A: -torch.where(
+                  A > 0, torch.minimum(ratio(lp, old), torch.tensor(HIGH)), ratio(lp, old).clamp(LOW, HIGH)
+              ).mul(A).mean(),
+              hint="for A < 0 there is a lower bound only. A bad token at r = 2 is exactly the one to push down."),
+        Fault("a dual clip: a bad token beyond some r loses its gradient",
+              lambda lp, old, A: -torch.minimum(
+                  ratio(lp, old) * A, ratio(lp, old).clamp(LOW, HIGH) * A
+              ).maximum(torch.where(A < 0, 3 * A, -torch.inf)).mean(),
+              hint="verl has one at r = 3 by default. It is not in DAPO's equation."),
+        Fault("the sum over the samples where their mean belongs",
+              lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(LOW, HIGH) * A).sum(),
+              hint="with twice as many samples the step should not be twice as long."),
     ),
     notice="at r = 1 this loss and lesson 3's are the same. A run that takes one step per batch "
     "never clips, whatever the bounds.",

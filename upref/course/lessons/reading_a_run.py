@@ -45,7 +45,7 @@ EXERCISE = Exercise(
     hint=hint,
     right=diagnosis,
     batches=tuple(Batch(f"run {run}", {"run": run}) for run in KEY),
-    slips=(),
+    faults=(),
     notice="run D earns most here, though its clip is dead: at this learning rate the clip was not needed. A fault "
     "need not show in the reward: look first at what must be so, r = 1 at the first update, then at what you hope for.",
 )  # fmt: skip

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 import torch
 
-from upref.course.exercise import Batch, Exercise, Slip
+from upref.course.exercise import Batch, Exercise
 from upref.rollouts import per_response
 from upref.verify.check import check
+from upref.verify.faults import Fault
 
 LOW, HIGH = 1 - 3e-4, 1 + 4e-4
 
@@ -64,64 +65,38 @@ EXERCISE = Exercise(
         batch("two responses, of two tokens and of one", [[0.1, -0.3], [-0.2, 5.0]], [1.0, 2.0],
               [[True, True], [True, False]]),
     ),
-    slips=(
-        Slip(
-            "the product of the ratios: the sum of their logarithms where the mean belongs",
-            "s is the geometric mean: divide the sum of lp - lp_old by the number of tokens before the exponential.",
-            lambda lp, old, A, mask: min_clip(torch.where(mask, lp - old, 0).sum(1).exp(), A).mean(),
-        ),
-        Slip(
-            "the arithmetic mean of the ratios",
-            "s is the geometric mean: first the mean of lp - lp_old, then the exponential.",
-            lambda lp, old, A, mask: min_clip(torch.where(mask, (lp - old).exp(), 0).sum(1) / mask.sum(1), A).mean(),
-        ),
-        Slip(
-            "every token has its own ratio and its own clip: lesson 4's loss with GSPO's bounds",
-            "one number s for a response: all its tokens are clipped together, or none.",
-            tokens(min_clip),
-        ),
-        Slip(
-            "padding is counted in |o|",
-            "divide by the number of tokens of the response, mask.sum(1), not by the width of the batch.",
-            lambda lp, old, A, mask: min_clip(torch.where(mask, lp - old, 0).mean(1).exp(), A).mean(),
-        ),
-        Slip(
-            "the mask is not used",
-            "a slot where the mask is False is padding: it may hold any number.",
-            lambda lp, old, A, mask: min_clip((lp - old).mean(1).exp(), A).mean(),
-        ),
-        Slip(
-            "the minimum is missing",
-            "as in lesson 4: min(s A, clip(s) A).",
-            lambda lp, old, A, mask: -(mean_log(lp, old, mask).exp().clamp(LOW, HIGH) * A).mean(),
-        ),
-        Slip(
-            "there is no clip",
-            "as in lesson 4, with s in place of r.",
-            lambda lp, old, A, mask: -(mean_log(lp, old, mask).exp() * A).mean(),
-        ),
-        Slip(
-            "long responses weigh more: the mean is over tokens",
-            "a response has one term. Take the mean over responses (TRL's and verl's GSPO have this slip by default).",
-            lambda lp, old, A, mask: (min_clip(mean_log(lp, old, mask).exp(), A) * mask.sum(1)).sum() / mask.sum(),
-        ),
-        Slip(
-            "the sum over the responses where their mean belongs",
-            "Eq. 6 has 1/G in front.",
-            lambda lp, old, A, mask: loss(lp, old, A, mask) * len(A),
-        ),
-        Slip(
-            "the sign",
-            "an optimizer goes downhill.",
-            lambda lp, old, A, mask: -loss(lp, old, A, mask),
-        ),
-        Slip(
-            "lesson 4's bounds: 0.2 and 0.28",
-            "s is a mean over many tokens and moves little: GSPO's bounds are 3e-4 and 4e-4.",
-            lambda lp, old, A, mask: -torch.minimum(
-                (s := mean_log(lp, old, mask).exp()) * A, s.clamp(0.8, 1.28) * A
-            ).mean(),
-        ),
+    faults=(
+        Fault("the product of the ratios: the sum of their logarithms where the mean belongs",
+              lambda lp, old, A, mask: min_clip(torch.where(mask, lp - old, 0).sum(1).exp(), A).mean(),
+              hint="s is the geometric mean: divide the sum of lp - lp_old by the number of tokens before the "
+                   "exponential."),
+        Fault("the arithmetic mean of the ratios",
+              lambda lp, old, A, mask: min_clip(torch.where(mask, (lp - old).exp(), 0).sum(1) / mask.sum(1), A).mean(),
+              hint="s is the geometric mean: first the mean of lp - lp_old, then the exponential."),
+        Fault("every token has its own ratio and its own clip: lesson 4's loss with GSPO's bounds", tokens(min_clip),
+              hint="one number s for a response: all its tokens are clipped together, or none."),
+        Fault("padding is counted in |o|",
+              lambda lp, old, A, mask: min_clip(torch.where(mask, lp - old, 0).mean(1).exp(), A).mean(),
+              hint="divide by the number of tokens of the response, mask.sum(1), not by the width of the batch."),
+        Fault("the mask is not used", lambda lp, old, A, mask: min_clip((lp - old).mean(1).exp(), A).mean(),
+              hint="a slot where the mask is False is padding: it may hold any number."),
+        Fault("the minimum is missing",
+              lambda lp, old, A, mask: -(mean_log(lp, old, mask).exp().clamp(LOW, HIGH) * A).mean(),
+              hint="as in lesson 4: min(s A, clip(s) A)."),
+        Fault("there is no clip", lambda lp, old, A, mask: -(mean_log(lp, old, mask).exp() * A).mean(),
+              hint="as in lesson 4, with s in place of r."),
+        Fault("long responses weigh more: the mean is over tokens",
+              lambda lp, old, A, mask: (min_clip(mean_log(lp, old, mask).exp(), A) * mask.sum(1)).sum() / mask.sum(),
+              hint="a response has one term. Take the mean over responses (TRL's and verl's GSPO have this slip by "
+                   "default)."),
+        Fault("the sum over the responses where their mean belongs",
+              lambda lp, old, A, mask: loss(lp, old, A, mask) * len(A), hint="Eq. 6 has 1/G in front."),
+        Fault("the sign", lambda lp, old, A, mask: -loss(lp, old, A, mask), hint="an optimizer goes downhill."),
+        Fault("lesson 4's bounds: 0.2 and 0.28",
+              lambda lp, old, A, mask: -torch.minimum(
+                  (s := mean_log(lp, old, mask).exp()) * A, s.clamp(0.8, 1.28) * A
+              ).mean(),
+              hint="s is a mean over many tokens and moves little: GSPO's bounds are 3e-4 and 4e-4."),
     ),
     notice="the gradient of every token of a response is the same, A s / |o|: the ratio of one rare token hardly "
     "shows. UP-GSPO, Eq. 16, is this with A mean(log π_θ) for A > 0.",

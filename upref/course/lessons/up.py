@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import torch
 
-from upref.course.exercise import Batch, Exercise, Slip
+from upref.course.exercise import Batch, Exercise
 from upref.course.samples import batch, checked
+from upref.verify.faults import Fault
 
 LOW = 0.8
 
@@ -47,63 +48,33 @@ EXERCISE = Exercise(
               "A": torch.tensor([1.0], dtype=torch.float64)}),
         batch("four samples, r = 2, 1/2, 2 and 1/2", [0.2, 0.1, 0.4, 0.2], [0.1, 0.2, 0.2, 0.4], [1.0, 2, -1, -1]),
     ),
-    slips=(
-        Slip(
-            "an unused ratio overflows, and its gradient 0 * inf is NaN",
-            "torch.where computes both branches, and the backward pass goes through both. Keep the exponent of "
-            "the one that is not taken at 0: r = torch.where(A > 0, 0, lp - lp_old).exp().",
-            branches(log, lambda lp, old, A: torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(min=LOW) * A)),
-        ),
-        Slip(
-            "good tokens still have a ratio: this is importance sampling for A > 0",
-            "UP has weight A there, whatever r is: log π_θ has no π_old in it.",
-            branches(weighted, clipped),
-        ),
-        Slip(
-            "good tokens are still clipped: this is DAPO",
-            "UP leaves the clip to the bad tokens. For A > 0 it is A log π_θ.",
-            lambda lp, old, A: -dapo(lp, old, A).mean(),
-        ),
-        Slip(
-            "A log π_θ for bad tokens, too",
-            "off-policy REINFORCE pushes a bad token down without end. For A <= 0 UP keeps DAPO's clipped term.",
-            lambda lp, old, A: -(A * lp).mean(),
-        ),
-        Slip(
-            "π_θ itself where log π_θ belongs",
-            "A π_θ has weight A π_θ: the rarer the token, the weaker the push. A log π_θ has weight A.",
-            branches(lambda lp, old, A: A * lp.exp(), clipped),
-        ),
-        Slip(
-            "the branches have changed places",
-            "A log π_θ is for the good tokens, A > 0.",
-            branches(dapo, log),
-        ),
-        Slip(
-            "bad tokens have lost their lower clip",
-            "below r = 1 - eps_low a bad token has been pushed far enough: the term of lesson 4.",
-            branches(log, weighted),
-        ),
-        Slip(
-            "bad tokens are clipped on both sides: the minimum is missing",
-            "a bad token that has become more likely (r = 2) must be pushed down: min(r A, clip(r) A).",
-            branches(log, lambda lp, old, A: torch.where(A > 0, 0, lp - old).exp().clamp(LOW, 1.28) * A),
-        ),
-        Slip(
-            "good tokens get no gradient: sg is around too much",
-            "in π_θ / sg(π_θ) only the denominator is a constant: (lp - lp.detach()).exp().",
-            branches(lambda lp, old, A: A * lp.detach(), clipped),
-        ),
-        Slip(
-            "the sign",
-            "an optimizer goes downhill: hand it minus the mean.",
-            lambda lp, old, A: -loss(lp, old, A),
-        ),
-        Slip(
-            "the sum over the samples where their mean belongs",
-            "with twice as many samples the step should not be twice as long.",
-            lambda lp, old, A: loss(lp, old, A) * len(A),
-        ),
+    faults=(
+        Fault("an unused ratio overflows, and its gradient 0 * inf is NaN",
+              branches(log, lambda lp, old, A: torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(min=LOW) * A)),
+              hint="torch.where computes both branches, and the backward pass goes through both. Keep the exponent of "
+              "the one that is not taken at 0: r = torch.where(A > 0, 0, lp - lp_old).exp()."),
+        Fault("good tokens still have a ratio: this is importance sampling for A > 0", branches(weighted, clipped),
+              hint="UP has weight A there, whatever r is: log π_θ has no π_old in it."),
+        Fault("good tokens are still clipped: this is DAPO", lambda lp, old, A: -dapo(lp, old, A).mean(),
+              hint="UP leaves the clip to the bad tokens. For A > 0 it is A log π_θ."),
+        Fault("A log π_θ for bad tokens, too", lambda lp, old, A: -(A * lp).mean(),
+              hint="off-policy REINFORCE pushes a bad token down without end. For A <= 0 UP keeps DAPO's clipped "
+                   "term."),
+        Fault("π_θ itself where log π_θ belongs", branches(lambda lp, old, A: A * lp.exp(), clipped),
+              hint="A π_θ has weight A π_θ: the rarer the token, the weaker the push. A log π_θ has weight A."),
+        Fault("the branches have changed places", branches(dapo, log), hint="A log π_θ is for the good tokens, A > 0."),
+        Fault("bad tokens have lost their lower clip", branches(log, weighted),
+              hint="below r = 1 - eps_low a bad token has been pushed far enough: the term of lesson 4."),
+        Fault("bad tokens are clipped on both sides: the minimum is missing",
+              branches(log, lambda lp, old, A: torch.where(A > 0, 0, lp - old).exp().clamp(LOW, 1.28) * A),
+              hint="a bad token that has become more likely (r = 2) must be pushed down: min(r A, clip(r) A)."),
+        Fault("good tokens get no gradient: sg is around too much",
+              branches(lambda lp, old, A: A * lp.detach(), clipped),
+              hint="in π_θ / sg(π_θ) only the denominator is a constant: (lp - lp.detach()).exp()."),
+        Fault("the sign", lambda lp, old, A: -loss(lp, old, A),
+              hint="an optimizer goes downhill: hand it minus the mean."),
+        Fault("the sum over the samples where their mean belongs", lambda lp, old, A: loss(lp, old, A) * len(A),
+              hint="with twice as many samples the step should not be twice as long."),
     ),
     notice="A (lp - lp.detach()).exp(), the paper's Eq. 12, has the same gradient and another value. Where r = 1 this "
     "loss and DAPO's have the same gradient: UP changes nothing in the first step after sampling.",

@@ -13,7 +13,7 @@ from upref import kl
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import ALWAYS
-from upref.verify.faults import GROUPS, aggregated, with_hp
+from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 
 PIN = Pin(
     packages=("colorlog==6.9.0",),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from upref.audits.framework import Comparison, Framework, Pin
 from upref.registry import get
-from upref.verify.faults import Slip, aggregated, with_hp
+from upref.verify.faults.losses import aggregated, fault, with_hp
 
 PIN = Pin(
     packages=(
@@ -65,7 +65,7 @@ RIGHT = replace(with_hp(eps_high=0.1), words="the cap on wrong tokens, 1.1, hold
 CAPPED = {"max_negative_advantage_importance_sampling_weight": 1.1}
 SEQUENCE = {"importance_sampling_level": "sequence"}
 WHOLE = replace(get("cispo"), level="sequence", agg=get("gspo").agg)
-STAYS = Slip("loss_fn stays cispo: a weight of at most 5, no clip", "objective", objective=WHOLE, hp={"eps_high": 4.0})
+STAYS = fault("loss_fn stays cispo: a weight of at most 5, no clip", "objective", objective=WHOLE, hp={"eps_high": 4.0})
 COMPARISONS = (
     Comparison("default", "cispo", {}, "cispo", {}, (MEANS,)),
     Comparison("default", "cispo", SEQUENCE, "gspo", {}, (STAYS,)),

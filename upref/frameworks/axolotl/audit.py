@@ -14,7 +14,7 @@ from torch import Tensor
 
 from upref.audits.framework import Comparison, Framework, Pin
 from upref.audits.usual import BNPO, CAP, F32, LENGTH, LUSPO, SLOTS, WIDTH
-from upref.verify.faults import GROUPS, aggregated, with_hp
+from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 
 TRAINER = "axolotl.core.trainers.grpo.async_trainer"
 PIN = Pin(

@@ -19,7 +19,7 @@ from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import BETA, CLAMP, CLAMP_K3, CLAMP_S20, K1, NARROW, SAMPLE, narrow_k3, sampled, source
 from upref.registry import get
 from upref.rollouts import Rollouts
-from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
+from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
 
 PIN = Pin(
     repository="https://github.com/hiyouga/EasyR1",
@@ -75,14 +75,14 @@ def _by_tokens(b: Rollouts) -> Tensor:
 
 
 DAPO_S = replace(get("dapo"), level="sequence")
-DUAL_S = Slip("the dual clip c = 3, of a response's ratio", "objective", objective=DAPO_S,
-              hp={"eps_low": 3e-4, "eps_high": 4e-4, "c": 3.0})  # fmt: skip
-WEIGHED = Slip("micro-batches count by their tokens, where loss_avg_mode=seq too", "batches", scale=_by_tokens)
+DUAL_S = fault("the dual clip c = 3, of a response's ratio", "objective", objective=DAPO_S,
+               hp={"eps_low": 3e-4, "eps_high": 4e-4, "c": 3.0})  # fmt: skip
+WEIGHED = fault("micro-batches count by their tokens, where loss_avg_mode=seq too", "batches", scale=_by_tokens)
 DUAL, CLIP_S, TOKENS = with_hp(c=3.0), with_hp(eps_low=0.2, eps_high=0.3), aggregated("token-mean")
-FLOOR = Slip("weights in [0.8, 1.3], from both sides", "objective", objective="cispo_verl",
-             hp={"eps_low": 0.2, "eps_high": 0.3})  # fmt: skip
-SCRIPT = Slip("weights in [1, 5], from both sides", "objective", objective="cispo_verl",
-              hp={"eps_low": 0.0, "eps_high": 4.0})  # fmt: skip
+FLOOR = fault("weights in [0.8, 1.3], from both sides", "objective", objective="cispo_verl",
+              hp={"eps_low": 0.2, "eps_high": 0.3})  # fmt: skip
+SCRIPT = fault("weights in [1, 5], from both sides", "objective", objective="cispo_verl",
+               hp={"eps_low": 0.0, "eps_high": 4.0})  # fmt: skip
 KL = {"use_kl_loss": True, "kl_coef": BETA}
 OFF, DUAL10, SEQ = {"clip_ratio_dual": 1e10}, {"clip_ratio_dual": 10.0}, {"loss_avg_mode": "seq"}
 HIGHER, GRPO = {"clip_ratio_high": 0.28}, {"clip_ratio_high": 0.2} | SEQ | OFF

@@ -15,7 +15,7 @@ from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import BNPO, BY_TOKENS, CAP, F32, LENGTH, LUSPO, NO_KL, SLOTS, VESPO, WIDTH, arguments
 from upref.kl import k3
 from upref.rollouts import Rollouts
-from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
+from upref.verify.faults.losses import GROUPS, LossFault, aggregated, fault, with_hp
 
 PIN = Pin(
     packages=("liger-kernel==0.8.5",),
@@ -59,7 +59,7 @@ def _plain(
     return value if mode in COUNTED else value / num_micro_batches
 
 
-def _kl(words: str, weight: Callable[[Tensor, Tensor], Tensor]) -> Slip:
+def _kl(words: str, weight: Callable[[Tensor, Tensor], Tensor]) -> LossFault:
     """A part of luspo's KL term: k3 of each slot, weighted by its mask and its response's tokens over the width."""
 
     def term(b: Rollouts) -> Tensor:
@@ -67,7 +67,7 @@ def _kl(words: str, weight: Callable[[Tensor, Tensor], Tensor]) -> Slip:
         m = b.mask.to(b.logp)
         return -0.04 * (k3(b.logp, b.logp_ref) * weight(m, m.mean(1, keepdim=True))).sum() / len(m)
 
-    return Slip(words, "term", term=term)
+    return fault(words, "term", term=term)
 
 
 BETA = with_hp(beta=0.04)

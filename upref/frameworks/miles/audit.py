@@ -10,7 +10,7 @@ from torch import Tensor
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Pin
 from upref.audits.usual import BETA, CLAMP, CLAMP_K3, CLAMP_S20, K1, NARROW, defaults, narrow_k3, options
-from upref.verify.faults import GROUPS, with_hp
+from upref.verify.faults.losses import GROUPS, with_hp
 
 UTILS, ARGUMENTS = "miles.backends.training_utils.", "miles.utils.arguments"
 PIN = Pin(

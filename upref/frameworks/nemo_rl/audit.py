@@ -15,7 +15,7 @@ from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import ALWAYS, CLAMP_K3, FLOOR, NARROW, kl_term
 from upref.kl import k3
 from upref.ops import exp, sg
-from upref.verify.faults import GROUPS, aggregated, with_hp
+from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 
 HOME = "nemo_rl/algorithms/"
 PIN = Pin(

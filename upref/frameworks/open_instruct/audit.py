@@ -13,7 +13,7 @@ from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import kl_term
 from upref.kl import k3
-from upref.verify.faults import GROUPS, with_hp
+from upref.verify.faults.losses import GROUPS, with_hp
 
 PIN = Pin(
     repository="https://github.com/allenai/open-instruct",

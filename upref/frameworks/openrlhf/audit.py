@@ -13,7 +13,7 @@ from torch import Tensor
 from upref import kl
 from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import CLAMP, arguments
-from upref.verify.faults import GROUPS, aggregated, with_hp
+from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 
 PIN = Pin(
     packages=("openrlhf==0.11.2",),

@@ -15,7 +15,7 @@ from upref.audits.usual import ALWAYS, source
 from upref.ops import exp, where
 from upref.registry import get
 from upref.rollouts import Rollouts
-from upref.verify.faults import Slip, with_hp
+from upref.verify.faults.losses import LossFault, fault, with_hp
 
 CONFIGS = "../packages/prime-rl-configs/src/prime_rl/configs/trainer.py"
 PIN = Pin(
@@ -61,12 +61,12 @@ def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages
     return value
 
 
-def _squared(tau: float) -> Slip:
+def _squared(tau: float) -> LossFault:
     def term(b: Rollouts) -> Tensor:
-        log_r = b.logp - b.logp_old  # by the promised aggregation: the slip before it changes the term's, too
+        log_r = b.logp - b.logp_old  # by the promised aggregation: the fault before it changes the term's, too
         return -tau * aggregate(log_r**2, b.mask, "seq-mean-token-sum")
 
-    return Slip(f"a penalty of {tau:g} (log r)² is added, of tokens out of the region too", "term", term=term)
+    return fault(f"a penalty of {tau:g} (log r)² is added, of tokens out of the region too", "term", term=term)
 
 
 def _ipo(lp, lp_old, A):
@@ -74,7 +74,7 @@ def _ipo(lp, lp_old, A):
 
 
 PENALTY = _squared(1e-3)
-SYMMETRIC = Slip(
+SYMMETRIC = fault(
     "both signs are masked on both sides, where π_θ moved by more than 0.1", "objective",
     objective=replace(get("dppo_tv"), name="A r where |π_θ - μ| <= 0.1", fn=_ipo, defaults={},
                       closed_form=lambda r, A, mu: where(abs(r * mu - mu) <= 0.1, A * r, 0 * r)),

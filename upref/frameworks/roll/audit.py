@@ -17,7 +17,7 @@ from upref.audits.usual import CLAMP_K3, SAMPLE, sampled, source
 from upref.kl import k3
 from upref.ops import clip, exp, sg, when, where
 from upref.registry import get
-from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
+from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
 
 PIN = Pin(
     repository="https://github.com/alibaba/ROLL",
@@ -108,15 +108,15 @@ HIGHER = {"use_pg_clip_range": True, "pg_clip_high": 0.28}
 GSPO = {"importance_sampling": "seq"}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.04}
 OPEN = {"cispo_epsilon_low": 1.0, "cispo_epsilon_high": 4.0}
-DUAL = Slip("c = 1.4 (r = 1.4 itself, where torch.max halves, is left out)", "hyperparameter", hp={"c": 1.4},
-            skip=lambda b: (b.logp - b.logp_old - math.log(1.4)).abs() < 1e-12)  # fmt: skip
-NARROW = Slip("bounds in YAML are not read: weights in [0.9, 1.1], from both sides", "objective",
-              objective="cispo_verl", hp={"eps_low": 0.1, "eps_high": 0.1})  # fmt: skip
-TOKEN_TOPR = Slip("the ratio of each token, not of the response", "ratio",
-                  objective=replace(get("topr"), level="token", agg="seq-mean-token-sum"))  # fmt: skip
-NOTHING = Slip("no gradient: rl_loss_coef is 0, and nothing reads the two coefficients of the user guide", "term",
-               scale=lambda b: 0.0)  # fmt: skip
-UNIFIED = Slip(
+DUAL = fault("c = 1.4 (r = 1.4 itself, where torch.max halves, is left out)", "hyperparameter", hp={"c": 1.4},
+             skip=lambda b: (b.logp - b.logp_old - math.log(1.4)).abs() < 1e-12)  # fmt: skip
+NARROW = fault("bounds in YAML are not read: weights in [0.9, 1.1], from both sides", "objective",
+               objective="cispo_verl", hp={"eps_low": 0.1, "eps_high": 0.1})  # fmt: skip
+TOKEN_TOPR = fault("the ratio of each token, not of the response", "ratio",
+                   objective=replace(get("topr"), level="token", agg="seq-mean-token-sum"))  # fmt: skip
+NOTHING = fault("no gradient: rl_loss_coef is 0, and nothing reads the two coefficients of the user guide", "term",
+                scale=lambda b: 0.0)  # fmt: skip
+UNIFIED = fault(
     "one pair of bounds for the mask and the weight: in [0.9, 1.1] on the side that PPO leaves free, too", "objective",
     objective=replace(get("grpo"), name="A clip(r) where PPO trains", fn=lambda lp, lp_old, A: sg(
         _held(exp(lp - lp_old), A)) * lp, closed_form=_held, defaults={}, kl=""),

@@ -14,7 +14,7 @@ from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import ALONE, CLAMP, CLAMP_K3, CLAMP_S, NARROW, SAMPLE, alone, narrow_k3, sampled
 from upref.objectives.dppo import binary_kl
 from upref.rollouts import Rollouts
-from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
+from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
 
 HOME = "skyrl/backends/skyrl_train/utils/"
 PIN = Pin(
@@ -75,9 +75,9 @@ def _near(b: Rollouts) -> Tensor:
 NO_KL = {"use_kl_loss": False}
 MEANS = NO_KL | {"loss_reduction": "sequence_mean"}
 SUMS = NO_KL | {"loss_reduction": "seq_mean_token_sum_norm", "max_seq_len": 1}
-FLOOR = Slip("weights in [1, 6]: cispo_eps_clip_low = 0 lifts every smaller one to 1", "objective",
-             objective="cispo_verl", hp={"eps_low": 0.0, "eps_high": 5.0})  # fmt: skip
-NEAR = Slip("1e-8 inside the logarithms moves the bound by < 1e-5 (tokens there left out)", "rounding", skip=_near)
+FLOOR = fault("weights in [1, 6]: cispo_eps_clip_low = 0 lifts every smaller one to 1", "objective",
+              objective="cispo_verl", hp={"eps_low": 0.0, "eps_high": 5.0})  # fmt: skip
+NEAR = fault("1e-8 inside the logarithms moves the bound by < 1e-5 (tokens there left out)", "rounding", skip=_near)
 TOKENS = aggregated("token-mean")
 COMPARISONS = (
     Comparison("default", "regular", NO_KL, "ppo_clip", {}, (CLAMP,)),

@@ -12,7 +12,7 @@ from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import BETA, CLAMP_K3, FLOOR, K1, defaults, options
 from upref.kl import k3
-from upref.verify.faults import GROUPS, aggregated, with_hp
+from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 
 ARGUMENTS = "slime.utils.arguments"
 PIN = Pin(

@@ -13,7 +13,7 @@ from torch import Tensor
 from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import BNPO, CAP, CLAMP_K3, LENGTH, NO_KL, kl_term, source
 from upref.kl import k3
-from upref.verify.faults import GROUPS, with_hp
+from upref.verify.faults.losses import GROUPS, with_hp
 
 TRAINERS = "swift.rlhf_trainers."
 PIN = Pin(

@@ -16,7 +16,7 @@ from upref.kl import k3
 from upref.ops import clip, exp, where
 from upref.registry import get
 from upref.rollouts import Rollouts
-from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
+from upref.verify.faults.losses import GROUPS, LossFault, aggregated, fault, with_hp
 
 PIN = Pin(
     packages=("torchrl==0.14.1", "tensordict==0.14.3", "pyvers==0.2.3", "hoptorch==0.1.4", "packaging==25.0",
@@ -60,7 +60,7 @@ def _plain(
     return sum(t.sum() for t in terms) / num_micro_batches
 
 
-def _clipped(low: float, high: float) -> Slip:
+def _clipped(low: float, high: float) -> LossFault:
     form = replace(
         get("cispo"),
         name=f"clip(r, {low:g}, {high:g}) A, differentiated",
@@ -68,7 +68,7 @@ def _clipped(low: float, high: float) -> Slip:
         closed_form=lambda r, A: where(r <= high, where(r >= low, A * r, 0 * r), 0 * r),
     )
     said = "the clipped ratio itself is multiplied by A, without a stop-gradient: no gradient is left beyond the bounds"
-    return Slip(said, "stop-gradient", objective=form)
+    return fault(said, "stop-gradient", objective=form)
 
 
 def _padded_kl(b: Rollouts) -> Tensor:
@@ -76,7 +76,7 @@ def _padded_kl(b: Rollouts) -> Tensor:
     return -BETA * torch.where(b.mask, k3(b.logp, b.logp_ref), 0).sum() / b.mask.numel()
 
 
-KL = Slip("the mean of the KL term is over all slots, padding included", "term", hp=NO_KL, term=_padded_kl)
+KL = fault("the mean of the KL term is over all slots, padding included", "term", hp=NO_KL, term=_padded_kl)
 OFF = {"entropy_bonus": False}  # on by default; its gradient is of the logits
 SEQ = {"aggregation": "prompt_mean"}
 COMPARISONS = (

@@ -19,7 +19,7 @@ from upref.objectives.sapo import sapo
 from upref.ops import exp, minimum, sg, sigmoid, where
 from upref.registry import get
 from upref.rollouts import Rollouts
-from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
+from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
 
 PIN = Pin(
     packages=("trinity-rft==0.6.0", "safetensors==0.8.0"),
@@ -73,11 +73,11 @@ def _gate(r, A, tau_pos, tau_neg):
     return where(A > 0, 4 / tau_pos * sigmoid(tau_pos * (r - 1)), 4 / tau_neg * sigmoid(tau_neg * (r - 1)))
 
 
-SOFT = Slip("stop-gradient: the gate is a constant weight on log π_θ", "stop-gradient", objective=GATE,
-            hp={"tau_pos": 1.0, "tau_neg": 1.05})  # fmt: skip
-HALF = Slip("divided by 1 + tau = 2", "aggregation", scale=lambda b: 0.5)
-TOKENS = Slip("the token means of the micro-batches, added up", "batches", scale=_token_sums)
-MEANS = Slip("the means over the micro-batches' responses, added up", "batches", scale=lambda b: float(MICRO))
+SOFT = fault("stop-gradient: the gate is a constant weight on log π_θ", "stop-gradient", objective=GATE,
+             hp={"tau_pos": 1.0, "tau_neg": 1.05})  # fmt: skip
+HALF = fault("divided by 1 + tau = 2", "aggregation", scale=lambda b: 0.5)
+TOKENS = fault("the token means of the micro-batches, added up", "batches", scale=_token_sums)
+MEANS = fault("the means over the micro-batches' responses, added up", "batches", scale=lambda b: float(MICRO))
 SEQ, SUM = {"loss_agg_mode": "seq-mean-token-mean"}, {"loss_agg_mode": "seq-mean-token-sum"}
 WIDE = {"clip_ratio_c": 1e10}  # the dual clip cannot be switched off
 COMPARISONS = (
@@ -87,7 +87,7 @@ COMPARISONS = (
     Comparison("default", "cispo", {}, "cispo", {}, (with_hp(eps_high=0.28), GROUPS)),
     Comparison("default", "sapo", {}, "sapo", {}, (SOFT, aggregated("token-mean"))),
     Comparison("default", "topr", {}, "topr", {}, (
-        Slip("the ratio of each token, not of the response", "objective", objective=TOKEN), aggregated("token-mean"))),
+        fault("the ratio of each token, not of the response", "objective", objective=TOKEN), aggregated("token-mean"))),
     Comparison("default", "opmd", {}, "reinforce_off_policy", {}, (HALF, GROUPS)),
     Comparison("default", "rec", {}, "reinforce_off_policy", {}, (GROUPS,)),
     Comparison("default", "importance_sampling", {}, "is_pg", {}, (aggregated("token-mean"), CLAMP)),

@@ -21,15 +21,15 @@ from upref.foreign.trl import loss_types, trl, trl_loss
 from upref.kl import k3
 from upref.ops import exp
 from upref.registry import get
-from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
+from upref.verify.faults.losses import GROUPS, LossFault, aggregated, fault, with_hp
 
 PRODUCT = replace(get("gspo"), name="min(S A, clip(S) A), S the product of a response's ratios", level="trajectory")
 UNCLIPPED = 1e30  # RLOOTrainer cannot switch its clip off
 
 
-def _product(eps: float) -> Slip:
+def _product(eps: float) -> LossFault:
     said = "PPO's clip on the product of the response's ratios" if eps < 1 else "weighted by the product of the ratios"
-    return Slip(f"{said}, eps = {eps:g}", "objective", objective=PRODUCT, hp={"eps_low": eps, "eps_high": eps})
+    return fault(f"{said}, eps = {eps:g}", "objective", objective=PRODUCT, hp={"eps_low": eps, "eps_high": eps})
 
 
 SAID = "the KL term is multiplied by the ratio, which is differentiated too"

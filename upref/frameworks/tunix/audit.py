@@ -19,7 +19,7 @@ from upref.audits.usual import BETA, CLAMP, CLAMP_S, K1, MICRO_MEAN, NO_KL
 from upref.ops import sg
 from upref.registry import get
 from upref.rollouts import Rollouts
-from upref.verify.faults import GROUPS, Slip, with_hp
+from upref.verify.faults.losses import GROUPS, fault, with_hp
 
 HOME = "tunix/rl/"
 PIN = Pin(
@@ -138,10 +138,10 @@ def _grpo_clamped(lp, lp_old, A, *, eps=0.2, c=None):
 
 
 RATIO = replace(get("grpo"), fn=_grpo_clamped)
-CLAMP_KL = replace(CLAMP, view=lambda b: b, objective=RATIO, hp={"beta": BETA})  # the KL term reads log π_θ itself
-CLAMP_K1 = replace(CLAMP_KL, hp={})
-BEFORE = Slip("log r of each token clamped to ±20 before the mean", "clip", view=_clamped)
-WIDTH = Slip("divided by the padded width", "aggregation", scale=lambda b: 1 / b.mask.shape[1])
+CLAMP_KL = fault(CLAMP.words, CLAMP.kind, objective=RATIO, hp={"beta": BETA})  # the KL term reads log π_θ itself
+CLAMP_K1 = fault(CLAMP.words, CLAMP.kind, objective=RATIO)
+BEFORE = fault("log r of each token clamped to ±20 before the mean", "clip", view=_clamped)
+WIDTH = fault("divided by the padded width", "aggregation", scale=lambda b: 1 / b.mask.shape[1])
 SAME = with_hp(eps_high=3e-4)
 COMPARISONS = (
     Comparison("default", "grpo", {}, "grpo", {}, (with_hp(beta=BETA), K1, CLAMP_K1)),

@@ -14,7 +14,7 @@ from torch import Tensor
 from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import BNPO, CAP, CLAMP_K3, F32, LUSPO, kl_term
 from upref.ops import exp, expm1
-from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
+from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
 
 PIN = Pin(
     packages=("unsloth_zoo==2026.10.9",),
@@ -69,7 +69,7 @@ def _weighted_k3(lp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
 KL, SEQUENCE = {"beta": 0.04}, {"importance_sampling_level": "sequence"}
 GSPO = SEQUENCE | {"epsilon_low": 3e-4, "epsilon_high": 4e-4}
 HIGHER = {"epsilon_high": 0.28}
-LENGTH = Slip("divided by max_completion_length = 8192", "aggregation", scale=lambda b: 1 / 8192)
+LENGTH = fault("divided by max_completion_length = 8192", "aggregation", scale=lambda b: 1 / 8192)
 LONG = SEQUENCE | {"epsilon_low": 2e-3, "epsilon_high": 2.5e-3}
 WEIGHTED = kl_term(
     "the KL term is multiplied by the ratio, which is differentiated too, and clamped to 10", _weighted_k3

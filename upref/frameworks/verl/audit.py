@@ -16,7 +16,7 @@ from upref.audits.usual import ALONE, CLAMP, CLAMP_S, FLOOR, NARROW, SAMPLE, alo
 from upref.foreign.verl import NO_DUAL_CLIP, verl, verl_loss
 from upref.objectives.dppo import binary_kl
 from upref.rollouts import Rollouts
-from upref.verify.faults import GROUPS, Slip, aggregated, with_hp
+from upref.verify.faults.losses import GROUPS, LossFault, aggregated, fault, with_hp
 
 
 def _micro_means(b: Rollouts) -> Tensor:
@@ -25,16 +25,16 @@ def _micro_means(b: Rollouts) -> Tensor:
 
 
 E20 = math.exp(20)
-MICRO_MEAN = Slip("torch.mean of each micro-batch, global_batch_info unread", "batches", scale=_micro_means)
+MICRO_MEAN = fault("torch.mean of each micro-batch, global_batch_info unread", "batches", scale=_micro_means)
 
 
-def _dppo(kind: str, delta: float, trunc: float) -> tuple[Slip, ...]:
+def _dppo(kind: str, delta: float, trunc: float) -> tuple[LossFault, ...]:
     name = f"dppo_{kind}_verl"
     said = f"delta = {delta:g}, ratio cut at {trunc:.4g} outside the derivative ({name})"
     near = lambda b: (binary_kl(b.logp, b.logp_old) - delta).abs() < 1e-5
     moved = "1e-8 inside the logarithms moves the bound by < 1e-5 (tokens there left out)"
-    near_kl = Slip(moved, "rounding", skip=near)
-    cut = Slip(said, "objective", objective=name, hp={"delta": delta, "trunc": trunc})
+    near_kl = fault(moved, "rounding", skip=near)
+    cut = fault(said, "objective", objective=name, hp={"delta": delta, "trunc": trunc})
     return (cut, near_kl) if kind == "kl" else (cut,)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`upref.check_advantages`: is this function of rewards the advantage estimator that it is meant to be?
 
-Expected numbers are exact rationals (upref.verify.advantages.exact), on groups that are even, uneven, interleaved, of
+Expected numbers are exact rationals (upref.verify.exact), on groups that are even, uneven, interleaved, of
 one response, of equal rewards, large. What a name leaves open, ddof and eps, is read off the function and said.
 """
 
@@ -11,9 +11,9 @@ from typing import Any
 from upref import advantages
 from upref.errors import InputError
 from upref.verify.advantages.case import Case, settled
-from upref.verify.advantages.exact import EVEN, NORMED
 from upref.verify.advantages.function import read
 from upref.verify.advantages.oracles import ORACLES
+from upref.verify.exact import EVEN, NORMED
 from upref.verify.oracle import must_know, run
 from upref.verify.report import Report, tidy
 

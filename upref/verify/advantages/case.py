@@ -9,13 +9,15 @@ from fractions import Fraction
 from typing import Any
 
 from upref.errors import InputError
-from upref.verify.advantages.exact import EVEN, FINE, NORMED, UNEVEN, Batch, Denominator, advantage, fit, parts
-from upref.verify.advantages.explain import cause
 from upref.verify.advantages.function import Function
+from upref.verify.exact import EVEN, FINE, NORMED, UNEVEN, Batch, Denominator, advantage, fit, near, parts
+from upref.verify.faults import known
+from upref.verify.faults.advantages import Answer, Floats
 from upref.verify.report import Finding, apart, fail
 
 UNCOUPLED = ("reward", "signed")  # they subtract nothing
 SINGLE_TOL = 1e-4  # of what is computed in float32
+SMALL = 1e-3  # an eps that a fault may come with
 SCALES = [EVEN.times(Fraction(8, 2**n)) for n in (0, 3, 13, 23, 33, 43)]  # eps does not grow with them
 
 
@@ -73,7 +75,8 @@ class Case:
             return
         small = self._shrunk(b)
         i = self.differs(small)
-        assert i is not None
+        if i is None:
+            return  # it draws random numbers, which `determinism` reports
         want, got = self.expected(small)[i], self.f(small)[i]
         peers = small.group.count(small.group[i])
         text = f"{regime}: response {i}, one of {peers} to its prompt, of {len(small.R)} in the batch"
@@ -82,8 +85,21 @@ class Case:
         yield fail(oracle, text, *apart("A = {}", want, got), self.python(small), why)
 
     def _cause(self, batches: Sequence[Batch]) -> str:
+        """The first fault of this estimator that gives what was found on every batch; "" where none does."""
         right, found = [self.expected(b) for b in batches], [self.f(b) for b in batches]
-        return cause(self.name, batches, right, found, self.f.tol)
+        A, expected = [a for x in found for a in x], [a for x in right for a in x]
+        if any(not math.isfinite(a) for a in A):
+            return "0/0: the std of a group of one, or of equal rewards, is 0 or NaN"
+        likely = ""
+        for fault in (f for f in known("advantages") if not f.of or self.name in f.of):
+            k = fault.change.k(expected, A) if fault.change.k else 0.0
+            eps = _eps(fault.change, batches[:1], right, found[:1], k, self.f.tol)  # most do not fit the first
+            if eps is not None and len(batches) > 1:
+                eps = _eps(fault.change, batches, right, found, k, self.f.tol)
+            if eps is not None and eps <= SMALL:
+                return fault.words.format(k=k)
+            likely = likely or ("" if eps is None else f"{fault.words.format(k=k)}, eps = {eps:.3g}")
+        return likely
 
     def _shrunk(self, b: Batch) -> Batch:
         """Rows dropped while it stays wrong, whole prompts where the function wants groups of n."""
@@ -164,3 +180,20 @@ def _denominator(case: Case) -> Denominator | None:
 
 def _list(xs: Sequence) -> str:
     return "[" + ", ".join(f"{float(x):.9g}" for x in xs) + "]"
+
+
+def _eps(
+    change: Answer, batches: Sequence[Batch], right: Sequence[Floats], found: Sequence[Floats], k: float, tol: float
+) -> float | None:
+    """The eps with which the change gives what was found; 0 where nothing is divided; None where none up to 1 fits."""
+    each = [change.numbers(b, x, k) for b, x in zip(batches, right, strict=False)]
+    c, A = [x for part in each for x in part], [a for part in found for a in part]
+    if change.variance is None:
+        return 0.0 if near([float(x) for x in c], A, tol) else None
+    if any(x * a < 0 for x, a in zip(c, A, strict=True)):
+        return None  # whatever it is divided by
+    var = [v for b, part in zip(batches, each, strict=True) for v in change.variance(b, part)]  # type: ignore[arg-type]
+    if any(bool(x) != (abs(a) > tol) for x, v, a in zip(c, var, A, strict=True) if v):
+        return None
+    got = fit(c, var, A, tol)  # type: ignore[arg-type]
+    return got.eps if got and got.eps <= (1.0 if len({v for v in var if v}) > 1 else SMALL) else None

@@ -16,7 +16,7 @@ from upref.foreign.guard import called
 from upref.foreign.load import load, name_of
 from upref.foreign.signature import Reading, parameters
 from upref.foreign.signature import read as read_signature
-from upref.verify.advantages.exact import UNGROUPED, Batch, lengths
+from upref.verify.exact import UNGROUPED, Batch, lengths
 
 KINDS = {"tensor": "", "strings": "numpy strings", "array": "numpy numbers", "list": "Python lists"}
 HALVES = (torch.float16, torch.bfloat16, torch.float32)

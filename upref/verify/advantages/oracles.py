@@ -9,10 +9,10 @@ from fractions import Fraction
 import numpy as np
 
 from upref.errors import InputError
-from upref.verify.advantages import exact
+from upref.verify import exact
 from upref.verify.advantages.case import UNCOUPLED, Case
-from upref.verify.advantages.exact import EVEN, SINGLE, UNEVEN, Batch, near
 from upref.verify.advantages.sizes import shift_and_scale
+from upref.verify.exact import EVEN, SINGLE, UNEVEN, Batch, near
 from upref.verify.oracle import Not, Oracle, oracle, untouched
 from upref.verify.report import Finding, fail, note
 from upref.weights.batches import COLLIDE

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from upref.errors import InputError
 from upref.verify.advantages.case import SCALES, Case
-from upref.verify.advantages.exact import EVEN, Batch
+from upref.verify.exact import EVEN, Batch
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, apart, note
 

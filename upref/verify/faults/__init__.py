@@ -1,371 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known slips as records: what is done otherwise, in words, and the change it makes to the reference.
-
-`explain` searches the catalogue below for the one that reproduces a wrong loss; the audit of a framework declares the
-ones that account for its deviations, and the ledger names them. No decision is taken on the words. One file, because a
-catalogue is read as one; a file beside it that holds a Catalogue adds to it.
-"""
+"""Known faults as records, of every kind of function. A file in this folder that holds a Catalogue adds to them."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from itertools import product
-from typing import Any
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Generic, TypeVar
 
-import torch
-from torch import Tensor
-
-from upref import kl
-from upref.ops import clip, exp, maximum, mean_t, minimum, sg, sum_t, where
-from upref.registry import Objective, get
-from upref.rollouts import Rollouts
-from upref.verify.factors import FACTORS, promised
-from upref.verify.measure import kl_slope, unit_weights
 from upref.verify.oracle import found_in
 
-# what a slip changes
-KINDS = (
-    "sign", "hyperparameter", "objective", "clip", "ratio", "advantage", "stop-gradient", "aggregation", "term",
-    "rounding", "batches",
-)  # fmt: skip
-Term = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (lp, lp_old, A, mask), unreduced
+C = TypeVar("C")
 
 
 @dataclass(frozen=True)
-class Slip:
-    """What is done otherwise than by the objective: any of the changes below, most have one.
+class Fault(Generic[C]):
+    """A known fault. A check names it where the reference with this change has the function's very numbers.
 
-    meant: the objective that its author had in mind, where that is another than the one it comes nearest to.
+    Attributes:
+        words: what is done otherwise than by the reference. No decision is taken on the words.
+        change: what it makes of the reference: losses.Change, advantages.Answer, logprobs.Stages, a KL formula, a
+            forward pass of a training step, or the function that an exercise of the course expects.
+        kind: what it changes, one of losses.KINDS; "" where nothing depends on it.
+        of: the functions that it is a fault of, by name; () for all.
+        meant: the objective that its author had in mind, where that is another than the one it comes nearest to.
+        whole: a few rows of a batch do not show it.
+        hint: what to tell a student who made it.
     """
 
     words: str
-    kind: str
-    objective: str | Objective | None = None
-    hp: dict[str, Any] = field(default_factory=dict)
-    agg: str | None = None
-    J: Term | None = None  # in place of the objective's function
-    view: Callable[[Rollouts], Rollouts] = lambda b: b
-    scale: Callable[[Rollouts], Tensor | float] = lambda b: 1.0
-    term: Callable[[Rollouts], Tensor] | None = None  # added to J
-    # tokens too near to a bound that rounding moves
-    skip: Callable[[Rollouts], Tensor] = lambda b: torch.zeros_like(b.mask)
+    change: C
+    kind: str = ""
+    of: tuple[str, ...] = ()
     meant: str = ""
-    weigh: Callable[[Rollouts], Tensor] | None = None  # the weights themselves
-    whole: bool = False  # a few rows of the batch do not show it
-
-    def __post_init__(self):
-        assert self.kind in KINDS, self.kind
-
-    def put_into(self, o: Objective, hp: dict[str, Any]) -> tuple[Objective, dict[str, Any]]:
-        """The objective and hyperparameters that it leaves."""
-        if self.objective is None:
-            return o, hp | self.hp
-        return get(self.objective) if isinstance(self.objective, str) else self.objective, self.hp
-
-    def weights(self, o: Objective, hp: dict[str, Any], b: Rollouts) -> Tensor:
-        """dJ_t/dlp_t of the objective with this slip in it, before aggregation."""
-        b = self.view(b)
-        if self.weigh is not None:
-            return torch.where(b.mask, self.weigh(b), 0)
-        if self.J is not None:
-            return _slope(self.J, b) - (hp["beta"] * kl_slope(o.kl, b) if hp.get("beta") else 0)
-        other, hp = self.put_into(o, hp)
-        return unit_weights(other, b, hp if other is o else other.resolve(hp)) * self.scale(b)
+    whole: bool = False
+    hint: str = ""
 
 
 @dataclass(frozen=True)
 class Catalogue:
-    """More slips: of an objective, its hyperparameters and the bounds at which a wrong loss was seen to change."""
+    """Faults of one kind of function: of "losses", "advantages", "kl" or "logprobs".
 
-    slips: Callable[[Objective, dict[str, Any], list[float]], Iterable[Slip]]
+    faults takes what the module of that name passes to `known`: of losses, the objective, its hyperparameters and the
+    bounds at which a wrong loss was seen to change; of log-probabilities, the problem; of the others, nothing.
+    """
 
-
-def _slope(J: Term, b: Rollouts) -> Tensor:
-    x = b.logp.detach().clone().requires_grad_()
-    y = J(x, b.logp_old, b.adv.expand_as(x), b.mask)
-    if not y.requires_grad:
-        return torch.zeros_like(x)
-    n = b.mask.sum(-1, keepdim=True) if y.ndim == 1 else 1
-    (g,) = torch.autograd.grad(where(b.mask, y, 0).sum() if y.ndim == 2 else y.sum(), x)
-    return torch.where(b.mask, g * n, 0)
+    function: str
+    faults: Callable[..., Iterable[Fault[Any]]]
 
 
-def _whitened(b: Rollouts, correction: int) -> Tensor:
-    A = b.adv.expand_as(b.mask)
-    return (A - A[b.mask].mean()) / (A[b.mask].std(correction=correction) + 1e-8)
-
-
-# ---- slips that need a word only -------------------------------------------------------------------------------------
-def with_hp(**hp: float) -> Slip:
-    return Slip(", ".join(f"{k} = {v:g}" for k, v in hp.items()), "hyperparameter", hp=hp)
-
-
-def aggregated(name: str) -> Slip:
-    return Slip(f"aggregated by {name}", "aggregation", agg=name)
-
-
-SAMPLER = {  # what is done to the sampler's ratio π_old/μ
-    "the sampler's ratio is inverted: μ/π_old": lambda b: 2 * b.logp_old - b.logp_sampler,
-    "the sampler's ratio is of π_θ, not of π_old": lambda b: b.logp_old + b.logp_sampler - b.logp,
-    "the sampler's ratio has no effect": lambda b: b.logp_old,
-}
-GROUPS = Slip("one denominator for the batch, not one per prompt", "aggregation", view=lambda b: replace(b, group=None))
-
-
-# ---- the catalogue ---------------------------------------------------------------------------------------------------
-def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Slip]:
-    """All of the catalogue, on this objective, with the bounds at which a wrong loss was seen to change."""
-    yield Slip("the sign is flipped: it ascends the loss", "sign", J=lambda lp, old, A, m: -_own(o, hp)(lp, old, A, m))
-    if hp.get("beta"):
-        yield from kl_slips(o, hp)
-    for words, of in SAMPLER.items() if o.sampler else ():
-        yield Slip(words, "ratio", view=lambda b, of=of: b.but(logp_sampler=of(b)))  # type: ignore[misc]
-    yield Slip("the ratio is to π_ref, not to π_old", "ratio",
-               view=lambda b: b if b.logp_ref is None else b.but(logp_old=b.logp_ref))  # fmt: skip
-    lo, hi = hp.get("eps_low", hp.get("eps", 0.2)), hp.get("eps_high", hp.get("eps", hp.get("eps_low", 0.2)))
-    low, high = ([1 - x for x in bounds if 0 < x < 1][:2], [x - 1 for x in bounds if 1 < x < 10][:2])
-    for i, (a, e) in enumerate(dict.fromkeys(product([lo, *low], [hi, *high]))):
-        for slip in _forms(o, hp, bounds, a, e):
-            at = f" (with bounds {1 - a:g} and {1 + e:g}, not {1 - lo:g} and {1 + hi:g})" if i else ""
-            yield replace(slip, words=slip.words + at)
+def known(function: str, *given: Any) -> Iterator[Fault[Any]]:
+    """All faults of that kind of function: those of the module of this name, then those of other files."""
+    yield from import_module(f"{__name__}.{function}").known(*given)
     for more in found_in(sys.modules[__name__], Catalogue):
-        yield from more.slips(o, hp, bounds)
-
-
-# a KL term that is not k(π_θ, π_ref): what is said of the objective's own, of another, and the term itself, a function
-# of (log π_θ, log π_ref, log π_old, log μ)
-KL_FORMS: tuple[tuple[str, str, Callable[..., Callable]], ...] = (
-    ("π_θ and π_ref are exchanged in the KL term ({})", "π_θ and π_ref exchanged",
-     lambda k: lambda x, ref, old, mu: k(ref, x)),
-    ("the KL term ({}) is multiplied by the ratio", "times the ratio",
-     lambda k: lambda x, ref, old, mu: k(x, ref) * exp(x - old)),
-    ("the KL term ({}) is multiplied by the ratio, which is a constant", "times the ratio, a constant",
-     lambda k: lambda x, ref, old, mu: k(x, ref) * sg(exp(x - old))),
-    ("the KL term ({}) is to π_old, not to π_ref", "to π_old", lambda k: lambda x, ref, old, mu: k(x, old)),
-    ("the KL term ({}) is to μ, the sampler's policy", "to μ", lambda k: lambda x, ref, old, mu: k(x, mu)),
-)  # fmt: skip
-KL_TERMS = {name: lambda x, ref, old, mu, k=k: k(x, ref) for name, k in kl.ESTIMATORS.items()}
-KL_TERMS |= {f"{name} ({how})": form(k) for name, k in kl.ESTIMATORS.items() for _, how, form in KL_FORMS}
-
-
-def term_slope(f: str | Callable[..., Tensor], b: Rollouts) -> Tensor:
-    """d f(lp, lp_ref, lp_old, log μ) / d lp of each token, 0 on masked slots; f may be a name of KL_TERMS."""
-    if isinstance(f, str):
-        f = KL_TERMS[f]
-    x = torch.where(b.mask, b.logp, 0).detach().requires_grad_()
-    others = (b.logp_old if v is None else v for v in (b.logp_ref, b.logp_old, b.logp_sampler))
-    y = f(x, *(torch.where(b.mask, v, 0) for v in others))
-    return torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else torch.zeros_like(x)
-
-
-def terms(first: str, reads: frozenset[str]) -> list[str]:
-    """The names of KL_TERMS that a loss which reads these can have: this one, then the usual ones."""
-    can = {"μ": "logp_sampler" in reads, "π_old": True, "": "logp_ref" in reads}
-    of = lambda name: can[next(k for k in can if name.endswith(f"to {k})") or not k)]
-    return sorted(filter(of, KL_TERMS), key=lambda k: (k != first, k not in kl.ESTIMATORS))
-
-
-def kl_slips(o: Objective, hp: dict[str, Any]) -> Iterator[Slip]:
-    """What is done to a KL term, each put beside the objective's own weights."""
-    beta, plain = hp["beta"], {**hp, "beta": 0.0}
-    rest = lambda b: unit_weights(o, b, plain)
-    own = _without_beta(plain)
-    slip = lambda words, f: Slip(words, "term", weigh=lambda b: rest(b) - beta * term_slope(f, b))
-    for name, k in sorted(kl.ESTIMATORS.items(), key=lambda item: item[0] != o.kl):
-        if name != o.kl:
-            yield slip(f"the KL term is of another estimator: {name}, not {o.kl}", name)
-        yield from (slip(words.format(name), form(k)) for words, _, form in KL_FORMS)
-        if o.level == "token":
-
-            def folded(b: Rollouts, k: Callable = k) -> Tensor:
-                less = lambda lp, old, A, m: o.fn(lp, old, A - beta * sg(_of(k, b, m)), **own)
-                return _slope(less, b)
-
-            yield Slip(f"the KL term ({name}) is folded into the advantage, without a gradient of its own", "term",
-                       weigh=folded)  # fmt: skip
-    mine = kl.ESTIMATORS[o.kl]
-    for x in CLAMPED:
-        yield slip(f"the KL term is clamped at {x:g}", lambda lp, ref, old, mu, x=x: mine(lp, ref).clamp(-x, x))
-        yield slip(f"the KL term's log-ratio is clamped to ±{x:g}",
-                   lambda lp, ref, old, mu, x=x: mine(lp, lp - (lp - ref).clamp(-x, x)))  # fmt: skip
-    for said, on in (("A > 0", lambda A: A > 0), ("A <= 0", lambda A: A <= 0), ("A < 0", lambda A: A < 0),
-                     ("A is not 0", lambda A: A != 0)):  # fmt: skip
-        yield Slip(f"the KL term is there only where {said}", "term",
-                   weigh=lambda b, on=on: rest(b) - beta * kl_slope(o.kl, b) * on(b.adv.expand_as(b.mask)))  # type: ignore[misc]  # fmt: skip
-
-
-CLAMPED = (10.0, 5.0, 20.0, 1.0, 0.1)  # where KL terms are clamped
-
-
-def _of(k: Callable, b: Rollouts, mask: Tensor) -> Tensor:
-    assert b.logp_ref is not None
-    return k(torch.where(mask, b.logp, 0), torch.where(mask, b.logp_ref, 0))
-
-
-def clamp_slips(o: Objective, hp: dict[str, Any], low: float, high: float, said: str) -> Iterator[Slip]:
-    """log r, of the response or of each token, clamped: before its gradient, where A <= 0 alone, or in a constant."""
-    j, wide = _own(o, hp), {"sequence": mean_t, "trajectory": sum_t}.get(o.level)
-
-    def of_response(lp, old, m):
-        assert wide is not None
-        x, n = wide(where(m, lp - old, 0), m)[:, None], m.sum(-1, keepdim=True)
-        return lp + (x.clamp(low, high) - x) / (n if o.level == "trajectory" else 1)
-
-    of_token = lambda lp, old, m: old + (lp - old).clamp(low, high)
-    for what, inside in [("the response's log r", of_response)] * bool(wide) + [("log r", of_token)]:
-        words = f"{what} is clamped {said}"
-        yield Slip(words, "clip", J=lambda lp, old, A, m, f=inside: j(f(lp, old, m), old, A, m))  # type: ignore[misc]
-        yield Slip(f"{words} where A <= 0", "clip",
-                   J=lambda lp, old, A, m, f=inside: where(A > 0, j(lp, old, A, m), j(f(lp, old, m), old, A, m)))  # type: ignore[misc]  # fmt: skip
-        yield Slip(f"{words} in a constant weight", "clip",
-                   view=lambda b, f=inside: b.but(logp_old=b.logp_old + b.logp - f(b.logp, b.logp_old, b.mask)))  # type: ignore[misc]  # fmt: skip
-
-
-def _without_beta(hp: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in hp.items() if k != "beta"}
-
-
-def cuts(lo: float, hi: float) -> tuple[tuple[str, Callable], ...]:
-    return ("clipped", lambda r: clip(r, 1 - lo, 1 + hi)), ("truncated", lambda r: r.clamp(max=1 + hi))
-
-
-def _own(o: Objective, hp: dict[str, Any]) -> Term:
-    own = _without_beta(hp)
-    return lambda lp, old, A, m: o.unreduced(lp, old, A, m, torch.ones_like(lp), **own)
-
-
-def by_token(x: Tensor, lp: Tensor) -> Tensor:
-    """x, with the gradient of each token's own log-probability, as GSPO-token has it."""
-    return sg(x) + lp - sg(lp)
-
-
-def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi: float) -> Iterator[Slip]:
-    """The ratio is the objective's: a token's or a response's."""
-    j, wide = _own(o, hp), o.level in ("sequence", "trajectory")
-
-    def log_r(lp, old, m):
-        x = where(m, lp - old, 0)
-        return {"sequence": mean_t, "trajectory": sum_t}[o.level](x, m)[:, None].expand_as(x) if wide else x
-
-    R = lambda lp, old, m: exp(log_r(lp, old, m))
-    ppo = lambda r, A, lo=lo, hi=hi: minimum(r * A, clip(r, 1 - lo, 1 + hi) * A)
-    form = lambda f: lambda lp, old, A, m: f(R(lp, old, m), A, lp)
-    slip = lambda kind, words, f, **more: Slip(words, kind, J=f, **more)
-    weighs = o.name.startswith(("cispo", "dppo"))  # a constant weight on log π_θ is what these are
-    two_sided = any(0 < x < 1 for x in bounds)
-
-    for said, cut in cuts(lo, hi) if weighs else ():
-        yield slip("stop-gradient", f"the {said} ratio multiplies A itself: beyond the cap no gradient is left",
-                   form(lambda r, A, lp, f=cut: f(r) * A))  # fmt: skip
-        for sign, on in (("A > 0", lambda A: A > 0), ("A < 0", lambda A: A < 0)):
-            yield slip("clip", f"the weight is {said} only where {sign}",
-                       form(lambda r, A, lp, f=cut, on=on: sg(where(on(A), f(r), r)) * A * lp))  # fmt: skip
-    yield slip("clip", "the ratio is clipped before multiplying by A: the minimum is missing",
-               form(lambda r, A, lp: clip(r, 1 - lo, 1 + hi) * A))  # fmt: skip
-    yield slip("clip", "the clip acts on the product r A, not on r: its bounds move with the size of A",
-               form(lambda r, A, lp: minimum(r * A, clip(r * A, 1 - lo, 1 + hi))))  # fmt: skip
-    yield slip("clip", "the maximum is taken where the minimum belongs",
-               form(lambda r, A, lp: maximum(r * A, clip(r, 1 - lo, 1 + hi) * A)))  # fmt: skip
-    for sign, on in (("A > 0", lambda A: A > 0), ("A < 0", lambda A: A < 0)):
-        yield slip("clip", f"where {sign} the maximum is taken where the minimum belongs",
-                   form(lambda r, A, lp, on=on: where(
-                       on(A), maximum(r * A, clip(r, 1 - lo, 1 + hi) * A), ppo(r, A))))  # fmt: skip
-    if not weighs:
-        yield slip("clip", "A multiplies after the minimum: min(r, clip(r)) A, which bounds the wrong side where A < 0",
-                   form(lambda r, A, lp: minimum(r, clip(r, 1 - lo, 1 + hi)) * A))  # fmt: skip
-    no_ratio = slip("ratio", "log π_θ replaces the ratio where A <= 0 too",
-                    form(lambda r, A, lp: A * lp))  # fmt: skip
-    if o.name.startswith("up"):
-        yield no_ratio
-        yield slip("clip", "the clip has no lower side where A <= 0",
-                   form(lambda r, A, lp: where(A > 0, A * lp, r * A)))  # fmt: skip
-        yield slip("ratio", "the branches are exchanged: log π_θ where A < 0",
-                   form(lambda r, A, lp: where(A < 0, A * lp, minimum(r * A, r.clamp(min=1 - lo) * A))))  # fmt: skip
-        yield slip("ratio", "the ratio still multiplies A where A > 0: unclipped importance sampling, not UP",
-                   form(lambda r, A, lp: where(A > 0, r * A, ppo(r, A))))  # fmt: skip
-    yield slip("ratio", "old_log_prob has no effect: the ratio is of the policy to itself, always 1",
-               lambda lp, old, A, m: A * lp)  # fmt: skip
-    yield slip("clip", "no bound has an effect: the ratio is not clipped", form(lambda r, A, lp: r * A))
-    inverted = "the ratio is inverted: exp(old - new)"
-    yield slip("ratio", inverted, lambda lp, old, A, m: ppo(R(old, lp, m), A))
-    if o.level == "token" and not o.reads:
-        yield slip("ratio", inverted, lambda lp, old, A, m: o.surrogate(old, lp, A, **_without_beta(hp)))
-    if c := hp.get("c"):
-        yield slip("clip", "the dual clip takes the other one of its two terms: min(J, c A) where A < 0",
-                   form(lambda r, A, lp: where(A < 0, minimum(ppo(r, A), c * A), ppo(r, A))))  # fmt: skip
-    yield slip("advantage", "A enters by its absolute value", lambda lp, old, A, m: j(lp, old, A.abs(), m))
-    yield slip("advantage", "A enters by its sign alone", lambda lp, old, A, m: j(lp, old, A.sign(), m))
-    for n in (0, 1):  # std with and without Bessel's correction
-        yield Slip("the advantages are whitened again, over the tokens of each batch", "advantage",
-                   view=lambda b, n=n: b.but(adv=_whitened(b, n)), whole=True)  # type: ignore[misc]  # fmt: skip
-    yield slip("advantage", "A enters squared", lambda lp, old, A, m: j(lp, old, A * A.abs(), m))
-    yield slip("advantage", "negative advantages are dropped", lambda lp, old, A, m: j(lp, old, A.clamp(min=0), m))
-    yield slip("advantage", "positive advantages are dropped", lambda lp, old, A, m: j(lp, old, A.clamp(max=0), m))
-    yield slip("advantage", "the branches of the two signs of A are exchanged",
-               lambda lp, old, A, m: -j(lp, old, -A, m))  # fmt: skip
-    yield slip("clip", "the clip has no lower side", form(lambda r, A, lp: minimum(r * A, r.clamp(max=1 + hi) * A)))
-    yield slip("clip", "the clip has no upper side", form(lambda r, A, lp: minimum(r * A, r.clamp(min=1 - lo) * A)))
-    yield slip("clip", "only positive advantages are clipped", form(lambda r, A, lp: where(A > 0, ppo(r, A), r * A)))
-    yield slip("clip", "only negative advantages are clipped", form(lambda r, A, lp: where(A < 0, ppo(r, A), r * A)))
-    yield slip("clip", "the clip is that of PPO on both sides", form(lambda r, A, lp: ppo(r, A)))
-    for said, of in (
-        ("the ratio of the response replaces the token's", lambda x, m: mean_t(x, m)[:, None]),
-        ("the ratio of the token replaces the response's", lambda x, m: x),
-        ("the response's log-ratio is summed, not averaged over its tokens", lambda x, m: sum_t(x, m)[:, None]),
-        ("the response's log-ratio is averaged over the padded width, padding included: the mask is ignored",
-         lambda x, m: x.mean(-1, keepdim=True)),
-        ("the response's log-ratio is divided by the padded width", lambda x, m: sum_t(x, m)[:, None] / m.shape[1]),
-    ):  # fmt: skip
-        wide_r = lambda x, m, of=of: of(x, m).expand_as(x)
-        yield slip("ratio", said, lambda lp, old, A, m, f=wide_r: ppo(exp(f(lp - old, m)), A))
-        if wide:
-            yield slip("ratio", said, lambda lp, old, A, m, f=wide_r: ppo(exp(by_token(f(lp - old, m), lp)), A))
-    for said, over in (("averaged", lambda m: m.sum()), ("summed", lambda m: 1)):
-        words = f"the log-ratio is {said} over the whole batch, not over each response"
-        for way in (lambda x, lp: x, by_token):
-
-            def shared(b: Rollouts, over: Callable = over, way: Callable = way) -> Tensor:
-                f = FACTORS[promised(o)](b)[:, None]
-                x = lambda lp, old, m: (where(m, lp - old, 0).sum() / over(m)).expand_as(lp)
-                return _slope(lambda lp, old, A, m: f * ppo(exp(way(x(lp, old, m), lp)), A), b) / f
-
-            yield Slip(words, "ratio", weigh=shared, whole=True)
-
-    def product(b: Rollouts) -> Tensor:
-        w = _slope(lambda lp, old, A, m: ppo(exp(sum_t(where(m, lp - old, 0), m))[:, None].expand_as(lp), A), b)
-        return w / b.mask.sum(-1, keepdim=True) - (hp["beta"] * kl_slope(o.kl, b) if hp.get("beta") else 0)
-
-    words = "the product of the response's ratios replaces the token's: one term for each response"
-    yield Slip(words, "ratio", weigh=product)
-    yield slip("stop-gradient", "the whole term is detached: a constant weight on log π_θ",
-               lambda lp, old, A, m: sg(j(lp, old, A, m)) * lp)  # fmt: skip
-    yield slip("clip", "the bounds are taken as absolute, [eps_low, eps_high], not as 1 - eps_low and 1 + eps_high",
-               form(lambda r, A, lp: minimum(r * A, clip(r, lo, max(lo, hi)) * A)))  # fmt: skip
-    of_token = " of each token: the ratio of the token replaces the response's" * (o.level == "free")
-    yield slip("clip", f"the bounds are on log r: [-eps_low, eps_high]{of_token}",
-               form(lambda r, A, lp: minimum(r * A, exp(r.log().clamp(-lo, hi)) * A)))  # fmt: skip
-    yield slip("ratio", "where A > 0 the ratio to π_old replaces log π_θ",
-               form(lambda r, A, lp: where(A > 0, r * A, ppo(r, A))))  # fmt: skip
-    yield no_ratio
-    constant = form(lambda r, A, lp: sg(clip(r, 1 - lo, 1 + hi)) * A * lp)
-    if weighs:
-        yield slip("clip", "the weight is bounded on both sides: clip(r, 1 - eps_low, 1 + eps_high)", constant)
-    else:
-        said = "stop-gradient: the clipped ratio is a constant weight on log π_θ, though it should carry the gradient"
-        yield slip("stop-gradient", said, constant)
-    for said, cut in cuts(lo, hi):
-        yield slip("stop-gradient", f"stop-gradient: the {said} ratio on log π_θ is not detached",
-                   form(lambda r, A, lp, f=cut: f(r) * A * lp),
-                   meant="cispo_verl" if two_sided else "cispo")  # fmt: skip
-    yield slip("ratio", "the ratio is missing from the weight: 1 in its place inside the bounds",
-               form(lambda r, A, lp: A * lp * where(A > 0, r <= 1 + hi, r >= 1 - lo)))  # fmt: skip
-    yield slip("stop-gradient", "stop-gradient: exp(log π_θ) without an anchor",
-               lambda lp, old, A, m: where(A > 0, A * exp(lp), j(lp, old, A, m)))  # fmt: skip
-    for x in sorted({round(abs(float(torch.tensor(v).log())), 4) for v in bounds if v > 0}):
-        if x >= 0.05:  # below, a bound of the response's ratio, no guard
-            yield slip("clip", f"log r is clamped to ±{x:g}",
-                       lambda lp, old, A, m, x=x: j(old + (lp - old).clamp(-x, x), old, A, m))  # fmt: skip
-    for x in bounds:
-        yield slip("clip", f"the ratio is capped at {x:.6g}", form(lambda r, A, lp, x=x: ppo(r.clamp(max=x), A)))
-        yield slip("clip", f"a dual clip at c = {x:.6g}",
-                   form(lambda r, A, lp, x=x: where(A < 0, ppo(r.clamp(max=x), A), ppo(r, A))))  # fmt: skip
+        if more.function == function:
+            yield from more.faults(*given)

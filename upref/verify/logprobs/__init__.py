@@ -7,7 +7,7 @@ from typing import Any
 
 from upref.errors import InputError
 from upref.foreign.logprobs import Kernel, probe, read
-from upref.verify.logprobs.faults import solved
+from upref.verify.faults.logprobs import solved
 from upref.verify.logprobs.oracles import DOUBLE, HALF, ORACLES, SINGLE, Case
 from upref.verify.oracle import must_know, run
 from upref.verify.report import Finding, Report, note, tidy

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.foreign.logprobs import Kernel, Outcome, Problem
+from upref.verify.faults import known
+from upref.verify.faults.logprobs import PLAIN as ANYWHERE
+from upref.verify.faults.logprobs import RIGHT, LogprobFault, Stages, solved, states
 from upref.verify.logprobs import problems
 from upref.verify.logprobs import ranks as distributed
-from upref.verify.logprobs.faults import KNOWN, RIGHT, Fault, in_tiles, solved, states
 from upref.verify.oracle import Oracle, oracle, untouched
 from upref.verify.report import Finding, apart, fail, note
 
@@ -60,7 +62,7 @@ class Case:
                 worst = (times, key, at, y[at].item(), found[at].item())
         return worst
 
-    def is_fault(self, f: Fault, p: Problem, done: Outcome, keys: set[str], most: float = 3.0) -> bool:
+    def does(self, f: Stages, p: Problem, done: Outcome, keys: set[str], most: float = 3.0) -> bool:
         if f.inner:
             rows = torch.arange(p.tokens.shape[-1]).expand_as(p.tokens)
             p = replace(p, keep=(rows > 0) & (rows < rows.max()))
@@ -79,15 +81,16 @@ class Case:
         names = {"": set(off)} | {k: {k} if k in VALUES else {k, *VALUES} for k, x in off.items() if x > 1}
         for name, keys in names.items():
             most = min(3.0, off[name] / 3 if name else max(off.values()) / 3)
-            for f in (*KNOWN, *in_tiles(p)):
-                if self.is_fault(f, p, done, keys, most) and all(self._same(f, *one, keys) for one in asked):
+            for f in known("logprobs", p):
+                if self.does(f.change, p, done, keys, most) and all(self._same(f, *one, keys) for one in asked):
                     return f.words + f" (by the {name} alone)" * bool(name and len(off) > 1)
         return ""
 
-    def _same(self, f: Fault, p: Problem, done: Outcome, keys: set[str]) -> bool:
+    def _same(self, f: LogprobFault, p: Problem, done: Outcome, keys: set[str]) -> bool:
         # some code cuts tiles above a size alone
-        here = [f] if f in KNOWN else [RIGHT, {g.words: g for g in in_tiles(p)}.get(f.words, RIGHT)]
-        return any(self.is_fault(g, p, done, keys) for g in here)
+        by_words = {} if f in ANYWHERE else {g.words: g.change for g in known("logprobs", p)}
+        here = [f.change] if f in ANYWHERE else [RIGHT, by_words.get(f.words, RIGHT)]
+        return any(self.does(g, p, done, keys) for g in here)
 
     def compare(
         self, name: str, words: str, p: Problem, done: Outcome, least: float = 0.0, also: Iterable[Problem] = ()

@@ -17,7 +17,7 @@ from torch import Tensor
 from upref.errors import Gone, InputError
 from upref.foreign.guard import undisturbed
 from upref.foreign.logprobs import Kernel, Outcome, Problem
-from upref.verify.logprobs.faults import entropy, log_sum, pick, solved, states
+from upref.verify.faults.logprobs import entropy, log_sum, pick, solved, states
 from upref.verify.report import Finding, apart, fail, note
 
 SECONDS, SINGLE = 60, 1e-4  # that a process may take, and how near is equal

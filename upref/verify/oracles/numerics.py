@@ -10,7 +10,7 @@ import torch
 from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.verify.explain import confirmed
-from upref.verify.faults import clamp_slips
+from upref.verify.faults.losses import clamp_faults
 from upref.verify.measure import FLOATS, HABIT, Case
 from upref.verify.oracle import oracle
 from upref.verify.regions import NAMES
@@ -156,5 +156,5 @@ def _clamp(case: Case, hits: list[tuple[float, float, float, float]]) -> str:
     said = f"to ±{high:g}" if low == -high else f"at {high:g}" if low == -math.inf else f"to {low:g} and above"
     said = said if math.inf in (-low, high) or low == -high else f"to [{low:g}, {high:g}]"
     far = case.ready(clamped()), case.beyond("ratios")
-    slips = clamp_slips(case.o, case.hp, low, high, said)
-    return next(filter(None, (confirmed(case, slip, *far) for slip in slips)), "")
+    faults = clamp_faults(case.o, case.hp, low, high, said)
+    return next(filter(None, (confirmed(case, one, *far) for one in faults)), "")

@@ -14,7 +14,7 @@ from upref.registry import REDUCE
 from upref.rollouts import Rollouts
 from upref.verify.explain import confirmed, everywhere, explain
 from upref.verify.factors import promised
-from upref.verify.faults import Slip
+from upref.verify.faults.losses import fault
 from upref.verify.measure import EXACT, HABIT, Case, without_rest
 from upref.verify.oracle import oracle
 from upref.verify.pattern import pattern
@@ -119,9 +119,9 @@ def _ties(case: Case, b: Rollouts, hit: Tensor, r: Tensor, A: Tensor, found: Ten
 def _regimes(case: Case, b: Rollouts, failing, r, A, found, ties) -> list[Finding]:
     parts = [p for sign in (1.0, -1.0, 0.0) for p in regions(case, b, sign, A, ties, failing, r, bounds_of(case, sign))]
     bounds = sorted({round(x, 7) for p in parts for x in p.ends})
-    slip = explain(case, b, found, ties, bounds)
+    one = explain(case, b, found, ties, bounds)
     use = b.mask & ~ties
-    why = slip.words if slip else pattern(b, found, case.expected(b), r, use, case.tol, case.o.level not in REDUCE)
+    why = one.words if one else pattern(b, found, case.expected(b), r, use, case.tol, case.o.level not in REDUCE)
     out = []
     for n, part in enumerate(parts):
         at = worst(torch.where(part.tokens & failing, _typical(case.off(b, found), r), -1.0))
@@ -130,7 +130,7 @@ def _regimes(case: Case, b: Rollouts, failing, r, A, found, ties) -> list[Findin
         text = f"{part.words}   (here A = {small.adv[i, t].item():.4g}, r = {case.ratio(small)[i, t].item():.6g})"
         show = example(case, small) if n < 4 else ""
         out.append(fail("gradient", text, *numbers(case, small, i, t), show, why if n == 0 else ""))
-    if isinstance(slip, Slip) and slip.kind == "stop-gradient":
+    if one and one.kind == "stop-gradient":
         out.append(fail("stop-gradient", parts[0].words, cause=why))
     return out
 
@@ -176,7 +176,7 @@ def on_policy(case: Case) -> list[Finding]:
         return []
     small, i, t = smallest(case, b, worst(off))
     scaled = case.weights(b) / case.k
-    k = Slip(f"every weight is {case.k:.5g} times what it should be", "rounding", scale=lambda b: case.k)
+    k = fault(f"every weight is {case.k:.5g} times what it should be", "rounding", scale=lambda b: case.k)
     every = case.fits and abs(case.k - 1) > 1e-5 and bool(case.off(b, scaled).max() <= 10 * case.tol)
     why = confirmed(case, k) if every else ""
     text = f"{NAMES[small.adv[i, t].sign().item()]}, r = 1"

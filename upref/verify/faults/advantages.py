@@ -1,72 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a wrong advantage function is likely to be: known faults as records, each computed exactly."""
+"""Known faults of advantage functions, each computed exactly."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, lru_cache, partial
 from itertools import product
+from typing import TypeAlias
 
 import torch
 
 from upref import advantages
-from upref.verify.advantages import exact
-from upref.verify.advantages.exact import Batch, Rows, by, deviation, mean, minus
+from upref.verify import exact
+from upref.verify.exact import Batch, Rows, by, deviation, mean, minus
+from upref.verify.faults import Fault
 
 Floats = Sequence[float]
-SMALL = 1e-3  # an eps that a fault may come with
 
 
 @dataclass(frozen=True)
-class Fault:
-    """numbers: what it answers with, of a batch, the right answers and k; where there is a variance, what it divides by
-    the root of that, eps unknown. words: {k} is read off. of: the estimators that it is a fault of, () for all.
+class Answer:
+    """What a fault makes of the advantages of a batch.
+
+    numbers: of a batch, the right advantages and k. variance: where there is one, numbers are divided by its root, plus
+    an eps that is read off. k: what {k} in the words is.
     """
 
-    words: str
     numbers: Callable[[Batch, Floats, float], Floats | Rows]
     variance: Callable[[Batch, Rows], Rows] | None = None
     k: Callable[[Floats, Floats], float] | None = None  # of the right answers and those found
-    of: tuple[str, ...] = ()
 
 
-def cause(name: str, batches: Sequence[Batch], right: Sequence[Floats], found: Sequence[Floats], tol: float) -> str:
-    """The first fault of that estimator that gives what was found on every batch, in words; "" where none does."""
-    A, expected = [a for x in found for a in x], [a for x in right for a in x]
-    if any(not math.isfinite(a) for a in A):
-        return "0/0: the std of a group of one, or of equal rewards, is 0 or NaN"
-    likely = ""
-    for fault in faults():
-        if fault.of and name not in fault.of:
-            continue
-        k = fault.k(expected, A) if fault.k else 0.0
-        for n in (1, len(batches)):  # most do not fit the first
-            eps = _eps(fault, batches[:n], right, found[:n], k, tol)
-            if eps is None:
-                break
-        else:
-            if eps <= SMALL:
-                return fault.words.format(k=k)
-            likely = likely or f"{fault.words.format(k=k)}, eps = {eps:.3g}"
-    return likely
-
-
-def _eps(
-    fault: Fault, batches: Sequence[Batch], right: Sequence[Floats], found: Sequence[Floats], k: float, tol: float
-):
-    """The eps with which the fault gives what was found; 0 where nothing is divided; None where none up to 1 fits."""
-    each = [fault.numbers(b, x, k) for b, x in zip(batches, right, strict=False)]
-    c, A = [x for part in each for x in part], [a for part in found for a in part]
-    if fault.variance is None:
-        return 0.0 if exact.near([float(x) for x in c], A, tol) else None
-    if any(x * a < 0 for x, a in zip(c, A, strict=True)):
-        return None  # whatever it is divided by
-    var = [v for b, part in zip(batches, each, strict=True) for v in fault.variance(b, part)]  # type: ignore[arg-type]
-    if any(bool(x) != (abs(a) > tol) for x, v, a in zip(c, var, A, strict=True) if v):
-        return None
-    got = exact.fit(c, var, A, tol)  # type: ignore[arg-type]
-    return got.eps if got and got.eps <= (1.0 if len({v for v in var if v}) > 1 else SMALL) else None
+AdvantageFault: TypeAlias = Fault[Answer]
 
 
 # ---- another answer --------------------------------------------------------------------------------------------------
@@ -80,22 +45,22 @@ def _largest(right: Floats, found: Floats) -> float:
 
 def _answer(words: str, change: Callable[[float, float], float], k: Callable[[Floats, Floats], float] | None = None):
     """A change of each right advantage."""
-    return Fault(words, lambda b, right, k: [change(x, k) for x in right], k=k)
+    return Fault(words, Answer(lambda b, right, k: [change(x, k) for x in right], k=k))
 
 
-def _named(words: str, name: str, ddof: int, of: tuple[str, ...]) -> Fault:
+def _named(words: str, name: str, ddof: int, of: tuple[str, ...]) -> AdvantageFault:
     """An estimator in place of another; eps is read off."""
     if name not in exact.NORMED:
-        return Fault(words, lambda b, right, k: exact.advantage(name, b), of=of)
+        return Fault(words, Answer(lambda b, right, k: exact.advantage(name, b)), of=of)
     c, var = (lambda b, *_: exact.parts(name, b, ddof)[0]), (lambda b, c: exact.parts(name, b, ddof)[1])
-    return Fault(words, c, var, of=of)
+    return Fault(words, Answer(c, var), of=of)
 
 
 def _twice(ddof: int, b: Batch, right: Floats, k: float) -> Floats:
     return exact.advantage("whiten", replace(b, R=tuple(map(Fraction, right))), exact.Denominator(ddof))
 
 
-def _answers() -> Iterator[Fault]:
+def _answers() -> Iterator[AdvantageFault]:
     itself = "the mean includes the response itself: G/(G-1) is missing"
     yield _named(itself, "group_mean", 1, of=("leave_one_out",))
     yield _answer("the sign is flipped: bad answers are reinforced", lambda x, k: -x)
@@ -107,7 +72,7 @@ def _answers() -> Iterator[Fault]:
     yield _answer("it is rounded to float16", lambda x, k: torch.tensor(x).half().item())
     yield _answer("it is rounded to bfloat16", lambda x, k: torch.tensor(x).bfloat16().item())
     for ddof in (0, 1):
-        yield Fault("normalized twice: by prompt, then over the batch", partial(_twice, ddof))
+        yield Fault("normalized twice: by prompt, then over the batch", Answer(partial(_twice, ddof)))
     for name in exact.NORMED:
         yield _named("the std divides by G (population)", name, 0, of=(name,))
         yield _named("the std divides by G - 1 (Bessel)", name, 1, of=(name,))
@@ -169,12 +134,12 @@ def _spread(spread: Spread, where: str, b: Batch, c: Rows) -> Rows:
     return spread(KEYS[where](b), b.R, c)
 
 
-def _formula(words: str, centre: str, where: str = "", spread: Spread | None = None, there: str = "") -> Fault:
+def _formula(words: str, centre: str, where: str = "", spread: Spread | None = None, there: str = "") -> AdvantageFault:
     var = partial(_spread, spread, there or where) if spread else None
-    return Fault(words, lambda b, right, k: _centred(centre, where, b), var)
+    return Fault(words, Answer(lambda b, right, k: _centred(centre, where, b), var))
 
 
-def _formulas() -> Iterator[Fault]:
+def _formulas() -> Iterator[AdvantageFault]:
     """In the order in which they are tried."""
     yield _formula("the reward itself, without a baseline or a division", "")
     for centre, where in product(CENTRES, KEYS):
@@ -187,8 +152,8 @@ def _formulas() -> Iterator[Fault]:
     for where, (words, spread) in product(KEYS, STD[::2]):
         yield _formula(f"nothing is subtracted, divided by {words.format(where)}", "", where, spread)
     words = "whitened over tokens, where a long response counts more"
-    yield Fault(words, _over_tokens, partial(_of_tokens, 0))
-    yield Fault(words, _over_tokens, partial(_of_tokens, 1))
+    yield Fault(words, Answer(_over_tokens, partial(_of_tokens, 0)))
+    yield Fault(words, Answer(_over_tokens, partial(_of_tokens, 1)))
 
 
 def _tokens(b: Batch) -> Rows:
@@ -206,5 +171,5 @@ def _of_tokens(ddof: int, b: Batch, c: Rows) -> Rows:
 
 
 @cache
-def faults() -> tuple[Fault, ...]:
+def known() -> tuple[AdvantageFault, ...]:
     return (*_answers(), *_formulas())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference as a pipeline of stages, and known faults as records: which stage each one replaces, and by what.
+"""The reference as a pipeline of stages, and known faults: which stage each one replaces, and by what.
 
 y = logit_scale (h W^T + b),  z = softcap tanh(y / softcap),  x = z/τ,  log Z = log Σ exp x,  lp = x_o - log Z,  H
 
@@ -9,12 +9,13 @@ One file: a catalogue is read as one.
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from upref.foreign.logprobs import Outcome, Problem
+from upref.verify.faults import Fault
 
 EPS = (1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12)
 TOP = (10, 20, 32, 40, 50, 64, 100, 128, 1000)
@@ -22,10 +23,9 @@ TILES = tuple(2**n for n in range(17, 1, -1))
 
 
 @dataclass(frozen=True)
-class Fault:
+class Stages:
     """A stage that is None is the reference's."""
 
-    words: str
     given: Callable[[Problem], Problem] | None = None
     y: Callable[[Problem], Tensor] | None = None
     z: Callable[[Tensor, Problem], Tensor] | None = None
@@ -40,7 +40,13 @@ class Fault:
     inner: bool = False  # the first and the last token of a row may have any log-prob
 
 
-RIGHT = Fault("")
+LogprobFault: TypeAlias = Fault[Stages]
+RIGHT = Stages()
+
+
+def fault(words: str, **stages: Any) -> LogprobFault:
+    """A fault by the stages that it replaces."""
+    return Fault(words, Stages(**stages))
 
 
 def states(p: Problem) -> Tensor:
@@ -66,7 +72,7 @@ def pick(x: Tensor, tokens: Tensor, t: float = 1.0) -> Tensor:
     return x.gather(-1, tokens[..., None])[..., 0]
 
 
-def solved(p: Problem, f: Fault = RIGHT) -> Outcome:
+def solved(p: Problem, f: Stages = RIGHT) -> Outcome:
     """Outputs and gradients by autograd in float64."""
     p = p.to(torch.float64)
     leaves = {k: v.detach().requires_grad_() for k, v in p.leaves.items()}
@@ -113,14 +119,14 @@ def _frozen(p: Problem) -> Problem:
     return p if p.weight is None else replace(p, weight=p.weight.detach())
 
 
-def _capped(words: str, f: Callable[[Tensor, float, float], Tensor]) -> Fault:
-    return Fault(f"the softcap {words}", z=lambda y, p: y if p.softcap is None else f(y, p.softcap, p.temperature))
+def _capped(words: str, f: Callable[[Tensor, float, float], Tensor]) -> LogprobFault:
+    return fault(f"the softcap {words}", z=lambda y, p: y if p.softcap is None else f(y, p.softcap, p.temperature))
 
 
-def _upstream(words: str, up: Callable[[Tensor, Problem], Tensor]) -> Iterator[Fault]:
-    yield Fault(words, up=up)
+def _upstream(words: str, up: Callable[[Tensor, Problem], Tensor]) -> Iterator[LogprobFault]:
+    yield fault(words, up=up)
     for only in ("log-prob", "entropy"):
-        yield Fault(f"{words} ({only})", up=up, only=only)
+        yield fault(f"{words} ({only})", up=up, only=only)
 
 
 smoothed: Any = lambda eps: lambda x, ids, t: (1 - eps) * pick(x, ids) + eps * x.mean(-1)
@@ -131,90 +137,91 @@ largest: Any = lambda k: lambda x: x.topk(k).values
 shifted: Any = lambda by, rows: (
     lambda p: replace(p, tokens=p.tokens.roll(by * (1 - rows), -1), x=p.x.roll(by * rows, -2))
 )
-KNOWN = (
-    Fault("the temperature is left out", x=lambda z, t: z),
-    Fault("the entropy is taken at temperature 1", x_H=lambda z, t: z),
-    Fault("the logits are divided by the temperature twice", x=lambda z, t: z / t**2),
-    Fault("the logits are multiplied by the temperature", x=lambda z, t: z * t),
-    Fault("the log-softmax is divided by the temperature, and not the logits",
+PLAIN = (
+    fault("the temperature is left out", x=lambda z, t: z),
+    fault("the entropy is taken at temperature 1", x_H=lambda z, t: z),
+    fault("the logits are divided by the temperature twice", x=lambda z, t: z / t**2),
+    fault("the logits are multiplied by the temperature", x=lambda z, t: z * t),
+    fault("the log-softmax is divided by the temperature, and not the logits",
           x=lambda z, t: z, lp=lambda lp, p: lp / p.temperature),
-    Fault("the log-probs are divided by the temperature once more, after the softmax",
+    fault("the log-probs are divided by the temperature once more, after the softmax",
           lp=lambda lp, p: lp / p.temperature),
-    Fault("the backward leaves out the factor 1/temperature", x=lambda z, t: as_if(z / t, z)),
-    Fault("the backward multiplies by the temperature", x=lambda z, t: as_if(z / t, z * t)),
-    Fault("the backward divides by the temperature twice", x=lambda z, t: as_if(z / t, z / t**2)),
-    Fault("the backward of the entropy leaves out the factor 1/temperature", x_H=lambda z, t: as_if(z / t, z)),
-    Fault("the backward of the log-probs leaves out the factor 1/temperature",
+    fault("the backward leaves out the factor 1/temperature", x=lambda z, t: as_if(z / t, z)),
+    fault("the backward multiplies by the temperature", x=lambda z, t: as_if(z / t, z * t)),
+    fault("the backward divides by the temperature twice", x=lambda z, t: as_if(z / t, z / t**2)),
+    fault("the backward of the entropy leaves out the factor 1/temperature", x_H=lambda z, t: as_if(z / t, z)),
+    fault("the backward of the log-probs leaves out the factor 1/temperature",
           x=lambda z, t: as_if(z / t, z), x_H=torch.div),
-    Fault("the negative log-likelihood is returned: the sign is flipped", lp=lambda lp, p: -lp),
-    Fault("the gradient of the log-probs has its sign flipped", lp=lambda lp, p: as_if(lp, -lp)),
-    Fault("probabilities are returned, and not their logarithms", lp=lambda lp, p: lp.exp()),
-    Fault("logits are returned: the normalizer is left out", log_Z=lambda x: 0 * x[..., 0]),
-    Fault("the log-probs are detached: they have no gradient", lp=lambda lp, p: lp.detach()),
-    Fault("the normalizer is detached: only the sampled token's logit has a gradient",
+    fault("the negative log-likelihood is returned: the sign is flipped", lp=lambda lp, p: -lp),
+    fault("the gradient of the log-probs has its sign flipped", lp=lambda lp, p: as_if(lp, -lp)),
+    fault("probabilities are returned, and not their logarithms", lp=lambda lp, p: lp.exp()),
+    fault("logits are returned: the normalizer is left out", log_Z=lambda x: 0 * x[..., 0]),
+    fault("the log-probs are detached: they have no gradient", lp=lambda lp, p: lp.detach()),
+    fault("the normalizer is detached: only the sampled token's logit has a gradient",
           log_Z=lambda x: log_sum(x).detach()),
-    Fault("the backward of the log-probs is -p: it lacks the sampled token's own 1",
+    fault("the backward of the log-probs is -p: it lacks the sampled token's own 1",
           picked=lambda x, ids, t: pick(x, ids).detach()),
-    Fault("logarithms to base 2", lp=lambda lp, p: lp / 0.6931471805599453),
-    Fault("the entropy is detached: it has no gradient", H=lambda H, x, lp: H.detach()),
-    Fault("the gradient of the entropy has its sign flipped", H=lambda H, x, lp: as_if(H, -H)),
-    Fault("the gradient of the entropy is -p log p: it lacks the term -p H", H=_p_log_p),
-    Fault("the entropy has its sign flipped", H=lambda H, x, lp: -H),
-    Fault("the entropy is minus the sampled token's log-prob", H=lambda H, x, lp: -lp),
-    Fault("the entropy is in bits", H=lambda H, x, lp: H / 0.6931471805599453),
-    Fault("the entropy is divided by log V", H=lambda H, x, lp: H / torch.log(torch.tensor(1.0 * x.shape[-1]))),
-    Fault("the softcap is left out", z=lambda y, p: y),
-    Fault("the derivative of the softcap is left out of the backward", z=lambda y, p: as_if(cap(y, p), y)),
+    fault("logarithms to base 2", lp=lambda lp, p: lp / 0.6931471805599453),
+    fault("the entropy is detached: it has no gradient", H=lambda H, x, lp: H.detach()),
+    fault("the gradient of the entropy has its sign flipped", H=lambda H, x, lp: as_if(H, -H)),
+    fault("the gradient of the entropy is -p log p: it lacks the term -p H", H=_p_log_p),
+    fault("the entropy has its sign flipped", H=lambda H, x, lp: -H),
+    fault("the entropy is minus the sampled token's log-prob", H=lambda H, x, lp: -lp),
+    fault("the entropy is in bits", H=lambda H, x, lp: H / 0.6931471805599453),
+    fault("the entropy is divided by log V", H=lambda H, x, lp: H / torch.log(torch.tensor(1.0 * x.shape[-1]))),
+    fault("the softcap is left out", z=lambda y, p: y),
+    fault("the derivative of the softcap is left out of the backward", z=lambda y, p: as_if(cap(y, p), y)),
     _capped("is not divided by inside tanh", lambda y, c, t: c * y.tanh()),
     _capped("is not multiplied by outside tanh", lambda y, c, t: (y / c).tanh()),
     _capped("is applied after the temperature", lambda y, c, t: t * c * (y / t / c).tanh()),
     _capped("clamps the logits", lambda y, c, t: y.clamp(-c, c)),
-    Fault("the logit scale is left out", y=lambda p: states(replace(p, logit_scale=1.0))),
-    Fault("the logit scale is left out of the backward",
+    fault("the logit scale is left out", y=lambda p: states(replace(p, logit_scale=1.0))),
+    fault("the logit scale is left out of the backward",
           y=lambda p: as_if(states(p), states(replace(p, logit_scale=1.0)))),
-    Fault("the bias is left out", y=lambda p: states(replace(p, bias=None))),
+    fault("the bias is left out", y=lambda p: states(replace(p, bias=None))),
     *_upstream("the first token's upstream gradient is used for all", lambda u, p: u.flatten()[0].expand_as(u)),
     *_upstream("the mean of the upstream gradients is used for all tokens", lambda u, p: u.mean().expand_as(u)),
     *_upstream("the upstream gradient is ignored: all tokens count 1", lambda u, p: torch.ones_like(u)),
     *_upstream("negative upstream gradients are dropped", lambda u, p: u.clamp(min=0)),
     *_upstream("the upstream gradient is read as contiguous: its layout is ignored", lambda u, p: _memory(u)),
-    Fault("the entropy's gradient is skipped where the log-prob's upstream gradient is 0", only="entropy",
+    fault("the entropy's gradient is skipped where the log-prob's upstream gradient is 0", only="entropy",
           up=lambda u, p: 0 * u if p.g is None else u * (p.g != 0)),
-    Fault("the input is read as contiguous: its layout is ignored", given=lambda p: replace(p, x=_memory(p.x))),
-    *(Fault(f"shifted by one: {told} {sign} 1", given=shifted(by, rows), inner=True)
+    fault("the input is read as contiguous: its layout is ignored", given=lambda p: replace(p, x=_memory(p.x))),
+    *(fault(f"shifted by one: {told} {sign} 1", given=shifted(by, rows), inner=True)
       for rows, told in enumerate(("row t has the log-prob of token t", "token t is scored by the logits of row t"))
       for sign, by in (("+", -1), ("-", 1))),
-    Fault("the ids are stored in 16 bits", given=lambda p: replace(
+    fault("the ids are stored in 16 bits", given=lambda p: replace(
         p, tokens=p.tokens.to(torch.int16).long() % (p.x if p.weight is None else p.weight.mT).shape[-1])),
-    Fault("id 0 is treated as padding: its log-prob is 0", lp=lambda lp, p: lp.masked_fill(p.tokens == 0, 0)),
-    Fault("each token has the mean of its row", lp=lambda lp, p: lp.mean(-1, True).expand_as(lp)),
-    Fault("the sampled token is left out of the normalizer", lp=lambda lp, p: lp - (-lp.expm1()).log()),
-    *(Fault(f"labels are smoothed by {eps:g}", picked=smoothed(eps)) for eps in (0.01, 0.05, 0.1, 0.2)),
-    *(Fault(f"the log-probs are clamped to at least {at}", lp=at_least(at))
+    fault("id 0 is treated as padding: its log-prob is 0", lp=lambda lp, p: lp.masked_fill(p.tokens == 0, 0)),
+    fault("each token has the mean of its row", lp=lambda lp, p: lp.mean(-1, True).expand_as(lp)),
+    fault("the sampled token is left out of the normalizer", lp=lambda lp, p: lp - (-lp.expm1()).log()),
+    *(fault(f"labels are smoothed by {eps:g}", picked=smoothed(eps)) for eps in (0.01, 0.05, 0.1, 0.2)),
+    *(fault(f"the log-probs are clamped to at least {at}", lp=at_least(at))
       for at in (-1, -2, -5, -8, -10, -15, -20, -25, -30, -50, -100)),
-    Fault("temperatures below 1 are ignored", x=lambda z, t: z / max(t, 1.0)),
-    Fault("temperatures above 1 are ignored", x=lambda z, t: z / min(t, 1.0)),
-    Fault("the normalizer leaves out the temperature", x=lambda z, t: z, x_H=torch.div,
+    fault("temperatures below 1 are ignored", x=lambda z, t: z / max(t, 1.0)),
+    fault("temperatures above 1 are ignored", x=lambda z, t: z / min(t, 1.0)),
+    fault("the normalizer leaves out the temperature", x=lambda z, t: z, x_H=torch.div,
           picked=lambda x, ids, t: pick(x, ids) / t),
-    Fault("the sampled token's logit leaves out the temperature", picked=lambda x, ids, t: pick(x, ids) * t),
-    Fault("the bias is not divided by the temperature", y=lambda p: states(
+    fault("the sampled token's logit leaves out the temperature", picked=lambda x, ids, t: pick(x, ids) * t),
+    fault("the bias is not divided by the temperature", y=lambda p: states(
         p if p.bias is None else replace(p, bias=p.bias * p.temperature))),
-    Fault("the entropy is a mean over the vocabulary, not a sum", H=lambda H, x, lp: H / x.shape[-1]),
-    Fault("the maximum of the whole batch is subtracted, not each row's", log_Z=lambda x: (
+    fault("the entropy is a mean over the vocabulary, not a sum", H=lambda H, x, lp: H / x.shape[-1]),
+    fault("the maximum of the whole batch is subtracted, not each row's", log_Z=lambda x: (
         m := x.detach().max()) + (x - m).exp().sum(-1).log()),
-    Fault("the running maximum starts at 0", log_Z=lambda x: (
+    fault("the running maximum starts at 0", log_Z=lambda x: (
         m := x.detach().amax(-1, keepdim=True).clamp(min=0))[..., 0] + (x - m).exp().sum(-1).log()),
-    Fault("exp is taken before the maximum is subtracted", log_Z=lambda x: x.exp().sum(-1).log()),
-    Fault("the weight gets no gradient", y=lambda p: states(_frozen(p))),
-    Fault("the hidden states get no gradient",
+    fault("exp is taken before the maximum is subtracted", log_Z=lambda x: x.exp().sum(-1).log()),
+    fault("the weight gets no gradient", y=lambda p: states(_frozen(p))),
+    fault("the hidden states get no gradient",
           y=lambda p: states(p if p.weight is None else replace(p, x=p.x.detach()))),
-    *(Fault(f"{eps:g} is added to the probability", lp=added(eps)) for eps in EPS),
-    *(Fault(f"the probability is clamped to at least {eps:g}", lp=clamped(eps)) for eps in EPS),
+    *(fault(f"{eps:g} is added to the probability", lp=added(eps)) for eps in EPS),
+    *(fault(f"the probability is clamped to at least {eps:g}", lp=clamped(eps)) for eps in EPS),
 )  # fmt: skip
 
 
-def in_tiles(p: Problem) -> Iterator[Fault]:
-    """Faults of code that cuts the vocabulary or the tokens into tiles, for the sizes that cut this problem."""
+def known(p: Problem) -> Iterator[LogprobFault]:
+    """All of the catalogue; of code that cuts the vocabulary or the tokens into tiles, at the sizes that cut this."""
+    yield from PLAIN
     V = p.x.shape[-1] if p.weight is None else len(p.weight)
     for n in TILES:
         yield from _columns(V, n)
@@ -223,27 +230,27 @@ def in_tiles(p: Problem) -> Iterator[Fault]:
         yield _normalizer(f"all but the {k} largest logits are left out", largest(k))
 
 
-def _normalizer(words: str, change: Callable[[Tensor], Tensor]) -> Fault:
-    return Fault(words, log_Z=lambda x: log_sum(change(x)), H=lambda H, x, lp: entropy(change(x)))
+def _normalizer(words: str, change: Callable[[Tensor], Tensor]) -> LogprobFault:
+    return fault(words, log_Z=lambda x: log_sum(change(x)), H=lambda H, x, lp: entropy(change(x)))
 
 
-def _columns(V: int, n: int) -> Iterator[Fault]:
+def _columns(V: int, n: int) -> Iterator[LogprobFault]:
     whole, padded, last = V // n * n, -(-V // n) * n, (V - 1) // n * n
     if V < padded <= 2 * V + 8 or V < n <= 128:
         padding = lambda x: torch.nn.functional.pad(x, (0, padded - V))
         yield _normalizer(f"the columns that pad the vocabulary to a multiple of {n} are counted", padding)
     missed = lambda ids: (ids % n == n - 1) | (ids == V - 1)
     told = f"each tile of {n} columns" if n < V else "the vocabulary"
-    yield Fault(f"the last id of {told} is missed: its logit counts 0",
+    yield fault(f"the last id of {told} is missed: its logit counts 0",
                 picked=lambda x, ids, t: pick(x, ids).masked_fill(missed(ids), 0))  # fmt: skip
     if not 0 < whole < V:
         return
     yield _normalizer(f"the last, partial tile of {n} columns is left out", lambda x: x[..., :whole])
-    yield Fault(f"the last, partial tile of {n} columns gets no gradient",
+    yield fault(f"the last, partial tile of {n} columns gets no gradient",
                 x=lambda z, t: torch.cat([z[..., :whole], z[..., whole:].detach()], -1) / t)  # fmt: skip
-    yield Fault(f"the hidden states' gradient has the last tile of {n} columns alone",
+    yield fault(f"the hidden states' gradient has the last tile of {n} columns alone",
                 x=lambda z, t: torch.cat([z[..., :last].detach(), z[..., last:]], -1) / t)  # fmt: skip
-    yield Fault(f"the running sums of tiles of {n} columns are not rescaled", log_Z=lambda x: _running(x, n),
+    yield fault(f"the running sums of tiles of {n} columns are not rescaled", log_Z=lambda x: _running(x, n),
                 H=lambda H, x, lp: log_sum(x) - _running(x, n, x) / (log_sum(x) - x.amax(-1)).exp())  # fmt: skip
 
 
@@ -254,15 +261,15 @@ def _running(x: Tensor, n: int, factor: Tensor | None = None) -> Tensor:
     return tops[..., -1] + e.sum(-1).log() if factor is None else (e * factor).sum(-1)
 
 
-def _rows(shape: torch.Size, n: int) -> Iterator[Fault]:
+def _rows(shape: torch.Size, n: int) -> Iterator[LogprobFault]:
     N = shape.numel()
     at = torch.arange(N).reshape(shape)
     last, told = at >= N // n * n, f"the last, partial tile of {n} tokens"
     without = lambda rows: lambda p: torch.where(rows[..., None], states(_frozen(p)), states(p))
     if last.any() and not last.all():
-        yield Fault(f"{told} is left out: its results are 0", lp=lambda lp, p: lp.masked_fill(last, 0),
+        yield fault(f"{told} is left out: its results are 0", lp=lambda lp, p: lp.masked_fill(last, 0),
                     H=lambda H, x, lp: H.masked_fill(last, 0))  # fmt: skip
-        yield Fault(f"{told} gets no gradient", up=lambda u, p: u.masked_fill(last, 0))
-        yield Fault(f"the weight's gradient lacks {told}", y=without(last))
+        yield fault(f"{told} gets no gradient", up=lambda u, p: u.masked_fill(last, 0))
+        yield fault(f"the weight's gradient lacks {told}", y=without(last))
     for which, rows in (("first", at >= n), ("last", at < (N - 1) // n * n)) if n < N else ():
-        yield Fault(f"the weight's gradient has the {which} tile of {n} tokens alone", y=without(rows))
+        yield fault(f"the weight's gradient has the {which} tile of {n} tokens alone", y=without(rows))

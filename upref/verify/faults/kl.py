@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Known faults of per-token KL estimators: what each makes of (log_prob, ref_log_prob)."""
+
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+from torch import Tensor
+
+from upref.kl import ESTIMATORS, k1, k2, k3
+from upref.verify.faults import Fault
+
+Formula = Callable[[Tensor, Tensor], Tensor]
+KLFault: TypeAlias = Fault[Formula]
+
+FLIPPED = Fault("k1 with its sign flipped: log π_ref - log π_θ", lambda lp, ref: ref - lp)
+INVERTED = Fault("k3 the other way round: it has π_θ/π_ref where π_ref/π_θ belongs", lambda lp, ref: k3(ref, lp))
+PLUS = Fault("k3 with the sign of its logarithm swapped: π_ref/π_θ - 1 + log(π_ref/π_θ)",
+             lambda lp, ref: (ref - lp).exp() - 1 + (ref - lp))  # fmt: skip
+NEGATIVE = Fault("k3 with its sign flipped", lambda lp, ref: -k3(lp, ref))
+NO_LOG = Fault("k3 without its logarithm: π_ref/π_θ - 1", lambda lp, ref: (ref - lp).exp() - 1)
+ABSOLUTE = Fault("|log π_θ - log π_ref|", lambda lp, ref: (lp - ref).abs())
+SQUARE = Fault("k2 without its 1/2", lambda lp, ref: (lp - ref) ** 2)
+WEIGHTED = Fault("π_θ (log π_θ - log π_ref): weighted by a probability though it is sampled",
+                 lambda lp, ref: lp.exp() * (lp - ref))  # fmt: skip
+
+
+def known() -> Iterator[KLFault]:
+    yield from (FLIPPED, INVERTED, PLUS, NEGATIVE, NO_LOG, ABSOLUTE)
+    yield Fault("half of k3", lambda lp, ref: k3(lp, ref) / 2)
+    yield SQUARE
+    for name, k in {"k3": k3, "k1": k1}.items():
+        yield Fault(f"the value of {name} with the gradient of k2 (straight through)",
+                    lambda lp, ref, k=k: k2(lp, ref) + (k(lp, ref) - k2(lp, ref)).detach())  # type: ignore[misc]  # fmt: skip
+    yield WEIGHTED
+    yield from (Fault(f"{name} itself", f) for name, f in ESTIMATORS.items())
