@@ -8,6 +8,7 @@
 prints each subject that is missing, new or judged otherwise; its status is 1 where a verdict was lost or changed.
 """
 
+import argparse
 import importlib
 import json
 import sys
@@ -192,5 +193,22 @@ def compare(old: str, new: str) -> int:
     return int(lost > 0)
 
 
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.verdicts", description=__doc__.splitlines()[0])
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    one = verbs.add_parser("dump", help="add the verdicts of the parts to a JSON file; a part that it has is kept")
+    one.add_argument("file")
+    one.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}; all by default")
+    two = verbs.add_parser(
+        "compare", help="print what is missing, new or judged otherwise; status 1 where one was lost or changed"
+    )
+    two.add_argument("old")
+    two.add_argument("new")
+    args = parser.parse_args()
+    if unknown := sorted(set(getattr(args, "parts", ())) - PARTS.keys()):
+        parser.error(f"there is no part {unknown[0]}: choose of {', '.join(PARTS)}")
+    return dump(args.file, *args.parts) if args.verb == "dump" else compare(args.old, args.new)
+
+
 if __name__ == "__main__":
-    sys.exit({"dump": dump, "compare": compare}[sys.argv[1]](*sys.argv[2:]))
+    sys.exit(main())
