@@ -27,13 +27,9 @@ from upref.errors import InputError
 from upref.tensors import dense, described
 
 AGGREGATIONS = (
-    "token-mean",
-    "group-token-mean",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
+    "token-mean", "group-token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm",
     "seq-mean",
-)
+)  # fmt: skip
 
 # (level, aggregation) in verl's words, where it has another name there; the gradient is the same
 _VERL = {("token", "group-token-mean"): "token-mean", ("free", "group-token-mean"): "token-mean"} | {
@@ -134,13 +130,9 @@ def row_weights(
 
 
 def aggregate(
-    x: Float[Tensor, "B T"] | Float[Tensor, " B"],
-    mask: Bool[Tensor, "B T"],
-    agg: str,
-    group: Int[Tensor, " B"] | None = None,
-    totals: Totals | None = None,
-    length: int | None = None,
-) -> Float[Tensor, ""]:
+    x: Float[Tensor, "B T"] | Float[Tensor, " B"], mask: Bool[Tensor, "B T"], agg: str,
+    group: Int[Tensor, " B"] | None = None, totals: Totals | None = None, length: int | None = None,
+) -> Float[Tensor, ""]:  # fmt: skip
     """Sum Σ_i w_i Σ_t mask_it x_it: the aggregation of per-token terms into a scalar.
 
     Args:

@@ -173,19 +173,11 @@ class Objective:
         return -self(b, **hp)
 
     def J(
-        self,
-        lp: Float[Tensor, "B T"],
-        lp_old: Float[Tensor, "B T"],
-        A: Float[Tensor, "B T"] | Float[Tensor, "B 1"],
-        mask: Bool[Tensor, "B T"],
-        group: Int[Tensor, " B"] | None = None,
-        lp_ref: Float[Tensor, "B T"] | None = None,
-        entropy: Float[Tensor, "B T"] | None = None,
-        totals: Totals | None = None,
-        is_weights: Float[Tensor, "B T"] | None = None,
-        lp_sampler: Float[Tensor, "B T"] | None = None,
-        **hp: Any,
-    ) -> Float[Tensor, ""]:
+        self, lp: Float[Tensor, "B T"], lp_old: Float[Tensor, "B T"], A: Float[Tensor, "B T"] | Float[Tensor, "B 1"],
+        mask: Bool[Tensor, "B T"], group: Int[Tensor, " B"] | None = None, lp_ref: Float[Tensor, "B T"] | None = None,
+        entropy: Float[Tensor, "B T"] | None = None, totals: Totals | None = None,
+        is_weights: Float[Tensor, "B T"] | None = None, lp_sampler: Float[Tensor, "B T"] | None = None, **hp: Any,
+    ) -> Float[Tensor, ""]:  # fmt: skip
         """J on plain tensors, unvalidated: for a training step under torch.compile, without host synchronisation.
 
         is_weights multiply each token's term as constants (a sampler correction that somebody else has computed); an

@@ -75,16 +75,10 @@ def _asymmetric(base: Objective, prefix: str, positive) -> Objective:
     fn.__signature__ = inspect.signature(base.fn)  # type: ignore[attr-defined]
     weight.__signature__ = inspect.signature(base.closed_form)  # type: ignore[attr-defined]
     return replace(
-        base,
-        equation=f"J_t = A log π_θ where A > 0;  J_t of {base.name} where A <= 0",
-        name=f"{prefix}({base.name})",
-        fn=fn,
-        closed_form=weight,
-        paper="fan2026up",
-        eq="Sec. 4.2",
-        off_anchor=base.off_anchor if base.sampler else "",
-        note=f"The plug-in on {base.name}. {base.note}".strip(),
-    )
+        base, equation=f"J_t = A log π_θ where A > 0;  J_t of {base.name} where A <= 0",
+        name=f"{prefix}({base.name})", fn=fn, closed_form=weight, paper="fan2026up", eq="Sec. 4.2",
+        off_anchor=base.off_anchor if base.sampler else "", note=f"The plug-in on {base.name}. {base.note}".strip(),
+    )  # fmt: skip
 
 
 # ---- sampler corrections ---------------------------------------------------------------------------------------------
@@ -99,16 +93,12 @@ def _correction(paper: str, eq: str, **defaults: str) -> Callable[[Any], Callabl
             if base.sampler is not None:
                 raise InputError(f"{base.name} corrects for its sampler already: one correction is enough.")
             return replace(
-                base,
-                name=f"{factor.__name__}({base.name})",
-                equation=f"w_t J_t, J_t of {base.name}: {base.equation};  {inspect.getdoc(factor)}",
-                paper=paper,
-                eq=eq,
-                defaults=base.defaults | defaults,
-                sampler=factor,
+                base, name=f"{factor.__name__}({base.name})",
+                equation=f"w_t J_t, J_t of {base.name}: {base.equation};  {inspect.getdoc(factor)}", paper=paper,
+                eq=eq, defaults=base.defaults | defaults, sampler=factor,
                 off_anchor=base.off_anchor or "the weight is A times the sampler's correction",
                 note=f"Needs logp_sampler. {base.note}".strip(),
-            )
+            )  # fmt: skip
 
         make.__name__ = make.__qualname__ = factor.__name__
         make.__doc__ = f"{inspect.getdoc(factor)} ({paper}, {eq})"

@@ -272,22 +272,10 @@ def doctor(args) -> int:
 
 
 RUN = {
-    "check": check,
-    "identify": identify,
-    "audit": audit,
-    "audit-table": audit_table,
-    "recipe": recipe,
-    "list": listing,
-    "show": show,
-    "cap": cap,
-    "weights": weights,
-    "derive": derive,
-    "explorer": explorer,
-    "learn": learn,
-    "claims": claims,
-    "doctor": doctor,
-    "step": step,
-}
+    "check": check, "identify": identify, "audit": audit, "audit-table": audit_table, "recipe": recipe,
+    "list": listing, "show": show, "cap": cap, "weights": weights, "derive": derive, "explorer": explorer,
+    "learn": learn, "claims": claims, "doctor": doctor, "step": step,
+}  # fmt: skip
 
 
 def _console():

@@ -165,15 +165,11 @@ def trl_loss(name: str | type, b: Rollouts | Bare, padding: float | None = 0.0, 
     old, adv = padded(b.logp_old), padded(b.adv.expand_as(b.mask) if b.adv.ndim == 2 else b.adv[:, None])
     prompt, tokens = torch.zeros(rows, 1, dtype=torch.int64), b.mask.long()
     inputs = {
-        "prompt_ids": prompt,
-        "prompt_mask": prompt + 1,
-        "completion_ids": 0 * tokens,
-        "completion_mask": tokens,
-        "advantages": adv if token_advantages(cls) else per_response(adv, b.mask),
-        "old_per_token_logps": old,
+        "prompt_ids": prompt, "prompt_mask": prompt + 1, "completion_ids": 0 * tokens, "completion_mask": tokens,
+        "advantages": adv if token_advantages(cls) else per_response(adv, b.mask), "old_per_token_logps": old,
         "ref_per_token_logps": padded(old if b.logp_ref is None else b.logp_ref),
         "num_items_in_batch": torch.tensor(int(totals.tokens)),
-    }
+    }  # fmt: skip
     if is_rloo(cls):
         inputs["old_logps"] = (old * tokens).sum(1)  # as _generate_and_score_completions does
     entropy = torch.ones_like(old) if b.entropy is None else padded(b.entropy)
@@ -213,13 +209,9 @@ def named(name: str, mode: str, objective: Objective, hp: dict[str, Any]) -> Los
 
 
 def of(
-    name: str,
-    mode: str | type,
-    o: Objective,
-    hp: dict[str, Any],
-    fields: dict[str, Any] | None = None,
+    name: str, mode: str | type, o: Objective, hp: dict[str, Any], fields: dict[str, Any] | None = None,
     matched: bool = True,
-) -> Loss:
+) -> Loss:  # fmt: skip
     """The Loss of a loss_type or of a trainer class; matched: set up as the objective says."""
     settings = lambda hp: (settings_for(mode, o, hp) if matched else {}) | (fields or {})
 

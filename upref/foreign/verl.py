@@ -46,13 +46,9 @@ class StandInConfig(SimpleNamespace):
 
 
 def verl_loss(
-    loss_mode: str | Callable[..., Any],
-    b: Rollouts | Bare,
-    agg: str = "token-mean",
-    padding: float | None = 0.0,
-    ranks: int = 1,
-    **actor_config: Any,
-) -> Tensor:
+    loss_mode: str | Callable[..., Any], b: Rollouts | Bare, agg: str = "token-mean", padding: float | None = 0.0,
+    ranks: int = 1, **actor_config: Any,
+) -> Tensor:  # fmt: skip
     """The scalar that verl would call backward() on for this (micro-)batch on one rank; gradients flow into b.logp.
 
     loss_mode: a registered name, or a function of that signature. actor_config: fields of verl's ActorConfig. Masked
@@ -81,14 +77,9 @@ def verl_loss(
     )
     padded = lambda x: x if padding is None else torch.where(b.mask, x, padding)
     loss, _ = f(
-        old_log_prob=padded(b.logp_old),
-        log_prob=padded(b.logp),
-        advantages=padded(b.adv),
-        response_mask=b.mask,
-        loss_agg_mode=agg,
-        config=config,
-        rollout_is_weights=None,
-    )
+        old_log_prob=padded(b.logp_old), log_prob=padded(b.logp), advantages=padded(b.adv), response_mask=b.mask,
+        loss_agg_mode=agg, config=config, rollout_is_weights=None,
+    )  # fmt: skip
     return loss
 
 
@@ -119,13 +110,9 @@ def named(name: str, mode: str, objective: Objective, hp: dict[str, Any]) -> Los
 
 
 def of(
-    name: str,
-    mode: str | Callable[..., Any],
-    o: Objective,
-    hp: dict[str, Any],
-    fields: dict[str, Any] | None = None,
+    name: str, mode: str | Callable[..., Any], o: Objective, hp: dict[str, Any], fields: dict[str, Any] | None = None,
     matched: bool = True,
-) -> Loss:
+) -> Loss:  # fmt: skip
     """The Loss of a registered name or of a function of that signature; matched: set up as the objective says."""
     every = ({"loss_agg_mode": verl_name(o.level, o.agg)} if matched else {}) | (fields or {})
     settings = lambda hp: (settings_for(o, hp) if matched else {}) | every

@@ -188,11 +188,8 @@ class Monitor:
         if self.due():
             self.check(loss, batch, hp)
         largest = {
-            "max_abs": self.max_abs,
-            "of_bound": self.of_bound,
-            "blind": self.blind,
-            "alarms": float(self.alarms),
-        }
+            "max_abs": self.max_abs, "of_bound": self.of_bound, "blind": self.blind, "alarms": float(self.alarms),
+        }  # fmt: skip
         return {f"upref/parity_{k}": min(v, LARGEST) for k, v in largest.items()}
 
     def check(self, loss: Tensor, batch: dict[str, Any], hp: dict[str, Any]):

@@ -64,13 +64,10 @@ log.setLevel(logging.INFO)  # verl's root logger shows warnings only, and which 
 
 # verl's key -> what it would be called here
 VERL_KEYS = {
-    "clip_ratio": ("eps", "eps_low", "eps_high", "delta"),
-    "clip_ratio_low": ("eps", "eps_low", "delta"),
-    "clip_ratio_high": ("eps", "eps_high", "delta"),
-    "clip_ratio_c": ("c", "trunc", "cap"),
-    "tau_pos": ("tau_pos",),
+    "clip_ratio": ("eps", "eps_low", "eps_high", "delta"), "clip_ratio_low": ("eps", "eps_low", "delta"),
+    "clip_ratio_high": ("eps", "eps_high", "delta"), "clip_ratio_c": ("c", "trunc", "cap"), "tau_pos": ("tau_pos",),
     "tau_neg": ("tau_neg",),
-}
+}  # fmt: skip
 _monitors: dict[tuple, Monitor] = {}
 _said: set[tuple] = set()  # what this process has logged already
 
@@ -86,14 +83,9 @@ def register(objective: Objective):
     """Make an objective a policy loss of verl called `upref/NAME`, also `up(...)` or your own; returns the loss."""
 
     def loss(
-        old_log_prob: Tensor,
-        log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        loss_agg_mode: str = "token-mean",
-        config: Any = None,
-        rollout_is_weights: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, float]]:
+        old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
+        loss_agg_mode: str = "token-mean", config: Any = None, rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
         hp = hyperparameters(objective, config)
         monitor = monitor_of(objective, config)
         _check_twin(objective, config, hp)

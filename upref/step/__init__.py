@@ -7,13 +7,5 @@ from upref.step.reference import Functions, TorchModel
 from upref.step.rows import Row
 
 __all__ = [
-    "Functions",
-    "Recorded",
-    "Row",
-    "Step",
-    "StepReport",
-    "TorchModel",
-    "check_recorded",
-    "check_step",
-    "record_step",
-]
+    "Functions", "Recorded", "Row", "Step", "StepReport", "TorchModel", "check_recorded", "check_step", "record_step",
+]  # fmt: skip

@@ -51,22 +51,11 @@ class StepReport(Report):
 
 @tidy
 def check_step(
-    step: Callable[[Any, list[Row]], Any],
-    model: Any,
-    objective: str | Objective,
-    *,
-    temperature: float,
-    rows: Sequence[Row] | None = None,
-    beta: float = 0.0,
-    entropy_coef: float = 0.0,
-    z_loss_coef: float = 0.0,
-    clip: float | None = None,
-    scale: float = 1.0,
-    without: Sequence[str] = (),
-    stir: bool = True,
-    seed: int = 0,
+    step: Callable[[Any, list[Row]], Any], model: Any, objective: str | Objective, *, temperature: float,
+    rows: Sequence[Row] | None = None, beta: float = 0.0, entropy_coef: float = 0.0, z_loss_coef: float = 0.0,
+    clip: float | None = None, scale: float = 1.0, without: Sequence[str] = (), stir: bool = True, seed: int = 0,
     **hp: Any,
-) -> StepReport:
+) -> StepReport:  # fmt: skip
     """Check whether a training step computes the gradient of an objective.
 
     The reference is g = -∇_θ (J - β KL + c H) at the given temperature: one unpadded row at a time, in float64.
@@ -120,20 +109,10 @@ def check_step(
 
 @tidy
 def check_recorded(
-    seen: Recorded,
-    rows: Sequence[Row] | Sequence[Sequence[Row]],
-    objective: str | Objective,
-    *,
-    temperature: float,
-    beta: float = 0.0,
-    entropy_coef: float = 0.0,
-    z_loss_coef: float = 0.0,
-    clip: float | None = None,
-    scale: float = 1.0,
-    without: Sequence[str] = (),
-    bound: float | torch.dtype | None = None,
-    **hp: Any,
-) -> StepReport:
+    seen: Recorded, rows: Sequence[Row] | Sequence[Sequence[Row]], objective: str | Objective, *, temperature: float,
+    beta: float = 0.0, entropy_coef: float = 0.0, z_loss_coef: float = 0.0, clip: float | None = None,
+    scale: float = 1.0, without: Sequence[str] = (), bound: float | torch.dtype | None = None, **hp: Any,
+) -> StepReport:  # fmt: skip
     """Check the optimizer steps that `record_step` recorded.
 
     Args:

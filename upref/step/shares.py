@@ -24,15 +24,9 @@ SIZES: dict[str, Callable[[Sequence[Row]], int]] = {  # what a micro-batch may b
 
 
 def factor_words(
-    goal: Goal,
-    rows: Sequence[Row],
-    b: Padded,
-    k: Tensor,
-    dead: list[int],
-    tol: float,
-    mask: Tensor | None = None,
+    goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor, dead: list[int], tol: float, mask: Tensor | None = None,
     moving: int = 0,
-) -> str | None:
+) -> str | None:  # fmt: skip
     """The aggregation, right or wrong, that gives these factors, in words; None where none does.
 
     dead: responses that do not train. mask: the tokens that train, where they are others. moving: how many of them have

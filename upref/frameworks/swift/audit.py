@@ -135,13 +135,9 @@ def _advantages(estimator: str, scale: str, n: int = 4):
 def _dynamic(estimator: str, scale: str):
     """For groups of any size; it computes in float32."""
     return lambda R, g: _advantage().compute_advantages_dynamic(
-        R.float()[:, None],
-        torch.ones(1),
-        [str(i) for i in g.tolist()],
-        [str(i) for i in range(len(g))],
-        estimator,
+        R.float()[:, None], torch.ones(1), [str(i) for i in g.tolist()], [str(i) for i in range(len(g))], estimator,
         scale,
-    )[0]
+    )[0]  # fmt: skip
 
 
 def _parts() -> tuple[Part, ...]:

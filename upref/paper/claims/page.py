@@ -12,14 +12,10 @@ from upref.paper.claims import RED, VERDICTS, Judged, Outcome, as_computed, last
 from upref.paper.claims.words import MEANINGS
 
 HEADINGS = {
-    "2": "Section 2: related work",
-    "3": "Section 3: the dilemma",
-    "4": "Section 4: UP",
-    "5": "Section 5: experiments",
-    "A": "Appendix A: settings",
-    "B": "Appendix B: Cap for negative advantages",
+    "2": "Section 2: related work", "3": "Section 3: the dilemma", "4": "Section 4: UP",
+    "5": "Section 5: experiments", "A": "Appendix A: settings", "B": "Appendix B: Cap for negative advantages",
     "C": "Appendix C: the gradient of UP-GSPO",
-}
+}  # fmt: skip
 FILES = {
     "derivations": "derivations/{0}.py",
     "exact": "repro/exact/results/report.md#{0}",

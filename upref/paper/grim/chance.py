@@ -67,10 +67,7 @@ def _chance(model: str, n, p, w, order: list[int], names: list[str], draws: int,
     top = np.sort(equal(near, max(2, len(near))), 1)
     two = equal([first, second], 2)
     return Chance(
-        model,
-        100 * float(np.hypot(se[first], se[second])),
-        [names[i] for i in near],
-        float(((ahead > TIE) + 0.5 * (abs(ahead) <= TIE)).mean()),
-        float((top[:, -1] - top[:, -2] >= lead).mean()),
+        model, 100 * float(np.hypot(se[first], se[second])), [names[i] for i in near],
+        float(((ahead > TIE) + 0.5 * (abs(ahead) <= TIE)).mean()), float((top[:, -1] - top[:, -2] >= lead).mean()),
         float((two[:, 0] - two[:, 1] >= lead).mean()),
-    )
+    )  # fmt: skip

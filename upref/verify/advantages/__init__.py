@@ -47,16 +47,11 @@ def check_advantages(fn: Any, estimator: str, *, skip: tuple[str, ...] = (), **h
     case = settled(read(fn, estimator, hp), estimator, hp)
     found, ran = run(ORACLES, case, skip)
     return Report(
-        loss=case.f.name,
-        objective=estimator,
-        hp={"ddof": case.divided.ddof, "eps": case.divided.eps} if case.known else hp,
-        findings=found,
-        read_as=str(case.f.reading),
-        contract=[*case.f.contract(), *_assumed(case)],
-        oracles=ran,
-        tolerances={"advantage, relative": case.f.tol},
-        seconds=time.perf_counter() - start,
-    )
+        loss=case.f.name, objective=estimator,
+        hp={"ddof": case.divided.ddof, "eps": case.divided.eps} if case.known else hp, findings=found,
+        read_as=str(case.f.reading), contract=[*case.f.contract(), *_assumed(case)], oracles=ran,
+        tolerances={"advantage, relative": case.f.tol}, seconds=time.perf_counter() - start,
+    )  # fmt: skip
 
 
 def _assumed(case: Case) -> list[str]:
