@@ -11,8 +11,7 @@ eps, eps_low, eps_high, c, beta    clip bounds, dual-clip constant, KL coefficie
 """
 
 import math
-from dataclasses import dataclass, replace
-from dataclasses import fields as fields_of
+from dataclasses import dataclass, fields as fields_of, replace
 from functools import cached_property
 from typing import Any, get_args
 

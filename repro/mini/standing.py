@@ -12,8 +12,7 @@ effect that was seen is on the other side.
 import json
 import sys
 
-from repro.mini.round2 import power, rule, tables
-from repro.mini.round2 import report as report_2
+from repro.mini.round2 import power, report as report_2, rule, tables
 from repro.mini.study import plan, results
 from upref.errors import InputError
 from upref.paper.claims import words

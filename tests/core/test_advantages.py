@@ -7,8 +7,7 @@ from math import sqrt
 import pytest
 import sympy
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from upref import advantages
 from upref.advantages import (

@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from upref.aggregation import AGGREGATIONS, Totals, aggregate
 from upref.errors import InputError

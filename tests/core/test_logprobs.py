@@ -5,8 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.autograd import gradcheck
 
 from upref.logprobs import categorical_kl, entropy, shifted_log_probs, token_log_probs

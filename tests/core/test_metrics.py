@@ -9,8 +9,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from upref.metrics import (
     Estimate,

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from repro.exact import __main__ as command
-from repro.exact import flow
+from repro.exact import __main__ as command, flow
 from repro.exact.experiments import collapse, coverage, drawn, entropy, fixed_points, rise, strings
 from repro.exact.result import Finding, Result, Table, markdown, shown
 from upref.paper.claims import words

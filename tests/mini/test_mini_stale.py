@@ -15,8 +15,7 @@ import torch
 from scipy import stats
 
 from repro.mini import tasks
-from repro.mini.stale import __main__ as command
-from repro.mini.stale import design, report, rule
+from repro.mini.stale import __main__ as command, design, report, rule
 from repro.mini.study import registration, results
 from repro.mini.train import loop
 from repro.mini.train.checkpoint import Run

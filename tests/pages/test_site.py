@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.site import __main__ as command
-from docs.site import gather, links
+from docs.site import __main__ as command, gather, links
 
 pytest.importorskip("sphinx", reason="`repro/venv.sh docs` installs what the site is built with")
 ROOT = Path(__file__).parents[2]

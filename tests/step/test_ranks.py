@@ -5,8 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import distributed as dist
-from torch import nn
+from torch import distributed as dist, nn
 
 from upref.step import record_step
 from upref.step.case import disturb

@@ -32,8 +32,7 @@ import upref.weights.batches
 import upref.weights.curve
 from tests.support import entries, odd, typed
 from tests.support.odd import JUNK, a_loss, moody
-from upref import audits
-from upref import course as learn
+from upref import audits, course as learn
 from upref.audits import ledger
 from upref.errors import InputError
 from upref.foreign import read

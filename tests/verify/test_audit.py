@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from upref import InputError, Rollouts
-from upref import audits as A
+from upref import InputError, Rollouts, audits as A
 from upref.audits.compare import MICRO, TOL
 from upref.registry import get
 from upref.weights.batches import batch, grad

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import upref
-from upref import InputError
-from upref import audits as A
+from upref import InputError, audits as A
 from upref.audits.compare import Comparison, _reference, difference, typical, unit
 from upref.audits.recipe import reached, recipe
 from upref.cli import main

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import upref
-from upref import InputError
-from upref import audits as A
+from upref import InputError, audits as A
 from upref.cli import main
 from upref.foreign import read
 from upref.weights.batches import OFF_EDGES, batch, grad

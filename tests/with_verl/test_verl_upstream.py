@@ -14,8 +14,7 @@ import pytest
 
 import upref
 from repro.with_verl import upstream
-from repro.with_verl.config import compose as c
-from repro.with_verl.config import vllm_args
+from repro.with_verl.config import compose as c, vllm_args
 from repro.with_verl.place import ROOT
 
 SLURM = ROOT / "repro" / "with_verl" / "slurm.sbatch"

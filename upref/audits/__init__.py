@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from upref.audits import components as parts
-from upref.audits import isolated
+from upref.audits import components as parts, isolated
 from upref.audits.compare import MICRO, TOL, Comparison, Row, compare, difference, grid, unit
 from upref.audits.framework import Framework
 from upref.audits.ledger import FRAMEWORKS, Entry, hold, moved, plainly, read, summary

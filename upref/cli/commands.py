@@ -209,8 +209,7 @@ def weights(args) -> int:
 
     curves = of_all(_losses(args.names), hyperparameters(args.hp))
     if args.file:
-        from upref.weights.plots import save
-        from upref.weights.plots import weights as draw
+        from upref.weights.plots import save, weights as draw
 
         return save(lambda: draw(*curves), args.file)
     rows = [[f"{c.name}, A = {A:+d}", *c(np.array(RATIOS), float(A), 0.01).tolist()] for c in curves for A in (1, -1)]

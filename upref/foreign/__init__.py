@@ -22,8 +22,7 @@ from upref.foreign.load import load, name_of
 from upref.foreign.loss import FIRST, MAIN, SHAPES, Loss, Outcome
 from upref.foreign.settings import Shipped
 from upref.foreign.shapes import fit
-from upref.foreign.signature import WRAP_PAGE, Reading, parameters, wrapper
-from upref.foreign.signature import read as read_signature
+from upref.foreign.signature import WRAP_PAGE, Reading, parameters, read as read_signature, wrapper
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 

@@ -12,8 +12,7 @@ from upref.errors import InputError
 from upref.foreign import names
 from upref.foreign.guard import called
 from upref.foreign.load import load, name_of
-from upref.foreign.signature import Reading
-from upref.foreign.signature import read as read_signature
+from upref.foreign.signature import Reading, read as read_signature
 
 PROBE = torch.tensor([[-1.1, -0.7, -2.3], [-0.2, -3.1, -1.9]], dtype=torch.float64)  # not exact in float32
 

@@ -14,8 +14,7 @@ from upref.errors import InputError
 from upref.foreign import names
 from upref.foreign.guard import called
 from upref.foreign.load import load, name_of
-from upref.foreign.signature import Reading, parameters
-from upref.foreign.signature import read as read_signature
+from upref.foreign.signature import Reading, parameters, read as read_signature
 
 MAIN = {"hidden": ("hidden", "weight", "tokens"), "logits": ("logits", "tokens")}
 SETTINGS = {"temperature": {"temperature", "tau", "temp"}, "bias": {"bias"}, "logit_scale": {"scale"},

@@ -30,8 +30,7 @@ from upref.verify.oracles.reach import look
 from upref.verify.oracles.weights import BESIDE
 from upref.verify.probe import SIGNS, BlackBox, measure, termed
 from upref.verify.report import UNKNOWN
-from upref.weights.batches import LOG_R, MU, lay, near_a_bound, off, random_batch
-from upref.weights.batches import SIGNS as ALL_SIGNS
+from upref.weights.batches import LOG_R, MU, SIGNS as ALL_SIGNS, lay, near_a_bound, off, random_batch
 
 Grid = tuple[Rollouts, bool, Tensor]  # a batch, whether its advantages differ within a response, the loss's gradient
 RANDOM = 12  # random batches beside the grid

@@ -21,8 +21,7 @@ from upref.verify.factors import even, names
 from upref.verify.faults.losses import term_slope, terms
 from upref.verify.measure import Case, held, without_rest
 from upref.weights.batches import anchor, off, paired
-from upref.weights.curve import AT_ONCE, HAIR, Curve, alone
-from upref.weights.curve import rare as mu_of
+from upref.weights.curve import AT_ONCE, HAIR, Curve, alone, rare as mu_of
 
 SIGNS = (1.0, -1.0)
 LOG_R = np.unique(np.r_[np.linspace(-8, 8, 49), np.outer((-1, 1), np.geomspace(1e-6, 0.3, 25)).ravel()])

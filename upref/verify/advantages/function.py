@@ -14,8 +14,7 @@ from upref.errors import InputError, importing
 from upref.foreign import names
 from upref.foreign.guard import called
 from upref.foreign.load import load, name_of
-from upref.foreign.signature import Reading, parameters
-from upref.foreign.signature import read as read_signature
+from upref.foreign.signature import Reading, parameters, read as read_signature
 from upref.verify.exact import UNGROUPED, Batch, lengths
 
 KINDS = {"tensor": "", "strings": "numpy strings", "array": "numpy numbers", "list": "Python lists"}

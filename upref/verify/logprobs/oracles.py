@@ -15,10 +15,8 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.foreign.logprobs import Kernel, Outcome, Problem
 from upref.verify.faults import known
-from upref.verify.faults.logprobs import PLAIN as ANYWHERE
-from upref.verify.faults.logprobs import RIGHT, LogprobFault, Stages, solved, states
-from upref.verify.logprobs import problems
-from upref.verify.logprobs import ranks as distributed
+from upref.verify.faults.logprobs import PLAIN as ANYWHERE, RIGHT, LogprobFault, Stages, solved, states
+from upref.verify.logprobs import problems, ranks as distributed
 from upref.verify.oracle import Oracle, oracle, untouched
 from upref.verify.report import Finding, apart, fail, note
 
