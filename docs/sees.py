@@ -6,9 +6,10 @@ from pathlib import Path
 
 
 def axes() -> str:
-    """The axes of the input, from upref.weights.batches."""
+    """The axes of the input, from upref.weights.axes."""
     from upref.verify.oracles.batches import ONE_RESPONSE
-    from upref.weights.batches import AXES, LOG_R, MU, MU_READ, NAMED, OVERFLOW, SIGNS
+    from upref.weights.axes import AXES, NAMED
+    from upref.weights.batches import LOG_R, MU, MU_READ, OVERFLOW, SIGNS
 
     said = lambda xs: ", ".join(f"{x:g}" for x in xs)
     first: dict[str, str] = {}

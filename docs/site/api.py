@@ -24,7 +24,7 @@ MODULES = {
     "hidden": "Log-probabilities from hidden states",
     "metrics": "Metrics", "ops": "The words of an objective", "weights.plots": "Pictures", "weights.atlas": "The atlas",
     "weights.curve": "Weights as curves", "weights.capacity": "Probability Capacity",
-    "weights.batches": "Synthetic batches",
+    "weights.batches": "Synthetic batches", "weights.axes": "Batches of unusual inputs",
     "derivation": "Derivations", "verify.report": "The report of a check",
     "identification.identification": "The answer of identify",
     "verify.oracle": "Oracles", "integrations.parity": "Parity while training", "explorer": "The Cap explorer",

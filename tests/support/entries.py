@@ -23,6 +23,7 @@ INNER = {  # of docs/site/api.py: module or function -> why it need not answer w
     "ops": "the words in which objectives are written, for tensors, arrays and symbols: their own errors",
     "kl": "two tensors in, elementwise: torch's own errors",
     "weights.batches": "makes the batches of the checker; nothing foreign reaches it",
+    "weights.axes": "the same",
     "weights.curve": "`of`, which reads what is foreign, is the entry point; the rest is called with curves",
     "derivation": "parts of `derive`",
     "weights.plots": "parts of `cap_map` and `weights`, handed curves and axes",

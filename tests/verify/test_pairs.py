@@ -14,7 +14,7 @@ from upref.registry import REDUCE
 from upref.verify.measure import held, unit_weights
 from upref.verify.oracles.batches import one_response
 from upref.verify.oracles.reach import reach
-from upref.weights.batches import AXES, COLLIDE, NAMED, WIDE, beyond
+from upref.weights.axes import AXES, COLLIDE, NAMED, WIDE, beyond
 
 
 def runs(m):

@@ -6,7 +6,8 @@ import pytest
 import upref
 from tests.support.zoo import spots
 from upref.verify.shrink import as_python
-from upref.weights.batches import AXES, LARGE, beyond, interval
+from upref.weights.axes import AXES, LARGE, beyond
+from upref.weights.batches import interval
 
 
 @pytest.mark.parametrize("spot", spots.WRONG, ids=str)

@@ -240,7 +240,7 @@ def _against(box: BlackBox, m: Match) -> Case:
     return replace(box.case, o=o, hp=hp, agg=box.agg or promised(o))
 
 
-ASKED = ("ratios", "advantages", "certain tokens", "lengths")  # of upref.weights.batches.AXES
+ASKED = ("ratios", "advantages", "certain tokens", "lengths")  # of upref.weights.axes.AXES
 
 
 def _beyond(box: BlackBox, m: Match) -> list[str]:

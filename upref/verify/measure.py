@@ -18,19 +18,8 @@ from upref.ops import mean_t, sum_t
 from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
 from upref.verify.factors import FACTORS, even, names, promised
-from upref.weights.batches import (
-    EDGES,
-    MU,
-    MU_READ,
-    SINGLE_EDGES,
-    anchor,
-    batch,
-    beyond,
-    near_a_bound,
-    off,
-    ready,
-    sampler,
-)
+from upref.weights.axes import beyond
+from upref.weights.batches import EDGES, MU, MU_READ, SINGLE_EDGES, anchor, batch, near_a_bound, off, ready, sampler
 
 EXACT, HABIT, SINGLE = 1e-9, 2e-6, 2e-5  # float64; 1e-6 in a denominator; float32, beside the rounding of its inputs
 ROUND = 2e-7  # of a log-probability in float32, relative

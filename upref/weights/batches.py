@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every synthetic batch: the regime grid (sign of A x ratio below, at and above every bound x π_old x ragged masks), on
+"""Synthetic batches: the regime grid (sign of A x ratio below, at and above every bound x π_old x ragged masks), on
 policy, random, far; and what two weights differ by. One file, so that what is covered can be read off in one place.
 
 On policy (r = 1) nearly all objectives have the same gradient, so a test at r = 1 proves nothing. Everything that
-compares losses reads its batches from here. `batch` is the grid; AXES are the ways in which an input can be unusual,
-each by itself, every two together, all at once: the table of docs/what-check-sees.md is made of them.
+compares losses reads its batches from here, and those of unusual inputs from axes.py.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from itertools import cycle, product
 
@@ -36,7 +35,6 @@ ANCHOR_A = (1.0, -1.0, -0.5, 0.5, 2.0, -2.0, 1.5, -0.75)
 OVERFLOW = (20.0, 60.0, 80.0, 100.0, 800.0)  # log r
 # of |log r|: a clamp from there on is a guard that training does not meet; a response's is a mean over its tokens
 GUARD = {"token": 20.0, "free": 20.0, "trajectory": 20.0, "sequence": 10.0}
-PRODUCT = 80.0  # |log| of a product of ratios that float32 holds
 CLAMPS = (9.5, 10.5, 19.5, 20.5, 25.0)  # on both sides of where implementations clamp log r
 
 
@@ -242,233 +240,6 @@ def sampler(b: Rollouts) -> Tensor:
     spread = torch.tensor([1e-5, 0.1, 2.0], dtype=b.logp.dtype)[torch.arange(B) % 3, None]
     wave = (1.7 * torch.arange(B * T, dtype=b.logp.dtype) + 0.3).sin().reshape(B, T)
     return torch.where(b.mask, (b.logp_old - spread * wave).clamp(max=0), -1.2)
-
-
-# ---- axes of the input -----------------------------------------------------------------------------------------------
-SIZES = (1.0, -1.0)
-LONG = (1, 15, 17, 65, 129, 257, 300, 520)  # tokens
-WIDE = (63, 64, 65, 128)  # responses of a batch, and columns
-HOLES, TURNS, LATE = (16, 40, 100, 300), (5, 12, 20), (33, 100)  # tokens, parts of a response, columns before it
-MASKS = ("plain", "a hole", "turns", "left padding", "late")
-MOSTLY = ("A = 0", "A > 0", "A < 0", "clipped")
-FEW = 6  # responses of a batch that is mostly something which are otherwise
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One way in which an input can be unusual; the rest of it is ordinary."""
-
-    words: str
-    A: tuple[float, ...] = SIZES
-    mu: tuple[float, ...] = MU
-    lengths: tuple[int, ...] = (1, 4, 2, 6)
-    rows: int = 48
-    ref: tuple[float, ...] = (0.1, -0.2)  # log π_ref / π_θ
-    far: tuple[float, ...] = ()  # log r of a part of the tokens
-    share: float = 0.25  # how large a part
-    sure: bool = False  # another part: 1 - π_old and 1 - π_θ from 0.1 to 1e-6
-    single: str = ""  # its numbers are the same in float32, and it is asked in that "too", or in that "alone"
-    masks: tuple[str, ...] = MASKS[:1]
-    mostly: str = ""  # what most of its responses, or of its tokens, are
-    width: int = 0  # columns, where not as many as its responses need
-
-
-LARGE = "more than 65,504 tokens"
-AXES = {
-    "ratios": Axis(
-        "|log r| of 4.5 to 15 (a response's: to 9) at π_old from 0.02 to 0.9",
-        mu=(0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 0.9),
-        lengths=(1, 4, 17, 40),
-        far=(4.5, -4.5, 6.0, -6.0, 8.0, -8.0, 11.0, -11.0, 15.0, -15.0),
-        share=0.6,
-    ),
-    "advantages": Axis(
-        "|A| from 1e-6 to 40", A=(1e-6, -1e-6, 1e-3, -1e-3, 7.0, -7.0, 12.0, -12.0, 40.0, -40.0), mu=(0.001, *MU)
-    ),
-    "certain tokens": Axis(
-        "π_old from 0.95 to exactly 1; π_old and π_θ both from 0.9 to 1 - 1e-6",
-        mu=(0.95, 0.97, 0.99, 0.999, 0.99999, 1.0),
-        lengths=(1, 4, 17, 40),
-        sure=True,
-    ),
-    "lengths": Axis("responses of up to 520 tokens", lengths=LONG, rows=WIDE[2]),
-    "masks": Axis(
-        f"holes of {HOLES[0]} to {HOLES[-1]} tokens, {TURNS[0]} to {TURNS[-1]} turns, left padding, responses that "
-        f"begin {LATE[0]} to {LATE[-1]} columns late",
-        lengths=(1, 6, 40, 300),
-        rows=WIDE[0],
-        masks=MASKS,
-    ),
-    "reference": Axis("|log π_ref / π_θ| up to 9", ref=(1.0, -1.0, 3.0, -3.0, 6.0, -6.0, 9.0, -9.0)),
-}
-_ORDINARY = tuple(AXES.values())
-_TWO = replace(
-    AXES["masks"],
-    A=(1.0, -1.0, 1e-6, -1e-6, 7.0, -7.0, 40.0, -40.0),
-    mu=(1e-4, 0.02, 0.3, 0.9, 0.95, 0.99, 0.999, 0.99999, 1.0),
-    ref=(0.1, -0.2, *AXES["reference"].ref),
-    far=(6.0, -6.0, 15.0, -15.0),
-)
-AXES["every two"] = replace(
-    _TWO,
-    words="every two of these together, in float64 and in float32",
-    lengths=(1, 17, 129, 257, 520),
-    rows=WIDE[1],  # 8 x 5 of them have each A with each length
-    single="too",
-)
-CROSSED = (
-    "every two of these, batches of {0} responses and {0} columns, and batches of which most or all is {1}".format(
-        ", ".join(map(str, WIDE)), ", ".join(MOSTLY)
-    )
-)
-for _i, _kind in enumerate(("", *MOSTLY)):  # each with each B and each T, and in both dtypes
-    for _j, _B in enumerate(WIDE):
-        _T = WIDE[(_i + _j) % len(WIDE)]
-        AXES[f"{_B} x {_T}{_kind and f', {_kind}'}"] = replace(
-            _TWO, words=CROSSED, lengths=(1, _T // 3, _T), rows=_B, mostly=_kind, width=_T,
-            single="alone" if (_i + _j // 2) % 2 else "",
-        )  # fmt: skip
-_ALL = replace(
-    _TWO,
-    words=f"all at once, in {WIDE[3]} responses of up to 640 tokens, {LARGE}, in float64 and in float32",
-    A=tuple(x for a in _ORDINARY for x in a.A),
-    mu=tuple(x for name, a in AXES.items() for x in (MU if name in ("ratios", "advantages") else a.mu)),
-    lengths=(640,) * 30 + LONG,
-    rows=WIDE[3],
-    ref=AXES["reference"].ref,
-)
-AXES["all at once"] = replace(_ALL, single="too")
-for _i, _kind in enumerate(MOSTLY):
-    AXES[f"all at once, {_kind}"] = replace(
-        _ALL, words="the same where most is " + ", ".join(MOSTLY), mostly=_kind, single="alone" if _i % 2 else ""
-    )
-NEGATIVE, COLLIDE = "that are negative", math.lcm(*range(1, 13), 64, 100)
-NAMED: dict[str, Callable[[Tensor], Tensor]] = {  # group ids
-    "with gaps": lambda g: 7 + 300 * g,
-    NEGATIVE: lambda g: -1 - g,
-    "equal modulo 2 to 12, 64 and 100": lambda g: 11 + COLLIDE * g,
-    "beyond 2^40, some equal in 32 bits": lambda g: 2**40 + g % 2 + 2**32 * (g // 2),
-}
-
-
-@lru_cache(64)  # of about 2 MB
-def beyond(axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] = (), **hp) -> Rollouts:
-    """The batch of that axis: one advantage per response, ratios drawn around 1 and around the objective's bounds. ids:
-    the keys of NAMED by which its groups are named, each in some rows of every A and of every length. It is ready, and
-    kept for the next check: do not write to its tensors."""
-    of, rng, wide = AXES[axis], np.random.default_rng(seed), objective.level in REDUCE
-    B = of.rows
-    few = np.arange(B) % max(1, B // FEW) == 0 if of.mostly else np.ones(B, dtype=bool)
-    A, n, kind, name, side = _rows(of, len(ids) + 1, few, rng)
-    A = np.where(few, A, 0.0) if of.mostly == "A = 0" else A
-    if of.mostly in MOSTLY[1:3]:  # in every second of these batches all
-        A = (1 if ">" in of.mostly else -1) * np.abs(A) * np.where(few & (B != 64) & (B != 128), -1, 1)
-    T = of.width or max(of.lengths) + 1 + (max(HOLES) if len(of.masks) > 1 else 0)
-    mask = np.zeros((B, T), dtype=bool)
-    for i in range(B):
-        mask[i, _columns(n[i], of.masks[kind[i]], T, rng)] = True
-    draw = lambda among, shape: np.array(among)[rng.integers(len(among), size=shape)]
-    near = [np.log([k for k in kinks(objective, s, 0.02, **hp)] or [1.5]) for s in (1.0, -1.0)]
-    bound = np.array([rng.choice(near[0] if a > 0 else near[1]) for a in A])[:, None]
-    around = bound * rng.uniform(0.2, 1.8, (B, T))
-    x = np.where(rng.random((B, T)) < 0.5, around, rng.normal(size=(B, T)) * draw((1e-4, 0.02, 0.3), (B, T)))
-    if of.mostly == "clipped":
-        last = np.where(A > 0, max(near[0].max(), 0.1), min(near[1].min(), -0.1))[:, None]
-        x = np.where(few[:, None] if wide else rng.random((B, T)) < 0.1, x, last * rng.uniform(1.1, 2, (B, T)))
-    guard = GUARD[objective.level] - 1
-    if of.far:
-        away = np.abs(draw(of.far, (B, T))) * np.where(side == 1, 1, -1)[:, None] if wide else draw(of.far, (B, T))
-        some = side[:, None] > 0 if wide else rng.random((B, T)) < of.share / (4 if of.mostly == "clipped" else 1)
-        x = np.where(some, away.clip(-guard, guard), x)
-    if objective.level == "free":  # which may multiply ratios: a response that can be sampled keeps them in range
-        order = rng.permutation(T)
-        moved = np.cumsum(np.where(mask, np.abs(x), 0)[:, order], 1)[:, order.argsort()]
-        x = np.where(moved < PRODUCT, x * rng.uniform(0.98, 1, (B, T)), rng.normal(size=(B, T)) * 1e-4)  # without ties
-    if wide:  # the response's own ratio is drawn, its tokens are scattered around it
-        noise = np.where(mask, rng.normal(size=(B, T)) * 0.1, 0)
-        x = x[:, :1] / (1 if objective.level == "sequence" else n[:, None])
-        x = x + noise - noise.sum(1, keepdims=True) / n[:, None]
-    with np.errstate(divide="ignore"):
-        old = np.minimum(np.log(draw(of.mu, (B, T))), np.where(x > 0, -x - 1e-3, 0))
-    lp = np.minimum(old + x, 0)
-    if of.sure and not wide:
-        here, q = rng.random((B, T)) < 0.6, 10 ** rng.uniform(-6, -1, (2, B, T))
-        old, lp = np.where(here, np.log1p(-q), (old, lp))
-    ref = np.minimum(lp + draw(of.ref, (B, T)), -1e-3)
-    exact = (lambda v: v.astype(np.float32).astype(float)) if of.single else (lambda v: v)
-    t = lambda v: torch.tensor(exact(np.where(mask, v, math.nan)), dtype=torch.float64)
-    entropy = torch.as_tensor(exact(rng.uniform(0, 3, size=(B, T))))
-    adv = torch.tensor(exact(A))[:, None].expand(B, T).clone()
-    kinds = len(ids) + 1
-    nth = (np.cumsum(name[:, None] == np.arange(kinds), 0) - 1)[np.arange(B), name]  # every group has several rows
-    plain = group = torch.as_tensor(name + kinds * (nth % 3) if ids else rng.permutation(B) % max(1, B // 4))
-    for k, said in enumerate(ids):
-        group = torch.where(plain % kinds == k + 1, NAMED[said](plain), group)
-    return ready(Rollouts(t(lp), t(old), adv, torch.tensor(mask), group, t(ref).nan_to_num(nan=-1.2), entropy))
-
-
-def _rows(of: Axis, kinds: int, few: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Of each response A, the length, the number of its mask, of the kind of its id, and the side of its ratio: every
-    two levels of two of them meet where there are rows enough, else each level is in as many rows as any other."""
-    levels = (len(of.A), len(of.lengths), len(of.masks), kinds, 3)
-    even = lambda m, size: rng.permutation(np.resize(rng.permutation(m), size))
-    some = _table(of, levels) if np.prod(sorted(levels)[-2:]) <= of.rows and few.all() else ()
-    if not len(some):  # in the few that are not as most are, and in the rest
-        order = np.r_[np.flatnonzero(few), np.flatnonzero(~few)].argsort()
-        some = np.stack([np.r_[even(m, few.sum()), even(m, (~few).sum())][order] for m in levels], 1)
-    more = np.stack([even(m, of.rows - len(some)) for m in levels], 1)
-    A, n, *rest = np.concatenate([some, more]).T
-    return iter((np.array(of.A)[A], np.array(of.lengths)[n], *rest))
-
-
-def _table(of: Axis, levels: tuple[int, ...]) -> np.ndarray:
-    """The covering array; responses too short to show a mask stand beside it, each level of the rest with each."""
-    short = [i for i, n in enumerate(of.lengths) if n < TURNS[0] and len(of.masks) > 1]
-    rows = pairwise((levels[0], levels[1] - len(short), *levels[2:])).copy()
-    rows[:, 1] = np.delete(np.arange(levels[1]), short)[rows[:, 1]]
-    beside = [[n % levels[0], i, 0, *(n % m for m in levels[3:])] for i in short for n in range(2 * max(levels))]
-    return np.concatenate([rows, np.array(beside, dtype=int).reshape(-1, len(levels))])
-
-
-@lru_cache(64)
-def pairwise(levels: tuple[int, ...]) -> np.ndarray:
-    """A covering array of strength 2 (all-pairs testing), built greedily: rows in which every level of a factor meets
-    every level of every other."""
-    rest = np.array(list(product(*map(range, levels[2:]))))
-    pairs = [(i, j) for i in range(len(levels)) for j in range(i)]
-    open_ = {(i, j): np.ones((levels[i], levels[j]), dtype=bool) for i, j in pairs}
-    rows: list[np.ndarray] = []
-    while any(x.any() for x in open_.values()):
-        for first in product(range(levels[0]), range(levels[1])):
-            some = np.c_[np.broadcast_to(first, (len(rest), 2)), rest]
-            gain = sum(open_[i, j][some[:, i], some[:, j]].astype(int) for i, j in pairs)
-            if gain.any():
-                rows.append(some[int(np.argmax(gain))])
-                for i, j in pairs:
-                    open_[i, j][rows[-1][i], rows[-1][j]] = False
-    return np.array(rows, dtype=int).reshape(-1, len(levels))
-
-
-def _columns(n: int, mask: str, T: int, rng: np.random.Generator) -> np.ndarray:
-    """Which of T columns hold the n tokens of a response."""
-    at, room, turns = np.arange(n), T - n, min(n, int(rng.choice(TURNS)))
-    match mask:
-        case "a hole":
-            return at + (at >= (n + 1) // 2) * min(room, int(rng.choice(HOLES)))
-        case "turns":
-            return at + (at * turns // n) * (min(room, 3 * turns) // turns)
-        case "left padding":
-            return at + room
-        case "late":
-            return at + min(room, int(rng.choice(LATE)))
-    return at
-
-
-def renamed(b: Rollouts) -> dict[str, list[Rollouts]]:
-    """The batch with other ids for all of its groups, and for all but one: who refuses some ids may not drop them."""
-    assert b.group is not None
-    g, one = b.group, b.group == b.group.max()
-    return {k: [replace(b, group=x, totals=None) for x in (f(g), torch.where(one, g, f(g)))] for k, f in NAMED.items()}
 
 
 # ---- reading and comparing -------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from upref.verify.advantages.sizes import shift_and_scale
 from upref.verify.exact import EVEN, SINGLE, UNEVEN, Batch, near
 from upref.verify.oracle import Not, Oracle, oracle, untouched
 from upref.verify.report import Finding, fail, note
-from upref.weights.batches import COLLIDE
+from upref.weights.axes import COLLIDE
 
 LARGE_EPS = 1e-3  # beside rewards of 0 and 1, whose std is near 1/2
 LINES = 100_000  # of Python that a call with large prompt ids may run: a loop up to the largest id has more

@@ -16,7 +16,8 @@ from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import as_python, cut, example, shrink, worst
-from upref.weights.batches import AXES, NEGATIVE, anchor, renamed
+from upref.weights.axes import AXES, NEGATIVE, renamed
+from upref.weights.batches import anchor
 
 TOO_LONG = 0.8  # seconds: a loss that would take longer for a batch is not asked for it
 LINES = 100_000  # of Python, for a loss that goes through all ids up to the largest
@@ -89,7 +90,7 @@ def _wrong(case: Case, name: str, b: Rollouts, off: Tensor, found: Tensor, ids: 
         hp = "".join(f", {k}={v!r}" for k, v in case.plain_hp.items() if v is not None)
         of = f"{name!r}, upref.get({case.o.name!r})" + f", ids={ids!r}" * bool(ids) + hp
         low = "  # every number of it in float32" if dtype else ""
-        shown = f"from upref.weights.batches import beyond\nb = beyond({of}){low}"
+        shown = f"from upref.weights.axes import beyond\nb = beyond({of}){low}"
     n, A = int(b.mask[i].sum()), b.adv[i, t].item()
     text = f"{AXES[name].words}: A = {A:.4g}, π_old = {b.logp_old[i, t].exp().item():.6g}, token {t + 1} of {n}{dtype}"
     return fail("reach", text, case.expected(b)[i, t].item(), found[i, t].item(), shown)
