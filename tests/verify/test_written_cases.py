@@ -23,7 +23,6 @@ MISSED = {
     "first advantage": "it is read as a loss of one advantage per response, which the report says",
 }
 REJECTED = {
-    "an indicator": "π/π_old is nan where log π = -1000, which no sampler draws: a note would do",
     "it calls backward itself": "refused, because it returns nothing",
 }
 UNNAMED = {

@@ -50,6 +50,12 @@ def infinite_ratio_is_zero(log_prob, old_log_prob, advantages, mask, *, eps_high
     return -(weight * advantages * log_prob)[mask].mean()
 
 
+def quotient_of_probabilities(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
+    ratio = log_prob[mask].exp() / old_log_prob[mask].exp()
+    A = advantages[mask]
+    return -torch.min(ratio * A, ratio.clamp(1 - eps, 1 + eps) * A).mean()
+
+
 # ---- losses ----------------------------------------------------------------------------------------------------------
 def calm(mask, *xs):
     return [torch.where(mask, x, 0) for x in xs]
@@ -195,6 +201,9 @@ LOSSES = [
     Habit("an infinite ratio in float32 gets weight 0, not the cap", NOTED,
           "a ratio of e^88.7 needs a sampled token of probability e^-88",
           infinite_ratio_is_zero, "cispo", "log r = 100"),
+    Habit("the ratio as exp(lp) / exp(lp_old)", NOTED,
+          "0 / 0 from log π = -104 on in float32, -745 in float64: no sampler draws a token of probability e^-88",
+          quotient_of_probabilities, "ppo_clip", "exp(log_prob) underflows"),
     Habit("log r of a token clamped to ±10", REJECTED,
           "rare tokens reach it: a token that moves from π_old = 1e-6 to 0.02 has log r = 10",
           N("clamp_10", dapo(clamped(10.0))), "dapo", "log r is clamped to ±10"),

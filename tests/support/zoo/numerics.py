@@ -16,12 +16,6 @@ def ratio_capped_at_ten(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2
     return -torch.min(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)[mask].mean()
 
 
-def quotient_of_probabilities(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
-    ratio = log_prob[mask].exp() / old_log_prob[mask].exp()
-    A = advantages[mask]
-    return -torch.min(ratio * A, ratio.clamp(1 - eps, 1 + eps) * A).mean()
-
-
 def guarded_quotient(log_prob, old_log_prob, advantages, mask, *, eps=0.2):
     ratio = log_prob[mask].exp() / (old_log_prob[mask].exp() + 1e-6)
     A = advantages[mask]
@@ -81,7 +75,6 @@ ZOO = [
     Case(
         ratio_capped_at_ten, "dapo", oracles={"gradient", "extremes"}, bug="an undeclared dual clip with c = 10"
     ),
-    Case(quotient_of_probabilities, "ppo_clip", oracles={"extremes"}, bug="exp(lp)/exp(old) is 0/0 for a rare token"),
     Case(
         guarded_quotient, "ppo_clip", oracles={"gradient", "extremes", "on-policy"},
         bug="1e-6 added to a probability: rare tokens lose their gradient",
