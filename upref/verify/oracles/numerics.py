@@ -70,7 +70,7 @@ def _overflows(case: Case, dtype: torch.dtype) -> dict[str, Finding]:
         sign = NAMES.get(A[i, t].item(), f"A = {A[i, t].item():g}")
         text = f"{sign}, log r = {log_r[i, t].item():.3g}, log π = {b.logp[i, t].item():.4g}, {short}"
         want, got = expected[i, t].item(), found[i, t].item()
-        why = _why(case, b, low, i, t)
+        why = _why(case, b, low, i, t, math.isnan(got))
         if kind != "wrong":
             notes[kind] = note("extremes", text, want, got, why)
             continue
@@ -91,7 +91,7 @@ def _runs_below_overflow(case: Case, b: Rollouts) -> bool:
     return True
 
 
-def _why(case: Case, b: Rollouts, low: Rollouts, i: int, t: int) -> str:
+def _why(case: Case, b: Rollouts, low: Rollouts, i: int, t: int, nan: bool) -> str:
     """The one change that makes it right: a nearer ratio, or the same ratio of a more likely token. Both sides of the
     end of a dtype are asked, far from it and as near as rounding allows, for two probabilities and two advantages."""
     x, A = (b.logp - b.logp_old)[i, t].item(), b.adv[i, t].item()
@@ -116,7 +116,8 @@ def _why(case: Case, b: Rollouts, low: Rollouts, i: int, t: int) -> str:
         two = ((A, 1.0), (A / 3, 40.0))
         far = lambda by, most=most, two=two: [right(math.copysign(most + by, x), -most - more, a) for a, more in two]
         if abs(x) > most and all(far(-4) + far(-near)) and not any(far(4) + far(near)):
-            return f"exp(log r) overflows {name} at |log r| > {most:.3g} (float16: 11.1), and 0 * inf is NaN"
+            product = ", and 0 * inf is NaN" * nan
+            return f"exp(log r) overflows {name} at |log r| > {most:.3g} (float16: 11.1){product}"
         rare = lambda lp, two=two: [right(x, -lp, a) for a, _ in two]
         if abs(x) < 1 and all(rare(tiny - 9) + rare(tiny - near)) and not any(rare(least + near) + rare(least + 60)):
             return f"exp(log_prob) underflows {name}, though the ratio is near 1: use differences of log-probabilities"
