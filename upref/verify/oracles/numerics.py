@@ -52,7 +52,8 @@ def _overflows(case: Case, dtype: torch.dtype) -> dict[str, Finding]:
     b = replace(low, **{k: v.double() for k in FLOATS if (v := getattr(low, k)) is not None})
     expected, found = case.expected(b), g / case.factors(b)
     log_r, A = b.logp - b.logp_old, b.adv
-    far = log_r.abs() > SAMPLED
+    whole = case.o.level in ("sequence", "free")  # some write a geometric mean as the root of a product
+    far = (log_r.abs().sum(1, keepdim=True).expand_as(log_r) if whole else log_r.abs()) > SAMPLED
     unseen = far | (b.logp_old < -SAMPLED)
     plain = (expected.abs() > 0.1 * A.abs()) & (expected.abs() < 10 * A.abs() + 1)  # a weight that is no ratio run away
     lost = ~found.isfinite()
@@ -114,7 +115,9 @@ def _why(case: Case, b: Rollouts, low: Rollouts, i: int, t: int, nan: bool) -> s
         most, tiny, least = math.log(f.max), -math.log(f.tiny), -math.log(f.tiny) - math.log(f.eps)
         near = 0.02 + 2 * most * max(f.eps, torch.finfo(dtype).eps)  # rounding of the inputs
         two = ((A, 1.0), (A / 3, 40.0))
-        far = lambda by, most=most, two=two: [right(math.copysign(most + by, x), -most - more, a) for a, more in two]
+        far = lambda by, most=most, two=two: [
+            right(math.copysign(most + by, x), -most - max(by, 0) - more, a) for a, more in two
+        ]
         if abs(x) > most and all(far(-4) + far(-near)) and not any(far(4) + far(near)):
             product = ", and 0 * inf is NaN" * nan
             return f"exp(log r) overflows {name} at |log r| > {most:.3g} (float16: 11.1){product}"
