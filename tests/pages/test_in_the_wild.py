@@ -22,9 +22,10 @@ def test_a_loss_has_a_verdict_that_its_formula_bears_out(name):
 
 
 def test_rounding_at_extremes_alone_makes_no_loss_another():
-    x, found = LOSSES["gmongaras"], FOUND["gmongaras"]
-    assert not found["check"] and page.verdict(x, found).startswith("**is dapo(eps_low=0.2, eps_high=0.28)**, but not")
-    other = found | {"failures": [*found["failures"], {"oracle": "gradient", "where": "", "cause": ""}]}
+    failure = lambda oracle: {"oracle": oracle, "where": "log r = 40", "cause": ""}
+    x, found = LOSSES["gmongaras"], FOUND["gmongaras"] | {"check": False, "failures": [failure("extremes")]}
+    assert page.verdict(x, found).startswith("**is dapo(eps_low=0.2, eps_high=0.28)**, but not") and page.right(found)
+    other = found | {"failures": [*found["failures"], failure("gradient")]}
     assert page.verdict(x, other).startswith("**is not dapo") and not page.right(other)
 
 
