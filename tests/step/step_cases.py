@@ -1,155 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training steps with one bug each, in the styles in which loops are written, and right ones in unusual forms.
+"""Training steps with one bug each, in the styles in which loops are written.
 
-They were written from the documentation of `check_step` and from bug reports, before the checker ran on them. A row of
-BUGS is (the planted cause, words that the printed cause must hold, model, step, options of check_step). The words are
-"" where the checker rejects the step and names no cause.
-One file: the loops share what a trainer shares, a collator and a surrogate, and each has a forward of its own.
+They were written from the documentation of `check_step` and from bug reports, before the checker ran on them. One
+file: a catalogue is read as one.
 """
 
 import functools
 import tempfile
-import threading
 from dataclasses import replace
 from types import SimpleNamespace as Batch
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-T, V = 0.7, 128
-SMALL = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-
-
-# ---- models ----
-def qwen(**more):
-    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SMALL, num_key_value_heads=2, **more))
-
-
-def gpt2(drop=0.0):
-    c = transformers.GPT2Config(vocab_size=V, n_positions=256, n_embd=32, n_layer=2, n_head=4)
-    c.resid_pdrop = c.embd_pdrop = c.attn_pdrop = drop
-    return transformers.GPT2LMHeadModel(c)
-
-
-def gemma():
-    c = transformers.Gemma2Config(
-        **SMALL, num_key_value_heads=2, head_dim=8, final_logit_softcapping=5.0, attn_implementation="eager"
-    )  # sdpa drops the softcap of the attention
-    return transformers.Gemma2ForCausalLM(c)
-
-
-def cohere():
-    return transformers.CohereForCausalLM(transformers.CohereConfig(**SMALL, logit_scale=0.25))
-
-
-class Own(nn.Module):
-    """A transformer of one's own: learned positions, a head with a bias. allowed: [B, S, S], who attends to whom."""
-
-    def __init__(self, h=32):
-        super().__init__()
-        self.embed, self.pos = nn.Embedding(V, h), nn.Embedding(512, h)
-        self.norm, self.head = nn.LayerNorm(h), nn.Linear(h, V)
-        block = lambda: nn.TransformerEncoderLayer(h, 4, 2 * h, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.blocks = nn.ModuleList(block() for _ in range(2))
-        nn.init.normal_(self.head.bias, std=0.3)
-
-    def hidden(self, ids, allowed=None, positions=None, causal=True, bias=None):
-        S = ids.shape[1]
-        ok = torch.ones(len(ids), S, S, dtype=torch.bool)
-        ok = (ok.tril() if causal else ok) & (ok if allowed is None else allowed) | torch.eye(S, dtype=torch.bool)
-        mask = torch.zeros(ok.shape).masked_fill(~ok, float("-inf")) if bias is None else bias
-        x = self.embed(ids) + self.pos(torch.arange(S).expand_as(ids) if positions is None else positions)
-        for block in self.blocks:
-            x = block(x, mask.to(x.dtype).repeat_interleave(4, 0))
-        return self.norm(x)
-
-    def forward(self, ids, allowed=None, positions=None):
-        return self.head(self.hidden(ids, allowed, positions))
-
-
-# ---- what trainers share ----
-def collate(rows, side="right", pad=0, multiple=1):
-    """ids, attn, pos, and mask, resp (the response with its holes), old, ref, adv at the places of ids."""
-    n = -(-max(len(r.ids) for r in rows) // multiple) * multiple
-
-    def place(of, fill=0.0):
-        out = torch.full((len(rows), n), fill)
-        for i, r in enumerate(rows):
-            x = torch.tensor(of(r))
-            at = n - len(x) if side == "left" else 0
-            out[i, at : at + len(x)] = x
-        return out
-
-    after = lambda of: lambda r: [0.0] * len(r.prompt) + [float(x) for x in of(r)]
-    of = dict(mask=lambda r: r.trains, old=lambda r: r.old, ref=lambda r: r.ref,
-              resp=lambda r: [1] * len(r.response), adv=lambda r: [r.adv] * len(r.response))  # fmt: skip
-    b = Batch(ids=place(lambda r: r.ids, pad), attn=place(lambda r: [1] * len(r.ids), 0))
-    b.pos = (b.attn.cumsum(1) - 1).clamp(min=0)
-    return Batch(**vars(b), **{k: place(after(f)) for k, f in of.items()})
-
-
-def pack(rows):
-    """The same for one row that holds all; doc is the number of each token's row, same says which have the same."""
-    each = [collate([r]) for r in rows]
-    b = Batch(**{k: torch.cat([getattr(x, k) for x in each], 1) for k in vars(each[0])})
-    b.doc = torch.tensor([[i for i, r in enumerate(rows) for _ in r.ids]])
-    b.same = b.doc[:, :, None] == b.doc[:, None, :]
-    return b
-
-
-def tokens(rows):
-    return sum(sum(r.trains) for r in rows)
-
-
-def parts(rows, n):
-    return [rows[i : i + n] for i in range(0, len(rows), n)]
-
-
-def hf(model, b, **kw):
-    return model(input_ids=b.ids, attention_mask=b.attn, **kw).logits
-
-
-def log_probs(z, ids, temperature=T):
-    return (z[:, :-1].float() / temperature).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-
-
-def surrogate(lp, old, A, low=0.8, high=1.28):
-    r = (lp - old).exp()
-    return torch.min(r * A, r.clamp(low, high) * A)
-
-
-def term(lp, b, total=None, J=None, mask=None):
-    """DAPO's loss of [B, S - 1] log-probabilities."""
-    m = (b.mask if mask is None else mask)[:, 1:]
-    J = surrogate(lp, b.old[:, 1:], b.adv[:, 1:]) if J is None else J
-    return -(J * m).sum() / (m.sum() if total is None else total)
-
-
-def row_term(lp, r, total):
-    return -(surrogate(lp, torch.tensor(r.old), torch.tensor(r.adv)) * torch.tensor(r.trains)).sum() / total
-
-
-def row_logits(model, r):
-    z = model(torch.tensor([r.ids]))
-    return getattr(z, "logits", z)[0, len(r.prompt) - 1 : -1] / T
-
-
-def picked(z, y):
-    return z.log_softmax(-1)[range(len(y)), y]
-
-
-BUGS, RIGHT = [], []
-
-
-def bug(cause, words, model, **options):
-    return lambda f: BUGS.append((cause, words, model, f, options)) or f
-
-
-def right(name, model, **options):
-    return lambda f: RIGHT.append((name, model, f, options)) or f
+from training import (
+    Own,
+    T,
+    V,
+    bug,
+    cohere,
+    collate,
+    gemma,
+    gpt2,
+    hf,
+    log_probs,
+    pack,
+    parts,
+    picked,
+    qwen,
+    right,
+    row_logits,
+    row_term,
+    surrogate,
+    term,
+    tokens,
+)
 
 
 # ---- the forward pass ----
@@ -727,163 +613,3 @@ def gloo(model, rows, local):
 
 bug("two gloo ranks with their own means", "token-mean is taken over", Own)(functools.partial(gloo, local=True))
 right("two gloo ranks, the token count all-reduced", Own)(functools.partial(gloo, local=False))
-
-
-# ---- right, in unusual forms ----
-class Lora(nn.Module):
-    def __init__(self, base, rank=4):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a, self.b = nn.Linear(base.in_features, rank, bias=False), nn.Linear(rank, base.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + 2.0 * self.b(self.a(x))
-
-
-def adapted():
-    model = Own().requires_grad_(False)
-    model.head = Lora(model.head)
-    return model
-
-
-@right("packed with positions and a block mask", Own)
-@right("LoRA written by hand", adapted)
-def packed(model, rows):
-    b = pack(rows)
-    term(log_probs(model(b.ids, b.same, b.pos), b.ids), b).backward()
-
-
-@right("the softcap in the head by hand", gemma)
-def softcapped(model, rows):
-    b = collate(rows, "left")
-    z = model.lm_head(model.model(input_ids=b.ids, attention_mask=b.attn, position_ids=b.pos)[0])
-    term(log_probs(torch.tanh(z / 5.0) * 5.0, b.ids), b).backward()
-
-
-@right("a chunked head with recomputation", Own)
-def chunked(model, rows):
-    b = collate(rows)
-    later = (x[:, 1:] for x in (b.ids, b.old, b.adv, b.mask))
-    flat = [x.flatten(0, 1) for x in (model.hidden(b.ids)[:, :-1], *later)]
-
-    def one(h, y, old, A, m):
-        z = model.head(h) / T
-        return -(surrogate(z.gather(1, y[:, None])[:, 0] - z.logsumexp(1), old, A) * m).sum() / tokens(rows)
-
-    each = zip(*(x.split(16) for x in flat), strict=True)
-    sum(checkpoint(one, *x, use_reentrant=False) for x in each).backward()
-
-
-class Selected(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, z, y):
-        logp = z.log_softmax(-1)
-        ctx.save_for_backward(logp, y)
-        return logp.gather(-1, y[..., None])[..., 0]
-
-    @staticmethod
-    def backward(ctx, g):
-        logp, y = ctx.saved_tensors
-        return g[..., None] * (F.one_hot(y, logp.shape[-1]) - logp.exp()), None
-
-
-@right("a backward of the log-probability by hand", qwen)
-def own_backward(model, rows):
-    b = collate(rows, "left")
-    term(Selected.apply(hf(model, b)[:, :-1] / T, b.ids[:, 1:]), b).backward()
-
-
-@right("padded to 64, the head only where tokens train", Own)
-def selected_positions(model, rows):
-    b = collate(rows, multiple=64)
-    at = b.mask[:, 1:] > 0
-    lp = picked(model.head(model.hidden(b.ids)[:, :-1][at]) / T, b.ids[:, 1:][at])
-    (-surrogate(lp, b.old[:, 1:][at], b.adv[:, 1:][at]).mean()).backward()
-
-
-@right("each sign of A in a backward pass of its own", qwen)
-def two_backwards(model, rows):
-    for part in ([r for r in rows if r.adv > 0], [r for r in rows if r.adv <= 0]):
-        b = collate(part)
-        term(log_probs(hf(model, b), b.ids), b, tokens(rows)).backward()
-
-
-@right("gradients are kept in main_grad, then copied", Own)
-def main_grad(model, rows):
-    kept = {p: torch.zeros_like(p) for p in model.parameters()}
-    for part in parts(rows, 2):
-        b = collate(part)
-        term(log_probs(model(b.ids), b.ids), b, tokens(rows)).backward()
-        for p in kept:
-            kept[p] += p.grad
-            p.grad = None
-    for p, g in kept.items():
-        p.grad = g
-
-
-@right("parameters of a functional call", Own)
-def functional(model, rows):
-    params = {k: p.detach().clone().requires_grad_() for k, p in model.named_parameters()}
-    b = collate(rows)
-    term(log_probs(torch.func.functional_call(model, params, (b.ids,)), b.ids), b).backward()
-    return {k: p.grad for k, p in params.items()}
-
-
-@right("a gradient for each row, by torch.func.vmap", Own)
-def vmapped(model, rows):
-    b, params = collate(rows), {k: p.detach().clone() for k, p in model.named_parameters()}
-
-    def loss(params, ids, old, A, m):
-        lp = log_probs(torch.func.functional_call(model, params, (ids[None],)), ids[None])
-        return -(surrogate(lp, old[1:], A[1:]) * m[1:]).sum() / tokens(rows)
-
-    each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0, 0, 0))(params, b.ids, b.old, b.adv, b.mask)
-    return {k: g.sum(0) for k, g in each.items()}
-
-
-@right("the backward pass in two parts, at the hidden states", Own)
-def split_backward(model, rows):
-    b = collate(rows)
-    h = model.hidden(b.ids)
-    at = h.detach().requires_grad_()
-    term(log_probs(model.head(at), b.ids), b).backward()
-    h.backward(at.grad)
-
-
-@right("threads, one for each micro-batch", Own)
-def threads(model, rows):
-    def one(part):
-        b = collate(part)
-        term(log_probs(model(b.ids), b.ids), b, tokens(rows)).backward()
-
-    each = [threading.Thread(target=one, args=(part,)) for part in parts(rows, 4)]
-    for t in each:
-        t.start()
-        t.join()
-
-
-@right("a loss scale that GradScaler takes out", Own)
-def scaled(model, rows):
-    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    b = collate(rows)
-    scaler.scale(term(log_probs(model(b.ids), b.ids), b)).backward()
-    scaler.step(optimizer)
-
-
-@right("the loss is a closure of the optimizer's step", Own)
-def closure(model, rows):
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def loss():
-        optimizer.zero_grad()
-        in_parts(model, rows)
-
-    optimizer.step(loss)
-
-
-right("a declared entropy bonus", Own, entropy_coef=0.05)(
-    of(lambda lp, old, A, ref, b, z: surrogate(lp, old, A) + 0.05 * entropy(z)))  # fmt: skip
-right("a declared KL term", Own, beta=0.1)(
-    of(lambda lp, old, A, ref, *_: surrogate(lp, old, A) - 0.1 * k3(ref - lp)))  # fmt: skip
-right("GSPO", qwen, objective="gspo")(
-    lambda model, rows: sequences(model, rows, lambda d, m, R: (d * m).sum(1) / m.sum(1)))  # fmt: skip
