@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from upref.errors import InputError
-from upref.foreign import names
+from upref.foreign import names, trl, verl
 from upref.foreign.load import load, name_of
 from upref.foreign.loss import FIRST, MAIN, SHAPES, Loss, Outcome
 from upref.foreign.settings import Shipped
@@ -64,9 +64,7 @@ def bare(loss: Any, o: Objective, hp: dict[str, Any]) -> Loss:
         loss = load(loss) if ":" in loss else _named(loss)
     if isinstance(loss, Objective):
         return _objective(loss, o, hp)
-    if _is_trainer(loss):
-        from upref.foreign import trl
-
+    if trl.is_trainer(loss):
         return trl.of(name, loss, o, hp)
     if isinstance(loss, type):
         made = f"`loss = {name.rpartition(':')[2]}(...)` with its settings"
@@ -75,8 +73,6 @@ def bare(loss: Any, o: Objective, hp: dict[str, Any]) -> Loss:
         raise InputError(f"a loss is a function or its name, got {type(loss).__name__}.")
     takes = {p.name for p in parameters(loss)}
     if {"old_log_prob", "log_prob", "advantages", "response_mask", "config"} <= takes:
-        from upref.foreign import verl
-
         return verl.of(name, loss, o, hp)
     return _plain(name, loss, o, hp)
 
@@ -178,9 +174,3 @@ def _objective(theirs: Objective, o: Objective, hp: dict[str, Any]) -> Loss:
     reads = frozenset({*MAIN, *ROLLOUTS})
     given = {k: v for k, v in hp.items() if k in known}
     return Loss(theirs.name, call, o, reads, known & set(o.hyperparameters), given=given, read_as="an Objective")
-
-
-def _is_trainer(x: Any) -> bool:
-    """Whether x is a class derived from TRL's GRPOTrainer or RLOOTrainer; imports nothing."""
-    known = {("trl.trainer.grpo_trainer", "GRPOTrainer"), ("trl.trainer.rloo_trainer", "RLOOTrainer")}
-    return isinstance(x, type) and any((c.__module__, c.__name__) in known for c in x.__mro__)

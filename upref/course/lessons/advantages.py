@@ -26,11 +26,7 @@ in_groups = lambda one: lambda R, g: each(R, g, one)
 in_order = lambda R, g: group_norm(R, torch.arange(len(R)) // max(2, len(R) // len(g.unique())))
 
 EXERCISE = Exercise(
-    number=2,
-    slug="baselines-and-groups",
-    title="better than what?",
-    function="advantages",
-    value=True,
+    number=2, slug="baselines-and-groups", title="better than what?", function="advantages", value=True,
     right=group_norm,
     proof=lambda fn: check_advantages(fn, "group_norm", skip=("singletons",), ddof=1),
     batches=(

@@ -20,13 +20,7 @@ def batch(shows, x, mask, responses):
 
 
 EXERCISE = Exercise(
-    number=8,
-    slug="aggregation",
-    title="aggregation, and its traps",
-    function="J",
-    gradient="x",
-    value=True,
-    right=J,
+    number=8, slug="aggregation", title="aggregation, and its traps", function="J", gradient="x", value=True, right=J,
     batches=(
         batch("one response of two tokens", [[1.0, 3.0]], [[True, True]], 1),
         batch("one response of a mini-batch of four: the other three are elsewhere", [[1.0, 3.0]], [[True, True]], 4),

@@ -59,12 +59,7 @@ SHIFT = "logits[s] predict the token after ids[s]: the first response token is p
 HEAT = "the sampler drew from softmax(logits / temperature): divide the logits before log_softmax."
 own = lambda trains, tokens: trains.sum()
 EXERCISE = Exercise(
-    number=11,
-    slug="around-the-loss",
-    title="around the loss",
-    function="loss",
-    gradient="logits",
-    right=step(),
+    number=11, slug="around-the-loss", title="around the loss", function="loss", gradient="logits", right=step(),
     batches=(
         batch("one response token, temperature 1: only the shift can be wrong", [0, 1], 1, [True], 1.0, 1, 1.0),
         batch("two response tokens, at temperature 0.7", [0, 1, 2], 1, [True, True], 1.0, 2, 0.7),
@@ -117,4 +112,4 @@ EXERCISE = Exercise(
     ),
     notice="which of the three bugs could a test at temperature 1, with one length and without tools have shown?",
     proof=proof,
-)
+)  # fmt: skip

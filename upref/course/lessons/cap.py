@@ -21,12 +21,7 @@ UP = lambda p, mu, high: max(0.0, min(1.0, (1 + high) * mu) - p)
 DOWN = lambda p, mu, low: max(0.0, p - (1 - low) * mu)
 
 EXERCISE = Exercise(
-    number=5,
-    slug="probability-capacity",
-    title="how far a token may go",
-    function="cap",
-    value=True,
-    right=cap,
+    number=5, slug="probability-capacity", title="how far a token may go", function="cap", value=True, right=cap,
     batches=(
         batch("a rare good token that has not moved", 0.01, 0.01, 1.0),
         batch("a rare good token that is past its bound", 0.02, 0.01, 1.0),

@@ -20,13 +20,8 @@ def batch(shows, p, q):
 
 
 EXERCISE = Exercise(
-    number=9,
-    slug="kl-estimators",
-    title="three estimators of one divergence",
-    function="k3",
-    gradient="lp",
-    value=True,
-    right=k3,
+    number=9, slug="kl-estimators", title="three estimators of one divergence", function="k3", gradient="lp",
+    value=True, right=k3,
     proof=lambda fn: check_kl(lambda log_prob, ref_log_prob: fn(log_prob, ref_log_prob), "k3"),
     batches=(
         batch("a token that both policies give 1/4", [0.25], [0.25]),

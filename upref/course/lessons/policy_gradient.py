@@ -18,12 +18,7 @@ p = lambda logits: torch.softmax(logits, 0)
 lp = lambda logits: torch.log_softmax(logits, 0)
 
 EXERCISE = Exercise(
-    number=1,
-    slug="policy-gradient",
-    title="a policy is a softmax",
-    function="loss",
-    gradient="logits",
-    right=loss,
+    number=1, slug="policy-gradient", title="a policy is a softmax", function="loss", gradient="logits", right=loss,
     batches=(
         batch("one sample: action 0, which earned 1", [0.0, 0.0], [0], [1.0]),
         batch("one sample: action 1, which was bad", [1.0, 0.0], [1], [-1.0]),

@@ -31,12 +31,7 @@ dapo = lambda lp, old, A: torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp
 FAR = torch.tensor([-0.1], dtype=torch.float64), torch.tensor([-1000.0], dtype=torch.float64)
 
 EXERCISE = Exercise(
-    number=6,
-    slug="up",
-    title="UP, and its price",
-    function="loss",
-    gradient="lp",
-    right=loss,
+    number=6, slug="up", title="UP, and its price", function="loss", gradient="lp", right=loss,
     proof=lambda fn: checked(fn, "up_dapo", skip=("poison",)),
     batches=(
         batch("A > 0, r = 1", [0.1], [0.1], [1.0]),

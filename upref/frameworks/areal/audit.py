@@ -16,10 +16,8 @@ from upref.audits.usual import ALWAYS
 from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 
 PIN = Pin(
-    packages=("colorlog==6.9.0",),
-    repository="https://github.com/areal-project/AReaL",
-    commit="cbff54d645d2cd8ee1f1c358a82f3f473588433d",
-    date="2026-08-22",
+    packages=("colorlog==6.9.0",), repository="https://github.com/areal-project/AReaL",
+    commit="cbff54d645d2cd8ee1f1c358a82f3f473588433d", date="2026-08-22",
     files={
         "areal/utils/functional/functional.py": "126aae263175d49930473bfa74d3c032",
         "areal/utils/functional/vocab_parallel.py": "a88d7f6076b0aca5f4bb28d5f19a61fc",

@@ -17,9 +17,7 @@ PIN = Pin(
         "openpipe-art==0.5.18", "pydantic==2.12.5", "pydantic-core==2.41.5", "annotated-types==0.7.0",
         "typing-inspection==0.4.2",
     ),
-    files={"art/loss.py": "80093955fe1f1b0c4ea84ee0a32f2ade"},
-    shells=("art", "art.utils"),
-    stubs=("art.dev",),
+    files={"art/loss.py": "80093955fe1f1b0c4ea84ee0a32f2ade"}, shells=("art", "art.utils"), stubs=("art.dev",),
 )  # fmt: skip
 _loss = lambda: importlib.import_module("art.loss")
 

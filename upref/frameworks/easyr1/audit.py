@@ -22,8 +22,7 @@ from upref.rollouts import Rollouts
 from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
 
 PIN = Pin(
-    repository="https://github.com/hiyouga/EasyR1",
-    commit="b44b311b669bf1fd1aa2fc36f2251482ba33cb16",
+    repository="https://github.com/hiyouga/EasyR1", commit="b44b311b669bf1fd1aa2fc36f2251482ba33cb16",
     date="2026-07-30",
     files={
         "verl/trainer/core_algos.py": "871cadc71a8b04295ebdc8ff516ba242",
@@ -31,7 +30,7 @@ PIN = Pin(
         "verl/workers/actor/dp_actor.py": "2e7ba59831f4a8c0d01e918103f19155",
     },
     shells=("verl", "verl.utils", "verl.trainer", "verl.workers", "verl.workers.actor"),
-)
+)  # fmt: skip
 READ = (
     "clip_ratio_low", "clip_ratio_high", "clip_ratio_dual", "loss_avg_mode", "tau_positive", "tau_negative",
 )  # fmt: skip

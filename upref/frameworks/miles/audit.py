@@ -14,8 +14,7 @@ from upref.verify.faults.losses import GROUPS, with_hp
 
 UTILS, ARGUMENTS = "miles.backends.training_utils.", "miles.utils.arguments"
 PIN = Pin(
-    repository="https://github.com/radixark/miles",
-    commit="31f1ca961a94cb860cec3b2dea34ec332bfa8f76",
+    repository="https://github.com/radixark/miles", commit="31f1ca961a94cb860cec3b2dea34ec332bfa8f76",
     date="2026-08-21",
     files={
         "miles/backends/training_utils/loss_hub/losses.py": "9ee2f34ea64208fbbcf9ffd6d6a40c17",

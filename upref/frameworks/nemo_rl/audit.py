@@ -23,8 +23,7 @@ PIN = Pin(
         "pydantic==2.12.5", "pydantic-core==2.41.5", "annotated-types==0.7.0", "typing-inspection==0.4.2",
         "pyyaml==6.0.3",
     ),
-    repository="https://github.com/NVIDIA-NeMo/RL",
-    commit="7ea279abfbeb698b092856d0dab61e7cf39bc909",
+    repository="https://github.com/NVIDIA-NeMo/RL", commit="7ea279abfbeb698b092856d0dab61e7cf39bc909",
     date="2026-08-22",
     files={
         HOME + "loss/loss_functions.py": "e0687539c27bf6c89c2e5c75219d2318",

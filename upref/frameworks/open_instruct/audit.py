@@ -16,8 +16,7 @@ from upref.kl import k3
 from upref.verify.faults.losses import GROUPS, with_hp
 
 PIN = Pin(
-    repository="https://github.com/allenai/open-instruct",
-    commit="e6c3044aa6201c8bfa4573c1b03142af599e730d",
+    repository="https://github.com/allenai/open-instruct", commit="e6c3044aa6201c8bfa4573c1b03142af599e730d",
     date="2026-08-20",
     files={
         "open_instruct/grpo_utils.py": "dcadf2c3ce4d3b70e0f113942a00226e",

@@ -24,8 +24,7 @@ PIN = Pin(
     shells=("openrlhf", "openrlhf.models", "openrlhf.trainer", "openrlhf.trainer.ppo_utils", "openrlhf.trainer.ray",
             "openrlhf.utils"),
     stubs=("deepspeed", "ray", "transformers", "openrlhf.trainer.ray.launcher"),
-    decorators=("ray.remote",),
-    env={"TORCHDYNAMO_DISABLE": "1"},
+    decorators=("ray.remote",), env={"TORCHDYNAMO_DISABLE": "1"},
 )  # fmt: skip
 _module = lambda name: importlib.import_module(f"openrlhf.{name}")
 

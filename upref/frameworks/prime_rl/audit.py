@@ -19,19 +19,16 @@ from upref.verify.faults.losses import LossFault, fault, with_hp
 
 CONFIGS = "../packages/prime-rl-configs/src/prime_rl/configs/trainer.py"
 PIN = Pin(
-    packages=("beartype==0.22.9",),
-    repository="https://github.com/PrimeIntellect-ai/prime-rl",
-    commit="559b44772e471d1538537b8805cc77f3824a5e64",
-    date="2026-08-21",
+    packages=("beartype==0.22.9",), repository="https://github.com/PrimeIntellect-ai/prime-rl",
+    commit="559b44772e471d1538537b8805cc77f3824a5e64", date="2026-08-21",
     files={
         "prime_rl/trainer/rl/loss.py": "102b14539a2aa7e4b807967f9c9caeaa",
         CONFIGS: "8e9dfae7baf22c7eecd0238ddde47f2f",
     },
     root="src",
     shells=("prime_rl", "prime_rl.trainer", "prime_rl.trainer.rl"),
-    stubs=("prime_rl.configs", "prime_rl.utils"),
-    env={"TORCHDYNAMO_DISABLE": "1"},
-)
+    stubs=("prime_rl.configs", "prime_rl.utils"), env={"TORCHDYNAMO_DISABLE": "1"},
+)  # fmt: skip
 _losses = lambda: importlib.import_module("prime_rl.trainer.rl.loss")
 
 

@@ -20,9 +20,7 @@ from upref.registry import get
 from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
 
 PIN = Pin(
-    repository="https://github.com/alibaba/ROLL",
-    commit="8eb27cc2dc34c4d1310b169d9b86d339004d811a",
-    date="2026-08-19",
+    repository="https://github.com/alibaba/ROLL", commit="8eb27cc2dc34c4d1310b169d9b86d339004d811a", date="2026-08-19",
     files={
         "roll/pipeline/rlvr/actor_pg_worker.py": "96c08e7ab2593967c1c5e836dfd8b1e4",
         "roll/pipeline/rlvr/actor_worker.py": "24ebc7737d76ba4e583204c5cd0125c3",

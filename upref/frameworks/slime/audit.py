@@ -16,9 +16,7 @@ from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 
 ARGUMENTS = "slime.utils.arguments"
 PIN = Pin(
-    repository="https://github.com/THUDM/slime",
-    commit="624b824a898ab0ec1fcb4d373004c7f3852bf515",
-    date="2026-08-21",
+    repository="https://github.com/THUDM/slime", commit="624b824a898ab0ec1fcb4d373004c7f3852bf515", date="2026-08-21",
     files={
         "slime/utils/ppo_utils.py": "0f0ad5ee55ceb27ac7160a8665e324a2",
         "slime/utils/arguments.py": "434f78ffce7829fb23854729f11d9af6",
@@ -26,7 +24,7 @@ PIN = Pin(
     shells=("slime", "slime.utils", "slime.backends", "slime.backends.megatron_utils"),
     stubs=("megatron", "transformer_engine"),
     env={"TORCHDYNAMO_DISABLE": "1"},  # its losses are compiled: the plain functions are audited
-)
+)  # fmt: skip
 READ = (
     "--eps-clip", "--eps-clip-high", "--eps-clip-c", "--calculate-per-token-loss", "--use-kl-loss", "--kl-loss-coef",
     "--kl-loss-type",
