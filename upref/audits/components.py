@@ -18,6 +18,7 @@ from upref.aggregation import aggregate
 from upref.audits.compare import TOL, Effect, Row, Spot, difference, typical
 from upref.errors import InputError
 from upref.logprobs import token_log_probs
+from upref.verify.faults import Fault
 
 Function = Callable[..., Tensor]
 
@@ -27,8 +28,8 @@ class Part:
     """A framework's function, what it is compared with, and why they differ.
 
     found: called inside, in the reference's signature (see CASES). promise: a name of REFERENCES[kind], or a function
-    in that signature. reasons: (words, the reference with this and all earlier reasons in it). leaves_out: cases that
-    its signature cannot say, by their words.
+    in that signature. reasons: the change of each is the reference with this and all earlier reasons in it.
+    leaves_out: cases that its signature cannot say, by their words.
     """
 
     kind: str  # a key of CASES
@@ -36,7 +37,7 @@ class Part:
     found: Function
     promise: str | Function
     hp: dict[str, Any] = field(default_factory=dict)
-    reasons: tuple[tuple[str, Function], ...] = ()
+    reasons: tuple[Fault[Function], ...] = ()
     leaves_out: tuple[str, ...] = ()
     tol: float = TOL
     words: str = ""  # the promise, where it is a function
@@ -133,7 +134,7 @@ def _row(framework: str, p: Part) -> Row:
     if p.kind not in CASES or (isinstance(p.promise, str) and p.promise not in REFERENCES[p.kind]):
         raise InputError(f"{p.label}: there is no {p.promise!r} to compare it with.")
     cases = {k: v for k, v in CASES[p.kind]().items() if k not in p.leaves_out}
-    steps = [p.reference(), *(f for _, f in p.reasons)]
+    steps = [p.reference(), *(f.change for f in p.reasons)]
     where, found = _asked(p, p.found, cases)
     each = [_asked(p, f, cases)[1] for f in steps]
     largest = _off(found, each[0]).max().item()
@@ -142,7 +143,7 @@ def _row(framework: str, p: Part) -> Row:
     changes = []
     for why, old, new in zip(reasons, each, each[1:], strict=False):
         i = int(_off(new, old).argmax())  # where this reason moves most: the paper's number there, and the framework's
-        changes.append((why[0], _spot(where[i : i + 1], found[i : i + 1], each[0][i : i + 1])))
+        changes.append((why.words, _spot(where[i : i + 1], found[i : i + 1], each[0][i : i + 1])))
     usual = {"a typical batch": _typical(p.kind)} if reasons and p.kind in CASES else {}
     sizes = [_asked(p, f, usual)[1] for f in steps[: len(reasons) + 1]] if usual else []
     effects = [Effect.between(new, old) for old, new in itertools.pairwise(sizes)]

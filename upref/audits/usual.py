@@ -18,6 +18,7 @@ from upref.kl import k1
 from upref.ops import exp, minimum, sg
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts, per_response
+from upref.verify.faults import Fault
 from upref.verify.faults.losses import LossFault, aggregated, fault
 
 
@@ -103,9 +104,17 @@ def sampled(R: Tensor, g: Tensor | None = None) -> Tensor:
     return (R - R.mean()) * torch.rsqrt(R.var(correction=1) + 1e-8)
 
 
-def narrow_k3(lp: Tensor, ref: Tensor) -> Tensor:
+def _narrow_k3(lp: Tensor, ref: Tensor) -> Tensor:
     d = (ref - lp).clamp(-20, 20)
     return (d.exp() - d - 1).clamp(-10, 10)
+
+
+NARROW_K3 = Fault(NARROW, _narrow_k3)
+
+
+def clamped(k: Callable[[Tensor, Tensor], Tensor]) -> Fault[Callable[[Tensor, Tensor], Tensor]]:
+    """The KL estimator, its value clamped."""
+    return Fault("clamped to ±10", lambda lp, ref: k(lp, ref).clamp(-10, 10))
 
 
 def capped(cap: float) -> Objective:

@@ -12,7 +12,7 @@ from torch import Tensor
 from upref import kl
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import ALWAYS
+from upref.audits.usual import ALWAYS, clamped
 from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 
 PIN = Pin(
@@ -83,7 +83,6 @@ def _normalized(**config: Any):
 
 def _parts() -> tuple[Part, ...]:
     groups = ("uneven", "one")  # groups are of one size
-    clamped = lambda f: (("clamped to ±10", lambda lp, ref: f(lp, ref).clamp(-10, 10)),)
     found = lambda lp, ref, name: _data().KLEstimator(name, True)(lp, ref)
     return (
         Part("advantages", "group, group", _normalized(mean_level="group", std_level="group"), "group_norm",
@@ -93,7 +92,7 @@ def _parts() -> tuple[Part, ...]:
         Part("advantages", "leave one out", _normalized(mean_level="group", mean_leave1out=True, std_level=None),
              "leave_one_out", leaves_out=groups, tol=1e-6),
         Part("advantages", "batch", _normalized(), "whiten", {"ddof": 1, "eps": 1e-5}, leaves_out=groups, tol=1e-5),
-        *kls(found, {k: k for k in kl.ESTIMATORS}, {k: clamped(f) for k, f in kl.ESTIMATORS.items()}, tol=1e-5),
+        *kls(found, {k: k for k in kl.ESTIMATORS}, {k: (clamped(f),) for k, f in kl.ESTIMATORS.items()}, tol=1e-5),
     )  # fmt: skip
 
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from upref.audits.compare import MICRO
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import BETA, CLAMP, CLAMP_K3, CLAMP_S20, K1, NARROW, SAMPLE, narrow_k3, sampled, source
+from upref.audits.usual import BETA, CLAMP, CLAMP_K3, CLAMP_S20, K1, NARROW_K3, SAMPLE, sampled, source
 from upref.registry import get
 from upref.rollouts import Rollouts
+from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
 
 PIN = Pin(
@@ -129,9 +130,9 @@ EASYR1 = Framework(
         Part("advantages", "grpo", _advantages("grpo"), "group_norm", {"eps": 1e-6}, leaves_out=("one",), tol=1e-5),
         Part("advantages", "rloo", _advantages("rloo"), "leave_one_out", leaves_out=("one",), tol=1e-5),
         Part("advantages", "reinforce_plus_plus", _advantages("reinforce_plus_plus"), "whiten", reasons=(
-            (SAMPLE, sampled),), tol=1e-6),
+            Fault(SAMPLE, sampled),), tol=1e-6),
         *kls(lambda *x: _algos().compute_kl(*x), {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
-             {"low_var_kl": ((NARROW, narrow_k3),)}, tol=1e-5),
+             {"low_var_kl": (NARROW_K3,)}, tol=1e-5),
     ),
     tol=3e-7,  # its bounds are exp(log(1 + ε)): on a bound, rounding would decide
 )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Pin
-from upref.audits.usual import BETA, CLAMP, CLAMP_K3, CLAMP_S20, K1, NARROW, defaults, narrow_k3, options
+from upref.audits.usual import BETA, CLAMP, CLAMP_K3, CLAMP_S20, K1, NARROW_K3, defaults, options
 from upref.verify.faults.losses import GROUPS, with_hp
 
 UTILS, ARGUMENTS = "miles.backends.training_utils.", "miles.utils.arguments"
@@ -96,7 +96,7 @@ MILES = Framework(
     parts=lambda: kls(
         _modules()[1].compute_approx_kl,
         {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"},
-        {"low_var_kl": ((NARROW, narrow_k3),)},
+        {"low_var_kl": (NARROW_K3,)},
         tol=1e-5,
     ),
     out_of_scope=dict.fromkeys(

@@ -15,6 +15,7 @@ from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import ALWAYS, CLAMP_K3, FLOOR, NARROW, kl_term
 from upref.kl import k3
 from upref.ops import exp, sg
+from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 
 HOME = "nemo_rl/algorithms/"
@@ -161,12 +162,12 @@ def _parts() -> tuple[Part, ...]:
     kl, utils = importlib.import_module("upref.kl"), _module("algorithms.utils")
     return (
         Part("advantages", "grpo", _advantages("GRPOAdvantageEstimator"), "group_norm", tol=1e-5, reasons=(
-            ("mean and std are of the other responses; where these have one reward, it is not divided",
+            Fault("mean and std are of the other responses; where these have one reward, it is not divided",
              _over_std(own=False, single=False)),
-            (SINGLE, _over_std(own=False, single=True)))),
+            Fault(SINGLE, _over_std(own=False, single=True)))),
         Part("advantages", "grpo, use_leave_one_out_baseline=False",
              _advantages("GRPOAdvantageEstimator", use_leave_one_out_baseline=False), "group_norm", tol=1e-5, reasons=(
-            (SINGLE, _over_std(own=True, single=True)),)),
+            Fault(SINGLE, _over_std(own=True, single=True)),)),
         Part("advantages", "grpo, normalize_rewards=False",
              _advantages("GRPOAdvantageEstimator", normalize_rewards=False), "leave_one_out", tol=1e-6),
         Part("advantages", "reinforce_plus_plus", _advantages("ReinforcePlusPlusAdvantageEstimator"),
@@ -174,7 +175,7 @@ def _parts() -> tuple[Part, ...]:
         Part("advantages", "reinforce_plus_plus, minus_baseline=False",
              _advantages("ReinforcePlusPlusAdvantageEstimator", minus_baseline=False), "whiten", tol=1e-5),
         *kls(utils.calculate_kl, {k: k for k in kl.ESTIMATORS},
-             {k: ((NARROW, _clamped(f)),) for k, f in kl.ESTIMATORS.items()}),
+             {k: (Fault(NARROW, _clamped(f)),) for k, f in kl.ESTIMATORS.items()}),
         Part("aggregation", "masked_mean", utils.masked_mean, "token-mean"),
         Part("logprobs", "vocab-parallel, one rank", _log_probs(None), "token_log_probs", tol=1e-4),
         Part("logprobs", "vocab-parallel, one rank, in chunks", _log_probs(2), "token_log_probs", tol=1e-4),

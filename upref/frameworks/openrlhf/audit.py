@@ -13,6 +13,7 @@ from torch import Tensor
 from upref import kl
 from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import CLAMP, arguments
+from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 
 PIN = Pin(
@@ -110,9 +111,9 @@ def _parts() -> tuple[Part, ...]:
         Part("advantages", "reinforce", _advantages("reinforce"), "whiten", tiny, leaves_out=square, tol=1e-5),
         Part("advantages", "reinforce_baseline", _advantages("reinforce_baseline"), "group_mean_whiten", tiny,
              leaves_out=square, tol=1e-5),
-        *(Part("kl", k, _kl(k), k, {}, (("clamped to ±10", _cut(k)),), tol=1e-4) for k in ("k1", "k2", "k3")),
+        *(Part("kl", k, _kl(k), k, {}, (Fault("clamped to ±10", _cut(k)),), tol=1e-4) for k in ("k1", "k2", "k3")),
         Part("kl", "k3, unbiased_gradient", _kl("k3", unbiased_gradient=True), _straight("k3"), {}, (
-            ("its value clamped to ±10, the gradient not", _clipped_value),), tol=1e-4,
+            Fault("its value clamped to ±10, the gradient not", _clipped_value),), tol=1e-4,
             words="the value of k3, the gradient of k2"),
         Part("logprobs", "log_probs_from_logits", lambda z, tokens, t: _module("models.utils").log_probs_from_logits(
             z.clone(), tokens, t), "token_log_probs"),

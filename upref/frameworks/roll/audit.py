@@ -13,10 +13,11 @@ from torch import Tensor
 
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import CLAMP_K3, SAMPLE, sampled, source
+from upref.audits.usual import CLAMP_K3, SAMPLE, clamped, sampled, source
 from upref.kl import k3
 from upref.ops import clip, exp, sg, when, where
 from upref.registry import get
+from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
 
 PIN = Pin(
@@ -163,26 +164,26 @@ def _parts() -> tuple[Part, ...]:
     return (
         Part("advantages", "grpo", _norm("group", "group"), "group_norm", leaves_out=equal),
         Part("advantages", "grpo, one response a prompt", _norm("group", "group", 1), z, words="0", reasons=(
-            ("one response has no standard deviation: NaN", lambda R, g: R * torch.nan),)),
+            Fault("one response has no standard deviation: NaN", lambda R, g: R * torch.nan),)),
         Part("advantages", "mean group, std none", _norm("group", None), "group_mean", leaves_out=equal),
         Part("advantages", "mean group, std batch", _norm("group", "batch"), "group_mean_whiten", leaves_out=equal,
              reasons=(
-            ("over the standard deviation of the rewards, not of what is left of them", own),)),
+            Fault("over the standard deviation of the rewards, not of what is left of them", own),)),
         Part("advantages", "mean batch, std batch", _norm("batch", "batch"), "whiten", reasons=(
-            ("the standard deviation is the sample's (N - 1) and has 1e-6 added", sample),)),
+            Fault("the standard deviation is the sample's (N - 1) and has 1e-6 added", sample),)),
         Part("advantages", "whiten_advantages", whitened, "whiten", reasons=(
-            (SAMPLE, sampled),)),
+            Fault(SAMPLE, sampled),)),
         *kls(lambda lp, ref, name: _functions().compute_approx_kl(lp, ref, None, name),
              {"kl": "k1", "mse": "k2", "k3": "k3"},
-             {"k3": (("clamped to ±10", lambda lp, ref: k3(lp, ref).clamp(-10, 10)),)}),
+             {"k3": (clamped(k3),)}),
         Part("logprobs", "log_probs_from_logits", lambda z, tokens, t: _functions().log_probs_from_logits(
             z / t, tokens), "token_log_probs", tol=1e-4),
         Part("aggregation", "token-mean", total("token-mean"), "token-mean", reasons=(
-            ("the mask is not applied: every slot counts", lambda x, mask: x.sum() / mask.sum()),)),
+            Fault("the mask is not applied: every slot counts", lambda x, mask: x.sum() / mask.sum()),)),
         *(Part("aggregation", k, total(k), k) for k in ("seq-mean-token-mean", "seq-mean-token-sum")),
         Part("aggregation", "seq-mean-token-sum-norm", total("seq-mean-token-sum-norm"),
              "seq-mean-token-sum-norm", {"length": 6}, reasons=(
-            ("a sum over responses, not their mean", lambda x, mask: (x * mask).sum() / 6),)),
+            Fault("a sum over responses, not their mean", lambda x, mask: (x * mask).sum() / 6),)),
     )  # fmt: skip
 
 

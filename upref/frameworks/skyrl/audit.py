@@ -11,9 +11,10 @@ from torch import Tensor
 from upref import advantages
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import ALONE, CLAMP, CLAMP_K3, CLAMP_S, NARROW, SAMPLE, alone, narrow_k3, sampled
+from upref.audits.usual import ALONE, CLAMP, CLAMP_K3, CLAMP_S, NARROW_K3, SAMPLE, alone, sampled
 from upref.objectives.dppo import binary_kl
 from upref.rollouts import Rollouts
+from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
 
 HOME = "skyrl/backends/skyrl_train/utils/"
@@ -122,12 +123,12 @@ def _parts() -> tuple[Part, ...]:
     logprobs = importlib.import_module("skyrl.backends.skyrl_train.utils.torch_utils").logprobs_from_logits
     return (
         Part("advantages", "grpo", _advantages("grpo"), "group_norm", reasons=(
-            (ALONE, alone(advantages.group_norm)),), tol=1e-5),
+            Fault(ALONE, alone(advantages.group_norm)),), tol=1e-5),
         Part("advantages", "rloo", _advantages("rloo"), "leave_one_out"),
         Part("advantages", "reinforce++", _advantages("reinforce++"), "whiten", reasons=(
-            (SAMPLE, sampled),), tol=1e-6),
+            Fault(SAMPLE, sampled),), tol=1e-6),
         *kls(lambda lp, ref, name: _utils().compute_approx_kl(lp, ref, None, name),
-             {"k1": "k1", "k2": "k2", "k3": "k3"}, {"k3": ((NARROW, narrow_k3),)}),
+             {"k1": "k1", "k2": "k2", "k3": "k3"}, {"k3": (NARROW_K3,)}),
         Part("logprobs", "logprobs_from_logits", lambda z, tokens, t: logprobs(z / t, tokens), "token_log_probs"),
     )  # fmt: skip
 

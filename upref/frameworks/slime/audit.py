@@ -10,7 +10,7 @@ from torch import Tensor
 
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import BETA, CLAMP_K3, FLOOR, K1, defaults, options
+from upref.audits.usual import BETA, CLAMP_K3, FLOOR, K1, clamped, defaults, options
 from upref.kl import k3
 from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 
@@ -92,7 +92,7 @@ def _log_probs(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 def _parts() -> tuple[Part, ...]:
     return (
         *kls(_ppo().compute_approx_kl, {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"},
-             {"low_var_kl": (("clamped to ±10", lambda lp, ref: k3(lp, ref).clamp(-10, 10)),)}, tol=1e-5),
+             {"low_var_kl": (clamped(k3),)}, tol=1e-5),
         Part("logprobs", "vocab-parallel, one rank", _log_probs, "token_log_probs", tol=1e-4),
     )  # fmt: skip
 

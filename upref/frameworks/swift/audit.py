@@ -13,6 +13,7 @@ from torch import Tensor
 from upref.audits.framework import Comparison, Framework, Part, Pin
 from upref.audits.usual import BNPO, CAP, CLAMP_K3, LENGTH, NO_KL, kl_term, source
 from upref.kl import k3
+from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, with_hp
 
 TRAINERS = "swift.rlhf_trainers."
@@ -149,7 +150,7 @@ def _parts() -> tuple[Part, ...]:
         Part("advantages", "grpo", _advantages("grpo", "group"), "group_norm", std, leaves_out=equal),
         Part("advantages", "grpo, none", _advantages("grpo", "none"), "group_mean", leaves_out=equal),
         Part("advantages", "grpo, batch", _advantages("grpo", "batch"), "group_mean_whiten", std, (
-            ("over the standard deviation of the rewards, not of what is left of them", raw),), equal),
+            Fault("over the standard deviation of the rewards, not of what is left of them", raw),), equal),
         Part("advantages", "rloo", _advantages("rloo", "none"), "leave_one_out", leaves_out=equal),
         Part("advantages", "reinforce_plus_plus", _advantages("reinforce_plus_plus", "batch"), "group_mean_whiten",
              std, leaves_out=equal),

@@ -16,6 +16,7 @@ from upref.kl import k3
 from upref.ops import clip, exp, where
 from upref.registry import get
 from upref.rollouts import Rollouts
+from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, LossFault, aggregated, fault, with_hp
 
 PIN = Pin(
@@ -111,7 +112,7 @@ def _floored(R: Tensor, group: Tensor) -> Tensor:
 
 
 def _parts() -> tuple[Part, ...]:
-    floor = (("1e-6 is a floor of the deviation, not added to it", _floored),)
+    floor = (Fault("1e-6 is a floor of the deviation, not added to it", _floored),)
     one = ("uneven", "one")  # it waits for grpo_size responses
     plain = lambda R, g: advantage("group_norm")(R, g, ddof=1, eps=0.0)
     rounds = (*one, "equal rewards that do not round alike")

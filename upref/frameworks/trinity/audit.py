@@ -14,11 +14,12 @@ from upref.advantages import get as advantage
 from upref.audits.compare import MICRO
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import ALONE, CLAMP, NARROW, SAMPLE, arguments, narrow_k3, sampled
+from upref.audits.usual import ALONE, CLAMP, NARROW_K3, SAMPLE, arguments, sampled
 from upref.objectives.sapo import sapo
 from upref.ops import exp, minimum, sg, sigmoid, where
 from upref.registry import get
 from upref.rollouts import Rollouts
+from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
 
 PIN = Pin(
@@ -145,7 +146,7 @@ def _parts() -> tuple[Part, ...]:
     norm, agg = {"ddof": 1, "eps": 1e-6}, _module("utils").aggregate_loss
     default = _module("algorithm").GRPOAlgorithm.default_config()["kl_loss_fn"]
     term = lambda lp, ref, name: _module("kl_fn").KL_FN.get(name)().calculate_kl(lp, ref)
-    one = lambda promise, **hp: ((ALONE, _alone(promise, **hp)),)
+    one = lambda promise, **hp: (Fault(ALONE, _alone(promise, **hp)),)
     return (
         Part("advantages", "grpo", _group("grpo"), "group_norm", norm, one("group_norm", **norm), tol=2e-3),
         Part("advantages", "grpo_verl", _batch("grpo_verl"), "group_norm", norm, one("group_norm", **norm), tol=2e-3),
@@ -153,15 +154,15 @@ def _parts() -> tuple[Part, ...]:
         Part("advantages", "rloo", _batch("rloo"), "leave_one_out", {}, one("leave_one_out"), tol=1e-5),
         Part("advantages", "reinforce", _group("reinforce"), "reward", tol=1e-5),
         Part("advantages", "reinforceplusplus", _batch("reinforceplusplus"), "whiten", {"ddof": 0, "eps": 1e-8}, (
-            (SAMPLE, sampled),), tol=1e-5),
-        *kls(term, {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}, {"low_var_kl": ((NARROW, narrow_k3),)}),
+            Fault(SAMPLE, sampled),), tol=1e-5),
+        *kls(term, {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}, {"low_var_kl": (NARROW_K3,)}),
         Part("kl", "GRPOAlgorithm's default", lambda lp, ref: term(lp, ref, default), "k3", reasons=(
-            ("k2 in place of k3", kl.k2),)),
+            Fault("k2 in place of k3", kl.k2),)),
         *(Part("aggregation", k, lambda x, m, k=k: agg(x, m, k), k)
           for k in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")),
         Part("aggregation", "seq-mean-token-sum-norm", lambda x, m: agg(x, m, "seq-mean-token-sum-norm", 6.0),
              "seq-mean-token-sum-norm", {"length": 6}, (
-            ("a sum over responses, not their mean", lambda x, m: torch.where(m, x, 0).sum() / 6),)),
+            Fault("a sum over responses, not their mean", lambda x, m: torch.where(m, x, 0).sum() / 6),)),
     )  # fmt: skip
 
 

@@ -12,10 +12,11 @@ from upref import advantages
 from upref.audits.compare import MICRO
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part
-from upref.audits.usual import ALONE, CLAMP, CLAMP_S, FLOOR, NARROW, SAMPLE, alone, narrow_k3, sampled
+from upref.audits.usual import ALONE, CLAMP, CLAMP_S, FLOOR, NARROW_K3, SAMPLE, alone, sampled
 from upref.foreign.verl import NO_DUAL_CLIP, verl, verl_loss
 from upref.objectives.dppo import binary_kl
 from upref.rollouts import Rollouts
+from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, LossFault, aggregated, fault, with_hp
 
 
@@ -201,25 +202,26 @@ def _parts() -> tuple[Part, ...]:
     groups = {"grpo": "group_norm", "grpo_vectorized": "group_norm", "rloo": "leave_one_out"}
     rounded = {"grpo_vectorized": ("equal rewards that do not round alike",)}
     return (
-        *(Part("advantages", n, _advantages(n), ref, reasons=((ALONE, alone(advantages.ADVANTAGES[ref])),),
+        *(Part("advantages", n, _advantages(n), ref, reasons=(Fault(ALONE, alone(advantages.ADVANTAGES[ref])),),
                leaves_out=rounded.get(n, ()), tol=1e-3 if n in rounded else 1e-5)
           for n, ref in groups.items()),
         Part("advantages", "rloo_vectorized", _advantages("rloo_vectorized"), "leave_one_out"),
         Part("advantages", "reinforce_plus_plus", _advantages("reinforce_plus_plus"), "whiten", reasons=(
-            (SAMPLE, sampled),), tol=1e-6),
+            Fault(SAMPLE, sampled),), tol=1e-6),
         Part("advantages", "reinforce_plus_plus_baseline", _advantages("reinforce_plus_plus_baseline"),
-             "group_mean_whiten", reasons=((f"{ALONE}; {SAMPLE}", _centred),), tol=1e-6),
+             "group_mean_whiten", reasons=(Fault(f"{ALONE}; {SAMPLE}", _centred),), tol=1e-6),
         Part("advantages", "opo", _opo, _by_length, words="R minus the mean by length (OPO)", reasons=(
-            (ALONE, alone(_by_length)),), tol=1e-6),
-        Part("advantages", "gpg", _advantages("gpg"), "group_mean", reasons=((ALONE, alone(advantages.group_mean)), (
-            "times the responses over those whose reward is not 0", _gpg)), tol=1e-6),
+            Fault(ALONE, alone(_by_length)),), tol=1e-6),
+        Part("advantages", "gpg", _advantages("gpg"), "group_mean", reasons=(
+            Fault(ALONE, alone(advantages.group_mean)),
+            Fault("times the responses over those whose reward is not 0", _gpg)), tol=1e-6),
         Part("advantages", "remax", _remax, lambda R, group: R - GREEDY[group], words="R minus the greedy response's"),
         *(Part("advantages", f"grpo_passk, std={std}", _passk(std), _best_alone(std), leaves_out=("one",), tol=1e-6,
                words="the maximum minus the maximum without the response" + ", over the sample's std" * std)
           for std in (True, False)),
         *(Part("advantages", f"gae, lam={lam:g}", _gae(lam), _sum_of_deltas(lam), words="GAE, whitened over all tokens",
                tol=1e-6) for lam in (1.0, 0.5)),
-        *kls(kl, {"k1": "k1", "k2": "k2", "low_var_kl": "k3"}, {"low_var_kl": ((NARROW, narrow_k3),)}),
+        *kls(kl, {"k1": "k1", "k2": "k2", "low_var_kl": "k3"}, {"low_var_kl": (NARROW_K3,)}),
         *(Part("aggregation", n, aggregation(n), n, tol=1e-6)
           for n in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")),
         Part("aggregation", "seq-mean-token-sum-norm", aggregation("seq-mean-token-sum-norm"),
