@@ -93,7 +93,7 @@ def letters() -> str:
         ("`p`", "π_θ(o_t): its probability now", f"{p:g}"),
         ("`lp_old`, `lp`", "their logarithms, which a loss is given", f"{log(mu):.3f}, {log(p):.3f}"),
         ("`r`", "the ratio p / mu = exp(lp − lp_old)", f"{r:g}"),
-        ("`s`", "the ratio of a response: the geometric mean over its tokens", f"{sqrt(r):.3f}, of r and 1"),
+        ("`s`", "the ratio of a response: the geometric mean over its tokens", f"{sqrt(r):.3f}, of r = {r:g} and 1"),
         ("`A`", "the advantage: above 0 if the response was better than its group's average", "+1"),
     ]  # fmt: skip
     return "\n".join(["| letter | of a token o_t of a sampled response | example |", "|---|---|---|",

@@ -13,7 +13,8 @@ MEANINGS = {
     NUMERIC: "a test computes it",
     CONDITION: "evidence that it holds under the condition, and evidence that it does not hold without it",
     REPRODUCED: "the miniature shows it: tiny transformers by a rule registered before the runs, or exact expectations",
-    UNDECIDED: "the miniature shows neither the effect nor its absence",
+    UNDECIDED: "the miniature shows neither the effect nor its absence: too few seeds, too close to call, or only some "
+    "of several comparisons hold",
     EXCLUDED: "the miniature does not show the effect, and the interval that decides leaves out the size that its "
     "seeds were counted for",
     CONTRADICTED: "the miniature shows the opposite, or that the reading's bound is not reached; "
