@@ -68,8 +68,8 @@ def text() -> str:
     lines = [
         "Tiny transformers learn number puzzles. The tests were [registered](docs/glossary.md#results) before any run "
         f"(commit {commit}). *Drift* is how far the policy moves before new responses are sampled, measured by the "
-        "share of good tokens that DAPO clips. UP-DAPO minus DAPO at the end, in percentage points, with intervals that are "
-        "corrected for testing many claims:",
+        "share of good tokens that DAPO clips. UP-DAPO minus DAPO at the end, in percentage points, with intervals "
+        "that are corrected for testing many claims:",
         "",
         row(["", *heads]),
         "|---|---|---|---|",
