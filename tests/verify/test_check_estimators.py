@@ -18,7 +18,8 @@ from tests.support.zoo.advantages import RIGHT, WRONG, loop_over_prompts, over_t
 from upref import advantages, kl
 from upref.cli import main
 from upref.integrations.pytest_plugin import _assert_advantages, _assert_kl  # noqa: F401  the fixtures, as pytest finds them
-from upref.verify import kl as kl_check
+from upref.logprobs import token_log_probs
+from upref.verify import faults, kl as kl_check
 from upref.verify.exact import Batch, Denominator, advantage
 
 ids = lambda x: getattr(x, "__name__", None)
@@ -291,3 +292,31 @@ def test_ids_that_collide_modulo_a_number(n):
 
     report = upref.check_advantages(hashed, "group_mean")
     assert any(f.oracle in ("group-ids", "values", "uneven-groups") for f in report.failures), str(report)
+
+
+MINE = """
+from upref.verify.faults import Catalogue, Fault
+from upref.verify.faults.advantages import Answer
+from upref.verify.faults.logprobs import fault
+
+KL = Catalogue("kl", lambda: [Fault("seven times k1", lambda lp, ref: 7 * (lp - ref))])
+ADVANTAGES = Catalogue("advantages", lambda: [Fault("cubes", Answer(lambda b, right, k: [x**3 for x in right]))])
+LOGPROBS = Catalogue("logprobs", lambda p: [fault("thirteen too much", lp=lambda lp, p: lp + 13)])
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A file of somebody's own in the folder of known faults."""
+    (tmp_path / "mine_of_a_test.py").write_text(MINE)
+    monkeypatch.setattr(faults, "__path__", [*faults.__path__, str(tmp_path)])
+    yield
+    sys.modules.pop("upref.verify.faults.mine_of_a_test", None)
+
+
+def test_a_file_adds_a_fault_of_any_kind_of_function(mine):
+    tripled = lambda rewards, group: advantages.group_mean(rewards, group) ** 3
+    shifted = lambda logits, tokens, temperature: token_log_probs(logits, tokens, temperature=temperature) + 13
+    assert "seven times k1" in str(upref.check_kl(lambda log_prob, ref_log_prob: 7 * (log_prob - ref_log_prob), "k3"))
+    assert "cubes" in str(upref.check_advantages(tripled, "group_mean"))
+    assert "thirteen too much" in str(upref.check_logprobs(shifted))
