@@ -163,7 +163,7 @@ def verdict(make: Callable[[], Any]) -> Any:
         return f"{type(e).__name__}: {e}"
 
 
-def dump(file: str, *parts: str) -> int:
+def record(file: str, *parts: str) -> int:
     path = Path(file)
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     torch.set_num_threads(1)
@@ -207,7 +207,7 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := sorted(set(getattr(args, "parts", ())) - PARTS.keys()):
         parser.error(f"there is no part {unknown[0]}: choose of {', '.join(PARTS)}")
-    return dump(args.file, *args.parts) if args.verb == "dump" else compare(args.old, args.new)
+    return record(args.file, *args.parts) if args.verb == "dump" else compare(args.old, args.new)
 
 
 if __name__ == "__main__":

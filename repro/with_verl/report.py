@@ -9,126 +9,19 @@ beside, as printed there, where a run is of one of its methods. Exit status 2: n
 """
 
 import argparse
-import io
-import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from repro import Parser
 from repro.with_verl import health
 from repro.with_verl.config.compose import paper
+from repro.with_verl.figures import figures
 from repro.with_verl.health import ALARMS, BLIND, BOUND, number
+from repro.with_verl.logged import NORM, SCORE, Kept, named, read, validation
 from repro.with_verl.run import records
 from upref import InputError
 from upref.files import write_atomically
-
-SCORE, KL, ENTROPY, NORM = "critic/score/mean", "actor/kl_loss", "actor/entropy", "actor/grad_norm"
-
-
-@dataclass
-class Kept:
-    """A run as it lies in its folder."""
-
-    folder: Path
-    objective: str
-    scale: str
-    rows: list[dict]  # {"step", "data"}
-    saved: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        return f"{self.objective} {self.seed}".strip()
-
-    @property
-    def seed(self) -> str:
-        pairs = [r["override"].lstrip("+").partition("=") for r in self.saved.get("overrides", [])]
-        seeds = [value for key, _, value in pairs if key == "data.seed"]
-        return f"seed {seeds[-1]}" if seeds else ""
-
-    def series(self, wanted: Callable[[str], bool]) -> tuple[list[int], list[float]]:
-        """Steps and the mean of the metrics that are wanted, where there are any."""
-        found = [
-            (r["step"], of_most({k: v for k, v in r["data"].items() if wanted(k) and number(v)})) for r in self.rows
-        ]
-        kept = [(step, mean(values)) for step, values in found if values]
-        return [s for s, _ in kept], [v for _, v in kept]
-
-
-def of_most(found: dict[str, float]) -> list[float]:
-    """Of mean@2 and mean@4 the second: verl logs the smaller numbers of answers too."""
-    most: dict[str, tuple[int, float]] = {}
-    for key, value in found.items():
-        name, _, rest = key.partition("@")
-        k = int(rest.partition("/")[0] or 0)
-        most[name] = max(most.get(name, (-1, 0.0)), (k, value))
-    return [value for _, value in most.values()]
-
-
-def named(key: str) -> Callable[[str], bool]:
-    return lambda k: k == key
-
-
-def validation(kind: str) -> Callable[[str], bool]:
-    """verl's names: val-core/aime24/acc/mean@32, .../maj@32/mean, .../best@32/mean."""
-    return lambda k: (
-        k.startswith(("val-core/", "val-aux/")) and "/acc/" in k and f"/{kind}@" in k and not k.endswith("/std")
-    )
-
-
-@dataclass
-class Panel:
-    title: str
-    wanted: Callable[[str], bool]
-    log: bool = False
-    percent: bool = False
-
-
-ACCURACY = Panel("accuracy (avg)", validation("mean"), percent=True)
-FIGURES = {  # number -> (of which scale, the paper's caption in short, panels)
-    2: ("paper_dapo", "validation while training", [ACCURACY, Panel("majority", validation("maj"), percent=True)]),
-    3: (
-        "paper_dapo",
-        "exploration",
-        [Panel("entropy", named(ENTROPY)), Panel("best", validation("best"), percent=True)],
-    ),
-    4: ("paper_dapo", "stability", [Panel("gradient norm", named(NORM)), Panel("KL to the base", named(KL))]),
-    5: (
-        "paper_dapo",
-        "stability of the ablations",
-        [Panel("gradient norm", named(NORM), True), Panel("KL to the base", named(KL), True)],
-    ),
-    6: (
-        "paper_math",
-        "the family of GRPO",
-        [Panel("entropy", named(ENTROPY)), Panel("KL to the base", named(KL), True)],
-    ),
-    7: ("paper_gspo", "validation and KL", [ACCURACY, Panel("KL to the base", named(KL))]),
-    8: ("paper_geo3k", "validation and KL, Geometry3K", [ACCURACY, Panel("KL to the base", named(KL))]),
-}
-OURS = (
-    "score",
-    "reward while training",
-    [Panel("score", named(SCORE)), Panel("alive gradients", named("actor/upref/alive"))],
-)
-
-
-def read(folder: Path) -> Kept:
-    """InputError where nothing was logged."""
-    if not folder.is_dir():
-        raise InputError(f"{folder} is no folder: name one that a run has made, under runs/.")
-    rows = records.merged(folder)
-    if not rows:
-        raise InputError(f"{folder} has no steps.jsonl with a step in it: has the run logged one yet?")
-    try:
-        saved = json.loads((folder / "overrides.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        saved = {}
-    objective = saved.get("objective") or folder.parent.name  # the smoke scale: repro/out/OBJECTIVE/smoke
-    return Kept(folder, objective, saved.get("scale", "smoke"), rows, saved)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -213,81 +106,6 @@ def alarms(r: Kept) -> list[str]:
 
 def largest(r: Kept, key: str) -> float:
     return max((row["data"][key] for row in r.rows if number(row["data"].get(key))), default=0.0)
-
-
-def figures(runs: list[Kept], out: Path) -> list[str]:
-    """Each of the paper's figures of which the runs have logged something."""
-    parts = ["## Figures"]
-    wanted = [(f"Figure {n}", *FIGURES[n]) for n in FIGURES] + [("Ours", *OURS)]
-    scales = {r.scale for r in runs}
-    skipped: list[str] = []
-    same: dict[tuple[str, ...], str] = {}
-    for name, scale, caption, panels in wanted:
-        mine = [r for r in runs if r.scale == scale] if scale in scales else runs
-        if scales & {s for s, *_ in FIGURES.values()} and scale.startswith("paper_") and scale not in scales:
-            continue  # another experiment of the paper
-        key = tuple(p.title for p in panels)
-        if not any(r.series(p.wanted)[0] for r in mine for p in panels):
-            skipped.append(f"{name} ({caption}): none of {' and '.join(key)} was logged")
-            continue
-        if key in same and not any(p.log for p in panels):
-            parts.append(f"{name} of the paper ({caption}) has the panels of {same[key]} above.")
-            continue
-        same.setdefault(key, name)
-        file = f"{name.lower().replace(' ', '-')}.svg"
-        draw(name, caption, panels, mine, out / file)
-        absent = [p.title for p in panels if not any(r.series(p.wanted)[0] for r in mine)]
-        note = f" Not logged: {', '.join(absent)}." if absent else ""
-        if name == "Ours":
-            parts.append(f"![{caption}]({file})\n\nNot in the paper: {caption}.")
-        else:
-            words = f"What {name} of the paper shows, {caption}, of these runs.{note}"
-            parts.append(f"![{name}: {caption}]({file})\n\n{words}")
-    if skipped:
-        parts.append("Not drawn: " + "; ".join(skipped) + ".")
-    return parts
-
-
-def draw(name: str, caption: str, panels: list[Panel], runs: list[Kept], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot as plt
-
-    matplotlib.rcParams["svg.hashsalt"] = "upref"
-    groups: dict[str, list[Kept]] = {}
-    for r in runs:
-        groups.setdefault(r.objective, []).append(r)
-    fig, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.2), squeeze=False)
-    for ax, panel in zip(axes[0], panels, strict=True):
-        for i, (objective, group) in enumerate(groups.items()):
-            lines = [r.series(panel.wanted) for r in group]
-            lines = [line for line in lines if line[0]]
-            scale = 100 if panel.percent else 1
-            for x, y in lines:
-                alone = len(lines) == 1
-                ax.plot(x, [scale * v for v in y], color=f"C{i}", lw=1.6 if alone else 0.8, alpha=1 if alone else 0.5,
-                        marker="." if len(x) < 30 else None, label=objective if alone else None)  # fmt: skip
-            if len(lines) > 1:  # seeds: their mean where all have logged
-                at = sorted(set.intersection(*(set(x) for x, _ in lines)))
-                mid = [scale * mean(dict(zip(x, y, strict=True))[s] for x, y in lines) for s in at]
-                ax.plot(at, mid, color=f"C{i}", lw=2, label=f"{objective}, mean of {len(lines)}")
-        drawn = [v for line in ax.lines for v in line.get_ydata()]
-        if panel.log and drawn and min(drawn) > 0:
-            ax.set_yscale("log")
-        ax.set_title(panel.title + (" (%)" if panel.percent else ""), fontsize=10)
-        ax.set_xlabel("step", fontsize=9)
-        ax.grid(alpha=0.3)
-        if ax.lines:
-            ax.legend(fontsize=8, frameon=False)
-        else:
-            ax.text(0.5, 0.5, "not logged", transform=ax.transAxes, ha="center", color="gray")
-    fig.suptitle(f"as {name} of the paper: {caption}" if name != "Ours" else caption, fontsize=11)
-    fig.tight_layout()
-    picture = io.BytesIO()
-    fig.savefig(picture, format=path.suffix[1:], metadata={"Date": None})
-    write_atomically(path, picture.getvalue())
-    plt.close(fig)
 
 
 PEAKS = {"avg32": ("mean", "Avg@32 of AIME24"), "maj32": ("maj", "Maj@32"), "best32": ("best", "Best@32"),

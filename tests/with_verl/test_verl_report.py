@@ -6,12 +6,12 @@ import json
 import pytest
 
 pytest.importorskip("omegaconf", reason="`repro/venv.sh verl` installs it, on Python 3.11 and 3.12")
-from repro.with_verl import health, report
+from repro.with_verl import health, logged, report
 from repro.with_verl.run import records, start, status
 
 
 def row(step, **other):
-    data = {records.STEP: step, report.SCORE: step / 10, report.ENTROPY: 2.0, report.NORM: 1.0, report.KL: step / 1e4,
+    data = {records.STEP: step, logged.SCORE: step / 10, logged.ENTROPY: 2.0, logged.NORM: 1.0, logged.KL: step / 1e4,
             "actor/upref/alive": 0.9, "actor/upref/parity_of_bound": 0.1, "actor/upref/parity_alarms": 0.0,
             "timing_s/step": 60.0, "perf/total_num_tokens": 1e6, "perf/throughput": 500.0}  # fmt: skip
     return {"step": step, "data": data | other}
@@ -73,7 +73,7 @@ def test_other_scales_are_not_called_the_papers(tmp_path):
 
 
 def test_alarms_come_first(tmp_path):
-    rows = [row(1), row(2, **{report.ALARMS: 3.0, report.BOUND: 1e4}), row(5, **{report.BLIND: 0.9, report.NORM: None})]
+    rows = [row(1), row(2, **{health.ALARMS: 3.0, health.BOUND: 1e4}), row(5, **{health.BLIND: 0.9, logged.NORM: None})]
     text = text_of(tmp_path / "out", run(tmp_path, "r", "up_dapo", "gpu1", rows))
     head = text[: text.index("## Figures")]
     assert "PARITY ALARM" in head and "1e+04 times" in head and "by parity.on_fail=warn" in head
@@ -102,16 +102,16 @@ def test_what_cannot_be_read(tmp_path, capsys):
 def test_starts_are_read_as_one_and_the_last_counts(tmp_path):
     first, second = tmp_path / "steps-20260101-000000.jsonl", tmp_path / "steps-20260102-000000.jsonl"
     first.write_text("".join(json.dumps(row(s)) + "\n" for s in (1, 2, 3)) + '{"step": 4, "da')
-    second.write_text("".join(json.dumps(row(s, **{report.SCORE: 9.0})) + "\n" for s in (3, 4)))
+    second.write_text("".join(json.dumps(row(s, **{logged.SCORE: 9.0})) + "\n" for s in (3, 4)))
     merged = records.merged(tmp_path)
-    assert [(r["step"], r["data"][report.SCORE]) for r in merged] == [(1, 0.1), (2, 0.2), (3, 9.0), (4, 9.0)]
+    assert [(r["step"], r["data"][logged.SCORE]) for r in merged] == [(1, 0.1), (2, 0.2), (3, 9.0), (4, 9.0)]
     whole = records.read(records.collect(tmp_path))
     assert whole == merged and not (tmp_path / "steps.jsonl.half").exists()
 
 
 def test_the_status_is_a_line_a_run(tmp_path, capsys, monkeypatch):
     done = run(tmp_path, "done", "dapo", "gpu1", [row(s) for s in range(1, 10)])
-    died = run(tmp_path, "died", "dapo", "gpu1", [row(s, **{report.ALARMS: 1.0}) for s in (1, 2)])
+    died = run(tmp_path, "died", "dapo", "gpu1", [row(s, **{health.ALARMS: 1.0}) for s in (1, 2)])
     (died / "verl.log").write_text("...\nupref: ended after 2 of 9 steps: it waits. The same command goes on: x\n")
     going = run(tmp_path, "going", "dapo", "gpu1", [row(s) for s in (1, 2, 3)])
     (going / "checkpoints").mkdir()
