@@ -25,7 +25,7 @@ MOVED = {
     "upref.verify.identify": "upref.identification.identify",
     "upref.verify.identity": "upref.identification.identification",
     "upref.verify.pytest_plugin": "upref.integrations.pytest_plugin",
-    "upref.verify.slips": "upref.verify.faults",
+    "upref.verify.slips": "upref.verify.faults.losses",
     "upref.verl_plugin": "upref.integrations.verl",
 }
 
