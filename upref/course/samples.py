@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the exercises about N samples of one token share: their batches, and `upref check` of a loss of theirs."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from upref.course.exercise import Batch
-from upref.registry import Objective
+from upref.registry import Objective, get
 from upref.verify.check import check
 from upref.verify.report import Report
 
@@ -19,9 +20,16 @@ def batch(shows: str, p: list[float], mu: list[float], A: list[float]) -> Batch:
 
 
 def checked(fn: Callable[..., Any], objective: str | Objective, skip: tuple[str, ...] = ()) -> Report:
-    """upref check: the samples are the tokens of all responses, so that their mean is the mean over tokens."""
+    """upref check: the samples are the tokens of all responses, so that their mean is the mean over tokens.
 
-    def wrapped(log_prob, old_log_prob, advantages, mask):
-        return fn(log_prob[mask], old_log_prob[mask], advantages[mask])
+    Bounds that fn takes and does not use are found: they are parameters of what is checked, too.
+    """
+    o = get(objective) if isinstance(objective, str) else objective
+    bounds = {k: v for k, v in inspect.signature(fn).parameters.items() if k in o.hyperparameters}
 
-    return check(wrapped, objective, skip=skip)
+    def wrapped(log_prob, old_log_prob, advantages, mask, **given):
+        return fn(log_prob[mask], old_log_prob[mask], advantages[mask], **given)
+
+    own = list(inspect.signature(wrapped).parameters.values())[:4]
+    wrapped.__signature__ = inspect.Signature([*own, *(v.replace(kind=v.KEYWORD_ONLY) for v in bounds.values())])
+    return check(wrapped, o, skip=skip)

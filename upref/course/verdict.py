@@ -153,6 +153,9 @@ def judged(e: Exercise, fn: Callable) -> Answer:
                       mistake=mistake, hint=hint)  # fmt: skip
     if e.proof and not (report := e.proof(fn)):
         first = report.failures[0]
+        if first.oracle == "dead-hyperparameter":
+            return Answer(**about, ok=False, mistake=f"{first.regime.split()[0]} changes nothing: its value is fixed",
+                          hint="compute the bounds from the function's arguments.")  # fmt: skip
         return Answer(**about, ok=False, batch=first.batch, shows=first.regime, expected=first.expected,
                       found=first.found, mistake=first.cause or f"`upref check` fails: {first.oracle}")  # fmt: skip
     return Answer(**about, ok=True, hint=e.notice)
