@@ -31,5 +31,5 @@ def checked(fn: Callable[..., Any], objective: str | Objective, skip: tuple[str,
         return fn(log_prob[mask], old_log_prob[mask], advantages[mask], **given)
 
     own = list(inspect.signature(wrapped).parameters.values())[:4]
-    wrapped.__signature__ = inspect.Signature([*own, *(v.replace(kind=v.KEYWORD_ONLY) for v in bounds.values())])
+    wrapped.__signature__ = inspect.Signature([*own, *(v.replace(kind=v.KEYWORD_ONLY) for v in bounds.values())])  # type: ignore[attr-defined]
     return check(wrapped, o, skip=skip)
