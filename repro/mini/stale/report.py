@@ -67,7 +67,10 @@ def write(d: Design, records: dict[str, Record], folder: Path) -> None:
     parts = [f"# {d.question}\n", head(d, records), "## The answer\n", answer(d, found)]
     if any(e.n for e in found):
         save(effect_figure(d, found), folder / "effects.svg")
-        parts.append("![UP minus each other method against staleness](effects.svg)\n")
+        parts.append(
+            "![UP minus each other method against staleness](effects.svg)\n\n*Dots: means over both bases; bars: "
+            "simultaneous intervals, once there are any. Gray: smaller than the smallest effect of interest.*\n"
+        )
     if drawn := curve_figure(d, records):
         save(drawn, folder / "curves.svg")
         parts.append("![Reward and entropy while training](curves.svg)\n")
@@ -104,9 +107,11 @@ def answer(d: Design, found: list[Effect]) -> str:
         if e not in decided:
             left.setdefault(e.word, []).append(f"{TITLES[e.metric]} against {e.other} at s = {e.staleness}")
     for word, which in left.items():
-        many = "all of them" if len(which) == len(primary) else "; ".join(which)
         said = {"not finished": "Too few seeds are finished to decide", "undecided": "The seeds do not decide"}[word]
-        lines.append(f"* {said}: {many}.")
+        none = word == "not finished" and len(which) == len(primary)
+        first = d.stopping["first"]["seeds"]
+        nothing = f"Nothing is decided yet: no comparison has the {first} seeds of its first look"
+        lines.append(f"* {nothing if none else said + ': ' + '; '.join(which)}.")
     return "\n".join(lines) + "\n"
 
 
@@ -117,8 +122,12 @@ def sentence(e: Effect) -> str:
 
 
 def shown(e: Effect) -> str:
+    return f"{rounded(e, e.mean)} [{rounded(e, e.low)}, {rounded(e, e.high)}]"
+
+
+def rounded(e: Effect, x: float) -> str:
     digits = 0 if e.metric == "survival" else 3 if e.metric == "entropy" else 1
-    return f"{e.mean:+.{digits}f} [{e.low:+.{digits}f}, {e.high:+.{digits}f}]"
+    return f"{round(x, digits) + 0.0:+.{digits}f}"
 
 
 def tables(found: list[Effect]) -> str:
@@ -135,7 +144,7 @@ def tables(found: list[Effect]) -> str:
         for e in rows:
             unit = "points" if e.metric.startswith("pass") else UNITS[e.metric]
             interval = "interval at the first look" if e.word == "not finished" else f"{shown(e)} {unit}"
-            bases = ", ".join(f"{x:+.3g}" for x in e.by_base)
+            bases = ", ".join(rounded(e, x) for x in e.by_base)
             s = "slope" if e.staleness is None else e.staleness
             text += (
                 f"| {TITLES.get(e.metric, e.metric)} | {e.other} | {s} | {e.n} | {interval} | {bases} | {e.word} |\n"
@@ -145,11 +154,15 @@ def tables(found: list[Effect]) -> str:
 
 
 def rates(d: Design, records: dict[str, Record]) -> str:
-    """What was chosen, and the scores: mean training reward in the last fifth, in %."""
+    """What was chosen, and the scores."""
     tried = sorted(
         {rate for c in d.cells() for rate, x in d.scores(c, records).items() if x is not None} | set(d.rates)
     )
     rows = [
+        "Mean training reward in the last fifth of a run, in %. These runs choose a rate for each method and are too "
+        "few to compare methods.\nWhere lp_old is *sampler*, it is the log-probability under the policy that sampled; "
+        "*recomputed*, under the policy at the rollout's first use.",
+        "",
         "| method | s | lp_old | chosen | " + " | ".join(f"{r:g}" for r in tried) + " |",
         "|---" * (4 + len(tried)) + "|",
     ]
@@ -207,4 +220,6 @@ def curve_figure(d: Design, records: dict[str, Record]):
         if (r := records.get(s.key)) and r["status"] == "done":
             for series, panel in zip(found, panels, strict=True):
                 series.setdefault(cell.arm, []).append(curves.curve(r, panel))
-    return curves.draw(panels, found, f"{max(d.staleness)} rollouts stale, both bases") if found[0] else None
+    return (
+        curves.draw(panels, found, f"{max(d.staleness)} rollouts stale, both bases", each="run") if found[0] else None
+    )

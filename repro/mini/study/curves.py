@@ -37,7 +37,9 @@ def curve(r: Record, panel: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(r["steps"]["step"]), np.array(r["steps"][metric])
 
 
-def draw(panels: Sequence[dict[str, Any]], found: Sequence[Series], title: str, highlight: str = ""):
+def draw(
+    panels: Sequence[dict[str, Any]], found: Sequence[Series], title: str, highlight: str = "", each: str = "seed"
+):
     """A matplotlib Figure: one panel a metric, one colour an arm; dashed lines at the peaks where the panel asks."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -56,7 +58,7 @@ def draw(panels: Sequence[dict[str, Any]], found: Sequence[Series], title: str, 
             _panel(ax, panel, s, colour, dashes, highlight)
         width = lambda arm: 2.4 if arm == highlight else 1.6
         lines = [matplotlib.lines.Line2D([], [], color=colour[a], lw=width(a), ls=dashes[a]) for a in arms]
-        labels = [f"{a}, {_count(max(len(s.get(a, [])) for s in found))}" for a in arms]
+        labels = [f"{a}, {_count(max(len(s.get(a, [])) for s in found), each)}" for a in arms]
         fig.legend(lines, labels, loc="outside lower center", ncols=beside, frameon=False, fontsize=8)
     return fig
 
@@ -101,8 +103,8 @@ def _panel(ax, panel: dict[str, Any], s: Series, colour: dict[str, str], dashes:
     ax.set_title(panel["label"] + (", %" if panel["metric"] in EVAL_METRICS else ""), loc="left", fontsize=9.5)
 
 
-def _count(seeds: int) -> str:
-    return f"{seeds} seed{'s' if seeds > 1 else ''}"
+def _count(n: int, each: str) -> str:
+    return f"{n} {each}{'s' if n > 1 else ''}"
 
 
 def _mean(curves) -> tuple[np.ndarray, np.ndarray]:
