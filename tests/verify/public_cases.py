@@ -338,7 +338,7 @@ BOXES = [
     ("vanilla", ["ratio = torch.exp(negative_approx_kl)", "ratio = torch.exp(negative_approx_kl); advantages = advantages * torch.sigmoid(-old_log_prob)"], "", {}),
     ("soft", ["torch.sigmoid(temperatures * (coef_1 - 1)) * 4 / temperatures", "torch.atan(coef_1)"], "", {}),
     ("cispo", ["torch.clamp(coef_1, max=1 + epsilon_high)", "(coef_1 / (1 + coef_1 / epsilon_high))"], "", {}),
-    ("sequence", ["seq_ratio = torch.exp(log_seq_ratio)", "seq_ratio = torch.sqrt(1 + log_seq_ratio**2)"], "", {}),
+    ("sequence", ["seq_ratio = torch.exp(log_seq_ratio)", "seq_ratio = torch.sqrt(1 + log_seq_ratio**2)"], "refused", {}),
     ("unclipped_positives", ["anchored * advantages", "logprobs * advantages.abs().sqrt()"], "", {}),
 ]  # fmt: skip
 

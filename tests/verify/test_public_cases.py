@@ -45,7 +45,11 @@ def test_an_edit_is_rejected(base, name, edit):
     assert not report and CAUSES.get((base, name), "") in str([f.cause for f in report.failures]), report
 
 
-@pytest.mark.parametrize("base, name, edit", daily([(b, "", []) for b in BASES] + HARMLESS, 7))
+SAME = [(base, "", []) for base in BASES] + HARMLESS
+ROUNDED = [row for row in SAME if row[:2] in (("grpo", "einsum"), ("preserved", ""))]  # the KL term, A / (N r)
+
+
+@pytest.mark.parametrize("base, name, edit", [*ROUNDED, *daily([row for row in SAME if row not in ROUNDED], 7)])
 def test_a_harmless_edit_is_accepted(base, name, edit):
     report = check(base, edit)
     assert report, report
@@ -53,6 +57,10 @@ def test_a_harmless_edit_is_accepted(base, name, edit):
 
 @pytest.mark.parametrize("base, edit, names, hp", daily(BOXES, 6))
 def test_a_box_is_named(base, edit, names, hp):
+    if names == "refused":
+        with pytest.raises(upref.InputError, match="no gradient on a good batch"):
+            upref.identify(edited(base, edit))
+        return
     identity = upref.identify(edited(base, edit))
     if not names:
         assert not identity or identity.kind == "pitfall", identity
