@@ -3,6 +3,8 @@
 
 import copy
 import math
+import os
+import sys
 
 import numpy
 import pytest
@@ -59,11 +61,20 @@ def test_a_lazy_case_is_refused(model):
     [
         (lambda m, rows: None, "left no gradient"),
         (lambda m, rows: 1 / 0, "the step fails on these rows: ZeroDivisionError"),
+        (lambda m, rows: sys.exit(0), r"the step ends the program \(SystemExit\)"),
+        (lambda m, rows: os._exit(0), r"the step ends the program \(Ended\)"),
     ],
 )
 def test_a_step_that_cannot_be_judged_gets_a_sentence(step, sentence, model):
+    before = copy.deepcopy(model.state_dict())
+
+    def moved(m, rows):
+        next(m.parameters()).data.zero_()
+        return step(m, rows)
+
     with pytest.raises(upref.InputError, match=sentence):
-        check_step(step, model, "dapo", temperature=T)
+        check_step(moved, model, "dapo", temperature=T)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
 def test_a_trainer_that_cannot_be_handed_rows_is_recorded(model):

@@ -216,6 +216,16 @@ def _no_exit() -> Iterator[None]:
         os._exit = leave
 
 
+@contextlib.contextmanager
+def unending(name: str) -> Iterator[None]:
+    """InputError where the code inside ends the program."""
+    try:
+        with _no_exit():
+            yield
+    except (SystemExit, GeneratorExit, Ended) as e:
+        raise InputError(str(gone(name, e))) from e
+
+
 # ---- one call --------------------------------------------------------------------------------------------------------
 def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, bool]:
     """(its answer, whether it printed). lines: of Python that it may run before it is stopped, 0 for any number."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from upref.errors import InputError
+from upref.foreign.guard import said, unending
+from upref.interrupt import Terminated
 from upref.registry import REDUCE, Objective, get
 from upref.step import rows as batch
 from upref.step.forward import Forward, clipped, expected, sided, sides
@@ -18,7 +20,6 @@ from upref.step.goal import Goal
 from upref.step.record import Step, gradients, watched
 from upref.step.reference import Gradient, Model, Rounded, TorchModel, as_float64, unwrapped
 from upref.step.rows import AXES, Padded, Row
-from upref.verify.report import short
 
 BOUND = 2e-5  # of |g - g*| / |g*| in float32
 HALVES = (torch.bfloat16, torch.float16)
@@ -223,12 +224,12 @@ def run(step: Callable, model: Any, case: Case) -> tuple[Gradient, int]:
 
 def _called(step: Callable, model: Any, rows: list[Row]) -> Any:
     try:
-        with torch.enable_grad():
+        with unending("the step"), torch.enable_grad():
             return step(model, rows)
-    except InputError:
+    except (InputError, KeyboardInterrupt, Terminated):
         raise
-    except Exception as e:
-        raise InputError(f"the step fails on these rows: {type(e).__name__}: {short(str(e), 300)}") from e
+    except BaseException as e:
+        raise InputError(f"the step fails on these rows: {type(e).__name__}: {said(e)}") from e
 
 
 def _taken(out: Any) -> Gradient:
