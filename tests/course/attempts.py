@@ -80,6 +80,9 @@ ATTEMPTS: dict[int, list[tuple[str, str, str]]] = {
          "(r.clamp(1 - eps_low, 1 + eps_high).detach() * A * lp)", "this is CISPO"),
         ("torch.minimum(r * A, r.clamp(1 - eps_low, 1 + eps_high) * A).mean()",
          "torch.minimum((r * A).mean(), (r.clamp(1 - eps_low, 1 + eps_high) * A).mean())", "minimum of the two means"),
+        ("torch.minimum(r * A, r.clamp(1 - eps_low, 1 + eps_high) * A)",
+         "torch.minimum(r * A, r.clamp(1 - eps_low, 1 + eps_high) * A).maximum(torch.where(A < 0, 10 * A, -9e9))",
+         "a dual clip"),
     ],
     5: [
         ("    return max(0, p - (1 - eps_low) * mu)",
@@ -107,6 +110,8 @@ ATTEMPTS: dict[int, list[tuple[str, str, str]]] = {
         ("A * lp, clipped", "clipped, A * lp", "mistake"),
         ("A * lp,", "A * lp_old,", "their term has no lp in it"),
         ("A * lp,", "(lp - lp_old).exp().clamp(max=1.28).detach() * A * lp,", "have a ratio, with a cap"),
+        ("clipped)", "clipped.maximum(10 * A))", "a dual clip"),
+        ("A * lp,", "A * lp / lp.detach() * lp.detach() / lp,", "no lp in it, or lp is detached or cancels"),
         ("min=1 - eps_low", "min=0.8", "eps_low changes nothing: its value is fixed"),
     ],
     7: [

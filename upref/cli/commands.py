@@ -128,9 +128,11 @@ def learn(args) -> int:
         return 0
     e = course.exercise(args.lesson)
     if not course.write(e, here):
+        if sys.stderr.isatty():
+            print(f"checking {e.file} ...", file=sys.stderr)
         return _answer(args, course.judge(e, here))
     said = f"{e.file}: written. Fill the hole, the line with `...`; then `upref learn {e.number}` judges it."
-    print(json.dumps(e.facts(), ensure_ascii=False) if args.json else f"{said} The lesson: {e.page}")
+    print(json.dumps(e.facts(), ensure_ascii=False) if args.json else f"{said} The lesson: {e.lesson}")
     return 0
 
 

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,13 @@ class Exercise:
     @property
     def page(self) -> str:
         return f"docs/course/{self.number:02d}-{self.slug}.md"
+
+    @property
+    def lesson(self) -> str:
+        """Where the lesson is: its address where the release has one, else its file in the repository."""
+        links = metadata("upref-rl").get_all("Project-URL") or []
+        home = next((link.partition(", ")[2] for link in links if link.startswith("Homepage")), "")
+        return f"{home}/blob/main/{self.page}" if home else f"{self.page} in the repository of upref"
 
     def facts(self) -> dict[str, Any]:
         return {"lesson": self.number, "title": self.title, "page": self.page, "file": self.file}

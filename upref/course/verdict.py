@@ -128,7 +128,7 @@ def _about(e: Exercise) -> dict[str, Any]:
 
 def unfilled(e: Exercise) -> Answer:
     """Of a file as the student got it."""
-    hint = f"fill the line with `...`; the lesson is {e.page}."
+    hint = f"fill the line with `...`; the lesson is {e.lesson}."
     return Answer(**_about(e), ok=False, mistake="the hole is still open", hint=hint)
 
 
@@ -157,7 +157,8 @@ def judged(e: Exercise, fn: Callable) -> Answer:
             return Answer(**about, ok=False, mistake=f"{first.regime.split()[0]} changes nothing: its value is fixed",
                           hint="compute the bounds from the function's arguments.")  # fmt: skip
         return Answer(**about, ok=False, batch=first.batch, shows=first.regime, expected=first.expected,
-                      found=first.found, mistake=first.cause or f"`upref check` fails: {first.oracle}")  # fmt: skip
+                      found=first.found, mistake=first.cause or f"`upref check` fails: {first.oracle}",
+                      hint="a weight is minus the gradient of the loss by lp, times N.")  # fmt: skip
     return Answer(**about, ok=True, hint=e.notice)
 
 

@@ -27,7 +27,7 @@ EXERCISE = Exercise(
         batch("A > 0, r = 1.25: inside, near the upper bound", [0.25], [0.2], [1.0]),
         batch("A < 0, r = 0.76: just below the lower bound", [0.38], [0.5], [-1.0]),
         batch("A < 0, r = 0.81: inside, near the lower bound", [0.405], [0.5], [-1.0]),
-        batch("A < 0, r = 10: bad, and ten times as likely as it was", [0.5], [0.05], [-1.0]),
+        batch("A < 0, r = 12: bad, and twelve times as likely as it was", [0.6], [0.05], [-1.0]),
         batch("four samples, r = 1.1, 2, 1/2 and 1/2", [0.11, 0.4, 0.1, 0.2], [0.1, 0.2, 0.2, 0.4], [1.0, 2, 1, -1]),
     ),
     faults=(
@@ -86,7 +86,7 @@ EXERCISE = Exercise(
               lambda lp, old, A: -torch.minimum(
                   ratio(lp, old) * A, ratio(lp, old).clamp(LOW, HIGH) * A
               ).maximum(torch.where(A < 0, 3 * A, -torch.inf)).mean(),
-              hint="verl has one at r = 3 by default. It is not in DAPO's equation."),
+              hint="verl has one at r = 3 by default, DAPO's own code at r = 10. DAPO's equation has none."),
         Fault("the sum over the samples where their mean belongs",
               lambda lp, old, A: -torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(LOW, HIGH) * A).sum(),
               hint="with twice as many samples the step should not be twice as long."),
