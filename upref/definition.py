@@ -32,6 +32,7 @@ LEVELS = {
 ERRORS = """Log-probabilities in nats, J and weights in units of the advantage. Raises InputError on log-probabilities
 that are positive, non-finite or of another shape, on a mask that is not boolean, on a response without a token, and on
 hyperparameters that it does not have or that are out of range."""
+NEEDS = {"entropy": "the policy's entropy per token", "group": "the prompt of each response"}  # beside the five tensors
 REDUCE = {"sequence": mean_t, "trajectory": sum_t}
 NO_DUAL_CLIP = (  # where the default c=None comes from
     "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10"
@@ -88,7 +89,7 @@ class Objective:
     closed_form: Callable[..., Any] = field(default=_no_weight, repr=False)
 
     # read off the two signatures once
-    reads: tuple[str, ...] = field(init=False, repr=False)  # by the closed form: of mu, log_mu, mask, entropy
+    reads: tuple[str, ...] = field(init=False, repr=False)  # by the closed form: of mu, log_mu, mask, entropy, group
     _own: dict[str, Any] = field(init=False, repr=False)
     _of_sampler: dict[str, Any] = field(init=False, repr=False)
     _extra_names: tuple[str, ...] = field(init=False, repr=False)
@@ -186,7 +187,7 @@ class Objective:
         """
         hp = self.resolve(hp)
         beta = hp.pop("beta", 0.0)
-        terms = self.unreduced(lp, lp_old, A, mask, entropy, lp_sampler, **hp)
+        terms = self.unreduced(lp, lp_old, A, mask, entropy, lp_sampler, group, **hp)
         if is_weights is not None:
             terms = weighed(terms, is_weights.detach(), mask)
         J = aggregate(terms, mask, self.agg, group, totals)
@@ -200,11 +201,12 @@ class Objective:
         return J
 
     def unreduced(
-        self, lp: Any, lp_old: Any, A: Any, mask: Any, entropy: Any = None, lp_sampler: Any = None, **hp: Any
-    ) -> Any:
+        self, lp: Any, lp_old: Any, A: Any, mask: Any, entropy: Any = None, lp_sampler: Any = None,
+        group: Any = None, **hp: Any,
+    ) -> Any:  # fmt: skip
         """J before aggregation: [B, T], or [B] where the objective has one term per response."""
         own = {k: v for k, v in hp.items() if k not in self._of_sampler}
-        terms = self.fn(*self._at_level(lp, lp_old, A, mask), **self._extras(mask, entropy), **own)
+        terms = self.fn(*self._at_level(lp, lp_old, A, mask), **self._extras(mask, entropy, group), **own)
         terms = terms[:, None].expand_as(mask) if terms.ndim == 1 and self.agg != "seq-mean" else terms
         factors = self.sampler_weights(lp_old, lp_sampler, mask, **hp)
         return terms if factors is None else weighed(terms, factors, mask)
@@ -237,11 +239,12 @@ class Objective:
             return reduce(lp, mask), reduce(lp_old, mask), per_response(A, mask)
         return lp, lp_old, per_response(A, mask)[:, None] if self.agg == "seq-mean" else A
 
-    def _extras(self, mask: Any, entropy: Any) -> dict[str, Any]:
+    def _extras(self, mask: Any, entropy: Any, group: Any) -> dict[str, Any]:
         wants = self._extra_names
         if "entropy" in wants and entropy is None:
             raise InputError(f"{self.name} needs the policy's entropy per token: Rollouts(..., entropy=...).")
-        return {k: v for k, v in {"mask": mask, "entropy": entropy}.items() if k in wants}
+        have = {"mask": mask, "entropy": entropy, "group": group_ids(mask, group) if "group" in wants else None}
+        return {k: v for k, v in have.items() if k in wants}
 
     def surrogate(self, lp: Any, lp_old: Any, A: Any, **hp: Any) -> Any:
         """The pure function itself, at the objective's level, for tensors, arrays or symbols."""
@@ -252,15 +255,17 @@ class Objective:
         return {k: v for k, v in self.resolve(hp).items() if k != "beta" and k not in self._of_sampler}
 
     # ---- gradients -------------------------------------------------------------------------------------------------
-    def weight(self, r: Any, A: Any, mu: Any = None, mask: Any = None, entropy: Any = None, **hp: Any) -> Any:
+    def weight(
+        self, r: Any, A: Any, mu: Any = None, mask: Any = None, entropy: Any = None, group: Any = None, **hp: Any
+    ) -> Any:
         """dJ/dlp in closed form, at the objective's level: r is the token ratio, or s or S of the whole response.
 
-        mu = π_old(o_t) is read by objectives whose bounds depend on it; "free" ones read the whole [B, T] arrays and
-        the mask. Works on tensors, arrays and symbols.
+        mu = π_old(o_t), or of the response, is read by objectives whose bounds depend on it; "free" ones read the whole
+        [B, T] arrays and the mask. Works on tensors, arrays and symbols.
         """
         try:
             log_mu = None if mu is None else log(mu)
-            have = {"mu": mu, "log_mu": log_mu, "mask": mask, "entropy": entropy}
+            have = {"mu": mu, "log_mu": log_mu, "mask": mask, "entropy": entropy, "group": group}
             return self._closed(log(r) if self.reads_log_r else r, A, have, hp)
         except InputError:
             raise
@@ -272,6 +277,11 @@ class Objective:
     def one_adv(self) -> bool:
         """Whether the tokens of a response must share one advantage."""
         return self.agg == "seq-mean" or self.level in REDUCE
+
+    @property
+    def needs(self) -> list[str]:
+        """In words, what it reads beside log-probabilities, advantages and mask."""
+        return [words for k, words in NEEDS.items() if k in self.reads]
 
     @property
     def reads_mu(self) -> bool:
@@ -288,7 +298,7 @@ class Objective:
         lp, lp_old, A = self._at_level(b.logp.detach(), b.logp_old, b.adv, b.mask)
         log_r = lp - lp_old
         mu = exp(lp_old) if "mu" in self.reads else None
-        have = {"mu": mu, "log_mu": lp_old, "mask": b.mask, "entropy": b.entropy}
+        have = {"mu": mu, "log_mu": lp_old, "mask": b.mask, "entropy": b.entropy, "group": group_ids(b.mask, b.group)}
         w = self._closed(log_r if self.reads_log_r else exp(log_r), A, have, hp)
         if self.level in REDUCE:
             n = b.mask.sum(-1)
@@ -374,6 +384,11 @@ def _parameters(fn: Callable[..., Any], least: int, name: str) -> list[inspect.P
     if len(takes) < max(least, 1):
         raise InputError(f"{name} must be a function (lp, lp_old, A, *, hyperparameters), got {repr(fn)[:60]}.")
     return takes
+
+
+def group_ids(mask: Bool[Tensor, "B T"], group: Int[Tensor, " B"] | None) -> Int[Tensor, " B"]:
+    """The prompt of each response; without ids the batch is one group."""
+    return mask.new_zeros(len(mask), dtype=torch.int64) if group is None else group
 
 
 def weighed(terms: Tensor, w: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Tensor:

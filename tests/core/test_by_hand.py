@@ -28,6 +28,19 @@ def test_m2po_counts_tied_tokens_together():
     assert (upref.get("m2po").token_weights(b, tau=0.05)[0] != 0).tolist() == [False, False, True]
 
 
+def test_tpo_pulls_to_the_target_of_its_own_group():
+    """Three responses of probabilities .2, .3, .5 now and .5, .3, .2 before, and e^A 1, 2, 4: q = .5, .6, .8 over 1.9.
+    The fourth is alone in its group, and the fifth has no token: neither is pulled, and neither is a share."""
+    T = lambda x: torch.tensor(x, dtype=torch.float64)
+    lp, old = (T([*p, 0.1, 0.9]).log()[:, None].expand(-1, 2) / 2 for p in ((0.2, 0.3, 0.5), (0.5, 0.3, 0.2)))
+    A = T([1.0, 2.0, 4.0, 9.0, 9.0]).log()[:, None].expand(-1, 2)
+    b = upref.Rollouts.unchecked(logp=lp, logp_old=old, adv=A, mask=T([1, 1, 1, 1, 0]).bool()[:, None].expand(-1, 2),
+                                 group=torch.tensor([7, 7, 7, -1, 7]))  # fmt: skip
+    w = upref.get("tpo").token_weights(b)[:, 0] / 4  # of the four rows of the prompt
+    expected = T([0.5 / 1.9 - 0.2, 0.6 / 1.9 - 0.3, 0.8 / 1.9 - 0.5, 0, 0])
+    assert torch.allclose(w, expected, atol=1e-12)
+
+
 def test_aspo_code_widens_the_clip_above_the_80_percent_quantile():
     """Entropies 0..5: the 80 % quantile is 4, so only the last token may go to r = 1.4; r = 1.3 throughout."""
     log_r = torch.tensor(1.3).log().item()

@@ -93,6 +93,7 @@ FACTS = {
     "gspo": ("sequence", "seq-mean", "group_norm", ""),
     "luspo": ("sequence", "seq-mean-token-sum", "group_norm", ""),
     "m2po": ("free", "group-token-mean", "group_norm", ""),
+    "tpo": ("trajectory", "seq-mean", "group_norm", ""),
     "reinforce": ("token", "seq-mean-token-sum", "reward", ""),
     "reinforce_pp": ("token", "seq-mean-token-mean", "whiten", ""),
     "reinforce_pp_baseline": ("token", "seq-mean-token-mean", "group_mean_whiten", "k2"),

@@ -89,7 +89,9 @@ def test_pictures_train(tmp_path, monkeypatch):
     assert still == []
 
 
-@pytest.mark.parametrize("name", ["up_dapo", "dapo", "gspo", "dr_grpo", "m2po", "aspo_code", "up_grpo", "reinforce"])
+@pytest.mark.parametrize(
+    "name", ["up_dapo", "dapo", "gspo", "dr_grpo", "m2po", "tpo", "dro", "aspo_code", "up_grpo", "reinforce"]
+)
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_leaving_out_what_has_no_gradient_changes_none(name, beta):
     """The loop's minibatch gradient is that of Objective(Rollouts) on all of the minibatch's responses."""

@@ -49,6 +49,15 @@ def groups(d, A, m, lp, group):
     return -(zero.index_add(0, g, x.sum(1)) / zero.index_add(0, g, m.sum(1).to(d.dtype))).mean()
 
 
+def tpo(A, m, lp, old, group):
+    """Cross-entropy to the target, group by group: the sketch of the paper (kaddour2026target)."""
+    total = lp.sum() * 0
+    for i in (group == g for g in group.unique()):
+        q = F.softmax(F.log_softmax(old[i].sum(1).double(), -1) + mean(A, m)[i], -1)
+        total = total - i.sum() * (q * F.log_softmax(lp[i].sum(1).double(), -1)).sum()
+    return total / len(lp)
+
+
 def aspo(d, A, m, lp):
     r = d.detach().exp()
     flipped = torch.where(r > 1.2, 0, r.reciprocal().clamp(max=3))
@@ -97,6 +106,7 @@ BODIES = [
         A < 0, torch.min(-A * 3.0, x := -clipped(d, A)), x), m)),
     ("CISPO by groups", "cispo", {}, groups),
     ("M2PO by sorting", "m2po", {}, m2po),
+    ("TPO by cross-entropy", "tpo", {}, tpo),
     ("DRO as a square", "dro", {"tau": 0.1}, lambda d, A, m: -tok(0.05 * (d - A / 0.1) ** 2, m)),
     ("RIPO by the root", "ripo", {}, lambda d, A, m, old: tok(torch.where(
         A > 0, torch.minimum(r := d.exp(), 1 + (e := 0.05**0.5 * (-old / 2).exp())), torch.maximum(r, 1 - e)) * A, m)),

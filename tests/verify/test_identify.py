@@ -40,7 +40,7 @@ def named(identity, name: str):
 
 
 # A curve does not pin these: they couple tokens, or their weight is not the advantage times a function of the ratio.
-UNNAMED = ("ce_gppo", "clip_cov", "cppo", "kl_cov")
+UNNAMED = ("ce_gppo", "clip_cov", "cppo", "kl_cov", "tpo")
 
 
 @pytest.mark.parametrize("name", daily((n for n in upref.names() if n not in UNNAMED), 2))

@@ -30,7 +30,7 @@ import upref.foreign.trl as given  # noqa: E402
 from upref.integrations.trl import REPLACED, GRPOTrainer  # noqa: E402
 
 pytestmark = pytest.mark.trl
-NAMES = upref.names()
+NAMES = [n for n in upref.names() if "group" not in upref.get(n).reads]
 DOC = Path(__file__).parents[2] / "docs" / "trl.md"
 
 
@@ -249,6 +249,7 @@ def test_what_else_is_refused():
     refused("has no hyperparameter 'eps'", hp={"eps": 0.1})
     refused("eps_low must be", hp={"eps_low": -1})
     refused("no setting 'evry'", parity={"evry": 1})
+    refused("tpo needs the prompt of each response", "tpo")
 
 
 @pytest.mark.parametrize("name", ["gspo", "up_gspo", "gmpo", "topr"])

@@ -10,7 +10,7 @@ from verl.workers.config import ActorConfig, PolicyLossConfig  # noqa: E402
 import upref  # noqa: E402
 from upref.integrations import verl as verl_plugin  # noqa: E402
 
-RUNS = [n for n in upref.names() if n != "aspo_code"]  # verl hands no entropy to a loss
+RUNS = [n for n in upref.names() if not upref.get(n).needs]  # verl hands no entropy and no groups to a loss
 
 
 def config(hp=None, agg="token-mean", info=None, **fields):

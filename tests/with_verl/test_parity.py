@@ -15,7 +15,7 @@ from upref.diagnostics import live
 from upref.integrations.parity import Monitor, ParityError, compare, roundings
 from upref.weights.batches import batch
 
-RUNS = [n for n in upref.names() if n != "aspo_code"]  # it needs entropy, which frameworks do not hand over
+RUNS = [n for n in upref.names() if not upref.get(n).needs]  # what frameworks do not hand over
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -51,6 +51,7 @@ def test_hyperparameters_have_a_section_and_are_logged_once(caplog):
         ("gspo", lambda: config(clip_ratio_low=1e-4), "actor.clip_ratio_low=0.0001 and uses eps_low=0.0003"),
         ("sapo", lambda: config(tau_neg=1.1), "actor.tau_neg=1.1"),
         ("aspo_code", config, "entropy per token, which verl does not"),
+        ("tpo", config, "prompt of each response, which verl does not"),
     ],
 )
 def test_what_nothing_would_read_is_refused(name, c, match):

@@ -31,7 +31,7 @@ from repro.with_verl.report import methods  # noqa: E402
 from repro.with_verl.run import launch  # noqa: E402
 
 pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("ignore:Disabled critic")]
-RUNS = [n for n in upref.names() if n != "aspo_code"]
+RUNS = [n for n in upref.names() if not upref.get(n).needs]
 HERE = {"verl": VERL, "vllm": "0.24.0", "torch": "2.11.0", "ray": "2.60.0", "TransferQueue": "0.1.11"}
 HERE |= {
     "flash-attn": "2.8.3",
@@ -63,7 +63,7 @@ warnings.filterwarnings("ignore")
 from repro.with_verl.config import compose as c
 from repro.with_verl.config.validate import validate
 from repro.with_verl.run import launch
-names = [name for name in upref.names() if name != "aspo_code"]
+names = [name for name in upref.names() if not upref.get(name).needs]
 for n, scale in enumerate(SCALES):
     for name in names if WHOLE else names[n :: len(SCALES)]:
         cfg = validate(c.compose(name, scale))
@@ -149,6 +149,7 @@ REFUSED = {
     "replicas": (["gspo", "paper", "trainer.nnodes=1", "trainer.n_gpus_per_node=6"], "does not divide 6 GPUs"),
     "bypass": (["dapo", "paper", "algorithm.rollout_correction.bypass_mode=true"], "replaces every loss_mode"),
     "entropy": (["aspo_code", "paper"], "needs the policy's entropy"),
+    "group": (["tpo", "paper"], "needs the prompt of each response"),
     "plug-in": (["up(sapo)", "paper"], "is not registered with verl"),
 }  # fmt: skip
 

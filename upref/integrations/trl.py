@@ -24,7 +24,8 @@ What differs from the objective called on `Rollouts`, because of how TRL cuts it
 
 * the counts are TRL's: tokens of a step are those of the generation batch, `num_items_in_batch`, divided by the number
   of optimizer steps made of it; a response that is masked altogether counts as a response;
-* no prompt ids: `group-token-mean` (Eq. 14) becomes the token mean of the step, as in TRL's own `dapo` and `cispo`;
+* no prompt ids: `group-token-mean` (Eq. 14) becomes the token mean of the step, as in TRL's own `dapo` and `cispo`, and
+  tpo, which is not TRL's experimental one (Triple Preference Optimization), cannot run;
 * dr_grpo and its like are their papers' plain sums over tokens: TRL divides by max_completion_length besides;
 * sampler corrections (vLLM) multiply token terms; a term per response takes their mean. `objective="tis(dapo)"` and its
   like compute their own from vLLM's log-probabilities, and TRL's vllm_importance_sampling_* are not read;
@@ -199,6 +200,8 @@ def reads_entropy(objective: Objective) -> bool:
 
 def hyperparameters(objective: Objective, hp: dict[str, Any]) -> dict[str, Any]:
     """What is in force, without beta: hp over the registry's defaults."""
+    if "group" in objective.reads:
+        raise InputError(f"{objective.name} needs the prompt of each response, and TRL shuffles groups into batches.")
     if "beta" in hp:
         raise InputError("set beta in GRPOConfig, whose trainer loads the reference model, not in hp.")
     return {k: v for k, v in objective.resolve(hp).items() if k != "beta"}

@@ -27,7 +27,8 @@ What differs from the objective called on `Rollouts`, because of what verl hands
 * `rollout_is_weights` multiply token terms; a term per response takes their mean (verl's gspo weighs each token);
 * `loss_scale_factor` is not read: dr_grpo is its paper's plain sum over tokens;
 * metrics are per micro-batch, and verl averages them;
-* no prompt ids: `group-token-mean` (Eq. 14) becomes the token mean of the mini-batch, as in verl's own losses;
+* no prompt ids: `group-token-mean` (Eq. 14) becomes the token mean of the mini-batch, as in verl's own losses, and tpo
+  cannot run;
 * no entropy: aspo_code cannot run;
 * KL and entropy terms are verl's (`use_kl_loss`, `kl_loss_coef`, `entropy_coeff`), aggregated by `actor.loss_agg_mode`.
   The objective's own aggregation is fixed; set loss_agg_mode to the same (one warning says which) so that they agree;
@@ -36,7 +37,6 @@ What differs from the objective called on `Rollouts`, because of what verl hands
 """
 
 import dataclasses
-import inspect
 import logging
 import os
 from typing import Any
@@ -113,8 +113,8 @@ def hyperparameters(objective: Objective, config: Any) -> dict[str, Any]:
     """What is in force: `policy_loss.upref` over the registry's defaults. InputError on what nothing would read."""
     if config is None:
         raise InputError(f"upref/{objective.name} needs verl's actor config: pass config=.")
-    if "entropy" in inspect.signature(objective.fn).parameters:
-        raise InputError(f"{objective.name} needs the policy's entropy per token, which verl does not pass to a loss.")
+    if objective.needs:
+        raise InputError(f"{objective.name} needs {objective.needs[0]}, which verl does not pass to a loss.")
     if objective.sampler is not None:
         raise InputError(
             f"{objective.name} needs the sampler's log-probabilities, which verl does not pass to a loss: train its"

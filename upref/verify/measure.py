@@ -85,6 +85,8 @@ class Case:
         """Relative difference of the weights, 0 on masked slots, infinite where one is not finite; beyond what rounding
         to float32 explains, where it computes in that."""
         found, expected = self.weights(b) if found is None else found, self.expected(b)
+        if "group" in self.o.reads:  # the weight is a difference of two shares of a group, each rounded at its own size
+            floor = max(floor, expected.abs().max().item())
         apart = off(found, expected, b.adv, floor)
         if self.single and apart.max() > self.tol:
             scale = torch.maximum(expected.abs(), b.adv.abs()).clamp(min=floor)

@@ -103,11 +103,13 @@ def one_step(run: Run, problems: Tensor, out: Path) -> dict:
 def update(run: Run, batch: Batch, ref: Tensor | None, rows: Tensor, tally: Tally) -> None:
     """One gradient step on one minibatch.
 
-    A response with advantage 0 has no gradient (unless there is a KL term): it is counted, but not computed.
+    A response with advantage 0 has no gradient (unless a KL term, a penalty or its group gives it one): it is counted,
+    but not computed.
     """
     s = run.s
     totals = Totals.of_lengths(batch.mask[rows].sum(1), batch.group[rows])
-    alive = torch.ones(len(rows), dtype=torch.bool) if s.beta else batch.adv[rows] != 0
+    every = s.beta or run.objective.off_scale or run.objective.coupled
+    alive = torch.ones(len(rows), dtype=torch.bool) if every else batch.adv[rows] != 0
     alive[0] |= not alive.any()  # nothing to learn from still moves Adam's averages
     rows, totals = rows[alive], totals.rows(alive)
     width = int(batch.mask[rows].any(0).sum())

@@ -149,8 +149,8 @@ def compose(objective: str, scale: str, overrides: list[str] | None = None, data
         raise InputError(
             f"{objective} is not registered with verl: add upref.integrations.verl.register(upref.get(...)) there."
         )
-    if "entropy" in o.reads:
-        raise InputError(f"{objective} needs the policy's entropy per token, which verl does not pass to a loss.")
+    if o.needs:
+        raise InputError(f"{objective} needs {o.needs[0]}, which verl does not pass to a loss.")
     notes = []
     if scale == "paper":
         scale, why = paper_scale(objective)

@@ -21,7 +21,8 @@ from upref.files import write_atomically
 
 TABLE = RESULTS / "every.json"
 STEPS = 2
-LEFT_OUT = {"aspo_code": "it needs the policy's entropy per token, which verl does not hand to a loss"}
+NEEDS = {name: upref.get(name).needs for name in upref.names()}
+LEFT_OUT = {name: f"it needs {words[0]}, which verl does not hand to a loss" for name, words in NEEDS.items() if words}
 LOGGED = {
     "score": smoke.SCORE, "grad_norm": "actor/grad_norm", "pg_loss": "actor/pg_loss", "alive": "actor/upref/alive",
     "parity_max_abs": smoke.PARITY, "parity_of_bound": "actor/upref/parity_of_bound",
