@@ -18,7 +18,7 @@ from upref.verify.oracles.invariance import moved, slack
 from upref.verify.oracles.reach import beyond_range, groups
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import PER_TOKEN, example, shrink, worst
-from upref.weights.batches import anchor
+from upref.weights.batches import CLAMPS, anchor
 from upref.weights.curve import alone
 
 
@@ -99,7 +99,8 @@ def one_response(case: Case) -> list[Finding]:
 
         def off(c: Rollouts, asked=asked) -> Tensor:
             one, found = asked(c)
-            apart = one.off(c, found).masked_fill(one.rounded(c) | beyond_range(one, c, found), 0)
+            extreme = one.ratio(c).log().abs() > CLAMPS[0]  # what a clamp of log r is asked for
+            apart = one.off(c, found).masked_fill(one.rounded(c) | beyond_range(one, c, found) | extreme, 0)
             return torch.where(apart > 10 * one.tol, apart, 0)
 
         try:
