@@ -251,3 +251,60 @@ def dapo_tokens(lp, old, A, m, ref):
 def ppo_longest(lp, old, A, m, ref):
     """−Σ over all tokens of min(r A, clip(r, 1 ± 0.2) A) / (B times the longest response)"""
     return -sums(clip(lp, old, A), m).mean() / m.sum(1).max()
+
+
+def influence(lp, old, A, m, ref):
+    """−mean_i mean_t [min(r A, clip(r, 1 ± 0.2) A) − 0.01 k3], log r clamped to ±20"""
+    return -responses(clip((lp - old).clamp(-20, 20), 0 * old, A) - 0.01 * k3(lp, ref), m)
+
+
+def kl_to_old(lp, old, A, m, ref):
+    """−mean over all tokens of [min(r A, clip(r, 1 ± 0.2) A) − 0.04 k3 to π_old]"""
+    return -tokens(clip(lp, old, A) - 0.04 * k3(lp, old), m)
+
+
+def ppo_sums_10(lp, old, A, m, ref):
+    """−mean_i Σ_t min(r A, clip(r, 1 ± 0.2) A), log r clamped to ±10 (their fixed length left out)"""
+    return -sums(clip((lp - old).clamp(-10, 10), 0 * old, A), m).mean()
+
+
+def dapo_10(lp, old, A, m, ref):
+    """−mean over all tokens of min(r A, clip(r, 0.8, 1.28) A), log r clamped to ±10"""
+    return -tokens(clip((lp - old).clamp(-10, 10), 0 * old, A, 0.2, 0.28), m)
+
+
+def cispo_10(lp, old, A, m, ref):
+    """−mean over all tokens of sg(min(r, 1.2)) A log π, log r clamped to ±10"""
+    return -tokens((lp - old).clamp(-10, 10).exp().clamp(max=1.2).detach() * A * lp, m)
+
+
+def cispo_sum(lp, old, A, m, ref):
+    """−Σ over all tokens of sg(min(r, 4)) A log π"""
+    return -((lp - old).exp().clamp(max=4).detach() * A * lp)[m].sum()
+
+
+def gspo_paper(lp, old, A, m, ref):
+    """−mean_i min(s A, clip(s, 0.9997, 1.0004) A), s = exp(mean_t log r)"""
+    return -clip(means(lp, m), means(old, m), A[:, 0], 3e-4, 4e-4).mean()
+
+
+def eblanca(lp, old, A, m, ref):
+    """−mean_i Σ_t min(r A, clip(r, 0.8, 1.3) A), r cut at 1.5: without gradient there where A < 0"""
+    r = (lp - old).exp().clamp(max=1.5)
+    return -sums(torch.where(A > 0, A * r.clamp(max=1.3), A * r.clamp(min=0.8)), m).mean()
+
+
+def bird(lp, old, A, m, ref):
+    """−mean_i min(q A, clip(q, 1 ± 0.1) A), q the mean of the ratios of all slots, padded ones included: no mask"""
+    q = (lp - old).exp().mean(1)
+    return -clip(q.log(), 0 * q, A[:, 0], 0.1, 0.1).mean()
+
+
+def kl_002(lp, old, A, m, ref):
+    """−mean over all tokens of [min(r A, clip(r, 1 ± 0.2) A) − 0.02 k3]"""
+    return -tokens(clip(lp, old, A) - 0.02 * k3(lp, ref), m)
+
+
+def products(lp, old, A, m, ref):
+    """−mean_i min(R A, clip(R, 1 ± 0.2) A), R = Π_t r_t the product over a response"""
+    return -clip(sums(lp, m), sums(old, m), A[:, 0]).mean()

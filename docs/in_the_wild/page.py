@@ -43,7 +43,8 @@ def row(x: dict, found: dict) -> list[str]:
     where = f"[{x['repo']}](https://github.com/{x['repo']}/blob/{x['commit']}/{x['file'].replace('+', '%2B')})"
     lines = f"{found['lines']} line{'s' * (found['lines'] != 1)}: {x['needs']}"
     hand = found["by_hand"] + ("" if right(found) else " **(the verdict is wrong)**")
-    return [f"{where}<br>{x['file'].rpartition('/')[2]}", x["says"], lines, verdict(x, found), named(found), hand]
+    says = x["says"] + (f"; it says so itself: {x['said']}" if "said" in x else "")
+    return [f"{where}<br>{x['file'].rpartition('/')[2]}", says, lines, verdict(x, found), named(found), hand]
 
 
 def estimators() -> str:
@@ -90,10 +91,14 @@ def tally() -> str:
     told = sum(right(r) for r in rows)
     repos = len({x["repo"] for x in losses.values()})
     cpu = sorted(r["cpu"] for r in rows)
+    late = [k for k, x in losses.items() if x["list"].startswith("2026: ")]
+    other = [k for k in late if not meant(every[k]) and "refused" not in every[k]]
     return (
         f"There are {len(rows)} losses from {repos} repositories: {agree} are the objective that they name, "
         f"{len(rows) - agree - refused} are not, and {refused} were refused. The check by hand agrees with {told} of "
         f"{len(rows)} verdicts. A wrapper takes {lines[len(lines) // 2]} lines (median), at most {lines[-1]}. `check`, "
         f"`identify` and the check by hand take {cpu[len(cpu) // 2]:g} CPU seconds per loss (median), at most "
-        f"{cpu[-1]:g}, on a shared machine with {every['machine']}."
+        f"{cpu[-1]:g}, on a shared machine with {every['machine']}. {len(late)} of the losses are from repositories "
+        f"begun in 2026: {len(other)} of these are not what they name, and "
+        f"{sum('said' in losses[k] for k in other)} of the {len(other)} say so themselves."
     )

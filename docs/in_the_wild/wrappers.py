@@ -571,3 +571,252 @@ wapo_grpo = wapo_repo("grpo", each)
 wapo_gspo = wapo_repo("gspo", each, clip_eps=3e-4)
 wapo_dr_dapo = wapo_repo("dr_dapo", together, mask_ratio_low=0.8, mask_ratio_high=1.28)
 wapo_dr_grpo = wapo_repo("dr_grpo", lambda mask: (1 / (mask.sum(1).max() * len(mask))).expand(len(mask)))
+
+
+# ---- rlvr ------------------------------------------------------------------------------------------------------------
+def laguna(mode):
+    def wrap(code: Fetched):
+        theirs = vars(code.take("src/laguna_rlvr/visual/gspo.py", "_surrogate_loss"))["_surrogate_loss"]
+
+        def loss(log_prob, old_log_prob, advantages, mask):
+            A, m = flat(advantages), mask.to(log_prob.dtype)
+            return theirs(log_prob, old_log_prob, m, A, mode=mode, clip=0.2, max_logratio=10.0)
+
+        return loss
+
+    return wrap
+
+
+laguna_gspo, laguna_grpo = laguna("gspo"), laguna("grpo")
+
+
+def laguna_tool(code: Fetched):
+    def loss(log_prob, old_log_prob, advantages, mask):
+        lps = iter([row[m] for row, m in zip(log_prob, mask, strict=True)])
+        me = Of(_cur_logp=lambda *_: next(lps), max_logratio=10.0, clip=0.2)
+        old = [row[m] for row, m in zip(old_log_prob, mask, strict=True)]
+        had = {"self": me, "turns_list": old, "old_logps": old, "adv": flat(advantages), "items": [0]}
+        had |= dict.fromkeys(("image", "image_id", "question"))
+        return code.lines("src/laguna_rlvr/visual/vision_tool_gspo.py", 200, 206, **had).loss
+
+    return loss
+
+
+def influence(code: Fetched):
+    def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+        A, lp, old, ref, m = (x[None] for x in (flat(advantages), log_prob, old_log_prob, ref_log_prob, mask))
+        had = {"per_token_logps": lp, "old_per_token_logps": old, "ref_per_token_logps": ref, "response_mask": m}
+        had |= {"advantages": A, "epsilon": 0.2, "beta": 0.01}
+        return code.lines("influence_rlvr/gradients.py", 204, 227, **had).policy_loss_vector[0]
+
+    return loss
+
+
+META = Of(use_importance_ratio=True, use_clipping=True, clip_epsilon_low=0.2, clip_epsilon_high=0.2, kl_coefficient=0.0,
+          token_normalization="per_response")  # fmt: skip
+
+
+def meta(code: Fetched):
+    grpo = code.take("src/meta_rlvr/losses.py", "grpo_policy_loss", GRPOLossOutput=Of).grpo_policy_loss
+    return lambda log_prob, old_log_prob, advantages, mask: grpo(log_prob, old_log_prob, mask, advantages, META).loss
+
+
+def meta_tokens(code: Fetched):
+    grpo = code.take("src/meta_rlvr/losses.py", "token_grpo_policy_loss", GRPOLossOutput=Of).token_grpo_policy_loss
+    return lambda log_prob, old_log_prob, advantages, mask: grpo(log_prob, old_log_prob, mask, advantages, META).loss
+
+
+def history(name, **settings):
+    def wrap(code: Fetched):
+        file, function = f"src/history_of_rlvr/rl/algorithms/{name}/{name}.py", f"{name}_loss"
+        names = (function,) if name in ("dr_grpo", "gspo") else ("_reduce_loss", function)
+        theirs = vars(code.take(file, *names))[function]
+
+        def loss(log_prob, old_log_prob, advantages, mask):
+            return theirs(log_prob, old_log_prob, flat(advantages), mask, **settings)[0]
+
+        return loss
+
+    return wrap
+
+
+history_grpo, history_dapo, history_cispo, history_gspo = map(history, ("grpo", "dapo", "cispo", "gspo"))
+history_dr_grpo = history("dr_grpo", max_tokens=1)
+
+
+# ---- grpo ------------------------------------------------------------------------------------------------------------
+RANGO = "src/tactic_gen/grpo.py"
+
+
+def rango(function):
+    def wrap(code: Fetched):
+        theirs = vars(code.take(RANGO, "kl_unbiased", function))[function]
+
+        def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+            return theirs(log_prob, old_log_prob, ref_log_prob, advantages, mask)[0]
+
+        return loss
+
+    return wrap
+
+
+def per_row(one):
+    """Where it takes one advantage per response."""
+
+    def wrap(code: Fetched):
+        theirs = one(code)
+
+        def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+            return theirs(log_prob, old_log_prob, flat(advantages), mask, ref_log_prob)
+
+        return loss
+
+    return wrap
+
+
+rango_grpo, rango_dapo = per_row(rango("grpo_batch_loss")), per_row(rango("dapo_batch_loss"))
+rango_steps = rango("grpo_batch_loss_perstep")
+
+
+def rango_ppo(code: Fetched):
+    ppo = code.take(RANGO, "ppo_batch_loss").ppo_batch_loss
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        A = flat(advantages)
+        return ppo(log_prob, old_log_prob, torch.zeros_like(A), A, mask)[0]
+
+    return loss
+
+
+def eblanca(code: Fetched):
+    def loss(log_prob, old_log_prob, advantages, mask):
+        B, T = mask.shape
+        me = Of(delta=1.5, clip_epsilon=0.2, epsilon_high=0.3, use_kl=False, group_size=B)
+        had = {"log_probs_target": log_prob, "old_log_probs_target": old_log_prob, "advantages": flat(advantages)}
+        had |= {"self": me, "seq_len": T, "entropy_mask": None, "attention_mask": mask, "reference_logits": None}
+        return code.lines("src/grpo/algorithm.py", 189, 235, **had).loss
+
+    return loss
+
+
+# ---- agentic-rl ------------------------------------------------------------------------------------------------------
+YUYU = "scripts/grpo/grpo_update.py"
+
+
+def yuyu(code: Fetched):
+    def one(lp, A):
+        had = {"logp": lp, "mshift": torch.ones_like(lp), "n_asst": len(lp), "advantage": A[0], "lata": False}
+        made = code.lines(YUYU, 264, 265, **had)
+        return -made.sum_logp * A[0] / made.norm
+
+    return lambda log_prob, old_log_prob, advantages, mask: rows(one, mask, log_prob, advantages)
+
+
+def yuyu_batch(code: Fetched):
+    def loss(log_prob, old_log_prob, advantages, mask):
+        had = {"nll": -log_prob, "mshift": mask, "advs": flat(advantages), "lata": False, "device": "cpu"}
+        return code.lines(YUYU, 300, 304, **had).loss
+
+    return loss
+
+
+def bird(code: Fetched):
+    theirs = code.take("mini_agent_lighting/algorithm/mini_grpo.py", "MiniGRPO.compute_grpo_loss").compute_grpo_loss
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        return theirs(Of(beta=0.1), log_prob, old_log_prob, flat(advantages))
+
+    return loss
+
+
+def liuls(code: Fetched):
+    given = {"create_shifted_targets": lambda *_: None, "selected_logprobs": lambda logits, targets: logits}
+    theirs = code.take("rl/loss.py", "grpo_loss", GRPOLossOutput=Of, **given).grpo_loss
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        had = {"logits": log_prob, "tokens": None, "generator_logprobs": old_log_prob, "loss_mask": mask}
+        return theirs(**had, advantages=advantages).loss
+
+    return loss
+
+
+def listed(mask, *tensors):
+    """The unmasked tokens of each response, as lists of tensors."""
+    return [[row[m] for row, m in zip(x, mask, strict=True)] for x in tensors]
+
+
+def kmno_cispo(code: Fetched):
+    make = code.take("01-grpo/01-demo-sync.py", "make_cispo_loss_fn").make_cispo_loss_fn
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        lp, old, A = listed(mask, log_prob, old_log_prob, advantages)
+        return make([x.tolist() for x in old], [x.tolist() for x in A], 0.0, 4.0)(lp, lp)[0]
+
+    return loss
+
+
+def kmno(high, reduction):
+    def wrap(code: Fetched):
+        make = code.take("06-dapo/train.py", "_tensor_values", "make_ppo_loss_fn").make_ppo_loss_fn
+
+        def loss(log_prob, old_log_prob, advantages, mask):
+            lp, old, A = listed(mask, log_prob, old_log_prob, advantages)
+            fields = [{"logprobs": Of(data=x), "advantages": Of(data=a)} for x, a in zip(old, A, strict=True)]
+            every = [Of(datum=Of(loss_fn_inputs=f), completion_mask=[True] * len(x), completion_tokens=len(x))
+                     for f, x in zip(fields, old, strict=True)]  # fmt: skip
+            return make(every, Of(clip_low=0.8, clip_high=high, reduction=reduction))(every, lp)[0]
+
+        return loss
+
+    return wrap
+
+
+kmno_grpo, kmno_dapo = kmno(1.2, "sample"), kmno(1.28, "token")
+
+
+def kmno_gspo(code: Fetched):
+    make = code.take("07-gspo/loss.py", "make_gspo_loss_fn").make_gspo_loss_fn
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        lp, old = listed(mask, log_prob, old_log_prob)
+        metas = [Of(sampling_logprobs=x.tolist(), advantage=a.item(), completion_tokens=len(x))
+                 for x, a in zip(old, flat(advantages), strict=True)]  # fmt: skip
+        return make(metas, Of(clip_ratio_low=3e-4, clip_ratio_high=4e-4))(lp, lp)[0]
+
+    return loss
+
+
+# ---- post-training ---------------------------------------------------------------------------------------------------
+def uygarkurt(file, first, last, **settings):
+    def wrap(code: Fetched):
+        def loss(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+            had = {"new_logprobs": log_prob, "old_logprobs": old_log_prob, "advantage": flat(advantages)[:, None]}
+            had |= {"reference_logprobs": ref_log_prob, "rollout_masks": mask}
+            return code.lines(file, first, last, **had, **settings).grpo_loss
+
+        return loss
+
+    return wrap
+
+
+uygar_cuda = uygarkurt("cuda_backend/grpo_train.py", 365, 381, args=Of(clip_eps=0.2, kl_coef=0.02))
+uygar = uygarkurt("tutorials/grpo_minimal_pytorch.py", 512, 528, CLIP_EPSILON=0.2, KL_COEFFICIENT=0.02)
+
+
+def summed(file, name):
+    """A loss on the log-probability of whole responses."""
+
+    def wrap(code: Fetched):
+        theirs = vars(code.take(file, name))[name]
+        total = lambda x, mask: torch.where(mask, x, 0).sum(-1)
+
+        def loss(log_prob, old_log_prob, advantages, mask):
+            return theirs(total(log_prob, mask), total(old_log_prob, mask), flat(advantages))
+
+        return loss
+
+    return wrap
+
+
+ars = summed("src/core/ppo/loss.py", "ppo_loss")
+bobodict = summed("scripts/grpo_core.py", "clipped_grpo_loss")
