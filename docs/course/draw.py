@@ -66,7 +66,8 @@ def l00_memory():
     for name, c in (("naive", DOWN), ("upref.hidden", UP)):
         N, MB = zip(*((r[1], r[4]) for r in grown if r[0] == name), strict=True)
         right.plot(N, MB, "o-", color=c, lw=2)
-        right.text(N[-1], MB[-1], f"{name}  ", color=c, fontsize=9, ha="right", va="bottom")
+        right.annotate(f"{name}  ", (N[-1], MB[-1]), (0, 4), textcoords="offset points", color=c, fontsize=9,
+                       ha="right", va="bottom")  # fmt: skip
     right.set(xlabel="tokens", ylabel="MB beyond dh and dW", ylim=(0, None))
     title(right, f"{grown[0][2]:,} ids")
     return fig
@@ -149,14 +150,12 @@ def l04_clip():
     """DAPO's weight against r, for a good and a bad token."""
     fig, panels = axes(2, 3.7, 2.8)
     dapo, r = upref.get("dapo"), np.linspace(0.01, 2.5, 500)
-    for ax, A, c, text in zip(
-        panels, (1.0, -1.0), (UP, DOWN), ("A = +1, a good token", "A = −1, a bad token"), strict=True
-    ):
+    for ax, A, text in zip(panels, (1.0, -1.0), ("A = +1, a good token", "A = −1, a bad token"), strict=True):
         w = dapo.weight(r, np.full_like(r, A))
         bound = 1.28 if A > 0 else 0.8
         ax.plot(r, A * r, color=GREY, lw=1.2, ls=(0, (4, 3)))
         for part in (r < bound, r > bound):
-            ax.plot(r[part], w[part], color=c, lw=2.4)
+            ax.plot(r[part], w[part], color=PALETTE[0], lw=2.4)
         ax.axvspan(*((bound, 2.5) if A > 0 else (0, bound)), color="#EDEDED", zorder=0)
         ax.axvline(1, color="#888888", lw=0.7, ls=":")
         ax.text(*((1.9, 0.12) if A > 0 else (0.4, -1.3)), "clipped:\nno push", ha="center", fontsize=8.5,
@@ -192,7 +191,7 @@ def l05_cap():
     title(left, "how far its own gradient goes")
     x, ratios, own = _alone()
     right.plot(x, ratios, color=GREY, lw=2)
-    right.plot(x[own], ratios[own], color=UP, lw=2.6)
+    right.plot(x[own], ratios[own], color=PALETTE[0], lw=2.6)
     right.axhline(1.28, color="#888888", lw=0.8, ls=(0, (4, 3)))
     right.text(x[-1], 1.22, "its bound, 1.28", ha="right", va="top", fontsize=8.5)
     right.annotate("its own gradient\nends here", (x[own][-1], ratios[own][-1]), (12, 2.3), fontsize=8.5,
@@ -203,7 +202,7 @@ def l05_cap():
         ylabel="ratio r of a good token",
         ylim=(0.9, 5.2),
     )
-    title(right, "and how far the token went")
+    title(right, "and how far DAPO took a token")
     return fig
 
 
@@ -273,7 +272,7 @@ def l07_sequence():
     lr = torch.tensor([[0.1, -0.2, 0.05, float(np.log(3)), -0.1, -0.1, 0.05, -0.9]], dtype=torch.float64)
     lp = torch.full_like(lr, -1.2)
     b = upref.Rollouts(lp, lp - lr, torch.ones(1, 1, dtype=torch.float64), torch.ones(1, 8, dtype=torch.bool))
-    for i, (name, c, scale) in enumerate((("dapo", PALETTE[1], 1), ("gspo", PALETTE[0], 8))):
+    for i, (name, c, scale) in enumerate((("dapo", PALETTE[4], 1), ("gspo", PALETTE[0], 8))):
         w = upref.get(name).token_weights(b)[0] * scale
         right.bar(
             np.arange(8) + 0.36 * i - 0.18, w, 0.34, color=c, label=("each token its own r", "GSPO, one s for all")[i]
@@ -281,7 +280,7 @@ def l07_sequence():
         for t in (w == 0).nonzero()[:, 0].tolist():
             right.text(t + 0.36 * i - 0.18, 0.03, "0: clipped", color=c, fontsize=8, rotation=90, ha="center")
     right.set(xticks=range(8), ylim=(0, 1.75), xlabel="token of the response", ylabel="weight, A = +1")
-    right.set_xticklabels([f"{x:.2g}" for x in lr[0].exp()], fontsize=8)
+    right.set_xticklabels([f"{x:.2f}" for x in lr[0].exp()], fontsize=8)
     right.set_xlabel("r of the eight tokens")
     right.legend(frameon=False, fontsize=8.5, loc="upper left")
     title(right, "who is pushed")
@@ -295,7 +294,7 @@ def l08_aggregation():
     fig, (left, right) = axes(2, 3.8, 2.9)
     totals = Totals.of(mask)
     looks = (("token-mean", "token mean (DAPO)", PALETTE[0]), ("seq-mean-token-mean", "mean of means (GRPO)", UP),
-             ("seq-mean-token-sum-norm", "sum / constant (Dr. GRPO)", PALETTE[2]))  # fmt: skip
+             ("seq-mean-token-sum-norm", "sum / L, L = 8 (Dr. GRPO)", PALETTE[2]))  # fmt: skip
     for i, (name, text, c) in enumerate(looks):
         w = torch.as_tensor(row_weights(name, mask, totals, 8)).expand(4)
         left.bar(np.arange(2) + 0.26 * i - 0.26, [w[0], w[2]], 0.24, color=c, label=text)
@@ -351,7 +350,7 @@ def l10_runs():
     for ax, (key, text) in zip(panels, keys, strict=True):
         for name, c in zip(KEY, PALETTE, strict=False):
             y = [x[key] for x in runs.run(name)]
-            ax.plot(y, color=c, lw=1.8, label=name)
+            ax.plot(y, color=c, lw=1.8, label=name, ls=(0, (3, 3)) if name == "E" else "-")  # D is under it at 0
         ax.set(xlabel="batch", xlim=(0, len(y) - 1), ylim=(-0.03 * ax.get_ylim()[1], None))  # a line at 0 stays visible
         title(ax, text)
     fig.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
@@ -387,10 +386,11 @@ def l11_around():
                 errors.append(compared(goal, case, run(one, model, case)[0], BOUND).error)
         seen = [UP if e > BOUND else GREY for e in errors]
         ax.barh(range(len(bugs)), errors, color=seen)
-        ax.set(xscale="log", xlim=(1e-8, 10), yticks=range(len(bugs)), xlabel="error of the gradient")
+        ax.set(xscale="log", xlim=(1e-8, 10), yticks=range(len(bugs)), xlabel="error of the gradient / its norm")
         ax.set_yticklabels(list(bugs) if ax is panels[0] else [])
         ax.invert_yaxis()
         ax.axvline(BOUND, color=INK, lw=0.8, ls=":")
+        ax.text(BOUND, len(bugs) - 0.6, f" bound {BOUND:g}", fontsize=8.5, va="center")
         title(ax, text)
     return fig
 
