@@ -2,7 +2,8 @@
 """The smallest batch that still shows a finding, as Python that can be copied, with both gradients."""
 
 import math
-from collections.abc import Callable, Collection
+import random
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 import torch
@@ -48,6 +49,8 @@ def shrink(b: Rollouts, bad: Callable[[Rollouts], bool], at: tuple[int, int] | N
                 break
         else:
             size = size // 2 if size > 1 else 0
+    if b.mask.numel() > LONGEST:
+        b = next(filter(still, _few(b)), b)
     t = 0
     while t < b.mask.shape[1] and b.mask.shape[1] > 1:
         guess = cut(b, list(range(len(b.mask))), [u for u in range(b.mask.shape[1]) if u != t])
@@ -61,6 +64,15 @@ def shrink(b: Rollouts, bad: Callable[[Rollouts], bool], at: tuple[int, int] | N
             assert guess
             return guess
     return b
+
+
+def _few(b: Rollouts) -> Iterator[Rollouts | None]:
+    """The rows of a few groups, or a few rows: where no single one can be left out, many can be at once."""
+    rng, ids = random.Random(0), list(range(len(b.mask))) if b.group is None else b.group.tolist()
+    for n in (2, 3, 4, 6):
+        for _ in range(40):
+            some = rng.sample(sorted(set(ids)), min(n, len(set(ids))))
+            yield cut(b, [i for i, g in enumerate(ids) if g in some], None)
 
 
 def _try(b: Rollouts, **change) -> Rollouts | None:

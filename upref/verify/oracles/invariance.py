@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Oracles that need no reference: what must not change a loss's gradient, or change it in a known way."""
 
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,8 +11,7 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.foreign.names import CALLED
 from upref.rollouts import Rollouts
-from upref.verify.explain import alike, everywhere
-from upref.verify.factors import promised
+from upref.verify.explain import confirmed, everywhere, placed
 from upref.verify.measure import HABIT, Case
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, fail, note
@@ -172,20 +170,6 @@ def _moves(case: Case, b: Rollouts, i: Tensor) -> bool:
     return bool(moved(there, case.gradient(b)[i], b.mask[i], slack(case)).max() > 0)
 
 
-def _by_place(case: Case, b: Rollouts) -> str:
-    """Whether the reference, its groups taken for blocks of n rows, is what is found."""
-
-    def blocks(c: Rollouts, n: int) -> tuple[Tensor, Tensor]:
-        rows = replace(c, group=torch.arange(len(c.mask)) // n, totals=None)
-        return case.gradient(c), case.expected(c) * case.factors(rows, promised(case.o))
-
-    for n in range(2, len(b.mask)) if "group" in case.loss.reads else ():
-        with contextlib.suppress(InputError):  # a group of one
-            if alike(*blocks(b, n)) and everywhere(case, lambda c, n=n: blocks(c, n)):  # type: ignore[misc]
-                return f"groups are taken for blocks of {n} rows, whatever their ids"
-    return ""
-
-
 @oracle("permutation", 130)
 def permutation(case: Case) -> list[Finding]:
     b = off_bounds(case)
@@ -198,7 +182,8 @@ def permutation(case: Case) -> list[Finding]:
     if order is None:
         return []
     batch = example(case, shrink(b, lambda c: _moves(case, c, order(len(c.mask)))))
-    why = _by_place(case, b)
+    larger = [b.but(group=b.group // 2, totals=None)] if b.group is not None else []
+    why = next(filter(None, (confirmed(case, one, b, *larger) for one in placed(case))), "")
     says = "the same gradient, in that order", "another gradient"
     return [fail("permutation", "rows in another order", *says, batch, why)]
 
