@@ -25,8 +25,8 @@ R, MU, A = Symbol("r", positive=True), Symbol("mu", positive=True), Symbol("A", 
 # letter, what it does, the least and the largest value of its slider (what may be typed is the registry's to say)
 LETTERS: dict[str, tuple[str, str, float, float]] = {
     "eps": ("ε", "half the window around r = 1: beyond it, in the direction of A, a token has no gradient", 0, 1),
-    "eps_low": ("ε_low", "lower bound: below r = 1 − ε_low the gradient is 0, or the weight stays at 1 − ε_low", 0, 1),
-    "eps_high": ("ε_high", "upper bound: above r = 1 + ε_high the gradient is 0, or the weight stays at 1 + ε_high", 0, 1),
+    "eps_low": ("ε_low", "lower bound: below r = 1 − ε_low the weight is 0, or stays at 1 − ε_low", 0, 1),
+    "eps_high": ("ε_high", "upper bound: above r = 1 + ε_high the weight is 0, or stays at 1 + ε_high", 0, 1),
     "c": ("c", "dual clip: for A < 0 no gradient above r = c either", 1.05, 10),
     "delta": ("δ", "radius of the trust region, a divergence between π_old and π_θ in this one token", 0.001, 0.5),
     "lam": ("λ", "what a positive token weighs against a negative one", 0, 2),

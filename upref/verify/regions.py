@@ -41,7 +41,8 @@ def regions(case: Case, b: Rollouts, sign: float, A, ties, failing, r, bounds: l
     for lo, hi in runs:
         left = _end(case, sign, bounds, groups[lo - 1][1], groups[lo][0]) if lo else None
         right = _end(case, sign, bounds, groups[hi + 1][0], groups[hi][1]) if hi + 1 < len(groups) else None
-        text = "any r" if left is None and right is None else interval(left, right, 5).replace("<=", "<")  # a bound itself is a tie
+        text = "any r" if left is None and right is None else interval(left, right, 5)
+        text = text.replace("<=", "<")  # a bound itself is a tie
         tokens = side & (r >= groups[lo][0] * (1 - 1e-12)) & (r <= groups[hi][1] * (1 + 1e-12))
         yield Region(f"{NAMES[sign]}, {text}", sign, tokens, tuple(e for e in (left, right) if e is not None))
 
