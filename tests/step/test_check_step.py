@@ -54,6 +54,8 @@ def test_a_lazy_case_is_refused(model):
         check_step(right, model, "dapo", temperature=T, rows=rows)
     assert check_step(lambda m, r: policy_step(m, r, temperature=1.0), model, "dapo", temperature=1.0,
                       without=["temperature"])  # fmt: skip
+    with pytest.raises(upref.InputError, match="tpo weighs a response by its share of its group"):
+        check_step(right, model, "tpo", temperature=T)
 
 
 @pytest.mark.parametrize(
