@@ -453,3 +453,22 @@ def up_dapo_of(clamp):
         return -torch.where(mask, torch.where(A > 0, A * lp, J(old + clamp(lp - old), old, A)), 0).sum() / mask.sum()
 
     return loss
+
+
+@pytest.mark.parametrize(
+    ("name", "of", "cause"),
+    [
+        ("dapo", lambda d, old, A: J(old + d, old, A), "log r is clamped to ±10"),
+        ("cispo", lambda d, old, A: sg(d.exp().clamp(max=5)), "log r is clamped to -10 and above in a constant weight"),
+    ],
+)
+def test_a_clamp_is_said_once_and_its_bound_is_round(name, of, cause):
+    """By the oracle that looks for it, not by those whose batches have far ratios too."""
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        lp, old, A = calm(mask, log_prob, old_log_prob, advantages[:, None])
+        J = of((lp - old).clamp(-10, 10), old, A)
+        return -torch.where(mask, J if name == "dapo" else J * A * lp, 0).sum() / mask.sum()
+
+    hp = {} if name == "dapo" else {"eps_high": 4.0}
+    assert [(f.oracle, f.cause) for f in upref.check(loss, name, **hp).failures] == [("extremes", cause)]

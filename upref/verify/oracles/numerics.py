@@ -168,10 +168,13 @@ def _clamp(case: Case, hits: list[tuple[float, float, float, float]]) -> str:
                 middle = (good + bad) / 2
                 wrong = case.off(case.ready(column(A, [math.exp(side * middle)]))).max() > HABIT
                 good, bad = (good, middle) if wrong else (middle, bad)
-            ends[side] = side * float(f"{bad:.6g}")
-    low, high = ends[-1], ends[1]
-    said = f"to ±{high:g}" if low == -high else f"at {high:g}" if low == -math.inf else f"to {low:g} and above"
-    said = said if math.inf in (-low, high) or low == -high else f"to [{low:g}, {high:g}]"
+            ends[side] = side * bad
     far = case.ready(clamped()), case.beyond("ratios")
-    faults = clamp_faults(case.o, case.hp, low, high, said)
-    return next(filter(None, (confirmed(case, one, *far) for one in faults)), "")
+    for digits in (2, 6):  # a small difference shows only beyond the bound itself, which is a round number
+        low, high = (float(f"{ends[side]:.{digits}g}") for side in (-1, 1))
+        said = f"to ±{high:g}" if low == -high else f"at {high:g}" if low == -math.inf else f"to {low:g} and above"
+        said = said if math.inf in (-low, high) or low == -high else f"to [{low:g}, {high:g}]"
+        faults = clamp_faults(case.o, case.hp, low, high, said)
+        if cause := next(filter(None, (confirmed(case, one, *far) for one in faults)), ""):
+            return cause
+    return ""

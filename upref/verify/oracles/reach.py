@@ -17,7 +17,7 @@ from upref.verify.oracles.invariance import moved, slack
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import as_python, cut, example, shrink, worst
 from upref.weights.axes import AXES, NEGATIVE, renamed
-from upref.weights.batches import CLAMPS, anchor
+from upref.weights.batches import LOG_R, anchor
 
 TOO_LONG = 0.8  # seconds: a loss that would take longer for a batch is not asked for it
 LINES = 100_000  # of Python, for a loss that goes through all ids up to the largest
@@ -119,7 +119,7 @@ def _off(case: Case, b: Rollouts, found: Tensor | None = None) -> Tensor:
     apart, expected = apart.masked_fill(beyond_range(case, b, found), 0), case.expected(b)
     edge = case.moves(b, expected, sums) > 1e-3 * torch.maximum(expected.abs(), b.adv.abs())
     if "extremes" in case.failed:  # said already, with the clamp
-        edge |= case.ratio(b).log().abs() > CLAMPS[0]
+        edge |= case.ratio(b).log().abs() > LOG_R[-1]
     return apart.masked_fill(edge | ~expected.isfinite(), 0)
 
 
