@@ -173,6 +173,7 @@ PITFALLS = {
 def test_known_pitfalls(case):
     identity = upref.identify(case.function)
     assert identity.kind == "pitfall" and PITFALLS[case.function.__name__] in identity.why
+    assert "elsewhere" not in identity.why, identity
     assert identity.name == case.objective or case.function.__name__ == "normalised_twice"
 
 

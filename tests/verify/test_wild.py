@@ -171,10 +171,12 @@ def test_another_size_and_aggregation_are_both_named():
 
 
 LACKS = "a KL term is subtracted that {} does not have: {}"
+K1 = "0.0{} k1, to any policy; {} of the sampled tokens has this gradient too"  # which is 1
 KL = {
-    reinforce_and_k1: "meant as reinforce, but: " + LACKS.format("reinforce", "0.04 k1"),
-    grpo_and_k1_flipped: "meant as grpo(eps=0.2), but: a KL term is added to J that grpo does not have: 0.01 k1",
-    ppo_and_k1_to_old: "meant as ppo_clip(eps=0.2), but: " + LACKS.format("ppo_clip", "0.01 k1"),
+    reinforce_and_k1: "meant as reinforce, but: " + LACKS.format("reinforce", K1.format(4, "an entropy bonus")),
+    grpo_and_k1_flipped: "meant as grpo(eps=0.2), but: a KL term is added to J that grpo does not have: "
+    + K1.format(1, "a bonus on the likelihood"),
+    ppo_and_k1_to_old: "meant as ppo_clip(eps=0.2), but: " + LACKS.format("ppo_clip", K1.format(1, "an entropy bonus")),
     dapo_and_k3: "meant as dapo(eps_low=0.2, eps_high=0.3), but: " + LACKS.format("dapo", "0.01 k3"),
 }
 

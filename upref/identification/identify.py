@@ -3,7 +3,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from upref.rollouts import Rollouts
 from upref.verify.explain import fits, reproduces
 from upref.verify.factors import promised
 from upref.verify.faults import known
-from upref.verify.faults.losses import LossFault, fault
+from upref.verify.faults.losses import LossFault, fault, lacking
 from upref.verify.match import Candidate, candidate, compared, every, in_range
 from upref.verify.measure import SINGLE, Case, unit_weights
 from upref.verify.oracles.conduct import in_training, mutation
@@ -78,22 +78,27 @@ def _identified(loss: Loss, start: float) -> Identity:
         if (near := _again(loose, tried)) and near[0].own:
             box, matches = loose, near
     if matches:
-        wrong = _faults(box, matches[0], grids) or _beyond(box, matches[0])
+        wrong = _faults(box, matches[0], grids)
+        wrong += _beyond(box, matches[0]) if matches[0].own and not wrong else _claimed(box, matches[0])
         return _answer(box, start, "pitfall" if wrong else _kind(matches[0]), matches, "; ".join(wrong))
     if box.scale != 1 and not box.coupled:  # a cap below 1 scales what is on policy
         whole = box.unscaled()
         if matches := _fitting(whole, [compared(c.o, whole) for c in tried], grids):
-            return _answer(whole, start, _kind(matches[0]), matches, "; ".join(_faults(whole, matches[0], grids)))
+            wrong = _faults(whole, matches[0], grids) + _claimed(whole, matches[0])
+            return _answer(whole, start, _kind(matches[0]), matches, "; ".join(wrong))
     other = termed(box)
     if other and (matches := _fitting(other, _candidates(other), grids)):
-        return _answer(other, start, "pitfall", matches, "; ".join(_faults(other, matches[0], grids)))
+        wrong = _faults(other, matches[0], grids) + _claimed(other, matches[0])
+        return _answer(other, start, "pitfall", matches, "; ".join(wrong))
     nearest = _nearest(box, tried + (_plain(box) if box.coupled else []), grids)
     if nearest.distance <= SINGLE and nearest.name:  # its curve has jumps that rounding makes, its gradients have not
         wrong = _faults(box, nearest, grids)
         named = answer("pitfall" if wrong else _kind(nearest), [nearest], "; ".join(wrong))
         return replace(named, contract=[*named.contract, "a part of it in float32: compared to 2e-5"])
     if found := _pitfall(box, get(nearest.name), grids):
-        return answer("pitfall", [found[0]], "; ".join([found[1].words, *_term(box, found[0])]))
+        match, one, case, k = found
+        more = _limits(box, case, lambda b: k * (one.change.weights(case.o, case.hp, b) + box.kl_weights(b)))
+        return answer("pitfall", [match], "; ".join([one.words, *_term(box, match), *more]))
     return answer("none", [nearest], "")
 
 
@@ -229,8 +234,7 @@ def _term(box: BlackBox, m: Match) -> list[str]:
     """A KL term that is not the objective's."""
     if not box.kl or m.same_kl:
         return []
-    done = "subtracted" if box.beta > 0 else "added to J"
-    return [f"a KL term is {done} that {m.name} does not have: {abs(box.beta):.7g} {box.kl}"]
+    return [lacking(get(m.name), box.beta, box.kl)]
 
 
 def _against(box: BlackBox, m: Match) -> Case:
@@ -258,8 +262,37 @@ def _beyond(box: BlackBox, m: Match) -> list[str]:
     return []
 
 
-def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Match, LossFault] | None:
-    """A known fault on the clip that the jumps suggest, else on the nearest objective."""
+@dataclass
+class Claim(Case):
+    """A Case of which the weights are what is said of the loss: an objective with a fault in it."""
+
+    said: Callable[[Rollouts], Tensor] = lambda b: b.logp
+
+    def expected(self, b: Rollouts) -> Tensor:
+        return self.said(b)
+
+
+def _claimed(box: BlackBox, m: Match) -> list[str]:
+    """Where the match, with its factor and KL term, is not what the loss does."""
+    case = _against(box, m)
+    plain = {k: v for k, v in case.hp.items() if k != "beta"}
+    return _limits(box, case, lambda b: box.scale * (unit_weights(case.o, b, plain) + box.kl_weights(b)))
+
+
+def _limits(box: BlackBox, case: Case, said: Callable[[Rollouts], Tensor]) -> list[str]:
+    """What unusual inputs show of a loss that has these weights on ordinary ones."""
+    if box.near >= LOOSE or box.coupled:
+        return []
+    claim = Claim(**{f.name: getattr(case, f.name) for f in fields(case)}, said=said)
+    for axis in (*ASKED, *["reference"] * bool(box.kl)):
+        if found := [f for f in look(claim, axis, case.beyond(axis), ()) if f.severity == "failure"]:
+            return [f"it differs elsewhere: {found[0].regime}: this gives {found[0].expected}, {found[0].found} found"]
+    return []
+
+
+def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Match, LossFault, Case, float] | None:
+    """A known fault on the clip that the jumps suggest, else on the nearest objective; with the case that has it, and
+    the factor."""
     bounds = sorted({round(r, 9) for A in SIGNS for r in box.bounds(A)})
     low = next((1 - x for x in reversed(bounds) if 0 < x < 1), None)  # nearest to 1: a guard is farther
     high = next((x - 1 for x in bounds if 1 < x < 10), None)
@@ -293,7 +326,7 @@ def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Matc
                 o = get(one.meant)
                 hp = clip = {k: v for k, v in {"eps_low": low, "eps_high": high}.items() if k in o.hyperparameters}
             used = {k: v for k, v in hp.items() if clip.get(k) is not None}
-            return Match(o.name, used, _agg(box) or case.agg, _own(box, o), not box.kl, 0.0, 0.0), one
+            return Match(o.name, used, _agg(box) or case.agg, _own(box, o), not box.kl, 0.0, 0.0), one, case, k
     return None
 
 

@@ -19,7 +19,7 @@ from upref.rollouts import Rollouts
 from upref.transforms import CORRECTIONS, up
 from upref.verify.factors import FACTORS, promised
 from upref.verify.faults import known
-from upref.verify.faults.losses import LossFault, fault, kl_faults, term_slope, terms
+from upref.verify.faults.losses import LossFault, fault, kl_faults, lacking, term_slope, terms
 from upref.verify.measure import Case, kl_slope, unit_weights
 from upref.weights.batches import OFF_EDGES, anchor, off, random_batch
 
@@ -199,8 +199,7 @@ def _other_kl(case: Case, b: Rollouts, found: Tensor, use: Tensor) -> Iterator[L
         if name == o.kl:
             yield fault(_said({"beta": beta}, case.hp), "hyperparameter", hp={"beta": beta})
         elif not case.hp.get("beta"):
-            done = "subtracted" if beta > 0 else "added to J"
-            yield fault(f"a KL term is {done} that {o.name} does not have: {abs(beta):.6g} {name}", "term",
+            yield fault(lacking(o, beta, name), "term",
                         weigh=lambda b, beta=beta, name=name: rest(b) - beta * term_slope(name, b))  # fmt: skip
 
 

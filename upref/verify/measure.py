@@ -127,13 +127,14 @@ class Case:
 
     @property
     def per_response(self) -> Objective:
-        """For the grid alone: one advantage per response where the loss cannot take more."""
-        o = self.o
-        return o if self.loss.adv_shape == "BT" or o.level in REDUCE else replace(o, agg="seq-mean")
+        """For the grid alone: one advantage per response where no more is asked."""
+        return replace(self.o, agg="seq-mean") if self.one_adv and self.o.level not in REDUCE else self.o
 
     @property
     def one_adv(self) -> bool:
-        return self.o.one_adv or self.loss.adv_shape != "BT"
+        """Also where the paper's action is the whole response: RLOO, W-REINFORCE."""
+        whole = self.o.agg == "seq-mean-token-sum" and self.o.adv in ("leave_one_out", "signed")
+        return self.o.one_adv or whole or self.loss.adv_shape != "BT"
 
     def ready(self, b: Rollouts) -> Rollouts:
         """Masked slots hold numbers that could pass for tokens; a reference policy; no groups for who takes none."""

@@ -34,8 +34,9 @@ def regions(case: Case, b: Rollouts, sign: float, A, ties, failing, r, bounds: l
         yield Region(f"{NAMES[sign]}, any r", sign, side, ())
         return
     groups = _groups(xs, bad)
+    wrong_at = lambda x: bool((case.off(case.ready(column(sign, np.array([x])))) > case.tol).any())  # by the ratio
     runs = _runs([f for *_, f in groups])
-    if len(runs) > 3:
+    if len(runs) > 3 or any(0 < lo == hi < len(groups) - 1 and not wrong_at(groups[lo][0]) for lo, hi in runs):
         yield Region(f"{NAMES[sign]}, scattered r", sign, side, ())
         return
     for lo, hi in runs:

@@ -118,11 +118,12 @@ for _i, _kind in enumerate(MOSTLY):
         _ALL, words="the same where most is " + ", ".join(MOSTLY), mostly=_kind, single="alone" if _i % 2 else ""
     )
 NEGATIVE, COLLIDE = "that are negative", math.lcm(*range(1, 13), 64, 100)
+SAME = math.lcm(2**32, 10**6)
 NAMED: dict[str, Callable[[Tensor], Tensor]] = {  # group ids
     "with gaps": lambda g: 7 + 300 * g,
     NEGATIVE: lambda g: -1 - g,
     "equal modulo 2 to 12, 64 and 100": lambda g: 11 + COLLIDE * g,
-    "beyond 2^40, some equal in 32 bits": lambda g: 2**40 + g % 2 + 2**32 * (g // 2),
+    "beyond 2^40, some equal in 32 bits and modulo 10^6": lambda g: 2**40 + g % 2 + SAME * (g // 2),
 }
 
 

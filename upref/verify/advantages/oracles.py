@@ -15,7 +15,7 @@ from upref.verify.advantages.sizes import shift_and_scale
 from upref.verify.exact import EVEN, SINGLE, UNEVEN, Batch, near
 from upref.verify.oracle import Not, Oracle, oracle, untouched
 from upref.verify.report import Finding, fail, note
-from upref.weights.axes import COLLIDE
+from upref.weights.axes import COLLIDE, SAME
 
 LARGE_EPS = 1e-3  # beside rewards of 0 and 1, whose std is near 1/2
 LINES = 100_000  # of Python that a call with large prompt ids may run: a loop up to the largest id has more
@@ -23,6 +23,7 @@ IDS = {
     "with gaps": (3, 3000, 40),
     "below 0": (-7, 5, -2),
     "equal modulo 2 to 12, 64 and 100": tuple(11 + COLLIDE * g for g in range(3)),
+    "equal in 32 bits and modulo 10^6": (7, 7 + SAME, 7 + 2 * SAME),
     "above 2^53": (2**60, 2**60 + 1, 2**60 + 2),
 }
 

@@ -136,6 +136,8 @@ KL_FORMS: tuple[tuple[str, str, Callable[..., Callable]], ...] = (
 )  # fmt: skip
 KL_TERMS = {name: lambda x, ref, old, mu, k=k: k(x, ref) for name, k in kl.ESTIMATORS.items()}
 KL_TERMS |= {f"{name} ({how})": form(k) for name, k in kl.ESTIMATORS.items() for _, how, form in KL_FORMS}
+for _how in ("to π_old", "to μ"):
+    del KL_TERMS[f"k1 ({_how})"]  # the gradient of k1 is 1, whatever the other policy
 
 
 def term_slope(f: str | Callable[..., Tensor], b: Rollouts) -> Tensor:
@@ -151,8 +153,15 @@ def term_slope(f: str | Callable[..., Tensor], b: Rollouts) -> Tensor:
 def terms(first: str, reads: frozenset[str]) -> list[str]:
     """The names of KL_TERMS that a loss which reads these can have: this one, then the usual ones."""
     can = {"μ": "logp_sampler" in reads, "π_old": True, "": "logp_ref" in reads}
-    of = lambda name: can[next(k for k in can if name.endswith(f"to {k})") or not k)]
+    of = lambda name: name == "k1" or can[next(k for k in can if name.endswith(f"to {k})") or not k)]
     return sorted(filter(of, KL_TERMS), key=lambda k: (k != first, k not in kl.ESTIMATORS))
+
+
+def lacking(o: Objective, beta: float, name: str) -> str:
+    """Words for a KL term that the objective does not have."""
+    done, bonus = ("subtracted", "an entropy bonus") if beta > 0 else ("added to J", "a bonus on the likelihood")
+    any_policy = f", to any policy; {bonus} of the sampled tokens has this gradient too"
+    return f"a KL term is {done} that {o.name} does not have: {abs(beta):.7g} {name}{any_policy * (name == 'k1')}"
 
 
 def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
@@ -224,6 +233,14 @@ def _own(o: Objective, hp: dict[str, Any]) -> Term:
     return lambda lp, old, A, m: o.unreduced(lp, old, A, m, torch.ones_like(lp), **own)
 
 
+def _ends(o: Objective, hp: dict[str, Any], side: str) -> list[bool]:
+    """Whether the objective's term has a gradient on that side of its clip: at a ratio of 1, and far beyond a bound."""
+    lp, old = torch.tensor([[-0.01], [-21.0 if side == "lower" else -0.01]]), torch.tensor([[-0.01], [-0.01]])
+    old = old if side == "lower" else torch.tensor([[-0.01], [-21.0]])
+    A, one = torch.full_like(lp, -1.0 if side == "lower" else 1.0), torch.ones_like(lp, dtype=torch.bool)
+    return (_slope(_own(o, hp), Rollouts(lp, old, A, one)) != 0).flatten().tolist()
+
+
 def by_token(x: Tensor, lp: Tensor) -> Tensor:
     """x, with the gradient of each token's own log-probability, as GSPO-token has it."""
     return sg(x) + lp - sg(lp)
@@ -293,8 +310,17 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
     yield made("advantage", "positive advantages are dropped", lambda lp, old, A, m: j(lp, old, A.clamp(max=0), m))
     yield made("advantage", "the branches of the two signs of A are exchanged",
                lambda lp, old, A, m: -j(lp, old, -A, m))  # fmt: skip
-    yield made("clip", "the clip has no lower side", form(lambda r, A, lp: minimum(r * A, r.clamp(max=1 + hi) * A)))
-    yield made("clip", "the clip has no upper side", form(lambda r, A, lp: minimum(r * A, r.clamp(min=1 - lo) * A)))
+    for side, here, there, kept in (
+        ("lower", "A < 0", f"above {1 + hi:g} where A > 0", {"max": 1 + hi}),
+        ("upper", "A > 0", f"below {1 - lo:g} where A < 0", {"min": 1 - lo}),
+    ):
+        near, far = _ends(o, hp, side)
+        said = f"the clip has no {side} side"
+        if not near:
+            said = f"where {here} the ratio multiplies A, though {o.name} has no term there"
+        elif far:  # the objective's has none either
+            said = f"the ratio multiplies A, without a bound where {here}, without a gradient {there}"
+        yield made("clip", said, form(lambda r, A, lp, kept=kept: minimum(r * A, r.clamp(**kept) * A)))
     yield made("clip", "only positive advantages are clipped", form(lambda r, A, lp: where(A > 0, ppo(r, A), r * A)))
     yield made("clip", "only negative advantages are clipped", form(lambda r, A, lp: where(A < 0, ppo(r, A), r * A)))
     yield made("clip", "the clip is that of PPO on both sides", form(lambda r, A, lp: ppo(r, A)))
