@@ -130,16 +130,14 @@ def _kl_aggregated(case: Case) -> Iterator[LossFault]:
                 w = unit_weights(o, b, case.plain_hp | {"beta": 0.0})
                 return w - beta * kl_slope(o.kl, b) * (case.factors(b, name) / case.factors(b))
 
-            yield fault(
-                f"the KL term has another aggregation than the rest: {name}", "term", weigh=otherwise, whole=True
-            )
+            words = f"the KL term has another aggregation than the rest: {name}"
+            yield fault(words, "term", weigh=otherwise, whole=True)
 
 
 def placed(case: Case) -> Iterator[LossFault]:
     """Groups that are taken for blocks of n rows, or of B over the number of groups."""
-
-    def rows(b: Rollouts, n: int) -> Tensor:
-        return torch.arange(len(b.mask)) // (n or -(-len(b.mask) // (1 if b.group is None else len(b.group.unique()))))
+    of = lambda b: 1 if b.group is None else len(b.group.unique())
+    rows = lambda b, n: torch.arange(len(b.mask)) // (n or -(-len(b.mask) // of(b)))
 
     def weigh(b: Rollouts, n: int) -> Tensor:
         there = b.but(group=rows(b, n), totals=None)
@@ -194,13 +192,11 @@ def _other_kl(case: Case, b: Rollouts, found: Tensor, use: Tensor) -> Iterator[L
     for name in terms(o.kl, case.loss.reads):
         d = term_slope(name, b)[zero]
         beta = -(found[zero] @ d / (d @ d)).item() if d.any() else 0.0
-        if not abs(beta) > case.tol:
-            continue
-        if name == o.kl:
+        if name == o.kl and abs(beta) > case.tol:
             yield fault(_said({"beta": beta}, case.hp), "hyperparameter", hp={"beta": beta})
-        elif not case.hp.get("beta"):
-            yield fault(lacking(o, beta, name), "term",
-                        weigh=lambda b, beta=beta, name=name: rest(b) - beta * term_slope(name, b))  # fmt: skip
+        elif abs(beta) > case.tol and not case.hp.get("beta"):
+            weigh = lambda b, beta=beta, name=name: rest(b) - beta * term_slope(name, b)
+            yield fault(lacking(o, beta, name), "term", weigh=weigh)
 
 
 def _said(moved: dict[str, Any], hp: dict[str, Any]) -> str:
