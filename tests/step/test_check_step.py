@@ -54,7 +54,7 @@ def test_a_lazy_case_is_refused(model):
         check_step(right, model, "dapo", temperature=T, rows=rows)
     assert check_step(lambda m, r: policy_step(m, r, temperature=1.0), model, "dapo", temperature=1.0,
                       without=["temperature"])  # fmt: skip
-    with pytest.raises(upref.InputError, match="tpo weighs a response by its share of its group"):
+    with pytest.raises(upref.InputError, match="tpo needs the prompt of each response and its share"):
         check_step(right, model, "tpo", temperature=T)
 
 

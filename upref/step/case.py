@@ -66,8 +66,8 @@ def meant(
     """The goal, its numbers checked."""
     o = objective if isinstance(objective, Objective) else get(objective)
     if "group" in o.reads:
-        raise InputError(f"{o.name} weighs a response by its share of its group, which rounding decides on the random "
-                         "models of a step check: check the loss with upref.check.")  # fmt: skip
+        raise InputError(f"{o.name} needs {o.needs[0]} and its share of the group, which rounding decides on the "
+                         "random models of a step check: check the loss with upref.check.")  # fmt: skip
     if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < 1e6:
         raise InputError(f"temperature must be a finite number above 0, the sampler's, got {temperature!r}.")
     if "beta" in hp:
