@@ -143,7 +143,8 @@ def one(f: Found) -> str:
 def what(c: Contrast) -> str:
     arms = (" / " if c.ratio else " − ").join(c.arms)
     where = f" ({c.set})" if c.set != "test" else ""
-    claimed = f"within ×{c.within:g}" if c.within else f"{'>' if c.more_than is not None else '<'} {c.bound:g}"
+    bound = c.bound * (100 if c.metric in POINTS and not c.ratio else 1)
+    claimed = f"within ×{c.within:g}" if c.within else f"{'>' if c.more_than is not None else '<'} {bound:g}"
     return f"{c.metric}{where} {c.at} {arms} {claimed}"
 
 
