@@ -50,7 +50,7 @@ def shrink(b: Rollouts, bad: Callable[[Rollouts], bool], at: tuple[int, int] | N
         else:
             size = size // 2 if size > 1 else 0
     if b.mask.numel() > LONGEST:
-        b = next(filter(still, _few(b)), b)
+        b = next((guess for guess in _few(b) if guess and still(guess)), b)
     t = 0
     while t < b.mask.shape[1] and b.mask.shape[1] > 1:
         guess = cut(b, list(range(len(b.mask))), [u for u in range(b.mask.shape[1]) if u != t])
