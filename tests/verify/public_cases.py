@@ -336,6 +336,7 @@ BOXES = [
     ("divergence_mask", ["delta=0.15", "delta=0.2"], "dppo_tv", {"delta": 0.2}),
     ("preserved", ["0.2, clip_ratio_high=0.28", "0.15, clip_ratio_high=0.3"], "gppo", {"eps_low": 0.15, "eps_high": 0.3}),
     ("vanilla", ["ratio = torch.exp(negative_approx_kl)", "ratio = torch.exp(negative_approx_kl); advantages = advantages * torch.sigmoid(-old_log_prob)"], "", {}),
+    ("vanilla", ["    negative_approx_kl = log_prob", "    response_mask = response_mask * torch.cat([response_mask[:, 1:], response_mask[:, :1] * 0], 1)\n    negative_approx_kl = log_prob"], "", {}),
     ("soft", ["torch.sigmoid(temperatures * (coef_1 - 1)) * 4 / temperatures", "torch.atan(coef_1)"], "", {}),
     ("cispo", ["torch.clamp(coef_1, max=1 + epsilon_high)", "(coef_1 / (1 + coef_1 / epsilon_high))"], "", {}),
     ("sequence", ["seq_ratio = torch.exp(log_seq_ratio)", "seq_ratio = torch.sqrt(1 + log_seq_ratio**2)"], "refused", {}),

@@ -256,8 +256,9 @@ def _may_be_0(key: str) -> bool:
 
 
 def candidate(o: Objective, box: BlackBox) -> Candidate | None:
-    """None where the objective reads what the loss does not, or the other way round."""
-    if o.reads_mu != box.reads_mu or ("entropy" in o.reads) != box.reads_entropy or bool(o.coupled) != box.coupled:
+    """None where the objective reads what the loss does not, or the other way round; points have no groups."""
+    reads = o.reads_mu, "entropy" in o.reads, bool(o.coupled)
+    if "group" in o.reads or reads != (box.reads_mu, box.reads_entropy, box.coupled):
         return None
     try:
         return compared(o, box)
