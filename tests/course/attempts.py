@@ -83,6 +83,8 @@ ATTEMPTS: dict[int, list[tuple[str, str, str]]] = {
         ("torch.minimum(r * A, r.clamp(1 - eps_low, 1 + eps_high) * A)",
          "torch.minimum(r * A, r.clamp(1 - eps_low, 1 + eps_high) * A).maximum(torch.where(A < 0, 10 * A, -9e9))",
          "a dual clip"),
+        ("torch.minimum(r * A, r.clamp(1 - eps_low, 1 + eps_high) * A)",
+         "(torch.minimum(r * A, r.clamp(1 - eps_low, 1 + eps_high) * A) / r * r.detach())", "the gradient cancels"),
     ],
     5: [
         ("    return max(0, p - (1 - eps_low) * mu)",

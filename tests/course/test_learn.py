@@ -67,6 +67,22 @@ def test_a_wrong_attempt_is_told_what_is_wrong(asked, n, i):
     assert status == 1 and words in said, said
 
 
+LATE = [(3, "lp - lp_old", "(lp - lp_old).clamp(max=3)"), (4, "1 + eps_high", "1.2799"),
+        (6, "1 - eps_low", "0.79999"), (7, "1 - eps_low", "1 - 0.00031")]  # fmt: skip
+
+
+@pytest.mark.parametrize("n, old, new", LATE)
+def test_one_sign_at_every_stage(asked, n, old, new):
+    """What only `upref check` finds is shown as what the exercise's own batches find: as the loss's gradient by lp."""
+    said = asked(n, SOLUTION[n].replace(old, new))[1]
+    assert said.count("gradient by lp [") == 2 and "lp_old = torch.tensor([" in said and "dJ" not in said, said
+
+
+def test_the_lesson_is_a_file_that_is_there(asked):
+    asked(4)
+    assert Path(asked(4)[1].split("the lesson is ")[1].rstrip(".")).is_file()
+
+
 @lessons
 def test_three_wrong_attempts_at_least(n):
     assert sum(n == m for m, _ in WRONG) >= 3

@@ -114,22 +114,23 @@ def audit_table(args) -> int:
 
 
 def learn(args) -> int:
+    here = Path.cwd()
+    if args.lesson and sys.stderr.isatty() and (here / f"lesson{args.lesson:02d}.py").exists():
+        print(f"checking lesson{args.lesson:02d}.py ...", file=sys.stderr)  # before torch is imported
     from upref import course
 
-    here = Path.cwd()
     if args.lesson is None:
         rows = [e.facts() | {"here": (here / e.file).exists()} for e in course.exercises()]
         if args.json:
             print(json.dumps(rows, indent=1, ensure_ascii=False))
             return 0
-        words = [[str(r["lesson"]), r["title"], r["page"], r["file"] if r["here"] else ""] for r in rows]
-        _table(["", "lesson", "page", "your file"], words)
+        words = [[str(r["lesson"]), r["title"], r["file"] if r["here"] else ""] for r in rows]
+        _table(["", "lesson", "your file"], words)
+        print(f"The lessons: {course.located('docs/course/README.md')}")
         print("`upref learn 1` writes the exercise of lesson 1 into this folder; once it is there, judges it.")
         return 0
     e = course.exercise(args.lesson)
     if not course.write(e, here):
-        if sys.stderr.isatty():
-            print(f"checking {e.file} ...", file=sys.stderr)
         return _answer(args, course.judge(e, here))
     said = f"{e.file}: written. Fill the hole, the line with `...`; then `upref learn {e.number}` judges it."
     print(json.dumps(e.facts(), ensure_ascii=False) if args.json else f"{said} The lesson: {e.lesson}")

@@ -9,12 +9,14 @@ import ast
 from pathlib import Path
 
 from upref.course import lessons
-from upref.course.exercise import Exercise
+from upref.course.exercise import Exercise, located
 from upref.course.verdict import Answer, judged, unfilled
 from upref.errors import InputError
 from upref.files import write_atomically
 from upref.foreign.load import load
 from upref.verify.oracle import found_in
+
+__all__ = ["Answer", "exercise", "exercises", "judge", "judged", "located", "unfilled", "write"]
 
 
 def exercises() -> list[Exercise]:

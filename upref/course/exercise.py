@@ -1,15 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an exercise is: a function to be filled in, the right one, small batches, and the mistakes that are known."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import metadata
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlparse
 
+import upref
+from upref.rollouts import Rollouts
 from upref.verify.faults import Fault
 
 FILES = Path(__file__).parent / "exercises"
+
+
+def located(page: str) -> str:
+    """A page of the repository: its file in the checkout that upref was installed from, else its address."""
+    try:
+        installed = distribution("upref-rl")
+    except PackageNotFoundError:
+        links, source = [], ""
+    else:
+        links = installed.metadata.get_all("Project-URL") or []
+        source = json.loads(installed.read_text("direct_url.json") or "{}").get("url", "")
+    for checkout in (Path(upref.__file__).parents[1], Path(unquote(urlparse(source).path) or "/")):
+        if (checkout / page).exists():
+            return str(checkout / page)
+    home = next((link.partition(", ")[2] for link in links if link.startswith("Homepage")), "")
+    return f"{home}/blob/main/{page}" if home else f"{page} in the repository of upref"
 
 
 @dataclass(frozen=True)
@@ -35,6 +55,7 @@ class Exercise:
     gradient: str = ""  # the argument whose gradient is compared; "" where there is none
     value: bool = False  # whether the value is compared
     proof: Callable[[Callable], Any] | None = None  # the library's own check, once every batch agrees: a Report
+    arguments: Callable[[Rollouts], dict[str, Any]] | None = None  # the function's, of a batch that the proof shows
     hidden: bool = False  # whether the right answer is kept back
     hint: Callable[[Batch, Any], str] = field(default=lambda batch, got: "")  # where no fault fits
 
@@ -49,10 +70,8 @@ class Exercise:
 
     @property
     def lesson(self) -> str:
-        """Where the lesson is: its address where the release has one, else its file in the repository."""
-        links = metadata("upref-rl").get_all("Project-URL") or []
-        home = next((link.partition(", ")[2] for link in links if link.startswith("Homepage")), "")
-        return f"{home}/blob/main/{self.page}" if home else f"{self.page} in the repository of upref"
+        """Where the lesson is: the file of the checkout that is installed, or its address, or its path there."""
+        return located(self.page)
 
     def facts(self) -> dict[str, Any]:
         return {"lesson": self.number, "title": self.title, "page": self.page, "file": self.file}

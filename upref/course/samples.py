@@ -9,6 +9,7 @@ import torch
 
 from upref.course.exercise import Batch
 from upref.registry import Objective, get
+from upref.rollouts import Rollouts
 from upref.verify.check import check
 from upref.verify.report import Report
 
@@ -17,6 +18,11 @@ def batch(shows: str, p: list[float], mu: list[float], A: list[float]) -> Batch:
     """lp, lp_old and A of samples whose probability was mu and is p."""
     numbers = lambda x: torch.tensor(x, dtype=torch.float64)
     return Batch(shows, {"lp": numbers(p).log(), "lp_old": numbers(mu).log(), "A": numbers(A)})
+
+
+def arguments(b: Rollouts) -> dict[str, Any]:
+    """The tokens of a batch of `upref check`, as the samples that they are to the student's function."""
+    return {"lp": b.logp[b.mask], "lp_old": b.logp_old[b.mask], "A": b.adv.expand_as(b.logp)[b.mask]}
 
 
 def checked(fn: Callable[..., Any], objective: str | Objective, skip: tuple[str, ...] = ()) -> Report:

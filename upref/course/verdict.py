@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import upref
 from upref.course.exercise import Batch, Exercise
 from upref.errors import InputError
 from upref.foreign.guard import called
 from upref.result import Result
 from upref.tensors import dense, described
 from upref.verify.faults import Fault
-from upref.verify.report import short
+from upref.verify.report import Finding, short
 
 TOL = 1e-6
 NOTHING = "it returns nothing"
@@ -156,18 +157,41 @@ def judged(e: Exercise, fn: Callable) -> Answer:
         if first.oracle == "dead-hyperparameter":
             return Answer(**about, ok=False, mistake=f"{first.regime.split()[0]} changes nothing: its value is fixed",
                           hint="compute the bounds from the function's arguments.")  # fmt: skip
+        mistake = first.cause or f"`upref check` fails: {first.oracle}"
+        if shown := _met(e, fn, first):
+            batch, want, got = shown
+            return Answer(**about, ok=False, batch=_python(e, batch, digits=8), shows=batch.shows, expected=want,
+                          found=got, mistake=mistake)  # fmt: skip
+        hint = "a weight is minus the gradient of the loss by lp, times N." * first.expected.startswith("weight")
         return Answer(**about, ok=False, batch=first.batch, shows=first.regime, expected=first.expected,
-                      found=first.found, mistake=first.cause or f"`upref check` fails: {first.oracle}",
-                      hint="a weight is minus the gradient of the loss by lp, times N.")  # fmt: skip
+                      found=first.found, mistake=mistake, hint=hint)  # fmt: skip
     return Answer(**about, ok=True, hint=e.notice)
 
 
+def _met(e: Exercise, fn: Callable, finding: Finding) -> tuple[Batch, str, str] | None:
+    """The batch of a finding of `upref check` as arguments of the exercise, expected and found, where they differ."""
+    if not (e.arguments and finding.batch.startswith("b = ")):
+        return None
+    scope: dict[str, Any] = {"torch": torch, "upref": upref}
+    exec(finding.batch, scope)
+    batch = Batch(finding.regime.partition("   ")[0], e.arguments(scope["b"]))
+    try:
+        right, yours = outcome(e, e.right, batch), called(e.file, partial(outcome, e, fn, batch))[0]
+    except InputError:
+        return None
+    return None if equal(right, yours) else (batch, *_said(e, right, yours))
+
+
 def _fault(e: Exercise, yours: list[Outcome], at: int) -> tuple[Fault[Callable] | None, bool]:
-    """The known mistake that gives these numbers, on all batches (True) or on most of them and up to the one shown."""
+    """The known mistake that gives these numbers, on all batches (True) or on most of them and up to the one shown.
+
+    Gradients that are 0 alone make no function alike.
+    """
     most, found = 0, None
     for fault in e.faults:
         alike = [equal(x, outcome(e, fault.change, batch)) for x, batch in zip(yours, e.batches, strict=True)]
-        if all(alike[: at + 1]) and sum(alike) > most:
+        tells = any(same and (x.gradient is None or x.gradient.any()) for same, x in zip(alike, yours, strict=True))
+        if all(alike[: at + 1]) and sum(alike) > most and (tells or all(alike)):
             most, found = sum(alike), fault
     return found, most == len(yours)
 
@@ -196,7 +220,7 @@ def pattern(right: Outcome, yours: Outcome) -> str:
         if got.isnan().any():
             return "there is a NaN: 0/0, 0 * inf, or something that was masked too late"
         if not got.any():
-            return "everything is 0"
+            return "everything is 0" + ": the gradient cancels, or is cut" * (want is right.gradient)
         if _same(-want, got):
             return "every sign is the wrong way round"
         factor = (got / want)[want != 0]
@@ -239,9 +263,9 @@ def _short(x: Any, digits: int = 4, depth: int = 9) -> str:
     return repr(x)
 
 
-def _python(e: Exercise, batch: Batch, between: str = "\n") -> str:
+def _python(e: Exercise, batch: Batch, between: str = "\n", digits: int = 4) -> str:
     given = [
-        f"{k} = {f'torch.tensor({_short(v.tolist())})' if isinstance(v, Tensor) else repr(v)}"
+        f"{k} = {f'torch.tensor({_short(v.tolist(), digits)})' if isinstance(v, Tensor) else repr(v)}"
         for k, v in batch.inputs.items()
     ]
     return between.join([*given, f"{e.function}({', '.join(batch.inputs)})"])

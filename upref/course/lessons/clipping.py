@@ -2,7 +2,7 @@
 import torch
 
 from upref.course.exercise import Exercise
-from upref.course.samples import batch, checked
+from upref.course.samples import arguments, batch, checked
 from upref.verify.faults import Fault
 
 HIGH, LOW = 1.28, 0.8
@@ -17,6 +17,7 @@ def loss(lp, lp_old, A, eps_low=0.2, eps_high=0.28):
 EXERCISE = Exercise(
     number=4, slug="clipping", title="clipping, and where it bites", function="loss", gradient="lp", right=loss,
     proof=lambda fn: checked(fn, "dapo", skip=("extremes", "poison")),
+    arguments=arguments,
     batches=(
         batch("A > 0, r = 1.1: inside", [0.11], [0.1], [1.0]),
         batch("A > 0, r = 2: above the upper bound", [0.2], [0.1], [1.0]),

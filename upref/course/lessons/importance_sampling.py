@@ -5,7 +5,7 @@ from math import log
 import torch
 
 from upref.course.exercise import Exercise
-from upref.course.samples import batch, checked
+from upref.course.samples import arguments, batch, checked
 from upref.registry import get
 from upref.verify.faults import Fault
 
@@ -18,6 +18,7 @@ EXERCISE = Exercise(
     number=3, slug="importance-sampling", title="learning from an older policy's samples", function="loss",
     gradient="lp", right=loss,
     proof=lambda fn: checked(fn, replace(get("is_pg"), agg="token-mean"), skip=("extremes", "poison")),
+    arguments=arguments,
     batches=(
         batch("one sample of A = 1 that is twice as likely now: r = 2", [0.5], [0.25], [1.0]),
         batch("one sample of A = -1 that is half as likely now: r = 1/2", [0.25], [0.5], [-1.0]),

@@ -50,6 +50,7 @@ def tokens(one):
 EXERCISE = Exercise(
     number=7, slug="sequence-level", title="one ratio for the whole response", function="loss", gradient="lp",
     right=loss, proof=report,
+    arguments=lambda b: {"lp": b.logp, "lp_old": b.logp_old, "A": per_response(b.adv, b.mask), "mask": b.mask},
     batches=(
         batch("one response of two tokens, on policy", [[0.0, 0.0]], [1.0]),
         batch("A > 0, one token up, one down: s is inside", [[0.3, -0.2998]], [1.0]),

@@ -2,7 +2,7 @@
 import torch
 
 from upref.course.exercise import Batch, Exercise
-from upref.course.samples import batch, checked
+from upref.course.samples import arguments, batch, checked
 from upref.verify.faults import Fault
 
 LOW = 0.8
@@ -33,6 +33,7 @@ FAR = torch.tensor([-0.1], dtype=torch.float64), torch.tensor([-1000.0], dtype=t
 EXERCISE = Exercise(
     number=6, slug="up", title="UP, and its price", function="loss", gradient="lp", right=loss,
     proof=lambda fn: checked(fn, "up_dapo", skip=("poison",)),
+    arguments=arguments,
     batches=(
         batch("A > 0, r = 1", [0.1], [0.1], [1.0]),
         batch("A > 0, r = 2: DAPO would have clipped it", [0.2], [0.1], [1.0]),
@@ -45,10 +46,10 @@ EXERCISE = Exercise(
         batch("four samples, r = 2, 1/2, 2 and 1/2", [0.2, 0.1, 0.4, 0.2], [0.1, 0.2, 0.2, 0.4], [1.0, 2, -1, -1]),
     ),
     faults=(
-        Fault("an unused ratio overflows, and its gradient 0 * inf is NaN",
+        Fault("a ratio overflows, and the gradient is NaN: 0 * inf or inf / inf",
               branches(log, lambda lp, old, A: torch.minimum(ratio(lp, old) * A, ratio(lp, old).clamp(min=LOW) * A)),
-              hint="torch.where computes both branches, and the backward pass goes through both. Keep the exponent of "
-              "the one that is not taken at 0: r = torch.where(A > 0, 0, lp - lp_old).exp()."),
+              hint="torch.where computes both branches, and the backward pass goes through both. Keep the exponent "
+              "at 0 where A > 0: r = torch.where(A > 0, 0, lp - lp_old).exp()."),
         Fault("good tokens still have a ratio: this is importance sampling for A > 0", branches(weighted, clipped),
               hint="UP has weight A there, whatever r is: log π_θ has no π_old in it."),
         Fault("good tokens still have a ratio, with a cap",
