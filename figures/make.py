@@ -22,12 +22,12 @@ from upref.weights.plots import PALETTE, STYLE, Panel, cap_panels
 
 def cap(eps_low=0.2, eps_high=0.28, c=3.0):
     """The paper's Fig. 1, with its bounds of Table A1 and verl's default c, which the paper leaves open."""
-    low, high, dual = rf"ε$_\mathrm{{low}}$ = {eps_low:g}", rf"ε$_\mathrm{{high}}$ = {eps_high:g}", f"dual clip at c = {c:g}"
+    low, high = rf"ε$_\mathrm{{low}}$ = {eps_low:g}", rf"ε$_\mathrm{{high}}$ = {eps_high:g}"
     bounds = {"eps_low": eps_low, "c": c}
     return cap_panels([
         Panel("(a) DAPO, A > 0", "dapo", 1, bounds | {"eps_high": eps_high}, high),
         Panel("(b) UP-DAPO, A > 0", "up_dapo", 1, bounds, r"no clip: Cap = 1 − $\pi_\theta$"),
-        Panel("(c) DAPO and UP-DAPO, A < 0", "up_dapo", -1, bounds, f"{low}, {dual}"),
+        Panel("(c) DAPO and UP-DAPO, A < 0", "up_dapo", -1, bounds, f"{low}, dual clip at c = {c:g}"),
     ])  # fmt: skip
 
 

@@ -54,22 +54,21 @@ def l00_memory():
     rows = [(name, *map(int, n)) for name, *n in re.findall(r"^(\S.*?) +(\d+) +(\d+) +(\d+) +(\d+) ", text, re.M)]
     full = [r for r in rows if r[2] == max(r[2] for r in rows)]  # name, N, V, MB, MB beyond dh and dW
     fig, (left, right) = axes(2, 4.2, 2.6)
-    for i, (name, _, _, MB, rest) in enumerate(full):
-        left.barh(i, MB - rest, color=GREY)
-        left.barh(i, rest, left=MB - rest, color=UP if name.startswith("upref") else DOWN)
-        left.text(MB, i, f" {rest:,} MB", va="center", fontsize=8.5)
-    left.set(yticks=range(len(full)), yticklabels=[r[0] for r in full], xlim=(0, 1.2 * max(r[3] for r in full)))
-    left.set(xlabel="MB beyond the inputs; grey: the gradients dh and dW")
+    for i, (name, _, _, _, rest) in enumerate(full):
+        left.barh(i, rest, color=UP if name.startswith("upref") else DOWN)
+        left.text(rest, i, f" {rest:,} MB", va="center", fontsize=8.5)
+    left.set(yticks=range(len(full)), yticklabels=[r[0] for r in full], xlim=(0, 1.25 * max(r[4] for r in full)))
+    left.set(xlabel="MB beyond the inputs, dh and dW")
     left.invert_yaxis()
-    title(left, f"{full[0][1]:,} tokens, {full[0][2]:,} ids")
+    title(left, f"{full[0][1]:,} tokens, vocabulary {full[0][2]:,}")
     grown = [r for r in rows if r not in full]
     for name, c in (("naive", DOWN), ("upref.hidden", UP)):
         N, MB = zip(*((r[1], r[4]) for r in grown if r[0] == name), strict=True)
         right.plot(N, MB, "o-", color=c, lw=2)
         right.annotate(f"{name}  ", (N[-1], MB[-1]), (0, 4), textcoords="offset points", color=c, fontsize=9,
                        ha="right", va="bottom")  # fmt: skip
-    right.set(xlabel="tokens", ylabel="MB beyond dh and dW", ylim=(0, None))
-    title(right, f"{grown[0][2]:,} ids")
+    right.set(xlabel="tokens", ylabel="MB beyond the inputs, dh and dW", ylim=(0, None))
+    title(right, f"vocabulary {grown[0][2]:,}")
     return fig
 
 
@@ -134,7 +133,7 @@ def l03_ratio():
     left.set(xticks=x, ylim=(0, 0.85), ylabel="probability")
     left.set_xticklabels(list("ABC"))
     left.legend(frameon=False, fontsize=8, loc="upper right")
-    title(left, "each sample counts r")
+    title(left, "each sample counts r times")
     p = torch.linspace(0.01, 0.98, 200, dtype=torch.float64)
     for mu, c in ((0.3, PALETTE[0]), (0.1, PALETTE[4]), (0.01, PALETTE[1])):
         spread = (p**2 / mu + (1 - p) ** 2 / (1 - mu) - 1).sqrt()
@@ -188,7 +187,7 @@ def l05_cap():
         xlabel=r"$\pi_\mathrm{old}$ of a token that has not moved",
         ylabel="Cap, A > 0",
     )
-    title(left, "how far its own gradient goes")
+    title(left, "the room of its own gradient")
     x, ratios, own = _alone()
     right.plot(x, ratios, color=GREY, lw=2)
     right.plot(x[own], ratios[own], color=PALETTE[0], lw=2.6)
@@ -202,7 +201,7 @@ def l05_cap():
         ylabel="ratio r of a good token",
         ylim=(0.9, 5.2),
     )
-    title(right, "and how far DAPO took a token")
+    title(right, "how far a token went under DAPO")
     return fig
 
 
@@ -222,7 +221,8 @@ def l06_up():
     for name, text, c in looks:
         w = upref.get(name).weight(r, np.ones_like(r))
         for part in (r < 1.28, r > 1.28):
-            left.plot(r[part], w[part], color=c, lw=2.2, label=text if part[0] else None)
+            dashes = {"ls": (0, (2, 2)), "zorder": 3, "lw": 1.6} if text == "no clip" else {"lw": 2.6}
+            left.plot(r[part], w[part], color=c, label=text if part[0] else None, **dashes)
     left.set(xlim=(0, 2.5), xticks=[0, 1, 1.28, 2], ylim=(-0.1, 2.6), xlabel="ratio r", ylabel="weight, A = +1")
     left.set_xticklabels(["0", "1", "1.28", "2"])
     left.legend(frameon=False, fontsize=8.5, loc="upper left")
@@ -251,9 +251,9 @@ def l07_sequence():
     generator = torch.Generator().manual_seed(0)
     log_r = 0.1 * torch.randn(4000, 1024, generator=generator, dtype=torch.float64)
     T = 2 ** np.arange(11)
-    for c, text, of in ((PALETTE[1], "S, the product", lambda t: log_r[:, :t].sum(1)),
-                        (PALETTE[4], "r, one token", lambda t: log_r[:, 0]),
-                        (PALETTE[0], "s, the geometric mean", lambda t: log_r[:, :t].mean(1))):  # fmt: skip
+    for c, text, of in ((GREY, "S, the product", lambda t: log_r[:, :t].sum(1)),
+                        (PALETTE[0], "r, one token", lambda t: log_r[:, 0]),
+                        (PALETTE[3], "s, the geometric mean", lambda t: log_r[:, :t].mean(1))):  # fmt: skip
         low, high = np.array([np.quantile(of(int(t)).exp(), (0.05, 0.95)) for t in T]).T
         left.fill_between(T, low, high, color=c, alpha=0.3, lw=0)
         left.plot(T, high, color=c, lw=1.6, label=text)
@@ -268,14 +268,18 @@ def l07_sequence():
     left.set_yticklabels(["0.01", "0.1", "1", "10", "100"])
     left.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
     left.legend(frameon=False, fontsize=8.5, loc="upper left")
-    title(left, "who spreads")
+    title(left, "which ratio spreads")
     lr = torch.tensor([[0.1, -0.2, 0.05, float(np.log(3)), -0.1, -0.1, 0.05, -0.9]], dtype=torch.float64)
     lp = torch.full_like(lr, -1.2)
     b = upref.Rollouts(lp, lp - lr, torch.ones(1, 1, dtype=torch.float64), torch.ones(1, 8, dtype=torch.bool))
-    for i, (name, c, scale) in enumerate((("dapo", PALETTE[4], 1), ("gspo", PALETTE[0], 8))):
+    for i, (name, c, scale) in enumerate((("dapo", PALETTE[0], 1), ("gspo", PALETTE[3], 8))):
         w = upref.get(name).token_weights(b)[0] * scale
         right.bar(
-            np.arange(8) + 0.36 * i - 0.18, w, 0.34, color=c, label=("each token its own r", "GSPO, one s for all")[i]
+            np.arange(8) + 0.36 * i - 0.18,
+            w,
+            0.34,
+            color=c,
+            label=("DAPO: each token its own r", "GSPO: one s for all")[i],
         )
         for t in (w == 0).nonzero()[:, 0].tolist():
             right.text(t + 0.36 * i - 0.18, 0.03, "0: clipped", color=c, fontsize=8, rotation=90, ha="center")
@@ -283,7 +287,7 @@ def l07_sequence():
     right.set_xticklabels([f"{x:.2f}" for x in lr[0].exp()], fontsize=8)
     right.set_xlabel("r of the eight tokens")
     right.legend(frameon=False, fontsize=8.5, loc="upper left")
-    title(right, "who is pushed")
+    title(right, "which tokens are pushed")
     return fig
 
 
@@ -293,7 +297,8 @@ def l08_aggregation():
     mask = torch.arange(8) < lengths[:, None]
     fig, (left, right) = axes(2, 3.8, 2.9)
     totals = Totals.of(mask)
-    looks = (("token-mean", "token mean (DAPO)", PALETTE[0]), ("seq-mean-token-mean", "mean of means (GRPO)", UP),
+    looks = (("token-mean", "token mean (DAPO)", PALETTE[0]),
+             ("seq-mean-token-mean", "mean of means (GRPO)", PALETTE[4]),
              ("seq-mean-token-sum-norm", "sum / L, L = 8 (Dr. GRPO)", PALETTE[2]))  # fmt: skip
     for i, (name, text, c) in enumerate(looks):
         w = torch.as_tensor(row_weights(name, mask, totals, 8)).expand(4)
@@ -301,11 +306,11 @@ def l08_aggregation():
     left.set(xticks=[0, 1], ylabel="weight of one token")
     left.set_xticklabels(["of a response of 2", "of a response of 8"])
     left.legend(frameon=False, fontsize=8.5)
-    title(left, "what a token counts")
+    title(left, "the weight of a token")
     whole = torch.as_tensor(row_weights("token-mean", mask, totals)).expand(4)
     parts = [row_weights("token-mean", mask[i : i + 2], Totals.of(mask[i : i + 2])) / 2 for i in (0, 2)]
     for i, (w, text, c) in enumerate((((whole[0], whole[2]), "by the mini-batch's tokens", PALETTE[0]),
-                                      (parts, "each part by its own, then the mean", GREY))):  # fmt: skip
+                                      (parts, "by the tokens of each part", GREY))):  # fmt: skip
         right.bar(np.arange(2) + 0.36 * i - 0.18, [float(x) for x in w], 0.34, color=c, label=text)
     right.set(xticks=[0, 1], ylim=(0, 0.17), ylabel="weight of one token")
     right.set_xticklabels(["part 1: two short", "part 2: two long"])
@@ -362,13 +367,13 @@ def l11_around():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(48, 16), torch.nn.Linear(16, 48))
     bugs = {"temperature left out": dict(heat=lambda x, T: x), "labels not shifted": dict(shift=0),
-            "each response by its own tokens": dict(over=lambda trains, tokens: trains.sum() * 8),
-            "tool tokens train": dict(mask=torch.ones_like), "old log-probs are the current": dict(
-                before=lambda old, lp: lp.detach()), "none": {}}  # fmt: skip
+            "divided by its own tokens": dict(over=lambda trains, tokens: trains.sum() * 8),
+            "tool tokens train": dict(mask=torch.ones_like), "old log-probs = current ones": dict(
+                before=lambda old, lp: lp.detach()), "no bug": {}}  # fmt: skip
     fig, panels = axes(2, 4.4, 2.8)
     lazy = ["lengths", "ratio", "holes", "temperature"]
-    for ax, without, T, text in ((panels[0], lazy, 1.0, "one length, T = 1, r = 1, no holes"),
-                                 (panels[1], [], 0.7, "lengths, T = 0.7, r off 1, holes")):  # fmt: skip
+    for ax, without, T, text in ((panels[0], lazy, 1.0, "one length, T = 1, r = 1, all tokens train"),
+                                 (panels[1], [], 0.7, "lengths differ, T = 0.7, r ≠ 1, tool tokens")):  # fmt: skip
         errors = []
         with stirred(model, True):
             for switches in bugs.values():
@@ -386,7 +391,9 @@ def l11_around():
                 errors.append(compared(goal, case, run(one, model, case)[0], BOUND).error)
         seen = [UP if e > BOUND else GREY for e in errors]
         ax.barh(range(len(bugs)), errors, color=seen)
-        ax.set(xscale="log", xlim=(1e-8, 10), yticks=range(len(bugs)), xlabel="error of the gradient / its norm")
+        ax.set(
+            xscale="log", xlim=(1e-8, 10), yticks=range(len(bugs)), xlabel="error of the gradient, relative to its norm"
+        )
         ax.set_yticklabels(list(bugs) if ax is panels[0] else [])
         ax.invert_yaxis()
         ax.axvline(BOUND, color=INK, lw=0.8, ls=":")

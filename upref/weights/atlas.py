@@ -30,49 +30,57 @@ def atlas() -> "Figure":
     dapo = of("dapo")
     reference = [(line(dapo, A, 0.1, WIDE), capacity(dapo, MU, MU, A)) for A in (1.0, -1.0)]
     reasons = "; ".join(f"{n} ({why})" for n, why in absent.items())
-    left_out = textwrap.wrap(f"Not drawn, without a weight of a single token: {reasons}." if absent else "", 160)
-    columns, pair, head, foot = 4, (2.72, 1.62), 0.72, 0.33 + 0.17 * len(left_out)
+    left_out = textwrap.wrap(f"Not drawn, without a weight of a single token: {reasons}." if absent else "", 120)
+    columns, pair, head, foot = 3, (3.5, 2.1), 1.15, 0.65 + 0.2 * len(left_out)
     rows = -(-len(pairs) // columns)
     width, height = columns * pair[0] + 0.35, head + rows * pair[1] + foot
-    with matplotlib.rc_context(STYLE | {"font.size": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5}):
+    with matplotlib.rc_context(STYLE | {"font.size": 10, "xtick.labelsize": 9.5, "ytick.labelsize": 9.5}):
         fig = Figure(figsize=(width, height))
         inch = lambda x, y, w, h: fig.add_axes((x / width, y / height, w / width, h / height))
         for i, group in enumerate(pairs):
-            x, y = 0.42 + i % columns * pair[0], height - head - (i // columns + 1) * pair[1]
-            left, right = inch(x, y + 0.32, 0.98, 0.82), inch(x + 1.5, y + 0.32, 0.82, 0.82)
+            x, y = 0.52 + i % columns * pair[0], height - head - (i // columns + 1) * pair[1]
+            left, right = inch(x, y + 0.42, 1.25, 1.05), inch(x + 1.95, y + 0.42, 1.05, 1.05)
             compare = reference if group[0].name != "dapo" and group[0].level in ("token", "free") else []
             _weight(left, group[0], [xy for xy, _ in compare])
             _cap(right, group[0], [cap for _, cap in compare])
             if i % columns == 0:
                 left.set_ylabel("weight", labelpad=1)
                 right.set_ylabel("Cap", labelpad=0)
-            _heading(fig, group, x / width, (y + 1.2) / height, 0.135 / height)
-        text = lambda y, s, **kw: fig.text(0.42 / width, y / height, s, **kw)
-        text(height - 0.36, "What each objective does to a token", fontsize=14, fontweight="bold")
-        _legend(fig, 0.42 / width, (height - 0.66) / height)
+            _heading(fig, group, x / width, (y + 1.54) / height, 0.17 / height)
+        text = lambda y, s, **kw: fig.text(0.52 / width, y / height, s, **kw)
+        text(height - 0.4, "What each objective does to a token", fontsize=16, fontweight="bold")
+        _legend(fig, 0.52 / width, (height - 0.95) / height)
         order = "Widest Cap for A > 0 first; objectives of equal weight share a pair. Default hyperparameters."
-        for i, said in enumerate([order, *left_out]):
-            text(foot - 0.17 * (i + 1), said, color="#555555")
+        ratios = "r is the ratio of a token; s and S are the geometric mean and the product of a response's ratios."
+        for i, said in enumerate([order, ratios, *left_out]):
+            text(foot - 0.2 * (i + 1), said, color="#555555")
     return fig
 
 
 def _legend(fig, x, y):
     from matplotlib.artist import Artist
-    from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea
+    from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea, VPacker
 
-    words = {
-        "Left of each pair: gradient weight dJ/dlp against r,": INK,
-        "A = +1 upward": UP,
-        "and": INK,
-        "A = −1 downward": DOWN,
-        r"(mu = 0.1).  Right: Cap at $\pi_\theta$ = $\pi_\mathrm{old}$ = mu against mu.": INK,
-        "Grey: dapo.": "#888888",
-    }
-    style = lambda color: {"color": color, "fontsize": 9, "fontweight": "normal" if color == INK else "bold"}
-    areas: list[Artist] = [TextArea(word, textprops=style(color)) for word, color in words.items()]
-    row = HPacker(children=areas, align="baseline", pad=0, sep=3.2)
+    rows: list[dict[str, str]] = [
+        {"Left of each pair: gradient weight dJ/dlp against r at mu = 0.1,": INK, "A = +1 (up)": UP, "and": INK,
+         "A = −1 (down)": DOWN},
+        {r"Right of each pair: Cap at $\pi_\theta$ = $\pi_\mathrm{old}$ = mu against mu.": INK,
+         "Grey: dapo.": "#888888"},
+    ]  # fmt: skip
+    style = lambda color: {"color": color, "fontsize": 10.5, "fontweight": "normal" if color == INK else "bold"}
+    areas = lambda row: [TextArea(word, textprops=style(color)) for word, color in row.items()]
+    lines: list[Artist] = [HPacker(children=areas(row), align="baseline", pad=0, sep=3.2) for row in rows]
     at = {"bbox_to_anchor": (x, y), "bbox_transform": fig.transFigure}
-    fig.add_artist(AnchoredOffsetbox("lower left", child=row, pad=0, borderpad=0, frameon=False, **at))
+    fig.add_artist(
+        AnchoredOffsetbox(
+            "lower left",
+            child=VPacker(children=lines, align="left", pad=0, sep=3),
+            pad=0,
+            borderpad=0,
+            frameon=False,
+            **at,
+        )
+    )
 
 
 def _heading(fig, group, x, y, line):
@@ -80,9 +88,9 @@ def _heading(fig, group, x, y, line):
     rest = ""
     for name in called[1:]:
         rest += ("  " if rest and len(rest.split("\n")[-1]) + len(name) < 40 else "\n" * bool(rest)) + name
-    fig.text(x, y + line * len(rest.split("\n")) * bool(rest), called[0], fontsize=9.5, fontweight="bold")
+    fig.text(x, y + line * len(rest.split("\n")) * bool(rest), called[0], fontsize=11.5, fontweight="bold")
     if rest:
-        fig.text(x, y, rest, fontsize=7.5, color="#555555", va="baseline", linespacing=1.2)
+        fig.text(x, y, rest, fontsize=9.5, color="#555555", va="baseline", linespacing=1.2)
 
 
 def groups() -> tuple[list[list[Curve]], dict[str, str]]:

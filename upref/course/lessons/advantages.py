@@ -74,5 +74,5 @@ EXERCISE = Exercise(
               hint="only the mean makes the advantages of a group add up to 0."),
     ),
     notice="a group whose answers are all right, or all wrong, teaches nothing: every advantage is 0. "
-    "DAPO (yu2025dapo) samples on until there are none such.",
+    "DAPO (yu2025dapo) keeps sampling until no such group is left.",
 )  # fmt: skip

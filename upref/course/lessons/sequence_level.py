@@ -83,7 +83,7 @@ EXERCISE = Exercise(
               hint="as in lesson 4, with s in place of r."),
         Fault("long responses weigh more: the mean is over tokens",
               lambda lp, old, A, mask: (min_clip(mean_log(lp, old, mask).exp(), A) * mask.sum(1)).sum() / mask.sum(),
-              hint="a response has one term. Take the mean over responses (TRL's and verl's GSPO have this slip by "
+              hint="a response has one term. Take the mean over responses (TRL's and verl's GSPO have this fault by "
                    "default)."),
         Fault("the sum over the responses where their mean belongs",
               lambda lp, old, A, mask: loss(lp, old, A, mask) * len(A), hint="Eq. 6 has 1/G in front."),
