@@ -64,5 +64,5 @@ EXERCISE = Exercise(
               pieces(UP, lambda p, mu, lo: max(0.0, (1 - lo) * mu - p)),
               hint="a bad token is above its bound as long as it has room: p minus the bound."),
     ),
-    notice="this is the room of a token's own gradient. It does not bound the policy: the lesson's token moves past it.",
+    notice="this is the room of a token's own gradient. It does not bound the policy: a token can move past it.",
 )  # fmt: skip
