@@ -5,6 +5,8 @@ a hint that fits.
 A mistake is known if its function (the change of a Fault) gives the student's numbers on every batch: what is
 recognized is what was computed, however it was written. Where none does so, one that gives them on the batch that is
 shown, and is right on the smaller ones as the student is, is named with a `perhaps`.
+
+One file: measuring, comparing and naming all work on the same Outcome.
 """
 
 import json
