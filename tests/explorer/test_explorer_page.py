@@ -84,7 +84,7 @@ def test_regions_and_bounds_are_named(js):
     assert dual["tag"] == "Dual Clip" and "r = 3.6 is above c = 3" in dual["text"]
     alive = say("dapo", 0.25, 0.25, 1, eta=9)
     assert alive["tag"] == "alive" and "until r = 1 + ε_high = 1.28, that is π_θ = 0.32" in alive["text"]
-    assert alive["overshoots"] and "Cap is no wall" in alive["text"] and alive["next"] > 0.32
+    assert alive["overshoots"] and "Cap does not bound a step" in alive["text"] and alive["next"] > 0.32
     assert "s = 1.0004" in say("gspo", 0.5002, 0.5, 1)["text"] and say("dapo", 0.5, 0.5, 0)["tag"] == "no update"
     assert "1 + δ/π_old = 1.15" in say("dppo_tv", 0.5, 0.5, 1, '{"delta": 0.075}')["text"]
 

@@ -53,7 +53,7 @@ def data() -> str:
     from upref.explorer.formulas import formulas, left_out
     from upref.weights import plots
 
-    colours = {"palette": plots.PALETTE, "up": plots.UP, "down": plots.DOWN, "ramp": plots.RAMP, "dead": plots.DEAD}
+    colours = {"palette": plots.PALETTE, "ramp": plots.RAMP, "dead": plots.DEAD}
     return "\n".join([
         f"const VERSION = {_json(__version__)};",
         f"const COLORS = {_json(colours)};",

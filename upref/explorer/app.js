@@ -138,7 +138,7 @@ function begin() {
     `<span><svg width="26" height="14" aria-hidden="true"><rect width="26" height="14" rx="2" fill="${COLORS.dead[0]}"/><path d="M2 14 16 0M10 14 24 0" stroke="${COLORS.dead[1]}"/></svg> no gradient of its own</span>` +
     `<span><svg width="14" height="14" aria-hidden="true"><circle cx="7" cy="7" r="4.5" fill="#fff" stroke="#222" stroke-width="2"/></svg> the token: drag it</span>` +
     `<span><svg width="14" height="16" aria-hidden="true"><path d="M7 1v14M3 1h8" stroke="currentColor" stroke-width="1.6"/></svg> its Cap</span>` +
-    `<span><svg width="14" height="16" aria-hidden="true"><path d="M7 16V6" stroke="var(--up)" stroke-width="2.4"/><path d="M2.5 8 7 0l4.5 8z" fill="var(--up)"/></svg> the step it takes</span>`;
+    `<span><svg width="14" height="16" aria-hidden="true"><path d="M7 16V6" stroke="var(--step)" stroke-width="2.4"/><path d="M2.5 8 7 0l4.5 8z" fill="var(--step)"/></svg> the step it takes</span>`;
   const left = Object.entries(LEFT_OUT).map(([n, why]) => `<code>${n}</code> (${why})`).join(", ");
   $("notes").innerHTML = [
     ["Cap is not a bound on the policy", "Cap is how far a token's own gradient can carry it while everything else is fixed. A large step overshoots it. The gradients of other tokens, momentum and shared parameters move a token whose own gradient is zero."],

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The small policy drawn: π/π_old of every token against updates, and what pushed each.
 
-const SHADES = ["#D55E00", "#E69F00", "#0072B2", "#56B4E9", "#009E73"];
+const SHADES = ["#2E8B57", "#44AA99", "#AA4499", "#CC6677", "#9970C8"];  // right: green; wrong: purple; no objective has them
 
 /** Axes for panels that stand side by side: the ratios' ends, and the longest bar of all paths. */
 function commonAxes(paths, t, mu, rest) {

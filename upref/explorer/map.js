@@ -91,7 +91,7 @@ function overlay({ labels, sees, p, mu, A, log, ink, soft }) {
     s.push(`<rect x="${f(U(x) - 10)}" y="${f(V(y) - 3.2)}" width="20" height="6.4" rx="1.2" fill="#fff" fill-opacity=".92"/>`);
     s.push(`<text x="${f(U(x))}" y="${f(V(y) + 1.3)}" font-size="3.8" fill="#222" text-anchor="middle">${label}</text>`);
   }
-  const x = f(X(mu)), y = f(Y(p)), push = A > 0 ? COLORS.up : COLORS.down;
+  const x = f(X(mu)), y = f(Y(p)), push = "#C2188B";  // no objective has this color
   const halo = (d, colour, width) => s.push(`<path d="${d}" fill="none" stroke="#fff" stroke-opacity=".85" stroke-width="${width + 0.9}"/>`,
     `<path d="${d}" fill="none" stroke="${colour}" stroke-width="${width}"/>`);
   if (sees.alive) halo(`M${x} ${y}V${f(Y(sees.star))}m-2 0h4`, "#222", 0.5);

@@ -25,7 +25,7 @@ function buildTokens() {
     slider({ letter: "N", name: "updates in all", says: "<b>Updates</b>: how long to go on", limits: LIMITS.n, get: () => flow.n, legal: x => Number.isInteger(x) && x >= 1 && x <= 5000,
       set: x => { flow.n = x; flow.t = Math.min(flow.t, x); draw("flow"); } }),
     make("div", { class: "control wide" }, html("label", prose("New π_old"), { for: "rollout" }), rollout,
-      html("p", prose("If π_old stays, UP converges to π_old A<sup>+</sup>: the triangles at the right edge."), { class: "says" })),
+      html("p", prose("If π_old stays, UP converges to the policy that is proportional to π_old A on the tokens with A > 0: the triangles at the right edge."), { class: "says" })),
     make("div", { class: "control wide" }, normal, html("p", prose("as <code>group_norm</code> does in an infinite group: mean 0, deviation 1 under π_old."), { class: "says" })));
 }
 
@@ -50,7 +50,7 @@ function drawFlows() {
     const width = Math.max(260, Math.round(chart.clientWidth) || 320);
     chart.innerHTML = ratioChart(path, t, mu, rest, axes, width, LOOK);
     pushes.innerHTML = pushChart(path, t, A, names, axes, width, LOOK);
-    who.innerHTML = prose(flowWords(stateAt(path, t), t, A, names)) + (rest ? prose(` The distance to UP's limit, π_old A<sup>+</sup>, is ${num(distance(stateAt(path, t).p, rest), 2)} (total variation).`) : "");
+    who.innerHTML = prose(flowWords(stateAt(path, t), t, A, names)) + (rest ? prose(` The distance to UP's limit (the triangles) is ${num(distance(stateAt(path, t).p, rest), 2)} (total variation).`) : "");
   });
 }
 

@@ -30,9 +30,9 @@ const PRESETS = [
 const SCENES = [
   ["A rare right token", "", "Two right tokens, one rare; the wrong ones lose their mass to both."],
   ["All right, graded", "pi=0.5,0.3,0.2&adv=1,2,4&lr=0.25&n=3000&t=3000",
-    "A = 1, 2, 4. UP converges to π_old A+; importance sampling converges to a corner."],
+    "A = 1, 2, 4. Under UP each token ends with a probability proportional to π_old A. Under importance sampling the best token takes all."],
   ["Two right, one wrong", "pi=0.3,0.15,0.55&adv=1.106,1.106,-0.905&lr=0.25&n=3000&t=3000",
-    "UP converges to π_old restricted to right answers, the target of rejection sampling."],
+    "UP converges to π_old restricted to the right answers. Rejection sampling has the same target."],
   ["New rollouts", "k=16", "A new π_old after every 16 updates: each rollout opens the clip again."],
 ];
 
