@@ -125,7 +125,7 @@ def test_every_order_is_read_by_name(order):
 def test_what_is_ambiguous_is_refused_with_a_wrapper(called, says):
     for order in itertools.permutations(CALLED):
         said = refusals(make(called, order))
-        assert len(said) == 1 and says in said.copy().pop() and "def loss(" in said.pop()
+        assert len(said) == 1 and says in said.copy().pop() and "def wrapped(" in said.pop()
 
 
 def test_by_position_where_no_name_says_anything():

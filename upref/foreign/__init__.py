@@ -11,6 +11,7 @@ with a scalar, with a tuple or dict that holds one, or with an unreduced [B, T] 
 
 import importlib
 import importlib.util
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -119,7 +120,9 @@ def _bind(
 ) -> Loss:
     """With the hyperparameters that it takes: by the objective's name for each, or by the argument's own."""
     known = set(o.hyperparameters)
-    argument = {meant: p for p in reading.own if (meant := names.hyperparameter(p, known))}
+    meaning = {p: names.hyperparameter(p, known) for p in reading.own}
+    alone = Counter(meaning.values())  # two arguments that could mean one hyperparameter are left as they are
+    argument = {meant: p for p, meant in meaning.items() if meant and alone[meant] == 1}
     argument |= {p: p for p in reading.own if p in known}
     others = {k: names.argument(k, reading.own) for k in hp if k not in known}  # by its own name for each
     if unknown := [k for k, p in others.items() if not p and reading.swallows and o.name != neutral().name]:
@@ -132,8 +135,9 @@ def _bind(
     needed = {meant for meant, p in argument.items() if p in reading.needed}
     if unbound := [p for p in reading.needed if p not in argument.values() and p not in foreign]:
         raise InputError(
-            f"{name} needs {unbound[0]!r}, which {o.name} does not have: bind it, `--hp {unbound[0]}=VALUE` or "
-            f"functools.partial({name.rpartition(':')[2]}, {unbound[0]}=VALUE)."
+            f"{name} needs {unbound[0]!r}, which upref does not know: bind it, `--hp {unbound[0]}=VALUE` or "
+            f"functools.partial({name.rpartition(':')[2]}, {unbound[0]}=VALUE); if it changes with the batch, write a "
+            f"wrapper: {WRAP_PAGE} has examples."
         )
     given = {k: v for k, v in hp.items() if k in argument or swallows}
     given |= {k: resolved[k] for k in needed}

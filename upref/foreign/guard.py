@@ -64,6 +64,10 @@ def _module_hooks() -> list[dict[Any, Any]]:
     return [v for k, v in vars(torch.nn.modules.module).items() if k.startswith("_global_") and isinstance(v, dict)]
 
 
+def _environment() -> list[dict[str, str]]:
+    return [{k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}]  # torch's compiler sets it
+
+
 def _fill(those: list[Any], before: list[dict[Any, Any]]) -> None:
     for x, old in zip(those, before, strict=True):
         x.clear()
@@ -113,7 +117,7 @@ AROUND: State = {
         lambda: (torch.tensor(1e-310, dtype=torch.float64) * 1).item() == 0,
         torch.set_flush_denormal,
     ),
-    "the environment": (lambda: [dict(os.environ)], lambda v: _fill([os.environ], v)),
+    "the environment": (_environment, lambda v: _fill([os.environ], v)),
     "how signals are handled": (lambda: {n: signal.getsignal(n) for n in signal.valid_signals()}, _handle),
     "sys.excepthook": _attribute(sys, "excepthook"),
     "sys.unraisablehook": _attribute(sys, "unraisablehook"),

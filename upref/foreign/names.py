@@ -107,12 +107,16 @@ def sampler_of(one: str, other: str) -> str:
     return "" if says[0] == says[1] else (one, other)[says[1]]
 
 
+LOW = {"low", "lower", "lo", "min", "bottom", "floor", "below", "down", "lb", "minus", "left"}
+HIGH = {"high", "higher", "hi", "upper", "max", "top", "ceil", "above", "up", "ub", "plus", "right"}
+
+
 def hyperparameter(name: str, known: set[str] | frozenset[str]) -> str:
     """Which hyperparameter of those known an argument means: `clip_ratio_low` -> eps_low, `kl_coef` -> beta; or ""."""
     if name in known:
         return name
     said = words(name)
-    low, high = {"low", "lower", "min"} & set(said), {"high", "higher", "upper", "max"} & set(said)
+    low, high = LOW & set(said), HIGH & set(said)
     meant = ""
     if "beta" in said or ("kl" in said and set(said) & {"coef", "coeff", "coefficient", "weight", "penalty"}):
         meant = "beta"

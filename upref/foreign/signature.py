@@ -141,5 +141,6 @@ def wrapper(name: str, main: Sequence[str]) -> str:
     """What to do about a function whose arguments cannot be read."""
     called = ", ".join(CALLED[r] for r in main)
     inner = name.rpartition(":")[2].rpartition(".")[2] or "f"
-    how = f"Use the names {called}, or check a wrapper: `def loss({called}): return {inner}(...)`."
+    own = "wrapped" if inner == "loss" else "loss"
+    how = f"Use the names {called}, or check a wrapper: `def {own}({called}): return {inner}(...)`."
     return f"{how} {WRAP_PAGE} has examples."

@@ -72,15 +72,18 @@ class Identity(Result):
 
     @property
     def also(self) -> list[str]:
-        """Whatever else has these gradients, aggregation included."""
-        first = self.matches[:1]
-        same = [m for m in self.matches[1:] if m.own == first[0].own]
-        return [str(m) for m in same] + [f"up_anchored{m.name[2:]}" for m in first if m.name.startswith("up(")]
+        """Whatever else has these gradients, aggregation and KL term included."""
+        anchored = [f"up_anchored{m.name[2:]}" for m in self.matches[:1] if m.name.startswith("up(")]
+        return self._others(True) + anchored
 
     @property
     def elsewhere(self) -> list[str]:
         """What has these weights, but another aggregation in its paper."""
-        return [str(m) for m in self.matches[1:] if m.own != self.matches[0].own]
+        return self._others(False)
+
+    def _others(self, same: bool) -> list[str]:
+        alike = lambda m, first: (m.own == first.own) == same and m.same_kl == first.same_kl
+        return [str(m) for m in self.matches[1:] if alike(m, self.matches[0])]
 
     def json(self) -> str:
         own = {k: getattr(self, k) for k in ("name", "hp", "agg", "distance", "also", "elsewhere")}

@@ -68,8 +68,8 @@ def _legend(fig, x, y):
          "Grey: dapo.": "#888888"},
     ]  # fmt: skip
     style = lambda color: {"color": color, "fontsize": 10.5, "fontweight": "normal" if color == INK else "bold"}
-    areas = lambda row: [TextArea(word, textprops=style(color)) for word, color in row.items()]
-    lines: list[Artist] = [HPacker(children=areas(row), align="baseline", pad=0, sep=3.2) for row in rows]
+    words: list[list[Artist]] = [[TextArea(word, textprops=style(c)) for word, c in row.items()] for row in rows]
+    lines: list[Artist] = [HPacker(children=row, align="baseline", pad=0, sep=3.2) for row in words]
     at = {"bbox_to_anchor": (x, y), "bbox_transform": fig.transFigure}
     fig.add_artist(
         AnchoredOffsetbox(
