@@ -427,3 +427,13 @@ def test_the_command_and_the_library_accept_the_same_names(name, capsys):
         with pytest.raises(InputError, match="liger is not imported here, its losses need a process of their own"):
             upref.check(name, "dapo")
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("low, high", [("eps_lo", "eps_hi"), ("clip_bottom", "clip_top"), ("eps_a", "eps_b")])
+def test_one_of_two_bounds_is_not_the_whole_clip(low, high):
+    """GRPO has one eps: a loss with two bounds keeps its own."""
+    text = f"def loss(log_prob, old_log_prob, advantages, mask, {low}=0.2, {high}=0.2): return log_prob.sum()"
+    space: dict = {}
+    exec(text, space)
+    assert not read(space["loss"], upref.get("grpo"), {}).takes
+    assert read(space["loss"], upref.get("dapo"), {}).takes == ({"eps_low", "eps_high"} if high != "eps_b" else set())
