@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README's answer to "Does UP help?": a table and a few sentences. Every number stands in the report of round two."""
+"""README's answer to "Does UP help?": a table and a few sentences. Every number stands in one of two reports."""
 
 import re
 import sys
+import tomllib
 from pathlib import Path
 
-REPORT = Path(__file__).parents[1] / "repro/mini/round2/results/report.md"
+MINI = Path(__file__).parents[1] / "repro/mini"
+REPORT, STALE = MINI / "round2/results/report.md", MINI / "stale/results/report.md"
 
 
 class Report:
@@ -42,6 +44,27 @@ def known(names: list[str]) -> str:
     return " and ".join(
         ", ".join(n.upper().replace("_", "-") for n in part) for part in (names[:-1], names[-1:]) if part
     )
+
+
+def stale() -> list[str]:
+    """What the experiment on stale data says of UP-DAPO and DAPO, of the looks that it has had."""
+    text = STALE.read_text(encoding="utf-8")
+    effect = r"(\d+) \| (\d+) \| (\S+ \[.*?\]) points \|.*?\| ([^|]*?) \|$"
+    rows = re.findall(r"^\| (Best|Avg)@32 \| dapo \| " + effect, text, re.M)
+    least = tomllib.loads((STALE.parents[1] / "design.toml").read_text(encoding="utf-8"))["interest"]
+    found = {(metric, int(s)): (n, shown, word) for metric, s, n, shown, word in rows}
+    if not found:
+        return []
+    at = sorted({s for _, s in found}, reverse=True)
+    said = lambda metric, s: f"{found[metric, s][1]} points of {metric}@32 ({found[metric, s][2]})"
+    parts = [f"{said('Best', s)} and {said('Avg', s)} at s = {s}" for s in at]
+    seeds = " to ".join(sorted({n for n, *_ in found.values()}, key=int))
+    return [
+        "* **Stale data** ([registered](repro/mini/stale/results/report.md); two base policies, 400 steps, each method "
+        f"at its own learning rate; {seeds} seeds, runs in progress). Responses come from the policy of s rollouts "
+        f"ago. UP-DAPO minus DAPO is {'; '.join(parts)}. *No difference* is less than {least['best']:g} points of "
+        f"Best@32, {least['avg']:g} of Avg@32."
+    ]
 
 
 def text() -> str:
@@ -87,8 +110,9 @@ def text() -> str:
         f"UP-DAPO minus DAPO is {own[0]} points of Best@32 and {own[1]} of Avg@32.",
         f"* **On other objectives** UP raises Avg@32 of {known(breadth['reproduced'])} and lowers that of "
         f"{known(breadth['contradicted'])}; for others it is undecided, excluded or not testable.",
-        "* **Limits.** There is one base policy and one task, with 100 steps and answers of about 13 tokens. No GPU "
-        "run has been made.",
+        *stale(),
+        "* **Limits.** There is one task, with answers of about 13 tokens; but for the stale data there is one base "
+        "policy, with 100 steps. No GPU run has been made.",
         "",
         "[The report](repro/mini/round2/results/report.md) has every registered test of this round, "
         "[verdicts](docs/verdicts.md) has an earlier round with fewer seeds. Both are evidence for the counts below, "
