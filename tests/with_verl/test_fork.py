@@ -96,13 +96,14 @@ def test_an_end_of_the_parent_leaves_no_socket(tmp_path, end):
         process = subprocess.Popen(
             [sys.executable, "-c", USER], cwd=ROOT, env=os.environ | {"TMPDIR": folder}, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's `&` has it ignored
         )  # fmt: skip
         assert process.stdout.readline() == b"started\n" and os.listdir(folder)
         if end == signal.SIGKILL:
             process.kill()
         else:
             os.killpg(process.pid, end)  # as a time limit or a terminal does
-        process.wait()
+        process.wait(timeout=60)
         deadline = time.monotonic() + 20
         while os.listdir(folder) and time.monotonic() < deadline:
             time.sleep(0.05)
