@@ -235,6 +235,9 @@ def _own(o: Objective, hp: dict[str, Any]) -> Term:
 
 def _ends(o: Objective, hp: dict[str, Any], side: str) -> list[bool]:
     """Whether the objective's term has a gradient on that side of its clip: at a ratio of 1, and far beyond a bound."""
+    if o.sampler:  # its term is that of the objective inside, times the sampler's weight
+        o = replace(o, sampler=None)
+        hp = {k: v for k, v in hp.items() if k in o.hyperparameters}
     lp, old = torch.tensor([[-0.01], [-21.0 if side == "lower" else -0.01]]), torch.tensor([[-0.01], [-0.01]])
     old = old if side == "lower" else torch.tensor([[-0.01], [-21.0]])
     A, one = torch.full_like(lp, -1.0 if side == "lower" else 1.0), torch.ones_like(lp, dtype=torch.bool)
