@@ -11,13 +11,13 @@ ROOT = Path(__file__).parent.parent
 SUPPORT = ROOT / "tests" / "support"
 ENTRIES = {  # name in the zoo: title, and why it is wrong
     "clipping.clamps_the_product": (
-        "The product r A is clamped, and not the ratio",
+        "The product r A is clamped, not the ratio",
         "The bounds then move with the size of A: at A = 0.5 the upper one is r = 2.4, and where A < 0 "
         "nothing is clipped."),
     "clipping.outside_the_window_is_dead": (
         "The clip drops tokens on both sides, whatever the sign of A",
-        "The minimum drops a token only where it has already moved in the direction of A. On the other side, "
-        "its gradient brings it back."),
+        "DAPO's minimum removes a token's gradient only where the token has already moved in the direction of A. "
+        "Where it has moved the other way, the gradient stays and brings it back."),
     "aggregation.mean_of_response_means": (
         "Each response counts the same, where each token should",
         "A token of a long response then counts less than one of a short response, which is what DAPO's token "
@@ -27,10 +27,11 @@ ENTRIES = {  # name in the zoo: title, and why it is wrong
         "A long response then counts more than a short one; GRPO divides by the length of each response first."),
     "aggregation.empty_rows_count_a_token": (
         "A response without a token enters the denominator",
-        "Rows that only fill up a batch make its gradient smaller."),
+        "Each row of padding then counts as one token, which makes the gradient of the batch smaller."),
     "aggregation.groups_by_stride": (
         "Groups are taken to be contiguous and of one size",
-        "After rows are filtered or shuffled, a response is averaged with responses to other prompts."),
+        "The code cuts the batch into blocks of equal size. After rows are filtered or shuffled, a block holds "
+        "responses to several prompts, which are averaged together."),
     "aggregation.divided_again_by_accumulation": (
         "A global mean is divided again by the accumulation steps",
         "The denominator counts the whole batch already; the second division makes the gradient smaller by "
@@ -44,8 +45,8 @@ ENTRIES = {  # name in the zoo: title, and why it is wrong
         "The ratio is then always 1, so that no bound acts, however far the policy moves."),
     "gradients.detached_negatives": (
         "The ratio is detached, and negatives lose their gradient",
-        "UP needs no ratio where A > 0, but where A < 0 the ratio carries the gradient; detached, it leaves a "
-        "constant."),
+        "Where A > 0, UP has no ratio: log π carries the gradient. Where A < 0, only the ratio carries it. A detached "
+        "ratio leaves a constant there, and a constant has no gradient."),
     "gradients.ratio_twice": (
         "The importance ratio is applied twice",
         "V-trace has corrected the advantage with r already. With r once more, the weight is r² A, and its "

@@ -160,7 +160,7 @@ def test_none_of_these(loss, capsys):
 
 
 PITFALLS = {
-    "no_minimum": "clipped before multiplying by A",
+    "no_minimum": "clipped on both sides, whatever the sign of A",
     "maximum_of_objectives": "maximum is taken",
     "plain_sum": "plain sum",
     "normalised_twice": "divided by all tokens",

@@ -270,7 +270,7 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
         for sign, on in (("A > 0", lambda A: A > 0), ("A < 0", lambda A: A < 0)):
             yield made("clip", f"the weight is {said} only where {sign}",
                        form(lambda r, A, lp, f=cut, on=on: sg(where(on(A), f(r), r)) * A * lp))  # fmt: skip
-    yield made("clip", "the ratio is clipped before multiplying by A: the minimum is missing",
+    yield made("clip", "the ratio is clipped on both sides, whatever the sign of A: the minimum is missing",
                form(lambda r, A, lp: clip(r, 1 - lo, 1 + hi) * A))  # fmt: skip
     yield made("clip", "the clip acts on the product r A, not on r: its bounds move with the size of A",
                form(lambda r, A, lp: minimum(r * A, clip(r * A, 1 - lo, 1 + hi))))  # fmt: skip
@@ -309,8 +309,9 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
         yield fault("the advantages are whitened again, over the tokens of each batch", "advantage",
                     view=lambda b, n=n: b.but(adv=_whitened(b, n)), whole=True)  # fmt: skip
     yield made("advantage", "A enters squared", lambda lp, old, A, m: j(lp, old, A * A.abs(), m))
-    yield made("advantage", "negative advantages are dropped", lambda lp, old, A, m: j(lp, old, A.clamp(min=0), m))
-    yield made("advantage", "positive advantages are dropped", lambda lp, old, A, m: j(lp, old, A.clamp(max=0), m))
+    for sign, kept in (("A < 0", {"min": 0}), ("A > 0", {"max": 0})):
+        yield made("advantage", f"no token with {sign} has a gradient: its advantage is dropped, or its term detached",
+                   lambda lp, old, A, m, kept=kept: j(lp, old, A.clamp(**kept), m))  # fmt: skip
     yield made("advantage", "the branches of the two signs of A are exchanged",
                lambda lp, old, A, m: -j(lp, old, -A, m))  # fmt: skip
     for side, here, there, kept in (
