@@ -309,7 +309,7 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
         yield fault("the advantages are whitened again, over the tokens of each batch", "advantage",
                     view=lambda b, n=n: b.but(adv=_whitened(b, n)), whole=True)  # fmt: skip
     yield made("advantage", "A enters squared", lambda lp, old, A, m: j(lp, old, A * A.abs(), m))
-    for sign, kept in (("A < 0", {"min": 0}), ("A > 0", {"max": 0})):
+    for sign, kept in (("A < 0", {"min": 0.0}), ("A > 0", {"max": 0.0})):
         yield made("advantage", f"no token with {sign} has a gradient: its advantage is dropped, or its term detached",
                    lambda lp, old, A, m, kept=kept: j(lp, old, A.clamp(**kept), m))  # fmt: skip
     yield made("advantage", "the branches of the two signs of A are exchanged",
