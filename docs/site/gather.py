@@ -23,6 +23,7 @@ NAMED = {
     "derivations/README.md": "derivations",
     "CHANGELOG.md": "changelog",
     "CONTRIBUTING.md": "contributing",
+    "docs/site/explorer.md": "explorer",
 }
 PICTURES = (".svg", ".png", ".jpg")
 LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".bib": "bibtex", ".json": "json", ".yaml": "yaml"}
@@ -188,10 +189,9 @@ def gather(source: Path):
     for page in ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]:
         if not page.startswith("docs/site/"):
             g.page(page)
-    for page in ("CHANGELOG.md", "CONTRIBUTING.md"):
+    for page in ("CHANGELOG.md", "CONTRIBUTING.md", "docs/site/explorer.md"):
         if (ROOT / page).exists():
             g.page(page)
-    g.texts["explorer"] = (Path(__file__).parent / "explorer.md").read_text(encoding="utf-8")
     g.texts |= frameworks.pages()
     own = objectives.pages(source)
     linked = re.compile(r"^\| `(\w+)` \|", re.M)
