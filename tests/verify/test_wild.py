@@ -153,6 +153,16 @@ def ppo_and_k1_to_old(log_prob, old_log_prob, advantages, mask):
     return (x * mask).sum() / mask.sum()
 
 
+def grpo_and_k3_exchanged(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+    x = per_token(log_prob, old_log_prob, advantages, 0.2) + 0.04 * k3(ref_log_prob, log_prob)
+    return seq_mean(x, mask)
+
+
+def grpo_and_k3_added(log_prob, old_log_prob, advantages, mask, ref_log_prob):
+    x = per_token(log_prob, old_log_prob, advantages, 0.2) - 0.04 * k3(log_prob, ref_log_prob)
+    return seq_mean(x, mask)
+
+
 def gradient(report):
     return next(f.cause for f in report.failures if f.oracle == "gradient")
 
@@ -174,8 +184,11 @@ LACKS = "a KL term is subtracted that {} does not have: {}"
 K1 = "0.0{} k1, to any policy; {} of the sampled tokens has this gradient too"  # which is 1
 KL = {
     reinforce_and_k1: "meant as reinforce, but: " + LACKS.format("reinforce", K1.format(4, "an entropy bonus")),
-    grpo_and_k1_flipped: "meant as grpo(eps=0.2), but: a KL term is added to J that grpo does not have: "
+    grpo_and_k1_flipped: "meant as grpo(eps=0.2), but: a KL term is added to J that is not grpo's k3: "
     + K1.format(1, "a bonus on the likelihood"),
+    grpo_and_k3_exchanged: "meant as grpo(eps=0.2), but: a KL term is subtracted that is not grpo's k3: "
+    "0.04 k3 (π_θ and π_ref exchanged)",
+    grpo_and_k3_added: "meant as grpo(eps=0.2), but: the KL term is added to J, not subtracted: 0.04 k3",
     ppo_and_k1_to_old: "meant as ppo_clip(eps=0.2), but: " + LACKS.format("ppo_clip", K1.format(1, "an entropy bonus")),
     dapo_and_k3: "meant as dapo(eps_low=0.2, eps_high=0.3), but: " + LACKS.format("dapo", "0.01 k3"),
 }
@@ -241,5 +254,5 @@ def test_what_gives_the_numbers_of_one_batch_alone_is_no_cause():
 
 
 def test_identify_tells_a_kl_term_beside_a_slip():
-    said = upref.identify(product_and_kl).why
-    assert said == f"{SUMMED}; a KL term is subtracted that dr_grpo does not have: 0.04 k3"
+    found = upref.identify(product_and_kl)
+    assert found.why == SUMMED and found.matches[0].hp["beta"] == pytest.approx(0.04)

@@ -178,10 +178,15 @@ def _match(box: BlackBox, c: Candidate, grids: list[Grid]) -> Match:
             offs.append(_off(box, c.o, c.hp, b, g))
     distance = max(x.max().item() for x in offs)
     mean = sum(x.clamp(max=1).sum().item() for x in offs) / sum(int(b.mask.sum()) for b, *_ in grids)
-    hp, same_kl = c.seen() if in_range(c.o, c.hp) else {}, bool(box.kl) and c.o.kl == box.kl
-    if c.o.kl and (same_kl or not box.kl):
+    hp, same_kl = c.seen() if in_range(c.o, c.hp) else {}, _same_kl(box, c.o)
+    if c.o.kl and same_kl:
         hp["beta"] = box.beta
-    return Match(c.o.name, hp, _agg(box), _own(box, c.o), same_kl or not box.kl, distance, mean)
+    return Match(c.o.name, hp, _agg(box), _own(box, c.o), same_kl, distance, mean)
+
+
+def _same_kl(box: BlackBox, o: Objective) -> bool:
+    """Whether it has no KL term, or the objective's own."""
+    return not box.kl or (o.kl == box.kl and box.beta > 0)
 
 
 def _own(box: BlackBox, o: Objective) -> bool:
@@ -325,8 +330,9 @@ def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Matc
             if one.meant:
                 o = get(one.meant)
                 hp = clip = {k: v for k, v in {"eps_low": low, "eps_high": high}.items() if k in o.hyperparameters}
-            used = {k: v for k, v in hp.items() if clip.get(k) is not None}
-            return Match(o.name, used, _agg(box) or case.agg, _own(box, o), not box.kl, 0.0, 0.0), one, case, k
+            used, same_kl = {k: v for k, v in hp.items() if clip.get(k) is not None}, _same_kl(box, o)
+            used |= {"beta": box.beta} if box.kl and same_kl else {}
+            return Match(o.name, used, _agg(box) or case.agg, _own(box, o), same_kl, 0.0, 0.0), one, case, k
     return None
 
 

@@ -158,10 +158,13 @@ def terms(first: str, reads: frozenset[str]) -> list[str]:
 
 
 def lacking(o: Objective, beta: float, name: str) -> str:
-    """Words for a KL term that the objective does not have."""
+    """Words for a KL term that the objective does not have, or not like this."""
+    if name == o.kl and beta < 0:
+        return f"the KL term is added to J, not subtracted: {abs(beta):.7g} {name}"
     done, bonus = ("subtracted", "an entropy bonus") if beta > 0 else ("added to J", "a bonus on the likelihood")
     any_policy = f", to any policy; {bonus} of the sampled tokens has this gradient too"
-    return f"a KL term is {done} that {o.name} does not have: {abs(beta):.7g} {name}{any_policy * (name == 'k1')}"
+    whose = f"is not {o.name}'s {o.kl}" if o.kl else f"{o.name} does not have"
+    return f"a KL term is {done} that {whose}: {abs(beta):.7g} {name}{any_policy * (name == 'k1')}"
 
 
 def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
