@@ -94,7 +94,8 @@ def draw(
     lp = np.minimum(old + x, 0)
     if rng.random() < 0.2 and not far:  # on policy
         lp = old.copy()
-    one = o.agg == "seq-mean" or wide or rng.random() < (0.85 if dense else 0.6)
+    whole = o.agg == "seq-mean-token-sum" and o.adv in ("leave_one_out", "signed")  # the response is the action
+    one = o.agg == "seq-mean" or wide or whole or rng.random() < (0.85 if dense else 0.6)
     size = (B, 1) if one else (B, T)
     A = rng.choice([-1, 1], size) * np.where(rng.random((B, 1)) < 0.5, np.exp(rng.uniform(math.log(1e-6), math.log(40), size)),
                                              np.abs(rng.normal(size=size)) + 0.05)  # fmt: skip

@@ -65,13 +65,14 @@ def compiled(text: str):
 
 
 def batches(name: str, seed: int, n: int = 400) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Rewards and groups: correct or not, graded, normal, from 1e-3 to 1e4; even, uneven, interleaved, large."""
+    """Rewards and groups: correct or not, graded, normal, from 1e-3 to 1e4; even, uneven, interleaved, large, any ids."""
     rng = np.random.default_rng([seed, 3])
     for i in range(n):
         N = int(rng.choice([4, 8, 12, 30, 300]))
         group = rng.integers(0, max(1, N // int(rng.integers(2, 9)) if N < 300 else 2), N) * int(rng.integers(1, 50))
         if i % 3 == 0:
             group = np.arange(N) // 4
+        group = group + (0, 0, 0, 5000, 2**40)[i % 5]  # which float16 and float32 do not hold
         R = {0: rng.integers(0, 2, N).astype(float), 1: rng.normal(size=N), 2: rng.integers(-8, 9, N) / 4}[
             i % 3 if name != "signed" else 0
         ]
