@@ -88,6 +88,20 @@ def test_a_report_says_of_the_denominator_only_what_was_seen():
         lambda rewards, group: small(rewards.float(), group), "group_norm").failures)  # fmt: skip
 
 
+def penalty(c, std):
+    return torch.full_like(c, -1.0) if std < 1e-9 else c / (std + 1e-6)
+
+
+def test_a_cause_holds_where_the_function_is_right_too():
+    """A number of its own for equal rewards is no rounding; a mean of the batch, only where groups are uneven."""
+    failures = upref.check_advantages(partial(zoo.each, divide=penalty), "group_norm").failures
+    assert [f.cause for f in failures if f.oracle == "equal-rewards"] == [""]
+    even = lambda group: len(set(torch.unique(group, return_counts=True)[1].tolist())) == 1
+    some = lambda rewards, group: (zoo.loop_over_prompts if even(group) else zoo.over_the_batch)(rewards, group)
+    causes = [f.cause for f in upref.check_advantages(some, "group_norm").failures if f.oracle == "uneven-groups"]
+    assert causes == ["on such groups, not on all: it is whiten (over the batch, whatever the prompt)"]
+
+
 def test_refused_prompt_ids_are_a_note_and_loops_over_them_end():
     (note,) = [
         n for n in upref.check_advantages(zoo.population_by_bincount, "group_norm").notes if n.oracle == "group-ids"
@@ -216,6 +230,8 @@ KL_WRONG = [
     (clamped, "k3", "clamp", "bites"),
     (lambda lp, ref: kl.k2(lp, ref) + (kl.k3(lp, ref) - kl.k2(lp, ref)).detach(), "k3", "gradient", "straight"),
     (kl.k1, "k3", "value", "k1 itself"),
+    (lambda lp, ref: (ref - lp.detach()).exp() - 1 - (ref - lp), "k3", "gradient", "by the gradient alone: k1 itself"),
+    (lambda lp, ref: kl.k3(lp, ref) + (kl.k2(lp, ref) - kl.k3(lp, ref)).detach(), "k3", "value", "by the value alone"),
     (lambda lp, ref: k3_by_hand(lp.float(), ref.float()) * 1.01, "k3", "value", ""),
     (lambda lp, ref: k3_by_hand(lp, ref) / math.log(2), "k3", "gradient", "1.4427 times k3"),
     (lambda lp, ref: ref.sub_(lp.detach()).exp() - 1 - ref, "k3", "mutation", ""),
@@ -246,6 +262,16 @@ def test_wrong_kl(fn, name, oracle, cause):
     report = upref.check_kl(fn, name)
     hit = [f for f in report.failures if f.oracle == oracle]
     assert not report and hit and any(cause in f.cause for f in hit), str(report)
+
+
+@pytest.mark.parametrize("fn, name, said", [
+    (clamped, "k3", "a clamp that bites: the tokens furthest from the reference are not pulled back"),
+    (lambda lp, ref: k3_by_hand(lp, ref.clamp(min=-12)), "k3", "a clamp that bites"),
+    (lambda lp, ref: torch.where((lp - ref).abs() < 3, kl.k3(lp, ref), kl.k2(lp, ref)), "k3", ""),
+    (lambda lp, ref: torch.nn.functional.huber_loss(lp, ref, reduction="none", delta=2.2), "k2", ""),
+])  # fmt: skip
+def test_a_far_fault_is_a_clamp_where_it_is_one(fn, name, said):
+    assert [f.cause for f in upref.check_kl(fn, name).failures if f.oracle == "clamp"] == [said]
 
 
 def test_whose_gradient_it_is():

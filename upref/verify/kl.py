@@ -48,12 +48,13 @@ class Case:
         return want, found, _off(found, want)
 
     def cause(self, which: int) -> str:
-        """The first fault that gives both value and gradient, else that gives this one; "" where none does."""
+        """The first fault that gives both value and gradient, else, in so many words, this one; "" where none does."""
         gone = Fault(GONE, lambda lp, ref: self.right(lp, ref).detach() + 0 * lp)
         for parts in ((0, 1), (which,)):
             for fault in (gone, *known("kl")):
                 if fault.change is not self.right and same(self.term, fault.change, parts, self.term.tol):
-                    return fault.words
+                    alone = f"by the {('value', 'gradient')[which]} alone: " * (len(parts) == 1 and fault is not gone)
+                    return alone + fault.words
         k = both(self.term, NEAR[-1:])[which].item() / both(self.right, NEAR[-1:])[which].item()
         scaled = same(self.term, lambda lp, ref: k * self.right(lp, ref), tol=self.term.tol)
         return f"{k:.6g} times {self.estimator}" if scaled else ""
@@ -145,12 +146,16 @@ def _pointwise(which: int, name: str, what: str) -> Oracle:
 
 @oracle("clamp", not_run=lambda case: "wrong near 0 already" if case.failed & {"value", "gradient"} else "")
 def clamp(case: Case) -> Iterator[Finding]:
-    (_, _, value), (want, found, slope) = case.off(FAR, 0), case.off(FAR, 1)
-    for i in (torch.maximum(value, slope) > case.term.tol).nonzero()[:1, 0].tolist():
+    (_, held, value), (want, found, slope) = case.off(FAR, 0), case.off(FAR, 1)
+    bad = torch.maximum(value, slope) > case.term.tol
+    sides = [held[bad & side] for side in (FAR > 0, FAR < 0) if (bad & side).any()]
+    clamped = all(bool(((x - x[0]).abs() <= case.term.tol * x[0].abs()).all()) for x in sides)
+    for i in bad.nonzero()[:1, 0].tolist():
         d, numbers = FAR[i].item(), apart("gradient {}", want[i].item(), found[i].item())
-        bites = "a clamp that bites: the tokens furthest from the reference are not pulled back"
+        pulled = bool((found[bad] != 0).any())
+        bites = "a clamp that bites" + ": the tokens furthest from the reference are not pulled back" * (not pulled)
         make, why = (fail, bites) if abs(d) < 20 else (note, "a clamp at 20 or beyond")
-        yield make("clamp", f"log π_ref - log π_θ = {d:g}", *numbers, cause=why)
+        yield make("clamp", f"log π_ref - log π_θ = {d:g}", *numbers, cause=why if clamped else "")
 
 
 @oracle("expected-value")

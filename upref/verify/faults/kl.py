@@ -28,8 +28,8 @@ def known() -> Iterator[KLFault]:
     yield from (FLIPPED, INVERTED, PLUS, NEGATIVE, NO_LOG, ABSOLUTE)
     yield Fault("half of k3", lambda lp, ref: k3(lp, ref) / 2)
     yield SQUARE
-    for name, k in {"k3": k3, "k1": k1}.items():
-        yield Fault(f"the value of {name} with the gradient of k2 (straight through)",
-                    lambda lp, ref, k=k: k2(lp, ref) + (k(lp, ref) - k2(lp, ref)).detach())  # type: ignore[misc]  # fmt: skip
     yield WEIGHTED
     yield from (Fault(f"{name} itself", f) for name, f in ESTIMATORS.items())
+    for name, k in {"k3": k3, "k1": k1}.items():  # last: by its gradient alone, one is k2 itself
+        yield Fault(f"the value of {name} with the gradient of k2 (straight through)",
+                    lambda lp, ref, k=k: k2(lp, ref) + (k(lp, ref) - k2(lp, ref)).detach())  # type: ignore[misc]  # fmt: skip
