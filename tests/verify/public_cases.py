@@ -219,6 +219,8 @@ EDITS = [
     ("grpo", "KL by tokens", ["per_token_loss = per_token_loss + beta * per_token_kl\n    return ", "return beta * masked_mean(per_token_kl, completion_mask) + "]),
     ("grpo", "absolute KL", ["torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1", "(per_token_logps - ref_per_token_logps).abs()"]),
     ("grpo", "KL of a constant", ["torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps)", "torch.exp(ref_per_token_logps - per_token_logps.detach()) - (ref_per_token_logps - per_token_logps.detach())"]),
+    ("grpo", "KL's exponential detached", ["torch.exp(ref_per_token_logps - per_token_logps) -", "torch.exp(ref_per_token_logps - per_token_logps).detach() -"]),
+    ("grpo", "k1 for k3, twice as strong", ["torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1", "2 * (per_token_logps - ref_per_token_logps)"]),
     ("grpo", "KL to the old policy", ["log_ratio = ", "ref_per_token_logps = old_per_token_logps\n    per_token_kl = torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1\n    log_ratio = "]),
     ("grpo", "ratio to the reference", ["per_token_logps - old_per_token_logps", "per_token_logps - ref_per_token_logps"]),
     ("grpo", "clip inside the product", ["coef_2 * advantages.unsqueeze(1)", "torch.clamp(per_token_loss1, 1 - epsilon, 1 + epsilon)"]),

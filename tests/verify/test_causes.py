@@ -167,6 +167,24 @@ def rare(below, times=math.nan):
     return dapo(lambda lp, old, A: J(lp, old, A) * torch.where(hit(lp, old), times, 1.0))
 
 
+def whitened(where=lambda m: True, eps=1e-8):
+    """As verl whitens: with a variance that divides by the number of tokens, and eps under its root."""
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
+        mean, var = A[mask].mean(), A[mask].var(correction=0)
+        A = (A - mean) * torch.rsqrt(var + eps) if where(mask) else A
+        return -torch.where(mask, J(lp, old, A), 0).sum() / mask.sum()
+
+    return loss
+
+
+def cut(columns, where=lambda m: True):
+    """Some columns alone, in the numerator and in the denominator."""
+    mean = lambda x, m: -torch.where(m, x, 0).sum() / m.sum().clamp(min=1)
+    return dapo(total=lambda x, m: mean(x[:, columns], m[:, columns]) if where(m) else mean(x, m))
+
+
 OWN, RANKS = "own tokens or responses", "not scaled by the number of ranks"
 HAS_NO, LEAVES = "has no effect", "leaves out what comes from above"
 NEAR = {  # (a cause, a loss of which it holds, losses of which it holds on some batches only)
@@ -207,6 +225,19 @@ NEAR = {  # (a cause, a loss of which it holds, losses of which it holds on some
     "overflow": ("overflows", up_where, [
         *(up_nan(lambda lp, x, A, at=at: x > at) for at in (80, 87, 89.5, 95, 700, 712)),
         up_nan(lambda lp, x, A: (x > 88.723) & (A > 0.5)), up_nan(lambda lp, x, A: (x > 88.723) & (lp > -100)),
+    ]),
+    "whitened": ("whitened again", whitened(), [
+        whitened(lambda m: len(m) > 7), whitened(lambda m: m.shape[1] < 30), whitened(eps=0.3),
+    ]),
+    "power": ("the ratio is taken to the power 1.5", dapo(lambda lp, old, A: J(1.5 * lp, 1.5 * old, A)), [
+        dapo(lambda lp, old, A: 1.5 * J(lp, old, A)), dapo(lambda lp, old, A: 1.5 * J(lp, old, A, 0.2, 0.3)),
+        dapo(lambda lp, old, A: J(lp * (k := torch.where(A > 0, 1.5, 1)), old * k, A)),
+    ]),
+    "first column": ("the first column of the batch is not trained, and not counted", cut(slice(1, None)), [
+        cut(slice(2, None)), cut(slice(1, None), lambda m: len(m) > 7), cut(slice(1, None), lambda m: m.shape[1] < 30),
+    ]),
+    "last column": ("the last column of the batch is not trained, and not counted", cut(slice(-1)), [
+        cut(slice(-2)), cut(slice(-1), lambda m: len(m) > 7), cut(slice(-1), lambda m: m.shape[1] < 30),
     ]),
     "underflow": ("underflows", dapo(quotient), [rare(-110), rare(-85), rare(-80, 0.5), rare(-700), rare(-750)]),
 }  # fmt: skip
@@ -429,7 +460,20 @@ def test_a_batch_that_is_skipped_is_not_said_to_be_detached(skip):
     assert not report and "no gradient reaches" not in str(report)
 
 
+def test_what_is_added_on_one_batch_is_said_of_that_batch():
+    """Its size is that of the batch: a mean of its advantages, or 1 by its rows."""
+    for less in (lambda A: A.mean(), lambda A: 1 / len(A)):
+        loss = lambda log_prob, advantages, less=less: -((advantages[:, 0] - less(advantages)) * log_prob.sum(1)).mean()
+        said = str([f.cause for f in upref.check(masked(loss), "rloo").failures])
+        assert "is added to every weight of this batch" in said, said
+
+
+def masked(loss):
+    return lambda log_prob, advantages, mask: loss(torch.where(mask, log_prob, 0), advantages)
+
+
 CLAMPS = {
+    "to ±6": lambda x: x.clamp(-6, 6),
     "to ±10": lambda x: x.clamp(-10, 10),
     "at 9": lambda x: x.clamp(max=9),
     "to [-8, 12]": lambda x: x.clamp(-8, 12),

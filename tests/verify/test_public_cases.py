@@ -12,6 +12,8 @@ CAUSES = {
     ("vanilla", "ratio inverted"): "the ratio is inverted",
     ("sequence", "padded width"): "divided by the padded width",
     ("sequence", "whole batch"): "over the whole batch",
+    ("grpo", "KL's exponential detached"): "has the gradient of k1, not of k3",
+    ("grpo", "k1 for k3, twice as strong"): "has the gradient of 0.08 k1, not of 0.04 k3",
     ("grpo", "KL to the old policy"): "the KL term (k3) is to π_old, not to π_ref",
     ("grpo", "ratio to the reference"): "the ratio is to π_ref, not to π_old",
     ("cispo", "masked beyond the cap"): "beyond the cap no gradient is left",

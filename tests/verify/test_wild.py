@@ -235,7 +235,8 @@ TWO = {
     kl_by_tokens: ("grpo", {"eps": 0.2, "beta": 0.04},
                    "the KL term has another aggregation than the rest: token-mean"),
     reinforce_and_k1: ("grpo", {"eps": 0.2, "beta": 0.04},
-                       f"two faults together: {OLD}; and the KL term is of another estimator: k1, not k3"),
+                       f"two faults together: {OLD}; and the KL term has the gradient of k1, not of k3: another "
+                       "estimator, or a part of it is detached"),
     maximum_and_k3: ("dapo", {},
                      "two faults together: the maximum is taken where the minimum belongs; and a KL term is subtracted "
                      "that dapo does not have: 0.01 k3"),

@@ -19,7 +19,7 @@ from upref.rollouts import Rollouts
 from upref.transforms import CORRECTIONS, up
 from upref.verify.factors import FACTORS, promised
 from upref.verify.faults import known
-from upref.verify.faults.losses import LossFault, fault, kl_faults, lacking, term_slope, terms
+from upref.verify.faults.losses import OTHER_KL, LossFault, fault, kl_faults, lacking, powered, term_slope, terms
 from upref.verify.measure import Case, kl_slope, unit_weights
 from upref.weights.batches import OFF_EDGES, anchor, off, random_batch
 
@@ -40,7 +40,7 @@ def explain(case: Case, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list
     nothing = not any(at[3][1].any() for at in case.loss.log if at and at[1] == "measured")
     every = chain([NOTHING] * nothing, _retuned(case, bounds), _other_kl(case, b, found, use),
                   _kl_aggregated(case), known("losses", case.o, case.hp, bounds), placed(case),
-                  _others(case))  # fmt: skip
+                  powered(case.o, case.hp, case.k), _others(case))  # fmt: skip
     first = lambda faults: reproduces((one for one in faults if more.fits(one, case)), case, b, found, use)
     return first(every) or _two(case, b, found, use, bounds, more) or first(_recovered(case))
 
@@ -187,16 +187,17 @@ def _other_kl(case: Case, b: Rollouts, found: Tensor, use: Tensor) -> Iterator[L
     zero = use & (b.adv.expand_as(use) == 0)
     if not zero.any():
         return
-    o, plain = case.o, {k: v for k, v in case.hp.items() if k != "beta"}
+    o, plain, own = case.o, {k: v for k, v in case.hp.items() if k != "beta"}, case.hp.get("beta") or 0.0
     rest = lambda b: unit_weights(o, b, o.resolve(plain))
     for name in terms(o.kl, case.loss.reads):
         d = term_slope(name, b)[zero]
         beta = -(found[zero] @ d / (d @ d)).item() if d.any() else 0.0
         if name == o.kl and abs(beta) > case.tol:
             yield fault(_said({"beta": beta}, case.hp), "hyperparameter", hp={"beta": beta})
-        elif abs(beta) > case.tol and not case.hp.get("beta"):
+        elif abs(beta) > case.tol and (not own or (beta > 0 and abs(beta - own) > case.tol)):
             weigh = lambda b, beta=beta, name=name: rest(b) - beta * term_slope(name, b)
-            yield fault(lacking(o, beta, name), "term", weigh=weigh)
+            of = f"the KL term has the gradient of {beta:.6g} {name}, not of {own:g} {o.kl}: {OTHER_KL}"
+            yield fault(of if own else lacking(o, beta, name), "term", weigh=weigh)
 
 
 def _said(moved: dict[str, Any], hp: dict[str, Any]) -> str:

@@ -36,7 +36,7 @@ def pattern(b: Rollouts, found: Tensor, expected: Tensor, r: Tensor, use: Tensor
             return "within each response of this batch the weights are right up to one factor"
     extra = x - y
     if _constant(extra, 1e-6) and extra.mean().abs() > 1e-9:
-        return f"{extra.mean():+.4g} is added to every weight, whatever A"
+        return f"{extra.mean():+.4g} is added to every weight of this batch, whatever A"
     zero = (b.adv.expand_as(found) == 0)[use]
     if zero.any() and extra[zero].abs().max() > tol:
         return f"{UNKNOWN}; where A = 0 the weight is off by up to {extra[zero].abs().max():.4g}"

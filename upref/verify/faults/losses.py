@@ -80,9 +80,9 @@ def _slope(J: Term, b: Rollouts) -> Tensor:
     return torch.where(b.mask, g * n, 0)
 
 
-def _whitened(b: Rollouts, correction: int) -> Tensor:
+def _whitened(b: Rollouts, correction: int, eps: float, root: float) -> Tensor:
     A = b.adv.expand_as(b.mask)
-    return (A - A[b.mask].mean()) / (A[b.mask].std(correction=correction) + 1e-8)
+    return (A - A[b.mask].mean()) / ((A[b.mask].var(correction=correction) + root).sqrt() + eps)
 
 
 # ---- faults that need a word only ------------------------------------------------------------------------------------
@@ -110,6 +110,7 @@ def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Los
     yield fault("the sign is flipped: it ascends the loss", "sign", J=lambda lp, old, A, m: -_own(o, hp)(lp, old, A, m))
     if hp.get("beta"):
         yield from kl_faults(o, hp)
+    yield from untrained(o, hp)
     for words, of in SAMPLER.items() if o.sampler else ():
         yield fault(words, "ratio", view=lambda b, of=of: b.but(logp_sampler=of(b)))
     yield fault("the ratio is to π_ref, not to π_old", "ratio",
@@ -157,6 +158,9 @@ def terms(first: str, reads: frozenset[str]) -> list[str]:
     return sorted(filter(of, KL_TERMS), key=lambda k: (k != first, k not in kl.ESTIMATORS))
 
 
+OTHER_KL = "another estimator, or a part of it is detached"
+
+
 def lacking(o: Objective, beta: float, name: str) -> str:
     """Words for a KL term that the objective does not have, or not like this."""
     if name == o.kl and beta < 0:
@@ -175,7 +179,7 @@ def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
     made = lambda words, f: fault(words, "term", weigh=lambda b: rest(b) - beta * term_slope(f, b))
     for name, k in sorted(kl.ESTIMATORS.items(), key=lambda item: item[0] != o.kl):
         if name != o.kl:
-            yield made(f"the KL term is of another estimator: {name}, not {o.kl}", name)
+            yield made(f"the KL term has the gradient of {name}, not of {o.kl}: {OTHER_KL}", name)
         yield from (made(words.format(name), form(k)) for words, _, form in KL_FORMS)
         if o.level == "token":
 
@@ -221,6 +225,36 @@ def clamp_faults(o: Objective, hp: dict[str, Any], low: float, high: float, said
         yield fault(f"{words} where A <= 0", "clip", J=below)
         held = lambda b, f=inside: b.but(logp_old=b.logp_old + b.logp - f(b.logp, b.logp_old, b.mask))
         yield fault(f"{words} in a constant weight", "clip", view=held)
+
+
+def powered(o: Objective, hp: dict[str, Any], k: float) -> Iterator[LossFault]:
+    """The ratio to the power k, the factor seen on policy; without a ratio in the objective k is a plain factor."""
+    if abs(k - 1) > 1e-5 and any(any(_ends(o, hp, s)) != all(_ends(o, hp, s)) for s in ("lower", "upper")):
+        yield fault(f"the ratio is taken to the power {k:.5g}: every log-ratio is multiplied by it", "ratio",
+                    J=lambda lp, old, A, m: _own(o, hp)(old + k * (lp - old), old, A, m))  # fmt: skip
+
+
+CUT = {
+    "the first column of the batch": lambda m: torch.arange(m.shape[1]) == 0,
+    "the last column of the batch": lambda m: torch.arange(m.shape[1]) == m.shape[1] - 1,
+    "the first token of each response": lambda m: m.cumsum(1) == 1,
+    "the last token of each response": lambda m: m.flip(1).cumsum(1).flip(1) == 1,
+}
+
+
+def untrained(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
+    """Tokens that the mask leaves out, of the denominator too or not."""
+    for (said, cut), counted in product(CUT.items(), (True, False)):
+
+        def weigh(b: Rollouts, cut: Callable = cut, counted: bool = counted) -> Tensor:
+            m = b.mask & ~cut(b.mask)
+            there = Rollouts.unchecked(**{**vars(b), "mask": m, "totals": None})
+            f = FACTORS[promised(o)]
+            times = 1.0 if counted else (f(there) / f(b))[:, None]
+            return torch.where(m, unit_weights(o, b if counted else there, hp) * times, 0)
+
+        words = f"{said} is not trained, {'though' if counted else 'and not'} counted in the denominator"
+        yield fault(words, "aggregation", weigh=weigh, whole=True)
 
 
 def _without_beta(hp: dict[str, Any]) -> dict[str, Any]:
@@ -308,9 +342,10 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
                    form(lambda r, A, lp: where(A < 0, minimum(ppo(r, A), c * A), ppo(r, A))))  # fmt: skip
     yield made("advantage", "A enters by its absolute value", lambda lp, old, A, m: j(lp, old, A.abs(), m))
     yield made("advantage", "A enters by its sign alone", lambda lp, old, A, m: j(lp, old, A.sign(), m))
-    for n in (0, 1):  # std with and without Bessel's correction
-        yield fault("the advantages are whitened again, over the tokens of each batch", "advantage",
-                    view=lambda b, n=n: b.but(adv=_whitened(b, n)), whole=True)  # fmt: skip
+    for n, eps in product((0, 1), (1e-8, 1e-6, 1e-5, 1e-4)):  # with and without Bessel's correction
+        for added in ((eps, 0.0), (0.0, eps)):
+            yield fault("the advantages are whitened again, over the tokens of each batch", "advantage",
+                        view=lambda b, n=n, added=added: b.but(adv=_whitened(b, n, *added)), whole=True)  # fmt: skip
     yield made("advantage", "A enters squared", lambda lp, old, A, m: j(lp, old, A * A.abs(), m))
     for sign, kept in (("A < 0", {"min": 0.0}), ("A > 0", {"max": 0.0})):
         yield made("advantage", f"no token with {sign} has a gradient: its advantage is dropped, or its term detached",
@@ -354,12 +389,12 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
 
             yield fault(words, "ratio", weigh=shared, whole=True)
 
-    def product(b: Rollouts) -> Tensor:
+    def multiplied(b: Rollouts) -> Tensor:
         w = _slope(lambda lp, old, A, m: ppo(exp(sum_t(where(m, lp - old, 0), m))[:, None].expand_as(lp), A), b)
         return w / b.mask.sum(-1, keepdim=True) - (hp["beta"] * kl_slope(o.kl, b) if hp.get("beta") else 0)
 
     words = "the product of the response's ratios replaces the token's: one term for each response"
-    yield fault(words, "ratio", weigh=product)
+    yield fault(words, "ratio", weigh=multiplied)
     yield made("stop-gradient", "the whole term is detached: a constant weight on log π_θ",
                lambda lp, old, A, m: sg(j(lp, old, A, m)) * lp)  # fmt: skip
     yield made("clip", "the bounds are taken as absolute, [eps_low, eps_high], not as 1 - eps_low and 1 + eps_high",

@@ -13,6 +13,7 @@ from upref.verify.explain import confirmed
 from upref.verify.faults.losses import clamp_faults
 from upref.verify.measure import FLOATS, HABIT, Case
 from upref.verify.oracle import oracle
+from upref.verify.oracles.invariance import off_bounds
 from upref.verify.regions import NAMES
 from upref.verify.report import UNKNOWN, Finding, fail, note
 from upref.verify.shrink import cut, example, numbers, smallest
@@ -26,8 +27,9 @@ FULL = math.log(torch.finfo(torch.float64).max) - 1
 @oracle("extremes", 90)
 def extremes(case: Case) -> list[Finding]:
     out: list[Finding] = []
-    if not case.single and not case.o.coupled and not case.wrong:
-        out += clamps(case)
+    near = not case.wrong or bool((case.off(off_bounds(case)) <= case.tol).all())  # wrong beyond the grid, if at all
+    if near and not case.single and not case.o.coupled:
+        out += [f for f in clamps(case) if not case.wrong or f.cause != UNKNOWN]
     notes: dict[str, Finding] = {}
     for dtype in (torch.float64, torch.float32, torch.bfloat16):  # what is noted in one may be wrong in the next
         found = _overflows(case, dtype)

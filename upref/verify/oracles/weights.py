@@ -150,11 +150,12 @@ def _random(case: Case, seed: int = 0) -> list[Finding]:
         off = case.off(b)
         off = off.masked_fill(case.rounded(b), 0)
         if off.max() > 10 * case.tol:
+            one = explain(case, b, case.weights(b), case.rounded(b), [])
             b, i, t = smallest(case, b, worst(off))
             regime = f"{NAMES[b.adv[i, t].sign().item()]}, r = {case.ratio(b)[i, t].item():.4g}, in random batch {n}"
             expected, found = numbers(case, b, i, t)
             said = f"weight {found + 0.0:.6g}{_alone(case, b, i, t)}"
-            return [fail("gradient", regime, expected, said, example(case, b))]
+            return [fail("gradient", regime, expected, said, example(case, b), one.words if one else "")]
     return []
 
 
