@@ -48,22 +48,32 @@ def known(names: list[str]) -> str:
 
 def stale() -> list[str]:
     """What the experiment on stale data says of UP-DAPO and DAPO, of the looks that it has had."""
-    text = STALE.read_text(encoding="utf-8")
+    text, _, recomputed = STALE.read_text(encoding="utf-8").partition("### Where lp_old is recomputed")
     effect = r"(\d+) \| (\d+) \| (\S+ \[.*?\]) points \|.*?\| ([^|]*?) \|$"
     rows = re.findall(r"^\| (Best|Avg)@32 \| dapo \| " + effect, text, re.M)
     least = tomllib.loads((STALE.parents[1] / "design.toml").read_text(encoding="utf-8"))["interest"]
     found = {(metric, int(s)): (n, shown, word) for metric, s, n, shown, word in rows}
     if not found:
         return []
-    at = sorted({s for _, s in found}, reverse=True)
-    said = lambda metric, s: f"{found[metric, s][1]} points of {metric}@32 ({found[metric, s][2]})"
-    parts = [f"{said('Best', s)} and {said('Avg', s)} at s = {s}" for s in at]
-    seeds = " to ".join(sorted({n for n, *_ in found.values()}, key=int))
+    within = lambda metric: f"no difference of {least[metric.lower()]:g} points or more"
+
+    def told(metric: str) -> str:
+        by_word: dict[str, list[str]] = {}
+        for s in sorted({s for m, s in found if m == metric}, reverse=True):
+            _, shown, word = found[metric, s]
+            by_word.setdefault(word, []).append(f"{shown} at s = {s}")
+        words = {"gains": "a gain", "loses": "a loss", "no difference": within(metric)}
+        return f"{metric}@32 " + "; ".join(f"{', '.join(x)} ({words.get(w, w)})" for w, x in by_word.items())
+
+    again = re.search(r"^\| Best@32 \| dapo \| " + effect, recomputed, re.M)
+    seeds = " to ".join(sorted({n for n, *_ in found.values()}, key=int)) + " seeds"
+    done, all_of_them = re.findall(r"^(\d+) of (\d+) runs are finished", text, re.M)[0]
+    seeds += "" if done == all_of_them else ", runs in progress"
     return [
         "* **Stale data** ([registered](repro/mini/stale/results/report.md); two base policies, 400 steps, each method "
-        f"at its own learning rate; {seeds} seeds, runs in progress). Responses come from the policy of s rollouts "
-        f"ago. UP-DAPO minus DAPO is {'; '.join(parts)}. *No difference* is less than {least['best']:g} points of "
-        f"Best@32, {least['avg']:g} of Avg@32."
+        f"at its own learning rate; {seeds}). Responses come from the policy of s rollouts ago. UP-DAPO minus DAPO, in "
+        f"points: {told('Best')}. {told('Avg')}."
+        + (f" With lp_old recomputed by the trainer: Best@32 {again[3]} at s = {again[1]}." if again else "")
     ]
 
 

@@ -73,7 +73,9 @@ def write(d: Design, records: dict[str, Record], folder: Path) -> None:
         )
     if drawn := curve_figure(d, records):
         save(drawn, folder / "curves.svg")
-        parts.append("![Reward and entropy while training](curves.svg)\n")
+        parts.append(
+            "![Reward and entropy while training](curves.svg)\n\n*Thin lines: runs; thick lines: their means.*\n"
+        )
     parts += ["## Every effect\n", tables(found), "## Learning rates\n", rates(d, records), LIMITS.strip()]
     files.write_atomically(folder / "report.md", ("\n".join(parts) + "\n").encode())
 
@@ -98,27 +100,37 @@ the intervals.
 
 
 def answer(d: Design, found: list[Effect]) -> str:
-    """In words: what is decided, what is not."""
+    """In words: what is decided, what is not. One line a metric and method."""
     primary = [e for e in found if e.family in PRIMARY]
-    decided = [e for e in primary if e.word not in ("not finished", "undecided")]
-    lines = [f"* {sentence(e)}" for e in decided]
+    lines = []
+    for family in (*PRIMARY, "recomputed"):
+        for at in dict.fromkeys((e.other, e.metric) for e in found if e.family == family):
+            decided = [e for e in found if e.family == family and (e.other, e.metric) == at and known(e)]
+            for text in dict.fromkeys(map(said, decided)):
+                these = [f"{shown(e)} points at s = {e.staleness}" for e in decided if said(e) == text]
+                where = ", lp_old recomputed" * (family == "recomputed")
+                lines.append(f"* {TITLES[at[1]]}{where}: UP-DAPO {text} {at[0]}: {', '.join(these)}.")
     left: dict[str, list[str]] = {}
     for e in primary:
-        if e not in decided:
+        if not known(e):
             left.setdefault(e.word, []).append(f"{TITLES[e.metric]} against {e.other} at s = {e.staleness}")
     for word, which in left.items():
-        said = {"not finished": "Too few seeds are finished to decide", "undecided": "The seeds do not decide"}[word]
+        start = {"not finished": "Too few seeds are finished to decide", "undecided": "The seeds do not decide"}[word]
         none = word == "not finished" and len(which) == len(primary)
         first = d.stopping["first"]["seeds"]
         nothing = f"Nothing is decided yet: no comparison has the {first} seeds of its first look"
-        lines.append(f"* {nothing if none else said + ': ' + '; '.join(which)}.")
+        lines.append(f"* {nothing if none else start + ': ' + '; '.join(which)}.")
     return "\n".join(lines) + "\n"
 
 
-def sentence(e: Effect) -> str:
-    word = {"no difference": f"differs by less than {e.margin:g} points from"}.get(e.word, e.word.split()[0])
-    against = "" if e.word == "no difference" else " against"
-    return f"At s = {e.staleness}, {TITLES[e.metric]}: UP-DAPO {word}{against} {e.other}, {shown(e)} points."
+def known(e: Effect) -> bool:
+    return e.word not in ("not finished", "undecided")
+
+
+def said(e: Effect) -> str:
+    if e.word == "no difference":
+        return f"differs by less than {e.margin:g} points from"
+    return f"{e.word.split()[0]} against"
 
 
 def shown(e: Effect) -> str:
@@ -128,6 +140,14 @@ def shown(e: Effect) -> str:
 def rounded(e: Effect, x: float) -> str:
     digits = 0 if e.metric == "survival" else 3 if e.metric == "entropy" else 1
     return f"{round(x, digits) + 0.0:+.{digits}f}"
+
+
+def word(e: Effect) -> str:
+    """The rule's word, without praise where more is not better and no margin is registered."""
+    if e.family not in rule.SECONDARY:
+        return e.word
+    neutral = {"gains": "higher", "loses": "lower", "undecided": "not decided"}
+    return "no difference in any run" if e.low == e.high == 0 else neutral.get(e.word, e.word)
 
 
 def tables(found: list[Effect]) -> str:
@@ -147,7 +167,7 @@ def tables(found: list[Effect]) -> str:
             bases = ", ".join(rounded(e, x) for x in e.by_base)
             s = "slope" if e.staleness is None else e.staleness
             text += (
-                f"| {TITLES.get(e.metric, e.metric)} | {e.other} | {s} | {e.n} | {interval} | {bases} | {e.word} |\n"
+                f"| {TITLES.get(e.metric, e.metric)} | {e.other} | {s} | {e.n} | {interval} | {bases} | {word(e)} |\n"
             )
         text += "\n"
     return text or "No run of the experiment proper has finished on both sides of a comparison.\n"
