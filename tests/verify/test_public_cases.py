@@ -57,6 +57,13 @@ def test_a_harmless_edit_is_accepted(base, name, edit):
     assert report, report
 
 
+def test_an_unchecked_correction_is_said():
+    """DAPO has no sampler: π_old stands for μ, where a correction, right or wrong, is 1."""
+    report, right = upref.check(edited("with_engine", []), "dapo"), check("with_engine", [])
+    said = [any("corrects for it is not checked" in line for line in r.contract) for r in (report, right)]
+    assert report and right and said == [True, False]
+
+
 @pytest.mark.parametrize("base, edit, names, hp", daily(BOXES, 6))
 def test_a_box_is_named(base, edit, names, hp):
     if names == "refused":

@@ -83,6 +83,8 @@ def contract(case: Case) -> list[str]:
     loss, out = case.loss, list(case.loss.contract)
     if "group" not in loss.reads and case.o.agg == "group-token-mean":
         out.append("the loss takes no group ids: the batch counts as one group, as in DAPO's code, verl and TRL")
+    if "logp_sampler" in loss.reads and not case.o.sampler:
+        out.append("the sampler's log-probabilities are given as π_old's: what corrects for it is not checked")
     if loss.adv_shape not in ("BT", FIRST):
         out.append(f"it takes advantages as {SHAPES[loss.adv_shape]}: one per response")
     if loss.float_mask:
