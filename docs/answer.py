@@ -71,8 +71,8 @@ def stale() -> list[str]:
     seeds += "" if done == all_of_them else ", runs in progress"
     return [
         "* **Stale data** ([registered](repro/mini/stale/results/report.md); two base policies, 400 steps, each method "
-        f"at its own learning rate; {seeds}). Responses come from the policy of s rollouts ago. UP-DAPO minus DAPO, in "
-        f"points: {told('Best')}. {told('Avg')}."
+        f"at its own learning rate; {seeds}). Responses come from the policy s rollouts earlier. UP-DAPO minus DAPO, "
+        f"in points: {told('Best')}. {told('Avg')}."
         + (f" With lp_old recomputed by the trainer: Best@32 {again[3]} at s = {again[1]}." if again else "")
     ]
 
@@ -96,9 +96,11 @@ def text() -> str:
     row = lambda cells: f"| {' | '.join(cells)} |"
     kept = (
         f"{number(best[0])} and {number(best[1])} points of Best@32. Training raises the average reward (DAPO's by "
-        f"{reward[0]} points at low drift) and makes answers less varied: there Best@32 falls"
+        f"{reward[0]} points at low drift) and makes answers less varied: Best@32 then falls"
     )
     lines = [
+        "In short: where the policy has moved away from the one that sampled, UP finds a right answer in 32 tries more "
+        "often. No effect on the average answer is shown. Lowering the learning rate helps DAPO more. "
         "Tiny transformers learn number puzzles. The tests were [registered](docs/glossary.md#results) before any run "
         f"(commit {commit}). *Drift* is how far the policy moves before new responses are sampled, measured by the "
         "share of good tokens that DAPO clips. UP-DAPO minus DAPO at the end, in percentage points, with intervals "
@@ -109,9 +111,9 @@ def text() -> str:
         row(["Best@32: solved at least once in 32 tries", *best]),
         row(["Avg@32: solved on average", *avg]),
         "",
-        f"* **Kept.** UP keeps more of what 32 tries can find: {kept} from {fall[1]} % to {fall[2]} % (DAPO) and "
+        f"* **Variety.** UP keeps more of what 32 tries can find: {kept} from {fall[1]} % to {fall[2]} % (DAPO) and "
         f"{fall[3]} % (UP-DAPO), so UP loses less.",
-        "* **Not shown.** Whether UP answers better on average is [undecided](docs/claims.md): neither an effect nor "
+        "* **Average.** Whether UP answers better on average is [undecided](docs/claims.md): neither an effect nor "
         "its absence is shown. Both intervals contain 0, and together they reach from "
         f"{lowest:+.1f} to {highest:+.1f} points.",
         "* **Learning rate** (not registered; plain 95 % intervals; 13 seeds). In each column both methods share one "
@@ -121,8 +123,8 @@ def text() -> str:
         f"* **On other objectives** UP raises Avg@32 of {known(breadth['reproduced'])} and lowers that of "
         f"{known(breadth['contradicted'])}; for others it is undecided, excluded or not testable.",
         *stale(),
-        "* **Limits.** There is one task, with answers of about 13 tokens; but for the stale data there is one base "
-        "policy, with 100 steps. No GPU run has been made.",
+        "* **Limits.** All runs train on one task, with answers of about 13 tokens. Except for the stale data, they "
+        "start from one base policy and take 100 steps. No GPU run has been made.",
         "",
         "[The report](repro/mini/round2/results/report.md) has every registered test of this round, "
         "[verdicts](docs/verdicts.md) has an earlier round with fewer seeds. Both are evidence for the counts below, "
