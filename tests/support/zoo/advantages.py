@@ -322,7 +322,7 @@ WRONG = [  # function, estimator, oracle, cause
     (contiguous_by_counts, "group_norm", "interleaving", "contiguous"),
     (normalised_twice, "group_norm", "values", "twice"),
     (includes_itself, "leave_one_out", "values", "includes the response itself"),
-    (one_too_few, "leave_one_out", "values", "over G - 1, the response itself"),
+    (one_too_few, "leave_one_out", "values", "G/(G - 1) times the mean of its prompt"),
     (nan_for_one, "group_norm", "singletons", "division by 0"),
     (peers_of_none, "leave_one_out", "singletons", "by G - 1"),
     (no_eps, "group_norm", "equal-rewards", "eps"),

@@ -100,7 +100,7 @@ CENTRES: dict[str, Callable[[Rows], Rows]] = {
     "the smallest reward": minus(min),
     "the largest reward": minus(max),
     "the sum": minus(lambda xs: sum(xs, Fraction(0))),
-    "the sum over G - 1, the response itself included": minus(lambda xs: sum(xs, Fraction(0)) / max(len(xs) - 1, 1)),
+    "G/(G - 1) times the mean": minus(lambda xs: sum(xs, Fraction(0)) / max(len(xs) - 1, 1)),
     "the first reward": minus(lambda xs: xs[0]),
 }  # fmt: skip
 KEYS: dict[str, Callable[[Batch], Sequence]] = {
