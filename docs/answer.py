@@ -100,7 +100,7 @@ def text() -> str:
     )
     lines = [
         "In short: where the policy has moved away from the one that sampled, UP finds a right answer in 32 tries more "
-        "often. No effect on the average answer is shown. Lowering the learning rate helps DAPO more. "
+        "often. No effect on the average answer is shown. A lower learning rate helps DAPO more than UP does. "
         "Tiny transformers learn number puzzles. The tests were [registered](docs/glossary.md#results) before any run "
         f"(commit {commit}). *Drift* is how far the policy moves before new responses are sampled, measured by the "
         "share of good tokens that DAPO clips. UP-DAPO minus DAPO at the end, in percentage points, with intervals "
