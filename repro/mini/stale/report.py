@@ -100,16 +100,15 @@ the intervals.
 
 
 def answer(d: Design, found: list[Effect]) -> str:
-    """In words: what is decided, what is not. One line a metric and method."""
+    """In words: what is decided, what is not."""
     primary = [e for e in found if e.family in PRIMARY]
-    lines = []
-    for family in (*PRIMARY, "recomputed"):
-        for at in dict.fromkeys((e.other, e.metric) for e in found if e.family == family):
-            decided = [e for e in found if e.family == family and (e.other, e.metric) == at and known(e)]
-            for text in dict.fromkeys(map(said, decided)):
-                these = [f"{shown(e)} points at s = {e.staleness}" for e in decided if said(e) == text]
-                where = ", lp_old recomputed" * (family == "recomputed")
-                lines.append(f"* {TITLES[at[1]]}{where}: UP-DAPO {text} {at[0]}: {', '.join(these)}.")
+    decided: dict[str, list[str]] = {}
+    for e in found:
+        if e.family in (*PRIMARY, "recomputed") and known(e):
+            where = ", lp_old recomputed" * (e.family == "recomputed")
+            start = f"* {TITLES[e.metric]}{where}: UP-DAPO {said(e)} {e.other}"
+            decided.setdefault(start, []).append(f"{shown(e)} points at s = {e.staleness}")
+    lines = [f"{start}: {', '.join(those)}." for start, those in decided.items()]
     left: dict[str, list[str]] = {}
     for e in primary:
         if not known(e):
@@ -142,12 +141,12 @@ def rounded(e: Effect, x: float) -> str:
     return f"{round(x, digits) + 0.0:+.{digits}f}"
 
 
-def word(e: Effect) -> str:
+def neutral(e: Effect) -> str:
     """The rule's word, without praise where more is not better and no margin is registered."""
     if e.family not in rule.SECONDARY:
         return e.word
-    neutral = {"gains": "higher", "loses": "lower", "undecided": "not decided"}
-    return "no difference in any run" if e.low == e.high == 0 else neutral.get(e.word, e.word)
+    words = {"gains": "higher", "loses": "lower", "undecided": "not decided"}
+    return "no difference in any run" if e.low == e.high == 0 else words.get(e.word, e.word)
 
 
 def tables(found: list[Effect]) -> str:
@@ -166,9 +165,8 @@ def tables(found: list[Effect]) -> str:
             interval = "interval at the first look" if e.word == "not finished" else f"{shown(e)} {unit}"
             bases = ", ".join(rounded(e, x) for x in e.by_base)
             s = "slope" if e.staleness is None else e.staleness
-            text += (
-                f"| {TITLES.get(e.metric, e.metric)} | {e.other} | {s} | {e.n} | {interval} | {bases} | {word(e)} |\n"
-            )
+            cells = [TITLES.get(e.metric, e.metric), e.other, s, e.n, interval, bases, neutral(e)]
+            text += f"| {' | '.join(map(str, cells))} |\n"
         text += "\n"
     return text or "No run of the experiment proper has finished on both sides of a comparison.\n"
 
