@@ -61,19 +61,20 @@ def stale() -> list[str]:
         by_word: dict[str, list[str]] = {}
         for s in sorted({s for m, s in found if m == metric}, reverse=True):
             _, shown, word = found[metric, s]
-            by_word.setdefault(word, []).append(f"{shown} at s = {s}")
+            by_word.setdefault(word, []).append(f"{shown} at {s} rollouts")
         words = {"gains": "a gain", "loses": "a loss", "no difference": within(metric)}
         return f"{metric}@32 " + "; ".join(f"{', '.join(x)} ({words.get(w, w)})" for w, x in by_word.items())
 
+    ages = [str(s) for s in sorted({s for _, s in found})]
     again = re.search(r"^\| Best@32 \| dapo \| " + effect, recomputed, re.M)
     seeds = " to ".join(sorted({n for n, *_ in found.values()}, key=int)) + " seeds"
     done, all_of_them = re.findall(r"^(\d+) of (\d+) runs are finished", text, re.M)[0]
     seeds += "" if done == all_of_them else ", runs in progress"
     return [
         "* **Stale data** ([registered](repro/mini/stale/results/report.md); two base policies, 400 steps, each method "
-        f"at its own learning rate; {seeds}). Responses come from the policy s rollouts earlier. UP-DAPO minus DAPO, "
-        f"in points: {told('Best')}. {told('Avg')}."
-        + (f" With lp_old recomputed by the trainer: Best@32 {again[3]} at s = {again[1]}." if again else "")
+        f"at its own learning rate; {seeds}). The policy of {', '.join(ages[:-1])} or {ages[-1]} rollouts ago samples "
+        f"the responses. UP-DAPO minus DAPO, in points: {told('Best')}. {told('Avg')}."
+        + (f" With lp_old recomputed by the trainer: Best@32 {again[3]} at {again[1]} rollouts." if again else "")
     ]
 
 
