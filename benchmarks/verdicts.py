@@ -23,7 +23,7 @@ import torch
 import upref
 from upref import advantages, audits, hidden, kl
 from upref.files import write_atomically
-from upref.identification.identification import Identity
+from upref.identification.identification import Identification
 from upref.verify.report import Report
 
 ROOT = Path(__file__).parents[1]
@@ -36,7 +36,7 @@ def said(x: Any) -> Any:
     if isinstance(x, Report):
         return {"ok": bool(x), "failures": sorted({f"{f.oracle}: {f.cause}" for f in x.failures}),
                 "notes": sorted({f.oracle for f in x.notes})}  # fmt: skip
-    if isinstance(x, Identity):
+    if isinstance(x, Identification):
         return {"ok": bool(x), "says": str(x).partition("\n")[0], "names": sorted(m.name for m in x.matches)}
     return x
 

@@ -166,33 +166,33 @@ def places() -> str:
 
 
 def frameworks() -> str:
-    from docs import field
+    from docs import framework_pages
 
-    return field.summary()
+    return framework_pages.summary()
 
 
 def field_objectives() -> str:
-    from docs import field
+    from docs import framework_pages
 
-    return field.objectives()
+    return framework_pages.objectives()
 
 
 def field_first() -> str:
-    from docs import field
+    from docs import framework_pages
 
-    return field.first()
+    return framework_pages.first()
 
 
 def recipes() -> str:
-    from docs import field
+    from docs import framework_pages
 
-    return field.recipes()
+    return framework_pages.recipes()
 
 
 def surfaces() -> str:
-    from docs import field
+    from docs import framework_pages
 
-    return field.surfaces()
+    return framework_pages.surfaces()
 
 
 def field_logprobs() -> str:
@@ -214,9 +214,9 @@ def where_it_helps() -> str:
 
 
 def statuses() -> str:
-    from docs import field
+    from docs import framework_pages
 
-    return field.statuses()
+    return framework_pages.statuses()
 
 
 def claims() -> str:
@@ -276,30 +276,30 @@ def wild_estimators() -> str:
     return page.estimators()
 
 
-def sees(part: str) -> str:
-    from docs import sees
+def covered(part: str) -> str:
+    from docs import coverage
 
-    return getattr(sees, part)()
+    return getattr(coverage, part)()
 
 
 def axes() -> str:
-    return sees("axes")
+    return covered("axes")
 
 
 def tolerances() -> str:
-    return sees("tolerances")
+    return covered("tolerances")
 
 
 def habits() -> str:
-    return sees("habits")
+    return covered("habits")
 
 
 def fuzzed() -> str:
-    return sees("fuzzed")
+    return covered("fuzzed")
 
 
 def ends() -> str:
-    return sees("ends")
+    return covered("ends")
 
 
 def steps_trl() -> str:
@@ -333,9 +333,9 @@ def steps_plugins() -> str:
 
 
 STEPS = (steps_trl, steps_verl, steps_openrlhf, steps_notes, steps_plugins)
-SEES = (axes, tolerances, habits, fuzzed, ends)
-FIELD = (frameworks, field_first, field_objectives, field_logprobs, recipes, surfaces, statuses, wild, wild_tally)
-FIELD += (wild_estimators, peers, where_it_helps)
+COVERAGE = (axes, tolerances, habits, fuzzed, ends)
+FRAMEWORKS = (frameworks, field_first, field_objectives, field_logprobs, recipes, surfaces, statuses, wild, wild_tally)
+FRAMEWORKS += (wild_estimators, peers, where_it_helps)
 GENERATED = {f.__name__: f for f in STEPS} | {
     f.__name__: f
     for f in (
@@ -349,13 +349,13 @@ GENERATED = {f.__name__: f for f in STEPS} | {
         verdicts,
         round_two,
         sharp_bits,
-        *FIELD,
+        *FRAMEWORKS,
         claims,
         claims_words,
         claims_tally,
         benchmarks,
         lessons,
-        *SEES,
+        *COVERAGE,
     )
 }
 

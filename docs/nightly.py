@@ -10,7 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
-from docs.field import FOLDER
+from docs.framework_pages import FOLDER
 from upref.audits import framework, frameworks
 from upref.audits.isolated.pin import NEWEST
 

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.tensors import dense, described
+from upref.tensors import describe, is_materialized
 
 Rewards = Float[Tensor, " N"]
 Advantages = Float[Tensor, " N"]
@@ -112,7 +112,13 @@ def whiten_tokens(
 
     OpenRLHF has ddof=0 and √max(var, eps). Masked slots may hold anything, NaN included, and return 0.
     """
-    if not (dense(adv) and dense(mask) and adv.ndim == 2 and adv.shape == mask.shape and adv.is_floating_point()):
+    if not (
+        is_materialized(adv)
+        and is_materialized(mask)
+        and adv.ndim == 2
+        and adv.shape == mask.shape
+        and adv.is_floating_point()
+    ):
         raise InputError("adv and mask must be two tensors of the same shape [B, T]: expand [B, 1] advantages first.")
     if mask.dtype != torch.bool or not mask.any():
         raise InputError(f"mask must be bool (it is {mask.dtype}) and True somewhere: there is nothing to whiten.")
@@ -153,9 +159,9 @@ def _over_std(centred: Tensor, g: Tensor, ddof: int, eps: float) -> Tensor:
 
 
 def _check(rewards: Tensor, group: Tensor | None, optional: bool = False) -> None:
-    if not dense(rewards) or rewards.ndim != 1 or rewards.numel() == 0:
+    if not is_materialized(rewards) or rewards.ndim != 1 or rewards.numel() == 0:
         raise InputError(
-            f"rewards must be a tensor [N], one number per response, and not empty, got {described(rewards)}."
+            f"rewards must be a tensor [N], one number per response, and not empty, got {describe(rewards)}."
         )
     if rewards.dtype not in (torch.float32, torch.float64):
         raise InputError(f"rewards must be float32 or float64, got {rewards.dtype}: convert with .float().")
@@ -165,8 +171,8 @@ def _check(rewards: Tensor, group: Tensor | None, optional: bool = False) -> Non
         raise InputError(f"rewards[{i}] is {rewards[i].item()}, not a reward: drop that row or fix its reward.")
     if optional and group is None:
         return
-    if not dense(group) or group.is_floating_point() or group.is_complex() or group.dtype == torch.bool:
-        raise InputError(f"group must be an integer tensor, one prompt id per response, got {described(group)}.")
+    if not is_materialized(group) or group.is_floating_point() or group.is_complex() or group.dtype == torch.bool:
+        raise InputError(f"group must be an integer tensor, one prompt id per response, got {describe(group)}.")
     if group.shape != rewards.shape or group.device != rewards.device:
         got = f"{tuple(group.shape)} on {group.device}, rewards {tuple(rewards.shape)} on {rewards.device}"
         raise InputError(f"group is {got}: give one prompt id per response, on the same device.")

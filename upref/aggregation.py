@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.tensors import dense, described
+from upref.tensors import describe, is_materialized
 
 AGGREGATIONS = (
     "token-mean", "group-token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm",
@@ -32,10 +32,10 @@ AGGREGATIONS = (
 )  # fmt: skip
 
 # (level, aggregation) in verl's words, where it has another name there; the gradient is the same
-_VERL = {("token", "group-token-mean"): "token-mean", ("free", "group-token-mean"): "token-mean"} | {
-    (level, "seq-mean"): "seq-mean-token-mean" for level in ("sequence", "free")
+_VERL = {("token", "group-token-mean"): "token-mean", ("custom", "group-token-mean"): "token-mean"} | {
+    (level, "seq-mean"): "seq-mean-token-mean" for level in ("sequence_mean", "custom")
 }
-_VERL["trajectory", "seq-mean"] = "seq-mean-token-sum"
+_VERL["sequence_product", "seq-mean"] = "seq-mean-token-sum"
 
 
 def verl_name(level: str, agg: str) -> str:
@@ -65,18 +65,18 @@ class Totals(NamedTuple):
     def of_lengths(cls, lengths: Tensor, group: Int[Tensor, " B"] | None = None) -> "Totals":
         """From |o_i| and the prompt of every response of the mini-batch: over data-parallel ranks, all-gather the two,
         count, and give each rank `.rows(its indices)`; a group may lie on several ranks."""
-        _must(dense(lengths) and lengths.ndim == 1, "lengths must be a tensor [B]", lengths)
+        _must(is_materialized(lengths) and lengths.ndim == 1, "lengths must be a tensor [B]", lengths)
         lengths = lengths.double()
         if group is None:
             return cls(lengths.sum(), len(lengths), 1, lengths.sum())
-        fits = dense(group) and group.shape == lengths.shape and group.device == lengths.device
+        fits = is_materialized(group) and group.shape == lengths.shape and group.device == lengths.device
         _must(fits, f"group must be one prompt id for each of the {len(lengths)} responses, on their device", group)
         same = (group[:, None] == group[None, :]).double()  # [B, B]: no sort, no host synchronisation
         return cls(lengths.sum(), len(lengths), (1 / same.sum(1)).sum().round(), same @ lengths)
 
     def rows(self, i: Tensor) -> "Totals":
         """Those of these rows: the counts stay the mini-batch's."""
-        fits = dense(i) and i.ndim == 1 and i.dtype in (torch.int64, torch.int32, torch.bool)
+        fits = is_materialized(i) and i.ndim == 1 and i.dtype in (torch.int64, torch.int32, torch.bool)
         _must(fits, "the rows must be a tensor of their numbers", i)
         per_row = self.group_tokens
         if not isinstance(per_row, Tensor) or not per_row.ndim:
@@ -105,7 +105,7 @@ def row_weights(
         InputError: the name is unknown.
     """
     if not isinstance(agg, str):
-        raise InputError(f"an aggregation is called by its name, got {described(agg)}: {', '.join(AGGREGATIONS)}.")
+        raise InputError(f"an aggregation is called by its name, got {describe(agg)}: {', '.join(AGGREGATIONS)}.")
     _must(isinstance(totals, Totals), "totals must be a Totals, e.g. Totals.of(mask, group)", totals)
     symbols = not isinstance(totals.tokens, Tensor | int | float)  # derivation.py asks for the weight as a formula
     _must(symbols or _is_mask(mask), "mask must be a boolean tensor [B, T]", mask)
@@ -150,7 +150,7 @@ def aggregate(
         InputError: the name is unknown, or shapes do not fit.
     """
     _must(_is_mask(mask), "mask must be a boolean tensor [B, T]", mask)
-    fits = dense(x) and x.shape in (mask.shape, mask.shape[:1]) and x.device == mask.device
+    fits = is_materialized(x) and x.shape in (mask.shape, mask.shape[:1]) and x.device == mask.device
     _must(fits, f"x must be a tensor {list(mask.shape)} as the mask, or {list(mask.shape[:1])}, on its device", x)
     wide = torch.promote_types(x.dtype, torch.float32)
     tokens = torch.where(mask, x, 0) if x.ndim == 2 else torch.where(mask.any(-1), x, 0)[:, None]
@@ -160,9 +160,9 @@ def aggregate(
 
 
 def _is_mask(x: Any) -> bool:
-    return dense(x) and x.dtype == torch.bool and x.ndim == 2
+    return is_materialized(x) and x.dtype == torch.bool and x.ndim == 2
 
 
 def _must(fits: bool, what: str, got: Any) -> None:
     if not fits:
-        raise InputError(f"{what}, got {described(got)}.")
+        raise InputError(f"{what}, got {describe(got)}.")

@@ -25,15 +25,15 @@ from upref.rollouts import Rollouts, per_response
 
 LEVELS = {
     "token": "acts on each token separately: lp, lp_old, A are [B, T]",
-    "sequence": "acts on mean_t lp, the log of a response's geometric-mean probability: lp, lp_old, A are [B]",
-    "trajectory": "acts on sum_t lp, the log-probability of a whole response: lp, lp_old, A are [B]",
-    "free": "couples tokens in a custom way: lp, lp_old, A are [B, T], with the mask",
+    "sequence_mean": "acts on mean_t lp, the log of a response's geometric-mean probability: lp, lp_old, A are [B]",
+    "sequence_product": "acts on sum_t lp, the log-probability of a whole response: lp, lp_old, A are [B]",
+    "custom": "couples tokens in a custom way: lp, lp_old, A are [B, T], with the mask",
 }
 ERRORS = """Log-probabilities in nats, J and weights in units of the advantage. Raises InputError on log-probabilities
 that are positive, non-finite or of another shape, on a mask that is not boolean, on a response without a token, and on
 hyperparameters that it does not have or that are out of range."""
 NEEDS = {"entropy": "the policy's entropy per token", "group": "the prompt of each response"}  # beside the five tensors
-REDUCE = {"sequence": mean_t, "trajectory": sum_t}
+REDUCE = {"sequence_mean": mean_t, "sequence_product": sum_t}
 NO_DUAL_CLIP = (  # where the default c=None comes from
     "None: no dual clip (ye2020mastering) in the formula; fan2026up App. B: no value. verl 3, DAPO's code 10"
 )
@@ -78,9 +78,11 @@ class Objective:
     kl: str = ""  # a name of upref.kl.ESTIMATORS; the term's coefficient is beta, 0 unless given
     defaults: dict[str, str] = field(default_factory=dict, repr=False)  # where each default value comes from
     note: str = field(default="", repr=False)  # what a reader must know beside the equation
-    unread: str = field(default="", repr=False)  # why sympy cannot read it, where it cannot
-    off_anchor: str = field(default="", repr=False)  # why the weight at r = 1 is not A, where it is not
-    off_scale: str = field(default="", repr=False)  # why three times the advantages are not three times the weights
+    not_symbolic: str = field(default="", repr=False)  # why sympy cannot read it, where it cannot
+    on_policy_exception: str = field(default="", repr=False)  # why the weight at r = 1 is not A, where it is not
+    scale_exception: str = field(
+        default="", repr=False
+    )  # why three times the advantages are not three times the weights
     known_from: str = field(default="", repr=False)  # where its equation was read, where that was not the paper
     sampler: Callable[..., Any] | None = field(
         default=None, repr=False
@@ -260,8 +262,8 @@ class Objective:
     ) -> Any:
         """dJ/dlp in closed form, at the objective's level: r is the token ratio, or s or S of the whole response.
 
-        mu = π_old(o_t), or of the response, is read by objectives whose bounds depend on it; "free" ones read the whole
-        [B, T] arrays and the mask. Works on tensors, arrays and symbols.
+        mu = π_old(o_t), or of the response, is read by objectives whose bounds depend on it; "custom" ones read the
+        whole [B, T] arrays and the mask. Works on tensors, arrays and symbols.
         """
         try:
             log_mu = None if mu is None else log(mu)
@@ -303,7 +305,7 @@ class Objective:
         if self.level in REDUCE:
             n = b.mask.sum(-1)
             w = w if self.agg == "seq-mean" else w * n  # the response's term stands on each of its tokens
-            w = (w / n if self.level == "sequence" else w)[:, None]
+            w = (w / n if self.level == "sequence_mean" else w)[:, None]
         if (factors := self.factors(b, **hp)) is not None:
             w = weighed(w, self.per_term(factors, b.mask), b.mask)
         return where(b.mask, w, 0)

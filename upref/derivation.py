@@ -23,7 +23,7 @@ from upref.registry import REDUCE, Objective, get
 from upref.rollouts import Rollouts
 from upref.symbolic import SymbolArray, forget_sg, in_regime, kinks
 
-RATIO = {"token": "r", "sequence": "s", "trajectory": "S", "free": "r"}
+RATIO = {"token": "r", "sequence_mean": "s", "sequence_product": "S", "custom": "r"}
 FREE_TOKENS = 3  # an objective that couples the tokens of a response is derived on one of this length
 
 
@@ -69,9 +69,10 @@ def derive(objective: str | Objective, mu: float = 0.25, **hp: Any) -> Derivatio
     doc = (inspect.getdoc(o.fn) or str(o.__doc__)).split("\n\n")[0]
     steps = [f"{o.name}   ({o.paper}: {o.eq})", f"  {doc}", _chain(o)]
     steps += [f"  times the constant {inspect.getdoc(o.sampler)}: what follows is without it"] if o.sampler else []
-    if o.unread:
+    if o.not_symbolic:
+        steps.append(f"not read by sympy: {o.not_symbolic}; by autograd on a small batch:")
         text, ok = _numeric(o, hp)
-        return Derivation(o.name, [*steps, f"not read by sympy: {o.unread}; by autograd on a small batch:", *text], ok)
+        return Derivation(o.name, steps + text, ok)
     at = {Symbol(k, positive=True): _exact(3 if v is None else v) for k, v in resolved.items() if k not in hp}
     letters = {s.name: s for s in at} | {k: v if v is None else _exact(v) for k, v in resolved.items() if k in hp}
     at[Symbol("mu", positive=True)] = _exact(mu)
@@ -82,9 +83,8 @@ def derive(objective: str | Objective, mu: float = 0.25, **hp: Any) -> Derivatio
         widths = [max(len(str(row[i])) for row in rows) for i in (0, 1)]
         steps.append("A > 0" if sign > 0 else "A < 0" if sign < 0 else "A = 0")
         for label, J, gradient, weight in rows:
-            same = _equal(gradient, weight)
-            ok = ok and same
-            flag = "" if same else f"   MISMATCH: by hand {weight}"
+            flag = "" if _equal(gradient, weight) else f"   MISMATCH: by hand {weight}"
+            ok = ok and not flag
             steps.append(f"  {label:{widths[0]}}   J = {J!s:{widths[1]}}   dJ/dlp = {gradient}{flag}")
     steps += [f"*  {f} = 0, for mu = {mu} and the defaults" for f in notes]
     return Derivation(o.name, [*steps, f"equal to the weight written by hand: {'yes' if ok else 'NO'}"], ok, (*every,))
@@ -105,7 +105,8 @@ def _chain(o: Objective) -> str:
     T, t, k = sympy.symbols("T t k", integer=True, positive=True)
     lp = sympy.IndexedBase("lp")
     total = sympy.Sum(lp[t], (t, 1, T))
-    name, reduced = {"sequence": ("mean_t lp", total / T), "trajectory": ("sum_t lp", total)}.get(o.level, ("", lp[k]))
+    of_response = {"sequence_mean": ("mean_t lp", total / T), "sequence_product": ("sum_t lp", total)}
+    name, reduced = of_response.get(o.level, ("", lp[k]))
     inner = reduced.diff(lp[k]).doit().subs(T >= k, True)
     level = f"level {o.level}" + (f", lp = {name}, d({name})/dlp_t = {inner}, T = |o_i|" if name else "")
     what = {"N": "N tokens in all", "B": "B responses", "G": "G prompts", "N_g": "N_g tokens of prompt g"}
@@ -115,7 +116,7 @@ def _chain(o: Objective) -> str:
 
 def _regimes(o: Objective, A: Expr, letters: Any, at: Any, notes: Any) -> Iterator[tuple[str, Expr, Expr, Expr]]:
     """(where, J, dJ/dlp, weight) of each regime; neighbours that read alike are one."""
-    n = FREE_TOKENS if o.level == "free" else 1
+    n = FREE_TOKENS if o.level == "custom" else 1
     tags = [f"_{i + 1}" for i in range(n)] if n > 1 else [""]
     lp, lp_old = ([Symbol(f"{name}{tag}", real=True) for tag in tags] for name in ("lp", "lp_old"))
     r = [Symbol(f"{RATIO[o.level]}{tag}", positive=True) for tag in tags]
@@ -140,8 +141,8 @@ def _regimes(o: Objective, A: Expr, letters: Any, at: Any, notes: Any) -> Iterat
 
 
 def _J(o: Objective, A: Expr, lp: list[Any], lp_old: list[Any], hp: dict[Any, Any]) -> Expr:
-    """The unreduced J from the function itself, handed scalars, or one response for level free."""
-    if o.level != "free":
+    """The unreduced J from the function itself, of scalars, or of one response at level custom."""
+    if o.level != "custom":
         return sympy.sympify(o.fn(lp[0], lp_old[0], A, **hp))
     response = (SymbolArray([row]) for row in (lp, lp_old, [A] * len(lp)))
     return sum(o.fn(*response, np.ones((1, len(lp)), dtype=bool), **hp).flat)
@@ -150,7 +151,7 @@ def _J(o: Objective, A: Expr, lp: list[Any], lp_old: list[Any], hp: dict[Any, An
 def _weights(o: Objective, A: Expr, r: list[Any], mu: Expr, hp: dict[Any, Any]) -> list[Expr]:
     first = [log(x) for x in r] if o.reads_log_r else r
     have = {"mu": mu, "log_mu": log(mu), "mask": np.ones((1, len(r)), dtype=bool)}
-    read = (SymbolArray([first]), SymbolArray([[A] * len(r)])) if o.level == "free" else (first[0], A)
+    read = (SymbolArray([first]), SymbolArray([[A] * len(r)])) if o.level == "custom" else (first[0], A)
     w = o.closed_form(*read, **{k: have[k] for k in o.reads}, **hp)
     return [sympy.sympify(x) for x in np.ravel(w)]
 
@@ -171,11 +172,9 @@ def _cells(edges: set[Expr], r: Symbol, at: dict[Any, Any], top: Expr, notes: di
                 places[x], notes[edge] = f"{float(x):.4g}*", True
         elif 0 < edge.subs(at) < end:
             places.setdefault(edge.subs(at), sympy.sstr(edge, order="none"))
-    cells = []
-    for (a, low), (b, high) in itertools.pairwise(sorted(places.items(), key=lambda place: float(place[0]))):
-        middle = (2 * a if a else sympy.S.One) if b == oo else (a + b) / 2
-        cells.append(Cell(low, high, _exact(float(middle))))
-    return cells
+    inside = lambda a, b: (2 * a if a else sympy.S.One) if b == oo else (a + b) / 2
+    pairs = itertools.pairwise(sorted(places.items(), key=lambda place: float(place[0])))
+    return [Cell(low, high, _exact(float(inside(a, b)))) for (a, low), (b, high) in pairs]
 
 
 def _roots(f: Expr, r: Symbol, end: Expr) -> list[Expr]:
@@ -212,8 +211,8 @@ def sympy_gradient(objective: str | Objective, b: Rollouts, **hp: Any) -> np.nda
     Responses with equal masks share one symbolic derivative. Raises InputError if sympy cannot read the objective.
     """
     o = objective if isinstance(objective, Objective) else get(objective)
-    if o.unread:
-        raise InputError(f"sympy cannot read {o.name}: {o.unread}.")
+    if o.not_symbolic:
+        raise InputError(f"sympy cannot read {o.name}: {o.not_symbolic}.")
     hp, mask = o.resolve(hp), b.mask.numpy()
     weights, w = row_weights(o.agg, b.mask, b.totals or Totals.of(b.mask, b.group)), o.factors(b, **hp)
     ref = b.logp if b.logp_ref is None else b.logp_ref
@@ -241,7 +240,7 @@ def _derivative(o: Objective, mask: np.ndarray, hp: dict[Any, Any]) -> Callable[
     read = (lp, lp_old, np.repeat(first[:, None], mask.shape[1], 1) if o.agg == "seq-mean" else A)
     if o.level in REDUCE:
         read = (REDUCE[o.level](lp, mask), REDUCE[o.level](lp_old, mask), first)
-    terms = o.fn(*read, *[mask] * (o.level == "free"), **o.of_surrogate(hp))
+    terms = o.fn(*read, *[mask] * (o.level == "custom"), **o.of_surrogate(hp))
     copies = 1 if o.agg == "seq-mean" else mask.sum(-1)  # of a response's term
     J = np.dot(rows, terms * copies if terms.ndim == 1 else sum_t(terms, mask))
     if hp.get("beta"):

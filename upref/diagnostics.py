@@ -42,9 +42,9 @@ def diagnose(objective: Objective, b: Rollouts, **hp: Any) -> dict[str, float]:
             )
     lp, old, mask = b.logp.detach(), b.logp_old, b.mask
     log_r = (lp - old).masked_fill(~mask, 0)
-    if objective.level == "sequence":
+    if objective.level == "sequence_mean":
         log_r = mean_t(log_r, mask)[:, None].expand_as(mask)
-    elif objective.level == "trajectory":
+    elif objective.level == "sequence_product":
         log_r = sum_t(log_r, mask)[:, None].expand_as(mask)
     A = b.adv.expand_as(mask)
     w = objective.token_weights(b, **hp)

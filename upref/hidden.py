@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from upref.errors import InputError
 from upref.logprobs import check_temperature, check_tokens
-from upref.tensors import dense, described
+from upref.tensors import describe, is_materialized
 
 ZERO = -1e4  # exp of it is 0 in every dtype, and 0 times it is 0: what -inf is replaced by
 TOP = 8  # logits per token that are computed again
@@ -65,16 +65,16 @@ def token_log_probs(
 
     Works under `torch.func.vmap` over hidden and tokens. `torch.compile` runs it eagerly, between two graphs.
     """
-    if not dense(hidden) or not hidden.is_floating_point() or hidden.ndim < 2:
-        raise InputError(f"hidden must be a floating-point tensor [B, T, H], got {described(hidden)}.")
+    if not is_materialized(hidden) or not hidden.is_floating_point() or hidden.ndim < 2:
+        raise InputError(f"hidden must be a floating-point tensor [B, T, H], got {describe(hidden)}.")
     for name, x, shape in (("weight", weight, (-1, hidden.shape[-1])), ("bias", bias, (-1,))):
         if x is None and name == "bias":
             continue
-        if not dense(x) or not x.is_floating_point() or x.ndim != len(shape) or x.shape[1:] != shape[1:]:
+        if not is_materialized(x) or not x.is_floating_point() or x.ndim != len(shape) or x.shape[1:] != shape[1:]:
             wanted = f"[V, H] with H = {shape[1]}" if len(shape) == 2 else "[V]"
-            raise InputError(f"{name} must be a floating-point tensor {wanted}, got {described(x)}.")
+            raise InputError(f"{name} must be a floating-point tensor {wanted}, got {describe(x)}.")
     if not len(weight) or (bias is not None and len(bias) != len(weight)):
-        raise InputError(f"weight {described(weight)} and bias {described(bias)} must have one row per token, V > 0.")
+        raise InputError(f"weight {describe(weight)} and bias {describe(bias)} must have one row per token, V > 0.")
     if len({x.device for x in (hidden, weight, tokens, bias) if isinstance(x, Tensor)}) > 1:
         raise InputError("hidden, weight, tokens and bias must be on one device.")
     check_temperature(temperature)

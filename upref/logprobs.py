@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.tensors import dense, described
+from upref.tensors import describe, is_materialized
 
 
 def token_log_probs(
@@ -94,8 +94,8 @@ def _pick(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 
 
 def _check(logits: Tensor, temperature: float) -> None:
-    if not dense(logits) or not logits.is_floating_point() or logits.ndim < 2 or not logits.shape[-1]:
-        raise InputError(f"logits must be a floating-point tensor [B, T, V], got {described(logits)}.")
+    if not is_materialized(logits) or not logits.is_floating_point() or logits.ndim < 2 or not logits.shape[-1]:
+        raise InputError(f"logits must be a floating-point tensor [B, T, V], got {describe(logits)}.")
     check_temperature(temperature)
 
 
@@ -110,8 +110,8 @@ def check_temperature(temperature: float) -> None:
 
 def check_tokens(tokens: Tensor, shape: torch.Size, V: int, of: str, name: str) -> None:
     """Raise InputError where they are not integers in [0, V), one for each row of `of`."""
-    if not dense(tokens) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        raise InputError(f"{name} must be an integer tensor of token ids, got {described(tokens)}.")
+    if not is_materialized(tokens) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise InputError(f"{name} must be an integer tensor of token ids, got {describe(tokens)}.")
     if shape != tokens.shape:
         last = "V" if of == "logits" else "H"
         raise InputError(f"{name} {tuple(tokens.shape)} must have the shape of {of} without {last}, {tuple(shape)}.")
@@ -124,6 +124,6 @@ def check_tokens(tokens: Tensor, shape: torch.Size, V: int, of: str, name: str) 
         )
 
 
-def possible(lp: Tensor) -> Tensor:
-    """What is above 0, as online softmax kernels round (+1e-7), set to 0; all else as it is, and every gradient."""
+def clamp_log_probs(lp: Tensor) -> Tensor:
+    """Clamp log-probabilities at 0, which online softmax kernels exceed by rounding (1e-7), and keep every gradient."""
     return lp - lp.detach().clamp(min=0).nan_to_num(0.0, 0.0, 0.0)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from upref.aggregation import Totals
 from upref.errors import InputError
-from upref.tensors import dense, described
+from upref.tensors import describe, is_materialized
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -89,13 +89,13 @@ class Rollouts:
         """Whether every field has the commonest types and the right shape: no need to ask jaxtyping, which is slow."""
         more = [x for x in (self.logp_ref, self.entropy, self.logp_sampler) if x is not None]
         lps, mask, group, adv = [self.logp, self.logp_old, *more], self.mask, self.group, self.adv
-        if not (dense(mask) and mask.dtype is torch.bool and mask.ndim == 2):
+        if not (is_materialized(mask) and mask.dtype is torch.bool and mask.ndim == 2):
             return False
         B, T = mask.shape
         return (
-            all(dense(x) and x.dtype in FLOATS and x.shape == (B, T) for x in lps)
-            and (dense(adv) and adv.dtype in FLOATS and adv.shape in ((B, T), (B, 1)))
-            and (group is None or (dense(group) and group.dtype is torch.int64 and group.shape == (B,)))
+            all(is_materialized(x) and x.dtype in FLOATS and x.shape == (B, T) for x in lps)
+            and (is_materialized(adv) and adv.dtype in FLOATS and adv.shape in ((B, T), (B, 1)))
+            and (group is None or (is_materialized(group) and group.dtype is torch.int64 and group.shape == (B,)))
         )
 
     def _check_types(self) -> None:
@@ -104,9 +104,9 @@ class Rollouts:
         with jaxtyped("context"):  # binds B and T over all the fields
             for field in (f for f in fields_of(self) if f.name != "totals"):
                 x, kinds = getattr(self, field.name), get_args(field.type) or (field.type,)
-                if not any(isinstance(x, kind) for kind in kinds) or (isinstance(x, Tensor) and not dense(x)):
+                if not any(isinstance(x, kind) for kind in kinds) or (isinstance(x, Tensor) and not is_materialized(x)):
                     want = " or ".join(getattr(k, "__name__", str(k)) for k in kinds)
-                    raise InputError(f"{field.name} must be {want}, got {described(x)}{_shapes(self)}.")
+                    raise InputError(f"{field.name} must be {want}, got {describe(x)}{_shapes(self)}.")
         if self.mask.numel() == 0:
             raise InputError(
                 f"the batch is empty (mask has shape {tuple(self.mask.shape)}): give at least one response."
@@ -178,4 +178,4 @@ def _first(bad: Tensor) -> tuple[int, ...]:
 
 
 def _shapes(b: Rollouts) -> str:
-    return f" (logp is {described(b.logp)})" if isinstance(b.logp, Tensor) else ""
+    return f" (logp is {describe(b.logp)})" if isinstance(b.logp, Tensor) else ""

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 
-def dense(x: Any) -> TypeGuard[Tensor]:
+def is_materialized(x: Any) -> TypeGuard[Tensor]:
     """Whether it is a tensor that holds its numbers: not sparse, not on the device `meta`."""
     return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_meta
 
 
-def described(x: Any) -> str:
+def describe(x: Any) -> str:
     """float32[2, 3]; or the name of its type."""
     if not isinstance(x, Tensor):
         return type(x).__name__
-    kind = "" if dense(x) else "meta " if x.is_meta else "sparse "
+    kind = "" if is_materialized(x) else "meta " if x.is_meta else "sparse "
     return f"{kind}{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"

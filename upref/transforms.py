@@ -56,7 +56,7 @@ def _asymmetric(base: Objective, prefix: str, positive) -> Objective:
     """where(A > 0, A positive(lp), base): lp is reduced as the base reduces it."""
     if not isinstance(base, Objective):
         raise InputError(f"up(...) takes an Objective, e.g. upref.get('dapo'), not a {type(base).__name__}.")
-    mean = base.level == "free" and base.agg == "seq-mean"  # one term per response: the positive branch averages too
+    mean = base.level == "custom" and base.agg == "seq-mean"  # one term per response: the positive branch averages too
 
     def fn(lp, lp_old, A, *args, **hp):
         negative = base.fn(lp, lp_old, A, *args, **hp)
@@ -77,7 +77,8 @@ def _asymmetric(base: Objective, prefix: str, positive) -> Objective:
     return replace(
         base, equation=f"J_t = A log π_θ where A > 0;  J_t of {base.name} where A <= 0",
         name=f"{prefix}({base.name})", fn=fn, closed_form=weight, paper="fan2026up", eq="Sec. 4.2",
-        off_anchor=base.off_anchor if base.sampler else "", note=f"The plug-in on {base.name}. {base.note}".strip(),
+        on_policy_exception=base.on_policy_exception if base.sampler else "",
+        note=f"The plug-in on {base.name}. {base.note}".strip(),
     )  # fmt: skip
 
 
@@ -96,7 +97,7 @@ def _correction(paper: str, eq: str, **defaults: str) -> Callable[[Any], Callabl
                 base, name=f"{factor.__name__}({base.name})",
                 equation=f"w_t J_t, J_t of {base.name}: {base.equation};  {inspect.getdoc(factor)}", paper=paper,
                 eq=eq, defaults=base.defaults | defaults, sampler=factor,
-                off_anchor=base.off_anchor or "the weight is A times the sampler's correction",
+                on_policy_exception=base.on_policy_exception or "the weight is A times the sampler's correction",
                 note=f"Needs logp_sampler. {base.note}".strip(),
             )  # fmt: skip
 

@@ -22,7 +22,7 @@ from upref.aggregation import Totals, row_weights
 from upref.course.lessons.around_the_loss import step
 from upref.course.lessons.reading_a_run import KEY
 from upref.step import TorchModel
-from upref.step.case import BOUND, built, meant, run, stirred
+from upref.step.case import BOUND, built, meant, perturbed, run
 from upref.step.check import compared
 from upref.verify import kl as verify_kl
 from upref.weights.plots import DOWN, GREY, INK, PALETTE, STYLE, UP
@@ -375,7 +375,7 @@ def l11_around():
     for ax, without, T, text in ((panels[0], lazy, 1.0, "one length, T = 1, r = 1, all tokens train"),
                                  (panels[1], [], 0.7, "lengths differ, T = 0.7, r ≠ 1, tool tokens")):  # fmt: skip
         errors = []
-        with stirred(model, True):
+        with perturbed(model, True):
             for switches in bugs.values():
                 goal = meant("dapo", {}, T)
                 case = built(TorchModel(model), goal, None, without)

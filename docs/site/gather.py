@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from docs import field as frameworks
+from docs import framework_pages as frameworks
 from docs.site import api, derivations, objectives
 
 ROOT = Path(__file__).parents[2]

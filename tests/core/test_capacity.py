@@ -193,7 +193,7 @@ def test_shapes_broadcast_and_signs_mix():
 
 
 def test_magnitude_of_the_advantage_does_not_matter():
-    for name in (n for n in MAPPABLE if not upref.get(n).off_scale):
+    for name in (n for n in MAPPABLE if not upref.get(n).scale_exception):
         for A in (1, -1):
             assert_cap(capacity(name, 0.2, MU[0], A), capacity(name, 0.2, MU[0], 7.5 * A), 1e-15)
 
@@ -270,7 +270,7 @@ def test_foreign_loss_takes_its_hyperparameters():
 def test_registered_surrogate_taken_as_a_foreign_loss(name):
     """The weight by autograd through the code that trains, against the weight written by hand."""
     o = upref.get(name)
-    mu = np.array([0.2] if o.unread else [0.03, 0.2, 0.6])  # a bisection inside a bisection takes its time
+    mu = np.array([0.2] if o.not_symbolic else [0.03, 0.2, 0.6])  # a bisection inside a bisection takes its time
     p = mu * [[0.5], [0.9], [1.0], [1.1], [1.6]]
 
     def loss(lp, lp_old, A, mask):

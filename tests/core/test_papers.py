@@ -53,7 +53,9 @@ def test_the_paper_of_an_objective_has_an_entry(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_keys_an_objective_cites_have_entries(name):
     o = upref.get(name)
-    cited = " ".join([o.eq, o.note, o.unread, o.off_anchor, o.coupled, o.__doc__ or "", *o.defaults.values()])
+    cited = " ".join(
+        [o.eq, o.note, o.not_symbolic, o.on_policy_exception, o.coupled, o.__doc__ or "", *o.defaults.values()]
+    )
     assert set(KEY.findall(cited)) <= set(BIB)
 
 
@@ -83,28 +85,28 @@ FACTS = {
     "bandpo_kl": ("token", "seq-mean-token-mean", "group_norm", "k3"),
     "cispo": ("token", "group-token-mean", "group_norm", ""),
     "cfpo": ("token", "seq-mean-token-mean", "group_norm", "k3"),
-    "cppo": ("free", "seq-mean-token-sum", "group_norm", ""),
+    "cppo": ("custom", "seq-mean-token-sum", "group_norm", ""),
     "dapo": ("token", "group-token-mean", "group_norm", ""),
     "dppo_tv": ("token", "seq-mean-token-sum", "group_mean", ""),
     "dr_grpo": ("token", "seq-mean-token-sum", "group_mean", "k3"),
-    "gmpo": ("free", "seq-mean", "group_norm", ""),
+    "gmpo": ("custom", "seq-mean", "group_norm", ""),
     "gppo": ("token", "group-token-mean", "group_norm", ""),
     "grpo": ("token", "seq-mean-token-mean", "group_norm", "k3"),
-    "gspo": ("sequence", "seq-mean", "group_norm", ""),
-    "luspo": ("sequence", "seq-mean-token-sum", "group_norm", ""),
-    "m2po": ("free", "group-token-mean", "group_norm", ""),
-    "tpo": ("trajectory", "seq-mean", "group_norm", ""),
+    "gspo": ("sequence_mean", "seq-mean", "group_norm", ""),
+    "luspo": ("sequence_mean", "seq-mean-token-sum", "group_norm", ""),
+    "m2po": ("custom", "group-token-mean", "group_norm", ""),
+    "tpo": ("sequence_product", "seq-mean", "group_norm", ""),
     "reinforce": ("token", "seq-mean-token-sum", "reward", ""),
     "reinforce_pp": ("token", "seq-mean-token-mean", "whiten", ""),
     "reinforce_pp_baseline": ("token", "seq-mean-token-mean", "group_mean_whiten", "k2"),
     "ripo": ("token", "group-token-mean", "group_norm", ""),
     "rloo": ("token", "seq-mean-token-sum", "leave_one_out", ""),
     "sapo": ("token", "seq-mean-token-mean", "group_norm", ""),
-    "topr": ("trajectory", "seq-mean", "signed", ""),
+    "topr": ("sequence_product", "seq-mean", "signed", ""),
     "up_dapo": ("token", "group-token-mean", "group_norm", ""),
     "up_grpo": ("token", "seq-mean-token-mean", "group_norm", "k3"),
-    "up_gspo": ("sequence", "seq-mean", "group_norm", ""),
-    "vespo": ("trajectory", "seq-mean", "group_mean", ""),
+    "up_gspo": ("sequence_mean", "seq-mean", "group_norm", ""),
+    "vespo": ("sequence_product", "seq-mean", "group_mean", ""),
     "w_reinforce": ("token", "seq-mean-token-sum", "signed", ""),
 }
 

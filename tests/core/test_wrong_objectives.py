@@ -96,14 +96,14 @@ CASES = [
     (make(clipped_before_multiplying, right_weight), "autograd_is_weight_times_aggregation"),
     (make(nan_branch, up_weight), "extreme_ratios_never_make_nan"),
     (make(rounds_to_nothing, lambda r, A, *, eps: upref.get("sapo").weight(r, A, tau_neg=1.0)), EXTREMES),
-    (make(padding_leak, leak_weight, "free", agg="seq-mean"), "padding_is_inert"),
-    (make(batch_baseline, lambda log_r, A, mask, *, eps: A - mean_t(A, mask).mean(), "free"), "micro_batches_add_up"),
+    (make(padding_leak, leak_weight, "custom", agg="seq-mean"), "padding_is_inert"),
+    (make(batch_baseline, lambda log_r, A, mask, *, eps: A - mean_t(A, mask).mean(), "custom"), "micro_batches_add_up"),
     (make(squared_advantage, lambda r, A, *, eps: A * abs(A)), "scales_with_the_advantage"),
     (make(value_off, right_weight), "finite_differences_agree"),
     (make(off_policy_constant, lambda r, A, *, eps: eps * A), "on_policy_weight_is_the_advantage"),
     (make(ratio_of_itself, lambda r, A, *, eps: A), "every_hyperparameter_is_alive"),
     (make(right, right_weight, defaults={}), "record_is_complete"),
-    (make(right, right_weight, off_anchor="claimed, not true"), "on_policy_weight_is_the_advantage"),
+    (make(right, right_weight, on_policy_exception="claimed, not true"), "on_policy_weight_is_the_advantage"),
 ]  # fmt: skip
 
 

@@ -87,6 +87,6 @@ def test_the_curves_are_made_of_the_same_weights(js, name):
 def test_every_objective_that_sympy_reads_is_there(js):
     there, left = set(FORMULAS), set(js("LEFT_OUT"))
     assert set(js("Object.keys(OBJECTIVES)")) == there
-    assert {n for n in there if not n.startswith("up(")} == {n for n in names() if not get(n).unread}
-    assert left == {n for n in names() if get(n).unread} and all(js("LEFT_OUT").values())
+    assert {n for n in there if not n.startswith("up(")} == {n for n in names() if not get(n).not_symbolic}
+    assert left == {n for n in names() if get(n).not_symbolic} and all(js("LEFT_OUT").values())
     assert {n for n in there if n.startswith("up(")} == {f"up({n})" for n in there if not n.startswith("up")}

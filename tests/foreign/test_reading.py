@@ -53,7 +53,16 @@ def loss({signature}, eps_low=0.2, eps_high=0.28):
     J = torch.min(r * {adv}, r.clamp(1 - eps_low, 1 + eps_high) * {adv})
     return -(J * {mask}).sum() / {mask}.sum()
 """
-QUICK = ("extremes", "poison", "padding", "permutation", "dead-hyperparameter", "value", "scaling", "zero-advantage")
+QUICK = (
+    "extremes",
+    "masked-values",
+    "padding",
+    "permutation",
+    "dead-hyperparameter",
+    "value",
+    "scaling",
+    "zero-advantage",
+)
 R = np.array([0.5, 0.79, 1.0, 1.27, 1.3, 2.0])
 
 

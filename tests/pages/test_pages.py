@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import field, make
+from docs import framework_pages, make
 from upref.audits import frameworks
 from upref.audits.ledger import read
 
@@ -63,9 +63,9 @@ def test_every_verdict_on_the_paper_is_there():
 
 def test_every_recorded_deviation_is_there():
     """On the page of its framework, which is what the committed JSON and the ledger say."""
-    assert sorted(a["framework"] for a in field.audits()) == sorted(frameworks())
-    for a in field.audits():
-        entries, page = read(a["framework"]), field.pages()[f"frameworks/{a['framework']}"]
+    assert sorted(a["framework"] for a in framework_pages.audits()) == sorted(frameworks())
+    for a in framework_pages.audits():
+        entries, page = read(a["framework"]), framework_pages.pages()[f"frameworks/{a['framework']}"]
         assert all(f"### {e.key}\n" in page for e in entries) and "not recorded" not in page
         recorded = {(e.reason, x.loss, x.micro_batches) for e in entries for x in e.evidence}
         assert recorded == {(w, r["label"], r["micro_batches"]) for r in a["rows"] for w, _ in r["reasons"]}

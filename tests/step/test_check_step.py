@@ -141,12 +141,12 @@ def test_a_clip_that_is_not_declared_is_one_factor(bound, model):
 
 def test_the_case_decides(model):
     """With equal lengths, r = 1 and no holes some of the bugs cannot be seen; with the case that upref makes, all."""
-    from upref.step.case import BOUND, compared, run, stirred
+    from upref.step.case import BOUND, compared, perturbed, run
 
     goal, bound = meant("dapo", {}, T), BOUND
 
     def seen(without):
-        with stirred(model, True):
+        with perturbed(model, True):
             case = built(TorchModel(model), goal, None, without)
             error = {name: compared(goal, case, run(step, model, case)[0], bound).error for name, _, step in BUGS}
         return {name for name, e in error.items() if e > bound}

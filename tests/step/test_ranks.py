@@ -8,7 +8,7 @@ import torch
 from torch import distributed as dist, nn
 
 from upref.step import record_step
-from upref.step.case import disturb
+from upref.step.case import perturb
 from upref.step.families import tiny
 from upref.step.host import report
 
@@ -44,12 +44,12 @@ def bare(net, rows, T, over_all):
 
 
 def test_a_loop_that_counts_the_tokens_of_all_ranks_agrees():
-    found = report(bare, disturb(Small()), "dapo", {}, {}, ranks=RANKS, over_all=True)
+    found = report(bare, perturb(Small()), "dapo", {}, {}, ranks=RANKS, over_all=True)
     assert found and found.error < 5e-6 and "several ranks" not in found.unexercised, found
 
 
 def test_a_loop_that_counts_its_own_tokens_is_named():
-    found = report(bare, disturb(Small()), "dapo", {}, {}, ranks=RANKS, over_all=False)
+    found = report(bare, perturb(Small()), "dapo", {}, {}, ranks=RANKS, over_all=False)
     assert "token-mean is taken over 2 ranks with every 2nd row" in found.failures[0].cause, found
 
 
@@ -68,6 +68,6 @@ def verls(model, rows, T, over_all):
 @pytest.mark.parametrize("over_all", [True, False])
 def test_verl_counts_the_tokens_of_all_ranks(over_all):
     pytest.importorskip("verl.workers.engine_workers", exc_type=ImportError)
-    found = report(verls, disturb(tiny("qwen3")), "dapo", {}, {}, ranks=RANKS, over_all=over_all)
+    found = report(verls, perturb(tiny("qwen3")), "dapo", {}, {}, ranks=RANKS, over_all=over_all)
     assert bool(found) == over_all, found
     assert over_all or "token-mean is taken over 2 ranks with every 2nd row" in found.failures[0].cause, found

@@ -37,7 +37,7 @@ INNER = {  # of docs/site/api.py: module or function -> why it need not answer w
     "integrations.verl": "inside a training step: a trainer's own errors",
     "aggregation.verl_name": "two words from the registry",
     "weights.capacity.own_token_bound": "one line of numpy",
-    "logprobs.possible": "for tensors that the library made",
+    "logprobs.clamp_log_probs": "for tensors that the library made",
     "logprobs.check_temperature": "a check of an argument",
     "logprobs.check_tokens": "a check of an argument",
     "explorer.page": "takes nothing",
@@ -104,7 +104,7 @@ def _recorded(model, first=8):
 
 def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
     """What it is called -> the function, and arguments that it accepts, by name; `*` before what goes by position."""
-    b, o = upref.weights.batches.anchor(), upref.get("dapo")
+    b, o = upref.weights.batches.on_policy_batch(), upref.get("dapo")
     totals = upref.Totals.of(b.mask, b.group)
     rewards, group = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([0, 0, 1, 1])
     logits, tokens, right = torch.zeros(2, 3, 5), torch.ones(2, 3, dtype=torch.int64), [[True, False], [False, False]]

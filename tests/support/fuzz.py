@@ -37,13 +37,13 @@ from upref.audits import ledger
 from upref.errors import InputError
 from upref.foreign import read
 from upref.foreign.guard import RANDOM, STATE, _equal
-from upref.identification.identification import Identity
+from upref.identification.identification import Identification
 from upref.paper import grim
 from upref.paper.grim.read import read as read_table
 from upref.verify.report import Report
 
 LIMIT = 60  # seconds of CPU for one input
-ANSWERS = Report | Identity | learn.Answer
+ANSWERS = Report | Identification | learn.Answer
 EVERY = 100  # inputs between two notes in FILE
 CLAIMS = resources.files("upref.paper.claims").joinpath("claims.toml").read_text(encoding="utf-8")
 LEDGER = resources.files("upref.frameworks").joinpath("verl/ledger.toml").read_text(encoding="utf-8")
@@ -59,7 +59,7 @@ def tries(rng: random.Random):
     name = lambda: rng.choice(["dapo", "gspo", "grpo", some()])
     any_name = lambda: rng.choice(upref.names())
     fields = ("logp", "logp_old", "adv", "mask", "group", "logp_ref", "entropy", "totals")
-    b = upref.weights.batches.anchor()
+    b = upref.weights.batches.on_policy_batch()
     good = {k: getattr(b, k) for k in fields}
     mixed = lambda: upref.Rollouts(**good | {k: some() for k in rng.sample(fields, rng.randint(1, 3))})
     a_moody = lambda: moody(rng, ends=False)
@@ -87,7 +87,9 @@ def tries(rng: random.Random):
         "a moody advantage": lambda: upref.check_advantages(a_moody(), "group_norm"),
         "a moody curve": lambda: upref.capacity(a_moody(), 0.1, 0.1, 1.0),
         "audit": lambda: audits.audit(some(), rng.choice([(), some()])),
-        "audit, ledger": lambda: ledger.hold([], ledger.read("verl", odd.a_ledger(rng, LEDGER)), str(some()), True),
+        "audit, ledger": lambda: ledger.check_ledger(
+            [], ledger.read("verl", odd.a_ledger(rng, LEDGER)), str(some()), True
+        ),
         "audit-table": lambda: grim.audit(read_table(odd.a_table(rng)), draws=200, seed=rng.choice([0, 1, -1])),
         "a student": lambda: a_student(rng),
         "claims": lambda: upref.paper.claims.read(odd.a_ledger(rng, CLAIMS)),

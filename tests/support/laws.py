@@ -48,8 +48,8 @@ def sympy_derivative_is_autograd(o):
     """sympy differentiates the same source over the whole grid, mask and aggregation included."""
     from upref.derivation import sympy_gradient
 
-    if o.unread:
-        pytest.skip(o.unread)
+    if o.not_symbolic:
+        pytest.skip(o.not_symbolic)
     b = batch(o, edges=OFF_EDGES)
     close(torch.tensor(sympy_gradient(o, b), dtype=torch.float64), grad(o, b))
 
@@ -100,8 +100,8 @@ def micro_batches_add_up(o):
 
 @law
 def zero_advantage_is_silent(o):
-    if o.off_scale:
-        pytest.skip(o.off_scale)
+    if o.scale_exception:
+        pytest.skip(o.scale_exception)
     b = batch(o)
     g = grad(o, replace(b, adv=torch.zeros_like(b.adv)))
     assert (g == 0).all()
@@ -111,7 +111,7 @@ def zero_advantage_is_silent(o):
 def scales_with_the_advantage(o):
     b = batch(o)
     found, expected = grad(o, replace(b, adv=3 * b.adv)), 3 * grad(o, b)
-    if o.off_scale:
+    if o.scale_exception:
         assert not torch.allclose(found, expected), f"{o.name} is listed as an exception and is none"
     else:
         close(found, expected)
@@ -123,8 +123,8 @@ def on_policy_weight_is_the_advantage(o):
     on = replace(b, logp=b.logp_old)
     n = b.mask.sum(-1, keepdim=True)
     w = o.token_weights(on)[b.mask]
-    A = (b.adv / n if o.agg == "seq-mean" and o.level != "trajectory" else b.adv)[b.mask]
-    if o.off_anchor:
+    A = (b.adv / n if o.agg == "seq-mean" and o.level != "sequence_product" else b.adv)[b.mask]
+    if o.on_policy_exception:
         assert (w - A).abs().max() > 1e-3, f"{o.name} is listed as an exception and is none"
     else:
         close(w, A)
@@ -201,7 +201,7 @@ def ratio(o, b):
     if o.level not in REDUCE and o.agg != "seq-mean":
         return log_r
     total = log_r.sum(-1, keepdim=True)
-    return (total if o.level == "trajectory" else total / b.mask.sum(-1, keepdim=True)).expand_as(log_r)
+    return (total if o.level == "sequence_product" else total / b.mask.sum(-1, keepdim=True)).expand_as(log_r)
 
 
 def widened(b):
@@ -213,7 +213,7 @@ def extreme_batch(o, dtype):
     rows = [(A, x) for A in (1.0, -1.0, 0.0) for x in EXTREME]
     log_r = torch.tensor([[x, -0.5, 0.125] for _, x in rows], dtype=dtype)
     A = torch.tensor([[a] * 3 for a, _ in rows], dtype=dtype)
-    if o.level in ("sequence", "trajectory"):
+    if o.level in ("sequence_mean", "sequence_product"):
         log_r[:, 1:] = log_r[:, :1]
     mask = torch.ones_like(log_r, dtype=torch.bool)
     mask[::2, 2] = False

@@ -25,7 +25,7 @@ JUNK = [
     torch.ones(2, 3).bool(),
     torch.tensor([1j]), torch.zeros(2, 3, device="meta"), torch.eye(2).to_sparse(), np.zeros(3), np.array(["x"]),
     np.float64(0.2), np.array(None), range(3), iter([]), lambda: None, lambda x: x, lambda *a: a[0].sum(),
-    torch.nn.Linear(2, 2), upref.get("dapo"), upref.weights.batches.anchor(),
+    torch.nn.Linear(2, 2), upref.get("dapo"), upref.weights.batches.on_policy_batch(),
 ]  # fmt: skip
 NAMES = [
     "log_prob", "old_log_prob", "advantages", "mask", "lp", "old", "A", "x", "y", "batch", "cfg", "eps", "clip_low",

@@ -198,7 +198,7 @@ NEAR = {  # (a cause, a loss of which it holds, losses of which it holds on some
         eps_high(lambda x, m: x.abs().max() < 1), eps_high(lambda x, m: len(m) > 60),
         eps_high(lambda x, m: m.sum() == 1),
     ]),
-    "split": (OWN, micro(lambda m, t: m.sum()), [
+    "micro-batches": (OWN, micro(lambda m, t: m.sum()), [
         micro(lambda m, t: m.sum() if 2 * len(m) >= t.sequences else t.tokens),
         micro(lambda m, t: m.sum() if len(m) == 4 else t.tokens),
         micro(lambda m, t: m.sum() if m.shape[1] == 9 else t.tokens),
@@ -258,13 +258,18 @@ def test_a_note_in_float64_hides_no_failure_in_another_dtype(low):
     """J itself has a note there: exp(800) overflows."""
     far = lambda lp, old: (lp.dtype is low) & ((lp - old).abs() > 50)
     loss = dapo(lambda lp, old, A: J(lp, old, A) * torch.where(far(lp, old), math.nan, 1.0))
-    assert [f.oracle for f in upref.check(loss, "dapo", skip=("reach", "one-response")).failures] == ["extremes"]
+    assert [f.oracle for f in upref.check(loss, "dapo", skip=("unusual-inputs", "one-response")).failures] == [
+        "extremes"
+    ]
 
 
 @pytest.mark.parametrize("name", upref.names())
 def test_what_no_sampler_draws_is_a_note_for_every_objective(name):
     """Its own function, with an exp that overflows, and with every branch multiplied by 0 or 1: 0 * inf is NaN."""
-    o, skip = upref.get(name), ("reach", "one-response", "padding", "poison", "permutation", "in-training")
+    o, skip = (
+        upref.get(name),
+        ("unusual-inputs", "one-response", "padding", "masked-values", "permutation", "in-training"),
+    )
     indicators = {"where": by_indicator, "when": lambda c, x: by_indicator(c, x, 0)}
     for words in ({}, indicators):
         mine = replace(o, fn=written(o.fn, {"exp": torch.exp, "saturate": lambda x: x} | words))
@@ -337,7 +342,7 @@ CAUSES = {  # oracle -> (sentence, a loss of which it is true, one that trips th
                          dapo(lambda lp, old, A: J(lp, old, A.clamp(-1.5, 1.5)))),
     "scaling: squared": ("scaling", "A enters squared", dapo(lambda lp, old, A: J(lp, old, A * A.abs())),
                          dapo(lambda lp, old, A: J(lp, old, A**3))),
-    "split": ("split", "by the micro-batch's own", micro(lambda m, t: m.sum()),
+    "micro-batches": ("micro-batches", "by the micro-batch's own", micro(lambda m, t: m.sum()),
               micro(lambda m, t: t.tokens + 0.1 * (t.tokens - m.sum()))),
     "data-parallel: ranks": ("data-parallel", "by the rank's own", micro(lambda m, t: m.sum()),
                              micro(lambda m, t: t.tokens + 0.1 * (t.tokens - m.sum()))),

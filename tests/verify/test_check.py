@@ -20,7 +20,7 @@ from upref.foreign import read
 from upref.integrations.pytest_plugin import _assert_policy_loss, assert_policy_loss  # noqa: F401  the fixture, as pytest finds it
 from upref.ops import sg
 from upref.verify.check import every
-from upref.verify.measure import held
+from upref.verify.measure import make_case
 from upref.weights.batches import random_batch
 
 
@@ -103,7 +103,7 @@ def test_right(loss, name, hp):
 @pytest.mark.parametrize(("loss", "name", "hp"), [RIGHT[0], RIGHT[4], RIGHT[6]])
 def test_no_false_alarm(loss, name, hp, batches):
     o = upref.get(name)
-    case, rng = held(read(loss, o, hp), o, o.resolve(hp)), np.random.default_rng(7)
+    case, rng = make_case(read(loss, o, hp), o, o.resolve(hp)), np.random.default_rng(7)
     for _ in range(batches):
         assert case.off(case.ready(random_batch(rng, case.one_adv))).max() < 10 * case.tol
 
@@ -147,7 +147,7 @@ def dead(log_prob, old_log_prob, advantages, mask, eps_low=0.3, eps_high=0.28):
     return plain(log_prob, old_log_prob, advantages, mask, 0.2, eps_high)
 
 
-def swallows(log_prob, old_log_prob, advantages, mask, **kwargs):
+def accepts_kwargs(log_prob, old_log_prob, advantages, mask, **kwargs):
     return plain(log_prob, old_log_prob, advantages, mask)
 
 
@@ -204,7 +204,7 @@ WRONG = [
     (padded, "padding", "columns of padding", ""),
     (wrong(lambda lp, r, A: ppo(r, A / A.std())), "scaling", "times 3", ""),
     (random, "determinism", "twice", ""), (first_row, "permutation", "another order", ""),
-    (local, "split", "micro-batches", "mini-batch"),
+    (local, "micro-batches", "micro-batches", "mini-batch"),
     (forgets_the_ranks, "data-parallel", "averaged", "number of ranks"),
     (in_words, "stop-gradient", "finite differences", "not declared"), (mutates, "mutation", "advantages", ""),
     (wrong(lambda lp, r, A: ppo(r, A) - 0.01 * lp), "zero-advantage", "A = 0", ""),
@@ -236,22 +236,24 @@ def test_a_loss_that_is_told_the_number_of_micro_batches():
         x = ppo((log_prob - old_log_prob).exp(), advantages, 0.8, 1.28).where(mask, 0)
         return -x.sum() / totals.tokens / num_micro_batches  # who is told the totals is told this too
 
-    assert "split" in {f.oracle for f in upref.check(twice, "dapo").failures}
+    assert "micro-batches" in {f.oracle for f in upref.check(twice, "dapo").failures}
     report = upref.check(by_responses, "grpo")
-    assert report and report.oracles["split"] == "ok", str(report)
+    assert report and report.oracles["micro-batches"] == "ok", str(report)
     assert "micro-batches have equally many responses" in report.text(verbose=True)
-    assert "split" in {f.oracle for f in upref.check(by_tokens, "dapo").failures}
+    assert "micro-batches" in {f.oracle for f in upref.check(by_tokens, "dapo").failures}
 
 
 def test_a_nan_under_the_mask_is_a_note_and_a_number_is_not():
     report = upref.check(poisoned, "dapo")
-    assert report and [f for f in report.notes if f.oracle == "poison" and "nan" in f.regime and "NaN" in f.cause]
+    assert report and [
+        f for f in report.notes if f.oracle == "masked-values" and "nan" in f.regime and "NaN" in f.cause
+    ]
     report = upref.check(lambda lp, old, adv, mask: plain(lp, old, adv, mask) + 0 * lp.sum() + old.mean(), "dapo")
-    assert any(f.oracle == "poison" and "hold 0" in f.regime for f in report.failures), str(report)
+    assert any(f.oracle == "masked-values" and "hold 0" in f.regime for f in report.failures), str(report)
 
 
 def test_dead_and_swallowed_hyperparameters():
-    for loss, key, value in ((dead, "eps_low", 0.2), (swallows, "c", 3.0)):
+    for loss, key, value in ((dead, "eps_low", 0.2), (accepts_kwargs, "c", 3.0)):
         report = upref.check(loss, "dapo", **{key: value})
         assert [f for f in report.failures if f.oracle == "dead-hyperparameter" and key in f.regime], str(report)
 
@@ -392,5 +394,5 @@ def test_a_function_of_verls_signature_needs_no_verl(there, monkeypatch):
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, "verl", None)
     report = upref.check(verl_style, "dapo", skip=("extremes",), eps_high=0.3)
-    assert report and report.oracles["split"] == "ok", str(report)
+    assert report and report.oracles["micro-batches"] == "ok", str(report)
     assert not upref.check(verl_style, "up_dapo", skip=("extremes",))

@@ -277,9 +277,9 @@ def test_a_far_fault_is_a_clamp_where_it_is_one(fn, name, said):
 def test_whose_gradient_it_is():
     """The table in upref/kl.py, by enumeration; and off policy none of the three has the gradient of a divergence."""
     want = {"k1": "zero", "k2": "reverse", "k3": "forward"}
-    assert {n: kl_check.whose(f) for n, f in kl.ESTIMATORS.items()} == want
-    assert not any(kl_check.whose(f, off_policy=True) for f in kl.ESTIMATORS.values())
-    assert kl_check.whose(lambda lp, ref: -kl.k2(lp, ref)) == "-reverse"
+    assert {n: kl_check.divergence_of(f) for n, f in kl.ESTIMATORS.items()} == want
+    assert not any(kl_check.divergence_of(f, off_policy=True) for f in kl.ESTIMATORS.values())
+    assert kl_check.divergence_of(lambda lp, ref: -kl.k2(lp, ref)) == "-reverse"
     reverse = kl_check.divergences()["reverse"][0]
     for n in ("k1", "k3"):
         assert math.isclose(kl_check.expected(kl.ESTIMATORS[n])[0], reverse, rel_tol=1e-12)

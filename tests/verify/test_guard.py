@@ -26,7 +26,7 @@ from repro import fork
 from tests.support.ends import COMMAND
 from upref.cli import commands, main
 from upref.errors import Gone, InputError
-from upref.foreign.guard import AROUND, RANDOM, STATE, _equal, called, undisturbed
+from upref.foreign.guard import AROUND, RANDOM, STATE, _equal, called, state_restored
 from upref.foreign.remote import remote
 from upref.integrations.pytest_plugin import assert_policy_loss
 
@@ -66,7 +66,9 @@ def patch():
 patches = lambda log_prob, old_log_prob, advantages, mask: -does(patch)(log_prob, old_log_prob, advantages, mask)
 print("printed at import")
 """
-FAST = [x for name in ("extremes", "padding", "poison", "permutation", "scaling", "value") for x in ("--skip", name)]
+FAST = [
+    x for name in ("extremes", "padding", "masked-values", "permutation", "scaling", "value") for x in ("--skip", name)
+]
 
 
 def test_the_command_line_says_0_only_after_a_report(tmp_path):
@@ -228,7 +230,7 @@ def test_what_a_loss_changes_of_the_process_is_set_back():
     every = STATE | RANDOM | AROUND
     before = {name: read() for name, (read, _) in every.items()}
     loss = lambda log_prob, old_log_prob, advantages, mask: all_of_it(dapo(log_prob, old_log_prob, advantages, mask))
-    report = upref.check(loss, "dapo", skip=("extremes", "poison"))
+    report = upref.check(loss, "dapo", skip=("extremes", "masked-values"))
     assert report and {f"it changes {name}" for name in CHANGES} <= {f.regime for f in report.notes}
     k1 = upref.check_kl(lambda log_prob, ref_log_prob: all_of_it(log_prob - ref_log_prob), "k1")
     assert k1 and "it changes torch's default dtype" in {f.regime for f in k1.notes}
@@ -340,7 +342,7 @@ def test_a_loss_that_closes_stdout_prints():
 
 def test_ctrl_c_is_the_users():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & and other tests may have it ignored
-    with pytest.raises(KeyboardInterrupt), undisturbed():
+    with pytest.raises(KeyboardInterrupt), state_restored():
         called("f", lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(1)))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -355,7 +357,8 @@ def test_ctrl_c_is_the_users():
         lambda: upref.capacity("dapo", float("nan"), 0.1), lambda: upref.check_kl(dapo, []),
         lambda: upref.check_advantages(dapo, []), lambda: upref.derive(None), lambda: upref.cap_map("dapo", adv="x"),
         lambda: upref.diagnose(None, None), lambda: upref.Rollouts(1, 2, 3, 4),
-        lambda: upref.weights.batches.anchor().split(10**9), lambda: upref.weights.batches.anchor().split(0),
+        lambda: upref.weights.batches.on_policy_batch().split(10**9),
+        lambda: upref.weights.batches.on_policy_batch().split(0),
     ],
 )  # fmt: skip
 def test_bad_inputs_of_the_api_are_one_sentence(bad):
@@ -395,7 +398,7 @@ def test_a_check_in_a_forked_child_does_not_wait():
     held, free = threading.Event(), threading.Event()
 
     def hold():
-        with undisturbed():
+        with state_restored():
             held.set()
             free.wait()
 

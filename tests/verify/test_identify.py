@@ -48,7 +48,7 @@ def test_hyperparameters_and_aggregation_are_recovered(name):
     o, hp = upref.get(name), draw(name)
     identity = upref.identify(partial(o.loss, **hp))
     assert identity.kind in ("objective", "up") and identity.distance < 1e-9
-    assert identity.agg == {"seq-mean": "seq-mean-token-mean"}.get(o.agg, o.agg) or o.level == "trajectory"
+    assert identity.agg == {"seq-mean": "seq-mean-token-mean"}.get(o.agg, o.agg) or o.level == "sequence_product"
     found = named(identity, name).hp
     for key, value in hp.items():
         assert found[key] == (value if value is None else pytest.approx(value, abs=1e-6)), key

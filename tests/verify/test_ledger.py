@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from upref import InputError, audits
-from upref.audits.ledger import hold, ranked, read, summary
+from upref.audits.ledger import check_ledger, ranked, read, summary
 from upref.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ def test_each_entry_is_still_so(entry):
 @pytest.mark.parametrize("name", BOTH)
 def test_a_deviation_that_comes_changes_or_goes_is_said(name):
     table, mine = audit(name), [e for e in ENTRIES if e.framework == name]
-    said = lambda entries, rows=table.rows: hold(rows, entries, table.version, complete=True)
+    said = lambda entries, rows=table.rows: check_ledger(rows, entries, table.version, complete=True)
     assert said(mine) == []
     (new,) = said([replace(mine[0], evidence=mine[0].evidence[1:]), *mine[1:]])
     assert "not recorded" in new and mine[0].evidence[0].loss in new

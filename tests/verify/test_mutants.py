@@ -34,7 +34,14 @@ def test_what_differs_is_rejected(tmp_path):
 
 @pytest.mark.parametrize("left_out", ["gradient", "aggregation"])
 def test_a_checker_without_one_of_its_oracles_is_caught(tmp_path, left_out):
-    near = (left_out, "reach", "extremes", "on-policy", "one-response", "data-parallel")  # these see much of it too
+    near = (
+        left_out,
+        "unusual-inputs",
+        "extremes",
+        "on-policy",
+        "one-response",
+        "data-parallel",
+    )  # these see much of it too
     weak = [o for o in judge.every() if o.name not in near]
     few = {"dapo": 3, "grpo": 2} if left_out == "aggregation" else {"dapo": 2}
     with mock.patch.object(judge, "every", lambda: weak):

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 
-from docs.field import audits
+from docs.framework_pages import audits
 from docs.nightly import changes
 
 AUDITS = audits()

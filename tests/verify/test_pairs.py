@@ -11,10 +11,10 @@ import upref
 from tests.support.daily import daily
 from upref.foreign import read
 from upref.registry import REDUCE
-from upref.verify.measure import held, unit_weights
+from upref.verify.measure import make_case, unit_weights
 from upref.verify.oracles.batches import one_response
-from upref.verify.oracles.reach import reach
-from upref.weights.axes import AXES, COLLIDE, NAMED, WIDE, beyond
+from upref.verify.oracles.unusual import unusual_inputs
+from upref.weights.axes import AXES, COLLIDE, NAMED, WIDE, stress_batch
 
 
 def runs(m):
@@ -107,8 +107,8 @@ def asked():
         )
 
     o = upref.get("grpo")
-    case = held(read(loss, o, {"beta": 0.04}), o, o.resolve({"beta": 0.04}))
-    for one in (reach, one_response):
+    case = make_case(read(loss, o, {"beta": 0.04}), o, o.resolve({"beta": 0.04}))
+    for one in (unusual_inputs, one_response):
         batches[:], before = [], batches[:]
         assert not [f for f in one.look(case) if f.severity == "failure"]
         batches[:0] = before
@@ -132,7 +132,7 @@ def test_wrong_where_two_axes_meet(a, b):
         return
     x, y = levels[len(a + b) % len(levels)]
     report = upref.check(loss_wrong_where("grpo", UNUSUAL[a][x], UNUSUAL[b][y], beta=0.04), "grpo", beta=0.04)
-    assert {f.oracle for f in report.failures} & {"reach", "extremes", "gradient", "one-response"}, (
+    assert {f.oracle for f in report.failures} & {"unusual-inputs", "extremes", "gradient", "one-response"}, (
         f"{x}, {y}\n{report}"
     )
 
@@ -165,9 +165,9 @@ def test_the_same_loss_without_its_fault_is_right():
 def test_every_two_levels_meet_in_one_token(name):
     """In the batch of pairs, for all levels written down in the axis; a ratio above 1 has no certain token."""
     axis, o = AXES["every two"], upref.get(name)
-    b = beyond("every two", o, ids=tuple(NAMED))
+    b = stress_batch("every two", o, ids=tuple(NAMED))
     kind, log_r, away = b.group[:, None], b.logp - b.logp_old, (b.logp_ref - b.logp)[b.mask]
-    log_r = (log_r * b.mask).sum(1, keepdim=True).expand_as(log_r) if o.level == "trajectory" else log_r
+    log_r = (log_r * b.mask).sum(1, keepdim=True).expand_as(log_r) if o.level == "sequence_product" else log_r
     every = {
         "length": {x: b.mask.sum(1, keepdim=True) == x for x in axis.lengths},
         "mask": {k: p(b.logp, b.logp_old, b.adv, b.mask, b.logp_ref, b.group) for k, p in UNUSUAL["masks"].items()},

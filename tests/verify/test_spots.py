@@ -6,7 +6,7 @@ import pytest
 import upref
 from tests.support.zoo import spots
 from upref.verify.shrink import as_python
-from upref.weights.axes import AXES, LARGE, beyond
+from upref.weights.axes import AXES, LARGE, stress_batch
 from upref.weights.batches import interval
 
 
@@ -24,7 +24,7 @@ def test_accepted(spot):
 @pytest.mark.parametrize("name", ["dapo", "gspo", "topr"])
 def test_an_axis_holds_what_it_says(name):
     o = upref.get(name)
-    every = {axis: beyond(axis, o) for axis in AXES}
+    every = {axis: stress_batch(axis, o) for axis in AXES}
     live = lambda axis, x: x[every[axis].mask]
     assert LARGE in AXES["all at once"].words and every["all at once"].mask.sum() > 65_504
     assert every["lengths"].mask.sum(1).max() == 520
@@ -70,7 +70,7 @@ def test_the_cause_is_the_true_one(spot):
 
 
 def test_no_batch_is_printed_that_nobody_reads():
-    b = beyond("lengths", upref.get("dapo"))
+    b = stress_batch("lengths", upref.get("dapo"))
     assert "too many to print" in as_python(b) and len(as_python(b)) < 200
 
 

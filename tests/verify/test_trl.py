@@ -22,7 +22,7 @@ from upref.frameworks.trl.audit import COMPARISONS
 
 pytestmark = pytest.mark.trl
 # the slow oracles are exercised in the two tests that run all of them
-QUICK = ("gradient", "extremes", "dead-hyperparameter", "poison")
+QUICK = ("gradient", "extremes", "dead-hyperparameter", "masked-values")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def audit():
 def test_check_runs_every_oracle_on_trl():
     report = upref.check("trl:dapo@matched", "dapo")
     assert report, str(report)
-    assert report.oracles["split"] == "ok" and any("num_items_in_batch" in c for c in report.contract)
+    assert report.oracles["micro-batches"] == "ok" and any("num_items_in_batch" in c for c in report.contract)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_right(loss, name, hp):
 
 @pytest.mark.parametrize(
     ("loss", "name", "oracle"),
-    [("cispo", "cispo", "on-policy"), ("dapo@matched", "gspo", "aggregation"), ("bnpo", "ppo_clip", "split"),
+    [("cispo", "cispo", "on-policy"), ("dapo@matched", "gspo", "aggregation"), ("bnpo", "ppo_clip", "micro-batches"),
      ("grpo", "dapo", "aggregation"), ("dapo", "dapo", "one-response")],
 )  # fmt: skip
 def test_wrong(loss, name, oracle):

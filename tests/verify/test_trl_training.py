@@ -17,7 +17,7 @@ import upref
 from tests.support.daily import daily
 from upref import InputError, Totals
 from upref.integrations.parity import Monitor, ParityError
-from upref.weights.batches import OFF_EDGES, batch, grad, ready, sampler
+from upref.weights.batches import OFF_EDGES, batch, fill_padding, grad, sampler
 
 trl = pytest.importorskip("trl", reason="`repro/venv.sh trl` installs what TRL's losses need")
 from accelerate import Accelerator  # noqa: E402
@@ -66,7 +66,7 @@ def token_advantages(monkeypatch):
 
 def plain(name, thin=1, rows=8, edges=OFF_EDGES, **hp):
     """The regime grid as TRL batches it: no groups, numbers in masked slots, micro-batches of equal size."""
-    b = replace(ready(batch(upref.get(name), edges=edges, thin=thin, **hp)), group=None)
+    b = replace(fill_padding(batch(upref.get(name), edges=edges, thin=thin, **hp)), group=None)
     n = len(b.mask) // rows * rows
     return b.rows(torch.arange(n), Totals.of(b.mask[:n]))
 

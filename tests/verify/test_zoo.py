@@ -18,8 +18,8 @@ from tests.support import zoo
 from upref.aggregation import Totals
 from upref.foreign import read
 from upref.rollouts import Rollouts
-from upref.verify.factors import promised
-from upref.verify.measure import FLOATS, held
+from upref.verify.factors import declared_aggregation
+from upref.verify.measure import FLOATS, make_case
 from upref.verify.shrink import cut
 from upref.weights.batches import batch
 
@@ -155,7 +155,7 @@ def extreme(case, hp) -> bool:
     rare = build(0.0, torch.tensor([[-800.0], [-12.0], [-30.0], [-1.0]]), torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]))
     if off(case, rare, **hp):
         return True
-    token = upref.get(case.objective).level not in ("sequence", "trajectory")
+    token = upref.get(case.objective).level not in ("sequence_mean", "sequence_product")
     sides = [(A, x) for A in (1.0, -1.0) for x in (-800, -12, -5, 5, 12, 19, 800) if token or abs(x) < 500]
     A, log_r = torch.tensor(sides, dtype=torch.float64).T[:, :, None]
     b = build(log_r, torch.where(log_r > 0, -log_r - 1, -1.0), A)
@@ -214,7 +214,7 @@ PROBES = {
         for new in bigger(upref.get(case.objective).hyperparameters | hp)
         if not {"beta", "c"} & new.keys() - hp.keys()
     ),
-    "split": split, "padding": padded, "poison": poisoned, "extremes": extreme, "scaling": scales,
+    "micro-batches": split, "padding": padded, "masked-values": poisoned, "extremes": extreme, "scaling": scales,
     "value": value_of_padding, "permutation": permuted, "determinism": random, "mutation": mutates,
     "zero-advantage": zero, "loss-scale": unscaled,
 }  # fmt: skip
@@ -269,7 +269,7 @@ def _without_padding(case, b):
 
 PASTED = {  # what a finding prints: (of the objective, of the loss) at each token of the batch below it
     rf"^weight {NUMBER}": lambda c, b, g: (c.expected(b), g / c.factors(b)),
-    rf"factor {NUMBER}": lambda c, b, g: (c.factors(b, promised(c.o)), c.factors(b)),
+    rf"factor {NUMBER}": lambda c, b, g: (c.factors(b, declared_aggregation(c.o)), c.factors(b)),
     rf"^3 times the gradient: {NUMBER}|^{NUMBER}$": lambda c, b, g: (3 * g, c.gradient(b.but(adv=3 * b.adv))),
     rf"^half the gradient: {NUMBER}|^{NUMBER}$": lambda c, b, g: (g / 2, torch.full_like(g, math.nan)),
     rf"^dJ/dlp {NUMBER}, as without|^{NUMBER}$": lambda c, b, g: (_without_padding(c, b), g),
@@ -280,7 +280,7 @@ PASTED = {  # what a finding prints: (of the objective, of the loss) at each tok
 def strangers(case, report) -> list[str]:
     """The findings whose two numbers no token of the batch has that is printed below them."""
     o, out = upref.get(case.objective), []
-    one = held(read(case.function, o, case.hp), o, o.resolve(case.hp))
+    one = make_case(read(case.function, o, case.hp), o, o.resolve(case.hp))
     for f in report.failures:
         if "\nb = " not in f"\n{f.batch}":
             continue
@@ -315,4 +315,4 @@ def test_check_rejects(case):
 def test_check_accepts(case):
     report = check(case)
     assert report, str(report)
-    assert case.leaks == any(f.oracle == "poison" for f in report.notes), str(report)
+    assert case.leaks == any(f.oracle == "masked-values" for f in report.notes), str(report)

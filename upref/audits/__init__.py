@@ -18,7 +18,7 @@ import torch
 from upref.audits import components as parts, isolated
 from upref.audits.compare import MICRO, TOL, Comparison, Row, compare, difference, grid, unit
 from upref.audits.framework import Framework
-from upref.audits.ledger import FRAMEWORKS, Entry, hold, moved, plainly, read, summary
+from upref.audits.ledger import FRAMEWORKS, Entry, changed_defaults, check_ledger, plainly, read, summary
 from upref.errors import InputError
 from upref.result import Result
 from upref.verify.faults.losses import fault
@@ -179,7 +179,9 @@ def audit(
     entries = read(name)
     defaults = {m: {k: plainly(v) for k, v in f.defaults(m).items()} for m in sorted({r.mode for r in rows} & {*now})}
     against = [f"the loss {m} is gone: {name} {version} has {', '.join(sorted(now))}" for m in gone]
-    against += moved(name, defaults, version) + hold(rows, entries, version, comparisons is None, gone)
+    against += changed_defaults(name, defaults, version) + check_ledger(
+        rows, entries, version, comparisons is None, gone
+    )
     return Audit(
         name, version, rows, sorted(set(poisoned)), sorted(m for m in now if m not in known), f.out_of_scope, against,
         [*(inside["remarks"] if inside else []), *f.remarks], entries, defaults,

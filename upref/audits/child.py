@@ -19,7 +19,7 @@ from upref.audits.isolated.isolate import isolate
 from upref.audits.isolated.pin import place
 from upref.audits.ledger import WARNED
 from upref.errors import InputError
-from upref.foreign.guard import said
+from upref.foreign.guard import one_line
 from upref.foreign.settings import Shipped, split
 
 
@@ -37,7 +37,7 @@ def main(job: str, answer: str) -> int:
         traceback.print_exc()
         imports = isinstance(e, ImportError | AttributeError)
         verb = "does not import as upref expects" if imports else "does not run as upref expects"
-        out = "error", f"{name} {where.version} {verb} ({type(e).__name__}: {said(e)})."
+        out = "error", f"{name} {where.version} {verb} ({type(e).__name__}: {one_line(e)})."
     Path(answer).write_bytes(pickle.dumps(out))
     return 0
 
@@ -109,7 +109,7 @@ def _script(text: str) -> str:
             exec(compile(text, "<proof>", "exec"), {"__name__": "__main__"})
     except Exception as e:
         traceback.print_exc()
-        return f"{type(e).__name__}: {said(e)}"
+        return f"{type(e).__name__}: {one_line(e)}"
     return out.getvalue() + "".join(f"\n{WARNED}{line}" for line in warned.getvalue().splitlines())
 
 

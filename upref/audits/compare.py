@@ -21,7 +21,7 @@ from upref.aggregation import Totals, row_weights
 from upref.foreign.settings import written
 from upref.registry import REDUCE, Objective, get
 from upref.rollouts import Rollouts
-from upref.verify.factors import promised
+from upref.verify.factors import declared_aggregation
 from upref.verify.faults.losses import LossFault
 from upref.weights.batches import EDGES, LOG_R, SINGLE_EDGES, at, batch, clamped, grad, kinks, reference, words
 
@@ -52,7 +52,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Spot:
+class Example:
     """A token on which two gradients differ most: its regime, and its weight dJ_t/dlp by the one and by the other.
 
     Differences are relative to max(1, |expected|). Tokens within |log r| <= 5 go before the farther ones.
@@ -124,8 +124,8 @@ class Row:
     command: str
     micro_batches: int
     difference: float
-    spot: Spot
-    reasons: list[tuple[str, Spot]]
+    spot: Example
+    reasons: list[tuple[str, Example]]
     remains: float
     tol: float = TOL  # wider for a framework that computes in float32
     kind: str = "loss"  # or what else it is: advantages, kl, logprobs, aggregation
@@ -224,15 +224,17 @@ def _reference(c: Comparison, reasons: Sequence[LossFault], b: Rollouts) -> Tens
     """The gradient of the objective promised, with these reasons put into it."""
     o, hp = accounted(c, reasons)
     factor: Tensor | float = 1.0
-    agg = promised(get(c.objective))
+    agg = declared_aggregation(get(c.objective))
     for why in reasons:
         factor = factor * why.change.scale(b)
         agg = why.change.agg or agg
-    if agg != promised(o):  # as row weights, so that an objective with one term per response can be re-aggregated
+    if agg != declared_aggregation(
+        o
+    ):  # as row weights, so that an objective with one term per response can be re-aggregated
         seen = b
         for why in reasons:
             seen = why.change.view(seen)
-        new, old = (row_weights(name, b.mask, Totals.of(b.mask, seen.group)) for name in (agg, promised(o)))
+        new, old = (row_weights(name, b.mask, Totals.of(b.mask, seen.group)) for name in (agg, declared_aggregation(o)))
         factor = factor * torch.as_tensor(new / old, dtype=b.logp.dtype).reshape(-1, 1)
 
     def J(x: Rollouts) -> Tensor:
@@ -276,7 +278,7 @@ def compare(
     return Row(*names, micro, largest, worst, changes, remains, tol, effects=effects)
 
 
-def _spot(c: Comparison, reasons: Sequence[LossFault], b: Rollouts, found: Tensor, expected: Tensor) -> Spot:
+def _spot(c: Comparison, reasons: Sequence[LossFault], b: Rollouts, found: Tensor, expected: Tensor) -> Example:
     """Of the tokens that differ as much: on the fixed grid of ratios rather than at a bound's edge, near to π_old."""
     off = difference(found, expected)
     log_r = torch.where(b.mask, b.logp - b.logp_old, 0)
@@ -288,7 +290,7 @@ def _spot(c: Comparison, reasons: Sequence[LossFault], b: Rollouts, found: Tenso
     order = torch.where(off >= off.max() * (1 - 1e-6), log_r.abs() + 100 * edge, math.inf)
     i, t = divmod(int(order.argmin()), order.shape[1])
     where = _where(c, reasons, b, i, t, log_r[i, t].exp().item())
-    return Spot(off[i, t].item(), where, expected[i, t].item() + 0.0, found[i, t].item() + 0.0)
+    return Example(off[i, t].item(), where, expected[i, t].item() + 0.0, found[i, t].item() + 0.0)
 
 
 def _where(c: Comparison, reasons: Sequence[LossFault], b: Rollouts, i: int, t: int, r: float) -> str:
@@ -299,7 +301,7 @@ def _where(c: Comparison, reasons: Sequence[LossFault], b: Rollouts, i: int, t: 
     o, (found, hp) = get(c.objective), accounted(c, reasons)
     bounds = sorted({*kinks(o, A, mu, **c.hp), *kinks(found, A, mu, **hp)}) if A else []
     said = words(A, r, bounds) + (f" (mu = {mu:.2g})" if o.reads_mu else "")
-    return said.replace(" r", {"sequence": " s", "trajectory": " S"}.get(_level(c, reasons), " r"))
+    return said.replace(" r", {"sequence_mean": " s", "sequence_product": " S"}.get(_level(c, reasons), " r"))
 
 
 def _level(c: Comparison, reasons: Sequence[LossFault]) -> str:

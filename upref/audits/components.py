@@ -15,7 +15,7 @@ from torch import Tensor
 
 from upref import advantages, kl
 from upref.aggregation import aggregate
-from upref.audits.compare import TOL, Effect, Row, Spot, difference, typical
+from upref.audits.compare import TOL, Effect, Example, Row, difference, typical
 from upref.errors import InputError
 from upref.logprobs import token_log_probs
 from upref.verify.faults import Fault
@@ -189,7 +189,7 @@ def _off(found: Tensor, expected: Tensor) -> Tensor:
     return torch.where(same, 0, difference(found, expected).nan_to_num(nan=1e30, posinf=1e30))
 
 
-def _spot(where: list[str], found: Tensor, expected: Tensor) -> Spot:
+def _spot(where: list[str], found: Tensor, expected: Tensor) -> Example:
     off = _off(found, expected)
     i = int(off.argmax())
-    return Spot(off[i].item(), where[i], expected[i].item() + 0.0, found[i].item() + 0.0)
+    return Example(off[i].item(), where[i], expected[i].item() + 0.0, found[i].item() + 0.0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ledger: known deviations of frameworks from the papers, as strict expected failures.
 
-NAME.toml beside NAME.py is reviewed by hand, and every number in it was seen by running the framework. `hold` says
-where the framework no longer does what is recorded, and where it does what is not.
+NAME.toml beside NAME.py is reviewed by hand, and every number in it was seen by running the framework. `check_ledger`
+reports recorded deviations that are gone, and deviations that are not recorded.
 
 Its table [ledger] says once what holds of all entries: version, source (where the lines stand), searched (which
 documents, comments and warnings were read before anything was called a bug), twice (the bugs and surprising defaults
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from upref.audits.compare import SEVERITY, Effect, Row, Spot
+from upref.audits.compare import SEVERITY, Effect, Example, Row
 from upref.errors import InputError
 
 STATUS = {
@@ -167,7 +167,7 @@ def _script(prelude: str, proof: str) -> str:
     return "\n".join([*([f"import {', '.join(plain)}"] * bool(plain)), *rest, proof])
 
 
-def moved(name: str, defaults: dict[str, dict[str, Any]], version: str) -> list[str]:
+def changed_defaults(name: str, defaults: dict[str, dict[str, Any]], version: str) -> list[str]:
     """Sentences: defaults of the framework's own config that are no longer what is recorded."""
     then = recorded(name).get("defaults", {})
     return [
@@ -184,7 +184,9 @@ def plainly(x: Any) -> Any:
     return x if isinstance(x, bool | int | float | str) else str(x)
 
 
-def hold(rows: list[Row], entries: list[Entry], version: str, complete: bool, gone: tuple[str, ...] = ()) -> list[str]:
+def check_ledger(
+    rows: list[Row], entries: list[Entry], version: str, complete: bool, gone: tuple[str, ...] = ()
+) -> list[str]:
     """Sentences: deviations of these rows that the ledger has not, or has otherwise; with complete, also those gone.
 
     gone: losses that are themselves.
@@ -243,7 +245,7 @@ def severest(effects: list[Effect]) -> Effect:
     return min(effects, key=lambda x: ([*SEVERITY].index(x.severity), -x.change))
 
 
-def as_evidence(r: Row, spot: Spot) -> Evidence:
+def as_evidence(r: Row, spot: Example) -> Evidence:
     """What the ledger has to say of this row's reason."""
     shown = (spot.where, *spot.weights) if spot.difference else ("", "", "")
     return Evidence(r.label, r.promise, *shown, r.micro_batches)

@@ -56,10 +56,10 @@ def check(args) -> int:
 
 
 def identify(args) -> int:
-    from upref.foreign import neutral
+    from upref.foreign import no_objective
     from upref.identification.identify import identify as which
 
-    with _loss(args, neutral(), {}) as loss:
+    with _loss(args, no_objective(), {}) as loss:
         identity = which(loss)
     return _answer(args, identity)
 
@@ -69,10 +69,10 @@ def _loss(args, o: Objective, hp: dict[str, Any]) -> Iterator[Any]:
     """The loss, which runs in a child process, and is judged in this one."""
     from upref.audits.child import named
     from upref.cli.supervise import child
-    from upref.foreign import bare
+    from upref.foreign import from_signature
     from upref.foreign.remote import remote, serve
 
-    make = lambda: bare(named(args.loss, o.name, hp), o, hp)
+    make = lambda: from_signature(named(args.loss, o.name, hp), o, hp)
     if not args.apart:
         yield make()
         return

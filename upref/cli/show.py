@@ -23,8 +23,10 @@ def markdown_table() -> str:
 
 
 def facts(o: Objective) -> dict[str, Any]:
-    plain = ("name", "paper", "eq", "level", "agg", "adv", "kl", "note", "known_from", "unread", "coupled")
-    facts = {f.name: getattr(o, f.name) for f in fields(o) if f.name in (*plain, "off_anchor", "off_scale")}
+    plain = ("name", "paper", "eq", "level", "agg", "adv", "kl", "note", "known_from", "not_symbolic", "coupled")
+    facts = {
+        f.name: getattr(o, f.name) for f in fields(o) if f.name in (*plain, "on_policy_exception", "scale_exception")
+    }
     return facts | {"equation": o.equation, "hyperparameters": o.hyperparameters, "defaults": o.defaults}
 
 
@@ -50,7 +52,12 @@ def _about(o: Objective):
     yield "advantage", o.adv
     if o.kl:
         yield "KL", f"- beta * {o.kl}, a term of its own"
-    said = {"unread": "not in sympy", "coupled": "not split", "off_anchor": "r = 1", "off_scale": "A times 3"}
+    said = {
+        "not_symbolic": "not in sympy",
+        "coupled": "not split",
+        "on_policy_exception": "r = 1",
+        "scale_exception": "A times 3",
+    }
     for key in ("note", "known_from", *said):
         if value := getattr(o, key):
             yield said.get(key, key.replace("_", " ")), value

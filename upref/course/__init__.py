@@ -14,14 +14,14 @@ from upref.course.verdict import Answer, judged, unfilled
 from upref.errors import InputError
 from upref.files import write_atomically
 from upref.foreign.load import load
-from upref.verify.oracle import found_in
+from upref.verify.oracle import discover
 
 __all__ = ["Answer", "exercise", "exercises", "judge", "judged", "located", "unfilled", "write"]
 
 
 def exercises() -> list[Exercise]:
     """All of them, in the order of the course."""
-    return sorted(found_in(lessons, Exercise), key=lambda e: e.number)
+    return sorted(discover(lessons, Exercise), key=lambda e: e.number)
 
 
 def exercise(number: int) -> Exercise:

@@ -25,7 +25,7 @@ from upref.course.exercise import Batch, Exercise
 from upref.errors import InputError
 from upref.foreign.guard import called
 from upref.result import Result
-from upref.tensors import dense, described
+from upref.tensors import describe, is_materialized
 from upref.verify.faults import Fault
 from upref.verify.report import Finding, short
 
@@ -94,8 +94,8 @@ def outcome(e: Exercise, fn: Callable[..., Any], batch: Batch) -> Outcome:
     answer = fn(*inputs.values())
     if answer is None:
         return Outcome(amiss=NOTHING)
-    if isinstance(answer, Tensor) and not dense(answer):
-        return Outcome(amiss=f"it returns {described(answer)}, a tensor that does not hold its numbers")
+    if isinstance(answer, Tensor) and not is_materialized(answer):
+        return Outcome(amiss=f"it returns {describe(answer)}, a tensor that does not hold its numbers")
     if not e.gradient:
         return Outcome(value=answer.detach() if isinstance(answer, Tensor) else answer)
     if not isinstance(answer, Tensor):

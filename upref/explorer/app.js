@@ -143,7 +143,7 @@ function begin() {
   $("notes").innerHTML = [
     ["Cap is not a bound on the policy", "Cap is how far a token's own gradient can carry it while everything else is fixed. A large step overshoots it. The gradients of other tokens, momentum and shared parameters move a token whose own gradient is zero."],
     ["A clip has one side", "For A &gt; 0 a token loses its gradient above 1 + ε<sub>high</sub> only, for A &lt; 0 below 1 − ε<sub>low</sub> only. The sign of A decides which clip is active."],
-    ["Sequence level", "For a sequence-level objective π is the geometric-mean probability of the response's tokens, and the ratio is <i>s</i>. For a trajectory-level objective π is the probability of the response."],
+    ["Sequence level", "For a sequence-level objective π is the geometric-mean probability of the response's tokens, and the ratio is <i>s</i>. At level sequence_product π is the probability of the response."],
     ["The step", "The arrow is one update of plain gradient ascent on one sampled token, in a softmax of two entries: this token and the rest. Real steps average over many tokens."],
     ["The small policy", "The small policy has one context, responses of one token, and an infinite batch: the expected update, without noise. The advantages are constant. It shows mechanisms, not sizes."],
     ["Where the formulas come from", "sympy differentiates the function that trains and prints the result as JavaScript. A test compares it with numpy on 10,000 points per objective, with random hyperparameters. KL terms are separate and not shown."],

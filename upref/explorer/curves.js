@@ -41,7 +41,7 @@ function curvePanel(panels, A, { mu, p, here }, width, look) {
     s.push(`<path d="M${left} ${f(Y(v))}h-4" stroke="${look.axis}" stroke-width=".8"/>`);
     text(left - 7, Y(v) + 4, num(v), 'text-anchor="end"');
   }
-  const unit = panels.every(o => OBJECTIVES[o.name].level === "sequence") ? "s" : "r", reads = panels.some(o => OBJECTIVES[o.name].readsMu);
+  const unit = panels.every(o => OBJECTIVES[o.name].level === "sequence_mean") ? "s" : "r", reads = panels.some(o => OBJECTIVES[o.name].readsMu);
   text(left + w / 2, H - 4, `ratio <tspan class="math" font-style="italic">${unit}</tspan>` + (reads ? ` (at ${letterSVG("π_old")} = ${num(mu)})` : ""), 'text-anchor="middle"');
   s.push(`<clipPath id="${id}"><rect x="${left}" y="${top - 2}" width="${w}" height="${h + 4}"/></clipPath><g clip-path="url(#${id})">`);
   const r = p / mu;

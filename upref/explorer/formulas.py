@@ -54,7 +54,7 @@ def left_out() -> dict[str, str]:
 
 
 def why_not(o: Objective) -> str:
-    return o.unread or obstacle(o)
+    return o.not_symbolic or obstacle(o)
 
 
 def record(o: Objective) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def weight(o: Objective) -> Expr:
     """dJ/dlp of one token alone in its response, A of either sign, in r, A, mu and the hyperparameters."""
     lp, lp_old = Symbol("lp", real=True), Symbol("lp_old", real=True)
     hp = {k: Symbol(k, positive=True) for k in _own(o)}
-    if o.level == "free":
+    if o.level == "custom":
         response = (SymbolArray([[x]]) for x in (lp, lp_old, A))
         (J,) = np.ravel(o.fn(*response, np.ones((1, 1), dtype=bool), **hp))
     else:

@@ -27,7 +27,7 @@ function region(p, mu, A) {
   return A > 0 ? "Upper Clip" : p < mu ? "Lower Clip" : "Dual Clip";
 }
 
-const RATIO = { token: "r", free: "r", sequence: "s", trajectory: "S" };
+const RATIO = { token: "r", custom: "r", sequence_mean: "s", sequence_product: "S" };
 
 /** What becomes of the token at (mu, p): { tag, alive, text, weight, cap, star, next, overshoots }. */
 function verdict(name, hp, p, mu, A, eta) {

@@ -22,7 +22,7 @@ from upref.foreign import names, trl, verl
 from upref.foreign.load import load, name_of
 from upref.foreign.loss import FIRST, MAIN, SHAPES, Loss, Outcome
 from upref.foreign.settings import Shipped
-from upref.foreign.shapes import fit
+from upref.foreign.shapes import infer_shapes
 from upref.foreign.signature import WRAP_PAGE, Reading, parameters, read as read_signature, wrapper
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
@@ -31,8 +31,8 @@ FRAMEWORKS = Path(__file__).parents[1] / "frameworks"  # a folder each
 __all__ = ["FIRST", "MAIN", "SHAPES", "Loss", "Outcome", "fit", "load", "name_of", "neutral", "read", "takes"]
 
 
-def neutral() -> Objective:
-    """An objective without hyperparameters: a loss that is compared with nothing keeps its own."""
+def no_objective() -> Objective:
+    """An objective without hyperparameters, for a loss that is compared with none."""
     return replace(get("reinforce"), name="nothing", agg="token-mean")
 
 
@@ -42,16 +42,16 @@ def read(loss: Any, objective: Objective | None = None, hp: Mapping[str, Any] | 
     hp: hyperparameters of the objective, which the loss gets where it takes them; others go to the loss's own
     arguments of that name. Raises InputError where it cannot be read, or does not run on a good batch.
     """
-    o = objective or neutral()
-    return fit(loss if isinstance(loss, Loss) else bare(loss, o, dict(hp or {})))
+    o = objective or no_objective()
+    return infer_shapes(loss if isinstance(loss, Loss) else from_signature(loss, o, dict(hp or {})))
 
 
-def bare(loss: Any, o: Objective, hp: dict[str, Any]) -> Loss:
-    """The Loss as its signature tells it, not run yet."""
+def from_signature(loss: Any, o: Objective, hp: dict[str, Any]) -> Loss:
+    """The Loss that the signature describes, before its first call."""
     name = name_of(loss)
     if isinstance(loss, str):
         framework, _, mode = loss.partition(":")
-        if mode.partition(",")[0].endswith("@matched") and o.name == neutral().name:
+        if mode.partition(",")[0].endswith("@matched") and o.name == no_objective().name:
             raise InputError(f"{loss} is matched to no objective here: name the loss as shipped, and its fields.")
         if (
             framework.isidentifier()
@@ -125,13 +125,13 @@ def _bind(
     argument = {meant: p for p, meant in meaning.items() if meant and alone[meant] == 1}
     argument |= {p: p for p in reading.own if p in known}
     others = {k: names.argument(k, reading.own) for k in hp if k not in known}  # by its own name for each
-    if unknown := [k for k, p in others.items() if not p and reading.swallows and o.name != neutral().name]:
+    if unknown := [k for k, p in others.items() if not p and reading.accepts_kwargs and o.name != no_objective().name]:
         raise InputError(f"{unknown[0]!r} is not a hyperparameter of {o.name} or a named argument of {name}.")
-    foreign = {p or k: hp[k] for k, p in others.items() if p or reading.swallows}
-    hp = {k: v for k, v in hp.items() if not (k in others and (others[k] or reading.swallows))}
+    foreign = {p or k: hp[k] for k, p in others.items() if p or reading.accepts_kwargs}
+    hp = {k: v for k, v in hp.items() if not (k in others and (others[k] or reading.accepts_kwargs))}
     if twice := [k for k in hp if argument.get(k) in foreign]:
         raise InputError(f"{twice[0]} and {argument[twice[0]]} are one argument of {name}: give {twice[0]} alone.")
-    resolved, swallows = o.resolve(hp), reading.swallows
+    resolved, accepts_kwargs = o.resolve(hp), reading.accepts_kwargs
     needed = {meant for meant, p in argument.items() if p in reading.needed}
     if unbound := [p for p in reading.needed if p not in argument.values() and p not in foreign]:
         raise InputError(
@@ -139,18 +139,18 @@ def _bind(
             f"functools.partial({name.rpartition(':')[2]}, {unbound[0]}=VALUE); if it changes with the batch, write a "
             f"wrapper: {WRAP_PAGE} has examples."
         )
-    given = {k: v for k, v in hp.items() if k in argument or swallows}
+    given = {k: v for k, v in hp.items() if k in argument or accepts_kwargs}
     given |= {k: resolved[k] for k in needed}
     contract = tuple(
         f"{k} is not an argument of the loss: {k} = {v} is expected of it"
         for k, v in hp.items()
-        if k not in argument and not swallows
+        if k not in argument and not accepts_kwargs
     ) + tuple(f"{p} is left at its default, {reading.own[p].default!r:.40}" for p in reading.left)
     spelled = lambda hp: {argument.get(k, k): v for k, v in hp.items()}
     own = [f"{k} = {hp[k]} -> {argument[k]}" for k in hp if argument.get(k, k) != k]
     read_as = "; ".join(filter(None, (read_as, *own)))
     return Loss(
-        name, lambda full, hp: call(full, foreign | spelled(hp)), o, reads, frozenset(argument), swallows, given,
+        name, lambda full, hp: call(full, foreign | spelled(hp)), o, reads, frozenset(argument), accepts_kwargs, given,
         read_as=read_as, contract=contract,
     )  # fmt: skip
 

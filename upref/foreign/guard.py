@@ -3,7 +3,7 @@
 the code ends the program.
 
 `called` makes one call: of a loss, an advantage function, a KL estimator or a backward pass. It restores the state of
-the process after the call. `undisturbed` does the same for a whole check, restores random generators at the end, and
+the process after the call. `state_restored` does the same for a whole check, restores random generators at the end, and
 reports what was changed. Checks in several threads take turns, because this state belongs to the whole process.
 upref/cli/supervise.py handles what no guard in the same process can stop, such as a crash or an endless loop. One file:
 what is set back, and the call around which it is.
@@ -30,8 +30,8 @@ from upref.errors import Gone, InputError
 from upref.interrupt import Terminated
 
 
-def said(e: BaseException) -> str:
-    """What an exception says, on one line."""
+def one_line(e: BaseException) -> str:
+    """The message of an exception, on one line."""
     try:
         return " ".join(str(e).split())[:200] or "(it says no more)"
     except BaseException:
@@ -136,7 +136,7 @@ AROUND: State = {
 }
 
 
-_watching: list[set[str]] = []  # one for each `undisturbed` that is open
+_watching: list[set[str]] = []  # one for each `state_restored` that is open
 _turn = threading.RLock()  # one thread at a time
 
 
@@ -171,8 +171,8 @@ def _equal(x: Any, y: Any) -> bool:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[set[str]]:
-    """The state of the process is after it what it was before; what was changed in between, by name."""
+def state_restored() -> Iterator[set[str]]:
+    """Restore the state of the process at the end; yield the names of what was changed."""
     changed: set[str] = set()
     with _turn:
         _watching.append(changed)
@@ -187,8 +187,8 @@ def undisturbed() -> Iterator[set[str]]:
             _watching[:] = [x for x in _watching if x is not changed]
 
 
-def noticed(names: set[str]) -> None:
-    """Another process, in which the user code ran, was changed in these ways."""
+def note_changes(names: set[str]) -> None:
+    """Record what the user code changed in the process in which it ran."""
     if _watching:
         _watching[-1].update(names)
 
@@ -221,8 +221,8 @@ def _no_exit() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unending(name: str) -> Iterator[None]:
-    """InputError where the code inside ends the program."""
+def refuse_exit(name: str) -> Iterator[None]:
+    """Raise InputError where the code inside ends the program."""
     try:
         with _no_exit():
             yield
@@ -242,7 +242,7 @@ def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, boo
                 warnings.simplefilter("ignore")
                 answer = call()
     except InputError as e:
-        raise InputError(said(e)) from e
+        raise InputError(one_line(e)) from e
     except Terminated:
         raise
     except _CtrlC:
@@ -250,7 +250,7 @@ def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, boo
     except ENDS as e:
         raise gone(name, e) if _watching else InputError(str(gone(name, e))) from e
     except BaseException as e:
-        raise InputError(f"{name} raised {type(e).__name__}: {said(e)}") from e
+        raise InputError(f"{name} raised {type(e).__name__}: {one_line(e)}") from e
     finally:
         if os.getpid() != process:  # it forked, and this is the copy: one report is enough
             _exit(0)

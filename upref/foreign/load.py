@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from upref.errors import InputError
-from upref.foreign.guard import said
+from upref.foreign.guard import one_line
 from upref.interrupt import Terminated
 
 
@@ -61,7 +61,9 @@ def _file(path: Path) -> ModuleType:
     try:
         path.resolve(strict=True).open().close()
     except (OSError, ValueError) as e:  # ValueError: a name that no file can have
-        raise InputError(f"there is no file {str(path)!r} to read ({getattr(e, 'strerror', None) or said(e)}).") from e
+        raise InputError(
+            f"there is no file {str(path)!r} to read ({getattr(e, 'strerror', None) or one_line(e)})."
+        ) from e
     path = path.resolve()
     known = sys.modules.get(path.stem)
     name = path.stem
@@ -137,7 +139,7 @@ def _as_input_error(what: str) -> Any:
         with contextlib.redirect_stdout(out):
             yield
     except InputError as e:
-        raise InputError(said(e)) from e
+        raise InputError(one_line(e)) from e
     except Terminated:
         raise
     except (SystemExit, KeyboardInterrupt, GeneratorExit) as e:
@@ -146,7 +148,7 @@ def _as_input_error(what: str) -> Any:
             "`if __name__ == '__main__':`."
         ) from e
     except BaseException as e:
-        raise InputError(f"{what} does not import: {type(e).__name__}: {said(e)}.") from e
+        raise InputError(f"{what} does not import: {type(e).__name__}: {one_line(e)}.") from e
     finally:
         if os.getpid() != process:  # it forked, and this is the copy
             os._exit(0)

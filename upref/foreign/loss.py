@@ -14,8 +14,8 @@ from torch import Tensor
 
 from upref.aggregation import Totals, aggregate
 from upref.errors import InputError
-from upref.foreign.guard import called, undisturbed
-from upref.foreign.settings import said
+from upref.foreign.guard import called, state_restored
+from upref.foreign.settings import describe_fields
 from upref.ops import replayed_sg
 from upref.registry import Objective
 from upref.rollouts import Rollouts, per_response
@@ -35,7 +35,7 @@ class Outcome:
     attached: bool  # it has a gradient
     wrote: frozenset[str]  # roles whose tensors it changed
     printed: bool
-    backs: bool = False  # it called .backward() itself
+    calls_backward: bool = False  # it called .backward() itself
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Loss:
     objective: Objective  # what it is compared with: says how an unreduced answer is aggregated
     reads: frozenset[str]  # roles it takes
     takes: frozenset[str] = frozenset()  # hyperparameters of the objective that it takes by name
-    swallows: bool = False  # it has **kwargs
+    accepts_kwargs: bool = False  # it has **kwargs
     given: dict[str, Any] = field(default_factory=dict)  # hyperparameters handed to it
     framework: str = ""
     read_as: str = ""
@@ -59,7 +59,7 @@ class Loss:
     float_mask: bool = False
     form: str = "scalar"
     wrapped: bool = False
-    backs: bool = False  # it calls .backward() itself
+    calls_backward: bool = False  # it calls .backward() itself
     # of each call of the function; (loss, question, inputs, answer) where a question takes one call, else None
     log: list[Any] = field(default_factory=list, repr=False, compare=False)
     lines: int = 0  # of Python that a call may run before it is stopped, 0 for any number
@@ -77,10 +77,10 @@ class Loss:
         """What was set of its framework's config, in words; empty where there is none."""
         if self.fields is None:
             return ""
-        return f"sets {said(self.fields, self.defaults)}" if self.fields else "as shipped"
+        return f"sets {describe_fields(self.fields, self.defaults)}" if self.fields else "as shipped"
 
     @property
-    def splits(self) -> bool:
+    def micro_batchable(self) -> bool:
         """Whether it says how the micro-batches of a mini-batch add up."""
         return self.form == "unreduced" or bool({"totals", "parts"} & self.reads)
 
@@ -141,7 +141,7 @@ class Loss:
             x = first[:, 0] if first.shape == (B, 1) and T > 1 else first
             o, v = self.objective, self.view(b)
             if x.ndim == 2 and o.agg == "seq-mean":
-                agg = "seq-mean-token-sum" if o.level == "trajectory" else "seq-mean-token-mean"
+                agg = "seq-mean-token-sum" if o.level == "sequence_product" else "seq-mean-token-mean"
             else:
                 agg = "seq-mean" if x.ndim == 1 else o.agg
             return aggregate(x, b.mask, agg, v.group, v.totals), "unreduced", wrapped
@@ -224,7 +224,7 @@ class Loss:
 
     def seeded(self, b: Rollouts, seed: int) -> tuple[Tensor, Tensor]:
         """(value, dJ/dlp) after every generator has this seed."""
-        with undisturbed():
+        with state_restored():
             torch.manual_seed(seed)
             np.random.seed(seed)
             random.seed(seed)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from upref.errors import Gone, InputError
-from upref.foreign.guard import ENDS, gone, noticed, said, undisturbed
+from upref.foreign.guard import ENDS, gone, note_changes, one_line, state_restored
 from upref.foreign.loss import Loss, Outcome
 from upref.registry import Objective
 
@@ -50,7 +50,7 @@ class Remote(Loss):
         return answer
 
     def close(self) -> None:
-        noticed(_asked(self.pipe, None))
+        note_changes(_asked(self.pipe, None))
 
 
 def remote(pipe: Pipe, o: Objective) -> Loss:
@@ -65,7 +65,7 @@ def remote(pipe: Pipe, o: Objective) -> Loss:
 def serve(make: Callable[[], Loss], pipe: Pipe) -> None:
     """Answer every question about the loss, until there is none left."""
     try:
-        with undisturbed() as changed, contextlib.redirect_stdout(sys.stderr):
+        with state_restored() as changed, contextlib.redirect_stdout(sys.stderr):
             loss = make()
             both = loss, loss.shipped
             pipe.send_bytes(_dumped([None if x is None else _told(x) for x in both]))
@@ -88,7 +88,7 @@ def _answered(loss: Loss, shipped: Loss, matched: bool, own: dict[str, Any], wha
 def _raised(e: BaseException) -> Exception:
     if isinstance(e, ENDS):
         return gone("the loss", e)
-    return e if isinstance(e, KNOWN) else RuntimeError(f"{type(e).__name__}: {said(e)}")
+    return e if isinstance(e, KNOWN) else RuntimeError(f"{type(e).__name__}: {one_line(e)}")
 
 
 def _told(loss: Loss) -> dict[str, Any]:

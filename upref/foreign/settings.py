@@ -56,7 +56,7 @@ def written(mode: str, fields: dict[str, Any]) -> str:
     return ",".join([mode, *_pairs(fields)])
 
 
-def said(fields: dict[str, Any], shipped: Mapping[str, Any] = MappingProxyType({})) -> str:
+def describe_fields(fields: dict[str, Any], shipped: Mapping[str, Any] = MappingProxyType({})) -> str:
     """The fields in words, each with its shipped value where that is known and another."""
     out = []
     for key, value in fields.items():

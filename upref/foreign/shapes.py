@@ -11,8 +11,8 @@ from upref.foreign.loss import FIRST, SHAPES, Loss
 from upref.rollouts import Rollouts
 
 
-def fit(loss: Loss) -> Loss:
-    """With the shapes of advantages and mask in which it runs and keeps its responses apart, the plainest first."""
+def infer_shapes(loss: Loss) -> Loss:
+    """The loss with the plainest shapes of advantages and mask at which it runs and keeps responses separate."""
     said: dict[str, str] = {}
     runs: list[tuple[float, int, Loss]] = []
     for shape in [loss.adv_shape] if loss.framework else list(SHAPES):
@@ -44,7 +44,7 @@ def _tried(loss: Loss) -> tuple[Loss, float]:
     if not done.value.isfinite():
         raise InputError(f"{loss.name} is {done.value.item()} on a good batch (π_θ = π_old, finite log-probabilities).")
     read_as = _also(loss.read_as, "result -> unreduced, aggregated by upref" * (done.form == "unreduced"))
-    loss = replace(loss, form=done.form, wrapped=done.wrapped, backs=done.backs, read_as=read_as)
+    loss = replace(loss, form=done.form, wrapped=done.wrapped, calls_backward=done.calls_backward, read_as=read_as)
     A = b.adv.clone()
     A[0] *= 1.5
     elsewhere = (loss.gradient(replace(b, adv=A)) - g)[1:][b.mask[1:]]

@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Any
 
 from upref.errors import InputError
-from upref.foreign.guard import said
+from upref.foreign.guard import one_line
 from upref.foreign.names import CALLED, may_be_old, not_given, sampler_of
 
 WRAP_PAGE = "docs/howto/wrap-your-loss.md"
@@ -24,7 +24,7 @@ class Reading:
     placed: frozenset[str]  # of these, the arguments read by position
     own: dict[str, inspect.Parameter]  # the other arguments: its settings
     positional: tuple[str, ...]  # arguments that can only be passed by position, in order
-    swallows: bool  # it has **kwargs
+    accepts_kwargs: bool  # it has **kwargs
     star: tuple[str, ...] = ()  # roles that go into *args, in order
     left: tuple[str, ...] = ()  # arguments with a default, of a role that another must be given
 
@@ -62,8 +62,8 @@ def parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
         return []
     except Exception as e:  # what anybody's __getattr__ or __signature__ does
         raise InputError(
-            f"the arguments of a {type(fn).__name__} cannot be read ({type(e).__name__}: {said(e)}). Check a wrapper: "
-            "`def loss(log_prob, old_log_prob, advantages, mask): return f(...)`."
+            f"the arguments of a {type(fn).__name__} cannot be read ({type(e).__name__}: {one_line(e)}). Check a "
+            "wrapper: `def loss(log_prob, old_log_prob, advantages, mask): return f(...)`."
         ) from e
 
 
@@ -79,10 +79,10 @@ def read(fn: Callable[..., Any], name: str, role: Callable[[str], str], main: Se
     """
     every = parameters(fn)
     plain = [p for p in every if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    swallows = any(p.kind is p.VAR_KEYWORD for p in every)
+    accepts_kwargs = any(p.kind is p.VAR_KEYWORD for p in every)
     if not plain:
         if not every or any(p.kind is p.VAR_POSITIONAL for p in every):
-            return Reading({}, frozenset(), {}, (), swallows, tuple(main))
+            return Reading({}, frozenset(), {}, (), accepts_kwargs, tuple(main))
         raise InputError(f"{_shown(name, every)} has no named argument. {wrapper(name, main)}")
     counted = (*COUNTED, "parts") if any(role(p.name) == "totals" for p in plain) else COUNTED
     told = lambda p, r: r in counted or not isinstance(p.default, SETTINGS)
@@ -120,7 +120,7 @@ def read(fn: Callable[..., Any], name: str, role: Callable[[str], str], main: Se
     only = tuple(p.name for p in plain if p.kind is p.POSITIONAL_ONLY)
     if _passes_on(fn, ordered):  # in order, up to the first argument that is not handed over
         only = tuple(takewhile(ordered.__contains__, (p.name for p in plain if p.kind is not p.KEYWORD_ONLY)))
-    return Reading(ordered, frozenset(p for p, _ in placed), own, only, swallows, left=left)
+    return Reading(ordered, frozenset(p for p, _ in placed), own, only, accepts_kwargs, left=left)
 
 
 def _passes_on(fn: Callable[..., Any], names: Iterable[str]) -> bool:

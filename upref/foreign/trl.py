@@ -22,9 +22,9 @@ from torch import Tensor
 
 from upref.aggregation import Totals
 from upref.errors import InputError, importing
-from upref.foreign.guard import undisturbed
+from upref.foreign.guard import state_restored
 from upref.foreign.loss import MAIN, Loss
-from upref.foreign.settings import Bare, clip, said, split
+from upref.foreign.settings import Bare, clip, describe_fields, split
 from upref.registry import Objective
 from upref.rollouts import Rollouts, per_response
 
@@ -124,7 +124,7 @@ def _trainer(cls: type, settings: tuple[tuple[str, Any], ...]) -> Any:
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with undisturbed():  # it seeds every generator
+        with state_restored():  # it seeds every generator
             trainer = type(cls.__name__, (cls,), quiet)(
                 model=model, args=args, processing_class=words, train_dataset=Dataset.from_list([{"prompt": "a"}] * 2),
                 reward_funcs=lambda completions, **_: [0.0] * len(completions),
@@ -195,7 +195,7 @@ def settings_for(mode: str | type, objective: Objective, hp: dict[str, Any]) -> 
     says |= {f"sapo_temperature_{side}": h.get(f"tau_{side}") for side in ("pos", "neg")}
     if h.get("beta"):
         says["use_bias_correction_kl"] = False  # on by default, and in no paper before DeepSeek-V3.2's
-    if objective.level == "sequence":
+    if objective.level == "sequence_mean":
         says["importance_sampling_level"] = "sequence"
     if mode == "dr_grpo":
         says["max_completion_length"] = 1  # the constant by which TRL divides the sum over tokens
@@ -220,7 +220,7 @@ def of(
         return trl_loss(mode, b, padding=None, **settings(hp | moved))
 
     contract = (
-        f"TRL's contract: {said(settings(hp))}; an optimizer step is one generation batch, cut into equal "
+        f"TRL's contract: {describe_fields(settings(hp))}; an optimizer step is one generation batch, cut into equal "
         "micro-batches; num_items_in_batch counts its tokens, current_gradient_accumulation_steps its micro-batches, "
         "so that the losses that training_step hands to backward add up; masked slots hold finite numbers",
     )

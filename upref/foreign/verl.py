@@ -12,7 +12,7 @@ from torch import Tensor
 from upref.aggregation import Totals, verl_name
 from upref.errors import InputError, importing
 from upref.foreign.loss import MAIN, Loss
-from upref.foreign.settings import Bare, clip, said, split
+from upref.foreign.settings import Bare, clip, describe_fields, split
 from upref.registry import Objective
 from upref.rollouts import Rollouts
 
@@ -123,8 +123,8 @@ def of(
         return verl_loss(mode, b, use.pop("loss_agg_mode"), padding=None, ranks=full["ranks"], **use)
 
     contract = (
-        f"verl's contract: {said(settings(hp))}; global_batch_info carries the counts of the mini-batch, so that the "
-        "losses of its micro-batches add up; masked slots hold finite numbers",
+        f"verl's contract: {describe_fields(settings(hp))}; global_batch_info carries the counts of the mini-batch, so "
+        "that the losses of its micro-batches add up; masked slots hold finite numbers",
     )
     plain = of(name, mode, o, hp, None, matched=False) if matched and isinstance(mode, str) else None
     return Loss(

@@ -31,7 +31,7 @@ class Match:
 
 
 @dataclass(frozen=True)
-class Identity(Result):
+class Identification(Result):
     """What a loss is. Truth value: it was identified (as an objective, an up(...) of one, or a known pitfall).
 
     kind: objective | up | pitfall | none. matches: the simplest first; for none the nearest.

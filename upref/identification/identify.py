@@ -14,23 +14,23 @@ from torch import Tensor
 from upref.aggregation import AGGREGATIONS, Totals
 from upref.errors import InputError
 from upref.foreign import Loss, read
-from upref.foreign.guard import undisturbed
-from upref.identification.identification import Identity, Match
+from upref.foreign.guard import state_restored
+from upref.identification.identification import Identification, Match
 from upref.registry import REDUCE, Objective, get
 from upref.rollouts import Rollouts
 from upref.verify.explain import fits, reproduces
-from upref.verify.factors import promised
+from upref.verify.factors import declared_aggregation
 from upref.verify.faults import known
 from upref.verify.faults.losses import LossFault, fault, lacking
 from upref.verify.match import Candidate, candidate, compared, every, in_range
 from upref.verify.measure import SINGLE, Case, unit_weights
-from upref.verify.oracles.conduct import in_training, mutation
 from upref.verify.oracles.numerics import clamps
-from upref.verify.oracles.reach import look
+from upref.verify.oracles.side_effects import in_training, mutation
+from upref.verify.oracles.unusual import look
 from upref.verify.oracles.weights import BESIDE
 from upref.verify.probe import SIGNS, BlackBox, measure, termed
 from upref.verify.report import UNKNOWN
-from upref.weights.batches import LOG_R, MU, SIGNS as ALL_SIGNS, lay, near_a_bound, off, random_batch
+from upref.weights.batches import LOG_R, MU, SIGNS as ALL_SIGNS, make_batch, near_a_bound, random_batch, relative_error
 
 Grid = tuple[Rollouts, bool, Tensor]  # a batch, whether its advantages differ within a response, the loss's gradient
 RANDOM = 12  # random batches beside the grid
@@ -38,7 +38,7 @@ LOOSE = 1e-3  # bounds that agree so far are the same bound, moved by a constant
 TRIED = 6  # candidates of which the distance is taken where none fits
 
 
-def identify(loss: Any) -> Identity:
+def identify(loss: Any) -> Identification:
     """Name the objective of a loss, with its hyperparameters, from its gradients.
 
     Args:
@@ -52,7 +52,7 @@ def identify(loss: Any) -> Identity:
     Raises:
         InputError: the loss cannot be run, is not differentiable, or changes its inputs.
     """
-    with undisturbed() as changed:
+    with state_restored() as changed:
         start, one = time.perf_counter(), read(loss)
         answer = _identified(one, start)
         one.close()
@@ -60,7 +60,7 @@ def identify(loss: Any) -> Identity:
     return replace(answer, contract=[*answer.contract, *more])
 
 
-def _identified(loss: Loss, start: float) -> Identity:
+def _identified(loss: Loss, start: float) -> Identification:
     box = measure(loss)
     if changed := [f for f in mutation.look(box.case) if f.severity == "failure"]:
         raise InputError(f"{box.loss.name} changes its inputs ({changed[0].regime}): copy them before writing.")
@@ -111,11 +111,11 @@ def _kind(m: Match) -> str:
     return "up" if m.name.startswith("up(") else "objective"
 
 
-def _answer(box: BlackBox, start: float, kind: str, matches: list[Match], why: str) -> Identity:
+def _answer(box: BlackBox, start: float, kind: str, matches: list[Match], why: str) -> Identification:
     of = " (π_old = 0.02)" if box.reads_mu else ""
     bounds = {f"{s}{of}": box.bounds(A) for s, A in (("A > 0", 1.0), ("A < 0", -1.0))}
     loss, seconds = box.loss, time.perf_counter() - start
-    return Identity(loss.name, kind, matches, why, bounds, loss.read_as, _contract(box), seconds)
+    return Identification(loss.name, kind, matches, why, bounds, loss.read_as, _contract(box), seconds)
 
 
 def _nearest(box: BlackBox, tried: list[Candidate], grids: list[Grid]) -> Match:
@@ -152,8 +152,11 @@ def _grids(box: BlackBox) -> list[Grid]:
     cases = [c for c in cases if not any(p.A * c[0] > 0 and abs(c[2] / p.r - 1) < 0.9 * box.near for p in on)]
     cases = [cases[i] for i in rng.permutation(len(cases))]
     few = [c for c in cases if c[1] not in MU[1:] and c[2] < 60]  # the bounds of a response's ratio do not depend on mu
-    out = [(lay(cases, "token", True, rng), False), *((lay(few, level, True, rng), False) for level in REDUCE)]
-    mixed = lay(cases, "token", False, rng)
+    out = [
+        (make_batch(cases, "token", True, rng), False),
+        *((make_batch(few, level, True, rng), False) for level in REDUCE),
+    ]
+    mixed = make_batch(cases, "token", False, rng)
     out += [(mixed, True)] if box.takes(mixed) else []
     out += [(random_batch(rng, one_adv=True), False) for _ in range(RANDOM)]
     ready = [(box.case.ready(b), mixed) for b, mixed in out]
@@ -163,8 +166,8 @@ def _grids(box: BlackBox) -> list[Grid]:
 def _off(box: BlackBox, o: Objective, hp: dict[str, Any], b: Rollouts, g: Tensor) -> Tensor:
     """Relative difference of the weights on each token, 0 on masked slots; hp without beta."""
     expected = unit_weights(o, b, hp) + box.kl_weights(b)
-    found = g / box.case.factors(b, box.agg or promised(o)) / box.scale
-    apart = off(found, expected, b.adv)
+    found = g / box.case.factors(b, box.agg or declared_aggregation(o)) / box.scale
+    apart = relative_error(found, expected, b.adv)
     if box.case.single:
         apart = apart.masked_fill(near_a_bound(lambda x: unit_weights(o, x, hp), b), 0)
     return torch.where(b.mask, apart, 0)
@@ -191,8 +194,8 @@ def _same_kl(box: BlackBox, o: Objective) -> bool:
 
 def _own(box: BlackBox, o: Objective) -> bool:
     """Whether the aggregation is the objective's; without group ids the batch is one group."""
-    same = promised(o) == box.agg or (
-        "group" not in box.loss.reads and {promised(o), box.agg} == {"token-mean", "group-token-mean"}
+    same = declared_aggregation(o) == box.agg or (
+        "group" not in box.loss.reads and {declared_aggregation(o), box.agg} == {"token-mean", "group-token-mean"}
     )
     return same
 
@@ -225,7 +228,7 @@ def _faults(box: BlackBox, m: Match, grids: list[Grid]) -> list[str]:
         out.append(f"aggregated by {box.agg}")
     out += _term(box, m) + [f.regime for f in in_training.look(_against(box, m))]
     b = grids[0][0]
-    if box.loss.splits and not get(m.name).coupled:
+    if box.loss.micro_batchable and not get(m.name).coupled:
         rows = torch.arange(len(b.mask) // 8 * 8)  # TRL's micro-batches are equal
         b = b.rows(rows, Totals.of(b.mask[rows], None if b.group is None else b.group[rows]))
         whole = box.case.gradient(b)
@@ -246,7 +249,7 @@ def _against(box: BlackBox, m: Match) -> Case:
     """The loss compared with its match."""
     o = get(m.name)
     hp = o.resolve({k: v for k, v in m.hp.items() if v is not None})
-    return replace(box.case, o=o, hp=hp, agg=box.agg or promised(o))
+    return replace(box.case, o=o, hp=hp, agg=box.agg or declared_aggregation(o))
 
 
 ASKED = ("ratios", "advantages", "certain tokens", "lengths")  # of upref.weights.axes.AXES
@@ -316,7 +319,7 @@ def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Matc
     for n, (o, clip) in enumerate([*turns, *bases]):
         own = {k: v for k, v in clip.items() if k in o.hyperparameters}
         hp = {k: v for k, v in o.resolve(own).items() if k != "beta"}
-        case = Case(box.loss, o, hp, box.agg or promised(o), tol=box.tol, edges=box.case.edges)
+        case = Case(box.loss, o, hp, box.agg or declared_aggregation(o), tol=box.tol, edges=box.case.edges)
         plain = g(case)  # the factor may be the fault's own: an inverted ratio turns the sign of what is on policy
         for k in {box.scale, 1.0}:
             found = plain / k - box.kl_weights(b)
@@ -353,7 +356,7 @@ def _contract(box: BlackBox) -> list[str]:
         out.append("the loss takes no group ids: token-mean and group-token-mean are one")
     if loss.form == "unreduced":
         out.append("it returns an unreduced tensor: its caller chooses the aggregation")
-    elif not loss.splits:
+    elif not loss.micro_batchable:
         out.append("one call gets the whole mini-batch: the sum over micro-batches is not checked")
     if box.near >= LOOSE and not box.case.single:
         out.append("its bounds are the objective's to 0.1 %, not exactly: compared no nearer to them")

@@ -103,7 +103,7 @@ def compare(
     if objective.level in REDUCE:
         log_r = REDUCE[objective.level](lp - old, mask).abs()[:, None].expand_as(lp)
     delta = u * (log_r + 8)
-    if objective.level in REDUCE or objective.level == "free":
+    if objective.level in REDUCE or objective.level == "custom":
         delta = delta + u * (n.double().log2().ceil() + 16) * mean_t(lp.abs() + old.abs(), mask)[:, None]
 
     def reference(x, dtype=torch.float64):

@@ -48,7 +48,7 @@ from upref.diagnostics import live
 from upref.errors import InputError
 from upref.integrations.parity import Monitor, ParityError
 from upref.kl import ESTIMATORS
-from upref.logprobs import possible
+from upref.logprobs import clamp_log_probs
 from upref.registry import Objective, get
 from upref.rollouts import one_per_response
 from upref.step.twin import trl_twin
@@ -137,8 +137,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         mode = "train" if self.model.training else "eval"
         mask = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
         lp_old = inputs.get("old_per_token_logps")
-        lp = possible(lp)
-        lp_old = lp.detach() if lp_old is None else possible(lp_old)  # TRL leaves it out where the policy has not moved
+        lp = clamp_log_probs(lp)
+        lp_old = (
+            lp.detach() if lp_old is None else clamp_log_probs(lp_old)
+        )  # TRL leaves it out where the policy has not moved
         A = inputs["advantages"]
         A = A[:, None] if A.ndim == 1 else A
         if self.objective.one_adv and not one_per_response(A, mask):
@@ -150,7 +152,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         weights, engine = inputs.get("importance_sampling_ratio"), None
         weights = None if weights is None else weights.expand_as(mask)
         if self.objective.sampler is not None:  # it corrects for the sampler itself
-            weights, engine = None, possible(inputs["sampling_per_token_logps"])
+            weights, engine = None, clamp_log_probs(inputs["sampling_per_token_logps"])
         H = entropy.detach() if reads_entropy(self.objective) else None
         hp = self.hyperparameters
         loss = -ranks * self.objective.J(lp, lp_old, A, mask, None, None, H, totals, weights, engine, **hp)

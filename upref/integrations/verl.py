@@ -49,7 +49,7 @@ from upref.aggregation import verl_name
 from upref.diagnostics import live
 from upref.integrations.hidden import in_verl
 from upref.integrations.parity import Monitor
-from upref.logprobs import possible
+from upref.logprobs import clamp_log_probs
 from upref.rollouts import one_per_response
 from upref.step.verl import stop_unless_twin_agrees, twin_of
 
@@ -91,7 +91,7 @@ def register(objective: Objective):
         _check_twin(objective, config, hp)
         _warn_of_aggregation(objective, loss_agg_mode)
         mask = response_mask.bool()
-        log_prob, old_log_prob = possible(log_prob), possible(old_log_prob)
+        log_prob, old_log_prob = clamp_log_probs(log_prob), clamp_log_probs(old_log_prob)
         if objective.one_adv and not one_per_response(advantages, mask):
             raise InputError(
                 f"upref/{objective.name} needs one advantage per response, and the tokens of one differ: use an "

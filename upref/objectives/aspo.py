@@ -40,7 +40,7 @@ def is_calm(entropy, mask):
 @objective(
     paper="wang2025aspo",
     eq="3, as coded by its authors (Archer 2.0)",
-    level="free",
+    level="custom",
     agg="token-mean",
     adv="group_norm",
     defaults={
@@ -48,7 +48,7 @@ def is_calm(entropy, mask):
         "eps_unsure": "0.4: the same, *_high_entropy_clip_ratio_*=0.4; entropy above it",
         "cap": "3.0: the same, negative_clip_ratio_c=3.0 and positive_clip_ratio_c=3.0",
     },
-    unread="its clip depends on a quantile of the response's entropies",
+    not_symbolic="its clip depends on a quantile of the response's entropies",
     note="The clip widens on high-entropy tokens, which the paper's formula does not have; reads Rollouts.entropy.",
 )
 def aspo_code(lp, lp_old, A, mask, entropy, *, eps_calm=0.2, eps_unsure=0.4, cap=3.0):

@@ -49,7 +49,7 @@ def band(log_mu, delta):
 @objective(
     **BAND,
     eq="Theorem 1, as its code cites it",
-    unread="its bounds are found by Newton's method",
+    not_symbolic="its bounds are found by Newton's method",
     note="PPO's clip, bounds from a ball of KL(π_old ‖ π_θ) of the binary collapse (o_t or not). " + SCRIPTS,
 )
 def bandpo_kl(lp, lp_old, A, *, delta=0.05, c=None):

@@ -34,7 +34,7 @@ def drawn(cov, mask, among, share, seed):
 @objective(
     paper="cui2025entropy",
     eq="KL-Cov, as coded by its authors and in verl 0.9.1, loss_mode kl_cov",
-    level="free",
+    level="custom",
     agg="token-mean",
     adv="group_norm",
     known_from="the authors' core_algos.py, verl's kl_cov",
@@ -42,9 +42,9 @@ def drawn(cov, mask, among, share, seed):
         "share": "0.0002: verl 0.9.1 PolicyLossConfig.kl_cov_ratio",
         "coef": "1.0: the authors' recipe/dapo/7b_kl_cov.sh, ppo_kl_coef=1; verl's ActorConfig has 0.1",
     },
-    unread="it sorts the tokens of the whole batch",
+    not_symbolic="it sorts the tokens of the whole batch",
     coupled="which tokens are penalized depends on the whole batch",
-    off_scale="the penalty |log r| does not grow with A",
+    scale_exception="the penalty |log r| does not grow with A",
     note="No clip at all. The penalty has no gradient at r = 1, so that it is inert on policy. Ties go together.",
 )
 def kl_cov(lp, lp_old, A, mask, *, share=0.0002, coef=1.0):
@@ -62,7 +62,7 @@ def kl_cov_weight(log_r, A, log_mu, mask, *, share, coef):
 @objective(
     paper="cui2025entropy",
     eq="Clip-Cov, as coded by its authors and in verl 0.9.1, loss_mode clip_cov",
-    level="free",
+    level="custom",
     agg="token-mean",
     adv="group_norm",
     known_from="the authors' core_algos.py, verl's clip_cov",
@@ -74,10 +74,10 @@ def kl_cov_weight(log_r, A, log_mu, mask, *, share, coef):
         "eps_high": "0.2: verl 0.9.1 ActorConfig.clip_ratio_high; the authors' 7b_clip_cov.sh has 1",
         "seed": "0: the code draws anew at each call (torch.randperm); here a seed makes it a function",
     },
-    unread="it draws among the tokens of the whole batch",
+    not_symbolic="it draws among the tokens of the whole batch",
     coupled="which tokens are dropped depends on the whole batch",
-    off_anchor="a few tokens are dropped at random",
-    off_scale="the band of covariances from which tokens are drawn does not grow with A",
+    on_policy_exception="a few tokens are dropped at random",
+    scale_exception="the band of covariances from which tokens are drawn does not grow with A",
 )
 def clip_cov(lp, lp_old, A, mask, *, share=0.0002, low=1.0, high=5.0, eps_low=0.2, eps_high=0.2, seed=0):
     """J = E 1/Σ_i|o_i| Σ_i Σ_t min(r A, clip(r, 1-ε_low, 1+ε_high) A), 0 on tokens drawn where low < Cov_t < high"""

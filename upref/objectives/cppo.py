@@ -15,7 +15,7 @@ def within_budget(gain, mask, delta, budget, floor):
 @objective(
     paper="mao2026beyond",
     eq="8 to 11",
-    level="free",
+    level="custom",
     agg="seq-mean-token-sum",
     adv="group_norm",
     defaults={
@@ -23,7 +23,7 @@ def within_budget(gain, mask, delta, budget, floor):
         "budget": '0.015: mao2026beyond Sec. 4.1, δ_b: "For the post-trained reasoning model ... fixed δb = 0.015"',
         "floor": '0.8: mao2026beyond Sec. 4.1: "CPPO uses wmin = 0.8 throughout"',
     },
-    unread="its budget is a running sum over the response",
+    not_symbolic="its budget is a running sum over the response",
     note="DPPO whose bound is tighter early in a response, and once its prefix has drifted. D is |π_θ - π_old| of the "
     "sampled token (Fig. 6); the runs take 20 tokens, and on base models δ_b from the response's 90 % quantile.",
 )

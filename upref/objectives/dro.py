@@ -10,7 +10,7 @@ from upref.definition import objective
     adv="reward",
     known_from="verl's compute_policy_loss_dro and docs/algo/dro.md, which cite no paper",
     defaults={"tau": "0.1: twinkle's dro_beta=0.1; verl's policy_loss.dro_beta has no default and must be set"},
-    off_scale="the penalty on log² r does not grow with A",
+    scale_exception="the penalty on log² r does not grow with A",
     note="A token rests at r = e^(A/τ). verl requires advantages that fit its soft formulation and computes none.",
 )
 def dro(lp, lp_old, A, *, tau=0.1):

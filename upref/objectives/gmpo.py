@@ -6,7 +6,7 @@ from upref.ops import exp, maximum, mean_t, minimum, when, where
 @objective(
     paper="zhao2025geometric",
     eq="4",
-    level="free",
+    level="custom",
     agg="seq-mean",
     adv="group_norm",
     defaults={"eps": '0.4: zhao2025geometric Sec. 3: "(ε_low, ε_high) in Equation 4 to (e^-0.4, e^0.4)"'},

@@ -6,7 +6,7 @@ from upref.ops import clip, exp, minimum, when, where
 @objective(
     paper="zheng2025group",
     eq="5; fan2026up Eq. 6",
-    level="sequence",
+    level="sequence_mean",
     agg="seq-mean",
     adv="group_norm",
     defaults={

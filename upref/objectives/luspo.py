@@ -6,7 +6,7 @@ from upref.ops import clip, exp, minimum, when, where
 @objective(
     paper="liu2026length",
     eq="Sec. 4: GSPO's objective times |o_i|",
-    level="sequence",
+    level="sequence_mean",
     agg="seq-mean-token-sum",
     adv="group_norm",
     known_from="the paper's abstract, TRL's loss_type luspo and paper_index.md",

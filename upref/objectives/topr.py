@@ -6,7 +6,7 @@ from upref.ops import exp, minimum, sg, where
 @objective(
     paper="roux2025tapered",
     eq="7 and 8",
-    level="trajectory",
+    level="sequence_product",
     agg="seq-mean",
     adv="signed",
     note="Its positive branch is UP's. The paper's runs divide by the response's length, its formula does not.",

@@ -19,14 +19,14 @@ def pull(lp, lp_old, A, group, mask, eta):
 @objective(
     paper="kaddour2026target",
     eq="1 to 3",
-    level="trajectory",
+    level="sequence_product",
     agg="seq-mean",
     adv="group_norm",
     defaults={"eta": '1.0: kaddour2026target Sec. 2: "we use η = 1 throughout"'},
-    unread="it normalizes over the responses of a group",
+    not_symbolic="it normalizes over the responses of a group",
     coupled="the weight of a response depends on the others of its group",
-    off_anchor="at π_θ = π_old it is G (q - p), which is A G p (1 - p)/η only for one small A",
-    off_scale="the target is exponential in A",
+    on_policy_exception="at π_θ = π_old it is G (q - p), which is A G p (1 - p)/η only for one small A",
+    scale_exception="the target is exponential in A",
     note="The gradient of the cross-entropy -Σ_i q_i log p_i, as a surrogate: its value is another. A is the "
     "standardized score u; the paper divides by the population's deviation (group_norm with ddof=0). TRL's "
     "experimental tpo, Triple Preference Optimization, is another method.",

@@ -10,7 +10,7 @@ DEFAULTS = {
 @objective(
     paper="fan2026up",
     eq="16",
-    level="sequence",
+    level="sequence_mean",
     agg="seq-mean",
     adv="group_norm",
     defaults=DEFAULTS,
@@ -31,7 +31,7 @@ def up_gspo_weight(s, A, *, eps_low):
 @objective(
     paper="fan2026up",
     eq="A4, in Eq. A7",
-    level="sequence",
+    level="sequence_mean",
     agg="seq-mean",
     adv="group_norm",
     defaults=DEFAULTS,

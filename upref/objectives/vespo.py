@@ -8,7 +8,7 @@ SOURCE = 'shen2026vespo Sec. 4.1: "VESPO uses (c1,c2) = (2.0,3.0) for A>0 and (3
 @objective(
     paper="shen2026vespo",
     eq="20",
-    level="trajectory",
+    level="sequence_product",
     agg="seq-mean",
     adv="group_mean",
     defaults={k: SOURCE for k in ("c1_pos", "c2_pos", "c1_neg", "c2_neg")},

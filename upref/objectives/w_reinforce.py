@@ -10,7 +10,7 @@ from upref.ops import clip, exp, minimum, when, where
     agg="seq-mean-token-sum",
     adv="signed",
     defaults={"lam": '0.1: zhu2025surprising Sec. 5; its README: "the λ in the paper, recommended value is 0.1"'},
-    off_anchor="positive responses weigh lam by definition",
+    on_policy_exception="positive responses weigh lam by definition",
     note="A = +1 or -1, no baseline, no ratio. lam = 1 is REINFORCE, lam -> 0 negative-sample reinforcement.",
 )
 def w_reinforce(lp, lp_old, A, *, lam=0.1):
@@ -33,7 +33,7 @@ def w_reinforce_weight(r, A, *, lam):
         "lam": "0.1: the paper's; the code's ppo_trainer.yaml: \"positive_advantage_weight: 1\"",
         "eps": '0.2: zhu2025surprising App. D.1; the code\'s ppo_trainer.yaml: "clip_ratio: 0.2"',
     },
-    off_anchor="positive responses weigh lam by definition",
+    on_policy_exception="positive responses weigh lam by definition",
     note="The runs used PPO's clip around the same weighting.",
 )
 def w_reinforce_code(lp, lp_old, A, *, lam=0.1, eps=0.2):

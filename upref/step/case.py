@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from upref.errors import InputError
-from upref.foreign.guard import said, unending
+from upref.foreign.guard import one_line, refuse_exit
 from upref.interrupt import Terminated
 from upref.registry import REDUCE, Objective, get
 from upref.step import rows as batch
-from upref.step.forward import Forward, clipped, expected, sided, sides
+from upref.step.forward import Forward, assign_sides, clipped, expected, sides
 from upref.step.goal import Goal
 from upref.step.record import Step, gradients, watched
 from upref.step.reference import Gradient, Model, Rounded, TorchModel, as_float64, unwrapped
@@ -113,7 +113,7 @@ def allowed(goal: Goal, case: Case, bound: torch.dtype | float | None) -> float:
     moved = REDUCE[goal.o.level](moved, mask)[mask.any(1)] if goal.o.level in REDUCE else moved[mask]
     case.shift = 3 * float(moved.pow(2).mean().sqrt())
     near = sides(goal, case.forward, case.b, case.shift)
-    want = sided(expected(goal, case.forward, case.b), near, its)[0].sum(0)
+    want = assign_sides(expected(goal, case.forward, case.b), near, its)[0].sum(0)
     return 2 * float((its - want).norm() / want.norm().clamp(min=1e-300))
 
 
@@ -137,7 +137,7 @@ def compared(goal: Goal, case: Case, found: Gradient, bound: float) -> Compared:
         near = sides(one, case.forward, case.b, case.shift)
         rows = expected(one, case.forward, case.b)
         g = case.forward.model.flat(found)
-        rows, other = sided(rows, near, g)
+        rows, other = assign_sides(rows, near, g)
         want = clipped(rows.sum(0), one.clip)
         if not want.norm() > 0:
             raise InputError("the objective's gradient is 0 on these rows: no row can show anything.")
@@ -149,8 +149,8 @@ def compared(goal: Goal, case: Case, found: Gradient, bound: float) -> Compared:
 
 
 @torch.no_grad()
-def disturb(net: nn.Module) -> nn.Module:
-    """Enlarge the matrices and disturb the vectors, in place: in a fresh model attention and biases hardly matter."""
+def perturb(net: nn.Module) -> nn.Module:
+    """Enlarge the matrices and perturb the vectors, in place: attention and biases hardly act in a fresh model."""
     random = torch.Generator().manual_seed(0)
     for p in net.parameters():
         if p.is_floating_point() and p.device.type == "cpu":
@@ -162,8 +162,8 @@ def disturb(net: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def stirred(model: nn.Module, stir: bool) -> Iterator[None]:
-    """Disturbed weights for a while, and everything of the model set back at the end."""
+def perturbed(model: nn.Module, stir: bool) -> Iterator[None]:
+    """Perturb the weights if `stir`, and restore the whole model at the end."""
     net = unwrapped(model)
     before = {n: v.detach().clone() for n, v in net.state_dict().items()}
     grads = {n: p.grad for n, p in net.named_parameters()}
@@ -172,7 +172,7 @@ def stirred(model: nn.Module, stir: bool) -> Iterator[None]:
         for p in net.parameters():
             p.grad = None
         if stir:
-            disturb(net)
+            perturb(net)
         yield
     finally:
         _restore(net, before)
@@ -227,12 +227,12 @@ def run(step: Callable, model: Any, case: Case) -> tuple[Gradient, int]:
 
 def _called(step: Callable, model: Any, rows: list[Row]) -> Any:
     try:
-        with unending("the step"), torch.enable_grad():
+        with refuse_exit("the step"), torch.enable_grad():
             return step(model, rows)
     except (InputError, KeyboardInterrupt, Terminated):
         raise
     except BaseException as e:
-        raise InputError(f"the step fails on these rows: {type(e).__name__}: {said(e)}") from e
+        raise InputError(f"the step fails on these rows: {type(e).__name__}: {one_line(e)}") from e
 
 
 def _taken(out: Any) -> Gradient:

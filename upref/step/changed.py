@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-from upref.step.forward import SPAN, clipped, least, near
+from upref.step.forward import SPAN, best_factors, clipped, near
 from upref.step.goal import Goal
 from upref.step.reference import Model, TorchModel
 
@@ -34,7 +34,7 @@ def changed(goal: Goal, model: Model, rows: Tensor, want: Tensor, g: Tensor, bou
                 inside = clipped(inside, c) + more.sum(0)
             if acts and near(g, clipped(inside, c), bound):
                 return f"the norm of what has accumulated is clipped to {c:.4g} after each micro-batch of {m}"
-    k, left = least(rows, g)
+    k, left = best_factors(rows, g)
     if left > max(SPAN, 3 * bound) or not (k < 1 + 1e-4).all():
         return ""
     for m in range(1, n):

@@ -20,8 +20,8 @@ from upref.step.case import (
     compared,
     half_of,
     meant,
+    perturbed,
     run,
-    stirred,
     with_weights,
 )
 from upref.step.diagnose import diagnosed, half_precision, parameters
@@ -29,7 +29,7 @@ from upref.step.goal import Goal
 from upref.step.record import Recorded
 from upref.step.reference import Gradient, Model, TorchModel
 from upref.step.rows import AXES, Row
-from upref.verify.report import Finding, Report, note, tidy
+from upref.verify.report import Finding, Report, note, restores_state
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class StepReport(Report):
         return "\n".join(lines)
 
 
-@tidy
+@restores_state
 def check_step(
     step: Callable[[Any, list[Row]], Any], model: Any, objective: str | Objective, *, temperature: float,
     rows: Sequence[Row] | None = None, beta: float = 0.0, entropy_coef: float = 0.0, z_loss_coef: float = 0.0,
@@ -90,7 +90,7 @@ def check_step(
         raise InputError(
             'at temperature 1 a forgotten temperature does not show: pass temperature=0.7, or without=["temperature"].'
         )
-    with stirred(model, stir) if isinstance(model, nn.Module) else nullcontext():
+    with perturbed(model, stir) if isinstance(model, nn.Module) else nullcontext():
         reference = model if isinstance(model, Model) else TorchModel(model)
         half, inside = half_of(model), None
         case = built(reference, goal, rows, without, seed, half is not None)
@@ -107,7 +107,7 @@ def check_step(
         return _report(name, goal, case, found, passes, bound, start, again, inside)
 
 
-@tidy
+@restores_state
 def check_recorded(
     seen: Recorded, rows: Sequence[Row] | Sequence[Sequence[Row]], objective: str | Objective, *, temperature: float,
     beta: float = 0.0, entropy_coef: float = 0.0, z_loss_coef: float = 0.0, clip: float | None = None,

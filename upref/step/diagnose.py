@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from upref.step.case import Case, Compared
 from upref.step.causes import named
 from upref.step.changed import changed
-from upref.step.forward import SPAN, Forward, expected, least, near
+from upref.step.forward import SPAN, Forward, best_factors, expected, near
 from upref.step.forwards import others, tried
 from upref.step.goal import Goal
 from upref.step.reference import Gradient, Model
@@ -109,7 +109,7 @@ def _explained(it: Compared, forward: Forward, b: Padded, bound: float) -> list:
     span = max(SPAN, 3 * bound)
     if cause := plain.coefficients(g, bound) or _term_by_row(goal, forward, b, plain, g, bound):
         return [cause]
-    k, left = least(rows, g)
+    k, left = best_factors(rows, g)
     closest: list[tuple[float, str, Forward]] = []
     residuals: list[float] = []
 
@@ -123,7 +123,7 @@ def _explained(it: Compared, forward: Forward, b: Padded, bound: float) -> list:
     def among(variants: Callable[[Forward], Iterator[Variant]]) -> list:
         for words, one in tried(forward, variants):
             its = expected(goal, one, b)
-            residual = least(its, g)[1]
+            residual = best_factors(its, g)[1]
             closest.append((residual, words, one))
             if near(g, its.sum(0), bound):
                 return [words]
@@ -204,7 +204,7 @@ def _term_by_row(goal: Goal, forward: Forward, b: Padded, plain: Terms, g: Tenso
         if key == "H" and near(rest, other, bound * float(g.norm() / rest.norm())):
             return "the entropy bonus is taken at temperature 1"
         rows = forward.by_row(-n * goal.parts(*forward.statistics(), b, "seq-mean-token-sum")[key])
-        k, left = least(rows, rest)
+        k, left = best_factors(rows, rest)
         if left * rest.norm() <= bound * g.norm():
             words = factor_words(goal, forward.rows, b, k / (goal.scale * c[key]), [], 1e-2)
             return f"{name}: {words or 'one factor a response that no known aggregation has'}"

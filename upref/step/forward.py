@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from upref.registry import REDUCE
 from upref.step.goal import Goal
 from upref.step.reference import Model
-from upref.step.rows import Padded, Row, found_in
+from upref.step.rows import Padded, Row, locate
 
 SPAN = 5e-5  # a gradient in float32 is one of these log-probabilities if they leave no more of it
 
@@ -46,7 +46,7 @@ class Forward:
 
     def see(self, fed: Sequence[list[int]]) -> None:
         """Note what stands around the rows in the sequences that a trainer fed to its model."""
-        both = [(p, r) for r in self.rows if (p := found_in(fed, r))]
+        both = [(p, r) for r in self.rows if (p := locate(fed, r))]
         if len(both) == len(self.rows):
             self.before = [fed[n][:at] for (n, at), _ in both]
             self.after = [fed[n][at + len(r.ids) :] for (n, at), r in both]
@@ -97,8 +97,8 @@ def near(found: Tensor, want: Tensor, bound: float) -> bool:
     return bool((found - want).norm() <= bound * want.norm())
 
 
-def least(rows: Tensor, g: Tensor) -> tuple[Tensor, float]:
-    """One factor a row that comes nearest to g, and what is left of it."""
+def best_factors(rows: Tensor, g: Tensor) -> tuple[Tensor, float]:
+    """The factor per row that fits g best, and the relative residual."""
     G, y = rows @ rows.T, rows @ g
     scale = G.diagonal().clamp(min=1e-300).sqrt()
     k = torch.linalg.pinv(G / scale / scale[:, None], hermitian=True, rtol=1e-12) @ (y / scale) / scale
@@ -144,7 +144,7 @@ def sides(goal: Goal, forward: Forward, b: Padded, shift: float) -> list[tuple[i
     return out
 
 
-def sided(rows: Tensor, near: list[tuple[int, Tensor]], found: Tensor) -> tuple[Tensor, int]:
+def assign_sides(rows: Tensor, near: list[tuple[int, Tensor]], found: Tensor) -> tuple[Tensor, int]:
     """The rows' gradients with each of `near` on the side that fits found better, and how many change sides."""
     if not near or not found.isfinite().all():
         return rows, 0

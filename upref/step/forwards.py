@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from upref.errors import InputError
 from upref.step.forward import Forward
 from upref.step.reference import TorchModel
-from upref.step.rows import Row, found_in
+from upref.step.rows import Row, locate
 from upref.step.scores import Variant, again, fronted, heads
 from upref.verify.faults import Fault
 
@@ -163,7 +163,7 @@ def _attention(model: TorchModel, right: Forward) -> Iterator[Variant]:
 
 def _owners(front: list[int], rows: Sequence[Row]) -> list[int]:
     """Which row of its pack each token belongs to, from 0 on; -1: to none."""
-    there = sorted((place[1], len(q.ids)) for q in rows if (place := found_in([front], q)))
+    there = sorted((place[1], len(q.ids)) for q in rows if (place := locate([front], q)))
     out = [-1] * len(front)
     for k, (at, n) in enumerate(there):
         out[at : at + n] = [k] * n

@@ -12,7 +12,7 @@ from upref.errors import InputError
 from upref.kl import ESTIMATORS
 from upref.registry import Objective
 from upref.step.rows import Padded
-from upref.verify.factors import promised
+from upref.verify.factors import declared_aggregation
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Goal:
 
     def parts(self, lp: Tensor, H: Tensor, Z: Tensor, b: Padded, agg: str = "") -> dict[str, Tensor]:
         """The terms of the sum that is maximized, without their coefficients. agg: of the KL term and the bonus."""
-        agg = agg or promised(self.o)
+        agg = agg or declared_aggregation(self.o)
         group = b.group if self.grouped else None
         totals = Totals.of(b.mask, group)
         live = b.mask.any(1)  # a response without a token counts, and adds nothing

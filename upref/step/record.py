@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from upref.errors import InputError
 from upref.step.reference import Gradient, TorchModel, as_float64, unwrapped
-from upref.step.rows import Row, found_in
+from upref.step.rows import Row, locate
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Step:
 
     def rows(self, rows: Sequence[Row]) -> list[Row]:
         """Those of the rows that this step trained on, recognized by their tokens, in the order of its forwards."""
-        found = sorted((where, i) for i, r in enumerate(rows) if (where := found_in(self.fed, r)))
+        found = sorted((where, i) for i, r in enumerate(rows) if (where := locate(self.fed, r)))
         return [rows[i] for _, i in found]
 
 

@@ -21,8 +21,8 @@ SPREAD = (0.03, 0.7)  # |log r| of a token
 COARSE = (0.03, 0.12), (0.4, 0.7)  # in half precision: inside the usual clip bounds and outside, far from both
 BESIDE = 0.012  # log r from a bound, of the tokens beside it
 MEANS = {  # of log r over a response, or its sum, where an objective acts on that
-    "sequence": (1e-4, -1.5e-4, 0.06, -0.05, -0.04, 1.2e-4, -1e-4, 0.05),
-    "trajectory": (0.08, -0.1, 0.5, -0.4, -0.6, 0.09, -0.05, 0.4),
+    "sequence_mean": (1e-4, -1.5e-4, 0.06, -0.05, -0.04, 1.2e-4, -1e-4, 0.05),
+    "sequence_product": (0.08, -0.1, 0.5, -0.4, -0.6, 0.09, -0.05, 0.4),
 }
 
 
@@ -103,8 +103,8 @@ def validated(rows: Sequence[Row], vocabulary: int) -> list[Row]:
     return list(rows)
 
 
-def found_in(fed: Sequence[list[int]], row: Row) -> tuple[int, int] | None:
-    """(which sequence, at which token) a row stands in what was fed to the model."""
+def locate(fed: Sequence[list[int]], row: Row) -> tuple[int, int] | None:
+    """(index of the sequence, index of the token) at which a row starts in the model's input."""
     text = lambda ids: " ".join(map(str, ["", *ids, ""]))
     for n, sequence in enumerate(fed):
         if (at := text(sequence).find(text(row.ids))) >= 0:
@@ -158,7 +158,7 @@ def sampled(
             d = np.where(rng.random(n) < 0.4, rng.choice(marks, n), d)
         if o.level in MEANS:
             mask = np.array(row.trains)
-            count = mask.sum() if o.level == "sequence" else 1
+            count = mask.sum() if o.level == "sequence_mean" else 1
             d[mask] += (MEANS[o.level][i % 8] * count - d[mask].sum()) / mask.sum()
         row.old = np.minimum(x.numpy() - d * (not still), -1e-3).tolist()
         row.ref = np.minimum(x.numpy() + rng.normal(0, 0.3, n), -1e-3).tolist()

@@ -10,7 +10,7 @@ from upref.aggregation import Totals
 from upref.rollouts import Rollouts
 from upref.step.goal import Goal
 from upref.step.rows import Padded, Row
-from upref.verify.factors import FACTORS, promised
+from upref.verify.factors import FACTORS, declared_aggregation
 
 longest = lambda rows, of: max(len(of(r)) for r in rows)
 SIZES: dict[str, Callable[[Sequence[Row]], int]] = {  # what a micro-batch may be weighted or divided by
@@ -84,7 +84,7 @@ def aggregations(
     goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor, dead: list[int], trained: Tensor | None = None
 ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
     """Words and factor per response, the right one first."""
-    own = promised(goal.o)
+    own = declared_aggregation(goal.o)
     group = b.group if goal.grouped else None
     if own == "group-token-mean" and group is None:
         own = "token-mean"
@@ -146,7 +146,7 @@ def _partitions(n: int, goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor) -
     lengths = torch.tensor([len(r.ids) for r in rows])
     for m in (2, 4):
         yield f"micro-batches of {m} sorted by length", [*lengths.argsort().split(m)]
-    unit = (k / FACTORS[promised(goal.o)](_counted(b.mask, None))).nan_to_num(0)
+    unit = (k / FACTORS[declared_aggregation(goal.o)](_counted(b.mask, None))).nan_to_num(0)
     same = [
         torch.tensor([j for j in range(n) if abs(unit[j] / unit[i] - 1) < 1e-3], dtype=torch.long) for i in range(n)
     ]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from upref.errors import InputError
-from upref.step.case import disturb
+from upref.step.case import perturb
 from upref.step.check import StepReport
 from upref.step.families import tiny
 from upref.step.host import report
@@ -70,7 +70,7 @@ def run(trainer: str, only: str = "", say: Callable[[Outcome], Any] = lambda o: 
 
 def one(trainer: str, s: Setting) -> StepReport:
     """One setting of TRL's GRPOTrainer, of verl's TrainingWorker, or of OpenRLHF's ActorPPOTrainer."""
-    model: Any = disturb(tiny(s.family, **s.model))
+    model: Any = perturb(tiny(s.family, **s.model))
     its: Any = importlib.import_module(f"upref.step.{trainer}")
     if trainer != "trl":
         return report(its.trained, model, s.objective, s.hp, s.goal, half=s.half, **s.fields)

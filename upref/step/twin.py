@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from upref.errors import InputError, importing
-from upref.foreign.guard import undisturbed
+from upref.foreign.guard import state_restored
 from upref.registry import Objective
-from upref.step.case import disturb
+from upref.step.case import perturb
 from upref.step.check import StepReport
 from upref.step.families import FAMILIES, GATED, HEADS
 from upref.step.reference import unwrapped
@@ -27,7 +27,10 @@ TRL_KEPT = ("temperature", "beta", "scale_rewards", "num_iterations", "mask_trun
             "pad_to_multiple_of", "gradient_checkpointing", "gradient_checkpointing_kwargs", "cast_lm_head_to_fp32",
             "use_bias_correction_kl", "per_device_train_batch_size", "gradient_accumulation_steps",
             "steps_per_generation")  # fmt: skip
-RATES = {"sequence": 2e-6, "trajectory": 1e-3}  # learning rates at which r leaves 1, and not for good; else 0.01
+RATES = {
+    "sequence_mean": 2e-6,
+    "sequence_product": 1e-3,
+}  # learning rates at which r leaves 1, and not for good; else 0.01
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -73,7 +76,7 @@ def twin(model: Any, peft_config: Any = None, **how: Any) -> nn.Module:
         what = model if isinstance(model, str) else type(model).__name__
         said = " ".join(str(e).split())[:160]
         raise InputError(f"no two-layer twin of {what} can be made ({said}): leave step_check out.") from e
-    return disturb(tiny.float())
+    return perturb(tiny.float())
 
 
 def _shrunk(config: Any) -> Any:
@@ -122,7 +125,7 @@ def trl_twin(
     shared = [c._shared_state for c in (PartialState, AcceleratorState, GradientState)]  # noqa: SLF001
     before = [dict(s) for s in shared]  # the run's device and ranks, which a trainer on the CPU overwrites
     try:
-        with undisturbed():
+        with state_restored():
             at = {k: getattr(args or trl.default_config(), k) for k in TRL_KEPT}
             asked = (args and args.model_init_kwargs) or {}
             how = {k: asked[k] for k in ("attn_implementation", "revision", "trust_remote_code") if k in asked}

@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from upref.foreign import FIRST, SHAPES, Loss, fit, read
+from upref.foreign import FIRST, SHAPES, Loss, infer_shapes, read
 from upref.registry import Objective, get
 from upref.verify import oracles
-from upref.verify.measure import EXACT, HABIT, Case, held
-from upref.verify.oracle import Oracle, found_in, must_know, ordered, run
+from upref.verify.measure import EXACT, HABIT, Case, make_case
+from upref.verify.oracle import Oracle, by_rank, discover, run, validate_names
 from upref.verify.oracles.state import state
-from upref.verify.report import Report, tidy
+from upref.verify.report import Report, restores_state
 
 
 @cache
 def every() -> list[Oracle]:
     """The oracles of a loss, in the order in which they run: all that stand in the folder `oracles`."""
-    return ordered(found_in(oracles, Oracle))
+    return by_rank(discover(oracles, Oracle))
 
 
-@tidy
+@restores_state
 def check(loss: Any, objective: str | Objective, *, agg: str = "", skip: Sequence[str] = (), **hp: Any) -> Report:
     """Compare the gradients of a loss with those of an objective.
 
@@ -44,9 +44,9 @@ def check(loss: Any, objective: str | Objective, *, agg: str = "", skip: Sequenc
     start = time.perf_counter()
     o = objective if isinstance(objective, Objective) else get(objective)
     o = o.aggregated(agg) if agg else o
-    must_know(every(), skip)
+    validate_names(every(), skip)
     one = read(loss, o, hp)
-    case = held(one, o, o.resolve({k: v for k, v in hp.items() if k in o.hyperparameters}))
+    case = make_case(one, o, o.resolve({k: v for k, v in hp.items() if k in o.hyperparameters}))
     first, *rest = every()  # whether it answers the same twice: else no other oracle knows what it compares
     found, ran = run([first], case, skip)
     if not case.failed:
@@ -69,7 +69,7 @@ def as_shipped(loss: Loss, case: Case) -> str:
     """What the framework's own defaults give, where the loss was set up as the objective says; else empty."""
     if loss.shipped is None:
         return ""
-    shipped = held(fit(loss.shipped), case.o, case.hp)
+    shipped = make_case(infer_shapes(loss.shipped), case.o, case.hp)
     found, _ = run(
         [oracle for oracle in every() if oracle.name in ("gradient", "on-policy", "aggregation")], shipped, ()
     )
@@ -78,7 +78,7 @@ def as_shipped(loss: Loss, case: Case) -> str:
 
 def contract(case: Case) -> list[str]:
     """What was assumed of the loss, a sentence each."""
-    from upref.verify.oracles import batches, reach
+    from upref.verify.oracles import batches, unusual
 
     loss, out = case.loss, list(case.loss.contract)
     if "group" not in loss.reads and case.o.agg == "group-token-mean":
@@ -91,17 +91,17 @@ def contract(case: Case) -> list[str]:
         out.append("it takes the mask as numbers")
     if loss.form == "unreduced":
         out.append(f"it returns an unreduced tensor: upref aggregates it by {case.o.agg}")
-    if loss.backs:
+    if loss.calls_backward:
         out.append("it calls .backward() itself: the gradient that it leaves is the one compared")
     if not batches.not_parallel(case):
         out.append(f"gradients of data-parallel ranks are averaged; {batches.contract(case)}")
     if loss.equal_cuts:
         out.append("micro-batches have equally many responses")
-    if not loss.splits:
+    if not loss.micro_batchable:
         out.append("one call gets the whole mini-batch: the sum over micro-batches is not checked")
     if loss.wrapped:
         out.append("it returns a tuple or a dict; the loss is taken from it")
-    out.append(reach.covered(case))
+    out.append(unusual.covered(case))
     if case.single:
         out.append("it has float32's precision: compared to 2e-5, at a distance from each bound above its rounding")
     return out

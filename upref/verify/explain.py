@@ -17,11 +17,11 @@ from upref.errors import InputError
 from upref.registry import Objective, get, names
 from upref.rollouts import Rollouts
 from upref.transforms import CORRECTIONS, up
-from upref.verify.factors import FACTORS, promised
+from upref.verify.factors import FACTORS, declared_aggregation
 from upref.verify.faults import known
 from upref.verify.faults.losses import OTHER_KL, LossFault, fault, kl_faults, lacking, powered, term_slope, terms
 from upref.verify.measure import Case, kl_slope, unit_weights
-from upref.weights.batches import OFF_EDGES, anchor, off, random_batch
+from upref.weights.batches import OFF_EDGES, on_policy_batch, random_batch, relative_error
 
 TERMS = 3  # KL terms that are tried with a fault of the rest
 FEW = 24  # responses: most faults fail on a few already
@@ -70,7 +70,7 @@ def _elsewhere(case: Case, *more: Rollouts) -> Elsewhere:
 
 def others(case: Case) -> list[Rollouts]:
     """On policy, with small advantages too, near every bound, three random ones, and one of 64 responses."""
-    calm, rng = case.ready(anchor()), np.random.default_rng
+    calm, rng = case.ready(on_policy_batch()), np.random.default_rng
     small, grid = calm.but(adv=calm.adv / 1000), case.grid(seed=7, edges=OFF_EDGES, thin=3)
     some = [case.ready(random_batch(rng(seed), case.one_adv)) for seed in (0, 3, 5)]
     return [calm, small, grid, *some, case.ready(random_batch(rng(4), case.one_adv, (64, 40)))]
@@ -107,7 +107,7 @@ def _two(case: Case, b: Rollouts, found: Tensor, use: Tensor, bounds: list[float
         terms += [missing, *_kl_aggregated(case), *kl_faults(o, hp)]
     part = lambda term, b: term.change.weights(o, hp, b) - unit_weights(o, b, plain)
     alone = replace(case, hp=plain)
-    for term in [t for t in terms if (off(found, part(t, b), b.adv)[zero] < case.tol).all()][:TERMS]:
+    for term in [t for t in terms if (relative_error(found, part(t, b), b.adv)[zero] < case.tol).all()][:TERMS]:
         less = more.without(partial(part, term))
         rest = chain(_retuned(alone, bounds), known("losses", o, plain, bounds), _others(alone))
         one = reproduces((s for s in rest if less.fits(s, alone)), alone, b, found - part(term, b), use)
@@ -141,7 +141,7 @@ def placed(case: Case) -> Iterator[LossFault]:
 
     def weigh(b: Rollouts, n: int) -> Tensor:
         there = b.but(group=rows(b, n), totals=None)
-        return case.expected(b) * case.factors(there, promised(case.o)) / case.factors(b)
+        return case.expected(b) * case.factors(there, declared_aggregation(case.o)) / case.factors(b)
 
     for n in (0, *range(2, 17)) if "group" in case.loss.reads else ():
         size = f"{n} rows" if n else "equal size, in the order of the rows"
@@ -161,7 +161,7 @@ def reproduces(faults: Iterable[LossFault], case: Case, b: Rollouts, found: Tens
 def fits(one: LossFault, case: Case, b: Rollouts, found: Tensor, use: Tensor, tol: float) -> bool:
     """Whether the objective with this fault in it has the found weights on the used tokens."""
     try:
-        apart = off(found, one.change.weights(case.o, case.hp, b), b.adv)
+        apart = relative_error(found, one.change.weights(case.o, case.hp, b), b.adv)
     except (InputError, RuntimeError, TypeError):  # of other shapes: not this objective's form
         return False
     return bool((apart[use] < tol).all())

@@ -13,9 +13,9 @@ from upref.rollouts import Rollouts
 Factor = Callable[[Rollouts], Tensor]
 
 
-def promised(o: Objective) -> str:
+def declared_aggregation(o: Objective) -> str:
     """The objective's aggregation as row weights of terms per token."""
-    own = "seq-mean-token-sum" if o.level == "trajectory" else "seq-mean-token-mean"
+    own = "seq-mean-token-sum" if o.level == "sequence_product" else "seq-mean-token-mean"
     return own if o.agg == "seq-mean" else o.agg
 
 
@@ -52,8 +52,8 @@ def names(first: str) -> list[str]:
     return sorted(FACTORS, key=lambda name: name != first)
 
 
-def even(x: Tensor) -> float | None:
-    """The one number that these are to 1e-5, or None."""
+def common_value(x: Tensor) -> float | None:
+    """The number that all elements equal to 1e-5, or None."""
     if x.numel() == 0 or not x.isfinite().all():
         return None
     k = x.mean()

@@ -19,8 +19,8 @@ from upref.errors import InputError
 from upref.foreign.kl import Term, read
 from upref.verify.faults import Fault, known
 from upref.verify.faults.kl import Formula
-from upref.verify.oracle import Oracle, must_know, oracle, run, untouched
-from upref.verify.report import Finding, Report, apart, fail, note, tidy
+from upref.verify.oracle import Oracle, oracle, run, untouched, validate_names
+from upref.verify.report import Finding, Report, apart, fail, note, restores_state
 
 # d = log π_ref - log π_θ; every number is exact in float32
 NEAR = torch.arange(-32, 33, dtype=torch.float64) / 16
@@ -114,7 +114,7 @@ def divergences() -> dict[str, tuple[float, Tensor]]:
     return out
 
 
-def whose(term: Formula, off_policy: bool = False, tol: float = 1e-5) -> str:
+def divergence_of(term: Formula, off_policy: bool = False, tol: float = 1e-5) -> str:
     """A key of DIVERGENCES, `-reverse` for its negative, or "" where the expected gradient is that of none."""
     g = expected(term, off_policy)[1]
     signed = ((sign, name, want) for name, (_, want) in divergences().items() for sign in ("", "-"))
@@ -174,7 +174,7 @@ def expected_gradient(case: Case) -> Iterator[Finding]:
     for off_policy, where in ((False, "samples of π_θ"), (True, "samples of another policy")):
         got, want = expected(case.term, off_policy)[1], expected(case.right, off_policy)[1]
         if not _alike(got, want, tol):
-            one, other = whose(case.right, off_policy), whose(case.term, off_policy, tol)
+            one, other = divergence_of(case.right, off_policy), divergence_of(case.term, off_policy, tol)
             said = f"{numbers(want)}: that of {_words(one)}", f"{numbers(got)}: that of {_words(other)}"
             yield fail("expected-gradient", f"{where}, five tokens enumerated", *said)
 
@@ -204,7 +204,7 @@ ORACLES: tuple[Oracle, ...] = (
 )  # fmt: skip
 
 
-@tidy
+@restores_state
 def check_kl(fn: Any, estimator: str, *, skip: tuple[str, ...] = ()) -> Report:
     """Compare value and gradient of a function with a per-token KL estimator of upref.kl.
 
@@ -224,10 +224,10 @@ def check_kl(fn: Any, estimator: str, *, skip: tuple[str, ...] = ()) -> Report:
     start = time.perf_counter()
     if not isinstance(estimator, str) or estimator not in kl.ESTIMATORS:
         raise InputError(f"there is no KL estimator named {estimator!r}: choose one of {', '.join(kl.ESTIMATORS)}.")
-    must_know(ORACLES, skip)
+    validate_names(ORACLES, skip)
     term = read(fn)
     found, ran = run(ORACLES, Case(term, estimator), skip)
-    on, off = (_words(whose(term, off_policy, term.tol)) for off_policy in (False, True))
+    on, off = (_words(divergence_of(term, off_policy, term.tol)) for off_policy in (False, True))
     contract = ["it computes in float32: compared to 1e-3"] * (term.tol > 1e-5) + [
         f"as a loss on samples of π_θ its expected gradient is that of {on}",
         f"on samples of another policy it is that of {off}; correct them by importance weights",

@@ -48,7 +48,7 @@ class Weights:
 
     def _calls(self):
         o, n = self.o, len(self.r)
-        if o.level != "free":
+        if o.level != "custom":
             have = {"mu": self.mu, "log_mu": np.log(self.mu), "mask": None, "entropy": None}
             x = np.log(self.r) if o.reads_log_r else self.r
             extra = {k: have[k] for k in o.reads}

@@ -17,9 +17,20 @@ from upref.foreign import Loss, Outcome
 from upref.ops import mean_t, sum_t
 from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
-from upref.verify.factors import FACTORS, even, names, promised
-from upref.weights.axes import beyond
-from upref.weights.batches import EDGES, MU, MU_READ, SINGLE_EDGES, anchor, batch, near_a_bound, off, ready, sampler
+from upref.verify.factors import FACTORS, common_value, declared_aggregation, names
+from upref.weights.axes import stress_batch
+from upref.weights.batches import (
+    EDGES,
+    MU,
+    MU_READ,
+    SINGLE_EDGES,
+    batch,
+    fill_padding,
+    near_a_bound,
+    on_policy_batch,
+    relative_error,
+    sampler,
+)
 
 EXACT, HABIT, SINGLE = 1e-9, 2e-6, 2e-5  # float64; 1e-6 in a denominator; float32, beside the rounding of its inputs
 ROUND = 2e-7  # of a log-probability in float32, relative
@@ -27,9 +38,9 @@ FLOATS = ("logp", "logp_old", "adv", "logp_ref", "entropy", "logp_sampler")
 
 
 def unit_weights(o: Objective, b: Rollouts, hp: dict[str, Any]) -> Tensor:
-    """dJ_t/dlp_t before `promised(o)`, the KL term included."""
+    """dJ_t/dlp_t before `declared_aggregation(o)`, the KL term included."""
     w = o.token_weights(b, **{k: v for k, v in hp.items() if k != "beta"})
-    if o.agg == "seq-mean" and o.level != "trajectory":
+    if o.agg == "seq-mean" and o.level != "sequence_product":
         w = w * b.mask.sum(-1, keepdim=True)
     if beta := hp.get("beta"):
         w = w - beta * kl_slope(o.kl, b)
@@ -87,7 +98,7 @@ class Case:
         found, expected = self.weights(b) if found is None else found, self.expected(b)
         if "group" in self.o.reads:  # the weight is a difference of two shares of a group, each rounded at its own size
             floor = max(floor, expected.abs().max().item())
-        apart = off(found, expected, b.adv, floor)
+        apart = relative_error(found, expected, b.adv, floor)
         if self.single and apart.max() > self.tol:
             scale = torch.maximum(expected.abs(), b.adv.abs()).clamp(min=floor)
             apart = (apart - 2 * self.moves(b, expected, times) / scale).clamp(min=0)
@@ -102,7 +113,7 @@ class Case:
     def ratio(self, b: Rollouts) -> Tensor:
         """The ratio that the objective acts on, at each token."""
         x = torch.where(b.mask, b.logp - b.logp_old, 0)
-        if reduce := {"sequence": mean_t, "trajectory": sum_t}.get(self.o.level):
+        if reduce := {"sequence_mean": mean_t, "sequence_product": sum_t}.get(self.o.level):
             x = reduce(x, b.mask)[:, None].expand_as(x)
         return x.exp()
 
@@ -138,7 +149,7 @@ class Case:
 
     def ready(self, b: Rollouts) -> Rollouts:
         """Masked slots hold numbers that could pass for tokens; a reference policy; no groups for who takes none."""
-        return self.view(ready(b))
+        return self.view(fill_padding(b))
 
     def view(self, b: Rollouts) -> Rollouts:
         """The same of a batch that is ready."""
@@ -147,7 +158,7 @@ class Case:
 
     def beyond(self, axis: str, ids: tuple[str, ...] = ()) -> Rollouts:
         """The batch of that axis."""
-        return self.view(beyond(axis, self.o, ids=ids, **self.plain_hp))
+        return self.view(stress_batch(axis, self.o, ids=ids, **self.plain_hp))
 
     def singly(self, b: Rollouts) -> tuple["Case", Tensor]:
         """The case as one that computes in float32, and the weights found where the inputs are in that."""
@@ -165,10 +176,10 @@ class Case:
         return near_a_bound(self.expected, b) if self.single else torch.zeros_like(b.mask)
 
 
-def held(loss: Loss, o: Objective, hp: dict[str, Any]) -> Case:
-    """The Case: its aggregation named where one explains the on-policy gradient, else the promised one assumed."""
-    case = Case(loss, o, hp, promised(o))
-    b = case.ready(replace(anchor(), logp_sampler=None if o.sampler is None else anchor().logp))
+def make_case(loss: Loss, o: Objective, hp: dict[str, Any]) -> Case:
+    """The Case of a loss and an objective; its aggregation is that of its on-policy gradient, or the declared one."""
+    case = Case(loss, o, hp, declared_aggregation(o))
+    b = case.ready(replace(on_policy_batch(), logp_sampler=None if o.sampler is None else on_policy_batch().logp))
     b = replace(b, logp_ref=b.logp)  # a KL term, right or wrong, has no gradient there, or one without A
     found, W = without_rest(case, b), case.expected(b)
     for among in (b.mask, b.mask & (b.adv > 0), b.mask & (b.adv < 0)):
@@ -177,7 +188,7 @@ def held(loss: Loss, o: Objective, hp: dict[str, Any]) -> Case:
             break
     else:
         case.fits = False
-    if in_single(case, b):
+    if is_float32(case, b):
         case.in_float32()
     return case
 
@@ -192,8 +203,8 @@ def without_rest(case: Case, b: Rollouts) -> Tensor:
     return g - rest if rest.isfinite().all() and rest.any() else g
 
 
-def in_single(case: Case, b: Rollouts) -> bool:
-    """Whether no gradient has more digits than float32 holds, at advantages and ratios that have more."""
+def is_float32(case: Case, b: Rollouts) -> bool:
+    """Whether gradients carry only the digits of float32, at advantages and ratios that have more."""
     i = torch.arange(b.mask.numel(), dtype=b.logp.dtype).reshape(b.mask.shape)
     A = b.adv * (1 + 0.1 * i[:, :1].sin())
     g = case.gradient(replace(b, logp=b.logp - 1e-3 * (1.1 + i.cos()), adv=A))[b.mask]
@@ -204,8 +215,8 @@ def _explain(case: Case, b: Rollouts, found: Tensor, W: Tensor, use: Tensor) -> 
     if not use.any():
         return None
     scaled = []
-    for name in names(promised(case.o)):
-        k = even((found / (W * case.factors(b, name)))[use])
+    for name in names(declared_aggregation(case.o)):
+        k = common_value((found / (W * case.factors(b, name)))[use])
         if k is not None and abs(k - 1) < 1e-5:
             return name, k
         if k is not None:

@@ -55,19 +55,19 @@ def untouched(done: Done, cause: str = "") -> Iterator[Finding]:
 T = TypeVar("T")
 
 
-def found_in(package: ModuleType, kind: type[T]) -> list[T]:
-    """All objects of that type in the modules of a folder: a new file there needs no edit elsewhere."""
+def discover(package: ModuleType, kind: type[T]) -> list[T]:
+    """All objects of that type in the modules of a package, so that a new file needs no edit elsewhere."""
     modules = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
     every = {id(x): x for m in modules for x in vars(m).values() if isinstance(x, kind)}
     return list(every.values())
 
 
-def ordered(oracles: Iterable[Oracle]) -> list[Oracle]:
+def by_rank(oracles: Iterable[Oracle]) -> list[Oracle]:
     """By rank, then by name."""
     return sorted(oracles, key=lambda o: (o.rank, o.name))
 
 
-def must_know(oracles: Iterable[Oracle], skip: Iterable[str]):
+def validate_names(oracles: Iterable[Oracle], skip: Iterable[str]):
     """Raise InputError if `skip` names an unknown oracle."""
     known = [o.name for o in oracles]
     if not isinstance(skip, list | tuple | set | frozenset) or not all(isinstance(s, str) for s in skip):

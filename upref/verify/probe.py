@@ -15,13 +15,13 @@ from torch import Tensor
 from upref import kl
 from upref.aggregation import AGGREGATIONS
 from upref.errors import InputError
-from upref.foreign import Loss, neutral
+from upref.foreign import Loss, no_objective
 from upref.rollouts import Rollouts
-from upref.verify.factors import even, names
+from upref.verify.factors import common_value, names
 from upref.verify.faults.losses import term_slope, terms
-from upref.verify.measure import Case, held, without_rest
-from upref.weights.batches import anchor, off, paired
-from upref.weights.curve import AT_ONCE, HAIR, Curve, alone, rare as mu_of
+from upref.verify.measure import Case, make_case, without_rest
+from upref.weights.batches import on_policy_batch, relative_error, two_token_batch
+from upref.weights.curve import AT_ONCE, RTOL_RATIO, Curve, low_probability as mu_of, single_token_batch
 
 SIGNS = (1.0, -1.0)
 LOG_R = np.unique(np.r_[np.linspace(-8, 8, 49), np.outer((-1, 1), np.geomspace(1e-6, 0.3, 25)).ravel()])
@@ -72,7 +72,7 @@ class BlackBox:
         """The weight of one token, alone, or (unsure) before one of lower entropy whose ratio is 1."""
 
         def together(r, A, mu):
-            b = self.loss.view((paired if unsure else alone)(A, r, mu))
+            b = self.loss.view((two_token_batch if unsure else single_token_batch)(A, r, mu))
             return (self.gradient(b) - self.kl_weights(b))[:, 0].numpy()
 
         def weight(r, A, mu):
@@ -81,8 +81,8 @@ class BlackBox:
             parts = [together(*(x[i : i + n] for x in flat)) for i in range(0, len(flat[0]), n)]
             return np.concatenate(parts or [flat[0]]).reshape(points[0].shape)
 
-        hair, floor = (1e-5, 1e-4) if self.case.single else (HAIR, 100 * self.case.tol)
-        return Curve(self.loss.name, weight, True, coupled=self.coupled, hair=hair, floor=floor)
+        rtol_ratio, floor = (1e-5, 1e-4) if self.case.single else (RTOL_RATIO, 100 * self.case.tol)
+        return Curve(self.loss.name, weight, True, coupled=self.coupled, rtol_ratio=rtol_ratio, floor=floor)
 
     def gradient(self, b: Rollouts) -> Tensor:
         """The weights on any batch."""
@@ -132,15 +132,15 @@ class BlackBox:
         return sorted(mine)
 
 
-def rare(A: float, r: float, unsure: bool = False) -> Point:
+def low_probability_point(A: float, r: float, unsure: bool = False) -> Point:
     return Point(A, float(r), float(mu_of(r)), unsure)
 
 
 def measure(loss: Loss, coupled: bool | None = None) -> BlackBox:
     """Everything of BlackBox, by a few hundred small batches; where `coupled` is given, no curve of a loss that is
     otherwise. Raises InputError where the loss cannot be run."""
-    case = held(loss, neutral(), {})
-    b = case.ready(anchor())
+    case = make_case(loss, no_objective(), {})
+    b = case.ready(on_policy_batch())
     on = replace(b, logp_ref=b.logp)
     g = without_rest(case, on)
     if not (g[b.mask].isfinite().all() and g[b.mask].any()):
@@ -155,19 +155,19 @@ def measure(loss: Loss, coupled: bool | None = None) -> BlackBox:
     agg, scale = _aggregation(case, [(on, g), (fewer, without_rest(case, fewer))])
     box = BlackBox(case, agg, scale, random=random)
     box = replace(box, **_kl_of(box, b, kl.ESTIMATORS if "logp_ref" in loss.reads else ["k1"]))
-    some = [rare(A, np.exp(A * x)) for A in SIGNS for x in (-1, -0.1, *np.geomspace(0.03, 3, 12))]
-    crowd = [rare(A, r) for A in SIGNS for r in np.exp(LOG_R)]
+    some = [low_probability_point(A, np.exp(A * x)) for A in SIGNS for x in (-1, -0.1, *np.geomspace(0.03, 3, 12))]
+    crowd = [low_probability_point(A, r) for A in SIGNS for r in np.exp(LOG_R)]
     few, many = box.ask(some), box.ask(some + crowd)[: len(some)]
     alone = np.concatenate([box.ask([p]) for p in some[::5]])
     is_coupled = not random and (differ(few, many, box.tol) or differ(few[::5], alone, box.tol))
     box = replace(box, coupled=is_coupled)
     pairs = [(A, r, mu) for A in SIGNS for mu in MUS for r in np.exp(np.linspace(-3, 3, 41) + 0.0123) if mu * r < 0.99]
     likely = box.ask([Point(A, float(r), mu) for A, r, mu in pairs])
-    reads_mu = differ(likely, box.ask([rare(A, r) for A, r, _ in pairs]), box.tol)
+    reads_mu = differ(likely, box.ask([low_probability_point(A, r) for A, r, _ in pairs]), box.tol)
     reads_entropy = False
     if "entropy" in loss.reads:
         r, A = (x.ravel() for x in np.meshgrid(np.exp(np.linspace(-1.5, 1.5, 301)), SIGNS))
-        two = paired(A, r, mu_of(r))
+        two = two_token_batch(A, r, mu_of(r))
         g, turned = (case.gradient(x) for x in (two, replace(two, entropy=torch.ones_like(two.logp))))
         reads_entropy = not torch.allclose(g, turned, rtol=1e-6, atol=0)
     box = replace(box, reads_mu=reads_mu, reads_entropy=reads_entropy)
@@ -175,7 +175,7 @@ def measure(loss: Loss, coupled: bool | None = None) -> BlackBox:
 
 
 def differ(x: np.ndarray, y: np.ndarray, tol: float) -> bool:
-    return bool((off(x, y, x) > tol).any())
+    return bool((relative_error(x, y, x) > tol).any())
 
 
 def _aggregation(case: Case, seen: list[tuple[Rollouts, Tensor]]) -> tuple[str, float]:
@@ -184,7 +184,9 @@ def _aggregation(case: Case, seen: list[tuple[Rollouts, Tensor]]) -> tuple[str, 
     for name in sorted(names(""), key=lambda n: n not in AGGREGATIONS):
         units = [(b, g / (b.adv * case.factors(b, name))) for b, g in seen]
         sides = [torch.cat([u[b.mask & (b.adv * A > 0)] for b, u in units]) for A in SIGNS]
-        if any(even(k) is None and k.abs().max() > 1e-9 for k in sides) or any(not k.isfinite().all() for k in sides):
+        if any(common_value(k) is None and k.abs().max() > 1e-9 for k in sides) or any(
+            not k.isfinite().all() for k in sides
+        ):
             continue
         alive = [k.mean().item() for k in sides if k.any()] or [1.0]
         same = max(alive) - min(alive) <= 1e-5 * abs(alive[0])
@@ -200,7 +202,7 @@ def _aggregation(case: Case, seen: list[tuple[Rollouts, Tensor]]) -> tuple[str, 
 
 def termed(box: BlackBox) -> BlackBox | None:
     """With a KL term of an unusual form divided out, where there is one."""
-    found = {} if box.kl or box.random else _kl_of(box, box.case.ready(anchor()), terms("", box.loss.reads))
+    found = {} if box.kl or box.random else _kl_of(box, box.case.ready(on_policy_batch()), terms("", box.loss.reads))
     return _curve(replace(box, **found)) if found else None
 
 
@@ -230,7 +232,9 @@ def _curve(box: BlackBox) -> BlackBox:
     jumps: list[tuple[Point, float]] = []
     for A, mu, unsure in lines:
         rs = grid if mu is None else grid[mu * grid < 0.99]
-        at = lambda r, A=A, mu=mu, unsure=unsure: rare(A, r, unsure) if mu is None else Point(A, float(r), mu, unsure)
+        at = lambda r, A=A, mu=mu, unsure=unsure: (
+            low_probability_point(A, r, unsure) if mu is None else Point(A, float(r), mu, unsure)
+        )
         points += [at(r) for r in rs]
         if not box.random:
             jumps += [(at(j.r), (j.below + j.above) / 2) for j in box.curve(unsure).jumps(A, mu, rs)]

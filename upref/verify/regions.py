@@ -10,7 +10,7 @@ from torch import Tensor
 
 from upref.rollouts import Rollouts
 from upref.verify.measure import Case
-from upref.weights.batches import column, interval
+from upref.weights.batches import interval, single_token_responses
 
 NAMES = {1.0: "A > 0", -1.0: "A < 0", 0.0: "A = 0"}
 
@@ -34,7 +34,9 @@ def regions(case: Case, b: Rollouts, sign: float, A, ties, failing, r, bounds: l
         yield Region(f"{NAMES[sign]}, any r", sign, side, ())
         return
     groups = _groups(xs, bad)
-    wrong_at = lambda x: bool((case.off(case.ready(column(sign, np.array([x])))) > case.tol).any())  # by the ratio
+    wrong_at = lambda x: bool(
+        (case.off(case.ready(single_token_responses(sign, np.array([x])))) > case.tol).any()
+    )  # by the ratio
     runs = _runs([f for *_, f in groups])
     if len(runs) > 3 or any(0 < lo == hi < len(groups) - 1 and not wrong_at(groups[lo][0]) for lo, hi in runs):
         yield Region(f"{NAMES[sign]}, scattered r", sign, side, ())
@@ -72,11 +74,11 @@ def _end(case: Case, sign: float, known: list[float], good: float, bad: float) -
     for k in known:
         if lo * (1 - 1e-12) <= k <= hi * (1 + 1e-12):
             return k
-    if case.o.level == "free" or case.o.reads_mu:
+    if case.o.level == "custom" or case.o.reads_mu:
         return bad
     for _ in range(6):
         xs = np.exp(np.linspace(math.log(good), math.log(bad), 33))
-        wrongs = (case.off(case.ready(column(sign, xs))) > case.tol).any(1).tolist()
+        wrongs = (case.off(case.ready(single_token_responses(sign, xs))) > case.tol).any(1).tolist()
         if True not in wrongs or not wrongs.index(True):
             return bad
         good, bad = xs[wrongs.index(True) - 1], xs[wrongs.index(True)]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from typing import Any, TypeVar
 
-from upref.foreign.guard import undisturbed
+from upref.foreign.guard import state_restored
 from upref.result import Result
 
 UNKNOWN = "no known cause fits"
@@ -175,12 +175,12 @@ def row(key: str, text: str, width: int = 118) -> str:
     return textwrap.fill(text, width, initial_indent=f"  {key:12} ", subsequent_indent=" " * 15)
 
 
-def tidy(check: Callable[..., R]) -> Callable[..., R]:
-    """Decorator: what the function under check changes of the process is restored afterwards, and noted."""
+def restores_state(check: Callable[..., R]) -> Callable[..., R]:
+    """Decorator: restore what the function under check changes in the process, and note it."""
 
     @wraps(check)
     def one(*args: Any, **kwargs: Any) -> R:
-        with undisturbed() as changed:
+        with state_restored() as changed:
             report = check(*args, **kwargs)
         if not changed:
             return report

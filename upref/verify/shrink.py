@@ -11,7 +11,7 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.rollouts import Rollouts
-from upref.verify.factors import promised
+from upref.verify.factors import declared_aggregation
 from upref.verify.measure import FLOATS, Case
 
 LONGEST = 160  # slots of a batch that is printed
@@ -130,7 +130,7 @@ def example(case: Case, b: Rollouts, dtype: torch.dtype | None = None) -> str:
     """The batch as Python, with the promised and the found gradient. dtype: that of the numbers which the loss gets."""
     low = b if dtype is None else b.but(**{k: v.to(dtype) for k in FLOATS if (v := getattr(b, k)) is not None})
     try:
-        right = case.expected(b) * case.factors(b, promised(case.o))
+        right = case.expected(b) * case.factors(b, declared_aggregation(case.o))
         return as_python(low, right, case.gradient(low), case.loss.reads)
     except InputError:
         return as_python(low, reads=case.loss.reads)

@@ -40,7 +40,7 @@ def atlas() -> "Figure":
         for i, group in enumerate(pairs):
             x, y = 0.52 + i % columns * pair[0], height - head - (i // columns + 1) * pair[1]
             left, right = inch(x, y + 0.42, 1.25, 1.05), inch(x + 1.95, y + 0.42, 1.05, 1.05)
-            compare = reference if group[0].name != "dapo" and group[0].level in ("token", "free") else []
+            compare = reference if group[0].name != "dapo" and group[0].level in ("token", "custom") else []
             _weight(left, group[0], [xy for xy, _ in compare])
             _cap(right, group[0], [cap for _, cap in compare])
             if i % columns == 0:
@@ -100,7 +100,7 @@ def groups() -> tuple[list[list[Curve]], dict[str, str]]:
     r = np.exp(np.r_[np.linspace(-2, 2, 201), np.linspace(-1e-3, 1e-3, 201)])
     for curve in (of(n) for n in names() if n not in absent):
         probe = [curve(r, A, mu) for A in (1.0, -1.0) for mu in (0.01, 0.1)]
-        unit = "token" if curve.level == "free" else curve.level
+        unit = "token" if curve.level == "custom" else curve.level
         known.setdefault((unit, np.round(probe, 9).tobytes()), []).append(curve)
     same = [sorted(g, key=lambda c: (c.name.count("_"), c.name)) for g in known.values()]
     width = lambda c, A: -round(float(capacity(c, 0.01, 0.01, A)), 9)
@@ -120,7 +120,7 @@ def _weight(ax, curve: Curve, grey):
     ratio_axis(ax, reach)
     ax.set_ylim(-5.6, 5.6)
     ax.set_yticks([-5, -1, 1, 5], ["−5", "−1", "1", "5"])
-    unit = {"token": "r", "free": "r", "sequence": "s", "trajectory": "S"}[curve.level]
+    unit = {"token": "r", "custom": "r", "sequence_mean": "s", "sequence_product": "S"}[curve.level]
     ax.set_xlabel(unit if reach == WIDE else f"({unit} − 1) · 10$^4$", labelpad=0.5)
 
 
@@ -135,5 +135,5 @@ def _cap(ax, curve: Curve, grey):
     ax.set_yticks([1e-6, 1e-3, 1], ["10⁻⁶", "10⁻³", "1"])
     ax.minorticks_off()
     ax.spines[["top", "right"]].set_visible(False)
-    whose = {"sequence": "mu, geometric mean", "trajectory": "mu of the response"}
+    whose = {"sequence_mean": "mu, geometric mean", "sequence_product": "mu of the response"}
     ax.set_xlabel(whose.get(curve.level, "mu"), labelpad=0.5)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
-from upref.weights.batches import GUARD, MU, kinks, ready
+from upref.weights.batches import GUARD, MU, fill_padding, kinks
 
 SIZES = (1.0, -1.0)
 LONG = (1, 15, 17, 65, 129, 257, 300, 520)  # tokens
@@ -128,7 +128,7 @@ NAMED: dict[str, Callable[[Tensor], Tensor]] = {  # group ids
 
 
 @lru_cache(64)  # of about 2 MB
-def beyond(axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] = (), **hp: Any) -> Rollouts:
+def stress_batch(axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] = (), **hp: Any) -> Rollouts:
     """The batch of that axis: one advantage per response, ratios drawn around 1 and around the objective's bounds. ids:
     the keys of NAMED by which its groups are named, each in some rows of every A and of every length. It is ready, and
     kept for the next check: do not write to its tensors."""
@@ -156,13 +156,13 @@ def beyond(axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] 
         away = np.abs(draw(of.far, (B, T))) * np.where(side == 1, 1, -1)[:, None] if wide else draw(of.far, (B, T))
         some = side[:, None] > 0 if wide else rng.random((B, T)) < of.share / (4 if of.mostly == "clipped" else 1)
         x = np.where(some, away.clip(-guard, guard), x)
-    if objective.level == "free":  # which may multiply ratios: a response that can be sampled keeps them in range
+    if objective.level == "custom":  # which may multiply ratios: a response that can be sampled keeps them in range
         order = rng.permutation(T)
         moved = np.cumsum(np.where(mask, np.abs(x), 0)[:, order], 1)[:, order.argsort()]
         x = np.where(moved < PRODUCT, x * rng.uniform(0.98, 1, (B, T)), rng.normal(size=(B, T)) * 1e-4)  # without ties
     if wide:  # the response's own ratio is drawn, its tokens are scattered around it
         noise = np.where(mask, rng.normal(size=(B, T)) * 0.1, 0)
-        x = x[:, :1] / (1 if objective.level == "sequence" else n[:, None])
+        x = x[:, :1] / (1 if objective.level == "sequence_mean" else n[:, None])
         x = x + noise - noise.sum(1, keepdims=True) / n[:, None]
     with np.errstate(divide="ignore"):
         old = np.minimum(np.log(draw(of.mu, (B, T))), np.where(x > 0, -x - 1e-3, 0))
@@ -180,7 +180,7 @@ def beyond(axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] 
     plain = group = torch.as_tensor(name + kinds * (nth % 3) if ids else rng.permutation(B) % max(1, B // 4))
     for k, said in enumerate(ids):
         group = torch.where(plain % kinds == k + 1, NAMED[said](plain), group)
-    return ready(Rollouts(t(lp), t(old), adv, torch.tensor(mask), group, t(ref).nan_to_num(nan=-1.2), entropy))
+    return fill_padding(Rollouts(t(lp), t(old), adv, torch.tensor(mask), group, t(ref).nan_to_num(nan=-1.2), entropy))
 
 
 def _rows(of: Axis, kinds: int, few: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarray]:
@@ -240,8 +240,8 @@ def _columns(n: int, mask: str, T: int, rng: np.random.Generator) -> np.ndarray:
     return at
 
 
-def renamed(b: Rollouts) -> dict[str, list[Rollouts]]:
-    """The batch with other ids for all of its groups, and for all but one: who refuses some ids may not drop them."""
+def relabel_groups(b: Rollouts) -> dict[str, list[Rollouts]]:
+    """The batch with other ids for all of its groups, and for all but one."""
     assert b.group is not None
     g, one = b.group, b.group == b.group.max()
     return {k: [replace(b, group=x, totals=None) for x in (f(g), torch.where(one, g, f(g)))] for k, f in NAMED.items()}

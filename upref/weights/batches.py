@@ -19,7 +19,7 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
-from upref.weights.curve import alone, of_objective, rare
+from upref.weights.curve import low_probability, of_objective, single_token_batch
 from upref.weights.jumps import GRID
 
 MU = (0.02, 0.3, 0.9)  # π_old of a rare, a likely and a nearly certain token
@@ -34,7 +34,7 @@ LENGTHS = (1, 5, 2, 7, 3, 4, 6, 2)
 ANCHOR_A = (1.0, -1.0, -0.5, 0.5, 2.0, -2.0, 1.5, -0.75)
 OVERFLOW = (20.0, 60.0, 80.0, 100.0, 800.0)  # log r
 # of |log r|: a clamp from there on is a guard that training does not meet; a response's is a mean over its tokens
-GUARD = {"token": 20.0, "free": 20.0, "trajectory": 20.0, "sequence": 10.0}
+GUARD = {"token": 20.0, "custom": 20.0, "sequence_product": 20.0, "sequence_mean": 10.0}
 CLAMPS = (9.5, 10.5, 19.5, 20.5, 25.0)  # on both sides of where implementations clamp log r
 
 
@@ -44,11 +44,11 @@ def kinks(objective: Objective, A: float, mu: float, **hp) -> list[float]:
     if objective.coupled:
         return []
     curves = [of_objective(objective, **hp)]
-    curves += [replace(curves[0], weight=unsure(objective, hp))] if "entropy" in objective.reads else []
+    curves += [replace(curves[0], weight=high_entropy_weight(objective, hp))] if "entropy" in objective.reads else []
     return sorted({jump.r for curve in curves for jump in curve.jumps(A, mu, FAR) if jump.r * mu < 1})
 
 
-def unsure(objective: Objective, hp) -> Callable:
+def high_entropy_weight(objective: Objective, hp) -> Callable:
     """The weight of a token beside one of half its entropy."""
 
     def weight(r, A, mu):
@@ -106,12 +106,14 @@ def batch(
         cases = [(A, mu, r * (1 - 1e-5 * i)) for i, (A, mu, r) in enumerate(cases)]
     rng = np.random.default_rng(seed)
     cases = [cases[i] for i in rng.permutation(len(cases))][::thin]
-    b = lay(cases, objective.level, objective.agg == "seq-mean", rng)
+    b = make_batch(cases, objective.level, objective.agg == "seq-mean", rng)
     return b if objective.sampler is None else replace(b, logp_sampler=sampler(b))
 
 
-def lay(cases: list[tuple[float, float, float]], level: str, one_adv: bool, rng: np.random.Generator) -> Rollouts:
-    """A batch of these (A, mu, r): one a token, or one a response at a level of responses."""
+def make_batch(
+    cases: list[tuple[float, float, float]], level: str, one_adv: bool, rng: np.random.Generator
+) -> Rollouts:
+    """A batch with one of these (A, mu, r) per token, or per response at a level of whole responses."""
     return _rollouts(_responses(cases, level, rng) if level in REDUCE else _tokens(cases, one_adv, rng), rng)
 
 
@@ -135,7 +137,7 @@ def _responses(cases, level, rng):
     rows = []
     for (A, _, r), n in zip(cases, cycle((3, 1, 5, 2)), strict=False):
         spread = rng.normal(size=n)
-        target = math.log(r) if level == "sequence" else math.log(r) / n
+        target = math.log(r) if level == "sequence_mean" else math.log(r) / n
         rows.append([(A, -6.0 - abs(x), target + x) for x in spread - spread.mean()])
     return rows
 
@@ -154,8 +156,8 @@ def _rollouts(rows, rng) -> Rollouts:
 
 
 # ---- other batches ---------------------------------------------------------------------------------------------------
-def anchor(width: int = 9) -> Rollouts:
-    """π_θ = π_old, ragged lengths, three groups of other sizes, one advantage per response."""
+def on_policy_batch(width: int = 9) -> Rollouts:
+    """A batch with π_θ = π_old, ragged lengths, three groups of unequal sizes, one advantage per response."""
     mask = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
     lp = -0.5 - torch.arange(mask.numel(), dtype=torch.float64).reshape(mask.shape).sin() ** 2
     adv = torch.tensor(ANCHOR_A, dtype=torch.float64)[:, None].expand_as(mask).clone()
@@ -181,18 +183,18 @@ def random_batch(rng: np.random.Generator, one_adv: bool = False, shape: tuple[i
 def random_batches(seed: int, n: int, one_adv: bool) -> list[Rollouts]:
     """The first n of that seed, ready; kept for the next check: do not write to their tensors."""
     rng = np.random.default_rng(seed)
-    return [ready(random_batch(rng, one_adv)) for _ in range(n)]
+    return [fill_padding(random_batch(rng, one_adv)) for _ in range(n)]
 
 
-def column(A: float, rs) -> Rollouts:
-    """One response of one rare token for each ratio."""
+def single_token_responses(A: float, rs) -> Rollouts:
+    """One response of one low-probability token for each ratio."""
     r = np.asarray(rs, dtype=float)
-    return alone(A, r, rare(r))
+    return single_token_batch(A, r, low_probability(r))
 
 
-def paired(A, r, mu) -> Rollouts:
-    """`alone`, with a token behind each whose ratio is 1 and whose entropy is half of the first one's."""
-    b = alone(A, r, mu)
+def two_token_batch(A, r, mu) -> Rollouts:
+    """`single_token_batch`, with a second token of ratio 1 and half the entropy in each response."""
+    b = single_token_batch(A, r, mu)
     lp, old, adv = (torch.cat(x, 1) for x in ((b.logp, b.logp_old), (b.logp_old,) * 2, (b.adv, b.adv)))
     mask, H = torch.ones_like(lp, dtype=torch.bool), torch.tensor([2.0, 1.0], dtype=lp.dtype)
     return Rollouts(lp, old, adv, mask, logp_ref=lp, entropy=H.expand_as(lp).clone())
@@ -216,8 +218,8 @@ def clamped() -> Rollouts:
     return Rollouts(old + log_r, old, adv, torch.ones(adv.shape, dtype=torch.bool), torch.arange(len(cases)) // 2)
 
 
-def ready(b: Rollouts) -> Rollouts:
-    """The batch with numbers that could pass for tokens in its masked slots, and with a reference policy."""
+def fill_padding(b: Rollouts) -> Rollouts:
+    """The batch with plausible numbers in its masked slots, and with a reference policy."""
     A = torch.where(b.mask, b.adv.expand_as(b.mask), 0)
     first = A.gather(1, b.mask.int().argmax(1, keepdim=True))
     b = b.but(
@@ -243,7 +245,7 @@ def sampler(b: Rollouts) -> Tensor:
 
 
 # ---- reading and comparing -------------------------------------------------------------------------------------------
-def off(found, expected, beside=0.0, floor: float | Tensor = 0.1) -> Tensor:
+def relative_error(found, expected, beside=0.0, floor: float | Tensor = 0.1) -> Tensor:
     """|found - expected| relative to |expected|, |beside| or the floor, whichever is largest; inf where it is NaN."""
     found, expected, beside, floor = map(torch.as_tensor, (found, expected, beside, floor))
     scale = torch.maximum(torch.maximum(expected.abs(), beside.abs()), floor)
@@ -253,7 +255,7 @@ def off(found, expected, beside=0.0, floor: float | Tensor = 0.1) -> Tensor:
 def near_a_bound(weights: Callable[[Rollouts], Tensor], b: Rollouts, step: float = 2e-5) -> Tensor:
     """Tokens whose weight jumps within that distance of log r (by default the rounding of float32), [B, T]."""
     below, above = (weights(b.but(logp_old=b.logp_old + d)) for d in (-step, step))
-    return off(above, below, floor=1e-6) > 1e-3
+    return relative_error(above, below, floor=1e-6) > 1e-3
 
 
 def at(b: Rollouts, i: int, t: int) -> tuple[float, float, float]:

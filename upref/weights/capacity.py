@@ -8,7 +8,7 @@ The paper's closed forms (Eq. 11, 1 - p for UP, Eq. A3) are consequences, and te
 the policy can go. It says how far a token is carried by its own gradient, all else fixed; one large step overshoots it,
 and other tokens' gradients, momentum and shared parameters move a token whose own gradient is 0.
 
-At a kink the weight is looked at a hair (1e-12 of r) ahead of p, so rounding in p/mu does not matter: Cap = 0 at
+At a kink the weight is looked at a rtol_ratio (1e-12 of r) ahead of p, so rounding in p/mu does not matter: Cap = 0 at
 r = 1+ε_high (Eq. 11) and at r = 1-ε_low; at r = c the token is still alive (Eq. A3 includes its end). At p = 0 and
 mu = 0 the limit is meant. At A = 0 there is no update: Cap = 0 (the paper's A <= 0 means A < 0).
 """
@@ -43,10 +43,10 @@ def capacity(objective: "str | Objective | Curve | Callable[..., Tensor]", pi, p
         InputError: a value is no probability, A is not finite, the objective has no weight of a single token (m2po,
             aspo_code), or the loss cannot be called or has no finite gradient.
 
-    The paper leaves Cap open at level "sequence"; this is our definition. All tokens of a response get one gradient in
-    log space, so follow p̄ = exp(mean_t lp), the geometric-mean probability, under a common shift of all lp: then
-    pi = p̄, pi_old = p̄_old and the same formula holds. One token that moves alone goes further: `own_token_bound`.
-    At level "trajectory", pi is the probability of the whole response.
+    The paper leaves Cap open at level "sequence_mean"; this is our definition. All tokens of a response get one
+    gradient in log space, so follow p̄ = exp(mean_t lp), the geometric-mean probability, under a common shift of
+    all lp: then pi = p̄, pi_old = p̄_old and the same formula holds. One token that moves alone goes further:
+    `own_token_bound`. At level "sequence_product", pi is the probability of the whole response.
 
     A dead band narrower than the scan (2 % of r in 1e-3..1e3, finer near 1) may be missed. A weight that fades without
     a cut (SAPO) counts as nonzero until float64 rounds it to 0.
@@ -57,7 +57,7 @@ def capacity(objective: "str | Objective | Curve | Callable[..., Tensor]", pi, p
     pairs, row = np.unique((mu if curve.reads_mu else 1) + 1j * A, return_inverse=True)  # complex: unique pairs (mu, A)
     ends, alive = curve.ends(pairs.imag, pairs.real)
     r, up = np.maximum(p, TINY) / mu, A > 0
-    ahead = np.minimum(np.where(up, r * (1 + curve.hair), r * (1 - curve.hair)), 1 / mu)
+    ahead = np.minimum(np.where(up, r * (1 + curve.rtol_ratio), r * (1 - curve.rtol_ratio)), 1 / mu)
     passed = (ends[row] < ahead[:, None]).sum(1)  # ends below: the weight is alive between every other two
     ends = np.pad(ends, ((0, 0), (1, 1)), constant_values=((0, 0), (0, np.inf)))
     goal = np.minimum(ends[row, passed + up] * mu, 1)

@@ -3,7 +3,7 @@
 
 It is the weight of a response of one token, alone in its batch, where the token's, the sequence's and the trajectory's
 ratio are one number. The rule for mu = π_old(o_t): mu r = π_θ(o_t) <= 1 always. A curve that reads mu stays at r = 1/mu
-from there on; any other is asked about a rare token (`rare`), whatever mu is given.
+from there on; any other is asked about a token of low probability (`low_probability`), whatever mu is given.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 from upref.weights.jumps import GRID, Jump, find
 
-HAIR = 1e-12  # relative; ratios nearer than that are one
+RTOL_RATIO = 1e-12  # relative; ratios nearer than that are one
 AT_ONCE = 1000  # tokens that a loss sees in one call: a wrong [B] - [B, 1] in it makes 8 MB
 ROWS = 512  # pairs (A, mu) scanned at a time
 
@@ -35,13 +35,13 @@ class Curve:
     level: str = "token"
     settings: dict[str, Any] = field(default_factory=dict)  # the hyperparameters
     coupled: bool = False  # a token's weight depends on the others of its batch, so they are asked one by one
-    hair: float = HAIR  # how far apart, relatively, two ratios are told apart,
+    rtol_ratio: float = RTOL_RATIO  # how far apart, relatively, two ratios are told apart,
     floor: float = 1e-6  # and two weights
 
     def __call__(self, r, A, mu=None) -> np.ndarray:
         """dJ/dlp in float64. Raises InputError where a loss has no finite gradient."""
         r, A = np.asarray(r, dtype=float), np.asarray(A, dtype=float)
-        mu = np.asarray(mu, dtype=float) if self.reads_mu and mu is not None else rare(r)
+        mu = np.asarray(mu, dtype=float) if self.reads_mu and mu is not None else low_probability(r)
         with np.errstate(all="ignore"):
             return self.weight(np.minimum(r, 1 / mu), A, mu)
 
@@ -73,7 +73,7 @@ class Curve:
     def _find(self, A, mu, r, ends: bool):
         reach = 1 / mu if self.reads_mu and mu is not None else np.inf
         r = np.broadcast_to(np.minimum(r, reach), (len(A), len(r)))
-        return find(lambda x, i: self(x, A[i], None if mu is None else mu[i]), r, ends, self.hair, self.floor)
+        return find(lambda x, i: self(x, A[i], None if mu is None else mu[i]), r, ends, self.rtol_ratio, self.floor)
 
 
 def _rows(A, mu) -> tuple[np.ndarray, np.ndarray | None]:
@@ -83,12 +83,12 @@ def _rows(A, mu) -> tuple[np.ndarray, np.ndarray | None]:
     return A, None if mu is None else m
 
 
-def rare(r):
-    """π_old of a rare token whose ratio is r."""
+def low_probability(r):
+    """π_old of a low-probability token whose ratio is r."""
     return np.minimum(0.02, 0.9 / r)
 
 
-def alone(A, r, mu) -> Rollouts:
+def single_token_batch(A, r, mu) -> Rollouts:
     """A response of one token for each (A, r, mu) of flat arrays; π_ref = π_θ."""
     A, r, mu = (torch.tensor(x, dtype=torch.float64)[:, None] for x in np.broadcast_arrays(A, r, mu))
     lp = (mu.log() + r.log()).clamp(max=0)
@@ -104,7 +104,7 @@ def obstacle(objective: Objective) -> str:
 def of_objective(objective: Objective, **hp) -> Curve:
     """The curve of its closed form; one that reads the entropy is asked about a token of entropy 1."""
     settings = objective.resolve(hp)
-    weight = partial(_together if objective.level == "free" else _weight, objective, hp)
+    weight = partial(_together if objective.level == "custom" else _weight, objective, hp)
     return Curve(objective.name, weight, objective.reads_mu, objective.level, settings)
 
 
@@ -127,14 +127,14 @@ def of_loss(loss, settings: dict[str, Any] | None = None) -> Curve:
     A hundred small batches at most tell whether mu and the other tokens matter and whether it computes in float32.
     """
     ask = partial(_measured, loss)
-    crowd, x = rare, np.exp(np.linspace(-3, 3, 41) + 0.0123)  # on nobody's bound
+    crowd, x = low_probability, np.exp(np.linspace(-3, 3, 41) + 0.0123)  # on nobody's bound
     r, A, mu = (v.ravel() for v in np.meshgrid(x, (1.0, -1.0, 0.5, -2.0), (1e-6, 1e-3, 0.3, 0.9, 0.99)))
     r, A, mu = (v[mu * r < 0.99] for v in (r, A, mu))
     w = ask(r, A, crowd(r))
     with np.errstate(over="ignore"):
         single = bool(w.any()) and np.array_equal(w, w.astype(np.float32)) and len(np.unique(abs(w))) > 9
     curve = Curve(loss.name, ask, True, settings=settings or {})
-    curve = replace(curve, hair=1e-5, floor=1e-4) if single else curve
+    curve = replace(curve, rtol_ratio=1e-5, floor=1e-4) if single else curve
     same = lambda x, y: np.allclose(x, y, rtol=curve.floor, atol=0.1 * curve.floor)
     some = slice(None, None, len(r) // 9)
     single_file = partial(_one_by_one, loss)
@@ -165,7 +165,7 @@ def _crowd(loss, r, A, mu):
 
 
 def _gradient(loss, r, A, mu):
-    b = alone(A, r, mu)
+    b = single_token_batch(A, r, mu)
     g = loss.gradient(b)
     if "logp_ref" in getattr(loss, "reads", ()):  # what is left at A = 0 is its KL term
         g = g - loss.gradient(replace(b, adv=0 * b.adv))

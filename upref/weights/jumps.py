@@ -35,12 +35,12 @@ class Found(NamedTuple):
     above: np.ndarray
 
 
-def find(weight: Callable, r: np.ndarray, ends: bool, hair: float, floor: float) -> tuple[Found, np.ndarray]:
+def find(weight: Callable, r: np.ndarray, ends: bool, rtol_ratio: float, floor: float) -> tuple[Found, np.ndarray]:
     """The jumps of each row of r [n, G], and whether the weight is alive at its first.
 
     weight   (r [m, k], rows [m]) -> [m, k]
     ends     only where the weight turns to 0 or back, which takes a tenth of the time; else every jump
-    hair     ratios nearer than that, relatively, are one;    floor   and weights
+    rtol_ratio     ratios nearer than that, relatively, are one;    floor   and weights
     """
     rows = np.arange(len(r))
     w, near = weight(r, rows), weight(np.tile([0.5, 1, 2], (len(r), 1)), rows)
@@ -64,10 +64,10 @@ def find(weight: Callable, r: np.ndarray, ends: bool, hair: float, floor: float)
             keep &= np.arange(PARTS) == score.argmax(1)[:, None]
         j, k = keep.nonzero()
         i, lo, hi, a, z, turned, first = i[j], x[j, k], x[j, k + 1], v[j, k], v[j, k + 1], turns[j, k], False
-    new = np.r_[True, (i[1:] != i[:-1]) | (lo[1:] > hi[:-1] * (1 + hair))][: len(i)]
+    new = np.r_[True, (i[1:] != i[:-1]) | (lo[1:] > hi[:-1] * (1 + rtol_ratio))][: len(i)]
     last = np.r_[new[1:], True][: len(i)]
     i, lo, hi = i[new], lo[new], hi[last]
-    a, z = weight(np.c_[lo * (1 - hair), hi * (1 + hair)], i).T  # on a bound itself a third value may stand
+    a, z = weight(np.c_[lo * (1 - rtol_ratio), hi * (1 + rtol_ratio)], i).T  # on a bound itself a third value may stand
     keep = (a == 0) != (z == 0)
     if not ends:
         keep |= abs(z - a) > np.maximum(floor * np.maximum(abs(a), abs(z)), faint[i, 0])

@@ -171,7 +171,7 @@ def weights(*objectives: str | Objective | Callable, mu: float = 0.1, **hp) -> "
             ax.set_ylim(*((-0.06 * bound, bound) if A > 0 else (-bound, 0.06 * bound)))
             ax.axhline(0, color="#666666", lw=0.6, zorder=0)
             ax.set_title(f"A = {A:+.0f}".translate(MINUS), loc="left", fontsize=10, fontweight="bold", color=INK)
-            unit = "s" if all(c.level == "sequence" for c in chosen) else "r"
+            unit = "s" if all(c.level == "sequence_mean" for c in chosen) else "r"
             note = f"  (mu = {mu:g})" if any(c.reads_mu for c in chosen) else ""
             ax.set_xlabel((f"ratio {unit}" if reach == WIDE else f"({unit} − 1) · 10$^4$") + note)
             _label_ends(ax, ends)

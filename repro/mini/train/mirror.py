@@ -25,4 +25,4 @@ def get(name: str) -> upref.Objective:
 
     fn.__signature__ = inspect.signature(base.fn)  # type: ignore[attr-defined]
     weight.__signature__ = inspect.signature(base.closed_form)  # type: ignore[attr-defined]
-    return replace(base, name=name, fn=fn, closed_form=weight, off_anchor="", note="a control of repro/mini")
+    return replace(base, name=name, fn=fn, closed_form=weight, on_policy_exception="", note="a control of repro/mini")

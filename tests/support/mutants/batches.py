@@ -87,7 +87,7 @@ def draw(
     if wide:  # the response's own ratio is drawn, its tokens' are scattered around it
         n = mask.sum(1, keepdims=True)
         noise = np.where(mask, rng.normal(size=(B, T)) * rng.choice([0.001, 0.1, 1.0]), 0)
-        x = (x if o.level == "sequence" else x / n) + (0 if far else noise - noise.sum(1, keepdims=True) / n)
+        x = (x if o.level == "sequence_mean" else x / n) + (0 if far else noise - noise.sum(1, keepdims=True) / n)
     x = np.broadcast_to(x, (B, T))
     # a token that grew so likely was rarer before
     old = np.minimum(old, -np.maximum(x, 0) - rng.exponential(0.1, (B, T)) * (rng.random((B, T)) < 0.95))
@@ -140,7 +140,7 @@ def made(c: Config, arrays: dict[str, Any], rng: np.random.Generator, far: bool,
         return g
 
     g = gradient(fields["logp_old"])
-    if o.agg == "seq-mean" and o.level != "trajectory":
+    if o.agg == "seq-mean" and o.level != "sequence_product":
         w = w / mask.sum(-1, keepdim=True).clamp(min=1)
     A = t["advantages"].abs()
     scale = torch.maximum(g.abs(), w * A).clamp(min=1e-15)

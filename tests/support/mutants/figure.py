@@ -40,7 +40,7 @@ def write(plan: run.Plan) -> None:
 def habit(row: dict[str, Any]) -> bool:
     """Whether it differs only as the table of habits lets pass: it is to be accepted."""
     clamped = row.get("operator") == "clamp" and row["what"].endswith("-> torch.clamp((lp) - (old), -10, 10)")
-    return clamped and row["truth"] == "differs" and upref.get(row["objective"]).level == "sequence"
+    return clamped and row["truth"] == "differs" and upref.get(row["objective"]).level == "sequence_mean"
 
 
 def misjudged(row: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from upref.errors import InputError
 from upref.foreign import read
 from upref.verify import oracles
 from upref.verify.check import every
-from upref.verify.measure import held
+from upref.verify.measure import make_case
 from upref.verify.oracle import run
 
 from .batches import Batch
@@ -55,7 +55,7 @@ def verdict(loss: Callable, c: Config) -> Verdict:
     start = time.process_time()
     try:
         one = read(loss, c.o, dict(c.hp))
-        case = held(one, c.o, c.all_hp)
+        case = make_case(one, c.o, c.all_hp)
     except InputError as e:
         return Verdict(False, f"refused: {e}", time.process_time() - start)
     with without_words():

@@ -64,7 +64,7 @@ def _reduced(value: Tensor, c: Config, b: Batch) -> Tensor:
             c.o.agg
             if c.o.agg != "seq-mean"
             else "seq-mean-token-sum"
-            if c.o.level == "trajectory"
+            if c.o.level == "sequence_product"
             else "seq-mean-token-mean"
         )
         w = row_weights(agg, m, Totals.of(m))
@@ -93,7 +93,7 @@ def _beside(c: Config, b: Batch) -> Tensor:
     x = torch.where(b.of["mask"], b.of["log_prob"] - b.of["old_log_prob"], 0)
     if c.o.level in REDUCE:
         x = x.sum(-1, keepdim=True) / (
-            b.of["mask"].sum(-1, keepdim=True).clamp(min=1) if c.o.level == "sequence" else 1
+            b.of["mask"].sum(-1, keepdim=True).clamp(min=1) if c.o.level == "sequence_mean" else 1
         )
     close = SINGLE * torch.where(b.of["mask"], b.of["log_prob"].abs() + b.of["old_log_prob"].abs(), 0).amax(
         -1, keepdim=True

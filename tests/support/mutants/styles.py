@@ -59,7 +59,7 @@ def fits(style: str, c: Config) -> bool:
     o = c.o
     if style == "groups":
         return o.agg == "group-token-mean"
-    if o.level == "free":
+    if o.level == "custom":
         return style in ("ratio", "verl", "weights") or (style == "loop" and not o.coupled)
     return style != "logs" or any(w in " ".join(core(c, "fn")[1]) + core(c, "fn")[2] for w in ("clamp", "<=", ">="))
 
@@ -80,7 +80,7 @@ def write(c: Config, style: str) -> str:
     aids, lines, J = core(c, of)
     if c.o.name.startswith("up_") and of == "fn":  # the branch not taken must not overflow
         lines = [s.replace("torch.exp(lp - old)", "torch.exp(torch.where(A > 0, 0.0, lp - old))") for s in lines]
-    if style == "loop" and c.o.level == "free":
+    if style == "loop" and c.o.level == "custom":
         local = lambda s: re.sub(r"\bentropy\b", "H", re.sub(r"\bmask\b", "m", s))
         lines, J = [local(s) for s in lines], local(J)
     beta = c.all_hp.get("beta")
@@ -126,19 +126,21 @@ def _inputs(c: Config, style: str) -> list[str]:
         {"ref": "ref_log_prob"} if c.all_hp.get("beta") else {}
     )
     out = []
-    if style == "loop" and o.level == "free":
+    if style == "loop" and o.level == "custom":
         take = {k: f"{v}[i:i + 1]" for k, v in pairs.items()} | {"m": "mask[i:i + 1]"}
         out += [f"{k} = {v}" for k, v in take.items()] + (["H = entropy[i:i + 1]"] if "entropy" in o.reads else [])
         out += [f"{k} = torch.where(m, {k}, 0.0)" for k in pairs]
         return out + (["A = A.sum(-1, keepdim=True) / m.sum()"] if o.agg == "seq-mean" else [])
     if style == "loop":
         out += ["m = mask[i]", *(f"{k} = {v}[i][m]" for k, v in pairs.items())]
-        how = {"sequence": ".mean()", "trajectory": ".sum()"}.get(o.level)
+        how = {"sequence_mean": ".mean()", "sequence_product": ".sum()"}.get(o.level)
         return out + ([f"lp, old, A = (lp{how}, old{how}, A[0])"] if how else [])
     if style == "packed":
         out += [f"{k} = {v}[mask]" for k, v in pairs.items()]
         if o.level in REDUCE:
-            per = "torch.zeros(len(mask), dtype=lp.dtype).index_add(0, rows, {})" + " / n" * (o.level == "sequence")
+            per = "torch.zeros(len(mask), dtype=lp.dtype).index_add(0, rows, {})" + " / n" * (
+                o.level == "sequence_mean"
+            )
             out += ["rows = mask.nonzero()[:, 0]", "n = mask.sum(-1)", "first = n.cumsum(0) - n"]
             out += [f"lp, old, A = ({per.format('lp')}, {per.format('old')}, A[first])"]
         return out
@@ -147,7 +149,7 @@ def _inputs(c: Config, style: str) -> list[str]:
     shape = "advantages[:, None]" if style == "trl" and o.level not in REDUCE else "advantages"
     out += [f"{k} = torch.where(mask, {v}, 0.0)" for k, v in pairs.items() if k != "A"]
     if o.level in REDUCE:
-        n = " / n" if o.level == "sequence" else ""
+        n = " / n" if o.level == "sequence_mean" else ""
         out += ["n = mask.sum(-1)", f"lp, old = (lp.sum(-1){n}, old.sum(-1){n})"]
         return out + (["A = advantages"] if style == "trl" else
                       ["A = advantages.gather(1, mask.int().argmax(1, keepdim=True))[:, 0]"])  # fmt: skip
@@ -162,7 +164,7 @@ def _reduced(c: Config, style: str, tokens: bool) -> list[str]:
         m = "m"
         if not tokens:
             return ["total = total + J.sum()", "return -total / len(mask)"]
-        masked = ["J = torch.where(m, J, 0.0)"] if c.o.level == "free" else []
+        masked = ["J = torch.where(m, J, 0.0)"] if c.o.level == "custom" else []
         if agg == "seq-mean-token-mean":
             return [*masked, f"total = total + J.sum() / {m}.sum()", "return -total / len(mask)"]
         if agg in ("seq-mean-token-sum", "seq-mean"):
@@ -183,7 +185,7 @@ def _reduced(c: Config, style: str, tokens: bool) -> list[str]:
         m, J = "response_mask", "pg_losses"
         sums = {"seq-mean-token-mean": f"({J}.sum(-1) / ({m}.sum(-1) + 1e-08)).mean()",
                 "seq-mean-token-sum": f"{J}.sum(-1).mean()", "seq-mean": f"{J}.sum(-1).mean()"}  # fmt: skip
-        masked = "torch.where(mask, -J, 0.0)" if c.o.reads_mu or c.o.level == "free" else f"-J * {m}"
+        masked = "torch.where(mask, -J, 0.0)" if c.o.reads_mu or c.o.level == "custom" else f"-J * {m}"
         return [f"{J} = {masked}", "return " + sums.get(agg, f"{J}.sum() / ({m}.sum() + 1e-08)")]
     low = ".clamp(min=1.0)" if style == "trl" else ""
     if style == "trl":

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ORACLES = (
-    "gradient", "value", "aggregation", "split", "data-parallel", "padding", "poison", "on-policy", "stop-gradient",
-    "extremes", "dead-hyperparameter", "scaling", "permutation", "determinism", "mutation", "zero-advantage", "reach",
-    "one-response", "loss-scale",
+    "gradient", "value", "aggregation", "micro-batches", "data-parallel", "padding", "masked-values", "on-policy",
+    "stop-gradient", "extremes", "dead-hyperparameter", "scaling", "permutation", "determinism", "mutation",
+    "zero-advantage", "unusual-inputs", "one-response", "loss-scale",
 )  # fmt: skip
 
 

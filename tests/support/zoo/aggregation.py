@@ -138,7 +138,7 @@ ZOO = [
     ),
     Case(plain_sum, "dapo", oracles={"aggregation", "gradient"}, bug="no denominator: the step grows with the batch"),
     Case(
-        empty_rows_count_a_token, "dapo", oracles={"aggregation", "padding", "split"},
+        empty_rows_count_a_token, "dapo", oracles={"aggregation", "padding", "micro-batches"},
         bug="a fully masked row adds one token to the denominator", source="radixark/miles#2796",
     ),
     Case(normalised_twice, "grpo", oracles={"aggregation", "gradient"}, bug="by the response's tokens, then by all"),
@@ -164,7 +164,7 @@ ZOO = [
         bug="a global token mean divided once more by the accumulation steps", source="modelscope/ms-swift#10117",
     ),
     Case(
-        longest_response_as_unit, "grpo", oracles={"aggregation", "split", "gradient"},
+        longest_response_as_unit, "grpo", oracles={"aggregation", "micro-batches", "gradient"},
         bug="every response is divided by the longest one of the batch",
     ),
     Case(
@@ -172,7 +172,7 @@ ZOO = [
         bug="the first response's length divides all",
     ),
     Case(
-        mean_over_live_responses, "grpo", oracles={"aggregation", "split", "gradient"},
+        mean_over_live_responses, "grpo", oracles={"aggregation", "micro-batches", "gradient"},
         bug="responses with A = 0 leave the denominator",
     ),
 ]  # fmt: skip

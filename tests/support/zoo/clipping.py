@@ -154,7 +154,7 @@ ZOO = [
         bug="tokens outside the window are dropped for both signs", source="natolambert/rlhf-book#290",
     ),
     Case(
-        survivors_in_the_denominator, "dapo", oracles={"gradient", "aggregation", "split"},
+        survivors_in_the_denominator, "dapo", oracles={"gradient", "aggregation", "micro-batches"},
         bug="clipped tokens leave the denominator too",
     ),
     Case(

@@ -208,7 +208,7 @@ ZOO = [
     Case(sapo_taus_swapped, "sapo", oracles={"gradient"}, bug="tau_pos and tau_neg change places"),
     Case(sapo_without_its_scale, "sapo", oracles={"gradient", "on-policy"}, bug="4/τ is missing"),
     Case(
-        gmpo_over_the_micro_batch, "gmpo", oracles={"gradient", "split", "aggregation"},
+        gmpo_over_the_micro_batch, "gmpo", oracles={"gradient", "micro-batches", "aggregation"},
         bug="one geometric mean for the whole micro-batch", source="verl-project/verl#5614",
     ),
     Case(gmpo_clips_the_ratio, "gmpo", oracles={"gradient"}, bug="eps bounds r, where it should bound log r"),

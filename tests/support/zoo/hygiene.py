@@ -142,7 +142,7 @@ ZOO = [
     ),
     Case(
         swallows_the_dual_clip, "dapo", {"c": 3.0}, {"gradient", "dead-hyperparameter"},
-        "c arrives under another name and **kwargs swallows it", "RLinf/RLinf#316",
+        "c arrives under another name and **kwargs accepts_kwargs it", "RLinf/RLinf#316",
     ),
     Case(
         eps_written_into_the_code, "ppo_clip", oracles={"dead-hyperparameter"},
@@ -157,7 +157,7 @@ ZOO = [
         bug="large advantages are clamped at 5 without being told", source="kvablack/ddpo-pytorch#12",
     ),
     Case(
-        whitened_again, "ppo_clip", oracles={"scaling", "gradient", "split", "on-policy"},
+        whitened_again, "ppo_clip", oracles={"scaling", "gradient", "micro-batches", "on-policy"},
         bug="advantages are whitened once more per micro-batch", source="axon-rl/gem#113",
     ),
     Case(
@@ -171,11 +171,11 @@ ZOO = [
     ),
     Case(
         first_row_as_baseline, "reinforce_off_policy",
-        oracles={"permutation", "split", "gradient", "on-policy"},
+        oracles={"permutation", "micro-batches", "gradient", "on-policy"},
         bug="the first response (the greedy one, once) is everybody's baseline",
     ),
     Case(
-        later_rows_weigh_less, "grpo", oracles={"permutation", "split", "gradient", "aggregation"},
+        later_rows_weigh_less, "grpo", oracles={"permutation", "micro-batches", "gradient", "aggregation"},
         bug="a weight per row index",
     ),
     Case(

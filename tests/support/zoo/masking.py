@@ -89,11 +89,15 @@ def padding_reported(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, e
 
 ZOO = [
     Case(
-        mask_never_read, "dapo", oracles={"poison", "padding", "gradient", "aggregation"}, bug="the mask is an ornament"
+        mask_never_read, "dapo", oracles={"masked-values", "padding", "gradient", "aggregation"},
+        bug="the mask is an ornament",
     ),
-    Case(denominator_only, "dapo", oracles={"poison", "padding", "gradient"}, bug="padding is summed, tokens counted"),
     Case(
-        shifted_by_one, "dapo", oracles={"gradient", "padding", "poison"},
+        denominator_only, "dapo", oracles={"masked-values", "padding", "gradient"},
+        bug="padding is summed, tokens counted",
+    ),
+    Case(
+        shifted_by_one, "dapo", oracles={"gradient", "padding", "masked-values"},
         bug="the mask of the inputs on the log-probabilities of the targets", source="CarperAI/trlx#582",
     ),
     Case(inverted, "ppo_clip", oracles={"gradient"}, bug="masked_fill(mask): the ratio of every real token is 1"),
@@ -106,7 +110,7 @@ ZOO = [
         bug="tokens with A = 0 are taken for padding",
     ),
     Case(
-        zero_log_prob_is_padding, "dapo", oracles={"poison", "padding", "gradient", "aggregation"},
+        zero_log_prob_is_padding, "dapo", oracles={"masked-values", "padding", "gradient", "aggregation"},
         bug="padding is recognized by a log-probability of 0",
     ),
     Case(
@@ -114,20 +118,20 @@ ZOO = [
         bug="the last token of the longest responses is dropped",
     ),
     Case(
-        mask_is_a_prefix, "dapo", oracles={"gradient", "padding", "poison", "aggregation"},
+        mask_is_a_prefix, "dapo", oracles={"gradient", "padding", "masked-values", "aggregation"},
         bug="only the length of the mask is used: wrong with left padding or tool output in the middle",
     ),
     Case(
-        until_the_last_token, "grpo", oracles={"gradient", "padding", "poison", "aggregation"},
+        until_the_last_token, "grpo", oracles={"gradient", "padding", "masked-values", "aggregation"},
         bug="masked spans between turns are trained on",
     ),
     Case(
         padding_in_the_batch_mean, "reinforce_off_policy",
-        oracles={"gradient", "padding", "poison", "split", "aggregation", "on-policy"},
+        oracles={"gradient", "padding", "masked-values", "micro-batches", "aggregation", "on-policy"},
         bug="a baseline averaged over padding",
     ),
     Case(
-        padding_reported, "dapo", oracles={"poison", "value", "padding"},
+        padding_reported, "dapo", oracles={"masked-values", "value", "padding"},
         bug="the gradient is right, but the value reads masked slots",
     ),
 ]  # fmt: skip

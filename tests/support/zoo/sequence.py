@@ -109,7 +109,7 @@ ZOO = [
         bug="seq-mean-token-sum multiplies by the length", source="alibaba/ROLL#165",
     ),
     Case(
-        outer_product, "gspo", oracles={"gradient", "split", "on-policy"},
+        outer_product, "gspo", oracles={"gradient", "micro-batches", "on-policy"},
         bug="[B] times [B, 1] is [B, B]: every ratio meets every advantage",
     ),
     Case(arithmetic_mean, "gspo", oracles={"gradient"}, bug="the arithmetic mean of the token ratios"),
@@ -119,7 +119,7 @@ ZOO = [
         bug="the sequence ratio is used, the token ratio clipped",
     ),
     Case(
-        centred_over_the_batch, "gspo", oracles={"gradient", "poison", "split", "on-policy"},
+        centred_over_the_batch, "gspo", oracles={"gradient", "masked-values", "micro-batches", "on-policy"},
         bug="log-ratios are centred over the batch, padding included", source="MakazhanAlpamys/Soup#723",
     ),
     Case(sum_for_positives, "up_gspo", oracles={"gradient", "on-policy"}, bug="A Σ log π where the mean is meant"),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a framework sees when it is imported: its own folder, torch, numpy and what upref needs, and nothing else of the
-environment; shells and stand-ins for what it does not need here."""
+environment; skip_init and stand-ins for what it does not need here."""
 
 import importlib.metadata
 import importlib.util
@@ -26,7 +26,7 @@ def isolate(paths: list[str], pin: Pin):
     own = [f for f in sys.meta_path if isinstance(f, type) and f.__name__ in ("BuiltinImporter", "FrozenImporter")]
     rest = [f for f in sys.meta_path if f not in own]
     sys.meta_path[:] = [_Stubs(pin), *own, _Only(rest, paths)]
-    for name in sorted(pin.shells):  # parents first
+    for name in sorted(pin.skip_init):  # parents first
         _shell(name)
 
 

@@ -29,7 +29,7 @@ class Pin:
     files: the first 32 digits of the sha256 of each file that holds what is audited, by its path as it is imported.
     repository, commit, date: for a framework on no package index; packages are then what it imports.
     root: the folder of a checkout that its packages are imported from.
-    shells: packages whose __init__ is skipped. stubs: modules that are not there; calling anything of them raises.
+    skip_init: packages whose __init__ is skipped. stubs: modules that are not there; calling anything of them raises.
     decorators: callables of stubs that may be called while the framework is imported; what they decorate raises.
     """
 
@@ -39,7 +39,7 @@ class Pin:
     commit: str = ""
     date: str = ""  # of the commit
     root: str = ""
-    shells: tuple[str, ...] = ()
+    skip_init: tuple[str, ...] = ()
     stubs: tuple[str, ...] = ()
     decorators: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)  # of its process

@@ -27,7 +27,7 @@ def report(fn):
     def wrapped(log_prob, old_log_prob, advantages, mask):
         return fn(log_prob, old_log_prob, per_response(advantages, mask), mask)
 
-    return check(wrapped, "gspo", skip=("extremes", "poison"))
+    return check(wrapped, "gspo", skip=("extremes", "masked-values"))
 
 
 def batch(shows, log_r, A, mask=None):

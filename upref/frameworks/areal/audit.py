@@ -12,7 +12,7 @@ from torch import Tensor
 from upref import kl
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import ALWAYS, clamped
+from upref.audits.shared import ALWAYS, clamped
 from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 
 PIN = Pin(
@@ -23,7 +23,7 @@ PIN = Pin(
         "areal/utils/functional/vocab_parallel.py": "a88d7f6076b0aca5f4bb28d5f19a61fc",
         "areal/utils/data.py": "c473fb9d63a93745bd1f5624c06abeb3",
     },
-    shells=("areal", "areal.api", "areal.engine", "areal.engine.fsdp_utils", "areal.infra", "areal.utils",
+    skip_init=("areal", "areal.api", "areal.engine", "areal.engine.fsdp_utils", "areal.infra", "areal.utils",
             "areal.utils.functional"),
     stubs=("areal.infra.platforms", "uvloop", "yaml", "hydra", "omegaconf", "einops", "torchdata", "transformers",
            "ray", "requests", "numba"),

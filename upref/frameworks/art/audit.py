@@ -17,7 +17,7 @@ PIN = Pin(
         "openpipe-art==0.5.18", "pydantic==2.12.5", "pydantic-core==2.41.5", "annotated-types==0.7.0",
         "typing-inspection==0.4.2",
     ),
-    files={"art/loss.py": "80093955fe1f1b0c4ea84ee0a32f2ade"}, shells=("art", "art.utils"), stubs=("art.dev",),
+    files={"art/loss.py": "80093955fe1f1b0c4ea84ee0a32f2ade"}, skip_init=("art", "art.utils"), stubs=("art.dev",),
 )  # fmt: skip
 _loss = lambda: importlib.import_module("art.loss")
 
@@ -62,7 +62,7 @@ MEANS = replace(MEANS, words=f"{MEANS.words}, and no setting gives another")
 RIGHT = replace(with_hp(eps_high=0.1), words="the cap on wrong tokens, 1.1, holds for right ones too")
 CAPPED = {"max_negative_advantage_importance_sampling_weight": 1.1}
 SEQUENCE = {"importance_sampling_level": "sequence"}
-WHOLE = replace(get("cispo"), level="sequence", agg=get("gspo").agg)
+WHOLE = replace(get("cispo"), level="sequence_mean", agg=get("gspo").agg)
 STAYS = fault("loss_fn stays cispo: a weight of at most 5, no clip", "objective", objective=WHOLE, hp={"eps_high": 4.0})
 COMPARISONS = (
     Comparison("default", "cispo", {}, "cispo", {}, (MEANS,)),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from upref.audits.framework import Comparison, Framework, Pin
-from upref.audits.usual import BNPO, CAP, F32, LENGTH, LUSPO, SLOTS, WIDTH
+from upref.audits.shared import BNPO, CAP, F32, LENGTH, LUSPO, SLOTS, WIDTH
 from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 
 TRAINER = "axolotl.core.trainers.grpo.async_trainer"
@@ -23,7 +23,7 @@ PIN = Pin(
         "axolotl/core/trainers/grpo/async_trainer.py": "a744b5c3868141a041099b82577ecd04",
         "trl/trainer/grpo_config.py": "68a927fb50b742f5cc35d6e094392f54",
     },
-    shells=("axolotl", "axolotl.core", "axolotl.core.trainers", "axolotl.core.trainers.grpo", "axolotl.utils"),
+    skip_init=("axolotl", "axolotl.core", "axolotl.core.trainers", "axolotl.core.trainers.grpo", "axolotl.utils"),
     stubs=("trl", "accelerate", "peft", "liger_kernel", "axolotl.utils.logging"),
     decorators=("trl.extras.profiling.profiling_decorator", "axolotl.utils.logging.get_logger"),
 )

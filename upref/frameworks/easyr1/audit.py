@@ -16,7 +16,7 @@ from torch import Tensor
 from upref.audits.compare import MICRO
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import BETA, CLAMP, CLAMP_K3, CLAMP_S20, K1, NARROW_K3, SAMPLE, sampled, source
+from upref.audits.shared import BETA, CLAMP, CLAMP_K3, CLAMP_S20, K1, NARROW_K3, SAMPLE, sampled, source
 from upref.registry import get
 from upref.rollouts import Rollouts
 from upref.verify.faults import Fault
@@ -30,7 +30,7 @@ PIN = Pin(
         "verl/utils/torch_functional.py": "fd686c86f5e479acb39d873fef8eadc0",
         "verl/workers/actor/dp_actor.py": "2e7ba59831f4a8c0d01e918103f19155",
     },
-    shells=("verl", "verl.utils", "verl.trainer", "verl.workers", "verl.workers.actor"),
+    skip_init=("verl", "verl.utils", "verl.trainer", "verl.workers", "verl.workers.actor"),
 )  # fmt: skip
 READ = (
     "clip_ratio_low", "clip_ratio_high", "clip_ratio_dual", "loss_avg_mode", "tau_positive", "tau_negative",
@@ -74,7 +74,7 @@ def _by_tokens(b: Rollouts) -> Tensor:
     return torch.cat([(MICRO * m.mask.sum() / b.mask.sum()).expand(len(m.mask), 1) for m in parts]).to(b.logp)
 
 
-DAPO_S = replace(get("dapo"), level="sequence")
+DAPO_S = replace(get("dapo"), level="sequence_mean")
 DUAL_S = fault("the dual clip c = 3, of a response's ratio", "objective", objective=DAPO_S,
                hp={"eps_low": 3e-4, "eps_high": 4e-4, "c": 3.0})  # fmt: skip
 WEIGHED = fault("micro-batches count by their tokens, where loss_avg_mode=seq too", "batches", scale=_by_tokens)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import BNPO, BY_TOKENS, CAP, F32, LENGTH, LUSPO, NO_KL, SLOTS, VESPO, WIDTH, arguments
+from upref.audits.shared import BNPO, BY_TOKENS, CAP, F32, LENGTH, LUSPO, NO_KL, SLOTS, VESPO, WIDTH, arguments
 from upref.kl import k3
 from upref.rollouts import Rollouts
 from upref.verify.faults.losses import GROUPS, LossFault, aggregated, fault, with_hp
@@ -25,7 +25,7 @@ PIN = Pin(
         "liger_kernel/chunked_loss/fused_linear_ppo.py": "0daa930fb2967cec318f543b5137b009",
     },
     root="src",
-    shells=("liger_kernel", "liger_kernel.chunked_loss", "liger_kernel.ops"),
+    skip_init=("liger_kernel", "liger_kernel.chunked_loss", "liger_kernel.ops"),
 )
 # NO_KL below: beta is 0.04 by default, and few papers have the term
 COUNTED = ("dapo", "cispo", "vespo")  # these read num_items_in_batch

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Pin
-from upref.audits.usual import BETA, CLAMP, CLAMP_K3, CLAMP_S20, K1, NARROW_K3, defaults, options
+from upref.audits.shared import BETA, CLAMP, CLAMP_K3, CLAMP_S20, K1, NARROW_K3, defaults, options
 from upref.verify.faults.losses import GROUPS, with_hp
 
 UTILS, ARGUMENTS = "miles.backends.training_utils.", "miles.utils.arguments"
@@ -22,7 +22,7 @@ PIN = Pin(
         "miles/backends/training_utils/cp_utils.py": "2757d9da461f6dc2f0a19df219c7a698",
         "miles/utils/arguments.py": "b0260a00f76ee56b532cd1bff4c6e71e",
     },
-    shells=("miles", "miles.utils", "miles.backends", "miles.backends.training_utils",
+    skip_init=("miles", "miles.utils", "miles.backends", "miles.backends.training_utils",
             "miles.backends.training_utils.loss_hub"),
     stubs=(UTILS + "parallel", UTILS + "loss_hub.logit_processors", UTILS + "loss_hub.corrections",
            "miles.utils.misc", "miles.utils.types", "fla"),

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import ALWAYS, CLAMP_K3, FLOOR, NARROW, kl_term
+from upref.audits.shared import ALWAYS, CLAMP_K3, FLOOR, NARROW, kl_term
 from upref.kl import k3
 from upref.ops import exp, sg
 from upref.verify.faults import Fault
@@ -31,7 +31,7 @@ PIN = Pin(
         HOME + "advantage_estimator.py": "694e004dc8ff6f065e3259edd3172d63",
         HOME + "utils.py": "4b9014d79b5e2ce3246d7cda7b367ae9",
     },
-    shells=("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.x_token"),
+    skip_init=("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.x_token"),
     stubs=(
         "transformers", "nemo_rl.models.dtensor", "nemo_rl.models.policy", "nemo_rl.utils.logger",
         "nemo_rl.data.multimodal_utils", "nemo_rl.algorithms.x_token.token_aligner",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import kl_term
+from upref.audits.shared import kl_term
 from upref.kl import k3
 from upref.verify.faults.losses import GROUPS, with_hp
 
@@ -22,7 +22,7 @@ PIN = Pin(
         "open_instruct/grpo_utils.py": "dcadf2c3ce4d3b70e0f113942a00226e",
         "open_instruct/model_utils.py": "ea12a42c088812498dd29f152c061ac3",
     },
-    shells=("open_instruct",),
+    skip_init=("open_instruct",),
     stubs=(
         "open_instruct.data_loader", "open_instruct.data_types", "open_instruct.logger_utils",
         "open_instruct.olmo_core_utils", "open_instruct.utils", "open_instruct.ground_truth_utils", "pandas", "ray",

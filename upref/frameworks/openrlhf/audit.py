@@ -12,7 +12,7 @@ from torch import Tensor
 
 from upref import kl
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import CLAMP, arguments, clamped
+from upref.audits.shared import CLAMP, arguments, clamped
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 
@@ -22,7 +22,7 @@ PIN = Pin(
         "openrlhf/models/loss.py": "a6dd82c27e8b1711c6a33b6acd0319be",
         "openrlhf/models/utils.py": "bb0c73194c8a14173ebe15dff103f5a9",
     },
-    shells=("openrlhf", "openrlhf.models", "openrlhf.trainer", "openrlhf.trainer.ppo_utils", "openrlhf.trainer.ray",
+    skip_init=("openrlhf", "openrlhf.models", "openrlhf.trainer", "openrlhf.trainer.ppo_utils", "openrlhf.trainer.ray",
             "openrlhf.utils"),
     stubs=("deepspeed", "ray", "transformers", "openrlhf.trainer.ray.launcher"),
     decorators=("ray.remote",), env={"TORCHDYNAMO_DISABLE": "1"},

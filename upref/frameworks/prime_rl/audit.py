@@ -11,7 +11,7 @@ from torch import Tensor
 
 from upref.aggregation import aggregate
 from upref.audits.framework import Comparison, Framework, Pin
-from upref.audits.usual import ALWAYS, source
+from upref.audits.shared import ALWAYS, source
 from upref.ops import exp, where
 from upref.registry import get
 from upref.rollouts import Rollouts
@@ -26,7 +26,7 @@ PIN = Pin(
         CONFIGS: "8e9dfae7baf22c7eecd0238ddde47f2f",
     },
     root="src",
-    shells=("prime_rl", "prime_rl.trainer", "prime_rl.trainer.rl"),
+    skip_init=("prime_rl", "prime_rl.trainer", "prime_rl.trainer.rl"),
     stubs=("prime_rl.configs", "prime_rl.utils"), env={"TORCHDYNAMO_DISABLE": "1"},
 )  # fmt: skip
 _losses = lambda: importlib.import_module("prime_rl.trainer.rl.loss")

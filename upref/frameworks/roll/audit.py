@@ -13,7 +13,7 @@ from torch import Tensor
 
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import CLAMP_K3, SAMPLE, clamped, sampled, source
+from upref.audits.shared import CLAMP_K3, SAMPLE, clamped, sampled, source
 from upref.kl import k3
 from upref.ops import clip, exp, sg, when, where
 from upref.registry import get

@@ -11,7 +11,7 @@ from torch import Tensor
 from upref import advantages
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import ALONE, CLAMP, CLAMP_K3, CLAMP_S, NARROW_K3, SAMPLE, alone, sampled
+from upref.audits.shared import ALONE, CLAMP, CLAMP_K3, CLAMP_S, NARROW_K3, SAMPLE, keep_singletons, sampled
 from upref.objectives.dppo import binary_kl
 from upref.rollouts import Rollouts
 from upref.verify.faults import Fault
@@ -25,7 +25,13 @@ PIN = Pin(
         HOME + "torch_utils.py": "c145636be365b9513197cd0947f24ef2",
         "skyrl/train/config/config.py": "a3b36099c5308fc9bc658394f10cfff0",
     },
-    shells=("skyrl", "skyrl.backends", "skyrl.backends.skyrl_train", "skyrl.backends.skyrl_train.utils", "skyrl.train"),
+    skip_init=(
+        "skyrl",
+        "skyrl.backends",
+        "skyrl.backends.skyrl_train",
+        "skyrl.backends.skyrl_train.utils",
+        "skyrl.train",
+    ),
     stubs=("ray", "omegaconf", "skyrl_gym", "cloudpathlib", "peft"),
     decorators=("ray.remote",),
 )
@@ -123,7 +129,7 @@ def _parts() -> tuple[Part, ...]:
     logprobs = importlib.import_module("skyrl.backends.skyrl_train.utils.torch_utils").logprobs_from_logits
     return (
         Part("advantages", "grpo", _advantages("grpo"), "group_norm", reasons=(
-            Fault(ALONE, alone(advantages.group_norm)),), tol=1e-5),
+            Fault(ALONE, keep_singletons(advantages.group_norm)),), tol=1e-5),
         Part("advantages", "rloo", _advantages("rloo"), "leave_one_out"),
         Part("advantages", "reinforce++", _advantages("reinforce++"), "whiten", reasons=(
             Fault(SAMPLE, sampled),), tol=1e-6),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import BETA, CLAMP_K3, FLOOR, K1, clamped, defaults, options
+from upref.audits.shared import BETA, CLAMP_K3, FLOOR, K1, clamped, defaults, options
 from upref.kl import k3
 from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 
@@ -21,7 +21,7 @@ PIN = Pin(
         "slime/utils/ppo_utils.py": "0f0ad5ee55ceb27ac7160a8665e324a2",
         "slime/utils/arguments.py": "434f78ffce7829fb23854729f11d9af6",
     },
-    shells=("slime", "slime.utils", "slime.backends", "slime.backends.megatron_utils"),
+    skip_init=("slime", "slime.utils", "slime.backends", "slime.backends.megatron_utils"),
     stubs=("megatron", "transformer_engine"),
     env={"TORCHDYNAMO_DISABLE": "1"},  # its losses are compiled: the plain functions are audited
 )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import BNPO, CAP, CLAMP_K3, LENGTH, NO_KL, kl_term, source
+from upref.audits.shared import BNPO, CAP, CLAMP_K3, LENGTH, NO_KL, kl_term, source
 from upref.kl import k3
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, with_hp
@@ -23,7 +23,7 @@ PIN = Pin(
         "swift/rlhf_trainers/grpo_trainer.py": "53fddb594ce9a996da34b285984ce4fa",
         "swift/rl_core/advantage.py": "397e403576ad2557e0e7ee80130e0b37",
     },
-    shells=("swift", "swift.rlhf_trainers"),
+    skip_init=("swift", "swift.rlhf_trainers"),
     stubs=(
         "accelerate", "dacite", "datasets", "json_repair", "modelscope", "pandas", "requests", "tqdm", "transformers",
         "trl", "swift.dataset", "swift.infer_engine", "swift.rewards", "swift.sequence_parallel", "swift.template",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from upref.advantages import get as advantage
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import BETA, MICRO_MEAN, NO_KL, arguments
+from upref.audits.shared import BETA, MICRO_MEAN, NO_KL, arguments
 from upref.kl import k3
 from upref.ops import clip, exp, where
 from upref.registry import get

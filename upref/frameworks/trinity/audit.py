@@ -14,7 +14,7 @@ from upref.advantages import get as advantage
 from upref.audits.compare import MICRO
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import ALONE, CLAMP, NARROW_K3, SAMPLE, arguments, sampled
+from upref.audits.shared import ALONE, CLAMP, NARROW_K3, SAMPLE, arguments, sampled
 from upref.objectives.sapo import sapo
 from upref.ops import exp, minimum, sg, sigmoid, where
 from upref.registry import get
@@ -30,7 +30,7 @@ PIN = Pin(
         "trinity/algorithm/policy_loss_fn/sapo_policy_loss.py": "40dbf1f4d3fd62a441e948b84c2f281a",
         "trinity/algorithm/utils.py": "e22fc2abb211fd00e0ff2757f1c75cc0",
     },
-    shells=("trinity", "trinity.algorithm", "trinity.common", "trinity.buffer", "trinity.utils"),
+    skip_init=("trinity", "trinity.algorithm", "trinity.common", "trinity.buffer", "trinity.utils"),
     stubs=("ray", "verl", "omegaconf"),
 )
 _module = lambda name: importlib.import_module(f"trinity.algorithm.{name}")

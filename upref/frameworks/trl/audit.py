@@ -16,14 +16,16 @@ from torch import Tensor
 
 from upref.advantages import group_mean
 from upref.audits.framework import Comparison, Framework, Part
-from upref.audits.usual import BETA, BNPO, BY_TOKENS, CAP, F32, LENGTH, LUSPO, VESPO, kl_term
+from upref.audits.shared import BETA, BNPO, BY_TOKENS, CAP, F32, LENGTH, LUSPO, VESPO, kl_term
 from upref.foreign.trl import loss_types, trl, trl_loss
 from upref.kl import k3
 from upref.ops import exp
 from upref.registry import get
 from upref.verify.faults.losses import GROUPS, LossFault, aggregated, fault, with_hp
 
-PRODUCT = replace(get("gspo"), name="min(S A, clip(S) A), S the product of a response's ratios", level="trajectory")
+PRODUCT = replace(
+    get("gspo"), name="min(S A, clip(S) A), S the product of a response's ratios", level="sequence_product"
+)
 UNCLIPPED = 1e30  # RLOOTrainer cannot switch its clip off
 
 

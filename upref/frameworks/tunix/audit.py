@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import BETA, CLAMP, CLAMP_S, K1, MICRO_MEAN, NO_KL
+from upref.audits.shared import BETA, CLAMP, CLAMP_S, K1, MICRO_MEAN, NO_KL
 from upref.ops import sg
 from upref.registry import get
 from upref.rollouts import Rollouts
@@ -32,7 +32,7 @@ PIN = Pin(
         HOME + "common.py": "5c8947bb5c393eb0e62c25bb356a887f",
         HOME + "grpo/grpo_learner.py": "a7f43b0eb3b715e4803039816d48049f",
     },
-    shells=("tunix", "tunix.rl", "tunix.sft"),
+    skip_init=("tunix", "tunix.rl", "tunix.sft"),
     stubs=("orbax", "tensorstore", "msgpack", "humanize", "treescope", "optax", "tunix.generate", "tunix.oss",
            "tunix.rl.rl_cluster", "tunix.rl.rl_learner"),
     env={"JAX_PLATFORMS": "cpu"},

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from upref.audits.framework import Comparison, Framework, Part, Pin
-from upref.audits.usual import BNPO, CAP, CLAMP_K3, F32, LUSPO, kl_term
+from upref.audits.shared import BNPO, CAP, CLAMP_K3, F32, LUSPO, kl_term
 from upref.ops import exp, expm1
 from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
 
@@ -22,7 +22,7 @@ PIN = Pin(
         "unsloth_zoo/rl_replacements.py": "28275ce5683669113b8b6f47bdd04102",
         "unsloth_zoo/fused_losses/fused_linear.py": "7245d2f0774da223b33b24059d2854fb",
     },
-    shells=("unsloth_zoo", "unsloth_zoo.temporary_patches", "unsloth_zoo.fused_losses"),
+    skip_init=("unsloth_zoo", "unsloth_zoo.temporary_patches", "unsloth_zoo.fused_losses"),
     stubs=("datasets",),
     env={"UNSLOTH_FORCE_CPU": "1", "UNSLOTH_COMPILE_DISABLE": "1"},  # its own settings: no GPU, the plain functions
 )

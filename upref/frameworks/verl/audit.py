@@ -12,7 +12,7 @@ from upref import advantages
 from upref.audits.compare import MICRO
 from upref.audits.components import kls
 from upref.audits.framework import Comparison, Framework, Part
-from upref.audits.usual import ALONE, CLAMP, CLAMP_S, FLOOR, NARROW_K3, SAMPLE, alone, sampled
+from upref.audits.shared import ALONE, CLAMP, CLAMP_S, FLOOR, NARROW_K3, SAMPLE, keep_singletons, sampled
 from upref.foreign.verl import NO_DUAL_CLIP, verl, verl_loss
 from upref.objectives.dppo import binary_kl
 from upref.rollouts import Rollouts
@@ -163,7 +163,7 @@ def _lengths(R: Tensor) -> Tensor:
 
 
 def _gpg(R: Tensor, group: Tensor) -> Tensor:
-    return alone(advantages.group_mean)(R, group) * len(R) / R.count_nonzero().clamp(min=1)
+    return keep_singletons(advantages.group_mean)(R, group) * len(R) / R.count_nonzero().clamp(min=1)
 
 
 VALUES = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64)  # of a critic, for every response
@@ -193,7 +193,7 @@ def _sum_of_deltas(lam: float):
 
 def _centred(R: Tensor, group: Tensor) -> Tensor:
     """REINFORCE++-baseline as verl has it."""
-    return sampled(alone(advantages.group_mean)(R, group))
+    return sampled(keep_singletons(advantages.group_mean)(R, group))
 
 
 def _parts() -> tuple[Part, ...]:
@@ -202,7 +202,8 @@ def _parts() -> tuple[Part, ...]:
     groups = {"grpo": "group_norm", "grpo_vectorized": "group_norm", "rloo": "leave_one_out"}
     rounded = {"grpo_vectorized": ("equal rewards that do not round alike",)}
     return (
-        *(Part("advantages", n, _advantages(n), ref, reasons=(Fault(ALONE, alone(advantages.ADVANTAGES[ref])),),
+        *(Part("advantages", n, _advantages(n), ref,
+               reasons=(Fault(ALONE, keep_singletons(advantages.ADVANTAGES[ref])),),
                leaves_out=rounded.get(n, ()), tol=1e-3 if n in rounded else 1e-5)
           for n, ref in groups.items()),
         Part("advantages", "rloo_vectorized", _advantages("rloo_vectorized"), "leave_one_out"),
@@ -211,9 +212,9 @@ def _parts() -> tuple[Part, ...]:
         Part("advantages", "reinforce_plus_plus_baseline", _advantages("reinforce_plus_plus_baseline"),
              "group_mean_whiten", reasons=(Fault(f"{ALONE}; {SAMPLE}", _centred),), tol=1e-6),
         Part("advantages", "opo", _opo, _by_length, words="R minus the mean by length (OPO)", reasons=(
-            Fault(ALONE, alone(_by_length)),), tol=1e-6),
+            Fault(ALONE, keep_singletons(_by_length)),), tol=1e-6),
         Part("advantages", "gpg", _advantages("gpg"), "group_mean", reasons=(
-            Fault(ALONE, alone(advantages.group_mean)),
+            Fault(ALONE, keep_singletons(advantages.group_mean)),
             Fault("times the responses over those whose reward is not 0", _gpg)), tol=1e-6),
         Part("advantages", "remax", _remax, lambda R, group: R - GREEDY[group], words="R minus the greedy response's"),
         *(Part("advantages", f"grpo_passk, std={std}", _passk(std), _best_alone(std), leaves_out=("one",), tol=1e-6,

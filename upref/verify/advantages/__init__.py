@@ -10,15 +10,15 @@ from typing import Any
 
 from upref import advantages
 from upref.errors import InputError
-from upref.verify.advantages.case import Case, settled
+from upref.verify.advantages.case import Case, choose_inputs
 from upref.verify.advantages.function import read
 from upref.verify.advantages.oracles import ORACLES
 from upref.verify.exact import EVEN, NORMED
-from upref.verify.oracle import must_know, run
-from upref.verify.report import Report, tidy
+from upref.verify.oracle import run, validate_names
+from upref.verify.report import Report, restores_state
 
 
-@tidy
+@restores_state
 def check_advantages(fn: Any, estimator: str, *, skip: tuple[str, ...] = (), **hp: Any) -> Report:
     """Compare a function with an advantage estimator of upref.advantages.
 
@@ -43,8 +43,8 @@ def check_advantages(fn: Any, estimator: str, *, skip: tuple[str, ...] = (), **h
     for k, v in hp.items():
         if isinstance(v, bool) or not isinstance(v, int | float) or not 0 <= v < 1e300:
             raise InputError(f"{k} must be a number >= 0, got {repr(v)[:60]}.")
-    must_know(ORACLES, skip)
-    case = settled(read(fn, estimator, hp), estimator, hp)
+    validate_names(ORACLES, skip)
+    case = choose_inputs(read(fn, estimator, hp), estimator, hp)
     found, ran = run(ORACLES, case, skip)
     return Report(
         loss=case.f.name, objective=estimator,

@@ -135,7 +135,7 @@ class Case:
         return "\n".join([*lines, f"# expected  {_list(self.expected(b))}"]) + found
 
 
-def settled(f: Function, name: str, hp: Mapping[str, Any]) -> Case:
+def choose_inputs(f: Function, name: str, hp: Mapping[str, Any]) -> Case:
     """With the first kind of input on which it is right, in float64 or else in float32; else the first that runs."""
     first: Case | None = None
     errors: list[InputError] = []

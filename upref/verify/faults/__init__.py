@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
-from upref.verify.oracle import found_in
+from upref.verify.oracle import discover
 
 C = TypeVar("C")
 
@@ -51,6 +51,6 @@ class Catalogue:
 def known(function: str, *given: Any) -> Iterator[Fault[Any]]:
     """All faults of that kind of function: those of the module of this name, then those of other files."""
     yield from import_module(f"{__name__}.{function}").known(*given)
-    for more in found_in(sys.modules[__name__], Catalogue):
+    for more in discover(sys.modules[__name__], Catalogue):
         if more.function == function:
             yield from more.faults(*given)

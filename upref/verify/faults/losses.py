@@ -17,7 +17,7 @@ from upref import kl
 from upref.ops import clip, exp, maximum, mean_t, minimum, sg, sum_t, where
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
-from upref.verify.factors import FACTORS, promised
+from upref.verify.factors import FACTORS, declared_aggregation
 from upref.verify.faults import Fault
 from upref.verify.measure import kl_slope, unit_weights
 
@@ -210,12 +210,12 @@ def _of(k: Callable, b: Rollouts, mask: Tensor) -> Tensor:
 
 def clamp_faults(o: Objective, hp: dict[str, Any], low: float, high: float, said: str) -> Iterator[LossFault]:
     """log r, of the response or of each token, clamped: before its gradient, where A <= 0 alone, or in a constant."""
-    j, wide = _own(o, hp), {"sequence": mean_t, "trajectory": sum_t}.get(o.level)
+    j, wide = _own(o, hp), {"sequence_mean": mean_t, "sequence_product": sum_t}.get(o.level)
 
     def of_response(lp, old, m):
         assert wide is not None
         x, n = wide(where(m, lp - old, 0), m)[:, None], m.sum(-1, keepdim=True)
-        return lp + (x.clamp(low, high) - x) / (n if o.level == "trajectory" else 1)
+        return lp + (x.clamp(low, high) - x) / (n if o.level == "sequence_product" else 1)
 
     of_token = lambda lp, old, m: old + (lp - old).clamp(low, high)
     for what, inside in [("the response's log r", of_response)] * bool(wide) + [("log r", of_token)]:
@@ -249,7 +249,7 @@ def untrained(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         def weigh(b: Rollouts, cut: Callable = cut, counted: bool = counted) -> Tensor:
             m = b.mask & ~cut(b.mask)
             there = Rollouts.unchecked(**{**vars(b), "mask": m, "totals": None})
-            f = FACTORS[promised(o)]
+            f = FACTORS[declared_aggregation(o)]
             times = 1.0 if counted else (f(there) / f(b))[:, None]
             return torch.where(m, unit_weights(o, b if counted else there, hp) * times, 0)
 
@@ -288,11 +288,11 @@ def by_token(x: Tensor, lp: Tensor) -> Tensor:
 
 def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi: float) -> Iterator[LossFault]:
     """The ratio is the objective's: a token's or a response's."""
-    j, wide = _own(o, hp), o.level in ("sequence", "trajectory")
+    j, wide = _own(o, hp), o.level in ("sequence_mean", "sequence_product")
 
     def log_r(lp, old, m):
         x = where(m, lp - old, 0)
-        return {"sequence": mean_t, "trajectory": sum_t}[o.level](x, m)[:, None].expand_as(x) if wide else x
+        return {"sequence_mean": mean_t, "sequence_product": sum_t}[o.level](x, m)[:, None].expand_as(x) if wide else x
 
     R = lambda lp, old, m: exp(log_r(lp, old, m))
     ppo = lambda r, A, lo=lo, hi=hi: minimum(r * A, clip(r, 1 - lo, 1 + hi) * A)
@@ -383,7 +383,7 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
         for way in (lambda x, lp: x, by_token):
 
             def shared(b: Rollouts, over: Callable = over, way: Callable = way) -> Tensor:
-                f = FACTORS[promised(o)](b)[:, None]
+                f = FACTORS[declared_aggregation(o)](b)[:, None]
                 x = lambda lp, old, m: (where(m, lp - old, 0).sum() / over(m)).expand_as(lp)
                 return _slope(lambda lp, old, A, m: f * ppo(exp(way(x(lp, old, m), lp)), A), b) / f
 
@@ -399,7 +399,7 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
                lambda lp, old, A, m: sg(j(lp, old, A, m)) * lp)  # fmt: skip
     yield made("clip", "the bounds are taken as absolute, [eps_low, eps_high], not as 1 - eps_low and 1 + eps_high",
                form(lambda r, A, lp: minimum(r * A, clip(r, lo, max(lo, hi)) * A)))  # fmt: skip
-    of_token = " of each token: the ratio of the token replaces the response's" * (o.level == "free")
+    of_token = " of each token: the ratio of the token replaces the response's" * (o.level == "custom")
     yield made("clip", f"the bounds are on log r: [-eps_low, eps_high]{of_token}",
                form(lambda r, A, lp: minimum(r * A, exp(r.log().clamp(-lo, hi)) * A)))  # fmt: skip
     yield made("ratio", "where A > 0 the ratio to π_old replaces log π_θ",

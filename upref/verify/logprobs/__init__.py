@@ -9,11 +9,11 @@ from upref.errors import InputError
 from upref.foreign.logprobs import Kernel, probe, read
 from upref.verify.faults.logprobs import solved
 from upref.verify.logprobs.oracles import DOUBLE, HALF, ORACLES, SINGLE, Case
-from upref.verify.oracle import must_know, run
-from upref.verify.report import Finding, Report, note, tidy
+from upref.verify.oracle import run, validate_names
+from upref.verify.report import Finding, Report, note, restores_state
 
 
-@tidy
+@restores_state
 def check_logprobs(
     fn: Any, *, softcap: float | None = None, logit_scale: float = 1.0, ranks: int = 1, skip: tuple[str, ...] = ()
 ) -> Report:
@@ -45,9 +45,9 @@ def check_logprobs(
             raise InputError(f"{name} must be a finite number > 0, got {repr(number)[:60]}.")
     if type(ranks) is not int or not 1 <= ranks <= 16:
         raise InputError(f"ranks must be a number of processes from 1 to 16, got {repr(ranks)[:60]}.")
-    must_know(ORACLES, skip)
+    validate_names(ORACLES, skip)
     kernel = read(fn, softcap, logit_scale)
-    case, found = settled(kernel, ranks)
+    case, found = choose_tolerances(kernel, ranks)
     more, ran = run(ORACLES, case, skip)
     hp = {k: v for k, v in (("softcap", softcap), ("logit_scale", logit_scale)) if v not in (None, 1.0)}
     took = time.perf_counter() - start
@@ -56,8 +56,8 @@ def check_logprobs(
     )
 
 
-def settled(kernel: Kernel, ranks: int = 1) -> tuple[Case, list[Finding]]:
-    """The case with a tolerance for each number, by the digits that it has on a plain batch, and its note."""
+def choose_tolerances(kernel: Kernel, ranks: int = 1) -> tuple[Case, list[Finding]]:
+    """The case with a tolerance per output, from its error on a plain batch, and the notes on it."""
     p = probe(kernel)
     p = replace(p, g_H=p.g if kernel.has_entropy else None)
     done, want = kernel(p), solved(p)

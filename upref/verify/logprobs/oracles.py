@@ -153,7 +153,7 @@ def compared(
 
 @oracle("repeated-backward", not_run=wrong)
 def repeated(case: Case) -> Iterator[Finding]:
-    again = case.kernel(problems.drawn(case.kernel), twice=True).again
+    again = case.kernel(problems.random_problem(case.kernel), twice=True).again
     if again == "other numbers":
         why = "the backward changes a buffer that it reads"
         yield fail("repeated-backward", "the backward, twice", "the same gradients", "other gradients", cause=why)
@@ -163,7 +163,7 @@ def repeated(case: Case) -> Iterator[Finding]:
 
 @oracle("padding", not_run=wrong)
 def padding(case: Case) -> Iterator[Finding]:
-    p = problems.masked(problems.drawn(case.kernel, 6, 9, 3, 12), [[1, 1, 1], [1, 0, 0]])
+    p = problems.masked(problems.random_problem(case.kernel, 6, 9, 3, 12), [[1, 1, 1], [1, 0, 0]])
     assert p.keep is not None
     done = case.kernel(replace(p, x=torch.where(p.keep[..., None], p.x, math.nan)))
     times, key, *_ = case.off(p, Outcome({k: v for k, v in done.numbers.items() if k in VALUES}), solved(p))
@@ -176,14 +176,16 @@ def padding(case: Case) -> Iterator[Finding]:
 
 @oracle("determinism")
 def determinism(case: Case) -> Iterator[Finding]:
-    one, two = (case.kernel(problems.drawn(case.kernel)).numbers for _ in range(2))
+    one, two = (case.kernel(problems.random_problem(case.kernel)).numbers for _ in range(2))
     if any(not torch.equal(v.nan_to_num(), two[k].nan_to_num()) for k, v in one.items()):
         yield fail("determinism", "the same tokens twice", "the same numbers", "other numbers")
 
 
 @oracle("mutation")
 def mutation(case: Case) -> Iterator[Finding]:
-    yield from untouched(case.kernel(problems.drawn(case.kernel, temperature=problems.cool(case.kernel))))
+    yield from untouched(
+        case.kernel(problems.random_problem(case.kernel, temperature=problems.low_temperature(case.kernel)))
+    )
 
 
 # ---- precision -------------------------------------------------------------------------------------------------------
@@ -208,7 +210,7 @@ def large(case: Case) -> Iterator[Finding]:
 
 @oracle("bfloat16", not_run=wrong)
 def bfloat16(case: Case) -> Iterator[Finding]:
-    p = problems.drawn(case.kernel, 8191, 7, 8, 13)
+    p = problems.random_problem(case.kernel, 8191, 7, 8, 13)
     p = replace(p, g=torch.ones_like(p.tokens).double(), g_H=None).to(torch.bfloat16)
     try:
         done = case.kernel(p)
@@ -249,7 +251,7 @@ def _summed(p: Problem, done: Outcome, exact: Tensor) -> str:
 
 @oracle("ranks", not_run=lambda case: wrong(case) or "on one rank" * (case.ranks == 1))
 def ranks(case: Case) -> Iterator[Finding]:
-    p = problems.drawn(case.kernel, 6, 4 * case.ranks, 3, 14)
+    p = problems.random_problem(case.kernel, 6, 4 * case.ranks, 3, 14)
     yield from distributed.compared(case.kernel, p, case.ranks, case.off)
 
 
@@ -258,7 +260,7 @@ ORACLES: tuple[Oracle, ...] = (
     determinism,
     plain("values"), plain("temperature", "no temperature among its arguments"), *map(plain, PLAIN[2:]),
     compared("tiles", problems.tiles, lambda case: 0.0 if case.rough == DOUBLE else 20 * SINGLE,  # 131,075 columns
-             lambda k: [problems.drawn(k, 4099, 4, 2, 10)]),
+             lambda k: [problems.random_problem(k, 4099, 4, 2, 10)]),
     compared("peak", problems.peaks),
     compared("offset", problems.offset, lambda case: 0.05 if case.rough > DOUBLE else 1e-6,
              lambda k: problems.offset(k).values(),

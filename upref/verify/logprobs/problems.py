@@ -15,7 +15,7 @@ TILES = [(35, 5, 3), (131, 7, 3), (515, 5, 2), (1027, 5, 2), (4099, 4, 2)]
 TILES += [*((3, v, 2) for v in (9, *(2**k + 3 for k in range(5, 18)))), *((3, 5, h) for h in (35, 131, 1027))]
 
 
-def drawn(k: Kernel, N: int = 6, V: int = 5, H: int = 2, seed: int = 0, **settings: Any) -> Problem:
+def random_problem(k: Kernel, N: int = 6, V: int = 5, H: int = 2, seed: int = 0, **settings: Any) -> Problem:
     """[2, N/2] tokens, or [1, N], with both ends of the vocabulary; upstream gradients of both signs and 0."""
     gen = torch.Generator().manual_seed(seed)
     shape = (2, N // 2) if N % 2 == 0 else (1, N)
@@ -33,7 +33,7 @@ def drawn(k: Kernel, N: int = 6, V: int = 5, H: int = 2, seed: int = 0, **settin
     return replace(p if k.kind == "hidden" else replace(p, x=x @ W.T, weight=None), **settings)
 
 
-def cool(k: Kernel) -> float:
+def low_temperature(k: Kernel) -> float:
     """A temperature of 0.5, where one can be set."""
     return 0.5 if "temperature" in k.settings else 1.0
 
@@ -50,24 +50,24 @@ def plain(k: Kernel) -> dict[str, dict[str, Problem]]:
     none = dict[str, Any](g=None, g_H=None)
     used: dict[str, dict[str, Any]] = {"gradient": {"g_H": None}}
     used |= {"entropy-gradient": {"g": None}, "gradients": {}} if k.has_entropy else {}
-    one, ten = drawn(k, 1, **none), drawn(k, 10, 19, 6, 1, **none)
-    out = {"values": {"temperature 1": drawn(k, **none), "one token": one, "10 tokens, 19 ids": ten}}
+    one, ten = random_problem(k, 1, **none), random_problem(k, 10, 19, 6, 1, **none)
+    out = {"values": {"temperature 1": random_problem(k, **none), "one token": one, "10 tokens, 19 ids": ten}}
     if "temperature" in k.settings:
-        out["temperature"] = {f"{t:g}": drawn(k, seed=2, temperature=t, **none) for t in (0.6, 1.7)}
+        out["temperature"] = {f"{t:g}": random_problem(k, seed=2, temperature=t, **none) for t in (0.6, 1.7)}
     for name, left_out in used.items():
-        out[name] = {"temperature 1": drawn(k, **left_out)}
+        out[name] = {"temperature 1": random_problem(k, **left_out)}
         if "temperature" in k.settings:
-            out[name]["temperature 0.6"] = drawn(k, 10, 7, 3, 3, temperature=0.6, **left_out)
+            out[name]["temperature 0.6"] = random_problem(k, 10, 7, 3, 3, temperature=0.6, **left_out)
     return out
 
 
 def tiles(k: Kernel) -> dict[str, Problem]:
-    return {f"{N} tokens, {V} ids, hidden size {H}": drawn(k, N, V, H, 9) for N, V, H in TILES}
+    return {f"{N} tokens, {V} ids, hidden size {H}": random_problem(k, N, V, H, 9) for N, V, H in TILES}
 
 
 def offset(k: Kernel) -> dict[str, Problem]:
     """A constant added to all logits, or by turns to and from a row's: in float32 it rounds little in each factor."""
-    p = drawn(k, 6, 37, 3, 4, temperature=cool(k))
+    p = random_problem(k, 6, 37, 3, 4, temperature=low_temperature(k))
     turns = (-1.0) ** torch.arange(6.0).reshape(2, 3).double()
 
     def added(by: float, sign: Tensor) -> Problem:
@@ -85,7 +85,7 @@ def offset(k: Kernel) -> dict[str, Problem]:
 
 def peak(k: Kernel, V: int, at: int, height: float, N: int = 6) -> Problem:
     """One logit that far above where the rest is, of its own token in every other row."""
-    p = drawn(k, N, V, 3, 5)
+    p = random_problem(k, N, V, 3, 5)
     tokens = torch.where(torch.arange(N).reshape(p.tokens.shape) % 2 == 0, at, p.tokens)
     if p.weight is None:
         x = p.x / 2
@@ -109,7 +109,7 @@ def large(k: Kernel, V: int = 151_936) -> dict[str, Problem]:
 
 def forbidden(k: Kernel) -> dict[str, Problem]:
     """Two ids with a logit of -inf, which no token has."""
-    p, low = drawn(k, 6, 9, 3, 6), torch.where(torch.arange(9) < 7, 0.0, -math.inf).double()
+    p, low = random_problem(k, 6, 9, 3, 6), torch.where(torch.arange(9) < 7, 0.0, -math.inf).double()
     p = replace(p, tokens=p.tokens.clamp(max=6))
     if p.weight is None:
         return {"two ids have a logit of -inf": replace(p, x=p.x + low)}
@@ -119,14 +119,14 @@ def forbidden(k: Kernel) -> dict[str, Problem]:
 
 
 def ignored(k: Kernel) -> dict[str, Problem]:
-    p = masked(drawn(k, 6, 9, 3, 7), [[0, 1, 1], [1, 1, 0]])
+    p = masked(random_problem(k, 6, 9, 3, 7), [[0, 1, 1], [1, 1, 0]])
     assert p.keep is not None
     return {"masked tokens with an id of -100": replace(p, tokens=torch.where(p.keep, p.tokens, -100))}
 
 
 def layout(k: Kernel) -> dict[str, Problem]:
     """Inputs and upstream gradients that are not contiguous."""
-    p = drawn(k, 6, 9, 3, 8)
+    p = random_problem(k, 6, 9, 3, 8)
     turned: Any = lambda u: None if u is None else u.mT.contiguous().mT
     spread = lambda u: None if u is None else u[:, :1].expand_as(u)
     return {
@@ -137,4 +137,4 @@ def layout(k: Kernel) -> dict[str, Problem]:
 
 
 def frozen(k: Kernel) -> dict[str, Problem]:
-    return {f"the {name} needs no gradient": drawn(k, seed=11, frozen=name) for name in ("weight", "hidden")}
+    return {f"the {name} needs no gradient": random_problem(k, seed=11, frozen=name) for name in ("weight", "hidden")}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from upref.errors import Gone, InputError
-from upref.foreign.guard import undisturbed
+from upref.foreign.guard import state_restored
 from upref.foreign.logprobs import Kernel, Outcome, Problem
 from upref.verify.faults.logprobs import entropy, log_sum, pick, solved, states
 from upref.verify.report import Finding, apart, fail, note
@@ -35,7 +35,7 @@ def _rank(kernel: Kernel, p: Problem, rank: int, ranks: int, file: str, to: Any)
     try:
         wait = datetime.timedelta(seconds=SECONDS)
         dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks, timeout=wait)
-        with undisturbed():  # os._exit, which is replaced in the process of the check alone
+        with state_restored():  # os._exit, which is replaced in the process of the check alone
             done = kernel(shard(p, rank, ranks))
         dist.barrier()
         to.send({k: v.tolist() for k, v in done.numbers.items()})

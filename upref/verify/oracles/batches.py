@@ -15,26 +15,26 @@ from upref.verify.explain import everywhere
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
-from upref.verify.oracles.reach import beyond_range, groups
+from upref.verify.oracles.unusual import beyond_range, groups
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import PER_TOKEN, example, shrink, worst
-from upref.weights.batches import CLAMPS, anchor
-from upref.weights.curve import alone
+from upref.weights.batches import CLAMPS, on_policy_batch
+from upref.weights.curve import single_token_batch
 
 
 def _batch(case: Case) -> Rollouts:
-    b = case.ready(anchor())
+    b = case.ready(on_policy_batch())
     return replace(b, logp=b.logp - 0.05 * b.logp.cos().abs())
 
 
 def not_split(case: Case) -> str:
-    if not case.loss.splits:
+    if not case.loss.micro_batchable:
         return "the loss is one call on the whole mini-batch: it takes no `totals`"
     return case.o.coupled
 
 
-@oracle("split", 40, not_split)
-def split(case: Case) -> list[Finding]:
+@oracle("micro-batches", 40, not_split)
+def micro_batches(case: Case) -> list[Finding]:
     b, counts = _batch(case), (2, 4, 8) if case.loss.equal_cuts else (2, 3, 8)  # of eight responses
     v, g = case.both(b)
     for n in counts:
@@ -54,13 +54,13 @@ def split(case: Case) -> list[Finding]:
             why = OWN.format("micro-batch") if everywhere(case, own, b) else ""
             regime = f"{n} micro-batches of unequal lengths, their losses added up"
             before, after = f"dJ/dlp {g[i, t].item():.6g}, as of the whole", f"{g2[i, t].item():.6g}"
-            return [fail("split", regime, before, after, example(case, b), why)]
+            return [fail("micro-batches", regime, before, after, example(case, b), why)]
         if (v2 - v).abs() > 1e-6 * v.abs().clamp(min=1e-3):
-            return [note("split", f"the value of {n} micro-batches does not add up, the gradient does")]
+            return [note("micro-batches", f"the value of {n} micro-batches does not add up, the gradient does")]
     return []
 
 
-@oracle("loss-scale", 42, lambda case: "it calls .backward() itself" if case.loss.backs else "")
+@oracle("loss-scale", 42, lambda case: "it calls .backward() itself" if case.loss.calls_backward else "")
 def loss_scale(case: Case) -> list[Finding]:
     """The loss times 1/2, as where gradients are accumulated: a backward pass of its own has to pass that on."""
     b, loss = _batch(case), case.loss
@@ -120,7 +120,7 @@ def _single(case: Case) -> Iterator[tuple[str, Rollouts]]:
     """One token; then responses of the batch of every two axes, and some of which most tokens are A = 0 or clipped."""
     for A, r in ((0.7, 1.1), (-0.7, 1.1), (0.7, 0.4), (-0.7, 0.4)):
         for _ in ("float32", "float64"):
-            yield "a batch of one token", case.ready(replace(alone(A, [r], [0.3]), logp_ref=None))
+            yield "a batch of one token", case.ready(replace(single_token_batch(A, [r], [0.3]), logp_ref=None))
     if case.o.coupled:
         return
     ids = groups(case)[1] if "group" in case.loss.reads else ()
@@ -150,14 +150,14 @@ def _right(case: Case, b: Rollouts) -> Tensor:
 
 def not_parallel(case: Case) -> str:
     """Why this loss cannot be asked."""
-    if not case.loss.splits and (not case.o.agg.startswith("seq-mean") or "group" in case.loss.reads):
+    if not case.loss.micro_batchable and (not case.o.agg.startswith("seq-mean") or "group" in case.loss.reads):
         return "it takes no `totals`: the ranks' own token means, averaged, are not the mini-batch's"
     return case.o.coupled
 
 
 def contract(case: Case) -> str:
     """What a rank is taken to be told, in words."""
-    if not case.loss.splits:
+    if not case.loss.micro_batchable:
         return "each rank has equally many responses and gets only its own counts"
     if case.loss.reads_ranks:
         return "each rank gets the counts of the whole mini-batch and the number of ranks"
@@ -192,9 +192,9 @@ def _mean(case: Case, b: Rollouts, ranks: int) -> Tensor:
     loss, mean, totals = case.loss, torch.zeros_like(b.logp), b.totals or Totals.of(b.mask, b.group)
     for rows in _dealt(b, ranks):
         mine = b.rows(rows, totals)
-        if not loss.splits:
+        if not loss.micro_batchable:
             mine = replace(mine, totals=None, group=None)
-        told = loss.reads_ranks or not loss.splits
+        told = loss.reads_ranks or not loss.micro_batchable
         mean[rows] = case.gradient(mine, ranks) / ranks * (1 if told else ranks)
     return mean
 

@@ -123,8 +123,8 @@ NOT_NUMBERS = (math.nan, math.inf, -math.inf, 1e30)
 LEAK = "{} in a masked slot reaches the gradient; select with torch.where(mask, x, 0) before you multiply"
 
 
-@oracle("poison", 70)
-def poison(case: Case) -> list[Finding]:
+@oracle("masked-values", 70)
+def masked_values(case: Case) -> list[Finding]:
     """Numbers in masked slots must count for nothing; NaN there is a note, since frameworks pad with numbers."""
     b = case.grid(thin=5)
     value, g = case.both(b)
@@ -138,19 +138,21 @@ def poison(case: Case) -> list[Finding]:
         try:
             what = _changes(b, (value, g), case.both(bad(b)))
         except InputError as e:
-            return [(fail if p in JUNK else note)("poison", regime, "no effect", str(e))]
+            return [(fail if p in JUNK else note)("masked-values", regime, "no effect", str(e))]
         if not what:
             continue
         if p not in JUNK or case.loss.framework:
             leaks = leaks or [
-                note("poison", regime, "no effect, bit for bit", what, LEAK.format(f"{p:g}".replace("nan", "NaN")))
+                note(
+                    "masked-values", regime, "no effect, bit for bit", what, LEAK.format(f"{p:g}".replace("nan", "NaN"))
+                )
             ]
             continue
 
         shows = lambda c, bad=bad: _changes(c, case.both(c), case.both(bad(c)))
         small = shrink(b, lambda c, shows=shows: bool(shows(c)))  # type: ignore[misc]
         says = "no effect, bit for bit", shows(small)
-        return [fail("poison", regime, *says, example(case, bad(small)), "masked slots affect the result")]
+        return [fail("masked-values", regime, *says, example(case, bad(small)), "masked slots affect the result")]
     return leaks
 
 
@@ -189,7 +191,7 @@ def permutation(case: Case) -> list[Finding]:
 
 
 def _kl(case: Case) -> str:
-    return "the KL term does not scale with A" if case.hp.get("beta") else case.o.off_scale
+    return "the KL term does not scale with A" if case.hp.get("beta") else case.o.scale_exception
 
 
 @oracle("scaling", 110, _kl)

@@ -17,7 +17,7 @@ from upref.verify.oracles.invariance import off_bounds
 from upref.verify.regions import NAMES
 from upref.verify.report import UNKNOWN, Finding, fail, note
 from upref.verify.shrink import cut, example, numbers, smallest
-from upref.weights.batches import GUARD, clamped, column, overflowing
+from upref.weights.batches import GUARD, clamped, overflowing, single_token_responses
 
 FAR = (5.0, 8.0, 9.5, 10.5, 15.0, 19.5, 20.5, 30.0, 50.0)
 SAMPLED = math.log(torch.finfo(torch.float32).max) - 1  # no sampler draws a token of probability e^-88
@@ -54,7 +54,7 @@ def _overflows(case: Case, dtype: torch.dtype) -> dict[str, Finding]:
     b = replace(low, **{k: v.double() for k in FLOATS if (v := getattr(low, k)) is not None})
     expected, found = case.expected(b), g / case.factors(b)
     log_r, A, room = b.logp - b.logp_old, b.adv, _room(case, dtype)
-    whole = case.o.level in ("sequence", "free")  # some write a geometric mean as the root of a product
+    whole = case.o.level in ("sequence_mean", "custom")  # some write a geometric mean as the root of a product
     size = torch.where(A == 0, 1, (A * case.factors(b)).abs().clamp(1e-30, 1)).log()  # A / (N r) leaves the dtype too
     far = (log_r.abs().sum(1, keepdim=True).expand_as(log_r) if whole else log_r.abs()) - size > SAMPLED
     unseen = far | (b.logp_old < -SAMPLED)
@@ -138,7 +138,7 @@ def clamps(case: Case) -> list[Finding]:
     """A weight that is lost beyond some |log r|: a clamp of the log-ratio. Shown is the token that loses most."""
     hits, guard = [], GUARD[case.o.level]
     for A in (1.0, -1.0):
-        b = case.ready(column(A, [math.exp(s * x) for x in FAR for s in (1, -1)]))
+        b = case.ready(single_token_responses(A, [math.exp(s * x) for x in FAR for s in (1, -1)]))
         found, expected, off = case.weights(b)[:, 0], case.expected(b)[:, 0], case.off(b)[:, 0]
         hits += [(A, s * x, expected[n].item(), found[n].item())
                  for n, (x, s) in enumerate(product(FAR, (1, -1))) if off[n] > HABIT]  # fmt: skip
@@ -150,7 +150,7 @@ def clamps(case: Case) -> list[Finding]:
     why = _clamp(case, hits) or UNKNOWN
     text = f"{NAMES[A]}, log r = {x:.4g}"
     if abs(x) < guard:
-        one, i, t = smallest(case, case.ready(column(A, [math.exp(x)])), (0, 0))
+        one, i, t = smallest(case, case.ready(single_token_responses(A, [math.exp(x)])), (0, 0))
         x = (one.logp - one.logp_old)[i, t].item()
         reached = f", as of a token that was sampled at π_old = {math.exp(-abs(x)):.1g}" if x > 0 else ""
         text = f"{NAMES[A]}, log r = {x:.4g}{reached}"
@@ -168,7 +168,7 @@ def _clamp(case: Case, hits: list[tuple[float, float, float, float]]) -> str:
             good = max((x for x in FAR if x < bad), default=0.0)
             for _ in range(30):
                 middle = (good + bad) / 2
-                wrong = case.off(case.ready(column(A, [math.exp(side * middle)]))).max() > HABIT
+                wrong = case.off(case.ready(single_token_responses(A, [math.exp(side * middle)]))).max() > HABIT
                 good, bad = (good, middle) if wrong else (middle, bad)
             ends[side] = side * bad
     far = case.ready(clamped()), case.beyond("ratios")

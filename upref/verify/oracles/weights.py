@@ -13,7 +13,7 @@ from torch import Tensor
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
 from upref.verify.explain import confirmed, everywhere, explain
-from upref.verify.factors import promised
+from upref.verify.factors import declared_aggregation
 from upref.verify.faults.losses import fault
 from upref.verify.measure import EXACT, HABIT, Case, without_rest
 from upref.verify.oracle import oracle
@@ -21,8 +21,15 @@ from upref.verify.pattern import pattern
 from upref.verify.regions import NAMES, regions
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import example, numbers, shrink, smallest, worst
-from upref.weights.batches import anchor, kinks, lay, paired, random_batches, unsure
-from upref.weights.curve import alone, of_objective
+from upref.weights.batches import (
+    high_entropy_weight,
+    kinks,
+    make_batch,
+    on_policy_batch,
+    random_batches,
+    two_token_batch,
+)
+from upref.weights.curve import of_objective, single_token_batch
 
 RANDOM = 60  # random batches beside the grid
 BELOW = f"below the limit of {HABIT:g}, as 1e-6 in a denominator is"
@@ -74,9 +81,11 @@ def _moved_bound(case: Case) -> bool:
         return False
     weight = of_objective(case.o, **case.plain_hp)
     if "entropy" not in case.o.reads:
-        return _moved_for(case, weight, lambda at: lay(at, case.o.level, True, np.random.default_rng(0)))
+        return _moved_for(case, weight, lambda at: make_batch(at, case.o.level, True, np.random.default_rng(0)))
     by = lambda make: lambda at: make(*np.array(at)[:, [0, 2, 1]].T)
-    return _moved_for(case, weight, by(alone)) or _moved_for(case, unsure(case.o, case.plain_hp), by(paired))
+    return _moved_for(case, weight, by(single_token_batch)) or _moved_for(
+        case, high_entropy_weight(case.o, case.plain_hp), by(two_token_batch)
+    )
 
 
 def _moved_for(case: Case, weight: Callable, make: Callable[[list], Rollouts]) -> bool:
@@ -162,16 +171,16 @@ def _random(case: Case, seed: int = 0) -> list[Finding]:
 def _alone(case: Case, b: Rollouts, i: int, t: int) -> str:
     """The weight that the same token has by itself, where that is another."""
     A, r = b.adv[i, t].item(), (b.logp[i, t] - b.logp_old[i, t]).exp().item()
-    if case.o.level in REDUCE or case.o.level == "free" or A == 0 or b.mask.sum() == 1:
+    if case.o.level in REDUCE or case.o.level == "custom" or A == 0 or b.mask.sum() == 1:
         return ""
-    single = case.weights(case.ready(alone(A, [r], [b.logp_old[i, t].exp().item()])))[0, 0].item()
+    single = case.weights(case.ready(single_token_batch(A, [r], [b.logp_old[i, t].exp().item()])))[0, 0].item()
     same = abs(single - case.weights(b)[i, t].item()) <= 1e-6 * abs(A)
     return "" if same else f"; alone in its batch {single:.6g}"
 
 
-@oracle("on-policy", 20, lambda case: case.o.off_anchor)
+@oracle("on-policy", 20, lambda case: case.o.on_policy_exception)
 def on_policy(case: Case) -> list[Finding]:
-    b = case.ready(anchor())
+    b = case.ready(on_policy_batch())
     off = case.off(b)
     if off.max() <= 10 * case.tol:
         return []
@@ -186,8 +195,8 @@ def on_policy(case: Case) -> list[Finding]:
 
 @oracle("aggregation", 30)
 def aggregation(case: Case) -> list[Finding]:
-    b = case.ready(anchor())
-    want = promised(case.o)
+    b = case.ready(on_policy_batch())
+    want = declared_aggregation(case.o)
     said = case.o.agg if want != case.agg else want
     if case.agg == want and HABIT < abs(case.k - 1) < 1e-5:
         return [note("aggregation", f"a factor of 1 {case.k - 1:+.1e}", cause=BELOW)]
@@ -204,7 +213,7 @@ def aggregation(case: Case) -> list[Finding]:
 
     def aggregated(c: Rollouts) -> tuple[Tensor, Tensor]:
         at = dict.fromkeys(("logp", "logp_ref", *(["logp_sampler"] if case.o.sampler else [])), c.logp_old)
-        on = case.view(c.but(**at))  # as in `held`: neither a clip nor a KL term is an aggregation's
+        on = case.view(c.but(**at))  # as in `make_case`: neither a clip nor a KL term is an aggregation's
         return without_rest(case, on), case.expected(on) * case.factors(on) * case.k
 
     power = case.o.level in REDUCE and "gradient" in case.failed  # of the response's ratio: at 1 it looks the same

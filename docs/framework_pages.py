@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the frameworks compute, as pages: `python -m docs.field NAME...` audits these and writes NAME.json, as
+"""What the frameworks compute, as pages: `python -m docs.framework_pages NAME...` audits these and writes NAME.json, as
 `upref audit NAME --json` prints it, into docs/frameworks. docs.make makes the tables of docs/frameworks.md from these
 files and the ledgers, and docs.site a page for each framework.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Oracles of a loss's conduct as a function: what it reads, what it writes, and where its gradient goes."""
+"""Oracles of a loss as a function: what it reads, what it writes, and where its gradient goes."""
 
 import contextlib
 import math
@@ -13,7 +13,7 @@ from upref.errors import InputError
 from upref.foreign.names import CALLED
 from upref.rollouts import Rollouts
 from upref.verify.explain import everywhere
-from upref.verify.factors import even
+from upref.verify.factors import common_value
 from upref.verify.measure import EXACT, Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
@@ -82,7 +82,7 @@ def stop_gradient(case: Case) -> list[Finding]:
     if "entropy" in case.loss.reads:
         g = case.loss.ask("into", b, "entropy")
         if g is not None and (g != 0).any():
-            bonus = even(-(g / case.factors(b))[b.mask])
+            bonus = common_value(-(g / case.factors(b))[b.mask])
             same = bonus is not None and everywhere(case, partial(_bonus, case, bonus))
             why = f"a bonus of {bonus:.4g} times the entropy of each token" if same else ""
             flows = lambda c: (into := case.loss.ask("into", c, "entropy")) is not None and bool((into != 0).any())
@@ -143,8 +143,8 @@ def dead_hyperparameter(case: Case) -> list[Finding]:
 def _moved(case: Case, key: str) -> list[Finding]:
     """One hyperparameter is handed over, moved."""
     loss, o, now = case.loss, case.o, case.hp[key]
-    asked = key in loss.takes or (loss.swallows and key in loss.given)
-    if not (asked or loss.swallows) or (key == "beta" and "logp_ref" not in loss.reads):
+    asked = key in loss.takes or (loss.accepts_kwargs and key in loss.given)
+    if not (asked or loss.accepts_kwargs) or (key == "beta" and "logp_ref" not in loss.reads):
         return []
     first = {"c": 2.0 if now != 2.0 else 3.0, "beta": 0.1 + (now or 0), "seed": 1 + (now or 0)}
     more = (now * k for k in (0.5, 30.0, 0.01) if now and key not in first)

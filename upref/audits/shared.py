@@ -94,7 +94,7 @@ SAMPLE = "the variance is the sample's (N - 1), 1e-8 is added to it and not to s
 NARROW = "log-ratio clamped to ±20, the estimate to ±10"
 
 
-def alone(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+def keep_singletons(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     """The estimator, but a response that is alone in its group has its reward for advantage."""
     return lambda R, g: torch.where(torch.bincount(g)[g] == 1, R, f(R, g))
 

@@ -16,15 +16,15 @@ from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import as_python, cut, example, shrink, worst
-from upref.weights.axes import AXES, NEGATIVE, renamed
-from upref.weights.batches import LOG_R, anchor
+from upref.weights.axes import AXES, NEGATIVE, relabel_groups
+from upref.weights.batches import LOG_R, on_policy_batch
 
 TOO_LONG = 0.8  # seconds: a loss that would take longer for a batch is not asked for it
 LINES = 100_000  # of Python, for a loss that goes through all ids up to the largest
 
 
-@oracle("reach", 145, lambda case: "the weights are wrong already" if case.wrong else "")
-def reach(case: Case) -> list[Finding]:
+@oracle("unusual-inputs", 145, lambda case: "the weights are wrong already" if case.wrong else "")
+def unusual_inputs(case: Case) -> list[Finding]:
     rate = 0.0  # seconds a token
     ids: tuple[str, ...] = ()
     notes: list[Finding] = []
@@ -39,7 +39,7 @@ def reach(case: Case) -> list[Finding]:
         b = case.beyond(name, ids)
         tokens = int(b.mask.sum())
         if rate * tokens > TOO_LONG:
-            slow = note("reach", f"{axis.words}: not tested, it would take too long")
+            slow = note("unusual-inputs", f"{axis.words}: not tested, it would take too long")
             notes += [slow] * (slow not in notes)
             continue
         found = look(case, name, b, ids)
@@ -62,15 +62,15 @@ def look(case: Case, name: str, b: Rollouts, ids: tuple[str, ...]) -> list[Findi
             if (off := _off(case, b)).max() > 10 * case.tol:
                 if case.single or not _in_part(case, b):
                     return [_wrong(case, name, b, off, case.weights(b), ids)]
-                notes = [note("reach", f"{AXES[name].words}: {PARTLY}")]
+                notes = [note("unusual-inputs", f"{AXES[name].words}: {PARTLY}")]
         except InputError as e:
-            return [fail("reach", AXES[name].words, "a finite loss", str(e))]
+            return [fail("unusual-inputs", AXES[name].words, "a finite loss", str(e))]
     if not AXES[name].single:
         return notes
     try:
         one, found = case.singly(b)
     except InputError as e:
-        return [*notes, note("reach", "float32 inputs are refused", found=str(e))]
+        return [*notes, note("unusual-inputs", "float32 inputs are refused", found=str(e))]
     if (off := _off(one, b, found)).max() > 10 * one.tol:
         return [_wrong(one, name, b, off, found, ids, ", in float32")]
     return notes
@@ -93,7 +93,7 @@ def _wrong(case: Case, name: str, b: Rollouts, off: Tensor, found: Tensor, ids: 
         shown = f"from upref.weights.axes import beyond\nb = beyond({of}){low}"
     n, A = int(b.mask[i].sum()), b.adv[i, t].item()
     text = f"{AXES[name].words}: A = {A:.4g}, π_old = {b.logp_old[i, t].exp().item():.6g}, token {t + 1} of {n}{dtype}"
-    return fail("reach", text, case.expected(b)[i, t].item(), found[i, t].item(), shown)
+    return fail("unusual-inputs", text, case.expected(b)[i, t].item(), found[i, t].item(), shown)
 
 
 PARTLY = "right up to what rounding its inputs to float32 makes of them"
@@ -126,7 +126,7 @@ def _off(case: Case, b: Rollouts, found: Tensor | None = None) -> Tensor:
 def beyond_range(case: Case, b: Rollouts, found: Tensor) -> Tensor:
     """Tokens at NaN of responses of which the product of the ratios is beyond what its dtype holds: some write the
     geometric mean as a root of it."""
-    if case.o.level not in ("sequence", "free"):
+    if case.o.level not in ("sequence_mean", "custom"):
         return torch.zeros_like(b.mask)
     log_r = torch.where(b.mask, b.logp - b.logp_old, 0)
     most = math.log(torch.finfo(torch.float32 if case.single else b.logp.dtype).max)
@@ -135,19 +135,19 @@ def beyond_range(case: Case, b: Rollouts, found: Tensor) -> Tensor:
 
 def groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
     """A failure, or notes and the keys of NAMED that it takes; a loss may loop over all ids up to 2^40."""
-    b, asked = case.ready(anchor()), replace(case, loss=replace(case.loss, lines=LINES))
+    b, asked = case.ready(on_policy_batch()), replace(case, loss=replace(case.loss, lines=LINES))
     g, notes, takes = case.gradient(b), [], []
     plain = lambda x: replace(x, group=x.group.unique(return_inverse=True)[1], totals=None)
     both = lambda x: (asked.gradient(x), asked.gradient(plain(x)))
     bad = lambda x: x.group is not None and bool(moved(*both(x), x.mask, slack(case, 1e-7)).max() > 0)
-    for words, batches in renamed(b).items():
+    for words, batches in relabel_groups(b).items():
         for n, c in enumerate(batches):
             try:
                 off = moved(asked.gradient(c), g, b.mask, slack(case, 1e-7))
             except InputError as e:
                 if words == "with gaps":
-                    return [fail("reach", f"group ids {words}", "the same gradient", str(e))], ()
-                refused = note("reach", f"group ids {words} are refused", found=str(e))
+                    return [fail("unusual-inputs", f"group ids {words}", "the same gradient", str(e))], ()
+                refused = note("unusual-inputs", f"group ids {words} are refused", found=str(e))
                 notes += [refused] * (refused not in notes)
                 continue
             if off.max() > 0:
@@ -155,14 +155,14 @@ def groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
                 says = f"dJ/dlp {g[i, t].item():.6g}, as with ids 0, 1, 2", f"{case.gradient(c)[i, t].item():.6g}"
                 ids = f"{c.group.unique().tolist()}" if c.group is not None else ""
                 if words == NEGATIVE and n:  # dropped beside others: who numbers prompts from 0 never has them
-                    notes.append(note("reach", f"group ids {words} count otherwise: {ids}", *says))
+                    notes.append(note("unusual-inputs", f"group ids {words} count otherwise: {ids}", *says))
                     continue
                 c = shrink(c, bad)
                 found, expected = both(c)
                 i, t = worst((found - expected).abs())
                 says = f"dJ/dlp {expected[i, t].item():.6g}, as with ids 0, 1, 2", f"{found[i, t].item():.6g}"
                 text = f"group ids {words}: {c.group.unique().tolist()}"  # type: ignore[union-attr]
-                return [fail("reach", text, *says, as_python(c, expected, found, case.loss.reads))], ()
+                return [fail("unusual-inputs", text, *says, as_python(c, expected, found, case.loss.reads))], ()
         if not any(words in n.regime for n in notes):
             takes.append(words)
     case.covered.append("group ids " + ", ".join(takes))
