@@ -44,7 +44,8 @@ def tolerances() -> str:
         (f"{max(SINGLE_EDGES):g}", "the same in float32", "below the narrowest clip range, GSPO's 3e-4"),
         ("10 times these", "on random batches and unusual inputs", "longer sums have more rounding error"),
         (f"{GUARD['token']:g}", "log r of a token from which a clamp is a note", "a ratio of 5e8 meets guards only"),
-        (f"{GUARD['sequence_mean']:g}", "log s of a response from which a clamp is a note", "log s is a mean over tokens"),
+        (f"{GUARD['sequence_mean']:g}", "log s of a response from which a clamp is a note",
+         "log s is a mean over tokens"),
         (f"{SINGLE_TOL:g}", "an advantage in float32", "computing a variance loses half of the digits"),
         (f"{TOO_LONG:g} s", "time for one batch; slower batches are skipped", "the report lists them"),
     ]  # fmt: skip
