@@ -27,7 +27,7 @@ from upref.identification.identification import Identification
 from upref.verify.report import Report
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "verify"), str(ROOT)]
+sys.path.insert(0, str(ROOT))
 Subjects = Iterator[tuple[str, Callable[[], Any]]]  # a name, and what makes its verdict
 
 
@@ -41,54 +41,33 @@ def said(x: Any) -> Any:
     return x
 
 
-def checked(fn: Callable, name: Any, hp: dict[str, Any]) -> Callable[[], Any]:
-    return lambda: upref.check(fn, name, **hp)
+def cases(*kinds: str) -> Subjects:
+    """The rows of the table of tests of these kinds."""
+    for c in importlib.import_module("tests.support.cases.table").ALL:
+        if c.kind in kinds:
+            yield f"{c.file}: {c.name} {c.objective} {c.hp}", c.judged
 
 
-def zoo() -> Subjects:
-    cases = importlib.import_module("tests.support.zoo")
-    for c in cases.ALL:
-        yield f"{c} {c.objective} {c.hp}", checked(c.function, c.objective, c.hp)
-    habits, spots = (importlib.import_module(f"tests.support.zoo.{m}") for m in ("habits", "spots"))
-    yield from ((f"habit: {h}", h.judged) for h in habits.HABITS)
-    for s in (*spots.WRONG, *spots.RIGHT, *spots.CAUSES):
-        yield f"spot: {s} {s.objective} {s.hp}", checked(s.function, s.objective, s.hp)
-
-
-def written() -> Subjects:
-    """The losses that were written before the checker ran on them."""
-    losses, right, cases = map(importlib.import_module, ("loss_cases", "right_losses", "test_written_cases"))
-    for name, on, hp, _, body in losses.WRONG:
-        yield f"wrong: {name} {on}", checked(losses.loss(body), cases.objective(on), hp)
-    for name, on, hp, fn in right.RIGHT:
-        yield f"right: {name} {on}", checked(fn, cases.objective(on), hp)
+def losses() -> Subjects:
+    return cases("loss")
 
 
 def estimators() -> Subjects:
-    cases, own = importlib.import_module("tests.support.zoo.advantages"), importlib.import_module("estimator_cases")
-    for i, (fn, name, *_) in enumerate((*cases.RIGHT, *cases.WRONG)):
-        yield f"{getattr(fn, '__name__', i)} {name}", lambda fn=fn, name=name: upref.check_advantages(fn, name)
-    for said_, name, hp, fn, _ in own.CASES:
-        yield f"{said_} {name}", lambda fn=fn, name=name, hp=hp: upref.check_advantages(fn, name, **hp)
+    yield from cases("advantages", "kl")
     for fn, name in ((f, k) for k, f in kl.ESTIMATORS.items() for f in kl.ESTIMATORS.values()):
         yield f"{fn.__name__} as {name}", lambda fn=fn, name=name: upref.check_kl(fn, name)
 
 
 def logprobs() -> Subjects:
-    cases = importlib.import_module("logprob_cases")
-    for name, fn, options in (*cases.RIGHT, *cases.WRONG):
-        yield name, lambda fn=fn, options=options: upref.check_logprobs(fn, **options)
+    return cases("logprobs")
 
 
 def identify() -> Subjects:
-    boxes, losses = importlib.import_module("box_cases"), importlib.import_module("loss_cases")
+    yield from cases("box")
     for name in upref.names():
         yield name, lambda name=name: upref.identify(upref.get(name))
-    for i, (name, _, body) in enumerate(boxes.BOXES):
-        yield f"box {i}: {name}", lambda body=body: upref.identify(losses.loss(body))
-    spots = importlib.import_module("tests.support.zoo.spots")
-    for s in (*spots.NAMED, *spots.RIGHT):
-        yield f"spot: {s} {s.hp}", lambda s=s: upref.identify(s.function)
+    for s in importlib.import_module("tests.support.zoo.spots").RIGHT:
+        yield f"{s} {s.objective} {s.hp}", lambda s=s: upref.identify(s.function)
 
 
 class Outcomes:
@@ -152,7 +131,7 @@ def mutants() -> Subjects:
 
 
 PARTS = {f.__name__: f for f in (
-    zoo, written, estimators, logprobs, identify, laws, oracles, ledgers, frameworks, mutants)}  # fmt: skip
+    losses, estimators, logprobs, identify, laws, oracles, ledgers, frameworks, mutants)}  # fmt: skip
 
 
 def verdict(make: Callable[[], Any]) -> Any:

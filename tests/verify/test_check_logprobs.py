@@ -5,18 +5,15 @@ The contract: log-probs in nats and, where a function returns a pair, entropies;
 logits of -inf, NaN from masked NaN states, and a refusal of -100 or of a layout are notes.
 """
 
-import re
 import subprocess
 import sys
 
-import logprob_cases as cases
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 import upref
-from tests.support.daily import daily
 from upref import InputError, check_logprobs, hidden, logprobs
 
 
@@ -298,22 +295,6 @@ def test_wrong_functions_fail_with_their_cause(cause, fn):
     report = check_logprobs(fn)
     assert not report, report.text(True)
     assert any(cause in f.cause for f in report.failures), report.text(True)
-
-
-@pytest.mark.parametrize("name, fn, options", daily(cases.RIGHT, 2))
-def test_what_people_write_agrees(name, fn, options):
-    report = check_logprobs(fn, **options)
-    assert report, str(report)
-
-
-LONG = "running|every tile|each tile|last tile|last partial tile|16 bits|cached|transposed"  # over half a second each
-rows = [pytest.param(*r, id=r[0], marks=[pytest.mark.nightly] * bool(re.search(LONG, r[0]))) for r in cases.WRONG]
-
-
-@pytest.mark.parametrize("name, fn, options", rows)
-def test_what_people_write_fails_with_the_planted_cause(name, fn, options):
-    report = check_logprobs(fn, **options)
-    assert not report and cases.CAUSE.get(name, "") in report.failures[0].cause, str(report)
 
 
 CAPPED = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The zoo: every wrong loss is shown to be wrong without the checker, and then the checker must say so.
+"""The zoo: every wrong loss is shown to be wrong without the checker.
 
 `witnesses` is the second opinion: a handful of batches on which the loss is compared with the registry's closed form.
 """
@@ -7,7 +7,6 @@
 import functools
 import inspect
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -16,11 +15,7 @@ import torch
 import upref
 from tests.support import zoo
 from upref.aggregation import Totals
-from upref.foreign import read
 from upref.rollouts import Rollouts
-from upref.verify.factors import declared_aggregation
-from upref.verify.measure import FLOATS, make_case
-from upref.verify.shrink import cut
 from upref.weights.batches import batch
 
 EDGES = (-1e-9, 1e-9)  # exactly on a bound, rounding decides for whoever compares logs
@@ -230,7 +225,7 @@ def witnesses(case, among=frozenset(PROBES)) -> set[str]:
 # ---- without the checker --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("case", zoo.WRONG, ids=str)
 def test_wrong_is_wrong(case):
-    assert case.bug and case.oracles
+    assert case.why and case.oracles
     assert witnesses(case, case.oracles)
 
 
@@ -246,73 +241,4 @@ def test_right_is_right(case):
 def test_the_zoo_is_large_and_its_names_are_its_own():
     assert len(zoo.WRONG) >= 45 and len({c.function.__name__ for c in zoo.WRONG}) == len(zoo.WRONG)
     assert len({c.function for c in zoo.RIGHT}) >= 8
-    assert {name for c in zoo.WRONG for name in c.oracles} <= set(zoo.ORACLES)
     assert all(c.objective in upref.names() for c in zoo.ALL)
-
-
-# ---- with it --------------------------------------------------------------------------------------------------------
-def check(case):
-    if not callable(getattr(upref, "check", None)):
-        pytest.skip("upref.check is not a function yet")
-    return upref.check(case.function, case.objective, **case.hp)
-
-
-NUMBER = r"(-?[\d.]+(?:e[+-]?\d+)?|-?inf|nan)"
-
-
-def _without_padding(case, b):
-    """The gradient of the batch without its columns of padding, where they were."""
-    used, g = b.mask.any(0), torch.zeros_like(b.logp)
-    g[:, used] = case.gradient(cut(b, list(range(len(b.mask))), used.nonzero().flatten().tolist()))
-    return g
-
-
-PASTED = {  # what a finding prints: (of the objective, of the loss) at each token of the batch below it
-    rf"^weight {NUMBER}": lambda c, b, g: (c.expected(b), g / c.factors(b)),
-    rf"factor {NUMBER}": lambda c, b, g: (c.factors(b, declared_aggregation(c.o)), c.factors(b)),
-    rf"^3 times the gradient: {NUMBER}|^{NUMBER}$": lambda c, b, g: (3 * g, c.gradient(b.but(adv=3 * b.adv))),
-    rf"^half the gradient: {NUMBER}|^{NUMBER}$": lambda c, b, g: (g / 2, torch.full_like(g, math.nan)),
-    rf"^dJ/dlp {NUMBER}, as without|^{NUMBER}$": lambda c, b, g: (_without_padding(c, b), g),
-    rf"^dJ/dlp {NUMBER}, as |^{NUMBER}$": lambda c, b, g: (g, torch.full_like(g, math.nan)),
-}  # fmt: skip
-
-
-def strangers(case, report) -> list[str]:
-    """The findings whose two numbers no token of the batch has that is printed below them."""
-    o, out = upref.get(case.objective), []
-    one = make_case(read(case.function, o, case.hp), o, o.resolve(case.hp))
-    for f in report.failures:
-        if "\nb = " not in f"\n{f.batch}":
-            continue
-        exec(f.batch, space := {"upref": upref, "torch": torch})
-        as_type = lambda b, d: b.but(**{k: v.to(d) for k in FLOATS if (v := getattr(b, k)) is not None})
-        b = as_type(space["b"], torch.float64)
-        g = one.gradient(as_type(b, torch.float32) if "in float32" in f.batch else space["b"]).double()
-        for pattern, numbers in PASTED.items():
-            if printed := re.search(pattern, f.expected):
-                right, found = numbers(one, b, g)
-                is_it = lambda x, text: torch.isclose(x, torch.full_like(x, float(text)), 2e-5, 1e-9, equal_nan=True)
-                hit = is_it(right, printed[1])
-                if (other := re.search(pattern, f.found)) and not found.isnan().all():
-                    hit = hit & is_it(found, next(filter(None, other.groups())))
-                out += [] if hit.any() else [str(f)]
-                break
-        else:
-            assert not re.search(r"\d", f.expected), f"which numbers are these? {f}"
-    return out
-
-
-@pytest.mark.parametrize("case", zoo.WRONG, ids=str)
-def test_check_rejects(case):
-    report = check(case)
-    assert not report, f"accepted, though {case.bug}"
-    assert {f.oracle for f in report.failures} & case.oracles, f"{case.bug}\n{report}"
-    assert "      likely    " in str(report), "a cause, or that none fits"
-    assert strangers(case, report) == []
-
-
-@pytest.mark.parametrize("case", zoo.RIGHT, ids=lambda c: f"{c}-{c.objective}-{sorted(c.hp)}")
-def test_check_accepts(case):
-    report = check(case)
-    assert report, str(report)
-    assert case.leaks == any(f.oracle == "masked-values" for f in report.notes), str(report)

@@ -122,57 +122,57 @@ def mean_over_live_responses(log_prob, old_log_prob, advantages, mask, *, eps=0.
 ZOO = [
     Case(
         mean_of_response_means, "dapo", oracles={"aggregation", "gradient"},
-        bug="the response mean of GRPO under DAPO's name", source="verl-project/verl#957",
+        why="the response mean of GRPO under DAPO's name", source="verl-project/verl#957",
     ),
     Case(
         mean_of_all_tokens, "grpo", oracles={"aggregation", "gradient"},
-        bug="the token mean of DAPO under GRPO's name", source="verl-project/verl#593",
+        why="the token mean of DAPO under GRPO's name", source="verl-project/verl#593",
     ),
     Case(
         mean_over_padded_width, "grpo", oracles={"aggregation", "padding", "gradient"},
-        bug="a response is averaged over the padded width",
+        why="a response is averaged over the padded width",
     ),
     Case(
         mean_over_the_rectangle, "up_dapo", oracles={"aggregation", "padding", "gradient"},
-        bug="masked terms are zero, but they are counted",
+        why="masked terms are zero, but they are counted",
     ),
-    Case(plain_sum, "dapo", oracles={"aggregation", "gradient"}, bug="no denominator: the step grows with the batch"),
+    Case(plain_sum, "dapo", oracles={"aggregation", "gradient"}, why="no denominator: the step grows with the batch"),
     Case(
         empty_rows_count_a_token, "dapo", oracles={"aggregation", "padding", "micro-batches"},
-        bug="a fully masked row adds one token to the denominator", source="radixark/miles#2796",
+        why="a fully masked row adds one token to the denominator", source="radixark/miles#2796",
     ),
-    Case(normalised_twice, "grpo", oracles={"aggregation", "gradient"}, bug="by the response's tokens, then by all"),
+    Case(normalised_twice, "grpo", oracles={"aggregation", "gradient"}, why="by the response's tokens, then by all"),
     Case(
         token_level_in_name_only, "dapo", oracles={"aggregation", "gradient"},
-        bug="numel() of per-response sums counts responses", source="akaszubski/autonomous-dev#413",
+        why="numel() of per-response sums counts responses", source="akaszubski/autonomous-dev#413",
     ),
     Case(
         length_is_the_padded_width, "dr_grpo", oracles={"aggregation", "padding", "gradient"},
-        bug="the constant length is this batch's width",
+        why="the constant length is this batch's width",
     ),
     Case(
         dr_grpo_keeps_the_length, "dr_grpo", oracles={"aggregation", "gradient"},
-        bug="only the standard deviation was removed, 1/|o| stayed",
+        why="only the standard deviation was removed, 1/|o| stayed",
     ),
-    Case(sum_of_group_means, "up_dapo", oracles={"aggregation", "gradient"}, bug="never divided by the prompts"),
+    Case(sum_of_group_means, "up_dapo", oracles={"aggregation", "gradient"}, why="never divided by the prompts"),
     Case(
         groups_by_stride, "dapo", oracles={"aggregation", "gradient", "permutation"},
-        bug="groups are taken to be contiguous and of equal size", source="areal-project/AReaL#1419",
+        why="groups are taken to be contiguous and of equal size", source="areal-project/AReaL#1419",
     ),
     Case(
         divided_again_by_accumulation, "dapo", oracles={"aggregation", "gradient"},
-        bug="a global token mean divided once more by the accumulation steps", source="modelscope/ms-swift#10117",
+        why="a global token mean divided once more by the accumulation steps", source="modelscope/ms-swift#10117",
     ),
     Case(
         longest_response_as_unit, "grpo", oracles={"aggregation", "micro-batches", "gradient"},
-        bug="every response is divided by the longest one of the batch",
+        why="every response is divided by the longest one of the batch",
     ),
     Case(
         first_length_for_all, "grpo", oracles={"aggregation", "permutation", "gradient"},
-        bug="the first response's length divides all",
+        why="the first response's length divides all",
     ),
     Case(
         mean_over_live_responses, "grpo", oracles={"aggregation", "micro-batches", "gradient"},
-        bug="responses with A = 0 leave the denominator",
+        why="responses with A = 0 leave the denominator",
     ),
 ]  # fmt: skip

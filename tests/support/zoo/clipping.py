@@ -118,13 +118,13 @@ def upper_clip_forgotten(log_prob, old_log_prob, advantages, mask, *, eps_low=0.
 
 
 ZOO = [
-    Case(sides_swapped, "dapo", oracles={"gradient"}, bug="eps_low and eps_high change places"),
-    Case(no_minimum, "dapo", oracles={"gradient"}, bug="the clipped ratio alone, without the pessimistic minimum"),
+    Case(sides_swapped, "dapo", oracles={"gradient"}, why="eps_low and eps_high change places"),
+    Case(no_minimum, "dapo", oracles={"gradient"}, why="the clipped ratio alone, without the pessimistic minimum"),
     Case(
         clamps_the_product, "grpo", oracles={"gradient", "on-policy"},
-        bug="r A is clamped to 1 ± eps instead of r", source="alexis-jacq/Pytorch-DPPO#3",
+        why="r A is clamped to 1 ± eps instead of r", source="alexis-jacq/Pytorch-DPPO#3",
     ),
-    Case(maximum_of_objectives, "ppo_clip", oracles={"gradient"}, bug="the minimum of two losses: the optimistic side"),
+    Case(maximum_of_objectives, "ppo_clip", oracles={"gradient"}, why="the minimum of two losses: the optimistic side"),
     Case(
         dual_clip_on_positives, "dapo", {"c": 3.0}, {"gradient", "on-policy"},
         "max(., c A) also where A > 0, which is constant there", "thu-ml/tianshou#433",
@@ -138,31 +138,31 @@ ZOO = [
         "dual clip with max where losses need min",
     ),
     Case(dual_clip_is_soft, "dapo", {"c": 3.0}, {"gradient"}, "beyond c the weight is c A instead of 0"),
-    Case(log_ratio_in_eps, "grpo", oracles={"gradient"}, bug="log r is clipped to ± eps: bounds 0.819 and 1.221"),
-    Case(lower_bound_is_reciprocal, "ppo_clip", oracles={"gradient"}, bug="the lower bound is 1/(1+eps), not 1-eps"),
+    Case(log_ratio_in_eps, "grpo", oracles={"gradient"}, why="log r is clipped to ± eps: bounds 0.819 and 1.221"),
+    Case(lower_bound_is_reciprocal, "ppo_clip", oracles={"gradient"}, why="the lower bound is 1/(1+eps), not 1-eps"),
     Case(
         one_eps_for_both_sides, "dapo", oracles={"gradient", "dead-hyperparameter"},
-        bug="eps_high is accepted and never read",
+        why="eps_high is accepted and never read",
     ),
-    Case(bounds_are_absolute, "dapo", oracles={"gradient"}, bug="the lower bound is eps_low itself, not 1 - eps_low"),
+    Case(bounds_are_absolute, "dapo", oracles={"gradient"}, why="the lower bound is eps_low itself, not 1 - eps_low"),
     Case(
         advantage_outside_the_minimum, "grpo", oracles={"gradient"},
-        bug="A min(r, clip r): for A < 0 the clip stops the wrong side",
+        why="A min(r, clip r): for A < 0 the clip stops the wrong side",
     ),
     Case(
         outside_the_window_is_dead, "dapo", oracles={"gradient"},
-        bug="tokens outside the window are dropped for both signs", source="natolambert/rlhf-book#290",
+        why="tokens outside the window are dropped for both signs", source="natolambert/rlhf-book#290",
     ),
     Case(
         survivors_in_the_denominator, "dapo", oracles={"gradient", "aggregation", "micro-batches"},
-        bug="clipped tokens leave the denominator too",
+        why="clipped tokens leave the denominator too",
     ),
     Case(
         ratio_upside_down, "ppo_clip", oracles={"gradient", "on-policy"},
-        bug="old over new: signs lost among negative log-probabilities", source="openai/baselines#652",
+        why="old over new: signs lost among negative log-probabilities", source="openai/baselines#652",
     ),
     Case(
         upper_clip_forgotten, "dapo", oracles={"gradient", "dead-hyperparameter"},
-        bug="only the lower bound: positives grow without limit",
+        why="only the lower bound: positives grow without limit",
     ),
 ]  # fmt: skip

@@ -136,55 +136,55 @@ def tie_with_a_detached_clip(log_prob, old_log_prob, advantages, mask, *, eps_lo
 ZOO = [
     Case(
         tie_with_a_detached_clip, "dapo", oracles={"gradient", "on-policy"},
-        bug="inside the window both sides are equal, and torch.min halves the gradient between them",
+        why="inside the window both sides are equal, and torch.min halves the gradient between them",
     ),
     Case(
         ratio_of_itself, "grpo", oracles={"gradient", "dead-hyperparameter"},
-        bug="old log-probabilities recomputed with the current weights: r = 1 for ever",
+        why="old log-probabilities recomputed with the current weights: r = 1 for ever",
         source="meta-pytorch/torchforge#571",
     ),
     Case(
         detached_negatives, "up_dapo", oracles={"gradient", "on-policy"},
-        bug="the ratio is detached: negatives have no gradient", source="nikhilbarhate99/PPO-PyTorch#18",
+        why="the ratio is detached: negatives have no gradient", source="nikhilbarhate99/PPO-PyTorch#18",
     ),
     Case(
         weight_not_detached, "cispo", oracles={"gradient", "stop-gradient", "on-policy"},
-        bug="the gradient also flows through the importance weight",
+        why="the gradient also flows through the importance weight",
     ),
-    Case(objective_returned, "ppo_clip", oracles={"gradient", "on-policy"}, bug="J is returned for the loss"),
-    Case(unsigned_advantage, "dapo", oracles={"gradient", "on-policy"}, bug="|A|: bad answers are reinforced"),
+    Case(objective_returned, "ppo_clip", oracles={"gradient", "on-policy"}, why="J is returned for the loss"),
+    Case(unsigned_advantage, "dapo", oracles={"gradient", "on-policy"}, why="|A|: bad answers are reinforced"),
     Case(
         ratio_twice, "is_pg", oracles={"gradient"},
-        bug="the importance ratio is in the advantage already: weight r²", source="PufferAI/PufferLib#306",
+        why="the importance ratio is in the advantage already: weight r²", source="PufferAI/PufferLib#306",
     ),
     Case(
         reward_shaped_with_a_gradient, "dapo", oracles={"gradient", "stop-gradient", "zero-advantage", "on-policy"},
-        bug="a KL term inside the advantage, differentiated",
+        why="a KL term inside the advantage, differentiated",
     ),
     Case(
         probability_for_log_probability, "reinforce_off_policy", oracles={"gradient", "on-policy"},
-        bug="A π, not A log π",
+        why="A π, not A log π",
     ),
     Case(
         straight_through_clip, "ppo_clip", oracles={"gradient", "stop-gradient"},
-        bug="values are clipped, gradients go straight through",
+        why="values are clipped, gradients go straight through",
     ),
     Case(
         weight_instead_of_clip, "dapo", oracles={"gradient", "stop-gradient"},
-        bug="sg(min(r A, clip(r) A)) log π never switches a token off",
+        why="sg(min(r A, clip(r) A)) log π never switches a token off",
     ),
-    Case(clip_in_the_log_domain, "grpo", oracles={"gradient"}, bug="log r in place of r: weight A instead of A r"),
+    Case(clip_in_the_log_domain, "grpo", oracles={"gradient"}, why="log r in place of r: weight A instead of A r"),
     Case(
         anchored_on_the_wrong_policy, "up_dapo", oracles={"gradient"},
-        bug="the anchor is π_old: unclipped IS for A > 0",
+        why="the anchor is π_old: unclipped IS for A > 0",
     ),
     Case(
         negative_branch_anchored, "up_dapo", oracles={"gradient", "dead-hyperparameter"},
-        bug="negatives too are anchored on sg(π), so that their clip is inert",
+        why="negatives too are anchored on sg(π), so that their clip is inert",
     ),
     Case(
         silent_entropy_bonus, "ppo_clip", oracles={"gradient", "zero-advantage", "on-policy"},
-        bug="an undeclared regulariser with a coefficient of its own", source="GMISWE/tinker-cloud#66",
+        why="an undeclared regulariser with a coefficient of its own", source="GMISWE/tinker-cloud#66",
     ),
     Case(
         kl_under_no_grad, "grpo", {"beta": 0.04}, {"gradient", "dead-hyperparameter", "stop-gradient"},

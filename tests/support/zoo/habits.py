@@ -1,38 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Borderline habits, each decided once: how people write it, the verdict, and why. docs/what-check-sees.md shows them.
 
-verdict: accepted | noted (accepted, and the report says so) | rejected. says: text in the findings or assumptions of
+verdict: accepted | noted (accepted, and the report says so) | rejected. text: words in the findings or assumptions of
 the report of a habit that is noted or rejected.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
-
 import torch
 
-import upref
-
-ACCEPTED, NOTED, REJECTED = "accepted", "noted", "rejected"
-KINDS = {"loss": upref.check, "advantages": upref.check_advantages, "KL": upref.check_kl}
+from tests.support.cases import ACCEPTED, NOTED, REJECTED, Case
+from tests.support.cases.bodies import calm
 
 
-@dataclass(frozen=True)
-class Habit:
-    words: str
-    verdict: str
-    why: str
-    function: Callable
-    held_against: str
-    says: str = ""
-    hp: dict[str, Any] = field(default_factory=dict)
-    kind: str = "loss"
-
-    def judged(self):
-        return KINDS[self.kind](self.function, self.held_against, **self.hp)
-
-    def __str__(self):
-        return self.function.__name__
+def Habit(words, verdict, why, function, on, text="", kind="loss"):
+    return Case(function, on, kind=kind, verdict=verdict, text=text, why=why, words=words, file="habits")
 
 
 # ---- overflow beyond what a sampler draws ----------------------------------------------------------------------------
@@ -57,10 +37,6 @@ def quotient_of_probabilities(log_prob, old_log_prob, advantages, mask, *, eps=0
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
-def calm(mask, *xs):
-    return [torch.where(mask, x, 0) for x in xs]
-
-
 def ppo(r, A, low=0.2, high=0.28):
     return torch.minimum(r * A, r.clamp(1 - low, 1 + high) * A)
 
@@ -301,8 +277,8 @@ ESTIMATORS = [
           N("zero", normed(lambda x: x.std() + 1e-6, lambda x: x.nan_to_num(nan=0.0))), "group_norm", "counts as 0",
           kind="advantages"),
     Habit("a KL estimator clamped at 20 or beyond", NOTED, "as for ratios",
-          N("kl_20", k3(20.0)), "k3", "clamp", kind="KL"),
+          N("kl_20", k3(20.0)), "k3", "clamp", kind="kl"),
     Habit("a KL estimator clamped at 10", REJECTED, "the tokens furthest from the reference are not pulled back",
-          N("kl_10", k3(10.0)), "k3", "clamp", kind="KL"),
+          N("kl_10", k3(10.0)), "k3", "clamp", kind="kl"),
 ]  # fmt: skip
 HABITS = [*LOSSES, *ESTIMATORS]

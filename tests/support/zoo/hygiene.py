@@ -122,23 +122,23 @@ def stops_at_a_kl(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_
 ZOO = [
     Case(
         fills_advantages_in_place, "dapo", oracles={"mutation"},
-        bug="masked advantages are overwritten in the caller's batch"
+        why="masked advantages are overwritten in the caller's batch"
     ),
     Case(
         clamps_old_in_place, "dapo", oracles={"mutation"},
-        bug="old log-probabilities are clamped for everybody after it",
+        why="old log-probabilities are clamped for everybody after it",
     ),
     Case(
         scales_advantages_in_place, "grpo", oracles={"mutation", "determinism"},
-        bug="every epoch divides the same advantages by the length once more",
+        why="every epoch divides the same advantages by the length once more",
     ),
     Case(
         drops_tokens_at_random, "up_dapo", oracles={"determinism", "gradient"},
-        bug="a dropout over tokens that no seed controls",
+        why="a dropout over tokens that no seed controls",
     ),
     Case(
         remembers_the_last_batch, "ppo_clip", oracles={"determinism", "gradient", "scaling"},
-        bug="a running scale of the advantages lives between the calls",
+        why="a running scale of the advantages lives between the calls",
     ),
     Case(
         swallows_the_dual_clip, "dapo", {"c": 3.0}, {"gradient", "dead-hyperparameter"},
@@ -146,7 +146,7 @@ ZOO = [
     ),
     Case(
         eps_written_into_the_code, "ppo_clip", oracles={"dead-hyperparameter"},
-        bug="eps is accepted; 0.8 and 1.2 are literals",
+        why="eps is accepted; 0.8 and 1.2 are literals",
     ),
     Case(
         c_read_as_a_flag, "dapo", {"c": 10.0}, {"gradient", "dead-hyperparameter"},
@@ -154,36 +154,36 @@ ZOO = [
     ),
     Case(
         advantages_clamped, "ppo_clip", oracles={"scaling", "gradient"},
-        bug="large advantages are clamped at 5 without being told", source="kvablack/ddpo-pytorch#12",
+        why="large advantages are clamped at 5 without being told", source="kvablack/ddpo-pytorch#12",
     ),
     Case(
         whitened_again, "ppo_clip", oracles={"scaling", "gradient", "micro-batches", "on-policy"},
-        bug="advantages are whitened once more per micro-batch", source="axon-rl/gem#113",
+        why="advantages are whitened once more per micro-batch", source="axon-rl/gem#113",
     ),
     Case(
         spike_guard, "dapo", oracles={"scaling", "extremes", "gradient"},
-        bug="a loss beyond ± 20 has no gradient at all", source="huggingface/trl#281",
+        why="a loss beyond ± 20 has no gradient at all", source="huggingface/trl#281",
     ),
-    Case(tiny_advantage_for_zero, "up_dapo", oracles={"zero-advantage", "gradient"}, bug="A = 0 is nudged to 1e-3"),
+    Case(tiny_advantage_for_zero, "up_dapo", oracles={"zero-advantage", "gradient"}, why="A = 0 is nudged to 1e-3"),
     Case(
         leash_to_old, "dapo", oracles={"zero-advantage", "gradient", "scaling"},
-        bug="a KL penalty to π_old, zero on-policy and declared nowhere", source="GMISWE/tinker-cloud#66",
+        why="a KL penalty to π_old, zero on-policy and declared nowhere", source="GMISWE/tinker-cloud#66",
     ),
     Case(
         first_row_as_baseline, "reinforce_off_policy",
         oracles={"permutation", "micro-batches", "gradient", "on-policy"},
-        bug="the first response (the greedy one, once) is everybody's baseline",
+        why="the first response (the greedy one, once) is everybody's baseline",
     ),
     Case(
         later_rows_weigh_less, "grpo", oracles={"permutation", "micro-batches", "gradient", "aggregation"},
-        bug="a weight per row index",
+        why="a weight per row index",
     ),
     Case(
         later_tokens_weigh_less, "reinforce_off_policy", oracles={"gradient", "padding", "aggregation", "on-policy"},
-        bug="a discount over columns, so that left padding changes the loss",
+        why="a discount over columns, so that left padding changes the loss",
     ),
     Case(
         stops_at_a_kl, "dapo", oracles={"gradient", "extremes"},
-        bug="responses whose mean log r is below -1 are dropped without being told",
+        why="responses whose mean log r is below -1 are dropped without being told",
     ),
 ]  # fmt: skip

@@ -90,48 +90,48 @@ def padding_reported(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, e
 ZOO = [
     Case(
         mask_never_read, "dapo", oracles={"masked-values", "padding", "gradient", "aggregation"},
-        bug="the mask is an ornament",
+        why="the mask is an ornament",
     ),
     Case(
         denominator_only, "dapo", oracles={"masked-values", "padding", "gradient"},
-        bug="padding is summed, tokens counted",
+        why="padding is summed, tokens counted",
     ),
     Case(
         shifted_by_one, "dapo", oracles={"gradient", "padding", "masked-values"},
-        bug="the mask of the inputs on the log-probabilities of the targets", source="CarperAI/trlx#582",
+        why="the mask of the inputs on the log-probabilities of the targets", source="CarperAI/trlx#582",
     ),
-    Case(inverted, "ppo_clip", oracles={"gradient"}, bug="masked_fill(mask): the ratio of every real token is 1"),
+    Case(inverted, "ppo_clip", oracles={"gradient"}, why="masked_fill(mask): the ratio of every real token is 1"),
     Case(
         advantage_averaged_over_padding, "gspo", oracles={"gradient", "padding", "on-policy", "aggregation"},
-        bug="the response's advantage is a mean over the padded width", source="areal-project/AReaL#1346",
+        why="the response's advantage is a mean over the padded width", source="areal-project/AReaL#1346",
     ),
     Case(
         nonzero_advantage_is_the_mask, "up_dapo", oracles={"gradient", "aggregation"},
-        bug="tokens with A = 0 are taken for padding",
+        why="tokens with A = 0 are taken for padding",
     ),
     Case(
         zero_log_prob_is_padding, "dapo", oracles={"masked-values", "padding", "gradient", "aggregation"},
-        bug="padding is recognized by a log-probability of 0",
+        why="padding is recognized by a log-probability of 0",
     ),
     Case(
         last_column_lost, "dapo", oracles={"gradient", "padding", "aggregation"},
-        bug="the last token of the longest responses is dropped",
+        why="the last token of the longest responses is dropped",
     ),
     Case(
         mask_is_a_prefix, "dapo", oracles={"gradient", "padding", "masked-values", "aggregation"},
-        bug="only the length of the mask is used: wrong with left padding or tool output in the middle",
+        why="only the length of the mask is used: wrong with left padding or tool output in the middle",
     ),
     Case(
         until_the_last_token, "grpo", oracles={"gradient", "padding", "masked-values", "aggregation"},
-        bug="masked spans between turns are trained on",
+        why="masked spans between turns are trained on",
     ),
     Case(
         padding_in_the_batch_mean, "reinforce_off_policy",
         oracles={"gradient", "padding", "masked-values", "micro-batches", "aggregation", "on-policy"},
-        bug="a baseline averaged over padding",
+        why="a baseline averaged over padding",
     ),
     Case(
         padding_reported, "dapo", oracles={"masked-values", "value", "padding"},
-        bug="the gradient is right, but the value reads masked slots",
+        why="the gradient is right, but the value reads masked slots",
     ),
 ]  # fmt: skip

@@ -70,33 +70,33 @@ def log_prob_floor(log_prob, old_log_prob, advantages, mask):
 ZOO = [
     Case(
         log_ratio_clamped_at_two, "dapo", oracles={"gradient", "extremes"},
-        bug="the guard meant for e^20 stands at e^2: negatives beyond it have no gradient",
+        why="the guard meant for e^20 stands at e^2: negatives beyond it have no gradient",
     ),
     Case(
-        ratio_capped_at_ten, "dapo", oracles={"gradient", "extremes"}, bug="an undeclared dual clip with c = 10"
+        ratio_capped_at_ten, "dapo", oracles={"gradient", "extremes"}, why="an undeclared dual clip with c = 10"
     ),
     Case(
         guarded_quotient, "ppo_clip", oracles={"gradient", "extremes", "on-policy"},
-        bug="1e-6 added to a probability: rare tokens lose their gradient",
+        why="1e-6 added to a probability: rare tokens lose their gradient",
     ),
     Case(
         log_of_probability_plus_eps, "reinforce_off_policy", oracles={"gradient", "extremes", "on-policy"},
-        bug="log(π + 1e-5): the rarest tokens are the ones that vanish",
+        why="log(π + 1e-5): the rarest tokens are the ones that vanish",
     ),
-    Case(half_precision_ratio, "dapo", oracles={"gradient", "extremes", "on-policy"}, bug="log-probabilities in fp16"),
+    Case(half_precision_ratio, "dapo", oracles={"gradient", "extremes", "on-policy"}, why="log-probabilities in fp16"),
     Case(
         bfloat16_sequence_ratio, "gspo", oracles={"gradient", "extremes"},
-        bug="bf16 cannot tell 1 + 4e-4 from 1: the clip window has no inside",
+        why="bf16 cannot tell 1 + 4e-4 from 1: the clip window has no inside",
     ),
-    Case(integer_advantages, "ppo_clip", oracles={"gradient", "scaling", "on-policy"}, bug="A = 0.5 becomes 0"),
-    Case(integer_mean_length, "dapo", oracles={"aggregation", "gradient"}, bug="the mean length is rounded down"),
+    Case(integer_advantages, "ppo_clip", oracles={"gradient", "scaling", "on-policy"}, why="A = 0.5 becomes 0"),
+    Case(integer_mean_length, "dapo", oracles={"aggregation", "gradient"}, why="the mean length is rounded down"),
     Case(
         one_added_to_every_length, "grpo", oracles={"aggregation", "gradient", "on-policy"},
-        bug="|o| + 1 in the denominator",
+        why="|o| + 1 in the denominator",
     ),
-    Case(first_order_ratio, "grpo", oracles={"gradient"}, bug="r is linearised: 1 + log r"),
+    Case(first_order_ratio, "grpo", oracles={"gradient"}, why="r is linearised: 1 + log r"),
     Case(
         log_prob_floor, "reinforce_off_policy", oracles={"gradient", "extremes", "on-policy"},
-        bug="log π floored at -5",
+        why="log π floored at -5",
     ),
 ]  # fmt: skip

@@ -93,38 +93,38 @@ def clip_of_dapo(log_prob, old_log_prob, advantages, mask, *, eps_low=0.2, eps_h
 ZOO = [
     Case(
         product_of_ratios, "gspo", oracles={"gradient", "on-policy"},
-        bug="the product of ratios, not its |o|-th root", source="huggingface/trl#5814",
+        why="the product of ratios, not its |o|-th root", source="huggingface/trl#5814",
     ),
     Case(
         mean_over_the_width, "gspo", oracles={"gradient", "padding", "on-policy", "aggregation"},
-        bug="log r averaged over the padded width",
+        why="log r averaged over the padded width",
     ),
-    Case(tokens_are_clipped, "gspo", oracles={"gradient"}, bug="the token ratio is clipped: GRPO with GSPO's bounds"),
+    Case(tokens_are_clipped, "gspo", oracles={"gradient"}, why="the token ratio is clipped: GRPO with GSPO's bounds"),
     Case(
         weighted_by_length, "gspo", oracles={"gradient", "aggregation"},
-        bug="a [B, 1] term broadcast over tokens, then a token mean", source="huggingface/trl#3823",
+        why="a [B, 1] term broadcast over tokens, then a token mean", source="huggingface/trl#3823",
     ),
     Case(
         summed_over_tokens, "gspo", oracles={"gradient", "aggregation", "on-policy"},
-        bug="seq-mean-token-sum multiplies by the length", source="alibaba/ROLL#165",
+        why="seq-mean-token-sum multiplies by the length", source="alibaba/ROLL#165",
     ),
     Case(
         outer_product, "gspo", oracles={"gradient", "micro-batches", "on-policy"},
-        bug="[B] times [B, 1] is [B, B]: every ratio meets every advantage",
+        why="[B] times [B, 1] is [B, B]: every ratio meets every advantage",
     ),
-    Case(arithmetic_mean, "gspo", oracles={"gradient"}, bug="the arithmetic mean of the token ratios"),
-    Case(token_variant_anchored_on_old, "gspo", oracles={"gradient", "stop-gradient"}, bug="GSPO-token: weight s r_t"),
+    Case(arithmetic_mean, "gspo", oracles={"gradient"}, why="the arithmetic mean of the token ratios"),
+    Case(token_variant_anchored_on_old, "gspo", oracles={"gradient", "stop-gradient"}, why="GSPO-token: weight s r_t"),
     Case(
         token_variant_clips_tokens, "gspo", oracles={"gradient"},
-        bug="the sequence ratio is used, the token ratio clipped",
+        why="the sequence ratio is used, the token ratio clipped",
     ),
     Case(
         centred_over_the_batch, "gspo", oracles={"gradient", "masked-values", "micro-batches", "on-policy"},
-        bug="log-ratios are centred over the batch, padding included", source="MakazhanAlpamys/Soup#723",
+        why="log-ratios are centred over the batch, padding included", source="MakazhanAlpamys/Soup#723",
     ),
-    Case(sum_for_positives, "up_gspo", oracles={"gradient", "on-policy"}, bug="A Σ log π where the mean is meant"),
+    Case(sum_for_positives, "up_gspo", oracles={"gradient", "on-policy"}, why="A Σ log π where the mean is meant"),
     Case(
         clip_of_dapo, "gspo", oracles={"gradient"},
-        bug="defaults of the token ratio left in place: the clip never acts",
+        why="defaults of the token ratio left in place: the clip never acts",
     ),
 ]  # fmt: skip

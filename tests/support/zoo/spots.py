@@ -7,26 +7,18 @@ what the report must say. None of them is in the zoo's ALL, whose witnesses look
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import replace
 
 import torch
 
+from tests.support.cases import NAMED as IS, REJECTED, Case
+from tests.support.cases.bodies import calm
 
-@dataclass(frozen=True)
-class Spot:
-    function: Callable
-    objective: str
-    why: str  # what is wrong with it, or what a checker might take for wrong; for CAUSES what the report says
-    hp: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self):
-        return self.function.__name__
+BOX = {"kind": "box", "verdict": IS, "within": {"abs": 1e-6}}
 
 
-def calm(mask, *xs):
-    return [torch.where(mask, x, 0) for x in xs]
+def Spot(function, objective, why="", hp=None, **more):
+    return Case(function, objective, hp or {}, why=why, file="spots", **more)
 
 
 def clipped(log_r, A, low=0.2, high=0.28):
@@ -230,7 +222,10 @@ def _up(f):
     return named(f.__name__, loss)
 
 
-WRONG = [Spot(_up(s.function), s.objective, s.why) if s.function.__name__.startswith("groups_") else s for s in WRONG]
+WRONG = [
+    replace(s, function=_up(s.function) if s.name.startswith("groups_") else s.function, verdict=REJECTED)
+    for s in WRONG
+]
 
 
 # ---- right -----------------------------------------------------------------------------------------------------------
@@ -351,6 +346,7 @@ NAMED = [
     NAME("inverted", lambda lp, x, A, m: clipped(-x, A, 0.2, 0.2), "grpo", "inverted", per_row),
     Spot(aspo_capped, "aspo", "", {"cap": 0.5}),
 ]  # fmt: skip
+NAMED = [replace(s, says=s.why, **BOX) for s in NAMED]
 
 
 # ---- what the report must say ----------------------------------------------------------------------------------------
@@ -398,3 +394,4 @@ CAUSES = [
     K("kl_where_positive", lambda lp, x, A, d, beta: ppo(x, A) - beta * k3(d) * (A > 0), "A > 0"),
     K("kl_without_gradient", lambda lp, x, A, d, beta: ppo(x, A) - beta * k3(d).detach(), "KL"),
 ]  # fmt: skip
+CAUSES = [replace(s, says=s.why, verdict=REJECTED) for s in CAUSES]

@@ -503,7 +503,7 @@ kernel("one-hot left out of the backward", "no one-hot")
 kernel("entropy left out of the backward", "drops entropy")
 kernel("entropy's gradient with the other sign", "sign")
 kernel("entropy's gradient without the term in H", "no H")
-kernel("entropy's gradient skipped where the log-prob's is 0", "skips")
+kernel("entropy's gradient skipped where lp's is 0", "skips")
 kernel("slope of the soft cap left out of the backward", "cap slope", softcap=30.0)
 kernel("saved log-probs overwritten in the backward", "buffer")
 
@@ -742,7 +742,7 @@ CAUSE = {
     "upstream gradient read as contiguous": "the upstream gradient is read as contiguous: its layout is ignored",
     "one-hot left out of the backward": "the backward of the log-probs is -p: it lacks the sampled token's own 1",
     "entropy's gradient with the other sign": "the gradient of the entropy has its sign flipped",
-    "entropy's gradient skipped where the log-prob's is 0": "the entropy's gradient is skipped where",
+    "entropy's gradient skipped where lp's is 0": "the entropy's gradient is skipped where",
     "saved log-probs overwritten in the backward": "the backward changes a buffer that it reads",
     "padded columns counted in the normalizer": "the columns that pad the vocabulary to a multiple of 128 are counted",
     "running sum not rescaled at a new maximum": "the running sums of tiles of 64 columns are not rescaled",
@@ -755,3 +755,4 @@ CAUSE = {
     "hidden states detached": "the hidden states get no gradient",
     "each rank subtracts its own maximum": "each rank subtracts its own maximum",
 }
+LONG = "running|every tile|each tile|last tile|last partial tile|16 bits|cached|transposed"  # over half a second each

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Right losses in unusual forms, written before the checker ran on them: (form, objective, hyperparameters, loss).
 
-Bodies of the first table are as in loss_cases.py. One file: the functions after it have arguments, names and ways to
+Bodies of the first table are as in bodies.py. One file: the functions after it have arguments, names and ways to
 answer of their own, which is what they are here for.
 """
 
@@ -10,8 +10,9 @@ import math
 
 import torch
 import torch.nn.functional as F
-from loss_cases import clipped, even, gspo, k3, loss, mean, ratio, seq, tok
 from torch.utils.checkpoint import checkpoint
+
+from .bodies import clipped, even, gspo, k3, loss, mean, ratio, seq, tok
 
 
 def sapo_tanh(d, A, m):

@@ -412,7 +412,7 @@ ESTIMATORS = [
     ("grpo_outcome", ["torch.std(torch.stack(id2score[idx]))", "torch.std(torch.stack(id2score[idx])) ** 2"], "group_norm", {}, "the variance"),
     ("grpo_outcome", ["torch.mean(", "torch.median("], "group_norm", {}, "the median"),
     ("grpo_outcome", ["torch.mean(torch.stack(id2score[idx]))", "scores.mean()"], "group_norm", {}, "the batch's mean"),
-    ("grpo_outcome", ["torch.std(torch.stack(id2score[idx]))", "scores.std()"], "group_norm", {}, "the batch's deviation, of scores that change"),
+    ("grpo_outcome", ["torch.std(torch.stack(id2score[idx]))", "scores.std()"], "group_norm", {}, "the batch's changing deviation"),
     ("grpo_outcome", ["len(id2score[idx]) == 1", "len(id2score[idx]) <= 2", "len(id2score[index[i]]) > 1", "True"], "group_norm", {}, "pairs keep their reward"),
     ("grpo_outcome", ["index = rewards.clone(), group.tolist()", "index = rewards.clone(), (group % 32).tolist()"], "group_norm", {}, "ids collide modulo 32"),
     ("grpo_outcome", ["            scores[i] = 0\n", "            pass\n"], "group_norm", {}, "a response by itself keeps its reward"),
@@ -427,3 +427,25 @@ ESTIMATORS = [
     ("reinforce_plus_plus", ["rewards - rewards.mean()", "rewards"], "whiten", {}, "the mean stays"),
     ("reinforce_plus_plus", ["rewards.var(unbiased=False).sqrt()", "rewards.var(unbiased=False)"], "whiten", {}, "the variance"),
 ]  # fmt: skip
+
+# What was wrong or missing at first sight: what is said now.
+CAUSES = {
+    ("vanilla", "max in the dual clip"): "the dual clip takes the other one of its two terms",
+    ("vanilla", "ratio inverted"): "the ratio is inverted",
+    ("sequence", "padded width"): "divided by the padded width",
+    ("sequence", "whole batch"): "over the whole batch",
+    ("grpo", "KL's exponential detached"): "has the gradient of k1, not of k3",
+    ("grpo", "k1 for k3, twice as strong"): "has the gradient of 0.08 k1, not of 0.04 k3",
+    ("grpo", "KL to the old policy"): "the KL term (k3) is to π_old, not to π_ref",
+    ("grpo", "ratio to the reference"): "the ratio is to π_ref, not to π_old",
+    ("cispo", "masked beyond the cap"): "beyond the cap no gradient is left",
+    ("cispo", "cap for winners alone"): "truncated only where A > 0",
+    ("unclipped_positives", "losers unclipped"): "the clip has no lower side where A <= 0",
+    ("unclipped_positives", "branches exchanged"): "the branches are exchanged",
+    ("with_engine", "inverted"): "the sampler's ratio is inverted",
+    ("with_engine", "of the current policy"): "the sampler's ratio is of π_θ, not of π_old",
+    ("with_engine", "masked"): "it is mis(dapo)",
+    ("with_engine", "no correction"): "the sampler's ratio has no effect",
+    ("with_engine", "KL to the sampler"): "0.01 k2 (to μ)",
+    ("areal", "behaviour by the current policy"): "the sampler's ratio is of π_θ, not of π_old",
+}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fourth set, of the forms of loss_cases.py, right_losses.py, box_cases.py and estimator_cases.py.
+"""A fourth set, of the forms of wrong.py, right.py, boxes.py and estimators.py.
 
 Written in one go from the papers' equations and from what trainers do, before the checker ran on any of them; two
 boxes that another set has were dropped after it. NEAR was written after that: losses of which a cause of `identify`
@@ -11,9 +11,8 @@ import math
 
 import torch
 import torch.nn.functional as F
-from box_cases import vespo
-from estimator_cases import by_group, norm, normed, std
-from loss_cases import (
+
+from .bodies import (
     Backward,
     clipped,
     corrected,
@@ -31,6 +30,8 @@ from loss_cases import (
     turns,
     up,
 )
+from .boxes import vespo
+from .estimators import by_group, norm, normed, std
 
 
 def neighbors(d, m):

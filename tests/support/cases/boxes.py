@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Black boxes written before `identify` ran on them: (objectives of this gradient, hyperparameters to be found, body).
 
-Bodies are as in loss_cases.py; "" is no registered objective.
+Bodies are as in bodies.py; "" is no registered objective.
 """
 
 import math
 
 import torch
-from loss_cases import binary_kl, clipped, dual, gspo, k3, mean, seq, tok
+
+from .bodies import binary_kl, clipped, dual, gspo, k3, mean, seq, tok
 
 
 def vespo(d, A, m, lp):

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the bodies of the cases are made of.
+
+A body is a function of what it names: d = log r and A, 0 where masked; m, the mask as bool; lp and old, 0 where masked;
+and the arguments ref_log_prob, group, entropy, rollout_log_probs and num_micro_batches. `loss` makes it the loss that
+is checked, with a state of its own.
+"""
+
+import inspect
+
+import torch
+from torch.nn.functional import pad
+
+
+def calm(mask, *xs):
+    return [torch.where(mask, x, 0) for x in xs]
+
+
+def tok(J, m, kept=None):
+    """Minus the mean over tokens; kept: those that train."""
+    return -(J * (m if kept is None else kept)).sum() / m.sum()
+
+
+def seq(J, m, kept=None):
+    """Minus the mean over responses of their means over tokens."""
+    return -((J * (m if kept is None else kept)).sum(1) / m.sum(1)).mean()
+
+
+def clipped(d, A, low=0.8, high=1.28):
+    r = d.exp()
+    return torch.minimum(r * A, r.clamp(low, high) * A)
+
+
+def even(d, A):
+    return clipped(d, A, 0.8, 1.2)
+
+
+def up(lp, d, A, high=1.28):
+    return torch.where(A > 0, A * lp, clipped(d, A, 0.8, high))
+
+
+def dual(J, A, c):
+    return torch.where(A < 0, torch.maximum(J, c * A), J)
+
+
+def mean(x, m):
+    """Over the tokens of each response, [B]."""
+    return (x * m).sum(1) / m.sum(1)
+
+
+def gspo(log_s, a, low=3e-4, high=4e-4):
+    s = log_s.exp()
+    return -torch.minimum(s * a, s.clamp(1 - low, 1 + high) * a).mean()
+
+
+def span(m):
+    """True from the first True to the last."""
+    return (m.cumsum(1) > 0) & (m.flip(1).cumsum(1).flip(1) > 0)
+
+
+def turns(m):
+    """The number of each token's turn, from 1."""
+    return (m & ~pad(m, (1, 0))[:, :-1]).cumsum(1) * m
+
+
+def last_turn(m):
+    return turns(m) == turns(m).max(1, keepdim=True).values
+
+
+def k3(lp, ref, m):
+    x = torch.where(m, ref - lp, 0)
+    return x.exp() - 1 - x
+
+
+def binary_kl(x, y):
+    """KL(Bern(e^x) ‖ Bern(e^y))"""
+    return x.exp() * (x - y) - torch.expm1(x) * (torch.log(-torch.expm1(x)) - torch.log(-torch.expm1(y)))
+
+
+class Backward(torch.autograd.Function):
+    """DAPO's term with a backward written by hand: `alive` says where it has a gradient."""
+
+    @staticmethod
+    def forward(ctx, d, A, alive, scaled):
+        ctx.kept = d, A, alive, scaled
+        return clipped(d, A)
+
+    @staticmethod
+    def backward(ctx, g):
+        d, A, alive, scaled = ctx.kept
+        w = torch.where(alive(d.exp(), A), d.exp() * A, 0)
+        return g * w if scaled else -w, None, None, None
+
+
+def corrected(d, A, m, rho, term=clipped, over=tok):
+    return over(term(d, A) * rho, m)
+
+
+def ratio(m, old, mu):
+    return torch.where(m, old - mu, 0).exp()
+
+
+MAIN = ("log_prob", "old_log_prob", "advantages", "mask")
+
+
+def loss(body):
+    """The body as a loss `(log_prob, old_log_prob, advantages, mask, ...)`, its memory empty."""
+    wants, memory, calls = list(inspect.signature(body).parameters), {}, []
+    own = [n for n in wants if "_" in n or n in ("group", "entropy")]
+
+    def fn(log_prob, old_log_prob, advantages, mask, **given):
+        calls.append(1)
+        m = mask.bool()
+        lp, old, A = (torch.where(m, x.expand_as(m), 0) for x in (log_prob, old_log_prob, advantages))
+        here = dict(lp=lp, old=old, A=A, m=m, d=lp - old, memory=memory, call=len(calls))
+        return body(**{n: (here | default | given)[n] for n in wants})
+
+    kind, default = inspect.Parameter.POSITIONAL_OR_KEYWORD, {"num_micro_batches": 1}
+    every = [inspect.Parameter(n, kind, default=default.get(n, inspect.Parameter.empty)) for n in (*MAIN, *own)]
+    fn.__signature__, fn.body = inspect.Signature(every), body
+    return fn

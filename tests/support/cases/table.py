@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every case: the rows of each file as `Case`s. By day a sample of what takes minutes, the rest nightly."""
+
+import re
+from dataclasses import replace
+
+import upref
+from tests.support import zoo
+from tests.support.zoo import advantages, habits, spots
+
+from . import (
+    ACCEPTED,
+    ENDS,
+    NAMED,
+    REFUSED,
+    REJECTED,
+    UNKNOWN,
+    Case,
+    boxes,
+    estimators,
+    logprobs,
+    public,
+    right,
+    unseen,
+    wrong,
+)
+from .bodies import loss
+
+CAUSES = {  # of what was misnamed at first sight: what is said now, or -what is not
+    "WAPO losers": "where A < 0 the ratio multiplies A, though wapo has no term there",
+    "sampled entropy": "an entropy bonus of the sampled tokens has this gradient too",
+    "GSPO root": "-square root of its length",
+    "product": "-seq-mean-token-sum",
+}
+MISSED = {
+    "micro-batches": "without totals, num_micro_batches is read as a setting and keeps its default, 1",
+    "first advantage": "it is read as a loss of one advantage per response, which the report says",
+    "it calls backward itself": "refused, because it returns nothing",
+    "ce_gppo": "the factors beyond the clip keep their defaults, and the bounds are fitted to make up for them",
+}
+judged = lambda cause: REJECTED if cause else ACCEPTED
+
+
+def sample(cases, every, keep=lambda c: False):
+    """Of which one in `every` runs by day, and what is to be kept."""
+    return [replace(c, nightly=bool(n % every) and not keep(c)) for n, c in enumerate(cases)]
+
+
+def number(cases):
+    """Those of one name in a file get a number."""
+    names = [c.name for c in cases]
+    return [replace(c, name=f"{c.name} {n}") if names.count(c.name) > 1 else c for n, c in enumerate(cases)]
+
+
+def both(name, first):
+    """(file, row) of the first set and of the unseen one."""
+    return [(m.__name__.rpartition(".")[2], row) for m in (first, unseen) for row in getattr(m, name)]
+
+
+def written():
+    """Losses, boxes and estimators written before the checker ran on them."""
+    known, x = (lambda c: c.name in CAUSES), MISSED.get
+    lost = [Case(loss(body), on, hp, file=f, name=name, why=why, verdict=REJECTED, says=CAUSES.get(name, ""),
+                 xfail=x(name, "")) for f, (name, on, hp, why, body) in both("WRONG", wrong)]  # fmt: skip
+    kept = [Case(fn, on, hp, file=f"{f}: right" if f == "unseen" else f, name=name, xfail=x(name, ""))
+            for f, (name, on, hp, fn) in both("RIGHT", right)]  # fmt: skip
+    named = [Case(loss(body), names, hp, kind="box", file=f"{f}: box" if f == "unseen" else f,
+                  name=names.partition(" ")[0] or "none", verdict=NAMED if names else UNKNOWN,
+                  xfail=x(names.partition(" ")[0], "")) for f, (names, hp, body) in both("BOXES", boxes)]  # fmt: skip
+    estimates = [
+        (f, row) for f, rows in (("estimators", estimators.CASES), ("unseen", unseen.ESTIMATORS)) for row in rows
+    ]
+    made = [Case(fn, on, hp, kind="advantages", file=f, name=name, why=why, verdict=judged(why))
+            for f, (name, on, hp, fn, why) in estimates]  # fmt: skip
+    kl = [Case(fn, on, kind="kl", file="unseen", name=name, why=why, verdict=judged(why))
+          for name, on, fn, why in unseen.KLS]  # fmt: skip
+    ends = [Case(loss(body), kind="box", file="unseen: ends", name=says, verdict=ENDS, says=says, text=where)
+            for says, where, body in unseen.NEAR]  # fmt: skip
+    for cases in (lost, kept, named, made, kl):
+        yield from sample(cases, 40, known)
+    yield from sample(ends, 5)
+
+
+def edits():
+    """Edits of public losses."""
+
+    def row(base, name, edit, verdict, says=""):
+        on, hp = public.BASES[base]
+        return Case(
+            public.edited(base, edit),
+            on,
+            hp,
+            file="public",
+            name=f"{base}, {name or 'itself'}",
+            verdict=verdict,
+            says=says,
+        )
+
+    wrongs = sorted(public.EDITS, key=lambda r: r[:2] not in public.CAUSES)
+    n = len(public.CAUSES)
+    for rows, every in ((wrongs[:n], 2), (wrongs[n:], 12)):
+        of = [row(*r, REFUSED, "detached") if r[:2] == ("vanilla", "ratio detached") else
+              row(*r, REJECTED, public.CAUSES.get(r[:2], "")) for r in rows]  # fmt: skip
+        yield from sample(of, every)
+    same = [row(*r, ACCEPTED) for r in [(base, "", []) for base in public.BASES] + public.HARMLESS]
+    first = ("grpo, einsum", "preserved, itself")  # the KL term, A / (N r)
+    yield from (c for c in same if c.name in first)
+    yield from sample([c for c in same if c.name not in first], 7)
+    named = [
+        Case(public.edited(base, edit), names, hp, kind="box", file="public: box",
+             name=f"{base}, {names.partition(' ')[0] or 'none'}", **meant(names))
+        for base, edit, names, hp in public.BOXES
+    ]  # fmt: skip
+    made = [
+        Case(public.edited(base, edit), on, hp, kind="advantages", file="public", name=f"{base}, {why or on}", why=why,
+             verdict=judged(why))
+        for base, edit, on, hp, why in public.ESTIMATORS
+    ]  # fmt: skip
+    yield from (*sample(named, 6), *sample(made, 5))
+
+
+def meant(names):
+    if names == "refused":
+        return {"verdict": REFUSED, "says": "no gradient on a good batch"}
+    return {"verdict": NAMED if names else UNKNOWN}
+
+
+def others():
+    """The objectives themselves, the zoo, habits, blind spots, estimators, log-prob functions."""
+    own = [Case(upref.get(name), name, file="objectives", name=name) for name in upref.names()]
+    yield from sample(own, 6)
+    yield from (*zoo.ALL, *habits.HABITS, *spots.WRONG, *spots.RIGHT, *spots.CAUSES, *spots.NAMED)
+    of = lambda fn, on, **more: Case(
+        fn, on, kind="advantages", file="advantages", name=getattr(fn, "__name__", "object"), **more
+    )
+    yield from (of(fn, on, text=text) for fn, on, text in advantages.RIGHT)
+    yield from (of(fn, on, oracles={oracle}, says=says) for fn, on, oracle, says in advantages.WRONG)
+    is_long = lambda name: bool(re.search(logprobs.LONG, name))
+    kept = [Case(fn, "", hp, kind="logprobs", file="logprobs", name=name) for name, fn, hp in logprobs.RIGHT]
+    yield from sample(kept, 2)
+    yield from (Case(fn, "", hp, kind="logprobs", file="logprobs", name=name, verdict=REJECTED,
+                     says=logprobs.CAUSE.get(name, ""), nightly=is_long(name))
+                for name, fn, hp in logprobs.WRONG)  # fmt: skip
+
+
+def every():
+    files = {}
+    for c in (*others(), *written(), *edits()):
+        files.setdefault((c.kind, c.file), []).append(c)
+    return [c for cases in files.values() for c in number(cases)]
+
+
+ALL = every()

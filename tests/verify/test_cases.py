@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every row of tests/support/cases/table.py has the verdict that it says; by day a sample of what takes minutes.
+
+One file: the one test of all verdicts, what it compares, and a second opinion on the written rows.
+"""
+
+import inspect
+import itertools
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+import upref
+from tests.support.cases import ACCEPTED, ENDS, NAMED, NOTED, REFUSED, REJECTED, UNKNOWN, objective
+from tests.support.cases.bodies import loss
+from tests.support.cases.table import ALL
+from upref import Rollouts
+from upref.foreign import read
+from upref.verify.factors import declared_aggregation
+from upref.verify.measure import FLOATS, make_case
+from upref.verify.shrink import cut
+
+
+def parameter(case):
+    marks = [pytest.mark.nightly] * case.nightly
+    marks += [pytest.mark.xfail(strict=True, reason=case.xfail)] * bool(case.xfail)
+    return pytest.param(case, id=f"{case.file}: {case.name}", marks=marks)
+
+
+def identified(case, identity):
+    if case.verdict == UNKNOWN:
+        assert not identity or (case.file.startswith("public") and identity.kind == "pitfall"), identity
+    elif case.verdict == ENDS:
+        why = identity.why
+        assert case.says in why and "it differs elsewhere" in why and case.text in why.partition("elsewhere")[2], why
+    else:
+        assert identity and case.says in identity.why, identity
+        match = next(m for m in identity.matches if m.name in case.objective.split())
+        assert {k: match.hp[k] for k in case.hp} == pytest.approx(case.hp, **case.within), identity
+
+
+NUMBER = r"(-?[\d.]+(?:e[+-]?\d+)?|-?inf|nan)"
+
+
+def _without_padding(case, b):
+    """The gradient of the batch without its columns of padding, where they were."""
+    used, g = b.mask.any(0), torch.zeros_like(b.logp)
+    g[:, used] = case.gradient(cut(b, list(range(len(b.mask))), used.nonzero().flatten().tolist()))
+    return g
+
+
+PASTED = {  # what a finding prints: (of the objective, of the loss) at each token of the batch below it
+    rf"^weight {NUMBER}": lambda c, b, g: (c.expected(b), g / c.factors(b)),
+    rf"factor {NUMBER}": lambda c, b, g: (c.factors(b, declared_aggregation(c.o)), c.factors(b)),
+    rf"^3 times the gradient: {NUMBER}|^{NUMBER}$": lambda c, b, g: (3 * g, c.gradient(b.but(adv=3 * b.adv))),
+    rf"^half the gradient: {NUMBER}|^{NUMBER}$": lambda c, b, g: (g / 2, torch.full_like(g, math.nan)),
+    rf"^dJ/dlp {NUMBER}, as without|^{NUMBER}$": lambda c, b, g: (_without_padding(c, b), g),
+    rf"^dJ/dlp {NUMBER}, as |^{NUMBER}$": lambda c, b, g: (g, torch.full_like(g, math.nan)),
+}  # fmt: skip
+
+
+def strangers(case, report) -> list[str]:
+    """The findings whose two numbers no token of the batch has that is printed below them."""
+    o, out = upref.get(case.objective), []
+    one = make_case(read(case.function, o, case.hp), o, o.resolve(case.hp))
+    for f in report.failures:
+        if "\nb = " not in f"\n{f.batch}":
+            continue
+        exec(f.batch, space := {"upref": upref, "torch": torch})
+        as_type = lambda b, d: b.but(**{k: v.to(d) for k in FLOATS if (v := getattr(b, k)) is not None})
+        b = as_type(space["b"], torch.float64)
+        g = one.gradient(as_type(b, torch.float32) if "in float32" in f.batch else space["b"]).double()
+        for pattern, numbers in PASTED.items():
+            if printed := re.search(pattern, f.expected):
+                right, found = numbers(one, b, g)
+                is_it = lambda x, text: torch.isclose(x, torch.full_like(x, float(text)), 2e-5, 1e-9, equal_nan=True)
+                hit = is_it(right, printed[1])
+                if (other := re.search(pattern, f.found)) and not found.isnan().all():
+                    hit = hit & is_it(found, next(filter(None, other.groups())))
+                out += [] if hit.any() else [str(f)]
+                break
+        else:
+            assert not re.search(r"\d", f.expected), f"which numbers are these? {f}"
+    return out
+
+
+@pytest.mark.parametrize("case", map(parameter, ALL))
+def test_case(case):
+    if case.verdict == REFUSED:
+        with pytest.raises(upref.InputError, match=case.says):
+            case.judged()
+        return
+    report = case.judged()
+    if case.kind == "box":
+        identified(case, report)
+        return
+    assert bool(report) == (case.verdict != REJECTED), f"{case.why}\n{report}"
+    assert case.text in report.text(verbose=True), report.text(verbose=True)
+    if case.verdict == REJECTED:
+        hit = [f for f in report.failures if f.oracle in (case.oracles or {f.oracle})]
+        hit = hit[:1] if case.kind == "logprobs" else hit
+        words = case.says.removeprefix("-")
+        assert hit and any(words in f.cause for f in hit) == (words == case.says), str(report)
+    if case.kind == "loss" and case.oracles:
+        assert "      likely    " in str(report), "a cause, or that none fits"
+        assert strangers(case, report) == []
+    if case.leaks is not None and report:
+        assert case.leaks == any(f.oracle == "masked-values" for f in report.notes), str(report)
+    if case.verdict == ACCEPTED and case.file == "habits" and case.kind == "loss":
+        # these two have something to say of every short loss
+        assert {f.oracle for f in report.notes} <= {"stop-gradient", "extremes"}, report.text(verbose=True)
+
+
+def test_each_case_has_a_name_of_its_own():
+    names = [(c.kind, c.file, c.name) for c in ALL]
+    assert len(set(names)) == len(names) and {c.verdict for c in ALL} >= {ACCEPTED, REJECTED, NAMED}
+    assert [c for c in ALL if len(f"{c.file}: {c.name}") > 60] == []
+
+
+def test_each_habit_is_decided_once_and_has_a_reason():
+    habits = [c for c in ALL if c.words]
+    assert len({c.words for c in habits}) == len(habits)
+    assert all(c.why and (c.text or c.verdict != NOTED) for c in habits)
+
+
+def test_an_unchecked_correction_is_said():
+    """DAPO has no sampler: π_old stands for μ, where a correction, right or wrong, is 1."""
+    (case,) = [c for c in ALL if c.name == "with_engine, itself"]
+    report, right = upref.check(case.function, "dapo"), case.judged()
+    said = [any("corrects for it is not checked" in line for line in r.contract) for r in (report, right)]
+    assert report and right and said == [True, False]
+
+
+# ---- without the checker --------------------------------------------------------------------------------------------
+def masks(kind, B, T, g):
+    t, m, ends = torch.arange(T), torch.ones(B, T, dtype=torch.bool), torch.randint(T, (B, 1), generator=g)
+    return {"full": m, "right": t < T - ends, "left": t >= ends, "turns": (t // 3 % 2 == 0).expand(B, T),
+            "hole": m & ((t < T // 8) | (t >= T // 8 + T // 2))}[kind]  # fmt: skip
+
+
+def batches():
+    """Sizes, masks and compositions at which the wrong losses are wrong."""
+    sizes = [(1, 5), (4, 8), (5, 5), (65, 6), (130, 5), (3, 63), (3, 128), (4, 130), (3, 600)]
+    kinds, compositions = ("hole", "full", "right", "left", "turns"), ("mixed", "zeros", "positive", "far")
+    g = torch.Generator().manual_seed(0)
+    for (B, T), kind, composition in itertools.product(sizes, kinds, compositions):
+        some = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+        old = (-some(B, T).abs() * 3 - 0.002) * (1 + 4 * (some(B, T) > 2))
+        lp = (old + (3.0 if composition == "far" else 0.25) * some(B, T)).clamp(max=-1e-3)
+        A = {"zeros": some(B, 1) * (some(B, 1) > 1), "positive": some(B, 1).abs()}.get(composition, 2 * some(B, 1))
+        if composition == "mixed":
+            A[0], A[-1] = 37.0, -5e-4
+        m = masks(kind, B, T, g)
+        group = torch.arange(B) * 2 // 5 * 8 % 104 if B % 5 == 0 else torch.zeros(B, dtype=torch.long)
+        yield Rollouts(lp, old, A.expand(B, T).clone(), m & m.any(1, keepdim=True), group if B > 1 else None,
+                       logp_ref=(lp + 0.3 * some(B, T)).clamp(max=-1e-3), entropy=some(B, T).abs(),
+                       logp_sampler=(old + 0.4 * some(B, T)).clamp(max=-1e-3))  # fmt: skip
+
+
+ARGUMENTS = dict(log_prob="logp", old_log_prob="logp_old", advantages="adv", mask="mask", ref_log_prob="logp_ref",
+                 group="group", entropy="entropy", rollout_log_probs="logp_sampler")  # fmt: skip
+
+
+def error(fn, o, hp, b):
+    takes = inspect.signature(fn).parameters
+    lp = b.logp.clone().requires_grad_()
+    given = {k: getattr(b, v) for k, v in ARGUMENTS.items() if k in takes} | {"log_prob": lp}
+    found = torch.autograd.grad(fn(**given), lp)[0]
+    fields = {f: getattr(b, f) for f in ("logp_old", "adv", "mask", "logp_ref", "entropy")}
+    fields |= {"group": b.group if "group" in takes else None, "logp_sampler": b.logp_sampler if o.sampler else None}
+    want = torch.autograd.grad(o.loss(Rollouts(lp, **fields), **hp), lp)[0]
+    return float(torch.where(b.mask, found - want, 0).norm() / (want.norm() + 1e-12))
+
+
+WRITTEN = [c for c in ALL if hasattr(c.function, "body")]
+
+
+@pytest.mark.parametrize("case", [parameter(replace(c, xfail="")) for c in WRITTEN if c.kind == "loss" and c.why])
+def test_wrong_is_wrong(case):
+    if case.name in ("first advantage", "micro-batches"):
+        pytest.skip("wrong for one advantage per token, or for micro-batches, which these batches do not have")
+    fn, o = loss(case.function.body), objective(case.objective)
+    grouped = "group" in inspect.signature(fn).parameters
+    assert any(not error(fn, o, case.hp, b) < 1e-4 for b in batches() if b.group is not None or not grouped), case.why
+
+
+@pytest.mark.parametrize("case", [parameter(replace(c, xfail="")) for c in WRITTEN if c.verdict == NAMED])
+def test_a_box_is_what_it_is(case):
+    o, fn = upref.get(case.objective.split()[0]), loss(case.function.body)
+    assert all(error(fn, o, case.hp, b) < 1e-5 for b in itertools.islice(batches(), 0, None, 7))
