@@ -107,6 +107,8 @@ def test_case(case):
     if case.kind == "loss" and case.oracles:
         assert "      likely    " in str(report), "a cause, or that none fits"
         assert strangers(case, report) == []
+    if case.file == "kl" and report:
+        assert (report.tolerances["per token, relative"] > 1e-5) == (case.text == "float32")
     if case.leaks is not None and report:
         assert case.leaks == any(f.oracle == "masked-values" for f in report.notes), str(report)
     if case.verdict == ACCEPTED and case.file == "habits" and case.kind == "loss":

@@ -18,6 +18,7 @@ from . import (
     Case,
     boxes,
     estimators,
+    kl,
     logprobs,
     public,
     right,
@@ -72,11 +73,11 @@ def written():
     ]
     made = [Case(fn, on, hp, kind="advantages", file=f, name=name, why=why, verdict=judged(why))
             for f, (name, on, hp, fn, why) in estimates]  # fmt: skip
-    kl = [Case(fn, on, kind="kl", file="unseen", name=name, why=why, verdict=judged(why))
-          for name, on, fn, why in unseen.KLS]  # fmt: skip
+    terms = [Case(fn, on, kind="kl", file="unseen", name=name, why=why, verdict=judged(why))
+             for name, on, fn, why in unseen.KLS]  # fmt: skip
     ends = [Case(loss(body), kind="box", file="unseen: ends", name=says, verdict=ENDS, says=says, text=where)
             for says, where, body in unseen.NEAR]  # fmt: skip
-    for cases in (lost, kept, named, made, kl):
+    for cases in (lost, kept, named, made, terms):
         yield from sample(cases, 40, known)
     yield from sample(ends, 5)
 
@@ -135,6 +136,13 @@ def others():
     )
     yield from (of(fn, on, text=text) for fn, on, text in advantages.RIGHT)
     yield from (of(fn, on, oracles={oracle}, says=says) for fn, on, oracle, says in advantages.WRONG)
+    term = lambda fn, of, **more: Case(fn, kind="kl", file="kl", name=fn.__name__.replace("<lambda>", of), **more)
+    yield from (
+        term(fn, text.replace(", by position", "") or "plain", objective=on, text=text) for fn, on, text in kl.RIGHT
+    )
+    yield from (
+        term(fn, says or oracle, objective=on, oracles={oracle}, says=says) for fn, on, oracle, says in kl.WRONG
+    )
     is_long = lambda name: bool(re.search(logprobs.LONG, name))
     kept = [Case(fn, "", hp, kind="logprobs", file="logprobs", name=name) for name, fn, hp in logprobs.RIGHT]
     yield from sample(kept, 2)
