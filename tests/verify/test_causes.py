@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import upref
+from tests.support.cases.bodies import calm
 from upref import ops
 from upref.ops import sg
 from upref.verify.report import UNKNOWN
@@ -19,10 +20,6 @@ from upref.verify.report import UNKNOWN
 def J(lp, old, A, low=0.2, high=0.28):
     r = (lp - old).exp()
     return torch.minimum(r * A, r.clamp(1 - low, 1 + high) * A)
-
-
-def calm(mask, *xs):
-    return [torch.where(mask, x, 0) for x in xs]
 
 
 def dapo(change=J, total=lambda x, m: -torch.where(m, x, 0).sum() / m.sum()):

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import upref
+from tests.support.cases.bodies import calm
 from upref.cli import main
 from upref.foreign import read
 from upref.integrations.pytest_plugin import _assert_policy_loss, assert_policy_loss  # noqa: F401  the fixture, as pytest finds it
@@ -22,10 +23,6 @@ from upref.ops import sg
 from upref.verify.check import every
 from upref.verify.measure import make_case
 from upref.weights.batches import random_batch
-
-
-def calm(mask, *xs):
-    return [torch.where(mask, x, 0) for x in xs]
 
 
 # ---- right, in several styles ----------------------------------------------------------------------------------------

@@ -16,6 +16,11 @@ def calm(mask, *xs):
     return [torch.where(mask, x, 0) for x in xs]
 
 
+def named(name, fn):
+    fn.__name__ = name
+    return fn
+
+
 def tok(J, m, kept=None):
     """Minus the mean over tokens; kept: those that train."""
     return -(J * (m if kept is None else kept)).sum() / m.sum()

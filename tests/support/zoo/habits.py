@@ -8,7 +8,7 @@ the report of a habit that is noted or rejected.
 import torch
 
 from tests.support.cases import ACCEPTED, NOTED, REJECTED, Case
-from tests.support.cases.bodies import calm
+from tests.support.cases.bodies import calm, named as N
 
 
 def Habit(words, verdict, why, function, on, text="", kind="loss"):
@@ -148,11 +148,6 @@ def in_place(log_prob, old_log_prob, advantages, mask):
 
 def twice(log_prob, old_log_prob, advantages, mask):
     return 2 * dapo(plain)(log_prob, old_log_prob, advantages, mask)
-
-
-def N(name, f):
-    f.__name__ = name
-    return f
 
 
 LOSSES = [

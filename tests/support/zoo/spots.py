@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from tests.support.cases import NAMED as IS, REJECTED, Case
-from tests.support.cases.bodies import calm
+from tests.support.cases.bodies import calm, named
 
 BOX = {"kind": "box", "verdict": IS, "within": {"abs": 1e-6}}
 
@@ -41,11 +41,6 @@ def token(J, agg=mean):
         lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
         return agg(J(lp, lp - old, A, mask), mask)
 
-    return loss
-
-
-def named(name, loss):
-    loss.__name__ = name
     return loss
 
 
