@@ -87,7 +87,7 @@ def strangers(case, report) -> list[str]:
     return out
 
 
-@pytest.mark.parametrize("case", map(parameter, ALL))
+@pytest.mark.parametrize("case", [parameter(c) for c in ALL])
 def test_case(case):
     if case.verdict == REFUSED:
         with pytest.raises(upref.InputError, match=case.says):
