@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """dJ/dlp of every registered objective: the derivative of the function that trains is the weight written by hand.
 
-Claim. In every regime (sign of A, r between the kinks) their difference simplifies to 0. An objective whose clip
+Claim. In every regime (sign of A, r between the breakpoints) their difference simplifies to 0. An objective whose clip
 depends on the whole batch or on a bisection, which sympy cannot read, is held to its weight by autograd. Bounds that
 move with mu = π_old(o_t) are ordered at two values of it.
 """

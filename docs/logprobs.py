@@ -62,7 +62,7 @@ def brief(report: Any) -> dict[str, Any]:
     wrong = [f"{f.oracle}: {f.regime}" + f" ({f.cause})" * bool(f.cause) for f in report.failures]
     short = lambda n: n.regime.partition(" (")[0] if "refused" in n.regime else n.regime
     notes = [short(n) + f" ({n.cause})" * (n.cause not in ("", "rounding")) for n in report.notes]
-    entropy = "" if any("no entropy" in c for c in report.contract) else ", with entropy"
+    entropy = "" if any("no entropy" in c for c in report.assumptions) else ", with entropy"
     return {"verdict": "differs: " + "; ".join(wrong) if wrong else f"agrees{entropy}", "notes": notes}
 
 

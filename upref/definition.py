@@ -87,7 +87,7 @@ class Objective:
     sampler: Callable[..., Any] | None = field(
         default=None, repr=False
     )  # (log ρ, mask, *, hyperparameters): factors, [B, T]
-    coupled: str = field(default="", repr=False)  # why splitting the batch changes it, where it does
+    batch_coupled: str = field(default="", repr=False)  # why splitting the batch changes it, where it does
     closed_form: Callable[..., Any] = field(default=_no_weight, repr=False)
 
     # read off the two signatures once

@@ -21,7 +21,7 @@ from upref.kl import ESTIMATORS
 from upref.ops import sum_t, where
 from upref.registry import REDUCE, Objective, get
 from upref.rollouts import Rollouts
-from upref.symbolic import SymbolArray, forget_sg, in_regime, kinks
+from upref.symbolic import SymbolArray, breakpoints, forget_sg, in_regime
 
 RATIO = {"token": "r", "sequence_mean": "s", "sequence_product": "S", "custom": "r"}
 FREE_TOKENS = 3  # an objective that couples the tokens of a response is derived on one of this length
@@ -124,7 +124,7 @@ def _regimes(o: Objective, A: Expr, letters: Any, at: Any, notes: Any) -> Iterat
     in_r = {x: log(mu) + log(y) for x, y in zip(lp, r, strict=True)} | dict.fromkeys(lp_old, log(mu))
     J, weights = _J(o, A, lp, lp_old, letters), _weights(o, A, r, mu, letters)
     J_in_r = _J(o, A, [in_r[x] for x in lp], [in_r[x] for x in lp_old], letters)
-    edges = {k for expr in (J_in_r, *weights) for k in kinks(expr, r[0])}
+    edges = {k for expr in (J_in_r, *weights) for k in breakpoints(expr, r[0])}
     cells = _cells(edges, r[0], at, 1 / mu if o.reads_mu else oo, notes)
     rows = []
     for combination in itertools.combinations_with_replacement(cells, n):
@@ -219,9 +219,9 @@ def sympy_gradient(objective: str | Objective, b: Rollouts, **hp: Any) -> np.nda
     tokens = [where(b.mask, x.detach(), 0).numpy() for x in (b.logp, b.logp_old, b.adv.expand(b.mask.shape), ref)]
     rows = torch.as_tensor(weights, dtype=torch.float64).expand(len(mask)).numpy()
     gradient = np.zeros(mask.shape)
-    for alike in [mask] if o.coupled else np.unique(mask, axis=0)[:, None]:
+    for alike in [mask] if o.batch_coupled else np.unique(mask, axis=0)[:, None]:
         derivative = _derivative(o, alike, hp)
-        for i in [np.arange(len(mask))] if o.coupled else np.flatnonzero((mask == alike).all(1))[:, None]:
+        for i in [np.arange(len(mask))] if o.batch_coupled else np.flatnonzero((mask == alike).all(1))[:, None]:
             with mpmath.workdps(30):
                 numbers = map(mpmath.mpf, np.concatenate([*(x[i].ravel() for x in tokens), rows[i]]).tolist())
                 gradient[i] = np.reshape([float(x) for x in derivative(*numbers)], alike.shape)

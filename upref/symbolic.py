@@ -103,13 +103,14 @@ def in_regime(expr: Expr, point: dict[Any, Any]) -> Expr:
 
 
 def pieces(Js: Sequence[Expr], lp: Symbol, lp_old: Symbol, r: Symbol, at: dict[Any, Any]) -> list[tuple[Any, ...]]:
-    """(low, high, [(J, dJ/dlp in r), ...]) of these J on every open interval of r = exp(lp - lp_old) between kinks.
+    """(low, high, [(J, dJ/dlp in r), ...]) of these J on every open interval of r = exp(lp - lp_old) between
+    breakpoints.
 
-    at: numbers for the other symbols, which order the kinks. The intervals are those of all Js together.
+    at: numbers for the other symbols, which order the breakpoints. The intervals are those of all Js together.
     """
     ends = {sympy.S.Zero: sympy.S.Zero, sympy.oo: sympy.oo}
     for J in Js:
-        for k in kinks(J.subs({lp: sympy.log(r), lp_old: 0}), r):
+        for k in breakpoints(J.subs({lp: sympy.log(r), lp_old: 0}), r):
             if k.subs(at).is_positive:
                 ends.setdefault(k.subs(at), k)
     found = []
@@ -121,11 +122,11 @@ def pieces(Js: Sequence[Expr], lp: Symbol, lp_old: Symbol, r: Symbol, at: dict[A
     return found
 
 
-def kinks(expr: Expr, r: Symbol) -> list[Expr]:
+def breakpoints(expr: Expr, r: Symbol) -> list[Expr]:
     """Every r at which a condition of `expr` can change, solved where it is linear in r, 1/r or log r.
 
-    A condition that is none of these comes back as the expression that vanishes there. More than the true kinks may
-    come back (some conditions are never decisive), none is missing.
+    A condition that is none of these comes back as the expression that vanishes there. More than the true breakpoints
+    may come back (some conditions are never decisive), none is missing.
     """
     found = {}
     for relation in expr.atoms(Relational):

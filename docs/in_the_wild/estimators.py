@@ -249,7 +249,7 @@ def judged(folder: Path) -> dict[str, dict]:
             report = (upref.check_kl if kl else upref.check_advantages)(fn, e.held)
             one |= {"check": bool(report), "hp": {k: v for k, v in report.hp.items() if v is not None}}
             one["failures"] = [f"{f.oracle}: {f.cause or f.found}" for f in report.failures]
-            one["read"] = [c for c in report.contract if "ddof" in c or "eps" in c or "divides" in c]
+            one["read"] = [c for c in report.assumptions if "ddof" in c or "eps" in c or "divides" in c]
         except InputError as err:
             one["refused"] = str(err)
         one |= {"by_hand": e.formula, "same": e.same, "off_formula": (off_kl if kl else off_advantages)(fn, e.hand)}

@@ -55,7 +55,12 @@ def _paper(o: Objective) -> str:
 def _facts(o: Objective) -> str:
     rows = [("level", f"{o.level}: {LEVELS[o.level]}"), ("aggregation", f"`{o.agg}`"), ("advantage", f"`{o.adv}`")]
     rows += [("KL", f"− β · `{o.kl}`, a term of its own")] if o.kl else []
-    said = {"note": o.note, "not in sympy": o.not_symbolic, "not split": o.coupled, "at r = 1": o.on_policy_exception}
+    said = {
+        "note": o.note,
+        "not in sympy": o.not_symbolic,
+        "not split": o.batch_coupled,
+        "at r = 1": o.on_policy_exception,
+    }
     return _table(["what", "of this objective"], [*rows, *((k, v) for k, v in said.items() if v)])
 
 

@@ -66,10 +66,12 @@ def choose(task: Task, objective: Objective, G: int | None) -> str:
     """infinite, counts or groups: the cheapest that is exact."""
     per_group = objective.agg == "group-token-mean" and not task.one_length
     if G is None:
-        if objective.coupled:
-            raise InputError(f"{objective.name} couples the batch ({objective.coupled}): give a finite group, G=4.")
+        if objective.batch_coupled:
+            raise InputError(
+                f"{objective.name} couples the batch ({objective.batch_coupled}): give a finite group, G=4."
+            )
         return "infinite"
-    return "counts" if task.binary and not per_group and not objective.coupled else "groups"
+    return "counts" if task.binary and not per_group and not objective.batch_coupled else "groups"
 
 
 def J(task: Task, objective: Objective, lp: Tensor, lp_old: Tensor, rows: Rows, table: Tensor, **hp) -> Tensor:
@@ -83,7 +85,7 @@ def J(task: Task, objective: Objective, lp: Tensor, lp_old: Tensor, rows: Rows, 
         H = -(table.exp() * table).sum(-1)
         entropy = H[:, task.contexts][b]
     batch = (lp[b], lp_old[b], rows.A[:, None], task.mask[rows.response])
-    if objective.coupled:
+    if objective.batch_coupled:
         return torch.stack([_one_group(objective, batch, rows, g, hp) for g in range(rows.groups)]).sum()
     weights = (rows.weight * len(rows.weight))[:, None].expand_as(batch[3])
     totals = _totals(batch[3], rows)

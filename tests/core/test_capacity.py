@@ -151,7 +151,7 @@ def test_narrow_windows_are_found():
 
 
 # ---- conventions -----------------------------------------------------------------------------------------------------
-def test_kinks():
+def test_breakpoints():
     mu = np.linspace(0.01, 0.3, 30)
     assert (capacity("dapo", 1.28 * mu, mu, 1) < 1e-16).all()
     assert (capacity("dapo", 0.8 * mu, mu, -1) < 1e-16).all()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import upref
-from upref.weights.batches import kinks
+from upref.weights.batches import breakpoints
 from upref.weights.curve import Curve, of, of_loss
 from upref.weights.jumps import GRID
 
@@ -91,10 +91,10 @@ def test_bounds_that_depend_on_mu(mu):
             assert [j.r for j in of(name).jumps(A, mu)] == [e for e in row if e < np.inf]
 
 
-@pytest.mark.parametrize("name", [n for n in upref.names() if not upref.get(n).coupled])
-def test_kinks_bound_the_regimes_within_the_unit_square(name):
+@pytest.mark.parametrize("name", [n for n in upref.names() if not upref.get(n).batch_coupled])
+def test_breakpoints_bound_the_regimes_within_the_unit_square(name):
     for A, mu in ((1.0, 0.02), (-1.0, 0.9)):
-        assert all(k * mu < 1 and 3e-4 < k < 3e3 for k in kinks(upref.get(name), A, mu))
+        assert all(k * mu < 1 and 3e-4 < k < 3e3 for k in breakpoints(upref.get(name), A, mu))
 
 
 # ---- losses nobody here wrote ----------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_a_losses_curve_is_the_objectives(loss):
     for A in (1.0, -0.5):
         np.testing.assert_allclose(curve(R, A), grpo(R, A), rtol=1e-12)
         assert [j.r for j in curve.jumps(A)] == pytest.approx([j.r for j in grpo.jumps(A)], rel=1e-14)
-    assert not curve.reads_mu and not curve.coupled
+    assert not curve.reads_mu and not curve.batch_coupled
 
 
 def test_float32_finds_its_bounds_as_far_as_it_tells():

@@ -54,7 +54,7 @@ def test_the_paper_of_an_objective_has_an_entry(name):
 def test_the_keys_an_objective_cites_have_entries(name):
     o = upref.get(name)
     cited = " ".join(
-        [o.eq, o.note, o.not_symbolic, o.on_policy_exception, o.coupled, o.__doc__ or "", *o.defaults.values()]
+        [o.eq, o.note, o.not_symbolic, o.on_policy_exception, o.batch_coupled, o.__doc__ or "", *o.defaults.values()]
     )
     assert set(KEY.findall(cited)) <= set(BIB)
 

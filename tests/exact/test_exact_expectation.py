@@ -54,7 +54,7 @@ def test_one_token(name):
     assert torch.allclose(found, truth, atol=1e-13, rtol=1e-11)
 
 
-@pytest.mark.parametrize("name", [n for n in ONE_GROUP if not upref.get(n).coupled])
+@pytest.mark.parametrize("name", [n for n in ONE_GROUP if not upref.get(n).batch_coupled])
 def test_two_tokens_by_counts_and_by_groups(name):
     task = strings(2, 2, {(0, 1), (1, 1)})
     for way in ("counts", "groups"):

@@ -392,7 +392,7 @@ def test_an_optional_argument_gives_way_to_a_required_one():
         return -(torch.where(mask, torch.minimum(r * advantages, r.clamp(0.8, 1.2) * advantages), 0)).sum() / mask.sum()
 
     report = upref.check(loss, "ppo_clip")
-    assert report and "rollout_log_probs is left at its default, None" in report.contract, report.contract
+    assert report and "rollout_log_probs is left at its default, None" in report.assumptions, report.assumptions
 
 
 # ---- one name, one reading, in every place ---------------------------------------------------------------------------
@@ -444,5 +444,5 @@ def test_one_of_two_bounds_is_not_the_whole_clip(low, high):
     text = f"def loss(log_prob, old_log_prob, advantages, mask, {low}=0.2, {high}=0.2): return log_prob.sum()"
     space: dict = {}
     exec(text, space)
-    assert not read(space["loss"], upref.get("grpo"), {}).takes
-    assert read(space["loss"], upref.get("dapo"), {}).takes == ({"eps_low", "eps_high"} if high != "eps_b" else set())
+    assert not read(space["loss"], upref.get("grpo"), {}).accepts
+    assert read(space["loss"], upref.get("dapo"), {}).accepts == ({"eps_low", "eps_high"} if high != "eps_b" else set())

@@ -89,8 +89,8 @@ def rows_commute(o):
 @law
 def micro_batches_add_up(o):
     """Unequal lengths, groups torn apart: the losses and gradients of the parts sum to the whole's."""
-    if o.coupled:
-        pytest.skip(o.coupled)
+    if o.batch_coupled:
+        pytest.skip(o.batch_coupled)
     b = batch(o)
     for n in (2, 3, 8):
         parts = b.split(n)
@@ -135,7 +135,7 @@ def finite_differences_agree(o):
     """Of the declared surrogate, sg(x) held where it was: ties the value of J to its gradient."""
     b = batch(o, edges=OFF_EDGES, thin=7)
     b = replace(b, logp=b.logp - 1e-4)  # a bound may lie at r = 1 itself
-    if o.coupled:  # a step must not change the batch's ranking
+    if o.batch_coupled:  # a step must not change the batch's ranking
         b = replace(b, logp=b.logp_old + (b.logp - b.logp_old) * 0.05)
     g, values, h = grad(o, b), [], 1e-6
     with replayed_sg(values):

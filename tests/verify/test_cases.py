@@ -132,7 +132,7 @@ def test_an_unchecked_correction_is_said():
     """DAPO has no sampler: π_old stands for μ, where a correction, right or wrong, is 1."""
     (case,) = [c for c in ALL if c.name == "with_engine, itself"]
     report, right = upref.check(case.function, "dapo"), case.judged()
-    said = [any("corrects for it is not checked" in line for line in r.contract) for r in (report, right)]
+    said = [any("corrects for it is not checked" in line for line in r.assumptions) for r in (report, right)]
     assert report and right and said == [True, False]
 
 

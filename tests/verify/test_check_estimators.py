@@ -68,7 +68,7 @@ def test_ddof_and_eps_are_read_off_or_held_to():
 
 def test_a_report_says_of_the_denominator_only_what_was_seen():
     report = upref.check_advantages(zoo.rewards_clipped_at_ten, "group_norm")
-    assert not report.hp and not any("denominator" in x or "float32" in x for x in report.contract), str(report)
+    assert not report.hp and not any("denominator" in x or "float32" in x for x in report.assumptions), str(report)
     (low,) = [n for n in upref.check_advantages(zoo.nothing_below_a_std, "group_norm").notes]
     assert low.oracle == "shift-and-scale" and low.found == "A = 0"
     small = partial(zoo.each, divide=lambda c, std: c / (std + 1e-12))

@@ -29,7 +29,7 @@ def test_who_answers_otherwise_each_time_is_asked_nothing_else():
 
 def test_the_report_says_what_was_covered():
     report = upref.check(upref.get("dapo"), "dapo")
-    (said,) = [c for c in report.contract if c.startswith("covered:")]
+    (said,) = [c for c in report.assumptions if c.startswith("covered:")]
     assert "65,504" in said and "π_old" in said and "2^40" in said
 
 

@@ -33,7 +33,7 @@ def audit():
 def test_check_runs_every_oracle_on_trl():
     report = upref.check("trl:dapo@matched", "dapo")
     assert report, str(report)
-    assert report.oracles["micro-batches"] == "ok" and any("num_items_in_batch" in c for c in report.contract)
+    assert report.oracles["micro-batches"] == "ok" and any("num_items_in_batch" in c for c in report.assumptions)
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_every_objective_through_training_step(name, token_advantages):
     o = upref.get(name)
     b = plain(name)
     for parts in (1, 2, 4):
-        if o.coupled:
+        if o.batch_coupled:
             totals = b.totals._replace(group_tokens=b.totals.tokens)
             whole = torch.cat([o.gradient(p) for p in replace(b, totals=totals).split(parts)])
         else:

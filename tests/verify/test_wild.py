@@ -62,7 +62,7 @@ def unreduced_step(log_prob, old_log_prob, advantages, mask):
 def test_a_training_step_is_judged_by_the_gradient_it_leaves(loss):
     report = upref.check(loss, "grpo", eps=0.2)
     assert report, report
-    assert any(".backward() itself" in c for c in report.contract)
+    assert any(".backward() itself" in c for c in report.assumptions)
     assert str(upref.identify(loss)).partition("\n")[0].endswith("is grpo(eps=0.2)")
     assert upref.capacity(loss, 0.1, 0.1) == pytest.approx(0.02)
 

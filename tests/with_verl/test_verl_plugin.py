@@ -19,7 +19,7 @@ from upref.integrations.parity import ParityError
 from upref.weights.batches import batch, grad
 
 pytestmark = pytest.mark.verl
-WHOLE = [n for n in RUNS if not upref.get(n).coupled]
+WHOLE = [n for n in RUNS if not upref.get(n).batch_coupled]
 
 
 def gradient(name, b, c=None, **kw):

@@ -23,7 +23,7 @@ from upref.registry import REDUCE, Objective, get
 from upref.rollouts import Rollouts
 from upref.verify.factors import declared_aggregation
 from upref.verify.faults.losses import LossFault
-from upref.weights.batches import EDGES, LOG_R, SINGLE_EDGES, at, batch, clamped, grad, kinks, reference, words
+from upref.weights.batches import EDGES, LOG_R, SINGLE_EDGES, at, batch, breakpoints, clamped, grad, reference, words
 
 TOL = 1e-7
 MICRO = 8
@@ -299,7 +299,7 @@ def _where(c: Comparison, reasons: Sequence[LossFault], b: Rollouts, i: int, t: 
         return "a masked slot"
     A, _, mu = at(b, i, t)
     o, (found, hp) = get(c.objective), accounted(c, reasons)
-    bounds = sorted({*kinks(o, A, mu, **c.hp), *kinks(found, A, mu, **hp)}) if A else []
+    bounds = sorted({*breakpoints(o, A, mu, **c.hp), *breakpoints(found, A, mu, **hp)}) if A else []
     said = words(A, r, bounds) + (f" (mu = {mu:.2g})" if o.reads_mu else "")
     return said.replace(" r", {"sequence_mean": " s", "sequence_product": " S"}.get(_level(c, reasons), " r"))
 

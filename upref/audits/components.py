@@ -24,7 +24,7 @@ Function = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class Component:
     """A framework's function, what it is compared with, and why they differ.
 
     found: called inside, in the reference's signature (see CASES). promise: a name of REFERENCES[kind], or a function
@@ -60,12 +60,13 @@ class Part:
 def kls(
     found: Callable[[Tensor, Tensor, str], Tensor], promises: dict[str, str], reasons: dict[str, tuple] | None = None,
     tol: float = TOL,
-) -> tuple[Part, ...]:  # fmt: skip
+) -> tuple[Component, ...]:  # fmt: skip
     """The KL terms of a framework, found(log π_θ, log π_ref, name), by its names: promises and, where there are any,
     reasons."""
     term = lambda name: lambda lp, ref: found(lp, ref, name)
     return tuple(
-        Part("kl", k, term(k), promise, reasons=(reasons or {}).get(k, ()), tol=tol) for k, promise in promises.items()
+        Component("kl", k, term(k), promise, reasons=(reasons or {}).get(k, ()), tol=tol)
+        for k, promise in promises.items()
     )
 
 
@@ -126,11 +127,11 @@ REFERENCES: dict[str, dict[str, Function]] = {
 LABELS = {"advantages": "advantage of response {}", "logprobs": "log π of token {}"}
 
 
-def rows(framework: str, parts: tuple[Part, ...]) -> list[Row]:
+def rows(framework: str, parts: tuple[Component, ...]) -> list[Row]:
     return [_row(framework, p) for p in parts]
 
 
-def _row(framework: str, p: Part) -> Row:
+def _row(framework: str, p: Component) -> Row:
     if p.kind not in CASES or (isinstance(p.promise, str) and p.promise not in REFERENCES[p.kind]):
         raise InputError(f"{p.label}: there is no {p.promise!r} to compare it with.")
     cases = {k: v for k, v in CASES[p.kind]().items() if k not in p.leaves_out}
@@ -165,7 +166,7 @@ def _typical(kind: str) -> tuple[Any, ...]:
     return (b.logp * b.adv, b.mask) if kind == "aggregation" else _logits()["temperature 1"]
 
 
-def _asked(p: Part, f: Function, cases: dict[str, tuple[Any, ...]]) -> tuple[list[str], Tensor]:
+def _asked(p: Component, f: Function, cases: dict[str, tuple[Any, ...]]) -> tuple[list[str], Tensor]:
     """All numbers of all cases, flat, and what each is."""
     where: list[str] = []
     numbers: list[Tensor] = []

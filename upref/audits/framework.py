@@ -12,7 +12,7 @@ from torch import Tensor
 
 from upref.aggregation import Totals
 from upref.audits.compare import TOL, Comparison
-from upref.audits.components import Part
+from upref.audits.components import Component
 from upref.audits.isolated.pin import Pin
 from upref.errors import InputError
 from upref.foreign.settings import Bare
@@ -39,7 +39,7 @@ class Framework:
     loss: Callable[[Comparison, Rollouts, float | None], Tensor] | None = None
     plain: Callable[..., Tensor] | None = None
     defaults: Callable[[str], dict[str, Any]] = lambda mode: {}  # read from its own config class
-    parts: Callable[[], tuple[Part, ...]] = tuple  # what it computes beside its losses
+    parts: Callable[[], tuple[Component, ...]] = tuple  # what it computes beside its losses
     kernels: Callable[[], dict[str, Callable]] = dict  # what check_logprobs takes, and is no part
     remarks: Sequence[str] = ()
     pin: Pin | None = None  # what makes its folder of packages; without one it is imported from here

@@ -23,7 +23,7 @@ def markdown_table() -> str:
 
 
 def facts(o: Objective) -> dict[str, Any]:
-    plain = ("name", "paper", "eq", "level", "agg", "adv", "kl", "note", "known_from", "not_symbolic", "coupled")
+    plain = ("name", "paper", "eq", "level", "agg", "adv", "kl", "note", "known_from", "not_symbolic", "batch_coupled")
     facts = {
         f.name: getattr(o, f.name) for f in fields(o) if f.name in (*plain, "on_policy_exception", "scale_exception")
     }
@@ -54,7 +54,7 @@ def _about(o: Objective):
         yield "KL", f"- beta * {o.kl}, a term of its own"
     said = {
         "not_symbolic": "not in sympy",
-        "coupled": "not split",
+        "batch_coupled": "not split",
         "on_policy_exception": "r = 1",
         "scale_exception": "A times 3",
     }

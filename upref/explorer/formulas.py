@@ -17,7 +17,7 @@ from sympy.printing.jscode import JavascriptCodePrinter
 from sympy.printing.str import StrPrinter
 
 from upref.registry import Objective, get, names
-from upref.symbolic import SymbolArray, forget_sg, kinks
+from upref.symbolic import SymbolArray, breakpoints, forget_sg
 from upref.weights.curve import obstacle
 
 R, MU, A = Symbol("r", positive=True), Symbol("mu", positive=True), Symbol("A", real=True)
@@ -62,7 +62,9 @@ def record(o: Objective) -> dict[str, Any]:
     w = weight(o)
     return {
         "w": f"(r, A, mu, h) => {javascript(w)}",
-        "edges": [[_label(e), f"(mu, h) => {javascript(e)}"] for e in kinks(w, R) if e.free_symbols and not e.has(R)],
+        "edges": [
+            [_label(e), f"(mu, h) => {javascript(e)}"] for e in breakpoints(w, R) if e.free_symbols and not e.has(R)
+        ],
         "readsMu": o.reads_mu,
         "level": o.level,
         "equation": o.equation,

@@ -28,7 +28,7 @@ from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 
 FRAMEWORKS = Path(__file__).parents[1] / "frameworks"  # a folder each
-__all__ = ["FIRST", "MAIN", "SHAPES", "Loss", "Outcome", "fit", "load", "name_of", "neutral", "read", "takes"]
+__all__ = ["FIRST", "MAIN", "SHAPES", "Loss", "Outcome", "accepts", "fit", "load", "name_of", "neutral", "read"]
 
 
 def no_objective() -> Objective:
@@ -139,9 +139,9 @@ def _bind(
             f"functools.partial({name.rpartition(':')[2]}, {unbound[0]}=VALUE); if it changes with the batch, write a "
             f"wrapper: {WRAP_PAGE} has examples."
         )
-    given = {k: v for k, v in hp.items() if k in argument or accepts_kwargs}
-    given |= {k: resolved[k] for k in needed}
-    contract = tuple(
+    bound = {k: v for k, v in hp.items() if k in argument or accepts_kwargs}
+    bound |= {k: resolved[k] for k in needed}
+    assumptions = tuple(
         f"{k} is not an argument of the loss: {k} = {v} is expected of it"
         for k, v in hp.items()
         if k not in argument and not accepts_kwargs
@@ -150,12 +150,12 @@ def _bind(
     own = [f"{k} = {hp[k]} -> {argument[k]}" for k in hp if argument.get(k, k) != k]
     read_as = "; ".join(filter(None, (read_as, *own)))
     return Loss(
-        name, lambda full, hp: call(full, foreign | spelled(hp)), o, reads, frozenset(argument), accepts_kwargs, given,
-        read_as=read_as, contract=contract,
+        name, lambda full, hp: call(full, foreign | spelled(hp)), o, reads, frozenset(argument), accepts_kwargs, bound,
+        read_as=read_as, assumptions=assumptions,
     )  # fmt: skip
 
 
-def takes(loss: Any, key: str) -> bool:
+def accepts(loss: Any, key: str) -> bool:
     """Whether a loss that is compared with nothing has an argument for this hyperparameter."""
     if isinstance(loss, str) and loss.startswith(("verl:", "trl:")):
         return False
@@ -176,5 +176,5 @@ def _objective(theirs: Objective, o: Objective, hp: dict[str, Any]) -> Loss:
     known = frozenset(theirs.hyperparameters)
     call = lambda full, hp: theirs.loss(rollouts(full), **hp)
     reads = frozenset({*MAIN, *ROLLOUTS})
-    given = {k: v for k, v in hp.items() if k in known}
-    return Loss(theirs.name, call, o, reads, known & set(o.hyperparameters), given=given, read_as="an Objective")
+    bound = {k: v for k, v in hp.items() if k in known}
+    return Loss(theirs.name, call, o, reads, known & set(o.hyperparameters), bound_args=bound, read_as="an Objective")

@@ -49,12 +49,12 @@ class Loss:
     call: Callable[[dict[str, Any], dict[str, Any]], Any] = field(repr=False)
     objective: Objective  # what it is compared with: says how an unreduced answer is aggregated
     reads: frozenset[str]  # roles it takes
-    takes: frozenset[str] = frozenset()  # hyperparameters of the objective that it takes by name
+    accepts: frozenset[str] = frozenset()  # hyperparameters of the objective that it takes by name
     accepts_kwargs: bool = False  # it has **kwargs
-    given: dict[str, Any] = field(default_factory=dict)  # hyperparameters handed to it
+    bound_args: dict[str, Any] = field(default_factory=dict)  # hyperparameters handed to it
     framework: str = ""
     read_as: str = ""
-    contract: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
     adv_shape: str = "BT"
     float_mask: bool = False
     form: str = "scalar"
@@ -89,7 +89,7 @@ class Loss:
         """Whether it is asked with equal micro-batches only: their number says enough of no others."""
         return self.framework == "trl" or "parts" in self.reads
 
-    def view(self, b: Rollouts) -> Rollouts:
+    def visible_batch(self, b: Rollouts) -> Rollouts:
         """The batch as this loss can know it: without groups where it takes none."""
         return b if "group" in self.reads else b.but(group=None, totals=b.totals or Totals.of(b.mask))
 
@@ -119,7 +119,7 @@ class Loss:
         """One call on these inputs; InputError in one sentence for whatever the loss does instead of answering."""
         before = {k: v.detach().clone() for k, v in full.items() if isinstance(v, Tensor)}
         self.log.append(None)
-        got, printed = called(self.name, lambda: self.call(full, self.given | moved), self.lines)
+        got, printed = called(self.name, lambda: self.call(full, self.bound_args | moved), self.lines)
         value, form, wrapped = self._scalar(got, b)
         left = [v for v in full.values() if isinstance(v, Tensor) and v.is_leaf and v.grad is not None]
         if left and form != "scalar":
@@ -139,7 +139,7 @@ class Loss:
         B, T = b.mask.shape
         if first.ndim and first.shape in {(B, T), (B,), (B, 1)}:
             x = first[:, 0] if first.shape == (B, 1) and T > 1 else first
-            o, v = self.objective, self.view(b)
+            o, v = self.objective, self.visible_batch(b)
             if x.ndim == 2 and o.agg == "seq-mean":
                 agg = "seq-mean-token-sum" if o.level == "sequence_product" else "seq-mean-token-mean"
             else:

@@ -22,7 +22,7 @@ from upref.foreign.loss import Loss, Outcome
 from upref.registry import Objective
 
 HERE = {"call", "objective", "log", "shipped"}  # fields that stay in their process
-MOVED = ("adv_shape", "float_mask", "given", "lines")  # fields that this process may set before a question
+MOVED = ("adv_shape", "float_mask", "bound_args", "lines")  # fields that this process may set before a question
 KNOWN = InputError, Gone  # exceptions that this process raises again
 
 

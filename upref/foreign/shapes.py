@@ -35,7 +35,7 @@ def infer_shapes(loss: Loss) -> Loss:
 
 def _tried(loss: Loss) -> tuple[Loss, float]:
     """The loss, its form known, and how far the advantage of one response moves the gradients of others."""
-    b = loss.view(probe())
+    b = loss.visible_batch(probe())
     done, g = loss.outcome(b)
     if not done.attached:
         raise InputError(
@@ -54,7 +54,7 @@ def _tried(loss: Loss) -> tuple[Loss, float]:
 
 def _reads_first_column(loss: Loss) -> bool:
     """Whether the advantages act through their first column alone."""
-    b = loss.view(probe())
+    b = loss.visible_batch(probe())
     column = torch.arange(b.mask.shape[1])
     others = torch.where(column > 0, b.adv * (2 + column.sin()), b.adv)
     try:

@@ -219,7 +219,7 @@ def of(
         b = Bare(**{k: full[k] for k in ("logp", "logp_old", "mask", "totals", "adv", "logp_ref", "entropy")})
         return trl_loss(mode, b, padding=None, **settings(hp | moved))
 
-    contract = (
+    assumptions = (
         f"TRL's contract: {describe_fields(settings(hp))}; an optimizer step is one generation batch, cut into equal "
         "micro-batches; num_items_in_batch counts its tokens, current_gradient_accumulation_steps its micro-batches, "
         "so that the losses that training_step hands to backward add up; masked slots hold finite numbers",
@@ -229,6 +229,6 @@ def of(
     config = config_of(trainer_of(mode)[0])
     defaults = {f.name: f.default for f in dataclasses.fields(config) if f.default is not dataclasses.MISSING}
     return Loss(
-        name, call, o, reads, framework="trl", read_as="TRL's trainer", contract=contract, adv_shape=shape,
+        name, call, o, reads, framework="trl", read_as="TRL's trainer", assumptions=assumptions, adv_shape=shape,
         fields=settings(hp), defaults=defaults, shipped=of(name, mode, o, hp, None, False) if matched else None,
     )  # fmt: skip

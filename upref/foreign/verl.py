@@ -122,12 +122,12 @@ def of(
         use = {"loss_agg_mode": shipped()["loss_agg_mode"]} | settings(hp | moved)
         return verl_loss(mode, b, use.pop("loss_agg_mode"), padding=None, ranks=full["ranks"], **use)
 
-    contract = (
+    assumptions = (
         f"verl's contract: {describe_fields(settings(hp))}; global_batch_info carries the counts of the mini-batch, so "
         "that the losses of its micro-batches add up; masked slots hold finite numbers",
     )
     plain = of(name, mode, o, hp, None, matched=False) if matched and isinstance(mode, str) else None
     return Loss(
-        name, call, o, frozenset({*MAIN, "totals"}), framework="verl", read_as="verl's signature", contract=contract,
-        fields=settings(hp), defaults=shipped(), shipped=plain,
+        name, call, o, frozenset({*MAIN, "totals"}), framework="verl", read_as="verl's signature",
+        assumptions=assumptions, fields=settings(hp), defaults=shipped(), shipped=plain,
     )  # fmt: skip

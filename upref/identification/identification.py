@@ -43,7 +43,7 @@ class Identification(Result):
     why: str  # the pitfall in words
     bounds: dict[str, list[float]]  # by sign of A: the ratios at which the weight jumps
     read_as: str  # which argument was taken for what
-    contract: list[str]
+    assumptions: list[str]
     seconds: float = field(compare=False)
 
     def __bool__(self) -> bool:
@@ -51,7 +51,7 @@ class Identification(Result):
 
     @property
     def notes(self) -> list[str]:
-        return self.contract
+        return self.assumptions
 
     @property
     def name(self) -> str:
@@ -110,7 +110,7 @@ class Identification(Result):
                 rows["weights of"] = _some(self.elsewhere) + ", aggregated otherwise in their papers"
             lines += [row(key, text) for key, text in rows.items()]
         lines += [f"read as: {short(self.read_as)}"] if self.read_as else []
-        lines += some([f"contract: {short(c)}" for c in self.contract], "assumptions") if verbose else []
+        lines += some([f"assumed: {short(c)}" for c in self.assumptions], "assumptions") if verbose else []
         if self.matches:
             lines.append(f"next: {self._next()}")
         return "\n".join(lines)

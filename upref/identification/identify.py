@@ -57,7 +57,7 @@ def identify(loss: Any) -> Identification:
         answer = _identified(one, start)
         one.close()
     more = [f"it changes {what}: restored afterwards" for what in sorted(changed)]
-    return replace(answer, contract=[*answer.contract, *more])
+    return replace(answer, assumptions=[*answer.assumptions, *more])
 
 
 def _identified(loss: Loss, start: float) -> Identification:
@@ -69,11 +69,11 @@ def _identified(loss: Loss, start: float) -> Identification:
     if box.random or not torch.equal(box.case.gradient(grids[0][0]), grids[0][2]):
         return answer("none", [_nearest(box, tried, grids)], "two calls on the same batch give different gradients")
     matches = _fitting(box, tried, grids)
-    if not box.coupled and not matches and box.near < LOOSE:
+    if not box.batch_coupled and not matches and box.near < LOOSE:
         loose = box.loosened(LOOSE)
         if matches := _again(loose, tried):
             box = loose
-    elif not box.coupled and matches and box.agg and not matches[0].own and box.near < BESIDE:
+    elif not box.batch_coupled and matches and box.agg and not matches[0].own and box.near < BESIDE:
         loose = box.loosened(BESIDE)  # one of two bounds in float32: they differ by its rounding
         if (near := _again(loose, tried)) and near[0].own:
             box, matches = loose, near
@@ -81,7 +81,7 @@ def _identified(loss: Loss, start: float) -> Identification:
         wrong = _faults(box, matches[0], grids)
         wrong += _beyond(box, matches[0]) if matches[0].own and not wrong else _claimed(box, matches[0])
         return _answer(box, start, "pitfall" if wrong else _kind(matches[0]), matches, "; ".join(wrong))
-    if box.scale != 1 and not box.coupled:  # a cap below 1 scales what is on policy
+    if box.scale != 1 and not box.batch_coupled:  # a cap below 1 scales what is on policy
         whole = box.unscaled()
         if matches := _fitting(whole, [compared(c.o, whole) for c in tried], grids):
             wrong = _faults(whole, matches[0], grids) + _claimed(whole, matches[0])
@@ -90,11 +90,11 @@ def _identified(loss: Loss, start: float) -> Identification:
     if other and (matches := _fitting(other, _candidates(other), grids)):
         wrong = _faults(other, matches[0], grids) + _claimed(other, matches[0])
         return _answer(other, start, "pitfall", matches, "; ".join(wrong))
-    nearest = _nearest(box, tried + (_plain(box) if box.coupled else []), grids)
+    nearest = _nearest(box, tried + (_plain(box) if box.batch_coupled else []), grids)
     if nearest.distance <= SINGLE and nearest.name:  # its curve has jumps that rounding makes, its gradients have not
         wrong = _faults(box, nearest, grids)
         named = answer("pitfall" if wrong else _kind(nearest), [nearest], "; ".join(wrong))
-        return replace(named, contract=[*named.contract, "a part of it in float32: compared to 2e-5"])
+        return replace(named, assumptions=[*named.assumptions, "a part of it in float32: compared to 2e-5"])
     if found := _pitfall(box, get(nearest.name), grids):
         match, one, case, k = found
         more = _limits(box, case, lambda b: k * (one.change.weights(case.o, case.hp, b) + box.kl_weights(b)))
@@ -134,7 +134,7 @@ def _candidates(box: BlackBox) -> list[Candidate]:
 
 
 def _plain(box: BlackBox) -> list[Candidate]:
-    return [compared(o, box) for o in every() if not (o.coupled or o.reads_mu or "entropy" in o.reads)]
+    return [compared(o, box) for o in every() if not (o.batch_coupled or o.reads_mu or "entropy" in o.reads)]
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def _grids(box: BlackBox) -> list[Grid]:
         *((make_batch(few, level, True, rng), False) for level in REDUCE),
     ]
     mixed = make_batch(cases, "token", False, rng)
-    out += [(mixed, True)] if box.takes(mixed) else []
+    out += [(mixed, True)] if box.accepts(mixed) else []
     out += [(random_batch(rng, one_adv=True), False) for _ in range(RANDOM)]
     ready = [(box.case.ready(b), mixed) for b, mixed in out]
     return [(b, mixed, box.case.gradient(b)) for b, mixed in ready]
@@ -228,7 +228,7 @@ def _faults(box: BlackBox, m: Match, grids: list[Grid]) -> list[str]:
         out.append(f"aggregated by {box.agg}")
     out += _term(box, m) + [f.regime for f in in_training.look(_against(box, m))]
     b = grids[0][0]
-    if box.loss.micro_batchable and not get(m.name).coupled:
+    if box.loss.micro_batchable and not get(m.name).batch_coupled:
         rows = torch.arange(len(b.mask) // 8 * 8)  # TRL's micro-batches are equal
         b = b.rows(rows, Totals.of(b.mask[rows], None if b.group is None else b.group[rows]))
         whole = box.case.gradient(b)
@@ -257,7 +257,7 @@ ASKED = ("ratios", "advantages", "certain tokens", "lengths")  # of upref.weight
 
 def _beyond(box: BlackBox, m: Match) -> list[str]:
     """What unusual inputs show of a loss that has the right weights on ordinary ones, as check asks them."""
-    if box.scale != 1 or not (m.own and m.same_kl) or box.near >= LOOSE or box.coupled:
+    if box.scale != 1 or not (m.own and m.same_kl) or box.near >= LOOSE or box.batch_coupled:
         return []
     case = _against(box, m)
     if not case.single and (found := [f for f in clamps(case) if f.severity == "failure"]):
@@ -289,7 +289,7 @@ def _claimed(box: BlackBox, m: Match) -> list[str]:
 
 def _limits(box: BlackBox, case: Case, said: Callable[[Rollouts], Tensor]) -> list[str]:
     """What unusual inputs show of a loss that has these weights on ordinary ones."""
-    if box.near >= LOOSE or box.coupled:
+    if box.near >= LOOSE or box.batch_coupled:
         return []
     claim = Claim(**{f.name: getattr(case, f.name) for f in fields(case)}, said=said)
     for axis in (*ASKED, *["reference"] * bool(box.kl)):
@@ -351,7 +351,7 @@ def _stack(grids: list[Grid]) -> tuple[Rollouts, Callable[[Case], Tensor]]:
 
 
 def _contract(box: BlackBox) -> list[str]:
-    loss, out = box.loss, list(box.loss.contract)
+    loss, out = box.loss, list(box.loss.assumptions)
     if "group" not in loss.reads and box.agg == "token-mean":
         out.append("the loss takes no group ids: token-mean and group-token-mean are one")
     if loss.form == "unreduced":

@@ -246,5 +246,5 @@ def tell(objective: Objective, args: Any):
             "each generation batch makes one optimizer step, so that r = 1, where %s has the gradient of nearly every "
             "other objective: raise steps_per_generation or num_iterations to see a difference.", objective.name,
         )  # fmt: skip
-    if objective.coupled:
-        log.warning("%s acts on each micro-batch by itself: %s.", objective.name, objective.coupled)
+    if objective.batch_coupled:
+        log.warning("%s acts on each micro-batch by itself: %s.", objective.name, objective.batch_coupled)

@@ -172,7 +172,7 @@ def _refuse_ignored_keys(objective: Objective, config: Any, hp: dict, given: dic
 def _tell(objective: Objective, hp: dict, given: dict):
     if _first_time("hp", objective.name, tuple(hp.items())):
         said = [f"{k}={v} ({'policy_loss.upref' if k in given else 'default'})" for k, v in hp.items()]
-        coupled = f"; on each micro-batch by itself: {objective.coupled}" if objective.coupled else ""
+        coupled = f"; on each micro-batch by itself: {objective.batch_coupled}" if objective.batch_coupled else ""
         log.info(
             "upref/%s: %s; `upref show %s` tells where defaults come from%s",
             objective.name, ", ".join(said) or "no hyperparameters", objective.name, coupled,

@@ -43,7 +43,7 @@ def drawn(cov, mask, among, share, seed):
         "coef": "1.0: the authors' recipe/dapo/7b_kl_cov.sh, ppo_kl_coef=1; verl's ActorConfig has 0.1",
     },
     not_symbolic="it sorts the tokens of the whole batch",
-    coupled="which tokens are penalized depends on the whole batch",
+    batch_coupled="which tokens are penalized depends on the whole batch",
     scale_exception="the penalty |log r| does not grow with A",
     note="No clip at all. The penalty has no gradient at r = 1, so that it is inert on policy. Ties go together.",
 )
@@ -75,7 +75,7 @@ def kl_cov_weight(log_r, A, log_mu, mask, *, share, coef):
         "seed": "0: the code draws anew at each call (torch.randperm); here a seed makes it a function",
     },
     not_symbolic="it draws among the tokens of the whole batch",
-    coupled="which tokens are dropped depends on the whole batch",
+    batch_coupled="which tokens are dropped depends on the whole batch",
     on_policy_exception="a few tokens are dropped at random",
     scale_exception="the band of covariances from which tokens are drawn does not grow with A",
 )

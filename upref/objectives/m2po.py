@@ -21,7 +21,7 @@ def keep_smallest(x, among, budget):
     adv="group_norm",
     defaults={"tau": '0.04: the authors: "Across all our experiments, we consistently set τ_M2 = 0.04" (project page)'},
     not_symbolic="it sorts the tokens of the whole batch",
-    coupled="which tokens are masked depends on the whole batch",
+    batch_coupled="which tokens are masked depends on the whole batch",
     note="Among the tokens already past π_old in the update's direction, drops the largest log² r until their mean "
     "is <= τ. The authors' code instead caps |log r| where the capped mean is τ, and masks beyond it.",
 )

@@ -24,7 +24,7 @@ def pull(lp, lp_old, A, group, mask, eta):
     adv="group_norm",
     defaults={"eta": '1.0: kaddour2026target Sec. 2: "we use η = 1 throughout"'},
     not_symbolic="it normalizes over the responses of a group",
-    coupled="the weight of a response depends on the others of its group",
+    batch_coupled="the weight of a response depends on the others of its group",
     on_policy_exception="at π_θ = π_old it is G (q - p), which is A G p (1 - p)/η only for one small A",
     scale_exception="the target is exponential in A",
     note="The gradient of the cross-entropy -Σ_i q_i log p_i, as a surrogate: its value is another. A is the "

@@ -110,7 +110,7 @@ def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
             is_ = "absent" if hp[key] is None else f"{hp[key]:g}"
             yield fault(f"{key} is {v:g}, not {is_}", "hyperparameter", hp={key: v})
     yield from known("losses", o, hp, [])
-    for p in (get(n) for n in names() if n != o.name and not get(n).coupled):
+    for p in (get(n) for n in names() if n != o.name and not get(n).batch_coupled):
         own = {k: v for k, v in hp.items() if k in p.hyperparameters and v is not None}
         yield fault(f"the objective is {p.name}", "objective", objective=p, hp=own)
     for words, lost in _lost(w, r):

@@ -164,12 +164,14 @@ def _report(
 ) -> StepReport:  # fmt: skip
     it = compared(goal, case, found, bound)
     goal, error = it.goal, it.error
-    contract = [f"allowed error of the gradient: {bound:.2g} of its norm"]
+    assumptions = [f"allowed error of the gradient: {bound:.2g} of its norm"]
     if goal.o.agg == "group-token-mean":
-        contract.append("tokens are counted " + ("per group" if goal.grouped else "over the whole step, not per group"))
+        assumptions.append(
+            "tokens are counted " + ("per group" if goal.grouped else "over the whole step, not per group")
+        )
     if it.at_bound:
         what = "responses" if goal.o.level in REDUCE else "tokens"
-        contract.append(f"{what} within {case.shift:.2g} of a clip bound, which rounding may cross: {it.at_bound}; "
+        assumptions.append(f"{what} within {case.shift:.2g} of a clip bound, which rounding may cross: {it.at_bound}; "
                         f"either side is right, and on another side than float64: {it.other_side}")  # fmt: skip
     findings: list[Finding] = []
     if half:
@@ -188,7 +190,7 @@ def _report(
     hp = goal.hp | {"temperature": goal.temperature} | ({"beta": goal.beta} if goal.beta else {})
     ran = {"gradient": "failure" if any(f.severity == "failure" for f in findings) else "ok"}
     return StepReport(
-        name, goal.o.name, hp, findings, "", contract, ran, {"gradient, relative": bound},
+        name, goal.o.name, hp, findings, "", assumptions, ran, {"gradient, relative": bound},
         time.perf_counter() - start, error=error, exercised=said, unexercised=unexercised,
         at_bound=it.at_bound, other_side=it.other_side,
     )  # fmt: skip

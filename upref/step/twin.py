@@ -132,7 +132,7 @@ def trl_twin(
             size, acc = min(2, at["per_device_train_batch_size"]), at["gradient_accumulation_steps"]
             every = 8 // size  # micro-batches of the eight responses
             acc = every if acc >= at["steps_per_generation"] * at["num_iterations"] else min(2, acc)
-            acc = 1 if objective.coupled else acc
+            acc = 1 if objective.batch_coupled else acc
             at |= dict(per_device_train_batch_size=size, steps_per_generation=every, gradient_accumulation_steps=acc,
                        learning_rate=RATES.get(objective.level, 0.01))  # fmt: skip
             more = {"objective": objective, "hp": hp, "parity": {"first": 0, "every": 0}}

@@ -89,7 +89,7 @@ def twin_report(spec: dict[str, Any]) -> StepReport:
     actor = spec["actor"] | dict(clip_ratio_c=3.0, loss_agg_mode=own, policy_loss=dict(
         loss_mode=f"upref/{o.name}", upref=spec["hp"] | {"parity": {"first": 0, "every": 0}}))  # fmt: skip
     size = dict(micro_batch_size_per_gpu=2, max_token_len_per_gpu=40)
-    engine = spec["engine"] | (dict(micro_batch_size_per_gpu=8, use_dynamic_bsz=False) if o.coupled else size)
+    engine = spec["engine"] | (dict(micro_batch_size_per_gpu=8, use_dynamic_bsz=False) if o.batch_coupled else size)
     kl = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}.get(actor["kl_loss_type"], actor["kl_loss_type"])
     if beta := actor["kl_loss_coef"] if actor["use_kl_loss"] else 0.0:
         o = replace(o, kl=kl)

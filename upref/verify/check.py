@@ -62,7 +62,7 @@ def check(loss: Any, objective: str | Objective, *, agg: str = "", skip: Sequenc
     settings = "; ".join(filter(None, [one.settings, as_shipped(one, case)]))
     name = f"{o.name} with {agg}" if agg else o.name
     one.close()
-    return Report(one.name, name, case.hp, found, one.read_as, contract(case), ran, tolerances, seconds, settings)
+    return Report(one.name, name, case.hp, found, one.read_as, assumptions(case), ran, tolerances, seconds, settings)
 
 
 def as_shipped(loss: Loss, case: Case) -> str:
@@ -76,11 +76,11 @@ def as_shipped(loss: Loss, case: Case) -> str:
     return f"as shipped: {'NOT ' * any(f.severity == 'failure' for f in found)}{case.o.name}"
 
 
-def contract(case: Case) -> list[str]:
+def assumptions(case: Case) -> list[str]:
     """What was assumed of the loss, a sentence each."""
     from upref.verify.oracles import batches, unusual
 
-    loss, out = case.loss, list(case.loss.contract)
+    loss, out = case.loss, list(case.loss.assumptions)
     if "group" not in loss.reads and case.o.agg == "group-token-mean":
         out.append("the loss takes no group ids: the batch counts as one group, as in DAPO's code, verl and TRL")
     if "logp_sampler" in loss.reads and not case.o.sampler:
@@ -94,7 +94,7 @@ def contract(case: Case) -> list[str]:
     if loss.calls_backward:
         out.append("it calls .backward() itself: the gradient that it leaves is the one compared")
     if not batches.not_parallel(case):
-        out.append(f"gradients of data-parallel ranks are averaged; {batches.contract(case)}")
+        out.append(f"gradients of data-parallel ranks are averaged; {batches.rank_counts(case)}")
     if loss.equal_cuts:
         out.append("micro-batches have equally many responses")
     if not loss.micro_batchable:

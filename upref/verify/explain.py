@@ -224,7 +224,7 @@ def _others(case: Case) -> Iterator[LossFault]:
         p = get(re.sub(f"({'|'.join(CORRECTIONS)})[(]", f"{name}(", o.name))
         own = {k: v for k, v in hp.items() if k in p.hyperparameters}
         yield from (fault(f"it is {_called(p, h)}", "objective", objective=p, hp=h) for h in (own, {}))
-    for p in (get(n) for n in names() if n != o.name and not get(n).coupled):
+    for p in (get(n) for n in names() if n != o.name and not get(n).batch_coupled):
         own = {k: v for k, v in hp.items() if k in p.hyperparameters and v is not None}
         for h in (own, {}):
             yield fault(f"it is {_called(p, h)}", "objective", objective=p, hp=h)

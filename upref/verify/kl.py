@@ -228,9 +228,9 @@ def check_kl(fn: Any, estimator: str, *, skip: tuple[str, ...] = ()) -> Report:
     term = read(fn)
     found, ran = run(ORACLES, Case(term, estimator), skip)
     on, off = (_words(divergence_of(term, off_policy, term.tol)) for off_policy in (False, True))
-    contract = ["it computes in float32: compared to 1e-3"] * (term.tol > 1e-5) + [
+    assumptions = ["it computes in float32: compared to 1e-3"] * (term.tol > 1e-5) + [
         f"as a loss on samples of π_θ its expected gradient is that of {on}",
         f"on samples of another policy it is that of {off}; correct them by importance weights",
     ]
     tol, took = {"per token, relative": term.tol}, time.perf_counter() - start
-    return Report(term.name, estimator, {}, found, str(term.reading), contract, ran, tol, took)
+    return Report(term.name, estimator, {}, found, str(term.reading), assumptions, ran, tol, took)

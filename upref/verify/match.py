@@ -56,7 +56,7 @@ class Weights:
             return
         for unsure in (False, True):
             at = np.flatnonzero(self.unsure == unsure)
-            for rows in np.split(at, len(at)) if o.coupled and len(at) else [at] if len(at) else []:
+            for rows in np.split(at, len(at)) if o.batch_coupled and len(at) else [at] if len(at) else []:
                 yield rows, self._free(rows, unsure)
 
     def _free(self, rows: np.ndarray, unsure: bool):
@@ -257,8 +257,8 @@ def _may_be_0(key: str) -> bool:
 
 def candidate(o: Objective, box: BlackBox) -> Candidate | None:
     """None where the objective reads what the loss does not, or the other way round; points have no groups."""
-    reads = o.reads_mu, "entropy" in o.reads, bool(o.coupled)
-    if "group" in o.reads or reads != (box.reads_mu, box.reads_entropy, box.coupled):
+    reads = o.reads_mu, "entropy" in o.reads, bool(o.batch_coupled)
+    if "group" in o.reads or reads != (box.reads_mu, box.reads_entropy, box.batch_coupled):
         return None
     try:
         return compared(o, box)
@@ -276,7 +276,7 @@ def fitting(loss: Loss) -> Iterator[tuple[BlackBox, Objective, dict[str, Any]]]:
     """Whatever fits the loss as a black box, a KL term of an unusual form divided out too."""
     with contextlib.suppress(InputError):
         box = measure(loss, False)
-        boxes = [] if box.random or box.coupled else [box, termed(box)]
+        boxes = [] if box.random or box.batch_coupled else [box, termed(box)]
         for one, o in product(filter(None, boxes), every()):
             if (c := candidate(o, one)) and c.fits:
                 yield one, o, c.hp
@@ -285,7 +285,7 @@ def fitting(loss: Loss) -> Iterator[tuple[BlackBox, Objective, dict[str, Any]]]:
 def recover(case: Case) -> list[dict[str, Any]]:
     """Other hyperparameters at which the objective of a case has the weights that its loss shows; [] where none has."""
     try:
-        found = candidate(case.o, measure(case.loss, bool(case.o.coupled)))
+        found = candidate(case.o, measure(case.loss, bool(case.o.batch_coupled)))
     except InputError:
         return []
     if found is None or not found.fits:

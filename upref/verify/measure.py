@@ -86,7 +86,7 @@ class Case:
         return self.gradient(b) / self.factors(b)
 
     def factors(self, b: Rollouts, agg: str = "") -> Tensor:
-        return FACTORS[agg or self.agg](self.loss.view(b)).to(b.logp.dtype)[:, None]
+        return FACTORS[agg or self.agg](self.loss.visible_batch(b)).to(b.logp.dtype)[:, None]
 
     # ---- the objective -----------------------------------------------------------------------------------------------
     def expected(self, b: Rollouts) -> Tensor:
@@ -149,16 +149,16 @@ class Case:
 
     def ready(self, b: Rollouts) -> Rollouts:
         """Masked slots hold numbers that could pass for tokens; a reference policy; no groups for who takes none."""
-        return self.view(fill_padding(b))
+        return self.visible_batch(fill_padding(b))
 
-    def view(self, b: Rollouts) -> Rollouts:
+    def visible_batch(self, b: Rollouts) -> Rollouts:
         """The same of a batch that is ready."""
         engine = sampler(b) if self.o.sampler is not None and b.logp_sampler is None else b.logp_sampler
-        return self.loss.view(b.but(logp_sampler=engine))
+        return self.loss.visible_batch(b.but(logp_sampler=engine))
 
     def beyond(self, axis: str, ids: tuple[str, ...] = ()) -> Rollouts:
         """The batch of that axis."""
-        return self.view(stress_batch(axis, self.o, ids=ids, **self.plain_hp))
+        return self.visible_batch(stress_batch(axis, self.o, ids=ids, **self.plain_hp))
 
     def singly(self, b: Rollouts) -> tuple["Case", Tensor]:
         """The case as one that computes in float32, and the weights found where the inputs are in that."""

@@ -48,7 +48,7 @@ class BlackBox:
     beta: float = 0.0
     reads_mu: bool = False
     reads_entropy: bool = False
-    coupled: bool = False  # the weight of a token depends on other responses
+    batch_coupled: bool = False  # the weight of a token depends on other responses
     random: bool = False
     points: tuple[Point, ...] = ()
     weights: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -72,23 +72,23 @@ class BlackBox:
         """The weight of one token, alone, or (unsure) before one of lower entropy whose ratio is 1."""
 
         def together(r, A, mu):
-            b = self.loss.view((two_token_batch if unsure else single_token_batch)(A, r, mu))
+            b = self.loss.visible_batch((two_token_batch if unsure else single_token_batch)(A, r, mu))
             return (self.gradient(b) - self.kl_weights(b))[:, 0].numpy()
 
         def weight(r, A, mu):
             points = np.broadcast_arrays(r, A, mu)
-            flat, n = [x.ravel() for x in points], 1 if self.coupled else AT_ONCE
+            flat, n = [x.ravel() for x in points], 1 if self.batch_coupled else AT_ONCE
             parts = [together(*(x[i : i + n] for x in flat)) for i in range(0, len(flat[0]), n)]
             return np.concatenate(parts or [flat[0]]).reshape(points[0].shape)
 
         rtol_ratio, floor = (1e-5, 1e-4) if self.case.single else (RTOL_RATIO, 100 * self.case.tol)
-        return Curve(self.loss.name, weight, True, coupled=self.coupled, rtol_ratio=rtol_ratio, floor=floor)
+        return Curve(self.loss.name, weight, True, batch_coupled=self.batch_coupled, rtol_ratio=rtol_ratio, floor=floor)
 
     def gradient(self, b: Rollouts) -> Tensor:
         """The weights on any batch."""
         return self.case.gradient(b) / self.case.factors(b, self.agg or "token-mean") / self.scale
 
-    def takes(self, b: Rollouts) -> bool:
+    def accepts(self, b: Rollouts) -> bool:
         """Whether the loss runs on advantages that differ within a response."""
         try:
             return self.loss.adv_shape == "BT" and bool(self.case.gradient(self.case.ready(b)).isfinite().all())
@@ -136,9 +136,9 @@ def low_probability_point(A: float, r: float, unsure: bool = False) -> Point:
     return Point(A, float(r), float(mu_of(r)), unsure)
 
 
-def measure(loss: Loss, coupled: bool | None = None) -> BlackBox:
-    """Everything of BlackBox, by a few hundred small batches; where `coupled` is given, no curve of a loss that is
-    otherwise. Raises InputError where the loss cannot be run."""
+def measure(loss: Loss, batch_coupled: bool | None = None) -> BlackBox:
+    """Everything of BlackBox, by a few hundred small batches; where `batch_coupled` is given, no curve of a loss
+    that is otherwise. Raises InputError where the loss cannot be run."""
     case = make_case(loss, no_objective(), {})
     b = case.ready(on_policy_batch())
     on = replace(b, logp_ref=b.logp)
@@ -151,7 +151,7 @@ def measure(loss: Loss, coupled: bool | None = None) -> BlackBox:
     random = any(not torch.equal(case.gradient(far), moved) for _ in range(2))
     rows = {k: v[:5, :8] for k in ("logp", "logp_old", "adv", "mask") if (v := getattr(on, k)) is not None}
     group = None if on.group is None else on.group[:5]
-    fewer = loss.view(replace(on, **rows, logp_ref=on.logp[:5, :8], entropy=None, group=group, totals=None))
+    fewer = loss.visible_batch(replace(on, **rows, logp_ref=on.logp[:5, :8], entropy=None, group=group, totals=None))
     agg, scale = _aggregation(case, [(on, g), (fewer, without_rest(case, fewer))])
     box = BlackBox(case, agg, scale, random=random)
     box = replace(box, **_kl_of(box, b, kl.ESTIMATORS if "logp_ref" in loss.reads else ["k1"]))
@@ -160,7 +160,7 @@ def measure(loss: Loss, coupled: bool | None = None) -> BlackBox:
     few, many = box.ask(some), box.ask(some + crowd)[: len(some)]
     alone = np.concatenate([box.ask([p]) for p in some[::5]])
     is_coupled = not random and (differ(few, many, box.tol) or differ(few[::5], alone, box.tol))
-    box = replace(box, coupled=is_coupled)
+    box = replace(box, batch_coupled=is_coupled)
     pairs = [(A, r, mu) for A in SIGNS for mu in MUS for r in np.exp(np.linspace(-3, 3, 41) + 0.0123) if mu * r < 0.99]
     likely = box.ask([Point(A, float(r), mu) for A, r, mu in pairs])
     reads_mu = differ(likely, box.ask([low_probability_point(A, r) for A, r, _ in pairs]), box.tol)
@@ -171,7 +171,7 @@ def measure(loss: Loss, coupled: bool | None = None) -> BlackBox:
         g, turned = (case.gradient(x) for x in (two, replace(two, entropy=torch.ones_like(two.logp))))
         reads_entropy = not torch.allclose(g, turned, rtol=1e-6, atol=0)
     box = replace(box, reads_mu=reads_mu, reads_entropy=reads_entropy)
-    return _curve(box) if coupled in (None, is_coupled) else box
+    return _curve(box) if batch_coupled in (None, is_coupled) else box
 
 
 def differ(x: np.ndarray, y: np.ndarray, tol: float) -> bool:
@@ -224,7 +224,7 @@ def _kl_of(box: BlackBox, b: Rollouts, among: Iterable[str]) -> dict[str, Any]:
 
 def _curve(box: BlackBox) -> BlackBox:
     """The weight sampled on a grid, and every jump closed in on."""
-    grid = np.exp(LOG_R[:: 3 if box.coupled else 1])  # one call a point where the batch matters
+    grid = np.exp(LOG_R[:: 3 if box.batch_coupled else 1])  # one call a point where the batch matters
     lines: list[tuple[float, float | None, bool]] = [(A, None, False) for A in SIGNS]
     lines += [(A, mu, False) for A in SIGNS for mu in MUS] if box.reads_mu else []
     lines += [(A, None, True) for A in SIGNS] if box.reads_entropy else []

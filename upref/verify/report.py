@@ -88,7 +88,7 @@ class Report(Result):
     hp: dict[str, Any]
     findings: list[Finding]
     read_as: str  # which argument was taken for what
-    contract: list[str]  # what was assumed of it, a sentence each
+    assumptions: list[str]  # what was assumed of it, a sentence each
     oracles: dict[str, str]  # name -> "ok", "failure", "note" or why it was not run
     tolerances: dict[str, float]
     seconds: float = field(compare=False)
@@ -120,7 +120,7 @@ class Report(Result):
         left_out = {k: v for k, v in self.oracles.items() if v not in RAN}
         if verbose:
             ran = ", ".join(k for k, v in self.oracles.items() if v in RAN)
-            lines += some([f"contract: {short(c)}" for c in self.contract], "assumptions", 2 * SHOWN)
+            lines += some([f"assumed: {short(c)}" for c in self.assumptions], "assumptions", 2 * SHOWN)
             lines += [f"not run: {k} ({v})" for k, v in left_out.items()]
             lines += [f"oracles: {ran} ({self.seconds:.1f} s)"]
         elif more := self._more(left_out):
@@ -132,7 +132,7 @@ class Report(Result):
         return [f if n < SHOWN // 2 else replace(f, batch="") for n, f in enumerate(self.failures)]
 
     def _more(self, left_out: dict[str, str]) -> str:
-        n = len(self.contract)
+        n = len(self.assumptions)
         return "; ".join(
             [f"{n} assumption{'s' * (n > 1)}"] * bool(n) + [f"not run: {', '.join(left_out)}"] * bool(left_out)
         )
@@ -165,7 +165,7 @@ def styled(text: str, head: str):
     """The lines of a report as rich prints them."""
     from rich.text import Text
 
-    style = {"FAIL": "bold red", "note": "yellow", "read": "dim", "cont": "dim", "orac": "dim", "not ": "dim"}
+    style = {"FAIL": "bold red", "note": "yellow", "read": "dim", "assu": "dim", "orac": "dim", "not ": "dim"}
     for n, line in enumerate(text.splitlines()):
         yield Text(line, style=head if n == 0 else style.get(line[:4], ""), overflow="fold")
 

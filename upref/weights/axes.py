@@ -17,7 +17,7 @@ from torch import Tensor
 
 from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts
-from upref.weights.batches import GUARD, MU, fill_padding, kinks
+from upref.weights.batches import GUARD, MU, breakpoints, fill_padding
 
 SIZES = (1.0, -1.0)
 LONG = (1, 15, 17, 65, 129, 257, 300, 520)  # tokens
@@ -144,7 +144,7 @@ def stress_batch(axis: str, objective: Objective, seed: int = 0, ids: tuple[str,
     for i in range(B):
         mask[i, _columns(n[i], of.masks[kind[i]], T, rng)] = True
     draw = lambda among, shape: np.array(among)[rng.integers(len(among), size=shape)]
-    near = [np.log([k for k in kinks(objective, s, 0.02, **hp)] or [1.5]) for s in (1.0, -1.0)]
+    near = [np.log([k for k in breakpoints(objective, s, 0.02, **hp)] or [1.5]) for s in (1.0, -1.0)]
     bound = np.array([rng.choice(near[0] if a > 0 else near[1]) for a in A])[:, None]
     around = bound * rng.uniform(0.2, 1.8, (B, T))
     x = np.where(rng.random((B, T)) < 0.5, around, rng.normal(size=(B, T)) * draw((1e-4, 0.02, 0.3), (B, T)))

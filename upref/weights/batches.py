@@ -39,9 +39,9 @@ CLAMPS = (9.5, 10.5, 19.5, 20.5, 25.0)  # on both sides of where implementations
 
 
 @lru_cache(4096)
-def kinks(objective: Objective, A: float, mu: float, **hp) -> list[float]:
+def breakpoints(objective: Objective, A: float, mu: float, **hp) -> list[float]:
     """The ratios with mu r < 1 at which the weight of a token by itself jumps, ascending."""
-    if objective.coupled:
+    if objective.batch_coupled:
         return []
     curves = [of_objective(objective, **hp)]
     curves += [replace(curves[0], weight=high_entropy_weight(objective, hp))] if "entropy" in objective.reads else []
@@ -64,7 +64,7 @@ def high_entropy_weight(objective: Objective, hp) -> Callable:
 
 def ratios(objective: Objective, A: float, mu: float, edges: tuple[float, ...] = EDGES, **hp) -> list[float]:
     """r at the given distances from every bound, and on a fixed grid of log r; all with mu r < 1."""
-    bounds = kinks(objective, A, mu, **hp) if A else []
+    bounds = breakpoints(objective, A, mu, **hp) if A else []
     # with a bound that depends on mu, on which side of it "at" falls is a matter of rounding
     near = [k * (1 + e) for k in bounds for e in edges if e or not objective.reads_mu]
     return [r for r in [*near, *np.exp(LOG_R)] if mu * r < 0.999]
@@ -102,7 +102,7 @@ def batch(
     mus = mus[:1] if objective.level in REDUCE else mus
     cases = [(A, mu, r) for A, mu in product(SIGNS, mus) for r in ratios(objective, A, mu, edges, **hp)]
     cases *= 3 if "entropy" in objective.reads else 1  # each beside calmer tokens and beside less calm ones
-    if objective.coupled:  # no two tokens tie where the batch is sorted
+    if objective.batch_coupled:  # no two tokens tie where the batch is sorted
         cases = [(A, mu, r * (1 - 1e-5 * i)) for i, (A, mu, r) in enumerate(cases)]
     rng = np.random.default_rng(seed)
     cases = [cases[i] for i in rng.permutation(len(cases))][::thin]

@@ -34,7 +34,7 @@ class Curve:
     reads_mu: bool
     level: str = "token"
     settings: dict[str, Any] = field(default_factory=dict)  # the hyperparameters
-    coupled: bool = False  # a token's weight depends on the others of its batch, so they are asked one by one
+    batch_coupled: bool = False  # a token's weight depends on the others of its batch, so they are asked one by one
     rtol_ratio: float = RTOL_RATIO  # how far apart, relatively, two ratios are told apart,
     floor: float = 1e-6  # and two weights
 
@@ -98,7 +98,9 @@ def single_token_batch(A, r, mu) -> Rollouts:
 # ---- from an objective -----------------------------------------------------------------------------------------------
 def obstacle(objective: Objective) -> str:
     """Why the weight of a token by itself is not a function of (r, A, mu), so that there is no Cap; "" if it is one."""
-    return objective.coupled or ("its clip depends on the token's entropy" if "entropy" in objective.reads else "")
+    return objective.batch_coupled or (
+        "its clip depends on the token's entropy" if "entropy" in objective.reads else ""
+    )
 
 
 def of_objective(objective: Objective, **hp) -> Curve:
@@ -139,7 +141,7 @@ def of_loss(loss, settings: dict[str, Any] | None = None) -> Curve:
     some = slice(None, None, len(r) // 9)
     single_file = partial(_one_by_one, loss)
     if not same(w[some], single_file(r[some], A[some], crowd(r[some]))):
-        return replace(curve, weight=single_file, coupled=True)
+        return replace(curve, weight=single_file, batch_coupled=True)
     return replace(curve, reads_mu=not same(w, ask(r, A, mu)))
 
 
@@ -192,7 +194,7 @@ def of(what: "str | Objective | Callable | Curve", **hp) -> Curve:
             raise InputError(f"{what.name} has no weight of a single token: {why}.")
         return of_objective(what, **hp)
     curve = of_loss(losses.read(what, None, hp), hp)
-    if curve.coupled:
+    if curve.batch_coupled:
         raise InputError(f"{curve.name} has no weight of a single token: it depends on the other tokens of a batch.")
     return curve
 
@@ -213,7 +215,7 @@ def of_all(whats, hp: dict[str, Any]) -> list[Curve]:
 
 def _takes(what) -> Callable[[str], bool]:
     what = get(what) if isinstance(what, str) and ":" not in what else what
-    return what.hyperparameters.__contains__ if isinstance(what, Objective) else partial(losses.takes, what)
+    return what.hyperparameters.__contains__ if isinstance(what, Objective) else partial(losses.accepts, what)
 
 
 def _name(what) -> str:

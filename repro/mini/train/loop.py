@@ -108,7 +108,7 @@ def update(run: Run, batch: Batch, ref: Tensor | None, rows: Tensor, tally: Tall
     """
     s = run.s
     totals = Totals.of_lengths(batch.mask[rows].sum(1), batch.group[rows])
-    every = s.beta or run.objective.scale_exception or run.objective.coupled
+    every = s.beta or run.objective.scale_exception or run.objective.batch_coupled
     alive = torch.ones(len(rows), dtype=torch.bool) if every else batch.adv[rows] != 0
     alive[0] |= not alive.any()  # nothing to learn from still moves Adam's averages
     rows, totals = rows[alive], totals.rows(alive)

@@ -179,8 +179,8 @@ def compose(objective: str, scale: str, overrides: list[str] | None = None, data
     lines |= {key: value for key, (value, _) in chosen.items()}
     sources |= {key: source for key, (_, source) in chosen.items()}
     notes.append(f"advantages: {o.adv} = verl's {estimator} ({difference})")
-    if o.coupled:
-        notes.append(f"{objective} couples the batch and sees one micro-batch at a time: {o.coupled}")
+    if o.batch_coupled:
+        notes.append(f"{objective} couples the batch and sees one micro-batch at a time: {o.batch_coupled}")
     own = lambda places: [f"{key}={_hydra(_fill(value, places))}" for key, value in lines.items()]
     nowhere = dict.fromkeys(("root", "data", "run", "name"), "")
     directory = RUNS / (name or name_of(f"{objective}-{scale}", own(nowhere), given))

@@ -109,7 +109,7 @@ def _holds(slip, case, c: Config, held_against: list[Batch]) -> str:
         if case.loss.adv_shape != "BT" and not b.one_adv:
             continue
         x = b.of
-        rollouts = case.loss.view(upref.Rollouts.unchecked(
+        rollouts = case.loss.visible_batch(upref.Rollouts.unchecked(
             logp=x["log_prob"], logp_old=x["old_log_prob"], adv=x["advantages"], mask=x["mask"], group=x["group"],
             logp_ref=x["ref_log_prob"], entropy=x["entropy"]))  # fmt: skip
         f = case.factors(rollouts)

@@ -49,7 +49,7 @@ def every_config() -> list[Config]:
 
 def of(c: Config, style: str, n: int, seed: int) -> list[Subject]:
     rng = np.random.default_rng([seed, *map(ord, f"{c}{style}")])
-    allowed = lambda m: not (m.single and (c.o.reads_mu or c.o.coupled))  # bounds that rounding moves at will
+    allowed = lambda m: not (m.single and (c.o.reads_mu or c.o.batch_coupled))  # bounds that rounding moves at will
     picked = sample(write(c, style), n, rng, allowed)
     return [Subject(c, style, m.kind, m.what, m.text, m.single) for m in picked]
 

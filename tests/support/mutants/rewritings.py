@@ -216,7 +216,7 @@ def rewritings(total: int, seed: int, compiled: int = 20, only: list[Config] | N
         ways = [
             w
             for w in AROUND
-            if not w.startswith("compiled") and not (w == "chunks of rows" and (c.o.coupled or style == "groups"))
+            if not w.startswith("compiled") and not (w == "chunks of rows" and (c.o.batch_coupled or style == "groups"))
         ]
         ways = [w for w in ways if not (style == "trl" and w == "columns dropped that nobody uses")]
         if n >= total - compiled:

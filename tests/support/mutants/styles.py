@@ -60,7 +60,7 @@ def fits(style: str, c: Config) -> bool:
     if style == "groups":
         return o.agg == "group-token-mean"
     if o.level == "custom":
-        return style in ("ratio", "verl", "weights") or (style == "loop" and not o.coupled)
+        return style in ("ratio", "verl", "weights") or (style == "loop" and not o.batch_coupled)
     return style != "logs" or any(w in " ".join(core(c, "fn")[1]) + core(c, "fn")[2] for w in ("clamp", "<=", ">="))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from upref import kl
 from upref.audits.components import kls
-from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.framework import Comparison, Component, Framework, Pin
 from upref.audits.shared import ALWAYS, clamped
 from upref.verify.faults.losses import GROUPS, aggregated, with_hp
 
@@ -81,17 +81,18 @@ def _normalized(**config: Any):
     return found
 
 
-def _parts() -> tuple[Part, ...]:
+def _parts() -> tuple[Component, ...]:
     groups = ("uneven", "one")  # groups are of one size
     found = lambda lp, ref, name: _data().KLEstimator(name, True)(lp, ref)
     return (
-        Part("advantages", "group, group", _normalized(mean_level="group", std_level="group"), "group_norm",
-             {"eps": 1e-5}, leaves_out=groups, tol=1e-5),
-        Part("advantages", "group, none", _normalized(mean_level="group", std_level=None), "group_mean",
-             leaves_out=groups, tol=1e-6),
-        Part("advantages", "leave one out", _normalized(mean_level="group", mean_leave1out=True, std_level=None),
-             "leave_one_out", leaves_out=groups, tol=1e-6),
-        Part("advantages", "batch", _normalized(), "whiten", {"ddof": 1, "eps": 1e-5}, leaves_out=groups, tol=1e-5),
+        Component("advantages", "group, group", _normalized(mean_level="group", std_level="group"), "group_norm",
+                  {"eps": 1e-5}, leaves_out=groups, tol=1e-5),
+        Component("advantages", "group, none", _normalized(mean_level="group", std_level=None), "group_mean",
+                  leaves_out=groups, tol=1e-6),
+        Component("advantages", "leave one out", _normalized(mean_level="group", mean_leave1out=True, std_level=None),
+                  "leave_one_out", leaves_out=groups, tol=1e-6),
+        Component("advantages", "batch", _normalized(), "whiten", {"ddof": 1, "eps": 1e-5},
+                  leaves_out=groups, tol=1e-5),
         *kls(found, {k: k for k in kl.ESTIMATORS}, {k: (clamped(f),) for k, f in kl.ESTIMATORS.items()}, tol=1e-5),
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from upref.audits.compare import MICRO
 from upref.audits.components import kls
-from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.framework import Comparison, Component, Framework, Pin
 from upref.audits.shared import BETA, CLAMP, CLAMP_K3, CLAMP_S20, K1, NARROW_K3, SAMPLE, sampled, source
 from upref.registry import get
 from upref.rollouts import Rollouts
@@ -127,9 +127,10 @@ EASYR1 = Framework(
     "easyr1", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS,
     split_reasons=dict.fromkeys(("default", "gspo", "gspo_token", "sapo"), WEIGHED), remarks=REMARKS,
     parts=lambda: (
-        Part("advantages", "grpo", _advantages("grpo"), "group_norm", {"eps": 1e-6}, leaves_out=("one",), tol=1e-5),
-        Part("advantages", "rloo", _advantages("rloo"), "leave_one_out", leaves_out=("one",), tol=1e-5),
-        Part("advantages", "reinforce_plus_plus", _advantages("reinforce_plus_plus"), "whiten", reasons=(
+        Component("advantages", "grpo", _advantages("grpo"), "group_norm", {"eps": 1e-6},
+                  leaves_out=("one",), tol=1e-5),
+        Component("advantages", "rloo", _advantages("rloo"), "leave_one_out", leaves_out=("one",), tol=1e-5),
+        Component("advantages", "reinforce_plus_plus", _advantages("reinforce_plus_plus"), "whiten", reasons=(
             Fault(SAMPLE, sampled),), tol=1e-6),
         *kls(lambda *x: _algos().compute_kl(*x), {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
              {"low_var_kl": (NARROW_K3,)}, tol=1e-5),

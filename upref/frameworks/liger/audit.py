@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.framework import Comparison, Component, Framework, Pin
 from upref.audits.shared import BNPO, BY_TOKENS, CAP, F32, LENGTH, LUSPO, NO_KL, SLOTS, VESPO, WIDTH, arguments
 from upref.kl import k3
 from upref.rollouts import Rollouts
@@ -114,10 +114,10 @@ def _chunk_forward(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: 
     return base.chunk_forward(hidden, weight, tokens, temperature=temperature)
 
 
-def _parts() -> tuple[Part, ...]:
+def _parts() -> tuple[Component, ...]:
     return (
-        Part("kl", "k3_loss_fn", lambda lp, ref: _grpo().k3_loss_fn(ref, lp), "k3"),
-        Part("logprobs", "chunk_forward", _fused, "token_log_probs", tol=1e-4),
+        Component("kl", "k3_loss_fn", lambda lp, ref: _grpo().k3_loss_fn(ref, lp), "k3"),
+        Component("logprobs", "chunk_forward", _fused, "token_log_probs", tol=1e-4),
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from upref.audits.components import kls
-from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.framework import Comparison, Component, Framework, Pin
 from upref.audits.shared import ALWAYS, CLAMP_K3, FLOOR, NARROW, kl_term
 from upref.kl import k3
 from upref.ops import exp, sg
@@ -158,27 +158,28 @@ def _log_probs(chunk: int | None):
     return found
 
 
-def _parts() -> tuple[Part, ...]:
+def _parts() -> tuple[Component, ...]:
     kl, utils = importlib.import_module("upref.kl"), _module("algorithms.utils")
     return (
-        Part("advantages", "grpo", _advantages("GRPOAdvantageEstimator"), "group_norm", tol=1e-5, reasons=(
+        Component("advantages", "grpo", _advantages("GRPOAdvantageEstimator"), "group_norm", tol=1e-5, reasons=(
             Fault("mean and std are of the other responses; where these have one reward, it is not divided",
-             _over_std(own=False, single=False)),
+                  _over_std(own=False, single=False)),
             Fault(SINGLE, _over_std(own=False, single=True)))),
-        Part("advantages", "grpo, use_leave_one_out_baseline=False",
-             _advantages("GRPOAdvantageEstimator", use_leave_one_out_baseline=False), "group_norm", tol=1e-5, reasons=(
+        Component("advantages", "grpo, use_leave_one_out_baseline=False",
+                  _advantages("GRPOAdvantageEstimator", use_leave_one_out_baseline=False), "group_norm", tol=1e-5,
+                  reasons=(
             Fault(SINGLE, _over_std(own=True, single=True)),)),
-        Part("advantages", "grpo, normalize_rewards=False",
-             _advantages("GRPOAdvantageEstimator", normalize_rewards=False), "leave_one_out", tol=1e-6),
-        Part("advantages", "reinforce_plus_plus", _advantages("ReinforcePlusPlusAdvantageEstimator"),
-             "group_mean_whiten", tol=1e-5),
-        Part("advantages", "reinforce_plus_plus, minus_baseline=False",
-             _advantages("ReinforcePlusPlusAdvantageEstimator", minus_baseline=False), "whiten", tol=1e-5),
+        Component("advantages", "grpo, normalize_rewards=False",
+                  _advantages("GRPOAdvantageEstimator", normalize_rewards=False), "leave_one_out", tol=1e-6),
+        Component("advantages", "reinforce_plus_plus", _advantages("ReinforcePlusPlusAdvantageEstimator"),
+                  "group_mean_whiten", tol=1e-5),
+        Component("advantages", "reinforce_plus_plus, minus_baseline=False",
+                  _advantages("ReinforcePlusPlusAdvantageEstimator", minus_baseline=False), "whiten", tol=1e-5),
         *kls(utils.calculate_kl, {k: k for k in kl.ESTIMATORS},
              {k: (Fault(NARROW, _clamped(f)),) for k, f in kl.ESTIMATORS.items()}),
-        Part("aggregation", "masked_mean", utils.masked_mean, "token-mean"),
-        Part("logprobs", "vocab-parallel, one rank", _log_probs(None), "token_log_probs", tol=1e-4),
-        Part("logprobs", "vocab-parallel, one rank, in chunks", _log_probs(2), "token_log_probs", tol=1e-4),
+        Component("aggregation", "masked_mean", utils.masked_mean, "token-mean"),
+        Component("logprobs", "vocab-parallel, one rank", _log_probs(None), "token_log_probs", tol=1e-4),
+        Component("logprobs", "vocab-parallel, one rank, in chunks", _log_probs(2), "token_log_probs", tol=1e-4),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from upref.audits.components import kls
-from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.framework import Comparison, Component, Framework, Pin
 from upref.audits.shared import kl_term
 from upref.kl import k3
 from upref.verify.faults.losses import GROUPS, with_hp
@@ -79,7 +79,7 @@ OPEN_INSTRUCT = Framework(
             lambda lp, ref, name: _model().estimate_kl(lp - ref, torch.ones_like(lp))[int(name[-1])],
             {"kl_estimator 0": "k1", "kl_estimator 1": "k2", "kl_estimator 2": "k3"},
         ),
-        Part(
+        Component(
             "logprobs",
             "log_softmax_and_gather",
             lambda z, tokens, t: _model().log_softmax_and_gather(z / t, tokens),

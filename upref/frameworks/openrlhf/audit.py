@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from upref import kl
-from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.framework import Comparison, Component, Framework, Pin
 from upref.audits.shared import CLAMP, arguments, clamped
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, aggregated, with_hp
@@ -92,25 +92,26 @@ def _clipped_value(lp: Tensor, ref: Tensor) -> Tensor:
     return _straight(lp, ref) - kl.k3(lp, ref).detach() + kl.k3(lp, ref).detach().clamp(-10, 10)
 
 
-def _parts() -> tuple[Part, ...]:
+def _parts() -> tuple[Component, ...]:
     square = ("uneven", "one")  # groups are of one size by construction, and of one response only where all are
     tiny = {"ddof": 0, "eps": 1e-8}
     return (
-        Part("advantages", "group_norm", _advantages("group_norm"), "group_norm", {"ddof": 1, "eps": 1e-9},
-             leaves_out=square, tol=2e-3),
-        Part("advantages", "rloo", _advantages("rloo"), "leave_one_out", leaves_out=square, tol=1e-5),
-        Part("advantages", "dr_grpo", _advantages("dr_grpo"), "group_mean", leaves_out=square, tol=1e-5),
-        Part("advantages", "reinforce", _advantages("reinforce"), "whiten", tiny, leaves_out=square, tol=1e-5),
-        Part("advantages", "reinforce_baseline", _advantages("reinforce_baseline"), "group_mean_whiten", tiny,
-             leaves_out=square, tol=1e-5),
-        *(Part("kl", k, _kl(k), k, {}, (clamped(f),), tol=1e-4) for k, f in kl.ESTIMATORS.items()),
-        Part("kl", "k3, unbiased_gradient", _kl("k3", unbiased_gradient=True), _straight, {}, (
+        Component("advantages", "group_norm", _advantages("group_norm"), "group_norm", {"ddof": 1, "eps": 1e-9},
+                  leaves_out=square, tol=2e-3),
+        Component("advantages", "rloo", _advantages("rloo"), "leave_one_out", leaves_out=square, tol=1e-5),
+        Component("advantages", "dr_grpo", _advantages("dr_grpo"), "group_mean", leaves_out=square, tol=1e-5),
+        Component("advantages", "reinforce", _advantages("reinforce"), "whiten", tiny, leaves_out=square, tol=1e-5),
+        Component("advantages", "reinforce_baseline", _advantages("reinforce_baseline"), "group_mean_whiten", tiny,
+                  leaves_out=square, tol=1e-5),
+        *(Component("kl", k, _kl(k), k, {}, (clamped(f),), tol=1e-4) for k, f in kl.ESTIMATORS.items()),
+        Component("kl", "k3, unbiased_gradient", _kl("k3", unbiased_gradient=True), _straight, {}, (
             Fault("its value clamped to ±10, the gradient not", _clipped_value),), tol=1e-4,
             words="the value of k3, the gradient of k2"),
-        Part("logprobs", "log_probs_from_logits", lambda z, tokens, t: _module("models.utils").log_probs_from_logits(
-            z.clone(), tokens, t), "token_log_probs"),
-        Part("aggregation", "token_level_loss", lambda x, m: _module("models.loss").aggregate_loss(x, m), "token-mean"),
-        Part("aggregation", "token_level_loss=False", lambda x, m: _module("models.loss").aggregate_loss(
+        Component("logprobs", "log_probs_from_logits", lambda z, tokens, t: _module(
+            "models.utils").log_probs_from_logits(z.clone(), tokens, t), "token_log_probs"),
+        Component("aggregation", "token_level_loss", lambda x, m: _module("models.loss").aggregate_loss(x, m),
+                  "token-mean"),
+        Component("aggregation", "token_level_loss=False", lambda x, m: _module("models.loss").aggregate_loss(
             x, m, token_level_loss=False), "seq-mean-token-mean"),
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from upref.audits.components import kls
-from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.framework import Comparison, Component, Framework, Pin
 from upref.audits.shared import CLAMP_K3, SAMPLE, clamped, sampled, source
 from upref.kl import k3
 from upref.ops import clip, exp, sg, when, where
@@ -153,7 +153,7 @@ def _norm(mean: str | None, std: str | None, n: int = 4):
     return lambda R, group: _functions().reward_norm(R, n, {}, mean, std)
 
 
-def _parts() -> tuple[Part, ...]:
+def _parts() -> tuple[Component, ...]:
     equal = ("uneven", "one")  # its groups are of one size
     total = lambda name: lambda x, mask: _functions().agg_loss(x, mask.long(), name)
     over = lambda A, std: A / (std + 1e-6)
@@ -162,27 +162,27 @@ def _parts() -> tuple[Part, ...]:
     whitened = lambda R, g: _functions().masked_whiten(R[:, None], torch.ones(len(R), 1))[:, 0]
     z = lambda R, g: torch.zeros_like(R)
     return (
-        Part("advantages", "grpo", _norm("group", "group"), "group_norm", leaves_out=equal),
-        Part("advantages", "grpo, one response a prompt", _norm("group", "group", 1), z, words="0", reasons=(
+        Component("advantages", "grpo", _norm("group", "group"), "group_norm", leaves_out=equal),
+        Component("advantages", "grpo, one response a prompt", _norm("group", "group", 1), z, words="0", reasons=(
             Fault("one response has no standard deviation: NaN", lambda R, g: R * torch.nan),)),
-        Part("advantages", "mean group, std none", _norm("group", None), "group_mean", leaves_out=equal),
-        Part("advantages", "mean group, std batch", _norm("group", "batch"), "group_mean_whiten", leaves_out=equal,
-             reasons=(
+        Component("advantages", "mean group, std none", _norm("group", None), "group_mean", leaves_out=equal),
+        Component("advantages", "mean group, std batch", _norm("group", "batch"), "group_mean_whiten", leaves_out=equal,
+                  reasons=(
             Fault("over the standard deviation of the rewards, not of what is left of them", own),)),
-        Part("advantages", "mean batch, std batch", _norm("batch", "batch"), "whiten", reasons=(
+        Component("advantages", "mean batch, std batch", _norm("batch", "batch"), "whiten", reasons=(
             Fault("the standard deviation is the sample's (N - 1) and has 1e-6 added", sample),)),
-        Part("advantages", "whiten_advantages", whitened, "whiten", reasons=(
+        Component("advantages", "whiten_advantages", whitened, "whiten", reasons=(
             Fault(SAMPLE, sampled),)),
         *kls(lambda lp, ref, name: _functions().compute_approx_kl(lp, ref, None, name),
              {"kl": "k1", "mse": "k2", "k3": "k3"},
              {"k3": (clamped(k3),)}),
-        Part("logprobs", "log_probs_from_logits", lambda z, tokens, t: _functions().log_probs_from_logits(
+        Component("logprobs", "log_probs_from_logits", lambda z, tokens, t: _functions().log_probs_from_logits(
             z / t, tokens), "token_log_probs", tol=1e-4),
-        Part("aggregation", "token-mean", total("token-mean"), "token-mean", reasons=(
+        Component("aggregation", "token-mean", total("token-mean"), "token-mean", reasons=(
             Fault("the mask is not applied: every slot counts", lambda x, mask: x.sum() / mask.sum()),)),
-        *(Part("aggregation", k, total(k), k) for k in ("seq-mean-token-mean", "seq-mean-token-sum")),
-        Part("aggregation", "seq-mean-token-sum-norm", total("seq-mean-token-sum-norm"),
-             "seq-mean-token-sum-norm", {"length": 6}, reasons=(
+        *(Component("aggregation", k, total(k), k) for k in ("seq-mean-token-mean", "seq-mean-token-sum")),
+        Component("aggregation", "seq-mean-token-sum-norm", total("seq-mean-token-sum-norm"),
+                  "seq-mean-token-sum-norm", {"length": 6}, reasons=(
             Fault("a sum over responses, not their mean", lambda x, mask: (x * mask).sum() / 6),)),
     )  # fmt: skip
 

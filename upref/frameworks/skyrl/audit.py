@@ -10,7 +10,7 @@ from torch import Tensor
 
 from upref import advantages
 from upref.audits.components import kls
-from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.framework import Comparison, Component, Framework, Pin
 from upref.audits.shared import ALONE, CLAMP, CLAMP_K3, CLAMP_S, NARROW_K3, SAMPLE, keep_singletons, sampled
 from upref.objectives.dppo import binary_kl
 from upref.rollouts import Rollouts
@@ -125,17 +125,17 @@ def _advantages(name: str):
     return found
 
 
-def _parts() -> tuple[Part, ...]:
+def _parts() -> tuple[Component, ...]:
     logprobs = importlib.import_module("skyrl.backends.skyrl_train.utils.torch_utils").logprobs_from_logits
     return (
-        Part("advantages", "grpo", _advantages("grpo"), "group_norm", reasons=(
+        Component("advantages", "grpo", _advantages("grpo"), "group_norm", reasons=(
             Fault(ALONE, keep_singletons(advantages.group_norm)),), tol=1e-5),
-        Part("advantages", "rloo", _advantages("rloo"), "leave_one_out"),
-        Part("advantages", "reinforce++", _advantages("reinforce++"), "whiten", reasons=(
+        Component("advantages", "rloo", _advantages("rloo"), "leave_one_out"),
+        Component("advantages", "reinforce++", _advantages("reinforce++"), "whiten", reasons=(
             Fault(SAMPLE, sampled),), tol=1e-6),
         *kls(lambda lp, ref, name: _utils().compute_approx_kl(lp, ref, None, name),
              {"k1": "k1", "k2": "k2", "k3": "k3"}, {"k3": (NARROW_K3,)}),
-        Part("logprobs", "logprobs_from_logits", lambda z, tokens, t: logprobs(z / t, tokens), "token_log_probs"),
+        Component("logprobs", "logprobs_from_logits", lambda z, tokens, t: logprobs(z / t, tokens), "token_log_probs"),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from upref.audits.components import kls
-from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.framework import Comparison, Component, Framework, Pin
 from upref.audits.shared import BETA, CLAMP_K3, FLOOR, K1, clamped, defaults, options
 from upref.kl import k3
 from upref.verify.faults.losses import GROUPS, aggregated, with_hp
@@ -89,11 +89,11 @@ def _log_probs(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     return torch.stack(rows).squeeze(-1)
 
 
-def _parts() -> tuple[Part, ...]:
+def _parts() -> tuple[Component, ...]:
     return (
         *kls(_ppo().compute_approx_kl, {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"},
              {"low_var_kl": (clamped(k3),)}, tol=1e-5),
-        Part("logprobs", "vocab-parallel, one rank", _log_probs, "token_log_probs", tol=1e-4),
+        Component("logprobs", "vocab-parallel, one rank", _log_probs, "token_log_probs", tol=1e-4),
     )  # fmt: skip
 
 

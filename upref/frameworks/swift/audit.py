@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.framework import Comparison, Component, Framework, Pin
 from upref.audits.shared import BNPO, CAP, CLAMP_K3, LENGTH, NO_KL, kl_term, source
 from upref.kl import k3
 from upref.verify.faults import Fault
@@ -141,22 +141,22 @@ def _dynamic(estimator: str, scale: str):
     )[0]  # fmt: skip
 
 
-def _parts() -> tuple[Part, ...]:
+def _parts() -> tuple[Component, ...]:
     equal, std = ("uneven", "one"), {"ddof": 1, "eps": 1e-4}
     centred = lambda R, g: R - torch.stack([R[g == i].mean() for i in g])
     raw = lambda R, g: centred(R, g) / (R.std() + 1e-4)
     teacher = lambda lp, ref: _advantage().compute_teacher_kl_per_token(ref, lp, torch.ones_like(lp))
     return (
-        Part("advantages", "grpo", _advantages("grpo", "group"), "group_norm", std, leaves_out=equal),
-        Part("advantages", "grpo, none", _advantages("grpo", "none"), "group_mean", leaves_out=equal),
-        Part("advantages", "grpo, batch", _advantages("grpo", "batch"), "group_mean_whiten", std, (
+        Component("advantages", "grpo", _advantages("grpo", "group"), "group_norm", std, leaves_out=equal),
+        Component("advantages", "grpo, none", _advantages("grpo", "none"), "group_mean", leaves_out=equal),
+        Component("advantages", "grpo, batch", _advantages("grpo", "batch"), "group_mean_whiten", std, (
             Fault("over the standard deviation of the rewards, not of what is left of them", raw),), equal),
-        Part("advantages", "rloo", _advantages("rloo", "none"), "leave_one_out", leaves_out=equal),
-        Part("advantages", "reinforce_plus_plus", _advantages("reinforce_plus_plus", "batch"), "group_mean_whiten",
-             std, leaves_out=equal),
-        Part("advantages", "grpo, dynamic", _dynamic("grpo", "group"), "group_norm", std, tol=1e-3),
-        Part("advantages", "rloo, dynamic", _dynamic("rloo", "none"), "leave_one_out", tol=1e-5),
-        Part("kl", "of the teacher", teacher, "k3"),
+        Component("advantages", "rloo", _advantages("rloo", "none"), "leave_one_out", leaves_out=equal),
+        Component("advantages", "reinforce_plus_plus", _advantages("reinforce_plus_plus", "batch"), "group_mean_whiten",
+                  std, leaves_out=equal),
+        Component("advantages", "grpo, dynamic", _dynamic("grpo", "group"), "group_norm", std, tol=1e-3),
+        Component("advantages", "rloo, dynamic", _dynamic("rloo", "none"), "leave_one_out", tol=1e-5),
+        Component("kl", "of the teacher", teacher, "k3"),
     )  # fmt: skip
 
 

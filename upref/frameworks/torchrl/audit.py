@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from upref.advantages import get as advantage
-from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.framework import Comparison, Component, Framework, Pin
 from upref.audits.shared import BETA, MICRO_MEAN, NO_KL, arguments
 from upref.kl import k3
 from upref.ops import clip, exp, where
@@ -111,15 +111,15 @@ def _floored(R: Tensor, group: Tensor) -> Tensor:
     return torch.cat([(x - x.mean()) / std(x) for g in group.unique() for x in [R[group == g]]])
 
 
-def _parts() -> tuple[Part, ...]:
+def _parts() -> tuple[Component, ...]:
     floor = (Fault("1e-6 is a floor of the deviation, not added to it", _floored),)
     one = ("uneven", "one")  # it waits for grpo_size responses
     plain = lambda R, g: advantage("group_norm")(R, g, ddof=1, eps=0.0)
     rounds = (*one, "equal rewards that do not round alike")
     return (
-        Part("advantages", "MCAdvantage", _advantages, "group_norm", {"ddof": 1, "eps": 1e-6}, floor, one),
-        Part("advantages", "MCAdvantage, no eps", _advantages, plain, leaves_out=rounds,
-             words="group_norm, ddof=1, eps=0"),
+        Component("advantages", "MCAdvantage", _advantages, "group_norm", {"ddof": 1, "eps": 1e-6}, floor, one),
+        Component("advantages", "MCAdvantage, no eps", _advantages, plain, leaves_out=rounds,
+                  words="group_norm, ddof=1, eps=0"),
     )  # fmt: skip
 
 

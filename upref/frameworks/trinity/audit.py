@@ -13,7 +13,7 @@ from upref import kl
 from upref.advantages import get as advantage
 from upref.audits.compare import MICRO
 from upref.audits.components import kls
-from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.framework import Comparison, Component, Framework, Pin
 from upref.audits.shared import ALONE, CLAMP, NARROW_K3, SAMPLE, arguments, sampled
 from upref.objectives.sapo import sapo
 from upref.ops import exp, minimum, sg, sigmoid, where
@@ -142,26 +142,27 @@ def _alone(promise: str, **hp: float):
     return advantages
 
 
-def _parts() -> tuple[Part, ...]:
+def _parts() -> tuple[Component, ...]:
     norm, agg = {"ddof": 1, "eps": 1e-6}, _module("utils").aggregate_loss
     default = _module("algorithm").GRPOAlgorithm.default_config()["kl_loss_fn"]
     term = lambda lp, ref, name: _module("kl_fn").KL_FN.get(name)().calculate_kl(lp, ref)
     one = lambda promise, **hp: (Fault(ALONE, _alone(promise, **hp)),)
     return (
-        Part("advantages", "grpo", _group("grpo"), "group_norm", norm, one("group_norm", **norm), tol=2e-3),
-        Part("advantages", "grpo_verl", _batch("grpo_verl"), "group_norm", norm, one("group_norm", **norm), tol=2e-3),
-        Part("advantages", "opmd", _group("opmd"), "group_mean", {}, one("group_mean"), tol=1e-5),
-        Part("advantages", "rloo", _batch("rloo"), "leave_one_out", {}, one("leave_one_out"), tol=1e-5),
-        Part("advantages", "reinforce", _group("reinforce"), "reward", tol=1e-5),
-        Part("advantages", "reinforceplusplus", _batch("reinforceplusplus"), "whiten", {"ddof": 0, "eps": 1e-8}, (
+        Component("advantages", "grpo", _group("grpo"), "group_norm", norm, one("group_norm", **norm), tol=2e-3),
+        Component("advantages", "grpo_verl", _batch("grpo_verl"), "group_norm", norm,
+                  one("group_norm", **norm), tol=2e-3),
+        Component("advantages", "opmd", _group("opmd"), "group_mean", {}, one("group_mean"), tol=1e-5),
+        Component("advantages", "rloo", _batch("rloo"), "leave_one_out", {}, one("leave_one_out"), tol=1e-5),
+        Component("advantages", "reinforce", _group("reinforce"), "reward", tol=1e-5),
+        Component("advantages", "reinforceplusplus", _batch("reinforceplusplus"), "whiten", {"ddof": 0, "eps": 1e-8}, (
             Fault(SAMPLE, sampled),), tol=1e-5),
         *kls(term, {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}, {"low_var_kl": (NARROW_K3,)}),
-        Part("kl", "GRPOAlgorithm's default", lambda lp, ref: term(lp, ref, default), "k3", reasons=(
+        Component("kl", "GRPOAlgorithm's default", lambda lp, ref: term(lp, ref, default), "k3", reasons=(
             Fault("k2 in place of k3", kl.k2),)),
-        *(Part("aggregation", k, lambda x, m, k=k: agg(x, m, k), k)
+        *(Component("aggregation", k, lambda x, m, k=k: agg(x, m, k), k)
           for k in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")),
-        Part("aggregation", "seq-mean-token-sum-norm", lambda x, m: agg(x, m, "seq-mean-token-sum-norm", 6.0),
-             "seq-mean-token-sum-norm", {"length": 6}, (
+        Component("aggregation", "seq-mean-token-sum-norm", lambda x, m: agg(x, m, "seq-mean-token-sum-norm", 6.0),
+                  "seq-mean-token-sum-norm", {"length": 6}, (
             Fault("a sum over responses, not their mean", lambda x, m: torch.where(m, x, 0).sum() / 6),)),
     )  # fmt: skip
 

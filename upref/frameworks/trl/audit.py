@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from upref.advantages import group_mean
-from upref.audits.framework import Comparison, Framework, Part
+from upref.audits.framework import Comparison, Component, Framework
 from upref.audits.shared import BETA, BNPO, BY_TOKENS, CAP, F32, LENGTH, LUSPO, VESPO, kl_term
 from upref.foreign.trl import loss_types, trl, trl_loss
 from upref.kl import k3
@@ -122,9 +122,9 @@ def _over_batch(R: Tensor, group: Tensor) -> Tensor:
     return group_mean(R, group) / (R.std(correction=1) + 1e-4)
 
 
-def _parts() -> tuple[Part, ...]:
+def _parts() -> tuple[Component, ...]:
     grpo, rloo = trl().GRPOTrainer, trl().RLOOTrainer
-    part = lambda mode, found, promise, **more: Part(
+    part = lambda mode, found, promise, **more: Component(
         "advantages", mode, found, promise, leaves_out=("uneven", "one"), tol=1e-6, **more
     )
     return (

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.framework import Comparison, Component, Framework, Pin
 from upref.audits.shared import BETA, CLAMP, CLAMP_S, K1, MICRO_MEAN, NO_KL
 from upref.ops import sg
 from upref.registry import get
@@ -166,23 +166,23 @@ def _advantages(name: str):
     return found
 
 
-def _parts() -> tuple[Part, ...]:
+def _parts() -> tuple[Component, ...]:
     common, alone = _module("common"), ("uneven", "one")
     kl = lambda mode: partial(_bridge, lambda lp, ref: common.compute_kl_divergence(lp, ref, mode))
     mean = lambda mode: lambda x, m: _bridge(lambda x, m: common.aggregate_loss(x, m, mode), x, m.float())
     log_probs = lambda z, tokens, t: _bridge(common.selective_log_softmax, z / t, tokens)
     scale = "sequence-mean-token-scale"
     return (
-        Part("advantages", "grpo", _advantages("grpo"), "group_norm", leaves_out=alone),
-        Part("advantages", "rloo", _advantages("rloo"), "leave_one_out", leaves_out=alone, tol=1e-5),
-        Part("advantages", "drgrpo", _advantages("drgrpo"), "group_mean", leaves_out=alone, tol=1e-5),
-        *(Part("kl", mode, kl(mode), k, tol=1e-4)
+        Component("advantages", "grpo", _advantages("grpo"), "group_norm", leaves_out=alone),
+        Component("advantages", "rloo", _advantages("rloo"), "leave_one_out", leaves_out=alone, tol=1e-5),
+        Component("advantages", "drgrpo", _advantages("drgrpo"), "group_mean", leaves_out=alone, tol=1e-5),
+        *(Component("kl", mode, kl(mode), k, tol=1e-4)
           for mode, k in (("kl", "k1"), ("mse_kl", "k2"), ("low_var_kl", "k3"))),
-        *(Part("aggregation", mode, mean(mode), ours, tol=1e-5) for mode, ours in (
+        *(Component("aggregation", mode, mean(mode), ours, tol=1e-5) for mode, ours in (
             ("token-mean", "token-mean"), ("sequence-mean-token-mean", "seq-mean-token-mean"),
             ("seq-mean-token-sum", "seq-mean-token-sum"))),
-        Part("aggregation", scale, mean(scale), "seq-mean-token-sum-norm", hp={"length": 6}, tol=1e-5),
-        Part("logprobs", "selective_log_softmax", log_probs, "token_log_probs", tol=1e-4),
+        Component("aggregation", scale, mean(scale), "seq-mean-token-sum-norm", hp={"length": 6}, tol=1e-5),
+        Component("logprobs", "selective_log_softmax", log_probs, "token_log_probs", tol=1e-4),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref.audits.framework import Comparison, Framework, Part, Pin
+from upref.audits.framework import Comparison, Component, Framework, Pin
 from upref.audits.shared import BNPO, CAP, CLAMP_K3, F32, LUSPO, kl_term
 from upref.ops import exp, expm1
 from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
@@ -98,7 +98,7 @@ COMPARISONS = (
 )  # fmt: skip
 
 
-def _parts() -> tuple[Part, ...]:
+def _parts() -> tuple[Component, ...]:
     zoo = _zoo()
     plain = lambda z, tokens, t: zoo.selective_log_softmax(z / t, tokens)
     chunked = lambda z, tokens, t: zoo.chunked_selective_log_softmax(z, tokens, t)
@@ -106,7 +106,7 @@ def _parts() -> tuple[Part, ...]:
         z, torch.eye(z.shape[-1], dtype=z.dtype), tokens, temperature=t
     )
     names = {"selective_log_softmax": plain, "in chunks": chunked, "in chunks, from hidden states": head}
-    return tuple(Part("logprobs", k, f, "token_log_probs", tol=1e-4) for k, f in names.items())
+    return tuple(Component("logprobs", k, f, "token_log_probs", tol=1e-4) for k, f in names.items())
 
 
 def _kernels() -> dict[str, Callable]:

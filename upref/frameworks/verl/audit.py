@@ -11,7 +11,7 @@ from torch import Tensor
 from upref import advantages
 from upref.audits.compare import MICRO
 from upref.audits.components import kls
-from upref.audits.framework import Comparison, Framework, Part
+from upref.audits.framework import Comparison, Component, Framework
 from upref.audits.shared import ALONE, CLAMP, CLAMP_S, FLOOR, NARROW_K3, SAMPLE, keep_singletons, sampled
 from upref.foreign.verl import NO_DUAL_CLIP, verl, verl_loss
 from upref.objectives.dppo import binary_kl
@@ -196,37 +196,39 @@ def _centred(R: Tensor, group: Tensor) -> Tensor:
     return sampled(keep_singletons(advantages.group_mean)(R, group))
 
 
-def _parts() -> tuple[Part, ...]:
+def _parts() -> tuple[Component, ...]:
     kl, agg = verl()[0].kl_penalty, verl()[0].agg_loss
     aggregation = lambda mode: lambda x, mask: agg(x, mask, mode)
     groups = {"grpo": "group_norm", "grpo_vectorized": "group_norm", "rloo": "leave_one_out"}
     rounded = {"grpo_vectorized": ("equal rewards that do not round alike",)}
     return (
-        *(Part("advantages", n, _advantages(n), ref,
-               reasons=(Fault(ALONE, keep_singletons(advantages.ADVANTAGES[ref])),),
-               leaves_out=rounded.get(n, ()), tol=1e-3 if n in rounded else 1e-5)
+        *(Component("advantages", n, _advantages(n), ref,
+                    reasons=(Fault(ALONE, keep_singletons(advantages.ADVANTAGES[ref])),),
+                    leaves_out=rounded.get(n, ()), tol=1e-3 if n in rounded else 1e-5)
           for n, ref in groups.items()),
-        Part("advantages", "rloo_vectorized", _advantages("rloo_vectorized"), "leave_one_out"),
-        Part("advantages", "reinforce_plus_plus", _advantages("reinforce_plus_plus"), "whiten", reasons=(
+        Component("advantages", "rloo_vectorized", _advantages("rloo_vectorized"), "leave_one_out"),
+        Component("advantages", "reinforce_plus_plus", _advantages("reinforce_plus_plus"), "whiten", reasons=(
             Fault(SAMPLE, sampled),), tol=1e-6),
-        Part("advantages", "reinforce_plus_plus_baseline", _advantages("reinforce_plus_plus_baseline"),
-             "group_mean_whiten", reasons=(Fault(f"{ALONE}; {SAMPLE}", _centred),), tol=1e-6),
-        Part("advantages", "opo", _opo, _by_length, words="R minus the mean by length (OPO)", reasons=(
+        Component("advantages", "reinforce_plus_plus_baseline", _advantages("reinforce_plus_plus_baseline"),
+                  "group_mean_whiten", reasons=(Fault(f"{ALONE}; {SAMPLE}", _centred),), tol=1e-6),
+        Component("advantages", "opo", _opo, _by_length, words="R minus the mean by length (OPO)", reasons=(
             Fault(ALONE, keep_singletons(_by_length)),), tol=1e-6),
-        Part("advantages", "gpg", _advantages("gpg"), "group_mean", reasons=(
+        Component("advantages", "gpg", _advantages("gpg"), "group_mean", reasons=(
             Fault(ALONE, keep_singletons(advantages.group_mean)),
             Fault("times the responses over those whose reward is not 0", _gpg)), tol=1e-6),
-        Part("advantages", "remax", _remax, lambda R, group: R - GREEDY[group], words="R minus the greedy response's"),
-        *(Part("advantages", f"grpo_passk, std={std}", _passk(std), _best_alone(std), leaves_out=("one",), tol=1e-6,
-               words="the maximum minus the maximum without the response" + ", over the sample's std" * std)
+        Component("advantages", "remax", _remax, lambda R, group: R - GREEDY[group],
+                  words="R minus the greedy response's"),
+        *(Component("advantages", f"grpo_passk, std={std}", _passk(std), _best_alone(std), leaves_out=("one",),
+                    tol=1e-6,
+                    words="the maximum minus the maximum without the response" + ", over the sample's std" * std)
           for std in (True, False)),
-        *(Part("advantages", f"gae, lam={lam:g}", _gae(lam), _sum_of_deltas(lam), words="GAE, whitened over all tokens",
-               tol=1e-6) for lam in (1.0, 0.5)),
+        *(Component("advantages", f"gae, lam={lam:g}", _gae(lam), _sum_of_deltas(lam),
+                    words="GAE, whitened over all tokens", tol=1e-6) for lam in (1.0, 0.5)),
         *kls(kl, {"k1": "k1", "k2": "k2", "low_var_kl": "k3"}, {"low_var_kl": (NARROW_K3,)}),
-        *(Part("aggregation", n, aggregation(n), n, tol=1e-6)
+        *(Component("aggregation", n, aggregation(n), n, tol=1e-6)
           for n in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")),
-        Part("aggregation", "seq-mean-token-sum-norm", aggregation("seq-mean-token-sum-norm"),
-             "seq-mean-token-sum-norm", {"length": 6}),
+        Component("aggregation", "seq-mean-token-sum-norm", aggregation("seq-mean-token-sum-norm"),
+                  "seq-mean-token-sum-norm", {"length": 6}),
     )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def check_advantages(fn: Any, estimator: str, *, skip: tuple[str, ...] = (), **h
     return Report(
         loss=case.f.name, objective=estimator,
         hp={"ddof": case.divided.ddof, "eps": case.divided.eps} if case.known else hp, findings=found,
-        read_as=str(case.f.reading), contract=[*case.f.contract(), *_assumed(case)], oracles=ran,
+        read_as=str(case.f.reading), assumptions=[*case.f.assumptions(), *_assumed(case)], oracles=ran,
         tolerances={"advantage, relative": case.f.tol}, seconds=time.perf_counter() - start,
     )  # fmt: skip
 

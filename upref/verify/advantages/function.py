@@ -39,7 +39,7 @@ class Function:
     name: str
     fn: Callable
     reading: Reading
-    given: Mapping[str, Any]  # settings handed to it
+    bound_args: Mapping[str, Any]  # settings handed to it
     square: bool  # rewards arrive as [prompts, n]
     kinds: tuple[str, ...]  # what rewards and group may arrive as, likeliest first
     kind: str = "tensor"
@@ -59,7 +59,7 @@ class Function:
         """Whether it takes no ids: groups stand one after the other and are of one size."""
         return self.square or ("group" not in self.reads and "n" in self.reads)
 
-    def contract(self) -> list[str]:
+    def assumptions(self) -> list[str]:
         out = []
         if said := KINDS[self.kind]:
             out.append(f"it takes {'prompts' if self.tokens else 'rewards and prompts'} as {said}")
@@ -74,7 +74,7 @@ class Function:
     def outcome(self, R: Sequence[Any], group: Sequence[int]) -> Outcome:
         full = self._inputs(R, group)
         before = {k: _state(v) for k, v in full.items()}
-        got, printed = called(self.name, lambda: self.reading.call(self.fn, full, dict(self.given)), self.lines)
+        got, printed = called(self.name, lambda: self.reading.call(self.fn, full, dict(self.bound_args)), self.lines)
         wrote = frozenset(k for k, v in before.items() if v != _state(full[k]))
         A, uneven = self._numbers(got, len(R), self._lengths(R, group))
         return Outcome(A.double().reshape(-1).tolist(), wrote, printed, A.dtype in HALVES, uneven)

@@ -30,7 +30,7 @@ def _batch(case: Case) -> Rollouts:
 def not_split(case: Case) -> str:
     if not case.loss.micro_batchable:
         return "the loss is one call on the whole mini-batch: it takes no `totals`"
-    return case.o.coupled
+    return case.o.batch_coupled
 
 
 @oracle("micro-batches", 40, not_split)
@@ -121,7 +121,7 @@ def _single(case: Case) -> Iterator[tuple[str, Rollouts]]:
     for A, r in ((0.7, 1.1), (-0.7, 1.1), (0.7, 0.4), (-0.7, 0.4)):
         for _ in ("float32", "float64"):
             yield "a batch of one token", case.ready(replace(single_token_batch(A, [r], [0.3]), logp_ref=None))
-    if case.o.coupled:
+    if case.o.batch_coupled:
         return
     ids = groups(case)[1] if "group" in case.loss.reads else ()
     for axis, some in SOME.items():
@@ -152,10 +152,10 @@ def not_parallel(case: Case) -> str:
     """Why this loss cannot be asked."""
     if not case.loss.micro_batchable and (not case.o.agg.startswith("seq-mean") or "group" in case.loss.reads):
         return "it takes no `totals`: the ranks' own token means, averaged, are not the mini-batch's"
-    return case.o.coupled
+    return case.o.batch_coupled
 
 
-def contract(case: Case) -> str:
+def rank_counts(case: Case) -> str:
     """What a rank is taken to be told, in words."""
     if not case.loss.micro_batchable:
         return "each rank has equally many responses and gets only its own counts"
@@ -174,7 +174,7 @@ def data_parallel(case: Case) -> list[Finding]:
         off = moved(mean, g, b.mask, slack(case))
         if off.max() > 0:
             i, t = worst(off)
-            text = f"{ranks} ranks of {len(g) // ranks} responses, gradients averaged: {contract(case)}"
+            text = f"{ranks} ranks of {len(g) // ranks} responses, gradients averaged: {rank_counts(case)}"
             before, after = f"dJ/dlp {g[i, t].item():.6g}, as on one rank", f"{mean[i, t].item():.6g}"
             return [fail("data-parallel", text, before, after, example(case, b), _why(case, b))]
     return []

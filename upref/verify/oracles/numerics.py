@@ -28,7 +28,7 @@ FULL = math.log(torch.finfo(torch.float64).max) - 1
 def extremes(case: Case) -> list[Finding]:
     out: list[Finding] = []
     near = not case.wrong or bool((case.off(off_bounds(case)) <= case.tol).all())  # wrong beyond the grid, if at all
-    if near and not case.single and not case.o.coupled:
+    if near and not case.single and not case.o.batch_coupled:
         out += [f for f in clamps(case) if not case.wrong or f.cause != UNKNOWN]
     notes: dict[str, Finding] = {}
     for dtype in (torch.float64, torch.float32, torch.bfloat16):  # what is noted in one may be wrong in the next
@@ -61,7 +61,7 @@ def _overflows(case: Case, dtype: torch.dtype) -> dict[str, Finding]:
     plain = (expected.abs() > 0.1 * A.abs()) & (expected.abs() < 10 * A.abs() + 1)  # a weight that is no ratio run away
     lost = ~found.isfinite()
     # which tokens tie at a cut of the batch, rounding decides; wrong weights are another oracle's
-    if not case.wrong and (dtype is torch.float64 or not case.o.coupled):
+    if not case.wrong and (dtype is torch.float64 or not case.o.batch_coupled):
         lost |= (found - expected).abs() > 0.1 * expected.abs() + room
     bad = (~found.isfinite() & (expected.abs() < 1e30) | lost & plain) & ~unseen
     spent = (~found.isfinite() | lost & plain) & ~bad

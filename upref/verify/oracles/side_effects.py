@@ -107,7 +107,7 @@ def _declared(case: Case) -> list[Finding]:
     rng = torch.Generator().manual_seed(0)
     steps = [torch.where(b.mask, torch.randn(b.mask.shape, generator=rng, dtype=b.logp.dtype), 0) for _ in range(4)]
     sizes = (1e-6, 1e-4)  # where the two differ, the value is rounded, or jumps
-    asked = not (case.single or case.o.coupled)
+    asked = not (case.single or case.o.batch_coupled)
     rises = case.loss.ask("differences", b, [h * step for h in sizes for step in steps]) if asked else []
     slopes = torch.tensor(rises).reshape(len(sizes), -1) / torch.tensor(sizes)[:, None] if rises else torch.zeros(2, 0)
     g = -case.gradient(b) if rises else torch.zeros_like(b.logp)
@@ -143,7 +143,7 @@ def dead_hyperparameter(case: Case) -> list[Finding]:
 def _moved(case: Case, key: str) -> list[Finding]:
     """One hyperparameter is handed over, moved."""
     loss, o, now = case.loss, case.o, case.hp[key]
-    asked = key in loss.takes or (loss.accepts_kwargs and key in loss.given)
+    asked = key in loss.accepts or (loss.accepts_kwargs and key in loss.bound_args)
     if not (asked or loss.accepts_kwargs) or (key == "beta" and "logp_ref" not in loss.reads):
         return []
     first = {"c": 2.0 if now != 2.0 else 3.0, "beta": 0.1 + (now or 0), "seed": 1 + (now or 0)}
@@ -166,7 +166,7 @@ def _moved(case: Case, key: str) -> list[Finding]:
     if dead:
         effect = lambda c: (ask(c, other) - ask(c, now), torch.zeros_like(c.logp))
         every = everywhere(case, effect, *_some(b, differ))
-        why = "it goes into **kwargs and has no effect" if key not in loss.takes else "the argument has no effect"
+        why = "it goes into **kwargs and has no effect" if key not in loss.accepts else "the argument has no effect"
         make = fail if asked else note
         says = "another gradient", "the same gradient, bit for bit"
         return [make("dead-hyperparameter", text, *says, cause=why if every else "")]
@@ -189,7 +189,7 @@ def _some(b: Rollouts, differ: Tensor) -> list[Rollouts]:
 
 def _explained(case: Case, b: Rollouts, g: Tensor) -> bool:
     """Whether the moved gradient is right, or as wrong as before the move (the gradient oracle's business)."""
-    here = replace(case, hp=case.o.resolve({k: v for k, v in case.hp.items() if k in case.loss.given}))
+    here = replace(case, hp=case.o.resolve({k: v for k, v in case.hp.items() if k in case.loss.bound_args}))
     off = case.off(b, g / case.factors(b))
     return bool((off > 10 * case.tol).double().mean() < 0.01) or bool(here.off(b).max() > 10 * case.tol)
 

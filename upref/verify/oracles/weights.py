@@ -22,8 +22,8 @@ from upref.verify.regions import NAMES, regions
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import example, numbers, shrink, smallest, worst
 from upref.weights.batches import (
+    breakpoints,
     high_entropy_weight,
-    kinks,
     make_batch,
     on_policy_batch,
     random_batches,
@@ -77,7 +77,7 @@ BESIDE = 3e-7  # relative: beyond what float32 makes of a bound
 
 def _moved_bound(case: Case) -> bool:
     """Whether a bound lies elsewhere for tokens of all probabilities alike: rounding moves some over it, some back."""
-    if case.o.coupled:
+    if case.o.batch_coupled:
         return False
     weight = of_objective(case.o, **case.plain_hp)
     if "entropy" not in case.o.reads:
@@ -94,7 +94,7 @@ def _moved_for(case: Case, weight: Callable, make: Callable[[list], Rollouts]) -
         alike: dict[tuple, list] = {}  # one bound at every π_old: side, what lives beside it, the how manieth of these
         for mu in np.geomspace(0.02, 0.6, 8 if case.o.reads_mu else 24).tolist():
             seen: Counter[tuple] = Counter()
-            for k in kinks(case.o, A, mu if case.o.reads_mu else 0.02, **case.plain_hp):
+            for k in breakpoints(case.o, A, mu if case.o.reads_mu else 0.02, **case.plain_hp):
                 ends = k * (1 - BESIDE), k * (1 + BESIDE)
                 lives = tuple((weight(ends, A, mu) != 0).tolist())
                 seen[lives] += 1
@@ -109,9 +109,9 @@ def _moved_for(case: Case, weight: Callable, make: Callable[[list], Rollouts]) -
 
 
 def bounds_of(case: Case, A: float) -> list[float]:
-    if case.o.coupled or case.o.reads_mu or not A:
+    if case.o.batch_coupled or case.o.reads_mu or not A:
         return []
-    return kinks(case.o, A, 0.02, **case.plain_hp)
+    return breakpoints(case.o, A, 0.02, **case.plain_hp)
 
 
 def _ties(case: Case, b: Rollouts, hit: Tensor, r: Tensor, A: Tensor, found: Tensor) -> list[Finding]:
@@ -155,7 +155,7 @@ def _typical(off: Tensor, r: Tensor) -> Tensor:
 
 def _random(case: Case, seed: int = 0) -> list[Finding]:
     many = RANDOM // 4 if case.o.reads_mu else RANDOM  # bounds that are solved for are slow
-    for n, b in enumerate(map(case.view, random_batches(seed, many, case.one_adv))):
+    for n, b in enumerate(map(case.visible_batch, random_batches(seed, many, case.one_adv))):
         off = case.off(b)
         off = off.masked_fill(case.rounded(b), 0)
         if off.max() > 10 * case.tol:
@@ -206,14 +206,16 @@ def aggregation(case: Case) -> list[Finding]:
     small = shrink(b, differ)
     n, right, got = small.mask.sum(1), case.factors(small, want)[:, 0], case.factors(small)[:, 0]
     i = int((got / right - 1).abs().argmax())
-    group = "" if case.loss.view(b).group is not None else " (the loss takes no groups: the batch counts as one)"
+    group = (
+        "" if case.loss.visible_batch(b).group is not None else " (the loss takes no groups: the batch counts as one)"
+    )
     text = f"ragged lengths (here a response of {int(n[i])} of {int(n.sum())} tokens)"
     expected = f"{said}{group}: factor {right[i].item():.5g} on each of its tokens"
     found = f"{case.agg}: factor {got[i].item():.5g}"
 
     def aggregated(c: Rollouts) -> tuple[Tensor, Tensor]:
         at = dict.fromkeys(("logp", "logp_ref", *(["logp_sampler"] if case.o.sampler else [])), c.logp_old)
-        on = case.view(c.but(**at))  # as in `make_case`: neither a clip nor a KL term is an aggregation's
+        on = case.visible_batch(c.but(**at))  # as in `make_case`: neither a clip nor a KL term is an aggregation's
         return without_rest(case, on), case.expected(on) * case.factors(on) * case.k
 
     power = case.o.level in REDUCE and "gradient" in case.failed  # of the response's ratio: at 1 it looks the same
@@ -223,7 +225,7 @@ def aggregation(case: Case) -> list[Finding]:
 
 @oracle("value", 150, lambda case: "the weights are wrong already" if case.wrong else "")
 def value(case: Case) -> list[Finding]:
-    for n, b in enumerate(map(case.view, random_batches(1, 10, case.one_adv))):
+    for n, b in enumerate(map(case.visible_batch, random_batches(1, 10, case.one_adv))):
         found, expected = case.both(b)[0].item(), case.o.loss(b, **case.hp).item()
         if not math.isfinite(found):
             return [fail("value", f"random batch {n}", f"{expected:.6g}", f"{found}")]
