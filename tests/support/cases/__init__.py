@@ -9,12 +9,8 @@ from typing import Any
 import upref
 from upref import transforms
 
-ACCEPTED, NOTED, REJECTED, REFUSED = (
-    "accepted",
-    "noted",
-    "rejected",
-    "refused",
-)  # noted: accepted, and the report says so
+# noted: accepted, and the report says so
+ACCEPTED, NOTED, REJECTED, REFUSED = "accepted", "noted", "rejected", "refused"
 NAMED, UNKNOWN, ENDS = "named", "unknown", "named up to an input"  # of a box, which `identify` is given
 ORACLES = (
     "gradient", "value", "aggregation", "micro-batches", "data-parallel", "padding", "masked-values", "on-policy",

@@ -19,6 +19,7 @@ from . import (
     boxes,
     estimators,
     kl,
+    logprob_changes,
     logprobs,
     public,
     right,
@@ -146,6 +147,9 @@ def others():
     is_long = lambda name: bool(re.search(logprobs.LONG, name))
     kept = [Case(fn, "", hp, kind="logprobs", file="logprobs", name=name) for name, fn, hp in logprobs.RIGHT]
     yield from sample(kept, 2)
+    change = lambda name, fn, hp={}, **more: Case(fn, "", hp, kind="logprobs", file="changes", name=name, **more)
+    yield from (change(*row) for row in logprob_changes.RIGHT)
+    yield from (change(name, *row, verdict=REJECTED, says=cause) for name, cause, *row in logprob_changes.WRONG)
     yield from (Case(fn, "", hp, kind="logprobs", file="logprobs", name=name, verdict=REJECTED,
                      says=logprobs.CAUSE.get(name, ""), nightly=is_long(name))
                 for name, fn, hp in logprobs.WRONG)  # fmt: skip
