@@ -104,6 +104,7 @@ def test_case(case):
         hit = hit[:1] if case.kind == "logprobs" else hit
         words = case.says.removeprefix("-")
         assert hit and any(words in f.cause for f in hit) == (words == case.says), str(report)
+        assert any(case.regime in f.regime for f in hit), str(report)
     if case.kind == "loss" and case.oracles:
         assert "      likely    " in str(report), "a cause, or that none fits"
         assert strangers(case, report) == []

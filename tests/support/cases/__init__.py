@@ -46,6 +46,7 @@ class Case:
     kind: str = "loss"  # of JUDGES
     verdict: str = ""
     says: str = ""  # words of a cause; after a "-", words of none
+    regime: str = ""  # words of where it differs
     text: str = ""  # words of the whole report; of a box that is named up to an input, of that input
     within: dict[str, float] = field(default_factory=lambda: {"rel": 1e-3})  # hyperparameters of a box
     words: str = ""  # of a habit: what people do

@@ -23,6 +23,7 @@ from . import (
     logprobs,
     public,
     right,
+    styles,
     unseen,
     wrong,
 )
@@ -137,6 +138,10 @@ def others():
     )
     yield from (of(fn, on, text=text) for fn, on, text in advantages.RIGHT)
     yield from (of(fn, on, oracles={oracle}, says=says) for fn, on, oracle, says in advantages.WRONG)
+    style = lambda name, fn, on, hp={}, **more: Case(fn, on, hp, file="styles", name=name, **more)
+    yield from (style(*row) for row in styles.RIGHT)
+    yield from (style(name, fn, "dapo", oracles={oracle}, regime=regime, says=says, why=name)
+                for name, fn, oracle, regime, says in styles.WRONG)  # fmt: skip
     term = lambda fn, of, **more: Case(fn, kind="kl", file="kl", name=fn.__name__.replace("<lambda>", of), **more)
     yield from (
         term(fn, text.replace(", by position", "") or "plain", objective=on, text=text) for fn, on, text in kl.RIGHT
