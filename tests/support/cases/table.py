@@ -17,6 +17,7 @@ from . import (
     UNKNOWN,
     Case,
     boxes,
+    causes,
     estimators,
     kl,
     logprob_changes,
@@ -138,6 +139,7 @@ def others():
     )
     yield from (of(fn, on, text=text) for fn, on, text in advantages.RIGHT)
     yield from (of(fn, on, oracles={oracle}, says=says) for fn, on, oracle, says in advantages.WRONG)
+    yield from causes.CASES
     style = lambda name, fn, on, hp={}, **more: Case(fn, on, hp, file="styles", name=name, **more)
     yield from (style(*row) for row in styles.RIGHT)
     yield from (style(name, fn, "dapo", oracles={oracle}, regime=regime, says=says, why=name)

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sentence about the cause: losses of which it is true, and losses that look alike, of which it is not."""
+
+import math
+
+import torch
+
+from . import ACCEPTED, REJECTED, Case
+from .bodies import calm, clipped
+
+
+def J(lp, old, A, low=0.2, high=0.28):
+    return clipped(lp - old, A, 1 - low, 1 + high)
+
+
+def dapo(change=J, total=lambda x, m: -torch.where(m, x, 0).sum() / m.sum()):
+    """`change`: the surrogate of (lp, old, A); total: its sum."""
+    return lambda log_prob, old_log_prob, advantages, mask: total(
+        change(*calm(mask, log_prob, old_log_prob, advantages)), mask
+    )
+
+
+def unmasked(total):
+    return lambda log_prob, old_log_prob, advantages, mask: total(J(log_prob, old_log_prob, advantages), mask)
+
+
+def up_dapo(ids):
+    def loss(log_prob, old_log_prob, advantages, mask, group):
+        lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
+        r = torch.where(A > 0, lp - lp.detach(), lp - old).exp()
+        x = torch.where(A > 0, r * A, torch.minimum(r * A, r.clamp(min=0.8) * A))
+        g = ids(group, len(mask))
+        each = [torch.where(mask, x, 0)[g == i].sum() / mask[g == i].sum() for i in g.unique()]
+        return -torch.stack(each).mean()
+
+    return loss
+
+
+def by_row(log_prob, old_log_prob, advantages, mask, group):
+    weight = 1 + torch.arange(len(mask), dtype=log_prob.dtype)[:, None] / 10
+    return up_dapo(lambda g, n: g)(log_prob, old_log_prob, weight * advantages, mask, group)
+
+
+def counted(n):
+    return lambda x, m: -torch.where(m, x, 0).sum() / n(m.sum(1), len(m))
+
+
+def stateful():
+    calls = [0]
+
+    def change(lp, old, A):
+        calls[0] += 1
+        return J(lp, old, A) * (1 + calls[0] / 1000)
+
+    return change
+
+
+def entropy(of):
+    def loss(log_prob, old_log_prob, advantages, mask, entropy):
+        lp, old, A, H = calm(mask, log_prob, old_log_prob, advantages, entropy)
+        return -torch.where(mask, of(J(lp, old, A), H), 0).sum() / mask.sum()
+
+    return loss
+
+
+def micro(n):
+    """Unreduced by a denominator of its own, though it is told the mini-batch's totals."""
+
+    def loss(log_prob, old_log_prob, advantages, mask, totals):
+        x = J(*calm(mask, log_prob, old_log_prob, advantages))
+        return -torch.where(mask, x, 0).sum() / n(mask, totals)
+
+    return loss
+
+
+def quotient(lp, old, A):
+    r = lp.exp() / old.exp()
+    return torch.minimum(r * A, r.clamp(0.8, 1.28) * A)
+
+
+def ranked(by):
+    """Told the totals and the number of ranks n, multiplied by what it makes of these and of its mask."""
+
+    def loss(log_prob, old_log_prob, advantages, mask, totals, num_ranks=1):
+        x = J(*calm(mask, log_prob, old_log_prob, advantages))
+        return -torch.where(mask, x, 0).sum() * by(num_ranks, mask) / totals.tokens
+
+    return loss
+
+
+class Passed(torch.autograd.Function):
+    """A backward pass that makes something of its own of grad_output."""
+
+    @staticmethod
+    def forward(ctx, x, by):
+        ctx.by = by
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.by(g), None
+
+
+def passed(by):
+    return dapo(total=lambda x, m: Passed.apply(-torch.where(m, x, 0).sum() / m.sum(), by))
+
+
+def eps_high(acts):
+    """The argument counts only where this holds of log r and the mask."""
+
+    def loss(log_prob, old_log_prob, advantages, mask, eps_high=0.28):
+        lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
+        return -torch.where(mask, J(lp, old, A, 0.2, eps_high if acts(lp - old, mask) else 0.28), 0).sum() / mask.sum()
+
+    return loss
+
+
+def by_length(where):
+    """Each response's own mean where this holds of the mask, one mean of all tokens elsewhere."""
+    mean = lambda x, m: (x.sum(1) / m.sum(1).clamp(min=1)).mean() if where(m) else x.sum() / m.sum()
+    return dapo(total=lambda x, m: -mean(torch.where(m, x, 0), m))
+
+
+def bonus(of):
+    def loss(log_prob, old_log_prob, advantages, mask, entropy):
+        lp, old, A, H = calm(mask, log_prob, old_log_prob, advantages, entropy)
+        return -torch.where(mask, J(lp, old, A) + of(H, lp - old), 0).sum() / mask.sum()
+
+    return loss
+
+
+def up_nan(where):
+    """UP whose terms are NaN where this holds of (log π, log r, A); no exp of it overflows."""
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
+        r = (lp - old).clamp(max=60).exp()
+        x = torch.where(A > 0, lp * A, torch.minimum(r * A, r.clamp(min=0.8) * A))
+        return -torch.where(mask, x * torch.where(where(lp, lp - old, A), math.nan, 1.0), 0).sum() / mask.sum()
+
+    return loss
+
+
+def up_where(log_prob, old_log_prob, advantages, mask):
+    """UP as nearly everybody writes it."""
+    lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
+    r = (lp - old).exp()
+    x = torch.where(A > 0, (lp - lp.detach()).exp() * A, torch.minimum(r * A, r.clamp(min=0.8) * A))
+    return -torch.where(mask, x, 0).sum() / mask.sum()
+
+
+def rare(below, times=math.nan):
+    """DAPO, and other weights of tokens rarer than that whose ratio is near 1."""
+    hit = lambda lp, old: (lp < below) & ((lp - old).abs() < 1)
+    return dapo(lambda lp, old, A: J(lp, old, A) * torch.where(hit(lp, old), times, 1.0))
+
+
+def whitened(where=lambda m: True, eps=1e-8):
+    """As verl whitens: with a variance that divides by the number of tokens, and eps under its root."""
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        lp, old, A = calm(mask, log_prob, old_log_prob, advantages)
+        mean, var = A[mask].mean(), A[mask].var(correction=0)
+        A = (A - mean) * torch.rsqrt(var + eps) if where(mask) else A
+        return -torch.where(mask, J(lp, old, A), 0).sum() / mask.sum()
+
+    return loss
+
+
+def cut(columns, where=lambda m: True):
+    """Some columns alone, in the numerator and in the denominator."""
+    mean = lambda x, m: -torch.where(m, x, 0).sum() / m.sum().clamp(min=1)
+    return dapo(total=lambda x, m: mean(x[:, columns], m[:, columns]) if where(m) else mean(x, m))
+
+
+FLOOR = lambda x, at: torch.where(x.abs() > at, 0.5 * x + 0.5 * x.detach(), x)
+
+
+def near(name, says, true, *others, on="dapo", verdict=REJECTED, **hp):
+    """A loss of which the sentence holds, and losses of which it holds on some batches only."""
+    yield Case(true, on, hp, name=f"{name}: true", verdict=verdict, says=says)
+    yield from (Case(fn, on, hp, name=f"{name}: near", verdict=verdict, says=f"-{says}") for fn in others)
+
+
+def fails(name, oracle, says, true, other, on="dapo"):
+    """A loss of which the sentence is true, and one that fails the oracle for another reason."""
+    yield Case(true, on, name=f"{name}: true", oracles={oracle}, says=says)
+    yield Case(other, on, name=f"{name}: another", oracles={oracle}, says=f"-{says}")
+
+
+CASES = [
+    *near("bonus", "a bonus of", bonus(lambda H, x: 0.01 * H),
+        bonus(lambda H, x: 0.01 * H**2), bonus(lambda H, x: 0.01 * H.clamp(max=1.5)),
+        bonus(lambda H, x: 0.01 * H * (len(H) > 20)), bonus(lambda H, x: 0.01 * H * x.abs().max().clamp(min=0.5)),
+        bonus(lambda H, x: 0.01 * H * (H.shape[1] < 30))),
+    *near("dead", "has no effect", eps_high(lambda x, m: False),
+        eps_high(lambda x, m: 1 < len(m) < 8), eps_high(lambda x, m: m.shape[1] > 30),
+        eps_high(lambda x, m: x.abs().max() < 1), eps_high(lambda x, m: m.sum() == 1), eps_high=0.28),
+    Case(eps_high(lambda x, m: len(m) > 60), "dapo", {"eps_high": 0.28}, name="dead: near, in large batches",
+         says="-has no effect"),
+    *near("micro-batches", "own tokens or responses", micro(lambda m, t: m.sum()),
+        micro(lambda m, t: m.sum() if 2 * len(m) >= t.sequences else t.tokens),
+        micro(lambda m, t: m.sum() if len(m) == 4 else t.tokens),
+        micro(lambda m, t: m.sum() if m.shape[1] == 9 else t.tokens),
+        micro(lambda m, t: m.sum() if m.shape[1] < 30 else t.tokens)),
+    *near("ranks", "not scaled by the number of ranks", ranked(lambda n, m: 1),
+        ranked(lambda n, m: 1 if n == 2 else n), ranked(lambda n, m: 1 if n == 4 else n),
+        ranked(lambda n, m: n if m.sum() > 25 else 1), ranked(lambda n, m: n if m.shape[1] > 30 else 1)),
+    *near("loss-scale", "leaves out what comes from above", passed(torch.ones_like),
+        passed(lambda g: g.clamp(min=1)), passed(torch.sign), passed(lambda g: g.clamp(max=1) * 2 if g < 1 else g)),
+    *near("empty row", "counted among the responses", dapo(total=counted(lambda n, B: B * n[n > 0].double().mean())),
+        dapo(total=lambda x, m: -torch.where(m, x, 0).sum() / m.sum()
+             * ((len(m) - 1) / len(m) if (m.sum(1) == 0).any() and x.abs().max() > 1 else 1)),
+        dapo(total=counted(lambda n, B: n.sum() * (55 / 54 if (n == 0).any() else 1)))),
+    *near("aggregation", "seq-mean-token-mean", by_length(lambda m: True),
+        by_length(lambda m: m.shape[1] == 9), by_length(lambda m: m.sum(1).max() < 10),
+        by_length(lambda m: len(m) > 7)),
+    *near("blocks", "groups are taken for blocks of", up_dapo(lambda g, n: torch.arange(n) // 4),
+        up_dapo(lambda g, n: torch.arange(n) // ((n + 1) // 2)), up_dapo(lambda g, n: torch.arange(n) // 4 % 3),
+        on="up_dapo"),
+    *near("overflow", "overflows", up_where,
+        *(up_nan(lambda lp, x, A, at=at: x > at) for at in (80, 87, 89.5, 95, 700, 712)),
+        up_nan(lambda lp, x, A: (x > 88.723) & (A > 0.5)), up_nan(lambda lp, x, A: (x > 88.723) & (lp > -100)),
+        on="up_dapo", verdict=ACCEPTED),
+    *near("whitened", "whitened again", whitened(),
+        whitened(lambda m: len(m) > 7), whitened(lambda m: m.shape[1] < 30), whitened(eps=0.3)),
+    *near("power", "the ratio is taken to the power 1.5", dapo(lambda lp, old, A: J(1.5 * lp, 1.5 * old, A)),
+        dapo(lambda lp, old, A: 1.5 * J(lp, old, A)), dapo(lambda lp, old, A: 1.5 * J(lp, old, A, 0.2, 0.3)),
+        dapo(lambda lp, old, A: J(lp * (k := torch.where(A > 0, 1.5, 1)), old * k, A))),
+    *near("first column", "the first column of the batch is not trained, and not counted", cut(slice(1, None)),
+        cut(slice(2, None)), cut(slice(1, None), lambda m: len(m) > 7), cut(slice(1, None), lambda m: m.shape[1] < 30)),
+    *near("last column", "the last column of the batch is not trained, and not counted", cut(slice(-1)),
+        cut(slice(-2)), cut(slice(-1), lambda m: len(m) > 7), cut(slice(-1), lambda m: m.shape[1] < 30)),
+    *near("underflow", "underflows", dapo(quotient), rare(-110), rare(-85), rare(-80, 0.5), rare(-700), rare(-750),
+        verdict=ACCEPTED),
+    *fails("padding: leak", "padding", "the mask is ignored",
+        unmasked(lambda x, m: -x.mean()),
+        unmasked(lambda x, m: -(x * (m | m.roll(1, 1))).sum() / m.sum())),
+    *fails("padding: width", "padding", "it divides by the padded width",
+        dapo(total=lambda x, m: -torch.where(m, x, 0).mean()),
+        dapo(total=lambda x, m: -torch.where(m, x, 0).sum() / (m.sum() + m.shape[1]))),
+    *fails("padding: row", "padding", "counted among the responses",
+        dapo(total=counted(lambda n, B: B * n[n > 0].double().mean())),
+        dapo(total=counted(lambda n, B: n.clamp(min=1).sum()))),
+    *fails("permutation", "permutation", "blocks of",
+        up_dapo(lambda g, n: torch.arange(n) // 4), by_row, on="up_dapo"),
+    *fails("determinism: drawn", "determinism", "it draws random numbers",
+        dapo(lambda lp, old, A: J(lp, old, A) * (1 + torch.rand_like(lp) / 9)), dapo(stateful())),
+    *fails("determinism: state", "determinism", "keeps state",
+        dapo(stateful()),
+        dapo(lambda lp, old, A: J(lp, old, A) * (1 + torch.rand_like(lp) / 9))),
+    *fails("scaling: divided", "scaling", "it is divided out",
+        dapo(lambda lp, old, A: J(lp, old, A / A.abs().max().clamp(min=1e-9))),
+        dapo(lambda lp, old, A: J(lp, old, A.clamp(-1.5, 1.5)))),
+    *fails("scaling: squared", "scaling", "A enters squared",
+        dapo(lambda lp, old, A: J(lp, old, A * A.abs())),
+        dapo(lambda lp, old, A: J(lp, old, A**3))),
+    *fails("micro-batches", "micro-batches", "by the micro-batch's own",
+        micro(lambda m, t: m.sum()),
+        micro(lambda m, t: t.tokens + 0.1 * (t.tokens - m.sum()))),
+    *fails("data-parallel: ranks", "data-parallel", "by the rank's own",
+        micro(lambda m, t: m.sum()),
+        micro(lambda m, t: t.tokens + 0.1 * (t.tokens - m.sum()))),
+    *fails("extremes: clamp", "extremes", "log r is clamped to ±10",
+        dapo(lambda lp, old, A: J((lp - old).clamp(-10, 10), 0 * old, A)),
+        dapo(lambda lp, old, A: J(FLOOR(lp - old, 10), 0 * old, A))),
+    *fails("stop-gradient: bonus", "stop-gradient", "a bonus of 0.01 times the entropy",
+        entropy(lambda x, H: x + 0.01 * H),
+        entropy(lambda x, H: x * (1 + H - H.detach()))),
+    *fails("on-policy", "on-policy", "every weight is 3 times",
+        dapo(lambda lp, old, A: 3 * J(lp, old, A)),
+        dapo(lambda lp, old, A: torch.where(A > 0, 3, 2) * J(lp, old, A))),
+]  # fmt: skip
