@@ -60,7 +60,8 @@ def child(work: Callable[[Any], None], seconds: float, what: str = "the loss") -
         if stream is not None:
             stream.flush()
     ours, theirs = Pipe()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)  # Python accepts_kwargs what a signal raises within fork
+    # Python swallows what a signal handler raises within fork
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
     parent, pid = os.getpid(), os.fork()
     if not pid:
         _child(lambda: work(theirs), parent)

@@ -28,7 +28,7 @@ from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 
 FRAMEWORKS = Path(__file__).parents[1] / "frameworks"  # a folder each
-__all__ = ["FIRST", "MAIN", "SHAPES", "Loss", "Outcome", "accepts", "fit", "load", "name_of", "neutral", "read"]
+__all__ = ["FIRST", "MAIN", "SHAPES", "Loss", "Outcome", "accepts", "infer_shapes", "load", "no_objective", "read"]
 
 
 def no_objective() -> Objective:

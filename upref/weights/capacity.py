@@ -8,7 +8,7 @@ The paper's closed forms (Eq. 11, 1 - p for UP, Eq. A3) are consequences, and te
 the policy can go. It says how far a token is carried by its own gradient, all else fixed; one large step overshoots it,
 and other tokens' gradients, momentum and shared parameters move a token whose own gradient is 0.
 
-At a kink the weight is looked at a rtol_ratio (1e-12 of r) ahead of p, so rounding in p/mu does not matter: Cap = 0 at
+At a breakpoint the weight is read 1e-12 of r ahead of p, so that rounding in p/mu does not matter: Cap = 0 at
 r = 1+ε_high (Eq. 11) and at r = 1-ε_low; at r = c the token is still alive (Eq. A3 includes its end). At p = 0 and
 mu = 0 the limit is meant. At A = 0 there is no update: Cap = 0 (the paper's A <= 0 means A < 0).
 """

@@ -38,9 +38,10 @@ class Found(NamedTuple):
 def find(weight: Callable, r: np.ndarray, ends: bool, rtol_ratio: float, floor: float) -> tuple[Found, np.ndarray]:
     """The jumps of each row of r [n, G], and whether the weight is alive at its first.
 
-    weight   (r [m, k], rows [m]) -> [m, k]
-    ends     only where the weight turns to 0 or back, which takes a tenth of the time; else every jump
-    rtol_ratio     ratios nearer than that, relatively, are one;    floor   and weights
+    weight      (r [m, k], rows [m]) -> [m, k]
+    ends        only where the weight turns to 0 or back, which takes a tenth of the time; else every jump
+    rtol_ratio  ratios of a smaller relative distance count as one
+    floor       weights of a smaller relative distance count as one
     """
     rows = np.arange(len(r))
     w, near = weight(r, rows), weight(np.tile([0.5, 1, 2], (len(r), 1)), rows)

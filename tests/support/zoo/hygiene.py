@@ -142,7 +142,7 @@ ZOO = [
     ),
     Case(
         swallows_the_dual_clip, "dapo", {"c": 3.0}, {"gradient", "dead-hyperparameter"},
-        "c arrives under another name and **kwargs accepts_kwargs it", "RLinf/RLinf#316",
+        "c arrives under another name and **kwargs swallows it", "RLinf/RLinf#316",
     ),
     Case(
         eps_written_into_the_code, "ppo_clip", oracles={"dead-hyperparameter"},

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a framework sees when it is imported: its own folder, torch, numpy and what upref needs, and nothing else of the
-environment; skip_init and stand-ins for what it does not need here."""
+environment; empty packages and stand-ins for what it does not need here."""
 
 import importlib.metadata
 import importlib.util
