@@ -21,6 +21,7 @@ from upref.step.shares import factor_words
 from upref.step.weights import Tokens, factors
 from upref.verify.faults import known
 from upref.verify.faults.losses import LossFault, fault
+from upref.verify.faults.misread import moved
 
 BOUNDS = (0.1, 0.2, 0.28, 0.3, 0.4, 3.0, 10.0)  # of a clip, as people set them
 
@@ -61,7 +62,7 @@ def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
         "the mask is one token early": torch.roll(w.b.mask, -1, 1) & w.here,
         "the last token of each response does not train": w.b.mask & (at != last),
         "the first token of each response does not train": w.b.mask & (at > 0),
-        "the first token after each hole does not train": w.b.mask & ~_moved(off, 1),
+        "the first token after each hole does not train": w.b.mask & ~moved(off, 1),
         "no token behind the first hole of a response trains": w.b.mask & (off.cumsum(1) == 0),
         "no token in front of the last hole of a response trains": w.b.mask & (off.flip(1).cumsum(1).flip(1) == 0),
     }
@@ -75,7 +76,7 @@ def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
     yield _put("the old and the current log-probabilities are exchanged in the ratio", logp_old=2 * w.lp - r.logp_old)
     yield _put(f"{now} at temperature 1", logp_old=w.plain)
     for by, where in {1: "late", -1: "early"}.items():
-        yield _put(f"the old log-probabilities are one token too {where}", logp_old=_moved(r.logp_old, by))
+        yield _put(f"the old log-probabilities are one token too {where}", logp_old=moved(r.logp_old, by))
     yield _put("the old log-probabilities are counted without the holes", logp_old=_without_holes(r.logp_old, w.b.mask))
     for words, order in _orders(w.rows).items():
         yield _put(f"the advantages are those of {words}", adv=r.adv[:, :1][order].expand_as(r.adv))
@@ -197,9 +198,3 @@ def _without_holes(x: Tensor, mask: Tensor) -> Tensor:
     for i, m in enumerate(mask):
         out[i, : m.sum()] = x[i, m]
     return out
-
-
-def _moved(x: Tensor, by: int) -> Tensor:
-    """Each row moved to the right or, by < 0, to the left; zeros come in."""
-    zero = torch.zeros_like(x[:, :1])
-    return torch.cat([zero, x[:, :-1]], 1) if by > 0 else torch.cat([x[:, 1:], zero], 1)

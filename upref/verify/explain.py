@@ -10,16 +10,16 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from upref.errors import InputError
 from upref.registry import Objective, get, names
 from upref.rollouts import Rollouts
 from upref.transforms import CORRECTIONS, up
-from upref.verify.factors import FACTORS, declared_aggregation
+from upref.verify.factors import FACTORS
 from upref.verify.faults import known
 from upref.verify.faults.losses import OTHER_KL, LossFault, fault, kl_faults, lacking, powered, term_slope, terms
+from upref.verify.faults.misread import left_out, placed, reweighted
 from upref.verify.measure import Case, kl_slope, unit_weights
 from upref.weights.batches import OFF_EDGES, on_policy_batch, random_batch, relative_error
 
@@ -40,7 +40,7 @@ def explain(case: Case, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list
     nothing = not any(at[3][1].any() for at in case.loss.log if at and at[1] == "measured")
     every = chain([NOTHING] * nothing, _retuned(case, bounds), _other_kl(case, b, found, use),
                   _kl_aggregated(case), known("losses", case.o, case.hp, bounds), placed(case),
-                  powered(case.o, case.hp, case.k), _others(case))  # fmt: skip
+                  reweighted(case), left_out(case), powered(case.o, case.hp, case.k), _others(case))  # fmt: skip
     first = lambda faults: reproduces((one for one in faults if more.fits(one, case)), case, b, found, use)
     return first(every) or _two(case, b, found, use, bounds, more) or first(_recovered(case))
 
@@ -132,21 +132,6 @@ def _kl_aggregated(case: Case) -> Iterator[LossFault]:
 
             words = f"the KL term has another aggregation than the rest: {name}"
             yield fault(words, "term", weigh=otherwise, whole=True)
-
-
-def placed(case: Case) -> Iterator[LossFault]:
-    """Groups that are taken for blocks of n rows, or of B over the number of groups."""
-    of = lambda b: 1 if b.group is None else len(b.group.unique())
-    rows = lambda b, n: torch.arange(len(b.mask)) // (n or -(-len(b.mask) // of(b)))
-
-    def weigh(b: Rollouts, n: int) -> Tensor:
-        there = b.but(group=rows(b, n), totals=None)
-        return case.expected(b) * case.factors(there, declared_aggregation(case.o)) / case.factors(b)
-
-    for n in (0, *range(2, 17)) if "group" in case.loss.reads else ():
-        size = f"{n} rows" if n else "equal size, in the order of the rows"
-        words = f"groups are taken for blocks of {size}, whatever their ids"
-        yield fault(words, "aggregation", weigh=partial(weigh, n=n), whole=True)
 
 
 def reproduces(faults: Iterable[LossFault], case: Case, b: Rollouts, found: Tensor, use: Tensor) -> LossFault | None:

@@ -43,6 +43,9 @@ FACTORS: dict[str, Factor] = {
     "the sum over each response divided by the square of its length": lambda b: 1 / (len(b.mask) * _n(b) ** 2),
     "the sum over each response divided by the square root of its length": lambda b: 1 / (len(b.mask) * _n(b).sqrt()),
     "the mean over responses of length-weighted terms": lambda b: _n(b) / len(b.mask),
+    "token-mean of terms divided by the square root of their response's length": lambda b: (
+        1 / (b.mask.sum() * _n(b).sqrt())
+    ),
     "token-mean of length-weighted terms": lambda b: _n(b) / b.mask.sum(),
 }
 

@@ -22,6 +22,7 @@ from . import (
     kl,
     logprob_changes,
     logprobs,
+    misread,
     public,
     right,
     styles,
@@ -140,6 +141,8 @@ def others():
     yield from (of(fn, on, text=text) for fn, on, text in advantages.RIGHT)
     yield from (of(fn, on, oracles={oracle}, says=says) for fn, on, oracle, says in advantages.WRONG)
     yield from causes.CASES
+    yield from (Case(loss(body), on, file="misread", name=name, verdict=REJECTED, says=says)
+                for name, on, says, body in misread.CASES)  # fmt: skip
     style = lambda name, fn, on, hp={}, **more: Case(fn, on, hp, file="styles", name=name, **more)
     yield from (style(*row) for row in styles.RIGHT)
     yield from (style(name, fn, "dapo", oracles={oracle}, regime=regime, says=says, why=name)

@@ -80,11 +80,6 @@ def _slope(J: Term, b: Rollouts) -> Tensor:
     return torch.where(b.mask, g * n, 0)
 
 
-def _whitened(b: Rollouts, correction: int, eps: float, root: float) -> Tensor:
-    A = b.adv.expand_as(b.mask)
-    return (A - A[b.mask].mean()) / ((A[b.mask].var(correction=correction) + root).sqrt() + eps)
-
-
 # ---- faults that need a word only ------------------------------------------------------------------------------------
 def with_hp(**hp: float) -> LossFault:
     return fault(", ".join(f"{k} = {v:g}" for k, v in hp.items()), "hyperparameter", hp=hp)
@@ -107,10 +102,10 @@ GROUPS = fault(
 # ---- the catalogue ---------------------------------------------------------------------------------------------------
 def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[LossFault]:
     """All of the catalogue, on this objective, with the bounds at which a wrong loss was seen to change."""
-    yield fault("the sign is flipped: it ascends the loss", "sign", J=lambda lp, old, A, m: -_own(o, hp)(lp, old, A, m))
+    j = term_of(o, hp)
+    yield fault("the sign is flipped: it ascends the loss", "sign", J=lambda lp, old, A, m: -j(lp, old, A, m))
     if hp.get("beta"):
         yield from kl_faults(o, hp)
-    yield from untrained(o, hp)
     for words, of in SAMPLER.items() if o.sampler else ():
         yield fault(words, "ratio", view=lambda b, of=of: b.but(logp_sampler=of(b)))
     yield fault("the ratio is to π_ref, not to π_old", "ratio",
@@ -181,14 +176,14 @@ def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         if name != o.kl:
             yield made(f"the KL term has the gradient of {name}, not of {o.kl}: {OTHER_KL}", name)
         yield from (made(words.format(name), form(k)) for words, _, form in KL_FORMS)
-        if o.level == "token":
+        for whose, old in (("", False), (" of the old policy", True)) if o.level == "token" else ():
 
-            def folded(b: Rollouts, k: Callable = k) -> Tensor:
-                less = lambda lp, old, A, m: o.fn(lp, old, A - beta * sg(_of(k, b, m)), **own)
-                return _slope(less, b)
+            def folded(b: Rollouts, k: Callable = k, old: bool = old) -> Tensor:
+                kl = sg(_of(k, b.but(logp=b.logp_old) if old else b, b.mask))
+                return _slope(lambda lp, old, A, m: o.fn(lp, old, A - beta * kl, **own), b)
 
-            yield fault(f"the KL term ({name}) is folded into the advantage, without a gradient of its own", "term",
-                        weigh=folded)  # fmt: skip
+            yield fault(f"the KL term ({name}){whose} is folded into the advantage, without a gradient of its own",
+                        "term", weigh=folded)  # fmt: skip
     mine = kl.ESTIMATORS[o.kl]
     for x in CLAMPED:
         yield made(f"the KL term is clamped at {x:g}", lambda lp, ref, old, mu, x=x: mine(lp, ref).clamp(-x, x))
@@ -210,7 +205,7 @@ def _of(k: Callable, b: Rollouts, mask: Tensor) -> Tensor:
 
 def clamp_faults(o: Objective, hp: dict[str, Any], low: float, high: float, said: str) -> Iterator[LossFault]:
     """log r, of the response or of each token, clamped: before its gradient, where A <= 0 alone, or in a constant."""
-    j, wide = _own(o, hp), {"sequence_mean": mean_t, "sequence_product": sum_t}.get(o.level)
+    j, wide = term_of(o, hp), {"sequence_mean": mean_t, "sequence_product": sum_t}.get(o.level)
 
     def of_response(lp, old, m):
         assert wide is not None
@@ -231,30 +226,7 @@ def powered(o: Objective, hp: dict[str, Any], k: float) -> Iterator[LossFault]:
     """The ratio to the power k, the factor seen on policy; without a ratio in the objective k is a plain factor."""
     if abs(k - 1) > 1e-5 and any(any(_ends(o, hp, s)) != all(_ends(o, hp, s)) for s in ("lower", "upper")):
         yield fault(f"the ratio is taken to the power {k:.5g}: every log-ratio is multiplied by it", "ratio",
-                    J=lambda lp, old, A, m: _own(o, hp)(old + k * (lp - old), old, A, m))  # fmt: skip
-
-
-CUT = {
-    "the first column of the batch": lambda m: torch.arange(m.shape[1]) == 0,
-    "the last column of the batch": lambda m: torch.arange(m.shape[1]) == m.shape[1] - 1,
-    "the first token of each response": lambda m: m.cumsum(1) == 1,
-    "the last token of each response": lambda m: m.flip(1).cumsum(1).flip(1) == 1,
-}
-
-
-def untrained(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
-    """Tokens that the mask leaves out, of the denominator too or not."""
-    for (said, cut), counted in product(CUT.items(), (True, False)):
-
-        def weigh(b: Rollouts, cut: Callable = cut, counted: bool = counted) -> Tensor:
-            m = b.mask & ~cut(b.mask)
-            there = Rollouts.unchecked(**{**vars(b), "mask": m, "totals": None})
-            f = FACTORS[declared_aggregation(o)]
-            times = 1.0 if counted else (f(there) / f(b))[:, None]
-            return torch.where(m, unit_weights(o, b if counted else there, hp) * times, 0)
-
-        words = f"{said} is not trained, {'though' if counted else 'and not'} counted in the denominator"
-        yield fault(words, "aggregation", weigh=weigh, whole=True)
+                    J=lambda lp, old, A, m: term_of(o, hp)(old + k * (lp - old), old, A, m))  # fmt: skip
 
 
 def _without_beta(hp: dict[str, Any]) -> dict[str, Any]:
@@ -265,7 +237,7 @@ def cuts(lo: float, hi: float) -> tuple[tuple[str, Callable], ...]:
     return ("clipped", lambda r: clip(r, 1 - lo, 1 + hi)), ("truncated", lambda r: r.clamp(max=1 + hi))
 
 
-def _own(o: Objective, hp: dict[str, Any]) -> Term:
+def term_of(o: Objective, hp: dict[str, Any]) -> Term:
     own = _without_beta(hp)
     return lambda lp, old, A, m: o.unreduced(lp, old, A, m, torch.ones_like(lp), **own)
 
@@ -278,7 +250,7 @@ def _ends(o: Objective, hp: dict[str, Any], side: str) -> list[bool]:
     lp, old = torch.tensor([[-0.01], [-21.0 if side == "lower" else -0.01]]), torch.tensor([[-0.01], [-0.01]])
     old = old if side == "lower" else torch.tensor([[-0.01], [-21.0]])
     A, one = torch.full_like(lp, -1.0 if side == "lower" else 1.0), torch.ones_like(lp, dtype=torch.bool)
-    return (_slope(_own(o, hp), Rollouts(lp, old, A, one)) != 0).flatten().tolist()
+    return (_slope(term_of(o, hp), Rollouts(lp, old, A, one)) != 0).flatten().tolist()
 
 
 def by_token(x: Tensor, lp: Tensor) -> Tensor:
@@ -288,7 +260,7 @@ def by_token(x: Tensor, lp: Tensor) -> Tensor:
 
 def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi: float) -> Iterator[LossFault]:
     """The ratio is the objective's: a token's or a response's."""
-    j, wide = _own(o, hp), o.level in ("sequence_mean", "sequence_product")
+    j, wide = term_of(o, hp), o.level in ("sequence_mean", "sequence_product")
 
     def log_r(lp, old, m):
         x = where(m, lp - old, 0)
@@ -342,10 +314,6 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
                    form(lambda r, A, lp: where(A < 0, minimum(ppo(r, A), c * A), ppo(r, A))))  # fmt: skip
     yield made("advantage", "A enters by its absolute value", lambda lp, old, A, m: j(lp, old, A.abs(), m))
     yield made("advantage", "A enters by its sign alone", lambda lp, old, A, m: j(lp, old, A.sign(), m))
-    for n, eps in product((0, 1), (1e-8, 1e-6, 1e-5, 1e-4)):  # with and without Bessel's correction
-        for added in ((eps, 0.0), (0.0, eps)):
-            yield fault("the advantages are whitened again, over the tokens of each batch", "advantage",
-                        view=lambda b, n=n, added=added: b.but(adv=_whitened(b, n, *added)), whole=True)  # fmt: skip
     yield made("advantage", "A enters squared", lambda lp, old, A, m: j(lp, old, A * A.abs(), m))
     for sign, kept in (("A < 0", {"min": 0.0}), ("A > 0", {"max": 0.0})):
         yield made("advantage", f"no token with {sign} has a gradient: its advantage is dropped, or its term detached",

@@ -11,6 +11,8 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
+from upref.verify.explain import confirmed
+from upref.verify.faults.misread import LARGE, clipped, left_out
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
@@ -79,7 +81,7 @@ def look(case: Case, name: str, b: Rollouts, ids: tuple[str, ...]) -> list[Findi
 def _wrong(case: Case, name: str, b: Rollouts, off: Tensor, found: Tensor, ids: tuple[str, ...], dtype="") -> Finding:
     """The finding; its numbers are those of the batch that is shown: one token or one response where that still shows
     it, else how the whole batch is made."""
-    i, t = worst(off)
+    (i, t), whole = worst(off), b
     columns = [t], list(range(int(b.mask[i].nonzero().max()) + 1))
     rows = [] if dtype else [c for k in columns if (c := cut(replace(b, group=None), [i], k)) is not None]
     for small in (c for c in map(case.ready, rows) if c.mask.numel() <= 32):
@@ -93,7 +95,9 @@ def _wrong(case: Case, name: str, b: Rollouts, off: Tensor, found: Tensor, ids: 
         shown = f"from upref.weights.axes import beyond\nb = beyond({of}){low}"
     n, A = int(b.mask[i].sum()), b.adv[i, t].item()
     text = f"{AXES[name].words}: A = {A:.4g}, π_old = {b.logp_old[i, t].exp().item():.6g}, token {t + 1} of {n}{dtype}"
-    return fail("unusual-inputs", text, case.expected(b)[i, t].item(), found[i, t].item(), shown)
+    of_size = () if dtype else (clipped(case, LARGE), *left_out(case))
+    why = next(filter(None, (confirmed(case, one, whole) for one in of_size)), "")
+    return fail("unusual-inputs", text, case.expected(b)[i, t].item(), found[i, t].item(), shown, why)
 
 
 PARTLY = "right up to what rounding its inputs to float32 makes of them"

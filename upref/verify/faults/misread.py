@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Known faults of losses in how they read a batch: tokens shifted or left out, advantages changed before the loss."""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.errors import InputError
+from upref.ops import mean_t
+from upref.registry import Objective
+from upref.rollouts import Rollouts, per_response
+from upref.verify.factors import FACTORS, common_value, declared_aggregation
+from upref.verify.faults import Catalogue
+from upref.verify.faults.losses import LossFault, fault, term_of
+from upref.verify.measure import Case, unit_weights
+from upref.weights.batches import on_policy_batch
+
+POSITIONS: dict[str, Callable[[Tensor], Tensor]] = {  # how far each token is from where a discount is 1
+    "from the first token on": lambda m: m.cumsum(1) - 1,
+    "from the first column on": lambda m: torch.arange(m.shape[1]).expand(m.shape),
+    "back from the last token": lambda m: m.flip(1).cumsum(1).flip(1) - 1,
+    "back from the last column": lambda m: torch.arange(m.shape[1]).flip(0).expand(m.shape),
+    "back from the column of its length": lambda m: m.sum(1, keepdim=True) - 1 - torch.arange(m.shape[1]),
+}
+LEFT_OUT: dict[str, Callable[[Tensor], Tensor]] = {  # what the tokens above {} are called
+    "tokens behind the first {} of a response": lambda m: m.cumsum(1),
+    "tokens behind the first {} columns": lambda m: torch.arange(m.shape[1]).expand(m.shape) + 1,
+    "responses of more than {} tokens": lambda m: m.sum(1, keepdim=True).expand(m.shape),
+    "responses of fewer than {} tokens": lambda m: -m.sum(1, keepdim=True).expand(m.shape),
+}
+CUT = {  # tokens that a mask may lack
+    "the first column of the batch": lambda m: torch.arange(m.shape[1]) == 0,
+    "the last column of the batch": lambda m: torch.arange(m.shape[1]) == m.shape[1] - 1,
+    "the first token of each response": lambda m: m.cumsum(1) == 1,
+    "the last token of each response": lambda m: m.flip(1).cumsum(1).flip(1) == 1,
+}
+LARGE = 1e3  # times the advantages of the on-policy batch: a bound of them shows
+LONGEST = 40  # tokens, of the responses among which `left_out` looks
+
+
+def moved(x: Tensor, by: int) -> Tensor:
+    """Each row moved by one place, to the right or, by < 0, to the left; zeros come in."""
+    zero = torch.zeros_like(x[:, :1])
+    return torch.cat([zero, x[:, :-1]], 1) if by > 0 else torch.cat([x[:, 1:], zero], 1)
+
+
+def shifted(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
+    """One argument is that of the token before or behind, with its masked slots as they are, or 0."""
+    ways = moved, lambda x, by: x.roll(by, 1)
+    for (by, where), way, zeros in product({1: "late", -1: "early"}.items(), ways, (False, True)):
+
+        def view(b: Rollouts, *fields: str, by: int = by, way: Any = way, zeros: bool = zeros) -> Rollouts:
+            every = {"logp_old": b.logp_old, "adv": b.adv.expand_as(b.mask), "mask": b.mask}
+            return b.but(**{k: way(torch.where(b.mask, every[k], 0) if zeros else every[k], by) for k in fields})
+
+        yield fault(f"old_log_prob is one token too {where}", "batches", view=lambda b, view=view: view(b, "logp_old"))
+        yield fault(f"the advantages are one token too {where}", "batches", view=lambda b, view=view: view(b, "adv"))
+        all_but = lambda b, view=view, by=-by: view(b, "logp_old", "adv", "mask", by=by)
+        yield fault(f"log_prob is one token too {where}", "batches", view=all_but)
+        masked = lambda m, by=by, way=way: way(m, by)
+        yield fault(f"the mask is one token too {where}", "batches", weigh=_under(o, hp, masked), whole=True)
+
+
+def untrained(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
+    """Tokens that the mask leaves out, of the denominator too or not."""
+    for (said, cut), counted in product(CUT.items(), (True, False)):
+        words = f"{said} is not trained, {'though' if counted else 'and not'} counted in the denominator"
+        kept = lambda m, cut=cut: m & ~cut(m)
+        yield fault(words, "batches", weigh=_under(o, hp, kept, counted), whole=True)
+
+
+def _under(
+    o: Objective, hp: dict[str, Any], mask: Callable[[Tensor], Tensor], counted: bool = False
+) -> Callable[[Rollouts], Tensor]:
+    """The weights under another mask. counted: the tokens of the batch's own mask count, not those of the other."""
+
+    def weigh(b: Rollouts) -> Tensor:
+        there, f = Rollouts.unchecked(**vars(b) | {"mask": mask(b.mask), "totals": None}), declared_aggregation(o)
+        times = 1.0 if counted else (FACTORS[f](there) / FACTORS[f](b))[:, None]
+        return torch.where(b.mask & there.mask, unit_weights(o, b if counted else there, hp) * times, 0)
+
+    return weigh
+
+
+# what the mean and the standard deviation are taken over: x [N], and which of them count for a row [B, N]
+SAMPLES: tuple[tuple[str, Callable[[Rollouts], tuple[Tensor, Tensor]]], ...] = (
+    ("the tokens of each batch", lambda b: (x := b.adv.expand_as(b.mask)[b.mask], x.new_ones(len(b.mask), len(x)))),
+    *((f"the responses of each {which}", lambda b, x=x, same=same: (x(b), same(b).to(b.adv.dtype)))
+      for x in (lambda b: per_response(b.adv, b.mask), lambda b: mean_t(b.adv.expand_as(b.mask), b.mask))
+      for which, same in (("batch", lambda b: b.mask.new_ones(len(b.mask), len(b.mask))),
+                          ("group", lambda b: torch.eq(_groups(b)[:, None], _groups(b))))),
+)  # fmt: skip
+STEPS = {(True, True): "whitened again", (False, True): "divided by their standard deviation",
+         (True, False): "centered again"}  # fmt: skip
+
+
+def _groups(b: Rollouts) -> Tensor:
+    return torch.zeros(len(b.mask)) if b.group is None else b.group
+
+
+def renormalized() -> Iterator[LossFault]:
+    """The advantages lose their mean, or are divided by their standard deviation, once more."""
+    for (over, of), ((center, divide), how) in product(SAMPLES, STEPS.items()):
+        for ddof, eps, root in product((0, 1), (1e-8, 1e-6, 1e-5, 1e-4), (0, 1)) if divide else [(0, 0.0, 0)]:
+
+            def view(b: Rollouts, of: Any = of, at: Any = (center, divide, ddof, eps, root)) -> Rollouts:
+                (x, same), (center, divide, ddof, eps, root) = of(b), at
+                n = same.sum(1, keepdim=True)
+                mean = (same @ x)[:, None] / n
+                var = (same @ x**2)[:, None] / n - mean**2
+                std = (var * n / (n - ddof) + eps * root).clamp(min=0).sqrt() + eps * (1 - root)
+                return b.but(adv=(b.adv - center * mean) / (std.nan_to_num() if divide else 1))
+
+            yield fault(f"the advantages are {how}, over {over}", "advantage", view=view, whole=True)
+
+
+def misread(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[LossFault]:
+    yield from untrained(o, hp)
+    yield from shifted(o, hp)
+    yield from renormalized()
+
+
+CATALOGUE = Catalogue("losses", misread)
+
+
+def reweighted(case: Case) -> Iterator[LossFault]:
+    """What has a number that is read off on policy: a factor of A by its sign, its response's length or the token's
+    position, a bound of A, a factor of log-probabilities, or a bonus."""
+    b = case.ready(on_policy_batch())
+    found, A = case.weights(b), b.adv.expand_as(b.mask)
+    use, q = b.mask & (A != 0) & found.isfinite(), found / case.expected(b)
+    made = lambda words, times: fault(words, "advantage", view=lambda b: b.but(adv=b.adv * times(b)))
+    up, down = (common_value(q[use & side]) for side in (A > 0, A < 0))
+    if up and down and abs(up - down) > 1e-5:
+        pairs = (up, ">"), (down, "<")
+        said = [f"{k:.5g} times what it should be where A {sign} 0" for k, sign in pairs if abs(k - 1) > 1e-5]
+        yield made(f"every weight is {' and '.join(said)}", lambda b: torch.where(b.adv > 0, up, down))
+    if (q[use] > 0).all() and use.any():
+        n = lambda m: m.sum(1, keepdim=True).double().expand(m.shape)
+        power = _slope(n(b.mask)[use].log(), q[use].log())
+        yield made(f"every weight is multiplied by |o|^{power:.4g}, |o| its response's length",
+                   lambda b: n(b.mask) ** power)  # fmt: skip
+        for where, place in POSITIONS.items():
+            gamma = math.exp(_slope(place(b.mask)[use].double(), q[use].log()))
+            yield made(f"A is discounted by {gamma:.6g} a token, {where}",
+                       lambda b, gamma=gamma, place=place: gamma ** place(b.mask).double())  # fmt: skip
+    yield clipped(case)
+    live, j = use & (q > 0), term_of(case.o, case.hp)
+    if live.sum() > 2:
+        k, as_by = _slope(b.logp[live], q[live].log()), "as by one over a temperature"
+        yield fault(f"log_prob is multiplied by {1 + k:.5g}, {as_by}, and old_log_prob is not", "ratio",
+                    J=lambda lp, old, A, m: j(lp + k * lp, old, A, m))  # fmt: skip
+        yield fault(f"old_log_prob is multiplied by {1 - k:.5g}, {as_by}, and log_prob is not", "ratio",
+                    view=lambda b: b.but(logp_old=b.logp_old - k * b.logp_old))  # fmt: skip
+    rest = lambda b: unit_weights(case.o, b, case.hp)
+    push = lambda b: torch.where(b.mask, -b.logp.exp() * (1 + b.logp), 0)
+    c = float(((found - rest(b)) * push(b)).nan_to_num().sum() / (push(b) ** 2).sum())
+    yield fault(f"{c:.5g} times -π log π of the sampled token is added to J, which is not the entropy", "term",
+                weigh=lambda b: rest(b) + c * push(b))  # fmt: skip
+
+
+def clipped(case: Case, times: float = 1.0) -> LossFault:
+    """At the largest weight that it has on policy, at advantages so many times as large."""
+    b = case.ready(on_policy_batch())
+    top = float(case.weights(b.but(adv=times * b.adv)).nan_to_num().abs().max())
+    return fault(f"advantages are clipped to ±{top:.6g}", "advantage", view=lambda b: b.but(adv=b.adv.clamp(-top, top)))
+
+
+def left_out(case: Case) -> Iterator[LossFault]:
+    """What no token that trains exceeds, and all that do not train: a position, or the length of the response."""
+    n = torch.arange(1, LONGEST + 1)[:, None]
+    mask, lp = n.T <= n, torch.full((LONGEST, LONGEST), -1.0, dtype=torch.float64)
+    b = case.ready(Rollouts(lp, lp, (-1.0) ** n * torch.ones_like(lp), mask, entropy=1 + n / LONGEST + 0 * lp))
+    try:
+        found, due = case.weights(b), b.mask & (case.expected(b) != 0)
+    except InputError:  # it refuses such a batch
+        return
+    for words, x in LEFT_OUT.items():
+        gone, trains = (x(b.mask)[due & side] for side in (found == 0, found != 0))
+        if len(gone) and len(trains) and (limit := int(trains.max())) < gone.min():
+            kept = lambda m, x=x, limit=limit: m & (x(m) <= limit)
+            for counted in (True, False):
+                said = f"{words.format(abs(limit))} are not trained, {'though' if counted else 'and not'} counted"
+                yield fault(f"{said} in the denominator", "batches", weigh=_under(case.o, case.hp, kept, counted),
+                            whole=True)  # fmt: skip
+
+
+def _slope(x: Tensor, y: Tensor) -> float:
+    """Of the line through these points, by least squares."""
+    x = x - x.mean()
+    return float((x * y).sum() / (x**2).sum())
+
+
+def placed(case: Case) -> Iterator[LossFault]:
+    """Groups that are taken for blocks of n rows, or of B over the number of groups."""
+    of = lambda b: 1 if b.group is None else len(b.group.unique())
+    rows = lambda b, n: torch.arange(len(b.mask)) // (n or -(-len(b.mask) // of(b)))
+
+    def weigh(b: Rollouts, n: int) -> Tensor:
+        there = b.but(group=rows(b, n), totals=None)
+        return case.expected(b) * case.factors(there, declared_aggregation(case.o)) / case.factors(b)
+
+    for n in (0, *range(2, 17)) if "group" in case.loss.reads else ():
+        size = f"{n} rows" if n else "equal size, in the order of the rows"
+        words = f"groups are taken for blocks of {size}, whatever their ids"
+        yield fault(words, "aggregation", weigh=partial(weigh, n=n), whole=True)
