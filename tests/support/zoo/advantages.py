@@ -6,6 +6,8 @@ from collections import defaultdict
 import numpy as np
 import torch
 
+from tests.support.cases.bodies import named as N
+
 
 # ---- right ----------------------------------------------------------------------------------------------------------
 def loop_over_prompts(rewards, group):
@@ -306,6 +308,10 @@ def large_floor(rewards, group):
     return each(rewards, group, lambda c, std: c / std.clamp(min=0.2))
 
 
+def changed(change):
+    return lambda rewards, group: change(loop_over_prompts(rewards, group), group)
+
+
 def peers_of_none(rewards, group):
     out = torch.empty_like(rewards)
     for g in group.unique():
@@ -345,4 +351,17 @@ WRONG = [  # function, estimator, oracle, cause
     (rewards_clipped_at_ten, "group_norm", "shift-and-scale", ""),
     (rounded_to_64ths, "group_mean", "shift-and-scale", ""),
     (large_floor, "group_norm", "values", "a floor"),
+    *((N(name, changed(change)), "group_norm", "values", says) for name, change, says in (
+        ("clipped_from_above", lambda A, group: A.clamp(max=1), "clipped to at most 1"),
+        ("clipped_from_below", lambda A, group: A.clamp(min=-0.8), "clipped to at least -0.8"),
+        ("losers_by_half", lambda A, group: A.where(A > 0, A / 2), "advantages below 0 are 0.5 times"),
+        ("winners_by_three", lambda A, group: A.where(A < 0, 3 * A), "advantages above 0 are 3 times"),
+        ("losers_squared", lambda A, group: A.where(A > 0, -(A**2)), ""),
+        ("a_tenth_added", lambda A, group: A + 0.1, "0.1 is added to every advantage"),
+        ("tanh", lambda A, group: A.tanh(), "tanh of it"),
+        ("by_group_size", lambda A, group: A / group.bincount()[group], "by the number of responses of its prompt"),
+        ("by_root_of_size", lambda A, group: A / group.bincount()[group].sqrt(), "by the square root of the number"),
+        ("row_in_front", lambda A, group: A.roll(1), "the row in front"),
+        ("row_behind", lambda A, group: A.roll(-1), "the row behind"),
+    )),
 ]  # fmt: skip

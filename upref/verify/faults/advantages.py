@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Known faults of advantage functions, each computed exactly."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -35,12 +36,28 @@ AdvantageFault: TypeAlias = Fault[Answer]
 
 
 # ---- another answer --------------------------------------------------------------------------------------------------
-def _ratio(right: Floats, found: Floats) -> float:
-    return next((y / x for x, y in zip(right, found, strict=True) if abs(x) > 1e-9), 1.0)
+def _ratio(right: Floats, found: Floats, sign: int = 0) -> float:
+    """Of the first that is not 0, or has this sign."""
+    some = (y / x for x, y in zip(right, found, strict=True) if (x * sign if sign else abs(x)) > 1e-9)
+    return next(some, 1.0)
 
 
 def _largest(right: Floats, found: Floats) -> float:
     return max(map(abs, found))
+
+
+def _added(right: Floats, found: Floats) -> float:
+    return found[0] - right[0]
+
+
+def _turned(right: Floats, n: int) -> Floats:
+    return [*right[n:], *right[:n]]
+
+
+def _divided(words: str, size: Callable[[int], float]) -> AdvantageFault:
+    """By a function of the number of responses of the prompt."""
+    over = lambda b, right, k: [x / size(b.group.count(g)) for x, g in zip(right, b.group, strict=True)]
+    return Fault(words, Answer(over))
 
 
 def _answer(words: str, change: Callable[[float, float], float], k: Callable[[Floats, Floats], float] | None = None):
@@ -69,6 +86,18 @@ def _answers() -> Iterator[AdvantageFault]:
     yield _answer("positive advantages are dropped", lambda x, k: min(x, 0.0))
     yield _answer("every advantage is {k:.5g} times what it should be", lambda x, k: k * x, _ratio)
     yield _answer("advantages are clipped to ±{k:.4g}", lambda x, k: max(-k, min(k, x)), _largest)
+    yield _answer("advantages are clipped to at most {k:.4g}", min, lambda right, found: max(found))
+    yield _answer("advantages are clipped to at least {k:.4g}", max, lambda right, found: min(found))
+    yield _answer("advantages below 0 are {k:.5g} times what they should be", lambda x, k: k * x if x < 0 else x,
+                  partial(_ratio, sign=-1))  # fmt: skip
+    yield _answer("advantages above 0 are {k:.5g} times what they should be", lambda x, k: k * x if x > 0 else x,
+                  partial(_ratio, sign=1))  # fmt: skip
+    yield _answer("{k:.4g} is added to every advantage", lambda x, k: x + k, _added)
+    yield _answer("tanh of it", lambda x, k: math.tanh(x))
+    yield _divided("it is divided by the number of responses of its prompt", float)
+    yield _divided("it is divided by the square root of the number of responses of its prompt", math.sqrt)
+    yield Fault("each response has the advantage of the row in front", Answer(lambda b, right, k: _turned(right, -1)))
+    yield Fault("each response has the advantage of the row behind", Answer(lambda b, right, k: _turned(right, 1)))
     yield _answer("it is rounded to float16", lambda x, k: torch.tensor(x).half().item())
     yield _answer("it is rounded to bfloat16", lambda x, k: torch.tensor(x).bfloat16().item())
     for ddof in (0, 1):
