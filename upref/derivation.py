@@ -122,8 +122,8 @@ def _regimes(o: Objective, A: Expr, letters: Any, at: Any, notes: Any) -> Iterat
     r = [Symbol(f"{RATIO[o.level]}{tag}", positive=True) for tag in tags]
     mu = Symbol("mu", positive=True)
     in_r = {x: log(mu) + log(y) for x, y in zip(lp, r, strict=True)} | dict.fromkeys(lp_old, log(mu))
-    J, weights = _J(o, A, lp, lp_old, letters), _weights(o, A, r, mu, letters)
-    J_in_r = _J(o, A, [in_r[x] for x in lp], [in_r[x] for x in lp_old], letters)
+    J, weights = symbolic_J(o, A, lp, lp_old, letters), _weights(o, A, r, mu, letters)
+    J_in_r = symbolic_J(o, A, [in_r[x] for x in lp], [in_r[x] for x in lp_old], letters)
     edges = {k for expr in (J_in_r, *weights) for k in breakpoints(expr, r[0])}
     cells = _cells(edges, r[0], at, 1 / mu if o.reads_mu else oo, notes)
     rows = []
@@ -140,7 +140,7 @@ def _regimes(o: Objective, A: Expr, letters: Any, at: Any, notes: Any) -> Iterat
         yield ", ".join(_interval(a.low, x.name, b.high) for a, x, b in ends), *first[1:]
 
 
-def _J(o: Objective, A: Expr, lp: list[Any], lp_old: list[Any], hp: dict[Any, Any]) -> Expr:
+def symbolic_J(o: Objective, A: Expr, lp: list[Any], lp_old: list[Any], hp: dict[Any, Any]) -> Expr:
     """The unreduced J from the function itself, of scalars, or of one response at level custom."""
     if o.level != "custom":
         return sympy.sympify(o.fn(lp[0], lp_old[0], A, **hp))

@@ -2,7 +2,7 @@
 """The sympy side of `upref.ops`: its words `sg` and `where` as functions, arrays of symbols, how a regime is read."""
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -66,23 +66,21 @@ def forget_sg(expr: Expr) -> Expr:
     return expr.replace(StopGradient, lambda x: x)
 
 
+def _elementwise(compare: Callable[[Any, Any], Any]) -> Any:
+    relation = np.frompyfunc(compare, 2, 1)
+    return lambda self, other: relation(self, other)
+
+
 class SymbolArray(np.ndarray):
     """An object array whose comparisons give relations: numpy's own would ask each element for its truth."""
 
     def __new__(cls, elements: Any) -> Any:
         return np.array(elements, dtype=object).view(cls)
 
-    def __le__(self, other: Any) -> Any:
-        return np.frompyfunc(operator.le, 2, 1)(self, other)
-
-    def __lt__(self, other: Any) -> Any:
-        return np.frompyfunc(operator.lt, 2, 1)(self, other)
-
-    def __ge__(self, other: Any) -> Any:
-        return np.frompyfunc(operator.ge, 2, 1)(self, other)
-
-    def __gt__(self, other: Any) -> Any:
-        return np.frompyfunc(operator.gt, 2, 1)(self, other)
+    __le__ = _elementwise(operator.le)
+    __lt__ = _elementwise(operator.lt)
+    __ge__ = _elementwise(operator.ge)
+    __gt__ = _elementwise(operator.gt)
 
 
 def in_regime(expr: Expr, point: dict[Any, Any]) -> Expr:

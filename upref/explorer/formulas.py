@@ -10,14 +10,14 @@ import math
 from functools import cache
 from typing import Any
 
-import numpy as np
 import sympy
 from sympy import Expr, Symbol, log
 from sympy.printing.jscode import JavascriptCodePrinter
 from sympy.printing.str import StrPrinter
 
+from upref.derivation import symbolic_J
 from upref.registry import Objective, get, names
-from upref.symbolic import SymbolArray, breakpoints, forget_sg
+from upref.symbolic import breakpoints, forget_sg
 from upref.weights.curve import obstacle
 
 R, MU, A = Symbol("r", positive=True), Symbol("mu", positive=True), Symbol("A", real=True)
@@ -78,11 +78,7 @@ def weight(o: Objective) -> Expr:
     """dJ/dlp of one token alone in its response, A of either sign, in r, A, mu and the hyperparameters."""
     lp, lp_old = Symbol("lp", real=True), Symbol("lp_old", real=True)
     hp = {k: Symbol(k, positive=True) for k in _own(o)}
-    if o.level == "custom":
-        response = (SymbolArray([[x]]) for x in (lp, lp_old, A))
-        (J,) = np.ravel(o.fn(*response, np.ones((1, 1), dtype=bool), **hp))
-    else:
-        J = sympy.sympify(o.fn(lp, lp_old, A, **hp))
+    J = symbolic_J(o, A, [lp], [lp_old], hp)
     return _calm(forget_sg(J.diff(lp)).subs({lp: log(MU) + log(R), lp_old: log(MU)}))
 
 

@@ -22,7 +22,7 @@ import io
 import logging
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -168,14 +168,21 @@ class Monitor:
     of_bound: float = 0.0
     blind: float = 0.0
     alarms: int = 0
-    checked: int = field(default=0)
+    checked: int = 0
+
+    @classmethod
+    def of(cls, objective: Objective, settings: dict[str, Any]) -> "Monitor":
+        """One with these settings of a run; InputError on a name that is none."""
+        known = ("first", "every", "dump", "on_fail")
+        if unknown := set(settings) - set(known):
+            raise InputError(f"parity has no setting {sorted(unknown)[0]!r}; it takes: {', '.join(known)}.")
+        return cls(objective, **settings)
 
     def __post_init__(self):
         for name in ("first", "every"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise InputError(f"parity: {name} must be a whole number >= 0 (0: never), got {value!r}.")
-
         if self.on_fail not in ("stop", "warn"):
             raise InputError(f"upref.integrations.parity.on_fail must be stop or warn, got {self.on_fail!r}.")
 
@@ -187,10 +194,8 @@ class Monitor:
         """Metrics; raises ParityError where rounding cannot explain the difference. `batch`: keywords of `compare`."""
         if self.due():
             self.check(loss, batch, hp)
-        largest = {
-            "max_abs": self.max_abs, "of_bound": self.of_bound, "blind": self.blind, "alarms": float(self.alarms),
-        }  # fmt: skip
-        return {f"upref/parity_{k}": min(v, LARGEST) for k, v in largest.items()}
+        metrics = ("max_abs", "of_bound", "blind", "alarms")
+        return {f"upref/parity_{k}": min(float(getattr(self, k)), LARGEST) for k in metrics}
 
     def check(self, loss: Tensor, batch: dict[str, Any], hp: dict[str, Any]):
         lp, gradient = batch["logp"], None

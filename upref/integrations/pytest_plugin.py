@@ -6,7 +6,7 @@ imported or as fixtures.
 Nothing of upref is imported before the first use: the plug-in is loaded into every pytest run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -59,31 +59,15 @@ def _passed(report: Any) -> Any:
     return report
 
 
-@pytest.fixture(name="assert_policy_loss")
-def _assert_policy_loss() -> Any:
-    """The function `assert_policy_loss` itself."""
-    return assert_policy_loss
+def _fixture(function: Callable[..., Any]) -> Any:
+    """The function itself as a fixture of its name."""
+    fixture = lambda: function
+    fixture.__doc__ = f"The function `{function.__name__}` itself."
+    return pytest.fixture(name=function.__name__)(fixture)
 
 
-@pytest.fixture(name="assert_advantages")
-def _assert_advantages() -> Any:
-    """The function `assert_advantages` itself."""
-    return assert_advantages
-
-
-@pytest.fixture(name="assert_kl")
-def _assert_kl() -> Any:
-    """The function `assert_kl` itself."""
-    return assert_kl
-
-
-@pytest.fixture(name="assert_logprobs")
-def _assert_logprobs() -> Any:
-    """The function `assert_logprobs` itself."""
-    return assert_logprobs
-
-
-@pytest.fixture(name="assert_step")
-def _assert_step() -> Any:
-    """The function `assert_step` itself."""
-    return assert_step
+_assert_policy_loss = _fixture(assert_policy_loss)
+_assert_advantages = _fixture(assert_advantages)
+_assert_kl = _fixture(assert_kl)
+_assert_logprobs = _fixture(assert_logprobs)
+_assert_step = _fixture(assert_step)

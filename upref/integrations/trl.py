@@ -94,10 +94,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             raise InputError(f"{behind.__qualname__} is another loss, which would be half replaced: remove it.")
         self.objective = get(objective) if isinstance(objective, str) else objective
         self.hyperparameters = hyperparameters(self.objective, hp or {})
-        known = [f.name for f in dataclasses.fields(Monitor)][1:5]
-        if unknown := set(parity or {}) - set(known):
-            raise InputError(f"parity has no setting {sorted(unknown)[0]!r}; it takes: {', '.join(known)}.")
-        self.monitor = Monitor(self.objective, **parity or {})
+        self.monitor = Monitor.of(self.objective, parity or {})
         if args is not None:
             refuse(self.objective, args)
         if step_check:
@@ -138,9 +135,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         mask = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
         lp_old = inputs.get("old_per_token_logps")
         lp = clamp_log_probs(lp)
-        lp_old = (
-            lp.detach() if lp_old is None else clamp_log_probs(lp_old)
-        )  # TRL leaves it out where the policy has not moved
+        lp_old = lp.detach() if lp_old is None else clamp_log_probs(lp_old)  # None: the policy has not moved
         A = inputs["advantages"]
         A = A[:, None] if A.ndim == 1 else A
         if self.objective.one_adv and not one_per_response(A, mask):

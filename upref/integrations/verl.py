@@ -120,9 +120,7 @@ def hyperparameters(objective: Objective, config: Any) -> dict[str, Any]:
             f"{objective.name} needs the sampler's log-probabilities, which verl does not pass to a loss: train its"
             " base, and set algorithm.rollout_correction.rollout_is and rollout_is_threshold, which multiply weights."
         )
-    given = _section(config)
-    given.pop("parity", None)
-    given.pop("step_check", None)
+    given = {k: v for k, v in _section(config).items() if k not in ("parity", "step_check")}
     if "beta" in given:
         raise InputError("verl adds the KL term: set actor.use_kl_loss and actor.kl_loss_coef, not upref.beta.")
     hp = objective.resolve(given)
@@ -139,12 +137,9 @@ def _section(config: Any) -> dict[str, Any]:
 def monitor_of(objective: Objective, config: Any) -> Monitor:
     """This process's comparison of the objective with the reference, as `policy_loss.upref.parity` wants it."""
     wanted = dict(_section(config).get("parity", None) or {})
-    known = [f.name for f in dataclasses.fields(Monitor)][1:5]
-    if unknown := set(wanted) - set(known):
-        raise InputError(f"parity has no setting {sorted(unknown)[0]!r}; it takes: {', '.join(known)}.")
     key = (objective.name, *sorted(wanted.items()))
     if key not in _monitors:
-        _monitors[key] = Monitor(objective, **wanted)
+        _monitors[key] = Monitor.of(objective, wanted)
     return _monitors[key]
 
 

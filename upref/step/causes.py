@@ -49,7 +49,7 @@ def named(w: Tokens) -> str:
 
 def _put(words: str, hp: dict | None = None, **change: Tensor) -> LossFault:
     """The objective on a batch of which something is replaced."""
-    return fault(words, "batches", hp=hp or {}, view=lambda b: Rollouts.unchecked(**_fields(b) | change))
+    return fault(words, "batches", hp=hp or {}, view=lambda b: b.but(**change))
 
 
 def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
@@ -180,16 +180,11 @@ def _unit(w: Tokens, one: LossFault, hp: dict) -> tuple[Tensor, Tensor]:
     try:
         b = one.change.view(b)
         live = b.mask.any(1)
-        some = Rollouts.unchecked(**{k: v[live] if isinstance(v, Tensor) else v for k, v in _fields(b).items()})
+        some = b.but(**{k: v[live] for k, v in vars(b).items() if isinstance(v, Tensor)})
         x[live] = replace(one.change, view=lambda b: b).weights(w.goal.o, hp, some) * w.goal.scale
     except (InputError, RuntimeError, TypeError, AttributeError, AssertionError):
         x += 1e9
     return x, b.mask
-
-
-def _fields(b: Rollouts) -> dict:
-    names = ("logp", "logp_old", "adv", "mask", "group", "logp_ref", "entropy", "totals")
-    return {k: v for k, v in vars(b).items() if k in names}
 
 
 def _without_holes(x: Tensor, mask: Tensor) -> Tensor:

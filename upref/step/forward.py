@@ -62,22 +62,18 @@ class Forward:
         y = torch.tensor(self.rows[i].ids[first:])
         return (self.score or log_prob)(self.logits(i, first), y, self.temperature)
 
-    def statistics(self, goal: Goal | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
         """lp, entropy and squared log-normalizer of every response token, [B, T], functions of the leaves."""
         with torch.enable_grad():
-            width = max(len(r.response) for r in self.rows)
-            lps: list[Tensor] = []
-            Hs: list[Tensor] = []
-            Zs: list[Tensor] = []
+            found: list[tuple[Tensor, ...]] = []
             for i, r in enumerate(self.rows):
                 x = self.logits(i, len(r.prompt)) / self.temperature
                 lp, logp = self.scored(i, len(r.prompt)), x.log_softmax(-1)
                 p = logp.exp()
                 H = -(p * torch.where(p > 0, logp, 0)).sum(-1)
-                grow = lambda v: nn.functional.pad(v, (0, width - len(v)))
-                for out, v in ((lps, lp), (Hs, H), (Zs, x.logsumexp(-1) ** 2)):
-                    out.append(grow(v))
-            return torch.stack(lps), torch.stack(Hs), torch.stack(Zs)
+                found.append((lp, H, x.logsumexp(-1) ** 2))
+            lp, H, Z = (nn.utils.rnn.pad_sequence(each, batch_first=True) for each in zip(*found, strict=True))
+            return lp, H, Z
 
     def lp(self) -> list[Tensor]:
         """Log-probabilities of each response's tokens."""

@@ -39,8 +39,7 @@ class Goal:
         cut = lambda x: x[live]
         old = lp.detach() if b.old is None else b.old
         entropy = cut(H.detach())
-        own = {k: v for k, v in self.hp.items() if k != "beta"}
-        J = self.o.J(cut(lp), cut(old), cut(b.adv), cut(b.mask), None, None, entropy, rows, **own)
+        J = self.o.J(cut(lp), cut(old), cut(b.adv), cut(b.mask), None, None, entropy, rows, **self.hp)
         out = {"J": J}
         if self.beta and b.ref is None:
             raise InputError("beta needs the reference model's log-probabilities: give every row `ref`.")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from upref.errors import InputError
-from upref.step.reference import Gradient, TorchModel, as_float64, unwrapped
+from upref.step.reference import Gradient, TorchModel, as_float64, unwrapped, whole
 from upref.step.rows import Row, locate
 
 
@@ -106,7 +106,7 @@ def watched(
             if len(steps) >= first:
                 return
             state = unwrapped(model).state_dict() if weights else {}
-            steps.append(Step({k: _whole(v).clone() for k, v in state.items()}, {}, count[0], fed[:]))
+            steps.append(Step({k: whole(v).cpu().clone() for k, v in state.items()}, {}, count[0], fed[:]))
             count[0] = 0
             fed.clear()
         open_.update(mine)
@@ -134,8 +134,3 @@ def watched(
 def gradients(model: nn.Module) -> Gradient:
     """What is in `.grad`."""
     return {n: as_float64(p.grad) for n, p in unwrapped(model).named_parameters() if p.grad is not None}
-
-
-def _whole(x: Tensor) -> Tensor:
-    x = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return x.detach().cpu()

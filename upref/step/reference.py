@@ -75,6 +75,7 @@ class Model:
     vocabulary: int
     end: int | None = None
     shapes: dict[str, torch.Size]
+    masked = False  # whether its forward takes an attention mask
 
     def logits(self, ids: Sequence[int], **how: Any) -> Tensor:
         """[S, V] of one unpadded sequence, float64, attached to its graph."""
@@ -119,8 +120,9 @@ class TorchModel(Model):
         for p in self.net.parameters():
             p.grad = None
         config = getattr(self.net, "config", None)
-        if hasattr(self.net, "set_attn_implementation"):
-            self._eager()
+        for name in ("set_attn_implementation", "set_experts_implementation"):
+            with suppress(AttributeError, ValueError, KeyError, ImportError):  # the model has one implementation only
+                getattr(self.net, name)("eager")
         if hasattr(self.net, "gradient_checkpointing_disable"):
             self.net.gradient_checkpointing_disable()
         self.params = {n: p for n, p in self.net.named_parameters() if p.requires_grad}
@@ -135,11 +137,6 @@ class TorchModel(Model):
         names = inspect.signature(self.net.forward).parameters
         self.masked = "attention_mask" in names
         self._positions = next((n for n in names if n.startswith("pos")), None)
-
-    def _eager(self):
-        for name in ("set_attn_implementation", "set_experts_implementation"):
-            with suppress(AttributeError, ValueError, KeyError, ImportError):  # the model has one implementation only
-                getattr(self.net, name)("eager")
 
     def logits(self, ids: Sequence[int], **how: Any) -> Tensor:
         with in_float64():
@@ -202,21 +199,29 @@ class Functions(Model):
         return self.flat(g)
 
 
+def whole(x: Tensor) -> Tensor:
+    """A tensor without its graph, gathered if FSDP2 shards it."""
+    return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach()
+
+
 def as_float64(x: Any) -> Tensor:
     """A gradient, whatever array it is, on the CPU."""
     import numpy as np
 
     if isinstance(x, Tensor):
-        x = x.full_tensor() if hasattr(x, "full_tensor") else x
-        x = x.detach().to_dense() if x.is_sparse else x.detach()
-        return x.to("cpu", torch.float64, copy=True)
+        x = whole(x)
+        return (x.to_dense() if x.is_sparse else x).to("cpu", torch.float64, copy=True)
     return torch.tensor(np.asarray(x), dtype=torch.float64)
 
 
-def _vocabulary(net: nn.Module) -> int:
+def text_config(net: nn.Module) -> Any:
+    """The configuration of transformers of its language model, if it has one."""
     config: Any = getattr(net, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    size = getattr(config, "vocab_size", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _vocabulary(net: nn.Module) -> int:
+    size = getattr(text_config(net), "vocab_size", None)
     if isinstance(size, int):
         return size
     tables = [m.num_embeddings for m in net.modules() if isinstance(m, nn.Embedding)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from upref.step.forward import Forward, log_prob
-from upref.step.reference import Model, TorchModel, in_float64
+from upref.step.reference import Model, TorchModel, in_float64, text_config
 from upref.step.rows import Row
 from upref.verify.faults import Fault
 
@@ -69,17 +69,13 @@ def _columns(right: Forward) -> Iterator[Variant]:
         def window(behind: list[int] = behind, starts: list[int] = starts) -> Forward:
             z, there = [], []
             for r, k, at in zip(rows, behind, starts, strict=True):
-                mask = {"attention_mask": torch.tensor([[1] * len(r.ids) + [0] * k])} if _masked(model) else {}
+                mask = {"attention_mask": torch.tensor([[1] * len(r.ids) + [0] * k])} if model.masked else {}
                 ids, stop = r.ids + [end] * k, at + len(r.response)
                 z.append(model.logits(ids, **mask)[:stop])
                 there.append(replace(r, prompt=ids[:at], response=ids[at:stop]))
             return Forward(model, there, right.temperature, z)
 
         yield Fault("the last columns are taken for the response, where short rows are padded", window)
-
-
-def _masked(model: object) -> bool:
-    return isinstance(model, TorchModel) and model.masked
 
 
 def scores(V: int) -> Iterator[tuple[str, Callable[[Tensor, Tensor, float], Tensor]]]:
@@ -131,9 +127,7 @@ def heads(model: TorchModel, right: Forward) -> Iterator[Variant]:
     if all(x.shape == z.shape for x, z in zip(raw, right.z, strict=False)) and not torch.allclose(raw[0], right.z[0]):
         yield Fault("the head's raw output is taken: the model's logit scale or softcap is left out",
                     lambda: again(right, raw))  # fmt: skip
-        config: Any = getattr(net, "config", None)
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        if c := getattr(config, "final_logit_softcapping", None):
+        if c := getattr(text_config(net), "final_logit_softcapping", None):
             yield Fault("the final softcap is x tanh(x / c), not c tanh(x / c)",
                         lambda: again(right, [x * torch.tanh(x / c) for x in raw]))  # fmt: skip
             yield Fault("the final softcap is applied twice",
