@@ -72,7 +72,7 @@ class Forward:
                 p = logp.exp()
                 H = -(p * torch.where(p > 0, logp, 0)).sum(-1)
                 found.append((lp, H, x.logsumexp(-1) ** 2))
-            lp, H, Z = (nn.utils.rnn.pad_sequence(each, batch_first=True) for each in zip(*found, strict=True))
+            lp, H, Z = (nn.utils.rnn.pad_sequence([*each], batch_first=True) for each in zip(*found, strict=True))
             return lp, H, Z
 
     def lp(self) -> list[Tensor]:
