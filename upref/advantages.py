@@ -112,13 +112,8 @@ def whiten_tokens(
 
     OpenRLHF has ddof=0 and √max(var, eps). Masked slots may hold anything, NaN included, and return 0.
     """
-    if not (
-        is_materialized(adv)
-        and is_materialized(mask)
-        and adv.ndim == 2
-        and adv.shape == mask.shape
-        and adv.is_floating_point()
-    ):
+    both = is_materialized(adv) and is_materialized(mask) and adv.shape == mask.shape
+    if not (both and adv.ndim == 2 and adv.is_floating_point()):
         raise InputError("adv and mask must be two tensors of the same shape [B, T]: expand [B, 1] advantages first.")
     if mask.dtype != torch.bool or not mask.any():
         raise InputError(f"mask must be bool (it is {mask.dtype}) and True somewhere: there is nothing to whiten.")

@@ -31,16 +31,11 @@ AGGREGATIONS = (
     "seq-mean",
 )  # fmt: skip
 
-# (level, aggregation) in verl's words, where it has another name there; the gradient is the same
-_VERL = {("token", "group-token-mean"): "token-mean", ("custom", "group-token-mean"): "token-mean"} | {
-    (level, "seq-mean"): "seq-mean-token-mean" for level in ("sequence_mean", "custom")
-}
-_VERL["sequence_product", "seq-mean"] = "seq-mean-token-sum"
-
 
 def verl_name(level: str, agg: str) -> str:
-    """verl's loss_agg_mode for an objective of that level and aggregation."""
-    return _VERL.get((level, agg), agg)
+    """verl's loss_agg_mode for an objective of that level and aggregation: another word, and the same gradient."""
+    of_response = "seq-mean-token-sum" if level == "sequence_product" else "seq-mean-token-mean"
+    return {"group-token-mean": "token-mean", "seq-mean": of_response}.get(agg, agg)
 
 
 class Totals(NamedTuple):

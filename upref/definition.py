@@ -80,13 +80,9 @@ class Objective:
     note: str = field(default="", repr=False)  # what a reader must know beside the equation
     not_symbolic: str = field(default="", repr=False)  # why sympy cannot read it, where it cannot
     on_policy_exception: str = field(default="", repr=False)  # why the weight at r = 1 is not A, where it is not
-    scale_exception: str = field(
-        default="", repr=False
-    )  # why three times the advantages are not three times the weights
+    scale_exception: str = field(default="", repr=False)  # why the weights are not proportional to A
     known_from: str = field(default="", repr=False)  # where its equation was read, where that was not the paper
-    sampler: Callable[..., Any] | None = field(
-        default=None, repr=False
-    )  # (log ρ, mask, *, hyperparameters): factors, [B, T]
+    sampler: Callable[..., Any] | None = field(default=None, repr=False)  # (log ρ, mask, *, hp): factors, [B, T]
     batch_coupled: str = field(default="", repr=False)  # why splitting the batch changes it, where it does
     closed_form: Callable[..., Any] = field(default=_no_weight, repr=False)
 

@@ -101,12 +101,13 @@ class Rollouts:
     def _check_types(self) -> None:
         if self._plain() and self.mask.numel():
             return
+        shapes = f" (logp is {describe(self.logp)})" if isinstance(self.logp, Tensor) else ""
         with jaxtyped("context"):  # binds B and T over all the fields
             for field in (f for f in fields_of(self) if f.name != "totals"):
                 x, kinds = getattr(self, field.name), get_args(field.type) or (field.type,)
                 if not any(isinstance(x, kind) for kind in kinds) or (isinstance(x, Tensor) and not is_materialized(x)):
                     want = " or ".join(getattr(k, "__name__", str(k)) for k in kinds)
-                    raise InputError(f"{field.name} must be {want}, got {describe(x)}{_shapes(self)}.")
+                    raise InputError(f"{field.name} must be {want}, got {describe(x)}{shapes}.")
         if self.mask.numel() == 0:
             raise InputError(
                 f"the batch is empty (mask has shape {tuple(self.mask.shape)}): give at least one response."
@@ -158,9 +159,8 @@ class Rollouts:
 
     def rows(self, i: Tensor, totals: Totals) -> "Rollouts":
         """These rows of the mini-batch that the totals count."""
-        cut = {f.name: getattr(self, f.name) for f in fields_of(self)}
-        cut = {k: v[i] if isinstance(v, Tensor) else v for k, v in cut.items()}
-        return replace(self, **cut | {"totals": totals.rows(i)})
+        cut = {k: v[i] for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **cut, totals=totals.rows(i))
 
 
 def per_response(A: Tensor, mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
@@ -175,7 +175,3 @@ def one_per_response(A: Tensor, mask: Bool[Tensor, "B T"]) -> bool:
 
 def _first(bad: Tensor) -> tuple[int, ...]:
     return tuple(bad.nonzero()[0].tolist())
-
-
-def _shapes(b: Rollouts) -> str:
-    return f" (logp is {describe(b.logp)})" if isinstance(b.logp, Tensor) else ""

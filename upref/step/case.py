@@ -70,11 +70,9 @@ def meant(
                          "random models of a step check: check the loss with upref.check.")  # fmt: skip
     if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < 1e6:
         raise InputError(f"temperature must be a finite number above 0, the sampler's, got {temperature!r}.")
-    if "beta" in hp:
-        beta = hp.pop("beta")
     if beta and not o.kl:
         o = replace(o, kl="k3")
-    resolved = {k: v for k, v in o.resolve(dict(hp)).items() if k != "beta"}
+    resolved = {k: v for k, v in o.resolve(hp).items() if k != "beta"}
     return Goal(o, resolved, float(temperature), beta, entropy_coef, z_loss_coef, clip, scale)
 
 

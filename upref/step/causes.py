@@ -155,9 +155,8 @@ def _orders(rows: Sequence[Row]) -> dict[str, Tensor]:
     lengths = torch.tensor([len(x.response) for x in rows])
     for down in (False, True):
         order = lengths.argsort(descending=down, stable=True)
-        out[f"another row: responses are sorted by length{', longest first' * down}, and these are not"] = (
-            order.argsort()
-        )
+        by = f"another row: responses are sorted by length{', longest first' * down}, and these are not"
+        out[by] = order.argsort()
     return out
 
 

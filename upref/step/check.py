@@ -13,17 +13,7 @@ from torch import nn
 from upref.errors import InputError
 from upref.registry import REDUCE, Objective
 from upref.step import rows as batch
-from upref.step.case import (
-    Case,
-    allowed,
-    built,
-    compared,
-    half_of,
-    meant,
-    perturbed,
-    run,
-    with_weights,
-)
+from upref.step.case import Case, allowed, built, compared, half_of, meant, perturbed, run, with_weights
 from upref.step.diagnose import diagnosed, half_precision, parameters
 from upref.step.goal import Goal
 from upref.step.record import Recorded
@@ -166,9 +156,8 @@ def _report(
     goal, error = it.goal, it.error
     assumptions = [f"allowed error of the gradient: {bound:.2g} of its norm"]
     if goal.o.agg == "group-token-mean":
-        assumptions.append(
-            "tokens are counted " + ("per group" if goal.grouped else "over the whole step, not per group")
-        )
+        where = "per group" if goal.grouped else "over the whole step, not per group"
+        assumptions.append(f"tokens are counted {where}")
     if it.at_bound:
         what = "responses" if goal.o.level in REDUCE else "tokens"
         assumptions.append(f"{what} within {case.shift:.2g} of a clip bound, which rounding may cross: {it.at_bound}; "
@@ -183,10 +172,10 @@ def _report(
         findings.append(note("parameters", f"{len(unnamed)} frozen parameters have a gradient, {unnamed[0]} first"))
     if not error <= bound or parameters(model, it.found, it.want, bound):
         findings += diagnosed(it, case, bound, again)
-    where = [f"{passes} backward passes" if passes > 1 else "one backward pass"] if passes else []
     unexercised = [f"{k} ({why})" for k, why in case.unvaried.items()]
     unexercised += ["micro-batches"] * (passes == 1) + ["several ranks"] * (not _ranks())
-    said = batch.exercised(case.rows, goal.temperature, case.forward.lp()) + where
+    said = batch.exercised(case.rows, goal.temperature, case.forward.lp())
+    said += [f"{passes} backward passes" if passes > 1 else "one backward pass"] * (passes > 0)
     hp = goal.hp | {"temperature": goal.temperature} | ({"beta": goal.beta} if goal.beta else {})
     ran = {"gradient": "failure" if any(f.severity == "failure" for f in findings) else "ok"}
     return StepReport(

@@ -163,9 +163,8 @@ class Terms:
         parts = goal.parts(lp, H, Z, b)
         c = goal.coefficients
         each = {k: forward.by_row(-v).sum(0) for k, v in parts.items()}
-        (slope,) = torch.autograd.grad(
-            goal.scale * (parts["J"] + (c["KL"] * parts["KL"] if "KL" in parts else 0)), lp, retain_graph=True
-        )
+        policy = parts["J"] + (c["KL"] * parts["KL"] if "KL" in parts else 0)
+        (slope,) = torch.autograd.grad(goal.scale * policy, lp, retain_graph=True)
         return cls(goal, each, slope.detach(), lp.detach())
 
     def without(self, g: Tensor, *names: str) -> Tensor:

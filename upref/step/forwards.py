@@ -19,6 +19,7 @@ from upref.step.forward import Forward
 from upref.step.reference import TorchModel
 from upref.step.rows import Row, locate
 from upref.step.scores import Variant, again, fronted, heads
+from upref.step.shares import longest
 from upref.verify.faults import Fault
 
 BATCHES = (8, 4, 2)  # responses of a micro-batch that are tried where a fault depends on it
@@ -40,10 +41,8 @@ def _fronts(right: Forward) -> list[list[list[int]]]:
     for m in BATCHES * (not out):
         parts = [rows[i - i % m : i - i % m + m] for i in range(len(rows))]
         for pad in dict.fromkeys((right.model.end or 0, 0)):
-            out.append([[pad] * (max(len(q.ids) for q in x) - len(r.ids)) for x, r in zip(parts, rows, strict=True)])
-            out.append(
-                [[pad] * (max(len(q.prompt) for q in x) - len(r.prompt)) for x, r in zip(parts, rows, strict=True)]
-            )
+            for of in (lambda r: r.ids, lambda r: r.prompt):
+                out.append([[pad] * (longest(x, of) - len(of(r))) for x, r in zip(parts, rows, strict=True)])
         out.append([[t for q in rows[i - i % m : i] for t in q.ids] for i in range(len(rows))])
     return [x for i, x in enumerate(out) if any(x) and x not in out[:i]]
 

@@ -16,6 +16,7 @@ import torch
 from torch import distributed as dist
 
 from upref.errors import InputError
+from upref.foreign.guard import one_line
 from upref.step.case import built, meant
 from upref.step.check import StepReport, check_recorded
 from upref.step.record import Recorded
@@ -37,7 +38,7 @@ def quiet(trainer: str, **environment: str) -> Iterator[None]:
     except InputError:
         raise
     except Exception as e:
-        raise InputError(f"{trainer} fails: {type(e).__name__}: {' '.join(str(e).split())[:200]}") from e
+        raise InputError(f"{trainer} fails: {type(e).__name__}: {one_line(e)}") from e
     finally:
         logging.disable(level)
         os.environ.clear()
@@ -98,7 +99,7 @@ def report(
 
     step: `(model, rows, temperature, **fields)`, recorded. ranks: processes, each with its share of the rows.
     """
-    meaning = meant(objective, dict(hp), temperature, **{k: x for k, x in goal.items() if k != "scale"})
+    meaning = meant(objective, hp, temperature, **goal)
     rows = built(TorchModel(model), meaning, None, ["temperature"] * (temperature == 1), coarse=half).rows
     with ranked(ranks, step, model, rows, temperature, fields) as mine:
         seen = step(model, mine, temperature, **fields)

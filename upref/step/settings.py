@@ -161,32 +161,32 @@ def verl() -> Iterator[Setting]:
 
 def openrlhf() -> Iterator[Setting]:
     """OpenRLHF's unmodified ActorPPOTrainer; fields: as upref/step/openrlhf.py has them."""
-    s = lambda name, family="qwen3", more=None, **k: Setting(name, family, more or {}, **dict(hp=PPO) | k)
+    s = lambda name, *a, **k: Setting(name, *a, **dict(hp=PPO) | k)
     eager = dict(attention="eager")
     mean = dict(loss_agg_mode="seq-mean-token-mean")
-    yield s("loss_agg_mode=seq-mean-token-mean", more=mean, objective="grpo", hp={})
-    yield s("eps_clip_low_high=0.2 0.28", more=dict(eps_clip_low_high=(0.2, 0.28)), hp={})
-    yield s("dual_clip=3", more=dict(dual_clip=3.0), hp=PPO | dict(c=3.0))
-    yield s("policy_loss_type=gspo, seq-mean-token-mean", objective="gspo", hp={}, more=mean | dict(
+    yield s("loss_agg_mode=seq-mean-token-mean", fields=mean, objective="grpo", hp={})
+    yield s("eps_clip_low_high=0.2 0.28", fields=dict(eps_clip_low_high=(0.2, 0.28)), hp={})
+    yield s("dual_clip=3", fields=dict(dual_clip=3.0), hp=PPO | dict(c=3.0))
+    yield s("policy_loss_type=gspo, seq-mean-token-mean", objective="gspo", hp={}, fields=mean | dict(
         policy_loss_type="gspo", eps_clip_low_high=(3e-4, 4e-4)))
-    yield s("kl.use_loss, kl.estimator=k3", more=dict(beta=0.04), goal=dict(beta=0.04))
+    yield s("kl.use_loss, kl.estimator=k3", fields=dict(beta=0.04), goal=dict(beta=0.04))
     yield s("kl.use_loss, seq-mean-token-mean", objective="grpo", hp={}, goal=dict(beta=0.04),
-            more=mean | dict(beta=0.04))
-    yield s("entropy_coef=0.01", more=dict(entropy_coef=0.01), goal=dict(entropy_coef=0.01))
+            fields=mean | dict(beta=0.04))
+    yield s("entropy_coef=0.01", fields=dict(entropy_coef=0.01), goal=dict(entropy_coef=0.01))
     yield s("entropy_coef=0.01, seq-mean-token-mean", objective="grpo", hp={}, goal=dict(entropy_coef=0.01),
-            more=mean | dict(entropy_coef=0.01))
+            fields=mean | dict(entropy_coef=0.01))
     for size in (1, 4, 8):
-        yield s(f"micro_batch_size={size}", more=dict(micro=size))
-    yield s("dynamic_batch_enable", more=dict(max_tokens=40))
+        yield s(f"micro_batch_size={size}", fields=dict(micro=size))
+    yield s("dynamic_batch_enable", fields=dict(max_tokens=40))
     yield s("dynamic_batch_enable, seq-mean-token-mean", objective="grpo", hp={},
-            more=mean | dict(max_tokens=40))
-    yield s("max_norm=0.5", more=dict(clip=0.5), goal=dict(clip=0.5))
+            fields=mean | dict(max_tokens=40))
+    yield s("max_norm=0.5", fields=dict(clip=0.5), goal=dict(clip=0.5))
     for T in (1.0, 1.5):
-        yield s(f"temperature={T:g}", more=dict(temperature=T))
-    yield s("eager attention", more=eager)
+        yield s(f"temperature={T:g}", fields=dict(temperature=T))
+    yield s("eager attention", fields=eager)
     for family in FAMILIES:
         here = family in (*EAGER, "gemma2")
-        yield s("loss_agg_mode=token-mean" + ", eager attention" * here, family, more=eager if here else {})
+        yield s("loss_agg_mode=token-mean" + ", eager attention" * here, family, fields=eager if here else {})
 
 
 TRAINERS = {"trl": trl, "verl": verl, "openrlhf": openrlhf}

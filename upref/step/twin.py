@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from upref.errors import InputError, importing
-from upref.foreign.guard import state_restored
+from upref.foreign.guard import one_line, state_restored
 from upref.registry import Objective
 from upref.step.case import perturb
 from upref.step.check import StepReport
@@ -27,10 +27,8 @@ TRL_KEPT = ("temperature", "beta", "scale_rewards", "num_iterations", "mask_trun
             "pad_to_multiple_of", "gradient_checkpointing", "gradient_checkpointing_kwargs", "cast_lm_head_to_fp32",
             "use_bias_correction_kl", "per_device_train_batch_size", "gradient_accumulation_steps",
             "steps_per_generation")  # fmt: skip
-RATES = {
-    "sequence_mean": 2e-6,
-    "sequence_product": 1e-3,
-}  # learning rates at which r leaves 1, and not for good; else 0.01
+# learning rates at which r leaves 1, and not for good; else 0.01
+RATES = {"sequence_mean": 2e-6, "sequence_product": 1e-3}
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -65,17 +63,15 @@ def twin(model: Any, peft_config: Any = None, **how: Any) -> nn.Module:
         if peft_config is not None:
             from peft import get_peft_model
 
-            few = {"r": 4, "lora_dropout": 0.0, "init_lora_weights": False}
             kept = copy.deepcopy(peft_config)
-            for name, value in few.items():
+            for name, value in {"r": 4, "lora_dropout": 0.0, "init_lora_weights": False}.items():
                 if hasattr(kept, name):
                     setattr(kept, name, value)
             tiny = get_peft_model(tiny, kept)
         tiny(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False)
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OSError, IndexError) as e:
         what = model if isinstance(model, str) else type(model).__name__
-        said = " ".join(str(e).split())[:160]
-        raise InputError(f"no two-layer twin of {what} can be made ({said}): leave step_check out.") from e
+        raise InputError(f"no two-layer twin of {what} can be made ({one_line(e)}): leave step_check out.") from e
     return perturb(tiny.float())
 
 
@@ -126,8 +122,9 @@ def trl_twin(
     before = [dict(s) for s in shared]  # the run's device and ranks, which a trainer on the CPU overwrites
     try:
         with state_restored():
-            at = {k: getattr(args or trl.default_config(), k) for k in TRL_KEPT}
-            asked = (args and args.model_init_kwargs) or {}
+            args = args or trl.default_config()
+            at = {k: getattr(args, k) for k in TRL_KEPT}
+            asked = args.model_init_kwargs or {}
             how = {k: asked[k] for k in ("attn_implementation", "revision", "trust_remote_code") if k in asked}
             size, acc = min(2, at["per_device_train_batch_size"]), at["gradient_accumulation_steps"]
             every = 8 // size  # micro-batches of the eight responses

@@ -36,8 +36,7 @@ def device_module() -> ModuleType:
         ipc_collect=nothing,
         set_per_process_memory_fraction=nothing,
         reset_peak_memory_stats=nothing,
-        **dict.fromkeys(("memory_allocated", "memory_reserved"), resident),
-        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), resident),
+        **{f"{most}memory_{kind}": resident for most in ("", "max_") for kind in ("allocated", "reserved")},
     )
     return module
 
