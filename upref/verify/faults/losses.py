@@ -5,6 +5,7 @@
 ones that account for its deviations, and the ledger names them. One file, because a catalogue is read as one.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -18,7 +19,7 @@ from upref.ops import clip, exp, maximum, mean_t, minimum, sg, sum_t, where
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
 from upref.verify.factors import FACTORS, declared_aggregation
-from upref.verify.faults import Fault
+from upref.verify.faults import Fault, known as known_of
 from upref.verify.measure import kl_slope, unit_weights
 
 # what a fault changes
@@ -184,6 +185,8 @@ def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
 
             yield fault(f"the KL term ({name}){whose} is folded into the advantage, without a gradient of its own",
                         "term", weigh=folded)  # fmt: skip
+    for one in known_of("kl"):
+        yield made(f"the KL term: {one.words}", lambda x, ref, old, mu, f=one.change: f(x, ref))
     mine = kl.ESTIMATORS[o.kl]
     for x in CLAMPED:
         yield made(f"the KL term is clamped at {x:g}", lambda lp, ref, old, mu, x=x: mine(lp, ref).clamp(-x, x))
@@ -196,6 +199,7 @@ def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
 
 
 CLAMPED = (10.0, 5.0, 20.0, 1.0, 0.1)  # where KL terms are clamped
+CAPS = (math.inf, 1.0, 2.0, 3.0, 5.0, 10.0)  # of importance weights, as people set them
 
 
 def _of(k: Callable, b: Rollouts, mask: Tensor) -> Tensor:
@@ -300,6 +304,8 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
                    form(lambda r, A, lp: where(A > 0, A * lp, r * A)))  # fmt: skip
         yield made("ratio", "the branches are exchanged: log π_θ where A < 0",
                    form(lambda r, A, lp: where(A < 0, A * lp, minimum(r * A, r.clamp(min=1 - lo) * A))))  # fmt: skip
+        yield made("clip", f"the tokens of A > 0 are clipped too, at {1 + hi:g}", form(lambda r, A, lp: where(
+            A > 0, A * lp * (r <= 1 + hi), minimum(r * A, r.clamp(min=1 - lo) * A))))  # fmt: skip
         yield made("ratio", "the ratio still multiplies A where A > 0: unclipped importance sampling, not UP",
                    form(lambda r, A, lp: where(A > 0, r * A, ppo(r, A))))  # fmt: skip
     yield made("ratio", "old_log_prob has no effect: the ratio is of the policy to itself, always 1",
@@ -314,6 +320,8 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
                    form(lambda r, A, lp: where(A < 0, minimum(ppo(r, A), c * A), ppo(r, A))))  # fmt: skip
     yield made("advantage", "A enters by its absolute value", lambda lp, old, A, m: j(lp, old, A.abs(), m))
     yield made("advantage", "A enters by its sign alone", lambda lp, old, A, m: j(lp, old, A.sign(), m))
+    yield made("advantage", "exp(A) replaces A", lambda lp, old, A, m: j(lp, old, A.exp(), m))
+    yield made("advantage", "tanh(A) replaces A", lambda lp, old, A, m: j(lp, old, A.tanh(), m))
     yield made("advantage", "A enters squared", lambda lp, old, A, m: j(lp, old, A * A.abs(), m))
     for sign, kept in (("A < 0", {"min": 0.0}), ("A > 0", {"max": 0.0})):
         yield made("advantage", f"no token with {sign} has a gradient: its advantage is dropped, or its term detached",
@@ -341,11 +349,17 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
         ("the response's log-ratio is averaged over the padded width, padding included: the mask is ignored",
          lambda x, m: x.mean(-1, keepdim=True)),
         ("the response's log-ratio is divided by the padded width", lambda x, m: sum_t(x, m)[:, None] / m.shape[1]),
+        ("the response's log-ratio is divided by the length of the longest response",
+         lambda x, m: sum_t(x, m)[:, None] / m.sum(1).max()),
+        ("the response's ratio is the mean of its tokens' ratios, not their geometric mean",
+         lambda x, m: mean_t(exp(x), m).log()[:, None]),
     ):  # fmt: skip
         wide_r = lambda x, m, of=of: of(x, m).expand_as(x)
-        yield made("ratio", said, lambda lp, old, A, m, f=wide_r: ppo(exp(f(lp - old, m)), A))
+        longest = "longest" in said
+        yield made("ratio", said, lambda lp, old, A, m, f=wide_r: ppo(exp(f(lp - old, m)), A), whole=longest)
         if wide:
-            yield made("ratio", said, lambda lp, old, A, m, f=wide_r: ppo(exp(by_token(f(lp - old, m), lp)), A))
+            by_tokens = lambda lp, old, A, m, f=wide_r: ppo(exp(by_token(f(lp - old, m), lp)), A)
+            yield made("ratio", said, by_tokens, whole=longest)
     for said, over in (("averaged", lambda m: m.sum()), ("summed", lambda m: 1)):
         words = f"the log-ratio is {said} over the whole batch, not over each response"
         for way in (lambda x, lp: x, by_token):
@@ -370,6 +384,12 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
     of_token = " of each token: the ratio of the token replaces the response's" * (o.level == "custom")
     yield made("clip", f"the bounds are on log r: [-eps_low, eps_high]{of_token}",
                form(lambda r, A, lp: minimum(r * A, exp(r.log().clamp(-lo, hi)) * A)))  # fmt: skip
+    yield made("ratio", f"log r replaces the ratio: the weight is A where log r is in [{-lo:g}, {hi:g}]",
+               lambda lp, old, A, m: minimum((x := log_r(lp, old, m)) * A, x.clamp(-lo, hi) * A))  # fmt: skip
+    for x in (*CAPS, *bounds):
+        cap = f", at most {x:g}" * (x < math.inf)
+        yield made("ratio", f"the term is multiplied by the ratio once more, as a constant{cap}",
+                   lambda lp, old, A, m, x=x: sg(R(lp, old, m).clamp(max=x)) * j(lp, old, A, m))  # fmt: skip
     yield made("ratio", "where A > 0 the ratio to π_old replaces log π_θ",
                form(lambda r, A, lp: where(A > 0, r * A, ppo(r, A))))  # fmt: skip
     yield no_ratio

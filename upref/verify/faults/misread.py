@@ -62,7 +62,7 @@ def shifted(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         yield fault(f"the advantages are one token too {where}", "batches", view=lambda b, view=view: view(b, "adv"))
         all_but = lambda b, view=view, by=-by: view(b, "logp_old", "adv", "mask", by=by)
         yield fault(f"log_prob is one token too {where}", "batches", view=all_but)
-        masked = lambda m, by=by, way=way: way(m, by)
+        masked = lambda b, by=by, way=way: way(b.mask, by)
         yield fault(f"the mask is one token too {where}", "batches", weigh=_under(o, hp, masked), whole=True)
 
 
@@ -70,17 +70,30 @@ def untrained(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
     """Tokens that the mask leaves out, of the denominator too or not."""
     for (said, cut), counted in product(CUT.items(), (True, False)):
         words = f"{said} is not trained, {'though' if counted else 'and not'} counted in the denominator"
-        kept = lambda m, cut=cut: m & ~cut(m)
+        kept = lambda b, cut=cut: b.mask & ~cut(b.mask)
         yield fault(words, "batches", weigh=_under(o, hp, kept, counted), whole=True)
 
 
+def uncounted(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
+    """Tokens that the denominator leaves out for their advantage, or because they have no gradient."""
+    adv = lambda b: b.adv.expand_as(b.mask)
+    for said, on in (
+        ("tokens with A = 0 are not counted", lambda b: adv(b) != 0),
+        ("tokens with A <= 0 are not trained, and not counted", lambda b: adv(b) > 0),
+        ("tokens with A >= 0 are not trained, and not counted", lambda b: adv(b) < 0),
+        ("tokens without a gradient, as clipped ones, are not counted", lambda b: unit_weights(o, b, hp) != 0),
+    ):
+        kept = lambda b, on=on: b.mask & on(b)
+        yield fault(f"{said} in the denominator", "batches", weigh=_under(o, hp, kept), whole=True)
+
+
 def _under(
-    o: Objective, hp: dict[str, Any], mask: Callable[[Tensor], Tensor], counted: bool = False
+    o: Objective, hp: dict[str, Any], mask: Callable[[Rollouts], Tensor], counted: bool = False
 ) -> Callable[[Rollouts], Tensor]:
     """The weights under another mask. counted: the tokens of the batch's own mask count, not those of the other."""
 
     def weigh(b: Rollouts) -> Tensor:
-        there, f = Rollouts.unchecked(**vars(b) | {"mask": mask(b.mask), "totals": None}), declared_aggregation(o)
+        there, f = Rollouts.unchecked(**vars(b) | {"mask": mask(b), "totals": None}), declared_aggregation(o)
         times = 1.0 if counted else (FACTORS[f](there) / FACTORS[f](b))[:, None]
         return torch.where(b.mask & there.mask, unit_weights(o, b if counted else there, hp) * times, 0)
 
@@ -121,6 +134,7 @@ def renormalized() -> Iterator[LossFault]:
 
 def misread(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[LossFault]:
     yield from untrained(o, hp)
+    yield from uncounted(o, hp)
     yield from shifted(o, hp)
     yield from renormalized()
 
@@ -150,6 +164,8 @@ def reweighted(case: Case) -> Iterator[LossFault]:
             yield made(f"A is discounted by {gamma:.6g} a token, {where}",
                        lambda b, gamma=gamma, place=place: gamma ** place(b.mask).double())  # fmt: skip
     yield clipped(case)
+    if more := common_value((found - case.expected(b))[b.mask]):
+        yield fault(f"{more:.5g} is added to every advantage", "advantage", view=lambda b: b.but(adv=b.adv + more))
     live, j = use & (q > 0), term_of(case.o, case.hp)
     if live.sum() > 2:
         k, as_by = _slope(b.logp[live], q[live].log()), "as by one over a temperature"
@@ -183,7 +199,7 @@ def left_out(case: Case) -> Iterator[LossFault]:
     for words, x in LEFT_OUT.items():
         gone, trains = (x(b.mask)[due & side] for side in (found == 0, found != 0))
         if len(gone) and len(trains) and (limit := int(trains.max())) < gone.min():
-            kept = lambda m, x=x, limit=limit: m & (x(m) <= limit)
+            kept = lambda b, x=x, limit=limit: b.mask & (x(b.mask) <= limit)
             for counted in (True, False):
                 said = f"{words.format(abs(limit))} are not trained, {'though' if counted else 'and not'} counted"
                 yield fault(f"{said} in the denominator", "batches", weigh=_under(case.o, case.hp, kept, counted),
