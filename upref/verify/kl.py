@@ -57,7 +57,9 @@ class Case:
                     return alone + fault.words
         k = both(self.term, NEAR[-1:])[which].item() / both(self.right, NEAR[-1:])[which].item()
         scaled = same(self.term, lambda lp, ref: k * self.right(lp, ref), tol=self.term.tol)
-        return f"{k:.6g} times {self.estimator}" if scaled else ""
+        c = (both(self.term, NEAR)[0] - both(self.right, NEAR)[0])[0].item()
+        raised = same(self.term, lambda lp, ref: self.right(lp, ref) + c, tol=self.term.tol)
+        return f"{k:.6g} times {self.estimator}" if scaled else f"{self.estimator} plus {c:.4g}" * raised
 
 
 def pair(d: Tensor) -> tuple[Tensor, Tensor]:

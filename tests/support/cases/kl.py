@@ -4,6 +4,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 
 from upref import kl
 
@@ -63,4 +64,19 @@ WRONG = [
     (lambda lp, ref: ref.sub_(lp.detach()).exp() - 1 - ref, "k3", "mutation", ""),
     (lambda lp, ref: k3_by_hand(lp, ref.clamp(min=-12)), "k3", "clamp", "bites"),
     (lambda lp, ref: kl.k1(lp, ref) + 1e-3 * torch.rand(()), "k1", "determinism", ""),
+    (lambda lp, ref: kl.k3(lp, ref) + 1, "k3", "value", "k3 plus 1"),
+    (lambda lp, ref: (lp - ref).abs() / 2, "k2", "value", "half of |"),
+    (lambda lp, ref: F.smooth_l1_loss(lp, ref, reduction="none"), "k2", "value", "smooth L1"),
+    (lambda lp, ref: (lp.exp() - ref.exp()) ** 2, "k2", "gradient", "(π_θ - π_ref)²"),
+    (lambda lp, ref: (lp - ref).clamp(min=0), "k1", "value", "k1 without its values below 0"),
+    (lambda lp, ref: (ref - lp).exp() * (lp - ref), "k1", "value", "π_ref/π_θ (log π_θ - log π_ref)"),
+    (
+        lambda lp, ref: kl.k2(lp, ref).mean(-1, keepdim=True).expand_as(lp),
+        "k2",
+        "value",
+        "the mean of k2 over each row",
+    ),
+    (lambda lp, ref: kl.k3(lp, ref.roll(1, -1)), "k3", "gradient", "ref_log_prob one token too late"),
+    (lambda lp, ref: kl.k1(lp, ref.roll(-1, -1)), "k1", "value", "ref_log_prob one token too early"),
+    (lambda lp, ref: F.softplus(ref - lp) - math.log(2), "k3", "value", ""),
 ]

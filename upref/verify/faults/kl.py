@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from torch import Tensor
+from torch.nn.functional import smooth_l1_loss
 
 from upref.kl import ESTIMATORS, k1, k2, k3
 from upref.verify.faults import Fault
@@ -22,14 +23,26 @@ ABSOLUTE = Fault("|log π_θ - log π_ref|", lambda lp, ref: (lp - ref).abs())
 SQUARE = Fault("k2 without its 1/2", lambda lp, ref: (lp - ref) ** 2)
 WEIGHTED = Fault("π_θ (log π_θ - log π_ref): weighted by a probability though it is sampled",
                  lambda lp, ref: lp.exp() * (lp - ref))  # fmt: skip
+HALF = Fault("half of |log π_θ - log π_ref|", lambda lp, ref: (lp - ref).abs() / 2)
+HUBER = Fault("the smooth L1 loss of the log-probabilities", lambda lp, ref: smooth_l1_loss(lp, ref, reduction="none"))
+SQUARED = Fault("(π_θ - π_ref)²", lambda lp, ref: (lp.exp() - ref.exp()) ** 2)
+DROPPED = Fault("k1 without its values below 0", lambda lp, ref: (lp - ref).clamp(min=0))
+FORWARD = Fault("π_ref/π_θ (log π_ref - log π_θ)", lambda lp, ref: (ref - lp).exp() * (ref - lp))
+BACKWARD = Fault("π_ref/π_θ (log π_θ - log π_ref)", lambda lp, ref: (ref - lp).exp() * (lp - ref))
 
 
 def known() -> Iterator[KLFault]:
     yield from (FLIPPED, INVERTED, PLUS, NEGATIVE, NO_LOG, ABSOLUTE)
     yield Fault("half of k3", lambda lp, ref: k3(lp, ref) / 2)
     yield SQUARE
-    yield WEIGHTED
+    yield from (WEIGHTED, HALF, HUBER, SQUARED, DROPPED, FORWARD, BACKWARD)
     yield from (Fault(f"{name} itself", f) for name, f in ESTIMATORS.items())
+    for name, k in ESTIMATORS.items():
+        yield Fault(f"the mean of {name} over each row",
+                    lambda lp, ref, k=k: k(lp, ref).mean(-1, keepdim=True).expand_as(lp))  # type: ignore[misc]  # fmt: skip
+        for by, where in ((1, "late"), (-1, "early")):
+            yield Fault(f"{name}, with ref_log_prob one token too {where}",
+                        lambda lp, ref, k=k, by=by: k(lp, ref.roll(by, -1)))  # type: ignore[misc]  # fmt: skip
     for name, k in {"k3": k3, "k1": k1}.items():  # last: by its gradient alone, one is k2 itself
         yield Fault(f"the value of {name} with the gradient of k2 (straight through)",
                     lambda lp, ref, k=k: k2(lp, ref) + (k(lp, ref) - k2(lp, ref)).detach())  # type: ignore[misc]  # fmt: skip
