@@ -121,10 +121,6 @@ class _Head:
         return x.tanh() * self.outer if self.softcap else x
 
 
-def _wide(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
-
-
 def _here(tokens: Tensor, at: slice, x: Tensor) -> tuple[Tensor, Tensor]:
     """Which tokens lie in the tile, and each one's column, clamped to the tile."""
     column = tokens - at.start
@@ -137,7 +133,8 @@ class _LogProbs(torch.autograd.Function):
         check_tokens(tokens, hidden.shape[:-1], len(weight), "hidden", "tokens")  # here, where vmap shows values
         shape, tokens = tokens.shape, tokens.flatten().long()
         with torch.autocast(hidden.device.type, enabled=False):
-            h = head.inner * hidden.flatten(0, -2).to(_wide(hidden, weight))
+            wide = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
+            h = head.inner * hidden.flatten(0, -2).to(wide)
             m = h.new_full((len(h),), torch.finfo(h.dtype).min)
             s = t = torch.zeros_like(m)
             near, ids = h.new_zeros(len(h), 0), tokens.new_zeros(len(h), 0)  # the largest logits, and whose they are

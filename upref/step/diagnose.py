@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from upref.step.case import Case, Compared
+from upref.step.case import HALVES, Case, Compared
 from upref.step.causes import named
 from upref.step.changed import changed
 from upref.step.forward import SPAN, Forward, best_factors, expected, near
@@ -26,25 +26,23 @@ AFTER = 16  # tokens behind a row that may train
 READ = 2  # forward passes whose token weights are read where one factor a response does not suffice
 
 
-class _Halves(TorchDispatchMode):
-    """Which half-precision products are computed."""
+class _Dtypes(TorchDispatchMode):
+    """The dtypes that are computed with."""
 
     def __init__(self):
         super().__init__()
         self.kinds: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for x in args:
-            if isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16):
-                self.kinds.add(x.dtype)
+        self.kinds |= {x.dtype for x in args if isinstance(x, Tensor)}
         return func(*args, **(kwargs or {}))
 
 
 def half_precision(run: Callable[[], object]) -> torch.dtype | None:
     """The half precision in which a step computes, if any."""
-    with _Halves() as seen:
+    with _Dtypes() as seen:
         run()
-    return next((k for k in (torch.bfloat16, torch.float16) if k in seen.kinds), None)
+    return next((k for k in HALVES if k in seen.kinds), None)
 
 
 def parameters(model: Model, found: Tensor, want: Tensor, bound: float) -> list[str]:

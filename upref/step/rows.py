@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from upref.errors import InputError
 from upref.registry import Objective
@@ -60,17 +60,16 @@ class Padded:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> "Padded":
-        def pad(lists, value, dtype=torch.float64):
-            width = max(map(len, lists))
-            return torch.tensor([[*x, *[value] * (width - len(x))] for x in lists], dtype=dtype)
+        def pad(lists, dtype=torch.float64):
+            return nn.utils.rnn.pad_sequence([torch.tensor(x, dtype=dtype) for x in lists], batch_first=True)
 
         adv = [r.adv if isinstance(r.adv, list) else [r.adv] * len(r.response) for r in rows]
         has = lambda name: all(getattr(r, name) is not None for r in rows)
         return cls(
-            pad([r.old for r in rows], 0.0) if has("old") else None, pad(adv, 0.0),
-            pad([r.trains for r in rows], False, torch.bool), torch.tensor([r.group for r in rows]),
-            pad([r.ref for r in rows], 0.0) if has("ref") else None,
-            pad([[True] * len(r.response) for r in rows], False, torch.bool),
+            pad([r.old for r in rows]) if has("old") else None, pad(adv),
+            pad([r.trains for r in rows], torch.bool), torch.tensor([r.group for r in rows]),
+            pad([r.ref for r in rows]) if has("ref") else None,
+            pad([[True] * len(r.response) for r in rows], torch.bool),
         )  # fmt: skip
 
 
@@ -181,8 +180,7 @@ def unvaried(rows: Sequence[Row], temperature: float, lp: list[Tensor]) -> dict[
 
 def exercised(rows: Sequence[Row], temperature: float, lp: list[Tensor]) -> list[str]:
     """What the case varies, in words."""
-    both = [(len(r.prompt), len(r.response)) for r in rows]
-    p, n = zip(*both, strict=True)
+    p, n = [len(r.prompt) for r in rows], [len(r.response) for r in rows]
     moved = [abs(o - v) > 1e-3 for r, x in zip(rows, lp, strict=True) for o, v in zip(r.old or x, x, strict=True)]
     holes = sum(not t for r in rows for t in r.trains)
     return [

@@ -76,9 +76,9 @@ def trained(model: Any, fields: dict[str, Any], rows: Sequence[Row], steps: int,
     reward = {tuple(r.response): r.adv for r in rows}
 
     def rollout(prompts: list, trainer: Any) -> dict[str, Any]:
-        out = {"prompt_ids": [r.prompt for r in rows], "completion_ids": [r.response for r in rows]}
+        out = {"prompt_ids": [r.prompt for r in rows], "completion_ids": [r.response for r in rows], "logprobs": None}
         mask = {} if all(all(r.trains) for r in rows) else {"env_mask": [[int(t) for t in r.trains] for r in rows]}
-        return out | {"logprobs": None} | mask
+        return out | mask
 
     def rewards(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [reward[tuple(ids)] for ids in completion_ids]  # type: ignore[misc]

@@ -75,8 +75,11 @@ def trained(
             module = worker.engine.module
             with watched(module, steps, 1):
                 worker.train_mini_batch(_batch(rows, temperature, settings))
-        if (model_config or {}).get("lora_rank"):
-            reference = TorchModel(_adapted(model, unwrapped(module)))
+        if (model_config or {}).get("lora_rank"):  # adapters like the worker's; their weights come from the record
+            from peft import get_peft_model
+
+            adapted: Any = unwrapped(module)
+            reference = TorchModel(get_peft_model(model, adapted.peft_config["default"]))
     if not steps:
         raise InputError("verl took no optimizer step: the norm of its gradient was not finite.")
     return Recorded(reference, steps)
@@ -142,13 +145,6 @@ def stop_unless_twin_agrees(spec: dict[str, Any]) -> str:
     if child.returncode:
         raise InputError(f"step_check could not run: {wrong.splitlines()[-1][:300] if wrong else 'it was killed'}")
     return said
-
-
-def _adapted(model: nn.Module, module: Any) -> nn.Module:
-    """The model with adapters like the worker's; their weights come from the record."""
-    from peft import get_peft_model
-
-    return get_peft_model(model, module.peft_config["default"])
 
 
 def _batch(rows: Sequence[Row], temperature: float, settings: Any) -> Any:

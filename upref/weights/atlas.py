@@ -71,16 +71,8 @@ def _legend(fig, x, y):
     words: list[list[Artist]] = [[TextArea(word, textprops=style(c)) for word, c in row.items()] for row in rows]
     lines: list[Artist] = [HPacker(children=row, align="baseline", pad=0, sep=3.2) for row in words]
     at = {"bbox_to_anchor": (x, y), "bbox_transform": fig.transFigure}
-    fig.add_artist(
-        AnchoredOffsetbox(
-            "lower left",
-            child=VPacker(children=lines, align="left", pad=0, sep=3),
-            pad=0,
-            borderpad=0,
-            frameon=False,
-            **at,
-        )
-    )
+    both = VPacker(children=lines, align="left", pad=0, sep=3)
+    fig.add_artist(AnchoredOffsetbox("lower left", child=both, pad=0, borderpad=0, frameon=False, **at))
 
 
 def _heading(fig, group, x, y, line):
