@@ -115,6 +115,10 @@ def _memory(u: Tensor) -> Tensor:
     return u.as_strided(u.shape, torch.empty_like(u, memory_format=torch.contiguous_format).stride())
 
 
+def _vocabulary(p: Problem) -> int:
+    return p.x.shape[-1] if p.weight is None else len(p.weight)
+
+
 def _frozen(p: Problem) -> Problem:
     return p if p.weight is None else replace(p, weight=p.weight.detach())
 
@@ -169,6 +173,16 @@ PLAIN = (
     fault("the entropy is minus the sampled token's log-prob", H=lambda H, x, lp: -lp),
     fault("the entropy is in bits", H=lambda H, x, lp: H / 0.6931471805599453),
     fault("the entropy is divided by log V", H=lambda H, x, lp: H / torch.log(torch.tensor(1.0 * x.shape[-1]))),
+    fault("the entropy is averaged over all tokens", H=lambda H, x, lp: H.mean().expand_as(H)),
+    fault("the logits are divided by the square root of the temperature", x=lambda z, t: z / t**0.5),
+    fault("the log-probs are divided by the size of the vocabulary", lp=lambda lp, p: lp / _vocabulary(p)),
+    fault("the largest log-prob is returned, not the token's", picked=lambda x, ids, t: x.amax(-1)),
+    fault("the logarithm of the sigmoid replaces the log-softmax", log_Z=lambda x: 0 * x[..., 0],
+          picked=lambda x, ids, t: torch.nn.functional.logsigmoid(pick(x, ids))),
+    *(fault(f"the softmax is over dimension {d} of the logits, not over the vocabulary", log_Z=lambda x: 0 * x[..., 0],
+            picked=lambda x, ids, t, d=d: pick(x.log_softmax(d), ids)) for d in (0, 1)),
+    *(fault("the logits are clamped before the softmax", z=lambda y, p, c=c: cap(y, p).clamp(-c, c))
+      for c in (1, 5, 10, 15, 20, 30, 50, 60, 80, 88, 100, 1000)),
     fault("the softcap is left out", z=lambda y, p: y),
     fault("the derivative of the softcap is left out of the backward", z=lambda y, p: as_if(cap(y, p), y)),
     _capped("is not divided by inside tanh", lambda y, c, t: c * y.tanh()),
@@ -222,7 +236,7 @@ PLAIN = (
 def known(p: Problem) -> Iterator[LogprobFault]:
     """All of the catalogue; of code that cuts the vocabulary or the tokens into tiles, at the sizes that cut this."""
     yield from PLAIN
-    V = p.x.shape[-1] if p.weight is None else len(p.weight)
+    V = _vocabulary(p)
     for n in TILES:
         yield from _columns(V, n)
         yield from _rows(p.tokens.shape, n)
