@@ -116,7 +116,7 @@ def _explained(it: Compared, forward: Forward, b: Padded, bound: float) -> list:
         terms = plain if forward is (of or one) else Terms.of(goal, one, b)
         reading = read(one, terms.without(g, "H", "Z"))
         residuals.append(reading.residual)
-        return _said(goal, of or one, b, reading, terms, bound, words, whole) if reading.residual <= span else []
+        return _said(of or one, b, reading, terms, bound, words, whole) if reading.residual <= span else []
 
     def among(variants: Callable[[Forward], Iterator[Variant]]) -> list:
         for words, one in tried(forward, variants):
@@ -218,7 +218,7 @@ def _beyond(forward: Forward, longer: list[Row]) -> Iterator[list[Tensor]]:
                for r, m in zip(longer, seen, strict=True)]  # fmt: skip
 
 
-def _said(goal, forward, b, reading: Reading, terms: Terms, bound, words: str, whole: Tensor | None = None) -> list:
+def _said(forward, b, reading: Reading, terms: Terms, bound, words: str, whole: Tensor | None = None) -> list:
     """The words for a forward pass and the weights that were read with it."""
     width = b.mask.shape[1]
     grow = lambda x: torch.nn.functional.pad(x, (0, width - len(x)))
@@ -230,7 +230,7 @@ def _said(goal, forward, b, reading: Reading, terms: Terms, bound, words: str, w
         beyond.append(x[n:])
     noise = max(1e-4, 30 * reading.residual, 20 * bound)
     plain = Forward(forward.model, forward.rows, 1.0, forward.z).statistics()[0].detach()
-    w = Tokens(goal, forward.rows, b, terms.lp, torch.stack(found), prompts, terms.slope, plain, noise, whole)
+    w = Tokens(terms.goal, forward.rows, b, terms.lp, torch.stack(found), prompts, terms.slope, plain, noise, whole)
     more = [fail("weights", what, want, got) for what, want, got in observed(w)]
     said = [words] if words else []
     tail = int(sum((~w.zero(x)).sum() for x in beyond))

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from upref.aggregation import Totals
 from upref.rollouts import Rollouts
 from upref.step.goal import Goal
 from upref.step.rows import Padded, Row
@@ -88,37 +87,33 @@ def aggregations(
     group = b.group if goal.grouped else None
     if own == "group-token-mean" and group is None:
         own = "token-mean"
-    here = b.here
-    counts = {"": b.mask, "the normalizer counts masked tokens too": here}
-    whole = lambda mask, agg: FACTORS[agg](_counted(mask, group))
-    yield "", whole(b.mask, own)
+    counts = {"": b.mask, "the normalizer counts masked tokens too": b.here}
+    yield "", _factors(own, b.mask, group)
     if trained is not None and not trained.equal(b.mask):
-        yield "", whole(trained, own)
+        yield "", _factors(own, trained, group)
     n = len(rows)
     for ranks in (2, 4):
         each = [torch.arange(r, n, ranks) for r in range(ranks)]
         for m in range(1, n // ranks):
             if dead == sorted(int(i) for at in each[1:] for i in at[:-m]):
-                f = whole(b.mask, own).clone()
+                f = _factors(own, b.mask, group).clone()
                 f[each[0][:-m]] *= ranks
                 yield f"only the last micro-batch, of {m} responses, is reduced over {ranks} ranks", f
     if dead:
-        alive = b.mask.clone()
-        alive[dead] = False
-        f = FACTORS[own](_counted(alive[[i for i in range(n) if i not in dead]], None))
+        alive = [i for i in range(n) if i not in dead]
         kept = torch.ones(n, dtype=torch.float64)
-        kept[[i for i in range(n) if i not in dead]] = f
+        kept[alive] = _factors(own, b.mask[alive])
         yield "the normalizer counts the others only", kept
     parts = [*_partitions(n, goal, rows, b, k)]
     for words, mask in counts.items():
         for agg in dict.fromkeys([own, *FACTORS]):
             name = "" if agg == own else f"aggregated by {agg}, not by {own}"
-            yield "; ".join(filter(None, [words, name])), whole(mask, agg)
+            yield "; ".join(filter(None, [words, name])), _factors(agg, mask, group)
         for called, part in parts:
             for agg in dict.fromkeys([own, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]):
                 f = torch.zeros(n, dtype=torch.float64)
                 for at in part:
-                    f[at] = FACTORS[agg](_counted(mask[at], None))
+                    f[at] = _factors(agg, mask[at])
                 name = f"{agg} is taken over {called}, and the results are averaged"
                 yield "; ".join(filter(None, [words, name])), f / len(part)
     for size, count in SIZES.items():
@@ -132,10 +127,9 @@ def aggregations(
             yield f"the sum over {called} is divided by the {size}", even / len(part)
 
 
-def _counted(mask: Tensor, group: Tensor | None) -> Rollouts:
-    zero = torch.zeros(mask.shape, dtype=torch.float64)
-    totals = Totals.of(mask, group)
-    return Rollouts.unchecked(logp=zero, logp_old=zero, adv=zero, mask=mask, group=group, totals=totals)
+def _factors(agg: str, mask: Tensor, group: Tensor | None = None) -> Tensor:
+    """The factor of each response by that aggregation, right or wrong, of the tokens in the mask."""
+    return FACTORS[agg](Rollouts.unchecked(mask=mask, group=group))
 
 
 def _partitions(n: int, goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor) -> Iterator[tuple[str, list[Tensor]]]:
@@ -146,10 +140,8 @@ def _partitions(n: int, goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor) -
     lengths = torch.tensor([len(r.ids) for r in rows])
     for m in (2, 4):
         yield f"micro-batches of {m} sorted by length", [*lengths.argsort().split(m)]
-    unit = (k / FACTORS[declared_aggregation(goal.o)](_counted(b.mask, None))).nan_to_num(0)
-    same = [
-        torch.tensor([j for j in range(n) if abs(unit[j] / unit[i] - 1) < 1e-3], dtype=torch.long) for i in range(n)
-    ]
-    alike = {tuple(s.tolist()): s for s in same if len(s)}
+    unit = (k / _factors(declared_aggregation(goal.o), b.mask)).nan_to_num(0)
+    alike = sorted({tuple(j for j in range(n) if abs(unit[j] / unit[i] - 1) < 1e-3) for i in range(n)} - {()})
     if 1 < len(alike) < n and sum(map(len, alike)) == n:
-        yield "micro-batches (responses " + " | ".join(" ".join(map(str, a)) for a in alike) + ")", [*alike.values()]
+        said = " | ".join(" ".join(map(str, a)) for a in alike)
+        yield f"micro-batches (responses {said})", [torch.tensor(a) for a in alike]
