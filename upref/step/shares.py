@@ -9,7 +9,7 @@ from torch import Tensor
 from upref.rollouts import Rollouts
 from upref.step.goal import Goal
 from upref.step.rows import Padded, Row
-from upref.verify.factors import FACTORS, declared_aggregation
+from upref.verify.factors import FACTORS, declared_aggregation, names
 
 longest = lambda rows, of: max(len(of(r)) for r in rows)
 SIZES: dict[str, Callable[[Sequence[Row]], int]] = {  # what a micro-batch may be weighted or divided by
@@ -106,7 +106,7 @@ def aggregations(
         yield "the normalizer counts the others only", kept
     parts = [*_partitions(n, goal, rows, b, k)]
     for words, mask in counts.items():
-        for agg in dict.fromkeys([own, *FACTORS]):
+        for agg in names(own):
             name = "" if agg == own else f"aggregated by {agg}, not by {own}"
             yield "; ".join(filter(None, [words, name])), _factors(agg, mask, group)
         for called, part in parts:

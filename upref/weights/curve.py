@@ -208,15 +208,11 @@ def of_all(whats, hp: dict[str, Any]) -> list[Curve]:
         if not any(take(key) for take in takes):
             if len(whats) == 1:
                 of(whats[0], **{key: hp[key]})  # says what an objective has
-            called = ", ".join(what if isinstance(what, str) else _name(what) for what in whats)
-            raise InputError(f"none of {called} has a hyperparameter {key!r}.")
+            called = (w if isinstance(w, str) else getattr(w, "name", None) or losses.name_of(w) for w in whats)
+            raise InputError(f"none of {', '.join(called)} has a hyperparameter {key!r}.")
     return [of(what, **{k: v for k, v in hp.items() if take(k)}) for what, take in zip(whats, takes, strict=True)]
 
 
 def _takes(what) -> Callable[[str], bool]:
     what = get(what) if isinstance(what, str) and ":" not in what else what
     return what.hyperparameters.__contains__ if isinstance(what, Objective) else partial(losses.accepts, what)
-
-
-def _name(what) -> str:
-    return getattr(what, "name", None) or losses.name_of(what)
