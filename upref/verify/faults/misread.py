@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Known faults of losses in how they read a batch: tokens shifted or left out, advantages changed before the loss."""
 
-import math
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -160,7 +160,7 @@ def reweighted(case: Case) -> Iterator[LossFault]:
         yield made(f"every weight is multiplied by |o|^{power:.4g}, |o| its response's length",
                    lambda b: n(b.mask) ** power)  # fmt: skip
         for where, place in POSITIONS.items():
-            gamma = math.exp(_slope(place(b.mask)[use].double(), q[use].log()))
+            gamma = float(torch.tensor(_slope(place(b.mask)[use].double(), q[use].log())).exp())
             yield made(f"A is discounted by {gamma:.6g} a token, {where}",
                        lambda b, gamma=gamma, place=place: gamma ** place(b.mask).double())  # fmt: skip
     yield clipped(case)
@@ -183,7 +183,9 @@ def reweighted(case: Case) -> Iterator[LossFault]:
 def clipped(case: Case, times: float = 1.0) -> LossFault:
     """At the largest weight that it has on policy, at advantages so many times as large."""
     b = case.ready(on_policy_batch())
-    top = float(case.weights(b.but(adv=times * b.adv)).nan_to_num().abs().max())
+    top = 0.0
+    with contextlib.suppress(InputError):  # it refuses such advantages
+        top = float(case.weights(b.but(adv=times * b.adv)).nan_to_num().abs().max())
     return fault(f"advantages are clipped to ±{top:.6g}", "advantage", view=lambda b: b.but(adv=b.adv.clamp(-top, top)))
 
 
