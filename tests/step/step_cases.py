@@ -480,6 +480,19 @@ def advantages_not_sorted(model, rows):
     with_loss(model, sorted(rows, key=lambda r: len(r.response)), lambda lp, old, *_: surrogate(lp, old, A), "left")
 
 
+for words, term_of, options in (
+    ("the entropy bonus", lambda lp, b, z: 0.05 * entropy(z), {"entropy_coef": 0.05}),
+    ("the KL term", lambda lp, b, z: -0.1 * k3(b.ref[:, 1:] - lp), {"beta": 0.1}),
+):
+    said = f"{words}: aggregated by seq-mean-token-mean, not by token-mean"
+
+    @bug(f"{words} is a mean over responses", said, Own, **options)
+    def averaged_otherwise(model, rows, term_of=term_of):
+        b, z = (x := collate(rows)), model(x.ids)
+        lp, m = log_probs(z, b.ids), b.mask[:, 1:]
+        (term(lp, b) - ((term_of(lp, b, z[:, :-1] / T) * m).sum(1) / m.sum(1)).mean()).backward()
+
+
 @bug("the KL term is averaged over the holes as well", "masked response tokens train", Own, beta=0.1)
 def kl_over_holes(model, rows):
     b = collate(rows)

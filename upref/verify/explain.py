@@ -81,6 +81,12 @@ def confirmed(case: Case, one: LossFault, *more: Rollouts) -> str:
     return one.words if _elsewhere(case, *more).fits(one, case) else ""
 
 
+def confirmed_at(case: Case, one: LossFault, b: Rollouts, at: tuple[int, int], found: float, *more: Rollouts) -> str:
+    """The same, of a fault that has the weight found at this token of b, where the reference has another."""
+    right, wrong = (w[at].item() for w in (case.expected(b), one.change.weights(case.o, case.hp, b)))
+    return confirmed(case, one, b, *more) if abs(wrong - found) <= 1e-3 * abs(right - found) else ""
+
+
 def everywhere(case: Case, change: Callable[[Rollouts], tuple[Tensor, Tensor]], *more: Rollouts) -> bool:
     """The same of a cause that is no change of the weights: whether what is found is what the change makes of the
     reference, on every one of those batches that the loss takes, three at least."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.foreign.names import CALLED
 from upref.rollouts import Rollouts
-from upref.verify.explain import confirmed, everywhere
+from upref.verify.explain import confirmed, confirmed_at, everywhere
 from upref.verify.faults.misread import LARGE, clipped, placed
 from upref.verify.measure import HABIT, Case
 from upref.verify.oracle import oracle
@@ -208,7 +208,8 @@ def scaling(case: Case) -> list[Finding]:
     times = lambda k: lambda b: (case.gradient(b.but(adv=3 * b.adv)), k * case.gradient(b))
     why = "the size of A has no effect: it is divided out" if everywhere(case, times(1)) else ""
     why = "A enters squared" if everywhere(case, times(9)) else why
-    why = why or confirmed(case, clipped(case, LARGE), b.but(adv=LARGE * b.adv))
+    large, at_3 = clipped(case, LARGE), replace(small, adv=3 * small.adv)
+    why = why or confirmed_at(case, large, at_3, at, case.weights(at_3)[at].item(), b.but(adv=LARGE * b.adv))
     expected = f"3 times the gradient: {expected}"
     return [fail("scaling", "all advantages times 3", expected, found, example(case, small), why)]
 

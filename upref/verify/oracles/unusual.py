@@ -11,7 +11,7 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
-from upref.verify.explain import confirmed
+from upref.verify.explain import confirmed_at
 from upref.verify.faults.misread import LARGE, clipped, left_out
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
@@ -81,7 +81,8 @@ def look(case: Case, name: str, b: Rollouts, ids: tuple[str, ...]) -> list[Findi
 def _wrong(case: Case, name: str, b: Rollouts, off: Tensor, found: Tensor, ids: tuple[str, ...], dtype="") -> Finding:
     """The finding; its numbers are those of the batch that is shown: one token or one response where that still shows
     it, else how the whole batch is made."""
-    (i, t), whole = worst(off), b
+    (i, t), of_size = worst(off), () if dtype else (clipped(case, LARGE), *left_out(case))
+    why = next(filter(None, (confirmed_at(case, one, b, (i, t), found[i, t].item()) for one in of_size)), "")
     columns = [t], list(range(int(b.mask[i].nonzero().max()) + 1))
     rows = [] if dtype else [c for k in columns if (c := cut(replace(b, group=None), [i], k)) is not None]
     for small in (c for c in map(case.ready, rows) if c.mask.numel() <= 32):
@@ -95,8 +96,6 @@ def _wrong(case: Case, name: str, b: Rollouts, off: Tensor, found: Tensor, ids: 
         shown = f"from upref.weights.axes import beyond\nb = beyond({of}){low}"
     n, A = int(b.mask[i].sum()), b.adv[i, t].item()
     text = f"{AXES[name].words}: A = {A:.4g}, π_old = {b.logp_old[i, t].exp().item():.6g}, token {t + 1} of {n}{dtype}"
-    of_size = () if dtype else (clipped(case, LARGE), *left_out(case))
-    why = next(filter(None, (confirmed(case, one, whole) for one in of_size)), "")
     return fail("unusual-inputs", text, case.expected(b)[i, t].item(), found[i, t].item(), shown, why)
 
 
