@@ -65,7 +65,7 @@ CASES = [
      lambda d, A, m: seq(even(d, A * 0.95 ** place(m)), m)),
     ("discount back", "dapo", "A is discounted by 0.9 a token, back from the last token",
      lambda d, A, m: tok(clipped(d, A * 0.9 ** place(m.flip(1)).flip(1)), m)),
-    ("discount by the column of the length", "dapo", "back from the column of its length",
+    ("discount by the column of the length", "dapo", "back from column |o| - 1",
      lambda d, A, m: tok(clipped(d, A * 0.99 ** (m.sum(1, keepdim=True) - 1 - column(m))), m)),
     ("linear in the column", "dapo", "-discounted", lambda d, A, m: tok(clipped(d, A * (1 - 0.01 * column(m))), m)),
     ("half of A < 0", "dapo", "every weight is 0.5 times what it should be where A < 0",

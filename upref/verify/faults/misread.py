@@ -25,7 +25,7 @@ POSITIONS: dict[str, Callable[[Tensor], Tensor]] = {  # how far each token is fr
     "from the first column on": lambda m: torch.arange(m.shape[1]).expand(m.shape),
     "back from the last token": lambda m: m.flip(1).cumsum(1).flip(1) - 1,
     "back from the last column": lambda m: torch.arange(m.shape[1]).flip(0).expand(m.shape),
-    "back from the column of its length": lambda m: m.sum(1, keepdim=True) - 1 - torch.arange(m.shape[1]),
+    "back from column |o| - 1": lambda m: m.sum(1, keepdim=True) - 1 - torch.arange(m.shape[1]),
 }
 LEFT_OUT: dict[str, Callable[[Tensor], Tensor]] = {  # what the tokens above {} are called
     "tokens behind the first {} of a response": lambda m: m.cumsum(1),
@@ -100,20 +100,26 @@ def _under(
     return weigh
 
 
-# what the mean and the standard deviation are taken over: x [N], and which of them count for a row [B, N]
-SAMPLES: tuple[tuple[str, Callable[[Rollouts], tuple[Tensor, Tensor]]], ...] = (
-    ("the tokens of each batch", lambda b: (x := b.adv.expand_as(b.mask)[b.mask], x.new_ones(len(b.mask), len(x)))),
-    *((f"the responses of each {which}", lambda b, x=x, same=same: (x(b), same(b).to(b.adv.dtype)))
-      for x in (lambda b: per_response(b.adv, b.mask), lambda b: mean_t(b.adv.expand_as(b.mask), b.mask))
-      for which, same in (("batch", lambda b: b.mask.new_ones(len(b.mask), len(b.mask))),
-                          ("group", lambda b: torch.eq(_groups(b)[:, None], _groups(b))))),
+def _tokens(b: Rollouts) -> tuple[Tensor, Tensor]:
+    """The advantages of all tokens [N], and which of them count for a row [B, N]."""
+    x = b.adv.expand_as(b.mask)[b.mask]
+    return x, x.new_ones(len(b.mask), len(x))
+
+
+def _responses(b: Rollouts, of: Callable[[Tensor, Tensor], Tensor], grouped: bool) -> tuple[Tensor, Tensor]:
+    """The same of responses; of: the advantage of each."""
+    x = of(b.adv.expand_as(b.mask), b.mask)
+    group = b.group if grouped and b.group is not None else torch.zeros(len(x))
+    return x, torch.eq(group[:, None], group).to(x.dtype)
+
+
+SAMPLES: tuple[tuple[str, Callable[..., tuple[Tensor, Tensor]]], ...] = (
+    ("the tokens of each batch", _tokens),
+    *((f"the responses of each {which}", partial(_responses, of=of, grouped=which == "group"))
+      for of, which in product((per_response, mean_t), ("batch", "group"))),
 )  # fmt: skip
 STEPS = {(True, True): "whitened again", (False, True): "divided by their standard deviation",
          (True, False): "centered again"}  # fmt: skip
-
-
-def _groups(b: Rollouts) -> Tensor:
-    return torch.zeros(len(b.mask)) if b.group is None else b.group
 
 
 def renormalized() -> Iterator[LossFault]:
