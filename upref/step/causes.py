@@ -5,7 +5,6 @@ Weights are compared as (weight of the token before aggregation) x (factor of it
 is named where the three together give the weights that were found.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -21,7 +20,7 @@ from upref.step.shares import factor_words
 from upref.step.weights import Tokens, factors
 from upref.verify.faults import known
 from upref.verify.faults.losses import LossFault, fault
-from upref.verify.faults.misread import moved
+from upref.verify.faults.misread import between, moved
 
 BOUNDS = (0.1, 0.2, 0.28, 0.3, 0.4, 3.0, 10.0)  # of a clip, as people set them
 
@@ -139,8 +138,7 @@ def _lost(w: Tokens, r: Rollouts) -> Iterator[tuple[str, Tensor]]:
                 "tokens with an advantage below -{:g}": -r.adv}  # fmt: skip
     for words, x in features.items():
         low, high = float(x[left].max()), float(x[gone].min())
-        limits = (math.ceil(low * 10**d) / 10**d for d in range(9))
-        if (limit := next((v for v in limits if low <= v < high), None)) is not None:
+        if (limit := between(low, high)) is not None:
             yield words.format(abs(limit), abs(limit)), x > limit
 
 

@@ -2,6 +2,7 @@
 """Known faults of losses in how they read a batch: tokens shifted or left out, advantages changed before the loss."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -27,12 +28,19 @@ POSITIONS: dict[str, Callable[[Tensor], Tensor]] = {  # how far each token is fr
     "back from the last column": lambda m: torch.arange(m.shape[1]).flip(0).expand(m.shape),
     "back from column |o| - 1": lambda m: m.sum(1, keepdim=True) - 1 - torch.arange(m.shape[1]),
 }
-LEFT_OUT: dict[str, Callable[[Tensor], Tensor]] = {  # what the tokens above {} are called
-    "tokens behind the first {} of a response": lambda m: m.cumsum(1),
-    "tokens behind the first {} columns": lambda m: torch.arange(m.shape[1]).expand(m.shape) + 1,
-    "responses of more than {} tokens": lambda m: m.sum(1, keepdim=True).expand(m.shape),
-    "responses of fewer than {} tokens": lambda m: -m.sum(1, keepdim=True).expand(m.shape),
-}
+_last = lambda m: m.flip(1).cumsum(1).flip(1)
+# tokens of which this number exceeds a limit do not train: what they are called, of which number, the limit in words
+LEFT_OUT: tuple[tuple[str, Callable[[Rollouts], Tensor], Callable[[float], float]], ...] = (
+    ("tokens behind the first {:g} of a response", lambda b: b.mask.cumsum(1), float),
+    ("the first {:g} tokens of each response", lambda b: -b.mask.cumsum(1), lambda x: -x - 1),
+    ("tokens in front of the last {:g} of a response", lambda b: _last(b.mask), float),
+    ("the last {:g} tokens of each response", lambda b: -_last(b.mask), lambda x: -x - 1),
+    ("tokens behind the first {:g} columns", lambda b: torch.arange(1, len(b.mask[0]) + 1).expand(b.mask.shape), float),
+    ("responses of more than {:g} tokens", lambda b: b.mask.sum(1, keepdim=True).expand(b.mask.shape), float),
+    ("responses of fewer than {:g} tokens", lambda b: -b.mask.sum(1, keepdim=True).expand(b.mask.shape), abs),
+    ("tokens with a log_prob above {:g}", lambda b: b.logp, float),
+    ("tokens with a log_prob below {:g}", lambda b: -b.logp, lambda x: -x),
+)
 CUT = {  # tokens that a mask may lack
     "the first column of the batch": lambda m: torch.arange(m.shape[1]) == 0,
     "the last column of the batch": lambda m: torch.arange(m.shape[1]) == m.shape[1] - 1,
@@ -196,22 +204,28 @@ def clipped(case: Case, times: float = 1.0) -> LossFault:
 
 
 def left_out(case: Case) -> Iterator[LossFault]:
-    """What no token that trains exceeds, and all that do not train: a position, or the length of the response."""
-    n = torch.arange(1, LONGEST + 1)[:, None]
-    mask, lp = n.T <= n, torch.full((LONGEST, LONGEST), -1.0, dtype=torch.float64)
-    b = case.ready(Rollouts(lp, lp, (-1.0) ** n * torch.ones_like(lp), mask, entropy=1 + n / LONGEST + 0 * lp))
+    """What no token that trains exceeds, and all that do not train: a position, a length or a log-probability."""
+    n = torch.arange(1, LONGEST + 1, dtype=torch.float64)[:, None]
+    lp = -6 * (n * n.T.sqrt() % 1) - 0.01
+    b = case.ready(Rollouts(lp, lp, (-1.0) ** n + 0 * lp, n.T <= n, entropy=1 + n / LONGEST + 0 * lp))
     try:
         found, due = case.weights(b), b.mask & (case.expected(b) != 0)
     except InputError:  # it refuses such a batch
         return
-    for words, x in LEFT_OUT.items():
-        gone, trains = (x(b.mask)[due & side] for side in (found == 0, found != 0))
-        if len(gone) and len(trains) and (limit := int(trains.max())) < gone.min():
-            kept = lambda b, x=x, limit=limit: b.mask & (x(b.mask) <= limit)
+    for words, x, said in LEFT_OUT:
+        gone, trains = (x(b)[due & side] for side in (found == 0, found != 0))
+        if len(gone) and len(trains) and (limit := between(float(trains.max()), float(gone.min()))) is not None:
+            kept = lambda b, x=x, limit=limit: b.mask & (x(b) <= limit)
             for counted in (True, False):
-                said = f"{words.format(abs(limit))} are not trained, {'though' if counted else 'and not'} counted"
-                yield fault(f"{said} in the denominator", "batches", weigh=_under(case.o, case.hp, kept, counted),
+                told = f"{words.format(said(limit))} are not trained, {'though' if counted else 'and not'} counted"
+                yield fault(f"{told} in the denominator", "batches", weigh=_under(case.o, case.hp, kept, counted),
                             whole=True)  # fmt: skip
+
+
+def between(low: float, high: float) -> float | None:
+    """The roundest number from low on that is below high, if there is one."""
+    limits = (math.ceil(low * 10**d) / 10**d for d in range(9))
+    return next((v for v in limits if low <= v < high), None)
 
 
 def _slope(x: Tensor, y: Tensor) -> float:
