@@ -55,9 +55,11 @@ def page(a: dict[str, Any], entries: list[Entry]) -> str:
     out += [""]
     out += [f"* {line}" for line in a["remarks"]]
     out += [f"* Not audited: `{mode}`: {why}." for mode, why in a["out_of_scope"].items()]
-    out += [f"* Unknown to this audit: {', '.join(a['unaudited'])}."] * bool(a["unaudited"])
+    if a["unaudited"]:
+        out.append(f"* Unknown to this audit: {', '.join(a['unaudited'])}.")
     nan = ", ".join(map(_code, a["nan_in_padding"]))
-    out += [f"* The loss is NaN where a masked slot holds NaN: {nan}."] * bool(nan)
+    if nan:
+        out.append(f"* The loss is NaN where a masked slot holds NaN: {nan}.")
     if name in logprobs.found():
         out += ["", "## Log-probabilities", "", f"`upref audit {name} --logprobs`:", "", logprobs.field_logprobs(name)]
     out += ["", "## What differs", ""] if entries else ["", "Nothing differs.", ""]
@@ -90,10 +92,19 @@ def _code(label: str) -> str:
 
 def _entry(name: str, e: Entry) -> list[str]:
     out = [f"### {e.key}", "", f"*{e.status}*, {e.severity} ({e.size}): {e.reason}.", ""]
-    out += [f"* Promised ({e.bib}): {e.paper}.", f"* Found: {e.code}." + f" [The line]({e.at})" * bool(e.line)]
-    out += [f'* Told: "{e.words}" ([here]({e.link})).'] * bool(e.words)
-    out += [f"* Thread: {e.thread}"] * bool(e.thread) + [f"* Fixed in: {e.fixed}."] * bool(e.fixed)
-    out += [f"* A fix: {e.fix}."] * bool(e.fix) + [f"* As an issue: `upref audit {name} --report {e.key}`", ""]
+    found = f"* Found: {e.code}."
+    if e.line:
+        found += f" [The line]({e.at})"
+    out += [f"* Promised ({e.bib}): {e.paper}.", found]
+    if e.words:
+        out.append(f'* Told: "{e.words}" ([here]({e.link})).')
+    if e.thread:
+        out.append(f"* Thread: {e.thread}")
+    if e.fixed:
+        out.append(f"* Fixed in: {e.fixed}.")
+    if e.fix:
+        out.append(f"* A fix: {e.fix}.")
+    out += [f"* As an issue: `upref audit {name} --report {e.key}`", ""]
     if e.proof:
         out += ["```text", e.proof.strip(), "", f"# prints: {' '.join(e.prints.split())}", "```", ""]
     return out

@@ -59,9 +59,9 @@ def where_it_helps() -> str:
 def brief(report: Any) -> dict[str, Any]:
     if isinstance(report, str):
         return {"verdict": f"not run: {report}", "notes": []}
-    wrong = [f"{f.oracle}: {f.regime}" + f" ({f.cause})" * bool(f.cause) for f in report.failures]
+    wrong = [f"{f.oracle}: {f.regime}" + (f" ({f.cause})" if f.cause else "") for f in report.failures]
     short = lambda n: n.regime.partition(" (")[0] if "refused" in n.regime else n.regime
-    notes = [short(n) + f" ({n.cause})" * (n.cause not in ("", "rounding")) for n in report.notes]
+    notes = [short(n) + (f" ({n.cause})" if n.cause not in ("", "rounding") else "") for n in report.notes]
     entropy = "" if any("no entropy" in c for c in report.assumptions) else ", with entropy"
     return {"verdict": "differs: " + "; ".join(wrong) if wrong else f"agrees{entropy}", "notes": notes}
 

@@ -240,7 +240,7 @@ def _derivative(o: Objective, mask: np.ndarray, hp: dict[Any, Any]) -> Callable[
     read = (lp, lp_old, np.repeat(first[:, None], mask.shape[1], 1) if o.agg == "seq-mean" else A)
     if o.level in REDUCE:
         read = (REDUCE[o.level](lp, mask), REDUCE[o.level](lp_old, mask), first)
-    terms = o.fn(*read, *[mask] * (o.level == "custom"), **o.of_surrogate(hp))
+    terms = o.fn(*read, *([mask] if o.level == "custom" else []), **o.of_surrogate(hp))
     copies = 1 if o.agg == "seq-mean" else mask.sum(-1)  # of a response's term
     J = np.dot(rows, terms * copies if terms.ndim == 1 else sum_t(terms, mask))
     if hp.get("beta"):

@@ -41,7 +41,7 @@ def table() -> str:
 
 def row(x: dict, found: dict) -> list[str]:
     where = f"[{x['repo']}](https://github.com/{x['repo']}/blob/{x['commit']}/{x['file'].replace('+', '%2B')})"
-    lines = f"{found['lines']} line{'s' * (found['lines'] != 1)}: {x['needs']}"
+    lines = f"{found['lines']} line{'s' if found['lines'] != 1 else ''}: {x['needs']}"
     hand = found["by_hand"] + ("" if right(found) else " **(the verdict is wrong)**")
     says = x["says"] + (f"; it says so itself: {x['said']}" if "said" in x else "")
     return [f"{where}<br>{x['file'].rpartition('/')[2]}", says, lines, verdict(x, found), named(found), hand]
@@ -55,10 +55,14 @@ def estimators() -> str:
         where = f"[{x['repo']}](https://github.com/{x['repo']}/blob/{x['commit']}/{x['file']})"
         meant = all(f.startswith("equal-rewards") for f in x["failures"])  # rounding, which a formula has not
         says = f"**is {x['held']}**" if meant else f"**is not {x['held']}**"
-        says += ", but not at " * (meant and not x["check"]) + "; " * (not meant) + "; ".join(x["failures"])
+        if not meant:
+            says += "; "
+        elif not x["check"]:
+            says += ", but not at "
+        says += "; ".join(x["failures"])
         says += "".join(f"; {c}" for c in x["read"])
         wrong = x["off_formula"] > 1e-6 or meant != x["same"]
-        hand = x["by_hand"] + " **(the verdict is wrong)**" * wrong
+        hand = x["by_hand"] + (" **(the verdict is wrong)**" if wrong else "")
         out.append(f"| {' | '.join([f'{where}<br>' + x['file'].rpartition('/')[2], x['says'], says, hand])} |")
     return "\n".join(out)
 

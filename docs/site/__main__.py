@@ -51,7 +51,7 @@ def main(folder: str = str(ROOT / "build" / "site")) -> int:
     pages = len(list(Path(folder, "html").rglob("*.html")))
     print(*wrong, sep="\n", end="\n" if wrong else "")
     took = f"{time.time() - begun:.0f} s, {cpu:.0f} s of CPU"
-    print(f"{pages} pages in {folder}/html, {took}: {'NOT ' * bool(wrong)}whole")
+    print(f"{pages} pages in {folder}/html, {took}: {'NOT ' if wrong else ''}whole")
     return bool(wrong)
 
 

@@ -162,9 +162,9 @@ def sections(texts: dict[str, str]):
             hidden = visible or ":hidden:\n"
             texts[section.head] += f"\n```{{toctree}}\n{hidden}\n{listed}\n```\n"
         heads.append(f"{section.title} <{section.head}>")
-        cards += [
-            f"\n:::{{grid-item-card}} {section.title}\n:link: {section.head}\n:link-type: doc\n{section.text}\n:::\n"
-        ] * (section.title != "More")  # nine cards fill three rows; the tab is on every page
+        if section.title != "More":  # nine cards fill three rows; the tab is on every page
+            link = f":link: {section.head}\n:link-type: doc"
+            cards.append(f"\n:::{{grid-item-card}} {section.title}\n{link}\n{section.text}\n:::\n")
     index = (Path(__file__).parent / "index.md").read_text(encoding="utf-8").replace("CARDS\n", "".join(cards))
     example = re.search(r"```python\n# my.py\n.*?```\n\n```console\n.*?```\n", texts["start"], re.S)
     index = index.replace("EXAMPLE\n", example[0] if example else "")

@@ -45,7 +45,7 @@ def dead(html: Path) -> list[str]:
             why = "is fetched from a network" if parts.scheme or parts.netloc else _leads(file, parts, pages)
             if why:
                 wrong[f"{link} {why}"].append(str(file.relative_to(html.resolve())))
-    return [f"{what}: {', '.join(where[:3])}{' ...' * (len(where) > 3)}" for what, where in wrong.items()]
+    return [f"{what}: {', '.join(where[:3])}{' ...' if len(where) > 3 else ''}" for what, where in wrong.items()]
 
 
 def _leads(file: Path, parts, pages: dict[Path, Page]) -> str:

@@ -135,8 +135,8 @@ def _runs(o: Objective, folder: Path) -> str:
     found = [{name: [curves.curve(r, panel) for r in runs] for name, runs in shown.items()} for panel in PANELS]
     curves.draw(PANELS, found, "", o.name).savefig(folder / f"{o.name}-runs.svg")
     s = arms[o.name][0]["settings"]
-    times = f"{s['minibatches']} mini-batches a step" + f", {s['epochs']} epochs" * (s["epochs"] > 1)
-    kl = f", KL coefficient {s['beta']:g}" * bool(s["beta"])
+    times = f"{s['minibatches']} mini-batches a step" + (f", {s['epochs']} epochs" if s["epochs"] > 1 else "")
+    kl = f", KL coefficient {s['beta']:g}" if s["beta"] else ""
     seeds = "; ".join(f"{name}: seeds {_ranges(r['settings']['seed'] for r in runs)}" for name, runs in shown.items())
     own = {k: s[k] for k in ("advantages", "aggregation") if s[k]}
     kl += "".join(f", {k} `{v}`" for k, v in own.items())

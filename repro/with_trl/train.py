@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--out", type=Path, default=RUNS / "trl")
     args = p.parse_args(argv)
     try:
-        names = [args.objective] + [args.against] * (args.against not in ("none", args.objective))
+        names = [args.objective] + ([args.against] if args.against not in ("none", args.objective) else [])
         seeds = args.seeds.split(",")
         if not all(s.isdecimal() for s in seeds) or len(set(seeds)) != len(seeds):
             raise InputError(f"--seeds must be different whole numbers with commas between them, got {args.seeds!r}.")

@@ -82,8 +82,10 @@ def test_a_value_on_the_bound_alone_is_no_jump_of_its_own():
 def test_bounds_that_depend_on_mu(mu):
     for delta in (0.05, 0.15):
         high, low = (mu + delta) / mu, (mu - delta) / mu
-        assert [j.r for j in of("dppo_tv", delta=delta).jumps(1.0, mu)] == pytest.approx([high] * (mu + delta < 1))
-        assert [j.r for j in of("dppo_tv", delta=delta).jumps(-1.0, mu)] == pytest.approx([low] * (low > 0))
+        assert [j.r for j in of("dppo_tv", delta=delta).jumps(1.0, mu)] == pytest.approx(
+            [high] if mu + delta < 1 else []
+        )
+        assert [j.r for j in of("dppo_tv", delta=delta).jumps(-1.0, mu)] == pytest.approx([low] if low > 0 else [])
     for name in ("bandpo_kl", "bandpo_chi2", "dppo_kl"):
         ends, alive = of(name).ends([1.0, -1.0], mu)
         assert alive.tolist() == [True, ends[1, 0] == np.inf]  # a band that reaches down to 0 has no end

@@ -78,13 +78,15 @@ def a_loss(rng: random.Random) -> Callable:
         chosen = [*rng.sample(NAMES[:4], 4), *chosen[:1]]
     chosen, parts = list(dict.fromkeys(chosen)), []
     for i, name in enumerate(chosen):
-        parts.append(name + rng.choice(["", "", "", "=None", "=0.2", "=()"]) * (i > 2))
+        default = rng.choice(["", "", "", "=None", "=0.2", "=()"])
+        parts.append(name + default if i > 2 else name)
     cut = next((i for i, p in enumerate(parts) if "=" in p), len(parts))
     parts = parts[:cut] + [p if "=" in p else p + "=None" for p in parts[cut:]]
     for mark in ("/", "*", "*a"):
         if parts and rng.random() < 0.1 and not {"*", "*a"} & set(parts):
             parts.insert(rng.randint(1, len(parts)) if mark == "/" else rng.randint(0, len(parts) - 1), mark)
-    parts += ["**k"] * (rng.random() < 0.1)
+    if rng.random() < 0.1:
+        parts.append("**k")
     scope: dict = {"answer": ANSWERS[rng.choice(list(ANSWERS))]}
     with contextlib.suppress(SyntaxError):
         exec(f"def f({', '.join(parts)}): return answer([{', '.join(chosen)}])", scope)

@@ -25,8 +25,9 @@ from upref.verify.shrink import cut
 
 
 def parameter(case):
-    marks = [pytest.mark.nightly] * case.nightly
-    marks += [pytest.mark.xfail(strict=True, reason=case.xfail)] * bool(case.xfail)
+    marks = [pytest.mark.nightly] if case.nightly else []
+    if case.xfail:
+        marks.append(pytest.mark.xfail(strict=True, reason=case.xfail))
     return pytest.param(case, id=f"{case.file}: {case.name}", marks=marks)
 
 

@@ -164,7 +164,8 @@ def _script(prelude: str, proof: str) -> str:
             out[:0] = lines[node.lineno - 1 : node.end_lineno]
     plain = [x.removeprefix("import ") for x in out if x.startswith("import ")]
     rest = [x for x in out if not x.startswith("import ")]
-    return "\n".join([*([f"import {', '.join(plain)}"] * bool(plain)), *rest, proof])
+    imports = [f"import {', '.join(plain)}"] if plain else []
+    return "\n".join([*imports, *rest, proof])
 
 
 def changed_defaults(name: str, defaults: dict[str, dict[str, Any]], version: str) -> list[str]:
@@ -173,7 +174,7 @@ def changed_defaults(name: str, defaults: dict[str, dict[str, Any]], version: st
     return [
         f"{mode}: the default of {k} is {now.get(k, 'gone')} in {version}, and was {was.get(k, 'not there')}"
         for mode, now in defaults.items()
-        for was in [then.get("every", {}) | then.get(mode, {})] * bool(then)
+        for was in ([then.get("every", {}) | then.get(mode, {})] if then else [])
         for k in sorted({*now, *was})
         if now.get(k) != was.get(k)
     ]

@@ -135,7 +135,8 @@ def _typed(name: str, c: Comparison, fields: dict[str, Any], how: dict[str, Any]
         key = k.replace("_", "-") if how["style"] == "dashes" else k
         line = form.format(**said | {"key": key, "value": said[k]})
         lines.append(line.removesuffix(" true") if how["style"] == "dashes" else line)
-    lines += [how.get("no_kl", "")] * ("beta" not in c.hp)  # a KL term beside the loss, which is on unless said
+    if "beta" not in c.hp:
+        lines.append(how.get("no_kl", ""))  # a KL term beside the loss, which is on unless said
     return list(dict.fromkeys(line for line in lines if line))
 
 

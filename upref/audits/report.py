@@ -40,7 +40,9 @@ def report(name: str, key: str) -> str:
     of = f" of {pin.date}" if pin and pin.date else ""
     lines = [f"# {title}", "", f"**Version**: {name} {e.version}{of}.  "]
     lines += [f"**Paper**: {', '.join(papers().get(e.bib, (e.bib,)))}: {e.paper}.  "]
-    lines += [f"**Code**: {e.code}.  "] + [f"**Line**: {e.at}  "] * bool(e.line)
+    lines.append(f"**Code**: {e.code}.  ")
+    if e.line:
+        lines.append(f"**Line**: {e.at}  ")
     lines += [*_lines_of_code(e), ""]
     if e.proof:
         expected, _, found = e.prints.partition(" found ")
@@ -50,7 +52,9 @@ def report(name: str, key: str) -> str:
         lines += [f"**Size**: {SEVERITY[e.severity]}; {e.size} (`upref audit {name}` says which batch is typical).", ""]
     told = f'"{e.words}" ({e.link})' if e.words else "not in any searched text"
     lines += [f"**Documented**: {told}. Searched: {e.searched}.  "]
-    lines += [f"**Thread**: {e.thread or 'none found'}  "] + [f"**Fixed in**: {e.fixed}  "] * bool(e.fixed)
+    lines.append(f"**Thread**: {e.thread or 'none found'}  ")
+    if e.fixed:
+        lines.append(f"**Fixed in**: {e.fixed}  ")
     lines += [f"**Proposed fix**: {e.fix}."] if e.fix else []
     readers = "" if e.twice or e.status in ("documented choice", "numerical") else ", by one reader so far"
     lines += ["", f"Status by upref{readers}: *{e.status}* ({STATUS[e.status]})."]
@@ -93,7 +97,8 @@ class Proofs(Result):
         for e, now in self.said:
             same, told = self._holds(e, now), " ".join(now.split())
             out.append(f"{'as recorded' if same else 'OTHERWISE  '}  {e.key}: {told}")
-            out += [f"{'':11}  recorded: {' '.join(e.prints.split())}"] * (not same)
+            if not same:
+                out.append(f"{'':11}  recorded: {' '.join(e.prints.split())}")
         return "\n".join(out)
 
     __str__ = text
@@ -118,7 +123,8 @@ def draft(a: Any) -> str:
         shared = {k: v for k, v in each[0].items() if all(d.get(k) == v for d in each)} if each else {}
         own = {m: {k: v for k, v in d.items() if k not in shared} for m, d in a.defaults.items()}
         for mode, fields in ({"every": shared} | own).items():
-            lines += [f"[defaults.{mode}]", *(f"{k} = {_toml(v)}" for k, v in fields.items()), ""] * bool(fields)
+            if fields:
+                lines += [f"[defaults.{mode}]", *(f"{k} = {_toml(v)}" for k, v in fields.items()), ""]
     known = {(e.reason, x) for e in a.entries for x in e.evidence}
     if not recorded(a.framework).get("ledger"):
         table = [f'version = "{a.version}"', 'source = "?"', 'searched = "?"']

@@ -17,7 +17,7 @@ def markdown_table() -> str:
     """The table of objectives in docs/objectives.md; a test holds the page against it."""
     first = lambda o: f"`{o.equation.splitlines()[0]}`".replace("|", "\\|")
     every = [get(n) for n in names()]
-    paper = lambda o: o.paper + " †" * bool(o.known_from)
+    paper = lambda o: o.paper + (" †" if o.known_from else "")
     rows = [f"| `{o.name}` | {paper(o)} | {o.level} | {o.agg} | {first(o)} |" for o in every]
     return "\n".join(["| name | paper | level | aggregation | J |", "|---|---|---|---|---|", *rows])
 

@@ -150,7 +150,10 @@ def judged(e: Exercise, fn: Callable) -> Answer:
     if at is not None:
         batch, (want, got) = e.batches[at], _said(e, right[at], yours[at])
         fault, sure = _fault(e, yours, at)
-        mistake = "perhaps: " * (not sure) + fault.words if fault else yours[at].amiss or pattern(right[at], yours[at])
+        if fault:
+            mistake = fault.words if sure else f"perhaps: {fault.words}"
+        else:
+            mistake = yours[at].amiss or pattern(right[at], yours[at])
         hint = fault.hint if fault else e.hint(batch, yours[at].value) or _where(e, at, yours[at].amiss)
         return Answer(**about, ok=False, batch=_python(e, batch), shows=batch.shows, expected=want, found=got,
                       mistake=mistake, hint=hint)  # fmt: skip
@@ -164,7 +167,8 @@ def judged(e: Exercise, fn: Callable) -> Answer:
             batch, want, got = shown
             return Answer(**about, ok=False, batch=_python(e, batch, digits=8), shows=batch.shows, expected=want,
                           found=got, mistake=mistake)  # fmt: skip
-        hint = "a weight is minus the gradient of the loss by lp, times N." * first.expected.startswith("weight")
+        of_weight = first.expected.startswith("weight")
+        hint = "a weight is minus the gradient of the loss by lp, times N." if of_weight else ""
         return Answer(**about, ok=False, batch=first.batch, shows=first.regime, expected=first.expected,
                       found=first.found, mistake=mistake, hint=hint)  # fmt: skip
     return Answer(**about, ok=True, hint=e.notice)
@@ -222,7 +226,7 @@ def pattern(right: Outcome, yours: Outcome) -> str:
         if got.isnan().any():
             return "there is a NaN: 0/0, 0 * inf, or something that was masked too late"
         if not got.any():
-            return "everything is 0" + ": the gradient cancels, or is cut" * (want is right.gradient)
+            return "everything is 0" + (": the gradient cancels, or is cut" if want is right.gradient else "")
         if _same(-want, got):
             return "every sign is the wrong way round"
         factor = (got / want)[want != 0]

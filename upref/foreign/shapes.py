@@ -43,7 +43,7 @@ def _tried(loss: Loss) -> tuple[Loss, float]:
         )
     if not done.value.isfinite():
         raise InputError(f"{loss.name} is {done.value.item()} on a good batch (π_θ = π_old, finite log-probabilities).")
-    read_as = _also(loss.read_as, "result -> unreduced, aggregated by upref" * (done.form == "unreduced"))
+    read_as = _also(loss.read_as, "result -> unreduced, aggregated by upref" if done.form == "unreduced" else "")
     loss = replace(loss, form=done.form, wrapped=done.wrapped, calls_backward=done.calls_backward, read_as=read_as)
     A = b.adv.clone()
     A[0] *= 1.5

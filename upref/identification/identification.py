@@ -121,9 +121,13 @@ class Identification(Result):
         hp = [f"{k}={v:.7g}" for k, v in m.hp.items() if v is not None and (k != "beta" or v)]
         agg = "" if m.own or m.agg not in AGGREGATIONS else m.agg
         if ":" in self.loss:
-            said = ["upref check", shlex.quote(self.loss), "--as", shlex.quote(m.name), *[f"--agg {agg}"] * bool(agg)]
+            said = ["upref check", shlex.quote(self.loss), "--as", shlex.quote(m.name)]
+            if agg:
+                said.append(f"--agg {agg}")
             return " ".join([*said, *(f"--hp {x}" for x in hp)])
-        return f"upref.check({', '.join([self.loss, repr(m.name), *[f'agg={agg!r}'] * bool(agg), *hp])})"
+        if agg:
+            hp.insert(0, f"agg={agg!r}")
+        return f"upref.check({', '.join([self.loss, repr(m.name), *hp])})"
 
     def _head(self) -> str:
         if self.kind == "none":

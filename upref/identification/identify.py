@@ -292,7 +292,7 @@ def _limits(box: BlackBox, case: Case, said: Callable[[Rollouts], Tensor]) -> li
     if box.near >= LOOSE or box.batch_coupled:
         return []
     claim = Claim(**{f.name: getattr(case, f.name) for f in fields(case)}, said=said)
-    for axis in (*ASKED, *["reference"] * bool(box.kl)):
+    for axis in (*ASKED, "reference") if box.kl else ASKED:
         if found := [f for f in look(claim, axis, case.beyond(axis), ()) if f.severity == "failure"]:
             return [f"it differs elsewhere: {found[0].regime}: this gives {found[0].expected}, {found[0].found} found"]
     return []

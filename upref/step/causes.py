@@ -149,11 +149,11 @@ def _orders(rows: Sequence[Row]) -> dict[str, Tensor]:
         for k in range(1, m):
             by = f"row i + {k}" if k <= m // 2 else f"row i - {m - k}"
             order = torch.arange(n).split(m)
-            out[by + f" of micro-batches of {m}" * (m < n)] = torch.cat([x.roll(-k) for x in order])
+            out[by + (f" of micro-batches of {m}" if m < n else "")] = torch.cat([x.roll(-k) for x in order])
     lengths = torch.tensor([len(x.response) for x in rows])
     for down in (False, True):
         order = lengths.argsort(descending=down, stable=True)
-        by = f"another row: responses are sorted by length{', longest first' * down}, and these are not"
+        by = f"another row: responses are sorted by length{', longest first' if down else ''}, and these are not"
         out[by] = order.argsort()
     return out
 

@@ -173,9 +173,13 @@ def _report(
     if not error <= bound or parameters(model, it.found, it.want, bound):
         findings += diagnosed(it, case, bound, again)
     unexercised = [f"{k} ({why})" for k, why in case.unvaried.items()]
-    unexercised += ["micro-batches"] * (passes == 1) + ["several ranks"] * (not _ranks())
+    if passes == 1:
+        unexercised.append("micro-batches")
+    if not _ranks():
+        unexercised.append("several ranks")
     said = batch.exercised(case.rows, goal.temperature, case.forward.lp())
-    said += [f"{passes} backward passes" if passes > 1 else "one backward pass"] * (passes > 0)
+    if passes > 0:
+        said.append(f"{passes} backward passes" if passes > 1 else "one backward pass")
     hp = goal.hp | {"temperature": goal.temperature} | ({"beta": goal.beta} if goal.beta else {})
     ran = {"gradient": "failure" if any(f.severity == "failure" for f in findings) else "ok"}
     return StepReport(

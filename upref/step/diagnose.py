@@ -234,12 +234,14 @@ def _said(forward, b, reading: Reading, terms: Terms, bound, words: str, whole: 
     more = [fail("weights", what, want, got) for what, want, got in observed(w)]
     said = [words] if words else []
     tail = int(sum((~w.zero(x)).sum() for x in beyond))
-    said += [f"{tail} tokens behind the responses train: padding, or the next row"] * (tail > 0)
+    if tail > 0:
+        said.append(f"{tail} tokens behind the responses train: padding, or the next row")
     prompt = any(bool((~w.zero(p)).any()) for p in prompts)
     if w.same(torch.where(w.here, w.found, torch.nan), torch.where(b.mask, terms.slope, 0)):
-        said += ["prompt tokens train"] * prompt
+        if prompt:
+            said.append("prompt tokens train")
     elif cause := named(w):
-        said += ["prompt tokens train"] * prompt + [cause]
+        said += (["prompt tokens train"] if prompt else []) + [cause]
     elif more:
         said += [f.regime for f in more[:3]]
     return ["; ".join(said), *more] if said else ["no known cause fits", *more]

@@ -38,7 +38,7 @@ def others(right: Forward) -> Iterator[Variant]:
 def _fronts(right: Forward) -> list[list[list[int]]]:
     """What stood in front of each row: as it was fed, else guesses, padding and packs of micro-batches."""
     rows, out = right.rows, [right.before] if any(right.before) else []
-    for m in BATCHES * (not out):
+    for m in () if out else BATCHES:
         parts = [rows[i - i % m : i - i % m + m] for i in range(len(rows))]
         for pad in dict.fromkeys((right.model.end or 0, 0)):
             for of in (lambda r: r.ids, lambda r: r.prompt):
@@ -147,7 +147,7 @@ def _attention(model: TorchModel, right: Forward) -> Iterator[Variant]:
         if max(map(len, front)) < whole:  # of packs that are guessed, the largest
             continue
         for m in range(1, max(max(x, default=0) for x in owner) + 2):
-            for once, document in {", once": lambda k, m=m: k - m * (k >= m), "": lambda k, m=m: k % m}.items():
+            for once, document in {", once": lambda k, m=m: k - m if k >= m else k, "": lambda k, m=m: k % m}.items():
 
                 def same(i: int, r: Row, front=front, owner=owner, document=document) -> tuple:
                     ids = front[i] + r.ids

@@ -100,7 +100,7 @@ def report(
     step: `(model, rows, temperature, **fields)`, recorded. ranks: processes, each with its share of the rows.
     """
     meaning = meant(objective, hp, temperature, **goal)
-    rows = built(TorchModel(model), meaning, None, ["temperature"] * (temperature == 1), coarse=half).rows
+    rows = built(TorchModel(model), meaning, None, ["temperature"] if temperature == 1 else [], coarse=half).rows
     with ranked(ranks, step, model, rows, temperature, fields) as mine:
         seen = step(model, mine, temperature, **fields)
         return check_recorded(seen, rows if ranks == 1 else [rows], objective, temperature=temperature, without=AXES,

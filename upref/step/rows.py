@@ -159,7 +159,7 @@ def sampled(
             mask = np.array(row.trains)
             count = mask.sum() if o.level == "sequence_mean" else 1
             d[mask] += (MEANS[o.level][i % 8] * count - d[mask].sum()) / mask.sum()
-        row.old = np.minimum(x.numpy() - d * (not still), -1e-3).tolist()
+        row.old = np.minimum(x.numpy() - (0 if still else d), -1e-3).tolist()
         row.ref = np.minimum(x.numpy() + rng.normal(0, 0.3, n), -1e-3).tolist()
     return rows
 

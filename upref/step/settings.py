@@ -150,7 +150,7 @@ def verl() -> Iterator[Setting]:
             engine=dict(use_dynamic_bsz=True, max_token_len_per_gpu=40))
     for family in FAMILIES:
         how = dict(attention="eager") if family in EAGER else {}
-        yield s("loss_agg_mode=token-mean" + ", eager attention" * bool(how), family, more=how)
+        yield s("loss_agg_mode=token-mean" + (", eager attention" if how else ""), family, more=how)
     for family in (f for f in FAMILIES if f not in EAGER):
         yield s("use_remove_padding", family, model_config=packed)
     for family in ("gemma", "gemma2", "gemma3", "granite", "cohere", "falcon_h1"):  # FSDP2 shards a head of its own
@@ -185,8 +185,10 @@ def openrlhf() -> Iterator[Setting]:
         yield s(f"temperature={T:g}", fields=dict(temperature=T))
     yield s("eager attention", fields=eager)
     for family in FAMILIES:
-        here = family in (*EAGER, "gemma2")
-        yield s("loss_agg_mode=token-mean" + ", eager attention" * here, family, fields=eager if here else {})
+        if family in (*EAGER, "gemma2"):
+            yield s("loss_agg_mode=token-mean, eager attention", family, fields=eager)
+        else:
+            yield s("loss_agg_mode=token-mean", family)
 
 
 TRAINERS = {"trl": trl, "verl": verl, "openrlhf": openrlhf}

@@ -66,13 +66,13 @@ def _divisor(D: int, rows: Sequence[Row], b: Padded, moving: int) -> str:
         for name, part in {"last": parts[-1], "first": parts[0]}.items():
             same[f"the tokens of the {name} micro-batch, of {len(part)} responses"] = int(part.sum())
     found = " or ".join(words for words, n in same.items() if n == D)
-    return f"the sum over all tokens is divided by {D}" + f": {found}" * bool(found)
+    return f"the sum over all tokens is divided by {D}" + (f": {found}" if found else "")
 
 
 def _times(c: float, T: float) -> str:
     for n in range(2, 65):
         if abs(abs(c) * n - 1) < 1e-3:
-            return f"{'-' * (c < 0)}1/{n}"
+            return f"{'-' if c < 0 else ''}1/{n}"
     for words, v in {"T": T, "1/T": 1 / T, "1/T²": T**-2}.items():
         if T != 1 and abs(c / v - 1) < 1e-3:
             return f"{c:.4g} (= {words})"

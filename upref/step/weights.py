@@ -122,7 +122,7 @@ def observed(w: Tokens) -> list[tuple[str, str, str]]:
         gone = lambda i: w.whole is None or abs(w.whole[i]) <= 1e-7 * w.whole.abs().max()
         whole = [i for i in range(len(w.rows)) if live[i].any() and bool((lost | ~live)[i].all()) and gone(i)]
         if whole:
-            rows = f"response{'s' * (len(whole) > 1)} {', '.join(map(str, whole))}"
+            rows = f"response{'s' if len(whole) > 1 else ''} {', '.join(map(str, whole))}"
             out.append((f"{rows} {'do' if len(whole) > 1 else 'does'} not train", "weights other than 0", "weight 0"))
         some = int(lost.sum()) - int(lost[whole].sum())
         if some:
@@ -131,7 +131,7 @@ def observed(w: Tokens) -> list[tuple[str, str, str]]:
     if n := int((idle & ~w.zero(w.found)).sum()):
         out.append((f"{n} tokens train that the objective stops", "weight 0", top(w.found[idle])))
     if (k := factors(w, w.expected)) is not None and not w.same(w.found.where(w.b.mask, torch.nan), w.expected):
-        shown = ["-" if v.isnan() else f"{v * (abs(v) > w.tol):.4g}" for v in k]
+        shown = ["-" if v.isnan() else f"{v if abs(v) > w.tol else 0:.4g}" for v in k]
         if len(set(shown) - {"-", "0"}) > 1:
             out.append(("each response has one factor", "1 for every response", " ".join(shown)))
     return out

@@ -73,7 +73,8 @@ def as_shipped(loss: Loss, case: Case) -> str:
     found, _ = run(
         [oracle for oracle in every() if oracle.name in ("gradient", "on-policy", "aggregation")], shipped, ()
     )
-    return f"as shipped: {'NOT ' * any(f.severity == 'failure' for f in found)}{case.o.name}"
+    wrong = any(f.severity == "failure" for f in found)
+    return f"as shipped: {'NOT ' if wrong else ''}{case.o.name}"
 
 
 def assumptions(case: Case) -> list[str]:

@@ -38,7 +38,7 @@ def explain(case: Case, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list
     use = b.mask & ~ignore
     more = _elsewhere(case)
     nothing = not any(at[3][1].any() for at in case.loss.log if at and at[1] == "measured")
-    every = chain([NOTHING] * nothing, _retuned(case, bounds), _other_kl(case, b, found, use),
+    every = chain([NOTHING] if nothing else [], _retuned(case, bounds), _other_kl(case, b, found, use),
                   _kl_aggregated(case), known("losses", case.o, case.hp, bounds), placed(case),
                   reweighted(case), left_out(case), powered(case.o, case.hp, case.k), _others(case))  # fmt: skip
     first = lambda faults: reproduces((one for one in faults if more.fits(one, case)), case, b, found, use)

@@ -53,13 +53,16 @@ class Case:
         for parts in ((0, 1), (which,)):
             for fault in (gone, *known("kl")):
                 if fault.change is not self.right and same(self.term, fault.change, parts, self.term.tol):
-                    alone = f"by the {('value', 'gradient')[which]} alone: " * (len(parts) == 1 and fault is not gone)
-                    return alone + fault.words
+                    if len(parts) == 2 or fault is gone:
+                        return fault.words
+                    return f"by the {('value', 'gradient')[which]} alone: {fault.words}"
         k = both(self.term, NEAR[-1:])[which].item() / both(self.right, NEAR[-1:])[which].item()
         scaled = same(self.term, lambda lp, ref: k * self.right(lp, ref), tol=self.term.tol)
         c = (both(self.term, NEAR)[0] - both(self.right, NEAR)[0])[0].item()
         raised = same(self.term, lambda lp, ref: self.right(lp, ref) + c, tol=self.term.tol)
-        return f"{k:.6g} times {self.estimator}" if scaled else f"{self.estimator} plus {c:.4g}" * raised
+        if scaled:
+            return f"{k:.6g} times {self.estimator}"
+        return f"{self.estimator} plus {c:.4g}" if raised else ""
 
 
 def pair(d: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,7 +158,9 @@ def clamp(case: Case) -> Iterator[Finding]:
     for i in bad.nonzero()[:1, 0].tolist():
         d, numbers = FAR[i].item(), apart("gradient {}", want[i].item(), found[i].item())
         pulled = bool((found[bad] != 0).any())
-        bites = "a clamp that bites" + ": the tokens furthest from the reference are not pulled back" * (not pulled)
+        bites = "a clamp that bites"
+        if not pulled:
+            bites += ": the tokens furthest from the reference are not pulled back"
         make, why = (fail, bites) if abs(d) < 20 else (note, "a clamp at 20 or beyond")
         yield make("clamp", f"log π_ref - log π_θ = {d:g}", *numbers, cause=why if clamped else "")
 
@@ -230,7 +235,7 @@ def check_kl(fn: Any, estimator: str, *, skip: tuple[str, ...] = ()) -> Report:
     term = read(fn)
     found, ran = run(ORACLES, Case(term, estimator), skip)
     on, off = (_words(divergence_of(term, off_policy, term.tol)) for off_policy in (False, True))
-    assumptions = ["it computes in float32: compared to 1e-3"] * (term.tol > 1e-5) + [
+    assumptions = (["it computes in float32: compared to 1e-3"] if term.tol > 1e-5 else []) + [
         f"as a loss on samples of π_θ its expected gradient is that of {on}",
         f"on samples of another policy it is that of {off}; correct them by importance weights",
     ]

@@ -124,7 +124,10 @@ class Compared:
 
     def matters(self, hp: dict[str, Any], key: str, v: float) -> bool:
         lo = RANGE.get(key, ANY)[0]
-        moved = [self.w(hp | {key: max(lo, x)}) for x in (v * 0.5, v * 1.5, v * 1e-3, *[0.1] * (v == 0))]
+        others = [v * 0.5, v * 1.5, v * 1e-3]
+        if v == 0:
+            others.append(0.1)
+        moved = [self.w(hp | {key: max(lo, x)}) for x in others]
         return any(self.off(w).max() > 10 * self.box.tol for w in moved)
 
     # ---- the search --------------------------------------------------------------------------------------------------
@@ -140,7 +143,9 @@ class Compared:
     def _trials(self, key: str) -> list[Any]:
         lo, hi = RANGE.get(key, ANY)
         some: list[Any] = [lo, *np.geomspace(max(lo, 0.01), hi, 9)[:-1] + (lo if lo > 1 else 0), hi]
-        return some + [None] * (self.o.hyperparameters[key] is None)
+        if self.o.hyperparameters[key] is None:
+            some.append(None)
+        return some
 
     def _reach(self, hp: dict[str, Any]) -> tuple[float, dict[str, np.ndarray]]:
         """The share of points that disagree whatever the hyperparameters; of each of these, where it is continuous."""

@@ -115,7 +115,8 @@ class Report(Result):
             lines.append(f"      likely    {UNKNOWN}; the numbers are what was found")
         usual = [] if verbose else [f.oracle for f in self.notes if f.oracle in USUAL]
         lines += some([f.text(verbose) for f in self.notes if f.oracle not in usual], "notes")
-        lines += [f"note  {', '.join(dict.fromkeys(usual))}: habits of nearly every loss (-v explains)"] * bool(usual)
+        if usual:
+            lines.append(f"note  {', '.join(dict.fromkeys(usual))}: habits of nearly every loss (-v explains)")
         lines += [f"read as: {short(self.read_as)}"] if self.read_as else []
         left_out = {k: v for k, v in self.oracles.items() if v not in RAN}
         if verbose:
@@ -132,20 +133,28 @@ class Report(Result):
         return [f if n < SHOWN // 2 else replace(f, batch="") for n, f in enumerate(self.failures)]
 
     def _more(self, left_out: dict[str, str]) -> str:
-        n = len(self.assumptions)
-        return "; ".join(
-            [f"{n} assumption{'s' * (n > 1)}"] * bool(n) + [f"not run: {', '.join(left_out)}"] * bool(left_out)
-        )
+        more = []
+        if n := len(self.assumptions):
+            more.append(f"{n} assumption{'s' if n > 1 else ''}")
+        if left_out:
+            more.append(f"not run: {', '.join(left_out)}")
+        return "; ".join(more)
 
     def _head(self) -> str:
         hp = ", ".join(f"{k}={v:g}" for k, v in self.hp.items() if v is not None)
         n, m = len(self.failures), len(self.notes)
-        notes = f"{m} note{'s' * (m != 1)}"
-        counts = f"{n} failure{'s' * (n != 1)}" if n else "agrees"
+        counts = f"{n} failure{'s' if n != 1 else ''}" if n else "agrees"
         skipped = sum(v == SKIPPED for v in self.oracles.values())
-        counts += f", {notes}" * bool(m) + f", {skipped} oracle{'s' * (skipped != 1)} skipped" * bool(skipped)
-        loss = short(self.loss) + f" at {hp}" * bool(hp) + f"; {self.settings}" * bool(self.settings)
-        return f"{'NOT ' * bool(n)}{self.objective}: {counts}   {loss}"
+        if m:
+            counts += f", {m} note{'s' if m != 1 else ''}"
+        if skipped:
+            counts += f", {skipped} oracle{'s' if skipped != 1 else ''} skipped"
+        loss = short(self.loss)
+        if hp:
+            loss += f" at {hp}"
+        if self.settings:
+            loss += f"; {self.settings}"
+        return f"{'NOT ' if n else ''}{self.objective}: {counts}   {loss}"
 
     def __str__(self) -> str:
         return self.text()

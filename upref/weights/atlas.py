@@ -79,8 +79,14 @@ def _heading(fig, group, x, y, line):
     called = [c.name for c in group]
     rest = ""
     for name in called[1:]:
-        rest += ("  " if rest and len(rest.split("\n")[-1]) + len(name) < 40 else "\n" * bool(rest)) + name
-    fig.text(x, y + line * len(rest.split("\n")) * bool(rest), called[0], fontsize=11.5, fontweight="bold")
+        if not rest:
+            rest = name
+        elif len(rest.split("\n")[-1]) + len(name) < 40:
+            rest += f"  {name}"
+        else:
+            rest += f"\n{name}"
+    above = y + line * len(rest.split("\n")) if rest else y
+    fig.text(x, above, called[0], fontsize=11.5, fontweight="bold")
     if rest:
         fig.text(x, y, rest, fontsize=9.5, color="#555555", va="baseline", linespacing=1.2)
 

@@ -94,7 +94,7 @@ def table(records: dict[str, Record]) -> str:
 
 
 def n_seeds(n: int) -> str:
-    return f"{n} seed{'s' * (n != 1)}"
+    return f"{n} seed{'s' if n != 1 else ''}"
 
 
 def cell(f: Found, row: Row) -> str:
@@ -102,7 +102,7 @@ def cell(f: Found, row: Row) -> str:
         return ""
     k, form = (1, ".2f") if row.ratio else (1, "+.3f") if row.metric == "entropy" else (100, "+.1f")
     number = lambda x: f"{exp(min(x, 700)) if row.ratio else k * x:{form}}"
-    return f"{'×' * row.ratio}{number(f.mean)}" + (f" [{number(f.low)}, {number(f.high)}]" if f.n > 1 else "")
+    return f"{'×' if row.ratio else ''}{number(f.mean)}" + (f" [{number(f.low)}, {number(f.high)}]" if f.n > 1 else "")
 
 
 def short(name: str) -> str:

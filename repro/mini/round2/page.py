@@ -69,7 +69,7 @@ def undecided(judged: Judged) -> list[str]:
             f"{powers[0]:.2f} to {powers[-1]:.2f} for the registered effect; {needed[0]} to {most} would have 0.8."
         )
     if close:
-        claims = f"{len(close)} claim{'s' * (len(close) > 1)}"
+        claims = f"{len(close)} claim{'s' if len(close) > 1 else ''}"
         lines.append(f"* Undecided despite enough power, too close to call: {claims}.")
     return lines
 
@@ -110,7 +110,7 @@ def least_dose(judged: Judged) -> str:
         word = {n: tables.verdict(v) for n in doses.NAMES for v in judged.get(n, []) if v.claim.id == id}
         broke = [n for n in word if word[n] == words.REPRODUCED]
         if not broke:
-            first = "at none" + " so far" * ("not finished" in word.values())
+            first = "at none" + (" so far" if "not finished" in word.values() else "")
         elif any(word[n] == "not finished" for n in list(word)[: list(word).index(broke[0])]):
             first = f"at **{doses.short(broke[0])}**, perhaps below"
         else:

@@ -69,7 +69,7 @@ def row(e: plan.Experiment, claim: plan.Claim, level: float, records: dict[str, 
     c = min(claim.contrasts, key=lambda c: rule.power(c, spread(c, records), n, level))
     sd = spread(c, records)
     k = 100 if c.metric in EVAL_METRICS or c.metric == "reward" else 1
-    effect = f"within ×{c.within}" if c.within else f"{'×' * c.ratio}{k * (c.effect or 0):g}"
+    effect = f"within ×{c.within}" if c.within else f"{'×' if c.ratio else ''}{k * (c.effect or 0):g}"
     more = f" and {len(claim.contrasts) - 1} more" if len(claim.contrasts) > 1 else ""
     what = f"{c.metric} {c.at} {', '.join(c.arms)}{more}"
     numbers = f"{k * sd:.3g} | {n} | {rule.power(c, sd, n, level):.2f} | {rule.seeds_for(c, sd, level)}"

@@ -115,8 +115,13 @@ def made_with(records: dict[str, Record]) -> dict[str, list[str]]:
     """Every commit, machine class and version that some run names, and the seeds."""
     seen = [r["provenance"] for r in records.values() if r["provenance"]]
     words = lambda d: ", ".join(f"{k} {v}" for k, v in d.items())
+
+    def commit(c: dict) -> str:
+        short = str(c["id"])[:10]
+        return f"{short} and changes" if c["dirty"] else short
+
     found = {
-        "commit": sorted({str(p["commit"]["id"])[:10] + (" and changes" * bool(p["commit"]["dirty"])) for p in seen}),
+        "commit": sorted({commit(p["commit"]) for p in seen}),
         "machine": sorted({words(p["machine"]) for p in seen}),
         "versions": sorted({words(p["versions"]) for p in seen}),
         "seeds": sorted({str(r["settings"]["seed"]) for r in records.values()}),

@@ -105,7 +105,7 @@ def answer(d: Design, found: list[Effect]) -> str:
     decided: dict[str, list[str]] = {}
     for e in found:
         if e.family in (*PRIMARY, "recomputed") and known(e):
-            where = ", lp_old recomputed" * (e.family == "recomputed")
+            where = ", lp_old recomputed" if e.family == "recomputed" else ""
             start = f"* {TITLES[e.metric]}{where}: UP-DAPO {said(e)} {e.other}"
             decided.setdefault(start, []).append(f"{shown(e)} points at s = {e.staleness}")
     lines = [f"{start}: {', '.join(those)}." for start, those in decided.items()]

@@ -146,7 +146,7 @@ def read(path: Path) -> Experiment:
     round = next((n for n, folder in FOLDERS.items() if folder == path.parent), 1)
     e = Experiment(name=path.stem, claims=claims, figures=tuple(raw.pop("figures", [])), round=round, **raw)
     for claim in claims:
-        for arm in [a for c in claim.contrasts for a in c.arms] + [claim.gate] * bool(claim.gate):
+        for arm in [a for c in claim.contrasts for a in c.arms] + ([claim.gate] if claim.gate else []):
             if arm not in e.arms:
                 raise InputError(f"{path.name}: claim {claim.id} names the arm {arm!r}, which is not there.")
     e.runs()  # every setting is one that Settings knows

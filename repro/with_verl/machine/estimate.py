@@ -277,5 +277,5 @@ def memory(shape: Shape, cfg: DictConfig, gpus: int) -> tuple[float, float]:
         weights, state, moments = shape.params * 4 / gpus, shape.params * 8 / gpus, shape.params * 8 / gpus
         kept = (tokens * hidden * 2 if cfg.actor_rollout_ref.model.enable_gradient_checkpointing else anew) * layers
     forward = state + kept + anew + logits + (0 if offloads(cfg, "optimizer") else moments)
-    resident = weights * (not offloads(cfg, "param")) + moments * (not offloads(cfg, "optimizer"))
+    resident = (0 if offloads(cfg, "param") else weights) + (0 if offloads(cfg, "optimizer") else moments)
     return max(forward, state + moments) + CONTEXT, resident + CONTEXT

@@ -53,7 +53,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
         return {"score": theirs["score"], "acc": float(theirs["acc"]), "pred": NONE if none else tidy(theirs["pred"])}
     pred = last_boxed(text[-TAIL:])
     acc = float(pred is not None and equal(pred, str(ground_truth)))
-    score = {"boxed": acc, "geo3k": 0.9 * acc + 0.1 * bool(THOUGHT.fullmatch(text))}[protocol]
+    score = {"boxed": acc, "geo3k": 0.9 * acc + (0.1 if THOUGHT.fullmatch(text) else 0)}[protocol]
     return {"score": score, "acc": acc, "pred": NONE if pred is None else tidy(pred)}
 
 

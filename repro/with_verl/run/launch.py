@@ -86,7 +86,8 @@ def main(argv: list[str] | None = None, machine: Machine | None = None) -> int:
         for seed in seeds:
             lines = [*overrides, *seed]
             again = [args.objective, args.scale, *lines, *(["--data", str(args.data)] if args.data else [])]
-            again += ["--shakedown"] * args.shakedown
+            if args.shakedown:
+                again.append("--shakedown")
             if args.scale == "cpu":
                 status = train_on_cpu(args.objective, lines, args.dry_run, again, args.shakedown) or status
             else:

@@ -37,9 +37,11 @@ def rows_of(names: list[str], rows: list[dict]) -> dict[str, dict]:
         if not mine:
             break
         row = {k: [float(f"{d[key]:.3g}") for d in mine] for k, key in LOGGED.items()}
-        wrong = [f"{len(mine)} of {STEPS} steps"] * (len(mine) < STEPS)
-        wrong += ["no gradient"] * (not all(g > 0 for g in row["grad_norm"]))
-        wrong += ["parity beyond its bound"] * (not all(0 < x <= 1 for x in row["parity_of_bound"]))
+        wrong = [f"{len(mine)} of {STEPS} steps"] if len(mine) < STEPS else []
+        if not all(g > 0 for g in row["grad_norm"]):
+            wrong.append("no gradient")
+        if not all(0 < x <= 1 for x in row["parity_of_bound"]):
+            wrong.append("parity beyond its bound")
         found[name] = {"steps": len(mine), **row, "wrong": wrong}
     return found
 

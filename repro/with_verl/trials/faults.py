@@ -64,7 +64,7 @@ def once(fault: str, out: Path, steps: int, again: bool) -> dict:
     """A start, two steps, the fault, the end."""
     command = [
         sys.executable, "-m", "repro.with_verl.cpu.smoke", "up_dapo", "--steps", str(steps), "--out", str(out),
-        *["--again"] * again,
+        *(["--again"] if again else []),
         "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=100",  # or the old ones make room on a full disk
         "reward.custom_reward_function.path=pkg://repro.with_verl.trials.faults",
     ]  # fmt: skip

@@ -128,7 +128,8 @@ def compared(out: Path, objective: str, half: torch.dtype | None) -> tuple[dict,
     steps = STEPS * smoke.PROMPTS // smoke.MINI
     report, count = gradients.compared(out / "gradients", model, objective, half)
     wrong = [] if report else [f"gradient: {report.failures[0]}"]
-    wrong += [f"{count} of {steps} optimizer steps were recorded"] * (count != steps)
+    if count != steps:
+        wrong.append(f"{count} of {steps} optimizer steps were recorded")
     return {
         "gradient_error": float(f"{report.error:.2g}"),
         "gradient_bound": float(f"{report.tolerances['gradient, relative']:.2g}"),

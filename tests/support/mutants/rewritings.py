@@ -192,7 +192,7 @@ def around(s: str, names: list[str], how: str, c: Config) -> str:
     )
     body = textwrap.indent(textwrap.dedent(AROUND[how].replace("SHARE", share)).strip(), "    ")
     given = ", ".join(f"{k}={k}" for k in names)
-    head = "import torch.utils.checkpoint\n" * (how == "checkpoint")
+    head = "import torch.utils.checkpoint\n" if how == "checkpoint" else ""
     backend = {"compiled": "aot_eager", "compiled by inductor": "inductor"}.get(how)
     if backend:  # after three shapes that it cannot generalize over, torch runs the function as it is
         head += "import torch._dynamo\ntorch._dynamo.config.recompile_limit = 3\n"

@@ -52,7 +52,7 @@ def configs(o: Objective) -> list[Config]:
     others = {"eps": 0.15, "eps_low": own.get("eps_low", 1) * 0.9, "eps_high": own.get("eps_high", 1) * 1.1,
               "tau_neg": 1.4, "tau": 0.03, "cap": 2.5, "lam": 0.3, "delta": 0.1}  # fmt: skip
     more |= {k: v for k, v in others.items() if k in own}
-    return [Config(o)] + [Config(o, tuple(more.items()))] * bool(more)
+    return [Config(o)] + ([Config(o, tuple(more.items()))] if more else [])
 
 
 def fits(style: str, c: Config) -> bool:
@@ -104,7 +104,9 @@ def write(c: Config, style: str) -> str:
     tokens = c.o.level not in REDUCE and not (c.o.agg == "seq-mean" and of == "fn")  # J of each token
     final = _reduced(c, style, tokens)
     if rowwise:
-        start = ["total = 0.0"] + ["count = 0"] * (c.o.agg.endswith("token-mean") and not c.o.agg.startswith("seq"))
+        start = ["total = 0.0"]
+        if c.o.agg.endswith("token-mean") and not c.o.agg.startswith("seq"):
+            start.append("count = 0")
         lines = [
             *start,
             "for i in range(len(mask)):",
@@ -138,9 +140,9 @@ def _inputs(c: Config, style: str) -> list[str]:
     if style == "packed":
         out += [f"{k} = {v}[mask]" for k, v in pairs.items()]
         if o.level in REDUCE:
-            per = "torch.zeros(len(mask), dtype=lp.dtype).index_add(0, rows, {})" + " / n" * (
-                o.level == "sequence_mean"
-            )
+            per = "torch.zeros(len(mask), dtype=lp.dtype).index_add(0, rows, {})"
+            if o.level == "sequence_mean":
+                per += " / n"
             out += ["rows = mask.nonzero()[:, 0]", "n = mask.sum(-1)", "first = n.cumsum(0) - n"]
             out += [f"lp, old, A = ({per.format('lp')}, {per.format('old')}, A[first])"]
         return out

@@ -220,7 +220,8 @@ def _parts() -> tuple[Component, ...]:
                   words="R minus the greedy response's"),
         *(Component("advantages", f"grpo_passk, std={std}", _passk(std), _best_alone(std), leaves_out=("one",),
                     tol=1e-6,
-                    words="the maximum minus the maximum without the response" + ", over the sample's std" * std)
+                    words="the maximum minus the maximum without the response"
+                          + (", over the sample's std" if std else ""))
           for std in (True, False)),
         *(Component("advantages", f"gae, lam={lam:g}", _gae(lam), _sum_of_deltas(lam),
                     words="GAE, whitened over all tokens", tol=1e-6) for lam in (1.0, 0.5)),

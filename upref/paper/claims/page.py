@@ -57,7 +57,7 @@ def tally(judged: Sequence[Judged]) -> str:
         *most, final = [_counted(count[v], v) for v in ORDER if count[v]] or [""]
         if mine:
             all_of_them = " and ".join([", ".join(most), final] if most else [final])
-            said.append(f"Of {len(mine)} {what.format('s' * (len(mine) != 1))}, {all_of_them}")
+            said.append(f"Of {len(mine)} {what.format('s' if len(mine) != 1 else '')}, {all_of_them}")
     return ". ".join(said) or "0 statements"
 
 
@@ -82,8 +82,11 @@ def text(judged: Sequence[Judged], head: str, verbose: bool = False) -> str:
         said += [f"reading: {j.claim.says}" if j.claim.quote else j.claim.says]
         if j.why:
             said.append(f"{'because' if not j else 'if'}: {j.why}")
-        said += [f"note: {j.claim.note}"] * bool(j.claim.note) + [f"elsewhere: {e}" for e in j.claim.elsewhere]
-        said += [f"second reader: {j.claim.second}"] * bool(j.claim.second)
+        if j.claim.note:
+            said.append(f"note: {j.claim.note}")
+        said += [f"elsewhere: {e}" for e in j.claim.elsewhere]
+        if j.claim.second:
+            said.append(f"second reader: {j.claim.second}")
         said += (
             shown(j)
             if not verbose
@@ -134,7 +137,10 @@ def markdown() -> str:
 def row(j: Judged) -> list[str]:
     c = j.claim
     says = [f"“{plain(c.quote)}”<br>*Reading:* {c.says}" if c.quote else c.says]
-    says += [f"*Note:* {c.note}"] * bool(c.note) + [f"*Second reader:* {c.second}."] * bool(c.second)
+    if c.note:
+        says.append(f"*Note:* {c.note}")
+    if c.second:
+        says.append(f"*Second reader:* {c.second}.")
     for key, _, words in (e.partition(": ") for e in c.elsewhere):
         code = "not in the paper; in the first author's code: " if key == "verl-7022" else ""
         says.append(f"*Elsewhere:* {code}{words} ([{key}](#what-others-wrote-and-measured))")

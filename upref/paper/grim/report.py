@@ -103,7 +103,7 @@ def _chance(a: Audit, luck: Chance) -> Iterator[str]:
     rows, others = len(luck.contenders), luck.contenders[1:]
     yield (
         f"  {luck.model}: standard error of that difference {luck.se_lead:.2f}; {len(others)} other "
-        f"row{'s' * (len(others) != 1)} within two of its kind ({', '.join(others) or 'none'})"
+        f"row{'s' if len(others) != 1 else ''} within two of its kind ({', '.join(others) or 'none'})"
     )
     yield f"    in a parametric bootstrap of the printed rows {a.winner} is first in {luck.again_first:.1%} of draws"
     yield f"    if {a.winner} and {a.second} are equally good, {a.winner} leads by as much in {luck.lead_of_two:.1%}"

@@ -57,12 +57,12 @@ def check_advantages(fn: Any, estimator: str, *, skip: tuple[str, ...] = (), **h
 def _assumed(case: Case) -> list[str]:
     even, by = case.batch(EVEN), case.divided
     out = []
-    if case.known or not (case.wrong or case.name in NORMED):
-        out += ["it computes in float32: compared to 1e-4"] * (case.f.tol > 1e-6)
+    if (case.known or not (case.wrong or case.name in NORMED)) and case.f.tol > 1e-6:
+        out.append("it computes in float32: compared to 1e-4")
     if case.f.outcome(even.R, even.group).uneven:
         out.append("its advantages differ between the tokens of a response: the first is compared")
     if case.known:
         over = "G - 1 (Bessel)" if by.ddof else "G (population)"
-        down = f", seen beside a std of {by.least:.2g} and more" * bool(by.least)
+        down = f", seen beside a std of {by.least:.2g} and more" if by.least else ""
         out.append(f"std divides by {over}; the denominator is {by}{down}")
     return out

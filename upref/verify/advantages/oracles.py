@@ -164,7 +164,9 @@ def equal_rewards(case: Case) -> Iterator[Finding]:
     if off > 0.05 or not rounded:
         nan = off == math.inf
         eps = f"eps = {case.divided.eps:.3g} is too small" if case.divided.eps else "eps is missing"
-        why = "0/0: no eps in the denominator" if nan else f"rounding divided by rounding: {eps}" * rounded
+        why = f"rounding divided by rounding: {eps}" if rounded else ""
+        if nan:
+            why = "0/0: no eps in the denominator"
         yield fail("equal-rewards", regime, "A = 0", f"A = {A[0]:.6g}", case.python(b), why)
     else:
         yield note("equal-rewards", regime, "A = 0", f"A = {off:.2g}", "rounding of the mean, divided by eps")

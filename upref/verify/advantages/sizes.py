@@ -13,7 +13,9 @@ from upref.verify.report import Finding, apart, note
 
 
 def no_sizes(case: Case) -> str:
-    return "the values are wrong already" if case.wrong else "correct or not has no size" * (case.name == "signed")
+    if case.wrong:
+        return "the values are wrong already"
+    return "correct or not has no size" if case.name == "signed" else ""
 
 
 @oracle("shift-and-scale", not_run=no_sizes)
@@ -25,7 +27,9 @@ def shift_and_scale(case: Case) -> Iterator[Finding]:
     seen = not case.known or not case.divided.least  # no denominator, or one that holds however small the std
     for (k, plus), b in close.items():
         if seen or not _shrinks(case, b):
-            said = "a thousand times smaller" + ", negated" * (k < 0) + f", plus {plus}" * bool(plus)
+            negated = ", negated" if k < 0 else ""
+            raised = f", plus {plus}" if plus else ""
+            said = f"a thousand times smaller{negated}{raised}"
             if got := list(case.compare("shift-and-scale", f"rewards {said}", b)):
                 yield from got
                 return

@@ -106,9 +106,11 @@ def _answers() -> Iterator[AdvantageFault]:
         yield _named("the std divides by G (population)", name, 0, of=(name,))
         yield _named("the std divides by G - 1 (Bessel)", name, 1, of=(name,))
     for name in advantages.ADVANTAGES:
-        words = f"it is {name}" + " (over the batch, whatever the prompt)" * (name == "whiten")
+        if name == "signed":
+            continue
+        words = "it is whiten (over the batch, whatever the prompt)" if name == "whiten" else f"it is {name}"
         others = tuple(n for n in advantages.ADVANTAGES if n != name)
-        for ddof in (1, 0) if name in exact.NORMED else (1,) * (name != "signed"):
+        for ddof in (1, 0) if name in exact.NORMED else (1,):
             yield _named(words, name, ddof, others)
 
 

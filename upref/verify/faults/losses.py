@@ -162,9 +162,9 @@ def lacking(o: Objective, beta: float, name: str) -> str:
     if name == o.kl and beta < 0:
         return f"the KL term is added to J, not subtracted: {abs(beta):.7g} {name}"
     done, bonus = ("subtracted", "an entropy bonus") if beta > 0 else ("added to J", "a bonus on the likelihood")
-    any_policy = f", to any policy; {bonus} of the sampled tokens has this gradient too"
     whose = f"is not {o.name}'s {o.kl}" if o.kl else f"{o.name} does not have"
-    return f"a KL term is {done} that {whose}: {abs(beta):.7g} {name}{any_policy * (name == 'k1')}"
+    words = f"a KL term is {done} that {whose}: {abs(beta):.7g} {name}"
+    return f"{words}, to any policy; {bonus} of the sampled tokens has this gradient too" if name == "k1" else words
 
 
 def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
@@ -217,7 +217,10 @@ def clamp_faults(o: Objective, hp: dict[str, Any], low: float, high: float, said
         return lp + (x.clamp(low, high) - x) / (n if o.level == "sequence_product" else 1)
 
     of_token = lambda lp, old, m: old + (lp - old).clamp(low, high)
-    for what, inside in [("the response's log r", of_response)] * bool(wide) + [("log r", of_token)]:
+    clamped = [("log r", of_token)]
+    if wide:
+        clamped.insert(0, ("the response's log r", of_response))
+    for what, inside in clamped:
         words = f"{what} is clamped {said}"
         yield fault(words, "clip", J=lambda lp, old, A, m, f=inside: j(f(lp, old, m), old, A, m))
         below = lambda lp, old, A, m, f=inside: where(A > 0, j(lp, old, A, m), j(f(lp, old, m), old, A, m))
@@ -381,13 +384,13 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
                lambda lp, old, A, m: sg(j(lp, old, A, m)) * lp)  # fmt: skip
     yield made("clip", "the bounds are taken as absolute, [eps_low, eps_high], not as 1 - eps_low and 1 + eps_high",
                form(lambda r, A, lp: minimum(r * A, clip(r, lo, max(lo, hi)) * A)))  # fmt: skip
-    of_token = " of each token: the ratio of the token replaces the response's" * (o.level == "custom")
+    of_token = " of each token: the ratio of the token replaces the response's" if o.level == "custom" else ""
     yield made("clip", f"the bounds are on log r: [-eps_low, eps_high]{of_token}",
                form(lambda r, A, lp: minimum(r * A, exp(r.log().clamp(-lo, hi)) * A)))  # fmt: skip
     yield made("ratio", f"log r replaces the ratio: the weight is A where log r is in [{-lo:g}, {hi:g}]",
                lambda lp, old, A, m: minimum((x := log_r(lp, old, m)) * A, x.clamp(-lo, hi) * A))  # fmt: skip
     for x in (*CAPS, *bounds):
-        cap = f", at most {x:g}" * (x < math.inf)
+        cap = f", at most {x:g}" if x < math.inf else ""
         yield made("ratio", f"the term is multiplied by the ratio once more, as a constant{cap}",
                    lambda lp, old, A, m, x=x: sg(R(lp, old, m).clamp(max=x)) * j(lp, old, A, m))  # fmt: skip
     yield made("ratio", "where A > 0 the ratio to π_old replaces log π_θ",

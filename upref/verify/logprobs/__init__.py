@@ -73,6 +73,8 @@ def choose_tolerances(kernel: Kernel, ranks: int = 1) -> tuple[Case, list[Findin
 
 def _assumed(kernel: Kernel) -> list[str]:
     out = [f"it takes tokens [{'N' if kernel.flat else 'B, T'}], given in {str(kernel.dtype).removeprefix('torch.')}"]
-    out += ["it returns no entropy"] * (not kernel.has_entropy)
-    out += ["it takes no temperature: tested only at 1"] * ("temperature" not in kernel.settings)
+    if not kernel.has_entropy:
+        out.append("it returns no entropy")
+    if "temperature" not in kernel.settings:
+        out.append("it takes no temperature: tested only at 1")
     return out

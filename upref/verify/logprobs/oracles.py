@@ -81,7 +81,7 @@ class Case:
             most = min(3.0, off[name] / 3 if name else max(off.values()) / 3)
             for f in known("logprobs", p):
                 if self.does(f.change, p, done, keys, most) and all(self._same(f, *one, keys) for one in asked):
-                    return f.words + f" (by the {name} alone)" * bool(name and len(off) > 1)
+                    return f.words + (f" (by the {name} alone)" if name and len(off) > 1 else "")
         return ""
 
     def _same(self, f: LogprobFault, p: Problem, done: Outcome, keys: set[str]) -> bool:
@@ -198,7 +198,9 @@ def rounded(name: str, off: dict[str, float], least: float, words: str) -> list[
     return [note(name, f"{', '.join(said)} {words}", cause="rounding")] if said else []
 
 
-@oracle("large-vocabulary", not_run=lambda case: wrong(case) or "wrong on tiles already" * ("tiles" in case.failed))
+@oracle(
+    "large-vocabulary", not_run=lambda case: wrong(case) or ("wrong on tiles already" if "tiles" in case.failed else "")
+)
 def large(case: Case) -> Iterator[Finding]:
     worst = dict.fromkeys(VALUES, 0.0)
     for words, p in problems.large(case.kernel).items():
@@ -246,10 +248,10 @@ def _summed(p: Problem, done: Outcome, exact: Tensor) -> str:
         near[n] = (found - total.double()).abs().max().item()
     n = min(near, key=near.__getitem__)
     like = near[n] <= 0.35 * (found - exact).abs().max()
-    return f"dW is added up in bfloat16, {n} token{'s' * (n > 1)} at a time" if like else ""
+    return f"dW is added up in bfloat16, {n} token{'s' if n > 1 else ''} at a time" if like else ""
 
 
-@oracle("ranks", not_run=lambda case: wrong(case) or "on one rank" * (case.ranks == 1))
+@oracle("ranks", not_run=lambda case: wrong(case) or ("on one rank" if case.ranks == 1 else ""))
 def ranks(case: Case) -> Iterator[Finding]:
     p = problems.random_problem(case.kernel, 6, 4 * case.ranks, 3, 14)
     yield from distributed.compared(case.kernel, p, case.ranks, case.off)
@@ -264,12 +266,12 @@ ORACLES: tuple[Oracle, ...] = (
     compared("peak", problems.peaks),
     compared("offset", problems.offset, lambda case: 0.05 if case.rough > DOUBLE else 1e-6,
              lambda k: problems.offset(k).values(),
-             not_run=lambda case: wrong(case) or "it computes in half precision" * (case.rough >= HALF)),
+             not_run=lambda case: wrong(case) or ("it computes in half precision" if case.rough >= HALF else "")),
     compared("forbidden", problems.forbidden,
-             not_run=lambda case: wrong(case) or "no logit can be -inf" * (not problems.forbidden(case.kernel))),
+             not_run=lambda case: wrong(case) or ("" if problems.forbidden(case.kernel) else "no logit can be -inf")),
     compared("ignored-ids", problems.ignored, refused=": give padding any valid id"),
     compared("layout", problems.layout, refused=""), repeated,
     compared("frozen", problems.frozen,
-             not_run=lambda case: wrong(case) or "one input" * (case.kernel.kind == "logits")),
+             not_run=lambda case: wrong(case) or ("one input" if case.kernel.kind == "logits" else "")),
     padding, mutation, large, bfloat16, ranks,
 )  # fmt: skip

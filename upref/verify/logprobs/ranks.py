@@ -78,7 +78,8 @@ def compared(kernel: Kernel, p: Problem, ranks: int, off: Callable[..., Any]) ->
         if h in found:
             reduced, right = (worst({h: v})[0] <= 1 for v in (found[h], sum(q[h] for q in every)))
             how = "is already added up" if reduced else "is this rank's part: add it up"
-            yield from [note("ranks", f"on each rank the gradient of the hidden states {how}")] * (right and not rank)
+            if right and not rank:
+                yield note("ranks", f"on each rank the gradient of the hidden states {how}")
         times, key, at, x, y = worst({k: v for k, v in found.items() if k != h or not (reduced or right)})
         if times > 1:
             regime = f"rank {rank} of {ranks}, each with a part of the vocabulary"

@@ -126,7 +126,7 @@ def _why(case: Case, b: Rollouts, low: Rollouts, i: int, t: int, nan: bool) -> s
             right(math.copysign(most + by, x), -most - max(by, 0) - more, a) for a, more in two
         ]
         if abs(x) > most and all(far(-4) + far(-near)) and not any(far(4) + far(near)):
-            product = ", and 0 * inf is NaN" * nan
+            product = ", and 0 * inf is NaN" if nan else ""
             return f"exp(log r) overflows {name} at |log r| > {most:.3g} (float16: 11.1){product}"
         rare = lambda lp, two=two: [right(x, -lp, a) for a, _ in two]
         if abs(x) < 1 and all(rare(tiny - 9) + rare(tiny - near)) and not any(rare(least + near) + rare(least + 60)):

@@ -42,7 +42,8 @@ def unusual_inputs(case: Case) -> list[Finding]:
         tokens = int(b.mask.sum())
         if rate * tokens > TOO_LONG:
             slow = note("unusual-inputs", f"{axis.words}: not tested, it would take too long")
-            notes += [slow] * (slow not in notes)
+            if slow not in notes:
+                notes.append(slow)
             continue
         found = look(case, name, b, ids)
         if any(f.severity == "failure" for f in found):
@@ -91,7 +92,7 @@ def _wrong(case: Case, name: str, b: Rollouts, off: Tensor, found: Tensor, ids: 
             break
     else:
         hp = "".join(f", {k}={v!r}" for k, v in case.plain_hp.items() if v is not None)
-        of = f"{name!r}, upref.get({case.o.name!r})" + f", ids={ids!r}" * bool(ids) + hp
+        of = f"{name!r}, upref.get({case.o.name!r})" + (f", ids={ids!r}" if ids else "") + hp
         low = "  # every number of it in float32" if dtype else ""
         shown = f"from upref.weights.axes import beyond\nb = beyond({of}){low}"
     n, A = int(b.mask[i].sum()), b.adv[i, t].item()
@@ -151,7 +152,8 @@ def groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
                 if words == "with gaps":
                     return [fail("unusual-inputs", f"group ids {words}", "the same gradient", str(e))], ()
                 refused = note("unusual-inputs", f"group ids {words} are refused", found=str(e))
-                notes += [refused] * (refused not in notes)
+                if refused not in notes:
+                    notes.append(refused)
                 continue
             if off.max() > 0:
                 i, t = worst(off)
