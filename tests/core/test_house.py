@@ -42,7 +42,10 @@ def test_no_decision_on_the_words_of_a_fault():
 
 def test_nothing_is_multiplied_by_a_condition():
     """`"text" * condition` is a conditional expression that ends in a TypeError where the condition is numpy's."""
-    found = [f"{f.relative_to(ROOT.parent)}:{n.lineno}" for f in EVERYWHERE for n in multiplied_by_a_condition(f)]
+    fields = true_or_false(FILES)
+    found = [
+        f"{f.relative_to(ROOT.parent)}:{n.lineno}" for f in EVERYWHERE for n in multiplied_by_a_condition(f, fields)
+    ]
     assert not found, f"write `x if condition else ...`: {', '.join(found)}"
 
 
@@ -81,8 +84,11 @@ def test_a_product_with_a_number_or_a_mask_is_none(tmp_path):
     assert not multiplied_by_a_condition(file)
 
 
-def multiplied_by_a_condition(file: Path) -> list[ast.BinOp]:
-    """Products of a condition, and of anything that repeats if the other side is one. A comparison may be a mask."""
+def multiplied_by_a_condition(file: Path, fields: frozenset[str] = frozenset()) -> list[ast.BinOp]:
+    """Products of a condition, and of anything that repeats if the other side is one. A comparison may be a mask.
+
+    fields: attributes that are True or False.
+    """
     tree = ast.parse(file.read_text(encoding="utf-8"))
     flags = flags_of(tree)
     products = [n for n in ast.walk(tree) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult)]
@@ -90,8 +96,24 @@ def multiplied_by_a_condition(file: Path) -> list[ast.BinOp]:
         n
         for n in products
         for value, factor in ((n.left, n.right), (n.right, n.left))
-        if is_truth(factor) or (repeats(value) and is_condition(factor, flags))
+        if is_truth(factor)
+        or (isinstance(factor, ast.Attribute) and factor.attr in fields)
+        or (repeats(value) and is_condition(factor, flags))
     ]
+
+
+def true_or_false(files: list[Path]) -> frozenset[str]:
+    """The attributes that are annotated as bool, in every class that has them."""
+    annotated: dict[str, set[str]] = {}
+    for file in files:
+        for one in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            for n in one.body if isinstance(one, ast.ClassDef) else []:
+                match n:
+                    case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation):
+                        annotated.setdefault(name, set()).add(ast.unparse(annotation))
+                    case ast.FunctionDef(name=name, returns=ast.expr() as returns):
+                        annotated.setdefault(name, set()).add(ast.unparse(returns))
+    return frozenset(name for name, types in annotated.items() if types == {"bool"})
 
 
 def repeats(n: ast.expr) -> bool:

@@ -133,7 +133,7 @@ class Case:
 
     # ---- batches -----------------------------------------------------------------------------------------------------
     def grid(self, **options) -> Rollouts:
-        mus = MU + MU_READ * self.o.reads_mu
+        mus = MU + MU_READ if self.o.reads_mu else MU
         return self.ready(batch(self.per_response, **self.plain_hp | {"edges": self.edges, "mus": mus} | options))
 
     @property

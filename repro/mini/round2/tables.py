@@ -160,4 +160,4 @@ def show(f: Found) -> str:
 def number(c: Contrast, x: float, times: str = "×") -> str:
     factor = ".3f" if 0.1 <= x < 10 else ".3g"
     k, form = (1, factor) if c.ratio else (100, "+.1f") if c.metric in POINTS else (1, "+.3f")
-    return f"{times * c.ratio}{k * x:{form}}"
+    return f"{times if c.ratio else ''}{k * x:{form}}"

@@ -141,7 +141,8 @@ def renormalized() -> Iterator[LossFault]:
                 mean = (same @ x)[:, None] / n
                 var = (same @ x**2)[:, None] / n - mean**2
                 std = (var * n / (n - ddof) + eps * root).clamp(min=0).sqrt() + eps * (1 - root)
-                return b.but(adv=(b.adv - center * mean) / (std.nan_to_num() if divide else 1))
+                centered = b.adv - mean if center else b.adv
+                return b.but(adv=centered / std.nan_to_num() if divide else centered)
 
             yield fault(f"the advantages are {how}, over {over}", "advantage", view=view, whole=True)
 
