@@ -137,7 +137,7 @@ def verdicts() -> str:
     return "\n".join([*head, *(f"| {' | '.join([*row[:4], row[5]])} |" for row in rows)])
 
 
-def round_two() -> str:
+def does_up_help() -> str:
     from docs import answer
 
     return answer.text()
@@ -347,7 +347,7 @@ GENERATED = {f.__name__: f for f in STEPS} | {
         moved,
         tally,
         verdicts,
-        round_two,
+        does_up_help,
         sharp_bits,
         *FRAMEWORKS,
         claims,

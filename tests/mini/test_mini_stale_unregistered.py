@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of what nobody registered, and README's numbers: recomputed here from runs.jsonl by scipy alone."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from docs import answer
+from repro.mini.stale import unregistered
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "repro/mini/stale/results"
+BASES, SEEDS = ("walk", "biased"), range(3100, 3117)
+WHERE = {"top-p 0.7": "test/top_p_0.7", "T = 1": "test/t_1"}
+ARMS = {name: arm for arm, name in unregistered.NAMES.items()}
+PAGE = (RESULTS / "unregistered.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """(method, staleness, source of lp_old, base, seed) -> record, of the 400-step runs."""
+    lines = map(json.loads, (RESULTS / "runs.jsonl").read_text(encoding="utf-8").splitlines())
+    named = ("objective", "staleness", "old_log_probs", "base", "seed")
+    return {tuple(r["settings"][k] for k in named): r for r in lines if r["settings"]["steps"] == 400}
+
+
+def per_seed(runs, arm, s, metric, where="test/top_p_0.7", old="sampler", at=-1):
+    ends = [[runs[arm, s, old, base, k]["evals"][where][metric][at] for base in BASES] for k in SEEDS]
+    return 100 * np.mean(ends, axis=1)
+
+
+def plain(x):
+    """As the page prints it: the mean and scipy's 95 % interval."""
+    ends = stats.ttest_1samp(x, 0).confidence_interval(0.95)
+    return printed(x.mean(), ends.low, ends.high)
+
+
+def simultaneous(x, m):
+    """As the report prints it: the meet of the Bonferroni intervals of the two registered looks, for m comparisons."""
+    first = stats.ttest_1samp(x[:8], 0).confidence_interval(1 - 0.01 / m)
+    final = stats.ttest_1samp(x, 0).confidence_interval(1 - 0.04 / m)
+    return printed(x.mean(), max(first.low, final.low), min(first.high, final.high))
+
+
+def printed(mean, low, high):
+    mean, low, high = (f"{round(float(x), 1) + 0.0:+.1f}" for x in (mean, low, high))
+    return f"{mean} [{low}, {high}]"
+
+
+def rows(heading):
+    table = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    return [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")][2:]
+
+
+def test_every_interval_of_both_decodings(runs):
+    found = rows("Both decodings, with Maj@32")
+    assert len(found) == 18
+    for difference, s, decoding, *effects, above in found:
+        one, other = (ARMS[name] for name in difference.split(" − "))
+        pairs = [per_seed(runs, one, int(s), m, WHERE[decoding]) - per_seed(runs, other, int(s), m, WHERE[decoding])
+                 for m in ("best", "avg", "maj")]  # fmt: skip
+        assert effects == [plain(x) for x in pairs], (difference, s, decoding)
+        assert above == ", ".join(str(np.sum(x > 1e-9)) for x in pairs)
+
+
+def test_where_each_method_ends(runs):
+    base, *found = rows("Where each method ends")
+    start = {
+        m: np.mean([100 * r["evals"]["test/top_p_0.7"][m][0] for r in runs.values()]) for m in ("best", "avg", "maj")
+    }
+    assert base[3:6] == [f"{start[m]:.1f}" for m in start]
+    assert len(found) == 14
+    for name, s, old, *ends in found:
+        mean = (per_seed(runs, ARMS[name], int(s), m, w, old).mean() for w in WHERE.values() for m in start)
+        assert ends == [f"{x:.1f}" for x in mean], (name, s, old)
+
+
+def test_against_the_base_and_with_lp_old_recomputed(runs):
+    for name, s, *effects in rows("Against the base"):
+        ends = [
+            per_seed(runs, ARMS[name], int(s), m) - per_seed(runs, ARMS[name], int(s), m, at=0) for m in ("best", "avg")
+        ]
+        assert effects == [plain(x) for x in ends], (name, s)
+    for name, *effects in rows("Where lp_old is recomputed"):
+        arm = ARMS[name]
+        lost = [
+            per_seed(runs, arm, 16, m, old="recomputed") - per_seed(runs, arm, 16, m) for m in ("best", "avg", "maj")
+        ]
+        assert effects == [plain(x) for x in lost], name
+
+
+def test_peaks_in_place_of_ends(runs):
+    def peak(arm, s, metric):
+        tops = [[max(runs[arm, s, "sampler", b, k]["evals"]["test/top_p_0.7"][metric]) for b in BASES] for k in SEEDS]
+        return 100 * np.mean(tops, axis=1)
+
+    for s, *effects in rows("Peaks in place of ends"):
+        assert effects == [plain(peak("up_dapo", int(s), m) - peak("dapo", int(s), m)) for m in ("best", "avg", "maj")]
+
+
+def test_at_equal_average_by_hand(runs):
+    """The point of DAPO's mean path that has UP-DAPO's Avg@32 lies between the two evaluations around it."""
+    for s, text in rows("Is it early stopping?"):
+        avg, best = (
+            np.array([per_seed(runs, "dapo", int(s), m, at=i).mean() for i in range(9)]) for m in ("avg", "best")
+        )
+        end = per_seed(runs, "up_dapo", int(s), "avg").mean()
+        i = int(np.flatnonzero(avg >= end)[0])
+        there = best[i - 1] + (best[i] - best[i - 1]) * (end - avg[i - 1]) / (avg[i] - avg[i - 1])
+        mean, low, high = map(float, re.findall(r"[+-][\d.]+", text))
+        assert mean == round(per_seed(runs, "up_dapo", int(s), "best").mean() - there, 1)
+        assert low < mean < high
+
+
+def test_entropy_and_best(runs):
+    cells = sorted({place[:3] for place in runs})
+    entropy = [
+        np.mean([np.mean(runs[(*c, b, k)]["steps"]["entropy"][-16:]) for b in BASES for k in SEEDS]) for c in cells
+    ]
+    best = [per_seed(runs, arm, s, "best", old=old).mean() for arm, s, old in cells]
+    r = stats.pearsonr(entropy, best).statistic
+    assert f"Over the {len(cells)} cells" in PAGE and f"the correlation {r:.3f}" in PAGE
+
+
+def test_the_page_is_fresh():
+    assert unregistered.page(unregistered.load()) == PAGE, "run `python -m repro.mini.stale.unregistered`"
+
+
+def test_the_numbers_of_readme(runs):
+    """Registered effects with the intervals of their families, of 6 and 12 (and of 2 where lp_old is recomputed)."""
+    difference = lambda one, other, s, m, **k: per_seed(runs, one, s, m, **k) - per_seed(runs, other, s, m, **k)
+    gain = {s: simultaneous(difference("up_dapo", "dapo", s, "best"), 6) for s in (0, 4, 16)}
+    average = simultaneous(difference("up_dapo", "dapo", 16, "avg"), 6)
+    anchor = simultaneous(difference("up_dapo", "dapo_no_upper_clip", 16, "best"), 12)
+    again = simultaneous(difference("up_dapo", "dapo", 16, "best", old="recomputed"), 2)
+    sampled = {m: difference("up_dapo", "dapo", 16, m, where="test/t_1") for m in ("best", "avg", "maj")}
+    below = f"{np.sum(sampled['avg'] < -1e-9)} of 17 seeds below 0"
+    majority = plain(difference("up_dapo", "dapo", 16, "maj"))
+    ends = [per_seed(runs, arm, 16, "best").mean() for arm in ("dapo", "up_dapo")]
+    start = np.mean([100 * r["evals"]["test/top_p_0.7"]["best"][0] for r in runs.values()])
+    lost = [per_seed(runs, a, 16, "avg", old="recomputed") - per_seed(runs, a, 16, "avg") for a in ("dapo", "up_dapo")]
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Does UP help?")[2].partition("\n## ")[0]
+    for said in (
+        f"right at least once in 32 | {gain[16]} | {plain(sampled['best'])} |",
+        f"right on average | {average} | {plain(sampled['avg'])}; {below} |",
+        f"the most frequent is right | {majority}, not registered | {plain(sampled['maj'])} |",
+        f"is {start:.0f} % before training, {ends[0]:.0f} % after DAPO, {ends[1]:.0f} % after UP-DAPO",
+        f"over DAPO without one it is {anchor}",
+        f"At 4 rollouts UP gains {gain[4]}, on fresh data {gain[0]}",
+        f"With lp_old recomputed it gains {again}, and both methods lose about {-np.mean(lost):.0f} points of Avg@32",
+    ):
+        assert said in section, said
+
+
+def test_the_answer_stays_short():
+    words = re.sub(r"!\[.*|\]\([^)]*\)|[|*]", " ", answer.text()).split()
+    assert sum(bool(re.search("[A-Za-z]", w)) for w in words) <= 130
+
+
+def test_the_command(tmp_path, capsys):
+    assert unregistered.main(["--out", str(tmp_path)]) == 0
+    assert (tmp_path / "unregistered.md").read_text(encoding="utf-8") == PAGE and (tmp_path / "paths.svg").exists()
+    (tmp_path / "file").write_text("")
+    assert unregistered.main(["--out", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
