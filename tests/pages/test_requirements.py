@@ -51,6 +51,34 @@ def test_pip_verifies_every_list_or_its_header_says_why_not():
     assert cpu.startswith(f"torch{torch.specifier}+cpu ") and cpu.count(" --hash=sha256:") == 6, "3 Pythons, 2 machines"
 
 
+def needs(name):
+    """What each package of a list that pip installs without requirements needs, by the comment below its line."""
+    found = {}
+    for line in read(name).splitlines():
+        if line.startswith("# needs "):
+            listed = line.removeprefix("# needs ").partition(";")[0]
+            found[package] = [] if listed == "nothing" else [Requirement(text) for text in listed.split(",")]
+        elif line[:1] not in "#-":
+            package = Requirement(line).name
+            found[package] = None
+    return found
+
+
+def test_the_lists_have_all_that_megatrons_packages_need():
+    """pip installs them without their requirements: Megatron-Bridge died at `import pulp`, hours after the start."""
+    packages = needs("flash") | needs("megatron")
+    assert len(packages) == 7 and None not in packages.values(), "every package has a line `# needs`"
+    there = {pin.name: pin for pin in pins("gpu")}
+    missing = [
+        f"{package} needs {need}"
+        for package, required in packages.items()
+        for need in required
+        if need.name not in packages
+        if need.name not in there or str(there[need.name].specifier).removeprefix("==") not in need.specifier
+    ]
+    assert not missing
+
+
 def test_a_package_that_pip_left_half_is_installed_again(tmp_path):
     """pip takes what has metadata for whole, and leaves old files where it was killed while it replaced a package:
     venv.sh removes what lacks a file, what pip had set aside, and nothing else."""

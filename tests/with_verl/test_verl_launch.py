@@ -212,6 +212,12 @@ REFUSED |= {f"{'; '.join(args[2:])} of {args[0]}": (args, sentence) for args, se
     (["grpo", "paper", "data.val_files=/etc/passwd"], "/etc/passwd is no data file of verl"),
     (["up_dapo", "paper", "trainer.use_v1=false"], "trainer.use_v1=false is a trainer that reads no algorithm.filter"),
     (["grpo", "paper", "trainer.resume_mode=resume_path"], "resume_from_path=None is not a folder global_step_N"),
+    (["up_dapo", "gpu8", f"{R}.response_length=512"], "rollout.response_length=512 and data.max_response_length=8192"),
+    (["up_dapo", "gpu8", f"{R}.prompt_length=512"], "rollout.prompt_length=512 and data.max_prompt_length=2048 differ"),
+    (["up_dapo", "gpu8", f"{A}.checkpoint.save_contents=[hf_model]"], "leaves out model, optimizer, extra, and a run"),
+    (["up_dapo", "gpu8", f"{A}.checkpoint.save_contents=[model,extra]"], "leaves out optimizer, and a run that was i"),
+    (["gspo", "paper", f"{A}.checkpoint.load_contents=[model]"], "load_contents=[model] leaves out optimizer, extra"),
+    (["up_dapo", "gpu8", "actor_rollout_ref.hybrid_engine=false"], "hybrid_engine=false asks for GPUs that sample al"),
     # read by nothing in these runs
     (["grpo", "paper", "critic.optim.lr=1e-5"], "nothing reads critic.optim.lr: no scale trains a critic"),
     (["grpo", "paper", "trainer.critic_warmup=10"], "critic_warmup would leave the policy as it is"),
@@ -376,6 +382,46 @@ def test_the_preflight_refuses(what, ready, capsys):
     assert without(what, ready) == 2
     err = [x for x in capsys.readouterr().err.splitlines() if x.startswith("launch: ")]
     assert len(err) == 1 and re.search(LACKS[what], err[0]), err
+
+
+def test_the_preflight_imports_what_megatron_needs(tmp_path, monkeypatch):
+    """By its metadata Megatron-Bridge was there; its first import ended at a package that it does not install."""
+    package = tmp_path / "megatron" / "bridge"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("import a_solver_that_is_not_installed\n")
+    run = c.compose("up_gspo", "paper")
+    run.env["PYTHONPATH"] = f"{tmp_path}:{run.env['PYTHONPATH']}"
+    cfg = validate(run)
+    said = r"megatron.bridge, which paper_gspo trains with \(ModuleNotFoundError: .*'a_solver_that_is_not_installed'\)"
+    with pytest.raises(upref.InputError, match=said):
+        preflight.check_engine(run, cfg)
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr(preflight, "ENGINE", ("megatron.bridge",))
+    preflight.check_engine(run, cfg)
+    (package / "__init__.py").unlink()
+    package.rmdir()
+    preflight.check_engine(run, validate(c.compose("up_dapo", "paper")))  # FSDP needs none of it
+
+
+@pytest.mark.parametrize("key", ["free_cache_engine", "+actor_rollout_ref.rollout.enable_sleep_mode"])
+def test_what_vllm_keeps_counts_while_a_gpu_trains(key, capsys):
+    line = f"{key if '.' in key else f'{R}.{key}'}=false"
+    assert launch.main(["up_dapo", "gpu8", line, "--dry-run", "--gpu", "H100"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"there, it would not start: vLLM keeps its 56 GB of each GPU while it trains, .* 47 GB more", out)
+    assert launch.main(["up_dapo", "gpu8", line, f"{R}.gpu_memory_utilization=0.35", "--dry-run", "--gpu", "H200"]) == 0
+    assert "would not start: vLLM" not in capsys.readouterr().out  # 49 + 47 of 141
+
+
+def test_what_an_interruption_loses_is_said(capsys):
+    for more, said in {
+        "trainer.save_freq=-1": "note: trainer.save_freq=-1: no checkpoint is saved, and a run that is interrupted st",
+        "trainer.save_freq=100000": "note: trainer.save_freq=100000: a run that is interrupted loses up to ",
+        "trainer.test_freq=7": "",
+    }.items():
+        assert launch.main(["up_dapo", "gpu8", more, "--dry-run"]) == 0
+        out = capsys.readouterr().out
+        assert said in out and (said or "is interrupted" not in out)
 
 
 VERL_DOES = """

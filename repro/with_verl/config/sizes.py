@@ -44,6 +44,11 @@ AT_LEAST = dict.fromkeys((
 ), 1) | dict.fromkeys((
     *SEEDS, f"{ACTOR}.optim.weight_decay", f"{ACTOR}.kl_loss_coef", "data.dataloader_num_workers",
 ), 0)  # fmt: skip
+FOLLOWS = {  # verl's default is a reference, and what reads the second knows nothing of the first
+    f"{ROLLOUT}.prompt_length": "data.max_prompt_length",
+    f"{ROLLOUT}.response_length": "data.max_response_length",
+}
+RESUMED = ("model", "optimizer", "extra")  # parts of a checkpoint; hf_model is a copy of the weights for others
 HALF = ("fp16", "float16", "bf16", "bfloat16", "fp32", "float32")
 KNOWN: dict[str, tuple[str, ...]] = {
     "trainer.resume_mode": ("auto", "disable", "resume_path"),
@@ -64,6 +69,7 @@ def check(cfg: DictConfig, shape: Shape | None = None) -> None:
     names(cfg)
     rewards(cfg)
     engine(cfg)
+    checkpoints(cfg)
     shape = shape or shape_of(cfg.actor_rollout_ref.model.path)
     batches(cfg, parallel(cfg, shape))
     budgets(cfg, shape)
@@ -203,6 +209,17 @@ def engine(cfg: DictConfig) -> None:
         raise InputError(f"{ACTOR}.use_dynamic_bsz and {ROLLOUT}.log_prob_use_dynamic_bsz must be the same.")
 
 
+def checkpoints(cfg: DictConfig) -> None:
+    """A checkpoint must hold all that the same command goes on from."""
+    for part in ("save_contents", "load_contents"):
+        kept = get(cfg, f"{ACTOR}.checkpoint.{part}")
+        if absent := [name for name in RESUMED if kept is not None and name not in kept]:
+            raise InputError(
+                f"{ACTOR}.checkpoint.{part}=[{','.join(map(str, kept))}] leaves out {', '.join(absent)}, and a run "
+                "that was interrupted would not go on from its checkpoint: name model, optimizer and extra."
+            )
+
+
 def parallel(cfg: DictConfig, shape: Shape) -> int:
     """How many GPUs share a sequence while training; the sizes must divide what they split."""
     gpus = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
@@ -270,6 +287,11 @@ def batches(cfg: DictConfig, split: int) -> None:
 
 def budgets(cfg: DictConfig, shape: Shape) -> None:
     """A token budget must hold one whole sequence, of which each GPU that shares it has a part."""
+    for key, of in FOLLOWS.items():
+        if get(cfg, key) != get(cfg, of):
+            raise InputError(
+                f"{key}={get(cfg, key)} and {of}={get(cfg, of)} differ: set {of} alone, and {key} follows it."
+            )
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     override = cfg.actor_rollout_ref.model.override_config or {}
     if 0 < shape.context < longest and not {"max_position_embeddings", "rope_scaling", "rope_parameters"} & {*override}:

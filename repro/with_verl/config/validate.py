@@ -90,6 +90,9 @@ def check_read(cfg: DictConfig, line: str) -> None:
     key = line.partition("=")[0].lstrip("+~")
     if key.startswith("critic."):
         raise InputError(f"nothing reads {key}: no scale trains a critic.")
+    apart = cfg.trainer.use_v1 and cfg.trainer.v1.trainer_mode == "separate_async"
+    if key == "actor_rollout_ref.hybrid_engine" and not (cfg.actor_rollout_ref.hybrid_engine or apart):
+        raise InputError(f"{key}=false asks for GPUs that sample alone, and no scale has them: leave it true.")
     of_loss = f"{ACTOR}.policy_loss."
     mode = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
     if key.startswith(of_loss) and mode.startswith("upref/"):

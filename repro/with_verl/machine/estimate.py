@@ -16,7 +16,8 @@ peak were set once, from published runs (`python -m repro.with_verl.machine.publ
 
 Memory of a GPU while it trains is the larger of forward-and-backward (weights, gradients, activations, logits) and the
 optimizer's step; FSDP spreads 16 bytes a parameter over all GPUs, Megatron holds 6 of what its parallelism gives a GPU
-and 12 over the replicas. While sampling it is vLLM's share and what is not offloaded.
+and 12 over the replicas. While sampling it is vLLM's share and what is not offloaded. vLLM gives its share back while
+the GPU trains, unless the run says otherwise (free_cache_engine, enable_sleep_mode).
 """
 
 import tomllib
@@ -152,6 +153,7 @@ def estimate(
     kv_token = 4 * shape.layers * shape.kv_heads * shape.head_dim / tp
     kv_tokens = (vllm - shape.params * 2 / tp - 2 * GB) / kv_token
     train, resident = memory(shape, cfg, n_gpus)
+    keeps = 0.0 if rollout.free_cache_engine and rollout.get("enable_sleep_mode", True) else vllm
 
     responses = cfg.data.train_batch_size * rollout.n
     refill = REFILL if cfg.algorithm.filter_groups and cfg.algorithm.filter_groups.enable else 1
@@ -180,19 +182,25 @@ def estimate(
     answers, checks, saves = val_rows * rollout.val_kwargs.n, cfg.trainer.test_freq, cfg.trainer.save_freq
     checkpoint = shape.params * 12
     e = Estimate(
-        gpu, n_gpus, train, vllm, resident, max(kv_tokens, 0.0), step_tokens=responses * longest,
+        gpu, n_gpus, train + keeps, vllm, resident, max(kv_tokens, 0.0), step_tokens=responses * longest,
         validation_tokens=answers * longest, checkpoint=checkpoint, parts=parts, steps=steps,
         validation_seconds=sample(answers) if answers else 0.0,
         validations=((steps or 0) // checks if checks > 0 else 0) + bool(cfg.trainer.val_before_train),
         checkpoint_seconds=checkpoint / DISK / cfg.trainer.nnodes, saves=(steps or 0) // saves if saves > 0 else 0,
         assumes={"length": mean, "prompt": prompt},
     )  # fmt: skip
-    e.problem = problem(e, gpu_bytes, cfg.data.max_prompt_length + longest)
+    e.problem = problem(e, gpu_bytes, cfg.data.max_prompt_length + longest, keeps)
     return e
 
 
-def problem(e: Estimate, gpu_bytes: float, sequence: int) -> str:
-    """Why it cannot fit; "" if it can."""
+def problem(e: Estimate, gpu_bytes: float, sequence: int, keeps: float) -> str:
+    """Why it cannot fit; "" if it can. keeps: bytes of vLLM that stay on a GPU while it trains."""
+    if keeps and e.train > gpu_bytes:
+        return (
+            f"vLLM keeps its {keeps / GB:.0f} GB of each GPU while it trains, which needs about "
+            f"{(e.train - keeps) / GB:.0f} GB more, of {gpu_bytes / GB:.0f}: leave "
+            "actor_rollout_ref.rollout.free_cache_engine and enable_sleep_mode true."
+        )
     if e.train > gpu_bytes:
         return (
             f"training needs about {e.train / GB:.0f} GB on each GPU, which has {gpu_bytes / GB:.0f}: take more GPUs "

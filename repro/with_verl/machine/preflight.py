@@ -23,7 +23,11 @@ from upref import InputError
 VERL = "0.9.1"
 FLASH = "2.8.3"  # verl's own pin
 PREPARE = "-m repro.with_verl.data.prepare"
-MEGATRON = ("megatron-core", "megatron-bridge", "transformer-engine", "mbridge", "apex")  # requirements-megatron.txt
+MEGATRON = (  # of requirements/megatron.txt, and what these import
+    "megatron-core", "megatron-bridge", "transformer-engine", "mbridge", "apex", "nvidia-modelopt", "pulp", "scipy",
+    "onnxscript", "nvdlfw-inspect",
+)  # fmt: skip
+ENGINE = ("megatron.bridge", "verl.workers.engine.megatron.transformer_impl")  # what a Megatron scale imports
 OURS = ("jaxtyping", "math-verify", "sympy")  # that `pip install --no-deps -e .` leaves out in verl's image
 PACKAGES = (
     "verl", "vllm", "torch", "transformers", "ray", "TransferQueue", "flash-attn", *MEGATRON, *OURS, "cuda-toolkit",
@@ -103,6 +107,7 @@ def check(run: Run, cfg: DictConfig, machine: Machine) -> Estimate:
     if missing := missing_packages(cfg, run.scale, machine):
         raise InputError(missing[0])
     check_driver(machine)
+    check_engine(run, cfg)
     model = check_model(cfg)
     check_data(cfg)
     e = price(cfg, gpu_of(machine.gpu_name), machine.gpu_bytes)
@@ -182,7 +187,7 @@ def missing_packages(cfg: DictConfig, scale: Scale, m: Machine | None = None) ->
         found.append(
             f"{', '.join(absent)} {'are' if len(absent) > 1 else 'is'} not installed, and {scale.name} trains with "
             "Megatron: `repro/venv.sh gpu megatron` adds them to .venv-gpu, elsewhere pip install --no-deps -r "
-            "repro/requirements/megatron.txt (Python 3.12)."
+            "repro/requirements/megatron.txt (Python 3.12), and pip install 'pulp<4' scipy onnxscript nvdlfw-inspect."
         )
     if lacks("flash-attn") and wants_flash(cfg):
         found.append(
@@ -263,6 +268,35 @@ def count_rows(files: Any) -> int:
         from repro.with_verl.data.schema import check_file
 
     return sum(check_file(p) for p in there) + sum(known)
+
+
+def at_risk(cfg: DictConfig, e: Estimate) -> str:
+    """A sentence where a machine that goes away takes all of the run, or more than an hour of it; "" elsewhere."""
+    often, steps = cfg.trainer.save_freq, e.steps or 0
+    if often <= 0:
+        return f"trainer.save_freq={often}: no checkpoint is saved, and a run that is interrupted starts over."
+    hours = min(often, steps) * e.step_seconds / 3600
+    if often > 1 and hours > 1:
+        return f"trainer.save_freq={often}: a run that is interrupted loses up to {hours:.0f} hours of work."
+    return ""
+
+
+def check_engine(run: Run, cfg: DictConfig) -> None:
+    """A fresh process can import what the scale's engine needs; names in metadata do not show that."""
+    if not cfg.actor_rollout_ref.actor.get("megatron"):
+        return
+    for module in ENGINE:
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {module}"], env=os.environ | run.env, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
+            raise InputError(
+                f"a fresh process cannot import {module}, which {run.scale.name} trains with ({last[:200]}): "
+                "`repro/venv.sh gpu megatron` installs what it needs into .venv-gpu; elsewhere install it, as "
+                "repro/requirements/gpu.txt and megatron.txt have it."
+            )
 
 
 def check_plugin(run: Run, loss: str, estimator: str) -> None:

@@ -154,6 +154,7 @@ def train(
         row = gpu_of(gpu or m.gpu_name or ("4090" if run.scale.gpu_gb < 40 else "H100"))
         memory = (row.memory if gpu else run.scale.gpu_gb) * GB
         estimate = preflight.save_hourly(run, cfg, preflight.price(cfg, row, memory))
+        note(run, preflight.at_risk(cfg, estimate))
         show(run)
         tell(estimate, seeds)
         if estimate.problem:
@@ -168,6 +169,7 @@ def train(
     if cfg.trainer.nnodes > 1 and m.gpus and machine is None:
         m.nodes = preflight.check_cluster(run, loss)
     estimate = preflight.save_hourly(run, cfg, preflight.check(run, cfg, m))
+    note(run, preflight.at_risk(cfg, estimate))
     show(run)
     tell(estimate, seeds)
     preflight.check_plugin(run, loss, estimator)
@@ -197,6 +199,10 @@ def check_step(cfg: Any) -> bool:
         print(e, file=sys.stderr)
         return False
     return True
+
+
+def note(run: Run, sentence: str) -> None:
+    run.notes += [sentence] if sentence else []
 
 
 def tell(e: Estimate, seeds: int) -> None:
