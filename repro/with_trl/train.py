@@ -11,7 +11,6 @@ Exit status 2: it could not start; what is missing is named.
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -87,7 +86,6 @@ def check(args: argparse.Namespace) -> None:
                 f"{args.data / name}.parquet is missing: {sys.executable} -m repro.with_verl.data.prepare {name} makes "
                 "it; without a network, download its file elsewhere and add --from FILE."
             )
-    os.environ["HF_HUB_OFFLINE"] = "1"  # all is here
 
 
 def make_tiny(args: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 """The TRL rung on a CPU: two objectives, ended and resumed, one report; what is missing is one sentence."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -91,3 +92,30 @@ def test_without_a_network_it_says_what_to_download(capsys, monkeypatch, tmp_pat
     assert "`hf download nobody/nothing`" in capsys.readouterr().err
     assert train.main(["up_dapo", "--model", str(tmp_path), "--data", str(tmp_path)]) == 2
     assert "repro.with_verl.data.prepare gsm8k_train" in capsys.readouterr().err
+
+
+CHECK = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from repro.with_trl import train
+train.gpu = lambda: True
+train.check(SimpleNamespace(model="somebody/something", data=Path(sys.argv[1])))
+from huggingface_hub import constants
+print(constants.HF_HUB_OFFLINE)
+"""
+
+
+@pytest.mark.trl
+def test_what_is_here_is_read_without_the_hub(tmp_path):
+    """huggingface_hub reads the variable when it is imported; set later, each file waits for the network's time-out."""
+    cached = tmp_path / "hub/models--somebody--something"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs/main").write_text("0" * 40)
+    (cached / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    for file in (cached / "snapshots" / ("0" * 40) / "config.json", "gsm8k_train.parquet", "gsm8k_test.parquet"):
+        (tmp_path / file).write_text("{}")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    command = [sys.executable, "-c", CHECK, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=env | {"HF_HOME": str(tmp_path)}, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr[-2000:]
