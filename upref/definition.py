@@ -5,6 +5,7 @@ One file, because the three are read together: what is registered, what it compu
 """
 
 import inspect
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -318,7 +319,20 @@ class Objective:
 
     # ---- for the one who writes an objective -----------------------------------------------------------------------
     def with_weight(self, closed_form: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorator: attach the closed form and put the objective into the registry."""
+        """Decorator: attach the closed form and put the objective into the registry.
+
+        A file that is read again, or a cell of a notebook that runs again, replaces its own objective.
+
+        Raises:
+            InputError: another objective has this name, or another file has written this objective's weight.
+        """
+        taken = self.closed_form is not _no_weight and _source(self.closed_form)[0] != _source(closed_form)[0]
+        known = OBJECTIVES.get(self.name, self)
+        if known is not self:  # a file that is read again makes its functions anew
+            taken = known.fn is self.fn or _source(known.fn) != _source(self.fn)
+        if taken:
+            raise InputError(f"{self.name} is an objective of {_source(known.fn)[0]}: give yours another name.")
+        _parameters(closed_form, 0, "closed_form")
         object.__setattr__(self, "closed_form", closed_form)
         self._read_weight()
         OBJECTIVES[self.name] = self
@@ -356,6 +370,14 @@ def objective(
         return Objective(fn.__name__, fn, inspect.getdoc(fn) or "", paper, eq, level, agg, adv, **facts)
 
     return wrap
+
+
+def _source(fn: Callable[..., Any]) -> tuple[str, str]:
+    """The file in which a function is written and its name there; a notebook, which has no file, is `__main__`."""
+    fn = inspect.unwrap(fn)
+    names = getattr(fn, "__globals__", {})
+    file = names.get("__file__")
+    return os.path.realpath(file) if file else str(names.get("__name__", "")), getattr(fn, "__qualname__", "")
 
 
 @cache

@@ -14,6 +14,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -178,14 +179,14 @@ def clip(x: Any, low: Any, high: Any) -> Any:
     return np.clip(x, low, high)
 
 
-_replay: Callable[[Tensor], Tensor] | None = None  # set by replayed_sg alone
+# set by replayed_sg alone, and of this thread alone: an sg of another thread is no part of the recording
+_replay: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("_replay", default=None)
 
 
 @contextmanager
 def replayed_sg(values: list[Tensor]) -> Iterator[list[Tensor]]:
     """Inside, torch's sg records its values into an empty list, or replays a recorded one: finite differences of a
     function with stop-gradients must hold sg(x) where it was, or they wrongly reject its gradient."""
-    global _replay
     record, queue = not values, iter(values)
 
     def visit(x: Tensor) -> Tensor:
@@ -194,18 +195,19 @@ def replayed_sg(values: list[Tensor]) -> Iterator[list[Tensor]]:
             return x
         return next(queue)
 
-    _replay = visit
+    token = _replay.set(visit)
     try:
         yield values
     finally:
-        _replay = None
+        _replay.reset(token)
 
 
 def sg(x: Any) -> Any:
     """The stop-gradient operator of Eq. 12."""
     match _reader(x):
         case "torch":
-            return x.detach() if _replay is None else _replay(x.detach())
+            replay = _replay.get()
+            return x.detach() if replay is None else replay(x.detach())
         case "sympy":
             from upref.symbolic import StopGradient
 

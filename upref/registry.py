@@ -3,11 +3,14 @@
 
 import copyreg
 import difflib
+import functools
 import importlib
 import pkgutil
+from collections.abc import Callable
+from typing import Any
 
 from upref import definition
-from upref.definition import ERRORS, LEVELS, NO_DUAL_CLIP, REDUCE, TRANSFORMS, Objective, objective
+from upref.definition import ERRORS, LEVELS, NO_DUAL_CLIP, REDUCE, TRANSFORMS, Objective
 from upref.errors import InputError
 
 __all__ = ["ERRORS", "LEVELS", "NO_DUAL_CLIP", "REDUCE", "Objective", "get", "names", "objective"]
@@ -24,6 +27,12 @@ def _load() -> dict[str, Objective]:
 
 
 _loaded: list[bool] = []
+
+
+@functools.wraps(definition.objective)
+def objective(**facts: Any) -> Callable[[Callable[..., Any]], Objective]:
+    _load()  # so that a name that is taken is refused here
+    return definition.objective(**facts)
 
 
 def names() -> list[str]:

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An objective's name has one meaning in a process, and no other thread reaches into a check."""
+
+import importlib
+import runpy
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import upref
+from upref import definition
+from upref.errors import InputError
+
+HEAD = "import upref\n@upref.objective(paper='none', eq='none', level='token', agg='token-mean', adv='reward')\n"
+FACTS = dict(paper="none", eq="none", level="token", agg="token-mean", adv="reward")
+
+
+def lines(name, weight="A * r", qualified="{}_weight"):
+    body = f"def {name}(lp, lp_old, A):\n    '''J = r A'''\n    return upref.ops.exp(lp - lp_old) * A\n"
+    return f"{HEAD}{body}@{name}.with_weight\ndef {qualified.format(name)}(r, A):\n    return {weight}\n"
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    upref.names()
+    monkeypatch.setattr(definition, "OBJECTIVES", dict(definition.OBJECTIVES))
+    return definition.OBJECTIVES
+
+
+def test_a_name_of_a_reference_is_refused(registered, tmp_path):
+    right, weight = upref.get("dapo"), upref.get("dapo").closed_form
+    (tmp_path / "mine.py").write_text(lines("dapo"))
+    with pytest.raises(InputError, match=r"dapo is an objective of .*objectives/dapo\.py: give yours another name\.$"):
+        runpy.run_path(str(tmp_path / "mine.py"))
+    assert upref.get("dapo") is right
+    assert right.closed_form is weight
+
+
+def test_it_is_refused_in_a_process_that_has_asked_for_nothing_yet(tmp_path):
+    (tmp_path / "mine.py").write_text(lines("dapo"))
+    done = subprocess.run([sys.executable, "-c", "import mine"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "InputError: dapo is an objective of" in done.stderr
+
+
+def test_the_weight_of_a_reference_cannot_be_replaced(registered):
+    right, weight = upref.get("dapo"), upref.get("dapo").closed_form
+    again = upref.objective(**FACTS)(right.fn)
+    for one in (right, right.aggregated("seq-mean-token-mean"), again):
+        for other in (lambda r, A: A * r, weight):
+            if (one, other) != (right, weight):
+                with pytest.raises(InputError, match="dapo is an objective of"):
+                    one.with_weight(other)
+    assert upref.get("dapo") is right
+    assert right.closed_form is weight
+
+
+def test_another_file_cannot_replace_an_objective(registered, tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text(lines("mine"))
+    runpy.run_path(str(tmp_path / "one.py"))
+    with pytest.raises(InputError, match=r"mine is an objective of .*one\.py"):
+        runpy.run_path(str(tmp_path / "two.py"))
+
+
+def test_two_functions_of_a_file_cannot_share_a_name(registered, tmp_path):
+    body = "".join(f"    {x}\n" for x in lines("mine").splitlines()[1:])
+    (tmp_path / "one.py").write_text(f"import upref\ndef first():\n{body}def second():\n{body}first()\nsecond()\n")
+    with pytest.raises(InputError, match="mine is an objective of"):
+        runpy.run_path(str(tmp_path / "one.py"))
+
+
+def test_a_file_that_is_read_again_replaces_its_own(registered, tmp_path, monkeypatch):
+    file = tmp_path / "reread.py"
+    file.write_text(lines("mine"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("reread")
+    try:
+        file.write_text(lines("mine", "2 * A * r  # another length"))
+        importlib.reload(module)
+        assert upref.get("mine").weight(3.0, 1.0) == 6
+        file.write_text(lines("mine", "3 * A * r"))
+        runpy.run_path(str(file), run_name="__main__")  # the file as a script, beside the import of it
+        assert upref.get("mine").weight(3.0, 1.0) == 9
+    finally:
+        del sys.modules["reread"]
+
+
+def test_a_cell_that_runs_again_replaces_its_own(registered):
+    """All cells of a notebook share one namespace, which has no file."""
+    cells = {"__name__": "__main__"}
+    first, _, second = lines("mine").partition("@mine.with_weight")
+    run = lambda text, at: exec(compile(text, f"<ipython-input-{at}>", "exec"), cells)
+    run(first, 1)
+    run("@mine.with_weight" + second, 2)
+    run("@mine.with_weight" + second.replace("mine_weight", "weight").replace("A * r", "4 * A * r"), 3)
+    assert upref.get("mine").weight(3.0, 1.0) == 12
+    run(first, 4)
+    run("@mine.with_weight" + second, 5)
+    assert upref.get("mine").weight(3.0, 1.0) == 3
+
+
+def test_a_weight_that_cannot_be_one_leaves_the_name_free(registered):
+    def mine(lp, lp_old, A):
+        return lp * A
+
+    mine = upref.objective(**FACTS)(mine)
+    with pytest.raises(InputError, match="closed_form must be a function"):
+        mine.with_weight(3)
+    assert "mine" not in registered
+    assert mine.with_weight(weight := lambda r, A: A) is weight
+    assert upref.get("mine") is mine
+
+
+@pytest.mark.parametrize("name", ["cispo", "cispo_verl", "vespo", "dppo_tv_verl"])
+def test_a_check_beside_another_thread(name):
+    """The other thread takes the stop-gradients of the same functions, as a trainer does beside a check."""
+    lp = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]])
+    adv, mask = torch.tensor([[1.0], [-1.0]]).expand(2, 2), torch.ones(2, 2, dtype=torch.bool)
+    b = upref.Rollouts(lp, lp - 0.1, adv, mask)
+    raised, done = [], threading.Event()
+    o = upref.get(name)
+
+    def beside():
+        while not done.is_set():
+            try:
+                o(b)
+            except Exception as e:
+                raised.append(e)
+
+    other = threading.Thread(target=beside)
+    other.start()
+    try:
+        report = upref.check(o, name)
+    finally:
+        done.set()
+        other.join()
+    assert report, report.text()
+    assert not raised
