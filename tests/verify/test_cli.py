@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,8 +14,9 @@ import pytest
 
 import upref
 from upref import interrupt
-from upref.cli import main
+from upref.cli import _parser, main
 from upref.foreign.guard import called
+from upref.foreign.settings import hyperparameters
 
 ROOT = Path(__file__).parents[2]
 
@@ -155,6 +158,61 @@ def test_a_missing_module_is_one_sentence(capsys, monkeypatch):
     assert code == 2 and "No module named 'verl'" in err and err.count("\n") == 1
 
 
+def helps():
+    """Command -> all that its help says."""
+    commands = next(a for a in _parser()._actions if a.choices)
+    return {name: c.format_help() for name, c in commands.choices.items()}
+
+
+def test_each_example_of_the_help_texts_is_a_command():
+    """Each `upref ...` in backticks is one that the parser takes."""
+    texts = [_parser().format_help(), *helps().values()]
+    examples = {e for text in texts for e in re.findall(r"`upref ([^`]+)`", " ".join(text.split()))}
+    assert examples >= {"list"}
+    for example in examples:
+        if example != "-h":
+            _parser().parse_args(shlex.split(example))
+
+
+LOG_PROBS = """
+import torch
+def loss(log_prob, old_log_prob, advantages, mask, eps_low=0.2, eps_high=0.28):
+    r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+    J = torch.min(r * advantages, r.clamp(1 - eps_low, 1 + eps_high) * advantages)
+    return -(J * mask).sum() / mask.sum()
+def log_probs(logits, tokens, temperature, softcap=30.0):
+    z = (softcap * (logits.double() / softcap).tanh() / temperature).log_softmax(-1)
+    return z.gather(-1, tokens[..., None])[..., 0]
+"""
+SETTINGS = {  # each K=V of the help texts, and a command in which it has an effect
+    "softcap=30": ["check", "mine.py:log_probs", "--as-logprobs"],
+    "ranks=2": ["check", "tests.support.cases.logprob_changes:parallel", "--as-logprobs"],
+    "eps_high=0.28": ["check", "mine.py:loss", "--as", "dapo"],
+}
+
+
+def test_each_setting_of_the_help_texts_runs(capsys, tmp_path, monkeypatch):
+    """`--hp ranks=2` never ran: every value was a float."""
+    told = {s for text in helps().values() for s in re.findall(r"\b[a-z_]+=[\d.]+\b", text)}
+    assert told == set(SETTINGS)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(LOG_PROBS)
+    for setting, argv in SETTINGS.items():
+        code, out, err = run(capsys, *argv, "--hp", setting)
+        assert code == 0, (setting, out, err)
+        if setting == "ranks=2":
+            assert run(capsys, *argv, "--hp", setting, "--json")[1].count('"ranks": "ok"') == 1
+
+
+def test_a_whole_number_is_an_int():
+    assert [repr(v) for v in hyperparameters(["a=2", "b=2.0", "c=-3", "d=1e3"]).values()] == [
+        "2",
+        "2.0",
+        "-3",
+        "1000.0",
+    ]
+
+
 def test_none_is_a_value(capsys):
     assert run(capsys, "weights", "dapo", "--hp", "c=None")[0] == 0
 
@@ -186,6 +244,42 @@ def test_an_interrupt_is_one_sentence_and_leaves_no_process(number, status, comm
     assert run.returncode == status and len(err.splitlines()) == 1
     said = "interrupted" if number == signal.SIGINT else "terminated"
     assert f"{said}; run the same command again" in err
+
+
+ENDLESS = {  # where a file does not end
+    "the loss": "def loss(log_prob, old_log_prob, advantages, mask):\n    say()\n    while True: pass\n",
+    "the file, while it is imported": "say()\nwhile True: pass\n",
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="it reads the state of a process")
+@pytest.mark.parametrize("where", ENDLESS)
+def test_no_process_goes_on_where_the_command_is_killed(where, tmp_path):
+    says = "import os\ndef say():\n    with open('half', 'w') as f: f.write(str(os.getpid()))\n"
+    (tmp_path / "loop.py").write_text(f"{says}    os.rename('half', 'pid')\n{ENDLESS[where]}")
+    argv = [sys.executable, "-m", "upref", "check", "loop.py:loss", "--as", "dapo"]
+    env = os.environ | {"PYTHONPATH": str(Path(upref.__file__).parents[1])}
+    run = subprocess.Popen(argv, cwd=tmp_path, env=env, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 300  # a busy machine imports for minutes
+    while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    child = int((tmp_path / "pid").read_text())
+    run.kill()
+    run.wait()
+    deadline = time.monotonic() + 30
+    while (alive := is_running(child)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if alive:
+        os.kill(child, signal.SIGKILL)
+    assert not alive
+
+
+def is_running(pid):
+    """Whether there is such a process, and it has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 LOST = {  # where Python or a module would lose an interrupt

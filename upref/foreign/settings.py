@@ -39,12 +39,18 @@ def _field(name: str, word: str) -> tuple[str, Any]:
     constants = {"None": None, "True": True, "False": False}
     if value in constants:
         return key, constants[value]
-    for number in (int, float):
+    number = _number(value)
+    return key, value if number is None else number
+
+
+def _number(text: str) -> int | float | None:
+    """A whole number as an int, as a call from Python has it; None where the text is no number."""
+    for kind in (int, float):
         try:
-            return key, number(value)
+            return kind(text)
         except ValueError:
             pass
-    return key, value
+    return None
 
 
 def _pairs(fields: dict[str, Any]) -> list[str]:
@@ -101,10 +107,10 @@ def hyperparameters(pairs: list[str]) -> dict[str, Any]:
     hp: dict[str, Any] = {}
     for pair in pairs:
         key, _, value = pair.partition("=")
-        try:
-            hp[key] = words[value] if value in words else float(value)
-        except ValueError:
-            raise InputError(f"--hp {pair!r} is not NAME=NUMBER.") from None
-        if isinstance(hp[key], float) and not math.isfinite(hp[key]):
+        number = _number(value)
+        if number is None and value not in words:
+            raise InputError(f"--hp {pair!r} is not NAME=NUMBER.")
+        if number is not None and not math.isfinite(number):
             raise InputError(f"--hp {pair!r} is not NAME=NUMBER: {value} is none.")
+        hp[key] = words[value] if number is None else number
     return hp
