@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch._C import _functorch as functorch
 
 from upref.errors import InputError
 from upref.logprobs import check_temperature, check_tokens
@@ -44,8 +44,9 @@ def token_log_probs(
 ) -> tuple[Float[Tensor, "*B T"], Float[Tensor, "*B T"]]:  # fmt: skip
     """Compute log π(o_t) and the entropy H_t, in nats, from the inputs of the output layer.
 
-    hidden[b, t] is the state that predicted tokens[b, t]; give padding any valid id. Both results have gradients with
-    respect to hidden, weight and bias, once. An entropy that is not used costs nothing in the backward.
+    hidden[b, t] is the state that predicted tokens[b, t]; give padding any valid id. Both results have first gradients
+    with respect to hidden, weight and bias, and no second ones. An entropy that is not used costs nothing in the
+    backward.
 
     Args:
         hidden: hidden states after the last norm, in any floating-point dtype.
@@ -61,7 +62,8 @@ def token_log_probs(
         (log π, H), float64 if an input is, else float32. A token whose logits are not finite has NaN in its own slot.
 
     Raises:
-        InputError: on shapes, dtypes, devices, ids or settings that do not fit.
+        InputError: on shapes, dtypes, devices, ids or settings that do not fit; in the backward pass, where a second
+            gradient is asked for (`create_graph=True`, or one `torch.func.grad` inside another).
 
     Works under `torch.func.vmap` over hidden and tokens. `torch.compile` runs it eagerly, between two graphs.
     """
@@ -127,6 +129,20 @@ def _here(tokens: Tensor, at: slice, x: Tensor) -> tuple[Tensor, Tensor]:
     return (column >= 0) & (column < x.shape[1]), column.clamp(0, x.shape[1] - 1)[:, None]
 
 
+def _wants_second_gradient(inputs: tuple[Tensor | None, ...]) -> bool:
+    """Whether the gradient of a backward pass may itself be differentiated. torch.func enables gradients in every
+    backward pass: there, two transforms have to track the inputs."""
+    if not torch.is_grad_enabled() or functorch.maybe_current_level() is None:
+        return torch.is_grad_enabled()
+    levels = set()
+    for x in inputs:
+        while x is not None and functorch.is_functorch_wrapped_tensor(x):
+            if functorch.is_gradtrackingtensor(x):
+                levels.add(functorch.maybe_get_level(x))
+            x = functorch.get_unwrapped(x)
+    return len(levels) > 1
+
+
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(hidden: Any, weight: Any, bias: Any, tokens: Any, head: Any) -> Any:
@@ -163,10 +179,19 @@ class _LogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Any, g_H: Any, *_: Any) -> Any:
-        hidden, weight, bias, tokens, log_z, H = ctx.saved_tensors
-        head, (want_h, want_W, want_b, *_) = ctx.head, ctx.needs_input_grad
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        saved = ctx.saved_tensors  # once: a second look has no values under torch.utils.checkpoint
+        if _wants_second_gradient((*saved, *upstream)):
+            raise InputError(
+                "upref.hidden has no second gradient, as create_graph=True or a gradient penalty needs it: use "
+                "upref.logprobs on the logits there."
+            )
+        with torch.no_grad():
+            return _LogProbs._gradients(ctx.head, ctx.needs_input_grad, saved, *upstream)
+
+    @staticmethod
+    def _gradients(head: Any, wants: Any, saved: Any, g: Any, g_H: Any, *_: Any) -> Any:
+        (hidden, weight, bias, tokens, log_z, H), (want_h, want_W, want_b, *_) = saved, wants
         with torch.autocast(hidden.device.type, enabled=False):
             g = torch.zeros_like(H) if g is None else g
             rows = (g != 0 if g_H is None else (g != 0) | (g_H != 0)).flatten().nonzero()[:, 0]

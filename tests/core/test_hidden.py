@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from upref import hidden as fused
 from upref.errors import InputError
@@ -195,6 +196,46 @@ def test_vmap_and_func_grad_agree_with_a_loop():
         torch.func.vmap(lambda w: token_log_probs(h, w, tokens)[0])(torch.stack([W, W]))
     grad = torch.func.grad(lambda w: token_log_probs(h, w, tokens)[0].sum())(W)
     torch.testing.assert_close(grad, run(naive, h, W, tokens, {}, [torch.ones(3, 4), None])[3])
+
+
+def gradient_penalty(log_probs, x):
+    """A sum of log-probs, and the squared norm of its gradient."""
+    total = log_probs(x).sum()
+    (gradient,) = torch.autograd.grad(total, x, create_graph=True)
+    return total + (gradient**2).sum()
+
+
+def test_a_second_gradient_is_refused():
+    """It was silently that of the first sum alone."""
+    h, W, tokens, bias = torch.randn(3, 4, 5), torch.randn(9, 5), torch.randint(9, (3, 4)), torch.zeros(9)
+    own = {
+        "hidden": (h, lambda x: token_log_probs(x, W, tokens)[0]),
+        "weight": (W, lambda x: token_log_probs(h, x, tokens)[0]),
+        "bias": (bias, lambda x: token_log_probs(h, W, tokens, bias=x)[0]),
+        "the entropy": (h, lambda x: token_log_probs(x, W, tokens)[1]),
+        "a function of hidden": (h, lambda x: token_log_probs(x.tanh(), W, tokens)[0]),
+    }
+    for name, (x, log_probs) in own.items():
+        with pytest.raises(InputError, match="no second gradient") as e:
+            gradient_penalty(log_probs, x.clone().requires_grad_())
+        assert "\n" not in str(e.value), name
+    for inner in (torch.func.grad, torch.func.jacrev):
+        first = inner(lambda w: token_log_probs(h, w, tokens)[0].sum())
+        with pytest.raises(InputError, match="no second gradient"):
+            torch.func.grad(lambda w, first=first: (first(w) ** 2).sum())(W)
+    of_hidden = lambda w: torch.func.grad(lambda x: token_log_probs(x, w, tokens)[0].sum())(h)
+    with pytest.raises(InputError, match="no second gradient"):
+        torch.func.grad(lambda w: (of_hidden(w) ** 2).sum())(W)
+    torch.testing.assert_close(of_hidden(W.clone().requires_grad_()), of_hidden(W))  # a parameter that nothing tracks
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_changes_no_gradient(reentrant):
+    h, W, tokens = torch.randn(3, 4, 5), torch.randn(9, 5), torch.randint(9, (3, 4))
+    found, want = h.clone().requires_grad_(), h.clone().requires_grad_()
+    checkpoint(lambda x: token_log_probs(x, W, tokens)[0], found, use_reentrant=reentrant).sum().backward()
+    token_log_probs(want, W, tokens)[0].sum().backward()
+    torch.testing.assert_close(found.grad, want.grad)
 
 
 @pytest.mark.slow
