@@ -6,6 +6,8 @@ import torch
 
 import upref
 from upref.errors import InputError
+from upref.verify.explain import LEFT, RETURNED, TWICE
+from upref.verify.oracles.side_effects import OWN
 
 
 def per_token(log_prob, old_log_prob, advantages, clip):
@@ -31,12 +33,6 @@ def detached(log_prob, old_log_prob, advantages, mask):
     return loss.detach()
 
 
-def kept(log_prob, old_log_prob, advantages, mask):
-    loss = seq_mean(per_token(log_prob, old_log_prob, advantages, 0.2), mask)
-    loss.backward(retain_graph=True)
-    return loss
-
-
 def two_steps(log_prob, old_log_prob, advantages, mask):
     """The first half of the batch, then the second: the gradients add up."""
     x = per_token(log_prob, old_log_prob, advantages, 0.2) * mask / mask.sum(1, keepdim=True) / len(mask)
@@ -44,6 +40,20 @@ def two_steps(log_prob, old_log_prob, advantages, mask):
     x[:n].sum().backward(retain_graph=True)
     x[n:].sum().backward()
     return x.sum().detach()
+
+
+def first_half_left(log_prob, old_log_prob, advantages, mask):
+    """Its caller goes back for the second half."""
+    x = per_token(log_prob, old_log_prob, advantages, 0.2) * mask / mask.sum(1, keepdim=True) / len(mask)
+    n = len(mask) // 2
+    x[:n].sum().backward(retain_graph=True)
+    return x[n:].sum()
+
+
+def halved_twice(log_prob, old_log_prob, advantages, mask):
+    loss = seq_mean(per_token(log_prob, old_log_prob, advantages, 0.2), mask) / 2
+    loss.backward(retain_graph=True)
+    return loss
 
 
 def summed_step(log_prob, old_log_prob, advantages, mask):
@@ -58,7 +68,7 @@ def unreduced_step(log_prob, old_log_prob, advantages, mask):
     return x
 
 
-@pytest.mark.parametrize("loss", [step, detached, kept, two_steps])
+@pytest.mark.parametrize("loss", [step, detached, two_steps, first_half_left, halved_twice])
 def test_a_training_step_is_judged_by_the_gradient_it_leaves(loss):
     report = upref.check(loss, "grpo", eps=0.2)
     assert report, report
@@ -71,6 +81,88 @@ def test_and_a_wrong_step_is_rejected():
     assert not upref.check(step, "dapo", eps_low=0.2, eps_high=0.28)
     report = upref.check(summed_step, "grpo", eps=0.2)
     assert any(f.oracle == "aggregation" and "plain sum" in f.cause for f in report.failures), report
+
+
+# ---- ... and returns a loss from which its caller goes back again ----------------------------------------------------
+def left(part):
+    """What `part` makes of the terms [B, T] and of their sum is left in .grad, and the sum is returned."""
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        x = per_token(log_prob, old_log_prob, advantages, 0.2) * mask / mask.sum(1, keepdim=True) / len(mask)
+        for y in part(x):
+            y.sum().backward(retain_graph=True)
+        return x.sum()
+
+    return loss
+
+
+def recomputed(log_prob, old_log_prob, advantages, mask):
+    seq_mean(per_token(log_prob, old_log_prob, advantages, 0.2), mask).backward()
+    return seq_mean(per_token(log_prob, old_log_prob, advantages, 0.2), mask)
+
+
+def other_returned(log_prob, old_log_prob, advantages, mask):
+    loss = seq_mean(per_token(log_prob, old_log_prob, advantages, 0.2), mask)
+    loss.backward(retain_graph=True)
+    return 0.01 * seq_mean(log_prob * mask, mask)
+
+
+DOUBLED = [
+    (left(lambda x: [x]), TWICE),
+    (left(list), TWICE),  # each row goes back by itself
+    (recomputed, TWICE),
+    (left(lambda x: [0.5 * x]), LEFT),  # a copy that is scaled
+    (left(lambda x: [x[: len(x) // 2]]), LEFT),  # half of the rows
+    (left(lambda x: [x[:, ::2]]), LEFT),  # every other token
+    (other_returned, RETURNED),
+]
+
+
+@pytest.mark.parametrize(("loss", "cause"), DOUBLED)
+def test_a_gradient_that_is_left_adds_to_that_of_the_loss_that_is_returned(loss, cause):
+    """Only what it left was compared, and each of these agreed."""
+    report = upref.check(loss, "grpo", eps=0.2)
+    assert not report and cause in {f.cause for f in report.failures}, report
+    assert "plus that of the loss that it returns" in report.read_as
+    assert not upref.identify(loss) or ".backward()" in upref.identify(loss).why
+
+
+def test_the_gradient_of_one_input_alone_is_added_too():
+    """Of the entropy, where it has one."""
+
+    def loss(log_prob, old_log_prob, advantages, mask, entropy):
+        if entropy.requires_grad:
+            (0.01 * seq_mean(entropy, mask)).backward()
+        return seq_mean(per_token(log_prob, old_log_prob, advantages, 0.2), mask)
+
+    report = upref.check(loss, "grpo", eps=0.2)
+    assert any(f.oracle == "stop-gradient" and "entropy" in f.regime for f in report.failures), report
+
+
+def cleared(log_prob, old_log_prob, advantages, mask):
+    """The norm of the gradient by log_prob, for a log: the gradients of the network stay."""
+    log_prob.retain_grad()
+    loss = seq_mean(per_token(log_prob, old_log_prob, advantages, 0.2), mask)
+    loss.backward(retain_graph=True)
+    log_prob.grad = None
+    return loss
+
+
+def test_a_gradient_that_is_left_in_the_network_alone():
+    (found,) = upref.check(cleared, "grpo", eps=0.2).failures
+    assert found.oracle == "in-training" and found.cause == OWN
+
+
+def measured(log_prob, old_log_prob, advantages, mask):
+    """The same norm by autograd.grad, which leaves nothing."""
+    loss = seq_mean(per_token(log_prob, old_log_prob, advantages, 0.2), mask)
+    torch.autograd.grad(loss, log_prob, retain_graph=True)[0].norm()
+    return loss
+
+
+def test_a_gradient_that_is_measured_leaves_nothing():
+    report = upref.check(measured, "grpo", eps=0.2)
+    assert report and ".backward()" not in report.text(verbose=True)
 
 
 def test_but_not_one_that_leaves_the_sum_to_its_caller():

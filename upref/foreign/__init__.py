@@ -6,7 +6,8 @@ A loss is a plain callable `(log_prob, old_log_prob, advantages, mask)`, by thes
 mini-batch's `Totals`, for a micro-batch), num_micro_batches, dp_size and hyperparameters. Or an `Objective`; a trainer
 class of TRL's; a name: package.module:function, path/to/file.py:function, verl:LOSS_MODE, trl:LOSS_TYPE. It answers
 with a scalar, with a tuple or dict that holds one, or with an unreduced [B, T] or [B]. A training step, which calls
-.backward() itself, is judged by the gradient that it leaves.
+.backward() itself, is judged by the gradient that it leaves, and by that of the loss that it returns where this has
+one: a trainer that calls backward on it trains with the sum.
 """
 
 import importlib

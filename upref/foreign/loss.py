@@ -36,6 +36,7 @@ class Outcome:
     wrote: frozenset[str]  # roles whose tensors it changed
     printed: bool
     calls_backward: bool = False  # it called .backward() itself
+    own: Tensor | None = None  # dJ/dlp that this left, where the loss that it returned has a gradient of its own too
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Loss:
     form: str = "scalar"
     wrapped: bool = False
     calls_backward: bool = False  # it calls .backward() itself
+    returns_live: bool = False  # ... and returns a loss that has a gradient too: its caller gets the sum
     # of each call of the function; (loss, question, inputs, answer) where a question takes one call, else None
     log: list[Any] = field(default_factory=list, repr=False, compare=False)
     lines: int = 0  # of Python that a call may run before it is stopped, 0 for any number
@@ -115,19 +117,41 @@ class Loss:
             "parts": max(1, round(float(totals.sequences) / len(b.mask))),
         }
 
-    def run(self, full: dict[str, Any], b: Rollouts, **moved: Any) -> Outcome:
-        """One call on these inputs; InputError in one sentence for whatever the loss does instead of answering."""
+    def run(
+        self, full: dict[str, Any], b: Rollouts, moved: dict[str, Any] | None = None, leaves: tuple[Tensor, ...] = ()
+    ) -> Outcome:
+        """One call on these inputs; InputError in one sentence for whatever the loss does instead of answering.
+
+        leaves: the tensors from which inputs were computed, that of log_prob first; by default they are the inputs.
+        """
         before = {k: v.detach().clone() for k, v in full.items() if isinstance(v, Tensor)}
+        leaves = leaves or tuple(v for v in full.values() if isinstance(v, Tensor) and v.is_leaf and v.requires_grad)
         self.log.append(None)
-        got, printed = called(self.name, lambda: self.call(full, self.bound_args | moved), self.lines)
+        got, printed = called(self.name, lambda: self.call(full, self.bound_args | (moved or {})), self.lines)
         value, form, wrapped = self._scalar(got, b)
-        left = [v for v in full.values() if isinstance(v, Tensor) and v.is_leaf and v.grad is not None]
-        if left and form != "scalar":
-            raise InputError(f"{self.name} calls .backward() itself and returns {form} numbers: return the loss.")
-        if left:  # a training step: the gradient that it left is the one that trains
-            value = _Stepped.apply(value.detach(), len(left), *left, *(x.grad for x in left))
         wrote = frozenset(k for k, v in before.items() if not _same(v, full[k]))
-        return Outcome(value, form, wrapped, value.requires_grad, wrote, printed, bool(left))
+        left = [x.grad for x in leaves]
+        if all(g is None for g in left):
+            return Outcome(value, form, wrapped, value.requires_grad, wrote, printed)
+        if form != "scalar":
+            raise InputError(f"{self.name} calls .backward() itself and returns {form} numbers: return the loss.")
+        # a training step: the gradient that it left trains, and that of the loss that it returns
+        more = self._gradients(value, leaves)
+        both = [_plus(x, g, h) for x, g, h in zip(leaves, left, more, strict=True)]
+        value = _Stepped.apply(value.detach(), len(leaves), *leaves, *both)
+        own = None if all(g is None for g in more) else 0 - _plus(leaves[0], left[0], None).detach()
+        return Outcome(value, form, wrapped, value.requires_grad, wrote, printed, True, own)
+
+    def _gradients(self, value: Tensor, leaves: tuple[Tensor, ...]) -> list[Tensor | None]:
+        """Those of a value; None where it has none, or where its graph is freed, so that its caller cannot go back."""
+        nothing: list[Tensor | None] = [None] * len(leaves)
+        if not value.requires_grad:
+            return nothing
+        backward = lambda: torch.autograd.grad(value, leaves, allow_unused=True)
+        try:
+            return list(called(f"the backward pass of {self.name}", backward)[0])
+        except InputError:
+            return nothing
 
     def _scalar(self, got: Any, b: Rollouts) -> tuple[Tensor, str, bool]:
         first, wrapped = self._tensor(got)
@@ -195,12 +219,11 @@ class Loss:
         self, b: Rollouts, ranks: int, wanting: tuple[str, ...] | None, moved: dict[str, Any]
     ) -> tuple[Outcome, Tensor]:
         x = b.logp.detach().clone().requires_grad_()
-        full = self.inputs(b, x, ranks)
+        full, leaves = self.inputs(b, x, ranks), ()
         if wanting is not None:
-            full |= {"logp": x * 1} | {k: full[k].requires_grad_() * 1 for k in wanting}
-        done = self.run(full, b, **moved)
-        if wanting is not None and x.grad is not None:  # it called .backward() itself
-            return replace(done, value=done.value.detach()), -x.grad
+            leaves = (x, *(full[k].requires_grad_() for k in wanting))
+            full |= {"logp": x * 1} | {k: full[k] * 1 for k in wanting}
+        done = self.run(full, b, moved, leaves)
         if not done.attached:
             return done, torch.zeros_like(x)
         backward = lambda: torch.autograd.grad(done.value, x, allow_unused=True)
@@ -253,7 +276,7 @@ class Loss:
 
     def __call__(self, b: Rollouts, **moved: Any) -> Tensor:
         x = b.logp.detach().clone().requires_grad_()
-        return self.run(self.inputs(b, x), b, **moved).value.detach()
+        return self.run(self.inputs(b, x), b, moved).value.detach()
 
 
 class _Stepped(torch.autograd.Function):
@@ -278,6 +301,11 @@ _RETURN = (
 def _plain(x: Tensor) -> Tensor:
     """The tensor without its subclass, which may redefine comparisons."""
     return x if type(x) is Tensor or type(x) is torch.nn.Parameter else x.as_subclass(Tensor)
+
+
+def _plus(like: Tensor, x: Tensor | None, y: Tensor | None) -> Tensor:
+    """The sum of two gradients, either of which may be missing."""
+    return sum((_plain(g) for g in (x, y) if g is not None), torch.zeros_like(like))
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

@@ -10,6 +10,12 @@ from upref.errors import InputError
 from upref.foreign.loss import FIRST, SHAPES, Loss
 from upref.rollouts import Rollouts
 
+# whether the loss that it returns has a gradient too -> what is compared
+BACKWARD = {
+    False: "what its own .backward() leaves",
+    True: "what its own .backward() leaves, plus that of the loss that it returns",
+}
+
 
 def infer_shapes(loss: Loss) -> Loss:
     """The loss with the plainest shapes of advantages and mask at which it runs and keeps responses separate."""
@@ -44,7 +50,16 @@ def _tried(loss: Loss) -> tuple[Loss, float]:
     if not done.value.isfinite():
         raise InputError(f"{loss.name} is {done.value.item()} on a good batch (π_θ = π_old, finite log-probabilities).")
     read_as = _also(loss.read_as, "result -> unreduced, aggregated by upref" if done.form == "unreduced" else "")
-    loss = replace(loss, form=done.form, wrapped=done.wrapped, calls_backward=done.calls_backward, read_as=read_as)
+    if done.calls_backward:
+        read_as = _also(read_as, f"gradient -> {BACKWARD[done.own is not None]}")
+    loss = replace(
+        loss,
+        form=done.form,
+        wrapped=done.wrapped,
+        calls_backward=done.calls_backward,
+        returns_live=done.own is not None,
+        read_as=read_as,
+    )
     A = b.adv.clone()
     A[0] *= 1.5
     elsewhere = (loss.gradient(replace(b, adv=A)) - g)[1:][b.mask[1:]]

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from upref.foreign.guard import state_restored
 from upref.identification.identification import Identification, Match
 from upref.registry import REDUCE, Objective, get
 from upref.rollouts import Rollouts
-from upref.verify.explain import fits, reproduces
+from upref.verify.explain import fits, reproduces, two_gradients
 from upref.verify.factors import declared_aggregation
 from upref.verify.faults import known
 from upref.verify.faults.losses import LossFault, fault, lacking
@@ -35,6 +36,7 @@ from upref.weights.batches import LOG_R, MU, SIGNS as ALL_SIGNS, make_batch, nea
 Grid = tuple[Rollouts, bool, Tensor]  # a batch, whether its advantages differ within a response, the loss's gradient
 RANDOM = 12  # random batches beside the grid
 LOOSE = 1e-3  # bounds that agree so far are the same bound, moved by a constant in a logarithm
+BOTH_COMPARED = "it calls .backward() itself and returns a loss that has a gradient too: their sum is compared"
 TRIED = 6  # candidates of which the distance is taken where none fits
 
 
@@ -99,7 +101,7 @@ def _identified(loss: Loss, start: float) -> Identification:
         match, one, case, k = found
         more = _limits(box, case, lambda b: k * (one.change.weights(case.o, case.hp, b) + box.kl_weights(b)))
         return answer("pitfall", [match], "; ".join([one.words, *_term(box, match), *more]))
-    return answer("none", [nearest], "")
+    return answer("none", [nearest], BOTH_COMPARED if box.loss.returns_live else "")
 
 
 def _again(box: BlackBox, tried: list[Candidate]) -> list[Match]:
@@ -222,7 +224,9 @@ def _faults(box: BlackBox, m: Match, grids: list[Grid]) -> list[str]:
     out = []
     if box.scale < 0:
         out.append("the sign is flipped: J is returned where a loss, -J, should be")
-    if abs(box.scale) != 1 and not _agg(box).startswith("seq-mean-token-sum-norm"):
+    if twice := _two_gradients(box, m, grids[0][0]):
+        out.append(twice)
+    elif abs(box.scale) != 1 and not _agg(box).startswith("seq-mean-token-sum-norm"):
         out.append(f"every weight is {abs(box.scale):.7g} times what it should be")
     if box.agg and box.agg not in AGGREGATIONS:
         out.append(f"aggregated by {box.agg}")
@@ -236,6 +240,15 @@ def _faults(box: BlackBox, m: Match, grids: list[Grid]) -> list[str]:
         if (parts - whole).abs().max() > 1e-5 * whole.abs().max():
             out.append("the mean is taken of each micro-batch: the gradients of parts do not add up to the batch's")
     return out
+
+
+def _two_gradients(box: BlackBox, m: Match, b: Rollouts) -> str:
+    """In words, what its own .backward() leaves beside the gradient of the loss that it returns."""
+    if not box.loss.returns_live:
+        return ""
+    case = _against(box, m)
+    one = reproduces(two_gradients(case, b), case, b, case.weights(b), b.mask)
+    return one.words if one else ""
 
 
 def _term(box: BlackBox, m: Match) -> list[str]:
@@ -324,7 +337,8 @@ def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Matc
         for k in {box.scale, 1.0}:
             found = plain / k - box.kl_weights(b)
             whole = n >= len(turns)
-            faults = (f for f in known("losses", o, hp, bounds if whole else []) if whole or f.kind == "ratio")
+            listed = (f for f in known("losses", o, hp, bounds if whole else []) if whole or f.kind == "ratio")
+            faults = chain(two_gradients(case, b), listed)
             if one := reproduces(faults, case, b, found, b.mask):
                 break
         if one and fits(fault("", one.kind), case, b, found, b.mask, case.tol):

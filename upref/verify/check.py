@@ -92,7 +92,9 @@ def assumptions(case: Case) -> list[str]:
         out.append("it takes the mask as numbers")
     if loss.form == "unreduced":
         out.append(f"it returns an unreduced tensor: upref aggregates it by {case.o.agg}")
-    if loss.calls_backward:
+    if loss.returns_live:
+        out.append("it calls .backward() itself and returns a loss that has a gradient too: their sum is compared")
+    elif loss.calls_backward:
         out.append("it calls .backward() itself: the gradient that it leaves is the one compared")
     if not batches.not_parallel(case):
         out.append(f"gradients of data-parallel ranks are averaged; {batches.rank_counts(case)}")

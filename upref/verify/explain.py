@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from upref.errors import InputError
@@ -38,11 +39,41 @@ def explain(case: Case, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list
     use = b.mask & ~ignore
     more = _elsewhere(case)
     nothing = not any(at[3][1].any() for at in case.loss.log if at and at[1] == "measured")
-    every = chain([NOTHING] if nothing else [], _retuned(case, bounds), _other_kl(case, b, found, use),
-                  _kl_aggregated(case), known("losses", case.o, case.hp, bounds), placed(case),
-                  reweighted(case), left_out(case), powered(case.o, case.hp, case.k), _others(case))  # fmt: skip
+    every = chain(
+        [NOTHING] if nothing else [],
+        two_gradients(case, b),
+        _retuned(case, bounds),
+        _other_kl(case, b, found, use),
+        _kl_aggregated(case),
+        known("losses", case.o, case.hp, bounds),
+        placed(case),
+        reweighted(case),
+        left_out(case),
+        powered(case.o, case.hp, case.k),
+        _others(case),
+    )
     first = lambda faults: reproduces((one for one in faults if more.fits(one, case)), case, b, found, use)
     return first(every) or _two(case, b, found, use, bounds, more) or first(_recovered(case))
+
+
+TWICE = "its gradient is there twice: its own .backward() leaves it, and the loss that it returns has it again"
+LEFT = "its own .backward() leaves a gradient that is added to that of the loss that it returns, which is right alone"
+RETURNED = "the loss that it returns adds its gradient to the one that its own .backward() leaves, which is right alone"
+
+
+def two_gradients(case: Case, b: Rollouts) -> Iterator[LossFault]:
+    """A loss that calls .backward() and returns a loss with a gradient, where one of the two is right alone."""
+    if case.loss.ask("measured", b, 1, None, {})[0].own is None:
+        return
+
+    def left(b: Rollouts) -> Tensor:
+        own = case.loss.ask("measured", b, 1, None, {})[0].own
+        return torch.zeros_like(b.logp) if own is None else own / case.factors(b)
+
+    weights = case.expected(b)
+    words = TWICE if alike(left(b), weights) else LEFT
+    yield fault(words, "batches", weigh=lambda b: case.expected(b) + left(b), whole=True)
+    yield fault(RETURNED, "batches", weigh=lambda b: case.weights(b) - left(b) + case.expected(b), whole=True)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from upref.weights.batches import OFF_EDGES
 FIXED = ("logp_old", "adv", "logp_ref")  # what no gradient is to flow into
 NETWORK = "the gradient differs when log_prob is the output of a network, as in training, from that of a leaf tensor"
 UNDETACHED = "the gradient by log_prob differs with requires_grad set on {} as well"
+OWN = "its own .backward() leaves a gradient in the network, which is added to that of the loss that it returns"
+FREED = "its own .backward() frees the graph of the network: a backward pass of the loss that it returns raises"
 CONSTANTS = "harmless as long as callers pass them without requires_grad; add .detach() to be safe"
 
 
@@ -66,7 +68,9 @@ def _differs(case: Case, b: Rollouts, leaf: Tensor, wanting: tuple[str, ...], wo
     leaf, g = case.gradient(b), case.gradient(b, wanting=wanting)
     i, t = worst((g - leaf).abs().nan_to_num(nan=1e30))
     says = f"dJ/dlp {leaf[i, t].item():.6g}", f"{g[i, t].item():.6g}"
-    return [fail("in-training", words, *says, as_python(b, leaf, g, case.loss.reads))]
+    by_leaf, by_network = (case.loss.outcome(b, wanting=w)[0].own is not None for w in (None, wanting))
+    why = FREED if by_leaf and not by_network else OWN if by_network and not by_leaf else ""
+    return [fail("in-training", words, *says, as_python(b, leaf, g, case.loss.reads), why)]
 
 
 @oracle("stop-gradient", 80)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
-from upref.verify.explain import confirmed, everywhere, explain
+from upref.verify.explain import confirmed, everywhere, explain, two_gradients
 from upref.verify.factors import declared_aggregation
 from upref.verify.faults.losses import fault
 from upref.verify.measure import EXACT, HABIT, Case, without_rest
@@ -188,7 +188,8 @@ def on_policy(case: Case) -> list[Finding]:
     scaled = case.weights(b) / case.k
     k = fault(f"every weight is {case.k:.5g} times what it should be", "rounding", scale=lambda b: case.k)
     every = case.fits and abs(case.k - 1) > 1e-5 and bool(case.off(b, scaled).max() <= 10 * case.tol)
-    why = confirmed(case, k) if every else ""
+    why = next(filter(None, (confirmed(case, one) for one in two_gradients(case, b))), "")
+    why = why or (confirmed(case, k) if every else "")
     text = f"{NAMES[small.adv[i, t].sign().item()]}, r = 1"
     return [fail("on-policy", text, *numbers(case, small, i, t), example(case, small), why)]
 
