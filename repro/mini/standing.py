@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How every registered claim stands, both rounds, as JSON for a program: `python -m repro.mini.standing`. Runs nothing.
-The first round is closed: what its rule said is results/standing.json.
+"""How every registered claim stands, as JSON for a program: `python -m repro.mini.standing`. Runs nothing.
+The first round is closed: what its rule said is results/standing.json. Of the experiment on stale data these are the
+effects that bear on a statement of the paper: stale/METRIC_OTHER_STALENESS, UP-DAPO above that other method.
 
 EXPERIMENT/CLAIM -> word and why of the round's own rule; refuted: whether that says that the opposite is shown; shown:
 effects with intervals; seeds, of; needed: the seeds it would take for power 0.8 at 0.05 / claims of the experiment. Of
 the second round these are for the registered effect: those that it registered (power.py), or, where all have run and it
-is still open, at the spread that was seen; of the first for the effect that was seen. null: more than 200, or the
-effect that was seen is on the other side.
+is still open, at the spread that was seen; of the first and of the stale data for the effect that was seen. null: more
+than 200, or the effect that was seen is on the other side.
 """
 
 import json
 import sys
+from collections import Counter
 
 from repro.mini.round2 import power, report as report_2, rule, tables
+from repro.mini.stale import design, report as report_3, rule as rule_3
 from repro.mini.study import plan, results
 from upref.errors import InputError
 from upref.paper.claims import words
@@ -38,18 +41,60 @@ def second(records: dict[str, results.Record], first_round: dict[str, results.Re
     return found
 
 
+FAMILIES = (*report_3.PRIMARY, "entropy")  # of the experiment on stale data, and the methods, of which the paper speaks
+OTHERS = ("dapo", "dapo_no_upper_clip")
+STALE_WORDS = {
+    "gains": words.REPRODUCED,
+    "loses": words.CONTRADICTED,
+    "no difference": words.EXCLUDED,  # of the effect of interest, for which the seeds were counted
+    "undecided": words.UNDECIDED,
+    "not finished": words.UNDECIDED,
+}
+
+
+def stale(records: dict[str, results.Record]) -> dict[str, dict]:
+    """Of the reading that UP-DAPO ends higher than another method, by the rule of the experiment on stale data."""
+    d, found = design.load(), {}
+    effects = rule_3.effects(d, records)
+    sizes = Counter(e.family for e in effects)
+    for e in effects:
+        if e.family not in FAMILIES or e.other not in OTHERS:
+            continue
+        word = e.word.partition(" by less than ")[0]
+        unit = "nats" if e.metric == "entropy" else "points"
+        told = f"{e.metric} up_dapo − {e.other} > 0, {e.staleness} rollouts stale"
+        found[f"stale/{e.metric}_{e.other}_{e.staleness}"] = {
+            "says": f"UP-DAPO's {report_3.TITLES[e.metric]} is above that of {e.other}, {e.staleness} rollouts stale.",
+            "word": e.word, "why": "", "refuted": word == "loses",
+            "shown": f"{report_3.shown(e)} {unit}: {told}", "verdict": STALE_WORDS[word],
+            "limit": f"{words.EXCLUDED} above {report_3.rounded(e, e.high)}" if word == "no difference" else "",
+            "seeds": e.n, "of": rule_3.seeds_due(d, records),
+            "needed": seeds_for(e, d.stopping["final"]["level"] / sizes[e.family], d.stopping["power"]),
+        }  # fmt: skip
+    return found
+
+
+def seeds_for(e: rule_3.Effect, level: float, wanted: float) -> int | None:
+    """For that power, if the effect and the spread that were seen are the true ones."""
+    if not e.mean > 0:
+        return None
+    return next((n for n in range(2, MOST + 1) if rule_3.power(e.mean, e.sd, n, level) >= wanted), None)
+
+
 def worst(needed: list[int]) -> int | None:
     return None if not needed or max(needed) >= MOST else max(needed)
 
 
 def main() -> int:
     try:
-        one, two = results.load(), results.load(results.folder_of(2))
+        one, two, three = results.load(), results.load(results.folder_of(2)), results.load(design.RESULTS)
         frozen = json.loads((results.FOLDER / "standing.json").read_text(encoding="utf-8"))
     except InputError as e:
         print(f"standing: {e}", file=sys.stderr)
         return 2
-    print(json.dumps(frozen | second(two, one), ensure_ascii=False))  # the last line: libraries print where they load
+    print(
+        json.dumps(frozen | second(two, one) | stale(three), ensure_ascii=False)
+    )  # the last line: libraries print where they load
     return 0
 
 

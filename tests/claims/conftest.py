@@ -11,6 +11,8 @@ from math import isclose
 import pytest
 
 from repro.mini.round2 import tables, unregistered
+from repro.mini.stale import unregistered as on_stale_data
+from repro.mini.stale.rule import Cell
 from repro.mini.study import results
 
 RECORDS = results.load(results.folder_of(2))
@@ -57,6 +59,23 @@ def seen(record_property):
         found = unregistered.measure(name, RECORDS)
         text = f"not registered, {found.n} seeds: {unregistered.SEEN[name].says} {tables.show(found)}"
         record_property("undecided", text)
+        return found
+
+    return describes
+
+
+@pytest.fixture(scope="session")
+def stale_runs():
+    return on_stale_data.load()
+
+
+@pytest.fixture
+def seen_on_stale_data(record_property, stale_runs):
+    """Of UP-DAPO minus DAPO and a number of a run: records the effect, which decides nothing."""
+
+    def describes(says, number, s):
+        found = stale_runs.difference(Cell("up_dapo", s), Cell("dapo", s), number)
+        record_property("undecided", f"not registered, {found.n} seeds: {says}, {s} rollouts stale {found} points")
         return found
 
     return describes

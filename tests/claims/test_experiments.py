@@ -7,7 +7,10 @@ from math import floor
 
 import torch
 
+from repro.mini.stale.unregistered import T_1, at_end, at_peak
+from repro.mini.study import plan
 from repro.with_verl.config.compose import paper
+from tests.claims.conftest import RECORDS
 from tests.support.on_tokens import weight
 from upref import get
 from upref.metrics import best_at_k_replaced
@@ -177,3 +180,25 @@ def test_aspo_in_its_authors_form_loses_entropy(seen):
 
 def test_the_self_anchor_and_the_largest_gradient_norm(seen):
     assert seen("anchor_middle").high < 0 and seen("anchor_high").high < 0  # logarithms of ratios
+
+
+def test_maj32_on_stale_data(seen_on_stale_data):
+    for s in (0, 4, 16):
+        found = seen_on_stale_data("Maj@32 UP-DAPO − DAPO", at_end("maj"), s)
+        assert found.low < 0 < found.high
+
+
+def test_avg32_on_stale_data_at_t_1(seen_on_stale_data):
+    found = seen_on_stale_data("Avg@32 at T = 1 UP-DAPO − DAPO", at_end("avg", T_1), 16)
+    assert found.high < 0 and found.below == found.n
+
+
+def test_peaks_of_best32_in_the_miniature(seen_on_stale_data, record_property):
+    """In round two the highest of a run's evaluations is that of the untrained policy, whatever the method."""
+    for dose in map(plan.load, ("dose_low", "dose_middle", "dose_high")):
+        for arm, seed in product(("dapo", "up_dapo"), dose.seeds):
+            best = RECORDS[dose.run(arm, seed).key]["evals"]["test/top_p_0.7"]["best"]
+            assert max(best) == best[0], (dose.name, arm, seed)
+    record_property("undecided", "round two: in every run the peak of Best@32 is the untrained policy's")
+    gains = [seen_on_stale_data("peak of Best@32 UP-DAPO − DAPO", at_peak("best"), s) for s in (0, 4, 16)]
+    assert gains[0].low < 0 < gains[0].high and all(e.low > 0 for e in gains[1:])

@@ -15,7 +15,8 @@ run said.
     derivations       derivations/NAME.py, which passes: finds a proof
     tests             tests/FILE.py::NAME, which passes: finds what it says, a counterexample, an identity or that the
                       matter is undecided; an identity if it says nothing
-    mini              EXPERIMENT/CLAIM of repro/mini, of either round: what its registered rule finds
+    mini              EXPERIMENT/CLAIM of repro/mini, of either round or on stale data (repro/mini/standing.py names
+                      those): what its registered rule finds
     exact             EXPERIMENT/first words of a finding of repro/exact, where nothing is sampled
     absent            patterns that the paper's printed text does not contain: finds that it is unspecified
 
@@ -125,6 +126,7 @@ def judge(claim: Claim, outcomes: list[Outcome], last: str = "") -> Judged:
         why = "; ".join(o.text for o in outcomes if "not run" in o.finds)
         return said(last, why) if last in VERDICTS else said(RED, why)
     good, bad = found & {"proof", "identity", "reproduced"}, found & {"counterexample", "contradicted"}
+    bad |= found & {"excluded"} if "reproduced" in good else set()  # shown by one experiment, excluded by another
     condition = claim.condition or "; ".join(o.condition for o in outcomes if o.condition)
     if good and bad:
         if not condition:

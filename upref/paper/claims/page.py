@@ -21,6 +21,7 @@ FILES = {
     "exact": "repro/exact/results/report.md#{0}",
     1: "repro/mini/results/verdicts.md#{0}",
     2: "repro/mini/round2/results/report.md#{0}",
+    "stale": "repro/mini/stale/results/report.md",
 }
 ROUND_2 = ("dose_low", "dose_middle", "dose_high", "universality", "family_tuned", "papers_settings", "moe", "pictures")
 
@@ -172,7 +173,7 @@ def link(o: Outcome) -> str:
     if o.kind == "tests":
         file, _, test = o.pointer.partition("::")
         return f"[{test.removeprefix('test_')}](../{file})"
-    key = o.kind if o.kind != "mini" else 2 if name in ROUND_2 else 1
+    key = o.kind if o.kind != "mini" else name if name in FILES else 2 if name in ROUND_2 else 1
     return f"[{name}](../{FILES[key].format(name)})"
 
 
@@ -183,4 +184,7 @@ def cell(text: str) -> str:
 def summary() -> str:
     """A line for README."""
     every = "[Claims](docs/claims.md) tests the paper statement by statement; `upref claims --run` computes verdicts"
-    return f"{every}. {tally(as_computed())}."
+    meant = (
+        "*Contradicted* says that the miniature shows the opposite or does not reach the reading's bound; what a large "
+    )
+    return f"{every}. {tally(as_computed())}. {meant}model does is another question."

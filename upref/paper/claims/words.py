@@ -11,10 +11,11 @@ FALSE, NOT_TESTABLE, UNSPECIFIED = "false as written", "not testable", "unspecif
 MEANINGS = {
     PROVED: "sympy derives it from the functions that train",
     NUMERIC: "a test computes it",
-    CONDITION: "evidence that it holds under the condition, and evidence that it does not hold without it",
+    CONDITION: "evidence that it holds under the condition, and evidence that without it it does not hold, or that the "
+    "size that was looked for is excluded",
     REPRODUCED: "the miniature shows it: tiny transformers by a rule registered before the runs, or exact expectations",
-    UNDECIDED: "the miniature shows neither the effect nor its absence: too few seeds, too close to call, or only some "
-    "of several comparisons hold",
+    UNDECIDED: "the miniature shows neither the effect nor its absence: too few seeds, too close to call, only some of "
+    "several comparisons hold, or some exclude the size that was looked for and others leave it open",
     EXCLUDED: "the miniature does not show the effect, and the interval that decides leaves out the size that its "
     "seeds were counted for",
     CONTRADICTED: "the miniature shows the opposite, or that the reading's bound is not reached; "
