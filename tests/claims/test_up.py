@@ -133,6 +133,16 @@ def test_dual_clip_takes_away_a_correction(counterexample):
     counterexample("change of log π_θ by a unit step at r = 2.99, c = 3: away from π_old", 0, found, operator.ge)
 
 
+def test_the_dual_clip_and_the_whole_policy():
+    """The kinder reading, of the policy as a whole: the push that c cuts overshoots where the step is large."""
+    old = torch.tensor([0.01, 0.99], dtype=F64)
+    kl = lambda logits: (old * (old.log() - logits.log_softmax(0))).sum().item()
+    push = torch.tensor([0.5, -0.5], dtype=F64)  # ∇ log π of the wrong token at π_θ = (1/2, 1/2), r = 50
+    assert weight("dapo", 50.0, -1.0, c=3.0) == 0
+    for lr, further in ((0.1, False), (2.0, True), (5.0, True)):
+        assert (kl(lr * weight("dapo", 50.0, -1.0) * push) > kl(0 * push)) == further
+
+
 def test_lower_clip_does_not_keep_the_probability(counterexample):
     r = flow(1, 2.0, (0.5, 0.5), (1.0, -1.0))[1]
     counterexample("π_θ/π_old of the wrong arm after one step, lr 2, ε_low = 0.2", 0.8, r, operator.ge)
