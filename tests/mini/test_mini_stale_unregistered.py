@@ -10,7 +10,9 @@ import pytest
 from scipy import stats
 
 from docs import answer
+from repro.mini import standing
 from repro.mini.stale import unregistered
+from repro.mini.study import results
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "repro/mini/stale/results"
@@ -154,6 +156,23 @@ def test_the_numbers_of_readme(runs):
         f"With lp_old recomputed it gains {again}, and both methods lose about {-np.mean(lost):.0f} points of Avg@32",
     ):
         assert said in section, said
+
+
+def test_how_each_effect_stands_is_what_the_report_says():
+    """For the ledger of claims: the words of report.md, in the common vocabulary."""
+    report = (RESULTS / "report.md").read_text(encoding="utf-8").partition("### Survival")[0]
+    cells = [line.strip("| ").split(" | ") for line in report.splitlines() if re.match(r"\| (Avg|Best|entropy)", line)]
+    told = {f"{c[0].partition('@')[0].lower()}_{c[1]}_{c[2]}": (c[4], c[6]) for c in cells if c[1] != "cispo"}
+    meant = {"gains": "reproduced", "higher": "reproduced", "no difference": "excluded", "not decided": "undecided"}
+    found = standing.stale(results.load(RESULTS))
+    assert len(found) == 18 and {key.removeprefix("stale/") for key in found} == set(told)
+    for key, s in found.items():
+        shown, word = told[key.removeprefix("stale/")]
+        assert s["shown"].startswith(f"{shown}: ") and s["verdict"] == meant[word], key
+        assert s["limit"] == (
+            f"excluded above {shown.partition(', ')[2].partition(']')[0]}" if word == "no difference" else ""
+        )
+        assert (s["seeds"], s["of"]) == (17, 17) and (s["verdict"] != "undecided" or s["needed"] > 17)
 
 
 def test_the_answer_stays_short():
