@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import distributed as dist
@@ -22,6 +23,7 @@ from upref.step.check import StepReport, check_recorded
 from upref.step.record import Recorded
 from upref.step.reference import TorchModel
 from upref.step.rows import AXES, Row
+from upref.verify.group import on_loopback
 
 
 @contextlib.contextmanager
@@ -53,6 +55,8 @@ def grouped(trainer: str) -> Iterator[None]:
     where = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world,
              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "VERL_PLATFORM": "cpu",
              "VERL_ENGINE_DEVICE": "cuda"}  # fmt: skip  # verl's FSDP engine is registered for cuda and npu
+    if mine:  # another's group may span machines
+        where |= on_loopback()
     with quiet(trainer, **where), tempfile.TemporaryDirectory() as folder:
         try:
             if mine:
@@ -69,7 +73,7 @@ def ranked(n: int, step: Callable[..., Any], model: Any, rows: list[Row], *more:
     if n == 1:
         yield rows
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, on_loopback()):
         store = f"file://{folder}/group"
         others: Any = torch.multiprocessing.spawn(_rank, (store, n, step, model, rows, *more), n - 1, join=False)
         try:

@@ -4,6 +4,7 @@
 import datetime
 import math
 import multiprocessing
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from upref.errors import Gone, InputError
 from upref.foreign.guard import state_restored
 from upref.foreign.logprobs import Kernel, Outcome, Problem
 from upref.verify.faults.logprobs import entropy, log_sum, pick, solved, states
+from upref.verify.group import on_loopback
 from upref.verify.report import Finding, apart, fail, note
 
 SECONDS, SINGLE = 60, 1e-4  # that a process may take, and how near is equal
@@ -32,6 +34,7 @@ def shard(p: Problem, rank: int, ranks: int) -> Problem:
 
 def _rank(kernel: Kernel, p: Problem, rank: int, ranks: int, file: str, to: Any):
     torch.set_num_threads(1)
+    os.environ.update(on_loopback())
     try:
         wait = datetime.timedelta(seconds=SECONDS)
         dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks, timeout=wait)
