@@ -5,8 +5,9 @@
     python -m benchmarks.reliability files threads   some of: mini suite exact audit venv site files disk network two
                                                      interrupt threads
 
-Rows go to reliability.json, from which `python -m docs.make docs/reliability.md` writes the page. Needs Linux; `disk`
-and `network` need root, for a mount and a network namespace of their own; `audit` and `venv` need a package index.
+Rows go to reliability.json, each group with its day and its commit; from there `python -m docs.make
+docs/reliability.md` writes the page. Needs Linux; `disk` and `network` need root, for a mount and a network namespace
+of their own; `audit` and `venv` need a package index.
 One file, because every group is a few lines on the same helpers.
 """
 
@@ -262,6 +263,7 @@ def installed(place: Path, *parts: str) -> int:
     return subprocess.run(["bash", "repro/venv.sh", *parts], cwd=checkout(place)).returncode
 
 
+THEN_OFFLINE = "kill -9, Ctrl-C or SIGTERM, then no network"
 PACKAGES = ("*.py", "*.so", "METADATA", "entry_points.txt")
 
 
@@ -286,8 +288,7 @@ def venv(folder: Path) -> Iterator[Row]:
         shutil.rmtree(place)
         shutil.copytree(folder / "base", place, symlinks=True)
     (words,) = set(said)
-    fault = "kill -9, Ctrl-C or SIGTERM, then no network"
-    yield row(who, fault, words, 2, len(said), "nothing: every file of the environment of before is whole")
+    yield row(who, THEN_OFFLINE, words, 2, len(said), "nothing: every file of the environment of before is whole")
     list_ = place / "repro/requirements/docs.txt"
     list_.write_text(re.sub("sha256:[0-9a-f]{8}", "sha256:00000000", list_.read_text()))
     status, last = run(docs, log)
@@ -575,11 +576,20 @@ def main(*names: str) -> int:
     return int(lost)
 
 
+def commit() -> str:
+    """Of the code that runs; with a + where files of it are changed."""
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "--short=9", "HEAD"], capture_output=True, text=True, check=True).stdout
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", f":!{RECORD}"], check=False).returncode
+    return head.strip() + "+" * changed
+
+
 def keep(name: str, rows: list[Row]) -> None:
-    """Two of this command may run, each with groups of its own."""
+    """Rows with the day and the commit that they are of. Two of this command may run, each with groups of its own."""
+    made = {"day": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit(), "rows": rows}
     lock = os.open(RECORD.parent, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    record = json.loads(RECORD.read_text(encoding="utf-8")) | {name: rows}
+    record = json.loads(RECORD.read_text(encoding="utf-8")) | {name: made}
     files.write_atomically(RECORD, json.dumps({k: record[k] for k in GROUPS if k in record}, indent=1) + "\n")
 
 

@@ -150,11 +150,19 @@ def sharp_bits() -> str:
 
 
 def reliability() -> str:
-    """The recorded faults."""
+    """The recorded faults, with the day and the commit of each group."""
     record = json.loads((ROOT / "benchmarks/reliability.json").read_text(encoding="utf-8"))
     cell = lambda x: str(x).replace("|", "\\|").replace("<", "&lt;")
-    rows = ["| command | fault | times | what happened | status | lost |", "|---|---|---|---|---|---|"]
-    return "\n".join(rows + [f"| {' | '.join(map(cell, row))} |" for group in record.values() for row in group])
+    head = [
+        "| command | fault | times | what happened | status | lost | day, commit |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    rows = [
+        f"| {' | '.join(map(cell, row))} | {group['day']}, {group['commit']} |"
+        for group in record.values()
+        for row in group["rows"]
+    ]
+    return "\n".join(head + rows)
 
 
 def environments() -> str:
