@@ -181,8 +181,8 @@ def page(runs: Runs) -> str:
         "Written by `python -m repro.mini.stale.unregistered`. Rule and measures of [the registered report](report.md) "
         "were fixed before the runs; those of this page were chosen after them. An effect is the mean over both bases, "
         f"paired by seed ({n} seeds), in points of 100, with a plain 95 % interval: no correction for many "
-        "comparisons, and no verdict. Top-p 0.7 is the registered decoding. T = 1 is sampling without top-p, and is measured at the "
-        "end of a run only.\n",
+        "comparisons, and no verdict. Top-p 0.7 is the registered decoding. T = 1 is sampling without top-p, "
+        "and is measured at the end of a run only.\n",
         "![Training paths in the plane of Avg@32 and Best@32](paths.svg)\n",
         "*From the base (star) through every 50th step to step 400 (large dot), at top-p 0.7; means over bases and "
         "seeds. Training raises Avg@32, and lowers Best@32 after the first steps.*\n",
