@@ -60,6 +60,6 @@ def text() -> str:
             f"{shown(again[0])}, and both methods lose about {-sum(e.mean for e in lost) / 2:.0f} points of Avg@32. No "
             "GPU run has been made. [All experiments](docs/verdicts.md).",
             "",
-            f"![Mean paths of training: Avg@32 rises, Best@32 falls, less so under UP on stale data]({RESULTS}/paths.svg)",
+            f"![Training paths: Avg@32 rises, Best@32 falls, less so under UP on stale data]({RESULTS}/paths.svg)",
         ]
     )
