@@ -33,7 +33,7 @@ def seconds(loss, objective: str, **hp) -> float:
 def starting() -> float:
     """CPU seconds of `upref -h`, the process and all."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "upref.cli", "-h"], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "upref", "-h"], check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

@@ -165,9 +165,10 @@ def table() -> str:
         if r["what"] in PLACES:
             continue
         failed = [name for name, step in r["steps"].items() if not step["passed"]]
-        tests = next((s["tests"] for s in r["steps"].values() if s["tests"]), "")
+        tested = [f"{s['tests']} in {s['seconds'] / 60:.0f} minutes" for s in r["steps"].values() if s["tests"]]
         result = f"**failed**: {', '.join(failed)}" if failed else f"{len(r['steps'])} of {len(r['steps'])} steps pass"
-        cells = [r.get(k, "?") for k in ("python", *PACKAGES)] + [r["what"], result + (f" ({tests})" if tests else "")]
+        result += f" ({tested[0]})" if tested else ""
+        cells = [r.get(k, "?") for k in ("python", *PACKAGES)] + [r["what"], result]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 #   tests/run.sh               lint, layers, types, tests, the site, and three real steps of verl and vLLM
-#   tests/run.sh quick         what to run at every save: lint, layers, types, the laws and the core's tests, no verl, no TRL
+#   tests/run.sh quick         what to run before a commit, minutes: lint, layers, types, the laws and the core's tests, no verl, no TRL
 #   tests/run.sh ARGUMENTS     all but verl's steps; the arguments go to pytest
 #
 # Needs nothing but Python 3.11 to 3.13: it makes .venv on the first run. PYTHON=... chooses the interpreter.

@@ -238,6 +238,24 @@ def test_what_a_loss_changes_of_the_process_is_set_back():
     torch.use_deterministic_algorithms(on)
 
 
+def test_the_rest_is_set_back_where_a_loss_removes_the_working_directory(tmp_path, monkeypatch):
+    """FileNotFoundError came from within the check, and what comes after the directory stayed as the loss set it."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    before = random.getstate()
+
+    def removes(log_prob, old_log_prob, advantages, mask):
+        if (tmp_path / "here").exists():
+            (tmp_path / "here").rmdir()
+            random.seed(1)
+            os.environ["OF_A_LOSS"] = "1"
+        return dapo(log_prob, old_log_prob, advantages, mask)
+
+    upref.check(removes, "dapo", skip=("extremes", "masked-values"))
+    assert random.getstate() == before and "OF_A_LOSS" not in os.environ
+    os.chdir(tmp_path)
+
+
 def test_every_state_is_a_case():
     assert set(CHANGES) | {"torch's default device"} == set(STATE | RANDOM | AROUND)
 

@@ -55,7 +55,7 @@ class Child:
 
 @contextlib.contextmanager
 def child(work: Callable[[Any], None], seconds: float, what: str = "the loss") -> Iterator[Child]:
-    """A process that does the work, given its end of the pipe. It ends with the block, and so does what it started."""
+    """A process that does the work, given its end of the pipe. With the block it ends, and so does its group."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()

@@ -46,6 +46,11 @@ def _folder() -> str:
         return ""
 
 
+def _return(folder: str) -> None:
+    with contextlib.suppress(OSError):  # it was removed
+        os.chdir(folder or os.sep)
+
+
 State = dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]
 
 
@@ -102,7 +107,7 @@ STATE: State = {
     ),
     "the precision of torch's products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "what numpy does about overflow": (np.geterr, lambda how: np.seterr(**how)),
-    "the working directory": (_folder, lambda folder: os.chdir(folder or os.sep)),
+    "the working directory": (_folder, _return),
 }
 RANDOM: State = {
     "torch's random generator": (torch.get_rng_state, torch.set_rng_state),

@@ -129,7 +129,7 @@ def _tensor(data: bytes, kind: str, shape: tuple[int, ...]) -> Tensor:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes nothing else of what the process of the loss sends, and calls nothing."""
+    """Makes nothing else of what the process of the loss sends. pickle can set attributes of what is in MADE."""
 
     MADE = {x.__name__: x for x in (_tensor, Outcome, RuntimeError, *KNOWN)}  # noqa: RUF012
 
