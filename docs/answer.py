@@ -23,6 +23,10 @@ def shown(e: Effect) -> str:
     return f"{signed(e.mean)} [{signed(e.low)}, {signed(e.high)}]"
 
 
+def row(metric: str, registered_decoding: object, other_decoding: object) -> str:
+    return f"| {METRICS[metric]}: {MEANINGS[metric]} | {registered_decoding} | {other_decoding} |"
+
+
 def text() -> str:
     runs = unregistered.load()
     test, n = registered(runs), len(runs.seeds)
@@ -39,7 +43,6 @@ def text() -> str:
     assert {average.word, *(e.word for e in again)} == {"no difference"}
     assert sampled["avg"].high < 0 and all(e.high < 0 for e in lost)
     assert all(e.low < 0 < e.high for e in (majority, sampled["maj"]))
-    row = lambda metric, first, second: f"| {METRICS[metric]}: {MEANINGS[metric]} | {first} | {second} |"
     below = f"{sampled['avg'].below} of {n} seeds below 0"
     return "\n".join(
         [

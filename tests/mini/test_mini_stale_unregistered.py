@@ -87,6 +87,10 @@ def test_against_the_base_and_with_lp_old_recomputed(runs):
             per_seed(runs, ARMS[name], int(s), m) - per_seed(runs, ARMS[name], int(s), m, at=0) for m in ("best", "avg")
         ]
         assert effects == [plain(x) for x in ends], (name, s)
+    for name, s, *effects in rows("The decoding against the method"):
+        arm, s = ARMS[name], int(s)
+        moved = [per_seed(runs, arm, s, m, WHERE["T = 1"]) - per_seed(runs, arm, s, m) for m in ("best", "avg")]
+        assert effects == [plain(x) for x in moved], (name, s)
     for name, *effects in rows("Where lp_old is recomputed"):
         arm = ARMS[name]
         lost = [
@@ -134,7 +138,10 @@ def test_the_page_is_fresh():
 
 def test_the_numbers_of_readme(runs):
     """Registered effects with the intervals of their families, of 6 and 12 (and of 2 where lp_old is recomputed)."""
-    difference = lambda one, other, s, m, **k: per_seed(runs, one, s, m, **k) - per_seed(runs, other, s, m, **k)
+
+    def difference(one, other, s, m, **k):
+        return per_seed(runs, one, s, m, **k) - per_seed(runs, other, s, m, **k)
+
     gain = {s: simultaneous(difference("up_dapo", "dapo", s, "best"), 6) for s in (0, 4, 16)}
     average = simultaneous(difference("up_dapo", "dapo", 16, "avg"), 6)
     anchor = simultaneous(difference("up_dapo", "dapo_no_upper_clip", 16, "best"), 12)
