@@ -13,7 +13,7 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.kl import ESTIMATORS
-from upref.registry import get, names
+from upref.registry import Objective, get, names
 from upref.rollouts import Rollouts
 from upref.step.rows import Row
 from upref.step.shares import factor_words
@@ -25,8 +25,13 @@ from upref.verify.faults.misread import between, moved
 BOUNDS = (0.1, 0.2, 0.28, 0.3, 0.4, 3.0, 10.0)  # of a clip, as people set them
 
 
-def named(w: Tokens) -> str:
-    """The fault that gives exactly these weights on all response tokens, or nothing."""
+# A fault of these kinds moves which tokens have a gradient. Beside it, a response without one is no second fault:
+# if it is not explained by the first, the first is the wrong one.
+STOPS = ("hyperparameter", "objective", "clip", "ratio", "stop-gradient", "rounding")
+
+
+def named(w: Tokens) -> tuple[str, Tensor] | None:
+    """The fault that gives these weights on all response tokens: in words, and the weights that it gives [B, T]."""
     hp = w.goal.hp | ({"beta": w.goal.beta} if w.goal.o.kl else {})
     for one in _faults(w, hp):
         unit, mask = _unit(w, one, hp)
@@ -34,16 +39,19 @@ def named(w: Tokens) -> str:
         if k is None:
             continue
         dead = [i for i, v in enumerate(k) if abs(v) <= 1e-4 * k.nan_to_num(0).abs().max()]
-        if len(dead) == len(k) - int(k.isnan().sum()):
+        if len(dead) == len(k) - int(k.isnan().sum()) or (dead and one.kind in STOPS):
             continue
         k[dead] = torch.nan
-        because = factor_words(w.goal, w.rows, w.b, k, dead, w.tol, mask, int((mask & (unit != 0)).sum()))
-        if because is None:
+        found = factor_words(w.goal, w.rows, w.b, k, dead, w.tol, mask, int((mask & (unit != 0)).sum()))
+        if found is None:
             continue
+        because, factor = found
         lost = f"responses {', '.join(map(str, dead))} do not train" if dead else ""
+        alive = torch.ones(len(k), dtype=torch.bool)
+        alive[dead] = False
         if said := "; ".join(filter(None, [one.words, lost, because])):
-            return said
-    return ""
+            return said, unit * torch.where(alive, factor, 0)[:, None]
+    return None
 
 
 def _put(words: str, hp: dict | None = None, **change: Tensor) -> LossFault:
@@ -106,7 +114,7 @@ def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
             words = f"the KL term ({name}) of the old policy is folded into the advantage"
             yield _put(words, {"beta": 0.0}, adv=r.adv - goal.beta * kl(r.logp_old, w.b.ref))
     for key in sorted({"eps", "eps_low", "eps_high", "c"} & hp.keys()):
-        for v in (v for v in BOUNDS if v != hp[key]):
+        for v in (v for v in BOUNDS if v != hp[key] and _takes(o, key, v)):
             is_ = "absent" if hp[key] is None else f"{hp[key]:g}"
             yield fault(f"{key} is {v:g}, not {is_}", "hyperparameter", hp={key: v})
     yield from known("losses", o, hp, [])
@@ -115,6 +123,14 @@ def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
         yield fault(f"the objective is {p.name}", "objective", objective=p, hp=own)
     for words, lost in _lost(w, r):
         yield _put(f"{words} do not train", mask=w.b.mask & ~lost)
+
+
+def _takes(o: Objective, key: str, value: float) -> bool:
+    try:
+        o.resolve({key: value})
+    except InputError:
+        return False
+    return True
 
 
 def _lost(w: Tokens, r: Rollouts) -> Iterator[tuple[str, Tensor]]:

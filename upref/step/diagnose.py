@@ -12,14 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from upref.step.case import HALVES, Case, Compared
 from upref.step.causes import named
 from upref.step.changed import changed
-from upref.step.forward import SPAN, Forward, best_factors, expected, near
+from upref.step.forward import SPAN, Forward, best_factors, expected, near, reproduces
 from upref.step.forwards import others, tried
 from upref.step.goal import Goal
 from upref.step.reference import Gradient, Model
-from upref.step.rows import Padded, Row
+from upref.step.rows import Padded, Row, locate
 from upref.step.scores import Variant, quick
 from upref.step.shares import factor_words
-from upref.step.weights import Reading, Tokens, observed, read
+from upref.step.weights import Reading, Tokens, gradient, observed, read
 from upref.verify.report import Finding, fail
 
 AFTER = 16  # tokens behind a row that may train
@@ -114,9 +114,11 @@ def _explained(it: Compared, forward: Forward, b: Padded, bound: float) -> list:
     def reads(words: str, one: Forward, of: Forward | None = None, whole: Tensor | None = None) -> list:
         """What the token weights of this forward pass say, where they make g; of: the pass whose tokens they are."""
         terms = plain if forward is (of or one) else Terms.of(goal, one, b)
-        reading = read(one, terms.without(g, "H", "Z"))
+        policy = terms.without(g, "H", "Z")
+        reading = read(one, policy)
         residuals.append(reading.residual)
-        return _said(of or one, b, reading, terms, bound, words, whole) if reading.residual <= span else []
+        makes_it = lambda weights: reproduces(gradient(one, weights), policy, 2 * span)
+        return _said(of or one, b, reading, terms, bound, words, makes_it, whole) if reading.residual <= span else []
 
     def among(variants: Callable[[Forward], Iterator[Variant]]) -> list:
         for words, one in tried(forward, variants):
@@ -130,8 +132,9 @@ def _explained(it: Compared, forward: Forward, b: Padded, bound: float) -> list:
         return []
 
     said = (left > span and among(quick)) or reads("", forward, None, k if left <= span else None)
-    longer = [replace(r, response=r.response + x[:AFTER]) for r, x in zip(forward.rows, forward.after, strict=False)]
-    for z in _beyond(forward, longer) if any(forward.after) and not said else []:
+    after = _without_other_responses(forward)
+    longer = [replace(r, response=r.response + x[:AFTER]) for r, x in zip(forward.rows, after, strict=False)]
+    for z in _beyond(forward, longer) if any(after) and not said else []:
         said = said or reads("", Forward(forward.model, longer, goal.temperature, z), forward)
     said = said or among(others)
     for _, words, one in sorted(closest, key=lambda x: x[0])[:READ]:
@@ -203,9 +206,21 @@ def _term_by_row(goal: Goal, forward: Forward, b: Padded, plain: Terms, g: Tenso
         rows = forward.by_row(-n * goal.parts(*forward.statistics(), b, "seq-mean-token-sum")[key])
         k, left = best_factors(rows, rest)
         if left * rest.norm() <= bound * g.norm():
-            words = factor_words(goal, forward.rows, b, k / (goal.scale * c[key]), [], 1e-2)
-            return f"{name}: {words or 'one factor a response that no known aggregation has'}"
+            times = goal.scale * c[key]
+            known = factor_words(goal, forward.rows, b, k / times, [], 1e-2)
+            if known and (rest - times * known[1] @ rows).norm() <= 2 * bound * g.norm():
+                return f"{name}: {known[0]}"
+            return f"{name}: one factor a response that no known aggregation has"
     return ""
+
+
+def _without_other_responses(forward: Forward) -> list[list[int]]:
+    """What was fed behind each row, up to the next row's response, whose tokens train as that row's own."""
+    out = []
+    for fed in forward.after:
+        places = [(place[1] + len(q.prompt)) for q in forward.rows if (place := locate([fed], q))]
+        out.append(fed[: min(places, default=len(fed))])
+    return out
 
 
 def _beyond(forward: Forward, longer: list[Row]) -> Iterator[list[Tensor]]:
@@ -218,8 +233,14 @@ def _beyond(forward: Forward, longer: list[Row]) -> Iterator[list[Tensor]]:
                for r, m in zip(longer, seen, strict=True)]  # fmt: skip
 
 
-def _said(forward, b, reading: Reading, terms: Terms, bound, words: str, whole: Tensor | None = None) -> list:
-    """The words for a forward pass and the weights that were read with it."""
+def _said(
+    forward: Forward, b: Padded, reading: Reading, terms: Terms, bound: float, words: str,
+    makes_it: Callable[[list[Tensor]], bool], whole: Tensor | None = None,
+) -> list:  # fmt: skip
+    """The words for a forward pass and the weights that were read with it.
+
+    makes_it: whether the weights of all tokens give the gradient. A fault that they do not is not named.
+    """
     width = b.mask.shape[1]
     grow = lambda x: torch.nn.functional.pad(x, (0, width - len(x)))
     found, prompts, beyond = [], [], []
@@ -240,8 +261,14 @@ def _said(forward, b, reading: Reading, terms: Terms, bound, words: str, whole: 
     if w.same(torch.where(w.here, w.found, torch.nan), torch.where(b.mask, terms.slope, 0)):
         if prompt:
             said.append("prompt tokens train")
-    elif cause := named(w):
-        said += (["prompt tokens train"] if prompt else []) + [cause]
+    elif (cause := named(w)) and makes_it(_of_rows(prompts, cause[1], beyond, forward.rows)):
+        said += (["prompt tokens train"] if prompt else []) + [cause[0]]
     elif more:
         said += [f.regime for f in more[:3]]
     return ["; ".join(said), *more] if said else ["no known cause fits", *more]
+
+
+def _of_rows(prompts: list[Tensor], responses: Tensor, beyond: list[Tensor], rows: Sequence[Row]) -> list[Tensor]:
+    """The weights of each row's tokens, one behind the other."""
+    parts = zip(prompts, responses, beyond, rows, strict=True)
+    return [torch.cat([p, x[: len(r.response)], y]) for p, x, y, r in parts]

@@ -93,6 +93,12 @@ def near(found: Tensor, want: Tensor, bound: float) -> bool:
     return bool((found - want).norm() <= bound * want.norm())
 
 
+def reproduces(found: Tensor, want: Tensor, bound: float) -> bool:
+    """Whether it is the other gradient up to one constant near 1, which was read off to 1e-3."""
+    k = float(found @ want / (found @ found).clamp(min=1e-300))
+    return abs(k - 1) < 1e-2 and near(k * found, want, bound)
+
+
 def best_factors(rows: Tensor, g: Tensor) -> tuple[Tensor, float]:
     """The factor per row that fits g best, and the relative residual."""
     G, y = rows @ rows.T, rows @ g

@@ -22,11 +22,14 @@ SIZES: dict[str, Callable[[Sequence[Row]], int]] = {  # what a micro-batch may b
 }
 
 
+DIVISOR = 1000  # the largest number that is taken for one: nearly every factor is 1e-5 from 1 over a larger one
+
+
 def factor_words(
     goal: Goal, rows: Sequence[Row], b: Padded, k: Tensor, dead: list[int], tol: float, mask: Tensor | None = None,
     moving: int = 0,
-) -> str | None:  # fmt: skip
-    """The aggregation, right or wrong, that gives these factors, in words; None where none does.
+) -> tuple[str, Tensor] | None:  # fmt: skip
+    """The aggregation, right or wrong, that gives these factors: in words, and its own factors; None where none does.
 
     dead: responses that do not train. mask: the tokens that train, where they are others. moving: how many of them have
     a weight other than 0.
@@ -44,15 +47,17 @@ def factor_words(
     for words, f in aggregations(goal, rows, b, k, dead, mask):
         c = constant(f, 10 * tol)
         if c is not None and abs(c - 1) <= 10 * tol:
-            return words
-        scaled = scaled or (None if c is None else (words, c))
+            return words, f
+        scaled = scaled or (None if c is None else (words, f, c))
     if scaled is None:
         return None
-    times = _times(scaled[1], goal.temperature)
+    words, f, times = scaled
+    number = _familiar(times, goal.temperature)
     c = constant(torch.ones_like(k), 1e-5)
-    if "." in times and "=" not in times and c and abs(c * round(1 / c) - 1) < 1e-5:
-        return _divisor(round(1 / c), rows, b, moving)
-    return "; ".join(filter(None, [scaled[0], f"every weight is {times} times what it should be"]))
+    if not number and c and c > 0 and (D := round(1 / c)) <= DIVISOR and abs(c * D - 1) < 1e-5:
+        return _divisor(D, rows, b, moving), torch.full_like(k, 1 / D)
+    every = f"every weight is {number or f'{times:.5g}'} times what it should be"
+    return "; ".join(filter(None, [words, every])), f * times
 
 
 def _divisor(D: int, rows: Sequence[Row], b: Padded, moving: int) -> str:
@@ -69,14 +74,15 @@ def _divisor(D: int, rows: Sequence[Row], b: Padded, moving: int) -> str:
     return f"the sum over all tokens is divided by {D}" + (f": {found}" if found else "")
 
 
-def _times(c: float, T: float) -> str:
-    for n in range(2, 65):
+def _familiar(c: float, T: float) -> str:
+    """A factor as a fraction, or by the temperature, where it is one that a loop is likely to have."""
+    for n in (*range(2, 65), *(2**k for k in range(7, 17))):  # of micro-batches and ranks, and scales of a loss
         if abs(abs(c) * n - 1) < 1e-3:
             return f"{'-' if c < 0 else ''}1/{n}"
     for words, v in {"T": T, "1/T": 1 / T, "1/T²": T**-2}.items():
         if T != 1 and abs(c / v - 1) < 1e-3:
             return f"{c:.4g} (= {words})"
-    return f"{c:.5g}"
+    return ""
 
 
 def aggregations(
@@ -87,7 +93,10 @@ def aggregations(
     group = b.group if goal.grouped else None
     if own == "group-token-mean" and group is None:
         own = "token-mean"
-    counts = {"": b.mask, "the normalizer counts masked tokens too": b.here}
+    masked = int((b.here & ~b.mask).sum())
+    alike = own == "token-mean" and masked and masked % len(rows) == 0  # two readings of one number
+    as_many = f", or {masked // len(rows)} more a response" if alike else ""
+    counts = {"": b.mask, f"the normalizer counts masked tokens too{as_many}": b.here}
     yield "", _factors(own, b.mask, group)
     if trained is not None and not trained.equal(b.mask):
         yield "", _factors(own, trained, group)

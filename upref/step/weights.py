@@ -70,6 +70,13 @@ def read(forward: Forward, g: Tensor, extra: Sequence[Tensor] = ()) -> Reading:
     return Reading([*weights], residual, x[tokens:])
 
 
+def gradient(forward: Forward, weights: Sequence[Tensor]) -> Tensor:
+    """-Σ_t w_t ∇_θ log π(o_t) over every token but the first of each row; nan counts as 0."""
+    with torch.enable_grad():
+        loss = sum((w.nan_to_num(0) @ forward.scored(i, 1) for i, w in enumerate(weights)), torch.zeros(()))
+    return forward.by_row(-loss).sum(0)
+
+
 # ---- what weights show -----------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Tokens:

@@ -64,7 +64,9 @@ def shifted(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
 
         def view(b: Rollouts, *fields: str, by: int = by, way: Any = way, zeros: bool = zeros) -> Rollouts:
             every = {"logp_old": b.logp_old, "adv": b.adv.expand_as(b.mask), "mask": b.mask}
-            return b.but(**{k: way(torch.where(b.mask, every[k], 0) if zeros else every[k], by) for k in fields})
+            if zeros:
+                every = {k: torch.where(b.mask, x, torch.zeros_like(x)) for k, x in every.items()}
+            return b.but(**{k: way(every[k], by) for k in fields})
 
         yield fault(f"old_log_prob is one token too {where}", "batches", view=lambda b, view=view: view(b, "logp_old"))
         yield fault(f"the advantages are one token too {where}", "batches", view=lambda b, view=view: view(b, "adv"))

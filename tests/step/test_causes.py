@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cause of a wrong step is printed only where it is true: cases in which a false one fits as well, or nearly."""
+
+import numpy
+import pytest
+import torch
+from loops import T, collated, log_probs, policy_step, qwen3, surrogate, with_
+
+import upref
+from upref.errors import InputError
+from upref.step import TorchModel, check_step
+from upref.step.case import built, meant
+from upref.step.rows import HOLES, LENGTHS
+from upref.verify.faults.misread import shifted
+from upref.weights.batches import random_batch
+
+
+def cause(step, objective="dapo", model=None, **how):
+    report = check_step(step, model or qwen3(), objective, temperature=T, **how)
+    assert not report, report
+    return report.failures[0].cause
+
+
+# ---- what the sum is divided by --------------------------------------------------------------------------------------
+def divided(by):
+    """DAPO's sum over all tokens, divided by a function of the rows."""
+
+    def step(model, rows):
+        ids, there, trains, old, adv, _ = collated(rows)
+        J = surrogate(log_probs(model, ids, there), old[:, 1:], adv[:, 1:])
+        (-(J * trains[:, 1:]).sum() / by(rows)).backward()
+
+    return step
+
+
+def tokens(rows):
+    return sum(sum(r.trains) for r in rows)
+
+
+def test_the_rows_tell_a_hole_from_one_more_token_a_response():
+    assert sum(map(len, HOLES.values())) % len(LENGTHS)
+    assert "masked tokens" in cause(divided(lambda rows: sum(len(r.response) for r in rows)))
+    one_more = cause(divided(lambda rows: tokens(rows) + len(rows)))
+    assert one_more == "the sum over all tokens is divided by 52"
+
+
+def test_where_the_two_are_one_number_both_are_said():
+    model = qwen3()
+    rows = built(TorchModel(model), meant("dapo", {}, T), None, ()).rows
+    rows[2].trains = [True] * len(rows[2].trains)  # eight holes, eight responses
+    said = cause(divided(lambda rows: tokens(rows) + len(rows)), model=model, rows=rows)
+    assert said == "the normalizer counts masked tokens too, or 1 more a response"
+
+
+@pytest.mark.parametrize("by, said", [
+    (lambda rows: 1024 * tokens(rows), "every weight is 1/1024 times what it should be"),
+    (lambda rows: -1354863195, "every weight is -3.2476e-08 times what it should be"),
+    (lambda rows: 46081, "every weight is 0.00095484 times what it should be"),
+    (lambda rows: 499, "the sum over all tokens is divided by 499"),
+])  # fmt: skip
+def test_no_number_is_taken_for_a_divisor_because_it_is_large(by, said):
+    assert cause(divided(by)) == said
+
+
+# ---- responses that do not train -------------------------------------------------------------------------------------
+def of_responses(bounded):
+    """A step of responses' ratios; bounded: ratio, A to the term of each response."""
+
+    def step(model, rows):
+        ids, there, trains, old, adv, _ = collated(rows)
+        m, lp = trains[:, 1:], log_probs(model, ids, there)
+        s = (((lp - old[:, 1:]) * m).sum(1) / m.sum(1)).exp()
+        (-bounded(s, adv[:, 1:].max(1).values + adv[:, 1:].min(1).values).mean()).backward()
+
+    return step
+
+
+def test_a_mirrored_clip_of_responses_is_no_other_bound():
+    """For A < 0 the ratio is bounded from above. A lower bound of 0.1 and a response that is left out fit as well."""
+
+    def mirrored(s, A):
+        return torch.where(A < 0, torch.maximum(s * A, s.clamp(1 - 3e-4, 1 + 4e-4) * A),
+                           torch.minimum(s * A, s.clamp(1 - 3e-4, 1 + 4e-4) * A))  # fmt: skip
+
+    said = cause(of_responses(mirrored), "gspo")
+    assert "eps_low" not in said and "where A < 0 the maximum is taken where the minimum belongs" in said, said
+
+
+def test_a_response_that_is_left_out_is_named_beside_another_fault():
+    def step(model, rows):
+        policy_step(model, rows, mask=lambda m, *_: m * (torch.arange(len(m)) > 0)[:, None], normalizer="step", size=8,
+                    old=lambda old, lp: lp.detach())  # fmt: skip
+
+    said = cause(step)
+    assert "responses 0 do not train" in said and "the old log-probabilities are the current ones" in said, said
+
+
+# ---- rows of a pack --------------------------------------------------------------------------------------------------
+class Fading(torch.nn.Module):
+    """A linear recurrence that forgets: after a row and a half nothing is left of what came before."""
+
+    def __init__(self, V=64, H=16):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(V, H), torch.nn.Linear(H, V)
+        self.gate, self.value = torch.nn.Linear(H, H), torch.nn.Linear(H, H)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        keep, h, out = self.gate(x).sigmoid() * 0.9, torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            h = keep[:, t] * h + self.value(x[:, t])
+            out.append(h)
+        return self.head(torch.stack(out, 1) + x)
+
+
+def packed(model, rows):
+    ids = torch.tensor([[t for r in rows for t in r.ids]])
+    flat = lambda f: torch.tensor([x for r in rows for x in [0.0] * len(r.prompt) + [float(v) for v in f(r)]])[1:]
+    old, A, mask = flat(lambda r: r.old), flat(lambda r: [r.adv] * len(r.response)), flat(lambda r: r.trains)
+    lp = (model(ids)[0, :-1] / T).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    (-(surrogate(lp, old, A) * mask).sum() / mask.sum()).backward()
+
+
+def test_a_state_that_runs_on_is_not_said_to_leave_rows_out():
+    torch.manual_seed(0)
+    said = cause(packed, model=Fading())
+    assert "do not train" not in said and "rows of its pack" in said, said
+
+
+# ---- the search itself -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("error", [RuntimeError, InputError, ZeroDivisionError, AssertionError])
+def test_an_error_of_the_search_leaves_the_verdict(monkeypatch, error):
+    def broken(*_):
+        raise error("mask must be a boolean tensor [B, T], got int64[8, 11].")
+
+    monkeypatch.setattr("upref.step.diagnose._explained", broken)
+    report = check_step(with_(temperature=1.0), qwen3(), "dapo", temperature=T)
+    assert not report and "no known cause fits" in report.failures[0].cause
+    assert error.__name__ in report.failures[0].cause, report
+
+
+@pytest.mark.parametrize("objective", ["grpo", "gspo", "dapo", "ppo_clip"])
+def test_one_ratio_a_response_and_a_maximum(objective):
+    """A loop in the wild: the search takes log_prob for one token too late, and a mask of whole numbers came of it."""
+
+    def step(model, rows):
+        ids, there, trains, old, adv, _ = collated(rows)
+        m, lp = trains[:, 1:], log_probs(model, ids, there)
+        A = adv[:, 1:].sum(1) / (adv[:, 1:] != 0).sum(1)
+        r = ((lp - old[:, 1:]) * m).sum(1).exp()
+        clipped = r.clamp(0.8, 1.2) * A
+        (-torch.where(A < 0, torch.maximum(r * A, clipped), torch.minimum(r * A, clipped)).mean()).backward()
+
+    report = check_step(step, qwen3(), objective, temperature=T, without=["holes"])
+    assert not report and "boolean" not in str(report), report
+
+
+def test_a_fault_keeps_the_mask_boolean():
+    o = upref.get("dapo")
+    b = random_batch(numpy.random.default_rng(0))
+    views = [f.change.view for f in shifted(o, o.resolve({})) if f.change.weigh is None]
+    assert len(views) == 24 and all(view(b).mask.dtype == torch.bool for view in views)
