@@ -137,7 +137,13 @@ def compared(goal: Goal, case: Case, found: Gradient, bound: float) -> Compared:
         g = case.forward.model.flat(found)
         rows, other = assign_sides(rows, near, g)
         want = clipped(rows.sum(0), one.clip)
-        if not want.norm() > 0:
+        if not want.isfinite().all():
+            bad = [n for n, part in case.forward.model.split(want).items() if not part.isfinite().all()]
+            raise InputError(
+                f"the objective's gradient on these rows is not finite, in {bad[0]} first: look for NaN or infinity in "
+                "the model's weights and logits."
+            )
+        if not want.any():
             raise InputError("the objective's gradient is 0 on these rows: no row can show anything.")
         error = float((g - want).norm() / want.norm())
         tried.append(Compared(one, rows, want, g, error if error == error else float("inf"), len(near), other))
@@ -153,8 +159,9 @@ def perturb(net: nn.Module) -> nn.Module:
     for p in net.parameters():
         if p.is_floating_point() and p.device.type == "cpu":
             noise = torch.randn(p.shape, generator=random, dtype=torch.float32)
-            want = 0.1 if p.ndim < 2 else 1.4 / p.shape[-1] ** 0.5
-            had = 0.0 if p.ndim < 2 else float(p.float().std())
+            vector = p.ndim < 2 or p.numel() < 2  # one number has no standard deviation
+            want = 0.1 if vector else 1.4 / p.shape[-1] ** 0.5
+            had = 0.0 if vector else float(p.float().std())
             p.add_((max(want**2 - had**2, (0.1 * want) ** 2) ** 0.5 * noise).to(p.dtype))
     return net
 

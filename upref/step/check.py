@@ -11,15 +11,17 @@ import torch
 from torch import nn
 
 from upref.errors import InputError
+from upref.foreign.guard import one_line
 from upref.registry import REDUCE, Objective
 from upref.step import rows as batch
-from upref.step.case import Case, allowed, built, compared, half_of, meant, perturbed, run, with_weights
+from upref.step.case import Case, Compared, allowed, built, compared, half_of, meant, perturbed, run, with_weights
 from upref.step.diagnose import diagnosed, half_precision, parameters
 from upref.step.goal import Goal
+from upref.step.reach import not_reached, reach
 from upref.step.record import Recorded
 from upref.step.reference import Gradient, Model, TorchModel
 from upref.step.rows import AXES, Row
-from upref.verify.report import Finding, Report, note, restores_state
+from upref.verify.report import UNKNOWN, Finding, Report, fail, note, restores_state
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,20 @@ class StepReport(Report):
     unexercised: list[str] = field(default_factory=list)
     at_bound: int = 0  # tokens, or responses, that rounding may put on either side of a clip bound
     other_side: int = 0  # those of them that are not on float64's side
+    not_reached: dict[str, str] = field(default_factory=dict)  # number of the objective -> what agrees in its place
+    reach: str = ""  # how far the rows go in what the objective reads
 
     def text(self, verbose: bool = False) -> str:
         lines = [super().text(verbose), f"error of the gradient: {self.error:.2g} of its norm"]
         lines += [f"exercised: {', '.join(self.exercised)}"] if self.exercised else []
-        lines += [f"not exercised: {', '.join(self.unexercised)}"] if self.unexercised else []
-        return "\n".join(lines)
+        numbers = [f"{number} ({same})" for number, same in self.not_reached.items()]
+        beyond = [f"what acts only beyond {self.reach}"] if self.reach else []
+        return "\n".join([*lines, f"not exercised: {'; '.join([*numbers, *beyond, *self.unexercised])}"])
+
+    def numbers_not_reached(self) -> str:
+        """The numbers of the objective that another value could replace on these rows, and how far the rows reach."""
+        numbers = [f"{number} ({same})" for number, same in self.not_reached.items()]
+        return f"{', '.join(numbers)}: {self.reach}" if numbers else ""
 
 
 @restores_state
@@ -142,9 +152,12 @@ def check_recorded(
     if len(reports) == 1:
         return worst
     findings = [replace(f, regime=f"step {n}: {f.regime}") for n, r in enumerate(reports) for f in r.findings]
-    return replace(worst, loss=f"{len(reports)} steps", findings=findings, exercised=reports[0].exercised,
-                   unexercised=reports[0].unexercised, at_bound=sum(r.at_bound for r in reports),
-                   other_side=sum(r.other_side for r in reports))  # fmt: skip
+    never = {k: v for k, v in reports[0].not_reached.items() if all(k in r.not_reached for r in reports)}
+    return replace(
+        worst, loss=f"{len(reports)} steps", findings=findings, exercised=reports[0].exercised,
+        unexercised=reports[0].unexercised, at_bound=sum(r.at_bound for r in reports),
+        other_side=sum(r.other_side for r in reports), not_reached=never, reach=reports[0].reach,
+    )  # fmt: skip
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------
@@ -171,7 +184,7 @@ def _report(
     if unnamed := sorted(set(found) - set(model.shapes)):
         findings.append(note("parameters", f"{len(unnamed)} frozen parameters have a gradient, {unnamed[0]} first"))
     if not error <= bound or parameters(model, it.found, it.want, bound):
-        findings += diagnosed(it, case, bound, again)
+        findings += _diagnosed(it, case, bound, again)
     unexercised = [f"{k} ({why})" for k, why in case.unvaried.items()]
     if passes == 1:
         unexercised.append("micro-batches")
@@ -185,8 +198,19 @@ def _report(
     return StepReport(
         name, goal.o.name, hp, findings, "", assumptions, ran, {"gradient, relative": bound},
         time.perf_counter() - start, error=error, exercised=said, unexercised=unexercised,
-        at_bound=it.at_bound, other_side=it.other_side,
+        at_bound=it.at_bound, other_side=it.other_side, reach=reach(goal, case.forward, case.b),
+        not_reached=not_reached(goal, case.forward, case.b, bound, it.rows),
     )  # fmt: skip
+
+
+def _diagnosed(it: Compared, case: Case, bound: float, again: Callable[[], Gradient] | None) -> list[Finding]:
+    """Why the gradient differs. That it does is known: no error of the search for a cause stands for the verdict."""
+    try:
+        return diagnosed(it, case, bound, again)
+    except Exception as e:
+        found = f"{it.error:.2g} of its norm away"
+        cause = f"{UNKNOWN}: the search for one ends in {type(e).__name__}: {one_line(e)}"
+        return [fail("gradient", "over all parameters", f"a gradient of norm {it.want.norm():.6g}", found, cause=cause)]
 
 
 def _ranks() -> bool:

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which numbers of an objective the rows of a step exercise: what another value of each would do to its gradient.
+
+A clip bound that no ratio of the rows comes near has no effect on them, so a loop with another bound agrees just as
+well. This is measured: the reference is computed once more with each number at a part and at a multiple of its value.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from upref.errors import InputError
+from upref.registry import REDUCE
+from upref.step.forward import Forward, clipped
+from upref.step.goal import Goal
+from upref.step.rows import Padded
+
+BELOW, ABOVE = (3 / 4, 1 / 2, 1 / 10), (4 / 3, 2.0, 10.0, 100.0)  # multiples of a number that are tried, outwards
+FOR_ZERO = (0.1, 0.2), (1.0, 2.0)  # values that are tried for a number that is 0; a count takes the second pair alone
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The reference on the rows, against which other values of its numbers are compared."""
+
+    goal: Goal
+    forward: Forward
+    b: Padded
+    bound: float  # the relative error of a gradient that the check allows
+    rows: Tensor  # [B, P], the gradient that the goal has
+    slope: Tensor  # [B, T], its derivative by the log-probabilities
+
+    @classmethod
+    def of(cls, goal: Goal, forward: Forward, b: Padded, bound: float, rows: Tensor) -> "Reference":
+        return cls(goal, forward, b, bound, rows, _slope(goal, forward, b))
+
+    def agrees(self, goal: Goal) -> bool:
+        """Whether a step that has this goal in place of its own passes the check on these rows."""
+        change = _slope(goal, self.forward, self.b) - self.slope
+        moved = self.rows
+        if float(change.norm()) > 1e-9 * float(self.slope.norm()):
+            lp = self.forward.statistics()[0]
+            moved = self.rows + self.forward.by_row((change * lp).sum())
+        want = clipped(self.rows.sum(0), self.goal.clip)
+        found = clipped(moved.sum(0), goal.clip)
+        return bool((found - want).norm() <= self.bound * want.norm())
+
+
+def not_reached(goal: Goal, forward: Forward, b: Padded, bound: float, rows: Tensor) -> dict[str, str]:
+    """The numbers that the rows do not exercise, each with the values at which the gradient is the same.
+
+    Args:
+        goal: the objective with its hyperparameters, beta, and the clip of the norm.
+        forward: the reference's forward pass over the rows b.
+        bound: the relative error of a gradient that the check allows.
+        rows: [B, P], the gradient of the goal by row.
+
+    Returns:
+        `name = value` -> the values, in words. A bound that is noticed on one side alone is not exercised: a loop with
+        a wider one agrees.
+    """
+    reference, out = Reference.of(goal, forward, b, bound, rows), {}
+    for name, value, changed in _numbers(goal):
+        same, tried = [], 0
+        for outwards in _other_values(value):
+            goals = {v: other for v in outwards if (other := _allowed(changed, v, b)) is not None}
+            tried += len(goals)
+            alike = len([*takewhile(reference.agrees, goals.values())])
+            same += [*goals][:alike][-1:]  # the farthest of them
+        if not tried:
+            out[f"{name} = {value:g}"] = "no other value can be tried on these rows"
+        elif same:
+            words = " and ".join(f"{v:.4g}" for v in same)
+            out[f"{name} = {value:g}"] = f"{words} {'agree' if len(same) > 1 else 'agrees'} too"
+    return out
+
+
+def reach(goal: Goal, forward: Forward, b: Padded) -> str:
+    """How far the rows go in what the objective reads: its ratio, the change of a probability, the advantage."""
+    lp = forward.statistics()[0].detach()
+    live = b.mask.any(1)
+    log_r = torch.zeros_like(lp) if b.old is None else lp - b.old
+    letter = {"sequence_mean": "s", "sequence_product": "S"}.get(goal.o.level, "r")
+    x = (REDUCE[goal.o.level](log_r, b.mask)[live] if goal.o.level in REDUCE else log_r[b.mask]).exp()
+    said = [f"{letter} from {float(x.min()):.3g} to {float(x.max()):.3g}"]
+    if goal.o.reads_mu:
+        moved = (lp.exp() - (lp - log_r).exp())[b.mask]
+        said.append(f"|p - mu| up to {float(moved.abs().max()):.2g}")
+    said.append(f"|A| up to {float(b.adv.expand_as(b.mask)[b.mask].abs().max()):.3g}")
+    return ", ".join(said)
+
+
+def _numbers(goal: Goal) -> Iterator[tuple[str, float, Callable[[float], Goal]]]:
+    """Name, value, and the goal with another value; without what is absent or infinite, which is no number."""
+    for name, value in goal.hp.items():
+        if value is not None and abs(value) < float("inf"):
+
+            def changed(other: float, name: str = name) -> Goal:
+                resolved = goal.o.resolve(goal.hp | {name: other})
+                return replace(goal, hp={k: v for k, v in resolved.items() if k != "beta"})
+
+            yield name, float(value), changed
+    if "beta" in goal.o.hyperparameters or goal.beta:
+        yield "beta", float(goal.beta), lambda other: replace(goal, beta=other)
+    if goal.clip is not None:
+        yield "clip", float(goal.clip), lambda other: replace(goal, clip=other)
+
+
+def _other_values(value: float) -> list[tuple[float, ...]]:
+    """Smaller ones and larger ones, each outwards."""
+    if value == 0:
+        return [*FOR_ZERO]
+    return [tuple(value * k for k in BELOW), tuple(value * k for k in ABOVE)]
+
+
+def _allowed(changed: Callable[[float], Goal], value: float, b: Padded) -> Goal | None:
+    """The goal with that value; None where the number cannot have it, or where the rows lack what it needs."""
+    try:
+        goal = changed(value)
+    except InputError:
+        return None
+    return None if goal.beta and b.ref is None else goal
+
+
+def _slope(goal: Goal, forward: Forward, b: Padded) -> Tensor:
+    """The derivative of the loss by the log-probabilities, without entropy bonus and z-loss."""
+    lp, H, Z = forward.statistics()
+    lp = lp.detach().requires_grad_()
+    loss = goal.loss(goal.parts(lp, H.detach(), Z.detach(), b))
+    (g,) = torch.autograd.grad(loss, lp, allow_unused=True, materialize_grads=True)
+    return g
