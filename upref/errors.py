@@ -12,6 +12,10 @@ class InputError(ValueError):
         super().__init__(sentence if len(sentence) < 900 else f"{sentence[:700]} ... {sentence[-150:]}")
 
 
+class NotInstalled(InputError):
+    """A framework does not import here."""
+
+
 class Gone(Exception):
     """User code ends its process, or takes too long: one sentence. No oracle takes it for a finding; a public function
     raises it as InputError."""
@@ -24,7 +28,7 @@ def importing(framework: str) -> Iterator[None]:
         yield
     except Exception as e:
         why = f"{type(e).__name__}: {e}".splitlines()[0]
-        raise InputError(
+        raise NotInstalled(
             f"{framework} does not import here ({why}): in a checkout `repro/venv.sh {framework}` installs what its "
             f"losses need, elsewhere `pip install {framework}`."
         ) from e

@@ -5,13 +5,19 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 
 from docs.steps import note_of
 from upref.audits import framework
 from upref.audits.isolated.pin import place
-from upref.step import table
+from upref.cli import main
+from upref.errors import InputError, NotInstalled
+from upref.step import StepReport, table
 from upref.step.families import FAMILIES
+from upref.step.host import Refused, quiet
+from upref.step.reference import as_float64
+from upref.verify.report import fail
 
 RECORDS = Path(__file__).parents[2] / "docs" / "steps"
 SEVERITIES = {"breaks", "weakens", "rescales", "cosmetic"}
@@ -29,6 +35,58 @@ def test_the_records_are_of_the_settings(trainer):
     assert len(FAMILIES) >= 15
     what = [replace(s, name="") for s in table.chosen(trainer)]
     assert all(s not in what[:i] for i, s in enumerate(what)), "two settings are the same"
+
+
+# ---- the exit status -------------------------------------------------------------------------------------------------
+RIGHT = StepReport("step", "dapo", {}, [], "", [], {}, {}, 0.0, error=1e-6)
+WRONG = replace(RIGHT, findings=[fail("gradient", "over all parameters", cause="the temperature is left out")])
+
+
+def answered(monkeypatch, capsys, *answers):
+    """The status and the last line of `upref step trl` where its settings have these reports, or raise."""
+    names = [f"setting {i}" for i, _ in enumerate(answers)]
+    settings = [table.Setting(name) for name in names]
+
+    def one(trainer, setting):
+        answer = answers[names.index(setting.name)]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(table, "chosen", lambda *_: settings)
+    monkeypatch.setattr(table, "one", one)
+    status = main(["step", "trl"])
+    return status, capsys.readouterr().out
+
+
+REFUSED, ABSENT, CRASH = (
+    Refused("TRL's trainer fails: ValueError"),
+    NotInstalled("trl does not import"),
+    TypeError("it"),
+)
+
+
+@pytest.mark.parametrize(("answers", "status"), [
+    ([RIGHT], 0), ([RIGHT, REFUSED], 0), ([RIGHT, WRONG], 1), ([WRONG, REFUSED], 1), ([REFUSED], 2),
+    ([ABSENT, ABSENT], 2), ([CRASH], 2), ([RIGHT, CRASH], 2), ([RIGHT, InputError("mask must be a boolean tensor")], 2),
+])  # fmt: skip
+def test_the_status_says_whether_anything_ran(monkeypatch, capsys, answers, status):
+    found, said = answered(monkeypatch, capsys, *answers)
+    assert found == status, said
+    assert ("upref itself fails" in said) == any(type(a) in (TypeError, InputError) for a in answers), said
+
+
+def test_a_number_that_is_not_exercised_stands_in_its_line(monkeypatch, capsys):
+    reached = replace(RIGHT, not_reached={"c = 3": "2.25 and 300 agree too"}, reach="r from 0.5 to 2, |A| up to 2")
+    _, said = answered(monkeypatch, capsys, reached)
+    assert "not exercised: c = 3 (2.25 and 300 agree too): r from 0.5 to 2, |A| up to 2" in said
+
+
+def test_an_error_of_upref_is_not_the_trainer_s():
+    with pytest.raises(Refused, match="the trainer fails: FileNotFoundError"), quiet("the trainer", "numpy"):
+        numpy.load("no such file")
+    with pytest.raises(TypeError), quiet("the trainer", "numpy"):
+        as_float64(object)  # upref's own function
 
 
 @pytest.mark.trl

@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -26,9 +27,13 @@ from upref.step.rows import AXES, Row
 from upref.verify.group import on_loopback
 
 
+class Refused(InputError):
+    """The trainer cannot run here, or not with these settings: there is nothing to compare."""
+
+
 @contextlib.contextmanager
-def quiet(trainer: str, **environment: str) -> Iterator[None]:
-    """Neither telemetry, warnings nor tables; whatever the trainer raises becomes an InputError."""
+def quiet(trainer: str, package: str, **environment: str) -> Iterator[None]:
+    """Neither telemetry, warnings nor tables; what the trainer raises becomes Refused, and upref's own errors stay."""
     before, level = os.environ.copy(), logging.root.manager.disable
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | environment
     logging.disable(logging.WARNING)
@@ -37,18 +42,29 @@ def quiet(trainer: str, **environment: str) -> Iterator[None]:
         with warnings.catch_warnings(), contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
             warnings.simplefilter("ignore")
             yield
-    except InputError:
-        raise
+    except InputError as e:
+        raise Refused(str(e)) from e
     except Exception as e:
-        raise InputError(f"{trainer} fails: {type(e).__name__}: {one_line(e)}") from e
+        if _raised_by(e, "upref", package) == "upref":
+            raise
+        raise Refused(f"{trainer} fails: {type(e).__name__}: {one_line(e)}") from e
     finally:
         logging.disable(level)
         os.environ.clear()
         os.environ.update(before)
 
 
+def _raised_by(e: Exception, *packages: str) -> str:
+    """That of these packages whose code is the last one on the way to the error; what it calls belongs to it."""
+    last = packages[0]
+    for frame, _ in traceback.walk_tb(e.__traceback__):
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        last = package if package in packages else last
+    return last
+
+
 @contextlib.contextmanager
-def grouped(trainer: str) -> Iterator[None]:
+def grouped(trainer: str, package: str) -> Iterator[None]:
     """Quiet, and in a process group: of one rank, if there is none."""
     mine = not dist.is_initialized()
     rank, world = ("0", "1") if mine else (str(dist.get_rank()), str(dist.get_world_size()))
@@ -57,7 +73,7 @@ def grouped(trainer: str) -> Iterator[None]:
              "VERL_ENGINE_DEVICE": "cuda"}  # fmt: skip  # verl's FSDP engine is registered for cuda and npu
     if mine:  # another's group may span machines
         where |= on_loopback()
-    with quiet(trainer, **where), tempfile.TemporaryDirectory() as folder:
+    with quiet(trainer, package, **where), tempfile.TemporaryDirectory() as folder:
         try:
             if mine:
                 dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)

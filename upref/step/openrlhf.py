@@ -17,7 +17,7 @@ from unittest.mock import MagicMock, patch
 import torch
 from torch import nn
 
-from upref.errors import InputError, importing
+from upref.errors import InputError, NotInstalled, importing
 from upref.step.host import grouped
 from upref.step.record import Recorded, Step, watched
 from upref.step.reference import TorchModel
@@ -83,7 +83,7 @@ def trained(
         ds=SimpleNamespace(packing_samples=False, tensor_parallel_size=1, ring_attn_size=1),
         rollout=SimpleNamespace(batch_size=n, n_samples_per_prompt=1), vllm=SimpleNamespace(sync_backend="gloo"),
     )  # fmt: skip
-    with grouped("OpenRLHF's trainer"), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with grouped("OpenRLHF's trainer", "openrlhf"), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model.save_pretrained(folder)
         for name, value in {"synchronize": None, "current_device": 0}.items():
             stack.enter_context(patch(f"torch.cuda.{name}", return_value=value))
@@ -130,7 +130,7 @@ def _imported() -> SimpleNamespace:
         import peft  # noqa: F401
         import transformers.integrations.deepspeed  # noqa: F401
     if importlib.util.find_spec("openrlhf") is None:
-        raise InputError("OpenRLHF is not installed: `pip install --no-deps openrlhf==0.11.2`.")
+        raise NotInstalled("OpenRLHF is not installed: `pip install --no-deps openrlhf==0.11.2`.")
     absent = {name: MagicMock() for name in ABSENT if name not in sys.modules}
     sys.modules.update(absent)
     try:
@@ -139,7 +139,7 @@ def _imported() -> SimpleNamespace:
             from openrlhf.trainer.ppo_utils.experience import Experience
             from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
     except ImportError as e:
-        raise InputError(f"OpenRLHF does not import here: {e}") from e
+        raise NotInstalled(f"OpenRLHF does not import here: {e}") from e
     finally:
         for name in absent:  # whoever asks for DeepSpeed from here on finds none
             del sys.modules[name]

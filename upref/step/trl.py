@@ -83,7 +83,7 @@ def trained(model: Any, fields: dict[str, Any], rows: Sequence[Row], steps: int,
     def rewards(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [reward[tuple(ids)] for ids in completion_ids]  # type: ignore[misc]
 
-    with quiet("TRL's trainer", CI="1", TRL_EXPERIMENTAL_SILENCE="1"), tempfile.TemporaryDirectory() as folder:
+    with quiet("TRL's trainer", "trl", CI="1", TRL_EXPERIMENTAL_SILENCE="1"), tempfile.TemporaryDirectory() as folder:
         if fields.get("beta"):  # the trainer loads its reference model by this name
             model.save_pretrained(f"{folder}/model")
             model.config._name_or_path = f"{folder}/model"  # noqa: SLF001  its public name has no setter

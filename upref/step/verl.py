@@ -52,7 +52,7 @@ def trained(
     """
     reference = TorchModel(model)
     steps: list[Step] = []
-    with grouped("verl's worker"), _restored(model), tempfile.TemporaryDirectory() as folder:
+    with grouped("verl's worker", "verl"), _restored(model), tempfile.TemporaryDirectory() as folder:
         with importing("verl"):
             from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
             from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
