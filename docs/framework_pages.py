@@ -13,9 +13,9 @@ from docs import logprobs
 from upref.audits import framework, frameworks
 from upref.audits.compare import SEVERITY, Effect
 from upref.audits.ledger import STATUS, Entry, documented, ranked, read, recorded
-from upref.audits.recipe import reached, recipe
+from upref.audits.recipe import no_kl, reached, recipe
 from upref.files import write_atomically
-from upref.registry import names
+from upref.registry import get, names
 from upref.verify.faults.losses import GROUPS
 
 FOLDER = Path(__file__).parent / "frameworks"
@@ -114,15 +114,29 @@ def _entry(name: str, e: Entry) -> list[str]:
 def first() -> str:
     """The entries that a user should read first, the most severe first."""
     every = read()
-    rows = ranked([e for e in every if e.ask])
     out = ["| framework | you ask for | you get | do this | reported | fixed in |", "|---|---|---|---|---|---|"]
-    for e in rows:
-        same = list(dict.fromkeys(x.framework for x in every if x.reason == e.reason))
-        thread = f"[{_short(e.thread)}]({e.thread})" if e.thread else "no"
-        size = f"**{e.severity}**, {e.status}"
-        cells = [", ".join(map(link, same)), e.ask, f"{e.get} ({size})", e.do, thread, e.fixed or "no"]
+    for e in ranked([e for e in every if e.ask]):
+        same = of_row(e, every)
+        threads = dict.fromkeys(x.thread for x in same if x.thread)
+        reported = ", ".join(f"[{_short(thread)}]({thread})" for thread in threads)
+        fixed = "; ".join(dict.fromkeys(f"{x.framework}: {x.fixed}" for x in same if x.fixed))
+        cells = [", ".join(link(x.framework) for x in same), e.ask, f"{e.get} ({_status(same)})", e.do]
+        cells += [reported or "no thread known", fixed or "no repair known"]
         out.append("| " + " | ".join(cells).replace("\n", " ") + " |")
     return "\n".join(out)
+
+
+def of_row(e: Entry, every: list[Entry]) -> list[Entry]:
+    """The entries of whose frameworks a row of `first` speaks: this one, and those that it names."""
+    frameworks = {e.framework, *e.also.split()}
+    return [x for x in every if x.reason == e.reason and x.framework in frameworks]
+
+
+def _status(same: list[Entry]) -> str:
+    """The severity and the status of a row, and which frameworks document it where not all do."""
+    words = f"**{same[0].severity}**, {same[0].status}"
+    told = [x.framework for x in same if x.words]
+    return f"{words}; documented by {', '.join(told)}" if told and len(told) < len(same) else words
 
 
 def link(name: str) -> str:
@@ -159,20 +173,22 @@ def objectives() -> str:
     return "\n".join(out)
 
 
+SPLIT = "†"  # in micro-batches more differs
+
+
 def sign(a: dict[str, Any], objective: str) -> str:
-    """ok, set, near, no; empty where it is absent."""
-    rows = [
-        r
-        for r in a["rows"]
-        if r["objective"] == objective and r["kind"] == "loss" and r["micro_batches"] == 1 and r["ok"]
-    ]
-    entries = read(a["framework"])
-    best = {s: min((left(r, entries) for r in rows if r["setting"] == s), default=3) for s in AT}
-    if best["default"] == 0:
-        return "ok"
-    if best["paper"] == 0:
-        return "set"
-    return "near" if min(best.values()) == 1 else "no" if rows else ""
+    """ok, set, near, no; empty where it is absent; with SPLIT where micro-batches leave more."""
+    rows = [r for r in a["rows"] if r["objective"] == objective and r["kind"] == "loss" and r["ok"]]
+    whole = [r for r in rows if r["micro_batches"] == 1]
+    if not whole:
+        return ""
+    entries, how = read(a["framework"]), recorded(a["framework"])["recipe"]
+    # where a KL term is on by default beside the loss, the recipe switches it off
+    shipped = [r for r in whole if r["setting"] == "default" and not no_kl(how, r["mode"])]
+    least = min(left(r, entries) for r in whole)
+    mark = "ok" if any(left(r, entries) == 0 for r in shipped) else {0: "set", 1: "near", 2: "no"}[least]
+    split = any(r["micro_batches"] > 1 and r["promise"] == objective for r in rows)
+    return mark + SPLIT if split else mark
 
 
 def left(r: dict[str, Any], entries: list[Entry]) -> int:
@@ -193,21 +209,24 @@ def recipes() -> str:
     for o in names():
         each = [recipe(o, n) for n in frameworks() if o in reached(n, {})]
         if each:
-            out += [f"### {o}", "", "| framework | set | what still differs |", "|---|---|---|"]
+            kind, formula = get(o).adv, each[0].advantages.partition(":")[0]
+            out += [f"### {o}", "", f"Advantages: `{kind}`{formula.removeprefix(kind)}.", ""]
+            out += ["| framework | set | advantages | what still differs, and notes |", "|---|---|---|---|"]
             for r in each:
                 set_ = "<br>".join(f"`{line}`" for line in r.settings) or "nothing: the defaults"
-                out.append(f"| {link(r.framework)} {r.version} | {set_} | {'<br>'.join(r.differs) or 'nothing'} |")
+                advantages = r.advantages.removeprefix(f"{formula}: ")
+                differs = "<br>".join([*(r.differs or ["nothing"]), *(f"*{note}*" for note in r.notes)])
+                out.append(f"| {link(r.framework)} {r.version} | {set_} | {advantages} | {differs} |")
             out.append("")
     return "\n".join(out)
 
 
 def surfaces() -> str:
     """Where the settings of each framework are typed, and its parts beside the loss."""
-    out = ["| framework | where to put the lines | group normalization | dynamic sampling | overlong shaping |"]
-    out.append("|---|---|---|---|---|")
+    out = ["| framework | where to put the lines | dynamic sampling | overlong shaping |", "|---|---|---|---|"]
     for n in frameworks():
         how = recorded(n)["recipe"]
-        out.append("| " + " | ".join([link(n), how["surface"], *(f"{v}" for v in how["beside"].values())]) + " |")
+        out.append("| " + " | ".join([link(n), how["surface"], *how["beside"].values()]) + " |")
     return "\n".join(out)
 
 

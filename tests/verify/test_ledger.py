@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from docs.framework_pages import SPLIT, audits as audits_of_pages, first, of_row, sign
 from upref import InputError, audits
-from upref.audits.ledger import check_ledger, ranked, read, summary
+from upref.audits.ledger import check_ledger, ranked, read, recorded, summary
+from upref.audits.recipe import no_kl
 from upref.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -97,3 +99,52 @@ def test_the_summary_counts_and_names_the_worst():
     said = summary("trinity", mine)
     assert f"{sum(e.status == 'bug' for e in mine)} bugs" in said and ranked(mine)[0].key in said
     assert summary("x", []) == "x: 0 bugs, 0 surprising defaults and 0 documented choices."
+
+
+ROWS = [e for e in ENTRIES if e.ask]
+APART = {"unsloth-cispo-cap": "its trainer sets 5.0 where epsilon_high is left alone"}
+
+
+def test_a_row_of_several_frameworks_is_true_of_each():
+    """Each has an entry of the same reason and status; one that is left out has a row or a reason of its own."""
+    for e in ROWS:
+        same = of_row(e, ENTRIES)
+        assert {x.framework for x in same} == {e.framework, *e.also.split()} and len(same) == 1 + len(e.also.split())
+        assert {(x.status, x.severity) for x in same} == {(e.status, e.severity)}, e.key
+    said = {x.key for e in ROWS for x in of_row(e, ENTRIES)}
+    for e in ROWS:
+        rest = [x.key for x in ENTRIES if x.reason == e.reason and x.key not in said | APART.keys()]
+        assert not rest, f"{e.key}: a row that speaks of {rest}, or why none does"
+    assert APART.keys() <= {e.key for e in ENTRIES} - said
+
+
+def test_a_row_links_all_threads_and_repairs_of_its_frameworks():
+    lines = first().splitlines()[2:]
+    for e in ROWS:
+        [line] = [x for x in lines if e.ask in x and e.get in x and f"[{e.framework}](" in x]
+        for x in of_row(e, ENTRIES):
+            assert x.thread in line and x.fixed in line and f"[{x.framework}](" in line, x.key
+            assert any(y.thread for y in of_row(e, ENTRIES)) != ("no thread known" in line), e.key
+    text = "\n".join(lines)
+    assert all(thread in text for thread in ("trl/issues/3834", "verl/pull/2775", "Trinity-RFT/pull/336"))
+    assert not any("CISPO, epsilon_high left alone" in line and "unsloth" in line for line in lines)
+    assert all("right" in line for line in lines if "k1 as a loss" in line and "tunix" not in line)
+
+
+def test_what_a_framework_says_itself_is_linked_to_where_it_says_it():
+    """Not to the front page of its repository."""
+    for e in ENTRIES:
+        assert not e.link or len(e.link.removeprefix("https://github.com/").strip("/").split("/")) > 2, e.key
+
+
+def test_ok_in_the_matrix_needs_no_setting_and_micro_batches_are_marked():
+    for a in (a for a in audits_of_pages() if "recipe" in recorded(a["framework"])):
+        name, rows = a["framework"], [r for r in a["rows"] if r["kind"] == "loss"]
+        for o in {r["objective"] for r in rows}:
+            mark = sign(a, o)
+            split = [r for r in rows if r["promise"] == o and r["micro_batches"] > 1]
+            assert bool(split) == mark.endswith(SPLIT), (name, o)
+            shipped = [r["mode"] for r in rows if r["objective"] == o and r["setting"] == "default"]
+            how = recorded(name)["recipe"]
+            assert not mark.startswith("ok") or not all(no_kl(how, mode) for mode in shipped), (name, o)
+    assert {a["framework"]: sign(a, "gspo") for a in audits_of_pages()}["trinity"] == f"set{SPLIT}"

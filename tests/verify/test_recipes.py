@@ -2,20 +2,27 @@
 """What `upref recipe` prints was run: typed back into the config, the framework's own loss does what it says."""
 
 import ast
+import contextlib
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import upref
 from upref import InputError, audits as A
+from upref.advantages import ADVANTAGES
+from upref.audits import ledger
 from upref.audits.compare import Comparison, _reference, difference, typical, unit
-from upref.audits.recipe import reached, recipe
+from upref.audits.ledger import recorded
+from upref.audits.recipe import reached, recipe as once
 from upref.cli import main
 from upref.weights.batches import grad
 
+recipe = cache(once)  # one reads the ledger for each
+entries = cache(ledger.read)
 JSON = Path(__file__).parents[2] / "docs/frameworks"
 EVERY = [(o, n) for n in A.frameworks() for o in reached(n, {})]
 
@@ -35,7 +42,158 @@ def test_each_recipe_is_of_an_explained_comparison():
         row = next(x for x in rows if (x["label"], x["promise"], x["micro_batches"]) == (c.label, c.promise, 1))
         assert row["ok"] and {k: c.config[k] for k in r.fields} == r.fields
         assert len(r.differs) >= len(row["reasons"]) and r.settings == [line for line in r.settings if line.strip()]
-        assert set(r.beside) == {"group normalization", "dynamic sampling", "overlong shaping"}
+        assert set(r.beside) == {"dynamic sampling", "overlong shaping"}
+
+
+def audited(name: str) -> list[dict]:
+    return json.loads((JSON / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+
+
+def kind_of(objective: str) -> str:
+    return upref.get(objective).adv
+
+
+PLUGGED = [(o, n) for n in ("verl", "trl") for o in upref.names() if o not in reached(n, {})]
+
+
+def plugged() -> list[tuple[str, str]]:
+    """The objectives that upref's plug-in gives, in verl and in TRL."""
+    found = []
+    for o, n in PLUGGED:
+        with contextlib.suppress(InputError):
+            recipe(o, n)
+            found.append((o, n))
+    return found
+
+
+def test_the_advantages_are_the_objectives_own():
+    """One setting a kind; where none is known the recipe says so, and never gives the setting of another kind."""
+    for o, n in [*EVERY, *plugged()]:
+        said, known = recipe(o, n).advantages, recorded(n)["recipe"]["advantages"]
+        assert said.startswith(f"{kind_of(o)}, "), (o, n)
+        if kind_of(o) not in known:
+            assert f"set them yourself, this recipe knows no setting of {n}" in said, (o, n)
+            continue
+        mine = known[kind_of(o)]
+        assert f": {mine['set']}" in said and ("not measured" in said) == ("audited" not in mine), (o, n)
+    dr = {n: recipe("dr_grpo", n).advantages for o, n in EVERY if o == "dr_grpo"}
+    assert len(dr) == 11 and not any("group_norm" in said or "(the default)" in said for said in dr.values()), dr
+
+
+def test_what_is_said_to_be_measured_of_the_advantages_is_a_row_of_the_audit():
+    for n in A.frameworks():
+        rows = {(r["label"], r["promise"].split(", ")[0]) for r in audited(n) if r["kind"] == "advantages"}
+        for kind, how in recorded(n)["recipe"]["advantages"].items():
+            row = "reward" if kind == "signed" else kind  # A = R where R is 1 or -1
+            assert kind in ADVANTAGES and how.keys() <= {"set", "audited"} and how["set"], (n, kind)
+            assert "audited" not in how or (f"advantages:{how['audited']}", row) in rows, (n, kind)
+
+
+def test_every_entry_that_concerns_the_recipe_is_mentioned():
+    """Of the loss in one batch and in micro-batches, and of the advantages; what was not measured is said to be so."""
+    for o, n in EVERY:
+        r, c = recipe(o, n), comparison(o, n)
+        said, kind = "\n".join(r.differs), kind_of(o)
+        estimator = recorded(n)["recipe"]["advantages"].get(kind, {}).get("audited")
+        for e in entries(n):
+            for x in e.evidence:
+                if (x.loss, x.held_against) == (c.label, c.promise):
+                    prefix = "in micro-batches: " if of_micro_batches_alone(e, c) else ""
+                    assert prefix + e.reason in said, (o, n, e.key)
+                if (x.loss, x.held_against.split(", ")[0]) == (f"advantages:{estimator}", kind):
+                    assert f"in the advantages: {e.reason}" in said, (o, n, e.key)
+        split = any(x.setting == "paper" and x.label == c.label for x in A.framework(n).comparisons)
+        assert split or "in micro-batches: not measured" in r.differs, (o, n)
+    assert "in micro-batches: torch.mean of each" in str(recipe("gmpo", "verl"))
+    assert "in micro-batches: the means over" in str(recipe("gspo", "trinity"))
+
+
+def of_micro_batches_alone(e, c: Comparison) -> bool:
+    """Whether the entry is of micro-batches alone."""
+    return not any((x.loss, x.held_against, x.micro_batches) == (c.label, c.promise, 1) for x in e.evidence)
+
+
+def test_a_plug_in_says_what_was_measured_of_it():
+    """It gets no prompt ids: by the same measure as the frameworks' own losses."""
+    rows = plugged()
+    assert len(rows) > 50
+    for o, n in rows:
+        differs, objective = "\n".join(recipe(o, n).differs), upref.get(o)
+        assert ("one denominator for the batch" in differs) == (objective.agg == "group-token-mean"), (o, n)
+        assert not objective.batch_coupled or "in micro-batches: each acts by itself" in differs, (o, n)
+    for o in ("up_dapo", "gppo", "m2po"):
+        b, objective = typical(), upref.get(o)
+        paper, seen = grad(objective, b), grad(objective, replace(b, group=None))
+        change = 100 * ((seen - paper).norm() / paper.norm()).item()
+        assert f"one denominator for the batch, not one per prompt (weakens, {change:.2g} % of" in str(
+            recipe(o, "verl")
+        )
+    assert "20 %" in str(recipe("up_dapo", "verl")) and "nothing differs" not in str(recipe("up_dapo", "trl"))
+    assert "plain sum" in str(recipe("w_reinforce", "verl")) and "plain sum" in str(recipe("wapo", "trl"))
+    assert "mean of its weights (not measured)" in str(recipe("up_gspo", "verl"))
+
+
+@pytest.mark.parametrize(
+    ("name", "framework", "why"),
+    [
+        ("tis(dapo)", "verl", "the sampler's log-probabilities"),
+        ("up(icepop(grpo))", "verl", "the sampler's log-probabilities"),
+        ("tpo", "verl", "the prompt of each response"),
+        ("tpo", "trl", "the prompt of each response"),
+        ("aspo_code", "verl", "entropy per token"),
+        ("up(sapo)", "verl", "register"),
+        ("kl_cov", "skyrl", "its own kl_cov: not compared"),
+        ("rloo", "openrlhf", "nemo_rl, trl"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_one_sentence(name, framework, why, capsys):
+    assert main(["recipe", name, "--in", framework]) == 2
+    said = capsys.readouterr()
+    assert why in said.err and len(said.err.strip().splitlines()) == 1 and not said.out
+
+
+def test_what_the_plug_in_refuses_has_no_recipe():
+    """The plug-ins' own rule: what they raise on before the first batch."""
+    transformed = ["tis(dapo)", "mis_seq(gspo)", "up(tis(dapo))", "decoupled(grpo)"]
+    for n in ("verl", "trl"):
+        plug_in = pytest.importorskip(f"upref.integrations.{n}")
+        config = {"verl": {}, "trl": {}}[n]
+        for o in [o for o, where in PLUGGED if where == n] + transformed:
+            with contextlib.suppress(InputError):
+                plug_in.hyperparameters(upref.get(o), config)
+                assert recipe(o, n).mode == f"upref/{o}"
+                continue
+            with pytest.raises(InputError, match="cannot run in"):
+                recipe(o, n)
+
+
+def test_a_loss_of_verls_own_is_not_hidden_behind_the_plug_in():
+    for o in ("kl_cov", "clip_cov", "dro"):
+        assert f"verl has a loss {o} of its own" in str(recipe(o, "verl"))
+
+
+def test_what_must_be_set_is_set():
+    """SkyRL refuses the sum without max_seq_len, Liger without max_completion_length; Unsloth's beta is 0.001."""
+    for o in ("dr_grpo", "dppo_tv", "dppo_kl", "is_pg"):
+        r = recipe(o, "skyrl")
+        assert "trainer.algorithm.max_seq_len=1" in r.settings and "it must be set" in str(r)
+    assert "max_completion_length=1," in recipe("dr_grpo", "liger").settings
+    for o, n in [("rloo", "trl"), ("ppo_clip", "tunix")]:  # a KL term in the reward, of 0.05 and of 0.04
+        assert "beta=0.0," in recipe(o, n).settings
+    for o in reached("unsloth", {}):
+        assert "beta=0.0," in recipe(o, "unsloth").settings
+    assert "mask_truncated_completions" in str(recipe("dapo", "unsloth"))
+    assert all("prompt_mean" in str(recipe(o, "skyrl")) for o in ("dapo", "cispo"))
+
+
+def test_sampler_corrections_that_are_on_by_default_are_named():
+    for n, switch in {
+        "trl": "vllm_importance_sampling_correction=False",
+        "open_instruct": "use_rho_correction",
+    }.items():
+        assert all(switch in str(recipe(o, n)) for o in reached(n, {}) if (o, n) != ("rloo", "trl"))
+    assert "vllm_importance_sampling_correction" in str(recipe("up_dapo", "trl"))
+    assert "correction is on by default" not in str(recipe("tis(dapo)", "trl"))
 
 
 def typed_back(lines: list[str]) -> dict:

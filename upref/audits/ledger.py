@@ -79,6 +79,7 @@ class Entry:
     ask: str = ""  # for the table to read first: what one asks for, what one gets, what to do
     get: str = ""
     do: str = ""
+    also: str = ""  # the other frameworks of which ask, get and do are true
     source: str = ""
     searched: str = ""
     twice: bool = False  # whether a second reader held it against the sources
@@ -103,9 +104,14 @@ class Entry:
     @property
     def size(self) -> str:
         """How much of a typical batch's gradient it changes, in words."""
-        if self.change == math.inf:
-            return "there is a gradient where none should be"
-        return f"{100 * self.change:.3g} % of a typical batch's gradient changes"
+        return share(self.change)
+
+
+def share(change: float) -> str:
+    """How much of a typical batch's gradient changes, in words."""
+    if change == math.inf:
+        return "there is a gradient where none should be"
+    return f"{100 * change:.3g} % of a typical batch's gradient changes"
 
 
 FRAMEWORKS = Path(__file__).parents[1] / "frameworks"

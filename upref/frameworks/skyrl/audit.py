@@ -114,13 +114,13 @@ COMPARISONS = (
 )  # fmt: skip
 
 
-def _advantages(name: str):
+def _advantages(name: str, **more: bool):
     def found(rewards: Tensor, group: Tensor) -> Tensor:
         """Rewards on the one token of each response; the function writes into what it is given."""
         f, one = _utils().AdvantageEstimatorRegistry.get(name), torch.ones_like(rewards)[:, None]
-        return f(token_level_rewards=rewards.clone()[:, None], response_mask=one, index=group.numpy(), gamma=1.0)[0][
-            :, 0
-        ]
+        return f(
+            token_level_rewards=rewards.clone()[:, None], response_mask=one, index=group.numpy(), gamma=1.0, **more
+        )[0][:, 0]
 
     return found
 
@@ -130,6 +130,8 @@ def _parts() -> tuple[Component, ...]:
     return (
         Component("advantages", "grpo", _advantages("grpo"), "group_norm", reasons=(
             Fault(ALONE, keep_singletons(advantages.group_norm)),), tol=1e-5),
+        Component("advantages", "grpo, grpo_norm_by_std=False", _advantages("grpo", grpo_norm_by_std=False),
+                  "group_mean", reasons=(Fault(ALONE, keep_singletons(advantages.group_mean)),)),
         Component("advantages", "rloo", _advantages("rloo"), "leave_one_out"),
         Component("advantages", "reinforce++", _advantages("reinforce++"), "whiten", reasons=(
             Fault(SAMPLE, sampled),), tol=1e-6),

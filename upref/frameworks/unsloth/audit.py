@@ -123,7 +123,9 @@ def _kernels() -> dict[str, Callable]:
 
 REMARKS = (
     "grpo_compute_loss as UnslothEfficientGRPO calls it, which then differentiates it in one chunk. Defaults are "
-    "what it falls back to; Unsloth's trainer passes TRL's settings.",
+    "what this function falls back to. Unsloth's trainer (models/rl.py of unsloth 2026.10.9) passes values of its own "
+    "where a field is left unset: beta is 0 with dapo and dr_grpo and 0.001 with the others, epsilon_high is 0.28 with "
+    "an explicit dapo and 5.0 with cispo, vllm_importance_sampling_correction is off.",
     "Micro-batches by TRL's contract: of equal size; cispo and dapo divide by the tokens of the accumulated batch.",
     "Not covered: vLLM's correction weights and rejection, the off-policy mask, entropy terms, sample weights, "
     "advantages (they are TRL's), compiled code.",

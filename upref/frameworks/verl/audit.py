@@ -100,13 +100,13 @@ def _kernels() -> dict[str, Callable]:
     return {"FusedLinearForPPO": fused, "logprobs_from_logits, entropy_from_logits": from_logits}
 
 
-def _advantages(name: str):
+def _advantages(name: str, **more: bool):
     def found(R: Tensor, group: Tensor) -> Tensor:
         """Rewards on the one token of each response; the function writes into what it is given."""
         f, one = verl()[0].get_adv_estimator_fn(name), torch.ones_like(R)[:, None]
         grouped = {} if name == "reinforce_plus_plus" else {"index": group.numpy()}
         gamma = {"config": SimpleNamespace(gamma=1.0)} if name == "reinforce_plus_plus" else {}
-        return f(token_level_rewards=R.clone()[:, None], response_mask=one, **grouped, **gamma)[0][:, 0]
+        return f(token_level_rewards=R.clone()[:, None], response_mask=one, **grouped, **gamma, **more)[0][:, 0]
 
     return found
 
@@ -206,6 +206,9 @@ def _parts() -> tuple[Component, ...]:
                     reasons=(Fault(ALONE, keep_singletons(advantages.ADVANTAGES[ref])),),
                     leaves_out=rounded.get(n, ()), tol=1e-3 if n in rounded else 1e-5)
           for n, ref in groups.items()),
+        Component("advantages", "grpo, norm_adv_by_std_in_grpo=False",
+                  _advantages("grpo", norm_adv_by_std_in_grpo=False), "group_mean",
+                  reasons=(Fault(ALONE, keep_singletons(advantages.group_mean)),)),
         Component("advantages", "rloo_vectorized", _advantages("rloo_vectorized"), "leave_one_out"),
         Component("advantages", "reinforce_plus_plus", _advantages("reinforce_plus_plus"), "whiten", reasons=(
             Fault(SAMPLE, sampled),), tol=1e-6),
