@@ -105,7 +105,7 @@ def test_the_same_fact_has_the_same_status_everywhere():
 
 
 def test_the_ledgers_stay_readable():
-    assert sum(len(f.read_text(encoding="utf-8").splitlines()) for f in FRAMEWORKS.glob("**/*.toml")) <= 4000
+    assert sum(len(f.read_text(encoding="utf-8").splitlines()) for f in FRAMEWORKS.glob("**/*.toml")) <= 4200
 
 
 def test_a_number_that_json_has_no_word_for_is_a_string():
