@@ -206,7 +206,7 @@ def sg(x: Any) -> Any:
     """The stop-gradient operator of Eq. 12."""
     match _reader(x):
         case "torch":
-            replay = _replay.get()
+            replay = None if torch.compiler.is_compiling() else _replay.get()  # the compiler reads no ContextVar
             return x.detach() if replay is None else replay(x.detach())
         case "sympy":
             from upref.symbolic import StopGradient

@@ -26,7 +26,12 @@ def test_no_host_synchronisation(name):
 @pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize(
     ("name", "hp", "backend"),
-    [("up_dapo", {}, "aot_eager"), ("dapo", {"c": 3.0}, "inductor"), ("gspo", {}, "aot_eager")],
+    [
+        ("up_dapo", {}, "aot_eager"),
+        ("dapo", {"c": 3.0}, "inductor"),
+        ("gspo", {}, "aot_eager"),
+        ("cispo", {}, "aot_eager"),
+    ],
 )
 def test_one_graph_and_the_eager_gradient(name, hp, backend):
     """One of them by inductor, whose C++ takes most of the time; one graph is what all need."""
