@@ -65,6 +65,9 @@ ELSEWHERE = {
 }  # fmt: skip
 NOT_RUN = {
     "python -m benchmarks.tests": "measures all tests",
+    ".venv/bin/python -m pytest -q tests/core/test_kl.py": "runs tests of this suite",
+    ".venv/bin/python -m pytest -q tests/core/test_rollouts.py::test_masked_slots_may_hold_anything": "the same",
+    ".venv/bin/python -m pytest -q tests/core -k dual_clip": "the same",
     "bash repro/run.sh up_dapo trl": "trains on a GPU; its form with --tiny is run",
     "bash repro/run.sh up_dapo paper": "trains on eight GPUs; its dry run is run",
     "hf download Qwen/Qwen2.5-0.5B-Instruct": "downloads a model",
