@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verdicts follow from evidence: what is missing, fails or contradicts itself turns a claim red."""
 
+import hashlib
 import json
+import os
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -91,6 +93,13 @@ def test_no_error_of_the_paper_is_counted_twice():
 @pytest.mark.parametrize("c", CLAIMS, ids=lambda c: c.id)
 def test_the_paper_says_so_there(c):
     assert not [o.text for o in evidence.in_the_paper(c, TEX) if "failed" in o.finds]
+
+
+@pytest.mark.skipif(TEX is None, reason="the paper's LaTeX is not here")
+def test_the_page_names_the_text_that_was_read():
+    file = next(p for p in (Path(os.environ.get("UPREF_PAPER", "")), *evidence.PLACES) if p.is_file())
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert f"(SHA-256 {digest[:12]}...)" in (ROOT / "docs/claims.md").read_text(encoding="utf-8")
 
 
 def test_there_are_sixty_at_least_and_every_section_has_some():
