@@ -21,6 +21,11 @@ class Gone(Exception):
     raises it as InputError."""
 
 
+class OutOfMemory(Gone):
+    """User code asked for more memory than there is. An oracle that asks with very large numbers may read it as a
+    refusal of them."""
+
+
 @contextmanager
 def importing(framework: str) -> Iterator[None]:
     """Whatever a framework that is not installed, or half installed, raises becomes one sentence."""

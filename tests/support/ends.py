@@ -8,10 +8,13 @@ COMMAND = {
     "crashes": ("it crashes", 2, "died of signal 11 before", False),
     "loops": ("it does not end", 2, "timed out after 12 s", False),
     "exits": ("it calls sys.exit(0), at whichever call", 2, "ends the program (SystemExit)", False),
+    "asks": ("it asks for more memory than there is, at whichever call", 2, "more memory than there is", False),
+    "stumbles": ("it raises an exception at one call alone", 2, "it has no one answer", False),
     "shouts": ("it writes to file descriptor 1", 0, "shouted", True),
     "later": ("it registers os._exit for the end of the process", 0, "printed at import", True),
     "forks": ("it forks", 0, "printed at import", True),
     "stays": ("it leaves a process running", 0, "printed at import", True),
+    "writes": ("it writes into its inputs", 1, "printed at import", True),
     "wrong": ("it is wrong", 1, "printed at import", True),
     "patches": ("it is wrong, and replaces functions of upref and torch", 1, "printed at import", True),
 }  # fmt: skip

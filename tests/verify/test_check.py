@@ -73,6 +73,76 @@ def test_a_loss_that_is_told_the_number_of_micro_batches():
     assert "micro-batches" in {f.oracle for f in upref.check(by_tokens, "dapo").failures}
 
 
+def test_a_correction_that_is_bounded_below_is_a_verdict():
+    """The search for causes multiplies by the ratio, up to bounds that numpy has computed."""
+
+    def bounded(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
+        w = (old_log_prob - rollout_log_probs).exp().clamp(max=2).detach()
+        r = (log_prob - old_log_prob).exp().detach().clamp(0.8, 5.0)
+        return -(w * r * advantages * log_prob).where(mask, 0).sum() / mask.sum()
+
+    report = upref.check(bounded, "tis(cispo)")
+    assert {f.oracle for f in report.failures} >= {"gradient"}, report.text()
+
+
+def test_a_loss_centered_over_the_batch_is_a_verdict():
+    def centered(log_prob, old_log_prob, advantages, mask):
+        A, n = advantages - advantages[mask].mean(), mask.sum(1, keepdim=True)
+        s = ((log_prob - old_log_prob).where(mask, 0).sum(1, keepdim=True) / n).exp()
+        x = torch.minimum(s * A, s.clamp(1 - 3e-4, 1 + 4e-4) * A)
+        return -(x.where(mask, 0).sum(1) / n[:, 0]).mean()
+
+    report = upref.check(centered, "gspo")
+    assert {f.oracle for f in report.failures} >= {"gradient"}, report.text()
+
+
+def test_determinism_can_be_skipped():
+    calls = []
+
+    def counts(log_prob, old_log_prob, advantages, mask):
+        calls.append(0)
+        return plain(log_prob, old_log_prob, advantages, mask) * (1 + 1e-3 * (len(calls) % 5))
+
+    assert {f.oracle for f in upref.check(counts, "dapo").failures} == {"determinism"}
+    report = upref.check(counts, "dapo", skip=["determinism"])
+    assert report.oracles["determinism"] == "skipped on request"
+    assert report.oracles["in-training"] == "what it found is for determinism, which is skipped"
+    assert report.oracles["gradient"] == "failure"
+    assert "determinism" not in {f.oracle for f in report.findings}
+    assert upref.check(plain, "dapo", skip=["determinism"])
+
+
+def test_a_loss_that_writes_into_its_inputs_differs(tmp_path, capsys):
+    """Its inputs are fresh at each call, so it is judged like any other: status 1."""
+    text = (
+        "def f(log_prob, old_log_prob, advantages, mask):\n    A = advantages.clone()\n    advantages.mul_(2)\n"
+        "    return -(A * log_prob)[mask].mean()\n"
+    )
+    (tmp_path / "writes.py").write_text(text)
+    exec(text, names := {})
+    report = upref.check(names["f"], "reinforce_off_policy")
+    assert [(f.oracle, f.regime) for f in report.failures] == [("mutation", "advantages is changed in place")]
+    assert main(["check", f"{tmp_path / 'writes.py'}:f", "--as", "reinforce_off_policy"]) == 1
+    assert "NOT reinforce_off_policy: 1 failure" in capsys.readouterr().out
+    identity = upref.identify(names["f"])
+    assert (identity.kind, identity.name) == ("pitfall", "reinforce_off_policy"), str(identity)
+    assert identity.why == "advantages is changed in place"
+
+
+def test_a_refusal_of_group_ids_is_noted_once():
+    """A table over all ids asks for terabytes, each time for another number of bytes."""
+
+    def table(log_prob, old_log_prob, advantages, mask, group):
+        sizes = torch.zeros(int(group.max()) + 1, dtype=log_prob.dtype).index_add(0, group, mask.sum(1).double())
+        terms = ppo((log_prob - old_log_prob).exp(), advantages, 0.8, 1.28).where(mask, 0).sum(1)
+        return -(terms / sizes[group]).sum() / len(group.unique())
+
+    report = upref.check(table, "dapo")
+    assert report, report.text()
+    (refused,) = [f for f in report.notes if "2^40" in f.regime]
+    assert "asked for more memory than there is" in refused.found
+
+
 def test_a_nan_under_the_mask_is_a_note_and_a_number_is_not():
     report = upref.check(poisoned, "dapo")
     assert report and [
@@ -107,7 +177,6 @@ BAD = {
     "vector": ("return log_prob.sum(0)[:3]", "returns shape"),
     "detached": ("return log_prob.detach().sum()", "no gradient"),
     "number": ("return 1.0", "not a tensor"),
-    "mutates": ("advantages.mul_(2); return -(advantages * log_prob)[mask].mean()", "changes its inputs"),
     "overwrites": ("log_prob.mul_(2); return log_prob.sum()", "raised RuntimeError"),
 }
 

@@ -51,12 +51,18 @@ def forever():
 leaves, crashes = does(lambda: os._exit(0)), does(lambda: ctypes.string_at(0))
 leaves_by_c = does(lambda: ctypes.CDLL(None)._exit(0))
 loops, shouts = does(forever), does(lambda: os.write(1, b"shouted"))
+asks, stumbles = does(lambda: torch.zeros(2**45)), late(lambda: int("no"))
 later = does(lambda: atexit.register(os._exit, 0))
 exits = does(lambda: sys.exit(0))
 leaves_late, exits_late = late(lambda: os._exit(0)), late(lambda: sys.exit(0))
+asks_late = late(lambda: torch.zeros(2**45))
 leaves_by_c_late, crashes_late = late(lambda: ctypes.CDLL(None)._exit(0)), late(lambda: ctypes.string_at(0))
 forks = does(lambda: os.fork())
 stays = does(functools.cache(lambda: subprocess.Popen(["sleep", "600"])))  # and holds stderr open
+def writes(log_prob, old_log_prob, advantages, mask):
+    value = loss(log_prob, old_log_prob, advantages.clone(), mask)
+    advantages.mul_(2)
+    return value
 wrong = lambda log_prob, old_log_prob, advantages, mask: -loss(log_prob, old_log_prob, advantages, mask)
 def patch():
     import upref.verify.measure, upref.verify.report
@@ -79,7 +85,7 @@ def test_the_command_line_says_0_only_after_a_report(tmp_path):
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
         env=os.environ | fork.environment() | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
-    ends = COMMAND | {f"{name}_late": COMMAND[name] for name in ("leaves", "leaves_by_c", "crashes", "exits")}
+    ends = COMMAND | {f"{name}_late": COMMAND[name] for name in ("leaves", "leaves_by_c", "crashes", "exits", "asks")}
     running = {loss: start(loss) for loss in ends}
     for loss, (_, status, says, report) in ends.items():
         out, err = running[loss].communicate(timeout=400)
@@ -316,6 +322,46 @@ def test_whichever_call_ends_the_process_there_is_no_verdict():
     for n, at in enumerate((2, 30, len(calls) // 2, len(calls))):
         with pytest.raises(InputError, match="ends the program"):
             upref.identify(counting(at, ENDS[n], n % 2 == 0)[0])
+
+
+NO_MEMORY = (raising(MemoryError()), lambda: torch.zeros(2**45), lambda: np.zeros(2**45))
+
+
+def test_whichever_call_has_no_memory_there_is_no_verdict():
+    """No memory is neither another formula nor a refusal of the inputs."""
+    loss, calls = counting(0, None, False)
+    assert upref.check(loss, "dapo")
+    most = len(calls)
+    for n, at in enumerate([*range(1, 13), *np.unique(np.linspace(13, most, 12).astype(int)).tolist()]):
+        loss, _ = counting(at, NO_MEMORY[n % 3], n % 4 == 0)
+        with pytest.raises(
+            InputError, match=r"asked for more memory than there is \((Memory|Runtime|_ArrayMemory)Error"
+        ):
+            upref.check(loss, "dapo")
+    for n, at in enumerate((1, 3, 40)):
+        with pytest.raises(InputError, match="asked for more memory than there is"):
+            upref.identify(counting(at, NO_MEMORY[n], False)[0])
+
+
+def test_no_memory_in_a_function_that_is_no_loss():
+    for throw in NO_MEMORY:
+        for ask in (
+            lambda f: upref.check_kl(lambda log_prob, ref_log_prob: f(), "k3"),
+            lambda f: upref.check_advantages(lambda rewards, group: f(), "group_norm"),
+            lambda f: upref.check_logprobs(lambda logits, tokens: f()),
+        ):
+            with pytest.raises(InputError, match="asked for more memory than there is"):
+                ask(throw)
+
+
+def test_an_exception_that_does_not_recur_is_no_verdict():
+    """It is no refusal of the inputs: whoever took it for one would go on with other shapes, or say nothing of it."""
+    loss, calls = counting(0, None, False)
+    assert upref.check(loss, "dapo")
+    for at in (*range(1, 13), *np.unique(np.linspace(13, len(calls), 8).astype(int)).tolist()):
+        loss, _ = counting(at, raising(ValueError("no")), False)
+        with pytest.raises(InputError, match=r"raised ValueError: no; on the same inputs loss then answered"):
+            upref.check(loss, "dapo")
 
 
 def test_a_rank_that_ends_the_process_is_no_verdict():

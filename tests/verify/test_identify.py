@@ -249,7 +249,6 @@ def test_exit_status(tmp_path, capsys, name, code):
         ("vector", "shape [3]"),
         ("detached", "no gradient"),
         ("dead", "no gradient"),
-        ("mutates", "changes its inputs"),
         ("needs", "'config'"),
         ("absent", "has no 'absent'"),
     ],

@@ -50,8 +50,6 @@ def check(args) -> int:
     o = get(args.name)
     with _loss(args, o.aggregated(args.agg) if args.agg else o, hp) as loss:
         report = verdict(loss, o, agg=args.agg, skip=skip, **hp)
-    if changed := next((f for f in report.failures if f.oracle == "mutation"), None):
-        raise InputError(f"{report.loss} changes its inputs ({changed.regime}): copy them before writing.")
     return _answer(args, report)
 
 

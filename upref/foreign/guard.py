@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from upref.errors import Gone, InputError
+from upref.errors import Gone, InputError, OutOfMemory
 from upref.interrupt import Terminated
 
 
@@ -185,9 +185,11 @@ def state_restored() -> Iterator[set[str]]:
             # an inner check has nothing around it to restore
             with _restored(STATE | RANDOM | (AROUND if len(_watching) == 1 else {})), _no_exit():
                 yield changed
-        except (SystemExit, GeneratorExit, Ended, Gone) as e:
-            e = e if isinstance(e, Gone) else gone("it", e)
-            raise InputError(str(e)) if len(_watching) == 1 else e from None
+        except (SystemExit, GeneratorExit, Ended, Gone, MemoryError, RuntimeError) as e:
+            if isinstance(e, RuntimeError) and not is_out_of_memory(e):
+                raise
+            stop = e if isinstance(e, Gone) else gone("it", e)
+            raise InputError(str(stop)) if len(_watching) == 1 else stop from None
         finally:
             _watching[:] = [x for x in _watching if x is not changed]
 
@@ -205,8 +207,27 @@ class Ended(BaseException):
 ENDS = SystemExit, KeyboardInterrupt, GeneratorExit, Ended  # what ends a program
 
 
+# what torch's allocator of the CPU says, on Linux and macOS and on Windows: its exception has no type of its own
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory"
+
+
+def is_out_of_memory(e: BaseException) -> bool:
+    if isinstance(e, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(e, RuntimeError) and any(text in str(e) for text in NO_MEMORY)
+
+
 def gone(name: str, e: BaseException) -> Gone:
+    """The end of user code that is no verdict about it."""
+    if is_out_of_memory(e):
+        said = f"{type(e).__name__}: {one_line(e)}" if str(e) else type(e).__name__
+        return OutOfMemory(f"{name} asked for more memory than there is ({said}): without it there is no verdict.")
     return Gone(f"{name} ends the program ({type(e).__name__}): a function returns its value.")
+
+
+def stopped(e: Gone) -> Gone | InputError:
+    """What to raise: within a check Gone, which no oracle takes for a finding, else InputError."""
+    return e if _watching else InputError(str(e))
 
 
 @contextlib.contextmanager
@@ -253,8 +274,10 @@ def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, boo
     except _CtrlC:
         raise KeyboardInterrupt from None
     except ENDS as e:
-        raise gone(name, e) if _watching else InputError(str(gone(name, e))) from e
+        raise stopped(gone(name, e)) from e
     except BaseException as e:
+        if is_out_of_memory(e):
+            raise stopped(gone(name, e)) from e
         raise InputError(f"{name} raised {type(e).__name__}: {one_line(e)}") from e
     finally:
         if os.getpid() != process:  # it forked, and this is the copy: one report is enough

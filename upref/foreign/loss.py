@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from upref.aggregation import Totals, aggregate
-from upref.errors import InputError
-from upref.foreign.guard import called, state_restored
+from upref.errors import Gone, InputError
+from upref.foreign.guard import called, state_restored, stopped
 from upref.foreign.settings import describe_fields
 from upref.ops import replayed_sg
 from upref.registry import Objective
@@ -203,10 +203,22 @@ class Loss:
     def ask(self, what: str, *inputs: Any) -> Any:
         """The answer of one of the methods below, all that a verdict takes from the loss."""
         before = len(self.log)
-        answer = self.answer(what, inputs)
+        try:
+            answer = self.answer(what, inputs)
+        except InputError as e:
+            self._must_recur(e, lambda: self.answer(what, inputs))
+            raise
         if len(self.log) == before + 1:
             self.log[-1] = self, what, inputs, answer
         return answer
+
+    def _must_recur(self, e: InputError, again: Callable[[], Any]) -> None:
+        """An exception tells what the loss refuses only if the same inputs raise one again."""
+        try:
+            again()
+        except InputError:
+            return
+        raise stopped(Gone(f"{e}; on the same inputs {self.name} then answered: it has no one answer.")) from e
 
     def answer(self, what: str, inputs: tuple[Any, ...]) -> Any:
         """Elsewhere than here, where the loss runs in another process (upref.foreign.remote)."""
@@ -234,15 +246,21 @@ class Loss:
     def into(self, b: Rollouts, role: str, times: float = 1.0) -> Tensor | None:
         """The gradient of the loss, multiplied by a number, by one of its inputs; None where there is none, or where
         that is refused."""
-        full = self.inputs(b, b.logp.detach().clone().requires_grad_())
-        free = full[role] = full[role].requires_grad_()
+
+        def inputs() -> dict[str, Any]:
+            full = self.inputs(b, b.logp.detach().clone().requires_grad_())
+            full[role].requires_grad_()
+            return full
+
+        full = inputs()
         try:
             done = self.run(full, b)
-        except InputError:
+        except InputError as e:
+            self._must_recur(e, lambda: self.run(inputs(), b))
             return None
         if not done.attached:
             return None
-        backward = lambda: torch.autograd.grad(done.value * times, free, allow_unused=True)
+        backward = lambda: torch.autograd.grad(done.value * times, full[role], allow_unused=True)
         return called(f"the backward pass of {self.name}", backward)[0][0]
 
     def seeded(self, b: Rollouts, seed: int) -> tuple[Tensor, Tensor]:

@@ -16,14 +16,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from upref.errors import Gone, InputError
-from upref.foreign.guard import ENDS, gone, note_changes, one_line, state_restored
+from upref.errors import Gone, InputError, OutOfMemory
+from upref.foreign.guard import ENDS, gone, is_out_of_memory, note_changes, one_line, state_restored
 from upref.foreign.loss import Loss, Outcome
 from upref.registry import Objective
 
 HERE = {"call", "objective", "log", "shipped"}  # fields that stay in their process
 MOVED = ("adv_shape", "float_mask", "bound_args", "lines")  # fields that this process may set before a question
-KNOWN = InputError, Gone  # exceptions that this process raises again
+KNOWN = InputError, Gone, OutOfMemory  # exceptions that this process raises again
 
 
 class Pipe(Protocol):
@@ -86,7 +86,7 @@ def _answered(loss: Loss, shipped: Loss, matched: bool, own: dict[str, Any], wha
 
 
 def _raised(e: BaseException) -> Exception:
-    if isinstance(e, ENDS):
+    if isinstance(e, ENDS) or is_out_of_memory(e):
         return gone("the loss", e)
     return e if isinstance(e, KNOWN) else RuntimeError(f"{type(e).__name__}: {one_line(e)}")
 

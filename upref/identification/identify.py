@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from upref.aggregation import AGGREGATIONS, Totals
-from upref.errors import InputError
 from upref.foreign import Loss, read
 from upref.foreign.guard import state_restored
 from upref.identification.identification import Identification, Match
@@ -52,7 +51,7 @@ def identify(loss: Any) -> Identification:
         the advantages before the call are not tested.
 
     Raises:
-        InputError: the loss cannot be run, is not differentiable, or changes its inputs.
+        InputError: the loss cannot be run, or is not differentiable.
     """
     with state_restored() as changed:
         start, one = time.perf_counter(), read(loss)
@@ -64,8 +63,14 @@ def identify(loss: Any) -> Identification:
 
 def _identified(loss: Loss, start: float) -> Identification:
     box = measure(loss)
-    if changed := [f for f in mutation.look(box.case) if f.severity == "failure"]:
-        raise InputError(f"{box.loss.name} changes its inputs ({changed[0].regime}): copy them before writing.")
+    answer = _of_box(box, start)
+    writes = [f.regime for f in mutation.look(box.case) if f.severity == "failure"]
+    if not writes:
+        return answer
+    return replace(answer, kind="pitfall" if answer else "none", why="; ".join(filter(None, [answer.why, *writes])))
+
+
+def _of_box(box: BlackBox, start: float) -> Identification:
     tried, grids = _candidates(box), _grids(box)
     answer = partial(_answer, box, start)
     if box.random or not torch.equal(box.case.gradient(grids[0][0]), grids[0][2]):

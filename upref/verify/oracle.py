@@ -88,7 +88,12 @@ def run(oracles: Iterable[Oracle], case: Case, skip: Iterable[str] = ()) -> tupl
             got = list(one.look(case))
         except InputError as e:
             got = [fail(one.name, "on a batch of this oracle", "an answer", str(e))]
-        found += got
-        ran[one.name] = next((s for s in ("failure", "note") if any(f.severity == s for f in got)), "ok")
-        case.failed |= {f.oracle for f in got if f.severity == "failure"}
+        kept = [f for f in got if f.oracle not in skip]
+        found += kept
+        severities = {f.severity for f in kept}
+        if got and not kept:
+            ran[one.name] = f"what it found is for {got[0].oracle}, which is skipped"
+        else:
+            ran[one.name] = next((s for s in ("failure", "note") if s in severities), "ok")
+        case.failed |= {f.oracle for f in kept if f.severity == "failure"}
     return found, ran

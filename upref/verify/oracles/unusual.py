@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from upref.errors import InputError
+from upref.errors import InputError, OutOfMemory
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
 from upref.verify.explain import confirmed_at
@@ -94,7 +94,7 @@ def _wrong(case: Case, name: str, b: Rollouts, off: Tensor, found: Tensor, ids: 
         hp = "".join(f", {k}={v!r}" for k, v in case.plain_hp.items() if v is not None)
         of = f"{name!r}, upref.get({case.o.name!r})" + (f", ids={ids!r}" if ids else "") + hp
         low = "  # every number of it in float32" if dtype else ""
-        shown = f"from upref.weights.axes import beyond\nb = beyond({of}){low}"
+        shown = f"from upref.weights.axes import stress_batch\nb = stress_batch({of}){low}"
     n, A = int(b.mask[i].sum()), b.adv[i, t].item()
     text = f"{AXES[name].words}: A = {A:.4g}, π_old = {b.logp_old[i, t].exp().item():.6g}, token {t + 1} of {n}{dtype}"
     return fail("unusual-inputs", text, case.expected(b)[i, t].item(), found[i, t].item(), shown, why)
@@ -145,15 +145,16 @@ def groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
     both = lambda x: (asked.gradient(x), asked.gradient(plain(x)))
     bad = lambda x: x.group is not None and bool(moved(*both(x), x.mask, slack(case, 1e-7)).max() > 0)
     for words, batches in relabel_groups(b).items():
+        whole, refused = True, False
         for n, c in enumerate(batches):
             try:
                 off = moved(asked.gradient(c), g, b.mask, slack(case, 1e-7))
-            except InputError as e:
+            except (InputError, OutOfMemory) as e:  # 2^40 ids in a table ask for much memory
                 if words == "with gaps":
                     return [fail("unusual-inputs", f"group ids {words}", "the same gradient", str(e))], ()
-                refused = note("unusual-inputs", f"group ids {words} are refused", found=str(e))
-                if refused not in notes:
-                    notes.append(refused)
+                if not refused:
+                    notes.append(note("unusual-inputs", f"group ids {words} are refused", found=str(e)))
+                whole, refused = False, True
                 continue
             if off.max() > 0:
                 i, t = worst(off)
@@ -161,6 +162,7 @@ def groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
                 ids = f"{c.group.unique().tolist()}" if c.group is not None else ""
                 if words == NEGATIVE and n:  # dropped beside others: who numbers prompts from 0 never has them
                     notes.append(note("unusual-inputs", f"group ids {words} count otherwise: {ids}", *says))
+                    whole = False
                     continue
                 c = shrink(c, bad)
                 found, expected = both(c)
@@ -168,7 +170,7 @@ def groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
                 says = f"dJ/dlp {expected[i, t].item():.6g}, as with ids 0, 1, 2", f"{found[i, t].item():.6g}"
                 text = f"group ids {words}: {c.group.unique().tolist()}"  # type: ignore[union-attr]
                 return [fail("unusual-inputs", text, *says, as_python(c, expected, found, case.loss.reads))], ()
-        if not any(words in n.regime for n in notes):
+        if whole:
             takes.append(words)
     case.covered.append("group ids " + ", ".join(takes))
     return notes, tuple(takes)
