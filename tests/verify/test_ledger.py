@@ -68,7 +68,7 @@ def test_every_entry_has_its_paper_and_its_own_name():
     papers = (ROOT / "upref" / "papers.bib").read_text(encoding="utf-8")
     for e in ENTRIES:
         assert f"{{{e.bib}," in papers and e.paper and e.code, e.key
-        assert not e.link or e.link.startswith("https://github.com/"), e.key
+        assert not e.link or e.link.startswith(("https://github.com/", "https://unsloth.ai/docs/")), e.key
         assert e.key.startswith(f"{e.framework}-".replace("_", "-"))
         assert not e.thread or e.thread.startswith("https://github.com/"), e.key
     assert len({e.key for e in ENTRIES}) == len(ENTRIES) == len({(e.framework, e.reason) for e in ENTRIES})

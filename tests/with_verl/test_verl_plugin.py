@@ -12,6 +12,8 @@ from plugged import RUNS, call, config, core_algos, forget  # noqa: F401
 
 import upref
 from upref import InputError, aggregate
+from upref.audits.compare import Effect, typical
+from upref.audits.recipe import _effects
 from upref.diagnostics import diagnose
 from upref.foreign.verl import verl_loss
 from upref.integrations import verl as verl_plugin
@@ -41,6 +43,15 @@ def test_it_is_the_reference_bit_for_bit(name):
     loss, metrics = call(name, b)
     assert torch.equal(loss, o.loss(b)) and torch.equal(gradient(name, b), -grad(o, b))
     assert all(k.startswith("upref/") and type(v) is float for k, v in metrics.items()) and metrics
+
+
+@pytest.mark.parametrize("name", ["up_dapo", "up_grpo", "up_gspo", "gppo"])
+def test_the_recipe_measures_what_the_plug_in_computes(name):
+    """Its typical batch, in the loss that verl calls: the reference without prompts, and in micro-batches the same."""
+    o, b = upref.get(name), replace(typical(), group=None)
+    assert torch.equal(gradient(name, b), -grad(o, b))
+    unprompted, split = _effects(o)
+    assert unprompted == Effect.between(-gradient(name, b), grad(o, typical())) and split.change < 1e-9
 
 
 @pytest.mark.parametrize("name", ["vanilla", "gspo", "cispo", "sapo"])
