@@ -3,6 +3,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import json
 import re
 from dataclasses import replace
@@ -246,3 +247,37 @@ def test_the_command(capsys):
     assert json.loads(upref.recipe("gspo", "skyrl").json())["mode"] == "gspo"
     with pytest.raises(InputError, match="at these settings"):
         upref.recipe("dapo", "areal", c=3.5)
+
+
+@pytest.mark.verl
+def test_verls_own_configuration_takes_each_line():
+    """Hydra refuses a key that verl's YAML does not have."""
+    verl = pytest.importorskip("verl", reason="`repro/venv.sh verl` installs it")
+    hydra = pytest.importorskip("hydra")
+    kinds = recorded("verl")["recipe"]["advantages"].values()
+    settings = [recipe(o, n).settings for o, n in EVERY if n == "verl"] + [recipe("up_dapo", "verl").settings[1:]]
+    advantages = [re.sub(r" \(.*\)", "", how["set"]).split() for how in kinds]
+    with hydra.initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
+        for lines in [*settings, *advantages]:
+            config = hydra.compose("ppo_trainer", overrides=lines)
+            for line in lines:
+                key, _, wanted = line.partition("=")
+                found = config
+                for part in key.split("."):
+                    found = found[part]
+                assert str(found).lower() == wanted.lower() or float(found) == float(wanted), line
+
+
+@pytest.mark.trl
+def test_trls_own_configuration_takes_each_line():
+    """Its dataclasses refuse an argument that they do not have."""
+    trl = pytest.importorskip("trl", reason="`repro/venv.sh trl` installs it")
+    for o in reached("trl", {}):
+        r = recipe(o, "trl")
+        experimental = "gmpo" in r.settings[0]
+        kind = trl.RLOOConfig if "RLOOConfig" in r.settings[0] else trl.GRPOConfig
+        fields = {f.name for f in dataclasses.fields(kind)} | ({"epsilon"} if experimental else set())
+        typed = [line.partition("=")[0] for line in r.settings if not line.startswith("#")]
+        assert set(typed) <= fields, (o, typed)
+        if "scale_rewards" in r.advantages:
+            assert "scale_rewards" in fields, o
