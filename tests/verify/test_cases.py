@@ -6,6 +6,7 @@ One file: the one test of all verdicts, what it compares, and a second opinion o
 
 import inspect
 import itertools
+import json
 import math
 import re
 from dataclasses import replace
@@ -138,8 +139,48 @@ def test_an_unchecked_correction_is_said():
     """DAPO has no sampler: π_old stands for μ, where a correction, right or wrong, is 1."""
     (case,) = [c for c in ALL if c.name == "with_engine, itself"]
     report, right = upref.check(case.function, "dapo"), case.judged()
-    said = [any("corrects for it is not checked" in line for line in r.assumptions) for r in (report, right)]
+    said = [any("sampler" in line for line in r.not_checked) for r in (report, right)]
     assert report and right and said == [True, False]
+    assert "not checked: what it makes of the sampler's log-probabilities" in str(report)
+    identity = upref.identify(case.function)
+    assert str(identity).splitlines()[0].endswith(" where the sampler's policy is π_old")
+    assert "not checked: what it makes of the sampler's log-probabilities" in str(identity)
+    assert (
+        "sampler" in json.loads(identity.json())["not_checked"][0]
+        and "sampler" in json.loads(report.json())["not_checked"][0]
+    )
+
+
+def test_of_a_whole_batch_a_correction_is_said_where_there_is_one():
+    of_batch = lambda name: lambda b: upref.get(name).loss(b)
+    for name, due in (("icepop(dapo)", True), ("dapo", False)):
+        for mine in (name, of_batch(name)):
+            answers = upref.check(mine, "dapo", skip=SLOW), upref.identify(mine)
+            for answer in answers:
+                assert answer and any("sampler" in line for line in answer.not_checked) == due, answer
+
+
+SLOW = ["unusual-inputs", "one-response", "extremes"]
+
+
+def test_what_was_not_checked_is_always_said():
+    """A line of the short report, too."""
+
+    def of_tokens(log_prob, old_log_prob, advantages, mask):
+        return torch.where(mask, upref.get("grpo").surrogate(log_prob, old_log_prob, advantages), 0) * -1
+
+    def of_batch(log_prob, old_log_prob, advantages, mask):
+        return (of_tokens(log_prob, old_log_prob, advantages, mask).sum(1) / mask.sum(1)).mean()
+
+    line = lambda answer: [x for x in str(answer).splitlines() if x.startswith("not checked: ")]
+    assert line(upref.check(of_batch, "grpo")) == ["not checked: micro-batches"]
+    assert line(upref.identify(of_batch)) == ["not checked: micro-batches"]
+    assert line(upref.check(of_tokens, "grpo")) == ["not checked: the aggregation, which its caller does"]
+    (said,) = line(upref.check(of_batch, "grpo", skip=SLOW))
+    assert said == "not checked: micro-batches, one-response, extremes, unusual-inputs"
+    of_prompts = upref.get("dapo").aggregated("token-mean")
+    assert line(upref.check(of_prompts, of_prompts, skip=["unusual-inputs"])) == ["not checked: unusual-inputs"]
+    assert line(upref.check("grpo", "grpo")) == []
 
 
 # ---- without the checker --------------------------------------------------------------------------------------------

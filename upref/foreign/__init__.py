@@ -96,8 +96,9 @@ def _plain(name: str, fn: Callable[..., Any], o: Objective, hp: dict[str, Any]) 
             raise InputError(f"{name}({p.name}) takes everything in one argument. {wrapper(name, MAIN)}")
         own = {q.name: q for q in every if q is not p and q.kind is not q.VAR_KEYWORD}
         reading = Reading({}, frozenset(), own, (), len(own) < len(every) - 1)
-        return _bind(name, lambda full, hp: fn(rollouts(full), **hp), reading, o, hp,
-                     frozenset({*MAIN, *ROLLOUTS}), f"{p.name} -> Rollouts")  # fmt: skip
+        call = lambda full, hp: fn(rollouts(full), **hp)
+        reads, read_as = frozenset({*MAIN, *ROLLOUTS}), f"{p.name} -> Rollouts"
+        return replace(_bind(name, call, reading, o, hp, reads, read_as), takes_batch=True)
     spare = () if _reads_old(o) else ("logp_old",)
     reading = read_signature(fn, name, names.role, MAIN, o.sampler is not None, spare)
     call = lambda full, settings: reading.call(fn, full, settings)
@@ -178,4 +179,5 @@ def _objective(theirs: Objective, o: Objective, hp: dict[str, Any]) -> Loss:
     call = lambda full, hp: theirs.loss(rollouts(full), **hp)
     reads = frozenset({*MAIN, *ROLLOUTS})
     bound = {k: v for k, v in hp.items() if k in known}
-    return Loss(theirs.name, call, o, reads, known & set(o.hyperparameters), bound_args=bound, read_as="an Objective")
+    accepts, read_as = known & set(o.hyperparameters), "an Objective"
+    return Loss(theirs.name, call, o, reads, accepts, takes_batch=True, bound_args=bound, read_as=read_as)

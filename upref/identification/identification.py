@@ -44,6 +44,8 @@ class Identification(Result):
     bounds: dict[str, list[float]]  # by sign of A: the ratios at which the weight jumps
     read_as: str  # which argument was taken for what
     assumptions: list[str]
+    not_checked: list[str]  # what the answer says nothing about, in words
+    on_sampler: bool  # the loss takes the sampler's log-probabilities, which were π_old's: a correction would be 1
     seconds: float = field(compare=False)
 
     def __bool__(self) -> bool:
@@ -110,6 +112,7 @@ class Identification(Result):
                 rows["weights of"] = _some(self.elsewhere) + ", aggregated otherwise in their papers"
             lines += [row(key, text) for key, text in rows.items()]
         lines += [f"read as: {short(self.read_as)}"] if self.read_as else []
+        lines += [f"not checked: {'; '.join(self.not_checked)}"] if self.not_checked else []
         lines += some([f"assumed: {short(c)}" for c in self.assumptions], "assumptions") if verbose else []
         if self.matches:
             lines.append(f"next: {self._next()}")
@@ -133,9 +136,10 @@ class Identification(Result):
         if self.kind == "none":
             near = f"; the nearest is {self.matches[0]}, {self.distance:.2g} away" if self.matches else ""
             return f"{short(self.loss)} is none of these objectives{near}" + (f": {self.why}" if self.why else "")
+        where = " where the sampler's policy is π_old" if self.on_sampler else ""
         if self.kind == "pitfall":
-            return f"{short(self.loss)} is meant as {self.matches[0]}, but: {self.why}"
-        return f"{short(self.loss)} is {self.matches[0]}"
+            return f"{short(self.loss)} is meant as {self.matches[0]}{where}, but: {self.why}"
+        return f"{short(self.loss)} is {self.matches[0]}{where}"
 
     def __str__(self) -> str:
         return self.text()

@@ -23,7 +23,7 @@ from upref.verify.factors import declared_aggregation
 from upref.verify.faults import known
 from upref.verify.faults.losses import LossFault, fault, lacking
 from upref.verify.match import Candidate, candidate, compared, every, in_range
-from upref.verify.measure import SINGLE, Case, unit_weights
+from upref.verify.measure import SINGLE, Case, ignores_sampler, sampler_words, unit_weights
 from upref.verify.oracles.numerics import clamps
 from upref.verify.oracles.side_effects import in_training, mutation
 from upref.verify.oracles.unusual import look
@@ -122,7 +122,15 @@ def _answer(box: BlackBox, start: float, kind: str, matches: list[Match], why: s
     of = " (π_old = 0.02)" if box.reads_mu else ""
     bounds = {f"{s}{of}": box.bounds(A) for s, A in (("A > 0", 1.0), ("A < 0", -1.0))}
     loss, seconds = box.loss, time.perf_counter() - start
-    return Identification(loss.name, kind, matches, why, bounds, loss.read_as, _contract(box), seconds)
+    unchecked, on_sampler = [], ignores_sampler(box.case)
+    if on_sampler:
+        unchecked.append(sampler_words(matches[0].name if matches else ""))
+    if loss.form == "unreduced":
+        unchecked.append("the aggregation, which its caller does")
+    elif not loss.micro_batchable:
+        unchecked.append("micro-batches")
+    more = loss.read_as, _contract(box), unchecked, on_sampler, seconds
+    return Identification(loss.name, kind, matches, why, bounds, *more)
 
 
 def _nearest(box: BlackBox, tried: list[Candidate], grids: list[Grid]) -> Match:
@@ -373,10 +381,6 @@ def _contract(box: BlackBox) -> list[str]:
     loss, out = box.loss, list(box.loss.assumptions)
     if "group" not in loss.reads and box.agg == "token-mean":
         out.append("the loss takes no group ids: token-mean and group-token-mean are one")
-    if loss.form == "unreduced":
-        out.append("it returns an unreduced tensor: its caller chooses the aggregation")
-    elif not loss.micro_batchable:
-        out.append("one call gets the whole mini-batch: the sum over micro-batches is not checked")
     if box.near >= LOOSE and not box.case.single:
         out.append("its bounds are the objective's to 0.1 %, not exactly: compared no nearer to them")
     if BESIDE <= box.near < LOOSE and not box.case.single:

@@ -9,10 +9,10 @@ from typing import Any
 from upref.foreign import FIRST, SHAPES, Loss, infer_shapes, read
 from upref.registry import Objective, get
 from upref.verify import oracles
-from upref.verify.measure import EXACT, HABIT, Case, make_case
+from upref.verify.measure import EXACT, HABIT, Case, ignores_sampler, make_case, sampler_words
 from upref.verify.oracle import Oracle, by_rank, discover, run, validate_names
 from upref.verify.oracles.state import state
-from upref.verify.report import Report, restores_state
+from upref.verify.report import SKIPPED, Report, not_run, restores_state
 
 
 @cache
@@ -61,8 +61,12 @@ def check(loss: Any, objective: str | Objective, *, agg: str = "", skip: Sequenc
     seconds = time.perf_counter() - start
     settings = "; ".join(filter(None, [one.settings, as_shipped(one, case)]))
     name = f"{o.name} with {agg}" if agg else o.name
+    implied = [o.name for o in every() if o.implied and ran.get(o.name) != SKIPPED]
+    unchecked = not_checked(case) + not_run({name: became for name, became in ran.items() if name not in implied})
     one.close()
-    return Report(one.name, name, case.hp, found, one.read_as, assumptions(case), ran, tolerances, seconds, settings)
+    return Report(
+        one.name, name, case.hp, found, one.read_as, assumptions(case), ran, tolerances, seconds, settings, unchecked
+    )
 
 
 def as_shipped(loss: Loss, case: Case) -> str:
@@ -77,6 +81,18 @@ def as_shipped(loss: Loss, case: Case) -> str:
     return f"as shipped: {'NOT ' if wrong else ''}{case.o.name}"
 
 
+def not_checked(case: Case) -> list[str]:
+    """What the verdict says nothing about, in words, beside the oracles that were not run."""
+    out = []
+    if ignores_sampler(case):
+        out.append(sampler_words(case.o.name))
+    if "group" not in case.loss.reads and case.o.agg == "group-token-mean":
+        out.append("the mean of each prompt (it takes no group ids)")
+    if case.loss.form == "unreduced":
+        out.append("the aggregation, which its caller does")
+    return out
+
+
 def assumptions(case: Case) -> list[str]:
     """What was assumed of the loss, a sentence each."""
     from upref.verify.oracles import batches, unusual
@@ -84,8 +100,6 @@ def assumptions(case: Case) -> list[str]:
     loss, out = case.loss, list(case.loss.assumptions)
     if "group" not in loss.reads and case.o.agg == "group-token-mean":
         out.append("the loss takes no group ids: the batch counts as one group, as in DAPO's code, verl and TRL")
-    if "logp_sampler" in loss.reads and not case.o.sampler:
-        out.append("the sampler's log-probabilities are given as π_old's: what corrects for it is not checked")
     if loss.adv_shape not in ("BT", FIRST):
         out.append(f"it takes advantages as {SHAPES[loss.adv_shape]}: one per response")
     if loss.float_mask:
@@ -100,8 +114,6 @@ def assumptions(case: Case) -> list[str]:
         out.append(f"gradients of data-parallel ranks are averaged; {batches.rank_counts(case)}")
     if loss.equal_cuts:
         out.append("micro-batches have equally many responses")
-    if not loss.micro_batchable:
-        out.append("one call gets the whole mini-batch: the sum over micro-batches is not checked")
     if loss.wrapped:
         out.append("it returns a tuple or a dict; the loss is taken from it")
     out.append(unusual.covered(case))

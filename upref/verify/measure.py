@@ -5,6 +5,7 @@ On policy the weight of nearly every objective is known (A), so the factors name
 the clipping; divided out, they leave the weights, to be compared regime by regime.
 """
 
+import contextlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from upref import kl
 from upref.errors import InputError
 from upref.foreign import Loss, Outcome
 from upref.ops import mean_t, sum_t
-from upref.registry import REDUCE, Objective
+from upref.registry import REDUCE, Objective, get
 from upref.rollouts import Rollouts
 from upref.verify.factors import FACTORS, common_value, declared_aggregation, names
 from upref.weights.axes import stress_batch
@@ -33,6 +34,7 @@ from upref.weights.batches import (
 )
 
 EXACT, HABIT, SINGLE = 1e-9, 2e-6, 2e-5  # float64; 1e-6 in a denominator; float32, beside the rounding of its inputs
+FAR_SAMPLER = 6  # times the log-ratio of the batch's sampler: beyond usual caps and vetoes
 ROUND = 2e-7  # of a log-probability in float32, relative
 FLOATS = ("logp", "logp_old", "adv", "logp_ref", "entropy", "logp_sampler")
 
@@ -201,6 +203,32 @@ def without_rest(case: Case, b: Rollouts) -> Tensor:
     except InputError:  # it refuses A = 0, which is an oracle's finding
         return g
     return g - rest if rest.isfinite().all() and rest.any() else g
+
+
+def ignores_sampler(case: Case) -> bool:
+    """Whether the loss can correct for its sampler and the comparison gives it π_old's log-probabilities instead. Of a
+    loss that takes the whole batch in one argument, its gradient has to depend on the sampler's."""
+    loss = case.loss
+    if case.o.sampler is not None or "logp_sampler" not in loss.reads:
+        return False
+    if not loss.takes_batch:
+        return True
+    b = case.ready(on_policy_batch())
+    near = sampler(b)
+    far = (b.logp_old + FAR_SAMPLER * (near - b.logp_old)).clamp(max=-1e-3)
+    try:
+        g = case.gradient(b)
+        return any(not torch.equal(case.gradient(b.but(logp_sampler=mu)), g) for mu in (near, far))
+    except InputError:  # it refuses a sampler that is far away
+        return True
+
+
+def sampler_words(name: str) -> str:
+    """Words for what was left out of a comparison with this objective."""
+    with_one = ""
+    with contextlib.suppress(InputError):  # it has one already, or the name is none
+        with_one = f' ("{get(f"tis({name})").name}" has a correction)'
+    return f"what it makes of the sampler's log-probabilities, which are π_old's here{with_one}"
 
 
 def is_float32(case: Case, b: Rollouts) -> bool:

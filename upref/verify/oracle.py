@@ -21,17 +21,21 @@ Not = Callable[[Case], str]
 
 @dataclass(frozen=True)
 class Oracle:
-    """look: the Findings of a case. not_run: why it does not apply, "" where it does. rank: small goes first."""
+    """look: the Findings of a case. not_run: why it does not apply, "" where it does. rank: small goes first.
+    implied: where it does not apply, other oracles have compared the same weights."""
 
     name: str
     look: Callable[[Case], Iterable[Finding]]
     not_run: Not = lambda case: ""
     rank: float = 50
+    implied: bool = False
 
 
-def oracle(name: str, rank: float = 50, not_run: Not = lambda case: "") -> Callable[[Callable], Oracle]:
+def oracle(
+    name: str, rank: float = 50, not_run: Not = lambda case: "", implied: bool = False
+) -> Callable[[Callable], Oracle]:
     """Decorator of a function of a case."""
-    return lambda look: Oracle(name, look, not_run, rank)
+    return lambda look: Oracle(name, look, not_run, rank, implied)
 
 
 class Done(Protocol):

@@ -54,6 +54,12 @@ class Finding:
         return self.text()
 
 
+def not_run(oracles: dict[str, str]) -> list[str]:
+    """The oracles that were not run, as one item of what a report says nothing about."""
+    left_out = ", ".join(name for name, became in oracles.items() if became not in RAN)
+    return [left_out] if left_out else []
+
+
 def fail(oracle: str, regime: str, expected: Any = "", found: Any = "", batch: str = "", cause: str = "") -> Finding:
     """A finding that makes the report false; a batch too long to read is left out."""
     if len(batch) > LONGEST:
@@ -93,6 +99,7 @@ class Report(Result):
     tolerances: dict[str, float]
     seconds: float = field(compare=False)
     settings: str = ""  # what was set of the framework's config, and what the loss as shipped gives
+    not_checked: list[str] = field(default_factory=list)  # what it says nothing about, in words
 
     def __bool__(self) -> bool:
         return not self.failures
@@ -118,27 +125,19 @@ class Report(Result):
         if usual:
             lines.append(f"note  {', '.join(dict.fromkeys(usual))}: habits of nearly every loss (-v explains)")
         lines += [f"read as: {short(self.read_as)}"] if self.read_as else []
-        left_out = {k: v for k, v in self.oracles.items() if v not in RAN}
+        lines += [f"not checked: {'; '.join(self.not_checked)}"] if self.not_checked else []
         if verbose:
             ran = ", ".join(k for k, v in self.oracles.items() if v in RAN)
             lines += some([f"assumed: {short(c)}" for c in self.assumptions], "assumptions", 2 * SHOWN)
-            lines += [f"not run: {k} ({v})" for k, v in left_out.items()]
+            lines += [f"not run: {k} ({v})" for k, v in self.oracles.items() if v not in RAN]
             lines += [f"oracles: {ran} ({self.seconds:.1f} s)"]
-        elif more := self._more(left_out):
-            lines.append(f"{more}; -v or .text(verbose=True) shows all")
+        elif n := len(self.assumptions):
+            lines.append(f"{n} assumption{'s' if n > 1 else ''}; -v or .text(verbose=True) shows all")
         return "\n".join(lines)
 
     def _few_batches(self) -> list[Finding]:
         """The failures, the first half of them with its batch: one shows what is wrong."""
         return [f if n < SHOWN // 2 else replace(f, batch="") for n, f in enumerate(self.failures)]
-
-    def _more(self, left_out: dict[str, str]) -> str:
-        more = []
-        if n := len(self.assumptions):
-            more.append(f"{n} assumption{'s' if n > 1 else ''}")
-        if left_out:
-            more.append(f"not run: {', '.join(left_out)}")
-        return "; ".join(more)
 
     def _head(self) -> str:
         hp = ", ".join(f"{k}={v:g}" for k, v in self.hp.items() if v is not None)

@@ -15,7 +15,7 @@ from upref.verify.advantages.function import read
 from upref.verify.advantages.oracles import ORACLES
 from upref.verify.exact import EVEN, NORMED
 from upref.verify.oracle import run, validate_names
-from upref.verify.report import Report, restores_state
+from upref.verify.report import Report, not_run, restores_state
 
 
 @restores_state
@@ -50,7 +50,7 @@ def check_advantages(fn: Any, estimator: str, *, skip: tuple[str, ...] = (), **h
         loss=case.f.name, objective=estimator,
         hp={"ddof": case.divided.ddof, "eps": case.divided.eps} if case.known else hp, findings=found,
         read_as=str(case.f.reading), assumptions=[*case.f.assumptions(), *_assumed(case)], oracles=ran,
-        tolerances={"advantage, relative": case.f.tol}, seconds=time.perf_counter() - start,
+        tolerances={"advantage, relative": case.f.tol}, seconds=time.perf_counter() - start, not_checked=not_run(ran),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from upref.foreign.logprobs import Kernel, probe, read
 from upref.verify.faults.logprobs import solved
 from upref.verify.logprobs.oracles import DOUBLE, HALF, ORACLES, SINGLE, Case
 from upref.verify.oracle import run, validate_names
-from upref.verify.report import Finding, Report, note, restores_state
+from upref.verify.report import Finding, Report, not_run, note, restores_state
 
 
 @restores_state
@@ -51,8 +51,9 @@ def check_logprobs(
     more, ran = run(ORACLES, case, skip)
     hp = {k: v for k, v in (("softcap", softcap), ("logit_scale", logit_scale)) if v not in (None, 1.0)}
     took = time.perf_counter() - start
+    findings, read_as, unchecked = [*found, *more], str(kernel.reading), not_run(ran)
     return Report(
-        kernel.name, "log-probs", hp, [*found, *more], str(kernel.reading), _assumed(kernel), ran, case.tol, took
+        kernel.name, "log-probs", hp, findings, read_as, _assumed(kernel), ran, case.tol, took, not_checked=unchecked
     )
 
 

@@ -195,7 +195,7 @@ def _kl(case: Case) -> str:
     return "the KL term does not scale with A" if case.hp.get("beta") else case.o.scale_exception
 
 
-@oracle("scaling", 110, _kl)
+@oracle("scaling", 110, _kl, implied=True)
 def scaling(case: Case) -> list[Finding]:
     b = off_bounds(case)
     tripled = lambda c: case.gradient(replace(c, adv=3 * c.adv))
@@ -214,7 +214,7 @@ def scaling(case: Case) -> list[Finding]:
     return [fail("scaling", "all advantages times 3", expected, found, example(case, small), why)]
 
 
-@oracle("zero-advantage", 120, _kl)
+@oracle("zero-advantage", 120, _kl, implied=True)
 def zero_advantage(case: Case) -> list[Finding]:
     b = off_bounds(case)
     zero = lambda c: replace(c, adv=torch.zeros_like(c.adv))
