@@ -17,9 +17,19 @@ from upref.errors import InputError
 from upref.registry import Objective, get, names
 from upref.rollouts import Rollouts
 from upref.transforms import CORRECTIONS, up
-from upref.verify.factors import FACTORS
+from upref.verify.factors import FACTORS, declared_aggregation
 from upref.verify.faults import known
-from upref.verify.faults.losses import OTHER_KL, LossFault, fault, kl_faults, lacking, powered, term_slope, terms
+from upref.verify.faults.losses import (
+    OTHER_KL,
+    LossFault,
+    fault,
+    kl_faults,
+    lacking,
+    powered,
+    shape_of,
+    term_slope,
+    terms,
+)
 from upref.verify.faults.misread import left_out, placed, reweighted
 from upref.verify.measure import Case, kl_slope, unit_weights
 from upref.weights.batches import OFF_EDGES, on_policy_batch, random_batch, relative_error
@@ -239,14 +249,15 @@ def _absolute(key: str, v: Any, now: Any) -> bool:
 
 def _others(case: Case) -> Iterator[LossFault]:
     o, hp = case.o, case.hp
-    if not o.name.startswith("up("):
+    if not shape_of(o, hp).free[1.0]:  # it has no log π_θ there yet
         yield fault(f"it is up({o.name}): log π_θ in place of the clipped ratio where A > 0", "objective",
                     objective=up(o), hp=hp)  # fmt: skip
     for name in CORRECTIONS if o.sampler else ():
         p = get(re.sub(f"({'|'.join(CORRECTIONS)})[(]", f"{name}(", o.name))
         own = {k: v for k, v in hp.items() if k in p.hyperparameters}
         yield from (fault(f"it is {_called(p, h)}", "objective", objective=p, hp=h) for h in (own, {}))
-    for p in (get(n) for n in names() if n != o.name and not get(n).batch_coupled):
+    every = [get(n) for n in names() if n != o.name and not get(n).batch_coupled]
+    for p in sorted(every, key=lambda p: declared_aggregation(p) != case.agg):
         own = {k: v for k, v in hp.items() if k in p.hyperparameters and v is not None}
         for h in (own, {}):
             yield fault(f"it is {_called(p, h)}", "objective", objective=p, hp=h)

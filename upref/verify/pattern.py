@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What found weights have in common with the expected ones where no hypothesis reproduces them."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -8,39 +10,76 @@ from upref.rollouts import Rollouts
 from upref.verify.report import UNKNOWN
 
 
-def pattern(b: Rollouts, found: Tensor, expected: Tensor, r: Tensor, use: Tensor, tol: float, by_token: bool) -> str:
-    """A relation that holds on every used token, in words; that no known cause fits if none of these does. by_token: a
-    response's tokens may have different weights."""
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a batch: those found, those expected, the ratios, and which tokens are looked at; [B, T] each."""
+
+    b: Rollouts
+    found: Tensor
+    expected: Tensor
+    r: Tensor
+    use: Tensor
+
+    @property
+    def factors(self) -> dict[str, Tensor]:
+        """What every weight may be multiplied by, by its name."""
+        b, r = self.b, self.r
+        n = b.mask.sum(-1, keepdim=True).expand_as(r).to(r.dtype)
+        return {"": torch.ones_like(r), " r": r, " / r": 1 / r, " π_θ": b.logp.exp(), " π_old": b.logp_old.exp(),
+                " |o|": n, " / |o|": 1 / n, " |A|": b.adv.abs().expand_as(r)}  # fmt: skip
+
+
+def pattern(tested: Weights, shown: Weights, tol: float, by_token: bool) -> str:
+    """A relation that holds on every token of the tested batch, and of the one that the report shows, in words; that no
+    known cause fits if none does. by_token: a response's tokens may have different weights."""
     tol = max(10 * tol, 1e-7)
-    if not found[use].isfinite().all():
+    found, expected, use = tested.found, tested.expected, tested.use
+    if not (found[use].isfinite().all() and shown.found[shown.use].isfinite().all()):
         return ""
     x, y = found[use], expected[use]
     live = y.abs() > 1e-9
     if not x.any():
-        return "no token of this batch has a weight; those of others have"
+        return "no token of the tested batch has a weight; those of others have"
     if (x[~live].abs() <= tol).all() and live.any():
-        factors = {"": torch.ones_like(r), " r": r, " / r": 1 / r, " π_θ": b.logp.exp(), " π_old": b.logp_old.exp()}
-        n = b.mask.sum(-1, keepdim=True).expand_as(r).to(r.dtype)
-        factors |= {" |o|": n, " / |o|": 1 / n, " |A|": b.adv.abs().expand_as(r)}
-        for name, f in factors.items():
+        for name, f in tested.factors.items():
             k = (x / (y * f[use]))[live]
-            if _constant(k, tol):
+            if _constant(k, tol) and _has_factor(shown, name, float(k.mean()), tol):
                 times = name.strip() if name and abs(k.mean() - 1) < 1e-6 else f"{k.mean():.5g}{name}"
-                return f"every weight of this batch is {times} times what it should be"
+                return f"every weight of the tested batch is {times} times what it should be"
         same, gone = (x - y).abs() <= tol * y.abs().clamp(min=0.1), x == 0
-        if (same | gone).all():
-            dead = f"{int((gone & ~same).sum())} of {same.numel()} tokens"
-            return f"{dead} have no gradient and should have one; the others are right"
+        n = int((gone & ~same).sum())
+        if n and (same | gone).all() and _lacks_gradients(shown, tol):
+            verb = "have" if n > 1 else "has"
+            return f"{n} of {same.numel()} tokens {verb} no gradient and should have one; the others are right"
         k = torch.where(use & (expected.abs() > 1e-9), found / expected, torch.nan)
         if by_token and all(_constant(row[~row.isnan()], tol) for row in k):
-            return "within each response of this batch the weights are right up to one factor"
+            return "within each response of the tested batch the weights are right up to one factor"
     extra = x - y
-    if _constant(extra, 1e-6) and extra.mean().abs() > 1e-9:
-        return f"{extra.mean():+.4g} is added to every weight of this batch, whatever A"
-    zero = (b.adv.expand_as(found) == 0)[use]
+    added = float(extra.mean())
+    if _constant(extra, 1e-6) and abs(added) > 1e-9 and _has_term(shown, added):
+        return f"{added:+.4g} is added to every weight of the tested batch, whatever A"
+    zero = (tested.b.adv.expand_as(found) == 0)[use]
     if zero.any() and extra[zero].abs().max() > tol:
         return f"{UNKNOWN}; where A = 0 the weight is off by up to {extra[zero].abs().max():.4g}"
     return UNKNOWN
+
+
+def _has_factor(w: Weights, name: str, k: float, tol: float) -> bool:
+    """Whether every weight is k times that factor of what it should be."""
+    due = k * w.factors[name] * w.expected
+    return bool(((w.found - due).abs() <= 10 * tol * due.abs().clamp(min=1e-9))[w.use].all())
+
+
+def _lacks_gradients(w: Weights, tol: float) -> bool:
+    """Whether some weights are 0 and should not be, and the others are right."""
+    same = (w.found - w.expected).abs() <= tol * w.expected.abs().clamp(min=0.1)
+    gone = w.found == 0
+    return bool((same | gone)[w.use].all() and (gone & ~same)[w.use].any())
+
+
+def _has_term(w: Weights, added: float) -> bool:
+    """Whether this number is added to every weight."""
+    return bool(((w.found - w.expected - added).abs() <= 1e-6 * abs(added) + 1e-9)[w.use].all())
 
 
 def _constant(k: Tensor, tol: float) -> bool:

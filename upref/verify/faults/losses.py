@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from upref import kl
+from upref.definition import weighed
 from upref.ops import clip, exp, maximum, mean_t, minimum, sg, sum_t, where
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
@@ -57,7 +58,7 @@ class Change:
         if self.weigh is not None:
             return torch.where(b.mask, self.weigh(b), 0)
         if self.J is not None:
-            return _slope(self.J, b) - (hp["beta"] * kl_slope(o.kl, b) if hp.get("beta") else 0)
+            return _in_place_of_fn(o, hp, _slope(self.J, b), b)
         other, hp = self.put_into(o, hp)
         return unit_weights(other, b, hp if other is o else other.resolve(hp)) * self.scale(b)
 
@@ -79,6 +80,97 @@ def _slope(J: Term, b: Rollouts) -> Tensor:
     n = b.mask.sum(-1, keepdim=True) if y.ndim == 1 else 1
     (g,) = torch.autograd.grad(where(b.mask, y, 0).sum() if y.ndim == 2 else y.sum(), x)
     return torch.where(b.mask, g * n, 0)
+
+
+def _in_place_of_fn(o: Objective, hp: dict[str, Any], w: Tensor, b: Rollouts) -> Tensor:
+    """The weights of another function than the objective's, with its sampler's correction and its KL term."""
+    own = {k: v for k, v in hp.items() if k != "beta"}
+    if (factors := o.factors(b, **own)) is not None:
+        w = weighed(w, o.per_term(factors, b.mask), b.mask)
+    return w - (hp["beta"] * kl_slope(o.kl, b) if hp.get("beta") else 0)
+
+
+# ---- what an objective has, which a fault may be about ---------------------------------------------------------------
+SIDES = {"below": -1, "above": 1}  # of a ratio of 1
+NEAR = 1e-5  # |log r| below the narrowest bound
+MODERATE = (-7.0, -1.0, -0.2, 0.2, 1.0, 3.5)  # log r at which the signs of A may differ
+FAR = {"below": (0.9, -7.0), "above": (5e-4, 7.0)}  # (π_old, log r) beyond every bound, one of |π_θ - π_old| too
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the weight of an objective is made of, by the sign of A and the side of r = 1."""
+
+    live: dict[float, bool]  # it has a weight on policy
+    plain: dict[float, bool]  # near r = 1, on a side at least, it is r times that
+    free: dict[float, bool]  # it is that at every ratio
+    bounded: dict[tuple[float, str], bool]  # plain near 1, and not far from it: a clip, a cap or a mask
+    cut: dict[tuple[float, str], bool]  # plain near 1, and 0 far from it
+    branches: bool  # it differs between the signs of A, by more than the sign and a term without A
+    constant: bool  # plain for both signs, as a constant weight on log π_θ
+    masks: bool  # its value is 0 where it is cut
+
+    @property
+    def is_bounded(self) -> bool:
+        return any(self.bounded.values())
+
+    @property
+    def is_pessimistic(self) -> bool:
+        """As in PPO: no gradient beyond the bound on the side to which A pushes."""
+        return self.cut[1.0, "above"] and self.cut[-1.0, "below"]
+
+    @property
+    def has_minimum(self) -> bool:
+        """That is so by a minimum of two terms, not by a mask or in a constant."""
+        return self.is_pessimistic and not self.constant and not self.masks
+
+    @property
+    def is_smooth(self) -> bool:
+        """The ratio, with another term or factor beside it at every ratio, in place of a bound."""
+        return all(self.live.values()) and not any((*self.plain.values(), *self.free.values()))
+
+
+def shape_of(o: Objective, hp: dict[str, Any]) -> Shape:
+    """Measured on single tokens, without the KL term and the sampler's correction."""
+    o, own = _inside(o, _without_beta(hp))
+
+    def token(A: float, mu: float, log_r: float) -> Rollouts:
+        lp_old = torch.tensor([[mu]], dtype=torch.float64).log()
+        one = torch.ones_like(lp_old)
+        return Rollouts(lp_old + log_r, lp_old, A * one, one.bool(), entropy=one)
+
+    weight = lambda *at: unit_weights(o, token(*at), own).item()
+    signs, at_1 = (1.0, -1.0), {A: weight(A, 0.02, 0.0) for A in (1.0, -1.0)}
+    at = {(A, side): (at_1[A], weight(A, *FAR[side]), FAR[side][1]) for A in signs for side in SIDES}
+    near = {(A, side): weight(A, 0.02, NEAR * s) for A in signs for side, s in SIDES.items()}
+    times_r = {(A, side): abs(near[A, side] - at_1[A] * math.exp(NEAR * s)) <= 1e-13
+               for A in signs for side, s in SIDES.items()}  # fmt: skip
+    live = {A: at_1[A] != 0 for A in signs}
+    plain = {A: live[A] and any(times_r[A, side] for side in SIDES) for A in signs}
+    same = {key: abs(near[key] - w) <= 1e-13 and abs(far - w) <= 1e-13 for key, (w, far, _) in at.items()}
+    free = {A: live[A] and all(same[A, side] for side in SIDES) for A in signs}
+    bounded = {(A, side): plain[A] and abs(far / (w * math.exp(log_r)) - 1) > 1e-9
+               for (A, side), (w, far, log_r) in at.items()}  # fmt: skip
+    cut = {key: bounded[key] and far == 0 for key, (_, far, _) in at.items()}
+    odd = lambda x: weight(1.0, 0.02, x) + weight(-1.0, 0.02, x) - 2 * weight(0.0, 0.02, x)
+    branches = any(abs(odd(x)) > 1e-12 for x in MODERATE)
+    beyond = token(1.0, *FAR["above"])
+    value = term_of(o, own)(beyond.logp, beyond.logp_old, beyond.adv, beyond.mask)
+    return Shape(live, plain, free, bounded, cut, branches, all(plain.values()) and _is_linear(o, own), not value.any())
+
+
+def _inside(o: Objective, hp: dict[str, Any]) -> tuple[Objective, dict[str, Any]]:
+    """The objective without its sampler's correction, and its own hyperparameters."""
+    o = replace(o, sampler=None) if o.sampler else o
+    return o, {k: v for k, v in hp.items() if k in o.hyperparameters}
+
+
+def _is_linear(o: Objective, hp: dict[str, Any]) -> bool:
+    """Whether the gradient of its function is a constant for autograd."""
+    lp = torch.tensor([[-1.0], [-1.0]], dtype=torch.float64).requires_grad_()
+    old, A, mask = lp.detach() - 0.1, torch.tensor([[1.0], [-1.0]]), torch.ones(2, 1, dtype=torch.bool)
+    J = term_of(o, hp)(lp, old, A, mask).sum()
+    return not J.requires_grad or not torch.autograd.grad(J, lp, create_graph=True)[0].requires_grad
 
 
 # ---- faults that need a word only ------------------------------------------------------------------------------------
@@ -113,9 +205,12 @@ def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Los
                 view=lambda b: b if b.logp_ref is None else b.but(logp_old=b.logp_ref))  # fmt: skip
     lo, hi = hp.get("eps_low", hp.get("eps", 0.2)), hp.get("eps_high", hp.get("eps", hp.get("eps_low", 0.2)))
     low, high = ([1 - x for x in bounds if 0 < x < 1][:2], [x - 1 for x in bounds if 1 < x < 10][:2])
+    has = shape_of(o, hp)
+    has_bounds = has.is_bounded and not {"eps", "eps_low", "eps_high"}.isdisjoint(hp)
+    own = f", not {1 - lo:g} and {1 + hi:g}" if has_bounds else ""
     for i, (a, e) in enumerate(dict.fromkeys(product([lo, *low], [hi, *high]))):
-        for each in _forms(o, hp, bounds, a, e):
-            at = f" (with bounds {1 - a:g} and {1 + e:g}, not {1 - lo:g} and {1 + hi:g})" if i else ""
+        for each in _forms(o, hp, has, bounds, a, e):
+            at = f" (with bounds {1 - a:g} and {1 + e:g}{own})" if i else ""
             yield replace(each, words=each.words + at)
 
 
@@ -171,7 +266,7 @@ def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
     """What is done to a KL term, each put beside the objective's own weights."""
     beta, plain = hp["beta"], {**hp, "beta": 0.0}
     rest = lambda b: unit_weights(o, b, plain)
-    own = _without_beta(plain)
+    inside, own = _inside(o, _without_beta(plain))
     made = lambda words, f: fault(words, "term", weigh=lambda b: rest(b) - beta * term_slope(f, b))
     for name, k in sorted(kl.ESTIMATORS.items(), key=lambda item: item[0] != o.kl):
         if name != o.kl:
@@ -181,7 +276,8 @@ def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
 
             def folded(b: Rollouts, k: Callable = k, old: bool = old) -> Tensor:
                 kl = sg(_of(k, b.but(logp=b.logp_old) if old else b, b.mask))
-                return _slope(lambda lp, old, A, m: o.fn(lp, old, A - beta * kl, **own), b)
+                w = _slope(lambda lp, old, A, m: inside.fn(lp, old, A - beta * kl, **own), b)
+                return _in_place_of_fn(o, plain, w, b)
 
             yield fault(f"the KL term ({name}){whose} is folded into the advantage, without a gradient of its own",
                         "term", weigh=folded)  # fmt: skip
@@ -245,15 +341,13 @@ def cuts(lo: float, hi: float) -> tuple[tuple[str, Callable], ...]:
 
 
 def term_of(o: Objective, hp: dict[str, Any]) -> Term:
-    own = _without_beta(hp)
+    """The objective's function, without the KL term and the sampler's correction."""
+    o, own = _inside(o, _without_beta(hp))
     return lambda lp, old, A, m: o.unreduced(lp, old, A, m, torch.ones_like(lp), **own)
 
 
 def _ends(o: Objective, hp: dict[str, Any], side: str) -> list[bool]:
     """Whether the objective's term has a gradient on that side of its clip: at a ratio of 1, and far beyond a bound."""
-    if o.sampler:  # its term is that of the objective inside, times the sampler's weight
-        o = replace(o, sampler=None)
-        hp = {k: v for k, v in hp.items() if k in o.hyperparameters}
     lp, old = torch.tensor([[-0.01], [-21.0 if side == "lower" else -0.01]]), torch.tensor([[-0.01], [-0.01]])
     old = old if side == "lower" else torch.tensor([[-0.01], [-21.0]])
     A, one = torch.full_like(lp, -1.0 if side == "lower" else 1.0), torch.ones_like(lp, dtype=torch.bool)
@@ -265,7 +359,24 @@ def by_token(x: Tensor, lp: Tensor) -> Tensor:
     return sg(x) + lp - sg(lp)
 
 
-def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi: float) -> Iterator[LossFault]:
+def _without_the_rest(o: Objective, hp: dict[str, Any], form: Callable[[Callable], Term]) -> Iterator[LossFault]:
+    """A smooth objective without what it has beside the ratio, or log π_θ: a penalty or a gate; or with that turned."""
+    plain = _without_beta(hp)
+    rest = lambda b: unit_weights(o, b, plain)
+    for term, J in (("r A", form(lambda r, A, lp: r * A)), ("A log π_θ", form(lambda r, A, lp: A * lp))):
+        words = f"the term is {term} alone: what else {o.name} has is missing"
+        yield fault(words, "objective", J=J)
+
+        def turned(b: Rollouts, J: Term = J) -> Tensor:
+            alone = _in_place_of_fn(o, plain, _slope(J, b), b)
+            return _in_place_of_fn(replace(o, sampler=None), hp, 2 * alone - rest(b), b)
+
+        yield fault(f"what {o.name} has beside {term} has the opposite sign", "objective", weigh=turned)
+
+
+def _forms(
+    o: Objective, hp: dict[str, Any], has: Shape, bounds: list[float], lo: float, hi: float
+) -> Iterator[LossFault]:
     """The ratio is the objective's: a token's or a response's."""
     j, wide = term_of(o, hp), o.level in ("sequence_mean", "sequence_product")
 
@@ -277,7 +388,7 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
     ppo = lambda r, A, lo=lo, hi=hi: minimum(r * A, clip(r, 1 - lo, 1 + hi) * A)
     form = lambda f: lambda lp, old, A, m: f(R(lp, old, m), A, lp)
     made = lambda kind, words, f, **more: fault(words, kind, J=f, **more)
-    weighs = o.name.startswith(("cispo", "dppo"))  # a constant weight on log π_θ is what these are
+    weighs = has.constant and has.is_bounded  # a constant weight on log π_θ is what CISPO and its like are
     two_sided = any(0 < x < 1 for x in bounds)
 
     for said, cut in cuts(lo, hi) if weighs else ():
@@ -286,25 +397,32 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
         for sign, on in (("A > 0", lambda A: A > 0), ("A < 0", lambda A: A < 0)):
             yield made("clip", f"the weight is {said} only where {sign}",
                        form(lambda r, A, lp, f=cut, on=on: sg(where(on(A), f(r), r)) * A * lp))  # fmt: skip
-    yield made("clip", "the ratio is clipped on both sides, whatever the sign of A: the minimum is missing",
-               form(lambda r, A, lp: clip(r, 1 - lo, 1 + hi) * A))  # fmt: skip
-    yield made("clip", "the clip acts on the product r A, not on r: its bounds move with the size of A",
-               form(lambda r, A, lp: minimum(r * A, clip(r * A, 1 - lo, 1 + hi))))  # fmt: skip
-    yield made("clip", "the maximum is taken where the minimum belongs",
-               form(lambda r, A, lp: maximum(r * A, clip(r, 1 - lo, 1 + hi) * A)))  # fmt: skip
-    for sign, on in (("A > 0", lambda A: A > 0), ("A < 0", lambda A: A < 0)):
-        yield made("clip", f"where {sign} the maximum is taken where the minimum belongs",
-                   form(lambda r, A, lp, on=on: where(
-                       on(A), maximum(r * A, clip(r, 1 - lo, 1 + hi) * A), ppo(r, A))))  # fmt: skip
-    if not weighs:
+    if has.is_smooth:
+        yield from _without_the_rest(o, hp, form)
+    for A0, here, on in ((1.0, "A > 0", lambda A: A > 0), (-1.0, "A < 0", lambda A: A < 0)):
+        if not has.live[A0] and has.live[-A0] and o.agg != "seq-mean":
+            words = f"where {here} there is the term of the other sign of A, though {o.name} has none there"
+            yield made("clip", words, lambda lp, old, A, m, on=on: where(on(A), -j(lp, old, -A, m), j(lp, old, A, m)))
+    if has.has_minimum:
+        yield made("clip", "the ratio is clipped on both sides, whatever the sign of A: the minimum is missing",
+                   form(lambda r, A, lp: clip(r, 1 - lo, 1 + hi) * A))  # fmt: skip
+        yield made("clip", "the clip acts on the product r A, not on r: its bounds move with the size of A",
+                   form(lambda r, A, lp: minimum(r * A, clip(r * A, 1 - lo, 1 + hi))))  # fmt: skip
+        yield made("clip", "the maximum is taken where the minimum belongs",
+                   form(lambda r, A, lp: maximum(r * A, clip(r, 1 - lo, 1 + hi) * A)))  # fmt: skip
+        for sign, on in (("A > 0", lambda A: A > 0), ("A < 0", lambda A: A < 0)):
+            yield made("clip", f"where {sign} the maximum is taken where the minimum belongs",
+                       form(lambda r, A, lp, on=on: where(
+                           on(A), maximum(r * A, clip(r, 1 - lo, 1 + hi) * A), ppo(r, A))))  # fmt: skip
         yield made("clip", "A multiplies after the minimum: min(r, clip(r)) A, which bounds the wrong side where A < 0",
                    form(lambda r, A, lp: minimum(r, clip(r, 1 - lo, 1 + hi)) * A))  # fmt: skip
     no_ratio = made("ratio", "log π_θ replaces the ratio where A <= 0 too",
                     form(lambda r, A, lp: A * lp))  # fmt: skip
-    if o.name.startswith("up"):
+    if has.free[1.0] and has.plain[-1.0]:  # as in UP
         yield no_ratio
-        yield made("clip", "the clip has no lower side where A <= 0",
-                   form(lambda r, A, lp: where(A > 0, A * lp, r * A)))  # fmt: skip
+        if has.bounded[-1.0, "below"] or has.bounded[-1.0, "above"]:
+            side = "the clip has no lower side" if has.bounded[-1.0, "below"] else "the ratio has no upper bound"
+            yield made("clip", f"{side} where A <= 0", form(lambda r, A, lp: where(A > 0, A * lp, r * A)))
         yield made("ratio", "the branches are exchanged: log π_θ where A < 0",
                    form(lambda r, A, lp: where(A < 0, A * lp, minimum(r * A, r.clamp(min=1 - lo) * A))))  # fmt: skip
         yield made("clip", f"the tokens of A > 0 are clipped too, at {1 + hi:g}", form(lambda r, A, lp: where(
@@ -313,7 +431,9 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
                    form(lambda r, A, lp: where(A > 0, r * A, ppo(r, A))))  # fmt: skip
     yield made("ratio", "old_log_prob has no effect: the ratio is of the policy to itself, always 1",
                lambda lp, old, A, m: A * lp)  # fmt: skip
-    yield made("clip", "no bound has an effect: the ratio is not clipped", form(lambda r, A, lp: r * A))
+    if has.is_bounded:
+        trained = lambda A: where(A > 0, A * has.live[1.0], A * has.live[-1.0])
+        yield made("clip", "no bound has an effect: the ratio is not clipped", form(lambda r, A, lp: r * trained(A)))
     inverted = "the ratio is inverted: exp(old - new)"
     yield made("ratio", inverted, lambda lp, old, A, m: ppo(R(old, lp, m), A))
     if o.level == "token" and not o.reads:
@@ -329,8 +449,9 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
     for sign, kept in (("A < 0", {"min": 0.0}), ("A > 0", {"max": 0.0})):
         yield made("advantage", f"no token with {sign} has a gradient: its advantage is dropped, or its term detached",
                    lambda lp, old, A, m, kept=kept: j(lp, old, A.clamp(**kept), m))  # fmt: skip
-    yield made("advantage", "the branches of the two signs of A are exchanged",
-               lambda lp, old, A, m: -j(lp, old, -A, m))  # fmt: skip
+    if has.branches:
+        yield made("advantage", "the branches of the two signs of A are exchanged",
+                   lambda lp, old, A, m: -j(lp, old, -A, m))  # fmt: skip
     for side, here, there, kept in (
         ("lower", "A < 0", f"above {1 + hi:g} where A > 0", {"max": 1 + hi}),
         ("upper", "A > 0", f"below {1 - lo:g} where A < 0", {"min": 1 - lo}),
@@ -342,8 +463,10 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
         elif far:  # the objective's has none either
             said = f"the ratio multiplies A, without a bound where {here}, without a gradient {there}"
         yield made("clip", said, form(lambda r, A, lp, kept=kept: minimum(r * A, r.clamp(**kept) * A)))
-    yield made("clip", "only positive advantages are clipped", form(lambda r, A, lp: where(A > 0, ppo(r, A), r * A)))
-    yield made("clip", "only negative advantages are clipped", form(lambda r, A, lp: where(A < 0, ppo(r, A), r * A)))
+    if has.is_pessimistic:
+        one_sided = lambda on: form(lambda r, A, lp: where(on(A), ppo(r, A), r * A))
+        yield made("clip", "only positive advantages are clipped", one_sided(lambda A: A > 0))
+        yield made("clip", "only negative advantages are clipped", one_sided(lambda A: A < 0))
     yield made("clip", "the clip is that of PPO on both sides", form(lambda r, A, lp: ppo(r, A)))
     for said, of in (
         ("the ratio of the response replaces the token's", lambda x, m: mean_t(x, m)[:, None]),
@@ -370,23 +493,25 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
             def shared(b: Rollouts, over: Callable = over, way: Callable = way) -> Tensor:
                 f = FACTORS[declared_aggregation(o)](b)[:, None]
                 x = lambda lp, old, m: (where(m, lp - old, 0).sum() / over(m)).expand_as(lp)
-                return _slope(lambda lp, old, A, m: f * ppo(exp(way(x(lp, old, m), lp)), A), b) / f
+                w = _slope(lambda lp, old, A, m: f * ppo(exp(way(x(lp, old, m), lp)), A), b) / f
+                return _in_place_of_fn(o, hp, w, b)
 
             yield fault(words, "ratio", weigh=shared, whole=True)
 
     def multiplied(b: Rollouts) -> Tensor:
         w = _slope(lambda lp, old, A, m: ppo(exp(sum_t(where(m, lp - old, 0), m))[:, None].expand_as(lp), A), b)
-        return w / b.mask.sum(-1, keepdim=True) - (hp["beta"] * kl_slope(o.kl, b) if hp.get("beta") else 0)
+        return _in_place_of_fn(o, hp, w / b.mask.sum(-1, keepdim=True), b)
 
     words = "the product of the response's ratios replaces the token's: one term for each response"
     yield fault(words, "ratio", weigh=multiplied)
     yield made("stop-gradient", "the whole term is detached: a constant weight on log π_θ",
                lambda lp, old, A, m: sg(j(lp, old, A, m)) * lp)  # fmt: skip
-    yield made("clip", "the bounds are taken as absolute, [eps_low, eps_high], not as 1 - eps_low and 1 + eps_high",
-               form(lambda r, A, lp: minimum(r * A, clip(r, lo, max(lo, hi)) * A)))  # fmt: skip
-    of_token = " of each token: the ratio of the token replaces the response's" if o.level == "custom" else ""
-    yield made("clip", f"the bounds are on log r: [-eps_low, eps_high]{of_token}",
-               form(lambda r, A, lp: minimum(r * A, exp(r.log().clamp(-lo, hi)) * A)))  # fmt: skip
+    if has.is_bounded:
+        words = "the bounds are taken as absolute, [eps_low, eps_high], not as 1 - eps_low and 1 + eps_high"
+        yield made("clip", words, form(lambda r, A, lp: minimum(r * A, clip(r, lo, max(lo, hi)) * A)))
+        of_token = " of each token: the ratio of the token replaces the response's" if o.level == "custom" else ""
+        yield made("clip", f"the bounds are on log r: [-eps_low, eps_high]{of_token}",
+                   form(lambda r, A, lp: minimum(r * A, exp(r.log().clamp(-lo, hi)) * A)))  # fmt: skip
     yield made("ratio", f"log r replaces the ratio: the weight is A where log r is in [{-lo:g}, {hi:g}]",
                lambda lp, old, A, m: minimum((x := log_r(lp, old, m)) * A, x.clamp(-lo, hi) * A))  # fmt: skip
     for x in (*CAPS, *bounds):
@@ -406,8 +531,9 @@ def _forms(o: Objective, hp: dict[str, Any], bounds: list[float], lo: float, hi:
         yield made("stop-gradient", f"stop-gradient: the {said} ratio on log π_θ is not detached",
                    form(lambda r, A, lp, f=cut: f(r) * A * lp),
                    meant="cispo_verl" if two_sided else "cispo")  # fmt: skip
-    yield made("ratio", "the ratio is missing from the weight: 1 in its place inside the bounds",
-               form(lambda r, A, lp: A * lp * where(A > 0, r <= 1 + hi, r >= 1 - lo)))  # fmt: skip
+    if has.is_bounded:
+        yield made("ratio", "the ratio is missing from the weight: 1 in its place inside the bounds",
+                   form(lambda r, A, lp: A * lp * where(A > 0, r <= 1 + hi, r >= 1 - lo)))  # fmt: skip
     yield made("stop-gradient", "stop-gradient: exp(log π_θ) without an anchor",
                lambda lp, old, A, m: where(A > 0, A * exp(lp), j(lp, old, A, m)))  # fmt: skip
     for x in sorted({round(abs(float(torch.tensor(v).log())), 4) for v in bounds if v > 0}):

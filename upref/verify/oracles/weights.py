@@ -17,7 +17,7 @@ from upref.verify.factors import declared_aggregation
 from upref.verify.faults.losses import fault
 from upref.verify.measure import EXACT, HABIT, Case, without_rest
 from upref.verify.oracle import oracle
-from upref.verify.pattern import pattern
+from upref.verify.pattern import Weights, pattern
 from upref.verify.regions import NAMES, regions
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import example, numbers, shrink, smallest, worst
@@ -129,14 +129,16 @@ def _regimes(case: Case, b: Rollouts, failing, r, A, found, ties) -> list[Findin
     parts = [p for sign in (1.0, -1.0, 0.0) for p in regions(case, b, sign, A, ties, failing, r, bounds_of(case, sign))]
     bounds = sorted({round(x, 7) for p in parts for x in p.ends})
     one = explain(case, b, found, ties, bounds)
-    use = b.mask & ~ties
-    why = one.words if one else pattern(b, found, case.expected(b), r, use, case.tol, case.o.level not in REDUCE)
-    out = []
+    tested = Weights(b, found, case.expected(b), r, b.mask & ~ties)
+    out, why = [], ""
     for n, part in enumerate(parts):
         at = worst(torch.where(part.tokens & failing, _typical(case.off(b, found), r), -1.0))
         small = shrink(b, lambda x, s=part.sign: bool(_wrong_at(case, x, s).any()), at)  # type: ignore[misc]
         i, t = worst(case.off(small).masked_fill(~_wrong_at(case, small, part.sign), -1.0))
         text = f"{part.words}   (here A = {small.adv[i, t].item():.4g}, r = {case.ratio(small)[i, t].item():.6g})"
+        if n == 0:
+            shown = Weights(small, case.weights(small), case.expected(small), case.ratio(small), small.mask)
+            why = one.words if one else pattern(tested, shown, case.tol, case.o.level not in REDUCE)
         show = example(case, small) if n < 4 else ""
         out.append(fail("gradient", text, *numbers(case, small, i, t), show, why if n == 0 else ""))
     if one and one.kind == "stop-gradient":
@@ -178,7 +180,7 @@ def _alone(case: Case, b: Rollouts, i: int, t: int) -> str:
     return "" if same else f"; alone in its batch {single:.6g}"
 
 
-@oracle("on-policy", 20, lambda case: case.o.on_policy_exception)
+@oracle("on-policy", 20, lambda case: case.o.on_policy_exception, implied=True)
 def on_policy(case: Case) -> list[Finding]:
     b = case.ready(on_policy_batch())
     off = case.off(b)
@@ -219,7 +221,7 @@ def aggregation(case: Case) -> list[Finding]:
         on = case.visible_batch(c.but(**at))  # as in `make_case`: neither a clip nor a KL term is an aggregation's
         return without_rest(case, on), case.expected(on) * case.factors(on) * case.k
 
-    power = case.o.level in REDUCE and "gradient" in case.failed  # of the response's ratio: at 1 it looks the same
+    power = case.o.one_adv and "gradient" in case.failed  # of the response's ratio: at 1 it looks the same
     why = case.agg if not power and everywhere(case, aggregated, b) else ""
     return [fail("aggregation", text, expected, found, example(case, small), why)]
 
