@@ -580,8 +580,9 @@ def commit() -> str:
     """Of the code that runs; with a + where files of it are changed."""
     git = ["git", "-C", str(ROOT)]
     head = subprocess.run([*git, "rev-parse", "--short=9", "HEAD"], capture_output=True, text=True, check=True).stdout
-    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", f":!{RECORD.relative_to(ROOT)}"], check=False).returncode
-    return head.strip() + "+" * changed
+    code = [".", f":!{RECORD.relative_to(ROOT)}", ":!docs"]
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *code], check=False).returncode
+    return head.strip() + ("+" if changed else "")
 
 
 def keep(name: str, rows: list[Row]) -> None:
