@@ -17,6 +17,7 @@ from upref.cli import main
 from upref.foreign import read
 from upref.integrations.pytest_plugin import _assert_policy_loss, assert_policy_loss  # noqa: F401  the fixture, as pytest finds it
 from upref.verify.check import every
+from upref.verify.faults import known
 from upref.verify.measure import make_case
 from upref.weights.batches import random_batch
 
@@ -94,6 +95,13 @@ def test_a_loss_centered_over_the_batch_is_a_verdict():
 
     report = upref.check(centered, "gspo")
     assert {f.oracle for f in report.failures} >= {"gradient"}, report.text()
+
+
+@pytest.mark.parametrize("name", ["gspo", "cispo", "dapo"])
+def test_the_search_for_causes_takes_bounds_that_numpy_has_computed(name):
+    o = upref.get(name)
+    number = lambda kind: [f.words for f in known("losses", o, o.resolve({}), [kind(0.8), kind(1.28)])]
+    assert number(np.float64) == number(float)
 
 
 def test_determinism_can_be_skipped():

@@ -75,11 +75,11 @@ def _end(case: Case, sign: float, known: list[float], good: float, bad: float) -
         if lo * (1 - 1e-12) <= k <= hi * (1 + 1e-12):
             return k
     if case.o.level == "custom" or case.o.reads_mu:
-        return bad
+        return float(bad)
     for _ in range(6):
         xs = np.exp(np.linspace(math.log(good), math.log(bad), 33))
         wrongs = (case.off(case.ready(single_token_responses(sign, xs))) > case.tol).any(1).tolist()
         if True not in wrongs or not wrongs.index(True):
-            return bad
+            return float(bad)
         good, bad = xs[wrongs.index(True) - 1], xs[wrongs.index(True)]
     return float(bad)
