@@ -7,6 +7,7 @@ is named where the three together give the weights that were found.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from upref.step.rows import Row
 from upref.step.shares import factor_words
 from upref.step.weights import Tokens, factors
 from upref.verify.faults import known
-from upref.verify.faults.losses import LossFault, fault
+from upref.verify.faults.losses import LossFault, fault, term_of
 from upref.verify.faults.misread import between, moved
 
 BOUNDS = (0.1, 0.2, 0.28, 0.3, 0.4, 3.0, 10.0)  # of a clip, as people set them
@@ -117,12 +118,26 @@ def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
         for v in (v for v in BOUNDS if v != hp[key] and _takes(o, key, v)):
             is_ = "absent" if hp[key] is None else f"{hp[key]:g}"
             yield fault(f"{key} is {v:g}, not {is_}", "hyperparameter", hp={key: v})
+    if o.level == "sequence_mean":
+        yield from _over_the_width(w, hp)
     yield from known("losses", o, hp, [])
     for p in (get(n) for n in names() if n != o.name and not get(n).batch_coupled):
         own = {k: v for k, v in hp.items() if k in p.hyperparameters and v is not None}
         yield fault(f"the objective is {p.name}", "objective", objective=p, hp=own)
     for words, lost in _lost(w, r):
         yield _put(f"{words} do not train", mask=w.b.mask & ~lost)
+
+
+def _over_the_width(w: Tokens, hp: dict) -> Iterator[LossFault]:
+    """The mean of a response's log-ratio runs over the columns of the padded batch, with prompts and without."""
+    term = term_of(w.goal.o, hp)
+
+    def over(width: int, lp: Tensor, old: Tensor, A: Tensor, mask: Tensor) -> Tensor:
+        return term(old + (lp - old) * mask.sum(1, keepdim=True) / width, old, A, mask)
+
+    whole = max(len(row.ids) for row in w.rows)
+    for width in dict.fromkeys((whole - 1, whole, w.here.shape[1])):
+        yield fault("the response's log-ratio is divided by the padded width", "ratio", J=partial(over, width))
 
 
 def _takes(o: Objective, key: str, value: float) -> bool:
