@@ -51,6 +51,8 @@ def test_each_number_makes_a_difference_or_is_printed(reference, name):
         others = (1, 2) if number == "seed" else (0.1, 0.2) if value == 0 else (value / 2, value * 2)
         seen = all(error(**{number: v}) > BOUND for v in others)
         assert seen or f"{number} = {value:g}" in printed, (number, printed)
+    if o.level == "token" and not o.reads:  # its bounds are of the ratio, and rows have ratios beside each of them
+        assert not {f"{k} = {v:g}" for k, v in goal.hp.items() if k in ("eps", "eps_low", "eps_high")} & {*printed}
 
 
 def test_a_bound_of_gspo_that_is_a_hundred_times_too_wide_is_not_vouched_for():

@@ -165,6 +165,8 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument("trainer", choices=("trl", "verl", "openrlhf"))
     c.add_argument("--only", default="", metavar="TEXT", help="only settings whose name or model family contains TEXT")
     c.add_argument("--list", action="store_true", help="print the settings; run nothing")
+    c.epilog = """Exit status: 0 if a setting agrees and none differs, 1 if one differs, 2 if none could run or upref
+    itself failed on one."""
     command("doctor", "print versions and optional parts, and test every gradient")
     return p
 

@@ -18,7 +18,7 @@ from upref.registry import Objective, get, names
 from upref.rollouts import Rollouts
 from upref.step.rows import Row
 from upref.step.shares import factor_words
-from upref.step.weights import Tokens, factors
+from upref.step.weights import Tokens, factors, left_out
 from upref.verify.faults import known
 from upref.verify.faults.losses import LossFault, fault, term_of
 from upref.verify.faults.misread import between, moved
@@ -47,7 +47,7 @@ def named(w: Tokens) -> tuple[str, Tensor] | None:
         if found is None:
             continue
         because, factor = found
-        lost = f"responses {', '.join(map(str, dead))} do not train" if dead else ""
+        lost = left_out(dead) if dead else ""
         alive = torch.ones(len(k), dtype=torch.bool)
         alive[dead] = False
         if said := "; ".join(filter(None, [one.words, lost, because])):

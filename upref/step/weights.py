@@ -129,8 +129,7 @@ def observed(w: Tokens) -> list[tuple[str, str, str]]:
         gone = lambda i: w.whole is None or abs(w.whole[i]) <= 1e-7 * w.whole.abs().max()
         whole = [i for i in range(len(w.rows)) if live[i].any() and bool((lost | ~live)[i].all()) and gone(i)]
         if whole:
-            rows = f"response{'s' if len(whole) > 1 else ''} {', '.join(map(str, whole))}"
-            out.append((f"{rows} {'do' if len(whole) > 1 else 'does'} not train", "weights other than 0", "weight 0"))
+            out.append((left_out(whole), "weights other than 0", "weight 0"))
         some = int(lost.sum()) - int(lost[whole].sum())
         if some:
             out.append((f"{some} tokens that should train do not", top(w.expected[lost]), "weight 0"))
@@ -142,6 +141,12 @@ def observed(w: Tokens) -> list[tuple[str, str, str]]:
         if len(set(shown) - {"-", "0"}) > 1:
             out.append(("each response has one factor", "1 for every response", " ".join(shown)))
     return out
+
+
+def left_out(rows: Sequence[int]) -> str:
+    if len(rows) == 1:
+        return f"response {rows[0]} does not train"
+    return f"responses {', '.join(map(str, rows))} do not train"
 
 
 def factors(w: Tokens, unit: Tensor) -> Tensor | None:
