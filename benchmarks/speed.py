@@ -1,40 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward and backward of a loss, in copies of one tensor: upref eager, upref compiled, and verl's own function.
+"""Forward and backward of a loss, eager and compiled: upref, verl's and TRL's own functions, and plain torch.
 
-    python benchmarks/speed.py            [256, 4096] float32, as in docs/speed.md
-    python benchmarks/speed.py --rows 32  a quick look
+    python -m benchmarks.speed           [64, 4096] float32, as in docs/speed.md
+    python -m benchmarks.speed --rows 8  a quick look
 
-All run in one process, in turn, on the same tensors; every figure is the median over rounds of the ratio to the copy
-measured in the same round. Peak memory is what torch's allocator held at most, in tensors of that shape.
+All run in one process on the same tensors, and all take their turn in each round. A figure is the median over rounds
+of the CPU time beside that of a copy of one tensor in the same round. Peak memory is what torch's allocator held at
+most, in tensors of that shape. `upref` is Objective.J; `batch` is Objective.loss of a Rollouts, which is validated in
+every call. What is compiled is the whole function; verl's and TRL's have graph breaks where they log a number.
 """
 
 import argparse
 import itertools
+import os
 import platform
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 import upref
 
-# verl's loss_mode -> the reference of the same formula, its hyperparameters, and verl's config
+GSPO = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "loss_agg_mode": "seq-mean-token-mean"}
+# verl's loss_mode, TRL's loss_type -> the reference of the same formula, its hyperparameters, and verl's config
 PAIRS = [
-    ("vanilla", "dapo", {"c": 3.0}, {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}),
-    ("gspo", "gspo", {}, {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}),
-    ("cispo", "cispo_verl", {}, {}),
-    ("sapo", "sapo", {}, {}),
-    ("geo_mean", "gmpo", {}, {"clip_ratio_low": 0.4, "clip_ratio_high": 0.4}),
-    ("dppo_tv", "dppo_tv_verl", {}, {}),
-    ("dppo_kl", "dppo_kl_verl", {}, {}),
-    (None, "dapo", {}, {}),
-    (None, "up_dapo", {}, {}),
-    (None, "up_gspo", {}, {}),
-    (None, "m2po", {}, {}),
+    ("vanilla", "dapo", "dapo", {"c": 3.0}, {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}),
+    ("gspo", "grpo", "gspo", {}, GSPO),
+    ("cispo", "", "cispo_verl", {}, {}),
+    ("", "cispo", "cispo", {}, {}),
+    ("sapo", "sapo", "sapo", {}, {}),
+    ("geo_mean", "", "gmpo", {}, {"clip_ratio_low": 0.4, "clip_ratio_high": 0.4}),
+    ("dppo_tv", "", "dppo_tv_verl", {}, {}),
+    ("dppo_kl", "", "dppo_kl_verl", {}, {}),
+    ("", "", "dapo", {}, {}),
+    ("", "", "up_dapo", {}, {}),
+    ("", "", "up_gspo", {}, {}),
+    ("", "", "m2po", {}, {}),
 ]
+WHO = ("verl", "TRL", "torch", "upref", "batch")
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def batch(rows: int, tokens: int):
+def batch(rows: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     g = torch.Generator().manual_seed(0)
     old = -torch.rand(rows, tokens, generator=g) * 3
     lp = (old + 0.3 * torch.randn(rows, tokens, generator=g)).clamp(max=0).requires_grad_()
@@ -43,56 +54,86 @@ def batch(rows: int, tokens: int):
     return lp, old, A, mask
 
 
-def contestants(mode, name, hp, config, lp, old, A, mask):
+# ---- the losses ------------------------------------------------------------------------------------------------------
+def plain(lp: Tensor, old: Tensor, A: Tensor, mask: Tensor) -> Tensor:
+    """DAPO with a dual clip, as one writes it without a library."""
+    ratio = (lp - old).exp()
+    J = torch.minimum(ratio * A, ratio.clamp(0.8, 1.28) * A)
+    J = torch.where(A < 0, torch.maximum(J, 3 * A), J)
+    return -(J * mask).sum() / mask.sum()
+
+
+def of_verl(mode: str, config: dict[str, Any]) -> Loss:
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.workers.config import ActorConfig
+
+    f = get_policy_loss_fn(mode)
+    cfg = ActorConfig(strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=1, **config)
+    return lambda lp, old, A, mask: f(old, lp, A, mask, cfg.loss_agg_mode, cfg)[0]
+
+
+def of_trl(mode: str, o: Any, hp: dict[str, Any], mask: Tensor) -> Loss:
+    """GRPOTrainer._compute_loss, for a model that answers with these log-probabilities."""
+    from upref.foreign import trl
+
+    cls, fields = trl.trainer_of(mode)
+    trainer = trl._trainer(cls, tuple(sorted((fields | trl.settings_for(mode, o, hp)).items())))  # noqa: SLF001
+    trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = 1
+    prompt, tokens = torch.zeros(len(mask), 1, dtype=torch.int64), mask.long()
+    entropy, count = torch.ones(mask.shape), tokens.sum()
+    same = {"prompt_ids": prompt, "prompt_mask": prompt + 1, "completion_ids": 0 * tokens, "completion_mask": tokens}
+
+    def loss(lp: Tensor, old: Tensor, A: Tensor, mask: Tensor) -> Tensor:
+        given = {"advantages": A[:, 0], "old_per_token_logps": old, "num_items_in_batch": count}
+        found = trainer._compute_loss(trl._StandIn(lp, entropy), same | given)  # noqa: SLF001
+        trainer._metrics["train"].clear()  # noqa: SLF001
+        return found
+
+    return loss
+
+
+def losses(pair: tuple, mask: Tensor) -> dict[str, Loss]:
+    verl, trl, name, hp, config = pair
     o = upref.get(name)
-
-    def eager():
-        (-o.J(lp, old, A, mask, **hp)).backward()
-        lp.grad = None
-
-    fast = torch.compile(lambda lp, old, A, mask: -o.J(lp, old, A, mask, **hp), fullgraph=True)
-
-    def compiled():
-        fast(lp, old, A, mask).backward()
-        lp.grad = None
-
-    runs = {"upref": eager, "compiled": compiled}
-    if mode:
-        from verl.trainer.ppo.core_algos import get_policy_loss_fn
-        from verl.workers.config import ActorConfig
-
-        f = get_policy_loss_fn(mode)
-        cfg = ActorConfig(strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=1, **config)
-
-        def verl():
-            f(old, lp, A, mask, cfg.loss_agg_mode, cfg)[0].backward()
-            lp.grad = None
-
-        runs["verl"] = verl
-    return runs
+    found: dict[str, Loss] = {}
+    if verl:
+        found["verl"] = of_verl(verl, config)
+    if trl:
+        found["TRL"] = of_trl(trl, o, hp, mask)
+    if name == "dapo" and hp:
+        found["torch"] = plain
+    found["upref"] = lambda lp, old, A, mask: -o.J(lp, old, A, mask, **hp)
+    found["batch"] = lambda lp, old, A, mask: o.loss(upref.Rollouts(lp, old, A, mask), **hp)
+    return found
 
 
-def measure(runs, x, rounds):
+# ---- what they take --------------------------------------------------------------------------------------------------
+def step(loss: Loss, lp: Tensor, *rest: Tensor) -> None:
+    loss(lp, *rest).backward()
+    lp.grad = None
+
+
+def measured(runs: dict[str, Callable[[], object]], x: Tensor, rounds: int) -> dict[str, float]:
     """Median over rounds of time / time of the copy. All take turns in a round, the copy too, each warmed up."""
     target = torch.empty_like(x)
     runs = {"copy": lambda: target.copy_(x)} | runs
-    ratios = {k: [] for k in runs}
+    ratios: dict[str, list[float]] = {k: [] for k in runs}
     for _ in range(rounds):
-        times = {k: clock(f) for k, f in runs.items()}
+        times = {k: clock(f, 50 if k == "copy" else 3) for k, f in runs.items()}
         for k in runs:
             ratios[k].append(times[k] / times["copy"])
     return {k: statistics.median(v) for k, v in ratios.items()}
 
 
-def clock(f, n=5):
+def clock(f: Callable[[], object], n: int) -> float:
     f()
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(n):
         f()
-    return (time.perf_counter() - start) / n
+    return (time.process_time() - start) / n
 
 
-def peak(f, size) -> float:
+def peak(f: Callable[[], object], size: int) -> float:
     """Most memory the allocator held at once during f, in tensors of `size` bytes."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         f()
@@ -101,31 +142,54 @@ def peak(f, size) -> float:
     return max(itertools.accumulate(steps), default=0) / size
 
 
-def main():
+def versions() -> str:
+    from importlib.metadata import version
+
+    return ", ".join(f"{name} {version(name)}" for name in ("torch", "verl", "trl"))
+
+
+def table(title: str, rows: list[tuple[str, dict[str, float]]]) -> None:
+    """A column for each contestant, eager and compiled; the batch has no compiled form, because it reads numbers."""
+    print(f"\n{title}")
+    heads = [head for who in WHO for head in ((who,) if who == "batch" else (who, "compiled"))]
+    print(f"{'':14}" + "".join(f"{head:>10}" for head in heads))
+    keys = [key for who in WHO for key in ((who,) if who == "batch" else (who, f"{who} compiled"))]
+    for name, found in rows:
+        cells = (f"{found[key]:.1f}" if key in found else "-" for key in keys)
+        print(f"{name:14}" + "".join(f"{cell:>10}" for cell in cells))
+
+
+def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--rows", type=int, default=256)
+    p.add_argument("--rows", type=int, default=64)
     p.add_argument("--tokens", type=int, default=4096)
-    p.add_argument("--rounds", type=int, default=15)
-    p.add_argument("--threads", type=int, default=2)
+    p.add_argument("--rounds", type=int, default=7)
+    p.add_argument("--threads", type=int, default=1)
     args = p.parse_args()
     torch.set_num_threads(args.threads)
-    lp, old, A, mask = batch(args.rows, args.tokens)
-    size = lp.numel() * lp.element_size()
-    print(
-        f"[{args.rows}, {args.tokens}] float32, {args.threads} threads, {platform.machine()}, torch {torch.__version__}"
-    )
-    heads = ("verl", "upref", "upref/verl", "compiled", "verl", "upref", "compiled")
-    print(f"{'':25}{'time, in copies of one tensor':>42}   {'peak memory, in tensors':>28}")
-    print(f"{'objective':14} {'verl mode':10}" + "".join(f"{h:>11}" for h in heads))
-    for mode, name, hp, config in PAIRS:
+    tensors = batch(args.rows, args.tokens)
+    size = tensors[0].numel() * tensors[0].element_size()
+    print(f"[{args.rows}, {args.tokens}] float32, {args.threads} of {os.cpu_count()} cores, {platform.machine()}")
+    print(f"{versions()}; {args.rounds} rounds; load {os.getloadavg()[0]:.1f} at the start", flush=True)
+    times, memory, beside = [], [], []
+    for pair in PAIRS:
         torch.compiler.reset()
-        runs = contestants(mode, name, hp, config, lp, old, A, mask)
-        t = measure(runs, lp.detach(), args.rounds)
-        m = {k: peak(f, size) for k, f in runs.items()}
-        ratio = t["upref"] / t["verl"] if mode else None
-        row = [t.get("verl"), t["upref"], ratio, t["compiled"], m.get("verl"), m["upref"], m["compiled"]]
-        cells = ["-" if x is None else f"{x:.2f}" if x is ratio else f"{x:.1f}" for x in row]
-        print(f"{name:14} {mode or '-':10}" + "".join(f"{c:>11}" for c in cells), flush=True)
+        found = losses(pair, tensors[3])
+        fast = {f"{k} compiled": torch.compile(f, fullgraph=k == "upref") for k, f in found.items() if k != "batch"}
+        runs = {k: partial(step, f, *tensors) for k, f in (found | fast).items()}
+        took = measured(runs, tensors[0].detach(), args.rounds)
+        times.append((pair[2], took))
+        memory.append((pair[2], {k: peak(f, size) for k, f in runs.items()}))
+        beside.append((pair[2], took))
+    table("CPU time, in copies of one tensor", times)
+    table("peak memory, in tensors", memory)
+    print("\ncompiled upref beside the compiled other, times")
+    for name, took in beside:
+        others = [who for who in WHO[:3] if who in took]
+        said = [f"{who} {took['upref compiled'] / took[f'{who} compiled']:.2f}" for who in others]
+        if said:
+            print(f"{name:14} {', '.join(said)}")
+    print(f"\nload {os.getloadavg()[0]:.1f} at the end")
 
 
 if __name__ == "__main__":
