@@ -49,6 +49,16 @@ class Totals(NamedTuple):
     groups: Tensor | int
     group_tokens: Float[Tensor, " B"] | Int[Tensor, " B"] | Tensor | int
 
+    def __eq__(self, other: object) -> bool:
+        """By identity: tensors have no one truth value."""
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+    def __hash__(self) -> int:
+        return id(self)
+
     @classmethod
     def of(cls, mask: Bool[Tensor, "B T"], group: Int[Tensor, " B"] | None = None) -> "Totals":
         """The counts of a batch that is all here."""

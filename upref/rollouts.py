@@ -26,7 +26,7 @@ from upref.tensors import describe, is_materialized
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity: tensors have no one truth value
 class Rollouts:
     """A batch of B sampled responses of at most T tokens: the input of every objective.
 
