@@ -3,6 +3,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -212,3 +213,43 @@ def test_ci_runs_where_not_every_python_is_installed(tmp_path):
     env = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
     done = subprocess.run(["bash", str(tmp_path / ".ci" / "run"), "quick"], env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and re.match(r"with \S*python\S* quick$", done.stdout.strip())
+
+
+# ---- the judges at a commit ------------------------------------------------------------------------------------------
+ROOT = FOLDER.parents[1]
+TOOL = ROOT / "tests/tool.sh"
+
+
+def test_the_environment_has_what_contributing_says_to_run():
+    """`pre-commit install` failed: it was in no list."""
+    assert "pre-commit install" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert "pre-commit" in {pin.name for pin in pins("base")}
+
+
+@pytest.mark.parametrize("where", ["active", ".venv", "PATH"])
+def test_the_hooks_find_the_tools_of_any_environment(where, tmp_path):
+    """They asked for .venv, which an environment of one's own has not."""
+    (tmp_path / "tests").mkdir()
+    shutil.copy(TOOL, tmp_path / "tests")
+    folders = {"active": tmp_path / "mine/bin", ".venv": tmp_path / ".venv/bin", "PATH": tmp_path / "bin"}
+    some = list(folders)[list(folders).index(where) :]  # the first of these that there are is the one
+    for name in some:
+        folders[name].mkdir(parents=True)
+        for tool in ("python", "lint-imports"):
+            (folders[name] / tool).write_text(f"#!/bin/sh\necho {name} {tool} $*\n")
+            (folders[name] / tool).chmod(0o755)
+    other = tmp_path / "other/bin"  # an environment that is active and has no tools
+    other.mkdir(parents=True)
+    active = folders["active"].parent if where == "active" else other.parent
+    env = {"PATH": f"{folders['PATH']}:/usr/bin:/bin", "VIRTUAL_ENV": str(active)}
+    for entry in hooks():
+        program, script, tool, *rest = shlex.split(entry)
+        done = subprocess.run([program, script, tool, *rest], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert (script, done.returncode, done.stderr) == ("tests/tool.sh", 0, "")
+        assert done.stdout.split()[:2] == [where, tool]
+
+
+def hooks():
+    """The commands of .pre-commit-config.yaml."""
+    text = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    return re.findall(r"entry: (.*?)(?:, language|\n)", text)
