@@ -10,7 +10,6 @@ import pytest
 import upref
 
 ROOT = Path(upref.__file__).parent
-MOST = 250
 TRUTHS = ("bool", "any", "all", "isinstance", "hasattr", "callable", "startswith", "endswith", "is_integer")
 METHODS = ("startswith", "endswith", "find", "index", "count", "split", "partition")
 FILES = sorted(ROOT.rglob("*.py"))
@@ -18,15 +17,22 @@ EVERYWHERE = sorted(f for p in ("upref", "repro", "docs", "benchmarks", "tests",
                     for f in (ROOT.parent / p).rglob("*.py"))  # fmt: skip
 
 
-def test_a_long_file_says_why_at_its_top():
-    for file in FILES:
-        text = file.read_text(encoding="utf-8")
-        top = ast.get_docstring(ast.parse(text)) or ""
-        assert len(text.splitlines()) <= MOST or "One file" in top, f"{file.relative_to(ROOT)} is long and says not why"
-
-
 def test_every_file_has_its_licence_in_one_line():
     assert all(f.read_text(encoding="utf-8").startswith("# SPDX") for f in FILES if f.stat().st_size)
+
+
+def test_what_a_docstring_returns_is_a_class_that_there_is():
+    """`Returns: An Identity`, of a class that is called Identification."""
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in FILES}
+    classes = {n.name for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
+    named = []
+    for file, tree in trees.items():
+        for n in ast.walk(tree):
+            text = ast.get_docstring(n) if isinstance(n, ast.FunctionDef) else None
+            for word in re.findall(r"(?:Returns|Yields):\n +(?:An?|The) ([A-Z][a-z]\w*)", text or ""):
+                named.append(word)
+                assert word in classes, f"{file.relative_to(ROOT)}:{n.lineno}: there is no class {word}"
+    assert len(named) > 9
 
 
 def test_no_decision_on_the_words_of_a_fault():

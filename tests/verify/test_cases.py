@@ -151,7 +151,7 @@ def test_an_unchecked_correction_is_said():
     )
 
 
-def test_of_a_whole_batch_a_correction_is_said_where_there_is_one():
+def test_a_correction_in_a_whole_batch_is_said():
     of_batch = lambda name: lambda b: upref.get(name).loss(b)
     for name, due in (("icepop(dapo)", True), ("dapo", False)):
         for mine in (name, of_batch(name)):

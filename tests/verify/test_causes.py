@@ -175,7 +175,7 @@ def test_a_batch_that_is_skipped_is_not_said_to_be_detached(skip):
     assert not report and "no gradient reaches" not in str(report)
 
 
-def test_what_is_added_on_one_batch_is_not_said_of_the_one_that_is_shown():
+def test_an_addition_on_one_batch_is_not_said_of_another():
     """Its size is that of the batch: a part of its largest advantage, or 1 by its rows."""
     for less in (lambda A: A.max() / 7, lambda A: 1 / len(A)):
         loss = lambda log_prob, advantages, less=less: -((advantages[:, 0] - less(advantages)) * log_prob.sum(1)).mean()

@@ -119,7 +119,7 @@ DOUBLED = [
 
 
 @pytest.mark.parametrize(("loss", "cause"), DOUBLED)
-def test_a_gradient_that_is_left_adds_to_that_of_the_loss_that_is_returned(loss, cause):
+def test_a_gradient_that_is_left_adds_to_the_returned_one(loss, cause):
     """Only what it left was compared, and each of these agreed."""
     report = upref.check(loss, "grpo", eps=0.2)
     assert not report and cause in {f.cause for f in report.failures}, report

@@ -46,9 +46,9 @@ def identify(loss: Any) -> Identification:
         loss: as for `upref.check`. A loss that takes no group ids gets a batch of one group.
 
     Returns:
-        An Identity: true if an objective is named, printable, and JSON. Gradients are compared for |log r| <= 15, |A|
-        from 1e-6 to 40 and responses of up to 520 tokens. The value of the loss, masked slots, and code that changes
-        the advantages before the call are not tested.
+        An Identification: true if an objective is named, printable, and JSON. Gradients are compared for |log r| <= 15,
+        |A| from 1e-6 to 40 and responses of up to 520 tokens. The value of the loss, masked slots, and code that
+        changes the advantages before the call are not tested.
 
     Raises:
         InputError: the loss cannot be run, or is not differentiable.
