@@ -47,8 +47,7 @@ def test_the_rows_tell_a_hole_from_one_more_token_a_response():
 def test_where_the_two_are_one_number_both_are_said():
     model = qwen3()
     rows = built(TorchModel(model), meant("dapo", {}, T), None, ()).rows
-    for i in (2, 5):
-        rows[i].trains = [True] * len(rows[i].trains)  # eight holes, eight responses
+    rows[2].trains[4] = rows[4].trains[4] = True  # eight holes, eight responses
     said = cause(divided(lambda rows: tokens(rows) + len(rows)), model=model, rows=rows)
     assert said == "the normalizer counts masked tokens too, or 1 more a response"
 

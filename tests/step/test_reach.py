@@ -74,7 +74,9 @@ def test_a_bound_of_gspo_that_is_a_hundred_times_too_wide_is_not_vouched_for():
 def test_a_dual_clip_beyond_the_ratios_is_not_vouched_for():
     report = check_step(right, qwen3(), "dapo", temperature=T, c=3.0)  # the loop has none
     assert report and [*report.not_reached] == ["c = 3"]
-    assert "not exercised: c = 3 (2.25 and 300 agree too); what acts only beyond r from 0.51 to 2" in str(report)
+    assert "not exercised: c = 3 (300 agrees too); clamps and bounds beyond the rows' range (r from 0.51 to 2" in str(
+        report
+    )
     low = check_step(right, qwen3(), "dapo", temperature=T, c=1.5)
     assert not low
 

@@ -40,7 +40,7 @@ class StepReport(Report):
         lines = [super().text(verbose), f"error of the gradient: {self.error:.2g} of its norm"]
         lines += [f"exercised: {', '.join(self.exercised)}"] if self.exercised else []
         numbers = [f"{number} ({same})" for number, same in self.not_reached.items()]
-        beyond = [f"what acts only beyond {self.reach}"] if self.reach else []
+        beyond = [f"clamps and bounds beyond the rows' range ({self.reach})"] if self.reach else []
         return "\n".join([*lines, f"not exercised: {'; '.join([*numbers, *beyond, *self.unexercised])}"])
 
     def numbers_not_reached(self) -> str:

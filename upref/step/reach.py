@@ -5,7 +5,8 @@ A clip bound that no ratio of the rows comes near has no effect on them, so a lo
 well. This is measured: the reference is computed once more with each number at a part and at a multiple of its value.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -18,8 +19,9 @@ from upref.step.forward import Forward, clipped
 from upref.step.goal import Goal
 from upref.step.rows import Padded
 
-BELOW, ABOVE = (3 / 4, 1 / 2, 1 / 10), (4 / 3, 2.0, 10.0, 100.0)  # multiples of a number that are tried, outwards
-FOR_ZERO = (0.1, 0.2), (1.0, 2.0)  # values that are tried for a number that is 0; a count takes the second pair alone
+BELOW, ABOVE = (1 / 2, 1 / 10), (2.0, 10.0, 100.0)  # multiples of a number that are tried, outwards
+NEARER = (3 / 4,)  # in place of BELOW, where a number cannot have half of its value
+FOR_ZERO = [0.1, 0.2], [1.0, 2.0]  # values that are tried for a number that is 0; a count takes the second pair alone
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ def not_reached(goal: Goal, forward: Forward, b: Padded, bound: float, rows: Ten
     reference, out = Reference.of(goal, forward, b, bound, rows), {}
     for name, value, changed in _numbers(goal):
         same, tried = [], 0
-        for outwards in _other_values(value):
-            goals = {v: other for v in outwards if (other := _allowed(changed, v, b)) is not None}
+        for outwards, otherwise in _other_values(value):
+            goals = _goals(changed, outwards, b) or _goals(changed, otherwise, b)
             tried += len(goals)
             alike = len([*takewhile(reference.agrees, goals.values())])
             same += [*goals][:alike][-1:]  # the farthest of them
@@ -109,20 +111,23 @@ def _numbers(goal: Goal) -> Iterator[tuple[str, float, Callable[[float], Goal]]]
         yield "clip", float(goal.clip), lambda other: replace(goal, clip=other)
 
 
-def _other_values(value: float) -> list[tuple[float, ...]]:
-    """Smaller ones and larger ones, each outwards."""
+def _other_values(value: float) -> list[tuple[list[float], list[float]]]:
+    """Smaller ones and larger ones, each outwards; with others for where the number cannot have any of them."""
     if value == 0:
-        return [*FOR_ZERO]
-    return [tuple(value * k for k in BELOW), tuple(value * k for k in ABOVE)]
+        return [FOR_ZERO]
+    of = lambda multiples: [value * k for k in multiples]
+    return [(of(BELOW), of(NEARER)), (of(ABOVE), [])]
 
 
-def _allowed(changed: Callable[[float], Goal], value: float, b: Padded) -> Goal | None:
-    """The goal with that value; None where the number cannot have it, or where the rows lack what it needs."""
-    try:
-        goal = changed(value)
-    except InputError:
-        return None
-    return None if goal.beta and b.ref is None else goal
+def _goals(changed: Callable[[float], Goal], values: Sequence[float], b: Padded) -> dict[float, Goal]:
+    """The goal with each value that the number can have, and for which the rows have what it needs."""
+    out = {}
+    for value in values:
+        with suppress(InputError):
+            goal = changed(value)
+            if not goal.beta or b.ref is not None:
+                out[value] = goal
+    return out
 
 
 def _slope(goal: Goal, forward: Forward, b: Padded) -> Tensor:

@@ -16,9 +16,9 @@ AXES = ("lengths", "temperature", "ratio", "holes")  # what a case must vary
 PROMPTS, LENGTHS = (3, 7, 4, 6, 2, 5, 3, 8), (9, 4, 7, 5, 8, 6, 11, 3)  # tokens of the eight responses
 ADVANTAGES = (1.3, -0.7, 0.4, -1.6, 0.9, -1.1, 2.0, -0.5)
 GROUPS = (0, 0, 0, 1, 1, 2, 2, 2)
-# response -> tokens that do not train. Eight responses, 10 holes and 43 tokens that train, a prime: whatever a loop
-# divides by in error is another number.
-HOLES = {0: (3, 4), 2: (4,), 3: (2,), 4: (0,), 5: (2,), 6: (5, 6, 7), 7: (2,)}
+# response -> tokens that do not train. There are eight responses, 10 holes and 43 tokens that train, a prime: a count
+# that a loop divides by in error is another number. Halves, ranks and groups have distinct counts of tokens.
+HOLES = {0: (3, 4), 2: (4,), 3: (2,), 4: (0, 4), 6: (5, 6, 7), 7: (2,)}
 SPREAD = (0.03, 0.7)  # |log r| of a token
 COARSE = (0.03, 0.12), (0.4, 0.7)  # in half precision: inside the usual clip bounds and outside, far from both
 BESIDE = 0.012  # log r from a bound, of the tokens beside it

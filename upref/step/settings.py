@@ -141,7 +141,7 @@ def verl() -> Iterator[Setting]:
     yield s("mixed_precision: bf16 (default)", engine=dict(mixed_precision=None), half=True)
     for T in (1.0, 1.5):
         yield s(f"temperature={T:g}", more=dict(temperature=T))
-    two = dict(ranks=2)  # 28 and 15 tokens train
+    two = dict(ranks=2)  # 27 and 16 tokens train
     yield s("two ranks", more=two)
     yield s("two ranks, seq-mean-token-mean, use_kl_loss, entropy_coeff=0.01, clip_grad=0.5", objective="grpo", hp={},
             more=two | dict(clip=0.5), goal=dict(beta=0.04, entropy_coef=0.01, clip=0.5), actor=dict(use_kl_loss=True,
