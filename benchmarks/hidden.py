@@ -95,8 +95,8 @@ def torch_linear_ce():
 
 
 def placed(name):
-    from upref.audits import framework
-    from upref.audits.isolated.pin import place
+    from upref_frameworks.audits import framework
+    from upref_frameworks.audits.isolated.pin import place
 
     return Path(place(name, framework(name).pin).paths[0])
 

@@ -46,8 +46,9 @@ from repro.mini.round2 import report
 from repro.mini.study import results, suite
 from repro.mini.train import command, loop
 from repro.mini.train.settings import Settings
-from upref import audits, cli
-from upref.audits import isolated
+from upref import cli
+from upref_frameworks import audits
+from upref_frameworks.audits import isolated
 
 ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).with_suffix(".json")
@@ -474,7 +475,7 @@ def two(folder: Path) -> Iterator[Row]:
 
 
 INTERRUPTED = [  # as they are typed; {} is a folder
-    "-m upref check {}/slow.py:loss --as dapo", "-m upref derive all", "-m upref audit verl", "-m upref claims --run",
+    "-m upref check {}/slow.py:loss --as dapo", "-m upref derive all", "-m upref audit verl", "-m paper claims --run",
     "-m repro.mini.train --settings {}/s.json --out {}/run", "-m repro.exact --out {}/exact", "-m repro.reference dapo",
     "-m repro.mini.study.suite --out {}/runs --results {}/new", "-m repro.mini.round2.report --results {}/new",
     "-m repro.mini.compare up_dapo --out {}/runs", "-m docs.make docs/reliability.md", "-m docs.site {}/site",

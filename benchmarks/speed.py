@@ -74,7 +74,7 @@ def of_verl(mode: str, config: dict[str, Any]) -> Loss:
 
 def of_trl(mode: str, o: Any, hp: dict[str, Any], mask: Tensor) -> Loss:
     """GRPOTrainer._compute_loss, for a model that answers with these log-probabilities."""
-    from upref.foreign import trl
+    from upref_frameworks.trl import losses as trl
 
     cls, fields = trl.trainer_of(mode)
     trainer = trl._trainer(cls, tuple(sorted((fields | trl.settings_for(mode, o, hp)).items())))  # noqa: SLF001

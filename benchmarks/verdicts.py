@@ -21,10 +21,11 @@ import pytest
 import torch
 
 import upref
-from upref import advantages, audits, hidden, kl
+from upref import advantages, hidden, kl
 from upref.files import write_atomically
 from upref.identification.identification import Identification
 from upref.verify.report import Report
+from upref_frameworks import audits
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))

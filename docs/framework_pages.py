@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from docs import logprobs
-from upref.audits import framework, frameworks
-from upref.audits.compare import SEVERITY, Effect
-from upref.audits.ledger import STATUS, Entry, documented, ranked, read, recorded
-from upref.audits.recipe import no_kl, reached, recipe
 from upref.files import write_atomically
 from upref.registry import get, names
 from upref.verify.faults.losses import GROUPS
+from upref_frameworks.audits import framework, frameworks
+from upref_frameworks.audits.compare import SEVERITY, Effect
+from upref_frameworks.audits.ledger import STATUS, Entry, documented, ranked, read, recorded
+from upref_frameworks.audits.recipe import no_kl, reached, recipe
 
 FOLDER = Path(__file__).parent / "frameworks"
 AT = {"default": "its defaults", "paper": "the paper's settings"}
@@ -236,7 +236,7 @@ def statuses() -> str:
 
 
 def main(*asked: str):
-    from upref.audits import audit
+    from upref_frameworks.audits import audit
 
     for name in asked:
         file = FOLDER / f"{name}.json"

@@ -67,7 +67,7 @@ def brief(report: Any) -> dict[str, Any]:
 
 
 def main(*names: str):
-    from upref.audits.kernels import kernels
+    from upref_frameworks.audits.kernels import kernels
 
     for name in names:
         k = kernels(name)

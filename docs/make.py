@@ -228,19 +228,19 @@ def statuses() -> str:
 
 
 def claims() -> str:
-    from upref.paper.claims.page import markdown
+    from paper.claims.page import markdown
 
     return markdown()
 
 
 def claims_words() -> str:
-    from upref.paper.claims.page import meanings
+    from paper.claims.page import meanings
 
     return meanings()
 
 
 def claims_tally() -> str:
-    from upref.paper.claims.page import summary
+    from paper.claims.page import summary
 
     return summary()
 
@@ -268,7 +268,7 @@ def benchmarks() -> str:
 
 def lessons() -> str:
     """The lessons of the course, each with the question of its page."""
-    from upref.course import exercises
+    from upref_course.grader import exercises
 
     rows = []
     for e in exercises():

@@ -11,8 +11,8 @@ import sys
 from typing import Any
 
 from docs.framework_pages import FOLDER
-from upref.audits import framework, frameworks
-from upref.audits.isolated.pin import NEWEST
+from upref_frameworks.audits import framework, frameworks
+from upref_frameworks.audits.isolated.pin import NEWEST
 
 
 def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:

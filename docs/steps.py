@@ -65,13 +65,13 @@ def notes() -> str:
 
 # ---- upref's plug-ins ------------------------------------------------------------------------------------------------
 def by_trl(name: str) -> float:
-    """The error of one step of upref.integrations.trl.GRPOTrainer, which trains a two-layer Qwen3 by this objective."""
+    """The error of one step of upref_frameworks.trl.training.GRPOTrainer, which trains a two-layer Qwen3 by this objective."""
     import trl
 
-    from upref.integrations.trl import GRPOTrainer
-    from upref.step.families import tiny
-    from upref.step.trl import default_config
-    from upref.step.twin import trl_twin
+    from upref_frameworks.steps.families import tiny
+    from upref_frameworks.trl.step import default_config
+    from upref_frameworks.trl.training import GRPOTrainer
+    from upref_frameworks.trl.twin import trl_twin
 
     o, hp, beta = _asked(name)
     twice = dict(gradient_accumulation_steps=2, steps_per_generation=4, generation_batch_size=None)  # r off 1
@@ -80,10 +80,10 @@ def by_trl(name: str) -> float:
 
 
 def by_verl(name: str) -> float:
-    """The same of upref.integrations.verl in verl's worker."""
+    """The same of upref_frameworks.verl.training in verl's worker."""
     import transformers
 
-    from upref.step.verl import twin_of, twin_report
+    from upref_frameworks.verl.step import twin_of, twin_report
 
     o, hp, beta = _asked(name)
     kl = dict(use_kl_loss=beta > 0, kl_loss_coef=beta, kl_loss_type=o.kl or "k3")

@@ -10,10 +10,10 @@ import torch
 from rich.console import Console
 
 import upref
-from upref import audits
 from upref.derivation import derive
 from upref.files import write_atomically
 from upref.weights.batches import batch, grad
+from upref_frameworks import audits
 
 ROOT = Path(__file__).parent
 say = Console(highlight=False, soft_wrap=True).print
@@ -56,7 +56,7 @@ def plugged(o):
     """verl calls the registered loss; its gradient must be the reference's, exactly."""
     from verl.workers.config import ActorConfig
 
-    from upref.integrations.verl import register
+    from upref_frameworks.verl.training import register
 
     b = batch(o)
     config = ActorConfig(strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=1)

@@ -8,13 +8,11 @@ from upref import _moved
 
 if TYPE_CHECKING:
     from upref.aggregation import Totals, aggregate, row_weights
-    from upref.audits import audit
-    from upref.audits.recipe import recipe
     from upref.derivation import derive
     from upref.diagnostics import diagnose
     from upref.errors import InputError
     from upref.identification.identify import identify
-    from upref.integrations.pytest_plugin import (
+    from upref.pytest_plugin import (
         assert_advantages,
         assert_kl,
         assert_logprobs,
@@ -31,6 +29,8 @@ if TYPE_CHECKING:
     from upref.verify.logprobs import check_logprobs
     from upref.weights.capacity import capacity
     from upref.weights.plots import cap_map
+    from upref_frameworks.audits import audit
+    from upref_frameworks.audits.recipe import recipe
 
 __version__ = "0.1.0"
 

@@ -19,13 +19,13 @@ from repro.exact.flow import path
 from repro.exact.task import bandit
 from upref import advantages, kl
 from upref.aggregation import Totals, row_weights
-from upref.course.lessons.around_the_loss import step
-from upref.course.lessons.reading_a_run import KEY
 from upref.step import TorchModel
 from upref.step.case import BOUND, built, meant, perturbed, run
 from upref.step.check import compared
 from upref.verify import kl as verify_kl
 from upref.weights.plots import DOWN, GREY, INK, PALETTE, STYLE, UP
+from upref_course.lessons.around_the_loss import step
+from upref_course.lessons.reading_a_run import KEY
 
 FOLDER = Path(__file__).parent / "pictures"
 

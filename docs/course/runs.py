@@ -15,8 +15,8 @@ from torch import Tensor
 
 import upref
 from upref import advantages
-from upref.course.lessons.reading_a_run import KEY
 from upref.files import write_atomically
+from upref_course.lessons.reading_a_run import KEY
 
 FILE = Path(upref.__file__).parent / "course/exercises/lesson10.py"
 HEAD = "run  batch  reward  entropy  pass@8  signal   r, first update   r, last update   clipped  gradient"

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from docs.site import gather, links
-from upref import explorer
+from upref_course import explorer
 
 ROOT = Path(__file__).parents[2]
 

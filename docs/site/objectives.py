@@ -10,13 +10,13 @@ import numpy as np
 
 from docs.site import tex
 from repro.mini.study import curves, results
-from upref.audits.ledger import read
 from upref.cli.show import _source, bib_entry
 from upref.derivation import derive
 from upref.errors import InputError
 from upref.registry import LEVELS, Objective, get, names
 from upref.weights import plots
 from upref.weights.curve import of
+from upref_frameworks.audits.ledger import read
 
 SIGNS = {1: "A > 0", -1: "A < 0", 0: "A = 0"}
 RATIOS = np.exp(np.linspace(-5, 5, 81)) * 1.0001  # on none of the bounds

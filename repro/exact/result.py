@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from figures.make import save
+from paper.claims import words
 from upref.files import write_atomically
-from upref.paper.claims import words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,11 +14,11 @@ import json
 import sys
 from collections import Counter
 
+from paper.claims import words
 from repro.mini.round2 import power, report as report_2, rule, tables
 from repro.mini.stale import design, report as report_3, rule as rule_3
 from repro.mini.study import plan, results
 from upref.errors import InputError
-from upref.paper.claims import words
 
 MOST = 200
 

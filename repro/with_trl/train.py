@@ -23,7 +23,7 @@ from repro.with_verl.config.model import local
 from repro.with_verl.place import RUNS
 from repro.with_verl.reward.score import compute_score
 from upref import InputError
-from upref.integrations.parity import ParityError
+from upref_frameworks.parity import ParityError
 
 MODEL, DATA = "Qwen/Qwen2.5-0.5B-Instruct", RUNS / "data"
 TEST = 128  # problems of the test set that a validation answers
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace, name: str, seed: int) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
-    from upref.integrations.trl import GRPOTrainer
+    from upref_frameworks.trl.training import GRPOTrainer
 
     steps = args.steps or (TINY_STEPS if args.tiny else STEPS)
     folder = args.out / f"{name}-seed{seed}-{steps}"

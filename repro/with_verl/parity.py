@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import upref
-from upref.integrations.parity import Parity, compare
+from upref_frameworks.parity import Parity, compare
 
 
 def again(path: Path) -> tuple[dict, Parity]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a test says what it found of a claim (upref/paper/claims): by what it asserts, never by a word of its own.
+"""How a test says what it found of a claim (paper/claims): by what it asserts, never by a word of its own.
 
 Each fixture is a function (where, claimed, found, relation): it asserts that the relation holds between what was found
 and what the reading requires, or that it does not, and records the two numbers.

@@ -13,12 +13,7 @@ from pathlib import Path
 import pytest
 
 from docs import make
-from repro.mini import standing
-from repro.mini.stale import design
-from repro.mini.study import plan, results
-from upref import cli
-from upref.errors import InputError
-from upref.paper.claims import (
+from paper.claims import (
     RED,
     VERDICTS,
     Claim,
@@ -33,6 +28,11 @@ from upref.paper.claims import (
     saved,
     words,
 )
+from repro.mini import standing
+from repro.mini.stale import design
+from repro.mini.study import plan, results
+from upref import cli
+from upref.errors import InputError
 
 ROOT = Path(__file__).parents[2]
 CLAIMS = read()
@@ -126,7 +126,7 @@ def test_there_are_sixty_at_least_and_every_section_has_some():
 def test_the_last_verdicts_are_those_of_these_records():
     """computed.json is not edited: each verdict is what `judge` makes of the outcomes kept beside it."""
     for j in as_computed():
-        assert j, f"{j.claim.id}: {j.why} (upref claims --run --save)"
+        assert j, f"{j.claim.id}: {j.why} (python -m paper claims --run --save)"
         again = judge(j.claim, list(j.outcomes), j.verdict)
         assert (again.verdict, again.why) == (j.verdict, j.why), j.claim.id
     assert list(last()) == [c.id for c in CLAIMS]
@@ -138,7 +138,7 @@ def test_the_experiments_still_say_so():
     alone = [c for c in CLAIMS if {kind for kind, _ in c.pointers} <= {"mini", "exact"}]
     before = {j.claim.id: j.verdict for j in as_computed()}
     now = {j.claim.id: j.verdict for j in evidence.run(alone, before, rerun_exact=False)}
-    assert len(now) > 20 and now == {i: before[i] for i in now}, "upref claims --run --save"
+    assert len(now) > 20 and now == {i: before[i] for i in now}, "python -m paper claims --run --save"
 
 
 def test_a_verdict_says_what_it_rests_on():
@@ -304,7 +304,7 @@ def test_a_wheel_shows_the_verdicts_and_says_what_a_rerun_needs(tmp_path):
 
 def test_a_red_claim_is_exit_status_1(monkeypatch, capsys):
     """A record that has changed since its verdict was computed has none."""
-    monkeypatch.setattr("upref.paper.claims.read", lambda: [replace(CLAIMS[0], says="something else"), *CLAIMS[1:]])
+    monkeypatch.setattr("paper.claims.read", lambda: [replace(CLAIMS[0], says="something else"), *CLAIMS[1:]])
     assert cli.main(["claims"]) == 1 and "1 is red" in capsys.readouterr().out
 
 

@@ -7,6 +7,8 @@ from math import floor
 
 import torch
 
+from paper.grim import audit
+from paper.grim.read import PAPER, read
 from repro.mini.stale.unregistered import T_1, at_end, at_peak
 from repro.mini.study import plan
 from repro.with_verl.config.compose import paper
@@ -14,8 +16,6 @@ from tests.claims.conftest import RECORDS
 from tests.support.on_tokens import weight
 from upref import get
 from upref.metrics import best_at_k_replaced
-from upref.paper.grim import audit
-from upref.paper.grim.read import PAPER, read
 
 TABLE = read(PAPER.read_text(encoding="utf-8"))
 PRINTED = {name: list(map(float, cells)) for name, cells in zip(TABLE.rows, TABLE.cells, strict=True)}

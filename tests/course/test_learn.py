@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from attempts import ATTEMPTS
 
-from upref import course as learn
 from upref.cli import main
-from upref.course.verdict import judged
+from upref_course import grader as learn
+from upref_course.verdict import judged
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 EVERY = {e.number: e for e in learn.exercises()}
@@ -164,7 +164,7 @@ def test_an_answer_for_a_program(asked):
 def test_the_runs_of_the_last_exercise_are_as_described():
     """The file is what the runs log now; the answers' names are what was done to them."""
     from docs.course import runs
-    from upref.course.lessons.reading_a_run import KEY, SIGNS
+    from upref_course.lessons.reading_a_run import KEY, SIGNS
 
     text = runs.FILE.read_text(encoding="utf-8")
     assert runs.written(text) == text, "run `python -m docs.course.runs`"

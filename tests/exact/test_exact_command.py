@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from paper.claims import words
 from repro.exact import __main__ as command, flow
 from repro.exact.experiments import collapse, coverage, drawn, entropy, fixed_points, rise, strings
 from repro.exact.result import Finding, Result, Table, markdown, shown
-from upref.paper.claims import words
 
 FOLDER = Path(command.__file__).parent
 KEPT = json.loads((FOLDER / "results/results.json").read_text(encoding="utf-8"))

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from rich.console import Console
 
+from paper.grim import audit
+from paper.grim.averages import mean_fits
+from paper.grim.counts import numerators, possible
+from paper.grim.digits import consistent, mend, one_digit_off
+from paper.grim.read import PAPER, read
 from upref import cli
 from upref.errors import InputError
-from upref.paper.grim import audit
-from upref.paper.grim.averages import mean_fits
-from upref.paper.grim.counts import numerators, possible
-from upref.paper.grim.digits import consistent, mend, one_digit_off
-from upref.paper.grim.read import PAPER, read
 
 ROOT = Path(__file__).parents[2]
 TEX = next((p for p in (ROOT.parent / "shared/up_paper.tex", ROOT / "shared/up_paper.tex") if p.exists()), None)
@@ -310,7 +310,7 @@ def test_a_terminal_shows_names_in_brackets_as_they_are():
 
 
 def test_help_imports_nothing_heavy():
-    heavy = "print({'numpy', 'torch', 'upref.paper.grim'} & set(sys.modules))"
+    heavy = "print({'numpy', 'torch', 'paper.grim'} & set(sys.modules))"
     script = (
         f"import atexit, sys; atexit.register(lambda: {heavy}); from upref.cli import main; main(['audit-table', '-h'])"
     )

@@ -130,11 +130,19 @@ def test_a_full_disk_names_the_file_and_keeps_the_old_one(tmp_path, monkeypatch)
 
 # A process and its own child exchange pickles in a folder of their own; a page's own code and fetched sources, which
 # are pinned by digest, are executed: neither is a file that somebody sends.
-MAY = {"upref/audits/child.py", "upref/audits/isolated/__init__.py", "docs/make.py", "docs/in_the_wild/fetched.py"}
-MAY |= {"upref/frameworks/trl/audit.py"}  # statements of the installed TRL, which is imported anyway
-MAY |= {"upref/step/verl.py", "upref/foreign/remote.py"}  # a pipe from a process to its own child, and no file
+MAY = {
+    "upref_frameworks/audits/child.py",
+    "upref_frameworks/audits/isolated/__init__.py",
+    "docs/make.py",
+    "docs/in_the_wild/fetched.py",
+}
+MAY |= {"upref_frameworks/trl/audit.py"}  # statements of the installed TRL, which is imported anyway
+MAY |= {
+    "upref_frameworks/verl/step.py",
+    "upref/foreign/remote.py",
+}  # a pipe from a process to its own child, and no file
 MAY |= {"repro/fork.py"}  # the command line of a process
-MAY |= {"upref/course/verdict.py"}  # the batch that this process's own report prints
+MAY |= {"upref_course/verdict.py"}  # the batch that this process's own report prints
 
 
 def unsafe(tree: ast.AST):
@@ -174,14 +182,14 @@ def test_no_loader_runs_what_it_reads():
 # Where another way to write is right: into a folder that is temporary, or that gets its name when it is whole.
 DRAFTS = {
     "upref/files.py": "the writer",
-    "upref/audits/child.py": "temporary folder",
-    "upref/audits/isolated/__init__.py": "temporary folder",
-    "upref/audits/isolated/pin.py": "folder that is renamed",
+    "upref_frameworks/audits/child.py": "temporary folder",
+    "upref_frameworks/audits/isolated/__init__.py": "temporary folder",
+    "upref_frameworks/audits/isolated/pin.py": "folder that is renamed",
     "upref/cli/supervise.py": "standard output",
     "upref/foreign/remote.py": "pipe",
-    "upref/step/openrlhf.py": "temporary folder",
-    "upref/step/trl.py": "temporary folder",
-    "upref/step/verl.py": "temporary folder",
+    "upref_frameworks/openrlhf/step.py": "temporary folder",
+    "upref_frameworks/trl/step.py": "temporary folder",
+    "upref_frameworks/verl/step.py": "temporary folder",
     "repro/fork.py": "standard output",
     "repro/mini/files.py": "folder that is renamed",
     "repro/mini/policy/models.py": "folder that is renamed",

@@ -61,7 +61,7 @@ def test_the_page_adds_one_file_for_each():
         "upref/objectives",
         "upref/verify/oracles",
         "upref/verify/faults",
-        "upref/frameworks/plain",
+        "upref_frameworks/plain",
     ]
 
 
@@ -117,10 +117,10 @@ def test_a_fault(added, upref_says, tmp_path):
 def test_a_framework(added, upref_says, tmp_path):
     """It is explained and recorded, or the audit fails; the page's ledger is what it lacks."""
     put("plainrl.py", FILES["plainrl.py"], tmp_path)
-    added("upref/frameworks/plain/audit.py")
+    added("upref_frameworks/plain/audit.py")
     command = "upref audit plain --source . --json"
     usage, bare = upref_says("upref audit -h", command)
-    (tmp_path / "upref/frameworks/plain/ledger.toml").write_text(re.search(r"```toml\n(.*?)```", PAGE, re.S)[1])
+    (tmp_path / "upref_frameworks/plain/ledger.toml").write_text(re.search(r"```toml\n(.*?)```", PAGE, re.S)[1])
     whole, proofs = upref_says(command, command.replace("--json", "--proofs"))
     bare, whole = json.loads(bare), json.loads(whole)
     assert "plain" in usage and bare["unaudited"] == [] and bare["out_of_scope"] == {"vanilla": "it is empty"}

@@ -34,12 +34,12 @@ except upref.InputError:
     pass
 """,
     "a group of one rank": """
-from upref.step.host import grouped
+from upref_frameworks.steps.host import grouped
 with grouped("a trainer"):
     told()
 """,
     "a group of two ranks": """
-from upref.step.host import ranked
+from upref_frameworks.steps.host import ranked
 if __name__ == "__main__":
     with ranked(2, told, None, [0, 1], 1.0, {}):
         told()

@@ -9,8 +9,8 @@ from torch import distributed as dist, nn
 
 from upref.step import record_step
 from upref.step.case import perturb
-from upref.step.families import tiny
-from upref.step.host import report
+from upref_frameworks.steps.families import tiny
+from upref_frameworks.steps.host import report
 
 RANKS = 2
 
@@ -55,7 +55,7 @@ def test_a_loop_that_counts_its_own_tokens_is_named():
 
 def verls(model, rows, T, over_all):
     """verl's worker; over_all=False: the counts of tokens are not reduced over the ranks."""
-    from upref.step.verl import trained
+    from upref_frameworks.verl.step import trained
 
     reduce = dist.all_reduce
     some = lambda x, *a, **kw: reduce(x, *a, **kw) if over_all or x.ndim or x.is_floating_point() else None

@@ -26,27 +26,28 @@ from pathlib import Path
 
 import pytest
 
+import paper.claims
 import upref
-import upref.paper.claims
 import upref.weights.batches
 import upref.weights.curve
+from paper import grim
+from paper.grim.read import read as read_table
 from tests.support import entries, odd, typed
 from tests.support.odd import JUNK, a_loss, moody
-from upref import audits, course as learn
-from upref.audits import ledger
 from upref.errors import InputError
 from upref.foreign import read
 from upref.foreign.guard import RANDOM, STATE, _equal
 from upref.identification.identification import Identification
-from upref.paper import grim
-from upref.paper.grim.read import read as read_table
 from upref.verify.report import Report
+from upref_course import grader as learn
+from upref_frameworks import audits
+from upref_frameworks.audits import ledger
 
 LIMIT = 60  # seconds of CPU for one input
 ANSWERS = Report | Identification | learn.Answer
 EVERY = 100  # inputs between two notes in FILE
-CLAIMS = resources.files("upref.paper.claims").joinpath("claims.toml").read_text(encoding="utf-8")
-LEDGER = resources.files("upref.frameworks").joinpath("verl/ledger.toml").read_text(encoding="utf-8")
+CLAIMS = resources.files("paper.claims").joinpath("claims.toml").read_text(encoding="utf-8")
+LEDGER = resources.files("upref_frameworks").joinpath("verl/ledger.toml").read_text(encoding="utf-8")
 
 
 def tries(rng: random.Random):
@@ -92,8 +93,8 @@ def tries(rng: random.Random):
         ),
         "audit-table": lambda: grim.audit(read_table(odd.a_table(rng)), draws=200, seed=rng.choice([0, 1, -1])),
         "a student": lambda: a_student(rng),
-        "claims": lambda: upref.paper.claims.read(odd.a_ledger(rng, CLAIMS)),
-        "explorer": lambda: upref.explorer.write(rng.choice(["no/x.html", *map(str, JUNK)])),
+        "claims": lambda: paper.claims.read(odd.a_ledger(rng, CLAIMS)),
+        "explorer": lambda: upref_course.explorer.write(rng.choice(["no/x.html", *map(str, JUNK)])),
     }
     slow = (
         "upref.check_step",
@@ -137,7 +138,7 @@ def framework(rng: random.Random):
     return audits.audit(name, (one,))
 
 
-VERDICTS = Path(upref.paper.claims.__file__).with_name("computed.json")
+VERDICTS = Path(paper.claims.__file__).with_name("computed.json")
 
 
 # ---- one input -------------------------------------------------------------------------------------------------------

@@ -243,7 +243,7 @@ TURNED: dict[str, Callable] = {  # of the answer of a solution
 
 def student(number: int, rng: random.Random, ends: bool = True) -> Callable:
     """A solution of that exercise: right or with a known mistake, answered oddly, or that turns bad at some call."""
-    from upref.course import exercise
+    from upref_course.grader import exercise
 
     e = exercise(number)
     base, turn = rng.choice([e.right, *(s.fn for s in e.slips)]), rng.choice(list(TURNED.values()))

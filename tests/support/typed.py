@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from upref.cli import main
-from upref.course import exercises
+from upref_course.grader import exercises
 
 LONGEST = 20_000  # characters of an answer
 HP = ["--hp", "--hp=eps_low=0.1", "--hp=eps_low=nan", "--hp=c=None", "--hp=eps=1e999", "--hp==", "--hp=x=1",

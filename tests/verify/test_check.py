@@ -15,7 +15,7 @@ from tests.support.cases.bodies import calm
 from tests.support.cases.styles import accepts_kwargs, dead, float_mask, plain, poisoned, ppo, unreduced, wrong
 from upref.cli import main
 from upref.foreign import read
-from upref.integrations.pytest_plugin import _assert_policy_loss, assert_policy_loss  # noqa: F401  the fixture, as pytest finds it
+from upref.pytest_plugin import _assert_policy_loss, assert_policy_loss  # noqa: F401  the fixture, as pytest finds it
 from upref.verify.check import every
 from upref.verify.faults import known
 from upref.verify.measure import make_case

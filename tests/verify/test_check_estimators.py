@@ -18,8 +18,8 @@ from tests.support.zoo import advantages as zoo
 from tests.support.zoo.advantages import WRONG, loop_over_prompts, over_the_batch, single_precision
 from upref import advantages, kl
 from upref.cli import main
-from upref.integrations.pytest_plugin import _assert_advantages, _assert_kl  # noqa: F401  the fixtures, as pytest finds them
 from upref.logprobs import token_log_probs
+from upref.pytest_plugin import _assert_advantages, _assert_kl  # noqa: F401  the fixtures, as pytest finds them
 from upref.verify import faults, kl as kl_check
 from upref.verify.exact import Batch, Denominator, advantage
 

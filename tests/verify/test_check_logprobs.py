@@ -51,7 +51,7 @@ def test_bad_input_is_one_sentence(fn, settings, says):
 @pytest.mark.slow
 @pytest.mark.parametrize("name, n", [("torch", 1), pytest.param("trl", 2, marks=pytest.mark.trl)])
 def test_the_log_prob_functions_of_torch_and_trl_agree(name, n):
-    from upref.audits.kernels import kernels
+    from upref_frameworks.audits.kernels import kernels
 
     found = kernels(name)
     assert len(found.reports) == n and found and all(found.reports.values()), str(found)

@@ -15,8 +15,8 @@ import pytest
 import upref
 from upref import interrupt
 from upref.cli import _parser, main
+from upref.cli.verb import hyperparameters
 from upref.foreign.guard import called
-from upref.foreign.settings import hyperparameters
 
 ROOT = Path(__file__).parents[2]
 
@@ -144,7 +144,7 @@ class Verdict:
 
 @pytest.mark.parametrize("ok", [True, False])
 def test_audit_exit_status_is_the_verdict(capsys, monkeypatch, ok):
-    monkeypatch.setattr("upref.audits.audit", lambda framework, **which: Verdict(ok))
+    monkeypatch.setattr("upref_frameworks.audits.audit", lambda framework, **which: Verdict(ok))
     code, out, _ = run(capsys, "audit", "verl", "--json")
     assert code == (0 if ok else 1) and json.loads(out)["ok"] == ok
 
@@ -153,7 +153,7 @@ def test_a_missing_module_is_one_sentence(capsys, monkeypatch):
     def gone(framework, **which):
         raise ModuleNotFoundError("No module named 'verl'")
 
-    monkeypatch.setattr("upref.audits.audit", gone)
+    monkeypatch.setattr("upref_frameworks.audits.audit", gone)
     code, _, err = run(capsys, "audit", "verl")
     assert code == 2 and "No module named 'verl'" in err and err.count("\n") == 1
 
@@ -328,7 +328,12 @@ def test_every_command_is_in_a_package_that_handles_interrupts():
     for top in ("repro", "docs", "benchmarks"):
         assert "interrupt.handled()" in (ROOT / top / "__init__.py").read_text(encoding="utf-8")
     ours = {f.as_posix() for f in files if f.parts[0] == "upref" and "course" not in f.parts}
-    assert ours <= {"upref/__main__.py", "upref/cli/__init__.py", "upref/audits/child.py", "upref/step/verl.py"}
+    assert ours <= {
+        "upref/__main__.py",
+        "upref/cli/__init__.py",
+        "upref_frameworks/audits/child.py",
+        "upref_frameworks/verl/step.py",
+    }
 
 
 def test_sigterm_within_a_loss_is_not_the_loss():

@@ -28,7 +28,7 @@ from upref.cli import commands, main
 from upref.errors import Gone, InputError
 from upref.foreign.guard import AROUND, RANDOM, STATE, _equal, called, state_restored
 from upref.foreign.remote import remote
-from upref.integrations.pytest_plugin import assert_policy_loss
+from upref.pytest_plugin import assert_policy_loss
 
 leave = os._exit
 

@@ -483,7 +483,7 @@ def test_a_run_that_dies_says_what_to_do_and_goes_on(ready, verl_does, tmp_path,
     saved = json.loads((run / "overrides.json").read_text())
     assert all(row["source"] for row in saved["overrides"]) and saved["estimate"]["steps"] == 3
     log = (run / "verl.log").read_text().splitlines()
-    assert log[0].startswith("upref.integrations.verl,") and log[0].endswith(":/somewhere/of/the/user")
+    assert log[0].startswith("upref_frameworks.verl.training,") and log[0].endswith(":/somewhere/of/the/user")
     assert log[-1].startswith(
         "upref: ended after 2 of 3 steps: verl ended with status 7; a GPU ran out of memory: lower "
     )

@@ -100,15 +100,15 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--as-logprobs", action="store_true", help="log-probs and entropy; --hp softcap=30, ranks=2")
     what.add_argument("--as-kl", metavar="NAME", help="a KL estimator: k1, k2 or k3")
     c.add_argument("--agg", default="", metavar="NAME", help="aggregation in place of the objective's, e.g. token-mean")
-    _hyperparameters(c)
-    _limit(c)
+    add_hyperparameters(c)
+    add_time_limit(c)
     c.add_argument("--skip", action="append", default=[], metavar="ORACLE", help="leave an oracle out")
     c.epilog = """The file of LOSS is imported and run with your rights: your files, network and credentials. Check a
         loss that you do not trust in a container without network and secrets."""
     c.add_argument("-v", "--verbose", action="store_true", help="also print what was assumed, and each oracle")
     c = command("identify", "name the objective of a loss, with its hyperparameters, from its gradients")
     c.add_argument("loss", metavar="LOSS", help=LOSS)
-    _limit(c)
+    add_time_limit(c)
     c.add_argument("-v", "--verbose", action="store_true", help="also print what was assumed")
     c = command("audit", "compare a framework's losses, advantages and KL terms with the papers")
     c.add_argument("framework", choices=[*_frameworks(), "torch"])
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     c = command("recipe", "print the settings that give an objective in a framework")
     c.add_argument("name", metavar="NAME", help="the objective (`upref list`)")
     c.add_argument("--in", dest="framework", required=True, choices=_frameworks(), help="the framework")
-    _hyperparameters(c)
+    add_hyperparameters(c)
     c.set_defaults(verbose=False)
     about = "test a results table for impossible values (GRIM test), and the leader's margin for chance"
     c = command("audit-table", about)
@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument("name", metavar="NAME|all")
     c = command("learn", "list the exercises of the course, or write and grade one")
     c.add_argument("lesson", nargs="?", type=int, metavar="N", help="write lessonNN.py here; if it exists, grade it")
-    _limit(c, 60)
+    add_time_limit(c, 60)
     c.set_defaults(verbose=False)
     c = command("claims", "list the statements of the paper fan2026up, with verdicts and evidence")
     c.add_argument("--section", metavar="3|4.1|B", help="only this section or appendix")
@@ -171,36 +171,11 @@ def _parser() -> argparse.ArgumentParser:
     return p
 
 
-def _frameworks() -> list[str]:
-    folder = Path(__file__).parents[1] / "frameworks"
-    return sorted(f.parent.name for f in folder.glob("*/audit.py"))
-
-
-def _hyperparameters(c: argparse.ArgumentParser):
-    text = "a hyperparameter, e.g. eps_high=0.28, or another argument of the loss"
-    c.add_argument("--hp", action="append", default=[], metavar="K=V", help=text)
-
-
-def _limit(c: argparse.ArgumentParser, seconds: float = 600):
-    text = f"time limit (default {seconds:g})"
-    c.add_argument("--timeout", type=_seconds, default=seconds, metavar="SECONDS", help=text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0
-    if not 0 < seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds between 0 and a million")
-    return seconds
-
-
 def _curves(c: argparse.ArgumentParser):
     c.add_argument("names", nargs="+", metavar="NAME|LOSS", help="an objective, or a loss as in `check`")
-    _limit(c)
+    add_time_limit(c)
     c.add_argument("-o", metavar="FILE", dest="file", help="write a figure (.svg, .pdf, .png)")
-    _hyperparameters(c)
+    add_hyperparameters(c)
 
 
 if __name__ == "__main__":

@@ -7,18 +7,17 @@ One file, for each is a dozen lines.
 import contextlib
 import json
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from upref.cli.output import answer, table
 from upref.cli.show import PI_OLD
+from upref.cli.verb import hyperparameters
 from upref.errors import InputError
-from upref.foreign.settings import hyperparameters
 from upref.registry import Objective, get, names
 
 RATIOS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.28, 2.0, 5.0, 50.0)
@@ -32,25 +31,25 @@ def check(args) -> int:
     if args.as_advantage:
         from upref.verify.advantages import check_advantages
 
-        return _answer(args, check_advantages(args.loss, args.as_advantage, skip=skip, **hp))
+        return answer(args, check_advantages(args.loss, args.as_advantage, skip=skip, **hp))
     if args.as_kl:
         from upref.verify.kl import check_kl
 
         if hp:
             raise InputError("a KL estimator has no hyperparameter: leave --hp out.")
-        return _answer(args, check_kl(args.loss, args.as_kl, skip=skip))
+        return answer(args, check_kl(args.loss, args.as_kl, skip=skip))
     if args.as_logprobs:
         from upref.verify.logprobs import check_logprobs
 
         if unknown := sorted(hp.keys() - {"softcap", "logit_scale", "ranks"}):
             raise InputError(f"a log-prob function has no setting {unknown[0]!r}: give softcap, logit_scale or ranks.")
-        return _answer(args, check_logprobs(args.loss, skip=skip, **hp))
+        return answer(args, check_logprobs(args.loss, skip=skip, **hp))
     from upref.verify.check import check as verdict
 
     o = get(args.name)
     with _loss(args, o.aggregated(args.agg) if args.agg else o, hp) as loss:
         report = verdict(loss, o, agg=args.agg, skip=skip, **hp)
-    return _answer(args, report)
+    return answer(args, report)
 
 
 def identify(args) -> int:
@@ -59,16 +58,16 @@ def identify(args) -> int:
 
     with _loss(args, no_objective(), {}) as loss:
         identity = which(loss)
-    return _answer(args, identity)
+    return answer(args, identity)
 
 
 @contextlib.contextmanager
 def _loss(args, o: Objective, hp: dict[str, Any]) -> Iterator[Any]:
     """The loss, which runs in a child process, and is judged in this one."""
-    from upref.audits.child import named
     from upref.cli.supervise import child
     from upref.foreign import from_signature
     from upref.foreign.remote import remote, serve
+    from upref_frameworks.audits.child import named
 
     make = lambda: from_signature(named(args.loss, o.name, hp), o, hp)
     if not args.apart:
@@ -76,84 +75,6 @@ def _loss(args, o: Objective, hp: dict[str, Any]) -> Iterator[Any]:
         return
     with child(partial(serve, make), args.timeout) as pipe:
         yield remote(pipe, o)
-
-
-def audit(args) -> int:
-    from upref import audits
-    from upref.audits import report
-
-    name = args.framework
-    if args.ledger or args.report:
-        print(report.ledger(name, args.json) if args.ledger else report.report(name, args.report))
-        return 0
-    which = {"version": args.version or "", "source": args.source or "", "loud": args.debug}
-    if args.proofs:
-        return _answer(args, report.proofs(audits.framework(name), **which))
-    if args.logprobs:
-        from upref.audits.kernels import kernels
-
-        return _answer(args, kernels(name, **which))
-    a = audits.audit(name, **which)
-    return print(report.draft(a)) or 0 if args.draft else _answer(args, a)
-
-
-def recipe(args) -> int:
-    from upref.audits.recipe import recipe as settings
-
-    r = settings(args.name, args.framework, **hyperparameters(args.hp))
-    return print(r.json() if args.json else r) or 0
-
-
-def audit_table(args) -> int:
-    from upref.paper.grim import audit as audited
-    from upref.paper.grim.read import read_file
-
-    return _answer(args, audited(read_file(args.file), seed=args.seed))
-
-
-def learn(args) -> int:
-    here = Path.cwd()
-    if args.lesson and sys.stderr.isatty() and (here / f"lesson{args.lesson:02d}.py").exists():
-        print(f"checking lesson{args.lesson:02d}.py ...", file=sys.stderr)  # before torch is imported
-    from upref import course
-
-    if args.lesson is None:
-        rows = [e.facts() | {"here": (here / e.file).exists()} for e in course.exercises()]
-        if args.json:
-            print(json.dumps(rows, indent=1, ensure_ascii=False))
-            return 0
-        words = [[str(r["lesson"]), r["title"], r["file"] if r["here"] else ""] for r in rows]
-        _table(["", "lesson", "your file"], words)
-        print(f"The lessons: {course.located('docs/course/README.md')}")
-        print("`upref learn 1` writes the exercise of lesson 1 into this folder; once it is there, judges it.")
-        return 0
-    e = course.exercise(args.lesson)
-    if not course.write(e, here):
-        return _answer(args, course.judge(e, here))
-    said = f"{e.file}: written. Fill the hole, the line with `...`; then `upref learn {e.number}` judges it."
-    print(json.dumps(e.facts(), ensure_ascii=False) if args.json else f"{said} The lesson: {e.lesson}")
-    return 0
-
-
-def _answer(args, verdict) -> int:
-    if sys.stdout is None or sys.stdout.closed:
-        raise InputError("stdout is closed: the report cannot be printed.")
-    try:
-        _print(args, verdict)
-        sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads it has seen enough; the verdict stands
-        sys.stdout = None
-    return 0 if verdict else 1
-
-
-def _print(args, verdict):
-    if args.json:
-        print(verdict.json())
-    elif hasattr(verdict, "text") and not sys.stdout.isatty():
-        print(verdict.text(args.verbose))  # nothing is wrapped or cut
-    else:
-        console = _console()
-        console.print(*verdict.lines(args.verbose) if hasattr(verdict, "lines") else [verdict], sep="\n")
 
 
 def listing(args) -> int:
@@ -165,7 +86,7 @@ def listing(args) -> int:
     elif args.markdown:
         print(show.markdown_table())
     else:
-        _table(["name", "level", "aggregation", "paper"], [[o.name, o.level, o.agg, o.paper] for o in objectives])
+        table(["name", "level", "aggregation", "paper"], [[o.name, o.level, o.agg, o.paper] for o in objectives])
     return 0
 
 
@@ -180,9 +101,9 @@ def show(args) -> int:
 # ---- curves ----------------------------------------------------------------------------------------------------------
 def _losses(given: list[str]) -> list[Any]:
     """Objectives and losses; those of one audited framework, in whose packages this process then runs."""
-    from upref.audits import frameworks
-    from upref.audits.child import named
     from upref.weights import plots  # noqa: F401  (before the imports are restricted)
+    from upref_frameworks.audits import frameworks
+    from upref_frameworks.audits.child import named
 
     pinned = {name for x in given if (name := x.partition(":")[0]) in frameworks() and name not in ("verl", "trl")}
     if len(pinned) > 1:
@@ -217,20 +138,12 @@ def weights(args) -> int:
     return _numbers(args, "r", RATIOS, rows, "weight dJ/dlp (π_old = 0.01 where the bound depends on it)")
 
 
-def explorer(args) -> int:
-    from upref.explorer import write
-
-    file = str(write(args.file))
-    print(json.dumps({"file": file}) if args.json else f"{file}: open it in a browser; it needs no network.")
-    return 0
-
-
 def _numbers(args, axis: str, points, rows, title: str) -> int:
     if args.json:
         print(json.dumps({"title": title, axis: points, **{r[0]: r[1:] for r in rows}}, indent=1, ensure_ascii=False))
     else:
         print(title)
-        _table([axis, *(f"{p:g}" for p in points)], [[row[0], *(f"{v:.4g}" for v in row[1:])] for row in rows])
+        table([axis, *(f"{p:g}" for p in points)], [[row[0], *(f"{v:.4g}" for v in row[1:])] for row in rows])
     return 0
 
 
@@ -248,18 +161,6 @@ def derive(args) -> int:
     return 0 if all(d.ok for d in derivations) else 1
 
 
-def claims(args) -> int:
-    from upref.paper.claims.command import run
-
-    return run(args)
-
-
-def step(args) -> int:
-    from upref.step.table import command
-
-    return command(args)
-
-
 def doctor(args) -> int:
     from upref.cli.doctor import examine
 
@@ -267,7 +168,7 @@ def doctor(args) -> int:
     if args.json:
         print(json.dumps(report, indent=1))
     else:
-        _table(["", ""], [[k, str(v)] for k, v in report.items() if k != "ok"], heads=False)
+        table(["", ""], [[k, str(v)] for k, v in report.items() if k != "ok"], heads=False)
     return 0 if report["ok"] else 1
 
 
@@ -276,19 +177,3 @@ RUN = {
     "list": listing, "show": show, "cap": cap, "weights": weights, "derive": derive, "explorer": explorer,
     "learn": learn, "claims": claims, "doctor": doctor, "step": step,
 }  # fmt: skip
-
-
-def _console():
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 160)
-
-
-def _table(head, rows, heads: bool = True):
-    from rich import box
-    from rich.table import Table
-
-    table = Table(*head, box=box.SIMPLE_HEAD, show_header=heads, pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    _console().print(table)

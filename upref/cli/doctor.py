@@ -42,7 +42,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _tested(part: str, version: str) -> str:
-    ledger = tomllib.loads((files(f"upref.frameworks.{part}") / "ledger.toml").read_text(encoding="utf-8"))
+    ledger = tomllib.loads((files(f"upref_frameworks.{part}") / "ledger.toml").read_text(encoding="utf-8"))
     known = ledger["ledger"]["version"]
     return f"{version} ({'tested' if version == known else f'not tested: upref was tested with {known}'})"
 

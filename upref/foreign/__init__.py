@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from upref.errors import InputError
-from upref.foreign import names, trl, verl
+from upref.foreign import names
 from upref.foreign.load import load, name_of
 from upref.foreign.loss import FIRST, MAIN, SHAPES, Loss, Outcome
 from upref.foreign.settings import Shipped
@@ -27,6 +27,8 @@ from upref.foreign.shapes import infer_shapes
 from upref.foreign.signature import WRAP_PAGE, Reading, parameters, read as read_signature, wrapper
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
+from upref_frameworks.trl import losses as trl
+from upref_frameworks.verl import losses as verl
 
 FRAMEWORKS = Path(__file__).parents[1] / "frameworks"  # a folder each
 __all__ = ["FIRST", "MAIN", "SHAPES", "Loss", "Outcome", "accepts", "infer_shapes", "load", "no_objective", "read"]

@@ -6,12 +6,12 @@ Every word is chosen by the registered verdicts; nothing here decides.
 
 from collections import Counter
 
+from paper.claims import words
 from repro.mini.round2 import doses, explore, reach, tables
 from repro.mini.round2.rule import Verdict
 from repro.mini.round2.tables import FINAL
 from repro.mini.study.plan import Experiment
 from repro.mini.study.results import Record
-from upref.paper.claims import words
 
 Judged = dict[str, list[Verdict]]
 ORDER = (words.REPRODUCED, words.CONTRADICTED, words.EXCLUDED, words.UNDECIDED, words.NOT_TESTABLE, "not finished")

@@ -7,11 +7,11 @@ from math import exp, sqrt
 
 from scipy.stats import t
 
+from paper.claims import words
 from repro.mini.round2 import rule
 from repro.mini.round2.rule import Found, Verdict
 from repro.mini.study.plan import EVAL_METRICS, Contrast, Experiment
 from repro.mini.study.stats import holm, levels
-from upref.paper.claims import words
 
 POINTS = {"reward", *EVAL_METRICS}
 MOST = 200  # seeds: rule.seeds_for looks no further

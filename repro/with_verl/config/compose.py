@@ -17,7 +17,11 @@ from upref import InputError
 
 HERE = Path(__file__).resolve().parent
 ACTOR = "actor_rollout_ref.actor"
-MODULES = ("upref.integrations.verl", "repro.with_verl.plugins.estimators", "repro.with_verl.plugins.grpo_clip_higher")
+MODULES = (
+    "upref_frameworks.verl.training",
+    "repro.with_verl.plugins.estimators",
+    "repro.with_verl.plugins.grpo_clip_higher",
+)
 SEEDS = ("data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")
 HANDED_OVER = ("mini", "smoke")  # run by programs of their own
 
@@ -147,7 +151,7 @@ def compose(objective: str, scale: str, overrides: list[str] | None = None, data
     o = upref.get(objective)
     if objective not in upref.names():
         raise InputError(
-            f"{objective} is not registered with verl: add upref.integrations.verl.register(upref.get(...)) there."
+            f"{objective} is not registered with verl: add upref_frameworks.verl.training.register(upref.get(...)) there."
         )
     if o.needs:
         raise InputError(f"{objective} needs {o.needs[0]}, which verl does not pass to a loss.")
@@ -163,7 +167,10 @@ def compose(objective: str, scale: str, overrides: list[str] | None = None, data
     o_loss = o if loss == objective else extra(loss)
     estimator, settings, difference = ESTIMATORS[o.adv]
     chosen = {
-        f"{ACTOR}.policy_loss._target_": ("upref.integrations.verl.PolicyLoss", "ours: a place for hyperparameters"),
+        f"{ACTOR}.policy_loss._target_": (
+            "upref_frameworks.verl.training.PolicyLoss",
+            "ours: a place for hyperparameters",
+        ),
         f"{ACTOR}.policy_loss.loss_mode": (f"upref/{loss}", why),
         f"{ACTOR}.loss_agg_mode": (_aggregation(o_loss), "the objective's own, for verl's KL and entropy terms"),
         "algorithm.adv_estimator": (estimator, f"{o.adv} of upref.advantages in verl: {difference}"),

@@ -299,7 +299,7 @@ def _check_loss(cfg: DictConfig, actor) -> None:
 
     import repro.with_verl.plugins.estimators  # noqa: F401  registers
     from upref.aggregation import verl_name
-    from upref.integrations.verl import VERL_KEYS, hyperparameters, monitor_of
+    from upref_frameworks.verl.training import VERL_KEYS, hyperparameters, monitor_of
 
     mode = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
     for kind, name, known in (

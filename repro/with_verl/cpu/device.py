@@ -2,7 +2,7 @@
 """verl 0.9.1 on a CPU, without an edit of installed packages; README.md says what it does not cover.
 
 Every process that imports verl imports this by VERL_USE_EXTERNAL_MODULES=repro.with_verl.cpu.device. It registers the
-platform `cpu` of upref/step/verl_cpu.py (VERL_PLATFORM=cpu selects it), and mends places where verl takes an
+platform `cpu` of upref_frameworks/verl/cpu.py (VERL_PLATFORM=cpu selects it), and mends places where verl takes an
 accelerator for granted.
 """
 
@@ -15,7 +15,7 @@ import torch.distributed
 import torch.distributed.fsdp
 
 from repro import fork
-from upref.step.verl_cpu import PlatformCPU, once_per_device  # noqa: F401  registers the platform
+from upref_frameworks.verl.cpu import PlatformCPU, once_per_device  # noqa: F401  registers the platform
 
 EARLY = ("torch", "transformers", "tensordict")  # while Ray starts: what does not read verl's environment
 VERLS = (

@@ -38,7 +38,9 @@ STALL, FIRST = 45, 300  # seconds without a step, without a word: a step takes 3
 def environment(log: Path, modules: tuple[str, ...] = ()) -> dict[str, str]:
     return {
         "PYTHONPATH": pythonpath(),
-        "VERL_USE_EXTERNAL_MODULES": ",".join(("repro.with_verl.cpu.device", "upref.integrations.verl", *modules)),
+        "VERL_USE_EXTERNAL_MODULES": ",".join(
+            ("repro.with_verl.cpu.device", "upref_frameworks.verl.training", *modules)
+        ),
         "VERL_USE_EXTERNAL_PLUGINS": "none",  # upref once is enough
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",  # verl's FSDP engine is registered for cuda and npu; it asks the platform where
@@ -82,7 +84,7 @@ def settings(objective: upref.Objective, steps: int, out: Path) -> dict[str, obj
         "actor_rollout_ref.actor.optim.lr": 5e-3,
         "actor_rollout_ref.actor.optim.weight_decay": 0,
         "actor_rollout_ref.actor.policy_loss.loss_mode": f"upref/{objective.name}",
-        "actor_rollout_ref.actor.policy_loss._target_": "upref.integrations.verl.PolicyLoss",
+        "actor_rollout_ref.actor.policy_loss._target_": "upref_frameworks.verl.training.PolicyLoss",
         "actor_rollout_ref.actor.loss_agg_mode": verl_name(objective.level, objective.agg),
         "actor_rollout_ref.ref.fsdp_config.use_torch_compile": False,
         "+actor_rollout_ref.ref.fsdp_config.mixed_precision": FP32,
@@ -162,7 +164,7 @@ def judge(rows: list[dict], steps: int, outcome: watch.Outcome) -> tuple[list[st
         parity = [d[PARITY] for d in data if PARITY in d]
         report.append(f"parity_max_abs {max(parity):.1e}" if parity else "no parity logged")
         if not parity:
-            wrong.append("no parity was logged: is upref.integrations.verl loaded in the workers?")
+            wrong.append("no parity was logged: is upref_frameworks.verl.training loaded in the workers?")
     return report, wrong
 
 

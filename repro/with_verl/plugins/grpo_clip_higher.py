@@ -7,7 +7,7 @@ Its terms are DAPO's, its average is GRPO's, so it is neither of the two and is 
 from dataclasses import replace
 
 import upref
-from upref.integrations.verl import register
+from upref_frameworks.verl.training import register
 
 grpo_clip_higher = replace(
     upref.get("dapo"),

@@ -184,7 +184,7 @@ def check_step(cfg: Any) -> bool:
     """Whether one optimizer step of a two-layer twin of this run, on this CPU, has the objective's gradient."""
     from omegaconf import OmegaConf
 
-    from upref.step.verl import stop_unless_twin_agrees, twin_of
+    from upref_frameworks.verl.step import stop_unless_twin_agrees, twin_of
 
     its = OmegaConf.to_container(cfg.actor_rollout_ref, resolve=True)
     loss = its["actor"]["policy_loss"]
@@ -284,5 +284,5 @@ def hand_over(objective: str, scale: str, overrides: list[str], dry_run: bool) -
 
 
 if __name__ == "__main__":
-    logging.getLogger("upref.integrations.verl").disabled = True  # `show` prints it
+    logging.getLogger("upref_frameworks.verl.training").disabled = True  # `show` prints it
     sys.exit(main())

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import wraps
 
 import upref
-from upref.integrations.verl import register
+from upref_frameworks.verl.training import register
 
 right = upref.get("up_dapo")
 

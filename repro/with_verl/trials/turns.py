@@ -10,7 +10,7 @@ import os
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 
 import upref
-from upref.integrations.verl import register
+from upref_frameworks.verl.training import register
 
 NAMES, TURN = os.environ["UPREF_TURNS"].split(), int(os.environ["UPREF_TURN"])
 LOSSES = [POLICY_LOSS_REGISTRY.get(f"upref/{name}") or register(upref.get(name)) for name in NAMES]  # up(dapo) is new

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `upref recipe` prints was run: typed back into the config, the framework's own loss does what it says."""
+
+import ast
+import contextlib
+import dataclasses
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import upref
+from upref import InputError
+from upref.advantages import ADVANTAGES
+from upref.cli import main
+from upref.weights.batches import grad
+from upref_frameworks import audits as A
+from upref_frameworks.audits import ledger
+from upref_frameworks.audits.compare import Comparison, _reference, difference, typical, unit
+from upref_frameworks.audits.ledger import recorded
+from upref_frameworks.audits.recipe import reached, recipe as once
+
+recipe = cache(once)  # one reads the ledger for each
+entries = cache(ledger.read)
+JSON = Path(__file__).parents[2] / "docs/frameworks"
+EVERY = [(o, n) for n in A.frameworks() for o in reached(n, {})]
+
+
+def comparison(objective: str, name: str) -> Comparison:
+    """The audit's comparison of which the recipe speaks."""
+    label = recipe(objective, name).command.split()[2].partition(":")[2]
+    return next(c for c in A.framework(name).comparisons if (c.label, c.objective) == (label, objective))
+
+
+def test_each_recipe_is_of_an_explained_comparison():
+    """At least eight objectives, in all frameworks that reach them."""
+    assert len({o for o, _ in EVERY}) >= 8 and {n for _, n in EVERY} == {*A.frameworks()}
+    for o, n in EVERY:
+        r, c = recipe(o, n), comparison(o, n)
+        rows = json.loads((JSON / f"{n}.json").read_text(encoding="utf-8"))["rows"]
+        row = next(x for x in rows if (x["label"], x["promise"], x["micro_batches"]) == (c.label, c.promise, 1))
+        assert row["ok"] and {k: c.config[k] for k in r.fields} == r.fields
+        assert len(r.differs) >= len(row["reasons"]) and r.settings == [line for line in r.settings if line.strip()]
+        assert set(r.beside) == {"dynamic sampling", "overlong shaping"}
+
+
+def audited(name: str) -> list[dict]:
+    return json.loads((JSON / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+
+
+def kind_of(objective: str) -> str:
+    return upref.get(objective).adv
+
+
+PLUGGED = [(o, n) for n in ("verl", "trl") for o in upref.names() if o not in reached(n, {})]
+
+
+def plugged() -> list[tuple[str, str]]:
+    """The objectives that upref's plug-in gives, in verl and in TRL."""
+    found = []
+    for o, n in PLUGGED:
+        with contextlib.suppress(InputError):
+            recipe(o, n)
+            found.append((o, n))
+    return found
+
+
+def test_the_advantages_are_the_objectives_own():
+    """One setting a kind; where none is known the recipe says so, and never gives the setting of another kind."""
+    for o, n in [*EVERY, *plugged()]:
+        said, known = recipe(o, n).advantages, recorded(n)["recipe"]["advantages"]
+        assert said.startswith(f"{kind_of(o)}, "), (o, n)
+        if kind_of(o) not in known:
+            assert f"set them yourself, this recipe knows no setting of {n}" in said, (o, n)
+            continue
+        mine = known[kind_of(o)]
+        assert f": {mine['set']}" in said and ("not measured" in said) == ("audited" not in mine), (o, n)
+    dr = {n: recipe("dr_grpo", n).advantages for o, n in EVERY if o == "dr_grpo"}
+    assert len(dr) == 11 and not any("group_norm" in said or "(the default)" in said for said in dr.values()), dr
+
+
+def test_what_is_said_to_be_measured_of_the_advantages_is_a_row_of_the_audit():
+    for n in A.frameworks():
+        rows = {(r["label"], r["promise"].split(", ")[0]) for r in audited(n) if r["kind"] == "advantages"}
+        for kind, how in recorded(n)["recipe"]["advantages"].items():
+            row = "reward" if kind == "signed" else kind  # A = R where R is 1 or -1
+            assert kind in ADVANTAGES and how.keys() <= {"set", "audited"} and how["set"], (n, kind)
+            assert "audited" not in how or (f"advantages:{how['audited']}", row) in rows, (n, kind)
+
+
+def test_every_entry_that_concerns_the_recipe_is_mentioned():
+    """Of the loss in one batch and in micro-batches, and of the advantages; what was not measured is said to be so."""
+    for o, n in EVERY:
+        r, c = recipe(o, n), comparison(o, n)
+        said, kind = "\n".join(r.differs), kind_of(o)
+        estimator = recorded(n)["recipe"]["advantages"].get(kind, {}).get("audited")
+        for e in entries(n):
+            for x in e.evidence:
+                if (x.loss, x.held_against) == (c.label, c.promise):
+                    prefix = "in micro-batches: " if of_micro_batches_alone(e, c) else ""
+                    assert prefix + e.reason in said, (o, n, e.key)
+                if (x.loss, x.held_against.split(", ")[0]) == (f"advantages:{estimator}", kind):
+                    assert f"in the advantages: {e.reason}" in said, (o, n, e.key)
+        split = any(x.setting == "paper" and x.label == c.label for x in A.framework(n).comparisons)
+        assert split or "in micro-batches: not measured" in r.differs, (o, n)
+    assert "in micro-batches: torch.mean of each" in str(recipe("gmpo", "verl"))
+    assert "in micro-batches: the means over" in str(recipe("gspo", "trinity"))
+
+
+def of_micro_batches_alone(e, c: Comparison) -> bool:
+    """Whether the entry is of micro-batches alone."""
+    return not any((x.loss, x.held_against, x.micro_batches) == (c.label, c.promise, 1) for x in e.evidence)
+
+
+def test_a_plug_in_says_what_was_measured_of_it():
+    """It gets no prompt ids: by the same measure as the frameworks' own losses."""
+    rows = plugged()
+    assert len(rows) > 50
+    for o, n in rows:
+        differs, objective = "\n".join(recipe(o, n).differs), upref.get(o)
+        assert ("one denominator for the batch" in differs) == (objective.agg == "group-token-mean"), (o, n)
+        assert not objective.batch_coupled or "in micro-batches: each acts by itself" in differs, (o, n)
+    for o in ("up_dapo", "gppo", "m2po"):
+        b, objective = typical(), upref.get(o)
+        paper, seen = grad(objective, b), grad(objective, replace(b, group=None))
+        change = 100 * ((seen - paper).norm() / paper.norm()).item()
+        assert f"one denominator for the batch, not one per prompt (weakens, {change:.2g} % of" in str(
+            recipe(o, "verl")
+        )
+    assert "20 %" in str(recipe("up_dapo", "verl")) and "nothing differs" not in str(recipe("up_dapo", "trl"))
+    assert "plain sum" in str(recipe("w_reinforce", "verl")) and "plain sum" in str(recipe("wapo", "trl"))
+    assert "mean of its weights (not measured)" in str(recipe("up_gspo", "verl"))
+
+
+@pytest.mark.parametrize(
+    ("name", "framework", "why"),
+    [
+        ("tis(dapo)", "verl", "the sampler's log-probabilities"),
+        ("up(icepop(grpo))", "verl", "the sampler's log-probabilities"),
+        ("tpo", "verl", "the prompt of each response"),
+        ("tpo", "trl", "the prompt of each response"),
+        ("aspo_code", "verl", "entropy per token"),
+        ("up(sapo)", "verl", "register"),
+        ("kl_cov", "skyrl", "its own kl_cov: not compared"),
+        ("rloo", "openrlhf", "nemo_rl, trl"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_one_sentence(name, framework, why, capsys):
+    assert main(["recipe", name, "--in", framework]) == 2
+    said = capsys.readouterr()
+    assert why in said.err and len(said.err.strip().splitlines()) == 1 and not said.out
+
+
+def test_what_the_plug_in_refuses_has_no_recipe():
+    """The plug-ins' own rule: what they raise on before the first batch."""
+    transformed = ["tis(dapo)", "mis_seq(gspo)", "up(tis(dapo))", "decoupled(grpo)"]
+    for n in ("verl", "trl"):
+        plug_in = pytest.importorskip(f"upref_frameworks.{n}.training")
+        config = {"verl": {}, "trl": {}}[n]
+        for o in [o for o, where in PLUGGED if where == n] + transformed:
+            with contextlib.suppress(InputError):
+                plug_in.hyperparameters(upref.get(o), config)
+                assert recipe(o, n).mode == f"upref/{o}"
+                continue
+            with pytest.raises(InputError, match="cannot run in"):
+                recipe(o, n)
+
+
+def test_a_loss_of_verls_own_is_not_hidden_behind_the_plug_in():
+    for o in ("kl_cov", "clip_cov", "dro"):
+        assert f"verl has a loss {o} of its own" in str(recipe(o, "verl"))
+
+
+def test_what_must_be_set_is_set():
+    """SkyRL refuses the sum without max_seq_len, Liger without max_completion_length; Unsloth's beta is 0.001."""
+    for o in ("dr_grpo", "dppo_tv", "dppo_kl", "is_pg"):
+        r = recipe(o, "skyrl")
+        assert "trainer.algorithm.max_seq_len=1" in r.settings and "it must be set" in str(r)
+    assert "max_completion_length=1," in recipe("dr_grpo", "liger").settings
+    for o, n in [("rloo", "trl"), ("ppo_clip", "tunix")]:  # a KL term in the reward, of 0.05 and of 0.04
+        assert "beta=0.0," in recipe(o, n).settings
+    for o in reached("unsloth", {}):
+        assert "beta=0.0," in recipe(o, "unsloth").settings
+    assert "mask_truncated_completions" in str(recipe("dapo", "unsloth"))
+    assert all("prompt_mean" in str(recipe(o, "skyrl")) for o in ("dapo", "cispo"))
+
+
+def test_sampler_corrections_that_are_on_by_default_are_named():
+    for n, switch in {
+        "trl": "vllm_importance_sampling_correction=False",
+        "open_instruct": "use_rho_correction",
+    }.items():
+        assert all(switch in str(recipe(o, n)) for o in reached(n, {}) if (o, n) != ("rloo", "trl"))
+    assert "vllm_importance_sampling_correction" in str(recipe("up_dapo", "trl"))
+    assert "correction is on by default" not in str(recipe("tis(dapo)", "trl"))
+
+
+def typed_back(lines: list[str]) -> dict:
+    """The fields of the framework's config, from the lines as one types them."""
+    found = {}
+    for line in lines:
+        if m := re.fullmatch(r"(?:actor_rollout_ref\.actor\.)?(\w+)=(.+?),?", line):
+            try:
+                found[m[1]] = ast.literal_eval(m[2])
+            except (ValueError, SyntaxError):
+                found[m[1]] = m[2]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "objective"),
+    [pytest.param(n, o, marks=getattr(pytest.mark, n)) for o, n in EVERY if n in ("verl", "trl")],
+)
+def test_the_frameworks_own_loss_with_the_typed_settings(name, objective):
+    """Equal to the objective with what the recipe says still differs, and to no other."""
+    pytest.importorskip(name, reason=f"`repro/venv.sh {name}` installs it")
+    f, c, b = A.framework(name), comparison(objective, name), typical()
+    typed = typed_back(recipe(objective, name).settings)
+    typed.pop("loss_type", None)
+    scale = {k: v for k, v in c.config.items() if k == "max_completion_length"}
+    b = replace(b, totals=upref.Totals.of(b.mask))
+    found = -grad(lambda x: f.of(replace(c, config=typed | scale), x, None), b)
+    each = unit(c, b)
+    expected = _reference(c, c.reasons, typical())
+    assert difference(found / each, expected / each).max() < 1e-6
+
+
+def test_a_kl_term_that_is_on_beside_the_loss_is_switched_off():
+    """Unless the recipe is one with a KL term."""
+    said = {n: recipe("dapo", n).settings[-1] for n in ("openrlhf", "areal", "easyr1", "trinity")}
+    off = ["--algo.kl.init_coef 0", "actor.kl_ctl=0.0", "algorithm.disable_kl=true", "algorithm.kl_loss_fn: none"]
+    assert [*said.values()] == off
+    assert off[2] not in recipe("grpo", "easyr1", beta=0.04).settings
+
+
+def test_the_command(capsys):
+    assert main(["recipe", "dapo", "--in", "verl"]) == 0
+    out = capsys.readouterr().out
+    assert "\nactor_rollout_ref.actor.clip_ratio_high=0.28\n" in out and "still differs: one denominator" in out
+    assert str(recipe("dapo", "verl")) + "\n" == out
+    assert main(["recipe", "up_dapo", "--in", "trl"]) == 0
+    assert 'objective="up_dapo"' in capsys.readouterr().out
+    assert main(["recipe", "vespo", "--in", "areal"]) == 2
+    assert "trl" in capsys.readouterr().err
+    assert json.loads(recipe("gspo", "skyrl").json())["mode"] == "gspo"
+    with pytest.raises(InputError, match="at these settings"):
+        recipe("dapo", "areal", c=3.5)
+
+
+@pytest.mark.verl
+def test_verls_own_configuration_takes_each_line():
+    """Hydra refuses a key that verl's YAML does not have."""
+    verl = pytest.importorskip("verl", reason="`repro/venv.sh verl` installs it")
+    hydra = pytest.importorskip("hydra")
+    kinds = recorded("verl")["recipe"]["advantages"].values()
+    settings = [recipe(o, n).settings for o, n in EVERY if n == "verl"] + [recipe("up_dapo", "verl").settings[1:]]
+    advantages = [re.sub(r" \(.*\)", "", how["set"]).split() for how in kinds]
+    with hydra.initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
+        for lines in [*settings, *advantages]:
+            config = hydra.compose("ppo_trainer", overrides=lines)
+            for line in lines:
+                key, _, wanted = line.partition("=")
+                found = config
+                for part in key.split("."):
+                    found = found[part]
+                assert str(found).lower() == wanted.lower() or float(found) == float(wanted), line
+
+
+@pytest.mark.trl
+def test_trls_own_configuration_takes_each_line():
+    """Its dataclasses refuse an argument that they do not have."""
+    trl = pytest.importorskip("trl", reason="`repro/venv.sh trl` installs it")
+    for o in reached("trl", {}):
+        r = recipe(o, "trl")
+        experimental = "gmpo" in r.settings[0]
+        kind = trl.RLOOConfig if "RLOOConfig" in r.settings[0] else trl.GRPOConfig
+        fields = {f.name for f in dataclasses.fields(kind)} | ({"epsilon"} if experimental else set())
+        typed = [line.partition("=")[0] for line in r.settings if not line.startswith("#")]
+        assert set(typed) <= fields, (o, typed)
+        if "scale_rewards" in r.advantages:
+            assert "scale_rewards" in fields, o

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/steps.md: its records are of the settings that there are, and every difference has a note."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import pytest
+
+from docs.steps import note_of
+from upref.cli import main
+from upref.errors import InputError, NotInstalled
+from upref.step import StepReport
+from upref.step.reference import as_float64
+from upref.verify.report import fail
+from upref_frameworks.audits import framework
+from upref_frameworks.audits.isolated.pin import place
+from upref_frameworks.steps import table
+from upref_frameworks.steps.families import FAMILIES
+from upref_frameworks.steps.host import Refused, quiet
+
+RECORDS = Path(__file__).parents[2] / "docs" / "steps"
+SEVERITIES = {"breaks", "weakens", "rescales", "cosmetic"}
+WORDS = {"bug", "surprising default", "documented choice", "numerical"}
+
+
+@pytest.mark.parametrize("trainer", ["trl", "verl", "openrlhf"])
+def test_the_records_are_of_the_settings(trainer):
+    records = json.loads((RECORDS / f"{trainer}.json").read_text(encoding="utf-8"))
+    assert [(r["setting"], r["family"]) for r in records] == [(s.name, s.family) for s in table.chosen(trainer)]
+    for r in records:
+        if r["error"] is not None and r["cause"]:
+            note = note_of(trainer, r)
+            assert note and note["status"] in WORDS and note["severity"] in SEVERITIES, r
+    assert len(FAMILIES) >= 15
+    what = [replace(s, name="") for s in table.chosen(trainer)]
+    assert all(s not in what[:i] for i, s in enumerate(what)), "two settings are the same"
+
+
+# ---- the exit status -------------------------------------------------------------------------------------------------
+RIGHT = StepReport("step", "dapo", {}, [], "", [], {}, {}, 0.0, error=1e-6)
+WRONG = replace(RIGHT, findings=[fail("gradient", "over all parameters", cause="the temperature is left out")])
+
+
+def answered(monkeypatch, capsys, *answers):
+    """The status and the last line of `upref step trl` where its settings have these reports, or raise."""
+    names = [f"setting {i}" for i, _ in enumerate(answers)]
+    settings = [table.Setting(name) for name in names]
+
+    def one(trainer, setting):
+        answer = answers[names.index(setting.name)]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(table, "chosen", lambda *_: settings)
+    monkeypatch.setattr(table, "one", one)
+    status = main(["step", "trl"])
+    return status, capsys.readouterr().out
+
+
+REFUSED, ABSENT, CRASH = (
+    Refused("TRL's trainer fails: ValueError"),
+    NotInstalled("trl does not import"),
+    TypeError("it"),
+)
+
+
+@pytest.mark.parametrize(("answers", "status"), [
+    ([RIGHT], 0), ([RIGHT, REFUSED], 0), ([RIGHT, WRONG], 1), ([WRONG, REFUSED], 1), ([REFUSED], 2),
+    ([ABSENT, ABSENT], 2), ([CRASH], 2), ([RIGHT, CRASH], 2), ([RIGHT, InputError("mask must be a boolean tensor")], 2),
+])  # fmt: skip
+def test_the_status_says_whether_anything_ran(monkeypatch, capsys, answers, status):
+    found, said = answered(monkeypatch, capsys, *answers)
+    assert found == status, said
+    assert ("upref itself fails" in said) == any(type(a) in (TypeError, InputError) for a in answers), said
+
+
+def test_a_number_that_is_not_exercised_stands_in_its_line(monkeypatch, capsys):
+    reached = replace(RIGHT, not_reached={"c = 3": "300 agrees too"}, reach="r from 0.5 to 2, |A| up to 2")
+    _, said = answered(monkeypatch, capsys, reached)
+    assert "not exercised: c = 3 (300 agrees too): r from 0.5 to 2, |A| up to 2" in said
+
+
+def test_an_error_of_upref_is_not_the_trainer_s():
+    with pytest.raises(Refused, match="the trainer fails: FileNotFoundError"), quiet("the trainer", "numpy"):
+        numpy.load("no such file")
+    with pytest.raises(TypeError), quiet("the trainer", "numpy"):
+        as_float64(object)  # upref's own function
+
+
+@pytest.mark.trl
+def test_trl_agrees_where_it_is_recorded_to():
+    pytest.importorskip("trl")
+    assert table.run("trl", "qwen3 loss_type=dapo, epsilon")[0].agrees
+
+
+def test_openrlhf_agrees_where_it_is_recorded_to(monkeypatch):
+    """Unmodified, in the folder that its audit makes."""
+    pytest.importorskip("peft", reason="OpenRLHF imports it")
+    for path in place("openrlhf", framework("openrlhf").pin).paths:
+        monkeypatch.syspath_prepend(path)
+    outcomes = table.run("openrlhf", "qwen3 dynamic_batch")
+    assert [o.agrees for o in outcomes] == [True, True], outcomes
+
+
+@pytest.mark.verl
+def test_verl_agrees_where_it_is_recorded_to(monkeypatch):
+    platform = pytest.importorskip("verl.plugin.platform.platform_manager")
+    cuda = platform.PlatformRegistry.get("nvidia")()
+    monkeypatch.setattr(platform, "_current_platform", cuda)  # as after other code of verl, which looks once
+    monkeypatch.setattr("verl.models.transformers.monkey_patch.is_trl_available", lambda: True)  # and that it has TRL
+    (outcome,) = table.run("verl", "qwen3 use_remove_padding, use_dynamic")
+    if outcome.cause and "does not import here" in outcome.cause:
+        pytest.skip("verl's trainer is not installed: `repro/venv.sh smoke`")
+    assert outcome.agrees
+    assert platform.get_platform() is cuda

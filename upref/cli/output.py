@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How verdicts and tables are printed, by the verbs of upref and by those of other packages."""
+
+import sys
+
+from upref.errors import InputError
+
+
+def answer(args, verdict) -> int:
+    if sys.stdout is None or sys.stdout.closed:
+        raise InputError("stdout is closed: the report cannot be printed.")
+    try:
+        _print(args, verdict)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads it has seen enough; the verdict stands
+        sys.stdout = None
+    return 0 if verdict else 1
+
+
+def _print(args, verdict):
+    if args.json:
+        print(verdict.json())
+    elif hasattr(verdict, "text") and not sys.stdout.isatty():
+        print(verdict.text(args.verbose))  # nothing is wrapped or cut
+    else:
+        console = _console()
+        console.print(*verdict.lines(args.verbose) if hasattr(verdict, "lines") else [verdict], sep="\n")
+
+
+def _console():
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def table(head, rows, heads: bool = True):
+    from rich import box
+    from rich.table import Table
+
+    rows_of = Table(*head, box=box.SIMPLE_HEAD, show_header=heads, pad_edge=False)
+    for row in rows:
+        rows_of.add_row(*row)
+    _console().print(rows_of)

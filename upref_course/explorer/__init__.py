@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Cap explorer: one self-contained HTML page, in which any objectives stand side by side and everything is dragged.
+
+`write(file)` makes it, and so does `upref explorer FILE`. No server, no network, nothing loaded: it can be mailed. Its
+formulas are printed by sympy from the functions that train (formulas.py); the rest is plain JavaScript, the files of
+this folder one after another in one scope. The first five compute and know no browser; a test runs them in V8.
+"""
+
+import json
+from pathlib import Path
+
+from upref.errors import InputError
+from upref.files import write_atomically
+
+HERE = Path(__file__).parent
+PURE = ("cap", "words", "flow", "state", "python")
+DRAWN = ("map", "curves", "flowview", "figure", "controls", "cards", "policy", "app")
+
+
+def write(file: str | Path) -> Path:
+    """Write the page there, and return the path. Raises InputError where the name does not end in .html, and where no
+    such file can be written."""
+    if not isinstance(file, str | Path):
+        raise InputError(f"the explorer is written to a file: give its name, not {type(file).__name__}.")
+    file = Path(file)
+    if file.suffix not in (".html", ".htm"):
+        raise InputError(f"the explorer is a web page: end the name in .html, not as {file.name!r}.")
+    try:
+        write_atomically(file, page())
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        raise InputError(f"cannot write {str(file)!r}: {getattr(error, 'strerror', None) or error}.") from error
+    return file
+
+
+def page() -> str:
+    """The whole page."""
+    parts = {"style": _read("style.css"), "script": f"{data()}\n{script(PURE + DRAWN)}"}
+    text = _read("page.html")
+    for name, part in parts.items():
+        assert f"/*{name}*/" in text and f"</{name}" not in part
+        text = text.replace(f"/*{name}*/", part)
+    return text
+
+
+def script(names: tuple[str, ...] = PURE) -> str:
+    """These files as one program."""
+    return "\n".join(_read(f"{name}.js") for name in names)
+
+
+def data() -> str:
+    """What Python knows, as JavaScript constants: the objectives with their weights, those left out, the colours."""
+    from upref import __version__
+    from upref.weights import plots
+    from upref_course.explorer.formulas import formulas, left_out
+
+    colours = {"palette": plots.PALETTE, "ramp": plots.RAMP, "dead": plots.DEAD}
+    return "\n".join([
+        f"const VERSION = {_json(__version__)};",
+        f"const COLORS = {_json(colours)};",
+        f"const LEFT_OUT = {_json(left_out())};",
+        "const OBJECTIVES = {\n" + ",\n".join(f"{_json(n)}: {_record(r)}" for n, r in formulas().items()) + "\n};",
+    ])  # fmt: skip
+
+
+def _record(r: dict) -> str:
+    """A record whose functions are functions."""
+    edges = ", ".join(f"[{_json(label)}, {f}]" for label, f in r["edges"])
+    facts = {k: v for k, v in r.items() if k not in ("w", "edges")}
+    return f'{_json(facts)[:-1]}, "w": {r["w"]}, "edges": [{edges}]}}'
+
+
+def _json(x) -> str:
+    return json.dumps(x, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+
+
+def _read(name: str) -> str:
+    text = (HERE / name).read_text(encoding="utf-8")
+    return text.removeprefix("// SPDX-License-Identifier: Apache-2.0\n")

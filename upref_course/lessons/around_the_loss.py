@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from upref.verify.faults import Fault
+from upref_course.exercise import Batch, Exercise
+
+
+def step(
+    shift: int = 1, heat: Callable = lambda x, T: x / T, over: Callable = lambda trains, tokens: tokens,
+    mask: Callable = lambda m: m, before: Callable = lambda old, lp: old, high: float = 1.28, sign: float = -1.0,
+) -> Callable[..., Tensor]:  # fmt: skip
+    """The loss of a response, with switches for what goes wrong; without them, right."""
+
+    def loss(logits, ids, prompt, trains, old, A, tokens, temperature):
+        n = len(ids) - prompt
+        log_prob = heat(logits, temperature).log_softmax(-1)
+        lp = log_prob[prompt - shift :][:n].gather(-1, ids[prompt:, None])[:, 0]
+        r = (lp - before(old, lp)).exp()
+        J = torch.minimum(r * A, r.clamp(0.8, high) * A)
+        return sign * (J * mask(trains)).sum() / over(trains, tokens)
+
+    return loss
+
+
+def batch(shows: str, ids: list[int], prompt: int, trains: list[bool], A: float, tokens: int, T: float) -> Batch:
+    random = torch.Generator().manual_seed(len(ids) + tokens)
+    logits = torch.randn(len(ids), 4, generator=random, dtype=torch.float64)
+    lp = (logits[prompt - 1 : -1] / T).log_softmax(-1).gather(-1, torch.tensor(ids[prompt:])[:, None])[:, 0]
+    away = torch.tensor([0.1, 0.22, 0.4, -0.5])[: len(lp)]  # log r, on both sides of the clip
+    return Batch(shows, {
+        "logits": logits.round(decimals=2), "ids": torch.tensor(ids), "prompt": prompt, "trains": torch.tensor(trains),
+        "old": (lp - away).round(decimals=3), "A": A, "tokens": tokens, "temperature": T,
+    })  # fmt: skip
+
+
+def proof(loss: Callable[..., Tensor]) -> Any:
+    """`upref.check_step` of a training step made of the student's function."""
+    from upref.step import check_step
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(48, 16), nn.Linear(16, 48))
+
+    def trained(model: nn.Module, rows: list) -> None:
+        tokens = sum(sum(r.trains) for r in rows)
+        for r in rows:
+            ids = torch.tensor(r.ids)
+            loss(model(ids[None])[0], ids, len(r.prompt), torch.tensor(r.trains), torch.tensor(r.old), r.adv, tokens,
+                 0.7).backward()  # fmt: skip
+
+    return check_step(trained, model, "dapo", temperature=0.7)
+
+
+OWN = "divide by `tokens`: the parts of a step add up only if all divide by the same number."
+SHIFT = "logits[s] predict the token after ids[s]: the first response token is predicted by logits[prompt - 1]."
+HEAT = "the sampler drew from softmax(logits / temperature): divide the logits before log_softmax."
+own = lambda trains, tokens: trains.sum()
+EXERCISE = Exercise(
+    number=11, slug="around-the-loss", title="around the loss", function="loss", gradient="logits", right=step(),
+    batches=(
+        batch("one response token, temperature 1: only the shift can be wrong", [0, 1], 1, [True], 1.0, 1, 1.0),
+        batch("two response tokens, at temperature 0.7", [0, 1, 2], 1, [True, True], 1.0, 2, 0.7),
+        batch("two response tokens of a step of eight", [0, 1, 2], 1, [True, True], -1.0, 8, 0.7),
+        batch("a token of a tool between others", [3, 0, 1, 2, 0], 2, [True, False, True], -1.0, 8, 0.7),
+        batch("a ratio beyond each bound", [3, 0, 1, 2, 0, 3], 2, [True, True, True, True], 1.0, 8, 0.7),
+    ),
+    faults=(
+        Fault("it is as it was: all three bugs are there", step(shift=0, heat=lambda x, T: x, over=own), hint=SHIFT),
+        Fault(
+            "two bugs: the labels are not shifted, and the temperature is left out",
+            step(shift=0, heat=lambda x, T: x),
+            hint=SHIFT,
+        ),
+        Fault(
+            "two bugs: the labels are not shifted, and it divides by the response's own tokens",
+            step(shift=0, over=own),
+            hint=SHIFT,
+        ),
+        Fault(
+            "two bugs: the temperature is left out, and it divides by the response's own tokens",
+            step(heat=lambda x, T: x, over=own),
+            hint=HEAT,
+        ),
+        Fault(
+            "the labels are not shifted: logits are read at the token that they should predict",
+            step(shift=0),
+            hint=SHIFT,
+        ),
+        Fault("the temperature is left out", step(heat=lambda x, T: x), hint=HEAT),
+        Fault("logits are multiplied by the temperature", step(heat=lambda x, T: x * T), hint=HEAT),
+        Fault("it divides by the response's own tokens, not by those of the step", step(over=own), hint=OWN),
+        Fault(
+            "it divides by the response's length, tool tokens included",
+            step(over=lambda trains, tokens: len(trains)),
+            hint=OWN,
+        ),
+        Fault(
+            "the tokens of the tool train",
+            step(mask=lambda m: torch.ones_like(m)),
+            hint="multiply by `trains`: the policy did not sample what a tool wrote.",
+        ),
+        Fault(
+            "the old log-probabilities are the current ones: r = 1",
+            step(before=lambda old, lp: lp.detach()),
+            hint="the ratio is to `old`, given as it was sampled.",
+        ),
+        Fault("the clip is PPO's, 1.2 above", step(high=1.2), hint="DAPO's upper bound is 1.28."),
+        Fault("the sign", step(sign=1.0), hint="this is a loss, to be minimized: it has a minus."),
+    ),
+    notice="which of the three bugs could a test at temperature 1, with one length and without tools have shown?",
+    proof=proof,
+)  # fmt: skip

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The judge of an exercise: right, or the smallest batch on which it is wrong, the mistake where it is a known one, and
+a hint that fits.
+
+A mistake is known if its function (the change of a Fault) gives the student's numbers on every batch: what is
+recognized is what was computed, however it was written. Where none does so, one that gives them on the batch that is
+shown, and is right on the smaller ones as the student is, is named with a `perhaps`.
+
+One file: measuring, comparing and naming all work on the same Outcome.
+"""
+
+import json
+import math
+import textwrap
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import upref
+from upref.errors import InputError
+from upref.foreign.guard import called
+from upref.result import Result
+from upref.tensors import describe, is_materialized
+from upref.verify.faults import Fault
+from upref.verify.report import Finding, short
+from upref_course.exercise import Batch, Exercise
+
+TOL = 1e-6
+NOTHING = "it returns nothing"
+
+
+@dataclass(frozen=True)
+class Answer(Result):
+    """The verdict on a student's function. Truth value: it is right."""
+
+    lesson: int
+    title: str
+    file: str
+    ok: bool
+    batch: str = ""  # copyable Python
+    shows: str = ""  # what one sees on that batch
+    expected: str = ""
+    found: str = ""
+    mistake: str = ""
+    hint: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def json(self) -> str:
+        return json.dumps(asdict(self), indent=1, ensure_ascii=False)
+
+    def text(self, verbose: bool = False) -> str:
+        head = f"lesson {self.lesson}, {self.title}: {'right' if self.ok else 'not yet'}   {self.file}"
+        lines = [head]
+        if self.batch:
+            lines += ["", f"on this batch ({self.shows}):", textwrap.indent(self.batch, "    "), ""]
+        if self.expected:
+            lines += [f"expected  {self.expected}", f"found     {self.found}", ""]
+        lines += [_filled("mistake   ", self.mistake)] if self.mistake else []
+        lines += [_filled("notice    " if self.ok else "hint      ", self.hint)] if self.hint else []
+        return "\n".join(lines)
+
+    def lines(self, verbose: bool = False):
+        """For a terminal."""
+        from upref.verify.report import styled
+
+        return styled(self.text(), "bold green" if self.ok else "bold yellow")
+
+
+def _filled(key: str, text: str) -> str:
+    return textwrap.fill(text, 86, initial_indent=key, subsequent_indent=" " * len(key))
+
+
+# ---- what a function does on a batch ---------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Outcome:
+    """Value and gradient, as far as the exercise looks at them; or, in words, why there are none."""
+
+    value: Any = None
+    gradient: Tensor | None = None
+    amiss: str = ""
+
+
+def outcome(e: Exercise, fn: Callable[..., Any], batch: Batch) -> Outcome:
+    """Raises whatever the function raises."""
+    inputs: dict[str, Any] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in batch.inputs.items()}
+    if e.gradient:
+        inputs[e.gradient].requires_grad_()
+    answer = fn(*inputs.values())
+    if answer is None:
+        return Outcome(amiss=NOTHING)
+    if isinstance(answer, Tensor) and not is_materialized(answer):
+        return Outcome(amiss=f"it returns {describe(answer)}, a tensor that does not hold its numbers")
+    if not e.gradient:
+        return Outcome(value=answer.detach() if isinstance(answer, Tensor) else answer)
+    if not isinstance(answer, Tensor):
+        return Outcome(amiss=f"it returns a {type(answer).__name__}, not a tensor: so there is no gradient")
+    if answer.numel() != 1 and not e.value:
+        return Outcome(amiss=f"it returns {answer.numel()} numbers, {list(answer.shape)}: reduce them to one")
+    if not answer.requires_grad:
+        return Outcome(amiss="the result has no gradient: it is detached, or does not depend on " + e.gradient)
+    (g,) = torch.autograd.grad(answer.sum(), inputs[e.gradient], allow_unused=True)
+    if g is None:
+        return Outcome(amiss=f"the result does not depend on {e.gradient}")
+    return Outcome(value=answer.detach() if e.value else None, gradient=g)
+
+
+def equal(x: Outcome, y: Outcome) -> bool:
+    return x.amiss == y.amiss and _same(x.value, y.value) and _same(x.gradient, y.gradient)
+
+
+def _same(x: Any, y: Any) -> bool:
+    if isinstance(x, str) or isinstance(y, str) or x is None or y is None:
+        return x is y or x == y
+    try:
+        x, y = (torch.as_tensor(v, dtype=torch.float64).squeeze() for v in (x, y))
+    except (TypeError, ValueError, RuntimeError, OverflowError, RecursionError):
+        return False
+    return x.shape == y.shape and torch.allclose(x, y, rtol=TOL, atol=TOL, equal_nan=True)
+
+
+# ---- the verdict -----------------------------------------------------------------------------------------------------
+def _about(e: Exercise) -> dict[str, Any]:
+    return {"lesson": e.number, "title": e.title, "file": f"{e.file}:{e.function}"}
+
+
+def unfilled(e: Exercise) -> Answer:
+    """Of a file as the student got it."""
+    hint = f"fill the line with `...`; the lesson is {e.lesson}."
+    return Answer(**_about(e), ok=False, mistake="the hole is still open", hint=hint)
+
+
+def judged(e: Exercise, fn: Callable) -> Answer:
+    """The Answer; InputError where the function raises or ends the program."""
+    about = _about(e)
+    name = about["file"]
+    yours = []
+    for batch in e.batches:
+        try:
+            yours.append(called(name, partial(outcome, e, fn, batch))[0])
+        except InputError as error:
+            raise InputError(f"{error}, on the batch {_python(e, batch, '; ')}") from error
+    right = [outcome(e, e.right, batch) for batch in e.batches]
+    at = next((i for i, (x, y) in enumerate(zip(yours, right, strict=True)) if not equal(x, y)), None)
+    if at is not None:
+        batch, (want, got) = e.batches[at], _said(e, right[at], yours[at])
+        fault, sure = _fault(e, yours, at)
+        if fault:
+            mistake = fault.words if sure else f"perhaps: {fault.words}"
+        else:
+            mistake = yours[at].amiss or pattern(right[at], yours[at])
+        hint = fault.hint if fault else e.hint(batch, yours[at].value) or _where(e, at, yours[at].amiss)
+        return Answer(**about, ok=False, batch=_python(e, batch), shows=batch.shows, expected=want, found=got,
+                      mistake=mistake, hint=hint)  # fmt: skip
+    if e.proof and not (report := e.proof(fn)):
+        first = report.failures[0]
+        if first.oracle == "dead-hyperparameter":
+            return Answer(**about, ok=False, mistake=f"{first.regime.split()[0]} changes nothing: its value is fixed",
+                          hint="compute the bounds from the function's arguments.")  # fmt: skip
+        mistake = first.cause or f"`upref check` fails: {first.oracle}"
+        if shown := _met(e, fn, first):
+            batch, want, got = shown
+            return Answer(**about, ok=False, batch=_python(e, batch, digits=8), shows=batch.shows, expected=want,
+                          found=got, mistake=mistake)  # fmt: skip
+        of_weight = first.expected.startswith("weight")
+        hint = "a weight is minus the gradient of the loss by lp, times N." if of_weight else ""
+        return Answer(**about, ok=False, batch=first.batch, shows=first.regime, expected=first.expected,
+                      found=first.found, mistake=mistake, hint=hint)  # fmt: skip
+    return Answer(**about, ok=True, hint=e.notice)
+
+
+def _met(e: Exercise, fn: Callable, finding: Finding) -> tuple[Batch, str, str] | None:
+    """The batch of a finding of `upref check` as arguments of the exercise, expected and found, where they differ."""
+    if not (e.arguments and finding.batch.startswith("b = ")):
+        return None
+    scope: dict[str, Any] = {"torch": torch, "upref": upref}
+    exec(finding.batch, scope)
+    batch = Batch(finding.regime.partition("   ")[0], e.arguments(scope["b"]))
+    try:
+        right, yours = outcome(e, e.right, batch), called(e.file, partial(outcome, e, fn, batch))[0]
+    except InputError:
+        return None
+    return None if equal(right, yours) else (batch, *_said(e, right, yours))
+
+
+def _fault(e: Exercise, yours: list[Outcome], at: int) -> tuple[Fault[Callable] | None, bool]:
+    """The known mistake that gives these numbers, on all batches (True) or on most of them and up to the one shown.
+
+    Gradients that are 0 alone make no function alike.
+    """
+    most, found = 0, None
+    for fault in e.faults:
+        alike = [equal(x, outcome(e, fault.change, batch)) for x, batch in zip(yours, e.batches, strict=True)]
+        tells = any(same and (x.gradient is None or x.gradient.any()) for same, x in zip(alike, yours, strict=True))
+        if all(alike[: at + 1]) and sum(alike) > most and (tells or all(alike)):
+            most, found = sum(alike), fault
+    return found, most == len(yours)
+
+
+def _where(e: Exercise, at: int, amiss: str) -> str:
+    """What can be said of the place alone."""
+    if amiss == NOTHING:
+        return "a function that ends without `return` answers None."
+    if "reduce them" in amiss:
+        return "a loss is one number: average as the exercise says. The gradient is found by PyTorch, not by you."
+    if amiss:
+        return f"answer with one number, a tensor made of {e.gradient}: .item(), .tolist(), .detach(), numpy cut that."
+    if not at:
+        return "this is the smallest batch there is: work it out by hand, with the table of the lesson."
+    before = "the smaller batch" if at == 1 else f"the {at} smaller batches"
+    return f"you are right on {before}: what is new here is {e.batches[at].shows}."
+
+
+def pattern(right: Outcome, yours: Outcome) -> str:
+    """What can be said of numbers that no known mistake gives."""
+    for want, got in ((right.gradient, yours.gradient), (right.value, yours.value)):
+        if not (isinstance(want, Tensor) and isinstance(got, Tensor)) or _same(want, got):
+            continue
+        if want.shape != got.shape:
+            return f"the shape is {list(got.shape)} where it should be {list(want.shape)}"
+        if got.isnan().any():
+            return "there is a NaN: 0/0, 0 * inf, or something that was masked too late"
+        if not got.any():
+            return "everything is 0" + (": the gradient cancels, or is cut" if want is right.gradient else "")
+        if _same(-want, got):
+            return "every sign is the wrong way round"
+        factor = (got / want)[want != 0]
+        if (
+            factor.numel()
+            and torch.allclose(factor, factor[:1].expand_as(factor), rtol=TOL)
+            and _same(got, want * factor[0])
+        ):
+            times = factor[0].item()
+            return f"every number is {times:{'.4g' if abs(times - 1) > 1e-3 else '.8g'}} times what it should be"
+    return ""
+
+
+# ---- in words --------------------------------------------------------------------------------------------------------
+def _said(e: Exercise, right: Outcome, yours: Outcome) -> tuple[str, str]:
+    """What is expected and what was found: the first of value and gradient that differs."""
+    if e.gradient and (yours.amiss or not _same(right.gradient, yours.gradient)):
+        what = f"gradient by {e.gradient} "
+        want, got = _numbers(right.gradient, yours.gradient)
+        return what + want, yours.amiss or what + got
+    want, got = _numbers(right.value, yours.value)
+    return "another answer" if e.hidden else want, yours.amiss or got
+
+
+def _numbers(*values: Any) -> list[str]:
+    """Each in as few digits as tell them apart."""
+    lists = [x.tolist() if isinstance(x, Tensor) else x for x in values]
+    texts = [_short(x) for x in lists]
+    return [short(t) for t in (texts if len(set(texts)) == len(texts) else [_short(x, 8) for x in lists])]
+
+
+def _short(x: Any, digits: int = 4, depth: int = 9) -> str:
+    if isinstance(x, list):
+        if not depth:
+            return "..."  # it may hold itself
+        return "[" + ", ".join(_short(v, digits, depth - 1) for v in x) + "]"
+    if isinstance(x, float):
+        text = f"{x + 0.0:.{digits}g}" if math.isfinite(x) else f"float('{x}')"
+        return f"{text}.0" if text.lstrip("-").isdigit() else text
+    return repr(x)
+
+
+def _python(e: Exercise, batch: Batch, between: str = "\n", digits: int = 4) -> str:
+    given = [
+        f"{k} = {f'torch.tensor({_short(v.tolist(), digits)})' if isinstance(v, Tensor) else repr(v)}"
+        for k, v in batch.inputs.items()
+    ]
+    return between.join([*given, f"{e.function}({', '.join(batch.inputs)})"])

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ART's (openpipe-art) policy loss as the audit compares it with the papers, and why it differs."""
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.registry import get
+from upref.verify.faults.losses import aggregated, fault, with_hp
+from upref_frameworks.audits.framework import Comparison, Framework, Pin
+
+PIN = Pin(
+    packages=(
+        "openpipe-art==0.5.18", "pydantic==2.12.5", "pydantic-core==2.41.5", "annotated-types==0.7.0",
+        "typing-inspection==0.4.2",
+    ),
+    files={"art/loss.py": "80093955fe1f1b0c4ea84ee0a32f2ade"}, skip_init=("art", "art.utils"), stubs=("art.dev",),
+)  # fmt: skip
+_loss = lambda: importlib.import_module("art.loss")
+
+
+class _Asked(dict):
+    """A config that notes what the loss asks it for, and with which default."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.setdefault(key, default)
+
+
+def _shifted(x: Tensor, first: float | bool = 0) -> Tensor:
+    """As its packing lays tokens out: what the loss shifts back by one."""
+    return torch.cat([torch.full_like(x[:, :1], first), x], 1)
+
+
+def _called(log_prob, old_log_prob, advantages, mask, ref_log_prob, weights, config) -> Tensor:
+    rows = torch.arange(1, len(mask) + 1)[:, None].expand_as(mask)
+    inputs = {
+        "logprobs": _shifted(old_log_prob), "advantages": _shifted(advantages), "assistant_mask": _shifted(mask),
+        "weights": _shifted(weights), "group_ids": _shifted(rows),
+    }  # fmt: skip
+    last = lambda x: torch.nn.functional.pad(x, (0, 1), value=-1.0)  # the last place predicts nothing
+    return _loss().loss_fn(inputs, last(log_prob), last(ref_log_prob), None, config, reduction="sum").policy_loss
+
+
+def _defaults(mode: str) -> dict[str, Any]:
+    """What the loss asks its config for, on one token: it has these defaults inside."""
+    asked, x = _Asked(ppo=True) if mode == "ppo" else _Asked(), torch.full((1, 2), -1.0)
+    _called(x, x, x, torch.ones(1, 2, dtype=torch.bool), x, torch.ones(1, 2), asked)
+    return dict(asked)
+
+
+def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
+    n = mask.sum(1, keepdim=True)
+    weights = (1 / n * (totals.tokens / totals.sequences)).expand(mask.shape).to(log_prob.dtype)  # as pack.py
+    return _called(log_prob, old_log_prob, advantages, mask, ref_log_prob, weights, config) / totals.tokens
+
+
+MEANS = aggregated("seq-mean-token-mean")
+MEANS = replace(MEANS, words=f"{MEANS.words}, and no setting gives another")
+RIGHT = replace(with_hp(eps_high=0.1), words="the cap on wrong tokens, 1.1, holds for right ones too")
+CAPPED = {"max_negative_advantage_importance_sampling_weight": 1.1}
+SEQUENCE = {"importance_sampling_level": "sequence"}
+WHOLE = replace(get("cispo"), level="sequence_mean", agg=get("gspo").agg)
+STAYS = fault("loss_fn stays cispo: a weight of at most 5, no clip", "objective", objective=WHOLE, hp={"eps_high": 4.0})
+COMPARISONS = (
+    Comparison("default", "cispo", {}, "cispo", {}, (MEANS,)),
+    Comparison("default", "cispo", SEQUENCE, "gspo", {}, (STAYS,)),
+    Comparison("default", "ppo", {}, "grpo", {}),
+    Comparison("default", "ppo", SEQUENCE, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2),)),
+    Comparison("default", "ppo", CAPPED, "dapo", {"eps_high": 0.2, "c": 1.1}, (MEANS, RIGHT)),
+    Comparison("paper", "cispo", {"epsilon_high": 4.0}, "cispo", {}, (MEANS,)),
+    Comparison("paper", "ppo", {"epsilon": 0.2}, "grpo", {}),
+    Comparison("paper", "ppo", {"epsilon": 0.2, "epsilon_high": 0.28}, "dapo", {}, (MEANS,)),
+    Comparison("paper", "ppo", SEQUENCE | {"epsilon": 3e-4, "epsilon_high": 4e-4}, "gspo", {}),
+)  # fmt: skip
+
+REMARKS = (
+    "There is one loss: ppo=True is `ppo`, else it is `cispo`, which is the default.",
+    "Tokens weigh 1 over the length of their response and the sum is divided by the tokens of the batch, as "
+    "pack.py and the Megatron trainer do.",
+    "Not covered: advantages (pack.py divides them by the batch's mean |A|), the KL penalty (it moves advantages), "
+    "kimi_k2_tau, truncated importance sampling, the averages of both ratios.",
+)
+ART = Framework(
+    "art", pin=PIN, modes=lambda: ["cispo", "ppo"], defaults=_defaults, plain=_plain, comparisons=COMPARISONS,
+    remarks=REMARKS,
+    tol=1e-6,  # 1e-8 in the count of a response's tokens
+)  # fmt: skip

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do the losses of an installed framework compute what their names promise? One table, every difference accounted for.
+
+A difference must have a reason that leaves none (compare.py), and an entry of the ledger, NAME.toml, that records it
+with these very numbers: a deviation that appears, changes or disappears fails the audit. A framework with a pin runs in
+a folder of packages and a process of its own (isolated/).
+"""
+
+import datetime
+import importlib
+import json
+import math
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from upref.errors import InputError
+from upref.result import Result
+from upref.verify.faults.losses import fault
+from upref.weights.batches import grad
+from upref_frameworks.audits import components as parts, isolated
+from upref_frameworks.audits.compare import MICRO, TOL, Comparison, Row, compare, difference, grid, unit
+from upref_frameworks.audits.framework import Framework
+from upref_frameworks.audits.ledger import FRAMEWORKS, Entry, changed_defaults, check_ledger, plainly, read, summary
+
+OWN = ("compare", "ledger")  # every other file of this folder is a framework
+
+
+@dataclass(frozen=True)
+class Audit(Result):
+    """The rows; true when each agrees or is explained, and the ledger says so. Print it with rich, or take .json()."""
+
+    framework: str
+    version: str
+    rows: list[Row]
+    nan_in_padding: list[str]  # losses that are NaN when a masked slot holds NaN
+    unaudited: list[str]  # losses this version has and this audit does not know
+    out_of_scope: dict[str, str]
+    against_ledger: list[str]  # a sentence for each deviation that is not as recorded
+    remarks: list[str]
+    entries: list[Entry] = field(repr=False)
+    defaults: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)  # by loss, as its config has them
+    date: str = ""
+
+    def __bool__(self) -> bool:
+        return self.explained and not self.against_ledger
+
+    @property
+    def failures(self) -> list[str]:
+        """Differences that are not explained, and disagreements with the ledger."""
+        return [f"{r.label}: {r.verdict}; {r.spot}" for r in self.rows if not r.ok] + self.against_ledger
+
+    @property
+    def notes(self) -> list[str]:
+        return self.remarks
+
+    @property
+    def explained(self) -> bool:
+        """Each row agrees, or differs for reasons that leave no difference."""
+        return all(row.ok for row in self.rows)
+
+    def json(self) -> str:
+        rows = [asdict(r) | {"verdict": r.verdict, "ok": r.ok} for r in self.rows]
+        entries = [{"key": e.key, "status": e.status, "severity": e.severity, "change": e.change} for e in self.entries]
+        said = _finite(asdict(self) | {"rows": rows, "ok": bool(self), "entries": entries})
+        return json.dumps(said, indent=2, ensure_ascii=False, allow_nan=False)
+
+    def __rich_console__(self, console, options):
+        from rich.markup import escape
+        from rich.table import Table
+
+        title = f"{self.framework} {self.version} against the reference"
+        table = Table(title=title, title_justify="left", show_lines=True)
+        for column in (
+            self.framework,
+            "compared with",
+            "verdict",
+            "why [ledger], and where: weight with that repaired -> found",
+        ):
+            table.add_column(escape(column), overflow="fold")
+        table.add_column("then remains")
+        for r in self.rows:
+            because = [self._because(r, said, spot) for said, spot in r.reasons]
+            because = because if r.agrees or r.ok else [f"largest difference; {r.spot}", *because]
+            loss = r.label + (f", in {r.micro_batches} micro-batches" if r.micro_batches > 1 else "")
+            remains = "" if r.agrees else f"{r.remains:.1e}"
+            table.add_row(*map(escape, (loss, r.promise, r.verdict, "\n".join(because), remains)))
+        yield table
+        yield f"Each loss, with the smallest batch that shows it: upref check {self.framework}:LOSS --as OBJECTIVE"
+        yield escape(f"What [ledger] records, paper, code and links: upref audit {self.framework} --ledger")
+        yield f"Split into {MICRO} micro-batches the gradient is the same, except where a row says otherwise."
+        if self.nan_in_padding:
+            yield f"The loss is NaN when a masked slot holds NaN: {', '.join(self.nan_in_padding)}."
+        yield from self.remarks
+        for mode, reason in self.out_of_scope.items():
+            yield f"Not audited: {mode} ({reason})."
+        if self.unaudited:
+            yield f"Not audited, unknown to this version of upref: {', '.join(self.unaudited)}."
+        yield from (escape(f"LEDGER: {line}") for line in self.against_ledger)
+        yield escape(self.sentence)
+
+    @property
+    def sentence(self) -> str:
+        """How many bugs, surprising defaults and documented choices are recorded, and which is the worst."""
+        return summary(f"{self.framework} {self.version}", self.entries)
+
+    def entry(self, row: Row, said: str) -> Entry | None:
+        """The entry that records this reason of this row."""
+        at = (row.label, row.promise, row.micro_batches)
+        mine = (e for e in self.entries if e.reason == said)
+        return next((e for e in mine if at in {(x.loss, x.held_against, x.micro_batches) for x in e.evidence}), None)
+
+    def _because(self, row: Row, said: str, spot) -> str:
+        entry = self.entry(row, said)
+        tag = f" [{entry.status}: {entry.key}]" if entry else ""
+        return (f"{said}; {spot}" if spot.difference else said) + tag
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=160, no_color=True)
+        with console.capture() as text:
+            console.print(self)
+        return text.get()
+
+
+def frameworks() -> list[str]:
+    """The frameworks that can be audited: a folder each in upref_frameworks."""
+    return sorted(f.parent.name for f in FRAMEWORKS.glob("*/audit.py"))
+
+
+def framework(name: str) -> Framework:
+    """The tables of that framework; InputError for another name."""
+    if not isinstance(name, str) or name not in frameworks():
+        raise InputError(f"no audit of {repr(name)[:60]}: choose {' or '.join(frameworks())}.")
+    module = importlib.import_module(f"upref_frameworks.{name}.audit")
+    return next(x for x in vars(module).values() if isinstance(x, Framework))
+
+
+def audit(
+    name: str, comparisons: tuple[Comparison, ...] | None = None, *, version: str = "", source: str = "",
+    loud: bool = False,
+) -> Audit:  # fmt: skip
+    """Compare the losses of a framework with the reference, at its defaults and at the papers' settings.
+
+    Args:
+        name: a framework with a folder in upref_frameworks.
+        comparisons: only these; None: all.
+        version: another version than the pinned one, or `newest`.
+        source: path of a working copy of the framework.
+        loud: print the output of the framework's process.
+
+    Returns:
+        An Audit. A framework with a pin is installed into a folder of its own and audited in its own process.
+
+    Raises:
+        InputError: the framework cannot be installed or run.
+    """
+    f = framework(name)
+    if comparisons is not None and not all(isinstance(c, Comparison) for c in _listed(comparisons)):
+        raise InputError(
+            "comparisons are a tuple of upref_frameworks.audits.compare.Comparison, or None for all of them."
+        )
+    if (answer := isolated.elsewhere("audit", name, f.pin, version, source, loud)) is not None:
+        return answer
+    inside, now = f.pin and isolated.INSIDE, f.modes()
+    version = inside["version"] if inside else f.version()
+    asked = f.comparisons if comparisons is None else comparisons
+    gone = tuple(dict.fromkeys(c.mode for c in asked if f.plain and c.mode not in now))
+    rows, poisoned = [], []
+    for c in (c for c in asked if c.mode not in gone):
+        mine, has_nan = _compared(f, c)
+        rows += mine
+        if has_nan:
+            words = [v for v in c.config.values() if isinstance(v, str)]
+            poisoned.append(c.mode + (f" ({', '.join(words)})" if words else ""))
+    if comparisons is None:
+        rows += parts.rows(name, f.parts())
+    known = {c.mode for c in f.comparisons} | f.out_of_scope.keys()
+    entries = read(name)
+    defaults = {m: {k: plainly(v) for k, v in f.defaults(m).items()} for m in sorted({r.mode for r in rows} & {*now})}
+    against = [f"the loss {m} is gone: {name} {version} has {', '.join(sorted(now))}" for m in gone]
+    against += changed_defaults(name, defaults, version) + check_ledger(
+        rows, entries, version, comparisons is None, gone
+    )
+    return Audit(
+        name, version, rows, sorted(set(poisoned)), sorted(m for m in now if m not in known), f.out_of_scope, against,
+        [*(inside["remarks"] if inside else []), *f.remarks], entries, defaults,
+        datetime.date.today().isoformat(),
+    )  # fmt: skip
+
+
+def _listed(x: Any) -> list:
+    return [*x] if isinstance(x, list | tuple) else [None]
+
+
+def _finite(x: Any) -> Any:
+    """JSON has no word for nan and inf: they are strings, which float() reads."""
+    if isinstance(x, dict):
+        return {k: _finite(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [_finite(v) for v in x]
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def _compared(f: Framework, c: Comparison) -> tuple[list[Row], bool]:
+    """The rows of one comparison, and whether the loss is NaN when a masked slot holds NaN."""
+    c = replace(c, one_adv=c.one_adv or f.one_adv)
+    b = grid(c, single=f.tol > TOL)
+    weigh = lambda m: -grad(lambda x: f.of(c, x, None), m)
+    whole, split = (torch.cat([weigh(m) for m in b.split(n)]) for n in (1, MICRO))
+    rows = [compare(f.name, c, b, whole, c.reasons, 1, f.tol)]
+    if c.setting == "paper" and difference(split / unit(c, b), whole / unit(c, b)).max() > f.tol:
+        why = f.split_reasons.get(c.label) or f.split_reasons.get(c.mode) or fault("no reason known", "term")
+        rows.append(compare(f.name, c, b, split, (*c.reasons, why), MICRO, f.tol))
+    return rows, bool(f.of(c, b, math.nan).isnan())

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of one framework: `python -m upref_frameworks.audits.child JOB ANSWER`; or, by `named`, this one."""
+
+import contextlib
+import functools
+import io
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from upref.errors import InputError
+from upref.foreign.guard import one_line
+from upref.foreign.settings import Shipped
+from upref_frameworks import audits
+from upref_frameworks.audits import isolated
+from upref_frameworks.audits.framework import Framework
+from upref_frameworks.audits.isolated.isolate import isolate
+from upref_frameworks.audits.isolated.pin import place
+from upref_frameworks.audits.ledger import WARNED
+from upref_frameworks.settings import split
+
+
+def main(job: str, answer: str) -> int:
+    """Does the job, and writes ("ok", what it gave) or ("error", a sentence)."""
+    work, name, where, more = pickle.loads(Path(job).read_bytes())
+    out: tuple[str, Any]
+    try:
+        enter(name, where)
+        out = "ok", WORK[work](name, **more)
+    except InputError as e:
+        traceback.print_exc()
+        out = "error", f"{name} {where.version}: {e}"
+    except BaseException as e:
+        traceback.print_exc()
+        imports = isinstance(e, ImportError | AttributeError)
+        verb = "does not import as upref expects" if imports else "does not run as upref expects"
+        out = "error", f"{name} {where.version} {verb} ({type(e).__name__}: {one_line(e)})."
+    Path(answer).write_bytes(pickle.dumps(out))
+    return 0
+
+
+def enter(name: str, where):
+    """Makes this process the framework's."""
+    pin = audits.framework(name).pin
+    assert pin is not None
+    os.environ.update(pin.env)
+    isolated.INSIDE.update(name=name, version=where.version, remarks=where.remarks)
+    isolate(where.paths, pin)
+
+
+def named(loss: str, objective: str = "", hp: dict[str, Any] | None = None) -> Any:
+    """A loss of a framework with a pin, `liger:dapo,beta=0`, as a function; any other name as it is.
+
+    `liger:dapo@matched` has the settings at which the audit holds this loss against the objective. From then on this
+    process is that framework's: nothing else can be imported here.
+    """
+    name, colon, mode = loss.partition(":")
+    if not colon or name not in audits.frameworks() or not (f := audits.framework(name)).pin or not f.plain:
+        return loss
+    mode, fields, matched = split(loss, mode)
+    enter(name, place(name, f.pin))
+    if mode not in f.modes():
+        raise InputError(f"{name} has no loss {mode!r}: choose {', '.join(sorted(f.modes()))}.")
+    if matched:
+        fields = _matching(f, mode, objective, hp or {}) | fields
+    fn = _function(f, loss, mode, fields)
+    plain = _function(f, f"{name}:{mode}", mode, {}) if matched else None
+    vars(fn)["__upref__"] = Shipped(fields, f.defaults(mode), plain)
+    return fn
+
+
+def _function(f: Framework, loss: str, mode: str, fields: dict[str, Any]) -> Callable:
+    assert f.plain is not None
+    inner = functools.partial(f.plain, mode, f.configured(mode, fields))
+
+    @functools.wraps(inner)
+    def fn(**given):
+        if f.one_adv and given["advantages"].ndim != 1:
+            raise InputError(f"{loss} takes one advantage per response.")
+        return inner(**given)
+
+    fn.__name__ = loss
+    return fn
+
+
+def _matching(f: Framework, mode: str, objective: str, hp: dict[str, Any]) -> dict[str, Any]:
+    """The fields at which the audit holds this loss against the objective; InputError where it does not."""
+    mine = [c for c in f.comparisons if c.mode == mode and c.objective == objective]
+    c = next((c for c in sorted(mine, key=lambda c: c.setting == "default") if c.hp == hp), None)
+    if c is None:
+        other = ", ".join(sorted({c.promise for c in f.comparisons if c.mode == mode}))
+        at = ", ".join([objective or "no objective", *(f"{k}={v:g}" for k, v in hp.items())])
+        raise InputError(f"no settings are known with which {f.name}:{mode} is {at}; the audit has {other}.")
+    return c.config
+
+
+def scripts(name: str, texts: list[str]) -> list[str]:
+    """What the scripts of the ledger print, and what is warned then; an error stands where the answer would."""
+    return [_script(text) for text in texts]
+
+
+def _script(text: str) -> str:
+    out, warned = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(warned):
+            exec(compile(text, "<proof>", "exec"), {"__name__": "__main__"})
+    except Exception as e:
+        traceback.print_exc()
+        return f"{type(e).__name__}: {one_line(e)}"
+    return out.getvalue() + "".join(f"\n{WARNED}{line}" for line in warned.getvalue().splitlines())
+
+
+def kernels(name: str) -> Any:
+    """The log-probability functions, checked."""
+    from upref_frameworks.audits.kernels import kernels as checked
+
+    return checked(name)
+
+
+WORK: dict[str, Callable[..., Any]] = {"audit": audits.audit, "kernels": kernels, "scripts": scripts}
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One loss of a framework against the objective its name promises: gradients, and the faults that account for them.
+
+Where gradients differ, the faults declared are put into the reference, and the difference that remains is the proof: at
+most TOL, or the row is unexplained. Each fault is then shown by itself: on the token, and on the share of a typical
+batch's gradient, that repairing it alone would change. No number is of a step between the paper and the framework.
+One file: a row of the table and its numbers are read together.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.advantages import group_norm
+from upref.aggregation import Totals, row_weights
+from upref.registry import REDUCE, Objective, get
+from upref.rollouts import Rollouts
+from upref.verify.factors import declared_aggregation
+from upref.verify.faults.losses import LossFault
+from upref.weights.batches import EDGES, LOG_R, SINGLE_EDGES, at, batch, breakpoints, clamped, grad, reference, words
+from upref_frameworks.settings import written
+
+TOL = 1e-7
+MICRO = 8
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A framework's loss with these fields of its config, the objective it is compared with, why they differ."""
+
+    setting: str  # default | paper
+    mode: str
+    config: dict[str, Any]
+    objective: str
+    hp: dict[str, Any]
+    reasons: tuple[LossFault, ...] = ()
+    one_adv: bool = False  # it takes one advantage per response
+
+    @property
+    def label(self) -> str:
+        """As `upref check FRAMEWORK:LABEL` reads it."""
+        return written(self.mode, self.config)
+
+    @property
+    def promise(self) -> str:
+        return self.objective + "".join(f", {k}={v:g}" for k, v in self.hp.items())
+
+
+@dataclass(frozen=True)
+class Example:
+    """A token on which two gradients differ most: its regime, and its weight dJ_t/dlp by the one and by the other.
+
+    Differences are relative to max(1, |expected|). Tokens within |log r| <= 5 go before the farther ones.
+    """
+
+    difference: float
+    where: str
+    expected: float
+    found: float
+
+    @property
+    def weights(self) -> tuple[str, str]:
+        """Expected and found, with as many digits as tell them apart."""
+        for digits in (4, 8, 12):
+            both = f"{self.expected:.{digits}g}", f"{self.found:.{digits}g}"
+            if both[0] != both[1]:
+                break
+        return both
+
+    def __str__(self) -> str:
+        return f"{self.where}: {' -> '.join(self.weights)}"
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a fault does to the gradient of a typical batch, w with the fault repaired, v as it is.
+
+    change: |v - w| / |w|. cosine: of v and w. factor: |v| / |w|.
+    """
+
+    change: float
+    cosine: float
+    factor: float
+
+    @property
+    def severity(self) -> str:
+        """A key of SEVERITY."""
+        if self.change < 0.02 or self.cosine <= 0.5:
+            return "cosmetic" if self.change < 0.02 else "breaks"
+        turned = math.sqrt(max(1 - self.cosine**2, 0))
+        return "rescales" if turned < self.change / 2 else "weakens"
+
+    @classmethod
+    def between(cls, found: Tensor, expected: Tensor) -> "Effect":
+        w, v = expected.norm().item(), found.norm().item()
+        if not w:
+            return cls(float(v > 0), float(v == 0), math.inf if v else 1.0)
+        change = (found - expected).norm().item() / w
+        return cls(change, (found * expected).sum().item() / (w * v) if v else 0.0, v / w)
+
+
+SEVERITY = {
+    "breaks": "the gradient of a typical batch points elsewhere (cosine at most 0.5), or is gone",
+    "weakens": "its direction changes, or that of a part of it",
+    "rescales": "mostly its length changes, which a learning rate can undo",
+    "cosmetic": "less than 2 % of the gradient changes",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison: the difference before any reason, what repairing each would change, the difference after all."""
+
+    setting: str
+    mode: str
+    label: str
+    objective: str
+    promise: str
+    command: str
+    micro_batches: int
+    difference: float
+    spot: Example
+    reasons: list[tuple[str, Example]]
+    remains: float
+    tol: float = TOL  # wider for a framework that computes in float32
+    kind: str = "loss"  # or what else it is: advantages, kl, logprobs, aggregation
+    effects: list[Effect] = field(default_factory=list)  # of each reason
+
+    @property
+    def agrees(self) -> bool:
+        return self.difference <= self.tol
+
+    @property
+    def ok(self) -> bool:
+        """Agrees, or differs for reasons that leave no difference."""
+        return self.remains <= self.tol
+
+    @property
+    def verdict(self) -> str:
+        if self.agrees:
+            return "agrees exactly" if self.difference == 0 else f"agrees to {self.difference:.0e}"
+        return "differs, explained" if self.ok else "differs, UNEXPLAINED"
+
+
+def accounted(c: Comparison, reasons: Sequence[LossFault]) -> tuple[Objective, dict[str, Any]]:
+    """The objective and hyperparameters that these reasons leave."""
+    o, hp = get(c.objective), c.hp
+    for why in reasons:
+        o, hp = why.change.put_into(o, hp)
+    return o, hp
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------
+def grid(c: Comparison, single: bool = False) -> Rollouts:
+    """The regimes of the objective promised and of the one accounted for, and responses far from π_old.
+
+    single: for a framework that computes in float32, not so near to the bounds.
+    """
+    pairs = [(get(c.objective), c.hp), accounted(c, c.reasons)]
+    # a framework sums a response's ratio in another order: on a bound, rounding would decide
+    edges = SINGLE_EDGES if single else tuple(e for e in EDGES if e or get(c.objective).level == "token")
+    if c.one_adv or get(c.objective).one_adv:
+        pairs = [(o if o.level in REDUCE else replace(o, agg="seq-mean"), hp) for o, hp in pairs]
+    b = _join(*(batch(o, edges=edges, seed=i, **hp) for i, (o, hp) in enumerate(pairs)), clamped())
+    # masked slots hold what could pass for tokens, as a tool's answer in a multi-turn response does
+    junk = {"logp": -1.0, "logp_old": -2.0, "adv": 0.5}
+    b = replace(b, **{k: getattr(b, k).masked_fill(~b.mask, v) for k, v in junk.items()})
+    return replace(b, logp_ref=reference(b))
+
+
+@cache
+def typical() -> Rollouts:
+    """A batch such as training meets, from a fixed seed: 16 prompts with 8 responses of 8 to 160 tokens.
+
+    π_old is above 0.9 for half of the tokens and has a long tail; log r has a standard deviation of 0.15 (1 - π_old),
+    log π_θ - log π_ref of 0.3 (1 - π_old). Each prompt has at least one right and one wrong response; A is
+    group-normalized. A tenth of the responses has a tool's answer inside, which is masked.
+    """
+    g = torch.Generator().manual_seed(25)
+    G, n, T = 16, 8, 160
+    normal = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+    rand = lambda *shape: torch.rand(*shape, generator=g, dtype=torch.float64)
+    length = (60 * (0.7 * normal(G * n)).exp()).clamp(8, T).long()
+    slot = torch.arange(T)
+    mask = slot < length[:, None]
+    tool = (rand(G * n) < 0.1)[:, None] & (slot >= length[:, None] // 3) & (slot < length[:, None] // 2)
+    lp_old = -(4 * rand(G * n, T).clamp(min=1e-12).log().neg()) * rand(G * n, T) ** 4
+    open_ = 1 - lp_old.exp()
+    lp = (lp_old + 0.15 * open_ * normal(G * n, T)).clamp(max=-1e-9)
+    ref = (lp + 0.3 * open_ * normal(G * n, T)).clamp(max=-1e-9)
+    right = rand(G, n) < (0.1 + 0.8 * rand(G))[:, None]
+    right[:, 0], right[:, 1] = True, False
+    group = torch.arange(G).repeat_interleave(n)
+    adv = group_norm(right.double().flatten(), group)[:, None].expand(-1, T)
+    return Rollouts(lp, lp_old, adv, mask & ~tool, group, logp_ref=ref)
+
+
+def _join(*bs: Rollouts) -> Rollouts:
+    T = max(b.mask.shape[1] for b in bs)
+    wide = lambda name: torch.cat([torch.nn.functional.pad(getattr(b, name), (0, T - b.mask.shape[1])) for b in bs])
+    group, n = [], 0
+    for b in bs:
+        assert b.group is not None
+        group.append(b.group + n)
+        n = int(group[-1].max()) + 1
+    x = [wide("logp"), wide("logp_old"), wide("adv"), wide("mask"), torch.cat(group)]
+    # some rows twice, so that micro-batches are of one size, as TRL's are
+    logp, old, adv, mask, groups = (torch.cat([v, v[: -len(v) % MICRO]]) for v in x)
+    return Rollouts(logp, old, adv, mask, groups)
+
+
+def unit(c: Comparison, b: Rollouts) -> Tensor:
+    """[B, 1], the promised aggregation: a gradient over it is the token's weight dJ_t/dlp."""
+    rows = row_weights(get(c.objective).agg, b.mask, Totals.of(b.mask, b.group))
+    return torch.as_tensor(rows, dtype=b.logp.dtype).expand(len(b.mask))[:, None]
+
+
+def _reference(c: Comparison, reasons: Sequence[LossFault], b: Rollouts) -> Tensor:
+    """The gradient of the objective promised, with these reasons put into it."""
+    o, hp = accounted(c, reasons)
+    factor: Tensor | float = 1.0
+    agg = declared_aggregation(get(c.objective))
+    for why in reasons:
+        factor = factor * why.change.scale(b)
+        agg = why.change.agg or agg
+    if agg != declared_aggregation(
+        o
+    ):  # as row weights, so that an objective with one term per response can be re-aggregated
+        seen = b
+        for why in reasons:
+            seen = why.change.view(seen)
+        new, old = (row_weights(name, b.mask, Totals.of(b.mask, seen.group)) for name in (agg, declared_aggregation(o)))
+        factor = factor * torch.as_tensor(new / old, dtype=b.logp.dtype).reshape(-1, 1)
+
+    def J(x: Rollouts) -> Tensor:
+        for why in reasons:
+            x = why.change.view(x)
+        return sum((why.change.term(x) for why in reasons if why.change.term), o(x, **hp))
+
+    return grad(J, b) * factor
+
+
+def difference(found: Tensor, expected: Tensor) -> Tensor:
+    return (found - expected).abs() / expected.abs().clamp(min=1)
+
+
+def compare(
+    framework: str, c: Comparison, b: Rollouts, found: Tensor, reasons: Sequence[LossFault], micro: int,
+    tol: float = TOL,
+) -> Row:  # fmt: skip
+    """The row of a gradient that was found on the grid of c, explained by these reasons."""
+    each = unit(c, b)
+    found = found / each
+    paper = _reference(c, (), b) / each
+    largest = difference(found, paper).max().item()
+    reasons = reasons if largest > tol else ()
+    explained = _reference(c, reasons, b) / each
+    skip = torch.stack([why.change.skip(b) for why in reasons] or [torch.zeros_like(b.mask)]).any(0)
+    remains = difference(found, explained).masked_fill(skip, 0).max().item()
+    spot = lambda found, expected: _spot(c, reasons, b, found, expected)
+    without = [tuple(x for x in reasons if x is not why) for why in reasons]
+    changes = [
+        (why.words, spot(explained, _reference(c, others, b) / each))
+        for why, others in zip(reasons, without, strict=True)
+    ]
+    hp = "".join(f" --hp {k}={v:g}" for k, v in c.hp.items())
+    command = f"upref check {framework}:{c.label} --as {c.objective}{hp}"
+    worst = spot(found, paper)
+    names = (c.setting, c.mode, c.label, c.objective, c.promise, command)
+    t = typical()
+    whole = _reference(c, reasons, t) if reasons else t.logp
+    effects = [Effect.between(whole, _reference(c, others, t)) for others in without]
+    return Row(*names, micro, largest, worst, changes, remains, tol, effects=effects)
+
+
+def _spot(c: Comparison, reasons: Sequence[LossFault], b: Rollouts, found: Tensor, expected: Tensor) -> Example:
+    """Of the tokens that differ as much: on the fixed grid of ratios rather than at a bound's edge, near to π_old."""
+    off = difference(found, expected)
+    log_r = torch.where(b.mask, b.logp - b.logp_old, 0)
+    if reduce := REDUCE.get(_level(c, reasons)):
+        log_r = reduce(log_r, b.mask)[:, None].expand_as(log_r)
+    near = off.masked_fill(log_r.abs() > 5, 0)
+    off = near if near.max() > TOL else off
+    edge = (log_r[..., None] - torch.as_tensor(LOG_R)).abs().amin(-1) > 1e-12
+    order = torch.where(off >= off.max() * (1 - 1e-6), log_r.abs() + 100 * edge, math.inf)
+    i, t = divmod(int(order.argmin()), order.shape[1])
+    where = _where(c, reasons, b, i, t, log_r[i, t].exp().item())
+    return Example(off[i, t].item(), where, expected[i, t].item() + 0.0, found[i, t].item() + 0.0)
+
+
+def _where(c: Comparison, reasons: Sequence[LossFault], b: Rollouts, i: int, t: int, r: float) -> str:
+    """The regime of the token, by the bounds of the objective promised and of the one accounted for."""
+    if not b.mask[i, t]:
+        return "a masked slot"
+    A, _, mu = at(b, i, t)
+    o, (found, hp) = get(c.objective), accounted(c, reasons)
+    bounds = sorted({*breakpoints(o, A, mu, **c.hp), *breakpoints(found, A, mu, **hp)}) if A else []
+    said = words(A, r, bounds) + (f" (mu = {mu:.2g})" if o.reads_mu else "")
+    return said.replace(" r", {"sequence_mean": " s", "sequence_product": " S"}.get(_level(c, reasons), " r"))
+
+
+def _level(c: Comparison, reasons: Sequence[LossFault]) -> str:
+    """Whose ratio a regime is told in: the response's, where either objective acts on it."""
+    levels = [get(c.objective).level, accounted(c, reasons)[0].level]
+    return next((level for level in levels if level in REDUCE), levels[0])

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger: known deviations of frameworks from the papers, as strict expected failures.
+
+NAME.toml beside NAME.py is reviewed by hand, and every number in it was seen by running the framework. `check_ledger`
+reports recorded deviations that are gone, and deviations that are not recorded.
+
+Its table [ledger] says once what holds of all entries: version, source (where the lines stand), searched (which
+documents, comments and warnings were read before anything was called a bug), twice (the bugs and surprising defaults
+that a second reader held against the sources), prelude (what the scripts begin with).
+What holds of several frameworks stands once in facts.toml: an entry that names a `fact` has its fields, unless it has
+its own. `effect` is [severity, change], as the audit computes both.
+One file: the records and the check that they still hold.
+"""
+
+import ast
+import math
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from upref.errors import InputError
+from upref_frameworks.audits.compare import SEVERITY, Effect, Example, Row
+
+STATUS = {
+    "bug": "its behavior contradicts its name, documentation or other settings, and no text mentions that",
+    "surprising default": "the name alone does not give the paper's objective; not every framework with it says so",
+    "documented choice": "documentation, help, a comment or a warning of the framework states it",
+    "numerical": "a guard or a rounding that training hardly meets",
+}
+
+
+WARNED = "warned: "  # begins what a framework warns while a script of its ledger runs
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One row of the audit: the loss, what it is compared with, and the weight of one token; empty where none moves."""
+
+    loss: str
+    held_against: str
+    where: str = ""
+    expected: str = ""
+    found: str = ""
+    micro_batches: int = 1
+
+    @property
+    def command(self) -> str:
+        objective, *hp = self.held_against.split(", ")
+        return f"{self.loss} --as {objective}" + "".join(f" --hp {x}" for x in hp)
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.expected} -> {self.found}" if self.where else "no token of the grid"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A deviation: what the paper says, what the code does, and the evidence."""
+
+    key: str
+    framework: str
+    version: str
+    status: str  # a key of STATUS
+    reason: str  # as the audit words it
+    bib: str
+    paper: str
+    code: str
+    evidence: list[Evidence]
+    severity: str = ""  # a key of SEVERITY, as the audit computes it from the largest effect of a row of the evidence
+    change: float = 0.0  # |v - w| / |w| of that effect
+    line: str = ""  # the line of code: PATH#LNUMBER below `source`
+    words: str = ""  # where the framework says so, in its own words
+    link: str = ""  # where these words stand
+    thread: str = ""  # upstream's issue or pull request
+    fixed: str = ""  # the version or commit that repaired it
+    fix: str = ""
+    proof: str = ""  # a script that needs the framework and torch alone
+    prints: str = ""  # what it prints: expected and found
+    ask: str = ""  # for the table to read first: what one asks for, what one gets, what to do
+    get: str = ""
+    do: str = ""
+    also: str = ""  # the other frameworks of which ask, get and do are true
+    source: str = ""
+    searched: str = ""
+    twice: bool = False  # whether a second reader held it against the sources
+
+    @property
+    def at(self) -> str:
+        """The line of code, as a link."""
+        anchor = "#line." if "inspector.pypi.io" in self.source else "#L"
+        return self.source + self.line.replace("#L", anchor) if self.line else ""
+
+    def __str__(self) -> str:
+        lines = [f"{self.key} ({self.status}; {self.framework} {self.version}): {self.reason}"]
+        lines += [f"    paper  {self.bib}: {self.paper}", f"    code   {self.code}"]
+        said = {"line": self.at, "told": self.words and f'"{self.words}" ({self.link})', "thread": self.thread}
+        said |= {"fixed": self.fixed, "size": self.severity and f"{self.severity}: {self.size}"}
+        lines += [f"    {k:6} {v}" for k, v in said.items() if v]
+        for e in self.evidence:
+            parts = f" (in {e.micro_batches} micro-batches)" if e.micro_batches > 1 else ""
+            lines += [f"    shown  upref check {self.framework}:{e.command}{parts}", f"           {e}"]
+        return "\n".join(lines)
+
+    @property
+    def size(self) -> str:
+        """How much of a typical batch's gradient it changes, in words."""
+        return share(self.change)
+
+
+def share(change: float) -> str:
+    """How much of a typical batch's gradient changes, in words."""
+    if change == math.inf:
+        return "there is a gradient where none should be"
+    return f"{100 * change:.3g} % of a typical batch's gradient changes"
+
+
+FRAMEWORKS = Path(__file__).parents[1]
+FACTS = FRAMEWORKS / "facts.toml"
+
+
+def recorded(name: str) -> dict[str, Any]:
+    """NAME.toml: [[deviation]], and what the defaults were, of every loss and of each; {} where there is none."""
+    file = FRAMEWORKS / name / "ledger.toml"
+    return _tables(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def _tables(text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"the ledger cannot be read: {error}") from error
+
+
+def read(name: str = "", text: str | None = None) -> list[Entry]:
+    """The entries of a framework's ledger, of all, or of this text; InputError where one is not whole."""
+    if not name:
+        return [e for file in sorted(FRAMEWORKS.glob("*/ledger.toml")) for e in read(file.parent.name)]
+    tables = recorded(name) if text is None else _tables(text)
+    shared = {"framework": name} | tables.get("ledger", {})
+    prelude, facts = shared.pop("prelude", "").strip(), _tables(FACTS.read_text(encoding="utf-8"))
+    twice = shared.pop("twice", "").split()
+    try:
+        given = [shared | facts.get(t.pop("fact", ""), {}) | t for t in tables.get("deviation", [])]
+        given = [t | {"twice": t["key"].removeprefix(f"{name}-".replace("_", "-")) in twice} for t in given]
+        given = [t | dict(zip(("severity", "change"), t.pop("effect"), strict=True)) for t in given]
+        given = [t | {"proof": _script(prelude, t["proof"].strip())} if t.get("proof") else t for t in given]
+        entries = [Entry(**t | {"evidence": [Evidence(**e) for e in t.get("evidence", [])]}) for t in given]
+    except (AttributeError, KeyError, SyntaxError, TypeError, ValueError) as error:
+        raise InputError(f"the ledger of {name} cannot be read: {error}") from error
+    for e in entries:
+        if e.status not in STATUS or e.severity not in ("", *SEVERITY) or not e.evidence:
+            raise InputError(
+                f"ledger entry {e.key}: status is one of {', '.join(STATUS)}, severity one of {', '.join(SEVERITY)}, "
+                "and evidence is not empty."
+            )
+    return entries
+
+
+def _script(prelude: str, proof: str) -> str:
+    """The proof after those statements of the prelude whose names it uses."""
+    lines, kept = prelude.splitlines(), ast.parse(proof).body
+    out: list[str] = []
+    for node in reversed(ast.parse(prelude).body):
+        used = {x.id for n in kept for x in ast.walk(n) if isinstance(x, ast.Name)}
+        names = {a.asname or a.name.partition(".")[0] for a in getattr(node, "names", [])}
+        names |= {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+        patches = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)
+        if patches or used & (names | {getattr(node, "name", "")}):
+            kept.append(node)
+            out[:0] = lines[node.lineno - 1 : node.end_lineno]
+    plain = [x.removeprefix("import ") for x in out if x.startswith("import ")]
+    rest = [x for x in out if not x.startswith("import ")]
+    imports = [f"import {', '.join(plain)}"] if plain else []
+    return "\n".join([*imports, *rest, proof])
+
+
+def changed_defaults(name: str, defaults: dict[str, dict[str, Any]], version: str) -> list[str]:
+    """Sentences: defaults of the framework's own config that are no longer what is recorded."""
+    then = recorded(name).get("defaults", {})
+    return [
+        f"{mode}: the default of {k} is {now.get(k, 'gone')} in {version}, and was {was.get(k, 'not there')}"
+        for mode, now in defaults.items()
+        for was in ([then.get("every", {}) | then.get(mode, {})] if then else [])
+        for k in sorted({*now, *was})
+        if now.get(k) != was.get(k)
+    ]
+
+
+def plainly(x: Any) -> Any:
+    """A default as TOML and JSON can hold it."""
+    return x if isinstance(x, bool | int | float | str) else str(x)
+
+
+def check_ledger(
+    rows: list[Row], entries: list[Entry], version: str, complete: bool, gone: tuple[str, ...] = ()
+) -> list[str]:
+    """Sentences: deviations of these rows that the ledger has not, or has otherwise; with complete, also those gone.
+
+    gone: losses that are themselves.
+    """
+    known = {(e.reason, x.loss, x.held_against, x.micro_batches): (e, x) for e in entries for x in e.evidence}
+    said, seen = [], set()
+    audited = {(r.label, r.promise, r.micro_batches) for r in rows}
+    for r in rows:
+        for words, spot in r.reasons:
+            key = (words, r.label, r.promise, r.micro_batches)
+            seen.add(key)
+            now = as_evidence(r, spot)
+            if key not in known:
+                said.append(f"not recorded: {words} ({now.command}; {now})")
+            elif known[key][1] != now:
+                entry, then = known[key]
+                said.append(f"{entry.key} has changed, {then} in {entry.version}, {now} in {version} ({now.command})")
+    if complete:
+        said += sizes(rows, entries)
+    for key in known.keys() - seen:
+        if (complete or key[1:] in audited) and key[1].partition(",")[0] not in gone:
+            entry, then = known[key]
+            said.append(f"{entry.key} is gone: in {version} {then.command} no longer shows it; review the entry")
+    return sorted(said)
+
+
+def sizes(rows: list[Row], entries: list[Entry]) -> list[str]:
+    """Sentences: entries whose severity, or share of a typical batch's gradient, is no longer what is recorded."""
+    out = []
+    for e in entries:
+        if worst := largest(rows, e):
+            share = float(f"{worst.change:.2g}")
+            rounding = max(share, e.change) < 1e-9
+            if (e.severity, e.change) != (worst.severity, e.change if rounding else share):
+                out.append(
+                    f"{e.key} is of another size: severity {worst.severity}, change {share:g}, recorded "
+                    f"{e.severity or 'nothing'}, {e.change:g}"
+                )
+    return out
+
+
+def largest(rows: list[Row], e: Entry) -> Effect | None:
+    """The effect of this entry in that row of its evidence where it is most severe."""
+    mine = {(x.loss, x.held_against, x.micro_batches) for x in e.evidence}
+    effects = [
+        effect
+        for r in rows
+        if (r.label, r.promise, r.micro_batches) in mine
+        for (words, _), effect in zip(r.reasons, r.effects, strict=False)
+        if words == e.reason
+    ]
+    return severest(effects) if effects else None
+
+
+def severest(effects: list[Effect]) -> Effect:
+    return min(effects, key=lambda x: ([*SEVERITY].index(x.severity), -x.change))
+
+
+def as_evidence(r: Row, spot: Example) -> Evidence:
+    """What the ledger has to say of this row's reason."""
+    shown = (spot.where, *spot.weights) if spot.difference else ("", "", "")
+    return Evidence(r.label, r.promise, *shown, r.micro_batches)
+
+
+def ranked(entries: list[Entry]) -> list[Entry]:
+    """The most severe first; of one severity bugs, then surprising defaults, then what is documented."""
+    severe = [*SEVERITY, ""]
+    return sorted(entries, key=lambda e: (severe.index(e.severity), [*STATUS].index(e.status), -e.change))
+
+
+def documented(entries: list[Entry]) -> int:
+    """Surprising defaults that this framework itself tells of, though another with the same fact does not."""
+    return sum(e.status == "surprising default" and bool(e.words) for e in entries)
+
+
+def summary(name: str, entries: list[Entry]) -> str:
+    """One sentence: how many entries of each status, and the worst."""
+    count = lambda status: sum(e.status == status for e in entries)
+    many = lambda n, one: f"{n} {one}" + ("" if n == 1 else "s")
+    words = {status: many(count(status), status) for status in STATUS if status != "numerical"}
+    if told := documented(entries):
+        words["surprising default"] += f" ({told} of them documented)"
+    said = f"{name}: {', '.join(list(words.values())[:-1])} and {words['documented choice']}"
+    worst = next((e for e in ranked(entries) if e.status in ("bug", "surprising default")), None)
+    return f"{said}; the worst is {worst.key}: {worst.reason} ({worst.severity})." if worst else f"{said}."

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to set in a framework to train an objective as its paper has it, as one types it.
+
+The settings are those of the audit's comparison of that loss with that objective; how they are typed stands in the
+ledger, [recipe]. What still differs, and how much, is what the ledger records of this comparison, and what upref's own
+plug-in does to the gradient of a typical batch.
+"""
+
+import json
+import shlex
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from upref.advantages import ADVANTAGES
+from upref.definition import NEEDS
+from upref.errors import InputError
+from upref.registry import Objective, get, names
+from upref.verify.faults.losses import GROUPS
+from upref.weights.batches import grad
+from upref_frameworks.audits import framework, frameworks
+from upref_frameworks.audits.compare import MICRO, SEVERITY, TOL, Comparison, Effect, typical
+from upref_frameworks.audits.framework import Framework
+from upref_frameworks.audits.ledger import Entry, read, recorded, share
+
+SCALE = ("max_completion_length", "max_seq_len")  # a constant that divides Dr. GRPO's sum: not a choice of objective
+PLUG_IN = {
+    "verl": "VERL_USE_EXTERNAL_MODULES=upref_frameworks.verl.training  # in the environment\n"
+    "actor_rollout_ref.actor.policy_loss.loss_mode=upref/{name}",
+    "trl": "from upref_frameworks.trl.training import GRPOTrainer\n"
+    'trainer = GRPOTrainer(..., objective="{name}")  # the arguments of TRL\'s own',
+}
+# what the framework hands to a loss beside the five tensors
+PASSES: dict[str, tuple[str, ...]] = {"verl": (), "trl": ("entropy", "sampler")}
+WANTS = NEEDS | {"sampler": "the sampler's log-probabilities"}
+LENGTH = {"verl": "actor.loss_scale_factor", "trl": "max_completion_length"}  # what divides their own Dr. GRPO
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings as one types them, a line each; what then still differs from the paper, and how much."""
+
+    objective: str
+    framework: str
+    version: str = ""
+    surface: str = ""  # where the lines are typed
+    settings: list[str] = field(default_factory=list)
+    differs: list[str] = field(default_factory=list)
+    advantages: str = ""  # how the framework computes those of the objective's kind, or that no setting is known
+    beside: dict[str, str] = field(default_factory=dict)  # parts of the algorithm beside the loss
+    notes: list[str] = field(default_factory=list)  # what one must know beside the lines
+    command: str = ""  # that holds the loss with these settings against the objective
+    fields: dict[str, Any] = field(default_factory=dict)  # the settings by the names of the framework's config
+    mode: str = ""
+
+    def json(self) -> str:
+        return json.dumps(asdict(self), indent=1, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        lines = [f"# {self.objective} in {self.framework} {self.version}: {self.surface}", *self.settings, ""]
+        lines += [f"still differs: {line}" for line in self.differs] or ["nothing differs in the loss, as measured"]
+        lines += [f"advantages: {self.advantages}"]
+        lines += [f"{part}: {how}" for part, how in self.beside.items()]
+        lines += [f"note: {line}" for line in self.notes]
+        return "\n".join([*lines, f"checked by: {self.command}"])
+
+    text = __str__
+
+
+def recipe(objective: str, name: str, **hp: float) -> Recipe:
+    """Return the settings that give an objective in a framework; no framework runs.
+
+    Args:
+        objective: a registered name.
+        name: a framework with an audit.
+        **hp: hyperparameters other than the objective's defaults, if the audit has a comparison at these values.
+
+    Returns:
+        A Recipe. In verl and TRL, an objective with which the audit compares no loss, such as UP's family, is given as
+        upref's plug-in.
+
+    Raises:
+        InputError: there is neither a recipe nor a plug-in, or the plug-in cannot run the objective.
+    """
+    o, f, how, entries = get(objective), framework(name), recorded(name)["recipe"], read(name)
+    mine = [c for c in f.comparisons if c.objective == o.name and c.hp == hp]
+    if mine:
+        best = min(mine, key=lambda c: (_left(c, entries), c.setting != "paper", len(c.config)))
+        r = _of_comparison(best, f, how, entries)
+    else:
+        _refuse(o, f, hp)
+        r = _of_plug_in(o, f)
+    advantages, differs = _advantages(o, name, how, entries)
+    version = entries[0].version if entries else f.version()
+    return replace(
+        r, version=version, advantages=advantages, differs=[*r.differs, *differs], notes=[*r.notes, *_notes(o, how)],
+        beside=how["beside"],
+    )  # fmt: skip
+
+
+def reached(name: str, hp: dict[str, float] | None = None) -> list[str]:
+    """The objectives that the framework has losses for, in the registry's order; hp: at these hyperparameters."""
+    known = {c.objective for c in framework(name).comparisons if hp is None or c.hp == hp}
+    return [o for o in names() if o in known]
+
+
+def _notes(o: Objective, how: dict[str, Any]) -> list[str]:
+    """[recipe.notes]: of this objective, and of the sampler correction unless it has its own."""
+    known = how.get("notes", {})
+    said = [known.get(o.name, "")]
+    if not o.sampler:
+        said.append(known.get(f"sampler, {o.name}", known.get("sampler", "")))
+    return [text for text in said if text]
+
+
+# ---- a loss of the framework -----------------------------------------------------------------------------------------
+DENOMINATOR = GROUPS.words  # the reason by which the ledgers record it
+
+
+def _of_comparison(c: Comparison, f: Framework, how: dict[str, Any], entries: list[Entry]) -> Recipe:
+    fields = {k: v for k, v in c.config.items() if k not in SCALE or _must_be_set(f.name, c, k)}
+    return Recipe(
+        c.objective, f.name, surface=how["surface"], settings=_typed(f.name, c, fields, how),
+        differs=_differs(f, c, entries), fields=fields, mode=c.mode,
+        command=f"upref check {f.name}:{c.label} --as {c.promise.replace(', ', ' --hp ')}",
+    )  # fmt: skip
+
+
+def _differs(f: Framework, c: Comparison, entries: list[Entry]) -> list[str]:
+    """What the ledger records of this comparison, in one batch and in micro-batches."""
+    whole, split = _entries(c, entries), _entries(c, entries, in_micro_batches=True)
+    differs = [_said(e) for e in whole]
+    for k in (k for k in SCALE if k in c.config):
+        must = f"; it must be set, and {c.config[k]} gives the paper's sum" if _must_be_set(f.name, c, k) else ""
+        differs.append(f"divided by {k}, a constant that the learning rate takes up{must}")
+    differs += [f"in micro-batches: {_said(e)}" for e in split if e not in whole]
+    # the audit splits its batch at the papers' settings alone
+    if not any(x.setting == "paper" and (x.label, x.promise) == (c.label, c.promise) for x in f.comparisons):
+        differs.append("in micro-batches: not measured")
+    return differs
+
+
+def _said(e: Entry) -> str:
+    size = "a guard that training hardly meets" if e.status == "numerical" else f"{e.severity}, {e.size}"
+    return f"{e.reason} ({size})"
+
+
+def _entries(c: Comparison, entries: list[Entry], in_micro_batches: bool = False) -> list[Entry]:
+    at = (c.label, c.promise, in_micro_batches)
+    return [e for e in entries if at in {(x.loss, x.held_against, x.micro_batches > 1) for x in e.evidence}]
+
+
+def _left(c: Comparison, entries: list[Entry]) -> int:
+    """How severe is what this comparison leaves: 0 for nothing but what is numerical or the batch's denominator."""
+    order = list(reversed(SEVERITY))
+    rest = [e for e in _entries(c, entries) if e.status != "numerical" and e.reason != DENOMINATOR]
+    return max((1 + order.index(e.severity) for e in rest), default=0)
+
+
+def _must_be_set(name: str, c: Comparison, field: str) -> bool:
+    """Whether the framework has no value for it unless one is given."""
+    return _defaults(name, c).get(field) == "None"
+
+
+def _defaults(name: str, c: Comparison) -> dict[str, Any]:
+    tables = recorded(name).get("defaults", {})
+    return tables.get("every", {}) | tables.get(c.mode, {})
+
+
+# ---- the advantages --------------------------------------------------------------------------------------------------
+def _advantages(o: Objective, name: str, how: dict[str, Any], entries: list[Entry]) -> tuple[str, list[str]]:
+    """How the framework computes the objective's kind of advantage, and what the ledger records of that."""
+    kind = f"{o.adv}, {(ADVANTAGES[o.adv].__doc__ or '').partition(':')[0]}"
+    known = how["advantages"].get(o.adv)
+    if not known:
+        return f"{kind}: set them yourself, this recipe knows no setting of {name} that gives them", []
+    if "audited" not in known:
+        return f"{kind}: {known['set']}; read in the source, not measured", []
+    row = f"advantages:{known['audited']}"
+    mine = [e for e in entries if any((x.loss, x.held_against.split(", ")[0]) == (row, o.adv) for x in e.evidence)]
+    return f"{kind}: {known['set']}", [f"in the advantages: {_said(e)}" for e in mine]
+
+
+# ---- upref's plug-in -------------------------------------------------------------------------------------------------
+def _refuse(o: Objective, f: Framework, hp: dict[str, float]) -> None:
+    """InputError where neither a loss that the audit compares nor the plug-in gives this objective."""
+    if f.name not in PLUG_IN or hp:
+        at = " at these settings" if hp else ""
+        own = f" (its own {o.name}: {f.out_of_scope[o.name]})" if o.name in f.out_of_scope else ""
+        have = ", ".join(n for n in frameworks() if o.name in reached(n)) or "none"
+        raise InputError(
+            f"no recipe for {o.name} in {f.name}{at}: the audit compares the losses of {f.name} with "
+            f"{', '.join(reached(f.name))}{own}. Frameworks with a recipe for {o.name}: {have}."
+        )
+    wants = [k for k in NEEDS if k in o.reads]
+    if o.sampler:
+        wants.append("sampler")
+    if lacking := next((k for k in wants if k not in PASSES[f.name]), ""):
+        raise InputError(
+            f"{o.name} cannot run in {f.name}: it needs {WANTS[lacking]}, which {f.name} passes to no loss."
+        )
+    if f.name == "verl" and o.name not in names():
+        raise InputError(
+            f"{o.name} is no policy loss of verl until a module that VERL_USE_EXTERNAL_MODULES names calls "
+            "upref_frameworks.verl.training.register on it: the plug-in registers the names of `upref list`."
+        )
+
+
+def _of_plug_in(o: Objective, f: Framework) -> Recipe:
+    settings = PLUG_IN[f.name].format(name=o.name).splitlines()
+    if o.sampler:
+        settings[-1] += ", with use_vllm=True in GRPOConfig"
+    loss = f"verl:upref/{o.name}" if f.name == "verl" else shlex.quote(o.name)
+    notes = []
+    if o.name in f.out_of_scope:
+        own = f"{f.name} has a loss {o.name} of its own ({f.out_of_scope[o.name]})"
+        notes.append(f"{own}; the lines above are upref's plug-in")
+    if o.agg == "seq-mean-token-sum":
+        notes.append(f"{LENGTH[f.name]} is not read: the loss is the paper's plain sum over tokens")
+    return Recipe(
+        o.name, f.name, surface="the plug-in of upref", settings=settings, differs=_plugged(o, f.name), notes=notes,
+        command=f"upref check {loss} --as {shlex.quote(o.name)}", mode=f"upref/{o.name}",
+    )  # fmt: skip
+
+
+def _plugged(o: Objective, name: str) -> list[str]:
+    """What the plug-in changes in the gradient: it gets no prompts, and the micro-batches one by one."""
+    unprompted, split = _effects(o)
+    differs = []
+    if unprompted.change > TOL:
+        differs.append(f"{DENOMINATOR} ({_size(unprompted)})")
+    if split.change > TOL or o.batch_coupled:
+        why = o.batch_coupled or "the gradient is another"
+        differs.append(f"in micro-batches: each acts by itself, and {why} ({_size(split)})")
+    if name == "trl" and o.agg in ("token-mean", "group-token-mean"):
+        differs.append(
+            "tokens are counted over the generation batch and divided by its optimizer steps, not over each step "
+            "(not measured; no difference where a generation batch makes one step)"
+        )
+    if o.one_adv:
+        differs.append("with a sampler correction a response's term takes the mean of its weights (not measured)")
+    return differs
+
+
+@cache
+def _effects(o: Objective) -> tuple[Effect, Effect]:
+    """On a typical batch: without the prompt of each response; then also in micro-batches."""
+    t = typical()
+    t = replace(t, entropy=1 - t.logp_old.exp(), logp_sampler=t.logp_old if o.sampler else None)
+    seen = replace(t, group=None)
+    whole = grad(o, seen)
+    split = torch.cat([grad(o, m) for m in seen.split(MICRO)])
+    return Effect.between(whole, grad(o, t)), Effect.between(split, whole)
+
+
+def _size(e: Effect) -> str:
+    return f"{e.severity}, {share(float(f'{e.change:.2g}'))}"
+
+
+# ---- as one types it -------------------------------------------------------------------------------------------------
+def _typed(name: str, c: Comparison, fields: dict[str, Any], how: dict[str, Any]) -> list[str]:
+    mode, every = c.mode, _defaults(name, c) | fields
+    said = {k: value(v, how["style"]) for k, v in every.items()}
+    lines = how.get("mode", {}).get(mode, how["modes"]).format(mode=mode).splitlines()
+    for k in fields:
+        form = how.get("keys", {}).get(k, how["form"])
+        key = k.replace("_", "-") if how["style"] == "dashes" else k
+        line = form.format(**said | {"key": key, "value": said[k]})
+        lines.append(line.removesuffix(" true") if how["style"] == "dashes" else line)
+    if "beta" not in c.hp:
+        lines.append(no_kl(how, mode))
+    return list(dict.fromkeys(line for line in lines if line))
+
+
+def no_kl(how: dict[str, Any], mode: str) -> str:
+    """The line that switches off a KL term beside the loss of this mode; empty where none is on by default."""
+    line = how.get("no_kl", "")
+    return line if isinstance(line, str) else line.get(mode, "")
+
+
+def value(v: Any, style: str) -> str:
+    """A value as YAML, a shell or Python has it."""
+    if style == "python":
+        return f"{v:g}" if isinstance(v, float) and v >= 1e6 else repr(v)
+    if isinstance(v, bool) or v is None:
+        return {True: "true", False: "false", None: "null"}[v]
+    return f"{v:g}" if isinstance(v, float) else str(v)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy losses of miles, a fork of slime, as the audit holds them against the papers, and why they differ."""
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from upref.verify.faults.losses import GROUPS, with_hp
+from upref_frameworks.audits.components import kls
+from upref_frameworks.audits.framework import Comparison, Framework, Pin
+from upref_frameworks.audits.shared import BETA, CLAMP, CLAMP_K3, CLAMP_S20, K1, NARROW_K3, defaults, options
+
+UTILS, ARGUMENTS = "miles.backends.training_utils.", "miles.utils.arguments"
+PIN = Pin(
+    repository="https://github.com/radixark/miles", commit="31f1ca961a94cb860cec3b2dea34ec332bfa8f76",
+    date="2026-08-21",
+    files={
+        "miles/backends/training_utils/loss_hub/losses.py": "9ee2f34ea64208fbbcf9ffd6d6a40c17",
+        "miles/backends/training_utils/loss_hub/math_utils.py": "0306b2cdadaa4effcf483b7d8e0d3a5d",
+        "miles/backends/training_utils/cp_utils.py": "2757d9da461f6dc2f0a19df219c7a698",
+        "miles/utils/arguments.py": "b0260a00f76ee56b532cd1bff4c6e71e",
+    },
+    skip_init=("miles", "miles.utils", "miles.backends", "miles.backends.training_utils",
+            "miles.backends.training_utils.loss_hub"),
+    stubs=(UTILS + "parallel", UTILS + "loss_hub.logit_processors", UTILS + "loss_hub.corrections",
+           "miles.utils.misc", "miles.utils.types", "fla"),
+    env={"TORCHDYNAMO_DISABLE": "1"},  # its losses are compiled: the plain functions are audited
+)  # fmt: skip
+READ = (
+    "--eps-clip", "--eps-clip-high", "--eps-clip-c", "--calculate-per-token-loss", "--use-kl-loss", "--kl-loss-coef",
+    "--kl-loss-type", "--use-unbiased-kl",
+)  # fmt: skip
+OFF = dict.fromkeys(
+    (
+        "use_rollout_logprobs", "skip_actor_forward_only", "observe_training_entropy", "use_opsm", "use_tis",
+        "get_mismatch_metrics", "custom_pg_loss_reducer_function_path",
+    ),
+    None,
+)  # fmt: skip
+
+
+def _modules() -> tuple[Any, Any, Any]:
+    """losses, math_utils and cp_utils, in one process."""
+    alone = SimpleNamespace(cp=SimpleNamespace(size=1, rank=0, group=None))
+    found = [importlib.import_module(UTILS + m) for m in ("loss_hub.losses", "loss_hub.math_utils", "cp_utils")]
+    for module in found:
+        vars(module)["get_parallel_state"] = lambda: alone
+    return found[0], found[1], found[2]
+
+
+def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
+    """policy_loss_function of responses without padding; the sum is divided as loss_function and Megatron do."""
+    high = config["eps_clip"] if config["eps_clip_high"] is None else config["eps_clip_high"]  # as it is validated
+    args = SimpleNamespace(**OFF | config | {"eps_clip_high": high}, advantage_estimator=mode, entropy_coef=0.0,
+                           qkv_format="thd")  # fmt: skip
+    losses, _, cp = _modules()
+    n = [int(m.nonzero().max()) + 1 for m in mask]  # up to the last token that counts
+    rows = lambda x: [row[:k] for row, k in zip(x, n, strict=True)]
+    batch: dict[str, Any] = {"advantages": rows(advantages), "log_probs": rows(old_log_prob)}
+    batch |= {"ref_log_probs": rows(ref_log_prob), "loss_masks": rows(mask)}
+    batch |= {"response_lengths": n, "total_lengths": n, "unconcat_tokens": None}
+    vars(losses)["get_log_probs_and_entropy"] = lambda *_, **__: {"log_probs": rows(log_prob)}
+    per_token = config["calculate_per_token_loss"]
+    reduced = cp.get_sum_of_sample_mean(n, n, batch["loss_masks"], per_token)
+    value, _ = losses.policy_loss_function(args, batch, log_prob, reduced)
+    return value / (totals.tokens if per_token else totals.sequences)
+
+
+TOKENS = {"calculate_per_token_loss": True, "eps_clip_high": 0.28}
+KL = {"use_kl_loss": True, "kl_loss_coef": BETA}
+C, LOW = {"eps_clip_c": 10.0}, {"kl_loss_type": "low_var_kl"}
+COMPARISONS = (
+    Comparison("default", "grpo", {}, "grpo", {}, (CLAMP,)),
+    Comparison("default", "grpo", KL | C, "grpo", {"beta": BETA, "c": 10.0}, (K1,)),
+    Comparison("default", "gspo", {}, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2), CLAMP_S20)),
+    Comparison("paper", "grpo", KL | C | {"kl_loss_type": "k3"}, "grpo", {"beta": BETA, "c": 10.0}),
+    Comparison("paper", "grpo", KL | C | LOW, "grpo", {"beta": BETA, "c": 10.0}, (CLAMP_K3,)),
+    Comparison("paper", "grpo", TOKENS, "dapo", {}, (GROUPS, CLAMP)),
+    Comparison("paper", "grpo", TOKENS | C, "dapo", {"c": 10.0}, (GROUPS,)),
+    Comparison("paper", "gspo", {"eps_clip": 3e-4, "eps_clip_high": 4e-4}, "gspo", {}, (CLAMP_S20,)),
+)  # fmt: skip
+
+
+REMARKS = (
+    "policy_loss_function on responses without padding; the sum is divided by the responses of the global batch, "
+    "with --calculate-per-token-loss by its tokens. Ratios and KL terms are in float32. A token whose "
+    "log-probability is NaN counts as on policy, without a word.",
+    "Not covered: context parallelism, OPSM, truncated importance sampling, advantages, compiled code.",
+)
+MILES = Framework(
+    "miles", pin=PIN, modes=lambda: list(options(ARGUMENTS)["--advantage-estimator"]["choices"]),
+    defaults=lambda mode: defaults(ARGUMENTS, READ), plain=_plain, comparisons=COMPARISONS, remarks=REMARKS,
+    tol=3e-6,
+    parts=lambda: kls(
+        _modules()[1].compute_approx_kl,
+        {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"},
+        {"low_var_kl": (NARROW_K3,)},
+        tol=1e-5,
+    ),
+    out_of_scope=dict.fromkeys(
+        ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"), "an advantage estimator: its loss is grpo's"
+    ),
+)  # fmt: skip

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NeMo-RL's clipped policy-gradient loss as the audit compares it with the papers, and why it differs."""
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from upref.kl import k3
+from upref.ops import exp, sg
+from upref.verify.faults import Fault
+from upref.verify.faults.losses import GROUPS, aggregated, with_hp
+from upref_frameworks.audits.components import kls
+from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
+from upref_frameworks.audits.shared import ALWAYS, CLAMP_K3, FLOOR, NARROW, kl_term
+
+HOME = "nemo_rl/algorithms/"
+PIN = Pin(
+    packages=(
+        "pydantic==2.12.5", "pydantic-core==2.41.5", "annotated-types==0.7.0", "typing-inspection==0.4.2",
+        "pyyaml==6.0.3",
+    ),
+    repository="https://github.com/NVIDIA-NeMo/RL", commit="7ea279abfbeb698b092856d0dab61e7cf39bc909",
+    date="2026-08-22",
+    files={
+        HOME + "loss/loss_functions.py": "e0687539c27bf6c89c2e5c75219d2318",
+        HOME + "advantage_estimator.py": "694e004dc8ff6f065e3259edd3172d63",
+        HOME + "utils.py": "4b9014d79b5e2ce3246d7cda7b367ae9",
+    },
+    skip_init=("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.x_token"),
+    stubs=(
+        "transformers", "nemo_rl.models.dtensor", "nemo_rl.models.policy", "nemo_rl.utils.logger",
+        "nemo_rl.data.multimodal_utils", "nemo_rl.algorithms.x_token.token_aligner",
+    ),
+)  # fmt: skip
+RECIPE = "examples/configs/grpo_math_1B.yaml"  # what run_grpo.py takes where nothing is said
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"nemo_rl.{name}")
+
+
+def _losses() -> Any:
+    return _module("algorithms.loss.loss_functions")
+
+
+def _recipe() -> dict[str, Any]:
+    root = Path(_module("algorithms.utils").__file__).parents[2]
+    return importlib.import_module("yaml").safe_load((root / RECIPE).read_text(encoding="utf-8"))
+
+
+def _documented() -> dict[str, dict[str, bool]]:
+    """The algorithms that the docstring of the loss lists, each with the fields that it says to set."""
+    listed = _losses().ClippedPGLossFn.__doc__.partition("This implements:")[2].partition("Formula:")[0]
+    named = re.findall(r"- ([^(]+?) (?:\(|- )(.*)", listed)
+    said = {re.sub(r"\W+", "-", name.lower()): words for name, words in named}
+    return {k: {f: v == "True" for f, v in re.findall(r"(\w+) = (True|False)", words)} for k, words in said.items()}
+
+
+def _modes() -> list[str]:
+    """What the docstring lists; the other losses by their classes."""
+    others = [k for k in vars(_losses()) if k.endswith("LossFn") and k != "ClippedPGLossFn"]
+    return [*_documented(), *others]
+
+
+def _defaults(mode: str) -> dict[str, Any]:
+    return _losses().ClippedPGLossConfig(**_recipe()["loss_fn"]).model_dump() | _documented()[mode]
+
+
+def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
+    """As the worker calls it: position 0 predicts nothing, denominators are those of the global batch."""
+    data = {
+        "advantages": advantages, "token_mask": mask.to(log_prob.dtype), "prev_logprobs": old_log_prob,
+        "generation_logprobs": old_log_prob, "reference_policy_logprobs": ref_log_prob,
+    }  # fmt: skip
+    data = {k: pad(x, (1, 0)) for k, x in data.items()} | {"sample_mask": torch.ones(len(mask)).to(log_prob)}
+    made = _losses().ClippedPGLossFn(_losses().ClippedPGLossConfig(**config))
+    return made(log_prob, data, torch.as_tensor(totals.sequences), torch.as_tensor(totals.tokens))[0]
+
+
+def _sampled_k3(beta: float):
+    """k3 and its weight e^(lp - sg(lp)), which is 1 and has a gradient."""
+    words = "the KL term has the gradient of the sampling too: log π_θ - log π_ref in all, k2's"
+    return kl_term(words, lambda lp, ref, old: k3(lp, ref) * exp(lp - sg(lp)), beta)
+
+
+NO_KL = {"reference_policy_kl_penalty": 0.0}
+MEANS = NO_KL | {"token_level_loss": False}
+TIS = {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis"}
+TOKENS = aggregated("token-mean")
+COMPARISONS = (
+    Comparison("default", "grpo", {}, "grpo", {}, (with_hp(beta=0.01), _sampled_k3(0.01), CLAMP_K3, TOKENS)),
+    Comparison("default", "ppo", NO_KL, "ppo_clip", {}),
+    Comparison("default", "reinforce-rloo", NO_KL, "rloo", {}, (ALWAYS,)),
+    Comparison("default", "gspo", NO_KL, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2),)),
+    Comparison("default", "cispo", NO_KL, "cispo", {}, (FLOOR, GROUPS)),
+    Comparison("default", "truly-on-policy", NO_KL, "reinforce", {}, (ALWAYS,)),
+    Comparison("paper", "grpo", MEANS, "grpo", {}),
+    Comparison("paper", "grpo", {"token_level_loss": False, "reference_policy_kl_penalty": 0.04}, "grpo",
+               {"beta": 0.04}, (_sampled_k3(0.04), CLAMP_K3)),
+    Comparison("paper", "grpo", NO_KL | {"ratio_clip_max": 0.28}, "dapo", {}, (GROUPS,)),
+    Comparison("paper", "grpo", NO_KL | {"ratio_clip_max": 0.28, "ratio_clip_c": 10.0}, "dapo", {"c": 10.0}, (GROUPS,)),
+    Comparison("paper", "gspo", NO_KL | {"ratio_clip_min": 3e-4, "ratio_clip_max": 4e-4}, "gspo", {}),
+    Comparison("paper", "cispo", NO_KL | {"ratio_clip_min": 1.0, "ratio_clip_max": 4.0}, "cispo", {}, (GROUPS,)),
+    Comparison("paper", "truly-on-policy", NO_KL | {"use_importance_sampling_correction": True}, "is_pg", {}, (
+        ALWAYS,)),
+    Comparison("paper", "truly-on-policy", NO_KL | TIS | {"truncated_importance_sampling_ratio": 5.0}, "cispo", {}, (
+        GROUPS,)),
+)  # fmt: skip
+
+
+def _advantages(name: str, **settings: bool):
+    def found(rewards: Tensor, group: Tensor) -> Tensor:
+        """Its baseline matrix is in float32, and so are the rewards that it takes."""
+        m = _module("algorithms.advantage_estimator")
+        config = m.AdvEstimatorConfig(**settings), _losses().ClippedPGLossConfig()
+        one = torch.ones(len(rewards), 1)
+        return getattr(m, name)(*config).compute_advantage(group[:, None], rewards.float(), one)[:, 0]
+
+    return found
+
+
+def _over_std(own: bool, single: bool):
+    """(R - mean) / (std + 1e-6) of the group, or of the others in it; where std is 0, R - mean. single: in float32."""
+
+    def f(R: Tensor, group: Tensor) -> Tensor:
+        A, x = torch.zeros_like(R), R.float() if single else R
+        for i in (torch.bincount(group)[group] > 1).nonzero()[:, 0]:
+            peers = x[(group == group[i]) & (own | (torch.arange(len(R)) != i))]
+            n, moments = torch.tensor(len(peers)), (peers**2).mean() - peers.mean() ** 2
+            std = ((moments * (n / (n - 1))).sqrt() if single else peers.std()).nan_to_num(0)
+            A[i] = (x[i] - peers.mean()) / (std + 1e-6 if std > 0 else 1)
+        return A
+
+    return f
+
+
+def _clamped(f):
+    return lambda lp, ref: f(lp, lp + (ref - lp).clamp(-20, 20)).clamp(-10, 10)
+
+
+def _log_probs(chunk: int | None):
+    def found(z: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        """The vocabulary on one rank: the path without ranks calls .cuda()."""
+        dist = torch.distributed
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        f = _module("distributed.model_utils").get_next_token_logprobs_from_logits
+        logits = pad(z / temperature, (0, 0, 0, 1))
+        return f(
+            pad(tokens, (1, 0)), logits, vocab_parallel_rank=0, vocab_parallel_group=dist.group.WORLD, chunk_size=chunk
+        )
+
+    return found
+
+
+def _parts() -> tuple[Component, ...]:
+    kl, utils = importlib.import_module("upref.kl"), _module("algorithms.utils")
+    return (
+        Component("advantages", "grpo", _advantages("GRPOAdvantageEstimator"), "group_norm", tol=1e-5, reasons=(
+            Fault("mean and std are of the other responses; where these have one reward, it is not divided",
+                  _over_std(own=False, single=False)),
+            Fault(SINGLE, _over_std(own=False, single=True)))),
+        Component("advantages", "grpo, use_leave_one_out_baseline=False",
+                  _advantages("GRPOAdvantageEstimator", use_leave_one_out_baseline=False), "group_norm", tol=1e-5,
+                  reasons=(
+            Fault(SINGLE, _over_std(own=True, single=True)),)),
+        Component("advantages", "grpo, normalize_rewards=False",
+                  _advantages("GRPOAdvantageEstimator", normalize_rewards=False), "leave_one_out", tol=1e-6),
+        Component("advantages", "reinforce_plus_plus", _advantages("ReinforcePlusPlusAdvantageEstimator"),
+                  "group_mean_whiten", tol=1e-5),
+        Component("advantages", "reinforce_plus_plus, minus_baseline=False",
+                  _advantages("ReinforcePlusPlusAdvantageEstimator", minus_baseline=False), "whiten", tol=1e-5),
+        *kls(utils.calculate_kl, {k: k for k in kl.ESTIMATORS},
+             {k: (Fault(NARROW, _clamped(f)),) for k, f in kl.ESTIMATORS.items()}),
+        Component("aggregation", "masked_mean", utils.masked_mean, "token-mean"),
+        Component("logprobs", "vocab-parallel, one rank", _log_probs(None), "token_log_probs", tol=1e-4),
+        Component("logprobs", "vocab-parallel, one rank, in chunks", _log_probs(2), "token_log_probs", tol=1e-4),
+    )  # fmt: skip
+
+
+SINGLE = "the variance is E[R²] - E[R]² in float32"
+ELSE = "no policy-gradient loss: it reads no advantages"
+REMARKS = (
+    f"Defaults are those of {RECIPE} over the config class; the fields of an algorithm are those that the "
+    "docstring of ClippedPGLossFn says to set. Denominators are those of the global batch; a mean "
+    "divides by n + 1e-8, so that weights are compared to 1e-6.",
+    "Not covered: several ranks, packed sequences, icepop and seq-mask-tis, VAPO's positive-example loss, "
+    "KL in the reward, the GDPO, GAE and distillation estimators. Dr. GRPO's constant denominator is not offered.",
+)
+NEMO_RL = Framework(
+    "nemo_rl", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
+    remarks=REMARKS, tol=1e-6,
+    out_of_scope=dict.fromkeys(
+        ("DraftCrossEntropyLossFn", "NLLLossFn", "PreferenceLossFn", "DPOLossFn", "DistillationLossFn",
+         "MseValueLossFn", "CrossTokenizerDistillationLossFn"), ELSE),
+)  # fmt: skip

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenRLHF's policy loss, advantages, KL terms and log-probabilities as the audit compares them with the papers."""
+
+import importlib
+import inspect
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref import kl
+from upref.verify.faults import Fault
+from upref.verify.faults.losses import GROUPS, aggregated, with_hp
+from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
+from upref_frameworks.audits.shared import CLAMP, arguments, clamped
+
+PIN = Pin(
+    packages=("openrlhf==0.11.2",),
+    files={
+        "openrlhf/models/loss.py": "a6dd82c27e8b1711c6a33b6acd0319be",
+        "openrlhf/models/utils.py": "bb0c73194c8a14173ebe15dff103f5a9",
+    },
+    skip_init=("openrlhf", "openrlhf.models", "openrlhf.trainer", "openrlhf.trainer.ppo_utils", "openrlhf.trainer.ray",
+            "openrlhf.utils"),
+    stubs=("deepspeed", "ray", "transformers", "openrlhf.trainer.ray.launcher"),
+    decorators=("ray.remote",), env={"TORCHDYNAMO_DISABLE": "1"},
+)  # fmt: skip
+_module = lambda name: importlib.import_module(f"openrlhf.{name}")
+
+
+def _modes() -> list[str]:
+    """What PolicyLoss compares policy_loss_type with, read off its source."""
+    return sorted(set(re.findall(r'policy_loss_type == "(\w+)"', inspect.getsource(_module("models.loss").PolicyLoss))))
+
+
+def _defaults(mode: str) -> dict[str, Any]:
+    return arguments(_module("models.loss").PolicyLoss.__init__, "policy_loss_type")
+
+
+def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, totals) -> Tensor:
+    f = _module("models.loss").PolicyLoss(policy_loss_type=mode, **config)
+    counts = {"batch_num_tokens": float(totals.tokens), "global_batch_size": float(totals.sequences)}
+    return f(log_prob, old_log_prob, advantages, action_mask=mask, **counts)[0]
+
+
+SEQ = {"token_level_loss": False}
+COMPARISONS = (
+    Comparison("default", "ppo", {}, "ppo_clip", {}, (CLAMP,)),
+    Comparison("default", "gspo", {}, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2),)),
+    Comparison("paper", "ppo", {"clip_eps_high": 0.28}, "dapo", {}, (GROUPS, CLAMP)),
+    Comparison("paper", "ppo", {"clip_eps_high": 0.28, "dual_clip": 10.0}, "dapo", {"c": 10.0}, (GROUPS,)),
+    Comparison("paper", "ppo", SEQ, "grpo", {}, (CLAMP,)),
+    Comparison("default", "ppo", {}, "dr_grpo", {}, (aggregated("token-mean"), CLAMP)),
+    Comparison("paper", "gspo", {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4}, "gspo", {}),
+)
+
+
+# ---- what else it computes -------------------------------------------------------------------------------------------
+def _advantages(name: str):
+    """compute_advantages_and_returns of its experience maker: every response one token, no KL penalty."""
+
+    def advantages(R: Tensor, group: Tensor) -> Tensor:
+        maker = _module("trainer.ppo_utils.experience_maker").RemoteExperienceMaker
+        n = int((group == group[0]).sum())
+        own = SimpleNamespace(estimator=name, gamma=1.0, no_std_norm=False)
+        args = SimpleNamespace(
+            algo=SimpleNamespace(advantage=own), rollout=SimpleNamespace(n_samples_per_prompt=n),
+            reward=SimpleNamespace(clip_range=None, stop_properly_penalty_coef=None, overlong_buffer_len=None),
+        )  # fmt: skip
+        me = SimpleNamespace(strategy=SimpleNamespace(args=args), advantage_estimator=name,
+                             kl_ctl=SimpleNamespace(value=0.0))  # fmt: skip
+        me.get_cumulative_returns = lambda *a: maker.get_cumulative_returns(me, *a)
+        ones = torch.ones(len(R), 1)
+        x = SimpleNamespace(rewards=R.float(), index=list(range(len(R))), kl=0 * ones, action_mask=ones, info={})
+        return maker.compute_advantages_and_returns(me, [x])[0].advantages[:, 0]
+
+    return advantages
+
+
+def _kl(name: str, **more: bool):
+    return lambda lp, ref: _module("models.utils").compute_approx_kl(lp, ref, kl_estimator=name, **more)
+
+
+def _straight(lp: Tensor, ref: Tensor) -> Tensor:
+    """The value of k3, the gradient of k2."""
+    return kl.k3(lp, ref).detach() + kl.k2(lp, ref) - kl.k2(lp, ref).detach()
+
+
+def _clipped_value(lp: Tensor, ref: Tensor) -> Tensor:
+    return _straight(lp, ref) - kl.k3(lp, ref).detach() + kl.k3(lp, ref).detach().clamp(-10, 10)
+
+
+def _parts() -> tuple[Component, ...]:
+    square = ("uneven", "one")  # groups are of one size by construction, and of one response only where all are
+    tiny = {"ddof": 0, "eps": 1e-8}
+    return (
+        Component("advantages", "group_norm", _advantages("group_norm"), "group_norm", {"ddof": 1, "eps": 1e-9},
+                  leaves_out=square, tol=2e-3),
+        Component("advantages", "rloo", _advantages("rloo"), "leave_one_out", leaves_out=square, tol=1e-5),
+        Component("advantages", "dr_grpo", _advantages("dr_grpo"), "group_mean", leaves_out=square, tol=1e-5),
+        Component("advantages", "reinforce", _advantages("reinforce"), "whiten", tiny, leaves_out=square, tol=1e-5),
+        Component("advantages", "reinforce_baseline", _advantages("reinforce_baseline"), "group_mean_whiten", tiny,
+                  leaves_out=square, tol=1e-5),
+        *(Component("kl", k, _kl(k), k, {}, (clamped(f),), tol=1e-4) for k, f in kl.ESTIMATORS.items()),
+        Component("kl", "k3, unbiased_gradient", _kl("k3", unbiased_gradient=True), _straight, {}, (
+            Fault("its value clamped to ±10, the gradient not", _clipped_value),), tol=1e-4,
+            words="the value of k3, the gradient of k2"),
+        Component("logprobs", "log_probs_from_logits", lambda z, tokens, t: _module(
+            "models.utils").log_probs_from_logits(z.clone(), tokens, t), "token_log_probs"),
+        Component("aggregation", "token_level_loss", lambda x, m: _module("models.loss").aggregate_loss(x, m),
+                  "token-mean"),
+        Component("aggregation", "token_level_loss=False", lambda x, m: _module("models.loss").aggregate_loss(
+            x, m, token_level_loss=False), "seq-mean-token-mean"),
+    )  # fmt: skip
+
+
+REMARKS = (
+    "Micro-batches as its trainer does it: batch_num_tokens and global_batch_size are the mini-batch's, and the "
+    "losses of micro-batches add up.",
+    "KL terms and advantages are computed in float32: compared to 1e-4, advantages over a deviation to 2e-3.",
+    "Not covered: several ranks, the correction of the sampler's probabilities, gae, flash_reinforce.",
+)
+OPENRLHF = Framework(
+    "openrlhf", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
+    remarks=REMARKS,
+)  # fmt: skip

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenRLHF's unmodified ActorPPOTrainer as a step: its own Actor, replay buffer and loss.
+
+DeepSpeed's engine, which needs a build of its own, is replaced by what it does with a loss: it divides each by the
+number of micro-batches of an optimizer step. Ray, vLLM and FlashAttention are not called.
+"""
+
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import torch
+from torch import nn
+
+from upref.errors import InputError, NotInstalled, importing
+from upref.step.record import Recorded, Step, watched
+from upref.step.reference import TorchModel
+from upref.step.rows import Padded, Row
+from upref_frameworks.steps.host import grouped
+
+ABSENT = ("deepspeed", "deepspeed.runtime.zero.partition_parameters", "flash_attn", "flash_attn.bert_padding",
+          "flash_attn.utils.distributed", "vllm", "ray", "ray.util.placement_group", "ray.util.scheduling_strategies",
+          "torchdata.stateful_dataloader", "openrlhf.trainer.ray.vllm_engine", "openrlhf.utils.deepspeed",
+          "openrlhf.utils.deepspeed.deepspeed_utils")  # fmt: skip
+
+
+class Engine:
+    """What OpenRLHF's strategy does with DeepSpeed, without it."""
+
+    ring_attn_group = None
+
+    def __init__(self, args: Any, micro_batches: int, clip: float):
+        self.args, self.accumulated_gradient, self.clip, self.done = args, micro_batches, clip, 0
+        self.ds_device_mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+
+    def backward(self, loss: torch.Tensor, *_: Any) -> None:
+        dynamic = self.args.train.dynamic_batch_enable  # then OpenRLHF sets gradient_accumulation_steps to 1
+        (loss if dynamic else loss / self.accumulated_gradient).backward()
+
+    def optimizer_step(self, optimizer: Any, actor: nn.Module, *_: Any, **__: Any) -> None:
+        self.done += 1
+        if self.args.train.dynamic_batch_enable or self.done % self.accumulated_gradient == 0:
+            torch.nn.utils.clip_grad_norm_(actor.parameters(), self.clip or torch.inf)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    is_rank_0 = lambda self: False
+    all_reduce = lambda self, x, op="mean": x
+    get_grad_norm = lambda self, model: 0.0
+
+
+def trained(
+    model: Any, rows: Sequence[Row], temperature: float, *, micro: int = 2, clip: float = 0.0,
+    attention: str = "sdpa", beta: float = 0.0, max_tokens: int = 0, **actor: Any,
+) -> Recorded:  # fmt: skip
+    """One optimizer step of OpenRLHF's trainer on these rows, recorded.
+
+    Args:
+        model: a small causal language model of transformers; OpenRLHF loads a copy of it.
+        micro: responses of a micro-batch. max_tokens: of a dynamic one; 0: none.
+        beta: kl.init_coef, with kl.use_loss and estimator k3.
+        actor: arguments of its section `actor`: eps_clip_low_high, dual_clip, loss_agg_mode, policy_loss_type, ...
+
+    Raises:
+        InputError: OpenRLHF is not installed, or its trainer fails.
+    """
+    its, reference, steps = _imported(), TorchModel(model), list[Step]()
+    n = len(rows)
+    args = SimpleNamespace(
+        train=SimpleNamespace(max_epochs=1, dynamic_batch_enable=bool(max_tokens), batch_size=n,
+                              max_tokens_per_gpu=max_tokens, colocate_all=False, async_enable=False),
+        actor=SimpleNamespace(**dict(eps_clip_low_high=(0.2, 0.2), dual_clip=None, loss_agg_mode="token-mean",
+                                     policy_loss_type="ppo", aux_loss_coef=0.0, entropy_coef=None) | actor),
+        algo=SimpleNamespace(
+            advantage=SimpleNamespace(is_correction_level="off", is_correction_mode="mask",
+                                      is_correction_gating="ratio", is_correction_threshold=(0.5, 5.0)),
+            kl=SimpleNamespace(use_loss=beta > 0, init_coef=beta, estimator="k3", unbiased_gradient=False)),
+        ds=SimpleNamespace(packing_samples=False, tensor_parallel_size=1, ring_attn_size=1),
+        rollout=SimpleNamespace(batch_size=n, n_samples_per_prompt=1), vllm=SimpleNamespace(sync_backend="gloo"),
+    )  # fmt: skip
+    with grouped("OpenRLHF's trainer", "openrlhf"), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        model.save_pretrained(folder)
+        for name, value in {"synchronize": None, "current_device": 0}.items():
+            stack.enter_context(patch(f"torch.cuda.{name}", return_value=value))
+        with patch("openrlhf.utils.utils.convert_to_torch_dtype", return_value=torch.float32):  # it has halves only
+            actor_model = its.Actor(folder, attn_implementation=attention, temperature=temperature)
+        optimizer = torch.optim.SGD(actor_model.parameters(), lr=0.0)
+        trainer = its.ActorPPOTrainer(
+            Engine(args, n // micro, clip), actor_model, None, optimizer, MagicMock(), micro_train_batch_size=micro,
+            dataloader_pin_memory=False, buffer_cpu_offload=False)  # fmt: skip
+        trainer.replay_buffer.append(_experience(its.Experience, rows))
+        stack.enter_context(patch("torch.cuda.current_device", return_value="cpu"))
+        with watched(actor_model.model, steps, 1):
+            trainer.ppo_train(beta)
+    if not steps:
+        raise InputError("OpenRLHF took no optimizer step on these rows.")
+    return Recorded(reference, steps)
+
+
+def _experience(kind: Any, rows: Sequence[Row]) -> Any:
+    """As its samples generator makes it: sequences padded right, masks and arrays one token shorter, shifted."""
+    width = max(len(r.ids) for r in rows)
+    b = Padded.of(rows)
+
+    def place(x: torch.Tensor | None) -> torch.Tensor | None:
+        if x is None:
+            return None
+        out = torch.zeros(len(rows), width - 1)
+        for i, r in enumerate(rows):
+            p, n = len(r.prompt), len(r.response)
+            out[i, p - 1 : p - 1 + n] = x[i, :n]
+        return out
+
+    pad = lambda f: torch.tensor([f(r) + [0] * (width - len(r.ids)) for r in rows])
+    return kind(
+        sequences=pad(lambda r: r.ids), attention_mask=pad(lambda r: [1] * len(r.ids)),
+        action_mask=place(b.mask), action_log_probs=place(b.old), base_action_log_probs=place(b.ref),
+        advantages=place(b.adv), total_length=torch.tensor([len(r.ids) for r in rows]),
+    )  # fmt: skip
+
+
+def _imported() -> SimpleNamespace:
+    """OpenRLHF's classes; while they are imported, stand-ins for what is not called here."""
+    with importing("peft"):
+        import peft  # noqa: F401
+        import transformers.integrations.deepspeed  # noqa: F401
+    if importlib.util.find_spec("openrlhf") is None:
+        raise NotInstalled("OpenRLHF is not installed: `pip install --no-deps openrlhf==0.11.2`.")
+    absent = {name: MagicMock() for name in ABSENT if name not in sys.modules}
+    sys.modules.update(absent)
+    try:
+        with patch("torch.compile", lambda f, **_: f):
+            from openrlhf.models import Actor
+            from openrlhf.trainer.ppo_utils.experience import Experience
+            from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+    except ImportError as e:
+        raise NotInstalled(f"OpenRLHF does not import here: {e}") from e
+    finally:
+        for name in absent:  # whoever asks for DeepSpeed from here on finds none
+            del sys.modules[name]
+    return SimpleNamespace(Actor=Actor, Experience=Experience, ActorPPOTrainer=ActorPPOTrainer)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""prime-rl's policy losses as the audit compares them with the papers, and why they differ."""
+
+import ast
+import importlib
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from upref.aggregation import aggregate
+from upref.ops import exp, where
+from upref.registry import get
+from upref.rollouts import Rollouts
+from upref.verify.faults.losses import LossFault, fault, with_hp
+from upref_frameworks.audits.framework import Comparison, Framework, Pin
+from upref_frameworks.audits.shared import ALWAYS, source
+
+CONFIGS = "../packages/prime-rl-configs/src/prime_rl/configs/trainer.py"
+PIN = Pin(
+    packages=("beartype==0.22.9",), repository="https://github.com/PrimeIntellect-ai/prime-rl",
+    commit="559b44772e471d1538537b8805cc77f3824a5e64", date="2026-08-21",
+    files={
+        "prime_rl/trainer/rl/loss.py": "102b14539a2aa7e4b807967f9c9caeaa",
+        CONFIGS: "8e9dfae7baf22c7eecd0238ddde47f2f",
+    },
+    root="src",
+    skip_init=("prime_rl", "prime_rl.trainer", "prime_rl.trainer.rl"),
+    stubs=("prime_rl.configs", "prime_rl.utils"), env={"TORCHDYNAMO_DISABLE": "1"},
+)  # fmt: skip
+_losses = lambda: importlib.import_module("prime_rl.trainer.rl.loss")
+
+
+def _configs() -> dict[str, dict[str, Any]]:
+    """The fields of each loss's config class with their defaults, read off its source: the class wants pydantic."""
+    tree = ast.parse(source("prime_rl.trainer.rl.loss", CONFIGS, up=3))
+    found: dict[str, dict[str, Any]] = {}
+    for c in (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name.endswith("LossConfig")):
+        fields = [
+            (f.target.id, f.value) for f in c.body if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)
+        ]
+        named = {k: v.args[0] if isinstance(v, ast.Call) and v.args else v for k, v in fields}
+        values = {k: v.value for k, v in named.items() if isinstance(v, ast.Constant)}
+        found[str(values.pop("type"))] = values
+    return found
+
+
+def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, totals) -> Tensor:
+    """As compute_loss has it: packed sequences, each on its own, over the tokens of the batch."""
+    settings = SimpleNamespace(**config)
+    f = getattr(_losses(), f"{mode}_loss_fn")
+    none = [None] * len(mask)
+    value, _ = _losses().compute_loss(
+        list(log_prob), list(old_log_prob), none, list(advantages), list(mask), none, none, none,
+        lambda inputs: f(inputs, settings), totals.tokens, 1, 1,
+    )  # fmt: skip
+    return value
+
+
+def _squared(tau: float) -> LossFault:
+    def term(b: Rollouts) -> Tensor:
+        log_r = b.logp - b.logp_old  # by the promised aggregation: the fault before it changes the term's, too
+        return -tau * aggregate(log_r**2, b.mask, "seq-mean-token-sum")
+
+    return fault(f"a penalty of {tau:g} (log r)² is added, of tokens out of the region too", "term", term=term)
+
+
+def _ipo(lp, lp_old, A):
+    return where(abs(exp(lp) - exp(lp_old)) <= 0.1, exp(lp - lp_old) * A, 0 * lp)
+
+
+PENALTY = _squared(1e-3)
+SYMMETRIC = fault(
+    "both signs are masked on both sides, where π_θ moved by more than 0.1", "objective",
+    objective=replace(get("dppo_tv"), name="A r where |π_θ - μ| <= 0.1", fn=_ipo, defaults={},
+                      closed_form=lambda r, A, mu: where(abs(r * mu - mu) <= 0.1, A * r, 0 * r)),
+)  # fmt: skip
+COMPARISONS = (
+    Comparison("default", "default", {}, "dppo_tv", {}, (with_hp(delta=0.2), ALWAYS, PENALTY)),
+    Comparison("default", "ipo", {}, "dppo_tv", {}, (SYMMETRIC, ALWAYS, PENALTY)),
+    Comparison("paper", "default", {"dppo_mask_low": 0.15, "dppo_mask_high": 0.15, "kl_tau": 0.0}, "dppo_tv", {}, (
+        ALWAYS,)),
+    Comparison("paper", "ipo", {"kl_tau": 0.0}, "dppo_tv", {}, (SYMMETRIC, ALWAYS)),
+)  # fmt: skip
+
+
+REMARKS = (
+    "compute_loss divides by rl_scale, the trained tokens of all micro-batches and ranks. The ratio is to the "
+    "sampler. Its entropy is a metric, without a gradient.",
+    "Not covered: the reference-KL and cross-entropy components, advantages (they are of its environments).",
+)
+PRIME_RL = Framework(
+    "prime_rl", pin=PIN, modes=lambda: list(_configs()), defaults=lambda mode: _configs()[mode], plain=_plain,
+    comparisons=COMPARISONS, out_of_scope={"custom": "the user's own function"}, remarks=REMARKS,
+    kernels=lambda: {
+        "selective_log_softmax": lambda logits, tokens, temperature: _losses().selective_log_softmax(
+            logits / temperature, tokens
+        )
+    },
+)  # fmt: skip

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ROLL's policy losses as the audit compares them with the papers, and why they differ."""
+
+import importlib
+import math
+import re
+from dataclasses import MISSING, fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.kl import k3
+from upref.ops import clip, exp, sg, when, where
+from upref.registry import get
+from upref.verify.faults import Fault
+from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
+from upref_frameworks.audits.components import kls
+from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
+from upref_frameworks.audits.shared import CLAMP_K3, SAMPLE, clamped, sampled, source
+
+PIN = Pin(
+    repository="https://github.com/alibaba/ROLL", commit="8eb27cc2dc34c4d1310b169d9b86d339004d811a", date="2026-08-19",
+    files={
+        "roll/pipeline/rlvr/actor_pg_worker.py": "96c08e7ab2593967c1c5e836dfd8b1e4",
+        "roll/pipeline/rlvr/actor_worker.py": "24ebc7737d76ba4e583204c5cd0125c3",
+        "roll/utils/functionals.py": "969d9fbc5afc896557c8834d1c35d60c",
+    },
+    stubs=(
+        "ray", "tensordict", "codetiming", "tqdm", "imageio", "omegaconf", "roll.distributed", "roll.models",
+        "roll.platforms", "roll.pipeline.rlvr.utils", "roll.utils.checkpoint_manager",
+        "roll.utils.context_managers", "roll.utils.logging", "roll.utils.offload_states",
+    ),
+    decorators=("roll.distributed.scheduler.decorator.register", "roll.utils.logging.get_logger"),
+)  # fmt: skip
+PG = "roll.pipeline.rlvr.actor_pg_worker"
+PLAIN = "actor_worker"  # the worker unless the user names ActorPGWorker; that one's losses go by its pg_variant
+READ = (
+    "pg_clip", "use_pg_clip_range", "pg_clip_low", "pg_clip_high", "dual_clip_loss", "loss_agg_mode", "use_kl_loss",
+    "kl_loss_coef", "rl_loss_coef",
+)  # fmt: skip
+GUIDE = ("postive_loss_coef", "use_topr_neg_loss_coef")  # of TOPR, by its user guide
+_functions = lambda: importlib.import_module("roll.utils.functionals")
+
+
+def _modes() -> list[str]:
+    return [PLAIN, *dict.fromkeys(re.findall(r"pg_variant == '(\w+)'", source(PG)))]
+
+
+def _pipeline() -> dict[str, Any]:
+    """The fields of RLVRConfig that have a plain default, and the train-infer correction's own."""
+    base, rlvr = (importlib.import_module(f"roll.{m}") for m in ("configs.base_config", "pipeline.rlvr.rlvr_config"))
+    plain = {f.name: f.default for f in fields(rlvr.RLVRConfig) if f.default is not MISSING}
+    return plain | {"train_infer_correction": base.TrainInferCorrectionConfig()}
+
+
+def _defaults(mode: str) -> dict[str, Any]:
+    """Of the pipeline; of a variant also what its loss reads from actor_train, by name and default."""
+    pipeline = {k: v for k, v in _pipeline().items() if k in READ}
+    if mode == PLAIN:
+        return pipeline | {k: v for k, v in _pipeline().items() if k in ("importance_sampling", *GUIDE)}
+    own = re.findall(rf"_get_or_cache_config\('({mode}_\w+)', (\S+)\)", source(PG))
+    return pipeline | {k: {"True": True, "False": False}[v] if v[0] in "TF" else float(v) for k, v in own}
+
+
+def _worker(mode: str, config: dict[str, Any], log_prob: Tensor, entropy: Tensor) -> Any:
+    """A worker of its class that was not set up: its settings, and a strategy that has these log-probabilities."""
+    cls = _pg() if mode != PLAIN else importlib.import_module("roll.pipeline.rlvr.actor_worker").ActorWorker
+    worker = object.__new__(cls)
+    strategy = SimpleNamespace(op_compute_log_probs=lambda **_: log_prob, op_compute_entropy=lambda **_: entropy)
+    settings = SimpleNamespace(**_pipeline() | config, actor_train=SimpleNamespace(pg_variant=mode, **config))
+    seen = dict.fromkeys(("_pg_variant_logged", "_topr_sample_logged", "_cispo_config_logged"), True)
+    vars(worker).update(strategy=strategy, pipeline_config=settings, _pg_config_cache={}, **seen)
+    return worker
+
+
+def _pg() -> Any:
+    return importlib.import_module(PG).ActorPGWorker
+
+
+def _plain(
+    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, entropy, totals
+) -> Tensor:
+    """The worker's loss_func; its strategies mask log-probabilities, its pipeline masks advantages."""
+    lp, old, ref, A = (x * mask for x in (log_prob, old_log_prob, ref_log_prob, advantages))
+    batch = {
+        "response_mask": torch.nn.functional.pad(mask, (1, 0)), "input_ids": None, "old_log_probs": old,
+        "ref_log_probs": ref, "advantages": A, "scores": A.sum(1),
+    }  # fmt: skip
+    meta = {
+        "batch_num_tokens": {"response_mask": totals.tokens},
+        "global_valid_samples": {"response_mask": totals.sequences},
+    }
+    data = SimpleNamespace(batch=batch, meta_info=meta, non_tensor_batch={})
+    return _worker(mode, config, lp, entropy * mask).loss_func(data, lp)[0]
+
+
+def _held(r, A):
+    """The weight of a token that cispo_use_unified_mask leaves in."""
+    return when(where(A > 0, r <= 1.1, r >= 0.9), A * clip(r, 0.9, 1.1))
+
+
+TOKENS, SUMS = {"loss_agg_mode": "token-mean"}, {"loss_agg_mode": "seq-mean-token-sum"}
+MEANS = aggregated("seq-mean-token-mean")
+HIGHER = {"use_pg_clip_range": True, "pg_clip_high": 0.28}
+GSPO = {"importance_sampling": "seq"}
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.04}
+OPEN = {"cispo_epsilon_low": 1.0, "cispo_epsilon_high": 4.0}
+DUAL = fault("c = 1.4 (r = 1.4 itself, where torch.max halves, is left out)", "hyperparameter", hp={"c": 1.4},
+             skip=lambda b: (b.logp - b.logp_old - math.log(1.4)).abs() < 1e-12)  # fmt: skip
+NARROW = fault("bounds in YAML are not read: weights in [0.9, 1.1], from both sides", "objective",
+               objective="cispo_verl", hp={"eps_low": 0.1, "eps_high": 0.1})  # fmt: skip
+TOKEN_TOPR = fault("the ratio of each token, not of the response", "ratio",
+                   objective=replace(get("topr"), level="token", agg="seq-mean-token-sum"))  # fmt: skip
+NOTHING = fault("no gradient: rl_loss_coef is 0, and nothing reads the two coefficients of the user guide", "term",
+                scale=lambda b: 0.0)  # fmt: skip
+UNIFIED = fault(
+    "one pair of bounds for the mask and the weight: in [0.9, 1.1] on the side that PPO leaves free, too", "objective",
+    objective=replace(get("grpo"), name="A clip(r) where PPO trains", fn=lambda lp, lp_old, A: sg(
+        _held(exp(lp - lp_old), A)) * lp, closed_form=_held, defaults={}, kl=""),
+)  # fmt: skip
+COMPARISONS = (
+    Comparison("default", PLAIN, {}, "grpo", {}),
+    Comparison("default", PLAIN, KL, "grpo", {"beta": 0.04}, (CLAMP_K3,)),
+    Comparison("default", PLAIN, GSPO, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2),)),
+    Comparison("default", PLAIN, TOKENS | {"dual_clip_loss": True}, "ppo_clip", {"c": 3.0}, (DUAL,)),
+    Comparison("default", PLAIN, SUMS | {"rl_loss_coef": 0.0} | dict.fromkeys(GUIDE, 1.0), "topr", {}, (NOTHING,)),
+    Comparison("default", "ppo", {}, "grpo", {}),
+    Comparison("default", "ppo", TOKENS | {"dual_clip_loss": True}, "ppo_clip", {"c": 3.0}, (DUAL,)),
+    Comparison("default", "vanilla", {}, "reinforce", {}, (MEANS,)),
+    Comparison("default", "topr", {}, "topr", {}, (TOKEN_TOPR, MEANS)),
+    Comparison("default", "tis", {}, "cispo", {"eps_high": 0.0}, (MEANS,)),
+    Comparison("default", "cispo", {}, "cispo", {}, (NARROW, MEANS)),
+    Comparison("default", "cispo", {"cispo_use_unified_mask": True}, "grpo", {"eps": 0.1}, (UNIFIED,)),
+    Comparison("paper", PLAIN, TOKENS, "ppo_clip", {}),
+    Comparison("paper", PLAIN, TOKENS | HIGHER, "dapo", {}, (GROUPS,)),
+    Comparison("paper", PLAIN, TOKENS | HIGHER | {"dual_clip_loss": True, "pg_clip": 4.5}, "dapo", {"c": 10.0}, (
+        GROUPS,)),
+    Comparison("paper", PLAIN, SUMS, "dr_grpo", {}),
+    Comparison("paper", PLAIN, GSPO | {"use_pg_clip_range": True, "pg_clip_low": 3e-4, "pg_clip_high": 4e-4},
+               "gspo", {}),
+    Comparison("paper", "ppo", TOKENS | HIGHER, "dapo", {}, (GROUPS,)),
+    Comparison("paper", "ppo", SUMS, "dr_grpo", {}),
+    Comparison("paper", "vanilla", SUMS, "reinforce", {}),
+    Comparison("paper", "topr", SUMS, "topr", {}, (TOKEN_TOPR,)),
+    Comparison("paper", "tis", TOKENS, "cispo", {"eps_high": 0.0}, (GROUPS,)),
+    Comparison("paper", "cispo", TOKENS | OPEN, "cispo", {}, (GROUPS,)),
+)  # fmt: skip
+
+
+def _norm(mean: str | None, std: str | None, n: int = 4):
+    return lambda R, group: _functions().reward_norm(R, n, {}, mean, std)
+
+
+def _parts() -> tuple[Component, ...]:
+    equal = ("uneven", "one")  # its groups are of one size
+    total = lambda name: lambda x, mask: _functions().agg_loss(x, mask.long(), name)
+    over = lambda A, std: A / (std + 1e-6)
+    own = lambda R, g: over(R - torch.stack([R[g == i].mean() for i in g]), R.std())
+    sample = lambda R, g: over(R - R.mean(), R.std())
+    whitened = lambda R, g: _functions().masked_whiten(R[:, None], torch.ones(len(R), 1))[:, 0]
+    z = lambda R, g: torch.zeros_like(R)
+    return (
+        Component("advantages", "grpo", _norm("group", "group"), "group_norm", leaves_out=equal),
+        Component("advantages", "grpo, one response a prompt", _norm("group", "group", 1), z, words="0", reasons=(
+            Fault("one response has no standard deviation: NaN", lambda R, g: R * torch.nan),)),
+        Component("advantages", "mean group, std none", _norm("group", None), "group_mean", leaves_out=equal),
+        Component("advantages", "mean group, std batch", _norm("group", "batch"), "group_mean_whiten", leaves_out=equal,
+                  reasons=(
+            Fault("over the standard deviation of the rewards, not of what is left of them", own),)),
+        Component("advantages", "mean batch, std batch", _norm("batch", "batch"), "whiten", reasons=(
+            Fault("the standard deviation is the sample's (N - 1) and has 1e-6 added", sample),)),
+        Component("advantages", "whiten_advantages", whitened, "whiten", reasons=(
+            Fault(SAMPLE, sampled),)),
+        *kls(lambda lp, ref, name: _functions().compute_approx_kl(lp, ref, None, name),
+             {"kl": "k1", "mse": "k2", "k3": "k3"},
+             {"k3": (clamped(k3),)}),
+        Component("logprobs", "log_probs_from_logits", lambda z, tokens, t: _functions().log_probs_from_logits(
+            z / t, tokens), "token_log_probs", tol=1e-4),
+        Component("aggregation", "token-mean", total("token-mean"), "token-mean", reasons=(
+            Fault("the mask is not applied: every slot counts", lambda x, mask: x.sum() / mask.sum()),)),
+        *(Component("aggregation", k, total(k), k) for k in ("seq-mean-token-mean", "seq-mean-token-sum")),
+        Component("aggregation", "seq-mean-token-sum-norm", total("seq-mean-token-sum-norm"),
+                  "seq-mean-token-sum-norm", {"length": 6}, reasons=(
+            Fault("a sum over responses, not their mean", lambda x, mask: (x * mask).sum() / 6),)),
+    )  # fmt: skip
+
+
+REMARKS = (
+    "loss_func of the RLVR workers themselves, called on a worker that was not set up (no ray, no model); "
+    f"{PLAIN} is the one that a pipeline has unless it names ActorPGWorker, whose losses are the other rows.",
+    "Its strategies multiply by the number of micro-batches and divide by the accumulation steps, so that "
+    "micro-batches add up; log-probabilities and advantages arrive masked. TOPR's sign is the score's, here A's.",
+    "Not covered: the agentic workers, train-infer weights and filters, difficulty and length weights, several ranks.",
+)
+ROLL = Framework(
+    "roll", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
+    out_of_scope={"kimi15": "no objective of the registry: REINFORCE with a squared log-ratio penalty"},
+    remarks=REMARKS,
+)  # fmt: skip

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SkyRL's policy losses as the audit compares them with the papers, and why they differ."""
+
+import importlib
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref import advantages
+from upref.objectives.dppo import binary_kl
+from upref.rollouts import Rollouts
+from upref.verify.faults import Fault
+from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
+from upref_frameworks.audits.components import kls
+from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
+from upref_frameworks.audits.shared import ALONE, CLAMP, CLAMP_K3, CLAMP_S, NARROW_K3, SAMPLE, keep_singletons, sampled
+
+HOME = "skyrl/backends/skyrl_train/utils/"
+PIN = Pin(
+    packages=("skyrl==0.3.0", "loguru==0.7.3", "pyyaml==6.0.3"),
+    files={
+        HOME + "ppo_utils.py": "0d7ae59af59b16cc3d0b6593251bd3ab",
+        HOME + "torch_utils.py": "c145636be365b9513197cd0947f24ef2",
+        "skyrl/train/config/config.py": "a3b36099c5308fc9bc658394f10cfff0",
+    },
+    skip_init=(
+        "skyrl",
+        "skyrl.backends",
+        "skyrl.backends.skyrl_train",
+        "skyrl.backends.skyrl_train.utils",
+        "skyrl.train",
+    ),
+    stubs=("ray", "omegaconf", "skyrl_gym", "cloudpathlib", "peft"),
+    decorators=("ray.remote",),
+)
+OWN = {"sapo": "sapo", "cispo": "cispo", "dppo": "dppo"}  # losses with a section of their own
+READ = (
+    "loss_reduction", "max_seq_len", "eps_clip_low", "eps_clip_high", "clip_ratio_c", "use_kl_loss", "kl_loss_coef",
+    "kl_estimator_type",
+)  # fmt: skip
+
+
+def _utils() -> Any:
+    vars(importlib.import_module("ray"))["is_initialized"] = lambda: False  # which is so
+    return importlib.import_module("skyrl.backends.skyrl_train.utils.ppo_utils")
+
+
+def _settings(mode: str, config: dict[str, Any]) -> Any:
+    """An AlgorithmConfig with these fields."""
+    made = importlib.import_module("skyrl.train.config").AlgorithmConfig(policy_loss_type=mode)
+    for key, value in config.items():
+        setattr(made if hasattr(made, key) else getattr(made, OWN[mode]), key, value)
+    return made
+
+
+def _defaults(mode: str) -> dict[str, Any]:
+    made = importlib.import_module("skyrl.train.config").AlgorithmConfig()
+    return {k: getattr(made, k) for k in READ} | (asdict(getattr(made, OWN[mode])) if mode in OWN else {})
+
+
+def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
+    u, cfg, mask = _utils(), _settings(mode, config), mask.to(log_prob.dtype)
+    # the trainer folds the reduction into the advantages of the whole mini-batch, the workers then sum
+    scaled = u.apply_loss_reduction_to_advantages_minibatch(
+        advantages, mask, cfg.loss_reduction, len(mask), cfg.max_seq_len
+    )
+    here = mask.sum() / totals.tokens if cfg.loss_reduction == "token_mean" else len(mask) / totals.sequences
+    behaviour = {"rollout_logprobs": old_log_prob} if mode == "rollout_is" else {}
+    value, _ = u.PolicyLossRegistry.get(mode)(log_prob, old_log_prob, scaled * here, cfg, mask, **behaviour)
+    if cfg.use_kl_loss:  # as the worker adds it
+        kl = u.compute_approx_kl(log_prob, ref_log_prob, mask, cfg.kl_estimator_type)
+        value = value + cfg.kl_loss_coef * u.masked_mean(kl, mask, dim=-1).mean() * len(mask) / totals.sequences
+    return value
+
+
+def _near(b: Rollouts) -> Tensor:
+    return (binary_kl(b.logp, b.logp_old) - 0.05).abs() < 1e-5
+
+
+NO_KL = {"use_kl_loss": False}
+MEANS = NO_KL | {"loss_reduction": "sequence_mean"}
+SUMS = NO_KL | {"loss_reduction": "seq_mean_token_sum_norm", "max_seq_len": 1}
+FLOOR = fault("weights in [1, 6]: cispo_eps_clip_low = 0 lifts every smaller one to 1", "objective",
+              objective="cispo_verl", hp={"eps_low": 0.0, "eps_high": 5.0})  # fmt: skip
+NEAR = fault("1e-8 inside the logarithms moves the bound by < 1e-5 (tokens there left out)", "rounding", skip=_near)
+TOKENS = aggregated("token-mean")
+COMPARISONS = (
+    Comparison("default", "regular", NO_KL, "ppo_clip", {}, (CLAMP,)),
+    Comparison("default", "regular", {"loss_reduction": "sequence_mean"}, "grpo", {}, (
+        with_hp(beta=0.001), CLAMP, CLAMP_K3)),
+    Comparison("default", "dual_clip", NO_KL, "ppo_clip", {}, (with_hp(c=3.0),)),
+    Comparison("default", "gspo", NO_KL, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2), TOKENS, CLAMP_S)),
+    Comparison("default", "cispo", NO_KL, "cispo", {}, (FLOOR, GROUPS)),
+    Comparison("default", "sapo", NO_KL, "sapo", {}, (TOKENS,)),
+    Comparison("default", "dppo", NO_KL, "dppo_tv", {}, (with_hp(delta=0.2), TOKENS, CLAMP)),
+    Comparison("default", "importance_sampling", NO_KL, "is_pg", {}, (TOKENS,)),
+    Comparison("paper", "regular", NO_KL | {"eps_clip_high": 0.28}, "dapo", {}, (GROUPS, CLAMP)),
+    Comparison("paper", "regular", MEANS, "grpo", {}, (CLAMP,)),
+    Comparison("paper", "regular", SUMS, "dr_grpo", {}, (CLAMP,)),
+    Comparison("paper", "regular", MEANS | {"use_kl_loss": True, "kl_loss_coef": 0.04}, "grpo", {"beta": 0.04}, (
+        CLAMP, CLAMP_K3)),
+    Comparison("paper", "dual_clip", NO_KL | {"eps_clip_high": 0.28, "clip_ratio_c": 10.0}, "dapo", {"c": 10.0}, (
+        GROUPS,)),
+    Comparison("paper", "gspo", MEANS | {"eps_clip_low": 3e-4, "eps_clip_high": 4e-4}, "gspo", {}, (CLAMP_S,)),
+    Comparison("paper", "cispo", NO_KL | {"cispo_eps_clip_low": 1.0, "cispo_eps_clip_high": 4.0}, "cispo", {}, (
+        GROUPS,)),
+    Comparison("paper", "sapo", MEANS, "sapo", {}),
+    Comparison("paper", "dppo", SUMS | {"delta_low": 0.15, "delta_high": 0.15}, "dppo_tv", {}, (CLAMP,)),
+    Comparison("paper", "dppo", SUMS | {"dppo_type": "binary_kl", "delta_low": 0.05, "delta_high": 0.05},
+               "dppo_kl", {}, (NEAR, CLAMP)),
+    Comparison("paper", "importance_sampling", SUMS, "is_pg", {}),
+)  # fmt: skip
+
+
+def _advantages(name: str, **more: bool):
+    def found(rewards: Tensor, group: Tensor) -> Tensor:
+        """Rewards on the one token of each response; the function writes into what it is given."""
+        f, one = _utils().AdvantageEstimatorRegistry.get(name), torch.ones_like(rewards)[:, None]
+        return f(
+            token_level_rewards=rewards.clone()[:, None], response_mask=one, index=group.numpy(), gamma=1.0, **more
+        )[0][:, 0]
+
+    return found
+
+
+def _parts() -> tuple[Component, ...]:
+    logprobs = importlib.import_module("skyrl.backends.skyrl_train.utils.torch_utils").logprobs_from_logits
+    return (
+        Component("advantages", "grpo", _advantages("grpo"), "group_norm", reasons=(
+            Fault(ALONE, keep_singletons(advantages.group_norm)),), tol=1e-5),
+        Component("advantages", "grpo, grpo_norm_by_std=False", _advantages("grpo", grpo_norm_by_std=False),
+                  "group_mean", reasons=(Fault(ALONE, keep_singletons(advantages.group_mean)),)),
+        Component("advantages", "rloo", _advantages("rloo"), "leave_one_out"),
+        Component("advantages", "reinforce++", _advantages("reinforce++"), "whiten", reasons=(
+            Fault(SAMPLE, sampled),), tol=1e-6),
+        *kls(lambda lp, ref, name: _utils().compute_approx_kl(lp, ref, None, name),
+             {"k1": "k1", "k2": "k2", "k3": "k3"}, {"k3": (NARROW_K3,)}),
+        Component("logprobs", "logprobs_from_logits", lambda z, tokens, t: logprobs(z / t, tokens), "token_log_probs"),
+    )  # fmt: skip
+
+
+REMARKS = (
+    "It computes ratios in float32: compared to 1e-6. prompt_mean, DAPO's own denominator, is there and wants the "
+    "prompts' places in the mini-batch, which the audit does not give.",
+    "Not covered: several ranks, off_policy_correction, the maxrl and gae estimators.",
+)
+SKYRL = Framework(
+    "skyrl", pin=PIN, modes=lambda: [str(m) for m in _utils().PolicyLossRegistry.list_available()],
+    defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts, remarks=REMARKS, tol=1e-6,
+    out_of_scope={
+        "clip_cov": "clips a random subset of tokens, so two calls differ",
+        "kl_cov": "not compared by this audit: a penalty on the tokens of largest covariance (kl_cov of the registry)",
+        "cross_entropy": "supervised: it reads no advantages",
+        "rollout_is": "no objective of the registry: the ratio to the sampler, 0 outside two bounds",
+    },
+)  # fmt: skip

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`upref step`: a trainer's unmodified step over settings and families, each compared with the float64 reference."""
+
+import importlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from upref.errors import InputError, NotInstalled, importing
+from upref.foreign.guard import one_line
+from upref.step.case import perturb
+from upref.step.check import StepReport
+from upref_frameworks.steps.families import tiny
+from upref_frameworks.steps.host import Refused, report
+from upref_frameworks.steps.settings import TRAINERS, Setting
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One line of the table."""
+
+    setting: str
+    family: str
+    error: float | None  # of the gradient; None where there is none to compare
+    cause: str = ""
+    not_exercised: str = ""  # numbers of the objective that the rows do not reach
+    broken: bool = False  # upref itself failed, not the trainer
+    seconds: float = 0.0
+
+    @property
+    def agrees(self) -> bool:
+        return self.error is not None and not self.cause
+
+    @property
+    def differs(self) -> bool:
+        return self.error is not None and bool(self.cause)
+
+    @property
+    def refused(self) -> bool:
+        return self.error is None and not self.broken
+
+    def __str__(self) -> str:
+        error = "-" if self.error is None else f"{self.error:.1e}"
+        word = "agrees" if self.agrees else "DIFFERS" if self.differs else "BROKEN" if self.broken else "refused"
+        lines = [f"{word:7}  {error:>7}  {self.family:16} {self.setting}"]
+        lines += [f"         {self.cause}"] if self.cause else []
+        lines += [f"         not exercised: {self.not_exercised}"] if self.not_exercised else []
+        return "\n".join(lines)
+
+
+def chosen(trainer: str, only: str = "") -> list[Setting]:
+    """The settings of a trainer whose family or name holds `only`; InputError where there is none."""
+    if trainer not in TRAINERS:
+        raise InputError(f"there is no step of {trainer!r}: {', '.join(TRAINERS)}.")
+    out = [s for s in TRAINERS[trainer]() if only in f"{s.family} {s.name}"]
+    if not out:
+        raise InputError(f"no setting of {trainer} has {only!r} in its name or family.")
+    return out
+
+
+def run(trainer: str, only: str = "", say: Callable[[Outcome], Any] = lambda o: None) -> list[Outcome]:
+    """Run all settings of a trainer, or those whose name or family holds `only`.
+
+    Raises:
+        InputError: no such trainer or setting.
+    """
+    out = []
+    for setting in chosen(trainer, only):
+        start = time.perf_counter()
+        outcome = _tried(trainer, setting)
+        out.append(replace(outcome, seconds=time.perf_counter() - start))
+        say(out[-1])
+    return out
+
+
+def _tried(trainer: str, setting: Setting) -> Outcome:
+    this = Outcome(setting.name, setting.family, None)
+    try:
+        found = one(trainer, setting)
+    except (NotInstalled, Refused) as e:
+        return replace(this, cause=str(e))
+    except Exception as e:
+        return replace(this, cause=f"upref itself fails: {type(e).__name__}: {one_line(e)}", broken=True)
+    cause = "" if found else found.failures[0].cause
+    return replace(this, error=found.error, cause=cause, not_exercised=found.numbers_not_reached())
+
+
+def one(trainer: str, s: Setting) -> StepReport:
+    """One setting of TRL's GRPOTrainer, of verl's TrainingWorker, or of OpenRLHF's ActorPPOTrainer."""
+    model: Any = perturb(tiny(s.family, **s.model))
+    its: Any = importlib.import_module(f"upref_frameworks.{trainer}.step")
+    if trainer != "trl":
+        return report(its.trained, model, s.objective, s.hp, s.goal, half=s.half, **s.fields)
+    fields = dict(s.fields)
+    if lora := fields.pop("peft_config", None):
+        with importing("peft"):
+            from peft import LoraConfig, get_peft_model
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
+    judged: StepReport = its.report(model, fields, its.batch(**s.rows), s.objective, s.hp, s.goal, step=s.step,
+                                    bound=torch.bfloat16 if s.half else None)  # fmt: skip
+    return judged
+
+
+def command(args: Any) -> int:
+    """`upref step TRAINER`: exit status 1 where a setting differs, 2 where none could run or upref itself failed."""
+    if args.list:
+        print(*(f"{s.family:16} {s.name}" for s in chosen(args.trainer, args.only)), sep="\n")
+        return 0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # models are tiny: more threads wait for each other
+    try:
+        outcomes = run(args.trainer, args.only, lambda o: None if args.json else print(o, flush=True))
+    finally:
+        torch.set_num_threads(threads)
+    if args.json:
+        records = [{k: v for k, v in asdict(o).items() if k != "seconds"} for o in outcomes]
+        print(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
+    else:
+        print(_summary(outcomes))
+    if any(o.differs for o in outcomes):
+        return 1
+    return 0 if any(o.agrees for o in outcomes) and not any(o.broken for o in outcomes) else 2
+
+
+def _summary(outcomes: list[Outcome]) -> str:
+    count = lambda which: sum(getattr(o, which) for o in outcomes)
+    words = [f"{count('agrees')} of {len(outcomes)} settings agree", f"{count('differs')} differ"]
+    words.append(f"{count('refused')} could not be run")
+    if broken := count("broken"):
+        words.append(f"{broken} could not be judged, because upref itself failed")
+    return f"{', '.join(words)} ({sum(o.seconds for o in outcomes):.0f} s)"

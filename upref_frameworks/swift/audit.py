@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ms-swift's policy losses as the audit compares them with the papers, and why they differ."""
+
+import importlib
+import re
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.kl import k3
+from upref.verify.faults import Fault
+from upref.verify.faults.losses import GROUPS, with_hp
+from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
+from upref_frameworks.audits.shared import BNPO, CAP, CLAMP_K3, LENGTH, NO_KL, kl_term, source
+
+TRAINERS = "swift.rlhf_trainers."
+PIN = Pin(
+    packages=("ms-swift==4.6.0",),
+    files={
+        "swift/rlhf_trainers/grpo_trainer.py": "53fddb594ce9a996da34b285984ce4fa",
+        "swift/rl_core/advantage.py": "397e403576ad2557e0e7ee80130e0b37",
+    },
+    skip_init=("swift", "swift.rlhf_trainers"),
+    stubs=(
+        "accelerate", "dacite", "datasets", "json_repair", "modelscope", "pandas", "requests", "tqdm", "transformers",
+        "trl", "swift.dataset", "swift.infer_engine", "swift.rewards", "swift.sequence_parallel", "swift.template",
+        "swift.trainers", "swift.utils.logger",
+        *(TRAINERS + m for m in ("arguments", "gkd_helpers", "rollout_mixin", "utils")),
+    ),
+    decorators=(TRAINERS + "utils.profiling_decorator", "trl.import_utils._is_package_available",
+                "swift.utils.logger.get_logger"),
+)  # fmt: skip
+
+
+LOSS, GIVEN = "_compute_loss_and_metrics", "_get_per_token_logps_and_entropies"
+READ = (
+    "epsilon", "epsilon_high", "delta", "importance_sampling_level", "tau_pos", "tau_neg", "kl_in_reward",
+)  # fmt: skip
+_advantage = lambda: importlib.import_module("swift.rl_core.advantage")
+
+
+def _module() -> Any:
+    m = importlib.import_module(TRAINERS + "grpo_trainer")
+    vars(m).update(nanmax=torch.max, nanmin=torch.min)  # of its metrics
+    return m
+
+
+def _source(path: str) -> str:
+    """A file of the package, by its path beside the trainers' folder."""
+    return source(TRAINERS + "grpo_trainer", path, up=1)
+
+
+def _modes() -> list[str]:
+    """The names that self.loss_type is compared with, and those normalized by the window."""
+    asked = re.findall(r"self\.loss_type (?:==|in) ('\w+'|\[.*?\])", _source("rlhf_trainers/grpo_trainer.py"))
+    return sorted({*re.findall(r"'(\w+)'", " ".join(asked)), *_module().WINDOW_NORMALIZED_LOSS_TYPES})
+
+
+def _arguments() -> dict[str, Any]:
+    mixin = importlib.import_module(TRAINERS + "args_mixin").GRPOArgumentsMixin
+    return {f.name: f.default for f in fields(mixin)}
+
+
+def _defaults(mode: str) -> dict[str, Any]:
+    """Of its arguments, and what their validation puts in place of None."""
+    said = _source("arguments/rlhf_args.py")
+    grpo = said[said.index("def _init_grpo") :]
+    beta, length = re.search(r"self\.beta = ([\d.]+)", grpo), re.search(r"max_completion_length: int = (\d+)", said)
+    assert beta and length
+    return {k: _arguments()[k] for k in READ} | {"beta": float(beta[1]), "max_completion_length": int(length[1])}
+
+
+def _trainer(mode: str, config: dict[str, Any], steps: int) -> Any:
+    """A GRPOTrainer that was not set up: its arguments, read by its own method, and no model."""
+    trainer = object.__new__(_module().GRPOTrainer)
+    more = {"loss_type": mode, "num_iterations": 1, "gradient_accumulation_steps": steps}
+    trainer.args = SimpleNamespace(**_arguments() | config | more)
+    trainer._prepare_algorithm_params()
+    alone = SimpleNamespace(num_processes=1, gather_for_metrics=lambda x: x)
+    vars(trainer).update(
+        accelerator=alone, model=SimpleNamespace(training=True), beta=config["beta"], compute_entropy=False,
+        max_completion_length=config["max_completion_length"], disable_rollout_importance_sampling=False,
+        _has_teacher=False, chord_sft_iterator=None, compute_loss_func=None, model_accepts_loss_kwargs=False,
+        current_gradient_accumulation_steps=steps,
+    )  # fmt: skip
+    return trainer
+
+
+def _plain(
+    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals, num_micro_batches
+) -> Tensor:
+    """The trainer's loss of these log-probabilities; then the division by transformers' Trainer."""
+    trainer = _trainer(mode, config, num_micro_batches)
+    vars(trainer)[GIVEN] = lambda *_, **__: (log_prob, None)
+    batch = SimpleNamespace(
+        completion_mask=mask, truncated_mask=mask.new_zeros(len(mask)), ref_per_token_logps=ref_log_prob,
+        advantages=_advantage().expand_advantage_to_per_token(advantages, mask), old_per_token_logps=old_log_prob,
+        rollout_per_token_logps=None, teacher_per_token_logps=None, num_items_in_batch=totals.tokens,
+    )  # fmt: skip
+    return getattr(trainer, LOSS)(None, {}, batch)[0] / num_micro_batches
+
+
+SEQUENCE = {"importance_sampling_level": "sequence"}
+GSPO = NO_KL | {"epsilon": 3e-4, "epsilon_high": 4e-4}
+HIGHER = NO_KL | {"epsilon_high": 0.28}
+CLIP = with_hp(eps_low=0.2, eps_high=0.2)
+KL = kl_term("a KL term with beta = 0.04, where the paper has none", lambda lp, ref, old: k3(lp, ref).clamp(max=10),
+             agg="token-mean", instead=False)  # fmt: skip
+COMPARISONS = (
+    Comparison("default", "grpo", {}, "grpo", {"beta": 0.04}, (CLAMP_K3,)),
+    Comparison("default", "grpo", NO_KL | SEQUENCE, "gspo", {}, (CLIP,)),
+    Comparison("default", "bnpo", NO_KL, "ppo_clip", {}),
+    Comparison("default", "dapo", {}, "dapo", {}, (with_hp(eps_high=0.2), GROUPS, KL)),
+    Comparison("default", "dr_grpo", NO_KL, "dr_grpo", {}, (LENGTH,)),
+    Comparison("default", "cispo", NO_KL, "cispo", {}, (CAP, GROUPS)),
+    Comparison("default", "sapo", NO_KL, "sapo", {}),
+    Comparison("paper", "grpo", NO_KL, "grpo", {}),
+    Comparison("paper", "grpo", GSPO | SEQUENCE, "gspo", {}),
+    Comparison("paper", "grpo", GSPO | {"importance_sampling_level": "sequence_token"}, "gspo", {}),
+    Comparison("paper", "bnpo", NO_KL, "ppo_clip", {}),
+    Comparison("paper", "dapo", HIGHER, "dapo", {}, (GROUPS,)),
+    Comparison("paper", "dapo", HIGHER | {"delta": 10.0}, "dapo", {"c": 10.0}, (GROUPS,)),
+    Comparison("paper", "dr_grpo", NO_KL | {"max_completion_length": 1}, "dr_grpo", {}),
+    Comparison("paper", "cispo", NO_KL | {"epsilon_high": 5.0}, "cispo", {}, (GROUPS,)),
+    Comparison("paper", "sapo", NO_KL, "sapo", {}),
+)  # fmt: skip
+
+
+def _advantages(estimator: str, scale: str, n: int = 4):
+    return lambda R, g: _advantage().compute_advantages(R[:, None], torch.ones(1), n, estimator, scale)[0]
+
+
+def _dynamic(estimator: str, scale: str):
+    """For groups of any size; it computes in float32."""
+    return lambda R, g: _advantage().compute_advantages_dynamic(
+        R.float()[:, None], torch.ones(1), [str(i) for i in g.tolist()], [str(i) for i in range(len(g))], estimator,
+        scale,
+    )[0]  # fmt: skip
+
+
+def _parts() -> tuple[Component, ...]:
+    equal, std = ("uneven", "one"), {"ddof": 1, "eps": 1e-4}
+    centred = lambda R, g: R - torch.stack([R[g == i].mean() for i in g])
+    raw = lambda R, g: centred(R, g) / (R.std() + 1e-4)
+    teacher = lambda lp, ref: _advantage().compute_teacher_kl_per_token(ref, lp, torch.ones_like(lp))
+    return (
+        Component("advantages", "grpo", _advantages("grpo", "group"), "group_norm", std, leaves_out=equal),
+        Component("advantages", "grpo, none", _advantages("grpo", "none"), "group_mean", leaves_out=equal),
+        Component("advantages", "grpo, batch", _advantages("grpo", "batch"), "group_mean_whiten", std, (
+            Fault("over the standard deviation of the rewards, not of what is left of them", raw),), equal),
+        Component("advantages", "rloo", _advantages("rloo", "none"), "leave_one_out", leaves_out=equal),
+        Component("advantages", "reinforce_plus_plus", _advantages("reinforce_plus_plus", "batch"), "group_mean_whiten",
+                  std, leaves_out=equal),
+        Component("advantages", "grpo, dynamic", _dynamic("grpo", "group"), "group_norm", std, tol=1e-3),
+        Component("advantages", "rloo, dynamic", _dynamic("rloo", "none"), "leave_one_out", tol=1e-5),
+        Component("kl", "of the teacher", teacher, "k3"),
+    )  # fmt: skip
+
+
+REMARKS = (
+    "GRPOTrainer's own loss method, called on a trainer that was not set up: log-probabilities are given to it, "
+    "one process, no model.",
+    "Micro-batches: its value over the accumulation steps, as transformers' Trainer divides it; cispo and dapo are "
+    "multiplied by them before.",
+    "Not covered: the Megatron and Ray trainers, Liger, padding-free batches, rollout corrections, the off-policy "
+    "mask, entropy masks, KL in the reward, RLSD, SDAR, CHORD.",
+)
+SWIFT = Framework(
+    "swift", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
+    split_reasons={"bnpo": BNPO}, remarks=REMARKS, one_adv=True,
+    out_of_scope={
+        "fipo": "no objective of the registry: PPO's clip, weighted by the log-ratios of the tokens that follow",
+        "real": "no objective of the registry: a contrast of the responses of one prompt",
+    },
+)  # fmt: skip

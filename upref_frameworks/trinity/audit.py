@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trinity-RFT's policy losses, advantages and KL terms as the audit compares them with the papers."""
+
+import importlib
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref import kl
+from upref.advantages import get as advantage
+from upref.objectives.sapo import sapo
+from upref.ops import exp, minimum, sg, sigmoid, where
+from upref.registry import get
+from upref.rollouts import Rollouts
+from upref.verify.faults import Fault
+from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp
+from upref_frameworks.audits.compare import MICRO
+from upref_frameworks.audits.components import kls
+from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
+from upref_frameworks.audits.shared import ALONE, CLAMP, NARROW_K3, SAMPLE, arguments, sampled
+
+PIN = Pin(
+    packages=("trinity-rft==0.6.0", "safetensors==0.8.0"),
+    files={
+        "trinity/algorithm/policy_loss_fn/__init__.py": "7aacc695978ed9e3898c5605b45fef3d",
+        "trinity/algorithm/policy_loss_fn/ppo_policy_loss.py": "a4639bf00a7d88980532f1e1722a26ba",
+        "trinity/algorithm/policy_loss_fn/sapo_policy_loss.py": "40dbf1f4d3fd62a441e948b84c2f281a",
+        "trinity/algorithm/utils.py": "e22fc2abb211fd00e0ff2757f1c75cc0",
+    },
+    skip_init=("trinity", "trinity.algorithm", "trinity.common", "trinity.buffer", "trinity.utils"),
+    stubs=("ray", "verl", "omegaconf"),
+)
+_module = lambda name: importlib.import_module(f"trinity.algorithm.{name}")
+_losses = lambda: _module("policy_loss_fn").POLICY_LOSS_FN
+
+
+def _defaults(mode: str) -> dict[str, Any]:
+    """The arguments of its class, and over them what its default_args() say, which is what a run without any gets."""
+    cls = _losses().get(mode)
+    return arguments(cls.__init__, "backend") | cls.default_args()
+
+
+def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask) -> Tensor:
+    fn = _losses().get(mode)(backend="verl", **config)
+    return fn(logprob=log_prob, old_logprob=old_log_prob, action_mask=mask, advantages=advantages)[0]
+
+
+def _token_sums(b: Rollouts) -> Tensor:
+    """The token means of the micro-batches, added up: N over the tokens of the micro-batch a response is in."""
+    share = [(b.mask.sum() / m.mask.sum()).expand(len(m.mask), 1) for m in b.split(MICRO)]
+    return torch.cat(share).to(b.logp)
+
+
+GATE = replace(
+    sapo,
+    name="sapo, the gate a constant weight on log π_θ",
+    fn=lambda lp, lp_old, A, *, tau_pos=1.0, tau_neg=1.05: sg(_gate(exp(lp - lp_old), A, tau_pos, tau_neg)) * A * lp,
+    closed_form=lambda r, A, *, tau_pos, tau_neg: A * _gate(r, A, tau_pos, tau_neg),
+)
+TOKEN = replace(
+    get("topr"),
+    name="topr of each token",
+    level="token",
+    agg="seq-mean-token-sum",
+    fn=lambda lp, lp_old, A: where(A > 0, A * lp, sg(minimum(exp(lp - lp_old), 1)) * A * lp),
+    closed_form=lambda r, A: where(A > 0, A + 0 * r, A * minimum(r, 1)),
+)
+
+
+def _gate(r, A, tau_pos, tau_neg):
+    return where(A > 0, 4 / tau_pos * sigmoid(tau_pos * (r - 1)), 4 / tau_neg * sigmoid(tau_neg * (r - 1)))
+
+
+SOFT = fault("stop-gradient: the gate is a constant weight on log π_θ", "stop-gradient", objective=GATE,
+             hp={"tau_pos": 1.0, "tau_neg": 1.05})  # fmt: skip
+HALF = fault("divided by 1 + tau = 2", "aggregation", scale=lambda b: 0.5)
+TOKENS = fault("the token means of the micro-batches, added up", "batches", scale=_token_sums)
+MEANS = fault("the means over the micro-batches' responses, added up", "batches", scale=lambda b: float(MICRO))
+SEQ, SUM = {"loss_agg_mode": "seq-mean-token-mean"}, {"loss_agg_mode": "seq-mean-token-sum"}
+WIDE = {"clip_ratio_c": 1e10}  # the dual clip cannot be switched off
+COMPARISONS = (
+    Comparison("default", "ppo", {}, "ppo_clip", {}, (with_hp(c=3.0),)),
+    Comparison("default", "ppo", {}, "dapo", {}, (with_hp(eps_high=0.2), with_hp(c=3.0), GROUPS)),  # algorithm dapo
+    Comparison("default", "gspo", {}, "gspo", {}),
+    Comparison("default", "cispo", {}, "cispo", {}, (with_hp(eps_high=0.28), GROUPS)),
+    Comparison("default", "sapo", {}, "sapo", {}, (SOFT, aggregated("token-mean"))),
+    Comparison("default", "topr", {}, "topr", {}, (
+        fault("the ratio of each token, not of the response", "objective", objective=TOKEN), aggregated("token-mean"))),
+    Comparison("default", "opmd", {}, "reinforce_off_policy", {}, (HALF, GROUPS)),
+    Comparison("default", "rec", {}, "reinforce_off_policy", {}, (GROUPS,)),
+    Comparison("default", "importance_sampling", {}, "is_pg", {}, (aggregated("token-mean"), CLAMP)),
+    Comparison("paper", "ppo", WIDE, "ppo_clip", {}, (CLAMP,)),
+    Comparison("paper", "ppo", SEQ | WIDE, "grpo", {}, (CLAMP,)),
+    Comparison("paper", "ppo", SUM | WIDE, "dr_grpo", {}, (CLAMP,)),
+    Comparison("paper", "ppo", {"clip_range_low": 0.2, "clip_range_high": 0.28} | WIDE, "dapo", {}, (GROUPS, CLAMP)),
+    Comparison("paper", "gspo", {}, "gspo", {}),
+    Comparison("paper", "cispo", {"clip_range_high": 4.0}, "cispo", {}, (GROUPS,)),
+    Comparison("paper", "sapo", SEQ, "sapo", {}, (SOFT,)),
+    Comparison("paper", "importance_sampling", SUM, "is_pg", {}, (CLAMP,)),
+)  # fmt: skip
+SPLIT = {c.label: MEANS if c.config.get("loss_agg_mode") or c.mode == "gspo" else TOKENS for c in COMPARISONS}
+
+
+# ---- what else it computes -------------------------------------------------------------------------------------------
+def _group(name: str):
+    """Of Experience objects, whose reward and mask alone are read."""
+
+    def advantages(R: Tensor, group: Tensor) -> Tensor:
+        fn, A = _module("advantage_fn").ADVANTAGE_FN.get(name)(), torch.zeros_like(R)
+        for g in group.unique().tolist():
+            rows = (group == g).nonzero()[:, 0].tolist()
+            exps = [SimpleNamespace(reward=R[i].item(), action_mask=torch.ones(1)) for i in rows]
+            for i, e in zip(rows, fn.calculate_group_advantage(str(g), exps)[0], strict=True):
+                A[i] = e.advantages[0]
+        return A
+
+    return advantages
+
+
+def _batch(name: str):
+    """Of verl's DataProto, of which two dicts are read; every response is one token."""
+
+    def advantages(R: Tensor, group: Tensor) -> Tensor:
+        fn, ones = _module("advantage_fn").ADVANTAGE_FN.get(name)(), torch.ones(len(R), 1)
+        batch = {"token_level_rewards": R[:, None].float(), "response_mask": ones}
+        data = SimpleNamespace(batch=batch, non_tensor_batch={"uid": group.tolist()})
+        return fn(data)[0].batch["advantages"][:, 0]
+
+    return advantages
+
+
+def _alone(promise: str, **hp: float):
+    """As the estimator, but a response without a peer keeps its reward, over 1 + eps."""
+
+    def advantages(R: Tensor, group: Tensor) -> Tensor:
+        A, (_, g, size) = advantage(promise)(R, group, **hp), group.unique(return_inverse=True, return_counts=True)
+        return torch.where(size[g] == 1, R / (1 + hp.get("eps", 0)), A)
+
+    return advantages
+
+
+def _parts() -> tuple[Component, ...]:
+    norm, agg = {"ddof": 1, "eps": 1e-6}, _module("utils").aggregate_loss
+    default = _module("algorithm").GRPOAlgorithm.default_config()["kl_loss_fn"]
+    term = lambda lp, ref, name: _module("kl_fn").KL_FN.get(name)().calculate_kl(lp, ref)
+    one = lambda promise, **hp: (Fault(ALONE, _alone(promise, **hp)),)
+    return (
+        Component("advantages", "grpo", _group("grpo"), "group_norm", norm, one("group_norm", **norm), tol=2e-3),
+        Component("advantages", "grpo_verl", _batch("grpo_verl"), "group_norm", norm,
+                  one("group_norm", **norm), tol=2e-3),
+        Component("advantages", "opmd", _group("opmd"), "group_mean", {}, one("group_mean"), tol=1e-5),
+        Component("advantages", "rloo", _batch("rloo"), "leave_one_out", {}, one("leave_one_out"), tol=1e-5),
+        Component("advantages", "reinforce", _group("reinforce"), "reward", tol=1e-5),
+        Component("advantages", "reinforceplusplus", _batch("reinforceplusplus"), "whiten", {"ddof": 0, "eps": 1e-8}, (
+            Fault(SAMPLE, sampled),), tol=1e-5),
+        *kls(term, {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}, {"low_var_kl": (NARROW_K3,)}),
+        Component("kl", "GRPOAlgorithm's default", lambda lp, ref: term(lp, ref, default), "k3", reasons=(
+            Fault("k2 in place of k3", kl.k2),)),
+        *(Component("aggregation", k, lambda x, m, k=k: agg(x, m, k), k)
+          for k in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")),
+        Component("aggregation", "seq-mean-token-sum-norm", lambda x, m: agg(x, m, "seq-mean-token-sum-norm", 6.0),
+                  "seq-mean-token-sum-norm", {"length": 6}, (
+            Fault("a sum over responses, not their mean", lambda x, m: torch.where(m, x, 0).sum() / 6),)),
+    )  # fmt: skip
+
+
+PAIRS = "no policy gradient: pairs or expert data"
+OTHER = "no objective of the registry"
+REMARKS = (
+    "Micro-batches as trainer/verl does it (verl 0.8 and later): TrinityPolicyLoss returns the mean of the "
+    "micro-batch, and verl's engine calls backward on each without a division.",
+    "Advantages are computed in float32: compared to 2e-3 where a standard deviation divides, else to 1e-5.",
+    "Not covered: several ranks, sequence masking, the other advantages (gigpo, jsd, clipb, clipv, ...).",
+)
+TRINITY = Framework(
+    "trinity", pin=PIN, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
+    split_reasons=SPLIT, remarks=REMARKS,
+    modes=lambda: list(_losses()._default_mapping),  # noqa: SLF001
+    out_of_scope={
+        **dict.fromkeys(("dpo", "sft", "sft_is", "sft_phi", "mix", "mix_chord"), PAIRS),
+        "sppo": f"{OTHER}: the log-ratio, masked outside 1/1.3 to 1.3",
+    },
+)  # fmt: skip

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's policy losses as the audit compares them with the papers, and why they differ."""
+
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.advantages import group_mean
+from upref.kl import k3
+from upref.ops import exp
+from upref.registry import get
+from upref.verify.faults.losses import GROUPS, LossFault, aggregated, fault, with_hp
+from upref_frameworks.audits.framework import Comparison, Component, Framework
+from upref_frameworks.audits.shared import BETA, BNPO, BY_TOKENS, CAP, F32, LENGTH, LUSPO, VESPO, kl_term
+from upref_frameworks.trl.losses import loss_types, trl, trl_loss
+
+PRODUCT = replace(
+    get("gspo"), name="min(S A, clip(S) A), S the product of a response's ratios", level="sequence_product"
+)
+UNCLIPPED = 1e30  # RLOOTrainer cannot switch its clip off
+
+
+def _product(eps: float) -> LossFault:
+    said = "PPO's clip on the product of the response's ratios" if eps < 1 else "weighted by the product of the ratios"
+    return fault(f"{said}, eps = {eps:g}", "objective", objective=PRODUCT, hp={"eps_low": eps, "eps_high": eps})
+
+
+SAID = "the KL term is multiplied by the ratio, which is differentiated too"
+KL = kl_term(SAID, lambda lp, ref, old: exp(lp - old) * k3(lp, ref))
+SEQUENCE = {"importance_sampling_level": "sequence"}
+GSPO = SEQUENCE | {"epsilon": 3e-4, "epsilon_high": 4e-4}
+LONG = SEQUENCE | {"epsilon": 2e-3, "epsilon_high": 2.5e-3}
+COMPARISONS = (
+    Comparison("default", "dapo", {}, "dapo", {}, (with_hp(eps_high=0.2), GROUPS)),
+    Comparison("default", "grpo", {}, "grpo", {}),
+    Comparison("default", "grpo", {"beta": BETA}, "grpo", {"beta": BETA}, (KL,)),
+    Comparison("default", "bnpo", {}, "ppo_clip", {}),
+    Comparison("default", "dr_grpo", {}, "dr_grpo", {}, (LENGTH,)),
+    Comparison("default", "dapo", SEQUENCE, "gspo", {}, (
+        with_hp(eps_low=0.2, eps_high=0.2), aggregated("token-mean"))),
+    Comparison("default", "cispo", {}, "cispo", {}, (CAP, GROUPS)),
+    Comparison("default", "sapo", {}, "sapo", {}, (F32,)),
+    Comparison("default", "vespo", {}, "vespo", {}, (BY_TOKENS,), one_adv=True),
+    Comparison("default", "luspo", {}, "luspo", {}, (LUSPO,), one_adv=True),
+    Comparison("default", "gmpo", {}, "gmpo", {}),
+    Comparison("default", "rloo", {}, "rloo", {}, (_product(0.2),), one_adv=True),
+    Comparison("paper", "dapo", {"epsilon": 0.2, "epsilon_high": 0.28}, "dapo", {}, (GROUPS,)),
+    Comparison("paper", "dapo", {"epsilon": 0.2, "epsilon_high": 0.28, "delta": 10.0}, "dapo", {"c": 10.0}, (GROUPS,)),
+    Comparison("paper", "grpo", {"epsilon": 0.2}, "grpo", {}),
+    Comparison("paper", "grpo", {"beta": BETA, "use_bias_correction_kl": False}, "grpo", {"beta": BETA}),
+    Comparison("paper", "bnpo", {"epsilon": 0.2}, "ppo_clip", {}),
+    Comparison("paper", "dr_grpo", {"epsilon": 0.2, "max_completion_length": 1}, "dr_grpo", {}),
+    Comparison("paper", "grpo", GSPO, "gspo", {}),
+    Comparison("paper", "cispo", {"epsilon_high": 5.0}, "cispo", {}, (GROUPS,)),
+    Comparison("paper", "sapo", {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}, "sapo", {}, (F32,)),
+    Comparison("paper", "luspo", LONG, "luspo", {}),
+    Comparison("paper", "vespo", VESPO, "vespo", {}, (BY_TOKENS,), one_adv=True),
+    Comparison("paper", "gmpo", {"epsilon": 0.4}, "gmpo", {}),
+    Comparison("paper", "rloo", {"epsilon": UNCLIPPED}, "rloo", {}, (_product(UNCLIPPED),), one_adv=True),
+)  # fmt: skip
+OUT_OF_SCOPE = {
+    "async_grpo": "no GRPOTrainer, and its constructor wants a running vLLM server",
+}
+
+
+def _modes() -> list[str]:
+    """Every loss_type, RLOOTrainer, and the packages of trl.experimental that define a trainer of these families."""
+    root = Path(trl().__file__).parent / "experimental"
+    family = re.compile(r"^class \w*(GRPO|RLOO)\w*Trainer\(|^class \w+\((GRPO|RLOO)Trainer\)", re.M)
+    own = {f.relative_to(root).parts[0] for f in root.rglob("*.py") if family.search(f.read_text(encoding="utf-8"))}
+    return sorted({*loss_types(), "rloo", *own})
+
+
+def _kernels() -> dict[str, Callable]:
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+    from trl.trainer.utils import selective_log_softmax_and_entropy
+
+    def chunked(hidden, weight, tokens, temperature, bias=None, softcap=None, logit_scale=1.0):
+        given = hidden.flatten(0, -2), weight, bias, tokens.flatten(), temperature, 8192, softcap, logit_scale
+        return tuple(x.view_as(tokens) for x in ChunkedLogProbFunction.apply(*given, ("entropy",))[:2])
+
+    selective = lambda logits, tokens, temperature: selective_log_softmax_and_entropy(
+        logits, tokens, temperature=temperature
+    )
+    return {"ChunkedLogProbFunction": chunked, "selective_log_softmax_and_entropy": selective}
+
+
+def _advantages(trainer: type, **settings: Any):
+    """The statements of the trainer's own method that make advantages of rewards, run on ours.
+
+    They stand in the middle of a method that samples and scores; `settings` are the trainer's attributes they read.
+    """
+    lines = inspect.getsource(vars(trainer)["_generate_and_score_completions"]).splitlines()
+    first = next(i for i, x in enumerate(lines) if x.strip().startswith(("mean_grouped_rewards = ", "grouped_rewards")))
+    if "mean_grouped" in lines[first]:  # inside of a branch, which is taken whole
+        first = next(i for i, x in enumerate(lines) if x.strip().startswith("unscorable_mask = "))
+    last = next(i for i, x in enumerate(lines) if i > first and "advantages = torch.nan_to_num(advantages" in x)
+    code = compile(textwrap.dedent("\n".join(lines[first : last + 1])), trainer.__name__, "exec")
+
+    def found(R: Tensor, group: Tensor) -> Tensor:
+        here = SimpleNamespace(multi_objective_aggregation="sum_then_normalize", reward_funcs=[None], **settings)
+        here.reward_weights = torch.ones(1, dtype=R.dtype)
+        names = {"self": here, "rewards": R.clone(), "rewards_per_func": R.clone()[:, None], "device": R.device}
+        names |= {"num_generations": int((group == group[0]).sum())}
+        exec(code, vars(sys.modules[trainer.__module__]) | names, names)
+        return torch.as_tensor(names["advantages"])
+
+    return found
+
+
+def _over_batch(R: Tensor, group: Tensor) -> Tensor:
+    """As GRPOConfig.scale_rewards has it, after Lite PPO (arXiv 2508.08221)."""
+    return group_mean(R, group) / (R.std(correction=1) + 1e-4)
+
+
+def _parts() -> tuple[Component, ...]:
+    grpo, rloo = trl().GRPOTrainer, trl().RLOOTrainer
+    part = lambda mode, found, promise, **more: Component(
+        "advantages", mode, found, promise, leaves_out=("uneven", "one"), tol=1e-6, **more
+    )
+    return (
+        part("grpo, scale_rewards=group", _advantages(grpo, scale_rewards="group"), "group_norm", hp={"eps": 1e-4}),
+        part(
+            "grpo, scale_rewards=batch",
+            _advantages(grpo, scale_rewards="batch"),
+            _over_batch,
+            words="R minus the group's mean, over the batch's std + 1e-4",
+        ),
+        part("grpo, scale_rewards=none", _advantages(grpo, scale_rewards="none"), "group_mean"),
+        part("rloo", _advantages(rloo, normalize_advantages=False), "leave_one_out"),
+    )
+
+
+REMARKS = (
+    "Micro-batches by TRL's contract: of equal size, counted by current_gradient_accumulation_steps; "
+    "num_items_in_batch counts the tokens of a generation batch, which is one optimizer step.",
+    "Not covered: several ranks, generation batches of several optimizer steps, vLLM's correction weights, the "
+    "off-policy mask, entropy terms.",
+)
+TRL = Framework(
+    "trl", version=lambda: trl().__version__,
+    loss=lambda c, b, padding: trl_loss(c.mode, b, padding=padding, **c.config), modes=_modes,
+    comparisons=COMPARISONS, parts=_parts, split_reasons={"bnpo": BNPO}, out_of_scope=OUT_OF_SCOPE, remarks=REMARKS,
+    kernels=_kernels,
+)  # fmt: skip

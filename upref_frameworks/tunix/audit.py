@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tunix's policy losses, in JAX, as the audit compares them with the papers, and why they differ."""
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from upref.ops import sg
+from upref.registry import get
+from upref.rollouts import Rollouts
+from upref.verify.faults.losses import GROUPS, fault, with_hp
+from upref_frameworks.audits.framework import Comparison, Component, Framework, Pin
+from upref_frameworks.audits.shared import BETA, CLAMP, CLAMP_S, K1, MICRO_MEAN, NO_KL
+
+HOME = "tunix/rl/"
+PIN = Pin(
+    packages=(
+        "google-tunix==0.1.7", "jax==0.10.2", "jaxlib==0.10.2", "flax==0.12.8", "ml-dtypes==0.6.0",
+        "opt-einsum==3.4.0", "scipy==1.17.1", "absl-py==2.3.1", "pyyaml==6.0.3",
+    ),
+    files={
+        HOME + "algo_core.py": "f9563f2a3eb193dabf57233f493ada1f",
+        HOME + "common.py": "5c8947bb5c393eb0e62c25bb356a887f",
+        HOME + "grpo/grpo_learner.py": "a7f43b0eb3b715e4803039816d48049f",
+    },
+    skip_init=("tunix", "tunix.rl", "tunix.sft"),
+    stubs=("orbax", "tensorstore", "msgpack", "humanize", "treescope", "optax", "tunix.generate", "tunix.oss",
+           "tunix.rl.rl_cluster", "tunix.rl.rl_learner"),
+    env={"JAX_PLATFORMS": "cpu"},
+)  # fmt: skip
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"tunix.rl.{name}")
+
+
+# ---- torch to JAX and back -------------------------------------------------------------------------------------------
+class _Bridge(torch.autograd.Function):
+    """f(x, *rest), a function of JAX arrays; its gradient in x is JAX's."""
+
+    @staticmethod
+    def forward(ctx, f, x, *rest):
+        jax = importlib.import_module("jax")
+        arrays = [jax.numpy.asarray(a.detach().numpy()) for a in (x, *rest)]
+        value, ctx.pull = jax.vjp(lambda first: f(first, *arrays[1:]), arrays[0])
+        ctx.dtype, ctx.rest = x.dtype, len(rest)
+        return torch.from_numpy(np.array(value)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        (slope,) = ctx.pull(importlib.import_module("jax").numpy.asarray(g.numpy(), dtype="float32"))
+        return None, torch.from_numpy(np.array(slope)).to(ctx.dtype), *[None] * ctx.rest
+
+
+_bridge: Callable[..., Tensor] = _Bridge.apply
+
+
+def _padded(x: Tensor) -> Tensor:
+    """[B, T] with empty responses and masked slots added, to few shapes: JAX compiles a function for each it meets."""
+    few = [max(8, 2 ** (n - 1).bit_length()) - n for n in x.shape]
+    return torch.nn.functional.pad(x, (0, few[1], 0, few[0]))
+
+
+# ---- its losses ------------------------------------------------------------------------------------------------------
+@cache
+def _configs() -> dict[str, Any]:
+    """The classes of its learners' settings by the variant that they are for."""
+    base = _module("algorithm_config").AlgorithmConfig
+    found: dict[str, Any] = {}
+    for file in sorted(Path(_module("common").__file__).parent.glob("*po/*_learner.py")):
+        module = _module(f"{file.parent.name}.{file.stem}")
+        found |= {c.__name__: c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, base)}
+    return {c().algo_variant: c for c in found.values() if c is not base}
+
+
+def _modes() -> list[str]:
+    """The variants, and the loss_algo that the settings of GRPO allow beside."""
+    allowed = re.search(r"self.loss_algo not in \[(.*?)\]", inspect.getsource(_configs()["grpo"].__post_init__))
+    return [*_configs(), *(x for x in re.findall(r'"([\w-]+)"', allowed[1] if allowed else "") if x not in _configs())]
+
+
+def _settings(mode: str) -> Any:
+    return _configs()[mode]() if mode in _configs() else _configs()["grpo"](loss_algo=mode)
+
+
+@cache
+def _function(mode: str, fields: tuple[tuple[str, Any], ...]) -> Callable:
+    """The loss with these fields over its defaults, as a function of arrays; compiled once for each shape."""
+    common, made, jax = _module("common"), _settings(mode), importlib.import_module("jax")
+    for key, value in fields:
+        setattr(made, key, value)
+    if hasattr(made, "__dict__"):
+        made.temperature = 1.0  # as its learner sets it
+    loss = _module("function_registry").get_policy_loss_fn(made.policy_loss_fn)
+    model, no = (
+        importlib.import_module("flax.nnx").Dict(),
+        dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids")),
+    )
+
+    def found(lp, old, A, mask, ref):
+        logits = jax.numpy.zeros((*lp.shape, 2))
+        vars(common)["compute_per_token_logps"] = lambda *_, **__: (lp, logits)  # in place of a model
+        given = {"completion_mask": mask, "advantages": A, "old_per_token_logps": old, "ref_per_token_logps": ref}
+        return loss(model, common.TrainExample(**no, **given), made, 0, 1)[0]
+
+    return jax.jit(found)
+
+
+def _plain(
+    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, num_micro_batches
+) -> Tensor:
+    """optax.MultiSteps takes the mean of the micro-batches."""
+    default = asdict(_settings(mode))
+    f = _function(mode, tuple((k, v) for k, v in config.items() if v != default[k]))
+    given = [log_prob, old_log_prob, advantages, mask.float(), ref_log_prob]
+    if config.get("loss_agg_mode") != "sequence-mean-token-scale":  # which reads the width
+        given = [_padded(x) for x in given]
+    return _bridge(f, *given) / num_micro_batches
+
+
+# ---- compared with ---------------------------------------------------------------------------------------------------
+def _clamped(b: Rollouts) -> Rollouts:
+    d = b.logp - b.logp_old
+    return replace(b, logp=b.logp + sg(d.clamp(-20, 20) - d))
+
+
+def _grpo_clamped(lp, lp_old, A, *, eps=0.2, c=None):
+    return get("grpo").fn(lp_old + (lp - lp_old).clamp(-20, 20), lp_old, A, eps=eps, c=c)
+
+
+RATIO = replace(get("grpo"), fn=_grpo_clamped)
+CLAMP_KL = fault(CLAMP.words, CLAMP.kind, objective=RATIO, hp={"beta": BETA})  # the KL term reads log π_θ itself
+CLAMP_K1 = fault(CLAMP.words, CLAMP.kind, objective=RATIO)
+BEFORE = fault("log r of each token clamped to ±20 before the mean", "clip", view=_clamped)
+WIDTH = fault("divided by the padded width", "aggregation", scale=lambda b: 1 / b.mask.shape[1])
+SAME = with_hp(eps_high=3e-4)
+COMPARISONS = (
+    Comparison("default", "grpo", {}, "grpo", {}, (with_hp(beta=BETA), K1, CLAMP_K1)),
+    Comparison("default", "gspo-token", NO_KL, "gspo", {}, (with_hp(eps_low=0.2, eps_high=0.2), BEFORE, CLAMP_S)),
+    Comparison("default", "dapo", {}, "dapo", {}, (GROUPS, CLAMP)),
+    Comparison("default", "drgrpo", NO_KL, "dr_grpo", {}, (WIDTH, CLAMP)),
+    Comparison("default", "ppo", {}, "ppo_clip", {}),
+    Comparison("paper", "grpo", NO_KL, "grpo", {}, (CLAMP,)),
+    Comparison("paper", "grpo", {"kl_loss_mode": "low_var_kl"}, "grpo", {"beta": BETA}, (CLAMP_KL,)),
+    Comparison("paper", "gspo-token", NO_KL | {"epsilon": 3e-4}, "gspo", {}, (SAME, BEFORE, CLAMP_S)),
+    Comparison("paper", "dapo", {"epsilon_high": 0.28}, "dapo", {}, (GROUPS, CLAMP)),
+    Comparison("paper", "drgrpo", NO_KL | {"loss_agg_mode": "seq-mean-token-sum"}, "dr_grpo", {}, (CLAMP,)),
+    Comparison("paper", "ppo", {"epsilon_c": 10.0}, "ppo_clip", {"c": 10.0}),
+)
+
+
+def _advantages(name: str):
+    def found(rewards: Tensor, group: Tensor) -> Tensor:
+        f = _module("function_registry").get_advantage_estimator(name)
+        return torch.from_numpy(np.array(f(rewards.numpy(), int(torch.bincount(group)[0]))))
+
+    return found
+
+
+def _parts() -> tuple[Component, ...]:
+    common, alone = _module("common"), ("uneven", "one")
+    kl = lambda mode: partial(_bridge, lambda lp, ref: common.compute_kl_divergence(lp, ref, mode))
+    mean = lambda mode: lambda x, m: _bridge(lambda x, m: common.aggregate_loss(x, m, mode), x, m.float())
+    log_probs = lambda z, tokens, t: _bridge(common.selective_log_softmax, z / t, tokens)
+    scale = "sequence-mean-token-scale"
+    return (
+        Component("advantages", "grpo", _advantages("grpo"), "group_norm", leaves_out=alone),
+        Component("advantages", "rloo", _advantages("rloo"), "leave_one_out", leaves_out=alone, tol=1e-5),
+        Component("advantages", "drgrpo", _advantages("drgrpo"), "group_mean", leaves_out=alone, tol=1e-5),
+        *(Component("kl", mode, kl(mode), k, tol=1e-4)
+          for mode, k in (("kl", "k1"), ("mse_kl", "k2"), ("low_var_kl", "k3"))),
+        *(Component("aggregation", mode, mean(mode), ours, tol=1e-5) for mode, ours in (
+            ("token-mean", "token-mean"), ("sequence-mean-token-mean", "seq-mean-token-mean"),
+            ("seq-mean-token-sum", "seq-mean-token-sum"))),
+        Component("aggregation", scale, mean(scale), "seq-mean-token-sum-norm", hp={"length": 6}, tol=1e-5),
+        Component("logprobs", "selective_log_softmax", log_probs, "token_log_probs", tol=1e-4),
+    )  # fmt: skip
+
+
+REMARKS = (
+    "The model's log-probabilities are given; JAX computes in float32: compared to 1e-4. Micro-batches are "
+    "averaged, as optax.MultiSteps does.",
+    "Not covered: several devices, packed sequences, the agentic learners, truncated importance sampling, the "
+    "value loss and GAE of PPO.",
+)
+TUNIX = Framework(
+    "tunix", pin=PIN, modes=_modes, defaults=lambda mode: asdict(_settings(mode)), plain=_plain,
+    comparisons=COMPARISONS, parts=_parts, split_reasons={"dapo": MICRO_MEAN, "ppo": MICRO_MEAN}, remarks=REMARKS,
+    tol=1e-4,
+)  # fmt: skip

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's policy losses as the audit compares them with the papers, and why they differ."""
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from upref import advantages
+from upref.objectives.dppo import binary_kl
+from upref.rollouts import Rollouts
+from upref.verify.faults import Fault
+from upref.verify.faults.losses import GROUPS, LossFault, aggregated, fault, with_hp
+from upref_frameworks.audits.compare import MICRO
+from upref_frameworks.audits.components import kls
+from upref_frameworks.audits.framework import Comparison, Component, Framework
+from upref_frameworks.audits.shared import ALONE, CLAMP, CLAMP_S, FLOOR, NARROW_K3, SAMPLE, keep_singletons, sampled
+from upref_frameworks.verl.losses import NO_DUAL_CLIP, verl, verl_loss
+
+
+def _micro_means(b: Rollouts) -> Tensor:
+    """B over the size of the micro-batch a response is in."""
+    return torch.cat([torch.full((len(m.mask), 1), len(b.mask) / len(m.mask)) for m in b.split(MICRO)]).to(b.logp)
+
+
+E20 = math.exp(20)
+MICRO_MEAN = fault("torch.mean of each micro-batch, global_batch_info unread", "batches", scale=_micro_means)
+
+
+def _dppo(kind: str, delta: float, trunc: float) -> tuple[LossFault, ...]:
+    name = f"dppo_{kind}_verl"
+    said = f"delta = {delta:g}, ratio cut at {trunc:.4g} outside the derivative ({name})"
+    near = lambda b: (binary_kl(b.logp, b.logp_old) - delta).abs() < 1e-5
+    moved = "1e-8 inside the logarithms moves the bound by < 1e-5 (tokens there left out)"
+    near_kl = fault(moved, "rounding", skip=near)
+    cut = fault(said, "objective", objective=name, hp={"delta": delta, "trunc": trunc})
+    return (cut, near_kl) if kind == "kl" else (cut,)
+
+
+def _clip(low: float, high: float, c: float | None = None) -> dict[str, float]:
+    return {"clip_ratio_low": low, "clip_ratio_high": high} | ({"clip_ratio_c": c} if c else {})
+
+
+TOKENS, MEANS, SUMS = ({"loss_agg_mode": a} for a in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"))
+COMPARISONS = (
+    Comparison("default", "vanilla", TOKENS, "ppo_clip", {}, (with_hp(c=3.0),)),
+    Comparison("default", "gspo", TOKENS, "gspo", {}, (
+        with_hp(eps_low=0.2, eps_high=0.2), aggregated("token-mean"), CLAMP_S)),
+    Comparison("default", "cispo", TOKENS, "cispo", {}, (FLOOR, GROUPS)),
+    Comparison("default", "sapo", TOKENS, "sapo", {}),
+    Comparison("default", "geo_mean", TOKENS, "gmpo", {}, (with_hp(eps=0.2),)),
+    Comparison("default", "dppo_tv", TOKENS, "dppo_tv", {}, (*_dppo("tv", 0.2, 3.0), aggregated("token-mean"))),
+    Comparison("default", "dppo_kl", TOKENS, "dppo_kl", {}, (*_dppo("kl", 0.2, 3.0), aggregated("token-mean"))),
+    Comparison("default", "gpg", TOKENS, "reinforce_off_policy", {}, (GROUPS,)),
+    Comparison("paper", "vanilla", TOKENS | _clip(0.2, 0.28, NO_DUAL_CLIP), "dapo", {}, (GROUPS, CLAMP)),
+    Comparison("paper", "vanilla", TOKENS | _clip(0.2, 0.28, 10.0), "dapo", {"c": 10.0}, (GROUPS,)),
+    Comparison("paper", "vanilla", MEANS | _clip(0.2, 0.2, NO_DUAL_CLIP), "grpo", {}, (CLAMP,)),
+    Comparison("paper", "vanilla", SUMS | _clip(0.2, 0.2, NO_DUAL_CLIP), "dr_grpo", {}, (CLAMP,)),
+    Comparison("paper", "gspo", MEANS | _clip(3e-4, 4e-4), "gspo", {}, (CLAMP_S,)),
+    Comparison("paper", "cispo", TOKENS | _clip(1.0, 4.0), "cispo", {}, (GROUPS,)),
+    Comparison("paper", "sapo", MEANS | {"tau_pos": 1.0, "tau_neg": 1.05}, "sapo", {}),
+    Comparison("paper", "geo_mean", TOKENS | _clip(0.4, 0.4), "gmpo", {}),
+    Comparison("paper", "dppo_tv", SUMS | _clip(0.15, 0.15, NO_DUAL_CLIP), "dppo_tv", {}, _dppo("tv", 0.15, E20)),
+    Comparison("paper", "dppo_kl", SUMS | _clip(0.05, 0.05, NO_DUAL_CLIP), "dppo_kl", {}, _dppo("kl", 0.05, E20)),
+    Comparison("paper", "gpg", SUMS, "reinforce", {}),
+)  # fmt: skip
+OUT_OF_SCOPE = {
+    "clip_cov": "clips a random subset of tokens, so two calls differ",
+    "kl_cov": "not compared by this audit: a penalty on the tokens of largest covariance (kl_cov of the registry)",
+    "dro": "not compared by this audit: a squared log-ratio penalty (dro of the registry)",
+    "bypass_mode": "a dispatcher: it recomputes mask and weights and calls vanilla or a REINFORCE",
+}
+
+
+def _loss(c: Comparison, b: Rollouts, padding: float | None) -> Tensor:
+    actor = dict(c.config)
+    return verl_loss(c.mode, b, actor.pop("loss_agg_mode"), padding=padding, **actor)
+
+
+def _remarks() -> tuple[str, ...]:
+    added = (torch.ones(1, dtype=torch.bool).sum() + 1e-8 - 1).item()  # as agg_loss computes it
+    return (
+        f"The 1e-8 in the denominators of seq-mean-token-mean adds {added:g} to a count of 1 (float32).",
+        "grpo_vectorized: equal rewards of 0.1 get advantages of up to 0.012, by rounding (left out of its row).",
+        "Not covered: several ranks, responses without a token, rollout_is_weights, loss_scale_factor.",
+    )
+
+
+def _kernels() -> dict[str, Callable]:
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+    from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
+
+    def from_logits(logits, tokens, temperature):
+        """As its workers call both, on logits divided by the temperature."""
+        return logprobs_from_logits(logits / temperature, tokens), entropy_from_logits(logits / temperature)
+
+    fused = lambda hidden, weight, tokens, temperature: FusedLinearForPPO()(hidden, weight, tokens, temperature)
+    return {"FusedLinearForPPO": fused, "logprobs_from_logits, entropy_from_logits": from_logits}
+
+
+def _advantages(name: str, **more: bool):
+    def found(R: Tensor, group: Tensor) -> Tensor:
+        """Rewards on the one token of each response; the function writes into what it is given."""
+        f, one = verl()[0].get_adv_estimator_fn(name), torch.ones_like(R)[:, None]
+        grouped = {} if name == "reinforce_plus_plus" else {"index": group.numpy()}
+        gamma = {"config": SimpleNamespace(gamma=1.0)} if name == "reinforce_plus_plus" else {}
+        return f(token_level_rewards=R.clone()[:, None], response_mask=one, **grouped, **gamma, **more)[0][:, 0]
+
+    return found
+
+
+def _opo(R: Tensor, group: Tensor) -> Tensor:
+    """Responses of 1, 2, 3, 1, ... tokens, whose reward stands on the first."""
+    mask = torch.arange(3) < _lengths(R)[:, None]
+    rewards = torch.nn.functional.pad(R[:, None], (0, 2))
+    f = verl()[0].get_adv_estimator_fn("opo")
+    return f(token_level_rewards=rewards, response_mask=mask.double(), index=group.numpy())[0][:, 0]
+
+
+def _by_length(R: Tensor, group: Tensor) -> Tensor:
+    """R minus the mean of its group, each reward weighted by the length of its response (OPO)."""
+    n, same = _lengths(R), (group[:, None] == group).to(R.dtype)
+    return R - same @ (n * R) / (same @ n)
+
+
+def _remax(R: Tensor, group: Tensor) -> Tensor:
+    """Responses of 1, 2, 3, 1, ... tokens, rewarded on the first; GREEDY is the greedy response's reward."""
+    mask = (torch.arange(3) < _lengths(R)[:, None]).to(R.dtype)
+    rewards, f = torch.nn.functional.pad(R[:, None], (0, 2)), verl()[0].get_adv_estimator_fn("remax")
+    return f(token_level_rewards=rewards, reward_baselines=GREEDY[group], response_mask=mask)[0][:, 0]
+
+
+GREEDY = torch.tensor([0.25, -0.5], dtype=torch.float64)
+
+
+def _passk(std: bool):
+    def found(R: Tensor, group: Tensor) -> Tensor:
+        f, one = verl()[0].get_adv_estimator_fn("grpo_passk"), torch.ones_like(R)[:, None]
+        config = {"norm_adv_by_std_in_grpo": std}
+        return f(token_level_rewards=R[:, None], response_mask=one, index=group.numpy(), config=config)[0][:, 0]
+
+    return found
+
+
+def _best_alone(std: bool):
+    def reference(R: Tensor, group: Tensor) -> Tensor:
+        """The gain of max R by each response: what the maximum loses without it (Pass@k, k the size of the group)."""
+        A = torch.zeros_like(R)
+        for g in group.unique():
+            i = (group == g).nonzero().flatten()
+            for j in i:
+                A[j] = R[i].max() - R[i[i != j]].max()
+            A[i] = A[i] / (R[i].std(correction=1) + 1e-6) if std else A[i]
+        return A
+
+    return reference
+
+
+def _lengths(R: Tensor) -> Tensor:
+    return (torch.arange(len(R)) % 3 + 1).to(R.dtype)
+
+
+def _gpg(R: Tensor, group: Tensor) -> Tensor:
+    return keep_singletons(advantages.group_mean)(R, group) * len(R) / R.count_nonzero().clamp(min=1)
+
+
+VALUES = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64)  # of a critic, for every response
+
+
+def _gae(lam: float):
+    def found(R: Tensor, group: Tensor) -> Tensor:
+        """The first of three tokens, the reward on the last; then whitened by all."""
+        rewards, ones = torch.nn.functional.pad(R[:, None], (2, 0)), torch.ones(len(R), 3, dtype=R.dtype)
+        f = verl()[0].get_adv_estimator_fn("gae")
+        return f(rewards, VALUES.expand(len(R), 3), ones, gamma=0.9, lam=lam)[0][:, 0]
+
+    return found
+
+
+def _sum_of_deltas(lam: float):
+    def reference(R: Tensor, group: Tensor) -> Tensor:
+        """GAE written as a sum: A_t = Σ_k (γλ)^k δ_(t+k), whitened as masked_whiten does."""
+        after = torch.cat([VALUES[1:], VALUES.new_zeros(1)])
+        deltas = torch.nn.functional.pad(R[:, None], (2, 0)) + 0.9 * after - VALUES
+        power = torch.tensor([[(0.9 * lam) ** (k - t) if k >= t else 0.0 for k in range(3)] for t in range(3)])
+        A = deltas @ power.to(deltas).T
+        return sampled(A.flatten()).view_as(A)[:, 0]
+
+    return reference
+
+
+def _centred(R: Tensor, group: Tensor) -> Tensor:
+    """REINFORCE++-baseline as verl has it."""
+    return sampled(keep_singletons(advantages.group_mean)(R, group))
+
+
+def _parts() -> tuple[Component, ...]:
+    kl, agg = verl()[0].kl_penalty, verl()[0].agg_loss
+    aggregation = lambda mode: lambda x, mask: agg(x, mask, mode)
+    groups = {"grpo": "group_norm", "grpo_vectorized": "group_norm", "rloo": "leave_one_out"}
+    rounded = {"grpo_vectorized": ("equal rewards that do not round alike",)}
+    return (
+        *(Component("advantages", n, _advantages(n), ref,
+                    reasons=(Fault(ALONE, keep_singletons(advantages.ADVANTAGES[ref])),),
+                    leaves_out=rounded.get(n, ()), tol=1e-3 if n in rounded else 1e-5)
+          for n, ref in groups.items()),
+        Component("advantages", "grpo, norm_adv_by_std_in_grpo=False",
+                  _advantages("grpo", norm_adv_by_std_in_grpo=False), "group_mean",
+                  reasons=(Fault(ALONE, keep_singletons(advantages.group_mean)),)),
+        Component("advantages", "rloo_vectorized", _advantages("rloo_vectorized"), "leave_one_out"),
+        Component("advantages", "reinforce_plus_plus", _advantages("reinforce_plus_plus"), "whiten", reasons=(
+            Fault(SAMPLE, sampled),), tol=1e-6),
+        Component("advantages", "reinforce_plus_plus_baseline", _advantages("reinforce_plus_plus_baseline"),
+                  "group_mean_whiten", reasons=(Fault(f"{ALONE}; {SAMPLE}", _centred),), tol=1e-6),
+        Component("advantages", "opo", _opo, _by_length, words="R minus the mean by length (OPO)", reasons=(
+            Fault(ALONE, keep_singletons(_by_length)),), tol=1e-6),
+        Component("advantages", "gpg", _advantages("gpg"), "group_mean", reasons=(
+            Fault(ALONE, keep_singletons(advantages.group_mean)),
+            Fault("times the responses over those whose reward is not 0", _gpg)), tol=1e-6),
+        Component("advantages", "remax", _remax, lambda R, group: R - GREEDY[group],
+                  words="R minus the greedy response's"),
+        *(Component("advantages", f"grpo_passk, std={std}", _passk(std), _best_alone(std), leaves_out=("one",),
+                    tol=1e-6,
+                    words="the maximum minus the maximum without the response"
+                          + (", over the sample's std" if std else ""))
+          for std in (True, False)),
+        *(Component("advantages", f"gae, lam={lam:g}", _gae(lam), _sum_of_deltas(lam),
+                    words="GAE, whitened over all tokens", tol=1e-6) for lam in (1.0, 0.5)),
+        *kls(kl, {"k1": "k1", "k2": "k2", "low_var_kl": "k3"}, {"low_var_kl": (NARROW_K3,)}),
+        *(Component("aggregation", n, aggregation(n), n, tol=1e-6)
+          for n in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")),
+        Component("aggregation", "seq-mean-token-sum-norm", aggregation("seq-mean-token-sum-norm"),
+                  "seq-mean-token-sum-norm", {"length": 6}),
+    )  # fmt: skip
+
+
+VERL = Framework(
+    "verl", version=lambda: verl()[2], loss=_loss,
+    modes=lambda: [m for m in verl()[0].POLICY_LOSS_REGISTRY if not m.startswith("upref/")],
+    comparisons=COMPARISONS, parts=_parts, split_reasons={"geo_mean": MICRO_MEAN}, out_of_scope=OUT_OF_SCOPE,
+    remarks=_remarks(), kernels=_kernels,
+)  # fmt: skip

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's own policy losses on a batch of ours, and as `Loss`: `verl:LOSS_MODE`, or a function of its signature."""
+
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.aggregation import Totals, verl_name
+from upref.errors import InputError, importing
+from upref.foreign.loss import MAIN, Loss
+from upref.foreign.settings import describe_fields
+from upref.registry import Objective
+from upref.rollouts import Rollouts
+from upref_frameworks.settings import Bare, clip, split
+
+NO_DUAL_CLIP = 1e10  # verl cannot switch it off; its ratio never exceeds e^20
+
+
+def verl() -> Any:
+    """(core_algos, ActorConfig, version) of the installed verl; InputError where there is none."""
+    with importing("verl"):
+        import verl
+        from verl.trainer.ppo import core_algos
+        from verl.workers.config import ActorConfig
+    return core_algos, ActorConfig, verl.__version__
+
+
+class StandInConfig(SimpleNamespace):
+    """What a function of verl's signature reads of ActorConfig, for where verl is not installed: 0.9.1's defaults."""
+
+    def __init__(self, **fields: Any) -> None:
+        clip = dict(
+            clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0, tau_pos=1.0, tau_neg=1.05
+        )
+        other = dict(loss_scale_factor=None, entropy_coeff=0, use_kl_loss=False, kl_loss_coef=0.001)
+        super().__init__(global_batch_info={}, policy_loss=SimpleNamespace(), **clip | other | fields)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return getattr(self, key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self, key)
+
+
+def verl_loss(
+    loss_mode: str | Callable[..., Any], b: Rollouts | Bare, agg: str = "token-mean", padding: float | None = 0.0,
+    ranks: int = 1, **actor_config: Any,
+) -> Tensor:  # fmt: skip
+    """The scalar that verl would call backward() on for this (micro-)batch on one rank; gradients flow into b.logp.
+
+    loss_mode: a registered name, or a function of that signature. actor_config: fields of verl's ActorConfig. Masked
+    slots hold `padding`, or with None what the batch has there. The counts of the mini-batch are b.totals; ranks: how
+    many average their gradients.
+    """
+    try:
+        core_algos, ActorConfig, _ = verl()
+    except InputError:
+        if not callable(loss_mode):
+            raise
+        ActorConfig = StandInConfig
+    try:
+        f = loss_mode if callable(loss_mode) else core_algos.get_policy_loss_fn(loss_mode)
+        config = ActorConfig(
+            strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, loss_agg_mode=agg, **actor_config
+        )
+    except (ValueError, TypeError) as e:
+        raise InputError(f"verl refuses loss_mode={loss_mode}, loss_agg_mode={agg}, {actor_config}: {e}") from e
+    totals = b.totals or Totals.of(b.mask)
+    config.global_batch_info.update(  # what verl's ppo_loss fills in
+        dp_size=ranks,
+        batch_num_tokens=int(totals.tokens),
+        global_batch_size=int(totals.sequences),
+        loss_scale_factor=config.loss_scale_factor,
+    )
+    padded = lambda x: x if padding is None else torch.where(b.mask, x, padding)
+    loss, _ = f(
+        old_log_prob=padded(b.logp_old), log_prob=padded(b.logp), advantages=padded(b.adv), response_mask=b.mask,
+        loss_agg_mode=agg, config=config, rollout_is_weights=None,
+    )  # fmt: skip
+    return loss
+
+
+def shipped() -> dict[str, Any]:
+    """The defaults of verl's ActorConfig, or where verl is not installed those of its 0.9.1 that a loss reads."""
+    try:
+        config = verl()[1]
+    except InputError:
+        return {"loss_agg_mode": "token-mean"} | {k: v for k, v in vars(StandInConfig()).items() if k != "policy_loss"}
+    return {f.name: f.default for f in dataclasses.fields(config) if f.default is not dataclasses.MISSING}
+
+
+# ---- as a Loss -------------------------------------------------------------------------------------------------------
+def settings_for(objective: Objective, hp: dict[str, Any]) -> dict[str, Any]:
+    """The fields of verl's ActorConfig that say what the objective's hyperparameters say."""
+    h = objective.resolve(hp)
+    low, high = clip(h)
+    actor = {"clip_ratio": high, "clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": h.get("c")}
+    actor = {k: v for k, v in actor.items() if v is not None}
+    if h.get("c", 0) is None:
+        actor["clip_ratio_c"] = NO_DUAL_CLIP
+    return actor | {k: h[k] for k in ("tau_pos", "tau_neg") if k in h}
+
+
+def named(name: str, mode: str, objective: Objective, hp: dict[str, Any]) -> Loss:
+    mode, fields, matched = split(name, mode)
+    return of(name, mode, objective, hp, fields, matched)
+
+
+def of(
+    name: str, mode: str | Callable[..., Any], o: Objective, hp: dict[str, Any], fields: dict[str, Any] | None = None,
+    matched: bool = True,
+) -> Loss:  # fmt: skip
+    """The Loss of a registered name or of a function of that signature; matched: set up as the objective says."""
+    every = ({"loss_agg_mode": verl_name(o.level, o.agg)} if matched else {}) | (fields or {})
+    settings = lambda hp: (settings_for(o, hp) if matched else {}) | every
+
+    def call(full: dict[str, Any], moved: dict[str, Any]) -> Tensor:
+        b = Bare(**{k: full[k] for k in ("logp", "logp_old", "mask", "totals", "adv")})
+        use = {"loss_agg_mode": shipped()["loss_agg_mode"]} | settings(hp | moved)
+        return verl_loss(mode, b, use.pop("loss_agg_mode"), padding=None, ranks=full["ranks"], **use)
+
+    assumptions = (
+        f"verl's contract: {describe_fields(settings(hp))}; global_batch_info carries the counts of the mini-batch, so "
+        "that the losses of its micro-batches add up; masked slots hold finite numbers",
+    )
+    plain = of(name, mode, o, hp, None, matched=False) if matched and isinstance(mode, str) else None
+    return Loss(
+        name, call, o, frozenset({*MAIN, "totals"}), framework="verl", read_as="verl's signature",
+        assumptions=assumptions, fields=settings(hp), defaults=shipped(), shipped=plain,
+    )  # fmt: skip

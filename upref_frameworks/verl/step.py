@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's unmodified TrainingWorker as a step: FSDP2 over gloo in this process, without Ray.
+
+One file, because the twin of a run is the same step.
+verl takes the old log-probabilities from its batch, so that one optimizer step shows every regime.
+"""
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from upref.aggregation import verl_name
+from upref.errors import InputError, importing
+from upref.registry import get
+from upref.step.check import StepReport
+from upref.step.record import Recorded, Step, watched
+from upref.step.reference import TorchModel, unwrapped
+from upref.step.rows import Padded, Row
+from upref_frameworks.steps.host import grouped, report
+from upref_frameworks.steps.twin import twin
+
+ENGINE = dict(strategy="fsdp2", mixed_precision=dict(param_dtype="fp32", reduce_dtype="fp32"), use_torch_compile=False,
+              micro_batch_size_per_gpu=4, use_dynamic_bsz=False, max_token_len_per_gpu=4096)  # fmt: skip
+MODEL = dict(load_tokenizer=False, enable_gradient_checkpointing=False, use_remove_padding=False)
+ACTOR = dict(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=4, clip_ratio_c=1e9)
+
+
+def trained(
+    model: Any, rows: Sequence[Row], temperature: float, *, model_config: dict[str, Any] | None = None,
+    engine: dict[str, Any] | None = None, actor: dict[str, Any] | None = None, clip: float = 1e9,
+    attention: str = "sdpa",
+) -> Recorded:  # fmt: skip
+    """One optimizer step of verl's worker on these rows, recorded.
+
+    Args:
+        model: a small causal language model of transformers; verl loads a copy of it.
+        rows: with old and reference log-probabilities; of this rank, where a process group is initialized.
+        model_config, engine, actor: fields of HFModelConfig, FSDPEngineConfig, ActorConfig, over MODEL, ENGINE, ACTOR.
+        clip: bound of the gradient's norm.
+
+    Raises:
+        InputError: verl is not installed, or its worker fails.
+    """
+    reference = TorchModel(model)
+    steps: list[Step] = []
+    with grouped("verl's worker", "verl"), _restored(model), tempfile.TemporaryDirectory() as folder:
+        with importing("verl"):
+            from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+            from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+            from verl.workers.utils.losses import ppo_loss
+
+            from upref_frameworks.verl import cpu as verl_cpu
+        model.save_pretrained(folder)
+        with verl_cpu.on_cpu():
+            settings = ActorConfig(**ACTOR | (actor or {}))
+            worker = TrainingWorker(TrainingWorkerConfig(
+                model_type="language_model",
+                model_config=HFModelConfig(path=folder, override_config={"attn_implementation": attention},
+                                           **MODEL | (model_config or {})),
+                engine_config=FSDPEngineConfig(**ENGINE | (engine or {})),
+                optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=1, clip_grad=clip),
+                checkpoint_config=None,
+            ))  # fmt: skip
+            worker.reset()
+            worker.set_loss_fn(lambda **kw: ppo_loss(config=settings, **kw))
+            module = worker.engine.module
+            with watched(module, steps, 1):
+                worker.train_mini_batch(_batch(rows, temperature, settings))
+        if (model_config or {}).get("lora_rank"):  # adapters like the worker's; their weights come from the record
+            from peft import get_peft_model
+
+            adapted: Any = unwrapped(module)
+            reference = TorchModel(get_peft_model(model, adapted.peft_config["default"]))
+    if not steps:
+        raise InputError("verl took no optimizer step: the norm of its gradient was not finite.")
+    return Recorded(reference, steps)
+
+
+def twin_report(spec: dict[str, Any]) -> StepReport:
+    """The step of a two-layer twin of a run, in float32; spec: from `twin_of`."""
+    o = get(spec["objective"])
+    own = verl_name(o.level, o.agg)
+    actor = spec["actor"] | dict(clip_ratio_c=3.0, loss_agg_mode=own, policy_loss=dict(
+        loss_mode=f"upref/{o.name}", upref=spec["hp"] | {"parity": {"first": 0, "every": 0}}))  # fmt: skip
+    size = dict(micro_batch_size_per_gpu=2, max_token_len_per_gpu=40)
+    engine = spec["engine"] | (dict(micro_batch_size_per_gpu=8, use_dynamic_bsz=False) if o.batch_coupled else size)
+    kl = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}.get(actor["kl_loss_type"], actor["kl_loss_type"])
+    if beta := actor["kl_loss_coef"] if actor["use_kl_loss"] else 0.0:
+        o = replace(o, kl=kl)
+    model: Any = twin(spec["config"], attn_implementation=spec["attention"])
+    goal = dict(beta=beta, entropy_coef=actor["entropy_coeff"])
+    return report(trained, model, o, spec["hp"], goal, actor=actor, engine=engine, model_config=spec["model"],
+                  attention=model.config._attn_implementation)  # noqa: SLF001  # fmt: skip
+
+
+DIFFERS = 3  # exit status of a twin whose gradient is another; 1 is an error of Python
+ACTOR_KEPT = ("use_kl_loss", "kl_loss_coef", "kl_loss_type", "entropy_coeff")
+ENGINE_KEPT = ("use_dynamic_bsz", "entropy_from_logits_with_chunking", "entropy_checkpointing")
+MODEL_KEPT = ("use_remove_padding", "use_fused_kernels", "enable_gradient_checkpointing", "lora_alpha",
+              "target_modules", "exclude_modules")  # fmt: skip
+
+
+def twin_of(objective: str, hp: dict[str, Any], actor: Any, model: Any) -> dict[str, Any]:
+    """What a twin takes over of an actor's and a model's configuration (verl's classes, or hydra's sections)."""
+    if (strategy := actor.get("strategy")) not in ("fsdp", "fsdp2"):
+        raise InputError(f"step_check runs verl's FSDP worker, and strategy={strategy}: leave step_check out.")
+    engine = actor.get("engine") or actor.get("fsdp_config") or {}
+    kept = lambda section, names: {k: section.get(k) for k in names if section.get(k) is not None}
+    how = dict(model.get("override_config") or {})
+    its = kept(model, MODEL_KEPT) | ({"lora_rank": 4} if model.get("lora_rank") else {})
+    if its.get("use_fused_kernels"):  # Triton's need a GPU
+        its["fused_kernel_options"] = {"impl_backend": "torch"}
+    own = {k: v for k, v in hp.items() if k != "beta"}
+    return dict(
+        objective=objective, hp=own, config=model.get("hf_config") or model.get("path"),
+        attention=how.get("attn_implementation", "flash_attention_2"), actor=kept(actor, ACTOR_KEPT),
+        engine=kept(engine, ENGINE_KEPT) | kept(actor, ENGINE_KEPT[:1]), model=its,
+    )  # fmt: skip
+
+
+def stop_unless_twin_agrees(spec: dict[str, Any]) -> str:
+    """Run `twin_report` in a process of its own, without GPUs and ranks; what it prints.
+
+    Raises:
+        RuntimeError: the gradient is not the objective's; with the report.
+        InputError: no twin of this run can be made.
+    """
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    clean |= {"CUDA_VISIBLE_DEVICES": "", "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda",
+              "VERL_USE_EXTERNAL_MODULES": "upref_frameworks.verl.training"}  # fmt: skip
+    child = subprocess.run([sys.executable, "-m", "upref_frameworks.verl.step"], input=pickle.dumps(spec), env=clean,
+                           capture_output=True)  # fmt: skip
+    said, wrong = child.stdout.decode().strip(), child.stderr.decode().strip()
+    if child.returncode == DIFFERS:
+        raise RuntimeError(f"step_check: a two-layer twin of this run has another gradient.\n{said}")
+    if child.returncode:
+        raise InputError(f"step_check could not run: {wrong.splitlines()[-1][:300] if wrong else 'it was killed'}")
+    return said
+
+
+def _batch(rows: Sequence[Row], temperature: float, settings: Any) -> Any:
+    """As verl's trainer hands it to its workers: prompts padded left, responses right, then without padding."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import left_right_2_no_padding
+
+    b = Padded.of(rows)
+    P, width = max(len(r.prompt) for r in rows), b.mask.shape[1]
+    prompts = torch.tensor([[0] * (P - len(r.prompt)) + r.prompt for r in rows])
+    responses = torch.tensor([r.response + [0] * (width - len(r.response)) for r in rows])
+    before = torch.tensor([[0] * (P - len(r.prompt)) + [1] * len(r.prompt) for r in rows])
+    attention = torch.cat([before, b.here.long()], 1)
+    tensors = {
+        "prompts": prompts, "responses": responses, "input_ids": torch.cat([prompts, responses], 1),
+        "attention_mask": attention, "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+        "response_mask": b.mask.long(), "advantages": b.adv.float(),
+    }  # fmt: skip
+    tensors |= {k: v.float() for k, v in {"old_log_probs": b.old, "ref_log_prob": b.ref}.items() if v is not None}
+    n = len(rows) * torch.distributed.get_world_size()
+    plain = dict(
+        temperature=temperature, calculate_entropy=settings.entropy_coeff != 0, distillation_use_topk=False,
+        distillation_only=False, global_batch_size=n, mini_batch_size=n, epochs=1, seed=0,
+        dataloader_kwargs={"shuffle": False}, compute_loss=True,
+    )  # fmt: skip
+    data = left_right_2_no_padding(tu.get_tensordict(tensors, {}))
+    tu.assign_non_tensor(data, **plain)
+    return data
+
+
+@contextlib.contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """verl replaces forwards on the classes of transformers: set back, or the reference would be patched too."""
+    classes = {c for m in model.modules() for c in type(m).__mro__ if c.__module__.startswith("transformers.")}
+    kept = {c: dict(vars(c)) for c in classes}
+    modules = {c.__module__ for c in classes} | {"transformers.integrations.flash_attention"}
+    names = {m: dict(vars(sys.modules[m])) for m in modules if m in sys.modules}
+    try:
+        yield
+    finally:
+        for c, had in kept.items():
+            for k, v in vars(c).copy().items():
+                if k not in had:
+                    delattr(c, k)
+                elif had[k] is not v:
+                    setattr(c, k, had[k])
+        for m, had in names.items():
+            vars(sys.modules[m]).update(had)
+
+
+if __name__ == "__main__":
+    try:
+        its_report = twin_report(pickle.loads(sys.stdin.buffer.read()))
+    except InputError as e:
+        sys.exit(print(e, file=sys.stderr) or 2)
+    print(its_report)
+    sys.exit(0 if its_report else DIFFERS)
