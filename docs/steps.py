@@ -65,7 +65,7 @@ def notes() -> str:
 
 # ---- upref's plug-ins ------------------------------------------------------------------------------------------------
 def by_trl(name: str) -> float:
-    """The error of one step of upref_frameworks.trl.training.GRPOTrainer, which trains a two-layer Qwen3 by this objective."""
+    """The error of one step of a two-layer Qwen3 that upref_frameworks.trl.training trains by this objective."""
     import trl
 
     from upref_frameworks.steps.families import tiny

@@ -4,8 +4,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from upref import _moved
-
 if TYPE_CHECKING:
     from upref.aggregation import Totals, aggregate, row_weights
     from upref.derivation import derive
@@ -29,31 +27,27 @@ if TYPE_CHECKING:
     from upref.verify.logprobs import check_logprobs
     from upref.weights.capacity import capacity
     from upref.weights.plots import cap_map
-    from upref_frameworks.audits import audit
-    from upref_frameworks.audits.recipe import recipe
 
 __version__ = "0.1.0"
-
-_moved.install()
 
 # Where each public name lives, imported at its first use: `upref -h` needs no torch, a trainer no sympy or matplotlib.
 _HOME = {
     "InputError": "errors", "Objective": "registry", "Rollouts": "rollouts", "Totals": "aggregation",
-    "aggregate": "aggregation", "assert_advantages": "integrations.pytest_plugin",
-    "assert_kl": "integrations.pytest_plugin", "assert_logprobs": "integrations.pytest_plugin",
-    "assert_policy_loss": "integrations.pytest_plugin", "assert_step": "integrations.pytest_plugin",
-    "audit": "audits", "cap_map": "weights.plots", "capacity": "weights.capacity", "check": "verify.check",
+    "aggregate": "aggregation", "assert_advantages": "pytest_plugin",
+    "assert_kl": "pytest_plugin", "assert_logprobs": "pytest_plugin",
+    "assert_policy_loss": "pytest_plugin", "assert_step": "pytest_plugin",
+    "cap_map": "weights.plots", "capacity": "weights.capacity", "check": "verify.check",
     "check_advantages": "verify.advantages", "check_kl": "verify.kl", "check_logprobs": "verify.logprobs",
     "check_recorded": "step", "check_step": "step", "derive": "derivation", "diagnose": "diagnostics",
     "get": "registry", "identify": "identification.identify", "names": "registry", "objective": "registry",
-    "recipe": "audits.recipe", "record_step": "step", "row_weights": "aggregation", "up": "transforms",
+    "record_step": "step", "row_weights": "aggregation", "up": "transforms",
     "up_anchored": "transforms",
 }  # fmt: skip
 __all__ = [
     "InputError", "Objective", "Rollouts", "Totals", "aggregate", "assert_advantages", "assert_kl", "assert_logprobs",
-    "assert_policy_loss", "assert_step", "audit", "cap_map", "capacity", "check", "check_advantages", "check_kl",
+    "assert_policy_loss", "assert_step", "cap_map", "capacity", "check", "check_advantages", "check_kl",
     "check_logprobs", "check_recorded", "check_step", "derive", "diagnose", "get", "identify", "names", "objective",
-    "recipe", "record_step", "row_weights", "up", "up_anchored",
+    "record_step", "row_weights", "up", "up_anchored",
 ]  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ctrl-C and SIGTERM end a command, its imports too, with one sentence and exit status 130 or 143.
 
-`repro`, `docs` and `benchmarks` call `handled` in their __init__, so that it holds for every `python -m` of theirs.
+`repro`, `docs`, `benchmarks` and `paper` call `handled` in their __init__, so that it holds for every `python -m` of
+theirs.
 """
 
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each verb of the command `upref` does: parsed arguments in, exit status out. See upref/cli/__init__.py.
+"""What each verb of upref's own does: parsed arguments in, exit status out. See upref/cli/__init__.py.
 
 One file, for each is a dozen lines.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from upref import plugins
 from upref.cli.output import answer, table
 from upref.cli.show import PI_OLD
 from upref.cli.verb import hyperparameters
@@ -67,9 +68,8 @@ def _loss(args, o: Objective, hp: dict[str, Any]) -> Iterator[Any]:
     from upref.cli.supervise import child
     from upref.foreign import from_signature
     from upref.foreign.remote import remote, serve
-    from upref_frameworks.audits.child import named
 
-    make = lambda: from_signature(named(args.loss, o.name, hp), o, hp)
+    make = lambda: from_signature(args.loss, o, hp, alone=True)
     if not args.apart:
         yield make()
         return
@@ -100,15 +100,15 @@ def show(args) -> int:
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
 def _losses(given: list[str]) -> list[Any]:
-    """Objectives and losses; those of one audited framework, in whose packages this process then runs."""
+    """Objectives and losses; those of one framework that needs a process, in whose packages this one then runs."""
+    from upref.foreign import no_objective
     from upref.weights import plots  # noqa: F401  (before the imports are restricted)
-    from upref_frameworks.audits import frameworks
-    from upref_frameworks.audits.child import named
 
-    pinned = {name for x in given if (name := x.partition(":")[0]) in frameworks() and name not in ("verl", "trl")}
-    if len(pinned) > 1:
-        raise InputError(f"{' and '.join(sorted(pinned))} need a process each: draw one framework at a time.")
-    return [named(x) for x in given]
+    owner = {x: (framework, plugins.provider(framework)) for x in given if (framework := x.partition(":")[0])}
+    alone = {x: known for x, (framework, known) in owner.items() if known and known.needs_process(framework)}
+    if len(frameworks := {owner[x][0] for x in alone}) > 1:
+        raise InputError(f"{' and '.join(sorted(frameworks))} need a process each: draw one framework at a time.")
+    return [alone[x].find(x, no_objective(), {}) if x in alone else x for x in given]
 
 
 def cap(args) -> int:
@@ -173,7 +173,6 @@ def doctor(args) -> int:
 
 
 RUN = {
-    "check": check, "identify": identify, "audit": audit, "audit-table": audit_table, "recipe": recipe,
-    "list": listing, "show": show, "cap": cap, "weights": weights, "derive": derive, "explorer": explorer,
-    "learn": learn, "claims": claims, "doctor": doctor, "step": step,
+    "check": check, "identify": identify, "list": listing, "show": show, "cap": cap, "weights": weights,
+    "derive": derive, "doctor": doctor,
 }  # fmt: skip

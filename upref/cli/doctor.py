@@ -2,18 +2,16 @@
 """`upref doctor`: what is installed, and whether every gradient is right on this machine."""
 
 import platform
-import tomllib
 from importlib import metadata
-from importlib.resources import files
 from typing import Any
 
 import torch
 
+from upref import plugins
 from upref.registry import get, names
 from upref.weights.batches import batch, grad
 
 PARTS = ("torch", "numpy", "sympy", "matplotlib", "jaxtyping", "verl", "vllm", "transformers", "trl")
-TESTED = ("verl", "trl")  # whose trainers are run; frameworks/NAME/ledger.toml has the version
 TOLERANCE = 1e-12  # relative to the largest weight, float64
 
 
@@ -21,7 +19,8 @@ def examine() -> dict[str, Any]:
     """Versions (None where absent; nothing is imported to find out), devices, and the self-test. Key ok: all well."""
     report: dict[str, Any] = {"upref-rl": _version("upref-rl"), "python": platform.python_version()}
     report |= {part: _version(part) for part in PARTS}
-    report |= {part: _tested(part, report[part]) for part in TESTED if report[part]}
+    for known in plugins.frameworks():
+        report |= {part: _tested(report[part], v) for part, v in known.tested_versions().items() if report.get(part)}
     report["cuda"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     if _version("upref"):
         report["warning"] = (
@@ -41,9 +40,7 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _tested(part: str, version: str) -> str:
-    ledger = tomllib.loads((files(f"upref_frameworks.{part}") / "ledger.toml").read_text(encoding="utf-8"))
-    known = ledger["ledger"]["version"]
+def _tested(version: str, known: str) -> str:
     return f"{version} ({'tested' if version == known else f'not tested: upref was tested with {known}'})"
 
 

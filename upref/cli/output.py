@@ -2,11 +2,18 @@
 """How verdicts and tables are printed, by the verbs of upref and by those of other packages."""
 
 import sys
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from upref.errors import InputError
 
+if TYPE_CHECKING:
+    from rich.console import Console
 
-def answer(args, verdict) -> int:
+
+def answer(args: Namespace, verdict: Any) -> int:
+    """Print a verdict, as --json and --verbose ask, and return the exit status."""
     if sys.stdout is None or sys.stdout.closed:
         raise InputError("stdout is closed: the report cannot be printed.")
     try:
@@ -17,7 +24,7 @@ def answer(args, verdict) -> int:
     return 0 if verdict else 1
 
 
-def _print(args, verdict):
+def _print(args: Namespace, verdict: Any) -> None:
     if args.json:
         print(verdict.json())
     elif hasattr(verdict, "text") and not sys.stdout.isatty():
@@ -27,13 +34,14 @@ def _print(args, verdict):
         console.print(*verdict.lines(args.verbose) if hasattr(verdict, "lines") else [verdict], sep="\n")
 
 
-def _console():
+def _console() -> "Console":
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 160)
 
 
-def table(head, rows, heads: bool = True):
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], heads: bool = True) -> None:
+    """Print rows under their heads, or with heads=False the rows alone."""
     from rich import box
     from rich.table import Table
 

@@ -56,12 +56,14 @@ def hyperparameters(pairs: list[str]) -> dict[str, Any]:
     return hp
 
 
-def add_hyperparameters(c: argparse.ArgumentParser):
+def add_hyperparameters(c: argparse.ArgumentParser) -> None:
+    """Add --hp, which `hyperparameters` reads."""
     text = "a hyperparameter, e.g. eps_high=0.28, or another argument of the loss"
     c.add_argument("--hp", action="append", default=[], metavar="K=V", help=text)
 
 
-def add_time_limit(c: argparse.ArgumentParser, seconds: float = 600):
+def add_time_limit(c: argparse.ArgumentParser, seconds: float = 600) -> None:
+    """Add --timeout, after which a verb that runs user code is stopped."""
     text = f"time limit (default {seconds:g})"
     c.add_argument("--timeout", type=_seconds, default=seconds, metavar="SECONDS", help=text)
 

@@ -4,20 +4,19 @@
 A loss is a plain callable `(log_prob, old_log_prob, advantages, mask)`, by these names or their usual variants
 (upref.foreign.names), by position where no name says anything; by name also ref_log_prob, group, entropy, totals (the
 mini-batch's `Totals`, for a micro-batch), num_micro_batches, dp_size and hyperparameters. Or an `Objective`; a trainer
-class of TRL's; a name: package.module:function, path/to/file.py:function, verl:LOSS_MODE, trl:LOSS_TYPE. It answers
-with a scalar, with a tuple or dict that holds one, or with an unreduced [B, T] or [B]. A training step, which calls
-.backward() itself, is judged by the gradient that it leaves, and by that of the loss that it returns where this has
-one: a trainer that calls backward on it trains with the sum.
+class of TRL's; a name: package.module:function, path/to/file.py:function, or what an installed package knows
+(upref.plugins), as verl:LOSS_MODE and trl:LOSS_TYPE. It answers with a scalar, with a tuple or dict that holds one, or
+with an unreduced [B, T] or [B]. A training step, which calls .backward() itself, is judged by the gradient that it
+leaves, and by that of the loss that it returns where this has one: a trainer that calls backward on it trains with the
+sum.
 """
 
-import importlib
-import importlib.util
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from upref import plugins
 from upref.errors import InputError
 from upref.foreign import names
 from upref.foreign.load import load, name_of
@@ -27,10 +26,7 @@ from upref.foreign.shapes import infer_shapes
 from upref.foreign.signature import WRAP_PAGE, Reading, parameters, read as read_signature, wrapper
 from upref.registry import Objective, get
 from upref.rollouts import Rollouts
-from upref_frameworks.trl import losses as trl
-from upref_frameworks.verl import losses as verl
 
-FRAMEWORKS = Path(__file__).parents[1] / "frameworks"  # a folder each
 __all__ = ["FIRST", "MAIN", "SHAPES", "Loss", "Outcome", "accepts", "infer_shapes", "load", "no_objective", "read"]
 
 
@@ -49,36 +45,47 @@ def read(loss: Any, objective: Objective | None = None, hp: Mapping[str, Any] | 
     return infer_shapes(loss if isinstance(loss, Loss) else from_signature(loss, o, dict(hp or {})))
 
 
-def from_signature(loss: Any, o: Objective, hp: dict[str, Any]) -> Loss:
-    """The Loss that the signature describes, before its first call."""
+def from_signature(loss: Any, o: Objective, hp: dict[str, Any], alone: bool = False) -> Loss:
+    """The Loss that the signature describes, before its first call.
+
+    alone: nothing else runs in this process, so that the imports of a framework may restrict those that follow.
+    """
     name = name_of(loss)
     if isinstance(loss, str):
         framework, _, mode = loss.partition(":")
         if mode.partition(",")[0].endswith("@matched") and o.name == no_objective().name:
             raise InputError(f"{loss} is matched to no objective here: name the loss as shipped, and its fields.")
-        if (
-            framework.isidentifier()
-            and importlib.util.find_spec(f"upref.foreign.{framework}")
-            and "named" in vars(module := importlib.import_module(f"upref.foreign.{framework}"))
-        ):
-            return module.named(loss, mode, o, hp)
-        if framework.isidentifier() and framework in {folder.name for folder in FRAMEWORKS.iterdir()}:
-            how = f"its losses need a process of their own: `upref check {loss} --as NAME`"
-            raise InputError(f"{framework} is not imported here, {how}.")
-        loss = load(loss) if ":" in loss else _named(loss)
+        if known := plugins.provider(framework):
+            if known.needs_process(framework) and not alone:
+                how = f"its losses need a process of their own: `upref check {loss} --as NAME`"
+                raise InputError(f"{framework} is not imported here, {how}.")
+            loss = known.find(loss, o, hp)
+        else:
+            loss = _loaded(loss, framework) if ":" in loss else _named(loss)
+    if isinstance(loss, Loss):
+        return loss
     if isinstance(loss, Objective):
         return _objective(loss, o, hp)
-    if trl.is_trainer(loss):
-        return trl.of(name, loss, o, hp)
+    for known in plugins.frameworks():
+        if found := known.recognize(name, loss, o, hp):
+            return found
     if isinstance(loss, type):
         made = f"`loss = {name.rpartition(':')[2]}(...)` with its settings"
         raise InputError(f"{name} is a class: construct an instance, {made}, and check that. {WRAP_PAGE} shows how.")
     if not callable(loss):
         raise InputError(f"a loss is a function or its name, got {type(loss).__name__}.")
-    takes = {p.name for p in parameters(loss)}
-    if {"old_log_prob", "log_prob", "advantages", "response_mask", "config"} <= takes:
-        return verl.of(name, loss, o, hp)
     return _plain(name, loss, o, hp)
+
+
+def _loaded(name: str, framework: str) -> Any:
+    """What the name of a function stands for; where no package knows frameworks, a sentence says which one would."""
+    try:
+        return load(name)
+    except InputError as e:
+        if not framework.isidentifier() or plugins.frameworks():
+            raise
+        which = f"Names of frameworks' losses need another package: {plugins.absent('upref_frameworks')}."
+        raise InputError(f"{e} {which}") from e
 
 
 def _named(name: str) -> Objective:
@@ -161,7 +168,7 @@ def _bind(
 
 def accepts(loss: Any, key: str) -> bool:
     """Whether a loss that is compared with nothing has an argument for this hyperparameter."""
-    if isinstance(loss, str) and loss.startswith(("verl:", "trl:")):
+    if isinstance(loss, str) and plugins.provider(loss.partition(":")[0]):
         return False
     every = {p.name: p for p in parameters(load(loss) if isinstance(loss, str) else loss)}
     return bool(names.argument(key, every)) or any(p.kind is p.VAR_KEYWORD for p in every.values())

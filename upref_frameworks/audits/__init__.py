@@ -19,10 +19,11 @@ from upref.errors import InputError
 from upref.result import Result
 from upref.verify.faults.losses import fault
 from upref.weights.batches import grad
+from upref_frameworks import names
 from upref_frameworks.audits import components as parts, isolated
 from upref_frameworks.audits.compare import MICRO, TOL, Comparison, Row, compare, difference, grid, unit
 from upref_frameworks.audits.framework import Framework
-from upref_frameworks.audits.ledger import FRAMEWORKS, Entry, changed_defaults, check_ledger, plainly, read, summary
+from upref_frameworks.audits.ledger import Entry, changed_defaults, check_ledger, plainly, read, summary
 
 OWN = ("compare", "ledger")  # every other file of this folder is a framework
 
@@ -127,7 +128,7 @@ class Audit(Result):
 
 def frameworks() -> list[str]:
     """The frameworks that can be audited: a folder each in upref_frameworks."""
-    return sorted(f.parent.name for f in FRAMEWORKS.glob("*/audit.py"))
+    return names()
 
 
 def framework(name: str) -> Framework:

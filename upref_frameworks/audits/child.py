@@ -52,21 +52,22 @@ def enter(name: str, where):
     isolate(where.paths, pin)
 
 
-def named(loss: str, objective: str = "", hp: dict[str, Any] | None = None) -> Any:
-    """A loss of a framework with a pin, `liger:dapo,beta=0`, as a function; any other name as it is.
+def named(loss: str, objective: str, hp: dict[str, Any]) -> Callable:
+    """A loss of a framework with a pin, `liger:dapo,beta=0`, as a function.
 
     `liger:dapo@matched` has the settings at which the audit holds this loss against the objective. From then on this
     process is that framework's: nothing else can be imported here.
     """
-    name, colon, mode = loss.partition(":")
-    if not colon or name not in audits.frameworks() or not (f := audits.framework(name)).pin or not f.plain:
-        return loss
+    name, _, mode = loss.partition(":")
+    f = audits.framework(name)
+    if not mode or not f.pin or not f.plain:
+        raise InputError(f"{loss} is no loss: `upref audit {name}` compares those of {name} with the reference.")
     mode, fields, matched = split(loss, mode)
     enter(name, place(name, f.pin))
     if mode not in f.modes():
         raise InputError(f"{name} has no loss {mode!r}: choose {', '.join(sorted(f.modes()))}.")
     if matched:
-        fields = _matching(f, mode, objective, hp or {}) | fields
+        fields = _matching(f, mode, objective, hp) | fields
     fn = _function(f, loss, mode, fields)
     plain = _function(f, f"{name}:{mode}", mode, {}) if matched else None
     vars(fn)["__upref__"] = Shipped(fields, f.defaults(mode), plain)

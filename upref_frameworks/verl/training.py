@@ -2,7 +2,8 @@
 """Every objective as a policy loss of verl: `actor.policy_loss.loss_mode=upref/up_dapo` runs the function proved here.
 
 verl imports this module in each of its processes: by the entry point (group `verl.plugins`) of an installed upref, or
-from a checkout by `VERL_USE_EXTERNAL_MODULES=upref_frameworks.verl.training`, which fails loudly; the entry point does not.
+from a checkout by `VERL_USE_EXTERNAL_MODULES=upref_frameworks.verl.training`, which fails loudly; the entry point does
+not.
 
 Hyperparameters are the paper's (`upref show NAME`) unless they are set under their own names:
 
@@ -160,7 +161,8 @@ def _refuse_ignored_keys(objective: Objective, config: Any, hp: dict, given: dic
             if value not in (None, default[key], hp[name]):
                 raise InputError(
                     f"upref/{objective.name} does not read actor.{key}={value} and uses {name}={hp[name]}: set one "
-                    f"by policy_loss._target_=upref_frameworks.verl.training.PolicyLoss and +policy_loss.upref.{name}=VALUE."
+                    "by policy_loss._target_=upref_frameworks.verl.training.PolicyLoss "
+                    f"and +policy_loss.upref.{name}=VALUE."
                 )
 
 

@@ -151,7 +151,8 @@ def compose(objective: str, scale: str, overrides: list[str] | None = None, data
     o = upref.get(objective)
     if objective not in upref.names():
         raise InputError(
-            f"{objective} is not registered with verl: add upref_frameworks.verl.training.register(upref.get(...)) there."
+            f"{objective} is not registered with verl: add "
+            "upref_frameworks.verl.training.register(upref.get(...)) there."
         )
     if o.needs:
         raise InputError(f"{objective} needs {o.needs[0]}, which verl does not pass to a loss.")

@@ -9,12 +9,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import upref
 from upref.errors import InputError
 from upref_frameworks.audits.isolated.pin import Pin, place
 
 SECONDS = 900
 PYTHON = [sys.executable]
-LIBRARY = Path(__file__).parents[3]  # where its process finds upref
+LIBRARY = Path(__file__).parents[3]  # where its process finds this package
 QUIET = {  # no GPU, no network, no telemetry
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
@@ -44,7 +45,8 @@ def run(work: str, name: str, pin: Pin, version: str = "", source: str = "", lou
     with tempfile.TemporaryDirectory() as folder:
         job, answer = Path(folder) / "job", Path(folder) / "answer"
         job.write_bytes(pickle.dumps((work, name, where, more)))
-        paths = [str(LIBRARY), *filter(None, [os.environ.get("PYTHONPATH")])]  # a cluster may have torch there
+        ours = dict.fromkeys([str(LIBRARY), str(Path(upref.__file__).parents[1])])
+        paths = [*ours, *filter(None, [os.environ.get("PYTHONPATH")])]  # a cluster may have torch there
         env = os.environ | QUIET | pin.env | {"PYTHONPATH": os.pathsep.join(paths)}
         command = [*PYTHON, "-m", "upref_frameworks.audits.child", str(job), str(answer)]
         try:

@@ -66,7 +66,7 @@ def _ours() -> set[str]:
         todo += [m[0] for r in needs if "extra ==" not in r and (m := re.match(r"[\w.-]+", r))]
     normal = lambda s: re.sub(r"[-_.]+", "-", s).lower()
     tops = importlib.metadata.packages_distributions()
-    return {"upref"} | {top for top, of in tops.items() if {normal(d) for d in of} & packages}
+    return {"upref", "upref_frameworks"} | {top for top, of in tops.items() if {normal(d) for d in of} & packages}
 
 
 # ---- packages without their __init__ ---------------------------------------------------------------------------------

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What other packages add to upref, by two groups of entry points.
+
+upref.commands     A verb of the command. The entry point has the name of the verb and loads a `upref.cli.verb.Verb`.
+upref.frameworks   Losses by names such as `verl:vanilla`, and objects that the package recognizes. The entry point has
+                   the name of the package and loads a `Frameworks`: an object, or a module with these functions.
+
+upref itself imports none of these packages. An entry point that does not load is left out: in silence where its package
+is not there, else with a warning.
+"""
+
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from upref.cli.verb import Verb
+    from upref.foreign.loss import Loss
+    from upref.registry import Objective
+
+VERBS = {  # of packages of the same distribution, which an installation may lack
+    "audit": "upref_frameworks",
+    "recipe": "upref_frameworks",
+    "step": "upref_frameworks",
+    "explorer": "upref_course",
+    "learn": "upref_course",
+}
+
+
+class Frameworks(Protocol):
+    """Losses of trainers, which upref checks and identifies by their names."""
+
+    def names(self) -> Collection[str]:
+        """Return the frameworks: `verl`, for names such as `verl:vanilla`."""
+
+    def needs_process(self, framework: str) -> bool:
+        """Tell whether a process that has a loss of this framework can import nothing else afterwards."""
+
+    def find(self, name: str, objective: "Objective", hp: Mapping[str, Any]) -> "Loss | Callable[..., Any]":
+        """Return the loss of that name, set up for the objective where the name asks for that.
+
+        Args:
+            name: `FRAMEWORK:MODE`, with whatever the package reads after it.
+            objective: what the loss is compared with; one named "nothing" where it is compared with none.
+            hp: hyperparameters of the objective.
+
+        Returns:
+            A Loss, or a callable, which upref reads as any other.
+
+        Raises:
+            InputError: there is no such loss, or the framework is not installed.
+        """
+
+    def recognize(self, name: str, loss: Any, objective: "Objective", hp: Mapping[str, Any]) -> "Loss | None":
+        """Return the Loss of an object of a framework's own kind, such as a trainer's class; None for any other."""
+
+    def tested_versions(self) -> Mapping[str, str]:
+        """Return the version of each distribution with which the package was tested, for `upref doctor`."""
+
+
+@cache
+def commands() -> "dict[str, Verb]":
+    """The verbs that installed packages add."""
+    return _loaded("upref.commands")
+
+
+@cache
+def frameworks() -> list[Frameworks]:
+    """What installed packages know of frameworks."""
+    return list(_loaded("upref.frameworks").values())
+
+
+def provider(framework: str) -> Frameworks | None:
+    """What knows the losses of this framework."""
+    return next((f for f in frameworks() if framework in f.names()), None)
+
+
+def absent(package: str) -> str:
+    """Why an installation lacks what a package of this distribution adds, and what to do."""
+    if find_spec(package):
+        return f"{package} is here, but upref-rl was installed before it was: install upref-rl again"
+    return f"{package} is not in this installation: install upref-rl whole"
+
+
+def _loaded(group: str) -> dict[str, Any]:
+    found = {}
+    for entry in entry_points(group=group):
+        try:
+            found[entry.name] = entry.load()
+        except Exception as e:
+            if not isinstance(e, ModuleNotFoundError) or e.name != entry.module.partition(".")[0]:
+                warnings.warn(f"{entry.value} ({group}) does not load: {type(e).__name__}: {e}", stacklevel=2)
+    return found

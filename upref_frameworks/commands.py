@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs `upref audit`, `upref recipe` and `upref step`."""
+
+import argparse
+
+from upref.cli.verb import Verb, add_hyperparameters, hyperparameters
+from upref_frameworks import names
+
+
+def _audit_arguments(c: argparse.ArgumentParser) -> None:
+    c.add_argument("framework", choices=[*names(), "torch"])
+    c.add_argument("--version", metavar="V", help="another version than the pinned one, or `newest`")
+    c.add_argument("--source", metavar="CHECKOUT", help="audit this working copy of the framework")
+    what = c.add_mutually_exclusive_group()
+    what.add_argument("--ledger", action="store_true", help="print the recorded deviations; runs nothing")
+    what.add_argument("--report", metavar="ID", help="print an entry of the ledger as a bug report for upstream")
+    what.add_argument("--proofs", action="store_true", help="run the ledger's scripts, which need the framework alone")
+    what.add_argument("--logprobs", action="store_true", help="check its log-probability functions instead")
+    what.add_argument("--draft", action="store_true", help="print a draft of the missing ledger entries")
+
+
+def _audit(args: argparse.Namespace) -> int:
+    from upref.cli.output import answer
+    from upref_frameworks import audits
+    from upref_frameworks.audits import report
+
+    name = args.framework
+    if args.ledger or args.report:
+        print(report.ledger(name, args.json) if args.ledger else report.report(name, args.report))
+        return 0
+    which = {"version": args.version or "", "source": args.source or "", "loud": args.debug}
+    if args.proofs:
+        return answer(args, report.proofs(audits.framework(name), **which))
+    if args.logprobs:
+        from upref_frameworks.audits.kernels import kernels
+
+        return answer(args, kernels(name, **which))
+    audited = audits.audit(name, **which)
+    if not args.draft:
+        return answer(args, audited)
+    print(report.draft(audited))
+    return 0
+
+
+def _recipe_arguments(c: argparse.ArgumentParser) -> None:
+    c.add_argument("name", metavar="NAME", help="the objective (`upref list`)")
+    c.add_argument("--in", dest="framework", required=True, choices=names(), help="the framework")
+    add_hyperparameters(c)
+
+
+def _recipe(args: argparse.Namespace) -> int:
+    from upref_frameworks.audits.recipe import recipe
+
+    found = recipe(args.name, args.framework, **hyperparameters(args.hp))
+    print(found.json() if args.json else found)
+    return 0
+
+
+def _step_arguments(c: argparse.ArgumentParser) -> None:
+    c.add_argument("trainer", choices=("trl", "verl", "openrlhf"))
+    c.add_argument("--only", default="", metavar="TEXT", help="only settings whose name or model family contains TEXT")
+    c.add_argument("--list", action="store_true", help="print the settings; run nothing")
+    c.epilog = """Exit status: 0 if a setting agrees and none differs, 1 if one differs, 2 if none could run or upref
+        itself failed on one."""
+
+
+def _step(args: argparse.Namespace) -> int:
+    from upref_frameworks.steps.table import command
+
+    return command(args)
+
+
+AUDIT = Verb("compare a framework's losses, advantages and KL terms with the papers", _audit_arguments, _audit)
+RECIPE = Verb("print the settings that give an objective in a framework", _recipe_arguments, _recipe)
+STEP = Verb(
+    "compare the gradient of a trainer's whole step with its objective's, over settings and models",
+    _step_arguments,
+    _step,
+)

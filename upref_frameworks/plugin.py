@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What upref loads by the entry point group `upref.frameworks`: see upref.plugins.Frameworks for each function."""
+
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from upref.foreign.loss import Loss
+from upref.foreign.signature import parameters
+from upref.registry import Objective
+from upref_frameworks import names
+from upref_frameworks.trl import losses as trl
+from upref_frameworks.verl import losses as verl
+
+__all__ = ["find", "names", "needs_process", "recognize", "tested_versions"]
+
+HERE = {"trl": trl, "verl": verl}  # losses that run as they are installed; the others' have packages of their own
+VERLS = {"old_log_prob", "log_prob", "advantages", "response_mask", "config"}  # arguments of its policy losses
+
+
+def needs_process(framework: str) -> bool:
+    """Tell whether its losses run in packages of their own, beside which nothing else can be imported."""
+    return framework not in HERE
+
+
+def find(name: str, objective: Objective, hp: Mapping[str, Any]) -> Loss | Callable[..., Any]:
+    """Return the loss `FRAMEWORK:MODE[@matched][,FIELD=VALUE...]`."""
+    framework, _, mode = name.partition(":")
+    if framework in HERE:
+        return HERE[framework].named(name, mode, objective, dict(hp))
+    from upref_frameworks.audits.child import named
+
+    return named(name, objective.name, dict(hp))
+
+
+def recognize(name: str, loss: Any, objective: Objective, hp: Mapping[str, Any]) -> Loss | None:
+    """Return the Loss of a trainer's class of TRL's, or of a function with the signature of verl's policy losses."""
+    if trl.is_trainer(loss):
+        return trl.of(name, loss, objective, dict(hp))
+    if callable(loss) and not isinstance(loss, type) and {p.name for p in parameters(loss)} >= VERLS:
+        return verl.of(name, loss, objective, dict(hp))
+    return None
+
+
+def tested_versions() -> dict[str, str]:
+    """Return the versions of verl and TRL whose losses the audits record."""
+    read = lambda name: tomllib.loads((Path(__file__).parent / name / "ledger.toml").read_text(encoding="utf-8"))
+    return {name: read(name)["ledger"]["version"] for name in HERE}
