@@ -52,9 +52,7 @@ def run(claims: list[Claim], before: dict[str, str], root: Path = ROOT, rerun_ex
     rerun_exact=False reads the exact experiments' committed results instead of running them again.
     """
     if not (root / "derivations").is_dir() or not (root / "tests").is_dir():
-        raise InputError(
-            "the evidence is not in the wheel: clone the repository and run `python -m paper claims --run` there."
-        )
+        raise InputError(f"{root} is no checkout of the repository: run `python -m paper claims --run` in one.")
     asked = {
         kind: sorted({x for c in claims for k, x in c.pointers if k == kind})
         for kind in ("derivations", "mini", "exact", "tests")

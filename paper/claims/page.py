@@ -183,8 +183,9 @@ def cell(text: str) -> str:
 
 def summary() -> str:
     """A line for README."""
-    every = "[Claims](docs/claims.md) tests the paper statement by statement; `python -m paper claims --run` computes verdicts"
+    every = "[Claims](docs/claims.md) tests the paper statement by statement"
     meant = (
         "*Contradicted* says that the miniature shows the opposite or does not reach the reading's bound; what a large "
     )
-    return f"{every}. {tally(as_computed())}. {meant}model does is another question."
+    known = f"{tally(as_computed())}. {meant}model does is another question."
+    return f"{every}; `python -m paper claims --run` computes verdicts. {known}"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from docs import make
+from paper.__main__ import main
 from paper.claims import (
     RED,
     VERDICTS,
@@ -31,7 +32,6 @@ from paper.claims import (
 from repro.mini import standing
 from repro.mini.stale import design
 from repro.mini.study import plan, results
-from upref import cli
 from upref.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -273,20 +273,20 @@ def test_the_paper_is_read_without_its_comments(tmp_path, monkeypatch):
 
 # ---- the command and the pages ---------------------------------------------------------------------------------------
 def test_the_command(capsys):
-    assert cli.main(["claims"]) == 0
+    assert main(["claims"]) == 0
     listed = capsys.readouterr().out
     assert listed.startswith(f"Of {sum(not c.ours for c in CLAIMS)} statements of the paper") and all(
         f"[{c.id}]" in listed for c in CLAIMS
     )
-    assert cli.main(["claims", "--section", "3.3", "--verdict", "false", "--json"]) == 0
+    assert main(["claims", "--section", "3.3", "--verdict", "false", "--json"]) == 0
     some = json.loads(capsys.readouterr().out)["claims"]
     assert some and {(c["section"], c["verdict"]) for c in some} == {("3.3", "false as written")}
-    assert cli.main(["claims", "--section", "3", "-v"]) == 0 and "proof" in capsys.readouterr().out
+    assert main(["claims", "--section", "3", "-v"]) == 0 and "proof" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("argv", [["--section", "9"], ["--verdict", "maybe"], ["--save"]])
 def test_bad_input_is_one_sentence(argv, capsys):
-    assert cli.main(["claims", *argv]) == 2
+    assert main(["claims", *argv]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -296,16 +296,16 @@ def test_what_is_right_comes_first():
     assert shown == sorted(shown) and len(shown) == len(CLAIMS)
 
 
-def test_a_wheel_shows_the_verdicts_and_says_what_a_rerun_needs(tmp_path):
+def test_a_rerun_says_what_it_needs(tmp_path):
     assert as_computed() and page.made(last()).startswith("Computed on 20")
-    with pytest.raises(InputError, match="not in the wheel"):
+    with pytest.raises(InputError, match="is no checkout"):
         evidence.run(CLAIMS, {}, root=tmp_path)
 
 
 def test_a_red_claim_is_exit_status_1(monkeypatch, capsys):
     """A record that has changed since its verdict was computed has none."""
     monkeypatch.setattr("paper.claims.read", lambda: [replace(CLAIMS[0], says="something else"), *CLAIMS[1:]])
-    assert cli.main(["claims"]) == 1 and "1 is red" in capsys.readouterr().out
+    assert main(["claims"]) == 1 and "1 is red" in capsys.readouterr().out
 
 
 def test_the_words_are_explained_where_they_are_used():

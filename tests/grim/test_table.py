@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from rich.console import Console
 
+from paper.__main__ import main as paper
 from paper.grim import audit
 from paper.grim.averages import mean_fits
 from paper.grim.counts import numerators, possible
 from paper.grim.digits import consistent, mend, one_digit_off
 from paper.grim.read import PAPER, read
-from upref import cli
 from upref.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ N = [960, 40, 500, 272, 672]
 
 
 def main(argv):
-    return cli.main(["audit-table", *argv])
+    return paper(["audit-table", *argv])
 
 
 # ---- the paper's table -----------------------------------------------------------------------------------------------
@@ -311,17 +311,16 @@ def test_a_terminal_shows_names_in_brackets_as_they_are():
 
 def test_help_imports_nothing_heavy():
     heavy = "print({'numpy', 'torch', 'paper.grim'} & set(sys.modules))"
-    script = (
-        f"import atexit, sys; atexit.register(lambda: {heavy}); from upref.cli import main; main(['audit-table', '-h'])"
-    )
+    script = f"import atexit, sys; atexit.register(lambda: {heavy})\n"
+    script += "from paper.__main__ import main; main(['audit-table', '-h'])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "30x32" in done.stdout and done.stdout.endswith("\nset()\n")
 
 
 def test_it_runs_as_a_module():
-    argv = [sys.executable, "-m", "upref", "audit-table", "none.csv"]
+    argv = [sys.executable, "-m", "paper", "audit-table", "none.csv"]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr == "upref: cannot read none.csv: No such file or directory.\n"
+    assert done.returncode == 2 and done.stderr == "python -m paper: cannot read none.csv: No such file or directory.\n"
 
 
 def test_the_command_without_a_file_audits_the_paper(capsys):
