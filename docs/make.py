@@ -10,7 +10,7 @@ What is written anew; all else in a page is left alone:
     <!-- NAME --> ... <!-- end -->  what the function of that name below returns
 
 A ```python block that begins with `# FILE.py` is that file. It stands in the folder where the page's commands run; a
-file under upref/ stands in a copy of the library there.
+file under upref/ or upref_frameworks/ stands in a copy of that package there.
 """
 
 import contextlib
@@ -33,6 +33,7 @@ from upref.files import write_atomically
 ROOT = Path(__file__).parent.parent
 FOLDERS = (ROOT / "docs", ROOT / "docs/course", ROOT / "docs/howto")
 PAGES = [Path("README.md"), *sorted(p.relative_to(ROOT) for folder in FOLDERS for p in folder.glob("*.md"))]
+PACKAGES = ("upref", "upref_frameworks")  # to which the pages add files
 BLOCK = re.compile(r"```(python|console)\n(.*?)```\n(?:(\s*)```text\n.*?```\n)?", re.S)
 FILE = re.compile(r"# (\S+\.py)\n")
 MARKED = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->\n", re.S)
@@ -63,9 +64,10 @@ def _block(m: re.Match, program: dict, folder: Path) -> str:
 
 
 def put(name: str, code: str, folder: Path):
-    """That file in the folder; beside a copy of the library where it is part of it."""
-    if name.startswith("upref/") and not (folder / "upref").exists():
-        shutil.copytree(ROOT / "upref", folder / "upref", ignore=shutil.ignore_patterns("__pycache__"))
+    """That file in the folder; beside a copy of its package where it is part of the library."""
+    package = name.partition("/")[0]
+    if package in PACKAGES and not (folder / package).exists():
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     assert not (folder / name).exists(), f"{name} is there already"
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(code.partition("\n")[2].lstrip("\n") if "/" not in name else code, encoding="utf-8")
@@ -73,8 +75,8 @@ def put(name: str, code: str, folder: Path):
 
 def run(command: str, folder: Path) -> str:
     """What it prints, in that folder."""
-    library = folder if (folder / "upref").exists() else ROOT
-    env = os.environ | fork.environment() | {"PYTHONPATH": str(library), "PYTHONDONTWRITEBYTECODE": "1"}
+    library = os.pathsep.join(map(str, [folder, ROOT] if any((folder / p).exists() for p in PACKAGES) else [ROOT]))
+    env = os.environ | fork.environment() | {"PYTHONPATH": library, "PYTHONDONTWRITEBYTECODE": "1"}
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(["bash", "-c", SHELL + command], cwd=folder, env=env, text=True, check=False, **both)
     assert "Traceback" not in done.stdout, done.stdout
@@ -111,12 +113,6 @@ def _verdicts() -> tuple[str, list[list[str]]]:
     text = (ROOT / "repro/mini/results/verdicts.md").read_text(encoding="utf-8")
     table = [x for x in text.partition("## Controls")[0].splitlines() if x.startswith("| ") and "[`--only" in x]
     return text, [x.strip("|").strip().split(" | ") for x in table if "**not testable**" not in x]
-
-
-def moved() -> str:
-    from upref._moved import MOVED
-
-    return "\n".join(["| old | new |", "|---|---|", *(f"| `{old}` | `{new}` |" for old, new in MOVED.items())])
 
 
 def tally() -> str:
@@ -352,7 +348,6 @@ GENERATED = {f.__name__: f for f in STEPS} | {
         reliability,
         places,
         objectives,
-        moved,
         tally,
         verdicts,
         does_up_help,

@@ -47,6 +47,8 @@ WHEEL = {  # a command, its exit status and what it prints
     "upref identify my.py:loss": (0, "meant as dapo(eps_low=0.2, eps_high=0.28)"),
     "upref derive up_dapo": (0, ""),
     "upref cap up_dapo": (0, ""),
+    "upref recipe dapo --in verl": (0, "# dapo in verl"),  # of upref_frameworks
+    "upref learn": (0, "`upref learn 1` writes"),  # of upref_course
 }
 
 

@@ -21,7 +21,7 @@ left_out() { echo "tests/run.sh: left out $*" >&2; }
 
 if [[ "$*" == quick ]]; then
     repro/venv.sh mini
-    judge upref
+    judge upref upref_frameworks upref_course paper
     # A whole loss takes `check` a second, so what judges many of them (tests/verify) is left to the whole command.
     exec "$bin"/python -m pytest -n 2 --dist worksteal -q -m "not (slow or verl or trl or smoke or nightly)" tests/core tests/foreign tests/grim \
         tests/claims tests/pages/test_architecture.py tests/pages/test_requirements.py --ignore-glob '*test_figures*' --ignore-glob '*test_compile*'
@@ -30,7 +30,7 @@ repro/venv.sh mini
 for part in verl trl; do
     repro/venv.sh $part || left_out "the tests of $part: it could not be installed (see above)."
 done
-judge upref repro
+judge upref upref_frameworks upref_course paper repro
 [[ $# -eq 0 ]] || exec "$bin"/python -m pytest -n 2 --dist worksteal -q -m "not (smoke or nightly)" "$@"
 "$bin"/python -m pytest -n 2 --dist worksteal -q -m "not (smoke or site or nightly)"
 

@@ -9,9 +9,8 @@ import upref
 
 # Each name of upref.__all__ is in one of these.
 GROUPS = {
-    "Judge a loss": ["check", "identify", "check_advantages", "check_kl", "check_logprobs", "audit"],
+    "Judge a loss": ["check", "identify", "check_advantages", "check_kl", "check_logprobs"],
     "Check a training step": ["check_step", "record_step", "check_recorded"],
-    "Set up a framework": ["recipe"],
     "In pytest": ["assert_policy_loss", "assert_advantages", "assert_kl", "assert_logprobs", "assert_step"],
     "Objectives": ["get", "names", "Objective", "objective", "up", "up_anchored", "derive"],
     "Batches and aggregation": ["Rollouts", "Totals", "aggregate", "row_weights"],
@@ -20,16 +19,32 @@ GROUPS = {
 }
 # What these modules define and do not begin with an underscore.
 MODULES = {
-    "advantages": "Advantages", "aggregation": "Aggregations", "kl": "KL estimators", "logprobs": "Log-probabilities",
-    "hidden": "Log-probabilities from hidden states",
-    "metrics": "Metrics", "ops": "The words of an objective", "weights.plots": "Pictures", "weights.atlas": "The atlas",
-    "weights.curve": "Weights as curves", "weights.capacity": "Probability Capacity",
-    "weights.batches": "Synthetic batches", "weights.axes": "Batches of unusual inputs",
-    "derivation": "Derivations", "verify.report": "The report of a check",
-    "identification.identification": "The answer of identify",
-    "verify.oracle": "Oracles", "integrations.parity": "Parity while training", "explorer": "The Cap explorer",
-    "integrations.trl": "TRL's trainer", "integrations.verl": "verl's plug-in",
-}  # fmt: skip
+    "upref.advantages": "Advantages",
+    "upref.aggregation": "Aggregations",
+    "upref.kl": "KL estimators",
+    "upref.logprobs": "Log-probabilities",
+    "upref.hidden": "Log-probabilities from hidden states",
+    "upref.metrics": "Metrics",
+    "upref.ops": "The words of an objective",
+    "upref.weights.plots": "Pictures",
+    "upref.weights.atlas": "The atlas",
+    "upref.weights.curve": "Weights as curves",
+    "upref.weights.capacity": "Probability Capacity",
+    "upref.weights.batches": "Synthetic batches",
+    "upref.weights.axes": "Batches of unusual inputs",
+    "upref.derivation": "Derivations",
+    "upref.verify.report": "The report of a check",
+    "upref.identification.identification": "The answer of identify",
+    "upref.verify.oracle": "Oracles",
+    "upref.plugins": "What other packages add",
+    "upref.cli.verb": "A verb of the command",
+    "upref_frameworks.audits": "Audits of frameworks",
+    "upref_frameworks.audits.recipe": "Recipes",
+    "upref_frameworks.parity": "Parity while training",
+    "upref_course.explorer": "The Cap explorer",
+    "upref_frameworks.trl.training": "TRL's trainer",
+    "upref_frameworks.verl.training": "verl's plug-in",
+}
 
 
 def pages() -> dict[str, str]:
@@ -43,20 +58,20 @@ def pages() -> dict[str, str]:
     for name, head in MODULES.items():
         text = _module(name, head)
         if text:
-            out[f"api/{name}"] = text
+            out[f"api/{name.removeprefix('upref.')}"] = text
     return out
 
 
 def _module(name: str, head: str) -> str:
     try:
-        module = import_module(f"upref.{name}")
+        module = import_module(name)
     except ImportError:  # TRL or verl is not installed
         return ""
     here = lambda x: getattr(x, "__module__", "") == module.__name__ and (inspect.isroutine(x) or inspect.isclass(x))
     entries = "".join(_entry(module.__name__, k) for k, v in vars(module).items() if k[0] != "_" and here(v))
     body = "\n".join(_restructured((module.__doc__ or "").splitlines()))
-    assert module.__doc__, f"upref.{name} has no docstring"
-    return f"# {head}: `upref.{name}`\n\n```{{eval-rst}}\n{body}\n```\n\n{entries}"
+    assert module.__doc__, f"{name} has no docstring"
+    return f"# {head}: `{name}`\n\n```{{eval-rst}}\n{body}\n```\n\n{entries}"
 
 
 def _entry(module: str, name: str) -> str:

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-import upref
-
-ROOT = Path(upref.__file__).parent
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("upref", "upref_frameworks", "upref_course", "paper")
 TRUTHS = ("bool", "any", "all", "isinstance", "hasattr", "callable", "startswith", "endswith", "is_integer")
 METHODS = ("startswith", "endswith", "find", "index", "count", "split", "partition")
-FILES = sorted(ROOT.rglob("*.py"))
-EVERYWHERE = sorted(f for p in ("upref", "repro", "docs", "benchmarks", "tests", "derivations", "figures")
-                    for f in (ROOT.parent / p).rglob("*.py"))  # fmt: skip
+FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
+EVERYWHERE = sorted(f for p in (*PACKAGES, "repro", "docs", "benchmarks", "tests", "derivations", "figures")
+                    for f in (ROOT / p).rglob("*.py"))  # fmt: skip
 
 
 def test_every_file_has_its_licence_in_one_line():
@@ -49,9 +48,7 @@ def test_no_decision_on_the_words_of_a_fault():
 def test_nothing_is_multiplied_by_a_condition():
     """`"text" * condition` is a conditional expression that ends in a TypeError where the condition is numpy's."""
     fields = true_or_false(FILES)
-    found = [
-        f"{f.relative_to(ROOT.parent)}:{n.lineno}" for f in EVERYWHERE for n in multiplied_by_a_condition(f, fields)
-    ]
+    found = [f"{f.relative_to(ROOT)}:{n.lineno}" for f in EVERYWHERE for n in multiplied_by_a_condition(f, fields)]
     assert not found, f"write `x if condition else ...`: {', '.join(found)}"
 
 
@@ -176,6 +173,6 @@ def flags_of(tree: ast.Module) -> set[str]:
 def test_a_name_of_a_test_is_at_most_60_letters():
     """Those that the claims cite keep the name under which their verdicts were computed."""
     cited = (ROOT / "paper/claims/claims.toml").read_text(encoding="utf-8")
-    texts = (f.read_text(encoding="utf-8") for f in (ROOT.parent / "tests").rglob("*.py"))
+    texts = (f.read_text(encoding="utf-8") for f in (ROOT / "tests").rglob("*.py"))
     names = re.findall(r"def (test_\w+)", "".join(texts))
     assert [n for n in names if len(n) > 60 and n not in cited] == []

@@ -145,6 +145,9 @@ MAY |= {"repro/fork.py"}  # the command line of a process
 MAY |= {"upref_course/verdict.py"}  # the batch that this process's own report prints
 
 
+TOPS = ("upref", "upref_frameworks", "upref_course", "paper", "repro", "docs", "benchmarks", "figures", "derivations")
+
+
 def unsafe(tree: ast.AST):
     """Calls that may run what the file that they read holds."""
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
@@ -163,7 +166,7 @@ def unsafe(tree: ast.AST):
 
 def test_no_loader_runs_what_it_reads():
     found = set()
-    for top in ("upref", "repro", "docs", "benchmarks", "figures", "derivations"):
+    for top in TOPS:
         for path in (ROOT / top).rglob("*.py"):
             text = path.read_text(encoding="utf-8")
             if re.search(r"load|eval|exec|pickle|marshal", text) and any(unsafe(ast.parse(text))):
@@ -225,7 +228,7 @@ def in_place(text: str):
 
 def test_every_file_is_written_whole_or_not_at_all():
     found = set()
-    for top in ("upref", "repro", "docs", "benchmarks", "figures", "derivations"):
+    for top in TOPS:
         for path in (ROOT / top).rglob("*.py"):
             if any(in_place(path.read_text(encoding="utf-8"))):
                 found.add(path.relative_to(ROOT).as_posix())

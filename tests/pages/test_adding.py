@@ -14,7 +14,7 @@ from docs.make import put, run
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
 FILES = {b.split()[1]: b for b in re.findall(r"```python\n(.*?)```", PAGE, re.S) if b.startswith("# ")}
-ADDED = [name for name in FILES if name.startswith("upref/")]
+ADDED = [name for name in FILES if name.startswith(("upref/", "upref_frameworks/"))]
 
 pytestmark = pytest.mark.slow
 
@@ -39,12 +39,13 @@ print(json.dumps([said(command) for command in sys.argv[1:]]))
 
 @pytest.fixture
 def added(tmp_path):
-    """Puts one of the page's files into a copy of the library; no other file differs from the checkout's."""
+    """Puts one of the page's files into a copy of its package; no other file differs from the checkout's."""
 
     def add(name):
         put(name, FILES[name], tmp_path)
-        ours, theirs = digests(ROOT / "upref"), digests(tmp_path / "upref")
-        assert {k for k in ours | theirs if ours.get(k) != theirs.get(k)} == {Path(name).relative_to("upref")}
+        package = name.partition("/")[0]
+        ours, theirs = digests(ROOT / package), digests(tmp_path / package)
+        assert {k for k in ours | theirs if ours.get(k) != theirs.get(k)} == {Path(name).relative_to(package)}
         (tmp_path / "several.py").write_text(SEVERAL)
 
     return add

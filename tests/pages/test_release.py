@@ -41,7 +41,8 @@ def built(tmp_path_factory):
 def test_the_wheel_holds_the_whole_library_and_nothing_else(built):
     (wheel,) = built.glob("*.whl")
     names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
-    kept = subprocess.run(["git", "ls-files", "upref"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    ask = ["git", "ls-files", "upref", "upref_frameworks", "upref_course"]
+    kept = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=False).stdout
     assert names == {*kept.split()} or not kept
     assert wheel.name.startswith(f"upref_rl-{upref.__version__}-")
 
@@ -54,8 +55,8 @@ def test_the_installed_wheel_judges_a_loss(built, tmp_path):
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(tmp_path / "env/bin/python")]
     subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True)
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    path = tmp_path / "env/lib" / version / "site-packages" / "dependencies.pth"
-    path.write_text(sysconfig.get_paths()["purelib"] + "\n")
+    site = tmp_path / "env/lib" / version / "site-packages"
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     block = next(b for b in re.findall(r"```python\n(.*?)```", README, re.S) if b.startswith("# my.py"))
     (tmp_path / "my.py").write_text(block)
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -71,6 +72,12 @@ def test_the_installed_wheel_judges_a_loss(built, tmp_path):
     assert said("--version") == f"upref {upref.__version__}\n"
     assert said("check", "my.py:loss", "--as", "dapo", status=1).startswith("NOT dapo: 2 failures")
     assert said("check", "my.py:loss", "--as", "no_such", status=2) == ""
+    assert "lesson01.py: written" in said("learn", "1")
+    assert said("recipe", "dapo", "--in", "verl").startswith("# dapo in verl")
+    for other in ("upref_frameworks", "upref_course"):
+        shutil.rmtree(site / other)
+    assert said("check", "my.py:loss", "--as", "dapo", status=1).startswith("NOT dapo: 2 failures")
+    assert said("learn", "1", status=2) == said("recipe", "dapo", "--in", "verl", status=2) == ""
     where = [tmp_path / "env/bin/python", "-c", "import upref; print(upref.__file__)"]
     assert str(tmp_path) in subprocess.run(where, cwd=tmp_path, env=env, capture_output=True, text=True).stdout
 

@@ -83,7 +83,7 @@ def printed(file):
     return [s.value for s in strings if isinstance(s.value, str) and s.value.count(" ") > 1]
 
 
-@pytest.mark.parametrize("folder", ["upref", "repro", "docs"])
+@pytest.mark.parametrize("folder", ["upref", "upref_frameworks", "upref_course", "paper", "repro", "docs"])
 def test_what_code_prints_has_no_odd_phrase(folder):
     files = sorted((ROOT / folder).rglob("*.py"))
     hits = {str(f.relative_to(ROOT)): found for f in files if (found := [x for s in printed(f) for x in faults(s)])}

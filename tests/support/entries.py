@@ -32,17 +32,24 @@ INNER = {  # of docs/site/api.py: module or function -> why it need not answer w
     "verify.report": "parts of a report",
     "identification.identification": "parts of an answer",
     "verify.oracle": "for who writes an oracle",
-    "integrations.parity": "inside a training step: a trainer's own errors",
-    "integrations.trl": "inside a training step: a trainer's own errors",
-    "integrations.verl": "inside a training step: a trainer's own errors",
+    "upref_frameworks.parity": "inside a training step: a trainer's own errors",
+    "upref_frameworks.trl.training": "inside a training step: a trainer's own errors",
+    "upref_frameworks.verl.training": "inside a training step: a trainer's own errors",
     "aggregation.verl_name": "two words from the registry",
     "weights.capacity.own_token_bound": "one line of numpy",
     "logprobs.clamp_log_probs": "for tensors that the library made",
     "logprobs.check_temperature": "a check of an argument",
     "logprobs.check_tokens": "a check of an argument",
-    "explorer.page": "takes nothing",
-    "explorer.script": "file names of its own folder",
-    "explorer.data": "takes nothing",
+    "upref_course.explorer.page": "takes nothing",
+    "upref_course.explorer.script": "file names of its own folder",
+    "upref_course.explorer.data": "takes nothing",
+    "plugins": "for who writes a package; `names` of entry points, no input of a user",
+    "cli.verb": "parts of a parser",
+    "upref_frameworks.audits.framework": "the first step of `audit`",
+    "upref_frameworks.audits.frameworks": "takes nothing",
+    "upref_frameworks.audits.recipe.reached": "a part of `recipe`",
+    "upref_frameworks.audits.recipe.no_kl": "a part of `recipe`",
+    "upref_frameworks.audits.recipe.value": "a part of `recipe`",
     "metrics.Estimate.of": "made by the metrics",
 }
 UNCHECKED = {  # methods that say of themselves that they look at nothing: inside a compiled training step
@@ -116,10 +123,11 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
     from upref import advantages as upref_advantages, logprobs, metrics
     from upref.weights import capacity as cap, curve, plots
     from upref_course import explorer
+    from upref_frameworks import audits
+    from upref_frameworks.audits import recipe
 
     many = {
         "get": (upref.get, {"name": "dapo"}),
-        "recipe": (upref.recipe, {"objective": "dapo", "name": "verl"}),
         "names": (upref.names, {}),
         "up": (upref.up, {"base": o}),
         "up_anchored": (upref.up_anchored, {"base": o}),
@@ -157,12 +165,13 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
         "check_recorded": (upref.check_recorded, {"seen": _recorded(_model()), "rows": _rows(_model()),
                                                   "objective": "dapo", "temperature": 0.7}),
         "record_step": (_recorded, {"model": _model(), "first": 1}),
-        "audit": (upref.audit, {"name": "trl", "comparisons": ()}),
         "InputError": (upref.InputError, {"sentence": "x"}),
         "weights.curve.of": (curve.of, {"what": "dapo", "eps_low": 0.1}),
         "weights.capacity.capacity": (cap.capacity, {"objective": _loss, "pi": 0.1, "pi_old": 0.1, "adv": -1.0}),
         "weights.plots.weights": (plots.weights, {"*": "dapo", "mu": 0.1, "eps_low": 0.1}),
-        "explorer.write": (explorer.write, {"file": "no/folder/x.html"}),
+        "upref_course.explorer.write": (explorer.write, {"file": "no/folder/x.html"}),
+        "upref_frameworks.audits.audit": (audits.audit, {"name": "trl", "comparisons": ()}),
+        "upref_frameworks.audits.recipe.recipe": (recipe.recipe, {"objective": "dapo", "name": "verl"}),
         "advantages.get": (upref_advantages.get, {"name": "whiten"}),
         "advantages.whiten_tokens": (upref_advantages.whiten_tokens, {"adv": b.adv, "mask": b.mask}),
         "hidden.token_log_probs": (
@@ -183,6 +192,11 @@ def public() -> dict[str, tuple[Callable, dict[str, Any]]]:
         good = {"correct": right, "k": 2, "draws": 10, "seed": 1}
         many[f"metrics.{name}"] = fn, {k: v for k, v in good.items() if k in inspect.signature(fn).parameters}
     return many
+
+
+def qualified(name: str) -> str:
+    """The name with its package, which PUBLIC leaves out where it is upref itself."""
+    return name if name.startswith("upref_") else f"upref.{name}"
 
 
 PUBLIC = public()
@@ -232,8 +246,9 @@ def there_is() -> set[str]:
             facts = getattr(kind, "__dataclass_fields__", {})
             own = {k: v for k, v in vars(kind).items() if k == "__call__" or (k[0] != "_" and k not in facts)}
             found |= {f"{name}.{k}" for k, v in own.items() if isinstance(v, classmethod) or inspect.isfunction(v)}
-    for where in {*MODULES} - {*INNER} | {"weights.capacity", "weights.plots", "weights.curve"}:
-        module = import_module(f"upref.{where}")
+    modules = {name.removeprefix("upref.") for name in MODULES}
+    for where in modules - {*INNER} | {"weights.capacity", "weights.plots", "weights.curve"}:
+        module = import_module(qualified(where))
         here = {k for k, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__}
         if where not in INNER:
             found |= {f"{where}.{k}" for k in here if k[0] != "_" and k not in upref.__all__}

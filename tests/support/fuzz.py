@@ -64,7 +64,7 @@ def tries(rng: random.Random):
     good = {k: getattr(b, k) for k in fields}
     mixed = lambda: upref.Rollouts(**good | {k: some() for k in rng.sample(fields, rng.randint(1, 3))})
     a_moody = lambda: moody(rng, ends=False)
-    calls = {f"upref.{name}": functools.partial(entry, name, rng) for name in entries.PUBLIC}
+    calls = {entries.qualified(name): functools.partial(entry, name, rng) for name in entries.PUBLIC}
     calls |= {
         "get": lambda: upref.get(some()),
         "Rollouts": mixed,

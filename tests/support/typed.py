@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can be typed after `upref`: every verb with every option, files beside it, in this process and in a child of it.
 
-VERBS holds the words of each verb; test_fuzz.py holds that no verb and no option of `upref --help` is missing.
+The verbs of PAPER follow `python -m paper`. VERBS holds the words of each verb; test_fuzz.py holds that no verb and no
+option of `upref --help` is missing.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from paper.__main__ import VERBS as PAPER, main as paper, parser as paper_parser  # noqa: F401
 from upref.cli import main
 from upref_course.grader import exercises
 
@@ -128,7 +130,7 @@ def command(argv: list[str]) -> None:
     out, err = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = main(argv)
+            status = paper(argv) if argv[0] in PAPER else main(argv)
     except SystemExit as e:
         status = e.code
     judge(argv, status, out.getvalue(), err.getvalue())
@@ -191,7 +193,9 @@ def judge(argv: list[str], status, out: str, err: str, noisy: bool = False) -> N
     if "--debug" not in argv:
         assert "Traceback (most recent" not in err, tail
         last = err.rstrip("\n").rpartition("\n")[2]
-        assert status != 2 or (last.startswith("upref") and len(last) < 1200 and (noisy or err.count("\n") == 1)), tail
+        assert status != 2 or (
+            last.startswith(("upref", "python -m paper")) and len(last) < 1200 and (noisy or err.count("\n") == 1)
+        ), tail
     assert status == 2 or out, f"{tail}: no report"
     if status == 2 or {"-h", "--help"} & {*argv}:
         return

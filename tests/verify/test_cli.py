@@ -324,13 +324,15 @@ def test_every_command_is_in_a_package_that_handles_interrupts():
     found = subprocess.run(["git", "grep", "-l", "__main__", "--", "*.py"], cwd=ROOT, capture_output=True, text=True)
     files = {Path(x) for x in found.stdout.split() if '__name__ == "__main__"' in (ROOT / x).read_text("utf-8")}
     tops = {f.parts[0] for f in files} - {"tests"}
-    assert (tops <= {"repro", "docs", "benchmarks", "upref", "figures", "derivations"} and len(files) > 40) or not files
-    for top in ("repro", "docs", "benchmarks"):
+    own = {"upref", "upref_frameworks", "upref_course", "paper"}
+    assert (tops <= {"repro", "docs", "benchmarks", *own, "figures", "derivations"} and len(files) > 40) or not files
+    for top in ("repro", "docs", "benchmarks", "paper"):
         assert "interrupt.handled()" in (ROOT / top / "__init__.py").read_text(encoding="utf-8")
-    ours = {f.as_posix() for f in files if f.parts[0] == "upref" and "course" not in f.parts}
+    ours = {f.as_posix() for f in files if f.parts[0] in own - {"upref_course"}}
     assert ours <= {
         "upref/__main__.py",
         "upref/cli/__init__.py",
+        "paper/__main__.py",
         "upref_frameworks/audits/child.py",
         "upref_frameworks/verl/step.py",
     }

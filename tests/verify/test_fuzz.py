@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.support import entries, fuzz, typed
-from upref import cli
+from upref import cli, plugins
 from upref.cli import commands
 
 ROOT = Path(__file__).parents[2]
@@ -28,14 +28,16 @@ def test_no_public_function_is_missing():
 def test_what_each_takes_is_what_it_accepts():
     """Else junk in one argument would be seen to be refused for another."""
     for name, (fn, good) in entries.PUBLIC.items():
-        if name != "explorer.write":
+        if name != "upref_course.explorer.write":
             fn(*([good["*"]] if "*" in good else []), **{k: v for k, v in good.items() if k != "*"})
 
 
 def test_no_verb_and_no_option_is_missing():
-    verbs = next(a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction)).choices
-    assert {*verbs} == {*commands.RUN} == {*typed.VERBS} == {*typed.FIT}
-    for verb, parser in verbs.items():
+    of = lambda p: next(a for a in p._actions if isinstance(a, argparse._SubParsersAction)).choices
+    verbs, paper = of(cli._parser()), of(typed.paper_parser())
+    assert {*verbs} == {*commands.RUN, *plugins.commands()} and {*plugins.VERBS} <= {*plugins.commands()}
+    assert {*paper} == {*typed.PAPER} and {*verbs, *paper} == {*typed.VERBS} == {*typed.FIT}
+    for verb, parser in (verbs | paper).items():
         words = {w.partition("=")[0] if w[:2] == "--" else w[:2] for w in typed.VERBS[verb] + typed.ALL}
         options = {o for a in parser._actions for o in a.option_strings}
         assert options <= words, f"{verb}: no word for {options - words}"
@@ -44,5 +46,5 @@ def test_no_verb_and_no_option_is_missing():
 def test_each_is_among_the_inputs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a file of a student is written where it is asked for
     kinds = {fuzz.tries(random.Random(f"0 {i}"))[0] for i in range(8000)}
-    assert {f"upref.{name}" for name in entries.PUBLIC} <= kinds
+    assert {entries.qualified(name) for name in entries.PUBLIC} <= kinds
     assert {f"command {verb}" for verb in typed.VERBS} | {"child learn", "process learn"} <= kinds
