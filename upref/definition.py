@@ -326,7 +326,7 @@ class Objective:
         Raises:
             InputError: another objective has this name, or another file has written this objective's weight.
         """
-        taken = self.closed_form is not _no_weight and _source(self.closed_form)[0] != _source(closed_form)[0]
+        taken = self.closed_form is not _no_weight and _source(self.closed_form)[:2] != _source(closed_form)[:2]
         known = OBJECTIVES.get(self.name, self)
         if known is not self:  # a file that is read again makes its functions anew
             taken = known.fn is self.fn or _source(known.fn) != _source(self.fn)
@@ -372,12 +372,18 @@ def objective(
     return wrap
 
 
-def _source(fn: Callable[..., Any]) -> tuple[str, str]:
-    """The file in which a function is written and its name there; a notebook, which has no file, is `__main__`."""
-    fn = inspect.unwrap(fn)
+def _source(fn: Callable[..., Any]) -> tuple[str, str, str]:
+    """The file in which a function is written, that of what wraps it, and its name.
+
+    A notebook, which has no file, is `__main__`. functools.wraps gives a function the name of the one that it wraps.
+    """
+    return _file(inspect.unwrap(fn)), _file(fn), getattr(fn, "__qualname__", "")
+
+
+def _file(fn: Callable[..., Any]) -> str:
     names = getattr(fn, "__globals__", {})
     file = names.get("__file__")
-    return os.path.realpath(file) if file else str(names.get("__name__", "")), getattr(fn, "__qualname__", "")
+    return os.path.realpath(file) if file else str(names.get("__name__", ""))
 
 
 @cache

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An objective's name has one meaning in a process, and no other thread reaches into a check."""
 
+import functools
 import importlib
 import runpy
 import subprocess
@@ -54,6 +55,25 @@ def test_the_weight_of_a_reference_cannot_be_replaced(registered):
             if (one, other) != (right, weight):
                 with pytest.raises(InputError, match="dapo is an objective of"):
                     one.with_weight(other)
+    assert upref.get("dapo") is right
+    assert right.closed_form is weight
+
+
+def test_a_function_that_wraps_the_one_of_a_reference_is_no_reference(registered):
+    """functools.wraps gives it the reference's name."""
+    right, weight = upref.get("dapo"), upref.get("dapo").closed_form
+
+    @functools.wraps(right.fn)
+    def unclipped(lp, lp_old, A):
+        return upref.ops.exp(lp - lp_old) * A
+
+    @functools.wraps(weight)
+    def unclipped_weight(r, A):
+        return r * A
+
+    for one in (upref.objective(**FACTS)(unclipped), right):
+        with pytest.raises(InputError, match="dapo is an objective of"):
+            one.with_weight(unclipped_weight)
     assert upref.get("dapo") is right
     assert right.closed_form is weight
 

@@ -165,6 +165,32 @@ def test_a_gradient_that_is_measured_leaves_nothing():
     assert report and ".backward()" not in report.text(verbose=True)
 
 
+def measured_on_a_copy(log_prob, old_log_prob, advantages, mask):
+    """The same norm by a backward pass of a copy."""
+    copy = log_prob.detach().clone().requires_grad_()
+    seq_mean(per_token(copy, old_log_prob, advantages, 0.2), mask).backward()
+    copy.grad.norm()
+    return seq_mean(per_token(log_prob, old_log_prob, advantages, 0.2), mask)
+
+
+def test_a_gradient_that_is_measured_on_a_copy_leaves_nothing():
+    """Where old_log_prob wants a gradient too, the copy's backward pass frees what the two share: no training does."""
+    report = upref.check(measured_on_a_copy, "grpo", eps=0.2)
+    assert report and ".backward()" not in report.text(verbose=True)
+
+
+def test_a_gradient_that_is_left_with_its_graph():
+    """It was refused: such a gradient is a number like any other."""
+
+    def loss(log_prob, old_log_prob, advantages, mask):
+        loss = seq_mean(per_token(log_prob, old_log_prob, advantages, 0.2), mask)
+        loss.backward(create_graph=True)
+        return loss
+
+    report = upref.check(loss, "grpo", eps=0.2)
+    assert not report and TWICE in {f.cause for f in report.failures}, report
+
+
 def test_but_not_one_that_leaves_the_sum_to_its_caller():
     with pytest.raises(InputError, match=r"calls \.backward\(\) itself and returns unreduced numbers"):
         upref.check(unreduced_step, "grpo", eps=0.2)

@@ -137,14 +137,17 @@ class Loss:
         if form != "scalar":
             raise InputError(f"{self.name} calls .backward() itself and returns {form} numbers: return the loss.")
         # a training step: the gradient that it left trains, and that of the loss that it returns
-        more = self._gradients(value, leaves)
-        both = [_plus(x, g, h) for x, g, h in zip(leaves, left, more, strict=True)]
+        more = self._gradients(value, leaves, freed=left[0] is not None)
+        both = [_plus(x, g, h).detach() for x, g, h in zip(leaves, left, more, strict=True)]
         value = _Stepped.apply(value.detach(), len(leaves), *leaves, *both)
         own = None if all(g is None for g in more) else 0 - _plus(leaves[0], left[0], None).detach()
         return Outcome(value, form, wrapped, value.requires_grad, wrote, printed, True, own)
 
-    def _gradients(self, value: Tensor, leaves: tuple[Tensor, ...]) -> list[Tensor | None]:
-        """Those of a value; None where it has none, or where its graph is freed, so that its caller cannot go back."""
+    def _gradients(self, value: Tensor, leaves: tuple[Tensor, ...], freed: bool) -> list[Tensor | None]:
+        """Those of a value; None where it has none.
+
+        freed: a backward pass of the loss may have freed its graph, so that its caller cannot go back; None then too.
+        """
         nothing: list[Tensor | None] = [None] * len(leaves)
         if not value.requires_grad:
             return nothing
@@ -152,7 +155,9 @@ class Loss:
         try:
             return list(called(f"the backward pass of {self.name}", backward)[0])
         except InputError:
-            return nothing
+            if freed:
+                return nothing
+            raise
 
     def _scalar(self, got: Any, b: Rollouts) -> tuple[Tensor, str, bool]:
         first, wrapped = self._tensor(got)
