@@ -148,6 +148,21 @@ def _parser() -> argparse.ArgumentParser:
     _curves(command("weights", "gradient weight dJ/dlp: a table, or with -o a figure", "the loss"))
     c = command("derive", "derive the gradient with sympy, from the function that trains")
     c.add_argument("name", metavar="NAME|all")
+    about = "check what a run recorded: the sampler's gap, advantages, the loss; and what other objectives would do"
+    c = command("replay", about)
+    c.add_argument("files", nargs="+", metavar="FILE", help="recorded batches, or folders of them")
+    c.add_argument("--as", dest="name", default="", metavar="NAME", help="the objective that ran (`upref list`)")
+    _hyperparameters(c)
+    c.add_argument("--agg", default="", metavar="NAME", help="its aggregation in the run, e.g. seq-mean-token-mean")
+    c.add_argument("--loss", default="", metavar="X", help="the loss that the run logged for this step")
+    c.add_argument("--only", default="", metavar="CHECKS", help="of sampler,advantages,loss,objectives")
+    c.add_argument("--against", action="append", default=[], metavar="NAME", help="an objective to compare with")
+    c.add_argument("--tokenizer", default="", metavar="FOLDER", help="of transformers, for the texts of tokens")
+    c.add_argument("-o", metavar="SHEET", dest="file", default="", help="also write a sheet: .svg or .html")
+    c.add_argument("-v", "--verbose", action="store_true", help="print every step")
+    c.epilog = """FILE is .npz or .safetensors of docs/dump.md, NeMo-RL's train_data_step*.jsonl, or the .pt of slime's
+        and miles' --save-debug-train-data. Reports and sheets show token ids, and texts with --tokenizer: users' data.
+        Exit status: 0 nothing found, 1 a failure, 2 a column is missing that a check needs."""
     command("doctor", "print versions and optional parts, and test every gradient")
     for name, verb in plugins.commands().items():
         add(name, verb)

@@ -161,6 +161,12 @@ def derive(args) -> int:
     return 0 if all(d.ok for d in derivations) else 1
 
 
+def replay(args) -> int:
+    from upref.replay.command import run
+
+    return run(args, hyperparameters(args.hp))
+
+
 def doctor(args) -> int:
     from upref.cli.doctor import examine
 
@@ -174,5 +180,5 @@ def doctor(args) -> int:
 
 RUN = {
     "check": check, "identify": identify, "list": listing, "show": show, "cap": cap, "weights": weights,
-    "derive": derive, "doctor": doctor,
+    "derive": derive, "doctor": doctor, "replay": replay,
 }  # fmt: skip

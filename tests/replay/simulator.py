@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded batches with a known fault: tiny models of transformers that sample and are scored as a trainer scores.
+
+It knows nothing of the diagnosis and imports nothing of it. The sampler draws every token from its own distribution;
+the trainer scores the same tokens with its own weights, precision and temperature.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from upref.step.families import GATED, tiny
+
+VOCABULARY = 96
+PROMPT = 3  # tokens
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {  # more mixtures of experts
+    "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "olmoe": ("Olmoe", dict(num_experts=8, num_experts_per_tok=2)),
+}
+ENTROPY = 0.8  # mean nats per token to which the logits are sharpened, as language models are
+
+
+@dataclass(frozen=True)
+class World:
+    """What a run consists of: a family of models, its size, and a seed."""
+
+    family: str
+    seed: int = 0
+    responses: int = 64
+    length: int = 32  # tokens of the longest response
+    group: int = 8
+    temperature: float = 1.0
+    entropy: float = ENTROPY
+
+
+@dataclass
+class Policy:
+    """Weights, the factor on the logits, and how they are computed."""
+
+    model: nn.Module
+    sharpness: float
+    temperature: float = 1.0
+    dtype: torch.dtype = torch.float32
+    keep: Callable[[Tensor], Tensor] | None = None  # log-probabilities -> which tokens may be drawn
+    experts_noise: float = 0.0
+
+    def log_probs(self, ids: Tensor, *, raw: bool = False) -> Tensor:
+        """log-softmax of every position, [B, T, V], of the next token; raw: before the temperature."""
+        with torch.no_grad(), _noisy_routers(self.model, self.experts_noise):
+            logits = self.model(ids, use_cache=False).logits.float() * self.sharpness
+        logits = logits if raw else logits / self.temperature
+        return logits.log_softmax(-1)
+
+
+class _noisy_routers:
+    """Inside, the routers of a mixture of experts see noise: near ties go to other experts."""
+
+    def __init__(self, model: nn.Module, size: float):
+        self.routers = [m for n, m in model.named_modules() if n.endswith((".gate", ".router"))] if size else []
+        self.size = size
+
+    def __enter__(self) -> None:
+        def shake(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            x = inputs[0]
+            noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(x.numel()), dtype=torch.float32)
+            return (x + self.size * x.std() * noise.to(x.dtype), *inputs[1:])
+
+        self.handles = [m.register_forward_pre_hook(shake) for m in self.routers]
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def make_model(family: str, seed: int) -> nn.Module:
+    """A tiny model of a family of `upref.step.families`, or of EXPERTS."""
+    if family not in EXPERTS:
+        return tiny(family, seed=seed, vocab_size=VOCABULARY)
+    import transformers
+
+    name, fields = EXPERTS[family]
+    config = getattr(transformers, name + "Config")(**GATED | fields)
+    return getattr(transformers, name + "ForCausalLM")(config)
+
+
+def make_policy(world: World, **fields: Any) -> Policy:
+    """A model of the family whose logits are sharpened until its mean entropy is the world's."""
+    torch.manual_seed(world.seed)
+    model = make_model(world.family, world.seed).eval().requires_grad_(False)
+    ids = torch.randint(3, VOCABULARY, (16, 12), generator=torch.Generator().manual_seed(world.seed))
+    low, high = 0.0, 2000.0
+    logits = model(ids, use_cache=False).logits.float()
+    for _ in range(40):
+        middle = (low + high) / 2
+        lp = (logits * middle / world.temperature).log_softmax(-1)
+        entropy = -(lp.exp() * lp).sum(-1).mean()
+        low, high = (middle, high) if entropy > world.entropy else (low, middle)
+    return Policy(model, low, world.temperature, **fields)
+
+
+def shifted_weights(policy: Policy, size: float, seed: int, only: str = "") -> Policy:
+    """The policy some optimizer steps later: every matrix moves by `size` of its standard deviation."""
+    model = copy.deepcopy(policy.model)
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        if p.ndim >= 2 and only in name:
+            noise = torch.randn(p.shape, generator=generator)
+            p.data += (size * float(p.data.float().std()) * noise).to(p.dtype)
+    return replace(policy, model=model)
+
+
+def in_bfloat16(policy: Policy) -> Policy:
+    """The same weights in bfloat16, computed in bfloat16."""
+    return replace(policy, model=copy.deepcopy(policy.model).bfloat16(), dtype=torch.bfloat16)
+
+
+def quantized(policy: Policy, bits: int = 6) -> Policy:
+    """Weights rounded to `bits` bits per output row, as a quantized engine holds them."""
+    model = copy.deepcopy(policy.model)
+    for p in model.parameters():
+        if p.ndim >= 2:
+            step = p.data.abs().amax(-1, keepdim=True).clamp(min=1e-9) / (2 ** (bits - 1) - 1)
+            p.data = (p.data / step).round() * step
+    return replace(policy, model=model)
+
+
+def nucleus(mass: float) -> Callable[[Tensor], Tensor]:
+    """Keep the smallest set of tokens whose mass is at least this."""
+
+    def keep(lp: Tensor) -> Tensor:
+        order = lp.argsort(-1, descending=True)
+        p = lp.exp().gather(-1, order)
+        kept = p.cumsum(-1) - p < mass
+        return torch.zeros_like(kept).scatter(-1, order, kept)
+
+    return keep
+
+
+def top_k(k: int) -> Callable[[Tensor], Tensor]:
+    """Keep the k likeliest tokens."""
+    return lambda lp: lp >= lp.topk(k, -1).values[..., -1:]
+
+
+def min_p(share: float) -> Callable[[Tensor], Tensor]:
+    """Keep the tokens of at least this share of the likeliest one's probability."""
+    return lambda lp: lp >= lp.amax(-1, keepdim=True) + torch.tensor(share).log()
+
+
+@dataclass
+class Sampled:
+    """What the sampler hands over: ids with the prompt, the mask of the response, and its log-probabilities."""
+
+    ids: Tensor
+    mask: Tensor
+    sampler: Tensor
+    group: Tensor
+    extra: dict[str, Tensor] = field(default_factory=dict)
+
+
+def sample(world: World, policy: Policy, *, record_raw: bool = False, seed: int = 0) -> Sampled:
+    """Draw responses; record the log-probability of every drawn token as the engine reports it."""
+    generator = torch.Generator().manual_seed(1000 * world.seed + seed)
+    prompts = torch.randint(3, VOCABULARY, (world.responses // world.group, PROMPT), generator=generator)
+    ids = prompts.repeat_interleave(world.group, 0)
+    group = torch.arange(len(prompts)).repeat_interleave(world.group)
+    lengths = torch.randint(world.length // 3, world.length + 1, (len(ids),), generator=generator)
+    columns = []
+    for _ in range(world.length):
+        lp = policy.log_probs(ids)[:, -1]
+        if policy.keep is not None:
+            lp = torch.where(policy.keep(lp), lp, -torch.inf).log_softmax(-1)
+        token = torch.multinomial(lp.exp(), 1, generator=generator)
+        reported = policy.log_probs(ids, raw=True)[:, -1] if record_raw else lp
+        columns.append(reported.gather(-1, token)[:, 0])
+        ids = torch.cat([ids, token], 1)
+    mask = torch.arange(ids.shape[1])[None, :] - PROMPT < lengths[:, None]
+    mask[:, :PROMPT] = False
+    sampler = torch.cat([torch.zeros(len(ids), PROMPT), torch.stack(columns, 1)], 1)
+    return Sampled(ids, mask, sampler * mask, group)
+
+
+def score(policy: Policy, ids: Tensor, *, raw: bool = False) -> Tensor:
+    """The trainer's log-probability of every token, 0 for the first, [B, T]."""
+    lp = policy.log_probs(ids, raw=raw)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    return torch.cat([torch.zeros(len(ids), 1), lp], 1)
+
+
+def columns(world: World, drawn: Sampled, old: Tensor) -> dict[str, Tensor]:
+    """The columns of docs/dump.md, with rewards and GRPO's advantages."""
+    generator = torch.Generator().manual_seed(77 + world.seed)
+    reward = (torch.rand(len(old), generator=generator) < 0.4).double()
+    groups = reward.view(-1, world.group)
+    adv = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
+    return {
+        "ids": drawn.ids, "mask": drawn.mask, "sampler": drawn.sampler * drawn.mask, "old": old * drawn.mask,
+        "adv": adv[:, None] * drawn.mask, "reward": reward, "group": drawn.group, **drawn.extra,
+    }  # fmt: skip
+
+
+# ---- the faults ------------------------------------------------------------------------------------------------------
+Fault = Callable[[World], dict[str, Tensor]]
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(make: Fault) -> Fault:
+    FAULTS[make.__name__] = make
+    return make
+
+
+def _usual(world: World, change: Callable[[Policy], Policy] = lambda p: p) -> dict[str, Tensor]:
+    """The trainer has the world's policy; the sampler has what `change` makes of it."""
+    trainer = make_policy(world)
+    drawn = sample(world, change(trainer))
+    return columns(world, drawn, score(trainer, drawn.ids))
+
+
+@fault
+def healthy(world: World) -> dict[str, Tensor]:
+    return _usual(world)
+
+
+@fault
+def healthy_bfloat16(world: World) -> dict[str, Tensor]:
+    """The engine computes in bfloat16, the trainer in float32."""
+    return _usual(world, in_bfloat16)
+
+
+@fault
+def healthy_both_bfloat16(world: World) -> dict[str, Tensor]:
+    """Both compute in bfloat16, on other shapes: the engine token by token, the trainer whole responses."""
+    trainer = in_bfloat16(make_policy(world))
+    drawn = sample(world, trainer)
+    return columns(world, drawn, score(trainer, drawn.ids))
+
+
+@fault
+def stale_by_one(world: World) -> dict[str, Tensor]:
+    return _usual(world, lambda p: shifted_weights(p, 0.02, world.seed + 5))
+
+
+@fault
+def stale_by_four(world: World) -> dict[str, Tensor]:
+    return _usual(world, lambda p: shifted_weights(p, 0.05, world.seed + 6))
+
+
+@fault
+def before_temperature(world: World) -> dict[str, Tensor]:
+    """The engine samples at T and reports log-probabilities before T; the trainer divides its logits by T."""
+    world = replace(world, temperature=0.7 if world.temperature == 1.0 else world.temperature)
+    trainer = make_policy(world)
+    drawn = sample(world, trainer, record_raw=True)
+    return columns(world, drawn, score(trainer, drawn.ids))
+
+
+@fault
+def trainer_without_temperature(world: World) -> dict[str, Tensor]:
+    """The engine samples at T and reports it; the trainer forgets T."""
+    world = replace(world, temperature=0.7 if world.temperature == 1.0 else world.temperature)
+    trainer = make_policy(world)
+    drawn = sample(world, trainer)
+    return columns(world, drawn, score(trainer, drawn.ids, raw=True))
+
+
+@fault
+def divided(world: World) -> dict[str, Tensor]:
+    """Log-probabilities divided by T in place of logits, in the engine's column."""
+    out = _usual(world)
+    return out | {"sampler": out["old"] / 0.7}
+
+
+@fault
+def divided_in_trainer(world: World) -> dict[str, Tensor]:
+    """The trainer divides log-probabilities by T in place of logits; the engine is right."""
+    world = replace(world, temperature=0.7 if world.temperature == 1.0 else world.temperature)
+    trainer = make_policy(world)
+    drawn = sample(world, trainer)
+    return columns(world, drawn, score(trainer, drawn.ids, raw=True) / world.temperature)
+
+
+@fault
+def nucleus_cut(world: World) -> dict[str, Tensor]:
+    return _usual(world, lambda p: replace(p, keep=nucleus(0.9)))
+
+
+@fault
+def top_k_cut(world: World) -> dict[str, Tensor]:
+    return _usual(world, lambda p: replace(p, keep=top_k(5)))
+
+
+@fault
+def min_p_cut(world: World) -> dict[str, Tensor]:
+    return _usual(world, lambda p: replace(p, keep=min_p(0.1)))
+
+
+def _moved(x: Tensor, k: int) -> Tensor:
+    """x a token later (k > 0) or earlier, within the response."""
+    return x.roll(k, 1)
+
+
+@fault
+def shifted(world: World) -> dict[str, Tensor]:
+    out = _usual(world)
+    return out | {"sampler": _moved(out["sampler"], 1) * out["mask"]}
+
+
+@fault
+def shifted_back(world: World) -> dict[str, Tensor]:
+    """In the trainer's column, with bfloat16 beside it."""
+    out = healthy_bfloat16(world)
+    return out | {"old": _moved(out["old"], -1) * out["mask"]}
+
+
+@fault
+def exchanged_rows(world: World) -> dict[str, Tensor]:
+    """The engine's answers come back in another order within each group; the column is padded with zeros."""
+    out = _usual(world)
+    order = torch.arange(world.responses).view(-1, world.group).flip(1).flatten()
+    return out | {"sampler": out["sampler"][order]}
+
+
+@fault
+def exchanged_two(world: World) -> dict[str, Tensor]:
+    """Two responses are exchanged, under bfloat16."""
+    out = healthy_bfloat16(world)
+    order = torch.arange(world.responses)
+    order[[3, 4]] = order[[4, 3]]
+    return out | {"sampler": out["sampler"][order]}
+
+
+def _with_tool(world: World, value: float) -> dict[str, Tensor]:
+    """A tool's answer of six tokens stands in half of the responses, and trains."""
+    trainer = make_policy(world)
+    drawn = sample(world, trainer)
+    generator = torch.Generator().manual_seed(world.seed + 9)
+    ids, sampler = drawn.ids.clone(), drawn.sampler.clone()
+    start = PROMPT + 4
+    rows = torch.arange(0, world.responses, 2)
+    ids[rows, start : start + 6] = torch.randint(3, VOCABULARY, (len(rows), 6), generator=generator)
+    after = ids.clone()
+    for t in range(start + 6, ids.shape[1]):  # what follows is drawn again, after the tool's answer
+        lp = trainer.log_probs(after[:, :t])[:, -1]
+        token = torch.multinomial(lp.exp(), 1, generator=generator)
+        after[rows, t] = token[rows, 0]
+        sampler[rows, t] = lp.gather(-1, token)[rows, 0]
+    sampler[rows, start : start + 6] = value
+    drawn = replace(drawn, ids=after, sampler=sampler)
+    return columns(world, drawn, score(trainer, after))
+
+
+@fault
+def tool_output(world: World) -> dict[str, Tensor]:
+    return _with_tool(world, 0.0)
+
+
+@fault
+def tool_output_nan(world: World) -> dict[str, Tensor]:
+    out = _with_tool(world, torch.nan)
+    return out | {"sampler": torch.where(out["mask"], out["sampler"], 0.0)}
+
+
+@fault
+def retokenized(world: World) -> dict[str, Tensor]:
+    """The text is tokenized again: one token in forty is another one, and the engine's numbers stay."""
+    trainer = make_policy(world)
+    drawn = sample(world, trainer)
+    generator = torch.Generator().manual_seed(world.seed + 11)
+    other = (torch.rand(drawn.ids.shape, generator=generator) < 1 / 40) & drawn.mask
+    ids = torch.where(other, torch.randint(3, VOCABULARY, other.shape, generator=generator), drawn.ids)
+    return columns(world, replace(drawn, ids=ids), score(trainer, ids))
+
+
+@fault
+def retokenized_with_ids(world: World) -> dict[str, Tensor]:
+    """The same, and the engine's own ids are recorded."""
+    trainer = make_policy(world)
+    drawn = sample(world, trainer)
+    generator = torch.Generator().manual_seed(world.seed + 11)
+    other = (torch.rand(drawn.ids.shape, generator=generator) < 1 / 40) & drawn.mask
+    ids = torch.where(other, torch.randint(3, VOCABULARY, other.shape, generator=generator), drawn.ids)
+    return columns(world, replace(drawn, ids=ids), score(trainer, ids)) | {"sampler_ids": drawn.ids}
+
+
+@fault
+def other_experts(world: World) -> dict[str, Tensor]:
+    """Near ties of the router go to other experts; of a dense model: bfloat16."""
+    moe = world.family in ("qwen3_moe", *EXPERTS)
+    return _usual(world, lambda p: replace(in_bfloat16(p), experts_noise=0.1 if moe else 0.0))
+
+
+@fault
+def other_weights(world: World) -> dict[str, Tensor]:
+    """The engine holds quite other weights."""
+    return _usual(world, lambda p: shifted_weights(p, 0.3, world.seed + 13))
+
+
+@fault
+def quantized_weights(world: World) -> dict[str, Tensor]:
+    return _usual(world, quantized)
+
+
+@fault
+def clamped(world: World) -> dict[str, Tensor]:
+    """The engine's column has a floor, under bfloat16."""
+    out = healthy_bfloat16(world)
+    return out | {"sampler": out["sampler"].clamp(min=-2.0)}
+
+
+@fault
+def bfloat16_column(world: World) -> dict[str, Tensor]:
+    """The engine's log-probabilities are kept in bfloat16."""
+    out = _usual(world)
+    return out | {"sampler": out["sampler"].bfloat16().float()}
+
+
+@fault
+def probabilities(world: World) -> dict[str, Tensor]:
+    """The column holds probabilities."""
+    out = _usual(world)
+    return out | {"sampler": out["sampler"].exp() * out["mask"]}
+
+
+@fault
+def copied_column(world: World) -> dict[str, Tensor]:
+    """The trainer's own log-probabilities stand in the engine's column."""
+    out = _usual(world)
+    return out | {"sampler": out["old"].clone()}
+
+
+# ---- several steps ---------------------------------------------------------------------------------------------------
+def run_of_steps(world: World, delivery: str, steps: int = 6, size: float = 0.02) -> list[dict[str, Tensor]]:
+    """A run whose weights move at every step, and an engine that gets them: "now", "late" by one step, or "never"."""
+    policies = [make_policy(world)]
+    for step in range(1, steps):
+        policies.append(shifted_weights(policies[-1], size, world.seed + 100 * step))
+    out = []
+    for step, trainer in enumerate(policies):
+        held = {"now": step, "late": max(0, step - 1), "never": 0}[delivery]
+        drawn = sample(world, policies[held], seed=step)
+        ref = score(policies[0], drawn.ids) * drawn.mask
+        version = torch.full((world.responses,), held)
+        out.append(columns(world, drawn, score(trainer, drawn.ids)) | {"ref": ref, "version": version})
+    return out

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Estimator and grouping are named from rewards and advantages."""
+
+import pytest
+import torch
+
+from upref import advantages as estimators
+from upref.replay import advantages, make_batch
+
+B, G, T = 32, 8, 6
+generator = torch.Generator().manual_seed(0)
+REWARD = torch.rand(B, generator=generator, dtype=torch.float64).round(decimals=2)
+GROUP = torch.arange(B) // G
+MASK = torch.rand(B, T, generator=generator) < 0.8
+MASK[:, 0] = True
+
+
+def batch(adv, dtype=torch.float32, **more):
+    adv = adv if adv.ndim == 2 else adv[:, None].expand(B, T)
+    fields = {"ids": torch.ones(B, T).long(), "mask": MASK, "adv": adv.to(dtype), "reward": REWARD, "group": GROUP}
+    return make_batch({k: v for k, v in (fields | more).items() if v is not None}, file="f")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["group_norm", "group_mean", "leave_one_out", "group_mean_whiten"])
+def test_an_estimator_over_the_prompts_is_named(name, dtype):
+    found = advantages(batch(estimators.get(name)(REWARD, GROUP), dtype))
+    assert found and not found.notes
+    assert found.estimator.startswith(name) and found.grouping == "each prompt"
+
+
+def test_advantages_over_mixed_prompts_fail():
+    found = advantages(batch(estimators.group_norm(REWARD, torch.arange(B) // 16)))
+    assert not found and found.failures[0].cause == "wrong_grouping"
+    assert "16 consecutive rows" in str(found.failures[0])
+
+
+def test_interleaved_prompts_show_a_stride():
+    """Rows of one prompt stand eight apart, and the estimator takes eight neighbours."""
+    found = advantages(batch(estimators.group_norm(REWARD, GROUP), group=torch.arange(B) % (B // G)))
+    assert [f.cause for f in found.failures] == ["wrong_grouping"]
+
+
+def test_groups_within_a_prompt_are_a_note():
+    found = advantages(batch(estimators.group_norm(REWARD, torch.arange(B) // 4)))
+    assert found and [f.cause for f in found.notes] == ["subgroups"]
+
+
+def test_the_whole_batch_is_a_note():
+    found = advantages(batch(estimators.whiten(REWARD)))
+    assert found and [f.cause for f in found.notes] == ["whole_batch"]
+
+
+def test_without_groups_any_grouping_is_fine():
+    found = advantages(batch(estimators.group_norm(REWARD, torch.arange(B) // 4), group=None))
+    assert found and found.grouping == "4 consecutive rows" and not found.findings
+
+
+def test_advantages_whitened_over_tokens_are_named():
+    A = estimators.group_mean(REWARD, GROUP)[:, None].expand(B, T).contiguous()
+    found = advantages(batch(estimators.whiten_tokens(A, MASK)))
+    assert found.estimator == "group_mean, whitened over tokens"
+
+
+def test_unknown_advantages_are_a_note_and_no_failure():
+    found = advantages(batch(estimators.group_norm(REWARD, GROUP).clamp(-0.5, 0.5)))
+    assert found and [f.cause for f in found.notes] == ["no_estimator"]
+    found = advantages(batch(torch.rand(B, T, generator=generator)))
+    assert found and [f.cause for f in found.notes] == ["per_token"]
+    found = advantages(batch(torch.zeros(B)))
+    assert found and [f.cause for f in found.notes] == ["no_signal"]

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`upref replay`: status, report, JSON and sheets."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.replay.simulator import FAULTS, World, run_of_steps
+from upref.cli import main
+from upref.replay import make_batch, write
+
+FILES = Path(__file__).parent / "files"
+WORLD = World("qwen3", 51, responses=32, length=20)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    at = tmp_path_factory.mktemp("dumps")
+    for name in ("healthy_bfloat16", "shifted"):
+        write(at / f"{name}.npz", make_batch(FAULTS[name](WORLD), file="f", step=4, logged={}))
+    (at / "run").mkdir()
+    for step, columns in enumerate(run_of_steps(WORLD, "never")):
+        write(at / "run" / f"step{step}.npz", make_batch(columns, file="f", step=step))
+    return at
+
+
+def run(capsys, *arguments):
+    status = main(["replay", *map(str, arguments)])
+    out = capsys.readouterr()
+    return status, out.out, out.err
+
+
+def test_a_healthy_step_has_status_0(folder, capsys):
+    status, out, _ = run(capsys, folder / "healthy_bfloat16.npz", "--as", "dapo", "--hp", "eps_high=0.28")
+    assert status == 0 and "FAIL" not in out
+    assert "ok    sampler" in out and "ok    advantages: group_norm" in out
+    assert "up_dapo" in out and "tis(dapo)" in out and "heaviest tokens" in out
+
+
+def test_a_failure_has_status_1_and_a_report_of_a_screen(folder, capsys):
+    status, out, _ = run(capsys, folder / "shifted.npz", "--as", "dapo")
+    assert status == 1 and "FAIL  sampler: in 2" in out and "stands +1 slots" in out
+    assert len(out.splitlines()) <= 40 and max(map(len, out.splitlines())) <= 170
+
+
+def test_a_missing_column_has_status_2_and_the_setting(capsys):
+    status, out, _ = run(capsys, FILES / "miles_7_0.pt", "--as", "dapo")
+    assert status == 2 and "not run  advantages" in out
+    status, out, _ = run(capsys, FILES / "miles_7_0.pt", "--only", "sampler")
+    assert status == 0
+
+
+def test_a_run_of_steps_is_judged_as_a_whole(folder, capsys):
+    status, out, _ = run(capsys, folder / "run", "--only", "sampler")
+    assert status == 1 and "FAIL  run" in out and "6 steps, 0 to 5" in out
+
+
+def test_the_logged_loss_is_compared(folder, capsys):
+    file = folder / "healthy_bfloat16.npz"
+    status, out, _ = run(capsys, file, "--as", "dapo", "--loss", "0.5", "--only", "loss")
+    assert status == 0 and "is not the token-mean" in out  # a note: no sum of the terms is it
+    status, _, err = run(capsys, folder / "run", "--as", "dapo", "--loss", "0.5")
+    assert status == 2 and "one step" in err
+
+
+def test_json_has_the_numbers(folder, capsys):
+    status, out, _ = run(capsys, folder / "shifted.npz", "--as", "dapo", "--json")
+    found = json.loads(out)
+    assert (status, found["status"], found["ok"]) == (1, 1, False)
+    step = found["steps"][0]
+    assert step["sampler"]["cause"] == "shift" and step["findings"][0]["numbers"]["shift"] == 1
+    assert found["table"]["rows"][0]["name"] == "dapo" and len(found["heaviest"]) == 5
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".html"])
+def test_a_sheet_is_written(folder, capsys, tmp_path, suffix):
+    sheet = tmp_path / f"sheet{suffix}"
+    assert run(capsys, folder / "run", "--as", "dapo", "-o", sheet)[0] == 1
+    text = sheet.read_text(encoding="utf-8")
+    assert "the two engines" in text and "the gap over the steps" in text and "</svg>" in text
+    assert ("never received new weights" in text) == (suffix == ".html")
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["none.npz"], "there is no file"),
+    (["{healthy}", "--as", "dappo"], "no objective named"),
+    (["{healthy}", "--as", "dapo", "--hp", "x=1"], "no hyperparameter"),
+    (["{healthy}", "--agg", "token-mean"], "--as"),
+    (["{healthy}", "--loss", "many", "--as", "dapo"], "not a number"),
+    (["{healthy}", "--loss", "0.1"], "--as"),
+    (["{healthy}", "--only", "all"], "no check"),
+    (["{healthy}", "--against", "dappo"], "no objective named"),
+    (["{healthy}", "-o", "sheet.docx"], "sheet"),
+    (["{healthy}", "--tokenizer", "nowhere"], "tokenizer"),
+])  # fmt: skip
+def test_bad_input_is_one_sentence(folder, capsys, arguments, words):
+    given = [a.format(healthy=folder / "healthy_bfloat16.npz") for a in arguments]
+    status, _, err = run(capsys, *given)
+    assert status == 2 and words in err and err.count("\n") == 1
+
+
+def test_the_example_of_the_page_is_read(tmp_path, capsys, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs/dump.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    exec(page.split("```python\n")[1].split("```")[0], {})
+    assert run(capsys, "step000012.npz", "--as", "dapo")[0] == 0

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What other objectives would do, against autograd and against hand-made cases."""
+
+import pytest
+import torch
+
+import upref
+from tests.replay.test_loss import COLUMNS, batch
+from upref.replay import heaviest_tokens, make_batch, weights
+from upref.replay.loss import framework_aggregation
+
+NAMES = ["dapo", "up_dapo", "grpo", "gspo", "tis(dapo)", "mis_seq(dapo)"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradient_is_autograd_of_the_loss(name):
+    o = framework_aggregation(upref.get(name))
+    b = batch().rollouts(sampler=o.sampler is not None)
+    lp = b.logp.clone().requires_grad_()
+    o.loss(b.but(logp=lp)).backward()
+    row = weights(batch(), [name])[name]
+    assert torch.allclose(row.gradient, -lp.grad, atol=1e-12)
+
+
+def test_the_shares_by_hand():
+    """Three tokens of one response and one of another: weights are A, all alive but the clipped one."""
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
+    old = torch.full((2, 3), -1.0)
+    now = old + torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]).mul(0.9)  # r = 2.46 on one token with A > 0
+    adv = torch.tensor([[1.0], [-2.0]]).expand(2, 3)
+    turn = torch.tensor([[0, 0, 1], [1, 0, 0]])
+    b = make_batch({"ids": mask.long(), "mask": mask, "old": old, "now": now, "adv": adv, "turn": turn}, file="f")
+    row = weights(b, ["dapo"], ran="dapo")["dapo"]
+    assert (row.dead_positive, row.dead_negative, row.cosine) == (pytest.approx(1 / 3), 0.0, 1.0)
+    size = torch.tensor([1.0, 0.0, 1.0, 2.0]) / 4
+    assert row.effective == pytest.approx(float(size.sum() ** 2 / (size**2).sum()))
+    assert row.heaviest == pytest.approx(0.5)  # one token, the heaviest, of four
+    assert row.longest == pytest.approx(0.5 / 0.75)
+    assert row.turns == {0: pytest.approx(0.25), 1: pytest.approx(0.75)}
+    first = heaviest_tokens(b, row, 1)[0]
+    assert (first.response, first.token, first.advantage, first.share) == (1, 0, -2.0, pytest.approx(0.5))
+
+
+def test_up_gives_a_gradient_to_every_token_of_a_good_response():
+    table = weights(batch(), ["up_dapo"], ran="dapo", eps_high=0.28)
+    assert table["up_dapo"].dead_positive == 0 < table["dapo"].dead_positive
+    assert table["up_dapo"].cosine < 1
+
+
+def test_what_cannot_be_computed_is_skipped_with_a_reason():
+    columns = {k: v for k, v in COLUMNS.items() if k != "sampler"}
+    table = weights(make_batch(columns, file="f"), ["tis(dapo)", "grpo"], ran="dapo")
+    assert [row.name for row in table.rows] == ["dapo", "grpo"]
+    assert "sampler" in table.skipped["tis(dapo)"]

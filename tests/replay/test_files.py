@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of docs/dump.md are read back; whatever is wrong with one is a single sentence, before memory is taken."""
+
+import contextlib
+import io
+import json
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from upref.errors import InputError
+from upref.replay import gap, make_batch, read, read_steps, write
+from upref.replay.schema import COLUMNS, RESPONSE_COLUMNS
+
+B, T = 4, 6
+generator = torch.Generator().manual_seed(1)
+LENGTHS = torch.tensor([6, 3, 5, 1])
+MASK = torch.arange(T)[None, :] < LENGTHS[:, None]
+OLD = torch.where(MASK, -torch.rand(B, T, generator=generator), 0.0)
+PADDED = {
+    "ids": torch.where(MASK, torch.randint(1, 99, (B, T), generator=generator), 0), "mask": MASK, "old": OLD,
+    "sampler": OLD - 0.25 * MASK, "now": OLD, "ref": OLD, "entropy": -OLD, "adv": MASK * 0.5,
+    "sampler_ids": torch.zeros(B, T).long(), "turn": torch.ones(B, T).long() * MASK, "reward": torch.rand(B),
+    "group": torch.tensor([0, 0, 1, 1]), "version": torch.arange(B), "micro": torch.arange(B) // 2,
+    "rank": torch.zeros(B).long(),
+}  # fmt: skip
+
+
+def arrays(columns=PADDED, ragged=False, **more):
+    out = {k: v.numpy() for k, v in columns.items()}
+    if ragged:
+        inside = MASK.numpy()
+        out = {k: v if k in RESPONSE_COLUMNS else v[inside] for k, v in out.items()}
+        out["offsets"] = np.concatenate([[0], LENGTHS.cumsum(0).numpy()])
+    return out | {"schema": 1, "step": 3, "logged": json.dumps({"loss": 0.5}), "meta": "{}"} | more
+
+
+def saved(tmp_path, name="a.npz", **changes):
+    path = tmp_path / name
+    np.savez(path, **arrays(**changes))
+    return path
+
+
+def refused(path, words):
+    with pytest.raises(InputError, match=words) as e:
+        list(read_steps([path]))
+    assert "\n" not in str(e.value) and len(str(e.value)) < 400
+
+
+def same(batch):
+    assert set(batch.recorded) == set(COLUMNS)
+    for name, value in PADDED.items():
+        read_back = getattr(batch, name)
+        inside = torch.ones(B, dtype=torch.bool) if value.ndim == 1 else MASK
+        assert torch.equal(read_back[inside].double(), value[inside].double()), name
+    assert (batch.step, batch.logged) == (3, {"loss": 0.5})
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_npz_is_read_back(tmp_path, ragged):
+    same(read(saved(tmp_path, ragged=ragged)))
+
+
+def test_safetensors_are_read_back(tmp_path):
+    facts = {"schema": "1", "step": "3", "logged": '{"loss": 0.5}', "meta": "{}"}
+    save_file({k: v.clone() for k, v in PADDED.items()}, tmp_path / "a.safetensors", metadata=facts)
+    same(read(tmp_path / "a.safetensors"))
+
+
+def test_what_write_writes_is_read_back(tmp_path):
+    batch = make_batch(PADDED, file="f", step=3, logged={"loss": 0.5})
+    write(tmp_path / "b.npz", batch)
+    same(read(tmp_path / "b.npz"))
+
+
+def test_groups_may_be_texts(tmp_path):
+    path = saved(tmp_path, group=np.array(["b", "b", "a", "a"]))
+    assert read(path).group.unique(return_counts=True)[1].tolist() == [2, 2]
+
+
+def test_ranks_of_a_step_are_joined_and_steps_come_in_order(tmp_path):
+    narrow = {k: v[:2, :3] if v.ndim == 2 else v[:2] for k, v in arrays().items() if getattr(v, "ndim", 0)}
+    narrow["ids"] = narrow["ids"] + 1
+    facts = {k: v for k, v in arrays().items() if k not in narrow}
+    np.savez(tmp_path / "s4.npz", **(narrow | facts | {"step": 4}))
+    np.savez(tmp_path / "s3_rank1.npz", **(narrow | facts))
+    saved(tmp_path, "s3_rank0.npz")
+    first, second = read_steps([tmp_path])
+    assert (first.step, len(first.mask), first.mask.shape[1]) == (3, 6, 6)
+    assert (second.step, len(second.mask)) == (4, 2)
+    assert len(first.micro.unique()) == 3  # each file numbers its own micro-batches
+    saved(tmp_path, "copy.npz")
+    with pytest.raises(InputError, match="the same responses"):
+        read([tmp_path / "copy.npz", tmp_path / "s3_rank0.npz"])
+    with pytest.raises(InputError, match="2 steps"):
+        read([tmp_path / "s4.npz", tmp_path / "s3_rank0.npz"])
+
+
+# ---- bad files -------------------------------------------------------------------------------------------------------
+def test_a_missing_column_is_named(tmp_path):
+    refused(saved(tmp_path, columns={k: v for k, v in PADDED.items() if k != "mask"}), "lacks the column mask")
+    path = saved(tmp_path, columns={k: v for k, v in PADDED.items() if k != "sampler"})
+    with pytest.raises(InputError, match="needs the column sampler"):
+        gap(read(path))
+
+
+def test_an_unknown_column_is_named(tmp_path):
+    refused(saved(tmp_path, extra=np.zeros(3)), "'extra' is no column")
+
+
+@pytest.mark.parametrize("version", [None, 0, 2, "x"])
+def test_another_schema_is_refused(tmp_path, version):
+    fields = {k: v for k, v in arrays().items() if k != "schema"} | ({} if version is None else {"schema": version})
+    np.savez(tmp_path / "a.npz", **fields)
+    refused(tmp_path / "a.npz", "schema version")
+
+
+@pytest.mark.parametrize("name", ["old", "adv", "now", "ref", "entropy"])
+def test_a_trained_nan_is_placed(tmp_path, name):
+    value = PADDED[name].clone()
+    value[1, 2] = torch.nan
+    refused(saved(tmp_path, columns=PADDED | {name: value}), f"{name} is nan at response 1, token 2")
+    value = PADDED[name].clone()
+    value[1, 5] = torch.nan  # masked: it may hold anything
+    read(saved(tmp_path, columns=PADDED | {name: value}))
+
+
+def test_positive_log_probabilities_are_placed(tmp_path):
+    refused(saved(tmp_path, columns=PADDED | {"old": -PADDED["old"]}), "never positive")
+
+
+@pytest.mark.parametrize("name", ["old", "reward", "sampler_ids"])
+def test_other_lengths_are_refused(tmp_path, name):
+    refused(saved(tmp_path, columns=PADDED | {name: PADDED[name][:3]}), f"{name} has shape")
+    ragged = arrays(ragged=True)
+    np.savez(tmp_path / "r.npz", **(ragged | {name: ragged[name][:3]}))
+    refused(tmp_path / "r.npz", f"{name} has shape")
+
+
+@pytest.mark.parametrize("offsets", [[0, 6, 9, 14, 99], [0, 9, 6, 14, 15], [1, 6, 9, 14, 15], [0], [[0, 15]]])
+def test_offsets_that_do_not_fit_are_refused(tmp_path, offsets):
+    np.savez(tmp_path / "a.npz", **(arrays(ragged=True) | {"offsets": np.array(offsets)}))
+    refused(tmp_path / "a.npz", "offsets must")
+
+
+def test_values_of_other_kinds_are_refused(tmp_path):
+    refused(saved(tmp_path, columns=PADDED | {"mask": MASK * 2.0}), "mask must hold 0 and 1")
+    refused(saved(tmp_path, columns=PADDED | {"ids": OLD}), "ids must hold whole numbers")
+    refused(saved(tmp_path, old=np.array([["x"] * T] * B)), "not numbers")
+    refused(saved(tmp_path, columns=PADDED | {"mask": MASK & False}), "no token trains")
+
+
+def test_a_pickle_is_never_run(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "ran"), "w"))
+
+    np.savez(tmp_path / "a.npz", **arrays(old=np.array([Bomb()], dtype=object)))
+    refused(tmp_path / "a.npz", "pickle")
+    torch.save({"rollout_id": 1, "samples": [Bomb()], "format_version": 2}, tmp_path / "a.pt")
+    refused(tmp_path / "a.pt", "damaged|weights")
+    (tmp_path / "b.pt").write_bytes(pickle.dumps(Bomb()))
+    refused(tmp_path / "b.pt", "no recorded batch")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_announced_sizes_are_not_believed(tmp_path):
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": (10**5, 10**5)})
+    path = saved(tmp_path, columns={k: v for k, v in PADDED.items() if k != "turn"})
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("turn.npy", header.getvalue())
+    refused(path, "announces 74.5 GiB|announces 80,000,000,000|damaged")
+    torch.save({"rollout_id": 1, "format_version": 2, "samples": [
+        {"tokens": torch.zeros(1).expand(10**11), "loss_masks": torch.zeros(1).expand(10**11)}
+    ]}, tmp_path / "a.pt")  # fmt: skip
+    refused(tmp_path / "a.pt", "more than")
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100, 0.5, -40])
+def test_a_cut_file_is_refused(tmp_path, keep):
+    whole = saved(tmp_path).read_bytes()
+    (tmp_path / "c.npz").write_bytes(whole[: int(len(whole) * keep) if 0 < keep < 1 else keep])
+    refused(tmp_path / "c.npz", "damaged|cut off")
+
+
+def test_altered_bytes_are_refused_or_harmless(tmp_path):
+    whole = bytearray(saved(tmp_path).read_bytes())
+    for at in range(0, len(whole), 37):
+        changed = bytearray(whole)
+        changed[at] ^= 0xFF
+        (tmp_path / "c.npz").write_bytes(changed)
+        with contextlib.suppress(InputError):
+            list(read_steps([tmp_path / "c.npz"]))
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    for name in ("a.pkl", "a.txt", "a.jsonl", "a.safetensors"):
+        (tmp_path / name).write_text("hello\n")
+        refused(tmp_path / name, "no recorded batch|damaged")
+    refused(tmp_path / "none.npz", "there is no file")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "there is no recorded batch")

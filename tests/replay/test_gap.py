@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampler's gap: every fault of the simulator is named, and no healthy sampler fails."""
+
+import pytest
+import torch
+
+from tests.replay.grade import EXPECTED, UNDONE, cell, worlds
+from tests.replay.simulator import FAULTS, World, columns, make_policy, sample, score, shifted_weights
+from upref.errors import InputError
+from upref.replay import gap, make_batch
+
+SMALL = World("qwen3", 41, responses=32, length=24)
+HEALTHY = ("healthy", "healthy_bfloat16", "healthy_both_bfloat16", "stale_by_one", "stale_by_four", "other_experts")
+
+
+def test_every_fault_of_the_simulator_has_its_expected_causes():
+    assert set(EXPECTED) == set(FAULTS)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named(fault):
+    found = cell(fault, SMALL)
+    assert found.right, f"{fault} was named {found.named}, which {'fails' if found.failed else 'is a note'}"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt2"])
+@pytest.mark.parametrize("fault", HEALTHY)
+def test_a_healthy_sampler_never_fails(fault, family):
+    assert not cell(fault, World(family, 43, responses=32, length=24, temperature=0.7)).failed
+
+
+def test_quite_other_weights_are_no_failure_under_any_seed():
+    """Nothing was undone: the rows, slots and scale are right."""
+    for seed in range(3):
+        world = World("llama", 60 + seed, responses=32, length=20)
+        trainer = make_policy(world)
+        drawn = sample(world, shifted_weights(trainer, 0.5, seed))
+        found = gap(make_batch(columns(world, drawn, score(trainer, drawn.ids)), file="f"))
+        assert found, [str(f) for f in found.failures]
+
+
+@pytest.mark.slow
+def test_the_table_of_families_that_nothing_was_tuned_on():
+    """The recorded table is of `python -m tests.replay.grade`; this draws two of its families with other seeds."""
+    cells = [cell(fault, world) for world in worlds(("granite", "mixtral"), 900) for fault in FAULTS]
+    assert not [c for c in cells if c.false_alarm]
+    assert sum(c.right for c in cells) >= 0.95 * len(cells), [c for c in cells if not c.right]
+
+
+def test_a_failure_is_what_was_undone():
+    found = gap(make_batch(FAULTS["shifted"](SMALL), file="f"))
+    assert not found and found.cause in UNDONE
+    assert found.failures[0].numbers["after"] < 1e-5 < found.failures[0].numbers["before"]
+    assert found.mean_abs < 1e-5  # the numbers are of the columns without the cause
+    assert "+1" in str(found.failures[0])
+
+
+def test_the_mean_ratio_is_the_mass_that_a_nucleus_keeps():
+    world = World("qwen3", 47, responses=64, length=24)
+    found = gap(make_batch(FAULTS["nucleus_cut"](world), file="f"))
+    assert 0.9 < found.rho_mean < 1 - 5 * found.rho_se
+
+
+def test_two_faults_are_named_together():
+    world = SMALL
+    out = FAULTS["tool_output"](world)
+    out["sampler"] = out["sampler"].roll(1, 1) * out["mask"]
+    causes = [f.cause for f in gap(make_batch(out, file="f")).findings]
+    assert causes[0] == "shift" and "not_sampled" in causes
+
+
+def test_columns_without_a_sampler_say_what_is_missing():
+    out = FAULTS["healthy"](SMALL)
+    del out["sampler"]
+    with pytest.raises(InputError, match="needs the column sampler"):
+        gap(make_batch(out, file="f"))
+
+
+def test_a_gap_of_one_token_has_numbers():
+    one = torch.full((1, 1), -1.0)
+    batch = make_batch(
+        {"ids": torch.ones(1, 1).long(), "mask": torch.ones(1, 1), "old": one, "sampler": one - 0.1}, file="f"
+    )
+    found = gap(batch)
+    assert found and found.tokens == 1 and abs(found.mean - 0.1) < 1e-12

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replay: what a real run's recorded batches say, without its GPUs and without its trainer.
+
+    batch = upref.replay.read("dumps/step000003.npz")
+    upref.replay.gap(batch)                                # the sampler's log-probabilities, and why they differ
+    upref.replay.advantages(batch)                         # which estimator, over which groups
+    upref.replay.loss(batch, "dapo", 0.0123, eps_high=0.28)
+    upref.replay.weights(batch, ["up_dapo", "tis(dapo)"], ran="dapo")
+
+The columns are those of docs/dump.md. A recorded batch holds users' texts, as token ids.
+"""
+
+from upref.replay.advantages import advantages
+from upref.replay.compare import heaviest_tokens, weights
+from upref.replay.files import read, read_steps, write
+from upref.replay.gap import gap
+from upref.replay.loss import loss
+from upref.replay.report import Replay, replay
+from upref.replay.schema import RecordedBatch, make_batch
+from upref.replay.series import measure_step, series
+
+__all__ = [
+    "RecordedBatch", "Replay", "advantages", "gap", "heaviest_tokens", "loss", "make_batch", "measure_step", "read",
+    "read_steps", "replay", "series", "weights", "write",
+]  # fmt: skip

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the command `upref replay` does. Its arguments are in upref/cli/__init__.py."""
+
+import math
+from collections.abc import Iterable, Iterator
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from upref.errors import InputError
+from upref.registry import get
+from upref.replay.files import read_steps
+from upref.replay.report import CHECKS, replay
+
+
+def run(args: Any, hp: dict[str, Any]) -> int:
+    """Replay the files; print the report; return the exit status. hp: hyperparameters of the objective."""
+    from upref.replay.sheet import check_suffix, write_sheet  # matplotlib is slow to import
+
+    if args.file:
+        check_suffix(args.file)
+    if args.agg and not args.name:
+        raise InputError("--agg is the aggregation of an objective: give it with --as NAME.")
+    objective = get(args.name) if args.name else None
+    if objective is not None and args.agg:
+        objective = objective.aggregated(args.agg)
+    logged, digits = _number(args.loss)
+    last = Last(read_steps(args.files))
+    found = replay(
+        last, objective or "", hp=hp, logged=logged, digits=digits,
+        only=args.only.split(",") if args.only else CHECKS, others=args.against, tokenizer=_tokenizer(args.tokenizer),
+    )  # fmt: skip
+    print(found.json() if args.json else found.text(args.verbose))
+    if args.file:
+        write_sheet(args.file, found, last.item)
+    return found.status
+
+
+class Last:
+    """An iterator that keeps its last item, for the sheet."""
+
+    def __init__(self, items: Iterable[Any]):
+        self.items = items
+        self.item: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self.items:
+            self.item = item
+            yield item
+
+
+def _number(text: str) -> tuple[float | None, float]:
+    """The number, and half a unit of its last digit."""
+    if not text:
+        return None, 0.0
+    try:
+        value = Decimal(text)
+        exponent = value.as_tuple().exponent
+        if not isinstance(exponent, int) or not math.isfinite(float(value)):
+            raise InvalidOperation
+    except InvalidOperation:
+        raise InputError(f"--loss {text!r} is not a number.") from None
+    return float(value), 0.5 * 10.0**exponent
+
+
+def _tokenizer(folder: str) -> Any:
+    if not folder:
+        return None
+    try:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except ImportError:
+        raise InputError("--tokenizer needs transformers: pip install transformers.") from None
+    except Exception as e:
+        why = (str(e).splitlines() or [""])[0][:160]
+        raise InputError(f"--tokenizer {folder!r} is no folder with a tokenizer of transformers ({why}).") from e

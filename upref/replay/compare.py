@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each objective and sampler correction would do with the recorded tokens: who carries the gradient."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from upref.definition import Objective
+from upref.errors import InputError
+from upref.registry import get
+from upref.replay.findings import Checked
+from upref.replay.loss import framework_aggregation
+from upref.replay.schema import RecordedBatch
+from upref.rollouts import Rollouts
+
+HEAVIEST = 0.01  # of the tokens
+LONGEST = 0.25  # of the responses
+MOST_TURNS = 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One objective on these tokens. w is its gradient dJ/dlp of every token, aggregation included.
+
+    Args:
+        name: of the objective.
+        dead_positive, dead_negative: share of the tokens with A > 0 (A < 0) whose w is 0.
+        effective: (Σ |w|)² / Σ w², in tokens.
+        heaviest: share of Σ |w| on the heaviest 1 % of the tokens.
+        longest: share of Σ |w| on the longest quarter of the responses, over their share of the tokens.
+        turns: share of Σ |w| of each turn or source; empty without the column turn.
+        cosine: with the gradient of the objective that ran; None without one.
+        gradient: w, [B, T], over all responses of the batch.
+    """
+
+    name: str
+    dead_positive: float
+    dead_negative: float
+    effective: float
+    heaviest: float
+    longest: float
+    turns: dict[int, float]
+    cosine: float | None
+    gradient: Float[Tensor, "B T"] = field(repr=False, compare=False)
+
+    def data(self) -> dict[str, Any]:
+        """Its numbers."""
+        return {k: v for k, v in vars(self).items() if k != "gradient"}
+
+
+@dataclass(frozen=True)
+class HeavyToken:
+    """One of the tokens with the largest |w|. Probabilities, not their logarithms."""
+
+    response: int
+    token: int
+    id: int
+    text: str
+    share: float
+    weight: float
+    ratio: float
+    old: float
+    sampler: float | None
+    advantage: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights(Checked):
+    """A row for each objective; `skipped` says which cannot be computed, and why."""
+
+    rows: tuple[Row, ...]
+    skipped: dict[str, str]
+    ran: str = ""
+
+    def __getitem__(self, name: str) -> Row:
+        return next(row for row in self.rows if row.name == name)
+
+    def data(self) -> dict[str, Any]:
+        """The numbers of the table."""
+        return {"ran": self.ran, "rows": [row.data() for row in self.rows], "skipped": self.skipped}
+
+
+def weights(
+    batch: RecordedBatch, names: Sequence[str], *, ran: str | Objective = "", agg: str = "", **hp: Any
+) -> Weights:
+    """Compute the gradient weight of every token under several objectives.
+
+    Args:
+        batch: with the columns adv and old; `now` gives ratios other than 1, `sampler` the corrections.
+        names: objectives, for example ["dapo", "up_dapo", "tis(dapo)"].
+        ran: the objective that ran, with which the others are compared.
+        agg: one aggregation for all, in place of each objective's own.
+        **hp: hyperparameters; each objective takes those that it has.
+
+    Returns:
+        The table, `ran` first.
+
+    Raises:
+        InputError: adv or the log-probabilities are missing, or an objective does not exist.
+    """
+    batch.rollouts()
+    first = [] if not ran else [ran if isinstance(ran, Objective) else get(ran)]
+    objectives = first + [o for o in map(get, names) if o.name not in {f.name for f in first}]
+    rows: list[Row] = []
+    skipped: dict[str, str] = {}
+    for o in objectives:
+        try:
+            w = token_gradient(batch, o.aggregated(agg) if agg else framework_aggregation(o), hp)
+        except InputError as e:
+            skipped[o.name] = str(e)
+            continue
+        rows.append(_row(batch, o.name, w, rows[0].gradient if rows and first else None))
+    return Weights(rows=tuple(rows), skipped=skipped, ran=first[0].name if first else "")
+
+
+def token_gradient(batch: RecordedBatch, o: Objective, hp: dict[str, Any]) -> Float[Tensor, "B T"]:
+    """dJ/dlp of every token of the batch, 0 where it does not train."""
+    own = {k: v for k, v in hp.items() if k in o.hyperparameters}
+    b: Rollouts = batch.rollouts(sampler=o.sampler is not None)
+    out = torch.zeros(batch.mask.shape, dtype=torch.float64)
+    out[batch.mask.any(1)] = o.gradient(b, **own).double()
+    return out
+
+
+def _row(batch: RecordedBatch, name: str, w: Tensor, ran: Tensor | None) -> Row:
+    mask = batch.mask
+    assert batch.adv is not None
+    size = w.abs()
+    total = float(size.sum()) or 1.0
+    inside = size[mask]
+    positive, negative = mask & (batch.adv > 0), mask & (batch.adv < 0)
+    count = max(1, round(HEAVIEST * len(inside)))
+    lengths = mask.sum(1)
+    many = max(1, round(LONGEST * int((lengths > 0).sum())))
+    longest = lengths.argsort(descending=True, stable=True)[:many]
+    share = float(lengths[longest].sum() / lengths.sum())
+    squares = float((inside**2).sum())
+    cosine = None
+    if ran is not None:
+        norm = float(ran.norm() * w.norm())
+        cosine = float((ran * w).sum()) / norm if norm else 0.0
+    return Row(
+        name=name, dead_positive=_share(w == 0, positive), dead_negative=_share(w == 0, negative),
+        effective=total**2 / squares if squares else 0.0,
+        heaviest=float(inside.topk(count).values.sum()) / total,
+        longest=float(size[longest].sum()) / total / share, turns=_by_turn(batch, size, total),
+        cosine=1.0 if ran is None else cosine, gradient=w,
+    )  # fmt: skip
+
+
+def _share(hit: Tensor, of: Tensor) -> float:
+    return float((hit & of).sum()) / max(1, int(of.sum()))
+
+
+def _by_turn(batch: RecordedBatch, size: Tensor, total: float) -> dict[int, float]:
+    if batch.turn is None:
+        return {}
+    turns = batch.turn[batch.mask].unique().tolist()[:MOST_TURNS]
+    return {int(t): float(size[batch.mask & (batch.turn == t)].sum()) / total for t in turns}
+
+
+def heaviest_tokens(batch: RecordedBatch, row: Row, count: int = 5, tokenizer: Any = None) -> list[HeavyToken]:
+    """The tokens with the largest |w| of an objective.
+
+    Args:
+        batch: the batch of the row.
+        row: of `weights`.
+        count: how many.
+        tokenizer: of transformers, for the texts; None: no texts.
+
+    Returns:
+        The tokens, heaviest first.
+    """
+    size = row.gradient.abs()
+    total = float(size.sum()) or 1.0
+    old, now = batch.trainer(), batch.now if batch.now is not None else batch.trainer()
+    assert batch.adv is not None
+    out = []
+    for flat in size.flatten().topk(min(count, batch.tokens)).indices.tolist():
+        i, t = divmod(flat, size.shape[1])
+        sampler = None if batch.sampler is None or batch.sampler[i, t].isnan() else float(batch.sampler[i, t].exp())
+        token = int(batch.ids[i, t])
+        out.append(HeavyToken(
+            response=i, token=t, id=token, text="" if tokenizer is None else tokenizer.decode([token]),
+            share=float(size[i, t]) / total, weight=float(row.gradient[i, t]),
+            ratio=float((now[i, t] - old[i, t]).clamp(max=30).exp()), old=float(old[i, t].exp()), sampler=sampler,
+            advantage=float(batch.adv[i, t]),
+        ))  # fmt: skip
+    return out

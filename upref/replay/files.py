@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files to recorded batches: `.npz` and `.safetensors` of docs/dump.md here, frameworks' own files by their readers.
+
+A file is foreign: its announced sizes are checked before anything is allocated, nothing in it is run, and whatever its
+parser raises becomes one sentence.
+"""
+
+import io
+import json
+import math
+import pkgutil
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from upref.errors import InputError
+from upref.files import write_atomically
+from upref.replay.schema import COLUMNS, SCHEMA, RecordedBatch, make_batch, merge
+
+MOST_BYTES = 4 * 2**30  # that the columns of one file announce
+MOST_FILES = 100_000
+FACTS = ("schema", "step", "logged", "meta")  # beside the columns
+BESIDE = "upref.replay_readers"  # the package of readers: modules with SUFFIXES, recognizes, step_of and read
+GROUP = "upref.replay_readers"  # the entry points of other packages' readers: the same
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file: which step it is of, and how it is read."""
+
+    path: Path
+    step: int | None
+    load: Callable[[Path], RecordedBatch]
+
+
+def read(files: str | Path | Sequence[str | Path]) -> RecordedBatch:
+    """Read one recorded step.
+
+    Args:
+        files: a file, or the files of one step (its ranks or micro-batches).
+
+    Returns:
+        The recorded batch.
+
+    Raises:
+        InputError: a file is missing, damaged or of no known format, or the files are of several steps.
+    """
+    many = [files] if isinstance(files, str | Path) else list(files)
+    groups = _by_step(many)
+    if len(groups) != 1:
+        raise InputError(f"these files are of {len(groups)} steps: read one step, or use read_steps.")
+    return _load(groups[0])
+
+
+def read_steps(files: Iterable[str | Path]) -> Iterator[RecordedBatch]:
+    """Read the steps that these files or folders hold, in order, one in memory at a time.
+
+    Raises:
+        InputError: as `read`; or there is no file at all.
+    """
+    for group in _by_step(list(files)):
+        yield _load(group)
+
+
+def _load(group: Sequence[Source]) -> RecordedBatch:
+    return merge([_one(source.load, source.path) for source in group])
+
+
+def _by_step(files: list[str | Path]) -> list[list[Source]]:
+    paths: list[Path] = []
+    for path in map(Path, files):
+        if path.is_dir():
+            paths += sorted(p for p in path.rglob("*") if p.suffix in _suffixes() and p.is_file())
+        else:
+            paths.append(path)
+    if not paths:
+        raise InputError(
+            f"there is no recorded batch ({', '.join(_suffixes())}) in {files[0] if files else 'no file'}."
+        )
+    if len(paths) > MOST_FILES:
+        raise InputError(f"these are {len(paths):,} files: give at most {MOST_FILES:,}.")
+    sources = [_source(path) for path in paths]
+    numbered = sorted((s for s in sources if s.step is not None), key=lambda s: s.step or 0)
+    steps = [list(group) for _, group in groupby(numbered, key=lambda s: s.step)]
+    return steps + [[source] for source in sources if source.step is None]
+
+
+def _source(path: Path) -> Source:
+    if not path.is_file():
+        raise InputError(f"there is no file {path}.")
+    if path.suffix == ".npz":
+        return Source(path, _one(_npz_step, path), _read_npz)
+    if path.suffix == ".safetensors":
+        return Source(path, _one(_safetensors_step, path), _read_safetensors)
+    for reader in _readers():
+        if path.suffix in reader.SUFFIXES and _one(reader.recognizes, path):
+            return Source(path, _one(reader.step_of, path), reader.read)
+    raise InputError(f"{path} is no recorded batch: give {', '.join(_suffixes())} as docs/dump.md describes.")
+
+
+def _suffixes() -> list[str]:
+    return sorted({".npz", ".safetensors"}.union(*(reader.SUFFIXES for reader in _readers())))
+
+
+@cache
+def _readers() -> list[Any]:
+    """Modules that read files of frameworks."""
+    beside = import_module(BESIDE)
+    modules = [import_module(f"{BESIDE}.{module.name}") for module in pkgutil.iter_modules(beside.__path__)]
+    return modules + [point.load() for point in entry_points(group=GROUP)]
+
+
+def _one(work: Callable[[Path], Any], path: Path) -> Any:
+    """What `work` makes of the file; whatever a parser raises becomes one sentence."""
+    try:
+        return work(path)
+    except InputError:
+        raise
+    except ModuleNotFoundError as e:
+        raise InputError(f"{path} cannot be read without {e.name}: pip install {e.name}.") from e
+    except MemoryError as e:
+        raise InputError(f"{path} does not fit into memory: split the step into several files.") from e
+    except Exception as e:  # a damaged file makes parsers raise what they like
+        why = (str(e).splitlines() or [""])[0][:160]
+        raise InputError(f"{path} is damaged or cut off ({type(e).__name__}: {why}): write it again.") from e
+
+
+# ---- .npz ------------------------------------------------------------------------------------------------------------
+def _npz_headers(path: Path) -> None:
+    """Check what each array announces against what the archive holds, before anything is allocated."""
+    total = 0
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            name = entry.filename.removesuffix(".npy")
+            if name not in COLUMNS and name not in FACTS and name != "offsets":
+                raise InputError(f"{path}: {name!r} is no column of docs/dump.md; leave it out, or put it into meta.")
+            with archive.open(entry) as file:
+                version = np.lib.format.read_magic(file)
+                if version == (1, 0):
+                    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+                elif version == (2, 0):
+                    shape, _, dtype = np.lib.format.read_array_header_2_0(file)
+                else:
+                    raise InputError(f"{path}: {name} has the array format {version}: write it with numpy.savez.")
+                header = file.tell()
+            if dtype.hasobject:
+                raise InputError(f"{path}: {name} holds Python objects, a pickle that may run code: write numbers.")
+            announced = math.prod(shape) * dtype.itemsize
+            total += announced
+            if total > MOST_BYTES:
+                raise InputError(
+                    f"{path} announces {total / 2**30:,.1f} GiB, more than {MOST_BYTES >> 30} GiB: split it."
+                )
+            if announced != entry.file_size - header:
+                raise InputError(f"{path} is damaged: {name} announces {announced:,} bytes and holds another number.")
+
+
+def _npz_step(path: Path) -> int | None:
+    _npz_headers(path)
+    with np.load(path, allow_pickle=False) as archive:
+        return int(archive["step"]) if "step" in archive else None
+
+
+def _read_npz(path: Path) -> RecordedBatch:
+    with np.load(path, allow_pickle=False) as archive:
+        held = {name: archive[name] for name in archive.files}
+    facts = {name: str(held.pop(name)) for name in FACTS if name in held}
+    return make_batch(held, file=str(path), **_facts(facts, path))
+
+
+# ---- .safetensors ----------------------------------------------------------------------------------------------------
+def _safetensors_step(path: Path) -> int | None:
+    from safetensors import safe_open
+
+    if path.stat().st_size > MOST_BYTES:
+        raise InputError(f"{path} is larger than {MOST_BYTES >> 30} GiB: split the step into several files.")
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+    return int(metadata["step"]) if "step" in metadata else None
+
+
+def _read_safetensors(path: Path) -> RecordedBatch:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        facts = {k: v for k, v in (file.metadata() or {}).items() if k in FACTS}
+        held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
+    return make_batch(held, file=str(path), **_facts(facts, path))
+
+
+def _facts(written: dict[str, str], path: Path) -> dict[str, Any]:
+    """Step, logged and meta as the file holds them: text."""
+    schema = written.get("schema", "")
+    if schema != str(SCHEMA):
+        raise InputError(f"{path} has the schema version {schema or 'none'!r}; this upref reads {SCHEMA}.")
+    out: dict[str, Any] = {"step": int(written["step"]) if "step" in written else None}
+    for name in ("logged", "meta"):
+        value = json.loads(written.get(name, "{}"))
+        if not isinstance(value, dict):
+            raise InputError(f"{path}: {name} must be a JSON object.")
+        out[name] = value
+    out["logged"] = {str(k): float(v) for k, v in out["logged"].items()}
+    out["meta"] = {str(k): str(v) for k, v in out["meta"].items()}
+    return out
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+def write(path: str | Path, batch: RecordedBatch) -> None:
+    """Write a batch as `.npz` of docs/dump.md: ragged, floats in float32, ids in int32. The file holds users' texts.
+
+    Args:
+        path: the file, which ends in .npz. Its folder must exist.
+        batch: what to write.
+    """
+    path = Path(path)
+    if path.suffix != ".npz":
+        raise InputError(f"{path}: a recorded batch is written as .npz.")
+    width = batch.mask.shape[1]
+    last = _lengths(batch)
+    inside = np.arange(width)[None, :] < last[:, None]
+    arrays: dict[str, Any] = {"schema": SCHEMA, "offsets": np.concatenate([[0], np.cumsum(last)])}
+    for name in batch.recorded:
+        value = getattr(batch, name).numpy()
+        value = value.astype(np.float32) if value.dtype.kind == "f" else value
+        value = value.astype(np.int32) if name in ("ids", "sampler_ids", "turn") else value
+        arrays[name] = value[inside] if value.ndim == 2 else value
+    if batch.step is not None:
+        arrays["step"] = batch.step
+    arrays["logged"] = json.dumps(dict(batch.logged))
+    arrays["meta"] = json.dumps(dict(batch.meta))
+    content = io.BytesIO()
+    np.savez_compressed(content, **arrays)
+    write_atomically(path, content.getvalue())
+
+
+def _lengths(batch: RecordedBatch) -> Any:
+    """The number of slots of each response up to its last token that is not padding: a trained one, or an id other
+    than 0."""
+    used = (batch.mask | (batch.ids != 0)).numpy()
+    return np.where(used.any(1), used.shape[1] - used[:, ::-1].argmax(1), 1)

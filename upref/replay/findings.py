@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a check of a recorded batch answers: numbers and findings as data. `upref.replay.words` turns them into text."""
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from upref.replay.words import sentence
+from upref.result import Result
+
+Severity = Literal["failure", "note"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a check found.
+
+    Args:
+        check: which check: sampler, advantages, loss, old, series.
+        severity: "failure" only where the cause was undone and the difference vanished, or where the file says it
+            outright; "note" where the tokens bear a signature that several causes share.
+        cause: a key of upref.replay.words.CAUSES.
+        numbers: what its sentence quotes.
+    """
+
+    check: str
+    severity: Severity
+    cause: str
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return sentence(self.cause, self.numbers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked(Result):
+    """The answer of one check. bool() is False where a finding is a failure."""
+
+    findings: tuple[Finding, ...] = ()
+
+    def __bool__(self) -> bool:
+        return not self.failures
+
+    @property
+    def failures(self) -> list[Finding]:
+        return [f for f in self.findings if f.severity == "failure"]
+
+    @property
+    def notes(self) -> list[Finding]:
+        return [f for f in self.findings if f.severity == "note"]
+
+    def data(self) -> dict[str, Any]:
+        """Its numbers and findings, for JSON: no infinity and no not-a-number."""
+        numbers: dict[str, Any] = plain({"ok": bool(self)} | asdict(self))
+        return numbers
+
+    def json(self) -> str:
+        return json.dumps(self.data(), indent=1, ensure_ascii=False)
+
+
+def plain(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {str(k): plain(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [plain(v) for v in x]
+    if isinstance(x, float) and not math.isfinite(x):
+        return None
+    return x

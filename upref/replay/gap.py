@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gap between the sampler's log-probabilities and the trainer's, and its cause.
+
+x = log π_old by the trainer, y = log μ by the sampler, d = x - y = log ρ on every trained token. Tokens are drawn from
+μ, so E[ρ] is the mass that π_old gives to the support of μ, and E[d] = -KL(μ || π_old):
+
+    E[ρ] = 1, E[d] <= 0     two normalized policies: rounding, stale weights, other experts, quantized weights
+    E[ρ] < 1, d <= 0        μ was cut and renormalized: top_p, top_k, min_p
+    E[d] > 0                impossible for the distribution that sampled: the column is another one
+
+The partial sums of ρ - 1 are a martingale whatever the lengths of the responses are, so their standard error is
+sqrt(Σ (ρ - 1)²). A cause that can be undone is undone: a shift, exchanged rows, a factor, a floor, tokens that were
+never drawn. It is a failure where the difference vanishes with it. All else is a note: no statistic of one column
+proves a cause, and a healthy sampler must never fail.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.replay.findings import Checked, Finding
+from upref.replay.schema import RecordedBatch
+from upref.replay.undo import (
+    Columns,
+    find_exchanged_rows,
+    find_factor,
+    find_floor,
+    find_placeholder,
+    find_shift,
+)
+
+SIGNIFICANT = 5.0  # standard errors: 3e-7 one-sided, and a run asks thousands of times
+LARGE_EXPONENT = 30.0  # e^30 stays finite in sums of squares
+# bfloat16 has 8 bits: a logit of 8 is off by 0.016, and log π by a few times that in a deep model. Larger mean gaps
+# are beyond rounding in the models and engines that were measured; smaller ones need no explanation.
+ROUNDING_GAP = 0.03  # nats, mean |d|
+# Rounding that is off in one direction shifts E[d] by less than this; a temperature shifts it by a KL of this or more.
+LEAST_KL = 0.01  # nats
+FAR = 4.0  # nats: the trainer finds a token e^4 times less likely than the sampler
+FEW = 3  # tokens: fewer are no pattern
+ONE_SIDED = 10  # times as many tokens below as above
+AGREEMENT = 0.75  # mean sign of d among likely tokens, and among rare ones: seven of eight have that sign
+LEAST_RARE = 20  # tokens of either kind: chance makes such a mean of 20 signs with probability 0.0004
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap(Checked):
+    """The gap of one step, over the tokens that train and that the sampler drew.
+
+    Args:
+        tokens: number of tokens compared.
+        mean: mean of d = log π_old - log μ, in nats.
+        mean_abs: mean of |d|.
+        largest: the largest |d|.
+        rho_mean, rho_se: mean of ρ = π_old/μ and its standard error.
+        inverse_mean: mean of 1/ρ.
+        k3: mean of ρ - 1 - log ρ, which estimates KL(μ || π_old) in nats.
+        effective: (Σ ρ)² / (n Σ ρ²), the share of tokens that counts under the weights ρ.
+        cause: the cause of the first finding; "agree" if there is none.
+    """
+
+    tokens: int
+    mean: float
+    mean_abs: float
+    largest: float
+    rho_mean: float
+    rho_se: float
+    inverse_mean: float
+    k3: float
+    effective: float
+    cause: str
+
+
+def gap(batch: RecordedBatch) -> Gap:
+    """Compare the sampler's column with the trainer's, and name the cause of a difference.
+
+    Args:
+        batch: with the columns sampler and old (or now).
+
+    Returns:
+        The Gap. It is false where a cause was undone, or where tokens train that the sampler did not draw.
+
+    Raises:
+        InputError: a column is missing.
+    """
+    batch.require("sampler", purpose="the sampler's gap")
+    if batch.now is None:
+        batch.require("old", purpose="the sampler's gap")
+    assert batch.sampler is not None
+    columns = Columns(batch.trainer(), batch.sampler, batch.mask)
+    findings: list[Finding] = []
+
+    def report(severity: Any, cause: str, **numbers: Any) -> None:
+        findings.append(Finding("sampler", severity, cause, numbers))
+
+    if batch.sampler_ids is not None:
+        other = batch.mask & (batch.sampler_ids != batch.ids)
+        if other.any():
+            report("failure", "other_ids", tokens=int(other.sum()), trained=batch.tokens)
+            columns = columns.without(other.cumsum(1) > 0)  # what follows has another context
+    missing = columns.mask & columns.y.isnan()
+    if missing.any():
+        report("failure", "not_sampled", tokens=int(missing.sum()), trained=batch.tokens, value="missing")
+        columns = columns.without(missing)
+    if not columns.mask.any():
+        return _result(columns, findings)
+    y, d = columns.trained(columns.y), columns.trained(columns.d)
+    if not y.any():
+        report("note", "all_zero")
+        return _result(columns, findings)
+    if not d.any():
+        report("note", "copied")
+        return _result(columns, findings)
+
+    for undo in (find_factor, find_shift, find_exchanged_rows, find_placeholder, find_floor):
+        found = undo(columns)
+        if found is not None:
+            report("failure", found.cause, **found.numbers, before=found.before, after=found.after)
+            columns = found.columns
+            if not columns.mask.any():
+                return _result(columns, findings)
+    if batch.ref is not None:
+        against_ref = Columns(batch.ref, columns.y, columns.mask)
+        before, after = columns.distance(), against_ref.distance()
+        if before > 2 * ROUNDING_GAP and after < before / 4:
+            report("note", "reference_weights", before=before, after=after)
+    _signatures(columns, report)
+    return _result(columns, findings)
+
+
+def _signatures(columns: Columns, report: Any) -> None:
+    """Notes on what has a signature and cannot be undone."""
+    x, y, d = (columns.trained(c) for c in (columns.x, columns.y, columns.d))
+    impossible = d < -FAR
+    usual = d[~impossible]
+    typical = float(usual.abs().median()) if len(usual) else 0.0
+    # Weights that differ everywhere have a wide middle; lone tokens on a clean line have a narrow one.
+    lone = int(impossible.sum()) >= max(FEW, 0.002 * len(d)) and typical < ROUNDING_GAP
+    if lone:
+        report("note", "impossible_tokens", tokens=int(impossible.sum()), trained=len(d), far=FAR)
+        x, y, d = x[~impossible], y[~impossible], usual
+    numbers = _numbers(d)
+    mean_abs, mean = numbers["mean_abs"], numbers["mean"]
+    error = float(d.std()) / len(d) ** 0.5 if len(d) > 1 else 0.0
+    rounded = [name for name, column in (("sampler", y), ("old", x)) if _is_bfloat16(column)]
+    side = _one_sided(d)
+    if mean_abs > ROUNDING_GAP and _stretched(x, y):
+        cause = "raw_temperature" if mean > SIGNIFICANT * error else "temperature"
+        cause = cause if abs(mean) > SIGNIFICANT * error else "some_temperature"
+        report("note", cause, mean=mean, mean_abs=mean_abs, rho=numbers["rho_mean"])
+    elif side and _below_one(d * -side):
+        zeros = float(((y == 0) & (d < -ROUNDING_GAP / 10)).double().mean())
+        cause = ("cut" if zeros > 0 else "cut_or_divided") if side < 0 else "trainer_above"
+        report("note", cause, share=float((d * side > 0).double().mean()), rho=numbers["rho_mean"], zeros=zeros)
+    elif mean > LEAST_KL and mean > SIGNIFICANT * error:
+        report("note", "not_the_sampler", mean=mean, rho=numbers["rho_mean"], inverse=numbers["inverse_mean"])
+    elif len(rounded) == 1:
+        report("note", "bfloat16_column", column=rounded[0], mean_abs=mean_abs)
+    elif mean_abs > ROUNDING_GAP and not lone:
+        report("note", "two_policies", mean_abs=mean_abs, rho=numbers["rho_mean"], k3=numbers["k3"])
+
+
+def _one_sided(d: Tensor) -> int:
+    """-1 where μ is above π_old on nearly every token that differs, +1 where it is below, else 0.
+
+    At some threshold nearly all differences have one sign, and at no larger one is there a tail of the other sign: a
+    temperature has one, at rare tokens.
+    """
+    thresholds = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
+    counts = [(int((d < -t).sum()), int((d > t).sum())) for t in thresholds]
+    many = max(FEW * ONE_SIDED, 0.05 * len(d))
+    for side, (usual, rare) in ((-1, (0, 1)), (1, (1, 0))):
+        for at, count in enumerate(counts):
+            tail = [c for c in counts[at:] if c[rare] >= FEW and ONE_SIDED * c[rare] >= c[usual]]
+            if count[usual] >= many and not tail:
+                return side
+    return 0
+
+
+def _below_one(d: Tensor) -> bool:
+    """Whether the mean of e^d is below 1, by more than chance: mass is missing."""
+    excess = d.clamp(max=LARGE_EXPONENT).exp() - 1
+    return float(excess.sum()) < -SIGNIFICANT * float((excess**2).sum().sqrt())
+
+
+def _stretched(x: Tensor, y: Tensor) -> bool:
+    """Whether one column is at another temperature: above the other one on likely tokens and below it on rare ones.
+
+    Other weights and rounding move a token either way, whatever its probability.
+    """
+    differs = (x - y).abs() > 1e-3
+    sign, likely = (x - y)[differs].sign(), (x + y)[differs]
+    order = likely.argsort()
+    sums, n = sign[order].cumsum(0), len(sign)
+    if n <= 2 * LEAST_RARE:
+        return False
+    rare = torch.arange(LEAST_RARE, n - LEAST_RARE)
+    low = sums[rare - 1] / rare
+    high = (sums[-1] - sums[rare - 1]) / (n - rare)
+    return bool(((low * high < 0) & (low.abs().minimum(high.abs()) > AGREEMENT)).any())
+
+
+def _is_bfloat16(column: Tensor) -> bool:
+    """Whether every number of the column is one of bfloat16, and there are enough to tell."""
+    some = column[(column != 0) & column.isfinite()]
+    return len(some) > 20 and bool((some.bfloat16().double() == some).all())
+
+
+def _numbers(d: Tensor) -> dict[str, float]:
+    if not len(d):
+        zero = dict.fromkeys(("mean", "mean_abs", "largest", "k3", "rho_se"), 0.0)
+        return zero | {"rho_mean": 1.0, "inverse_mean": 1.0, "effective": 1.0}
+    rho = d.clamp(max=LARGE_EXPONENT).exp()
+    return {
+        "mean": float(d.mean()), "mean_abs": float(d.abs().mean()), "largest": float(d.abs().max()),
+        "rho_mean": float(rho.mean()), "rho_se": float(((rho - 1) ** 2).sum().sqrt()) / len(d),
+        "inverse_mean": float((-d).clamp(max=LARGE_EXPONENT).exp().mean()),
+        "k3": float((d.expm1() - d).clamp(max=1e12).mean()),
+        "effective": float(rho.sum() ** 2 / (len(d) * (rho**2).sum())),
+    }  # fmt: skip
+
+
+def _result(columns: Columns, findings: list[Finding]) -> Gap:
+    cause = findings[0].cause if findings else "agree"
+    d = columns.trained(columns.d)
+    return Gap(tokens=len(d), cause=cause, findings=tuple(findings), **_numbers(d))

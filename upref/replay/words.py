@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sentence of every finding: {names} are its numbers. Nothing else in this folder says what a finding means.
+
+A note names every cause that fits; it accuses nobody. A failure says what was undone and what is left.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+# ---- the sampler's column --------------------------------------------------------------------------------------------
+UNDONE = "the mean difference falls from {before:.3g} to {after:.2g} nats"
+SAMPLER = {
+    "other_ids":
+        "{tokens} of {trained} trained tokens have other ids than the sampler drew: the text was tokenized again, or "
+        "tokens were inserted.",
+    "not_sampled":
+        "{tokens} of {trained} trained tokens have no log-probability of the sampler (it is {value}): the sampler did "
+        "not draw them (the text of a tool or an environment, an appended token), or did not report them. Mask what it "
+        "did not draw.",
+    "factor":
+        "the sampler's log-probabilities are {factor:.4g} times the trainer's: one of them was divided by a "
+        "temperature after the log-softmax, or has another base. Divided out, " + UNDONE + ".",
+    "sign": "the sampler's column holds negative log-probabilities: change its sign.",
+    "probabilities": "the sampler's column holds probabilities: record their logarithm.",
+    "shift":
+        "in {rows} of {of} responses the sampler's number of a token stands {shift:+d} slots from the trainer's. Moved "
+        "back, " + UNDONE + ".",
+    "rows":
+        "{rows} of {of} responses have the sampler's column of another response (row {first} has that of row "
+        "{second}). Put back, " + UNDONE + ".",
+    "floor":
+        "the column {column} has a {side} at {value:.4g}, which {tokens} tokens share; the other column goes on. With "
+        "the same {side} there, " + UNDONE + ".",
+    "all_zero": "the sampler's column is 0 on every trained token: it was not recorded, or the sampler was certain of "
+        "every token (greedy, or cut to one token).",
+    "copied":
+        "the sampler's column equals the trainer's bit for bit: it is a copy, or one engine made both. The gap is "
+        "unknown.",
+    "reference_weights":
+        "the sampler's column fits the reference model better than the trainer ({after:.2g} against {before:.2g} "
+        "nats): the engine may still hold the weights of the reference.",
+    "impossible_tokens":
+        "{tokens} of {trained} tokens are {far:g} nats less likely for the trainer than for the sampler, on an "
+        "otherwise clean line: other ids (a text that was tokenized again, an inserted token), or other experts or "
+        "weights. Record sampler_ids to tell.",
+    "cut":
+        "the sampler is above the trainer on {share:.0%} of the tokens, and certain where the trainer is not: it was "
+        "cut and renormalized (top_p, min_p or top_k), the trainer is not. Mean kept mass E[ρ] = {rho:.3f}.",
+    "cut_or_divided":
+        "the sampler is above the trainer on {share:.0%} of the tokens, E[ρ] = {rho:.3f}: the sampler was cut and "
+        "renormalized (top_p, top_k, min_p), or the trainer divides log-probabilities by the temperature in place of "
+        "logits.",
+    "trainer_above":
+        "the trainer is above the sampler on {share:.0%} of the tokens, E[ρ] = {rho:.3f}: the trainer is cut and "
+        "renormalized and the sampler's column is not, or one of them divides log-probabilities by the temperature.",
+    "raw_temperature":
+        "the sampler's column is not the distribution that sampled (mean log ρ = {mean:+.3f}; at most 0 is possible) "
+        "and is stretched against the trainer's: log-probabilities before the temperature (vLLM: "
+        "logprobs_mode=processed_logprobs), or of another temperature.",
+    "not_the_sampler":
+        "the sampler's column is not the distribution that sampled (mean log ρ = {mean:+.3f}; at most 0 is possible): "
+        "log-probabilities before the temperature or before penalties, of other weights than those that sampled, or "
+        "computed again.",
+    "temperature":
+        "the columns are two stretched versions of each other, mean gap {mean_abs:.3f} nats, E[ρ] = {rho:.3f}: the "
+        "trainer's temperature is not the sampler's.",
+    "some_temperature":
+        "the columns are two stretched versions of each other, mean gap {mean_abs:.3f} nats, E[ρ] = {rho:.3f}: the "
+        "trainer's temperature is not the sampler's, or the sampler's column is of before the temperature.",
+    "bfloat16_column":
+        "the column {column} holds bfloat16 numbers, 8 bits of each log-probability; mean gap {mean_abs:.2g} nats.",
+    "two_policies":
+        "two normalized policies, mean gap {mean_abs:.3f} nats, E[ρ] = {rho:.3f}, KL about {k3:.2g}: more than "
+        "bfloat16 rounding in most models. Stale or undelivered weights, other experts, quantization and low "
+        "precision all look like this; several steps tell more.",
+}  # fmt: skip
+
+# ---- several steps ---------------------------------------------------------------------------------------------------
+SERIES = {
+    "never_delivered":
+        "at {steps} steps the sampler's column is that of the reference model, and the gap to the trainer grows from "
+        "{first:.2g} to {last:.2g} nats: the engine never received new weights.",
+    "grows_with_steps":
+        "the gap grows with the steps (KL {first:.2g} to {last:.2g}) and not with the lag: weights that never reach "
+        "the engine look like this, and so do a rising learning rate in an asynchronous run and a numerical gap that "
+        "grows. Record ref, or version, to tell.",
+    "follows_lag":
+        "the gap follows the lag of the weights that sampled (KL {low:.2g} at lag {least}, {high:.2g} at lag {most}): "
+        "staleness.",
+}  # fmt: skip
+
+# ---- advantages ------------------------------------------------------------------------------------------------------
+ADVANTAGES = {
+    "wrong_grouping":
+        "advantages are {estimator} of {grouping}: {mixed} of these {groups} groups mix prompts. Within the prompts no "
+        "estimator gives them.",
+    "whole_batch":
+        "advantages are {estimator} over the whole batch, not within each prompt. REINFORCE++ does that; "
+        "GRPO does not.",
+    "subgroups":
+        "advantages are {estimator} of {grouping}, which divides the prompts into smaller groups: a prompt that was "
+        "drawn several times looks like this.",
+    "no_estimator":
+        "no estimator gives the recorded advantages from the recorded rewards: shaped or clipped rewards, a group "
+        "that is not whole in this file, or a custom estimator.",
+    "per_token":
+        "advantages differ within {rows} of {of} responses: they are of tokens (GAE, a KL term in the reward), which "
+        "rewards of responses do not give.",
+    "no_signal": "all advantages are 0: nothing trains.",
+    "too_few": "{responses} responses have an advantage other than 0: too few to name an estimator.",
+}  # fmt: skip
+
+# ---- the loss --------------------------------------------------------------------------------------------------------
+LOSS = {
+    "other_sum":
+        "the logged loss {logged:.6g} is the {found} of {objective}'s terms, not the {expected} ({value:.6g}).",
+    "multiple":
+        "the logged loss {logged:.6g} is {factor:.6g} times the {expected} of {objective}'s terms ({value:.6g}): a "
+        "count of micro-batches, accumulation steps or ranks enters once too often or too rarely.",
+    "divided":
+        "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms ({value:.6g}); their sum divided by "
+        "{divisor:.6g} would be it, where {tokens} tokens and {responses} responses train.",
+    "unexplained":
+        "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms ({value:.6g}), and no other sum of "
+        "them.",
+    "uninformative":
+        "the loss says nothing here: its terms cancel to {value:.2g} (at r = 1 they are the advantages, whose "
+        "mean is 0).",
+    "needs_now":
+        "the column now was not recorded, so the loss is that of the first optimizer step, r = 1.",
+}  # fmt: skip
+
+# ---- which policy is old ---------------------------------------------------------------------------------------------
+OLD = {
+    "ratio_one":
+        "r = 1 on every token although the weights that sampled are {lag} steps old: old was computed with the current "
+        "weights, so no clip acts.",
+}  # fmt: skip
+
+CAUSES: dict[str, str] = SAMPLER | SERIES | ADVANTAGES | LOSS | OLD
+
+
+def sentence(cause: str, numbers: Mapping[str, Any]) -> str:
+    """The finding in words."""
+    return CAUSES[cause].format(**numbers)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NeMo-RL's `train_data_step{N}.jsonl`: one response a line, written by default beside its logs.
+
+https://github.com/NVIDIA-NeMo/RL/blob/7ea279abfbeb698b092856d0dab61e7cf39bc909/nemo_rl/algorithms/grpo.py#L3651
+Each value has a batch axis of one. Log-probabilities stand at the position of their token; position 0 never trains.
+With dynamic sampling `rewards` is of all responses and `filtered_rewards` of those that train. The prompt has no id:
+responses whose tokens before the first trained one are equal form a group, as in NeMo-RL itself.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from upref.errors import InputError
+from upref.replay.schema import RecordedBatch, make_batch
+
+SUFFIXES = (".jsonl",)
+KEYS = {"token_ids": "ids", "advantages": "adv", "generation_logprobs": "sampler", "prev_logprobs": "old"}
+NEEDED = ("token_ids", "token_loss_mask", "sample_loss_mask")
+ABSENT = "NeMo-RL's train_data_step*.jsonl has no such column."
+HINTS = {
+    "old": "NeMo-RL writes zeros with loss_fn.force_on_policy_ratio=true; set it to false.",
+    "now": ABSENT,
+    "ref": ABSENT,
+    "version": ABSENT,
+    "sampler": "this file has no generation_logprobs.",
+    "reward": "this file has no rewards.",
+    "adv": "this file has no advantages.",
+}
+
+
+def recognizes(path: Path) -> bool:
+    """Whether the first line is a response of NeMo-RL."""
+    with path.open(encoding="utf-8") as file:
+        first = file.readline()
+    return all(f'"{key}"' in first for key in NEEDED[1:])
+
+
+def step_of(path: Path) -> int | None:
+    """The number in the name of the file."""
+    found = re.search(r"step(\d+)", path.stem)
+    return int(found[1]) if found else None
+
+
+def read(path: Path) -> RecordedBatch:
+    """Read one file.
+
+    Raises:
+        InputError: a line lacks a key, or its lists differ in length.
+    """
+    rows: list[dict[str, Any]] = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file):
+            rows.append(_row(json.loads(line), f"{path}, line {number + 1}"))
+    if not rows:
+        raise InputError(f"{path} is empty: NeMo-RL writes one response a line.")
+    shared = set.intersection(*(set(row) for row in rows))
+    width = max(len(row["ids"]) for row in rows)
+    columns: dict[str, Any] = {}
+    for name in sorted(shared):
+        values = [row[name] for row in rows]
+        if name == "reward":
+            columns[name] = np.array(values)
+        else:
+            columns[name] = np.stack([np.pad(value, (0, width - len(value))) for value in values])
+    if "old" in columns and not (columns["old"] * columns["mask"]).any():
+        del columns["old"]
+    columns["group"] = _groups(columns["ids"], columns["mask"])
+    return make_batch(columns, file=str(path), step=step_of(path), meta={"framework": "NeMo-RL"}, hints=HINTS)
+
+
+def _row(line: dict[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(line, dict):
+        raise InputError(f"{where} is no JSON object: NeMo-RL writes one response a line.")
+    for key in NEEDED:
+        if key not in line:
+            raise InputError(f"{where} lacks {key}: NeMo-RL writes it into each line; was the file altered?")
+    ids = np.array(_first(line["token_ids"]), dtype=np.int64)
+    mask = np.array(_first(line["token_loss_mask"])) * np.array(_first(line["sample_loss_mask"]))
+    out: dict[str, Any] = {"ids": ids, "mask": mask != 0}
+    for key, name in KEYS.items():
+        if key in line and name != "ids":
+            value = np.array(_first(line[key]), dtype=np.float64)
+            out[name] = np.broadcast_to(value, ids.shape) if value.ndim == 0 or len(value) == 1 else value
+    for name, value in out.items():
+        if value.shape != ids.shape:
+            raise InputError(f"{where}: {name} has shape {value.shape}, token_ids {ids.shape}; was the file altered?")
+    out["mask"][0] = False
+    for key in ("rewards", "filtered_rewards"):  # the second, where it is there, is of the responses that train
+        if key in line:
+            out["reward"] = float(np.array(_first(line[key])).reshape(-1)[0])
+    return out
+
+
+def _first(value: Any) -> Any:
+    """The value without its batch axis of one: [x], or [[x, y, ...]]."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _groups(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """One number for each prompt: the tokens before the first trained one."""
+    numbers: dict[bytes, int] = {}
+    start = np.where(mask.any(1), mask.argmax(1), ids.shape[1])
+    keys = [row[:n].tobytes() for row, n in zip(ids, start, strict=True)]
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
