@@ -29,6 +29,7 @@ from upref.replay.undo import (
     find_floor,
     find_placeholder,
     find_shift,
+    is_bfloat16,
 )
 
 SIGNIFICANT = 5.0  # standard errors: 3e-7 one-sided, and a run asks thousands of times
@@ -144,7 +145,7 @@ def _signatures(columns: Columns, report: Any) -> None:
     numbers = _numbers(d)
     mean_abs, mean = numbers["mean_abs"], numbers["mean"]
     error = float(d.std()) / len(d) ** 0.5 if len(d) > 1 else 0.0
-    rounded = [name for name, column in (("sampler", y), ("old", x)) if _is_bfloat16(column)]
+    rounded = [name for name, column in (("sampler", y), ("old", x)) if is_bfloat16(column)]
     side = _one_sided(d)
     if mean_abs > ROUNDING_GAP and _stretched(x, y):
         cause = "raw_temperature" if mean > SIGNIFICANT * error else "temperature"
@@ -200,12 +201,6 @@ def _stretched(x: Tensor, y: Tensor) -> bool:
     low = sums[rare - 1] / rare
     high = (sums[-1] - sums[rare - 1]) / (n - rare)
     return bool(((low * high < 0) & (low.abs().minimum(high.abs()) > AGREEMENT)).any())
-
-
-def _is_bfloat16(column: Tensor) -> bool:
-    """Whether every number of the column is one of bfloat16, and there are enough to tell."""
-    some = column[(column != 0) & column.isfinite()]
-    return len(some) > 20 and bool((some.bfloat16().double() == some).all())
 
 
 def _numbers(d: Tensor) -> dict[str, float]:

@@ -23,6 +23,8 @@ PREFIX = 64  # tokens of a row that are compared with other rows
 FEW = 3
 LEAST_RATIOS = 10  # likely and rare tokens, for the median of a ratio
 CHANGED_SHARE = 0.02  # of the responses, beyond which a cause of some of them is reported
+ENOUGH = 20  # numbers, to tell that a column holds bfloat16
+FAR_BELOW = -100  # nats: no token that was drawn
 UNLIKELY = 0.05  # probability by the trainer of a token that an engine would not report as certain
 
 
@@ -212,26 +214,34 @@ def find_placeholder(c: Columns) -> Undone | None:
     """One exact number stands on tokens that the trainer finds unlikely: the sampler did not draw them.
 
     Placeholders are whole numbers: 0, -1, -9999. Other numbers repeat in a healthy column, where responses to one
-    prompt begin with the same token.
+    prompt begin with the same token. An engine reports 0 for a certain token as well, and a mixture of experts may be
+    certain where the trainer is not: so a 0 counts only in a run of tokens of which several are unlikely.
     """
     y = c.trained(c.y)
     whole = y[y == y.round()]
+    if is_bfloat16(y):  # whole numbers of its grid repeat
+        whole = whole[(whole == 0) | (whole <= FAR_BELOW)]
     values, counts = whole.unique(return_counts=True)
     for at in counts.argsort(descending=True)[:FEW].tolist():
         value = values[at]
         tied = c.mask & (c.y == value)
-        # An engine reports 0 for a token that is certain, and so it is for the trainer.
         evidence = tied & ((c.x < math.log(UNLIKELY)) if value == 0 else ((c.x - value).abs() > 1))
-        varied = len(c.x[evidence].unique())
+        run = _runs_with(tied, evidence, FEW if value == 0 else 1)
+        varied = len(c.x[evidence & run].unique())
         if varied < FEW or _limits(c, tied, value):
             continue
-        run = _runs_with(tied, evidence)
         rest = c.without(run)
         on_run = Columns(c.x, c.y, run).distance()
         if on_run > 3 * rest.distance():
             numbers = {"tokens": int(run.sum()), "trained": len(y), "value": f"{value.item():g}"}
             return Undone("not_sampled", rest, c.distance(), rest.distance(), numbers)
     return None
+
+
+def is_bfloat16(column: Tensor) -> bool:
+    """Whether every number of the column is one of bfloat16, and there are enough to tell."""
+    some = column[(column != 0) & column.isfinite()]
+    return len(some) > ENOUGH and bool((some.bfloat16().double() == some).all())
 
 
 def _limits(c: Columns, tied: Tensor, value: Tensor) -> bool:
@@ -242,13 +252,14 @@ def _limits(c: Columns, tied: Tensor, value: Tensor) -> bool:
     return bool(value == y.max() and value < 0 and (beyond > 0).double().mean() > 0.9)
 
 
-def _runs_with(tied: Tensor, evidence: Tensor) -> Tensor:
-    """The runs of neighbouring tied tokens that contain evidence."""
+def _runs_with(tied: Tensor, evidence: Tensor, least: int) -> Tensor:
+    """The runs of neighbouring tied tokens of which at least so many, and a fifth of the run, are evidence."""
     starts = tied & ~torch.nn.functional.pad(tied, (1, 0))[:, :-1]
     number = starts.flatten().cumsum(0).view(tied.shape)
-    hit = torch.zeros(int(number.max()) + 1, dtype=torch.bool)
-    hit[number[evidence]] = True
-    return tied & hit[number]
+    runs = int(number.max()) + 1
+    sizes = torch.bincount(number[tied], minlength=runs)
+    hits = torch.bincount(number[evidence], minlength=runs)
+    return tied & ((hits >= least) & (hits >= 0.2 * sizes))[number]
 
 
 def find_floor(c: Columns) -> Undone | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 # ---- the sampler's column --------------------------------------------------------------------------------------------
 UNDONE = "the mean difference falls from {before:.3g} to {after:.2g} nats"
+ABOVE_ZERO = "mean log ρ = {mean:+.3f}, at most 0 unless the mask leaves out tokens by their ratio"
 SAMPLER = {
     "other_ids":
         "{tokens} of {trained} trained tokens have other ids than the sampler drew: the text was tokenized again, or "
@@ -54,19 +55,19 @@ SAMPLER = {
         "the trainer is above the sampler on {share:.0%} of the tokens, E[ρ] = {rho:.3f}: the trainer is cut and "
         "renormalized and the sampler's column is not, or one of them divides log-probabilities by the temperature.",
     "raw_temperature":
-        "the sampler's column is not the distribution that sampled (mean log ρ = {mean:+.3f}; at most 0 is possible) "
-        "and is stretched against the trainer's: log-probabilities before the temperature (vLLM: "
-        "logprobs_mode=processed_logprobs), or of another temperature.",
+        "the sampler's column is not the distribution that sampled (" + ABOVE_ZERO + "), and is stretched against the "
+        "trainer's: log-probabilities of before the temperature (vLLM: logprobs_mode=processed_logprobs), or of "
+        "another temperature.",
     "not_the_sampler":
-        "the sampler's column is not the distribution that sampled (mean log ρ = {mean:+.3f}; at most 0 is possible): "
-        "log-probabilities before the temperature or before penalties, of other weights than those that sampled, or "
-        "computed again.",
+        "the sampler's column is not the distribution that sampled (" + ABOVE_ZERO + "): log-probabilities of before "
+        "the temperature or before penalties, of other weights than those that sampled, or computed again.",
     "temperature":
-        "the columns are two stretched versions of each other, mean gap {mean_abs:.3f} nats, E[ρ] = {rho:.3f}: the "
-        "trainer's temperature is not the sampler's.",
+        "the columns are two stretched versions of each other, mean gap {mean_abs:.3f} nats, E[ρ] = {rho:.3f}: "
+        "another temperature or scale of the logits, or weights that have grown sharper or flatter since the sampling.",
     "some_temperature":
-        "the columns are two stretched versions of each other, mean gap {mean_abs:.3f} nats, E[ρ] = {rho:.3f}: the "
-        "trainer's temperature is not the sampler's, or the sampler's column is of before the temperature.",
+        "the columns are two stretched versions of each other, mean gap {mean_abs:.3f} nats, E[ρ] = {rho:.3f}: "
+        "another temperature or scale of the logits, a sampler's column of before the temperature, or weights that "
+        "have grown sharper or flatter since the sampling.",
     "bfloat16_column":
         "the column {column} holds bfloat16 numbers, 8 bits of each log-probability; mean gap {mean_abs:.2g} nats.",
     "two_policies":
