@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from tests.replay.simulator import FAULTS, World
+from upref.replay.batch import make_batch
 from upref.replay.gap import gap
-from upref.replay.schema import make_batch
 
 TUNED = (
     "qwen3", "qwen3_moe", "llama", "gpt2", "gemma", "olmo2", "mistral", "phi3", "smollm3", "glm4", "stablelm",

@@ -22,7 +22,7 @@ def causes(run, *left_out):
     return bool(found), [f.cause for f in found.series.findings]
 
 
-def test_the_column_of_the_reference_proves_that_nothing_was_delivered(runs):
+def test_the_reference_proves_that_nothing_was_delivered(runs):
     assert causes(runs["never"]) == (False, ["never_delivered"])
 
 
@@ -49,7 +49,7 @@ def test_a_rising_learning_rate_in_a_late_run_is_no_failure():
     assert found and [f.cause for f in found.notes] == ["grows_with_steps"]
 
 
-def test_a_false_verdict_of_the_series_is_the_verdict_of_the_replay(runs):
+def test_a_failure_of_the_series_fails_the_replay(runs):
     found = replay(steps_of(runs["never"]), only=["sampler"])
     assert found.status == 1 and "never received new weights" in found.text()
     assert '"never_delivered"' in found.json()

@@ -11,12 +11,14 @@ The columns are those of docs/dump.md. A recorded batch holds users' texts, as t
 """
 
 from upref.replay.advantages import advantages
+from upref.replay.batch import make_batch
 from upref.replay.compare import heaviest_tokens, weights
 from upref.replay.files import read, read_steps, write
 from upref.replay.gap import gap
 from upref.replay.loss import loss
-from upref.replay.report import Replay, replay
-from upref.replay.schema import RecordedBatch, make_batch
+from upref.replay.report import Replay
+from upref.replay.run import replay
+from upref.replay.schema import RecordedBatch
 from upref.replay.series import measure_step, series
 
 __all__ = [

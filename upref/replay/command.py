@@ -9,7 +9,7 @@ from typing import Any
 from upref.errors import InputError
 from upref.registry import get
 from upref.replay.files import read_steps
-from upref.replay.report import CHECKS, replay
+from upref.replay.run import CHECKS, replay
 
 
 def run(args: Any, hp: dict[str, Any]) -> int:

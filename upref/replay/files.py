@@ -23,7 +23,8 @@ import numpy as np
 
 from upref.errors import InputError
 from upref.files import write_atomically
-from upref.replay.schema import COLUMNS, SCHEMA, RecordedBatch, make_batch, merge
+from upref.replay.batch import make_batch, merge
+from upref.replay.schema import COLUMNS, SCHEMA, RecordedBatch
 
 MOST_BYTES = 4 * 2**30  # that the columns of one file announce
 MOST_FILES = 100_000

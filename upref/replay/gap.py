@@ -21,16 +21,10 @@ import torch
 from torch import Tensor
 
 from upref.replay.findings import Checked, Finding
+from upref.replay.places import find_exchanged_rows, find_shift
 from upref.replay.schema import RecordedBatch
-from upref.replay.undo import (
-    Columns,
-    find_exchanged_rows,
-    find_factor,
-    find_floor,
-    find_placeholder,
-    find_shift,
-    is_bfloat16,
-)
+from upref.replay.undo import Columns
+from upref.replay.values import find_factor, find_floor, find_placeholder, is_bfloat16
 
 SIGNIFICANT = 5.0  # standard errors: 3e-7 one-sided, and a run asks thousands of times
 LARGE_EXPONENT = 30.0  # e^30 stays finite in sums of squares

@@ -28,7 +28,7 @@ SAMPLER = {
         "back, " + UNDONE + ".",
     "rows":
         "{rows} of {of} responses have the sampler's column of another response (row {first} has that of row "
-        "{second}). Put back, " + UNDONE + ".",
+        "{second}). Exchanged again, " + UNDONE + ".",
     "floor":
         "the column {column} has a {side} at {value:.4g}, which {tokens} tokens share; the other column goes on. With "
         "the same {side} there, " + UNDONE + ".",
@@ -119,8 +119,8 @@ LOSS = {
         "the logged loss {logged:.6g} is {factor:.6g} times the {expected} of {objective}'s terms ({value:.6g}): a "
         "count of micro-batches, accumulation steps or ranks enters once too often or too rarely.",
     "divided":
-        "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms ({value:.6g}); their sum divided by "
-        "{divisor:.6g} would be it, where {tokens} tokens and {responses} responses train.",
+        "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms ({value:.6g}); it would "
+        "equal their sum divided by {divisor:.6g}, where {tokens} tokens and {responses} responses train.",
     "unexplained":
         "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms ({value:.6g}), and no other sum of "
         "them.",

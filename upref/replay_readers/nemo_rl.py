@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from upref.errors import InputError
-from upref.replay.schema import RecordedBatch, make_batch
+from upref.replay.batch import make_batch
+from upref.replay.schema import RecordedBatch
 
 SUFFIXES = (".jsonl",)
 KEYS = {"token_ids": "ids", "advantages": "adv", "generation_logprobs": "sampler", "prev_logprobs": "old"}

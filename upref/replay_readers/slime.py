@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError
-from upref.replay.schema import RecordedBatch, make_batch
+from upref.replay.batch import make_batch
+from upref.replay.schema import RecordedBatch
 
 SUFFIXES = (".pt",)
 COLUMNS = {

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a replay as lines of text. What a finding means is in words.py."""
+
+import textwrap
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from upref.replay.compare import HeavyToken, Weights
+from upref.replay.findings import Finding
+from upref.replay.schema import RecordedBatch
+
+if TYPE_CHECKING:
+    from upref.replay.report import Replay, StepChecks
+
+SHOWN = 4  # findings of one check that are printed
+WIDTH = 118
+
+
+def report_lines(found: "Replay", verbose: bool) -> Iterator[str]:
+    """The lines of a report. verbose: every step."""
+    shown = found.steps if verbose or len(found.steps) < 3 else found.steps[-1:]
+    if len(shown) < len(found.steps):
+        yield f"{len(found.steps)} steps, {found.steps[0].step} to {found.steps[-1].step}; the last one:"
+    for s in shown:
+        yield s.summary
+        yield from _step_lines(s)
+    yield from _earlier(found, shown)
+    if found.series is not None:
+        yield from _finding_lines("run", found.series.findings)
+        k3 = [s.k3 for s in found.series.steps]
+        word = "      run" if found.series.findings else "ok    run"
+        yield f"{word}: KL(μ ‖ π_old) {k3[0]:.2g} at first, {k3[-1]:.2g} at last, at most {max(k3):.2g}"
+    for check, why in found.not_run.items():
+        yield _fold(f"not run  {check}: {why}")
+    if found.table is not None:
+        yield from _table_lines(found.table)
+    if found.heaviest:
+        yield from _heavy_lines(found.heaviest)
+
+
+def _earlier(found: "Replay", shown: "tuple[StepChecks, ...]") -> Iterator[str]:
+    """One line for each cause of a failure in the steps that are not shown."""
+    steps: dict[tuple[str, str], list[int]] = {}
+    texts: dict[tuple[str, str], Finding] = {}
+    for s in found.steps:
+        for f in s.findings:
+            if s not in shown and f.severity == "failure":
+                steps.setdefault((f.check, f.cause), []).append(s.step)
+                texts.setdefault((f.check, f.cause), f)
+    for key, at in steps.items():
+        yield _fold(f"FAIL  {key[0]}: {texts[key]} At {len(at)} earlier steps, first at {at[0]}.")
+
+
+def summary_line(batch: RecordedBatch) -> str:
+    """Where the step was read, its size, and its columns."""
+    lengths = batch.mask.sum(1)
+    lengths = lengths[lengths > 0]
+    step = "" if batch.step is None else f", step {batch.step}"
+    return (
+        f"{batch.file}{step}: {len(batch.mask)} responses, {batch.tokens:,} trained tokens, lengths "
+        f"{int(lengths.min())} to {int(lengths.max())}; has {', '.join(batch.recorded)}"
+        + ("" if batch.now is not None else "; no now, so r = 1")
+    )
+
+
+def _step_lines(s: "StepChecks") -> Iterator[str]:
+    g = s.sampler
+    if g is not None:
+        yield from _finding_lines("sampler", g.findings)
+        word = "ok    sampler: rounding only" if not g.findings else "      sampler"
+        yield (
+            f"{word}; {g.tokens:,} tokens, mean |log ρ| {g.mean_abs:.3g}, largest {g.largest:.3g}, "
+            f"E[ρ] {g.rho_mean:.4f} ± {g.rho_se:.4f}, KL {g.k3:.2g}, effective {g.effective:.0%}"
+        )
+    a = s.advantages
+    if a is not None:
+        yield from _finding_lines("advantages", a.findings)
+        if a.estimator and not a.findings:
+            also = f" (so do {', '.join(a.also)})" if a.also else ""
+            yield _fold(f"ok    advantages: {a.estimator} of {a.grouping}{also}")
+    if s.loss is not None:
+        yield from _finding_lines("loss", s.loss.findings)
+        if s.loss.found == s.loss.expected:
+            yield f"ok    loss: {s.loss.logged:.6g} is the {s.loss.expected} of {s.loss.objective}'s terms"
+    if s.old is not None:
+        yield from _finding_lines("old", (s.old,))
+
+
+def _finding_lines(check: str, findings: Iterable[Finding]) -> Iterator[str]:
+    for number, f in enumerate(findings):
+        if number < SHOWN:
+            yield _fold(f"{'FAIL' if f.severity == 'failure' else 'note'}  {check}: {f}")
+
+
+def _table_lines(table: Weights) -> Iterator[str]:
+    ran = any(row.cosine is not None for row in table.rows) and table.ran
+    yield (
+        f"{'what each would do':22} {'dead A>0':>9} {'dead A<0':>9} {'effective':>10} {'top 1 %':>8} {'longest':>8}"
+        + (f" {'cosine':>7}" if ran else "")
+        + ("  by turn" if table.rows and table.rows[0].turns else "")
+    )
+    for row in table.rows:
+        turns = " ".join(f"{t}:{v:.0%}" for t, v in row.turns.items())
+        yield (
+            f"{row.name[:22]:22} {row.dead_positive:>9.1%} {row.dead_negative:>9.1%} {row.effective:>10,.0f} "
+            f"{row.heaviest:>8.1%} {row.longest:>8.2f}"
+            + (f" {row.cosine:>7.3f}" if ran and row.cosine is not None else "")
+            + (f"  {turns}" if turns else "")
+        )
+
+
+def _heavy_lines(heaviest: tuple[HeavyToken, ...]) -> Iterator[str]:
+    yield f"{'heaviest tokens':22} {'share':>9} {'p_old':>9} {'p_sampler':>10} {'r':>8} {'A':>8}"
+    for t in heaviest:
+        where = f"response {t.response}, token {t.token}"
+        sampler = "" if t.sampler is None else f"{t.sampler:.4f}"
+        yield (
+            f"{where:22} {t.share:>9.2%} {t.old:>9.4f} {sampler:>10} {t.ratio:>8.3f} {t.advantage:>8.3f}  id {t.id}"
+            + (f" {t.text!r}" if t.text else "")
+        )
+
+
+def _fold(line: str) -> str:
+    """Wrapped, with the rest under the text of the first line."""
+    return textwrap.fill(line, WIDTH, subsequent_indent=" " * 6)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers of a column that are not the log-probability: a factor, probabilities, placeholders, a floor."""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from upref.replay.undo import FEW, NOTICEABLE, QUARTER, Columns, Undone
+
+LEAST_RATIOS = 10  # likely and rare tokens, for the median of a ratio
+ENOUGH = 20  # numbers, to tell that a column holds bfloat16
+FAR_BELOW = -100  # nats: no token that was drawn
+UNLIKELY = 0.05  # probability by the trainer of a token that an engine would not report as certain
+
+
+def find_factor(c: Columns) -> Undone | None:
+    """The sampler's column is a multiple of the trainer's, has the other sign, or holds probabilities."""
+    x, y = c.trained(c.x), c.trained(c.y)
+    before = c.distance()
+    if before < NOTICEABLE:
+        return None
+    if bool((y >= 0).all()) and bool((y <= 1).all()):
+        logs = torch.where(c.mask, c.y.clamp(min=1e-30).log(), 0.0)
+        undone = replace(c, y=logs)
+        if (after := undone.distance()) < QUARTER * before:
+            return Undone("probabilities", undone, before, after)
+    sure = (x < -0.05) & (y.abs() > 1e-6)
+    if int(sure.sum()) < 10:
+        return None
+    factor = float((y[sure] / x[sure]).median())
+    if factor == 0 or abs(factor - 1) < 0.02:
+        return None
+    undone = replace(c, y=c.y / factor)
+    after = undone.distance()
+    if after < QUARTER * before and _one_factor(x, y):
+        cause = "sign" if abs(factor + 1) < 0.02 else "factor"
+        return Undone(cause, undone, before, after, {"factor": factor})
+    return None
+
+
+def _one_factor(x: Tensor, y: Tensor) -> bool:
+    """Whether likely and rare tokens have the same factor. At another temperature they do not: likely tokens come much
+    nearer to 0 than rare ones."""
+    likely, rare = (x > -0.7) & (x < -0.02), x < -1.5
+    if min(int(likely.sum()), int(rare.sum())) < LEAST_RATIOS:
+        return False
+    first, second = (float((y[some] / x[some]).median()) for some in (likely, rare))
+    return abs(first - second) < 0.05 * abs(second)
+
+
+def find_placeholder(c: Columns) -> Undone | None:
+    """One exact number stands on tokens that the trainer finds unlikely: the sampler did not draw them.
+
+    Placeholders are whole numbers: 0, -1, -9999. Other numbers repeat in a healthy column, where responses to one
+    prompt begin with the same token. An engine reports 0 for a certain token as well, and a mixture of experts may be
+    certain where the trainer is not: so a 0 counts only in a run of tokens of which several are unlikely.
+    """
+    y = c.trained(c.y)
+    whole = y[y == y.round()]
+    if is_bfloat16(y):  # whole numbers of its grid repeat
+        whole = whole[(whole == 0) | (whole <= FAR_BELOW)]
+    values, counts = whole.unique(return_counts=True)
+    for at in counts.argsort(descending=True)[:FEW].tolist():
+        value = values[at]
+        tied = c.mask & (c.y == value)
+        evidence = tied & ((c.x < math.log(UNLIKELY)) if value == 0 else ((c.x - value).abs() > 1))
+        run = _runs_with(tied, evidence, FEW if value == 0 else 1)
+        varied = len(c.x[evidence & run].unique())
+        if varied < FEW or _limits(c, tied, value):
+            continue
+        rest = c.without(run)
+        on_run = Columns(c.x, c.y, run).distance()
+        if on_run > 3 * rest.distance():
+            numbers = {"tokens": int(run.sum()), "trained": len(y), "value": f"{value.item():g}"}
+            return Undone("not_sampled", rest, c.distance(), rest.distance(), numbers)
+    return None
+
+
+def is_bfloat16(column: Tensor) -> bool:
+    """Whether every number of the column is one of bfloat16, and there are enough to tell."""
+    some = column[(column != 0) & column.isfinite()]
+    return len(some) > ENOUGH and bool((some.bfloat16().double() == some).all())
+
+
+def _limits(c: Columns, tied: Tensor, value: Tensor) -> bool:
+    """Whether the number is the floor or the ceiling of its column, beyond which the other column goes on."""
+    y, beyond = c.trained(c.y), c.x[tied] - value
+    if value == y.min() and value != y.max():
+        return bool((beyond < 0).double().mean() > 0.9)
+    return bool(value == y.max() and value < 0 and (beyond > 0).double().mean() > 0.9)
+
+
+def _runs_with(tied: Tensor, evidence: Tensor, least: int) -> Tensor:
+    """The runs of neighbouring tied tokens of which at least so many, and a fifth of the run, are evidence."""
+    starts = tied & ~torch.nn.functional.pad(tied, (1, 0))[:, :-1]
+    number = starts.flatten().cumsum(0).view(tied.shape)
+    runs = int(number.max()) + 1
+    sizes = torch.bincount(number[tied], minlength=runs)
+    hits = torch.bincount(number[evidence], minlength=runs)
+    return tied & ((hits >= least) & (hits >= 0.2 * sizes))[number]
+
+
+def find_floor(c: Columns) -> Undone | None:
+    """One column has a floor (or a ceiling) at which values of the other one go on."""
+    for name, held, other in (("sampler", c.y, c.x), ("old", c.x, c.y)):
+        inside = c.trained(held)
+        for lowest in (True, False):
+            value = inside.min() if lowest else inside.max()
+            tied = c.mask & (held == value)
+            if int(tied.sum()) < FEW or (not lowest and float(value) > -1e-3):
+                continue
+            beyond = (value - other[tied]) * (1 if lowest else -1)
+            rest = (c.x - c.y)[c.mask & ~tied].abs()
+            noise = float(rest.quantile(0.95)) if 0 < len(rest) < 10_000_000 else 0.0
+            # ties of a coarse grid lie within a grid step of the other column, on both sides
+            far = int((beyond > max(0.1, 4 * noise)).sum())
+            varied = len(other[tied].unique()) > FEW  # responses to one prompt begin with the same token
+            one_way = float((beyond > -noise - 1e-6).double().mean()) > 0.95 and float(beyond.median()) > noise
+            if varied and one_way and far >= FEW:
+                limited = other.clamp(min=float(value)) if lowest else other.clamp(max=float(value))
+                undone = Columns(limited, held, c.mask) if name == "sampler" else Columns(held, limited, c.mask)
+                numbers = {"column": name, "value": float(value), "tokens": int(tied.sum()),
+                           "side": "floor" if lowest else "ceiling"}  # fmt: skip
+                return Undone("floor", undone, c.distance(), undone.distance(), numbers)
+    return None
