@@ -121,6 +121,7 @@ def gap(batch: RecordedBatch) -> Gap:
         before, after = columns.distance(), against_ref.distance()
         if before > 2 * ROUNDING_GAP and after < before / 4:
             report("note", "reference_weights", before=before, after=after)
+            return _result(columns, findings)
     _signatures(columns, report)
     return _result(columns, findings)
 

@@ -80,7 +80,8 @@ SAMPLER = {
 SERIES = {
     "never_delivered":
         "at {steps} steps the sampler's column is that of the reference model, and the gap to the trainer grows from "
-        "{first:.2g} to {last:.2g} nats: the engine never received new weights.",
+        "{first:.2g} to {last:.2g} nats: the engine never received new weights, or the reference's "
+        "log-probabilities were recorded as the sampler's.",
     "grows_with_steps":
         "the gap grows with the steps (KL {first:.2g} to {last:.2g}) and not with the lag: weights that never reach "
         "the engine look like this, and so do a rising learning rate in an asynchronous run and a numerical gap that "
