@@ -41,7 +41,7 @@ def test_a_healthy_step_has_status_0(folder, capsys):
 def test_a_failure_has_status_1_and_a_report_of_a_screen(folder, capsys):
     status, out, _ = run(capsys, folder / "shifted.npz", "--as", "dapo")
     assert status == 1 and "FAIL  sampler: in 2" in out and "stands +1 slots" in out
-    assert len(out.splitlines()) <= 40 and max(map(len, out.splitlines())) <= 170
+    assert len(out.splitlines()) <= 40 and max(map(len, out.splitlines())) <= 200
 
 
 def test_a_missing_column_has_status_2_and_the_setting(capsys):

@@ -82,4 +82,5 @@ def test_a_gap_of_one_token_has_numbers():
         {"ids": torch.ones(1, 1).long(), "mask": torch.ones(1, 1), "old": one, "sampler": one - 0.1}, file="f"
     )
     found = gap(batch)
-    assert found and found.tokens == 1 and abs(found.mean - 0.1) < 1e-12
+    assert found and found.tokens == 1 and abs(found.mean - 0.1) < 1e-6
+    assert found.cause == "two_policies"

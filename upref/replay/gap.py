@@ -14,6 +14,7 @@ never drawn. It is a failure where the difference vanishes with it. All else is 
 proves a cause, and a healthy sampler must never fail.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,7 +140,12 @@ def _signatures(columns: Columns, report: Any) -> None:
         x, y, d = x[~impossible], y[~impossible], usual
     numbers = _numbers(d)
     mean_abs, mean = numbers["mean_abs"], numbers["mean"]
-    error = float(d.std()) / len(d) ** 0.5 if len(d) > 1 else 0.0
+    two = {"mean_abs": mean_abs, "rho": numbers["rho_mean"], "k3": numbers["k3"]}
+    if len(d) < LEAST_RARE:  # too few for any signature
+        if mean_abs > ROUNDING_GAP and not lone:
+            report("note", "two_policies", **two)
+        return
+    error = float(d.std()) / len(d) ** 0.5
     rounded = [name for name, column in (("sampler", y), ("old", x)) if is_bfloat16(column)]
     side = _one_sided(d)
     if mean_abs > ROUNDING_GAP and _stretched(x, y):
@@ -155,7 +161,7 @@ def _signatures(columns: Columns, report: Any) -> None:
     elif len(rounded) == 1:
         report("note", "bfloat16_column", column=rounded[0], mean_abs=mean_abs)
     elif mean_abs > ROUNDING_GAP and not lone:
-        report("note", "two_policies", mean_abs=mean_abs, rho=numbers["rho_mean"], k3=numbers["k3"])
+        report("note", "two_policies", **two)
 
 
 def _one_sided(d: Tensor) -> int:
@@ -176,9 +182,15 @@ def _one_sided(d: Tensor) -> int:
 
 
 def _below_one(d: Tensor) -> bool:
-    """Whether the mean of e^d is below 1, by more than chance: mass is missing."""
-    excess = d.clamp(max=LARGE_EXPONENT).exp() - 1
-    return float(excess.sum()) < -SIGNIFICANT * float((excess**2).sum().sqrt())
+    """Whether the mean of e^d is below 1, by more than chance, and d varies little: mass is missing.
+
+    Of quite other weights the few tokens with a large e^d, which would make the mean 1, are missing from a small batch;
+    but their d varies.
+    """
+    ratio = d.clamp(max=LARGE_EXPONENT).exp()
+    excess = ratio - 1
+    missing = float(excess.sum()) < -SIGNIFICANT * float((excess**2).sum().sqrt())
+    return missing and float(ratio.mean()) < 1.5 * math.exp(float(d.mean()))
 
 
 def _stretched(x: Tensor, y: Tensor) -> bool:

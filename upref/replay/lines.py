@@ -27,9 +27,9 @@ def report_lines(found: "Replay", verbose: bool) -> Iterator[str]:
     yield from _earlier(found, shown)
     if found.series is not None:
         yield from _finding_lines("run", found.series.findings)
-        k3 = [s.k3 for s in found.series.steps]
+        sizes = [s.size for s in found.series.steps]
         word = "      run" if found.series.findings else "ok    run"
-        yield f"{word}: KL(μ ‖ π_old) {k3[0]:.2g} at first, {k3[-1]:.2g} at last, at most {max(k3):.2g}"
+        yield f"{word}: KL(μ ‖ π_old) {sizes[0]:.2g} at first, {sizes[-1]:.2g} at last, at most {max(sizes):.2g}"
     for check, why in found.not_run.items():
         yield _fold(f"not run  {check}: {why}")
     if found.table is not None:

@@ -33,6 +33,8 @@ def find_shift(c: Columns) -> Undone | None:
     if best is None or best[0] < max(FEW, CHANGED_SHARE * len(own)):
         return None
     count, k, moved, fits = best
+    if count > 0.5 * int(bad.sum()):  # then in the responses too that are too short to be judged
+        fits = fits | (moved.row_distance() < own)
     pick = fits[:, None]
     undone = Columns(c.x, torch.where(pick, moved.y, c.y), torch.where(pick, moved.mask, c.mask))
     return Undone(

@@ -59,7 +59,7 @@ def replay(
         checks = _check(batch, position, o, settings, logged, digits, chosen)
         steps.append(checks)
         if checks.sampler is not None:
-            gaps.append(measure_step(batch, checks.sampler, position))
+            gaps.append(measure_step(batch, position))
         last = batch
     if last is None:
         raise InputError("there is no recorded batch: give at least one file.")

@@ -11,30 +11,35 @@ from dataclasses import dataclass
 from math import comb
 
 import torch
+from torch import Tensor
 
 from upref.replay.findings import Checked, Finding
-from upref.replay.gap import LARGE_EXPONENT, Gap
 from upref.replay.schema import RecordedBatch
 
 LEAST_STEPS = 4
-UNLIKELY = 0.05  # of as many rising pairs by chance
-GROWTH = 2.0  # times: a gap that less than doubles is steady
+UNLIKELY = 0.12  # of as many rising pairs by chance; of five steps, two pairs may fall
+GROWTH = 2.0  # times the size at the least lag
+MOVED = 1.4  # times from the first half to the second
+LEAST_SIZE = 1e-4  # nats: a smaller gap is rounding
 
 
 @dataclass(frozen=True)
 class StepGap:
     """The gap of one step, in what a series needs of it.
 
+    Its size is half the mean of min(|log ρ|, 1)², which is KL(μ || π_old) in nats where the gap is small, without the
+    heavy tail of other estimates.
+
     Args:
         step: its number.
-        k3: estimate of KL(μ || π_old) in nats.
-        ref_k3: the same against the reference model, None without the column ref.
-        lags: lag of the weights that sampled -> (tokens, k3); empty without the columns version and step.
+        size: of the gap to the trainer.
+        ref_size: of the gap to the reference model, None without the column ref.
+        lags: lag of the weights that sampled -> (tokens, size); empty without the columns version and step.
     """
 
     step: int
-    k3: float
-    ref_k3: float | None
+    size: float
+    ref_size: float | None
     lags: dict[int, tuple[int, float]]
 
 
@@ -45,23 +50,26 @@ class Series(Checked):
     steps: tuple[StepGap, ...]
 
 
-def measure_step(batch: RecordedBatch, gap: Gap, position: int) -> StepGap:
+def measure_step(batch: RecordedBatch, position: int) -> StepGap:
     """What the series keeps of a step; position counts the steps where the file has no number."""
     assert batch.sampler is not None
     drawn = batch.mask & batch.sampler.isfinite()
-    d = (batch.trainer() - batch.sampler).clamp(max=LARGE_EXPONENT)
-    k3 = d.expm1() - d
-    ref_k3 = None
+    squares = _half_squares(batch.trainer() - batch.sampler)
+    ref_size = None
     if batch.ref is not None:
-        against = (batch.ref - batch.sampler)[drawn].clamp(max=LARGE_EXPONENT)
-        ref_k3 = float((against.expm1() - against).mean())
+        ref_size = float(_half_squares(batch.ref - batch.sampler)[drawn].mean())
     lags: dict[int, tuple[int, float]] = {}
     if batch.version is not None and batch.step is not None:
         lag = (batch.step - batch.version)[:, None].expand_as(drawn)[drawn]
         for value in lag.unique().tolist():
             chosen = lag == value
-            lags[int(value)] = (int(chosen.sum()), float(k3[drawn][chosen].mean()))
-    return StepGap(batch.step if batch.step is not None else position, gap.k3, ref_k3, lags)
+            lags[int(value)] = (int(chosen.sum()), float(squares[drawn][chosen].mean()))
+    step = batch.step if batch.step is not None else position
+    return StepGap(step, float(squares[drawn].mean()), ref_size, lags)
+
+
+def _half_squares(d: Tensor) -> Tensor:
+    return 0.5 * d.clamp(-1, 1) ** 2
 
 
 def series(steps: Sequence[StepGap]) -> Series:
@@ -74,32 +82,37 @@ def series(steps: Sequence[StepGap]) -> Series:
         The Series. It is false where the reference model's column shows that the engine kept its first weights.
     """
     findings: list[Finding] = []
-    k3 = [s.k3 for s in steps]
-    grows = _grows(k3)
-    numbers = {"first": k3[0], "last": k3[-1], "steps": len(k3)} if k3 else {}
-    undone = [s for s in steps if s.ref_k3 is not None and s.ref_k3 < 0.1 * s.k3]
-    later = [s for s in steps[1:] if s.k3 > 1e-4]
-    if grows and len(later) >= LEAST_STEPS - 1 and len(undone) >= 0.9 * len(later):
+    sizes = [s.size for s in steps]
+    numbers = {"first": sizes[0], "last": sizes[-1], "steps": len(sizes)} if sizes else {}
+    later = [s for s in steps[1:] if s.size > LEAST_SIZE]
+    undone = [s for s in later if s.ref_size is not None and s.ref_size < 0.1 * s.size]
+    if len(later) >= LEAST_STEPS - 1 and len(undone) == len(later) and _apart([s.size for s in later]):
         findings.append(Finding("series", "failure", "never_delivered", numbers))
     elif (by_lag := _by_lag(steps)) is not None:
         findings.append(Finding("series", "note", "follows_lag", by_lag))
-    elif grows:
+    elif _grows(sizes):
         findings.append(Finding("series", "note", "grows_with_steps", numbers))
     return Series(steps=tuple(steps), findings=tuple(findings))
 
 
-def _grows(k3: Sequence[float]) -> bool:
+def _grows(sizes: Sequence[float]) -> bool:
     """Whether the later steps have the larger gaps, by Kendall's test on all steps but the first.
 
     The first one may be before any update, where the gap is rounding: from there to the second it grows in any run
     that is late at all.
     """
-    if len(k3) < LEAST_STEPS:
+    if len(sizes) < LEAST_STEPS:
         return False
-    rest = k3[1:]
+    rest = sizes[1:]
     pairs = [(a, b) for i, a in enumerate(rest) for b in rest[i + 1 :]]
     falling = sum(b <= a for a, b in pairs)
-    return _chance(len(rest), falling) < UNLIKELY and rest[-1] > GROWTH * rest[0] and rest[-1] > 1e-4
+    return _chance(len(rest), falling) < UNLIKELY and _apart(rest) and rest[-1] > LEAST_SIZE
+
+
+def _apart(sizes: Sequence[float]) -> bool:
+    """Whether the second half is larger than the first half."""
+    half = len(sizes) // 2
+    return sum(sizes[-half:]) > MOVED * sum(sizes[:half])
 
 
 def _chance(n: int, falling: int) -> float:
@@ -115,13 +128,13 @@ def _chance(n: int, falling: int) -> float:
 
 
 def _by_lag(steps: Sequence[StepGap]) -> dict[str, float] | None:
-    """The mean k3 at the least and the largest lag, where it rises with the lag; None where lags do not differ."""
+    """The mean size at the least and the largest lag, where it rises with the lag; None where lags do not differ."""
     tokens: dict[int, int] = {}
     sums: dict[int, float] = {}
     for s in steps:
-        for lag, (count, k3) in s.lags.items():
+        for lag, (count, size) in s.lags.items():
             tokens[lag] = tokens.get(lag, 0) + count
-            sums[lag] = sums.get(lag, 0.0) + count * k3
+            sums[lag] = sums.get(lag, 0.0) + count * size
     lags = sorted(lag for lag, count in tokens.items() if count >= 100)
     if len(lags) < 2:
         return None

@@ -112,7 +112,7 @@ def _against_ratio(ax: Any, found: Replay, batch: RecordedBatch) -> None:
 def _over_steps(ax: Any, found: Replay) -> None:
     assert found.series is not None
     steps = found.series.steps
-    ax.plot([s.step for s in steps], [max(s.k3, 1e-12) for s in steps], color=DOWN, marker="o", markersize=3)
+    ax.plot([s.step for s in steps], [max(s.size, 1e-12) for s in steps], color=DOWN, marker="o", markersize=3)
     ax.set(xlabel="step", ylabel="KL(μ ‖ π_old), nats", title="the gap over the steps", yscale="log")
 
 
