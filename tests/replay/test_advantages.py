@@ -6,6 +6,7 @@ import torch
 
 from upref import advantages as estimators
 from upref.replay import advantages, make_batch
+from upref.replay.schema import PROMPTS_READ
 
 B, G, T = 32, 8, 6
 generator = torch.Generator().manual_seed(0)
@@ -39,6 +40,15 @@ def test_interleaved_prompts_show_a_stride():
     """Rows of one prompt stand eight apart, and the estimator takes eight neighbours."""
     found = advantages(batch(estimators.group_norm(REWARD, GROUP), group=torch.arange(B) % (B // G)))
     assert [f.cause for f in found.failures] == ["wrong_grouping"]
+
+
+def test_groups_that_were_read_off_varied_prompts_accuse_nobody():
+    """An agent's first prompt differs between the responses of a group."""
+    varied = GROUP * 100 + torch.arange(B) % 3
+    columns = {"ids": torch.ones(B, T).long(), "mask": MASK, "reward": REWARD, "group": varied}
+    columns["adv"] = estimators.group_norm(REWARD, GROUP)
+    found = advantages(make_batch(columns, file="f", meta={PROMPTS_READ: "equal prompts"}))
+    assert found and [f.cause for f in found.notes] == ["wrong_grouping"]
 
 
 def test_groups_within_a_prompt_are_a_note():

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from upref import advantages as estimators
 from upref.errors import InputError
-from upref.replay.findings import Checked, Finding
-from upref.replay.schema import RecordedBatch
+from upref.replay.findings import Checked, Finding, Severity
+from upref.replay.schema import PROMPTS_READ, RecordedBatch
 from upref.rollouts import one_per_response, per_response
 
 EPSILONS = (1e-6, 1e-8, 1e-4)  # verl, others, TRL
@@ -92,8 +92,20 @@ def _judged(batch: RecordedBatch, estimator: str, grouping: "Grouping") -> tuple
     mixed = sum(len(batch.group[grouping.ids == g].unique()) > 1 for g in grouping.ids.unique())
     numbers = {"estimator": estimator, "grouping": grouping.name, "mixed": mixed, "groups": len(grouping.ids.unique())}
     if mixed:
-        return (Finding("advantages", "failure", "wrong_grouping", numbers),)
+        severity: Severity = "failure" if _certain_groups(batch) else "note"
+        return (Finding("advantages", severity, "wrong_grouping", numbers),)
     return (_note("subgroups", estimator=estimator, grouping=grouping.name),)
+
+
+def _certain_groups(batch: RecordedBatch) -> bool:
+    """Whether the groups are sure to be the prompts.
+
+    A reader takes responses with equal prompts for a group. Where an agent varies the prompt, such groups have several
+    sizes.
+    """
+    assert batch.group is not None
+    sizes = batch.group.unique(return_counts=True)[1]
+    return PROMPTS_READ not in batch.meta or bool(((sizes == sizes[0]) & (sizes > 1)).all())
 
 
 def _unchanged(A: Tensor, mask: Tensor) -> tuple[str, Tensor]:

@@ -16,6 +16,7 @@ from upref.errors import InputError
 from upref.rollouts import Rollouts
 
 SCHEMA = 1  # version of docs/dump.md
+PROMPTS_READ = "group"  # in meta, where a reader took the groups from the prompts' tokens
 MOST_SLOTS = 2**27  # B x T of a step: 1 GiB for a column of float64
 ROUNDING = 1e-3  # how far a fused log-softmax in half precision overshoots 0
 

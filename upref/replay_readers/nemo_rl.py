@@ -16,12 +16,13 @@ import numpy as np
 
 from upref.errors import InputError
 from upref.replay.batch import make_batch
-from upref.replay.schema import RecordedBatch
+from upref.replay.schema import PROMPTS_READ, RecordedBatch
 
 SUFFIXES = (".jsonl",)
 KEYS = {"token_ids": "ids", "advantages": "adv", "generation_logprobs": "sampler", "prev_logprobs": "old"}
 NEEDED = ("token_ids", "token_loss_mask", "sample_loss_mask")
 ABSENT = "NeMo-RL's train_data_step*.jsonl has no such column."
+META = {"framework": "NeMo-RL", PROMPTS_READ: "responses with equal prompts"}
 HINTS = {
     "old": "NeMo-RL writes zeros with loss_fn.force_on_policy_ratio=true; set it to false.",
     "now": ABSENT,
@@ -70,7 +71,7 @@ def read(path: Path) -> RecordedBatch:
     if "old" in columns and not (columns["old"] * columns["mask"]).any():
         del columns["old"]
     columns["group"] = _groups(columns["ids"], columns["mask"])
-    return make_batch(columns, file=str(path), step=step_of(path), meta={"framework": "NeMo-RL"}, hints=HINTS)
+    return make_batch(columns, file=str(path), step=step_of(path), meta=META, hints=HINTS)
 
 
 def _row(line: dict[str, Any], where: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.replay.batch import make_batch
-from upref.replay.schema import RecordedBatch
+from upref.replay.schema import PROMPTS_READ, RecordedBatch
 
 SUFFIXES = (".pt",)
 COLUMNS = {
@@ -78,7 +78,7 @@ def read(path: Path) -> RecordedBatch:
     versions = [s.get("weight_versions") for s in samples]
     if all(v and str(v[0]).isdigit() for v in versions):
         columns["version"] = torch.tensor([min(int(x) for x in v) for v in versions if v])
-    meta = {"framework": framework, "rollout": str(held["rollout_id"])}
+    meta = {"framework": framework, PROMPTS_READ: "responses with equal prompts"}
     return make_batch(columns, file=str(path), step=int(held["rollout_id"]), meta=meta, hints=HINTS)
 
 
