@@ -17,9 +17,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from upref.cli.verb import Verb
     from upref.foreign.loss import Loss
     from upref.registry import Objective
+    from upref.replay.schema import RecordedBatch
 
 VERBS = {  # of packages of the same distribution, which an installation may lack
     "audit": "upref_frameworks",
@@ -60,6 +63,24 @@ class Frameworks(Protocol):
     def tested_versions(self) -> Mapping[str, str]:
         """Return the version of each distribution with which the package was tested, for `upref doctor`."""
 
+    def dump_readers(self) -> "Collection[DumpReader]":
+        """Return the readers of what trainers write themselves, for `upref replay`; a package may lack this."""
+
+
+class DumpReader(Protocol):
+    """Files of one trainer as recorded batches (docs/dump.md): a module with these names."""
+
+    SUFFIXES: tuple[str, ...]  # of the names of its files
+
+    def recognizes(self, path: "Path") -> bool:
+        """Tell whether a file with such a suffix is of this trainer."""
+
+    def step_of(self, path: "Path") -> int | None:
+        """Return the number of the optimizer step, where it is known."""
+
+    def read(self, path: "Path") -> "RecordedBatch":
+        """Return the recorded batch. Raises InputError where the file is damaged."""
+
 
 @cache
 def commands() -> "dict[str, Verb]":
@@ -71,6 +92,12 @@ def commands() -> "dict[str, Verb]":
 def frameworks() -> list[Frameworks]:
     """What installed packages know of frameworks."""
     return list(_loaded("upref.frameworks").values())
+
+
+@cache
+def dump_readers() -> "list[DumpReader]":
+    """What installed packages read of trainers' own files."""
+    return [reader for f in frameworks() for reader in getattr(f, "dump_readers", tuple)()]
 
 
 def provider(framework: str) -> Frameworks | None:

@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     c = command("replay", about)
     c.add_argument("files", nargs="+", metavar="FILE", help="recorded batches, or folders of them")
     c.add_argument("--as", dest="name", default="", metavar="NAME", help="the objective that ran (`upref list`)")
-    _hyperparameters(c)
+    add_hyperparameters(c)
     c.add_argument("--agg", default="", metavar="NAME", help="its aggregation in the run, e.g. seq-mean-token-mean")
     c.add_argument("--loss", default="", metavar="X", help="the loss that the run logged for this step")
     c.add_argument("--only", default="", metavar="CHECKS", help="of sampler,advantages,loss,objectives")

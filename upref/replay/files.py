@@ -8,19 +8,16 @@ parser raises becomes one sentence.
 import io
 import json
 import math
-import pkgutil
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from importlib.metadata import entry_points
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from upref import plugins
 from upref.errors import InputError
 from upref.files import write_atomically
 from upref.replay.batch import make_batch, merge
@@ -29,8 +26,6 @@ from upref.replay.schema import COLUMNS, SCHEMA, RecordedBatch
 MOST_BYTES = 4 * 2**30  # that the columns of one file announce
 MOST_FILES = 100_000
 FACTS = ("schema", "step", "logged", "meta")  # beside the columns
-BESIDE = "upref.replay_readers"  # the package of readers: modules with SUFFIXES, recognizes, step_of and read
-GROUP = "upref.replay_readers"  # the entry points of other packages' readers: the same
 
 
 @dataclass(frozen=True)
@@ -101,22 +96,14 @@ def _source(path: Path) -> Source:
         return Source(path, _one(_npz_step, path), _read_npz)
     if path.suffix == ".safetensors":
         return Source(path, _one(_safetensors_step, path), _read_safetensors)
-    for reader in _readers():
+    for reader in plugins.dump_readers():
         if path.suffix in reader.SUFFIXES and _one(reader.recognizes, path):
             return Source(path, _one(reader.step_of, path), reader.read)
     raise InputError(f"{path} is no recorded batch: give {', '.join(_suffixes())} as docs/dump.md describes.")
 
 
 def _suffixes() -> list[str]:
-    return sorted({".npz", ".safetensors"}.union(*(reader.SUFFIXES for reader in _readers())))
-
-
-@cache
-def _readers() -> list[Any]:
-    """Modules that read files of frameworks."""
-    beside = import_module(BESIDE)
-    modules = [import_module(f"{BESIDE}.{module.name}") for module in pkgutil.iter_modules(beside.__path__)]
-    return modules + [point.load() for point in entry_points(group=GROUP)]
+    return sorted({".npz", ".safetensors"}.union(*(reader.SUFFIXES for reader in plugins.dump_readers())))
 
 
 def _one(work: Callable[[Path], Any], path: Path) -> Any:
