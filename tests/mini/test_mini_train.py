@@ -13,6 +13,7 @@ import upref
 from repro.mini import tasks
 from repro.mini.policy import models
 from repro.mini.policy.tokens import tokenizer
+from repro.mini.study import results
 from repro.mini.tasks import Verdict
 from repro.mini.train import loop, measure
 from repro.mini.train.checkpoint import Run
@@ -264,3 +265,74 @@ def test_lean_evaluation_is_less_of_the_same(tmp_path):
         more = {line.pop(k, None) is None for k in ("solved", "counts")}
         assert line == lines["whole"][key] and more == {key[0] < s.steps}
     assert replace(s, lean_eval=False).key == s.key != replace(s, lean_eval=True).key
+
+
+@pytest.mark.parametrize("name", ["up_above_clip", "up_below_one", "up_both_sides"])
+def test_half_of_up_has_its_weight_in_one_region(name):
+    """The gradient of J is the hand-written weight, and that is A in the half's region and DAPO's weight elsewhere."""
+    o, dapo = Settings(objective=name).target(), upref.get("dapo")
+    lp_old = torch.full((401,), -3.0, dtype=torch.float64)
+    lp = (lp_old + torch.linspace(-1.5, 1.5, 401, dtype=torch.float64)).requires_grad_()
+    r = (lp - lp_old).exp().detach().numpy()
+    for hp in ({}, {"eps_high": 1.0}):
+        above, below = r > 1 + hp.get("eps_high", 0.28), r < 1
+        region = {"up_above_clip": above, "up_below_one": below, "up_both_sides": above | below}[name]
+        for A in (-1.5, 1.5):
+            adv = torch.full((401,), A, dtype=torch.float64)
+            (slope,) = torch.autograd.grad(o.fn(lp, lp_old, adv, **hp).sum(), lp)
+            expected = np.where(region & (A > 0), A, dapo.weight(r, A, **hp))
+            np.testing.assert_allclose(slope.numpy(), expected, atol=1e-12)
+            np.testing.assert_allclose(np.broadcast_to(o.weight(r, A, **hp), 401), expected, atol=1e-12)
+    assert Settings(objective=name).key.startswith(f"{name}-walk-s0-")
+
+
+def test_entropy_bonus_is_the_token_mean_of_the_minibatch(monkeypatch):
+    """The gradient of an update with a bonus c is that without one, plus c times that of the mean entropy."""
+
+    def gradient(bonus: float, only_entropy: bool = False) -> torch.Tensor:
+        run = Run(replace(SMALL, objective="dapo", entropy_bonus=bonus, grad_clip=1e9))
+        s = run.s
+        problems = run.task.problems("train", s.train_problems, seed=0)
+        batch = loop.rollout(run.sampler(), run.task, problems, s, 0)
+        rows = torch.arange(len(batch.tokens))
+        if only_entropy:
+            lp = loop.log_probs(run.policy, batch.prompts_of(rows), batch.tokens, batch.mask, s.temperature)
+            (lp.exp() * lp).sum(-1).mean().backward()
+        else:
+            monkeypatch.setattr(run.optimizer, "step", lambda: None)
+            loop.update(run, batch, None, rows, loop.Tally(batch.tokens.shape[1]))
+        return torch.cat([p.grad.flatten() for p in run.policy.parameters() if p.grad is not None])
+
+    plain, bonus, minus_entropy = gradient(0.0), gradient(0.03), gradient(0.0, only_entropy=True)
+    assert minus_entropy.norm() > 1e-3
+    torch.testing.assert_close(bonus, plain + 0.03 * minus_entropy, atol=1e-6, rtol=1e-4)
+
+
+def test_decodings_give_the_whole_curve_at_each_evaluation(tmp_path):
+    """Each top-p at each evaluation of the trained policy, and nothing else; another draw of problems by eval_seed."""
+    s = replace(SMALL, eval_every=1, eval_problems=8, eval_samples=4, lean_eval=True, decodings=(0.7, 0.9, 1.0))
+    found = {}
+    for seed in (0, 1):
+        loop.train(replace(s, eval_seed=seed), tmp_path / str(seed), say=lambda _: None)
+        found[seed] = results.record(tmp_path / str(seed))
+        assert list(found[seed]["evals"]) == ["test/top_p_0.7", "test/top_p_0.9", "test/t_1"]
+        assert all(e["step"] == list(range(1, s.steps + 1)) for e in found[seed]["evals"].values())
+        assert {sum(counts) for counts in found[seed]["counts"].values()} == {8}
+    assert found[0]["steps"] == found[1]["steps"] and found[0]["evals"] != found[1]["evals"]
+    loop.train(replace(s, decodings=(), eval_problems=8), tmp_path / "before", say=lambda _: None)
+    before = results.record(tmp_path / "before")
+    for decoding in ("test/top_p_0.7", "test/t_1"):
+        assert before["evals"][decoding]["avg"][-1] == found[0]["evals"][decoding]["avg"][-1]
+
+
+def test_new_settings_change_no_key_of_before(tmp_path):
+    s = Settings()
+    assert s.key == replace(s, entropy_bonus=0.0, decodings=(), eval_seed=0).key
+    new = [replace(s, entropy_bonus=0.01), replace(s, decodings=(0.7, 1.0)), replace(s, eval_seed=1)]
+    assert len({s.key, *(x.key for x in new)}) == 4
+    for x in new:
+        x.write(tmp_path / "s.json")
+        assert Settings.read(tmp_path / "s.json") == x
+    for bad in ({"entropy_bonus": -1.0}, {"decodings": [0.0]}, {"decodings": ["x"]}, {"decodings": 0.7}):
+        with pytest.raises(InputError, match=next(iter(bad))):
+            Settings(**bad)

@@ -103,12 +103,12 @@ def one_step(run: Run, problems: Tensor, out: Path) -> dict:
 def update(run: Run, batch: Batch, ref: Tensor | None, rows: Tensor, tally: Tally) -> None:
     """One gradient step on one minibatch.
 
-    A response with advantage 0 has no gradient (unless a KL term, a penalty or its group gives it one): it is counted,
-    but not computed.
+    A response with advantage 0 has no gradient (unless a KL term, a bonus, a penalty or its group gives it one): it is
+    counted, but not computed.
     """
     s = run.s
     totals = Totals.of_lengths(batch.mask[rows].sum(1), batch.group[rows])
-    every = s.beta or run.objective.scale_exception or run.objective.batch_coupled
+    every = s.beta or s.entropy_bonus or run.objective.scale_exception or run.objective.batch_coupled
     alive = torch.ones(len(rows), dtype=torch.bool) if every else batch.adv[rows] != 0
     alive[0] |= not alive.any()  # nothing to learn from still moves Adam's averages
     rows, totals = rows[alive], totals.rows(alive)
@@ -121,6 +121,8 @@ def update(run: Run, batch: Batch, ref: Tensor | None, rows: Tensor, tally: Tall
     H = spread(entropy(all_lp.detach()), mask) if "entropy" in run.objective.reads else None
     lp_ref = None if ref is None else ref[rows, :width]
     J = run.objective.J(lp, lp_old, A, mask, batch.group[rows], lp_ref, H, totals, **s.hyperparameters())
+    if s.entropy_bonus:
+        J = J + s.entropy_bonus * entropy(all_lp).mean()
 
     run.optimizer.zero_grad()
     (-J).backward()
@@ -151,18 +153,26 @@ def evaluate(run: Run, logs: dict[str, files.Log]) -> None:
         return
     end = run.step == s.steps
     with run.clock("eval"):
-        for name in ("test", *run.task.levels) if end else ("test",):
-            problems = run.task.problems(name, s.eval_problems, seed=0)
-            for top_p in (s.eval_top_p, 1.0):
-                if s.lean_eval and ((top_p == 1 and not end) or (top_p < 1 and name != "test")):
-                    continue
-                g = tasks.generator("eval", s.seed, run.step, name)
-                right, said = evals.tables(run.policy, run.task, problems, s.eval_samples, top_p, g)
-                where = {"step": run.step, "set": name, "decoding": f"top_p_{top_p:g}" if top_p < 1 else "t_1"}
-                more = (
-                    {"solved": evals.bits(right.any(1)), "counts": evals.counts(right)} if s.lean_eval and end else {}
-                )
-                logs["evals"].add(where | evals.scores(right, said) | more)
+        for name, top_p in evaluations(run):
+            problems = run.task.problems(name, s.eval_problems, seed=s.eval_seed)
+            g = tasks.generator("eval", s.seed, run.step, name)
+            right, said = evals.tables(run.policy, run.task, problems, s.eval_samples, top_p, g)
+            where = {"step": run.step, "set": name, "decoding": f"top_p_{top_p:g}" if top_p < 1 else "t_1"}
+            more = {"solved": evals.bits(right.any(1)), "counts": evals.counts(right)} if s.lean_eval and end else {}
+            logs["evals"].add(where | evals.scores(right, said) | more)
+
+
+def evaluations(run: Run) -> list[tuple[str, float]]:
+    """The sets of problems and the top-p of each that are due at this step."""
+    s, end = run.s, run.step == run.s.steps
+    if s.decodings:
+        return [("test", float(top_p)) for top_p in s.decodings] if run.step else []
+    due = [(name, top_p) for name in ("test", *run.task.levels) for top_p in (s.eval_top_p, 1.0)]
+    if not end:
+        due = [(name, top_p) for name, top_p in due if name == "test"]
+    if s.lean_eval:
+        due = [(name, top_p) for name, top_p in due if (end or top_p < 1) and (name == "test" or top_p == 1)]
+    return due
 
 
 def replay(path: Path) -> None:

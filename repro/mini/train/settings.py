@@ -10,13 +10,20 @@ from typing import Any
 
 import upref
 from repro.mini import files, tasks
-from repro.mini.train import mirror
+from repro.mini.train import halves
 from upref.advantages import get as get_advantage
 from upref.aggregation import AGGREGATIONS
 from upref.errors import InputError
 
 # settings that came after runs had been named, and what those runs did
-LATER = {"lean_eval": False, "staleness": 0, "old_log_probs": "sampler"}
+LATER = {
+    "lean_eval": False,
+    "staleness": 0,
+    "old_log_probs": "sampler",
+    "entropy_bonus": 0.0,
+    "decodings": (),
+    "eval_seed": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,7 @@ class Settings:
 
     task: str = "countdown"
     base: str = "walk"  # a folder of repro/mini/bases, or any folder that save_pretrained wrote
-    objective: str = "up_dapo"  # a name of the registry, up(NAME), or mirror(NAME): mirror.py
+    objective: str = "up_dapo"  # a name of the registry, up(NAME), mirror(NAME): mirror.py; or of halves.py
     hp: dict[str, Any] = field(default_factory=dict)  # of the objective; its own defaults where not given
     advantages: str | None = None  # None: the objective's own
     aggregation: str | None = None  # None: the objective's own
@@ -52,9 +59,14 @@ class Settings:
     staleness: int = 0  # responses are sampled by the policy of so many rollouts ago
     old_log_probs: str = "sampler"  # whose lp_old is (bypass); "recomputed": by the current policy (decoupled)
     lean_eval: bool = False  # before the end by top-p only; at the end each set by one decoding, the test set by both
+    entropy_bonus: float = 0.0  # coefficient of the policy's entropy, the mean over all tokens of the minibatch
+    decodings: tuple[float, ...] = ()  # if any: each evaluation of the trained policy is the test set by these top-p
+    eval_seed: int = 0  # which draw of the held-out problems
 
     def __post_init__(self):
         tasks.get(self.task)
+        if type(self.decodings) is list:  # from a file
+            object.__setattr__(self, "decodings", tuple(self.decodings))
         for f in fields(self):
             want, value = type(f.default) if f.name != "hp" else dict, getattr(self, f.name)
             if want is type(None):
@@ -71,11 +83,13 @@ class Settings:
         for name in ("lr", "grad_clip", "temperature"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise InputError(f"settings: {name} must be a finite number above 0, got {getattr(self, name)}.")
-        for name in ("beta", "warmup", "weight_decay", "eval_every", "checkpoint_every", "staleness"):
+        for name in ("beta", "warmup", "weight_decay", "eval_every", "checkpoint_every", "staleness", "entropy_bonus"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise InputError(f"settings: {name} must be 0 or more, got {getattr(self, name)}.")
         if self.old_log_probs not in ("sampler", "recomputed"):
             raise InputError(f"settings: old_log_probs must be sampler or recomputed, got {self.old_log_probs!r}.")
+        if not all(type(p) in (int, float) and 0 < p <= 1 for p in self.decodings):
+            raise InputError(f"settings: decodings must be numbers above 0 and at most 1, got {self.decodings!r}.")
         if not 0 < self.eval_top_p <= 1:
             raise InputError(f"settings: eval_top_p must be above 0 and at most 1, got {self.eval_top_p}.")
         if self.responses < 2:
@@ -92,7 +106,7 @@ class Settings:
 
     def target(self) -> upref.Objective:
         """The objective, with the aggregation of these settings."""
-        o = mirror.get(self.objective)
+        o = halves.get(self.objective)
         if self.aggregation is None or self.aggregation == o.agg:
             return o
         if self.aggregation not in AGGREGATIONS or "norm" in self.aggregation:
