@@ -224,7 +224,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _verify() -> int:
     """One line: what is whole. Raises InputError on the first record that is not."""
-    folders = [results.folder_of(1), results.folder_of(2), results.folder_of(2).parents[1] / "stale" / "results"]
+    mini = results.folder_of(2).parents[1]
+    folders = [results.folder_of(1), results.folder_of(2), mini / "stale" / "results", mini / "controls" / "results"]
+    folders = [folder for folder in folders if folder.exists()]
     say(
         "; ".join(
             f"{folder.relative_to(ROOT)}: all {len(results.load(folder))} records are whole" for folder in folders

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does UP give anything that a tuned entropy bonus or a wider clip does not? `python -m repro.mini.controls`."""
