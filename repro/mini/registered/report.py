@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from figures.make import save
 from repro.mini import files
 from repro.mini.registered import rule
-from repro.mini.registered.plan import Cell, Plan
+from repro.mini.registered.plan import Cell, Choice, Plan
 from repro.mini.registered.rule import Effect
 from repro.mini.study import curves, registration, results
 from repro.mini.study.results import Record
@@ -126,12 +126,12 @@ def choices(plan: Plan, records: dict[str, Record]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def said(choice) -> str:
+def said(choice: Choice) -> str:
     """Rate, and coefficient where there is one."""
     return f"{choice.rate:g}" + (f" with {choice.coefficient:g}" if choice.coefficient is not None else "")
 
 
-def plane(plan: Plan, records: dict[str, Record]):
+def plane(plan: Plan, records: dict[str, Record]) -> Figure | None:
     """Avg@32 against Best@32 at the end, one panel a group; None while no run of the experiment has finished."""
     values = {at: r for at, r in rule.values_of(plan, records).items() if r and r["settings"]["decodings"]}
     groups = [group["name"] for group in plan.groups if any(cell[1] == group["name"] for cell, _, _ in values)]

@@ -65,8 +65,9 @@ class Settings:
 
     def __post_init__(self):
         tasks.get(self.task)
-        if type(self.decodings) is list:  # from a file
-            object.__setattr__(self, "decodings", tuple(self.decodings))
+        decodings: Any = self.decodings
+        if isinstance(decodings, list):  # from a file
+            object.__setattr__(self, "decodings", tuple(decodings))
         for f in fields(self):
             want, value = type(f.default) if f.name != "hp" else dict, getattr(self, f.name)
             if want is type(None):
