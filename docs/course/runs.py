@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 import upref
+import upref_course
 from upref import advantages
 from upref.files import write_atomically
 from upref_course.lessons.reading_a_run import KEY
 
-FILE = Path(upref.__file__).parent / "course/exercises/lesson10.py"
+FILE = Path(upref_course.__file__).parent / "exercises/lesson10.py"
 HEAD = "run  batch  reward  entropy  pass@8  signal   r, first update   r, last update   clipped  gradient"
 BATCHES, UPDATES, PROMPTS, ANSWERS, G = 41, 8, 32, 12, 8
 F64 = torch.float64
