@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine of registered experiments: it repeats that on stale data, and its rule holds what it promises."""
 
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from scipy import stats
 from repro.mini.controls import power as controls_power
 from repro.mini.registered import command, plan, report, rule
 from repro.mini.stale import design, rule as stale_rule
-from repro.mini.study import results
+from repro.mini.study import registration, results
 from repro.mini.train.settings import Settings
 from upref.errors import InputError
 
@@ -322,3 +323,35 @@ def test_power_cost_and_names_are_those_of_the_plan():
     assert (CONTROLS / "power.md").read_text(encoding="utf-8") == controls_power.text(P)
     assert (CONTROLS / "runs.sha256").read_text().strip() == P.digest(), "a setting of some run has changed"
     assert sum(row[-1] for row in controls_power.cost(P, results.load(design.RESULTS))) < controls_power.LIMIT
+
+
+def test_nothing_registered_has_changed():
+    assert registration.load(CONTROLS)["sha256"] == command.digests(CONTROLS)
+    with pytest.raises(InputError, match="registered"):
+        command.register(P, "another commit")
+
+
+def test_the_registration_precedes_every_run():
+    commit = registration.load(CONTROLS)["commit"]
+    git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, check=True).stdout
+    try:
+        git("cat-file", "-e", commit)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no history here")
+    held = git("ls-tree", "-r", "--name-only", commit, "repro/mini/controls").decode().split()
+    assert "repro/mini/controls/plan.toml" in held and "repro/mini/controls/results/runs.jsonl" not in held
+    for name in command.digests(CONTROLS):
+        assert git("show", f"{commit}:repro/mini/{name}") == (ROOT / "repro" / "mini" / name).read_bytes()
+    records = results.load(P.results)
+    for at in {r["provenance"]["commit"]["id"] for r in records.values() if r["provenance"]}:
+        git("merge-base", "--is-ancestor", commit, at)
+    assert not any(r["provenance"]["commit"]["dirty"] for r in records.values() if r["provenance"])
+    assert set(records) <= {run.key for run in P.reachable(records)}
+
+
+def test_no_seed_was_used_before():
+    """Not by the search, and by no committed run of another experiment."""
+    seeds = {*P.search["seeds"], *P.main["seeds"]}
+    assert len(seeds) == len(P.search["seeds"]) + len(P.main["seeds"])
+    for folder in (results.folder_of(1), results.folder_of(2), design.RESULTS):
+        assert not seeds & {r["settings"]["seed"] for r in results.load(folder).values()}
