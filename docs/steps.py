@@ -12,6 +12,7 @@ from pathlib import Path
 from upref.errors import InputError
 from upref.files import write_atomically
 from upref.registry import get, names
+from upref.step import StepReport
 
 HERE = Path(__file__).parent / "steps"
 
@@ -35,7 +36,7 @@ def _differs(one: dict) -> bool:
 
 
 def table(trainer: str) -> str:
-    rows = ["| setting | model | error | |", "|---|---|---|---|"]
+    rows = ["| setting | model | error | | not exercised |", "|---|---|---|---|---|"]
     for one in _records(trainer):
         if one["error"] is None:
             word = f"does not run: {one['cause'].split(': ', 2)[-1][:90]}"
@@ -45,7 +46,8 @@ def table(trainer: str) -> str:
         else:
             word = "agrees"
         error = "" if one["error"] is None else f"{one['error']:.1e}"
-        rows.append(f"| {one['setting']} | {one['family']} | {error} | {word} |")
+        missing = one["not_exercised"].replace("|", "\\|")
+        rows.append(f"| {one['setting']} | {one['family']} | {error} | {word} | {missing} |")
     every = _records(trainer)
     agree = [one["error"] for one in every if one["error"] is not None and not one["cause"]]
     wrong, lost = sum(map(_differs, every)), sum(one["error"] is None for one in every)
@@ -64,8 +66,8 @@ def notes() -> str:
 
 
 # ---- upref's plug-ins ------------------------------------------------------------------------------------------------
-def by_trl(name: str) -> float:
-    """The error of one step of a two-layer Qwen3 that upref_frameworks.trl.training trains by this objective."""
+def by_trl(name: str) -> StepReport:
+    """One step of a two-layer Qwen3 that upref_frameworks.trl.training trains by this objective."""
     import trl
 
     from upref_frameworks.steps.families import tiny
@@ -76,10 +78,10 @@ def by_trl(name: str) -> float:
     o, hp, beta = _asked(name)
     twice = dict(gradient_accumulation_steps=2, steps_per_generation=4, generation_batch_size=None)  # r off 1
     fields = default_config().to_dict() | twice | dict(beta=beta, report_to="none")
-    return _error(trl_twin(GRPOTrainer, o, hp, tiny("qwen3"), trl.GRPOConfig(**fields)))
+    return _agreeing(trl_twin(GRPOTrainer, o, hp, tiny("qwen3"), trl.GRPOConfig(**fields)))
 
 
-def by_verl(name: str) -> float:
+def by_verl(name: str) -> StepReport:
     """The same of upref_frameworks.verl.training in verl's worker."""
     import transformers
 
@@ -89,7 +91,7 @@ def by_verl(name: str) -> float:
     kl = dict(use_kl_loss=beta > 0, kl_loss_coef=beta, kl_loss_type=o.kl or "k3")
     actor = dict(strategy="fsdp", entropy_coeff=0.0, use_dynamic_bsz=False) | kl
     model = dict(hf_config=transformers.Qwen3Config(), use_remove_padding=True)
-    return _error(twin_report(twin_of(name, hp, actor, model)))
+    return _agreeing(twin_report(twin_of(name, hp, actor, model)))
 
 
 PLUGINS = {"upref.trl": by_trl, "verl's plug-in": by_verl}
@@ -102,27 +104,34 @@ def _asked(name: str) -> tuple:
     return o, hp, hp.pop("beta", 0.0)
 
 
-def _error(report) -> float:
+def _agreeing(report: StepReport) -> StepReport:
     if not report:
         raise RuntimeError(str(report))
-    return report.error
+    return report
 
 
 def plugins() -> str:
     """One row for each objective: the error through each plug-in, or why it does not run there."""
     found = json.loads((HERE / "plugins.json").read_text(encoding="utf-8"))
-    said = lambda x: x if isinstance(x, str) else f"{x:.1e}"
-    rows = [f"| {name} | " + " | ".join(said(one[k]) for k in PLUGINS) + " |" for name, one in found.items()]
+    rows = [f"| {name} | " + " | ".join(_cell(one[k]) for k in PLUGINS) + " |" for name, one in found.items()]
     return "\n".join([f"| objective | {' | '.join(PLUGINS)} |", "|---|---|---|", *rows])
 
 
+def _cell(found: dict | str) -> str:
+    if isinstance(found, str):
+        return found
+    missing = f"; not exercised: {', '.join(found['not_exercised'])}" if found["not_exercised"] else ""
+    return f"{found['error']:.1e}{missing}"
+
+
 def main() -> None:
-    found: dict[str, dict[str, float | str]] = {}
+    found: dict[str, dict[str, dict | str]] = {}
     for name in names():
         found[name] = {}
-        for plugin, error in PLUGINS.items():
+        for plugin, step in PLUGINS.items():
             try:
-                found[name][plugin] = error(name)
+                report = step(name)
+                found[name][plugin] = {"error": report.error, "not_exercised": report.not_reached}
             except InputError as e:
                 found[name][plugin] = str(e)
     write_atomically(HERE / "plugins.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n")

@@ -136,7 +136,7 @@ def test_a_strategy_without_a_twin_gets_a_sentence():
 def test_a_plug_in_trains_by_every_objective(plugin, name):
     pytest.importorskip("trl" if plugin is steps.by_trl else "verl")
     try:
-        assert plugin(name) < 2e-5
+        assert plugin(name).error < 2e-5
     except upref.InputError as e:
         if "does not import" in str(e):
             pytest.skip("verl's trainer is not installed: `repro/venv.sh smoke`")
@@ -154,6 +154,6 @@ def test_a_plug_in_that_trains_by_another_objective_differs(monkeypatch):
     dapo = upref.get("dapo")
     judged = lambda model, fields, rows, o, hp, goal, **kw: whole(model, fields, rows, dapo, {}, goal, **kw)
     monkeypatch.setattr(trl, "report", judged)
-    assert steps.by_trl("dapo") < 2e-5
+    assert steps.by_trl("dapo").error < 2e-5
     with pytest.raises(RuntimeError, match="NOT dapo"):
         steps.by_trl("up_dapo")

@@ -127,6 +127,27 @@ def test_a_state_that_runs_on_is_not_said_to_leave_rows_out():
     assert "do not train" not in said and "rows of its pack" in said, said
 
 
+@pytest.mark.nightly
+def test_packed_linear_attention_is_not_said_to_leave_rows_out():
+    """Positions start again with each row of the pack, and the state of linear attention does not."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Qwen3NextConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+        router_aux_loss_coef=0.0, shared_expert_intermediate_size=24, linear_num_value_heads=4,
+        linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, eos_token_id=2, pad_token_id=2,
+        layer_types=["linear_attention"] * 2,
+    )  # fmt: skip
+
+    def step(model, rows):
+        where = torch.cat([torch.arange(len(r.ids)) for r in rows])[None]
+        packed(lambda ids: model(input_ids=ids, position_ids=where, use_cache=False).logits, rows)
+
+    said = cause(step, model=transformers.Qwen3NextForCausalLM(config))
+    assert "do not train" not in said and "rows of its pack" in said, said
+
+
 # ---- the search itself -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("error", [RuntimeError, InputError, ZeroDivisionError, AssertionError])
 def test_an_error_of_the_search_leaves_the_verdict(monkeypatch, error):

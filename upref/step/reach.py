@@ -87,7 +87,9 @@ def reach(goal: Goal, forward: Forward, b: Padded) -> str:
     log_r = torch.zeros_like(lp) if b.old is None else lp - b.old
     letter = {"sequence_mean": "s", "sequence_product": "S"}.get(goal.o.level, "r")
     x = (REDUCE[goal.o.level](log_r, b.mask)[live] if goal.o.level in REDUCE else log_r[b.mask]).exp()
-    said = [f"{letter} from {float(x.min()):.3g} to {float(x.max()):.3g}"]
+    low, high = (float(v) for v in (x.min(), x.max()))
+    digits = 3 if f"{low:.3g}" != f"{high:.3g}" else 6  # ratios of responses may be 1e-5 from 1
+    said = [f"{letter} from {low:.{digits}g} to {high:.{digits}g}"]
     if goal.o.reads_mu:
         moved = (lp.exp() - (lp - log_r).exp())[b.mask]
         said.append(f"|p - mu| up to {float(moved.abs().max()):.2g}")
