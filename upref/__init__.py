@@ -51,7 +51,12 @@ __all__ = [
 ]  # fmt: skip
 
 
+_ROOMS = ("replay",)  # packages whose functions are called by two words: upref.replay.read
+
+
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"upref.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'upref' has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(f"upref.{_HOME[name]}"), name)
@@ -59,4 +64,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_HOME, *_ROOMS})

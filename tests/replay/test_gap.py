@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+import upref
 from tests.replay.grade import EXPECTED, UNDONE, cell, worlds
 from tests.replay.simulator import FAULTS, World, columns, make_policy, sample, score, shifted_weights
 from upref.errors import InputError
@@ -84,3 +85,10 @@ def test_a_gap_of_one_token_has_numbers():
     found = gap(batch)
     assert found and found.tokens == 1 and abs(found.mean - 0.1) < 1e-6
     assert found.cause == "two_policies"
+
+
+@pytest.mark.parametrize("check", ["gap", "advantages", "loss", "weights"])
+def test_what_is_no_batch_is_refused(check):
+    more = {"loss": ["dapo"], "weights": [["dapo"]]}.get(check, [])
+    with pytest.raises(InputError, match="recorded batch"):
+        getattr(upref.replay, check)({"ids": [1]}, *more)

@@ -12,7 +12,7 @@ from torch import Tensor
 from upref import advantages as estimators
 from upref.errors import InputError
 from upref.replay.findings import Checked, Finding, Severity
-from upref.replay.schema import PROMPTS_READ, RecordedBatch
+from upref.replay.schema import PROMPTS_READ, RecordedBatch, expect_batch
 from upref.rollouts import one_per_response, per_response
 
 EPSILONS = (1e-6, 1e-8, 1e-4)  # verl, others, TRL
@@ -51,6 +51,7 @@ def advantages(batch: RecordedBatch) -> Advantages:
     Raises:
         InputError: a column is missing.
     """
+    expect_batch(batch, "the check of advantages")
     batch.require("adv", "reward", purpose="the check of advantages")
     assert batch.adv is not None and batch.reward is not None
     trains = batch.mask.any(1)

@@ -14,7 +14,7 @@ from upref.errors import InputError
 from upref.registry import get
 from upref.replay.findings import Checked
 from upref.replay.loss import framework_aggregation
-from upref.replay.schema import RecordedBatch
+from upref.replay.schema import RecordedBatch, expect_batch
 from upref.rollouts import Rollouts
 
 HEAVIEST = 0.01  # of the tokens
@@ -102,6 +102,7 @@ def weights(
     Raises:
         InputError: adv or the log-probabilities are missing, or an objective does not exist.
     """
+    expect_batch(batch, "the table of objectives")
     batch.rollouts()
     first = [] if not ran else [ran if isinstance(ran, Objective) else get(ran)]
     objectives = first + [o for o in map(get, names) if o.name not in {f.name for f in first}]

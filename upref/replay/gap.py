@@ -23,7 +23,7 @@ from torch import Tensor
 
 from upref.replay.findings import Checked, Finding
 from upref.replay.places import find_exchanged_rows, find_shift
-from upref.replay.schema import RecordedBatch
+from upref.replay.schema import RecordedBatch, expect_batch
 from upref.replay.undo import Columns
 from upref.replay.values import find_factor, find_floor, find_placeholder, is_bfloat16
 
@@ -81,6 +81,7 @@ def gap(batch: RecordedBatch) -> Gap:
     Raises:
         InputError: a column is missing.
     """
+    expect_batch(batch, "the sampler's gap")
     batch.require("sampler", purpose="the sampler's gap")
     if batch.now is None:
         batch.require("old", purpose="the sampler's gap")

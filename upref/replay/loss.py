@@ -18,7 +18,7 @@ from upref.definition import Objective
 from upref.errors import InputError
 from upref.registry import get
 from upref.replay.findings import Checked, Finding
-from upref.replay.schema import RecordedBatch
+from upref.replay.schema import RecordedBatch, expect_batch
 from upref.rollouts import Rollouts
 
 # A float32 mean over n terms is off by a few units of 6e-8 times the mean |term|; one in bfloat16 would be off by 4e-3
@@ -72,6 +72,7 @@ def loss(
     Raises:
         InputError: a column or the number is missing.
     """
+    expect_batch(batch, "the check of the loss")
     o = framework_aggregation(get(objective) if isinstance(objective, str) else objective)
     if logged is None:
         logged = batch.logged.get("loss")

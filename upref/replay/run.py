@@ -13,7 +13,7 @@ from upref.replay.gap import gap
 from upref.replay.lines import summary_line
 from upref.replay.loss import loss
 from upref.replay.report import Replay, StepChecks
-from upref.replay.schema import RecordedBatch
+from upref.replay.schema import RecordedBatch, expect_batch
 from upref.replay.series import StepGap, measure_step, ratio_one, series
 
 CHECKS = ("sampler", "advantages", "loss", "objectives")
@@ -80,6 +80,7 @@ def _check(
     batch: RecordedBatch, position: int, o: Objective | None, hp: dict[str, Any], logged: float | None, digits: float,
     chosen: tuple[str, ...],
 ) -> StepChecks:  # fmt: skip
+    expect_batch(batch, "replay")
     done: dict[str, Any] = dict.fromkeys(CHECKS)
     not_run: dict[str, str] = {}
     wanted = [c for c in chosen if c in ("sampler", "advantages")]

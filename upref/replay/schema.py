@@ -7,6 +7,7 @@ that trains. A dump holds the texts of users, as token ids.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -41,6 +42,14 @@ RESPONSE_COLUMNS = {
     "rank": "data-parallel rank of the response",
 }
 COLUMNS = TOKEN_INTEGERS | {"mask": "true on the tokens that train"} | TOKEN_FLOATS | RESPONSE_COLUMNS
+
+
+def expect_batch(x: Any, purpose: str) -> None:
+    """Raise InputError unless it is a RecordedBatch."""
+    if not isinstance(x, RecordedBatch):
+        raise InputError(
+            f"{purpose} takes a recorded batch, for example upref.replay.read(FILE), not {type(x).__name__}."
+        )
 
 
 @dataclass(frozen=True, eq=False)
