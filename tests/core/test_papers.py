@@ -8,7 +8,8 @@ import pytest
 
 import upref
 
-ROOT = Path(upref.__file__).parent
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted(f for p in ("upref", "upref_frameworks", "upref_course", "paper") for f in (ROOT / p).rglob("*.py"))
 KEY = re.compile(r"\b[a-z]{2,}(?:19|20)\d\d[a-z]{2,}\+*")
 ENTRY = re.compile(r"^@\w+\{([^,\s]+),\n(.*?)^\}", re.M | re.S)
 FIELD = re.compile(r"^  (\w+) = \{(.+?)\},?\n(?=  \w+ = |\Z)", re.M | re.S)
@@ -16,7 +17,7 @@ NAMES = upref.names()
 
 
 def read_bib():
-    text = (ROOT / "papers.bib").read_text("utf-8")
+    text = (ROOT / "upref/papers.bib").read_text("utf-8")
     entries = ENTRY.findall(text)
     assert len(entries) == text.count("\n@"), "an entry that the regex does not read"
     assert len(dict(entries)) == len(entries), "a key twice"
@@ -59,7 +60,7 @@ def test_the_keys_an_objective_cites_have_entries(name):
     assert set(KEY.findall(cited)) <= set(BIB)
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_keys_in_the_sources_have_entries(path):
     assert set(KEY.findall(path.read_text("utf-8"))) <= set(BIB)
 

@@ -15,14 +15,15 @@ from tests.support.cases.table import ALL
 from tests.support.daily import daily
 from tests.verify.test_cases import strangers
 
-ROOT = Path(upref.__file__).parent
+ROOT = Path(__file__).parents[2]
 IMPORT = re.compile(r"^from (upref[\w.]*) import (\w+(?:, \w+)*)$", re.M)
 
 
 def test_every_import_that_is_printed_is_there():
     """Those in strings: they make a batch that is too long to print, or load a plug-in."""
     printed = set()
-    for file in ROOT.rglob("*.py"):
+    packages = ("upref", "upref_frameworks", "upref_course")
+    for file in (f for package in packages for f in (ROOT / package).rglob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         printed |= {(m, name) for text in texts for m, names in IMPORT.findall(text) for name in names.split(", ")}
