@@ -88,6 +88,8 @@ def test_an_error_of_upref_is_not_the_trainer_s():
         numpy.load("no such file")
     with pytest.raises(TypeError), quiet("the trainer", "numpy"):
         as_float64(object)  # upref's own function
+    with pytest.raises(AttributeError, match="family"), quiet("the trainer", "numpy"):
+        numpy.apply_along_axis(lambda _: table.one("trl", None), 0, numpy.zeros(1))  # called by the trainer
 
 
 @pytest.mark.trl

@@ -45,7 +45,7 @@ def quiet(trainer: str, package: str, **environment: str) -> Iterator[None]:
     except InputError as e:
         raise Refused(str(e)) from e
     except Exception as e:
-        if _raised_by(e, "upref", package) == "upref":
+        if not _raised_by(e, package):
             raise
         raise Refused(f"{trainer} fails: {type(e).__name__}: {one_line(e)}") from e
     finally:
@@ -54,13 +54,16 @@ def quiet(trainer: str, package: str, **environment: str) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _raised_by(e: Exception, *packages: str) -> str:
-    """That of these packages whose code is the last one on the way to the error; what it calls belongs to it."""
-    last = packages[0]
+OURS = ("upref", "upref_frameworks")
+
+
+def _raised_by(e: Exception, package: str) -> bool:
+    """Whether the code of that package, not ours, is the last one on the way to the error; what it calls is its own."""
+    last = ""
     for frame, _ in traceback.walk_tb(e.__traceback__):
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        last = package if package in packages else last
-    return last
+        name = frame.f_globals.get("__name__", "").partition(".")[0]
+        last = name if name in (*OURS, package) else last
+    return last == package
 
 
 @contextlib.contextmanager
