@@ -297,7 +297,9 @@ def test_nothing_is_said_before_the_first_look(tmp_path):
 def test_the_command(tmp_path, capsys):
     where = ["--out", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
     assert command.main(CONTROLS, [*where, "--list"]) == 0
-    assert "0 of 899 runs are finished. Next are 268 runs of the search" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "0 of 899 runs are finished. Next are 268 runs of the search" in said
+    assert 1 < float(said.partition("about ")[2].partition(" hours")[0]) < 4, "power.md says 2.5"
     assert command.main(CONTROLS, [*where, "--collect"]) == 0 and (tmp_path / "results/report.md").exists()
     capsys.readouterr()
     assert command.main(CONTROLS, [*where, "--jobs", "0"]) == 2 and capsys.readouterr().err.count("\n") == 1

@@ -12,6 +12,7 @@ from repro.mini import files
 from repro.mini.registered import rule
 from repro.mini.registered.plan import Cell, Choice, Plan
 from repro.mini.registered.rule import Effect
+from repro.mini.stale import design as stale
 from repro.mini.study import curves, registration, results
 from repro.mini.study.results import Record
 from upref.weights.plots import STYLE
@@ -32,7 +33,8 @@ def progress(plan: Plan, records: dict[str, Record]) -> str:
         return finished
     searching = todo[0].settings.seed in plan.search["seeds"]
     stage = "of the search" if searching else "of the experiment proper"
-    hours = results.forecast([run.settings for run in todo], records) / 3600
+    timed = records or results.load(stale.RESULTS)  # before the first run, by those of the experiment on stale data
+    hours = results.forecast([run.settings for run in todo], timed) / 3600
     return f"{finished} Next are {len(todo)} runs {stage}, about {hours:.1f} hours of one core: `{plan.command}`."
 
 
