@@ -302,6 +302,16 @@ def test_a_fault_of_what_an_objective_lacks_is_no_cause(name, what):
     assert not [c for c in others if any(word in c for word in OF_A_CLIP)], causes
 
 
+@pytest.mark.parametrize(("name", "aggregate", "says"), [
+    ("vespo", mean_of_means, "it is is_pg, aggregated by seq-mean-token-mean"),
+    ("vespo", mean_of_sums, "it is is_pg"),
+])  # fmt: skip
+def test_an_objective_is_named_with_the_aggregation_of_the_loss(name, aggregate, says):
+    """is_pg sums over the tokens: a mean of means is not it, and upref.check(loss, "is_pg") says so."""
+    report = upref.check(by_tokens(lambda r, lp, old, A: r * A, aggregate), name, skip=("unusual-inputs",))
+    assert says in {f.cause for f in report.failures}, report
+
+
 UNDER_TIS = {  # objective inside -> a wrong term of it, and what is said of it with and without the correction
     "up_dapo": (lambda r, lp, old, A: torch.where(A > 0, A * lp, r * A), "the clip has no lower side where A <= 0"),
     "dapo": (lambda r, lp, old, A: torch.minimum(A / r, (1 / r).clamp(0.8, 1.28) * A), "the ratio is inverted"),

@@ -260,7 +260,7 @@ def _others(case: Case) -> Iterator[LossFault]:
     for p in sorted(every, key=lambda p: declared_aggregation(p) != case.agg):
         own = {k: v for k, v in hp.items() if k in p.hyperparameters and v is not None}
         for h in (own, {}):
-            yield fault(f"it is {_called(p, h)}", "objective", objective=p, hp=h)
+            yield fault(f"it is {_called(p, h)}{_other_aggregation(case, p)}", "objective", objective=p, hp=h)
 
 
 def _recovered(case: Case) -> Iterator[LossFault]:
@@ -275,7 +275,15 @@ def _recovered(case: Case) -> Iterator[LossFault]:
 
         times = f"{box.scale:.6g} times " if box.scale != 1 else ""
         term = f", with a KL term: {box.beta:.6g} {box.kl}" if box.kl else ""
-        yield fault(f"it is {times}{_called(p, own)}{term}", "objective", weigh=whole)
+        words = f"it is {times}{_called(p, own)}{term}{_other_aggregation(case, p)}"
+        yield fault(words, "objective", weigh=whole)
+
+
+def _other_aggregation(case: Case, p: Objective) -> str:
+    """In words, that of the loss, where it is not that of an objective whose weights it has."""
+    b = case.ready(on_policy_batch())
+    same = alike(case.factors(b, declared_aggregation(p)), case.factors(b))
+    return "" if same else f", aggregated by {case.agg}"
 
 
 def _called(p: Objective, h: dict[str, Any]) -> str:
