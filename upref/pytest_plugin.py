@@ -11,6 +11,19 @@ from typing import Any
 
 import pytest
 
+CONFORMANCE = "upref.conformance"
+
+
+def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
+    """Add the options of `pytest --pyargs upref.conformance`, and only where the command line names the suite.
+
+    Another plug-in may have an option of the same name, which would end every run of pytest.
+    """
+    if any(arg == CONFORMANCE or arg.startswith((f"{CONFORMANCE}.", f"{CONFORMANCE}::")) for arg in args):
+        from upref.conformance import pytest_options
+
+        early_config.pluginmanager.register(pytest_options, pytest_options.__name__)
+
 
 def assert_policy_loss(loss: Any, objective: Any, **hp) -> Any:
     """Run `upref.check` and return its Report; fail the test if the loss is not the objective."""

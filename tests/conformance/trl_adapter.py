@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An adapter for TRL: GRPOTrainer's own `training_step` on given rows. It needs no import of upref."""
+
+import contextlib
+import io
+import logging
+import tempfile
+import warnings
+
+import torch
+import trl
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerFast
+
+VOCABULARY = 96
+END = 2  # ends a response, and pads it
+LONGEST = 16  # max_completion_length
+
+# objective -> the fields of GRPOConfig that ask for it
+FIELDS = {
+    "ppo_clip": dict(loss_type="dapo", epsilon_high=0.2),
+    "dapo": dict(loss_type="dapo", epsilon_high=0.28),
+    "grpo": dict(loss_type="grpo", epsilon_high=0.2),
+    "dr_grpo": dict(loss_type="dr_grpo", epsilon_high=0.2),
+    "cispo": dict(loss_type="cispo", epsilon_high=5.0),
+    "sapo": dict(loss_type="sapo"),
+    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4),
+}
+
+
+class TRL:
+    """GRPOTrainer of the installed TRL."""
+
+    name = f"trl {trl.__version__}"
+
+    def supports(self, case):
+        if case.objective not in FIELDS:
+            return f"TRL has no loss_type of {case.objective}"
+        return ""
+
+    def scale(self, case):
+        # dr_grpo divides by max_completion_length, as its documentation says.
+        return 1 / LONGEST if case.objective == "dr_grpo" else 1.0
+
+    def config(self, case):
+        windows = case.micro_batches * case.updates
+        return FIELDS[case.objective] | dict(
+            temperature=case.temperature,
+            beta=case.beta,
+            use_bias_correction_kl=False,
+            entropy_coef=case.entropy_coef,
+            max_grad_norm=case.clip or 0.0,
+            max_completion_length=LONGEST,
+            num_generations=2,
+            per_device_train_batch_size=8 // windows,
+            gradient_accumulation_steps=case.micro_batches,
+            steps_per_generation=windows,
+            scale_rewards="none",
+        )
+
+    def settings(self, case):
+        return {key: repr(value) for key, value in self.config(case).items()}
+
+    def step(self, model, rows, case):
+        with quiet(), tempfile.TemporaryDirectory() as folder:
+            trainer = self.trainer(model, case, folder)
+            trainer._generate_and_score_completions = lambda inputs: batch(rows)
+            trainer.current_gradient_accumulation_steps = case.micro_batches
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+            model.train()
+            for _ in range(case.updates):
+                for _ in range(case.micro_batches):
+                    trainer.training_step(model, {}, None)
+                if case.clip:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def trainer(self, model, case, folder):
+        fields = self.config(case)
+        if case.beta:  # the trainer loads its reference model by this name
+            model.save_pretrained(f"{folder}/model")
+            model.config._name_or_path = f"{folder}/model"
+        if fields["per_device_train_batch_size"] < 2:
+            fields["num_generations"] = 2
+        arguments = trl.GRPOConfig(
+            output_dir=folder, use_cpu=True, bf16=False, report_to="none", gradient_checkpointing=False, **fields
+        )
+        data = Dataset.from_list([{"prompt": "w3"}] * 8)
+        words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token=f"w{END}", eos_token=f"w{END}")
+        return trl.GRPOTrainer(
+            model, lambda completions, **_: [0.0] * len(completions), arguments,
+            train_dataset=data, processing_class=tokenizer,
+        )  # fmt: skip
+
+
+def batch(rows):
+    """The rows as GRPOTrainer's generation batch: prompts padded on the left, completions on the right."""
+    prompts = pad([row.prompt for row in rows], END, "left")
+    completions = pad([row.response for row in rows], END)
+    trains = pad([[int(t) for t in row.trains] for row in rows], 0)
+    return {
+        "prompt_ids": prompts,
+        "prompt_mask": pad([[1] * len(row.prompt) for row in rows], 0, "left"),
+        "completion_ids": completions,
+        "completion_mask": pad([[1] * len(row.response) for row in rows], 0),
+        "tool_mask": trains,
+        "advantages": torch.tensor([row.adv for row in rows]),
+        "old_per_token_logps": pad([row.old for row in rows], 0.0),
+        "ref_per_token_logps": pad([row.ref for row in rows], 0.0),
+        "num_items_in_batch": trains.sum(),
+    }
+
+
+def pad(lists, value, side="right"):
+    tensors = [torch.tensor(each) for each in lists]
+    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
+
+
+@contextlib.contextmanager
+def quiet():
+    """Print neither warnings nor tables."""
+    logging.disable(logging.WARNING)
+    silent = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+        warnings.simplefilter("ignore")
+        yield
+    logging.disable(logging.NOTSET)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cases of the conformance suite: what a trainer is set to, and the gradient that its step should make.
+
+A case keeps its id and its meaning for good. A later suite may add cases under its own date; a build that names a suite
+and a level runs the same cases with every release.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from upref.errors import InputError
+
+SUITES = ("2026.11",)
+LEVELS = {
+    1: "one pass over the batch: objectives, temperatures, masks",
+    2: "what is added and how it is split: KL term, entropy bonus, norm clipping, micro-batches, generation batches",
+    3: "model families and precisions",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting of a trainer, and the objective whose gradient its optimizer step should get.
+
+    Args:
+        id: stable name, such as `micro/4/token-mean`.
+        level: 1 to 3.
+        objective: a name of `upref list`.
+        hp: the objective's hyperparameters, over its defaults.
+        temperature: of the sampler. Log-probabilities are taken at it.
+        beta: coefficient of a KL term with the estimator `kl`; 0: there is none.
+        kl: estimator of the KL term.
+        entropy_coef: coefficient of an entropy bonus, averaged as the objective is.
+        clip: bound of the gradient's norm; None: it is not clipped.
+        micro_batches: backward passes of one optimizer step, with an equal number of responses each.
+        updates: optimizer steps of one generation batch. The first takes the first rows.
+        family: a name of `upref.step.families.FAMILIES`.
+        dtype: of the model's parameters: float32 or bfloat16.
+        holes: whether some response tokens do not train, as output of tools.
+        ends: whether each response ends in the end token; False: some are cut off at the longest length.
+        suite: the dated suite that brought the case.
+    """
+
+    id: str
+    level: int
+    objective: str = "ppo_clip"
+    hp: Mapping[str, float] = field(default_factory=dict)
+    temperature: float = 0.7
+    beta: float = 0.0
+    kl: str = "k3"
+    entropy_coef: float = 0.0
+    clip: float | None = None
+    micro_batches: int = 1
+    updates: int = 1
+    family: str = "qwen3"
+    dtype: str = "float32"
+    holes: bool = True
+    ends: bool = True
+    suite: str = SUITES[0]
+
+    def __str__(self) -> str:
+        return self.id
+
+
+TOKEN_MEAN = {"token-mean": "ppo_clip", "seq-mean": "grpo"}
+
+# What each family is here for is said in upref/step/families.py.
+FAMILY_NAMES = (
+    "qwen2", "qwen3_moe", "llama", "mistral", "gemma2", "gpt2", "cohere", "granite", "mamba2", "falcon_h1",
+)  # fmt: skip
+
+
+def _level_1() -> Iterable[Case]:
+    yield Case("objective/ppo_clip", 1)
+    yield Case("objective/dapo", 1, "dapo")
+    for name in ("grpo", "dr_grpo", "gspo", "cispo", "sapo", "up_dapo", "reinforce"):
+        yield Case(f"objective/{name}", 1, name)
+    for temperature in (1.0, 1.5):
+        yield Case(f"temperature/{temperature:g}", 1, temperature=temperature)
+    yield Case("mask/every-token-trains", 1, holes=False)
+    yield Case("mask/holes", 1, "grpo")
+    yield Case("mask/cut-off-responses", 1, ends=False)
+
+
+def _level_2() -> Iterable[Case]:
+    for aggregation, objective in TOKEN_MEAN.items():
+        yield Case(f"kl/{aggregation}", 2, objective, beta=0.04)
+    yield Case("kl/micro-4", 2, beta=0.04, micro_batches=4)
+    yield Case("entropy/bonus", 2, entropy_coef=0.01)
+    yield Case("entropy/bonus-micro-4", 2, entropy_coef=0.01, micro_batches=4)
+    yield Case("clip/norm", 2, clip=0.5)
+    for n in (2, 4, 8):
+        for aggregation, objective in TOKEN_MEAN.items():
+            yield Case(f"micro/{n}/{aggregation}", 2, objective, micro_batches=n)
+    yield Case("micro/4/gspo", 2, "gspo", micro_batches=4)
+    for aggregation, objective in TOKEN_MEAN.items():
+        yield Case(f"generation/2/{aggregation}", 2, objective, updates=2)
+    yield Case("generation/2/micro-2", 2, updates=2, micro_batches=2)
+
+
+def _level_3() -> Iterable[Case]:
+    for family in FAMILY_NAMES:
+        yield Case(f"family/{family}", 3, family=family)
+    yield Case("precision/bfloat16", 3, dtype="bfloat16")
+
+
+CASES: dict[str, Case] = {case.id: case for level in (_level_1, _level_2, _level_3) for case in level()}
+
+
+def cases(level: int = max(LEVELS), suite: str = SUITES[-1]) -> list[Case]:
+    """Return the cases of a suite, up to a level.
+
+    Args:
+        level: 1 to 3; each level has the cases of the ones below it.
+        suite: the date of a suite, such as 2026.11. A later suite has the cases of the earlier ones.
+
+    Returns:
+        The cases, in a stable order.
+
+    Raises:
+        InputError: there is no such level or suite.
+    """
+    if level not in LEVELS:
+        raise InputError(f"there is no level {level!r}: {', '.join(map(str, LEVELS))}.")
+    if suite not in SUITES:
+        raise InputError(f"there is no suite {suite!r}: {', '.join(SUITES)}.")
+    known = SUITES[: SUITES.index(suite) + 1]
+    return [case for case in CASES.values() if case.level <= level and case.suite in known]

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run one case with an adapter: the verdict, and why there is none."""
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from upref.conformance.adapter import Adapter
+from upref.conformance.cases import Case
+from upref.errors import InputError
+from upref.foreign.guard import one_line
+from upref.registry import get
+from upref.step import rows as batch
+from upref.step.case import perturb
+from upref.step.check import StepReport, check_recorded, check_step
+from upref.step.families import END, V, tiny
+from upref.step.forward import Forward
+from upref.step.record import record_step
+from upref.step.reference import TorchModel
+from upref.step.rows import AXES, Row
+
+
+class Status(StrEnum):
+    """How a case ended."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    SKIPPED = "skipped"  # the framework has no such setting
+    COULD_NOT_RUN = "could not run"  # the adapter or the framework raised an error
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one case.
+
+    Args:
+        case: the case.
+        status: how it ended.
+        reason: why it was skipped or could not run; of a failure its cause.
+        settings: the framework's own configuration of the case.
+        report: the report on the step; None where no step was compared.
+        seconds: of CPU time.
+    """
+
+    case: Case
+    status: Status
+    reason: str = ""
+    settings: dict[str, str] = field(default_factory=dict)
+    report: StepReport | None = None
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        lines = [f"{self.case.id}: {self.status}"]
+        if self.reason:
+            lines.append(f"  {self.reason}")
+        lines += [f"  {key} = {value}" for key, value in self.settings.items()]
+        if self.report is not None and self.status is Status.FAILED:
+            lines.append(str(self.report))
+        return "\n".join(lines)
+
+
+def make_rows(case: Case, model: Any, seed: int = 0) -> list[Row]:
+    """Return eight responses that the model could have sampled, with log-probabilities of an older policy.
+
+    The end token stands at the end of a response and nowhere else in it. Only the longest response may lack it.
+
+    Args:
+        case: its objective decides the ratios, its fields the masks and ends.
+        model: a causal language model of transformers.
+        seed: of the tokens and ratios.
+    """
+    rows = batch.made(V, seed, () if case.holes else ("holes",), END)
+    spare = (token for token in range(3, V) if all(token not in row.ids for row in rows))
+    longest = max(rows, key=lambda row: len(row.response))
+    for row in rows:
+        row.response = [next(spare) if token == END else token for token in row.response]
+        if case.ends or row is not longest:
+            row.response[-1] = END
+    objective = get(case.objective)
+    hp = {name: value for name, value in objective.resolve(dict(case.hp)).items() if name != "beta"}
+    forward = Forward(TorchModel(model), rows, case.temperature)
+    half = case.dtype != "float32"
+    return batch.sampled(rows, forward.lp(), objective, hp, seed=seed, coarse=half)
+
+
+def run(adapter: Adapter, case: Case, *, seed: int = 0, explain: bool = True) -> Outcome:
+    """Run one case and compare the gradient that the optimizer gets with the float64 reference.
+
+    Args:
+        adapter: the framework's.
+        case: what to set and to compare with.
+        seed: of the rows.
+        explain: search for the cause of a difference. The search may take longer than the case.
+
+    Returns:
+        The outcome. An error of the adapter or of the framework is an outcome; an error of upref is raised.
+    """
+    if reason := adapter.supports(case):
+        return Outcome(case, Status.SKIPPED, reason)
+    settings = dict(adapter.settings(case))
+    start = time.process_time()
+    errors: list[Exception] = []
+
+    def step(model: Any, rows: list[Row]) -> None:
+        try:
+            adapter.step(model, rows, case)
+        except Exception as error:
+            errors.append(error)
+            raise
+
+    try:
+        report = _compare(step, case, adapter.scale(case), seed, explain)
+    except Exception as error:
+        if not errors and not isinstance(error, InputError):
+            raise
+        reason = _describe_error(errors[0]) if errors else str(error)
+        return Outcome(case, Status.COULD_NOT_RUN, reason, settings, seconds=time.process_time() - start)
+    seconds = time.process_time() - start
+    if report:
+        return Outcome(case, Status.PASSED, "", settings, report, seconds)
+    return Outcome(case, Status.FAILED, report.failures[0].cause, settings, report, seconds)
+
+
+def _describe_error(error: Exception) -> str:
+    """Return the type and message of an error, and the line that raised it."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(place.filename).name}, line {place.lineno}, in {place.name}"
+    return f"{type(error).__name__}: {one_line(error)} ({where})"
+
+
+def _compare(step: Callable[[Any, list[Row]], None], case: Case, scale: float, seed: int, explain: bool) -> StepReport:
+    """Make the model and the rows, let the step train, and compare."""
+    model = perturb(tiny(case.family)).to(getattr(torch, case.dtype))
+    rows = make_rows(case, model, seed)
+    goal: dict[str, Any] = dict(case.hp) | {
+        "temperature": case.temperature,
+        "beta": case.beta,
+        "entropy_coef": case.entropy_coef,
+        "clip": case.clip,
+        "scale": scale,
+        "explain": explain,
+    }
+    if case.updates == 1:
+        return check_step(step, model, case.objective, rows=rows, without=AXES, stir=False, **goal)
+    with record_step(model) as seen:
+        step(model, rows)
+    size = len(rows) // case.updates
+    parts = [rows[i : i + size] for i in range(0, len(rows), size)]
+    return check_recorded(seen, parts, case.objective, without=AXES, **goal)
