@@ -54,7 +54,7 @@ def check_step(
     step: Callable[[Any, list[Row]], Any], model: Any, objective: str | Objective, *, temperature: float,
     rows: Sequence[Row] | None = None, beta: float = 0.0, entropy_coef: float = 0.0, z_loss_coef: float = 0.0,
     clip: float | None = None, scale: float = 1.0, without: Sequence[str] = (), stir: bool = True, seed: int = 0,
-    **hp: Any,
+    explain: bool = True, **hp: Any,
 ) -> StepReport:  # fmt: skip
     """Check whether a training step computes the gradient of an objective.
 
@@ -76,6 +76,7 @@ def check_step(
         without: what the step cannot do, and the case leaves out: lengths, temperature, ratio, holes.
         stir: enlarge and disturb the weights first, so that attention, biases and norms have an effect.
         seed: of the rows.
+        explain: search for the cause of a difference, which may take longer than the step.
         **hp: the objective's hyperparameters.
 
     Returns:
@@ -104,14 +105,15 @@ def check_step(
             bound = allowed(goal, case, inside)
         again = lambda: run(step, model, case)[0]
         name = getattr(step, "__name__", type(step).__name__)
-        return _report(name, goal, case, found, passes, bound, start, again, inside)
+        return _report(name, goal, case, found, passes, bound, start, again, inside, explain)
 
 
 @restores_state
 def check_recorded(
     seen: Recorded, rows: Sequence[Row] | Sequence[Sequence[Row]], objective: str | Objective, *, temperature: float,
     beta: float = 0.0, entropy_coef: float = 0.0, z_loss_coef: float = 0.0, clip: float | None = None,
-    scale: float = 1.0, without: Sequence[str] = (), bound: float | torch.dtype | None = None, **hp: Any,
+    scale: float = 1.0, without: Sequence[str] = (), bound: float | torch.dtype | None = None, explain: bool = True,
+    **hp: Any,
 ) -> StepReport:  # fmt: skip
     """Check the optimizer steps that `record_step` recorded.
 
@@ -120,7 +122,8 @@ def check_recorded(
         rows: the rows of each step, a list per step. Of one plain list each step has those that it was fed.
         bound: the relative error that is allowed; or the half precision in which the step computes, whose rounding is
             allowed; None: 2e-5, for float32.
-        objective, temperature, beta, entropy_coef, z_loss_coef, clip, scale, without, **hp: as for `check_step`.
+        objective, temperature, beta, entropy_coef, z_loss_coef, clip, scale, without, explain, **hp: as for
+            `check_step`.
 
     Returns:
         A Report on all steps; findings name theirs where there are several.
@@ -147,7 +150,8 @@ def check_recorded(
         case = built(reference, goal, its, without if n == 0 else AXES, 0)
         case.forward.see(one.fed)
         tol = allowed(goal, case, bound)
-        reports.append(_report(f"step {n}", goal, case, one.gradients, one.backwards, tol, start))
+        name = f"step {n}"
+        reports.append(_report(name, goal, case, one.gradients, one.backwards, tol, start, explain=explain))
     worst = max(reports, key=lambda r: r.error)
     if len(reports) == 1:
         return worst
@@ -163,7 +167,7 @@ def check_recorded(
 # ---- the verdict -----------------------------------------------------------------------------------------------------
 def _report(
     name: str, goal: Goal, case: Case, found: Gradient, passes: int, bound: float, start: float,
-    again: Callable[[], Gradient] | None = None, half: torch.dtype | None = None,
+    again: Callable[[], Gradient] | None = None, half: torch.dtype | None = None, explain: bool = True,
 ) -> StepReport:  # fmt: skip
     it = compared(goal, case, found, bound)
     goal, error = it.goal, it.error
@@ -184,7 +188,7 @@ def _report(
     if unnamed := sorted(set(found) - set(model.shapes)):
         findings.append(note("parameters", f"{len(unnamed)} frozen parameters have a gradient, {unnamed[0]} first"))
     if not error <= bound or parameters(model, it.found, it.want, bound):
-        findings += _diagnosed(it, case, bound, again)
+        findings += _diagnosed(it, case, bound, again) if explain else [_difference(it, "the cause was not searched")]
     unexercised = [f"{k} ({why})" for k, why in case.unvaried.items()]
     if passes == 1:
         unexercised.append("micro-batches")
@@ -208,9 +212,13 @@ def _diagnosed(it: Compared, case: Case, bound: float, again: Callable[[], Gradi
     try:
         return diagnosed(it, case, bound, again)
     except Exception as e:
-        found = f"{it.error:.2g} of its norm away"
-        cause = f"{UNKNOWN}: the search for one ends in {type(e).__name__}: {one_line(e)}"
-        return [fail("gradient", "over all parameters", f"a gradient of norm {it.want.norm():.6g}", found, cause=cause)]
+        return [_difference(it, f"{UNKNOWN}: the search for one ends in {type(e).__name__}: {one_line(e)}")]
+
+
+def _difference(it: Compared, cause: str) -> Finding:
+    """Return the finding that the gradients differ, and nothing beyond that."""
+    found = f"{it.error:.2g} of its norm away"
+    return fail("gradient", "over all parameters", f"a gradient of norm {it.want.norm():.6g}", found, cause=cause)
 
 
 def _ranks() -> bool:

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conformance suite: a right loop passes, wrong ones fail with their cause, and no error reads as a verdict."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.plain_adapter import Plain, chunks
+from upref.cli import main
+from upref.conformance import CASES, Adapter, Status, cases, load_adapter, run
+from upref.conformance.results import draw_badge, read_badge, read_expected_failures, write_results
+from upref.errors import InputError
+
+HERE = Path(__file__).parent
+pytest.importorskip("transformers", reason="the suite's models are made by transformers: repro/venv.sh trl")
+
+
+# ---- the cases -------------------------------------------------------------------------------------------------------
+def test_a_suite_never_loses_or_renames_a_case():
+    """A build that passed with one release of upref runs the same cases with the next."""
+    promised = (HERE / "suite_2026_11.txt").read_text(encoding="utf-8").split()
+    assert [case.id for case in cases(3, "2026.11")] == promised
+
+
+def test_levels_contain_the_ones_below():
+    first, second, third = ([case.id for case in cases(level)] for level in (1, 2, 3))
+    assert len(first) < len(second) < len(third)
+    assert second[: len(first)] == first
+    assert third[: len(second)] == second
+
+
+@pytest.mark.parametrize("arguments", [(4, "2026.11"), (0, "2026.11"), (1, "2020.01")])
+def test_an_unknown_level_or_suite_is_refused(arguments):
+    with pytest.raises(InputError, match="there is no"):
+        cases(*arguments)
+
+
+# ---- verdicts --------------------------------------------------------------------------------------------------------
+class ForgetsTemperature(Plain):
+    def loss(self, model, rows, case, tokens, responses):
+        return super().loss(model, rows, replace(case, temperature=1.0), tokens, responses)
+
+
+class AveragesMicroBatches(Plain):
+    def loss(self, model, rows, case, tokens, responses):
+        own = sum(sum(row.trains) for row in rows)
+        return super().loss(model, rows, case, own, len(rows)) / case.micro_batches
+
+
+class CountsTheGenerationBatch(Plain):
+    """The divisor is the number of tokens of all updates, as TRL's once was (huggingface/trl#6024)."""
+
+    def step(self, model, rows, case):
+        self.all_tokens = sum(sum(row.trains) for row in rows)
+        super().step(model, rows, case)
+
+    def loss(self, model, rows, case, tokens, responses):
+        return super().loss(model, rows, case, self.all_tokens, responses)
+
+
+class Raises(Plain):
+    def step(self, model, rows, case):
+        raise KeyError("no such engine")
+
+
+class TrainsNothing(Plain):
+    def step(self, model, rows, case):
+        pass
+
+
+class OneUpdate(Plain):
+    def step(self, model, rows, case):
+        super().step(model, chunks(rows, case.updates)[0], replace(case, updates=1))
+
+
+@pytest.mark.parametrize(
+    "name", ["objective/dapo", "mask/cut-off-responses", "micro/4/token-mean", "generation/2/micro-2"]
+)
+def test_a_right_loop_passes(name):
+    outcome = run(Plain(), CASES[name])
+    assert outcome.status is Status.PASSED, str(outcome)
+
+
+WRONG = [
+    (ForgetsTemperature, "objective/grpo", "temperature"),
+    (AveragesMicroBatches, "micro/4/token-mean", "micro-batches"),
+    (CountsTheGenerationBatch, "generation/2/token-mean", "divided by"),
+]
+
+
+@pytest.mark.parametrize(("adapter", "name", "cause"), WRONG, ids=[adapter.__name__ for adapter, _, _ in WRONG])
+def test_a_wrong_loop_fails_with_its_cause(adapter, name, cause):
+    outcome = run(adapter(), CASES[name])
+    assert outcome.status is Status.FAILED
+    assert cause in outcome.reason, outcome.reason
+    assert "eps_low = 0.2" in str(outcome), "a failure prints the framework's own configuration"
+
+
+@pytest.mark.parametrize("adapter", [AveragesMicroBatches, CountsTheGenerationBatch])
+def test_a_fault_of_splitting_passes_where_nothing_is_split(adapter):
+    assert run(adapter(), CASES["objective/ppo_clip"]).status is Status.PASSED
+
+
+def test_without_the_search_a_failure_names_no_cause():
+    outcome = run(ForgetsTemperature(), CASES["objective/grpo"], explain=False)
+    assert outcome.status is Status.FAILED
+    assert outcome.reason == "the cause was not searched"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "name", "words"),
+    [
+        (Raises, "objective/dapo", "KeyError: 'no such engine' (test_suite.py, line"),
+        (Raises, "generation/2/token-mean", "KeyError: 'no such engine' (test_suite.py, line"),
+        (TrainsNothing, "objective/dapo", "left no gradient"),
+        (OneUpdate, "generation/2/token-mean", "made 1 steps, and the case has 2"),
+    ],
+)
+def test_what_could_not_run_is_no_verdict(adapter, name, words):
+    outcome = run(adapter(), CASES[name])
+    assert outcome.status is Status.COULD_NOT_RUN
+    assert words in outcome.reason, outcome.reason
+
+
+def test_what_the_framework_lacks_is_skipped():
+    outcome = run(Plain(), CASES["objective/cispo"])
+    assert (outcome.status, outcome.reason) == (Status.SKIPPED, "the loop has no cispo")
+
+
+# ---- adapters and files ----------------------------------------------------------------------------------------------
+def test_an_adapter_is_loaded_from_a_file():
+    adapter = load_adapter(f"{HERE / 'plain_adapter.py'}:Plain")
+    assert isinstance(adapter, Adapter)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("plain_adapter.py", "takes FILE.py:CLASS"),
+        ("nowhere.py:Plain", "there is no file nowhere.py"),
+        ("no_such_module:Plain", "there is no module no_such_module"),
+        (f"{HERE / 'plain_adapter.py'}:Other", "has no Other"),
+        (f"{HERE / 'plain_adapter.py'}:EPSILON", "it lacks name, supports"),
+    ],
+)
+def test_a_bad_adapter_gets_one_sentence(target, words):
+    with pytest.raises(InputError, match=words):
+        load_adapter(target)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[expected_failures", "is no TOML file"),
+        ("[other]", "must hold one table"),
+        ('[expected_failures]\n"family/none" = "x"', "no such case"),
+        ('[expected_failures]\n"family/gpt2" = " "', "gives no reason"),
+    ],
+)
+def test_a_bad_list_of_known_failures_gets_one_sentence(text, words, tmp_path):
+    file = tmp_path / "xfails.toml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=words):
+        read_expected_failures(file)
+
+
+def test_a_badge_counts_what_was_tried(tmp_path, capsys):
+    names = ("objective/dapo", "objective/cispo")
+    outcomes = [run(Plain(), CASES[name]) for name in names] + [run(Raises(), CASES["objective/grpo"])]
+    write_results(tmp_path / "results.json", "plain loop 1.0", "2026.11", 1, outcomes)
+    badge = read_badge(tmp_path / "results.json")
+    assert str(badge) == "upref 2026.11, level 1, 1 of 2"  # the skipped case does not count
+    assert "level 1, 1 of 2" in draw_badge(badge)
+    assert main(["badge", str(tmp_path / "results.json"), "-o", str(tmp_path / "badge.svg")]) == 0
+    assert (tmp_path / "badge.svg").read_text() == draw_badge(badge)
+    capsys.readouterr()
+    (tmp_path / "bad.json").write_text("{}")
+    assert main(["badge", str(tmp_path / "bad.json")]) == 2
+    assert "is no results file" in capsys.readouterr().err
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+def _pytest(folder, *arguments):
+    command = [sys.executable, "-m", "pytest", "--pyargs", "upref.conformance", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+ADAPTER = f"""
+import sys
+sys.path.insert(0, {str(HERE)!r})
+from plain_adapter import Plain
+
+class Mine(Plain):
+    name = "mine 1.0"
+
+    def step(self, model, rows, case):
+        if case.objective == "dapo":
+            raise RuntimeError("no engine")
+        if case.id == "objective/grpo":
+            rows = rows[:-1]
+        super().step(model, rows, case)
+"""
+
+
+@pytest.mark.slow
+def test_the_command_and_the_list_of_known_failures(tmp_path):
+    (tmp_path / "adapter.py").write_text(ADAPTER)
+    some = ("--adapter", "adapter.py:Mine", "--level", "1", "-k", "objective/grpo or objective/dapo or ppo_clip")
+    status, text = _pytest(tmp_path, *some, "--upref-results", "results.json")
+    assert status == 1
+    assert "1 passed, 1 failed, 1 could not run" in text
+    assert "RuntimeError: no engine (adapter.py, line" in text
+    results = json.loads((tmp_path / "results.json").read_text())
+    statuses = {name: record["status"] for name, record in results["cases"].items()}
+    assert statuses == {
+        "objective/ppo_clip": "passed", "objective/dapo": "could not run", "objective/grpo": "failed",
+    }  # fmt: skip
+
+    known = '[expected_failures]\n"objective/grpo" = "drops a row"\n"objective/dapo" = "no engine"\n'
+    (tmp_path / "known.toml").write_text(known)
+    status, text = _pytest(tmp_path, *some, "--upref-xfails", "known.toml")
+    assert status == 0, text
+
+    (tmp_path / "known.toml").write_text(known + '"objective/ppo_clip" = "was wrong once"\n')
+    status, text = _pytest(tmp_path, *some, "--upref-xfails", "known.toml")
+    assert status == 1
+    assert "objective/ppo_clip passes, and the list of known failures has it: take it out." in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [((), "name an adapter"), (("--adapter", "adapter.py:Mine", "--level", "9"), "there is no level 9")],
+)
+def test_a_bad_command_gets_one_sentence(arguments, words, tmp_path):
+    (tmp_path / "adapter.py").write_text(ADAPTER)
+    status, text = _pytest(tmp_path, *arguments)
+    assert status == 4
+    assert words in text
+    assert "Traceback" not in text
