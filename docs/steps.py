@@ -70,7 +70,7 @@ def by_trl(name: str) -> StepReport:
     """One step of a two-layer Qwen3 that upref_frameworks.trl.training trains by this objective."""
     import trl
 
-    from upref_frameworks.steps.families import tiny
+    from upref.step.families import tiny
     from upref_frameworks.trl.step import default_config
     from upref_frameworks.trl.training import GRPOTrainer
     from upref_frameworks.trl.twin import trl_twin

@@ -12,12 +12,12 @@ from docs.steps import note_of
 from upref.cli import main
 from upref.errors import InputError, NotInstalled
 from upref.step import StepReport
+from upref.step.families import FAMILIES
 from upref.step.reference import as_float64
 from upref.verify.report import fail
 from upref_frameworks.audits import framework
 from upref_frameworks.audits.isolated.pin import place
 from upref_frameworks.steps import table
-from upref_frameworks.steps.families import FAMILIES
 from upref_frameworks.steps.host import Refused, quiet
 
 RECORDS = Path(__file__).parents[2] / "docs" / "steps"

@@ -14,11 +14,11 @@ from loops import BUGS, RIGHT, T, policy_step, qwen3, right
 import upref
 from upref.step import Functions, Row, TorchModel, check_recorded, check_step, record_step
 from upref.step.case import built, meant
+from upref.step.families import tiny
 from upref.step.forward import Forward
 from upref.step.forwards import tried
 from upref.step.rows import made
 from upref.step.scores import quick
-from upref_frameworks.steps.families import tiny
 
 
 @pytest.fixture(scope="module")

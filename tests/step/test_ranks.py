@@ -9,7 +9,7 @@ from torch import distributed as dist, nn
 
 from upref.step import record_step
 from upref.step.case import perturb
-from upref_frameworks.steps.families import tiny
+from upref.step.families import tiny
 from upref_frameworks.steps.host import report
 
 RANKS = 2

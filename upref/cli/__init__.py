@@ -163,6 +163,11 @@ def _parser() -> argparse.ArgumentParser:
     c.epilog = """FILE is .npz or .safetensors of docs/dump.md, NeMo-RL's train_data_step*.jsonl, or the .pt of slime's
         and miles' --save-debug-train-data. Reports and sheets show token ids, and texts with --tokenizer: users' data.
         Exit status: 0 nothing found, 1 a failure, 2 a column is missing that a check needs."""
+    c = command("badge", "draw the badge of a run of the conformance suite, from its results file")
+    c.add_argument(
+        "results", metavar="FILE", help="what `pytest --pyargs upref.conformance --upref-results FILE` wrote"
+    )
+    c.add_argument("-o", metavar="FILE", dest="file", help="write an SVG to this file; without it, print the words")
     command("doctor", "print versions and optional parts, and test every gradient")
     for name, verb in plugins.commands().items():
         add(name, verb)

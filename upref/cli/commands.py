@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -178,7 +179,18 @@ def doctor(args) -> int:
     return 0 if report["ok"] else 1
 
 
+def badge(args) -> int:
+    from upref.conformance.results import draw_badge, read_badge
+    from upref.files import write_atomically
+
+    counts = read_badge(Path(args.results))
+    if args.file:
+        write_atomically(Path(args.file), draw_badge(counts))
+    print(json.dumps(asdict(counts)) if args.json else counts)
+    return 0
+
+
 RUN = {
     "check": check, "identify": identify, "list": listing, "show": show, "cap": cap, "weights": weights,
-    "derive": derive, "doctor": doctor, "replay": replay,
+    "derive": derive, "badge": badge, "replay": replay, "doctor": doctor,
 }  # fmt: skip

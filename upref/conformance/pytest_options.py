@@ -52,7 +52,8 @@ OUTCOMES: pytest.StashKey[list[Outcome]] = pytest.StashKey()
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", metafunc.config.stash[CASES_TO_RUN], ids=str)
+        to_run: list[Case] = metafunc.config.stash[CASES_TO_RUN]
+        metafunc.parametrize("case", to_run, ids=str)
 
 
 @pytest.fixture

@@ -137,7 +137,7 @@ def _describe_error(error: Exception) -> str:
 def _compare(step: Callable[[Any, list[Row]], None], case: Case, scale: float, seed: int, explain: bool) -> StepReport:
     """Make the model and the rows, let the step train, and compare."""
     # Without this, transformers computes Gemma 2's attention by sdpa and drops its softcap, whatever the trainer does.
-    attention = {"attn_implementation": "eager"} if case.family == "gemma2" else {}
+    attention: dict[str, Any] = {"attn_implementation": "eager"} if case.family == "gemma2" else {}
     model = perturb(tiny(case.family, **attention)).to(getattr(torch, case.dtype))
     rows = make_rows(case, model, seed)
     goal: dict[str, Any] = dict(case.hp) | {

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from upref_frameworks.steps.families import FAMILIES
+from upref.step.families import FAMILIES
 
 
 @dataclass(frozen=True)

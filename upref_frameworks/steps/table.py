@@ -14,7 +14,7 @@ from upref.errors import InputError, NotInstalled, importing
 from upref.foreign.guard import one_line
 from upref.step.case import perturb
 from upref.step.check import StepReport
-from upref_frameworks.steps.families import tiny
+from upref.step.families import tiny
 from upref_frameworks.steps.host import Refused, report
 from upref_frameworks.steps.settings import TRAINERS, Setting
 

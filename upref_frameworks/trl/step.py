@@ -17,10 +17,10 @@ from upref.errors import importing
 from upref.registry import Objective, get
 from upref.step.case import with_weights
 from upref.step.check import StepReport, check_recorded
+from upref.step.families import END, V
 from upref.step.forward import Forward
 from upref.step.record import Recorded, record_step
 from upref.step.rows import AXES, Row, made
-from upref_frameworks.steps.families import END, V
 from upref_frameworks.steps.host import quiet
 
 GENERATIONS = 4  # responses of a group
