@@ -40,7 +40,7 @@ def test_a_name_of_a_reference_is_refused(registered, tmp_path):
     assert right.closed_form is weight
 
 
-def test_it_is_refused_in_a_process_that_has_asked_for_nothing_yet(tmp_path):
+def test_it_is_refused_in_a_fresh_process(tmp_path):
     (tmp_path / "mine.py").write_text(lines("dapo"))
     done = subprocess.run([sys.executable, "-c", "import mine"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1

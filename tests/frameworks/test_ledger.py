@@ -132,13 +132,13 @@ def test_a_row_links_all_threads_and_repairs_of_its_frameworks():
     assert all("right" in line for line in lines if "k1 as a loss" in line and "tunix" not in line)
 
 
-def test_what_a_framework_says_itself_is_linked_to_where_it_says_it():
+def test_what_a_framework_says_itself_is_linked():
     """Not to the front page of its repository."""
     for e in ENTRIES:
         assert not e.link or len(e.link.removeprefix("https://github.com/").strip("/").split("/")) > 2, e.key
 
 
-def test_ok_in_the_matrix_needs_no_setting_and_micro_batches_are_marked():
+def test_ok_in_the_matrix_needs_no_setting():
     for a in (a for a in audits_of_pages() if "recipe" in recorded(a["framework"])):
         name, rows = a["framework"], [r for r in a["rows"] if r["kind"] == "loss"]
         for o in {r["objective"] for r in rows}:

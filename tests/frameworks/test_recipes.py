@@ -82,7 +82,7 @@ def test_the_advantages_are_the_objectives_own():
     assert len(dr) == 11 and not any("group_norm" in said or "(the default)" in said for said in dr.values()), dr
 
 
-def test_what_is_said_to_be_measured_of_the_advantages_is_a_row_of_the_audit():
+def test_measured_advantages_are_a_row_of_the_audit():
     for n in A.frameworks():
         rows = {(r["label"], r["promise"].split(", ")[0]) for r in audited(n) if r["kind"] == "advantages"}
         for kind, how in recorded(n)["recipe"]["advantages"].items():

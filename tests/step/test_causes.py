@@ -86,7 +86,7 @@ def test_a_mirrored_clip_of_responses_is_no_other_bound():
     assert "eps_low" not in said and "where A < 0 the maximum is taken where the minimum belongs" in said, said
 
 
-def test_a_response_that_is_left_out_is_named_beside_another_fault():
+def test_a_left_out_response_is_named_beside_another_fault():
     def step(model, rows):
         policy_step(model, rows, mask=lambda m, *_: m * (torch.arange(len(m)) > 0)[:, None], normalizer="step", size=8,
                     old=lambda old, lp: lp.detach())  # fmt: skip

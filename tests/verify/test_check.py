@@ -98,7 +98,7 @@ def test_a_loss_centered_over_the_batch_is_a_verdict():
 
 
 @pytest.mark.parametrize("name", ["gspo", "cispo", "dapo"])
-def test_the_search_for_causes_takes_bounds_that_numpy_has_computed(name):
+def test_the_search_for_causes_takes_bounds_of_numpy(name):
     o = upref.get(name)
     number = lambda kind: [f.words for f in known("losses", o, o.resolve({}), [kind(0.8), kind(1.28)])]
     assert number(np.float64) == number(float)

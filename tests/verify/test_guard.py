@@ -244,7 +244,7 @@ def test_what_a_loss_changes_of_the_process_is_set_back():
     torch.use_deterministic_algorithms(on)
 
 
-def test_the_rest_is_set_back_where_a_loss_removes_the_working_directory(tmp_path, monkeypatch):
+def test_the_rest_is_set_back_without_a_working_directory(tmp_path, monkeypatch):
     """FileNotFoundError came from within the check, and what comes after the directory stayed as the loss set it."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
