@@ -61,6 +61,7 @@ ELSEWHERE = {
     "bash repro/run.sh up_dapo paper --dry-run": ("tests/with_verl/test_verl_launch.py::test_a_dry_run", "--dry-run"),
     "bash repro/run.sh up_dapo gpu1 --shakedown": ("tests/with_verl/test_verl_launch.py::test_a_shake", "shakedown"),
     "python -m repro.with_verl.run.status": ("tests/with_verl/test_verl_launch.py::test_", "status"),
+    "upref badge results.json -o badge.svg": ("tests/conformance/test_suite.py::test_a_badge", '"badge"'),
     "repro/venv.sh verl trl": ("tests/pages/test_requirements.py::test_", "venv.sh"),
 }  # fmt: skip
 NOT_RUN = {
@@ -73,6 +74,7 @@ NOT_RUN = {
     "hf download Qwen/Qwen2.5-0.5B-Instruct": "downloads a model",
     ".venv/bin/python -m repro.with_verl.data.prepare gsm8k_train gsm8k_test": "downloads data",
     "pip install torch --index-url https://download.pytorch.org/whl/cpu": "a line of a workflow on GitHub",
+    "pip install ./upref transformers pytest": "the same",
 }
 
 
