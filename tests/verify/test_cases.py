@@ -151,6 +151,21 @@ def test_an_unchecked_correction_is_said():
     )
 
 
+def test_an_optional_correction_that_is_left_out_is_said():
+    def loss(log_prob, old_log_prob, advantages, mask, rollout_is_weights=None, ref_scale=None):
+        r = torch.where(mask, log_prob - old_log_prob, 0).exp()
+        A = torch.where(mask, advantages, 0)
+        J = torch.minimum(r * A, r.clamp(0.8, 1.28) * A)
+        if rollout_is_weights is not None:
+            J = J * rollout_is_weights
+        return -J.sum() / mask.sum()
+
+    for answer in (upref.check(loss, "dapo", skip=SLOW), upref.identify(loss)):
+        assert answer
+        assert "what it makes of rollout_is_weights, which is left at None" in answer.not_checked
+        assert not any("ref_scale" in line for line in answer.not_checked)
+
+
 def test_a_correction_in_a_whole_batch_is_said():
     of_batch = lambda name: lambda b: upref.get(name).loss(b)
     for name, due in (("icepop(dapo)", True), ("dapo", False)):

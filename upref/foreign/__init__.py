@@ -157,12 +157,16 @@ def _bind(
         for k, v in hp.items()
         if k not in argument and not accepts_kwargs
     ) + tuple(f"{p} is left at its default, {reading.own[p].default!r:.40}" for p in reading.left)
+    given = {*argument.values(), *foreign}
+    unfed = tuple(
+        p for p, own in reading.own.items() if own.default is None and p not in given and names.is_of_sampler(p)
+    )
     spelled = lambda hp: {argument.get(k, k): v for k, v in hp.items()}
     own = [f"{k} = {hp[k]} -> {argument[k]}" for k in hp if argument.get(k, k) != k]
     read_as = "; ".join(filter(None, (read_as, *own)))
     return Loss(
         name, lambda full, hp: call(full, foreign | spelled(hp)), o, reads, frozenset(argument), accepts_kwargs, bound,
-        read_as=read_as, assumptions=assumptions,
+        read_as=read_as, assumptions=assumptions, unfed=unfed,
     )  # fmt: skip
 
 

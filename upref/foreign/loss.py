@@ -56,6 +56,7 @@ class Loss:
     framework: str = ""
     read_as: str = ""
     assumptions: tuple[str, ...] = ()
+    unfed: tuple[str, ...] = ()  # optional arguments for the sampler's numbers, which are left at None
     takes_batch: bool = False  # it takes the whole batch in one argument
     adv_shape: str = "BT"
     float_mask: bool = False

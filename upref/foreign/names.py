@@ -49,6 +49,11 @@ def words(name: str) -> list[str]:
     return [w for w in re.split(r"[_\W\d]+", snake) if w]
 
 
+def is_of_sampler(name: str) -> bool:
+    """Whether a name speaks of the engine that sampled, as `sampling_logps` and `rollout_is_weights` do."""
+    return any(word.startswith(SAMPLER) for word in words(name))
+
+
 def role(name: str) -> str:
     """The role of an argument of a loss, or of a KL estimator, by its name; "" where the name does not say."""
     said = words(name)

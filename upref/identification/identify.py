@@ -23,7 +23,7 @@ from upref.verify.factors import declared_aggregation
 from upref.verify.faults import known
 from upref.verify.faults.losses import LossFault, fault, lacking
 from upref.verify.match import Candidate, candidate, compared, every, in_range
-from upref.verify.measure import SINGLE, Case, ignores_sampler, sampler_words, unit_weights
+from upref.verify.measure import SINGLE, Case, ignores_sampler, sampler_words, unfed_words, unit_weights
 from upref.verify.oracles.numerics import clamps
 from upref.verify.oracles.side_effects import in_training, mutation
 from upref.verify.oracles.unusual import look
@@ -125,6 +125,7 @@ def _answer(box: BlackBox, start: float, kind: str, matches: list[Match], why: s
     unchecked, on_sampler = [], ignores_sampler(box.case)
     if on_sampler:
         unchecked.append(sampler_words(matches[0].name if matches else ""))
+    unchecked += unfed_words(loss)
     if loss.form == "unreduced":
         unchecked.append("the aggregation, which its caller does")
     elif not loss.micro_batchable:

@@ -9,7 +9,7 @@ from typing import Any
 from upref.foreign import FIRST, SHAPES, Loss, infer_shapes, read
 from upref.registry import Objective, get
 from upref.verify import oracles
-from upref.verify.measure import EXACT, HABIT, Case, ignores_sampler, make_case, sampler_words
+from upref.verify.measure import EXACT, HABIT, Case, ignores_sampler, make_case, sampler_words, unfed_words
 from upref.verify.oracle import Oracle, by_rank, discover, run, validate_names
 from upref.verify.oracles.state import state
 from upref.verify.report import SKIPPED, Report, not_run, restores_state
@@ -86,6 +86,7 @@ def not_checked(case: Case) -> list[str]:
     out = []
     if ignores_sampler(case):
         out.append(sampler_words(case.o.name))
+    out += unfed_words(case.loss)
     if "group" not in case.loss.reads and case.o.agg == "group-token-mean":
         out.append("the mean of each prompt (it takes no group ids)")
     if case.loss.form == "unreduced":

@@ -223,6 +223,11 @@ def ignores_sampler(case: Case) -> bool:
         return True
 
 
+def unfed_words(loss: Loss) -> list[str]:
+    """Words for what the loss makes of optional arguments that no comparison gives it."""
+    return [f"what it makes of {name}, which is left at None" for name in loss.unfed]
+
+
 def sampler_words(name: str) -> str:
     """Words for what was left out of a comparison with this objective."""
     with_one = ""
