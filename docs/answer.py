@@ -38,6 +38,7 @@ def text() -> str:
     majority = runs.difference(up, dapo, at_end("maj"))
     lost = [runs.difference(Cell(c.arm, 16, "recomputed"), c, at_end("avg")) for c in (dapo, up)]
     ends = [f"{runs.mean(cell, at_end('best')):.0f} %" for cell in (dapo, up)]
+    recomputed = [f"{runs.mean(Cell(c.arm, 16, 'recomputed'), at_end('best')):.0f}" for c in (dapo, up)]
     assert [e.word for e in gains] == ["gains", "gains", "no difference"] and anchor.word == "gains"
     assert 0.45 < anchor.mean / gains[0].mean < 0.55, "half of the gain is the missing clip"
     assert {average.word, *(e.word for e in again)} == {"no difference"}
@@ -60,8 +61,9 @@ def text() -> str:
             f"Best@32 (top-p 0.7) is {runs.base('best'):.0f} % before training, {ends[0]} after DAPO, {ends[1]} after "
             f"UP-DAPO. Half of the gain is the missing upper clip: over DAPO without one it is {shown(anchor)}. At 4 "
             f"rollouts UP gains {shown(gains[1])}, on fresh data {shown(gains[2])}. With lp_old recomputed it gains "
-            f"{shown(again[0])}, and both methods lose about {-sum(e.mean for e in lost) / 2:.0f} points of Avg@32. No "
-            "GPU run has been made. [All experiments](docs/verdicts.md).",
+            f"{shown(again[0])}: both end at {recomputed[0]} to {recomputed[1]} %, and "
+            f"{-sum(e.mean for e in lost) / 2:.0f} points of Avg@32 lower. No GPU run has been made. "
+            "[All experiments](docs/verdicts.md).",
             "",
             f"![Training paths: Avg@32 rises, Best@32 falls, less so under UP on stale data]({RESULTS}/paths.svg)",
         ]
