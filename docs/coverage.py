@@ -83,7 +83,7 @@ def fuzzed() -> str:
 def _run(run: dict) -> str:
     counts, broke = run["counts"], sum(map(len, run["found"].values()))
     verbs = {kind.split()[1] for kind in counts if kind.startswith("command ") and kind != "command "}
-    functions = [kind for kind in counts if kind.startswith("upref.")]
+    functions = [kind for kind in counts if kind.startswith(("upref.", "upref_"))]
     return (
         f"* {sum(counts.values()):,} inputs of seed {run['seed']} over {len(counts)} entry points, {len(verbs)} verbs "
         f"of the command and {len(functions)} public functions and methods among them: {broke} broke a rule; "

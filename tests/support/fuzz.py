@@ -39,7 +39,7 @@ from upref.foreign import read
 from upref.foreign.guard import RANDOM, STATE, _equal
 from upref.identification.identification import Identification
 from upref.verify.report import Report
-from upref_course import grader as learn
+from upref_course import explorer, grader as learn
 from upref_frameworks import audits
 from upref_frameworks.audits import ledger
 
@@ -94,7 +94,7 @@ def tries(rng: random.Random):
         "audit-table": lambda: grim.audit(read_table(odd.a_table(rng)), draws=200, seed=rng.choice([0, 1, -1])),
         "a student": lambda: a_student(rng),
         "claims": lambda: paper.claims.read(odd.a_ledger(rng, CLAIMS)),
-        "explorer": lambda: upref_course.explorer.write(rng.choice(["no/x.html", *map(str, JUNK)])),
+        "explorer": lambda: explorer.write(rng.choice(["no/x.html", *map(str, JUNK)])),
     }
     slow = (
         "upref.check_step",

@@ -50,6 +50,10 @@ VERBS: dict[str, list[str]] = {
                "--verdict=proved", "--verdict=red", "--verdict=no", "--run", "--save", "-v", "--verbose"],
     "recipe": [*HP, "--in", "--in=verl", "--in=liger", "--in=no", "dapo", "up_dapo"],
     "step": ["trl", "verl", "openrlhf", "no", "--list", "--only", "--only=no such setting"],
+    "replay": [*HP, "--as", "--as=dapo", "--as=no", "--agg", "--agg=no", "--loss", "--loss=x", "--loss=1",
+               "--only", "--only=loss", "--only=no", "--against", "--against=gspo", "--against=no", "--tokenizer",
+               "--tokenizer=.", "-o", "-ox.xyz", "-ono/x.svg", "-v", "--verbose", "table.csv", "mine.py", "."],
+    "badge": ["-o", "-ox.svg", "-ono/x.svg", "table.csv", "mine.py", "."],
     "doctor": [],
 }  # fmt: skip
 SLOW = {"doctor": 0.1, "explorer": 0.5, "step": 0.1}  # how often, of the times that chance has it
@@ -60,6 +64,7 @@ FIT = {  # words that alone are a right call
     "learn": [[]], "claims": [[]],
     "check": [["mine.py:loss", "--as=dapo"]], "identify": [["mine.py:loss"]], "explorer": [["x.html"]], "doctor": [[]],
     "recipe": [["dapo", "--in", "verl"]], "step": [["trl", "--list"]],
+    "replay": [["table.csv"]], "badge": [["table.csv"]],
 }  # fmt: skip
 ROOT = str(Path(__file__).parents[2])
 LOSS = f"""import sys, torch
