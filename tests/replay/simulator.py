@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from upref_frameworks.steps.families import GATED, tiny
+from upref.step.families import GATED, tiny
 
 VOCABULARY = 96
 PROMPT = 3  # tokens
@@ -77,7 +77,7 @@ class _noisy_routers:
 
 
 def make_model(family: str, seed: int) -> nn.Module:
-    """A tiny model of a family of `upref_frameworks.steps.families`, or of EXPERTS."""
+    """A tiny model of a family of `upref.step.families`, or of EXPERTS."""
     if family not in EXPERTS:
         return tiny(family, seed=seed, vocab_size=VOCABULARY)
     import transformers
