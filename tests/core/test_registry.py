@@ -59,7 +59,7 @@ def test_the_weight_of_a_reference_cannot_be_replaced(registered):
     assert right.closed_form is weight
 
 
-def test_a_function_that_wraps_the_one_of_a_reference_is_no_reference(registered):
+def test_a_function_that_wraps_a_references_is_refused(registered):
     """functools.wraps gives it the reference's name."""
     right, weight = upref.get("dapo"), upref.get("dapo").closed_form
 
