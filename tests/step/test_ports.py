@@ -35,7 +35,7 @@ except upref.InputError:
 """,
     "a group of one rank": """
 from upref_frameworks.steps.host import grouped
-with grouped("a trainer"):
+with grouped("a trainer", "a_trainer"):
     told()
 """,
     "a group of two ranks": """

@@ -393,7 +393,12 @@ def test_an_exception_without_words_is_still_a_sentence(capsys, monkeypatch):
     def full(*_):
         raise MemoryError
 
-    with pytest.raises(InputError, match=r"f raised MemoryError: \(it says no more\)"):
+    def silent(*_):
+        raise KeyError
+
+    with pytest.raises(InputError, match=r"f raised KeyError: \(it says no more\)"):
+        called("f", silent)
+    with pytest.raises(InputError, match=r"f asked for more memory than there is \(MemoryError\)"):
         called("f", full)
     monkeypatch.setattr(commands, "RUN", {"list": full})
     assert main(["list"]) == 2 and "not enough memory" in capsys.readouterr().err

@@ -41,12 +41,12 @@ def execute(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
     if not args.apart:
         return _run(args)
     with interrupt.handled_within(f"{args.prog} {args.command}"):
-        if not args.user_code or getattr(args, "name", None):
+        if not args.chosen_verb.user_code or getattr(args, "name", None):
             return _run(args)  # of `check --as NAME` the loss alone runs in a child: upref.cli.commands._loss
         from upref.cli.supervise import supervised
 
         try:
-            return supervised(lambda: _run(args), args.timeout, args.user_code)
+            return supervised(lambda: _run(args), args.timeout, args.chosen_verb.user_code)
         except Gone as error:
             return _fail(args, str(error))
 
@@ -55,7 +55,7 @@ def _run(args) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without unicode still shows the rest
     try:
-        status = args.run(args)
+        status = args.chosen_verb.run(args)
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
@@ -96,7 +96,7 @@ def command_line(prog: str, about: str) -> tuple[argparse.ArgumentParser, Callab
 
     def add(name: str, verb: Verb) -> argparse.ArgumentParser:
         c = sub.add_parser(name, help=verb.help, description=verb.help)
-        c.set_defaults(command=name, run=verb.run, user_code=verb.user_code, verbose=False)
+        c.set_defaults(command=name, chosen_verb=verb, verbose=False)
         c.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         c.add_argument("--json", action="store_true", help="machine-readable output")
         verb.arguments(c)
