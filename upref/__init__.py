@@ -51,11 +51,15 @@ __all__ = [
 ]  # fmt: skip
 
 
-_ROOMS = ("replay",)  # packages whose functions are called by two words: upref.replay.read
+# modules whose functions are called by two words, as upref.replay.read: imported at their first use too
+_MODULES = (
+    "advantages", "aggregation", "conformance", "hidden", "kl", "logprobs", "metrics", "replay", "rollouts", "step",
+    "transforms",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _MODULES:
         return import_module(f"upref.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'upref' has no attribute {name!r}")
@@ -64,4 +68,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME, *_ROOMS})
+    return sorted({*globals(), *_HOME, *_MODULES})

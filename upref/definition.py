@@ -109,7 +109,7 @@ class Objective:
         put("_extra_names", tuple(p.name for p in takes[3:] if p.kind is p.POSITIONAL_OR_KEYWORD))
         self._read_weight()
         title, url = papers().get(self.paper, ("", ""))
-        where_from = f"{title} ({self.paper}, {self.eq})".strip() + (f", {url}" if url else "")
+        where_from = f"{title} ({self.source})".strip() + (f", {url}" if url else "")
         shapes = f"Level {self.level}: {LEVELS[self.level]}."
         put("__doc__", f"{self.name}: {self.equation}\n\n{where_from}.\n\n{shapes} {ERRORS}")
 
@@ -118,6 +118,11 @@ class Objective:
         put = partial(object.__setattr__, self)
         put("reads", tuple(p.name for p in weighs[2:] if p.kind is p.POSITIONAL_OR_KEYWORD))
         put("reads_log_r", weighs[0].name == "log_r")
+
+    @property
+    def source(self) -> str:
+        """The key of its paper and the place there; an objective of your own may have neither."""
+        return ", ".join(filter(None, (self.paper, self.eq))) or "unpublished"
 
     # ---- hyperparameters -------------------------------------------------------------------------------------------
     @property
@@ -350,16 +355,16 @@ def transform(make: Callable[[Objective], Objective]) -> Callable[[Objective], O
 
 
 def objective(
-    *, paper: str, eq: str, level: str, agg: str, adv: str, **facts: Any
+    *, level: str, agg: str, adv: str, paper: str = "", eq: str = "", **facts: Any
 ) -> Callable[[Callable[..., Any]], Objective]:
     """Register the pure function `(lp, lp_old, A, *, hyperparameters)` as an objective; then use `@NAME.with_weight`.
 
     Args:
-        paper: key of papers.bib.
-        eq: equation or section of the paper.
         level: what one ratio covers, a key of LEVELS.
         agg: name of the aggregation.
         adv: name of the advantage estimator.
+        paper: key of papers.bib; "" where it is in no paper.
+        eq: equation or section of the paper.
         **facts: further fields of Objective.
 
     Returns:

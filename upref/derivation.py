@@ -67,7 +67,7 @@ def derive(objective: str | Objective, mu: float = 0.25, **hp: Any) -> Derivatio
     o = objective if isinstance(objective, Objective) else get(objective)
     resolved = o.of_surrogate(hp)
     doc = (inspect.getdoc(o.fn) or str(o.__doc__)).split("\n\n")[0]
-    steps = [f"{o.name}   ({o.paper}: {o.eq})", f"  {doc}", _chain(o)]
+    steps = [f"{o.name}   ({o.source})", f"  {doc}", _chain(o)]
     steps += [f"  times the constant {inspect.getdoc(o.sampler)}: what follows is without it"] if o.sampler else []
     if o.not_symbolic:
         steps.append(f"not read by sympy: {o.not_symbolic}; by autograd on a small batch:")

@@ -107,7 +107,8 @@ class Rollouts:
                 x, kinds = getattr(self, field.name), get_args(field.type) or (field.type,)
                 if not any(isinstance(x, kind) for kind in kinds) or (isinstance(x, Tensor) and not is_materialized(x)):
                     want = " or ".join(getattr(k, "__name__", str(k)) for k in kinds)
-                    raise InputError(f"{field.name} must be {want}, got {describe(x)}{shapes}.")
+                    mend = ": pass mask.bool()" if field.name == "mask" and isinstance(x, Tensor) else ""
+                    raise InputError(f"{field.name} must be {want}, got {describe(x)}{shapes}{mend}.")
         if self.mask.numel() == 0:
             raise InputError(
                 f"the batch is empty (mask has shape {tuple(self.mask.shape)}): give at least one response."

@@ -10,6 +10,7 @@ from typing import Any
 from upref.errors import InputError
 from upref.registry import ERRORS, LEVELS, Objective, get, names
 
+NO_SOURCE = "(its defaults= names no source of this value)"
 PI_OLD = (0.001, 0.01, 0.1, 0.5, 0.9)
 
 
@@ -32,16 +33,18 @@ def facts(o: Objective) -> dict[str, Any]:
 
 def page(o: Objective) -> str:
     """Everything that is known of it."""
-    parts = [f"{o.name}   {o.paper}, {o.eq}"]
+    parts = [f"{o.name}   {o.source}"]
     say = lambda head, text: parts.append(f"{head}\n" + textwrap.indent(text.strip(), "    "))
     say("objective, to be maximized", o.equation)
     say("facts", "\n".join(f"{k:12} {v}" for k, v in _about(o)))
     if o.hyperparameters:
-        say("defaults", "\n".join(f"{k} = {v}\n    {o.defaults[k]}" for k, v in o.hyperparameters.items()))
+        lines = (f"{k} = {v}\n    {o.defaults.get(k, NO_SOURCE)}" for k, v in o.hyperparameters.items())
+        say("defaults", "\n".join(lines))
     say("weight dJ/dlp, by hand", _source(o.closed_form))
     say("Probability Capacity at π_θ = π_old", _capacity_lines(o))
     say("source", _source(o.fn))
-    say("reference", bib_entry(o.paper))
+    if o.paper:
+        say("reference", bib_entry(o.paper))
     say("units and errors", ERRORS)
     return "\n\n".join(parts)
 

@@ -52,16 +52,19 @@ def capacity(objective: "str | Objective | Curve | Callable[..., Tensor]", pi, p
     a cut (SAPO) counts as nonzero until float64 rounds it to 0.
     """
     p, mu, A = _points(pi, pi_old, adv)
-    shape, (p, mu, A) = p.shape, (p.ravel(), np.maximum(mu.ravel(), TINY), A.ravel())
+    shape = p.shape
+    p, mu, A = p.ravel(), np.maximum(mu.ravel(), TINY), A.ravel()
     curve = _toward_the_update(of(objective, **hp))
     pairs, row = np.unique((mu if curve.reads_mu else 1) + 1j * A, return_inverse=True)  # complex: unique pairs (mu, A)
     ends, alive = curve.ends(pairs.imag, pairs.real)
-    r, up = np.maximum(p, TINY) / mu, A > 0
+    r = np.maximum(p, TINY) / mu
+    up = A > 0
     ahead = np.minimum(np.where(up, r * (1 + curve.rtol_ratio), r * (1 - curve.rtol_ratio)), 1 / mu)
     passed = (ends[row] < ahead[:, None]).sum(1)  # ends below: the weight is alive between every other two
     ends = np.pad(ends, ((0, 0), (1, 1)), constant_values=((0, 0), (0, np.inf)))
     goal = np.minimum(ends[row, passed + up] * mu, 1)
-    cap = np.maximum(np.where(up, goal - p, p - goal), 0)
+    cap = np.where(up, goal - p, p - goal)
+    cap = np.where(cap < 1e9 * TINY, 0, cap)  # a bound times a probability that TINY stands for
     return np.where((alive[row] ^ (passed % 2 == 1)) & (A != 0), cap, 0).reshape(shape)
 
 
