@@ -32,9 +32,17 @@ if [[ -z $scale && -z ${RAY_ADDRESS-} ]] && ! nvidia-smi -L 2>/dev/null | grep -
     echo "mini: this machine has no GPU (other scales: reference, smoke; on GPUs gpu1, gpu8 and paper)."
 fi
 if [[ -n ${UPREF_PYTHON-} ]]; then
-    parts='(p for p in ("torch", "verl", "omegaconf") if not importlib.util.find_spec(p))'
-    lacks=$("$UPREF_PYTHON" -c "import importlib.util; print(*$parts)" 2>/dev/null) || lacks="an interpreter"
+    absent='(p for p in ("torch", "verl", "omegaconf") if not importlib.util.find_spec(p))'
+    lacks=$("$UPREF_PYTHON" -c "import importlib.util; print(*$absent)" 2>/dev/null) || lacks="an interpreter"
     [[ -z $lacks ]] || { echo "run.sh: UPREF_PYTHON=$UPREF_PYTHON lacks $lacks: name the Python that has verl and vLLM, or leave it out." >&2 && exit 2; }
+fi
+parts=
+if [[ -z ${UPREF_PYTHON-} && $scale != @(mini|reference|smoke|cpu) ]]; then # GPUs and driver, before an install of 11 GB
+    gpu=gpu && [[ $scale != trl ]] || gpu=
+    python=$(repro/venv.sh which $gpu) || exit $?
+    chosen=$("$python" -B -m repro.with_verl.machine.ladder "$objective" "$scale" "$@") || exit $?
+    read -r scale parts <<<"$chosen"
+    [[ $scale != - ]] || scale=
 fi
 case $scale in
     mini)
@@ -60,18 +68,16 @@ case $scale in
         ;;
 esac
 python=${UPREF_PYTHON-}
-if [[ -z $python ]] && nvidia-smi -L 2>/dev/null | grep -q GPU; then
-    asked=$scale
-    [[ -n $asked || $(nvidia-smi -L | grep -c GPU) -ge 8 ]] || asked=gpu1 # what the launcher will choose
-    case $asked in
-        gpu1 | gpu1_24gb) repro/venv.sh gpu ;; # these two need no flash-attn
-        paper_gspo) repro/venv.sh gpu megatron ;;
-        paper) case $objective in *gspo) repro/venv.sh gpu megatron ;; *) repro/venv.sh gpu flash ;; esac ;;
-        *) repro/venv.sh gpu flash ;;
-    esac
-    python=.venv-gpu/bin/python
-elif [[ -z $python ]]; then # it can say what is missing, and do a --dry-run
-    repro/venv.sh verl
-    python=.venv/bin/python
+if [[ -z $python ]]; then
+    if [[ $parts == dry && -f .venv-gpu/stamp-gpu ]]; then
+        python=.venv-gpu/bin/python
+    elif [[ $parts == dry ]]; then # it reads verl's configuration, and needs no GPU
+        repro/venv.sh verl
+        python=.venv/bin/python
+    else
+        # shellcheck disable=SC2086 # one word a part
+        repro/venv.sh $parts
+        python=.venv-gpu/bin/python
+    fi
 fi
 exec "$python" -m repro.with_verl.run.launch "$objective" ${scale:+"$scale"} "$@"

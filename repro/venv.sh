@@ -8,6 +8,7 @@
 #   repro/venv.sh gpu            another one, .venv-gpu: upref, verl's trainer and vLLM for CUDA, which need another torch
 #   repro/venv.sh gpu flash      the same with flash-attn, which all paper scales and gpu8 need
 #   repro/venv.sh gpu megatron   the same with Megatron too, which paper_gspo needs
+#   repro/venv.sh which gpu      print the Python that .venv-gpu has or would have, and install nothing
 #
 # Every version is in repro/requirements, with the hashes of its files, and pip refuses another file. Needs Python 3.11, 3.12 or 3.13 with venv (PYTHON=... chooses one) and a package
 # index for pip. Writes only inside the checkout. Exit status 2: it could not; 130 or 143: it was interrupted.
@@ -15,6 +16,8 @@ set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 lists=repro/requirements
 venv=.venv pythons=(python3.11 python3.12 python3.13 python3) size="one to three minutes, 1 to 2 GB"
+which=
+[[ ${1-} != which ]] || { which=yes && shift; }
 if [[ ${1-} == gpu ]]; then # flash-attn and Megatron's parts are prebuilt for Python 3.12 only
     venv=.venv-gpu pythons=(python3.12 python3.11 python3) size="five to ten minutes, 11 GB"
 fi
@@ -46,6 +49,24 @@ chosen() { [[ -z ${PYTHON-} || $(version "$PYTHON") == "$(version "$py")" ]]; }
 version() { "$1" -c 'import platform; print(platform.python_version())' 2>/dev/null || true; }
 all_fresh() { for part in base "$@"; do fresh "$part" || return 1; done; }
 
+# The Python of the environment, or the one that it will be made with, in `python`; `make` where it is to be made.
+choose() {
+    python=$py make=
+    if [[ -f $venv/made ]] && chosen && "$py" -c 'import pip' 2>/dev/null; then return; fi
+    make=yes
+    [[ -z ${PYTHON-} ]] || pythons=("$PYTHON")
+    for python in "${pythons[@]}"; do
+        case $(version "$python") in 3.11.* | 3.12.* | 3.13.*) break ;; *) python= ;; esac
+    done
+    if [[ -z $python ]]; then
+        found=$(version "${PYTHON:-python3}")
+        die "needs Python 3.11, 3.12 or 3.13, and ${PYTHON:-python3} is ${found:-not there}. For a newer Python, 'pip install .' installs the library alone; this command's pinned packages are not tested there."
+    fi
+}
+
+if [[ -n $which ]]; then
+    choose && echo "$python" && exit 0
+fi
 all_fresh "$@" && chosen && exit 0
 [[ -w . ]] || die "cannot write in $PWD."
 exec 9>$venv.lock
@@ -55,15 +76,12 @@ if [[ -n $(command -v flock) ]] && ! flock -n 9; then
     wait $!
 fi
 
-if [[ ! -f $venv/made ]] || ! chosen || ! "$py" -c 'import pip' 2>/dev/null; then
-    [[ -z ${PYTHON-} ]] || pythons=("$PYTHON")
-    for python in "${pythons[@]}"; do
-        case $(version "$python") in 3.11.* | 3.12.* | 3.13.*) break ;; *) python= ;; esac
-    done
-    if [[ -z $python ]]; then
-        found=$(version "${PYTHON:-python3}")
-        die "needs Python 3.11, 3.12 or 3.13, and ${PYTHON:-python3} is ${found:-not there}. For a newer Python, 'pip install .' installs the library alone; this command's pinned packages are not tested there."
-    fi
+choose
+for part in "$@"; do
+    [[ $part != @(flash|megatron) || $(version "$python") == 3.12.* ]] ||
+        die "$part is prebuilt for Python 3.12 only, and $venv has or gets $(version "$python"): PYTHON=python3.12 repro/venv.sh $*."
+done
+if [[ -n $make ]]; then
     say "making $venv with $python (once; $size)."
     rm -rf $venv || die "cannot remove $venv; please do."
     said=$("$python" -m venv $venv 2>&1) ||

@@ -15,7 +15,7 @@ from statistics import mean
 
 from repro import Parser
 from repro.with_verl import health
-from repro.with_verl.config.compose import paper
+from repro.with_verl.config.scales import paper
 from repro.with_verl.figures import figures
 from repro.with_verl.health import ALARMS, BLIND, BOUND, number
 from repro.with_verl.logged import NORM, SCORE, Kept, named, read, validation

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from repro.with_verl.config import compose as composing
+from repro.with_verl.config.scales import load_scale
 from upref import InputError
 from upref.files import write_atomically
 
@@ -137,7 +137,7 @@ def facts() -> dict[str, dict]:
 
 def differences(scale: str, fact: dict) -> list[tuple[str, str, str, str]]:
     """(key, there, here, why); why is "" where nobody has said."""
-    s = composing.load_scale(scale.split()[0])
+    s = load_scale(scale.split()[0])
     here = {k.lstrip("+"): (value, source) for k, (value, source) in s.values.items()}
     rows = []
     for key, there in fact["settings"].items():

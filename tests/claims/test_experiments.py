@@ -11,7 +11,7 @@ from paper.grim import audit
 from paper.grim.read import PAPER, read
 from repro.mini.stale.unregistered import T_1, at_end, at_peak
 from repro.mini.study import plan
-from repro.with_verl.config.compose import paper
+from repro.with_verl.config.scales import paper
 from tests.claims.conftest import RECORDS
 from tests.support.on_tokens import weight
 from upref import get

@@ -14,7 +14,7 @@ import pytest
 import upref
 
 pytest.importorskip("omegaconf", reason="`repro/venv.sh verl` installs it, on Python 3.11 and 3.12")
-from repro.with_verl.config.compose import load_scale, paper, scale_names
+from repro.with_verl.config.scales import load_scale, paper, scale_names
 from repro.with_verl.data import prepare as p, schema
 from repro.with_verl.data.sources import SOURCES
 from repro.with_verl.machine import preflight

@@ -19,13 +19,14 @@ from tests.support.daily import daily
 
 NEED = "`repro/venv.sh verl` installs what verl's configuration needs"
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=NEED)
-from repro.with_verl.config import compose as c  # noqa: E402
+from repro.with_verl.config import compose as c, scales  # noqa: E402
 from repro.with_verl.config.model import KNOWN, parse, shape_of  # noqa: E402
 from repro.with_verl.config.validate import validate  # noqa: E402
 from repro.with_verl.data import schema  # noqa: E402
-from repro.with_verl.machine import preflight, published  # noqa: E402
+from repro.with_verl.machine import here, preflight, published  # noqa: E402
 from repro.with_verl.machine.estimate import GB, estimate, gpu_of  # noqa: E402
-from repro.with_verl.machine.preflight import VERL, Machine  # noqa: E402
+from repro.with_verl.machine.here import Machine  # noqa: E402
+from repro.with_verl.machine.preflight import VERL  # noqa: E402
 from repro.with_verl.place import ROOT  # noqa: E402
 from repro.with_verl.report import methods  # noqa: E402
 from repro.with_verl.run import launch  # noqa: E402
@@ -40,7 +41,7 @@ HERE |= {
     "sympy": "1.14.0",
     "cuda-toolkit": "13.0.2",
 }
-HERE |= dict.fromkeys(preflight.MEGATRON, "1")
+HERE |= dict.fromkeys(here.MEGATRON, "1")
 BIG = Machine(8, 85e9, "H100", 1e13, HERE, nodes=4, driver="580.95.05")
 
 
@@ -60,7 +61,7 @@ there = lambda name, path=None, target=None: None if absent(name) else find(name
 PathFinder.find_spec = staticmethod(there)  # dill calls it on an instance
 import upref
 warnings.filterwarnings("ignore")
-from repro.with_verl.config import compose as c
+from repro.with_verl.config import compose as c, scales
 from repro.with_verl.config.validate import validate
 from repro.with_verl.run import launch
 names = [name for name in upref.names() if not upref.get(name).needs]
@@ -68,7 +69,7 @@ for n, scale in enumerate(SCALES):
     for name in names if WHOLE else names[n :: len(SCALES)]:
         cfg = validate(c.compose(name, scale))
         loss = cfg.actor_rollout_ref.actor.policy_loss
-        assert loss.loss_mode == f"upref/{c.load_scale(scale).loss.get(name, (name,))[0]}"
+        assert loss.loss_mode == f"upref/{scales.load_scale(scale).loss.get(name, (name,))[0]}"
         assert cfg.actor_rollout_ref.rollout.val_kwargs.top_p == 0.7
         print("ok", name)
     assert launch.main(["up_dapo", scale, "--dry-run", "name=dry-run-of-a-test"]) == 0
@@ -90,26 +91,26 @@ def test_every_method_at_every_scale_in_the_smallest_environment(whole):
     """A fresh machine without a GPU has neither vLLM nor what verl's trainer needs. By day each method at one scale."""
     absent = absent_in_the_smallest()
     assert not {"verl", "torch", "ray"} & set(absent)
-    scales = c.scale_names()
-    code = SMALLEST.replace("ABSENT", repr(absent)).replace("SCALES", repr(scales)).replace("WHOLE", repr(whole))
+    every = scales.scale_names()
+    code = SMALLEST.replace("ABSENT", repr(absent)).replace("SCALES", repr(every)).replace("WHOLE", repr(whole))
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("ok ") == len(RUNS) * (len(scales) if whole else 1)
-    assert done.stdout.count("checked: every key") == len(scales)
+    assert done.stdout.count("ok ") == len(RUNS) * (len(every) if whole else 1)
+    assert done.stdout.count("checked: every key") == len(every)
 
 
 def test_the_papers_methods_get_the_papers_experiments():
-    data = c.paper()
+    data = scales.paper()
     for name, experiment in data["experiments"].items():
         for method in experiment["methods"]:
-            got = c.paper_scale(data["names"][method])[0]
+            got = scales.paper_scale(data["names"][method])[0]
             if not (name == "geo3k" or (name == "math" and method == "GSPO")):
                 assert got == f"paper_{name}"
-    scale, why = c.paper_scale("w_reinforce_code")
+    scale, why = scales.paper_scale("w_reinforce_code")
     assert scale == "paper_math" and "w_reinforce` is the printed form" in why and "does not say which" in why
     assert methods(data)["w_reinforce_code"] == methods(data)["w_reinforce"] == "W-REINFORCE"
     assert all(upref.get(name) and form["method"] in data["names"] for name, form in data["forms"].items())
-    scale, why = c.paper_scale("topr")
+    scale, why = scales.paper_scale("topr")
     assert scale == "paper_math" and "not in the paper" in why
     assert "not in the paper" in c.compose("topr", "paper").notes[0]
 
@@ -384,23 +385,36 @@ def test_the_preflight_refuses(what, ready, capsys):
     assert len(err) == 1 and re.search(LACKS[what], err[0]), err
 
 
-def test_the_preflight_imports_what_megatron_needs(tmp_path, monkeypatch):
-    """By its metadata Megatron-Bridge was there; its first import ended at a package that it does not install."""
-    package = tmp_path / "megatron" / "bridge"
+def module_that_fails(folder, name):
+    """A package whose first import ends at one that is not installed."""
+    package = folder / name.replace(".", "/")
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("import a_solver_that_is_not_installed\n")
-    run = c.compose("up_gspo", "paper")
+
+
+@pytest.mark.parametrize(
+    ("objective", "scale", "name", "cure"),
+    [
+        ("up_gspo", "paper", "megatron.bridge", "venv.sh gpu megatron"),
+        ("up_dapo", "gpu8", "transfer_queue", "venv.sh gpu flash"),
+        ("up_dapo", "gpu8", "flash_attn.bert_padding", "venv.sh gpu flash"),
+    ],
+)
+def test_the_preflight_imports_what_the_scale_needs(objective, scale, name, cure, tmp_path):
+    """By its metadata Megatron-Bridge was there; its first import ended at a package that it does not install."""
+    module_that_fails(tmp_path, name)
+    run = c.compose(objective, scale)
     run.env["PYTHONPATH"] = f"{tmp_path}:{run.env['PYTHONPATH']}"
-    cfg = validate(run)
-    said = r"megatron.bridge, which paper_gspo trains with \(ModuleNotFoundError: .*'a_solver_that_is_not_installed'\)"
+    said = rf"{name} cannot be imported \(ModuleNotFoundError: .*'a_solver_that_is_not_installed'\).*{cure}"
     with pytest.raises(upref.InputError, match=said):
-        preflight.check_engine(run, cfg)
-    (package / "__init__.py").write_text("")
-    monkeypatch.setattr(preflight, "ENGINE", ("megatron.bridge",))
-    preflight.check_engine(run, cfg)
-    (package / "__init__.py").unlink()
-    package.rmdir()
-    preflight.check_engine(run, validate(c.compose("up_dapo", "paper")))  # FSDP needs none of it
+        preflight.check_imports(run, validate(run))
+
+
+def test_each_scale_imports_what_its_settings_ask_for():
+    of = lambda objective, scale, flash=True: preflight.modules(validate(c.compose(objective, scale, flash=flash)))
+    assert "flash_attn.bert_padding" in of("up_dapo", "gpu1") and "vllm" in of("up_dapo", "gpu1")
+    assert not [name for name in of("up_dapo", "gpu1", flash=False) if "flash" in name]
+    assert "verl.workers.engine.megatron.transformer_impl" in of("up_gspo", "paper")
 
 
 @pytest.mark.parametrize("key", ["free_cache_engine", "+actor_rollout_ref.rollout.enable_sleep_mode"])
@@ -422,6 +436,53 @@ def test_what_an_interruption_loses_is_said(capsys):
         assert launch.main(["up_dapo", "gpu8", more, "--dry-run"]) == 0
         out = capsys.readouterr().out
         assert said in out and (said or "is interrupted" not in out)
+
+
+GPU1 = ["up_dapo", "gpu1", "--dry-run", "--gpu", "H100"]
+
+
+def cost(out):
+    return [int(x.replace(",", "")) for x in re.search(r"([\d,]+) GPU-hours, ([\d,]+) dollars at", out).groups()]
+
+
+def test_what_goes_without_flash_attn_says_what_that_costs(monkeypatch, capsys):
+    """Half of the money for one GPU went into a loop over tokens that flash-attn does not have."""
+    versions = HERE | {"flash-attn": None}
+    costs = {}
+    for flash in (True, False):
+        monkeypatch.setattr(launch, "flash_there", lambda *_, flash=flash: flash)
+        assert launch.main(GPU1) == 0
+        out = capsys.readouterr().out
+        costs[flash] = cost(out)
+        assert ("attn_implementation=sdpa" in out) != flash
+        other = re.search(r"note: .*flash-attn.* the same steps take (\d+) hours and (\d+) dollars", out).groups()
+        costs[flash, "other"] = [int(x) for x in other]
+    assert costs[True] == costs[False, "other"] and costs[False] == costs[True, "other"]
+    assert costs[False][1] > 1.8 * costs[True][1]
+    with_it, without = Machine(versions=dict(HERE)), Machine(versions=versions)
+    monkeypatch.undo()
+    assert launch.flash_there(with_it, False) and not launch.flash_there(without, True)
+    assert launch.flash_there(Machine(versions={}), True), (
+        "nothing can train here: the dry run is of a machine that can"
+    )
+
+
+def test_a_run_keeps_its_folder_when_flash_attn_is_installed_later():
+    names = {c.compose("up_dapo", "gpu1", flash=flash).name for flash in (True, False)}
+    assert len(names) == 1
+    given = ["+actor_rollout_ref.model.override_config.attn_implementation=eager"]
+    assert validate(c.compose("up_dapo", "gpu1", given, flash=False)), "the user's line was a second one of that key"
+
+
+def test_a_dry_run_says_that_model_and_data_are_missing(tmp_path, capsys):
+    given = [f"actor_rollout_ref.model.path={tmp_path}/nothing", "--data", str(tmp_path)]
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "nothing/config.json").write_text(json.dumps(tomllib.loads(KNOWN.read_text())["Qwen/Qwen3-1.7B"]))
+    assert launch.main(["up_dapo", "gpu1", *given, "--dry-run"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("here, it would not start: ")]
+    for what in ("nothing holds no config.json with *.safetensors", "dapo_math_17k.parquet is missing", "aime24.parqu"):
+        assert len([line for line in said if what in line]) == 1, said
+    assert not [line for line in said if "flash-attn" in line], "gpu1 goes without"
 
 
 VERL_DOES = """
@@ -447,7 +508,7 @@ def verl_does(tmp_path, monkeypatch):
     real = watch.run
     stand_in = lambda command, *a, **kw: real([sys.executable, str(program), *command[3:]], *a, **kw)
     monkeypatch.setattr(watch, "run", stand_in)
-    monkeypatch.setattr(preflight, "check_plugin", lambda *_: None)
+    monkeypatch.setattr(preflight, "check_imports", lambda *_: None)
 
 
 def launch_saves_a_checkpoint(monkeypatch):
@@ -587,9 +648,9 @@ def test_seeds_are_swept_by_one_option(ready, verl_does, tmp_path, monkeypatch, 
         assert capsys.readouterr().err.count("launch: ") == 1
 
 
-@pytest.mark.parametrize("name", [n for n in c.scale_names()])
+@pytest.mark.parametrize("name", [n for n in scales.scale_names()])
 def test_each_scale_fits_the_gpus_that_it_names(name):
-    scale = c.load_scale(name)
+    scale = scales.load_scale(name)
     e = estimate(validate(c.compose("grpo", name)), gpu_of("H100"), scale.gpu_gb * 1e9, 30)
     assert not e.problem, e
     assert e.train < scale.gpu_gb * GB and e.rollout < scale.gpu_gb * GB and e.kv_tokens > 0
@@ -638,7 +699,7 @@ def test_the_formulas_are_near_published_runs():
     assert 0.9 < float(np.exp(np.mean(np.log(whole)))) < 1.2
     page = (ROOT / "repro/with_verl/ESTIMATES.md").read_text()
     assert published.table() in page and published.summary() in page
-    assert all(f"| `{name}`, " in page for name in c.scale_names())
+    assert all(f"| `{name}`, " in page for name in scales.scale_names())
 
 
 def test_the_page_of_costs_has_what_a_dry_run_prints(capsys):
@@ -673,7 +734,7 @@ def test_the_watchdog_waits_for_long_steps(nodes, ready, monkeypatch):
     from repro.with_verl.run import start
 
     seen = {}
-    monkeypatch.setattr(preflight, "check_plugin", lambda *_: None)
+    monkeypatch.setattr(preflight, "check_imports", lambda *_: None)
     monkeypatch.setattr(
         start, "start", lambda run, total, again, patience, **facts: seen.update(p=patience, e=facts) or 0
     )
@@ -735,13 +796,13 @@ def test_megatron_recomputes_and_routes_in_float32():
     )
     assert cfg.actor_rollout_ref.actor.megatron.expert_model_parallel_size == 8
     missing = preflight.missing_packages(
-        cfg, c.load_scale("paper_gspo"), Machine(versions={"megatron-core": None, "verl": VERL})
+        cfg, scales.load_scale("paper_gspo"), Machine(versions={"megatron-core": None, "verl": VERL})
     )
     assert len(missing) == 1 and missing[0].startswith("megatron-core is not installed")
 
 
 def test_settings_that_are_not_the_papers_are_its_protocols_own():
-    of = lambda scale: {k: v for k, (v, _) in c.load_scale(scale).values.items()}
+    of = lambda scale: {k: v for k, (v, _) in scales.load_scale(scale).values.items()}
     dapo, math, geo = of("paper_dapo"), of("paper_math"), of("paper_geo3k")
     optim = "actor_rollout_ref.actor.optim"
     assert (dapo[f"{optim}.weight_decay"], dapo[f"{optim}.lr_warmup_steps"], dapo["trainer.save_freq"]) == (0.1, 10, 5)
@@ -749,11 +810,11 @@ def test_settings_that_are_not_the_papers_are_its_protocols_own():
         assert (other[f"{optim}.weight_decay"], other[f"{optim}.lr_warmup_steps"]) == (0.01, -1)
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     assert (geo[f"{actor}.strategy"], geo[f"{rollout}.tensor_model_parallel_size"]) == ("fsdp2", 2)
-    for name in c.scale_names():
+    for name in scales.scale_names():
         s = of(name)
         assert s[f"{actor}.use_kl_loss"] is True and f"{actor}.kl_loss_coef" in s  # logged, in any case
         assert s["trainer.total_epochs"] <= 20 or s["trainer.total_training_steps"] <= 1000  # nothing without an end
-        assert "Table A1, commented" not in " ".join(x for _, x in c.load_scale("paper_math").values.values())
+        assert "Table A1, commented" not in " ".join(x for _, x in scales.load_scale("paper_math").values.values())
 
 
 def test_ray_is_asked_how_many_machines_there_are(monkeypatch):
@@ -764,8 +825,8 @@ def test_ray_is_asked_how_many_machines_there_are(monkeypatch):
         said["address"] = command[-1]
         return subprocess.CompletedProcess([], 0, stdout="2026 INFO\nNODES 4\n")
 
-    monkeypatch.setattr(preflight.subprocess, "run", run)
-    assert preflight.ray_nodes() == 4 and said == {"address": "first:6379"}
+    monkeypatch.setattr(here.subprocess, "run", run)
+    assert here.ray_nodes() == 4 and said == {"address": "first:6379"}
 
 
 @pytest.mark.parametrize(
@@ -774,6 +835,8 @@ def test_ray_is_asked_how_many_machines_there_are(monkeypatch):
         (Machine(), "up_dapo", "mini"),
         (Machine(1, 25.7e9, "4090", nodes=1), "up_dapo", "gpu1_24gb"),
         (Machine(1, 85e9, "H100", nodes=1), "up_dapo", "gpu1"),
+        (Machine(1, 17.2e9, "4080", nodes=1), "up_dapo", "trl"),
+        (Machine(1, 12.88e9, "3060", nodes=1), "up_dapo", "trl"),
         (Machine(1, 8e9, "small", nodes=1), "up_dapo", "mini"),
         (Machine(8, 85e9, "H100", nodes=1), "up_dapo", "gpu8"),
         (Machine(8, 85e9, "H100", nodes=4), "up_dapo", "paper_dapo"),
@@ -786,14 +849,14 @@ def test_the_largest_scale(machine, objective, scale, capsys):
     assert capsys.readouterr().out.startswith(f"{scale}: ")
 
 
-@pytest.mark.parametrize("scale", ["mini", "smoke"])
-def test_scales_without_a_gpu_are_handed_over(scale, monkeypatch):
+@pytest.mark.parametrize("scale", scales.HANDED_OVER)
+def test_scales_of_other_programs_are_handed_over(scale, monkeypatch):
     called = []
     monkeypatch.setattr(
         launch.subprocess, "run", lambda cmd, **_: called.append(cmd) or subprocess.CompletedProcess([], 5)
     )
     assert launch.hand_over("up_dapo", scale, ["a=1"], dry_run=False) == 5
-    module = {"mini": "repro.mini.compare", "smoke": "repro.with_verl.cpu.smoke"}[scale]
+    module = launch.PROGRAMS[scale]
     assert called == [[sys.executable, "-m", module, "up_dapo", "a=1"]]
 
 
@@ -836,12 +899,15 @@ def test_grpo_of_the_vision_table_has_two_bounds():
     assert not torch.equal(two.gradient(b, eps_low=0.2, eps_high=0.28), two.gradient(b, **same))
 
 
-def test_a_fresh_process_has_the_plug_in():
-    """Loss and estimator, by the environment that driver and workers get."""
-    preflight.check_plugin(c.compose("up_dapo", "paper"), "upref/up_dapo", "upref/signed")
+def test_a_fresh_process_has_loss_and_estimator(monkeypatch):
+    """By the environment that driver and workers get; here it can import all but what needs CUDA."""
+    monkeypatch.setattr(preflight, "modules", lambda _: ["repro.with_verl.reward.score"])
+    run = c.compose("up_dapo", "paper", ["algorithm.adv_estimator=upref/signed"])
+    preflight.check_imports(run, validate(run))
 
 
 def test_a_fresh_process_without_it_is_refused(monkeypatch):
     monkeypatch.setattr(c, "MODULES", ("no_such_module",))
-    with pytest.raises(upref.InputError, match=r"a fresh process does not have upref/up_dapo .*no_such_module"):
-        preflight.check_plugin(c.compose("up_dapo", "paper"), "upref/up_dapo", "grpo")
+    run = c.compose("up_dapo", "paper")
+    with pytest.raises(upref.InputError, match=r"a fresh process cannot start paper_dapo: .*no_such_module"):
+        preflight.check_imports(run, validate(run))

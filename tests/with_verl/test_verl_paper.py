@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import upref
-from repro.with_verl.config.compose import load_scale, paper, scale_names
+from repro.with_verl.config.scales import load_scale, paper, scale_names
 
 ROOT = Path(__file__).parents[2]
 TEX = next((p for p in (ROOT.parent / "shared/up_paper.tex", ROOT / "shared/up_paper.tex") if p.exists()), None)

@@ -14,7 +14,7 @@ import pytest
 
 import upref
 from repro.with_verl import upstream
-from repro.with_verl.config import compose as c, vllm_args
+from repro.with_verl.config import scales, vllm_args
 from repro.with_verl.place import ROOT
 
 SLURM = ROOT / "repro" / "with_verl" / "slurm.sbatch"
@@ -58,8 +58,8 @@ def test_a_script_is_read_without_running_a_program(tmp_path):
 
 def test_the_scales_name_the_commit_that_was_recorded():
     commits = {f["commit"][:8] for f in upstream.facts().values()}
-    for name in c.scale_names():
-        for _, source in c.load_scale(name).values.values():
+    for name in scales.scale_names():
+        for _, source in scales.load_scale(name).values.values():
             for repository in ("verl-recipe ", "verl "):
                 if f"{repository}" in source and ".sh" in source:
                     assert any(commit in source for commit in commits), source
@@ -72,8 +72,8 @@ def test_every_scale_hands_vllm_what_it_knows():
     facts = json.loads(vllm_args.FACTS.read_text())
     pin = (ROOT / "repro/requirements/gpu.txt").read_text()
     assert facts["wheel"].split("-")[1] == pin.split("\nvllm==")[1].split()[0]
-    for name in c.scale_names():
-        for key in c.load_scale(name).values:
+    for name in scales.scale_names():
+        for key in scales.load_scale(name).values:
             head, _, argument = key.lstrip("+").partition("engine_kwargs.vllm.")
             assert not argument or argument in known, (name, head)
 

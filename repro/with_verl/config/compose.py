@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """From an objective and a scale to the overrides of `python -m verl.trainer.main_ppo`, each with its source."""
 
-import difflib
 import json
 import os
 import re
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import upref
 from repro.with_verl.config.naming import name_of
+from repro.with_verl.config.scales import Scale, load_scale, paper_scale
 from repro.with_verl.place import ROOT, RUNS, pythonpath
 from upref import InputError
 
-HERE = Path(__file__).resolve().parent
 ACTOR = "actor_rollout_ref.actor"
 MODULES = (
     "upref_frameworks.verl.training",
@@ -23,7 +21,6 @@ MODULES = (
     "repro.with_verl.plugins.grpo_clip_higher",
 )
 SEEDS = ("data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")
-HANDED_OVER = ("mini", "smoke")  # run by programs of their own
 
 # upref.advantages -> verl's estimator, its settings, and what verl does differently
 ESTIMATORS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -37,19 +34,6 @@ ESTIMATORS: dict[str, tuple[str, dict[str, Any], str]] = {
     "signed": ("upref/signed", {}, "not in verl: plugins/estimators.py; a shaped reward counts by its sign"),
     "reward": ("upref/reward", {}, "not in verl: plugins/estimators.py"),
 }  # fmt: skip
-
-
-@dataclass
-class Scale:
-    """One file of scales/: verl key -> (value, source)."""
-
-    name: str
-    about: str
-    values: dict[str, tuple[Any, str]]
-    hyperparameters: dict[str, dict[str, tuple[Any, str]]]
-    loss: dict[str, tuple[str, str]]
-    gpu_gb: float
-    experiment: str | None
 
 
 @dataclass
@@ -72,51 +56,6 @@ class Run:
     @property
     def name(self) -> str:
         return self.directory.name
-
-
-def paper() -> dict[str, Any]:
-    return tomllib.loads((HERE / "paper.toml").read_text())
-
-
-def scale_names() -> list[str]:
-    return sorted(p.stem for p in (HERE / "scales").glob("*.toml") if p.stem != "common")
-
-
-def load_scale(name: str) -> Scale:
-    """Raises InputError with the nearest names if there is none."""
-    if name not in scale_names():
-        known = [*scale_names(), "paper", *HANDED_OVER]
-        near = difflib.get_close_matches(name.lower(), known, 2, 0.4)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(sorted(set(known)))}."
-        raise InputError(f"there is no scale named {name!r}: {hint}")
-    raw = tomllib.loads((HERE / "scales" / f"{name}.toml").read_text())
-    base = tomllib.loads((HERE / "scales" / f"{raw['extends']}.toml").read_text()) if "extends" in raw else {}
-    pairs = lambda table: {k: (v[0], v[1]) for k, v in table.items()}
-    return Scale(
-        name,
-        raw["about"],
-        pairs(base.get("set", {}) | raw["set"]),
-        {o: pairs(t) for o, t in raw.get("hyperparameters", {}).items()},
-        pairs(raw.get("loss", {})),
-        raw["gpu_gb"][0],
-        raw.get("experiment"),
-    )
-
-
-def paper_scale(objective: str) -> tuple[str, str]:
-    """Which of the paper's experiments is meant by the objective's name, and why.
-
-    Methods of two experiments (GRPO, GSPO) get the one that the paper's text is about: GSPO on 30B, GRPO in Table 1.
-    """
-    data = paper()
-    for name in ("dapo", "gspo", "math"):
-        experiment = data["experiments"][name]
-        if objective in [data["names"][m] for m in experiment["methods"]]:
-            tables = " and ".join(experiment["tables"])
-            return f"paper_{name}", f"{objective} is of the paper's {experiment['model']} experiment (Tables {tables})"
-    if objective in data["forms"]:
-        return "paper_math", f"{data['forms'][objective]['says']}; the paper does not say which it ran (Table A4)"
-    return "paper_math", f"{objective} is not in the paper: it runs by the protocol of its baselines (Tables A3 and A4)"
 
 
 def environment(directory: Path) -> dict[str, str]:
@@ -145,8 +84,13 @@ def spelled_out(overrides: list[str]) -> tuple[list[str], str]:
     return lines, name
 
 
-def compose(objective: str, scale: str, overrides: list[str] | None = None, data: Path | None = None) -> Run:
-    """The overrides of one run, the user's last. Raises InputError on an unknown objective or scale."""
+def compose(
+    objective: str, scale: str, overrides: list[str] | None = None, data: Path | None = None, flash: bool = True
+) -> Run:
+    """The overrides of one run, the user's last. Raises InputError on an unknown objective or scale.
+
+    flash: whether flash-attn is there; without it the scales for one GPU attend otherwise.
+    """
     given, name = spelled_out(overrides or [])
     o = upref.get(objective)
     if objective not in upref.names():
@@ -161,8 +105,10 @@ def compose(objective: str, scale: str, overrides: list[str] | None = None, data
         scale, why = paper_scale(objective)
         notes.append(why)
     s = load_scale(scale)
-    lines: dict[str, Any] = {key: value for key, (value, _) in s.values.items()}
-    sources = {key: source for key, (_, source) in s.values.items()}
+    keys = {line.partition("=")[0].lstrip("+") for line in given}
+    instead = {} if flash else {key: row for key, row in s.without_flash.items() if key.lstrip("+") not in keys}
+    lines: dict[str, Any] = {key: value for key, (value, _) in (s.values | instead).items()}
+    sources = {key: source for key, (_, source) in (s.values | instead).items()}
 
     loss, why = s.loss.get(objective, (objective, "the objective"))
     o_loss = o if loss == objective else extra(loss)

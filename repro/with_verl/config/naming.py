@@ -9,7 +9,7 @@ import re
 FREE = (
     "hydra.", "ray_kwargs.", "trainer.default_local_dir", "trainer.experiment_name", "trainer.logger",
     "trainer.max_actor_ckpt_to_keep", "trainer.project_name", "trainer.rollout_data_dir", "trainer.save_freq",
-    "reward.num_workers",
+    "reward.num_workers", "actor_rollout_ref.model.override_config.attn_implementation",
 )  # fmt: skip
 SAID_ALREADY = ("actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")  # by data.seed
 

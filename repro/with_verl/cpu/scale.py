@@ -13,8 +13,9 @@ from pathlib import Path
 import upref
 from repro import fork
 from repro.with_verl.config import compose as composing
-from repro.with_verl.config.compose import ACTOR, Run, Scale
+from repro.with_verl.config.compose import ACTOR, Run
 from repro.with_verl.config.naming import name_of
+from repro.with_verl.config.scales import Scale
 from repro.with_verl.cpu import smoke, toy
 from repro.with_verl.place import RUNS
 

@@ -133,8 +133,9 @@ def overrides(objective: upref.Objective, steps: int, out: Path) -> list[str]:
 
 def dry_run(objective: upref.Objective, extra: Sequence[str] = ()) -> Any:
     """The settings, read by the installed verl and checked as those of the GPU scales; InputError on what is wrong."""
-    from repro.with_verl.config.compose import Run, Scale
+    from repro.with_verl.config.compose import Run
     from repro.with_verl.config.model import parse
+    from repro.with_verl.config.scales import Scale
     from repro.with_verl.config.validate import validate
 
     if wrong := [x for x in extra if "=" not in x]:

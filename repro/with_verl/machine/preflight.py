@@ -1,104 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run needs of the machine, checked before verl starts. Every refusal is one sentence with its cure."""
 
+import copy
+import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from repro.with_verl.config.compose import Run, Scale
+from repro.with_verl.config.compose import Run
 from repro.with_verl.config.model import local
+from repro.with_verl.config.scales import Scale
 from repro.with_verl.data.sources import SOURCES
 from repro.with_verl.machine.estimate import GB, GPU, Estimate, estimate, gpu_of
+from repro.with_verl.machine.here import MEGATRON, OURS, PACKAGES, Machine, check_driver, version_of
 from repro.with_verl.place import ROOT
 from upref import InputError
 
 VERL = "0.9.1"
 FLASH = "2.8.3"  # verl's own pin
 PREPARE = "-m repro.with_verl.data.prepare"
-MEGATRON = (  # of requirements/megatron.txt, and what these import
-    "megatron-core", "megatron-bridge", "transformer-engine", "mbridge", "apex", "nvidia-modelopt", "pulp", "scipy",
-    "onnxscript", "nvdlfw-inspect",
-)  # fmt: skip
-ENGINE = ("megatron.bridge", "verl.workers.engine.megatron.transformer_impl")  # what a Megatron scale imports
-OURS = ("jaxtyping", "math-verify", "sympy")  # that `pip install --no-deps -e .` leaves out in verl's image
-PACKAGES = (
-    "verl", "vllm", "torch", "transformers", "ray", "TransferQueue", "flash-attn", *MEGATRON, *OURS, "cuda-toolkit",
-)  # fmt: skip
-DRIVER = {"13": 580, "12": 525}  # CUDA -> the oldest driver, by NVIDIA's compatibility table
-SOLD_AS_80 = 0.95
+ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
+ROLLOUT = ("vllm", "verl.workers.rollout.vllm_rollout.vllm_async_server")
+CANNOT_IMPORT, NOT_REGISTERED = 3, 4  # exit statuses of the fresh process
+IMPORT_ALL = f"""
+import importlib, json, sys
 
+asked = json.loads(sys.argv[1])
 
-@dataclass
-class Machine:
-    """What is here. `look` fills it in; tests make their own."""
+def end(status, sentence):
+    print(sentence, file=sys.stderr)
+    sys.exit(status)
 
-    gpus: int = 0
-    gpu_bytes: float = 0.0
-    gpu_name: str = ""
-    free_disk: float = 0.0
-    versions: dict[str, str | None] = field(default_factory=dict)
-    nodes: int = 1
-    driver: str = ""
-    memory: float = 1e13  # of the host
-    shared: float = 1e13  # bytes of /dev/shm
-    cores: int = 10_000
-
-
-def look(where: Path = ROOT) -> Machine:
-    """GPUs by the driver (nvidia-smi), so that torch is not imported; packages by their metadata."""
-    m = Machine(versions={p: _version(p) for p in PACKAGES})
-    where = next(p for p in [where, *where.parents] if p.exists())
-    m.free_disk = shutil.disk_usage(where).free
-    m.nodes = max(1, ray_nodes())
-    m.memory, m.cores = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), os.cpu_count() or 1
-    m.shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else 0
+try:
+    import verl.trainer.ppo.core_algos as algos  # this imports the plug-in too
+except Exception as e:
+    end({NOT_REGISTERED}, f"verl cannot be imported ({{type(e).__name__}}: {{e}})")
+if asked["loss"] not in algos.POLICY_LOSS_REGISTRY:
+    end({NOT_REGISTERED}, f"it does not have the loss {{asked['loss']}}")
+if asked["estimator"] not in algos.ADV_ESTIMATOR_REGISTRY:
+    end({NOT_REGISTERED}, f"it does not have the estimator {{asked['estimator']}}")
+for name in asked["modules"]:
     try:
-        query = ["nvidia-smi", "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader,nounits"]
-        rows = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.strip().splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return m
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        rows = rows[: len(visible.split(","))]
-    m.gpus = len(rows)
-    if rows:
-        m.driver, _, rest = rows[0].partition(", ")
-        m.gpu_name, _, mib = rest.rpartition(", ")
-        m.gpu_bytes = float(mib) * 2**20
-    return m
-
-
-def ray_nodes() -> int:
-    """Machines with GPUs of the Ray cluster that a driver would join; 0 where none runs, and none is started."""
-    address = os.environ.get("RAY_ADDRESS") or ("auto" if Path("/tmp/ray/ray_current_cluster").exists() else "")
-    if not address:
-        return 0
-    code = (
-        "import ray, logging, sys; ray.init(address=sys.argv[1], logging_level=logging.ERROR); "
-        "print('NODES', sum(n['Alive'] and n['Resources'].get('GPU', 0) > 0 for n in ray.nodes()))"
-    )
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code, address], capture_output=True, text=True, timeout=120, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return 0
-    found = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("NODES ")]
-    return int(found[-1]) if found else 0
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+        importlib.import_module(name)
+    except Exception as e:
+        end({CANNOT_IMPORT}, f"{{name}} cannot be imported ({{type(e).__name__}}: {{e}})")
+"""
 
 
 def check(run: Run, cfg: DictConfig, machine: Machine) -> Estimate:
@@ -106,10 +57,10 @@ def check(run: Run, cfg: DictConfig, machine: Machine) -> Estimate:
     check_gpus(run, cfg, machine)
     if missing := missing_packages(cfg, run.scale, machine):
         raise InputError(missing[0])
-    check_driver(machine)
-    check_engine(run, cfg)
+    check_driver(machine, machine.versions.get("cuda-toolkit") or "")
     model = check_model(cfg)
-    check_data(cfg)
+    if missing := missing_data(cfg):
+        raise InputError(missing[0])
     e = price(cfg, gpu_of(machine.gpu_name), machine.gpu_bytes)
     if e.problem:
         raise InputError(e.problem)
@@ -166,7 +117,7 @@ def check_host(cfg: DictConfig, m: Machine, e: Estimate) -> None:
 
 def missing_packages(cfg: DictConfig, scale: Scale, m: Machine | None = None) -> list[str]:
     """A sentence for each package that this run needs and this environment lacks, with its cure."""
-    have = m.versions if m else {p: _version(p) for p in PACKAGES}
+    have = m.versions if m else {p: version_of(p) for p in PACKAGES}
     lacks = lambda package: package in have and not have[package]
     found = []
     if have.get("verl") != VERL:
@@ -189,7 +140,8 @@ def missing_packages(cfg: DictConfig, scale: Scale, m: Machine | None = None) ->
             "Megatron: `repro/venv.sh gpu megatron` adds them to .venv-gpu, elsewhere pip install --no-deps -r "
             "repro/requirements/megatron.txt (Python 3.12), and pip install 'pulp<4' scipy onnxscript nvdlfw-inspect."
         )
-    if lacks("flash-attn") and wants_flash(cfg):
+    goes_without = scale.without_flash and "attn_implementation" not in cfg.actor_rollout_ref.model.override_config
+    if lacks("flash-attn") and wants_flash(cfg) and not goes_without:
         found.append(
             f"flash-attn is not installed, and verl's models want it: `repro/venv.sh gpu flash` adds it to .venv-gpu, "
             f"elsewhere pip install wheel ninja && pip install flash-attn=={FLASH} --no-build-isolation."
@@ -201,17 +153,6 @@ def wants_flash(cfg: DictConfig) -> bool:
     """verl's models attend by flash-attn unless told otherwise; without it they fail late, in a worker."""
     wanted = cfg.actor_rollout_ref.model.override_config.get("attn_implementation", "flash_attention_2")
     return bool(cfg.actor_rollout_ref.actor.get("megatron")) or wanted == "flash_attention_2"
-
-
-def check_driver(m: Machine) -> None:
-    """CUDA says only `driver too old`, and only when a worker starts."""
-    cuda = (m.versions.get("cuda-toolkit") or "").partition(".")[0]
-    major = m.driver.partition(".")[0]
-    if major.isdecimal() and int(major) < DRIVER.get(cuda, 0):
-        raise InputError(
-            f"the driver {m.driver} is too old for this environment's CUDA {cuda}, which needs {DRIVER[cuda]} or "
-            "newer: update it, or run in an image for its CUDA."
-        )
 
 
 def check_gpus(run: Run, cfg: DictConfig, m: Machine, alone: bool = False) -> None:
@@ -245,18 +186,48 @@ def check_model(cfg: DictConfig) -> str:
     return str(found)
 
 
-def check_data(cfg: DictConfig) -> None:
-    """Every file is there and in verl's format."""
+def missing_data(cfg: DictConfig) -> list[str]:
+    """A sentence for each file that is not there or not in verl's format, with its cure."""
     from repro.with_verl.data.schema import check_file
 
+    found = []
     for key in ("train_files", "val_files"):
         files = cfg.data[key]
         for name in [files] if isinstance(files, str) else files:
             path = Path(name).expanduser()
             if not path.exists():
                 cure = f"{sys.executable} {PREPARE} {path.stem}" if path.stem in SOURCES else "name another"
-                raise InputError(f"{path} is missing: {cure}.")
-            check_file(path)
+                found.append(f"{path} is missing: {cure}.")
+                continue
+            try:
+                check_file(path)
+            except InputError as e:
+                found.append(str(e))
+    return found
+
+
+def missing_here(cfg: DictConfig, scale: Scale) -> list[str]:
+    """A sentence for each package, model and data file that this machine lacks, with its cure."""
+    found = missing_packages(cfg, scale)
+    try:
+        check_model(cfg)
+    except InputError as e:
+        found.append(str(e))
+    return found + missing_data(cfg)
+
+
+def price_of_flash(run: Run, cfg: DictConfig, gpu: GPU, gpu_bytes: float) -> str:
+    """A sentence with what the run costs with and without flash-attn; "" where the scale needs it."""
+    if not run.scale.without_flash or any("attn_implementation" in line for line in run.given):
+        return ""
+    other = copy.deepcopy(cfg)
+    here = wants_flash(cfg)
+    OmegaConf.update(other, ATTENTION, "sdpa" if here else "flash_attention_2", force_add=True)
+    e = price(other, gpu, gpu_bytes)
+    cost = f"the same steps take {e.hours:,.0f} hours and {e.dollars:,.0f} dollars"
+    if here:
+        return f"where flash-attn is not installed (its wheel is for Python 3.12), {cost}."
+    return f"flash-attn is not installed; with it {cost}: `repro/venv.sh gpu flash`, with Python 3.12."
 
 
 def count_rows(files: Any) -> int:
@@ -281,38 +252,45 @@ def at_risk(cfg: DictConfig, e: Estimate) -> str:
     return ""
 
 
-def check_engine(run: Run, cfg: DictConfig) -> None:
-    """A fresh process can import what the scale's engine needs; names in metadata do not show that."""
-    if not cfg.actor_rollout_ref.actor.get("megatron"):
-        return
-    for module in ENGINE:
-        done = subprocess.run(
-            [sys.executable, "-c", f"import {module}"], env=os.environ | run.env, capture_output=True, text=True,
-            check=False,
-        )  # fmt: skip
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
-            raise InputError(
-                f"a fresh process cannot import {module}, which {run.scale.name} trains with ({last[:200]}): "
-                "`repro/venv.sh gpu megatron` installs what it needs into .venv-gpu; elsewhere install it, as "
-                "repro/requirements/gpu.txt and megatron.txt have it."
-            )
+def modules(cfg: DictConfig) -> list[str]:
+    """What driver and workers of this run import, heaviest last."""
+    found = ["transfer_queue", "repro.with_verl.reward.score", "math_verify"]
+    megatron = ["megatron.bridge", "verl.workers.engine.megatron.transformer_impl"]
+    found += megatron if cfg.actor_rollout_ref.actor.get("megatron") else ["verl.workers.engine.fsdp.transformer_impl"]
+    if wants_flash(cfg):
+        found += ["flash_attn.bert_padding", "flash_attn.ops.triton.cross_entropy"]
+    return [*found, "verl.trainer.main_ppo", "verl.trainer.ppo.v1", "verl.experimental.reward_loop", *ROLLOUT]
 
 
-def check_plugin(run: Run, loss: str, estimator: str) -> None:
-    """A fresh process with the run's environment has the loss and the estimator, as driver and workers must."""
-    code = (
-        "import verl.trainer.ppo.core_algos as c, sys; "
-        f"sys.exit(0 if {loss!r} in c.POLICY_LOSS_REGISTRY and {estimator!r} in c.ADV_ESTIMATOR_REGISTRY else 3)"
-    )
+def check_imports(run: Run, cfg: DictConfig) -> None:
+    """Import in a fresh process, with the run's environment, what its driver and workers import hours later.
+
+    Names in metadata do not show that a package can be imported.
+
+    Args:
+        run: the run, whose environment the process gets.
+        cfg: its configuration.
+
+    Raises:
+        InputError: a module cannot be imported, or the loss or the estimator is not registered then.
+    """
+    names = {"loss": cfg.actor_rollout_ref.actor.policy_loss.loss_mode, "estimator": cfg.algorithm.adv_estimator}
+    asked = json.dumps(names | {"modules": modules(cfg)})
+    env = os.environ | run.env
     done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | run.env, capture_output=True, text=True, check=False
+        [sys.executable, "-c", IMPORT_ALL, asked], env=env, capture_output=True, text=True, check=False
     )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it is not registered"])[-1]
-        raise InputError(
-            f"a fresh process does not have {loss} ({last[:200]}): pip install -e {ROOT} on every machine."
+    if not done.returncode:
+        return
+    last = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1][:300]
+    part = "megatron" if cfg.actor_rollout_ref.actor.get("megatron") else "flash"
+    cure = f"pip install -e {ROOT} on every machine"
+    if done.returncode == CANNOT_IMPORT:
+        cure = (
+            f"`repro/venv.sh gpu {part}` installs what it needs into .venv-gpu; elsewhere install it, as "
+            "repro/requirements/gpu.txt has it"
         )
+    raise InputError(f"a fresh process cannot start {run.scale.name}: {last}: {cure}.")
 
 
 def check_cluster(run: Run, loss: str) -> int:

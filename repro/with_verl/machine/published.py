@@ -79,7 +79,8 @@ SCALES = ("gpu1_24gb", "gpu1", "gpu8", "paper_math", "paper_geo3k", "paper_gspo"
 
 def scales() -> str:
     """What each scale costs before it starts, with the objective of this project that it is for."""
-    from repro.with_verl.config.compose import compose, load_scale
+    from repro.with_verl.config.compose import compose
+    from repro.with_verl.config.scales import load_scale
     from repro.with_verl.config.validate import validate
     from repro.with_verl.machine.preflight import price, save_hourly
 
@@ -87,13 +88,17 @@ def scales() -> str:
         "| scale | GPUs | seconds a step | steps | hours | GPU-hours | dollars | GB to train | GB to sample |",
         "|---" * 9 + "|",
     ]
-    for name in SCALES:
+    rows = [
+        (name, flash) for name in SCALES for flash in ((True, False) if load_scale(name).without_flash else (True,))
+    ]
+    for name, flash in rows:
         objective = {"paper_math": "up_grpo", "paper_geo3k": "up_grpo", "paper_gspo": "up_gspo"}.get(name, "up_dapo")
         gpu = e.gpu_of("4090" if name == "gpu1_24gb" else "H100")
-        run = compose(objective, name)
+        run = compose(objective, name, flash=flash)
         cfg = validate(run)
         x = save_hourly(run, cfg, price(cfg, gpu, load_scale(name).gpu_gb * e.GB))  # as a dry run prints it
-        cells = [f"`{name}`, {objective}", f"{x.gpus} x {gpu.name}", f"{x.step_seconds:,.0f}", f"{x.steps:,}"]
+        title = f"`{name}`, {objective}" + ("" if flash else ", without flash-attn")
+        cells = [title, f"{x.gpus} x {gpu.name}", f"{x.step_seconds:,.0f}", f"{x.steps:,}"]
         cells += [f"{n:,.0f}" for n in (x.hours, x.gpu_hours, x.dollars, x.train / e.GB, x.rollout / e.GB)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -27,15 +27,20 @@ from pathlib import Path
 from typing import Any
 
 from repro import Parser
-from repro.with_verl.config.compose import HANDED_OVER, Run, compose, load_scale, paper_scale
+from repro.with_verl.config.compose import Run, compose
+from repro.with_verl.config.scales import HANDED_OVER
 from repro.with_verl.machine import preflight
 from repro.with_verl.machine.estimate import GB, Estimate, gpu_of, gpus
-from repro.with_verl.machine.preflight import Machine, look
+from repro.with_verl.machine.here import Machine, look, version_of
+from repro.with_verl.machine.ladder import largest
 from repro.with_verl.place import ROOT, RUNS, pythonpath
 from upref import InputError, get
 from upref.files import write_atomically
 
 os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
+PROGRAMS = dict(
+    zip(HANDED_OVER, ("repro.mini.compare", "repro.with_verl.cpu.smoke", "repro.with_trl.train"), strict=True)
+)
 
 
 def main(argv: list[str] | None = None, machine: Machine | None = None) -> int:
@@ -91,7 +96,7 @@ def main(argv: list[str] | None = None, machine: Machine | None = None) -> int:
             if args.scale == "cpu":
                 status = train_on_cpu(args.objective, lines, args.dry_run, again, args.shakedown) or status
             else:
-                run = compose(args.objective, args.scale, lines, args.data)
+                run = compose(args.objective, args.scale, lines, args.data, flash_there(machine, args.dry_run))
                 of = len(seeds) if seed == seeds[0] else 1  # what all cost is said once, before the first
                 status = train(run, args.dry_run, again, machine, args.gpu, args.shakedown, of) or status
             if status >= 128:  # asked to end: the other seeds too
@@ -112,26 +117,6 @@ def seeds_of(text: str | None, overrides: list[str]) -> list[list[str]]:
     if clash := [o for o in overrides if o.startswith(("seed=", "data.seed=", "name="))]:
         raise InputError(f"--seeds gives each run its seed and folder: leave {clash[0]} out.")
     return [[f"seed={s}"] for s in seeds]
-
-
-def largest(objective: str, m: Machine) -> tuple[str, str]:
-    """The largest scale that the machine or the Ray cluster carries, and why."""
-    if not m.gpus:
-        return (
-            "mini",
-            "no GPU is visible here (the scale smoke runs verl and vLLM on the CPU, after an install of 3 GB)",
-        )
-    found = f"{m.nodes} x {m.gpus} x {m.gpu_name or 'GPU'} with {m.gpu_bytes / GB:.0f} GB"
-    too_small: list[str] = []
-    for name in (paper_scale(objective)[0], "gpu8", "gpu1", "gpu1_24gb"):
-        s = load_scale(name)
-        nodes, gpus = s.values["trainer.nnodes"][0], s.values["trainer.n_gpus_per_node"][0]
-        # what is sold as 80 GB reports 79.6 GiB or 81.6 GB
-        if m.nodes >= nodes and m.gpus >= gpus and m.gpu_bytes >= 0.95 * s.gpu_gb * GB:
-            why = f"{found} carry {nodes} x {gpus} GPUs of {s.gpu_gb:.0f} GB ({s.about})"
-            return name, "; ".join([why, *too_small])
-        too_small.append(f"{name} needs {nodes} x {gpus} GPUs of {s.gpu_gb:.0f} GB")
-    return "mini", f"{found} are too small: {'; '.join(too_small)}"
 
 
 def train(
@@ -155,29 +140,36 @@ def train(
         memory = (row.memory if gpu else run.scale.gpu_gb) * GB
         estimate = preflight.save_hourly(run, cfg, preflight.price(cfg, row, memory))
         note(run, preflight.at_risk(cfg, estimate))
+        note(run, preflight.price_of_flash(run, cfg, row, memory))
         show(run)
         tell(estimate, seeds)
         if estimate.problem:
             print(f"there, it would not start: {estimate.problem}")
-        return dry(run, preflight.missing_packages(cfg, run.scale))
+        return dry(run, preflight.missing_here(cfg, run.scale))
     from repro.with_verl.run import folder, start
 
     m = machine or look(Path(cfg.trainer.default_local_dir).absolute())
     preflight.check_gpus(run, cfg, m, alone=True)
     folder.check(run.directory, run.overrides)
-    loss, estimator = cfg.actor_rollout_ref.actor.policy_loss.loss_mode, cfg.algorithm.adv_estimator
     if cfg.trainer.nnodes > 1 and m.gpus and machine is None:
-        m.nodes = preflight.check_cluster(run, loss)
+        m.nodes = preflight.check_cluster(run, cfg.actor_rollout_ref.actor.policy_loss.loss_mode)
     estimate = preflight.save_hourly(run, cfg, preflight.check(run, cfg, m))
     note(run, preflight.at_risk(cfg, estimate))
+    note(run, preflight.price_of_flash(run, cfg, estimate.gpu, m.gpu_bytes))
     show(run)
     tell(estimate, seeds)
-    preflight.check_plugin(run, loss, estimator)
+    preflight.check_imports(run, cfg)
     if machine is None and not check_step(cfg):
         return 1
     facts = {"estimate": estimate.facts(), "gpu": m.gpu_name}
     status = start.start(run, estimate.steps, start.command_line(again), start.Patience.of(estimate), **facts)
     return told(run, status, shakedown)
+
+
+def flash_there(machine: Machine | None, dry_run: bool) -> bool:
+    """Whether a run attends by flash-attn: it is installed; or this is a dry run where nothing could train."""
+    have = machine.versions if machine else {name: version_of(name) for name in ("flash-attn", "vllm")}
+    return bool(have.get("flash-attn")) or (dry_run and not have.get("vllm"))
 
 
 def check_step(cfg: Any) -> bool:
@@ -270,9 +262,9 @@ def dry(run: Run, missing: list[str]) -> int:
 
 
 def hand_over(objective: str, scale: str, overrides: list[str], dry_run: bool) -> int:
-    """To the programs of the two scales without a GPU."""
-    module = "repro.mini.compare" if scale == "mini" else "repro.with_verl.cpu.smoke"
-    if dry_run and scale == "mini":
+    """To the programs of the scales that the launcher does not start."""
+    module = PROGRAMS[scale]
+    if dry_run and scale != "smoke":
         print(f"{scale}: {module} checks its own settings; nothing was started (--dry-run).")
         return 0
     if dry_run:
