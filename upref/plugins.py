@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from upref.cli.verb import Verb
     from upref.foreign.loss import Loss
     from upref.registry import Objective
+    from upref.replay.record import Schedule, Sink
     from upref.replay.schema import RecordedBatch
 
 VERBS = {  # of packages of the same distribution, which an installation may lack
@@ -66,6 +67,9 @@ class Frameworks(Protocol):
     def dump_readers(self) -> "Collection[DumpReader]":
         """Return the readers of what trainers write themselves, for `upref replay`; a package may lack this."""
 
+    def recorders(self) -> "Collection[Recorder]":
+        """Return what records the steps of a trainer, for `upref.replay.record`; a package may lack this."""
+
 
 class DumpReader(Protocol):
     """Files of one trainer as recorded batches (docs/dump.md): a module with these names."""
@@ -80,6 +84,18 @@ class DumpReader(Protocol):
 
     def read(self, path: "Path") -> "RecordedBatch":
         """Return the recorded batch. Raises InputError where the file is damaged."""
+
+
+class Recorder(Protocol):
+    """How the steps of one trainer are recorded while it runs (docs/dump.md): a module with these names."""
+
+    TRAINER: str  # what it records, for a message
+
+    def recognizes(self, trainer: Any) -> bool:
+        """Tell whether this is its trainer; imports nothing."""
+
+    def attach(self, trainer: Any, schedule: "Schedule", sink: "Sink") -> Callable[[], None]:
+        """Hand each step of the schedule to the sink from now on; return what leaves the trainer as it was."""
 
 
 @cache
@@ -98,6 +114,12 @@ def frameworks() -> list[Frameworks]:
 def dump_readers() -> "list[DumpReader]":
     """What installed packages read of trainers' own files."""
     return [reader for f in frameworks() for reader in getattr(f, "dump_readers", tuple)()]
+
+
+@cache
+def recorders() -> "list[Recorder]":
+    """What installed packages record of trainers."""
+    return [recorder for f in frameworks() for recorder in getattr(f, "recorders", tuple)()]
 
 
 def provider(framework: str) -> Frameworks | None:

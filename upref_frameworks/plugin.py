@@ -12,10 +12,10 @@ from upref.registry import Objective
 from upref_frameworks import names
 from upref_frameworks.nemo_rl import dump as nemo_rl
 from upref_frameworks.slime import dump as slime
-from upref_frameworks.trl import losses as trl
+from upref_frameworks.trl import losses as trl, record as trl_record
 from upref_frameworks.verl import losses as verl
 
-__all__ = ["dump_readers", "find", "names", "needs_process", "recognize", "tested_versions"]
+__all__ = ["dump_readers", "find", "names", "needs_process", "recognize", "recorders", "tested_versions"]
 
 HERE = {"trl": trl, "verl": verl}  # losses that run as they are installed; the others' have packages of their own
 VERLS = {"old_log_prob", "log_prob", "advantages", "response_mask", "config"}  # arguments of its policy losses
@@ -54,3 +54,8 @@ def tested_versions() -> dict[str, str]:
 def dump_readers() -> list[Any]:
     """Return the readers of NeMo-RL's, slime's and miles' own files."""
     return [nemo_rl, slime]
+
+
+def recorders() -> list[Any]:
+    """Return what records TRL's GRPOTrainer."""
+    return [trl_record]

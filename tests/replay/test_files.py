@@ -26,7 +26,7 @@ PADDED = {
     "sampler": OLD - 0.25 * MASK, "now": OLD, "ref": OLD, "entropy": -OLD, "adv": MASK * 0.5,
     "sampler_ids": torch.zeros(B, T).long(), "turn": torch.ones(B, T).long() * MASK, "reward": torch.rand(B),
     "group": torch.tensor([0, 0, 1, 1]), "version": torch.arange(B), "micro": torch.arange(B) // 2,
-    "rank": torch.zeros(B).long(),
+    "rank": torch.zeros(B).long(), "correction": 1 + MASK * 0.25, "grad": OLD * 0.5,
 }  # fmt: skip
 
 

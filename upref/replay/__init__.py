@@ -6,6 +6,7 @@
     upref.replay.advantages(batch)                         # which estimator, over which groups
     upref.replay.loss(batch, "dapo", 0.0123, eps_high=0.28)
     upref.replay.weights(batch, ["up_dapo", "tis(dapo)"], ran="dapo")
+    upref.replay.record(trainer, "dumps", every=50)        # such files, from TRL's GRPOTrainer
 
 The columns are those of docs/dump.md. A recorded batch holds users' texts, as token ids.
 """
@@ -16,12 +17,14 @@ from upref.replay.compare import heaviest_tokens, weights
 from upref.replay.files import read, read_steps, write
 from upref.replay.gap import gap
 from upref.replay.loss import loss
+from upref.replay.normalizer import normalizer
+from upref.replay.record import Recording, record
 from upref.replay.report import Replay
 from upref.replay.run import replay
 from upref.replay.schema import RecordedBatch
 from upref.replay.series import measure_step, series
 
 __all__ = [
-    "RecordedBatch", "Replay", "advantages", "gap", "heaviest_tokens", "loss", "make_batch", "measure_step", "read",
-    "read_steps", "replay", "series", "weights", "write",
+    "RecordedBatch", "Recording", "Replay", "advantages", "gap", "heaviest_tokens", "loss", "make_batch",
+    "measure_step", "normalizer", "read", "read_steps", "record", "replay", "series", "weights", "write",
 ]  # fmt: skip

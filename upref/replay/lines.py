@@ -81,7 +81,9 @@ def _step_lines(s: "StepChecks") -> Iterator[str]:
     if s.loss is not None:
         yield from _finding_lines("loss", s.loss.findings)
         if s.loss.found == s.loss.expected:
-            yield f"ok    loss: {s.loss.logged:.6g} is the {s.loss.expected} of {s.loss.objective}'s terms"
+            yield _fold(f"ok    loss: {s.loss.logged:.6g} is the {s.loss.expected} of {s.loss.objective}'s terms")
+        if s.loss.gradient == s.loss.expected:
+            yield "ok    loss: so is dL/dlp of the recorded tokens, whatever the micro-batches and ranks"
     if s.old is not None:
         yield from _finding_lines("old", (s.old,))
 

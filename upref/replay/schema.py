@@ -28,7 +28,12 @@ LOG_PROBS = {
     "now": "log π_θ of the trainer in this micro-batch",
     "ref": "log π_ref of the reference model",
 }
-TOKEN_FLOATS = LOG_PROBS | {"adv": "advantage", "entropy": "entropy of π_θ in nats"}
+TOKEN_FLOATS = LOG_PROBS | {
+    "adv": "advantage",
+    "entropy": "entropy of π_θ in nats",
+    "correction": "factor by which the trainer's correction of the sampler multiplies the token's term",
+    "grad": "dL/dlog π_θ, where L is the loss of the whole step",
+}
 TOKEN_INTEGERS = {
     "ids": "token id",
     "sampler_ids": "the ids as the sampler drew them",
@@ -40,6 +45,15 @@ RESPONSE_COLUMNS = {
     "version": "step of the weights that sampled the response",
     "micro": "micro-batch of the response",
     "rank": "data-parallel rank of the response",
+}
+# Numbers of a step that the checks know; a file may hold others.
+LOGGED = {
+    "loss": "the loss of the step",
+    "tokens": "the count of tokens that the framework states as the step's, over all ranks",
+    "responses": "the count of responses, the same; it may count responses of which no token trains",
+    "generation_tokens": "the count of tokens of the generation batch, of which the step is a part",
+    "length": "a constant by which the framework divides the sum over a response's tokens",
+    "ranks": "how many data-parallel ranks the step has",
 }
 COLUMNS = TOKEN_INTEGERS | {"mask": "true on the tokens that train"} | TOKEN_FLOATS | RESPONSE_COLUMNS
 
@@ -62,11 +76,13 @@ class RecordedBatch:
         adv: advantages, [B, T].
         old, sampler, now, ref: log-probabilities in nats, [B, T]; see LOG_PROBS.
         entropy: nats, [B, T].
+        correction: the factor of a sampler correction, as the trainer multiplied by it, [B, T].
+        grad: dL/dlog π_θ of the whole step's loss, as backward left it, averaged over ranks, [B, T].
         sampler_ids: [B, T].
         turn: [B, T].
         reward, group, version, micro, rank: one number per response, [B].
         step: number of the optimizer step, where it is known.
-        logged: numbers that the run logged for this step, for example {"loss": 0.0123}.
+        logged: numbers of this step from the run: LOGGED.
         meta: facts about the run, in words.
         hints: column -> how the framework is made to record it, where the reader of the file knows.
         file: where it was read.
@@ -80,6 +96,8 @@ class RecordedBatch:
     now: Float[Tensor, "B T"] | None = None
     ref: Float[Tensor, "B T"] | None = None
     entropy: Float[Tensor, "B T"] | None = None
+    correction: Float[Tensor, "B T"] | None = None
+    grad: Float[Tensor, "B T"] | None = None
     sampler_ids: Int[Tensor, "B T"] | None = None
     turn: Int[Tensor, "B T"] | None = None
     reward: Float[Tensor, " B"] | None = None

@@ -128,6 +128,26 @@ LOSS = {
     "uninformative":
         "the loss says nothing here: its terms cancel to {value:.2g} (at r = 1 they are the advantages, whose "
         "mean is 0).",
+    "extra_terms":
+        "the logged loss {logged:.6g} has terms beside the objective's ({value:.6g}): {extra}. The loss alone tells "
+        "nothing here.",
+    "gradient_other_sum":
+        "dL/dlp of the recorded tokens is that of the {found}, not that of the {expected} of {objective}'s terms.",
+    "gradient_multiple":
+        "dL/dlp of the recorded tokens is {factor:.6g} times that of the {expected} of {objective}'s terms: a count "
+        "of micro-batches, accumulation steps or ranks enters once too often or too rarely.",
+    "gradient_scaled":
+        "dL/dlp of every recorded token is {factor:.6g} times that of the {expected} of {objective}'s terms: the "
+        "divisor of the step is {divisor:.6g} in place of {count:.6g}.",
+    "gradient_parts":
+        "dL/dlp of each {part} is another multiple of that of the {expected} of {objective}'s terms, from {low:.4g} "
+        "to {high:.4g}.",
+    "gradient_rows":
+        "dL/dlp of each response is another multiple of that of the {expected} of {objective}'s terms, from {low:.4g} "
+        "to {high:.4g}, and no known sum gives these.",
+    "gradient_other":
+        "dL/dlp is not a multiple of {objective}'s gradient on {tokens} of {trained} tokens: other weights than this "
+        "objective's with these hyperparameters, so its normalizer cannot be told.",
     "needs_now":
         "the column now was not recorded, so the loss is that of the first optimizer step, r = 1.",
 }  # fmt: skip

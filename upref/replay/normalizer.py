@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The normalizer of a whole step, from dL/dlp of all its micro-batches and ranks.
+
+A loss divides the sum of an objective's terms; which number it divides by is seen in dL/dlp alone, whatever the
+parallelism, with no second model: each response's recorded gradient is compared with the objective's in float64, and
+the factors between them are one number, those of another sum, or others.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.definition import Objective
+from upref.registry import get
+from upref.replay.findings import Checked, Finding
+from upref.replay.schema import RecordedBatch, expect_batch
+from upref.replay.terms import FACTORS, StepTerms, terms_of
+
+ROUNDING = 2e-4  # of a token's gradient, computed in float32
+HALF = 3e-2  # the same in bfloat16, whose unit roundoff is 4e-3
+BAND = 1e-5  # nats by which float32 may move log r beside a clip bound, in units of 1 + |log r|
+OFF = 1e-3  # of the tokens may be off: at a clip bound that the band does not reach
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normalizer(Checked):
+    """The step's gradient beside the objective's.
+
+    Args:
+        objective: its name.
+        expected: name of its aggregation.
+        found: the sum whose gradient it is; "" if none.
+        factor: the recorded gradient over the objective's, where that is one number.
+        low, high: the least and the largest of the responses' factors.
+        tokens: how many were compared.
+    """
+
+    objective: str
+    expected: str
+    found: str
+    factor: float | None
+    low: float
+    high: float
+    tokens: int
+
+
+def normalizer(batch: RecordedBatch, objective: Objective | str, **hp: Any) -> Normalizer:
+    """Compare the recorded dL/dlp of a whole step with the objective's gradient.
+
+    Args:
+        batch: all ranks of a step, with the columns adv, old or now, and grad.
+        objective: the Objective that ran, or its name.
+        **hp: hyperparameters of the objective.
+
+    Returns:
+        The Normalizer. It is false where the gradient is that of another sum of the same terms, or a simple multiple.
+
+    Raises:
+        InputError: a column or the file of a rank is missing.
+    """
+    expect_batch(batch, "the check of the normalizer")
+    batch.require("grad", purpose="the check of the normalizer")
+    o = get(objective) if isinstance(objective, str) else objective
+    o = o.aggregated("token-mean") if o.agg == "group-token-mean" else o
+    step = terms_of(batch, o, hp)
+    assert batch.grad is not None
+    found = _Comparison(step, batch.grad[batch.mask.any(1)], HALF if _half(batch) else ROUNDING)
+    return found.answer()
+
+
+def _half(batch: RecordedBatch) -> bool:
+    """Whether the trainer's log-probabilities are bfloat16 numbers; their gradients have the same type."""
+    now = batch.now
+    return now is not None and bool((now.float() == now.bfloat16().float()).all())
+
+
+class _Comparison:
+    """A recorded gradient [B, T] beside that of a step's terms."""
+
+    def __init__(self, step: StepTerms, recorded: Tensor, tolerance: float) -> None:
+        self.step = step
+        self.recorded = recorded
+        self.tolerance = tolerance
+        self.expected, first = next(step.by_counts())
+        self.reference = first.gradient()
+        self.kept = step.b.mask & ~_at_a_bound(first, self.reference)
+
+    def factors(self, reference: Tensor) -> tuple[Tensor, Tensor]:
+        """(factor of each response [B], NaN where none is told; tokens that are not that multiple [B, T])."""
+        r = torch.where(self.kept, reference, 0.0)
+        g = torch.where(self.kept, self.recorded, 0.0)
+        squares = (r * r).sum(1)
+        factor = torch.where(squares > 0, (g * r).sum(1) / squares, torch.nan)
+        size = r.abs().amax(1, keepdim=True) * factor.abs().nan_to_num()[:, None]
+        off = self.kept & ((g - factor.nan_to_num()[:, None] * r).abs() > self.tolerance * size)
+        return factor, off
+
+    def answer(self) -> Normalizer:
+        """What the factors say."""
+        factor, off = self.factors(self.reference)
+        told = factor[~factor.isnan()]
+        low, high = (float(told.min()), float(told.max())) if len(told) else (0.0, 0.0)
+        numbers = {"expected": self.expected, "objective": self.step.o.name, "low": low, "high": high}
+        tokens = int(self.kept.sum())
+        one = self._one_number(factor)
+        found, findings = self._judge(factor, off, one, numbers | {"tokens": int(off.sum()), "trained": tokens})
+        return Normalizer(
+            objective=self.step.o.name, expected=self.expected, found=found, factor=one, low=low, high=high,
+            tokens=tokens, findings=findings,
+        )  # fmt: skip
+
+    def _judge(
+        self, factor: Tensor, off: Tensor, one: float | None, numbers: dict[str, Any]
+    ) -> tuple[str, tuple[Finding, ...]]:
+        if factor.isnan().all():
+            return "", ()  # no response has a gradient
+        if off.sum() > OFF * self.kept.sum():
+            return "", (_note("gradient_other", **numbers),)
+        for name, counted in self.step.by_counts():
+            if self._is(counted.gradient()):
+                return name, ()
+        for name, gradient in self._others():
+            if self._is(gradient):
+                return name, (Finding("loss", "failure", "gradient_other_sum", numbers | {"found": name}),)
+        if one is not None:
+            return "", (self._multiple(one, numbers),)
+        for words, column in (("micro-batch", self.step.micro), ("rank", self.step.rank)):
+            if column is not None and all(self._one_number(factor[column == n]) for n in column.unique()):
+                return "", (_note("gradient_parts", part=words, **numbers),)
+        return "", (_note("gradient_rows", **numbers),)
+
+    def _is(self, gradient: Tensor) -> bool:
+        """Whether the recorded gradient is this one."""
+        factor, _ = self.factors(gradient)
+        told = factor[~factor.isnan()]
+        return bool(len(told) and (told - 1).abs().max() <= self.tolerance)
+
+    def _one_number(self, factor: Tensor) -> float | None:
+        """The number that all these factors are, or None."""
+        told = factor[~factor.isnan()]
+        if not len(told):
+            return 1.0
+        mean = float(told.mean())
+        same = mean != 0 and bool((told - mean).abs().max() <= self.tolerance * abs(mean))
+        return mean if same else None
+
+    def _others(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, gradient) of other sums of the same terms."""
+        step = self.step
+        for name, counted in step.by_other_counts():
+            yield name, counted.gradient()
+        own = step.own()
+        others = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "group-token-mean")
+        if step.o.agg != "seq-mean":
+            for agg in others:
+                if agg != step.o.agg:
+                    yield agg, own.under(agg).gradient()
+        for words, column in (("micro-batches", step.micro), ("ranks", step.rank)):
+            parts = dict(own.parts()).get(words)
+            if parts is None or column is None:
+                continue
+            total = torch.zeros_like(self.reference)
+            for value, part in zip(column.unique(), parts, strict=True):
+                total[column == value] = part.gradient()
+            yield f"mean over {words} of their own {step.o.agg}", total / len(parts)
+            yield f"sum over {words} of their own {step.o.agg}", total
+
+    def _multiple(self, factor: float, numbers: dict[str, Any]) -> Finding:
+        simple = any(abs(factor / f - 1) <= self.tolerance for f in FACTORS)
+        if simple:
+            return Finding("loss", "failure", "gradient_multiple", numbers | {"factor": factor})
+        totals = next(self.step.by_counts())[1].b.totals
+        by_tokens = self.step.o.agg == "token-mean"
+        own = self.step.b.mask.sum() if by_tokens else len(self.step.b.mask)
+        count = float(own if totals is None else totals.tokens if by_tokens else totals.sequences)
+        return _note("gradient_scaled", **numbers | {"factor": factor, "count": count, "divisor": count / factor})
+
+
+def _at_a_bound(step: StepTerms, reference: Tensor) -> Tensor:
+    """Tokens [B, T] that rounding of the log-probabilities may put on either side of a clip bound."""
+    lp, old = step.b.logp, step.b.logp_old
+    band = BAND * (1 + (lp - old).abs())
+    alive = reference != 0
+    out = torch.zeros_like(alive)
+    for moved in (lp + band, lp - band):
+        out |= (step.gradient(moved) != 0) != alive
+    return out
+
+
+def _note(cause: str, **numbers: Any) -> Finding:
+    return Finding("loss", "note", cause, numbers)

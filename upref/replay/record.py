@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record optimizer steps of a running trainer as files of docs/dump.md.
+
+    upref.replay.record(trainer, "dumps", every=50)        # one line before trainer.train()
+
+What is known of a trainer comes from a package that attaches to upref (upref.plugins); here is what all of them share:
+which steps are recorded, and how a step is written. **The files hold users' texts, as token ids.** A file is written
+beside its place and renamed, so that an interruption leaves no half file. What fails here stops the recording with one
+warning, never the training.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref import plugins
+from upref.errors import InputError
+from upref.files import write_atomically
+from upref.replay.batch import make_batch
+from upref.replay.files import write
+from upref.replay.schema import RESPONSE_COLUMNS, RecordedBatch
+
+log = logging.getLogger(__name__)
+EVERY = 50
+NOTICE = (
+    "The files of this folder hold users' texts, as token ids. Keep them as you keep the data of the run.\n"
+    "`upref replay` reads them.\n"
+)
+Sink = Callable[[RecordedBatch], None]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps that are recorded: the first, and then each whose number is a multiple of `every`; 1 is the first."""
+
+    every: int = EVERY
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+            raise InputError(f"every is the number of steps between two records, 1 or more, not {self.every!r}.")
+
+    def due(self, step: int) -> bool:
+        """Whether this step is recorded."""
+        return step == 1 or step % self.every == 0
+
+
+class Recording:
+    """A trainer that is being recorded, until `stop`; it may stand in a `with` statement."""
+
+    def __init__(self, detach: Callable[[], None]):
+        self._detach: Callable[[], None] | None = detach
+
+    def stop(self) -> None:
+        """Leave the trainer as it was."""
+        if self._detach is not None:
+            self._detach()
+        self._detach = None
+
+    def __enter__(self) -> "Recording":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def record(trainer: Any, folder: str | Path, *, every: int = EVERY) -> Recording:
+    """Record every so-manieth optimizer step of a trainer: a file for each step and data-parallel rank.
+
+    The files hold users' texts, as token ids. Call it on every rank, before the training starts.
+
+    Args:
+        trainer: a GRPOTrainer of TRL, or of a class derived from it.
+        folder: where the files go; it is made if it is not there.
+        every: the first step is recorded, and then each whose number is a multiple of this.
+
+    Returns:
+        The Recording, whose `stop` ends it. It may stand in a `with` statement, or be left alone.
+
+    Raises:
+        InputError: no installed package knows such a trainer, or the folder cannot be made.
+    """
+    recorder = _recorder(trainer)
+    place = open_folder(folder)
+    return Recording(recorder.attach(trainer, Schedule(every), file_sink(place)))
+
+
+def _recorder(trainer: Any) -> "plugins.Recorder":
+    """What knows this trainer; InputError where nothing does."""
+    found = next((r for r in plugins.recorders() if r.recognizes(trainer)), None)
+    if found is None:
+        known = ", ".join(r.TRAINER for r in plugins.recorders()) or "none"
+        raise InputError(
+            f"a {type(trainer).__name__} cannot be recorded: the trainers that can are {known}. "
+            "docs/dump.md says what another trainer has to write."
+        )
+    return found
+
+
+def open_folder(folder: str | Path) -> Path:
+    """The folder, made if it is not there, with a file that says what it holds. Logs what is written and where."""
+    place = Path(folder)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        write_atomically(place / "README.txt", NOTICE)
+    except OSError as e:
+        raise InputError(f"{place} cannot hold recorded steps ({e.strerror or e}): name another folder.") from e
+    log.warning("upref records optimizer steps in %s; the files hold users' texts, as token ids", place.absolute())
+    return place
+
+
+def file_sink(folder: Path) -> Sink:
+    """Write each step that it is given into the folder, under a name of its step and rank."""
+
+    def keep(batch: RecordedBatch) -> None:
+        rank = 0 if batch.rank is None else int(batch.rank[0])
+        write(folder / f"step{batch.step:06d}-rank{rank:04d}.npz", batch)
+
+    return keep
+
+
+def step_batch(
+    micro_batches: Sequence[Mapping[str, Tensor]], *, step: int, rank: int, logged: Mapping[str, float],
+    meta: Mapping[str, str], file: str = "the recorded step",
+) -> RecordedBatch:  # fmt: skip
+    """Join the micro-batches of one step and rank.
+
+    Args:
+        micro_batches: name -> column, [B, T] or [B]; widths may differ. A column that one of them lacks is dropped.
+        step: number of the optimizer step, from 1.
+        rank: of the process.
+        logged: numbers that the run logged for the step.
+        meta: facts about the run, in words.
+
+    Returns:
+        The batch, with the columns micro and rank.
+
+    Raises:
+        InputError: a column holds what docs/dump.md does not allow.
+    """
+    if not micro_batches:
+        raise InputError("the step has no micro-batch.")
+    width = max(part["mask"].shape[1] for part in micro_batches)
+    shared = [name for name in micro_batches[0] if all(name in part for part in micro_batches)]
+    columns: dict[str, Tensor] = {}
+    for name in shared:
+        pieces = [part[name] for part in micro_batches]
+        if name not in RESPONSE_COLUMNS:
+            pieces = [torch.nn.functional.pad(piece, (0, width - piece.shape[1])) for piece in pieces]
+        columns[name] = torch.cat(pieces)
+    sizes = [len(part["mask"]) for part in micro_batches]
+    columns["micro"] = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    columns["rank"] = torch.full((sum(sizes),), rank)
+    return make_batch(columns, file=file, step=step, logged=dict(logged), meta=dict(meta))
+
+
+def guarded(work: Callable[[], None], stop: Callable[[], None]) -> None:
+    """Do the work of a recorder; where it fails, stop the recording with one warning and let the training go on."""
+    try:
+        work()
+    except Exception as e:  # a full disk, a column of another shape: no reason to end a run of days
+        log.warning("upref records no more steps of this run (%s: %s)", type(e).__name__, str(e).splitlines()[:1])
+        stop()

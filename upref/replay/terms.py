@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The terms of an objective on a recorded step, and the counts by which their sum may be divided.
+
+A framework may divide by other counts than those of the tokens of the step: TRL by the mean over the steps of a
+generation batch. Where the file states them, both are the objective's loss.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.aggregation import Totals, aggregate
+from upref.definition import Objective, weighed
+from upref.errors import InputError
+from upref.replay.schema import RecordedBatch
+from upref.rollouts import Rollouts
+
+EXTRA = "extra_terms"  # in meta: what the logged loss has beside the objective
+FACTORS = (2.0, 4.0, 8.0, 1 / 2, 1 / 4, 1 / 8)  # accumulation steps, ranks, micro-batches
+SUMS = {"tokens": ("token-mean",), "responses": ("seq-mean-token-mean", "seq-mean-token-sum", "seq-mean")}
+
+
+@dataclass(frozen=True, eq=False)
+class StepTerms:
+    """An objective on the responses of a step that train.
+
+    Args:
+        o: the Objective.
+        b: the responses; `b.totals` are the counts that divide.
+        correction: factor of each term by the trainer's sampler correction [B, T], or None.
+        micro, rank: of each response [B], or None.
+        logged: numbers of the step.
+        hp: hyperparameters.
+        scale: factor of the whole loss.
+    """
+
+    o: Objective
+    b: Rollouts
+    correction: Tensor | None
+    micro: Tensor | None
+    rank: Tensor | None
+    logged: dict[str, float]
+    hp: dict[str, Any]
+    scale: float = 1.0
+
+    @property
+    def terms(self) -> Tensor:
+        """J of every token [B, T], or of every response [B], before aggregation and without KL; masked slots 0."""
+        own = {k: v for k, v in self.o.resolve(self.hp).items() if k != "beta"}
+        b = self.b
+        terms = self.o.unreduced(b.logp, b.logp_old, b.adv, b.mask, b.entropy, b.logp_sampler, b.group, **own)
+        if self.correction is not None:
+            terms = weighed(terms, self.correction, b.mask)
+        return torch.where(b.mask if terms.ndim == 2 else b.mask.any(1), terms, 0.0)
+
+    def total(self, terms: Tensor) -> Tensor:
+        """The objective's sum of such terms."""
+        return self.scale * aggregate(terms, self.b.mask, self.o.agg, self.b.group, self.b.totals)
+
+    def loss(self) -> float:
+        """The loss, with its KL term."""
+        return float(self._loss(self.b.logp))
+
+    def gradient(self, logp: Tensor | None = None) -> Tensor:
+        """dL/dlp [B, T] at log-probabilities [B, T], by default those of the step."""
+        leaf = (self.b.logp if logp is None else logp).detach().clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(self._loss(leaf), leaf)
+        return torch.where(self.b.mask, gradient, 0.0)
+
+    def _loss(self, logp: Tensor) -> Tensor:
+        b = self.b
+        J = self.o.J(
+            logp, b.logp_old, b.adv, b.mask, b.group, b.logp_ref, b.entropy, b.totals, self.correction, b.logp_sampler,
+            **self.hp,
+        )  # fmt: skip
+        return -self.scale * J
+
+    # ---- the same terms under other counts ---------------------------------------------------------------------------
+    def own(self) -> "StepTerms":
+        """By the counts of the responses that are here."""
+        return replace(self, b=self.b.but(totals=None), scale=1.0)
+
+    def under(self, agg: str) -> "StepTerms":
+        """Under another aggregation."""
+        return replace(self, o=self.o.aggregated(agg))
+
+    def by_counts(self) -> "Iterator[tuple[str, StepTerms]]":
+        """(name, terms) of what is the objective's loss: by the counts that the file states, and by its own."""
+        stated = self._stated()
+        own = self.own()
+        length = self.logged.get("length")
+        if stated is not None:
+            yield self._name(stated, own), stated
+        yield self.o.agg, own
+        if length and self.o.agg == "seq-mean-token-sum":
+            for counted in (stated, own):
+                if counted is not None:
+                    yield f"{self.o.agg}, divided by {length:g}", replace(counted, scale=1 / length)
+
+    def _stated(self) -> "StepTerms | None":
+        """By the counts that the file states; None where they are those of its own tokens."""
+        own = Totals.of(self.b.mask)
+        tokens = self.logged.get("tokens", float(own.tokens))
+        responses = self.logged.get("responses", float(own.sequences))
+        if tokens == float(own.tokens) and responses == float(own.sequences):
+            return None
+        if self.o.agg not in (*SUMS["tokens"], *SUMS["responses"]):
+            return None
+        totals = Totals(torch.tensor(tokens), torch.tensor(responses), 1, torch.tensor(tokens))
+        return replace(self, b=self.b.but(totals=totals))
+
+    def _name(self, stated: "StepTerms", own: "StepTerms") -> str:
+        counts = stated.b.totals
+        assert counts is not None
+        if self.o.agg in SUMS["tokens"]:
+            return f"{self.o.agg} over the framework's count of {float(counts.tokens):g} tokens"
+        return f"{self.o.agg} over the framework's count of {float(counts.sequences):g} responses"
+
+    def by_other_counts(self) -> "Iterator[tuple[str, StepTerms]]":
+        """(name, terms) of a count that the file knows and the objective's loss should not have."""
+        tokens = self.logged.get("generation_tokens")
+        if tokens and self.o.agg in SUMS["tokens"]:
+            totals = Totals(torch.tensor(tokens), len(self.b.mask), 1, torch.tensor(tokens))
+            counted = replace(self, b=self.b.but(totals=totals))
+            yield f"{self.o.agg} over the {tokens:g} tokens of the whole generation batch", counted
+
+    def parts(self) -> "Iterator[tuple[str, list[StepTerms]]]":
+        """(micro-batches or ranks, the terms of each by its own counts), where there are several."""
+        for column, words in ((self.micro, "micro-batches"), (self.rank, "ranks")):
+            if column is not None and len(column.unique()) > 1:
+                yield words, [self._rows((column == value).nonzero()[:, 0]) for value in column.unique()]
+
+    def _rows(self, i: Tensor) -> "StepTerms":
+        b = self.b.rows(i, Totals.of(self.b.mask[i]))
+        correction = None if self.correction is None else self.correction[i]
+        return replace(self, b=b, correction=correction, micro=None, rank=None)
+
+
+def terms_of(batch: RecordedBatch, o: Objective, hp: dict[str, Any]) -> StepTerms:
+    """The objective on a recorded step.
+
+    Raises:
+        InputError: a column is missing, or the file of a rank.
+    """
+    ranks = batch.logged.get("ranks", 1.0)
+    here = 1 if batch.rank is None else len(batch.rank.unique())
+    if here < ranks:
+        raise InputError(
+            f"{batch.file} holds {here} of {ranks:g} ranks: give the files of all ranks, for example their folder."
+        )
+    b = batch.rollouts(sampler=o.sampler is not None)
+    trains = batch.mask.any(1)
+    micro, rank, correction = (None if x is None else x[trains] for x in (batch.micro, batch.rank, batch.correction))
+    if o.sampler is not None:
+        correction = None  # it computes its own
+    return StepTerms(o, b, correction, micro, rank, dict(batch.logged), hp)

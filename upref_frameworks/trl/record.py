@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record the steps of TRL's GRPOTrainer, or of a class derived from it: `upref.replay.record(trainer, "dumps")`.
+
+Five methods of the trainer are wrapped, on the object alone. A micro-batch is what `_compute_loss` is given; log π_θ
+and the entropy are what its forward pass returns; dL/dlog π_θ is what arrives there in the trainer's own backward pass.
+The divisors are computed from GRPOConfig as TRL documents them, not read from its loss.
+
+The steps have the numbers of TRL's log, from 1. The weights of a generation have the number of the step that they
+train first. A prompt's group is its place in the generation batch.
+"""
+
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.replay.record import Schedule, Sink, guarded, step_batch
+
+TRAINER = "TRL's GRPOTrainer"
+WRAPPED = (
+    "_generate_and_score_completions", "_calculate_rewards", "_get_per_token_logps_and_entropies", "_compute_loss",
+    "training_step",
+)  # fmt: skip
+OF_RESPONSES = ("reward", "group", "version")
+KEY = "upref_{}"  # of what travels with a generation batch through TRL's shuffling and splitting
+OPTIONAL = {
+    "old": "old_per_token_logps", "sampler": "sampling_per_token_logps", "ref": "ref_per_token_logps",
+    "correction": "importance_sampling_ratio",
+}  # fmt: skip
+SETTINGS = ("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "beta", "temperature",
+            "scale_rewards")  # fmt: skip
+
+
+def recognizes(trainer: Any) -> bool:
+    """Whether it is a GRPOTrainer of TRL; imports nothing."""
+    classes = {(c.__module__, c.__name__) for c in type(trainer).__mro__}
+    return ("trl.trainer.grpo_trainer", "GRPOTrainer") in classes
+
+
+def attach(trainer: Any, schedule: Schedule, sink: Sink) -> Callable[[], None]:
+    """Hand each step of the schedule to the sink from now on; return what leaves the trainer as it was."""
+    return Hooks(trainer, schedule, sink).detach
+
+
+class Hooks:
+    """The wrapped methods of one trainer, and what they keep of the step that is being trained."""
+
+    def __init__(self, trainer: Any, schedule: Schedule, sink: Sink) -> None:
+        self.trainer = trainer
+        self.schedule = schedule
+        self.sink = sink
+        self.wrapped = {name: getattr(trainer, name) for name in WRAPPED}
+        self.before = {name: vars(trainer)[name] for name in WRAPPED if name in vars(trainer)}
+        self.detached = False
+        self.rewards: Tensor | None = None
+        self.forward: tuple[Any, ...] = ()
+        self.micro_batches: list[dict[str, Tensor]] = []
+        self.items: list[float] = []  # num_items_in_batch of each
+        self.losses: list[Tensor] = []
+        for name in WRAPPED:
+            setattr(trainer, name, getattr(self, name))
+
+    def detach(self) -> None:
+        """Take the wrappers off, and forget the step."""
+        mine = vars(self.trainer)
+        for name in WRAPPED:
+            if mine.get(name) != getattr(self, name):
+                continue  # somebody has wrapped it again: what is under theirs keeps nothing from now on
+            if name in self.before:
+                mine[name] = self.before[name]
+            else:
+                del mine[name]
+        self.detached = True
+        self._forget()
+
+    def _forget(self) -> None:
+        self.micro_batches, self.items, self.losses, self.forward = [], [], [], ()
+
+    def _due(self) -> bool:
+        return not self.detached and self.schedule.due(self._step())
+
+    def _step(self) -> int:
+        return int(self.trainer.state.global_step) + 1
+
+    # ---- the wrapped methods -----------------------------------------------------------------------------------------
+    def _calculate_rewards(self, *args: Any, **kw: Any) -> Any:
+        self.rewards = self.wrapped["_calculate_rewards"](*args, **kw)
+        return self.rewards
+
+    def _generate_and_score_completions(self, *args: Any, **kw: Any) -> Any:
+        self.rewards = None
+        out = self.wrapped["_generate_and_score_completions"](*args, **kw)
+        if self.trainer.model.training and not self.detached:
+            guarded(lambda: self._label(out), self.detach)
+        return out
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kw: Any) -> Any:
+        self.forward = self.wrapped["_get_per_token_logps_and_entropies"](*args, **kw)
+        return self.forward
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        loss = self.wrapped["_compute_loss"](model, inputs)
+        if self._due() and self.trainer.model.training:
+            guarded(lambda: self._keep(inputs), self.detach)
+        self.forward = ()
+        return loss
+
+    def training_step(self, *args: Any, **kw: Any) -> Any:
+        due = self._due()
+        loss = self.wrapped["training_step"](*args, **kw)
+        if due and self.micro_batches:
+            self.losses.append(loss.detach())
+            if self.trainer.accelerator.sync_gradients:
+                guarded(self._write, self.detach)
+                self._forget()
+        return loss
+
+    # ---- what is kept ------------------------------------------------------------------------------------------------
+    def _label(self, generated: dict[str, Any]) -> None:
+        """Let each response of a generation batch carry its reward, its prompt and the step of its weights."""
+        trainer = self.trainer
+        n = len(generated["completion_ids"])
+        first = n * trainer.accelerator.process_index
+        numbers = torch.arange(first, first + n)
+        device = generated["completion_ids"].device
+        generated[KEY.format("group")] = (numbers // trainer.num_generations).to(device)
+        generated[KEY.format("version")] = torch.full((n,), self._step(), device=device)
+        if self.rewards is not None and not self.rewards.isnan().all(1).any():
+            total = (self.rewards * trainer.reward_weights.to(self.rewards.device)).nansum(1)
+            generated[KEY.format("reward")] = total[first : first + n].to(device)
+
+    def _keep(self, inputs: dict[str, Any]) -> None:
+        """Keep a micro-batch; its gradient arrives in the backward pass."""
+        lp, entropy = self.forward[:2]
+        here = inputs["completion_mask"]
+        mask = here * inputs["tool_mask"] if "tool_mask" in inputs else here
+        adv = inputs["advantages"]
+        columns = {
+            "ids": inputs["completion_ids"] * here, "mask": mask.bool(), "now": lp,
+            "adv": (adv[:, None] if adv.ndim == 1 else adv).expand_as(lp),
+        }  # fmt: skip
+        if entropy is not None:
+            columns["entropy"] = entropy
+        for name, key in OPTIONAL.items():
+            if inputs.get(key) is not None:
+                columns[name] = inputs[key].expand_as(lp)
+        for name in OF_RESPONSES:
+            if KEY.format(name) in inputs:
+                columns[name] = inputs[KEY.format(name)]
+        kept = {name: value.detach().cpu() for name, value in columns.items()}
+        if lp.requires_grad:
+            lp.register_hook(lambda gradient: kept.update(grad=gradient.detach()))
+        self.micro_batches.append(kept)
+        self.items.append(float(inputs["num_items_in_batch"]))
+
+    def _write(self) -> None:
+        """Hand the step to the sink."""
+        trainer = self.trainer
+        accelerator = trainer.accelerator
+        ranks = accelerator.num_processes
+        for part in self.micro_batches:
+            if "grad" in part:
+                scale = accelerator.scaler.get_scale() if accelerator.scaler is not None else 1.0
+                part["grad"] = part["grad"].cpu().float() / (scale * ranks)
+        logged = self._counts(ranks)
+        logged["loss"] = float(accelerator.reduce(torch.stack(self.losses).double().sum().float(), "mean"))
+        meta = {"framework": f"TRL {importlib.metadata.version('trl')}"}
+        meta |= {name: str(getattr(trainer.args, name)) for name in SETTINGS if hasattr(trainer.args, name)}
+        batch = step_batch(
+            self.micro_batches, step=self._step(), rank=accelerator.process_index, logged=logged, meta=meta
+        )
+        self.sink(batch)
+
+    def _counts(self, ranks: int) -> dict[str, float]:
+        """The counts of a step as TRL documents them: its tokens are the mean over the steps of a generation batch."""
+        trainer = self.trainer
+        responses = sum(len(part["mask"]) for part in self.micro_batches)
+        counts = {"ranks": float(ranks), "responses": float(responses * ranks)}
+        if len(set(self.items)) == 1:  # else the step is of several generation batches
+            share = trainer.current_gradient_accumulation_steps / trainer.args.steps_per_generation
+            counts["generation_tokens"] = self.items[0]
+            counts["tokens"] = max(self.items[0], 1.0) * share
+        if getattr(trainer, "loss_type", "") == "dr_grpo":
+            counts["length"] = float(trainer.max_completion_length)
+        return counts
