@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m repro.mini.compare up_dapo`: train it and its baseline from the same base policy, and report.
 
-An objective's other half is the one without UP, or with it: up_dapo and dapo, sapo and up(sapo). The settings are those
-of experiments/up_dapo_vs_dapo.toml; name=value changes one (`steps=50`). Finished runs are used again.
+An objective's other half is the one without UP, or with it: up_dapo and dapo, sapo and up(sapo); --against NAME takes
+NAME instead. The settings are those of experiments/up_dapo_vs_dapo.toml; name=value changes one (`steps=50`). Finished
+runs are used again.
 Writes repro/out/mini/compare/NAME/report.md with its figures. Exit status: 0 done, 1 a run failed, 2 could not start,
 130 interrupted (the same command goes on).
 """
@@ -56,19 +57,28 @@ def partner(name: str) -> str:
     return other if other in upref.names() else f"up({name})"
 
 
-def experiment(name: str, seeds: int, overrides: dict[str, Any]) -> Experiment:
-    """The pattern's settings and claims, with this pair in the place of its own. The arms: baseline, UP."""
-    known, other = upref.get(name).name, partner(name)
-    base, up = (
-        (other, known) if known.startswith("up") and partner(known) == other != f"up({known})" else (known, other)
-    )
+def pair(name: str, against: str) -> tuple[str, str]:
+    """The two arms: the baseline, and what is compared with it."""
+    known = upref.get(name).name
+    if against:
+        baseline = upref.get(against).name
+        if baseline == known:
+            raise InputError(f"--against {against} is the objective itself: name another one (`upref list`).")
+        return baseline, known
+    other = partner(name)
+    with_up = known.startswith("up") and partner(known) == other != f"up({known})"
+    return (other, known) if with_up else (known, other)
+
+
+def experiment(name: str, seeds: int, overrides: dict[str, Any], against: str = "") -> Experiment:
+    """The pattern's settings with these two arms. Its claims are about UP: none where the user chose the baseline."""
+    base, up = pair(name, against)
     e = plan.load(PATTERN)
     stand_in = {"dapo": base, "up_dapo": up}
     rename = lambda c: replace(c, arms=tuple(stand_in[a] for a in c.arms))
     words = lambda s: s.replace("UP-DAPO", "\0").replace("DAPO", base).replace("\0", up)
-    claims = tuple(
-        replace(c, says=words(c.says), contrasts=tuple(map(rename, c.contrasts))) for c in e.claims if c.contrasts
-    )
+    about_up = [] if against else [c for c in e.claims if c.contrasts]
+    claims = tuple(replace(c, says=words(c.says), contrasts=tuple(map(rename, c.contrasts))) for c in about_up)
     arms = {arm: {"objective": arm} for arm in (base, up)}
     return replace(e, name=name, arms=arms, claims=claims, seeds=list(range(seeds)), settings=e.settings | overrides)
 
@@ -82,7 +92,8 @@ def write(e: Experiment, records: dict[str, results.Record], out: Path, folder: 
     lit = cap_map(e, out, folder)
     seeds = f"{len(e.seeds)} seed{'s' if len(e.seeds) > 1 else ''}"
     text = [f"# {base} and {up}, trained from the same base policy ({seeds})\n", table(e, records), lit]
-    text += ["## The paper's claims, and what these seeds show\n", *words(e, records), ""]
+    if e.claims:
+        text += ["## The paper's claims, and what these seeds show\n", *words(e, records), ""]
     text += [chance(len(e.seeds)), CAUTION, ""]
     text += [f"The proof and the gradients: `bash repro/run.sh {e.name} reference`.\n"]
     write_atomically(folder / "report.md", "\n".join(text))
@@ -186,6 +197,7 @@ def _override(text: str) -> tuple[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="repro/run.sh", description="Train an objective and its other half, and report.")
+    parser.add_argument("--against", default="", metavar="NAME", help="compare with NAME instead of its other half")
     parser.add_argument("objective")
     parser.add_argument("overrides", nargs="*", metavar="name=value", help="settings that differ, for example steps=50")
     parser.add_argument("--seeds", type=int, default=2, help="seeds a method (default 2)")
@@ -200,7 +212,7 @@ def main(argv: list[str] | None = None) -> int:
         for name in overrides.keys() & {"seed", "objective"}:
             raise InputError(f"{name} is not a setting to change here: the objective comes first, seeds by --seeds.")
         Settings.of(overrides)  # a wrong name, said with the nearest right one
-        e = experiment(args.objective, args.seeds, overrides)
+        e = experiment(args.objective, args.seeds, overrides, args.against)
         wanted = {s.key: s for _, _, s in e.runs()}
         with suite.alone(args.out) as lock:
             failures = suite.run_all(wanted, args.out, args.jobs, lock)
@@ -208,7 +220,8 @@ def main(argv: list[str] | None = None) -> int:
             print(sentence, file=sys.stderr)
         if failures:
             return 1
-        folder = args.out / "compare" / args.objective.replace("(", "_of_").replace(")", "")
+        name = args.objective + (f"_against_{args.against}" if args.against else "")
+        folder = args.out / "compare" / name.replace("(", "_of_").replace(")", "")
         shutil.rmtree(folder, ignore_errors=True)
         text = write(e, {name: results.record(args.out / name) for name in wanted}, args.out, folder)
         shown(text)

@@ -42,9 +42,18 @@ def test_the_pair(name, base, up):
     assert list(compare.experiment(name, 1, {}).arms) == [base, up]
 
 
+def test_another_baseline_has_no_claims_about_up():
+    e = compare.experiment("cispo", 2, SHORT, against="dapo")
+    assert list(e.arms) == ["dapo", "cispo"] and e.claims == ()
+    assert {s.objective for _, _, s in e.runs()} == {"dapo", "cispo"}
+    with pytest.raises(InputError, match="is the objective itself"):
+        compare.experiment("dapo", 2, SHORT, against="dapo")
+
+
 def test_an_unknown_objective_names_the_nearest():
-    with pytest.raises(InputError, match="did you mean"):
-        compare.experiment("up_dappo", 1, {})
+    for pair in (("up_dappo", ""), ("up_dapo", "dappo")):
+        with pytest.raises(InputError, match="did you mean"):
+            compare.experiment(pair[0], 1, {}, pair[1])
 
 
 def written(name, shift, folder):
