@@ -3,6 +3,7 @@
 
 import inspect
 import re
+from collections.abc import Iterator
 from importlib import import_module
 
 import upref
@@ -36,6 +37,7 @@ MODULES = {
     "upref.verify.report": "The report of a check",
     "upref.identification.identification": "The answer of identify",
     "upref.verify.oracle": "Oracles",
+    "upref.replay": "Recorded batches of a run",
     "upref.plugins": "What other packages add",
     "upref.cli.verb": "A verb of the command",
     "upref_frameworks.audits": "Audits of frameworks",
@@ -85,18 +87,43 @@ def _entry(module: str, name: str) -> str:
 
 
 # ---- docstrings ------------------------------------------------------------------------------------------------------
+SECTIONS = {"Args:": "param", "Attributes:": "ivar", "Returns:": "returns", "Raises:": "raises"}
+
+
 def _restructured(lines: list[str]) -> list[str]:
-    """The house's docstrings are plain text: a paragraph is one, what is set out in columns stays so."""
+    """Turn a docstring, which is plain text, into reStructuredText.
+
+    A paragraph stays one, what is set out in columns stays so, and Args, Attributes, Returns and Raises become lists.
+    """
     out: list[str] = []
     for paragraph in re.split(r"\n\s*\n", "\n".join(lines).strip("\n")):
         if not paragraph.strip():
             continue
         rows = paragraph.splitlines()
-        if any(re.search(r"\S {2,}\S", row) or row.startswith(" ") for row in rows):
+        if rows[0] in SECTIONS:
+            out += [*_fields(SECTIONS[rows[0]], rows[1:]), ""]
+        elif any(re.search(r"\S {2,}\S", row) or row.startswith(" ") for row in rows):
             out += [".. code-block:: none", "", *(f"   {row}" for row in rows), ""]
         else:
             out += [*map(_escaped, rows), ""]
     return out
+
+
+def _fields(field: str, rows: list[str]) -> Iterator[str]:
+    """Yield one line for each entry of a section: `name: text`, with the lines that are indented below it."""
+    margin = min((len(row) - len(row.lstrip()) for row in rows), default=0)
+    entries: list[str] = []
+    for row in rows:
+        if entries and (field == "returns" or row[margin:].startswith(" ")):
+            entries[-1] += " " + row.strip()
+        else:
+            entries.append(row.strip())
+    for entry in entries:
+        name, colon, text = entry.partition(": ")
+        if field == "returns" or not colon:
+            yield f":{field}: {_escaped(entry)}"
+        else:
+            yield f":{field} {_escaped(name)}: {_escaped(text)}"
 
 
 def _escaped(row: str) -> str:

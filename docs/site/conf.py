@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sphinx's settings; `docs.site.gather` copies this file beside the sources that it puts together."""
 
+from html import escape
+from pathlib import Path
+
 import upref
 from docs.site import api
 
@@ -52,11 +55,13 @@ html_short_title = "upref"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["site.js"]
+html_favicon = "_static/favicon.svg"
+html_search_scorer = str(Path(__file__).parent / "_static/search_scorer.js")
 html_copy_source = html_show_sourcelink = False
 html_last_updated_fmt = None
 html_sidebars = {page: [] for page in ("index", "start", "explorer", "api", "search", "genindex", "files/**")}
 html_theme_options = {
-    "logo": {"text": "upref"},
+    "logo": {"text": "upref", "image_light": "_static/favicon.svg", "image_dark": "_static/favicon.svg"},
     "navbar_align": "left",
     "header_links_before_dropdown": 9,
     "navbar_end": ["theme-switcher"],
@@ -71,5 +76,18 @@ html_theme_options = {
 }
 
 
+ABOUT = "Reference and verification of the policy-gradient losses that train reasoning LLMs."
+
+
+def describe(app, pagename, templatename, context, doctree):
+    """Give each page a description for search engines and for links that people share."""
+    title = context.get("title") or "upref"
+    tags = {"description": ABOUT, "og:title": f"{title} - upref", "og:description": ABOUT, "og:type": "website"}
+    kind = {False: "name", True: "property"}
+    lines = [f'<meta {kind[k.startswith("og:")]}="{k}" content="{escape(v)}">' for k, v in tags.items()]
+    context["metatags"] = "\n".join([context.get("metatags", ""), *lines])
+
+
 def setup(app):
     app.connect("autodoc-process-docstring", api.process)
+    app.connect("html-page-context", describe)

@@ -19,8 +19,8 @@ def markdown_table() -> str:
     first = lambda o: f"`{o.equation.splitlines()[0]}`".replace("|", "\\|")
     every = [get(n) for n in names()]
     paper = lambda o: o.paper + (" †" if o.known_from else "")
-    rows = [f"| `{o.name}` | {paper(o)} | {o.level} | {o.agg} | {first(o)} |" for o in every]
-    return "\n".join(["| name | paper | level | aggregation | J |", "|---|---|---|---|---|", *rows])
+    rows = [f"| `{o.name}` | {first(o)} | {o.level} | {o.agg} | {paper(o)} |" for o in every]
+    return "\n".join(["| name | J | level | aggregation | paper |", "|---|---|---|---|---|", *rows])
 
 
 def facts(o: Objective) -> dict[str, Any]:

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// What explains a word comes before what uses it: the glossary, the lessons and the how-to guides first.
+var Scorer = {
+  score: (result) => {
+    const [docname, , anchor, , score] = result;
+    const order = [
+      [/^glossary/, 60],
+      [/^course\//, 40],
+      [/^(start|howto|objectives$)/, 30],
+      [/^objectives\//, 20],
+      [/^(frameworks\/|files\/|changelog)/, -20],
+    ];
+    const found = order.find(([page]) => page.test(docname));
+    return score + (found ? found[1] : 0) - (docname.startsWith("files/") ? 20 : 0) + (anchor ? 0 : 1);
+  },
+  objNameMatch: 11,
+  objPartialMatch: 6,
+  objPrio: { 0: 15, 1: 5, 2: -5 },
+  objPrioDefault: 0,
+  title: 15,
+  partialTitle: 7,
+  term: 5,
+  partialTerm: 2,
+};
