@@ -6,7 +6,7 @@ A function below is a picture; NN_name is written to pictures/NN-name.svg. Look 
 
 import re
 import sys
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +47,40 @@ def title(ax, text):
 
 
 # ---- the pictures ----------------------------------------------------------------------------------------------------
+def l00_loop():
+    """One turn of the training loop, as seven boxes in a ring."""
+    boxes = [
+        "prompts",
+        "sample G responses\nto each prompt",
+        "verify each:\nreward 1 or 0",
+        "advantage:\nbetter than its group?",
+        "split into\nmini-batches",
+        "loss, gradient,\none update each",
+        "send the new weights\nto the sampler",
+    ]
+    places = [(0, 1), (1, 1), (2, 1), (3, 1), (3, 0), (2, 0), (1, 0)]
+    fig, (ax,) = axes(1, 9, 2.8)
+    ax.set(xlim=(-0.5, 3.5), ylim=(-0.45, 1.45), xticks=[], yticks=[])
+    ax.spines[:].set_visible(False)
+    frame = {"boxstyle": "round,pad=0.5", "facecolor": "white", "edgecolor": GREY, "linewidth": 1.5}
+    drawn = [
+        ax.text(x, y, text, ha="center", va="center", fontsize=9.5, color=INK, bbox=frame)
+        for text, (x, y) in zip(boxes, places, strict=True)
+    ]
+    arrow = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.5, "shrinkA": 2, "shrinkB": 2}
+    followers = [*pairwise(drawn), (drawn[-1], drawn[1])]
+    for start, end in followers:
+        ax.annotate(
+            "",
+            end.get_position(),
+            start.get_position(),
+            arrowprops=arrow | {"patchA": start.get_bbox_patch(), "patchB": end.get_bbox_patch()},
+        )
+    note = "every mini-batch of the turn,\nwhile the policy moves away\nfrom the one that sampled"
+    ax.text(2.5, 0.5, note, ha="center", va="center", fontsize=8.5, style="italic", color=INK)
+    return fig
+
+
 def l00_memory():
     """Where the memory of log-probabilities goes, and how it grows: benchmarks/hidden.txt."""
     text = (Path(__file__).parents[2] / "benchmarks/hidden.txt").read_text(encoding="utf-8")
