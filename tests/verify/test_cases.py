@@ -57,7 +57,7 @@ def _without_padding(case, b):
 PASTED = {  # what a finding prints: (of the objective, of the loss) at each token of the batch below it
     rf"^weight {NUMBER}": lambda c, b, g: (c.expected(b), g / c.factors(b)),
     rf"factor {NUMBER}": lambda c, b, g: (c.factors(b, declared_aggregation(c.o)), c.factors(b)),
-    rf"^3 times the gradient: {NUMBER}|^{NUMBER}$": lambda c, b, g: (3 * g, c.gradient(b.but(adv=3 * b.adv))),
+    rf"^3 times the gradient: {NUMBER}|^{NUMBER}$": lambda c, b, g: (3 * c.gradient(b.but(adv=b.adv / 3)), g),
     rf"^half the gradient: {NUMBER}|^{NUMBER}$": lambda c, b, g: (g / 2, torch.full_like(g, math.nan)),
     rf"^dJ/dlp {NUMBER}, as without|^{NUMBER}$": lambda c, b, g: (_without_padding(c, b), g),
     rf"^dJ/dlp {NUMBER}, as |^{NUMBER}$": lambda c, b, g: (g, torch.full_like(g, math.nan)),

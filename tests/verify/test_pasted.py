@@ -11,9 +11,11 @@ import torch
 
 import upref
 from tests.support.cases import REJECTED, Case
+from tests.support.cases.bodies import clipped, mean
 from tests.support.cases.table import ALL
 from tests.support.daily import daily
 from tests.verify.test_cases import strangers
+from upref.verify.shrink import as_python
 
 ROOT = Path(__file__).parents[2]
 IMPORT = re.compile(r"^from (upref[\w.]*) import (\w+(?:, \w+)*)$", re.M)
@@ -37,6 +39,85 @@ def test_a_printed_batch_runs(case):
     printed = [f.batch for f in case.judged().findings if f.batch]
     for batch in printed:
         exec(batch, {"torch": torch, "upref": upref})
+        assert shows_a_difference(batch), batch
+
+
+def shows_a_difference(batch):
+    """Whether the two gradients below a printed batch, where there are two, are different numbers."""
+    said = re.findall(r"# (?:expected|found   ) dJ/dlp: (.*)", batch)
+    return len(said) != 2 or said[0] != said[1]
+
+
+def positives_over_the_width(log_prob, old_log_prob, advantages, mask):
+    """UP-GSPO whose A > 0 are divided by the padded width; A < 0 is right."""
+    A, s = mean(advantages, mask), mean(log_prob - old_log_prob, mask).exp()
+    good = A * torch.where(mask, log_prob, 0).sum(1) / mask.shape[1]
+    return -torch.where(A > 0, good, torch.minimum(s * A, s.clamp(min=1 - 3e-4) * A)).mean()
+
+
+def width_in_place_of_length(log_prob, old_log_prob, advantages, mask):
+    """LUSPO with T for |o|."""
+    A, s = mean(advantages, mask), mean(log_prob - old_log_prob, mask).exp()
+    return -(mask.shape[1] * torch.minimum(s * A, s.clamp(1 - 2e-3, 1 + 2.5e-3) * A)).mean()
+
+
+def prompts_in_a_table(log_prob, old_log_prob, advantages, mask, group):
+    """DAPO of at most 16 responses to a prompt."""
+    J = torch.where(mask, clipped(log_prob - old_log_prob, advantages), 0)
+    rows = [(group == i).nonzero()[:16, 0] for i in group.unique()]
+    return -torch.stack([J[i].sum() / mask[i].sum() for i in rows]).mean()
+
+
+def advantages_below_2(log_prob, old_log_prob, advantages, mask):
+    """DAPO with |A| of at most 2: shows where a batch's advantages are tripled."""
+    J = clipped(log_prob - old_log_prob, advantages.clamp(-2, 2))
+    return -torch.where(mask, J, 0).sum() / mask.sum()
+
+
+def a_denominator_of_its_own(log_prob, old_log_prob, advantages, mask, totals):
+    """GRPO whose micro-batches and ranks divide by their own number of responses."""
+    J = torch.where(mask, clipped(log_prob - old_log_prob, advantages, 0.8, 1.2), 0)
+    return -(J.sum(1) / mask.sum(1)).mean()
+
+
+def rows_weighed_in_their_order(log_prob, old_log_prob, advantages, mask):
+    J = torch.where(mask, clipped(log_prob - old_log_prob, advantages), 0)
+    rank = torch.arange(len(mask), dtype=J.dtype)[:, None]
+    return -(J * (1 + rank)).sum() / mask.sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "objective", "oracles"),
+    [
+        (positives_over_the_width, "up_gspo", {"gradient", "on-policy", "padding"}),
+        (width_in_place_of_length, "luspo", {"gradient"}),
+        (prompts_in_a_table, "dapo", {"extremes"}),
+        (advantages_below_2, "dapo", {"scaling"}),
+        (a_denominator_of_its_own, "grpo", {"micro-batches", "data-parallel"}),
+        (rows_weighed_in_their_order, "dapo", {"permutation"}),
+    ],
+)
+def test_a_printed_batch_shows_the_difference(loss, objective, oracles):
+    """Equal numbers under a failure are no evidence; these losses are right on the batches that were printed once."""
+    report = upref.check(loss, objective, skip=("unusual-inputs", "one-response"))
+    shown = {f.oracle for f in report.failures if f.batch.startswith("b = upref.Rollouts(")}
+    assert oracles <= shown, str(report)
+    assert all(shows_a_difference(f.batch) for f in report.findings), str(report)
+    assert all(f.expected != f.found for f in report.failures if f.expected), str(report)
+
+
+def test_the_sign_that_is_right_is_not_blamed():
+    report = upref.check(positives_over_the_width, "up_gspo", skip=("unusual-inputs", "one-response"))
+    regimes = [f.regime for f in report.failures if f.oracle in ("gradient", "on-policy", "aggregation")]
+    assert regimes and all(r.startswith("A > 0") for r in regimes), str(report)
+
+
+def test_gradients_that_print_as_one_number_are_no_batch():
+    b = upref.Rollouts(*(-torch.ones(3, 1, 1, dtype=torch.float64)), torch.ones(1, 1, dtype=torch.bool))
+    one = torch.ones(1, 1, dtype=torch.float64)
+    assert as_python(b, one, one * (1 + 1e-15)) == ""
+    assert "expected dJ/dlp: [[1]]" in as_python(b, one, one * (1 + 1e-10))
+    assert shows_a_difference(as_python(b, one, one * (1 + 1e-10)))
 
 
 def off_beyond(tokens, objective, only_in=torch.float64):

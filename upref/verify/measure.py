@@ -184,12 +184,13 @@ def make_case(loss: Loss, o: Objective, hp: dict[str, Any]) -> Case:
     b = case.ready(replace(on_policy_batch(), logp_sampler=None if o.sampler is None else on_policy_batch().logp))
     b = replace(b, logp_ref=b.logp)  # a KL term, right or wrong, has no gradient there, or one without A
     found, W = without_rest(case, b), case.expected(b)
-    for among in (b.mask, b.mask & (b.adv > 0), b.mask & (b.adv < 0)):
-        if answer := _explain(case, b, found, W, among & (W.abs() > 1e-6)):
-            case.agg, case.k = answer
-            break
-    else:
-        case.fits = False
+    live = b.mask & (W.abs() > 1e-6)
+    sides = live & (b.adv > 0), live & (b.adv < 0)
+    own = any(_is_own(case, b, found, W, side) for side in sides)  # then what is wrong is the other sign's
+    answers = (_explain(case, b, found, W, use) for use in (live, *(() if own else sides)))
+    answer = next(filter(None, answers), None)
+    case.fits = own or answer is not None
+    case.agg, case.k = answer or (case.agg, 1.0)
     if is_float32(case, b):
         case.in_float32()
     return case
@@ -242,6 +243,12 @@ def is_float32(case: Case, b: Rollouts) -> bool:
     A = b.adv * (1 + 0.1 * i[:, :1].sin())
     g = case.gradient(replace(b, logp=b.logp - 1e-3 * (1.1 + i.cos()), adv=A))[b.mask]
     return bool((g != 0).any() and torch.equal(g.float().double(), g))
+
+
+def _is_own(case: Case, b: Rollouts, found: Tensor, W: Tensor, use: Tensor) -> bool:
+    """Whether these tokens have the objective's own aggregation, without a factor."""
+    k = common_value((found / (W * case.factors(b)))[use]) if use.any() else None
+    return k is not None and abs(k - 1) < 1e-5
 
 
 def _explain(case: Case, b: Rollouts, found: Tensor, W: Tensor, use: Tensor) -> tuple[str, float] | None:

@@ -64,7 +64,8 @@ def fail(oracle: str, regime: str, expected: Any = "", found: Any = "", batch: s
     """A finding that makes the report false; a batch too long to read is left out."""
     if len(batch) > LONGEST:
         batch = f"# the smallest batch that shows it takes {len(batch):,} characters: too many to print"
-    return Finding(oracle, "failure", short(regime), _say(expected), _say(found), batch, short(cause))
+    expected, found = _say_both(expected, found)
+    return Finding(oracle, "failure", short(regime), expected, found, batch, short(cause))
 
 
 def apart(text: str, x: float, y: float) -> tuple[str, str]:
@@ -78,7 +79,14 @@ def apart(text: str, x: float, y: float) -> tuple[str, str]:
 
 def note(oracle: str, regime: str, expected: Any = "", found: Any = "", cause: str = "") -> Finding:
     """A finding that the reader should know of, and that changes no verdict."""
-    return Finding(oracle, "note", short(regime), _say(expected), _say(found), "", short(cause))
+    expected, found = _say_both(expected, found)
+    return Finding(oracle, "note", short(regime), expected, found, "", short(cause))
+
+
+def _say_both(expected: Any, found: Any) -> tuple[str, str]:
+    if isinstance(expected, str) or isinstance(found, str):
+        return _say(expected), _say(found)
+    return apart("weight {}", expected, found)
 
 
 def _say(x: Any) -> str:

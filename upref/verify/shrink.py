@@ -15,6 +15,7 @@ from upref.verify.factors import declared_aggregation
 from upref.verify.measure import FLOATS, Case
 
 LONGEST = 160  # slots of a batch that is printed
+DIGITS = (6, 9, 12)  # of a printed gradient: as few as show a difference
 PER_TOKEN = (*FLOATS, "mask")
 READ = ("logp_ref", "entropy", "logp_sampler")  # printed where the loss reads them
 
@@ -103,7 +104,12 @@ def _rounded(b: Rollouts, digits: int) -> Rollouts | None:
 def as_python(
     b: Rollouts, expected: Tensor | None = None, found: Tensor | None = None, reads: Collection[str] = ()
 ) -> str:
-    """`b = upref.Rollouts(...)`, and the two gradients dJ/dlp as comments. reads: what the loss reads of it."""
+    """`b = upref.Rollouts(...)`, and the two gradients dJ/dlp as comments. reads: what the loss reads of it.
+
+    Returns "" if the two gradients are equal in all digits that can be printed: such a batch shows no difference.
+    """
+    if expected is not None and found is not None and _digits(expected, found) is None:
+        return ""
     if b.mask.numel() > LONGEST:
         B, T = b.mask.shape
         return f"# no small batch shows it; the smallest found has {B} responses of up to {T} tokens, too many to print"
@@ -113,8 +119,14 @@ def as_python(
     if b.group is not None:
         lines.append(f"    group=torch.tensor({b.group.tolist()}),")
     both = (("expected", expected), ("found   ", found))
-    said = [f"# {what} dJ/dlp: {_list(g + 0.0, 6)}" for what, g in both if g is not None]
+    digits = DIGITS[0] if expected is None or found is None else _digits(expected, found) or DIGITS[-1]
+    said = [f"# {what} dJ/dlp: {_list(g + 0.0, digits)}" for what, g in both if g is not None]
     return "\n".join(["b = upref.Rollouts(", *lines, ")", *said])
+
+
+def _digits(x: Tensor, y: Tensor) -> int | None:
+    """The digits in which two gradients differ when they are printed, or None if they are equal in all of them."""
+    return next((n for n in DIGITS if _list(x + 0.0, n) != _list(y + 0.0, n)), None)
 
 
 def _list(x: Tensor, digits: int = 17) -> str:
@@ -127,13 +139,21 @@ def _list(x: Tensor, digits: int = 17) -> str:
 
 
 def example(case: Case, b: Rollouts, dtype: torch.dtype | None = None) -> str:
-    """The batch as Python, with the promised and the found gradient. dtype: that of the numbers which the loss gets."""
+    """The batch as Python, with the promised and the found gradient; "" if these are equal. dtype: that of the numbers
+    which the loss gets."""
     low = b if dtype is None else b.but(**{k: v.to(dtype) for k in FLOATS if (v := getattr(b, k)) is not None})
     try:
         right = case.expected(b) * case.factors(b, declared_aggregation(case.o))
         return as_python(low, right, case.gradient(low), case.loss.reads)
     except InputError:
         return as_python(low, reads=case.loss.reads)
+
+
+def differ(case: Case, b: Rollouts) -> Tensor:
+    """The tokens of a batch whose printed dJ/dlp, the objective's and the loss's, are not the same number."""
+    right, found = case.expected(b) * case.factors(b, declared_aggregation(case.o)), case.gradient(b)
+    same = torch.isclose(found, right, rtol=10.0 ** (1 - DIGITS[-1]), atol=0, equal_nan=True)
+    return b.mask & ~same
 
 
 def smallest(case: Case, b: Rollouts, at: tuple[int, int]) -> tuple[Rollouts, int, int]:

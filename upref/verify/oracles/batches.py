@@ -16,8 +16,8 @@ from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.oracles.unusual import beyond_range, groups
-from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import PER_TOKEN, example, shrink, worst
+from upref.verify.report import Finding, apart, fail, note
+from upref.verify.shrink import PER_TOKEN, as_python, example, shrink, worst
 from upref.weights.batches import CLAMPS, on_policy_batch
 from upref.weights.curve import single_token_batch
 
@@ -42,7 +42,16 @@ def micro_batches(case: Case) -> list[Finding]:
         g2, v2 = torch.cat([p[1] for p in parts]), sum(p[0] for p in parts)
         off = moved(g2, g, b.mask, slack(case))
         if off.max() > 0:
-            i, t = worst(off)
+
+            def cut_up(c: Rollouts, n: int = n) -> Tensor:
+                few = min(n, len(c.mask))
+                if few < 2 or (case.loss.equal_cuts and len(c.mask) % few):
+                    raise InputError("it has no equal parts")
+                return torch.cat([case.gradient(m) for m in c.split(few)])
+
+            small = shrink(b, lambda c, f=cut_up: _differ(case, c, f(c)))  # type: ignore[misc]
+            whole, added = case.gradient(small), cut_up(small)
+            i, t = worst(moved(added, whole, small.mask, slack(case)))
 
             def own(c: Rollouts) -> tuple[Tensor, Tensor]:
                 cuts = [m for n in counts if len(c.mask) % n == 0 or not case.loss.equal_cuts for m in c.split(n)]
@@ -52,12 +61,18 @@ def micro_batches(case: Case) -> list[Finding]:
                 return torch.cat(list(map(case.gradient, cuts))), torch.cat(told)
 
             why = OWN.format("micro-batch") if everywhere(case, own, b) else ""
-            regime = f"{n} micro-batches of unequal lengths, their losses added up"
-            before, after = f"dJ/dlp {g[i, t].item():.6g}, as of the whole", f"{g2[i, t].item():.6g}"
-            return [fail("micro-batches", regime, before, after, example(case, b), why)]
+            regime = f"{min(n, len(small.mask))} micro-batches of unequal lengths, their losses added up"
+            before, after = apart("{}", whole[i, t].item(), added[i, t].item())
+            shown = as_python(small, whole, added, case.loss.reads)
+            return [fail("micro-batches", regime, f"dJ/dlp {before}, as of the whole", after, shown, why)]
         if (v2 - v).abs() > 1e-6 * v.abs().clamp(min=1e-3):
             return [note("micro-batches", f"the value of {n} micro-batches does not add up, the gradient does")]
     return []
+
+
+def _differ(case: Case, b: Rollouts, g: Tensor) -> bool:
+    """Whether this gradient is another than that of the batch in one call."""
+    return bool(moved(g, case.gradient(b), b.mask, slack(case)).max() > 0)
 
 
 @oracle("loss-scale", 42, lambda case: "it calls .backward() itself" if case.loss.calls_backward else "")
@@ -71,8 +86,15 @@ def loss_scale(case: Case) -> list[Finding]:
     off = moved(2 * half, g, b.mask & g.isfinite(), slack(case, 1e-7))
     if off.max() == 0:
         return []
-    i, t = worst(off)
-    before, after = f"half the gradient: {g[i, t].item() / 2:.6g}", f"{half[i, t].item():.6g}"
+
+    def halved(c: Rollouts) -> Tensor:
+        into = loss.ask("into", c, "logp", 0.5)
+        return torch.zeros_like(c.logp) if into is None else -into
+
+    small = shrink(b, lambda c: bool(moved(2 * halved(c), case.gradient(c), c.mask, slack(case, 1e-7)).max() > 0))
+    due, found = case.gradient(small) / 2, halved(small)
+    i, t = worst(moved(found, due, small.mask, slack(case, 1e-7)))
+    before, after = apart("{}", due[i, t].item(), found[i, t].item())
 
     def whole(c: Rollouts) -> tuple[Tensor, Tensor]:
         scaled = [loss.ask("into", c, "logp", times) for times in TIMES]
@@ -82,7 +104,8 @@ def loss_scale(case: Case) -> list[Finding]:
 
     why = "its backward pass leaves out what comes from above (grad_output)" if everywhere(case, whole, b) else ""
     regime = "the loss times 1/2, as for accumulated gradients"
-    return [fail("loss-scale", regime, before, after, example(case, b), why)]
+    shown = as_python(small, due, found, case.loss.reads)
+    return [fail("loss-scale", regime, f"half the gradient: {before}", after, shown, why)]
 
 
 TIMES = (0.5, 2.0, 100.0, -1.0)  # of a loss, where grad_output is left out
@@ -173,10 +196,21 @@ def data_parallel(case: Case) -> list[Finding]:
         mean = _mean(case, b, ranks)
         off = moved(mean, g, b.mask, slack(case))
         if off.max() > 0:
-            i, t = worst(off)
-            text = f"{ranks} ranks of {len(g) // ranks} responses, gradients averaged: {rank_counts(case)}"
-            before, after = f"dJ/dlp {g[i, t].item():.6g}, as on one rank", f"{mean[i, t].item():.6g}"
-            return [fail("data-parallel", text, before, after, example(case, b), _why(case, b))]
+
+            def dealt(c: Rollouts, ranks: int = ranks) -> Tensor:
+                if len(c.mask) % ranks:
+                    raise InputError("it has no equal parts")
+                return _mean(case, c, ranks)
+
+            small = shrink(b, lambda c, f=dealt: _differ(case, c, f(c)))  # type: ignore[misc]
+            whole, mean = case.gradient(small), dealt(small)
+            i, t = worst(moved(mean, whole, small.mask, slack(case)))
+            each = len(whole) // ranks
+            responses = f"{each} responses" if each > 1 else "one response"
+            text = f"{ranks} ranks of {responses}, gradients averaged: {rank_counts(case)}"
+            before, after = apart("{}", whole[i, t].item(), mean[i, t].item())
+            shown = as_python(small, whole, mean, case.loss.reads)
+            return [fail("data-parallel", text, f"dJ/dlp {before}, as on one rank", after, shown, _why(case, b))]
     return []
 
 

@@ -15,7 +15,7 @@ from upref.verify.explain import confirmed, confirmed_at, everywhere
 from upref.verify.faults.misread import LARGE, clipped, placed
 from upref.verify.measure import HABIT, Case
 from upref.verify.oracle import oracle
-from upref.verify.report import Finding, fail, note
+from upref.verify.report import Finding, apart as digits, fail, note
 from upref.verify.shrink import as_python, example, shrink, worst
 from upref.weights.batches import OFF_EDGES
 
@@ -80,10 +80,12 @@ def padding(case: Case) -> list[Finding]:
 
             small = shrink(b, lambda c, apart=apart: bool(apart(c).max() > 0), worst(off))  # type: ignore[misc]
             at = worst(apart(small))
-            before, after = (f"{x[at].item():.6g}" for x in (case.gradient(small), padded(small)[1]))
+            before, after = digits("{}", case.gradient(small)[at].item(), padded(small)[1][at].item())
             why = "it divides by the padded width" if everywhere(case, by_width) else ""
             says = f"dJ/dlp {before}, as without", after
-            out.append(fail("padding", f"with {side}", *says, example(case, wide(small)), why))
+            narrow = torch.nn.functional.pad(case.gradient(small), (left, right))
+            shown = as_python(wide(small), narrow, case.gradient(wide(small)), case.loss.reads)
+            out.append(fail("padding", f"with {side}", *says, shown, why))
         elif (wider - value).abs() > 1e-6 * value.abs().clamp(min=1e-3):
             text = f"the value moves with {side}, the gradient does not"
             out.append(note("padding", text, f"{value:.6g}", f"{wider:.6g}"))
@@ -153,7 +155,8 @@ def masked_values(case: Case) -> list[Finding]:
         shows = lambda c, bad=bad: _changes(c, case.both(c), case.both(bad(c)))
         small = shrink(b, lambda c, shows=shows: bool(shows(c)))  # type: ignore[misc]
         says = "no effect, bit for bit", shows(small)
-        return [fail("masked-values", regime, *says, example(case, bad(small)), "masked slots affect the result")]
+        shown = example(case, bad(small)) or as_python(bad(small), reads=case.loss.reads)
+        return [fail("masked-values", regime, *says, shown, "masked slots affect the result")]
     return leaks
 
 
@@ -184,7 +187,10 @@ def permutation(case: Case) -> list[Finding]:
     order = next((f for f in orders if _moves(case, b, f(len(b.mask)))), None)
     if order is None:
         return []
-    batch = example(case, shrink(b, lambda c: _moves(case, c, order(len(c.mask)))))
+    small = shrink(b, lambda c: _moves(case, c, order(len(c.mask))))
+    rows = order(len(small.mask))
+    turned = regroup(small, lambda k, v: v[rows])
+    batch = as_python(turned, case.gradient(small)[rows], case.gradient(turned), case.loss.reads)
     larger = [b.but(group=b.group // 2, totals=None)] if b.group is not None else []
     why = next(filter(None, (confirmed(case, one, b, *larger) for one in placed(case))), "")
     says = "the same gradient, in that order", "another gradient"
@@ -204,14 +210,15 @@ def scaling(case: Case) -> list[Finding]:
         return []
     small = shrink(b, lambda c: bool(off(c).max() > 0), worst(apart))
     at = worst(off(small))
-    expected, found = (f"{x[at].item():.6g}" for x in (3 * case.gradient(small), tripled(small)))
+    due, got = 3 * case.gradient(small), tripled(small)
+    expected, found = digits("{}", due[at].item(), got[at].item())
     times = lambda k: lambda b: (case.gradient(b.but(adv=3 * b.adv)), k * case.gradient(b))
     why = "the size of A has no effect: it is divided out" if everywhere(case, times(1)) else ""
     why = "A enters squared" if everywhere(case, times(9)) else why
     large, at_3 = clipped(case, LARGE), replace(small, adv=3 * small.adv)
     why = why or confirmed_at(case, large, at_3, at, case.weights(at_3)[at].item(), b.but(adv=LARGE * b.adv))
     expected = f"3 times the gradient: {expected}"
-    return [fail("scaling", "all advantages times 3", expected, found, example(case, small), why)]
+    return [fail("scaling", "all advantages times 3", expected, found, as_python(at_3, due, got, case.loss.reads), why)]
 
 
 @oracle("zero-advantage", 120, _kl, implied=True)

@@ -2,10 +2,11 @@
 """The oracle of far ratios, rare tokens and low precision."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
+from torch import Tensor
 
 from upref.errors import InputError
 from upref.rollouts import Rollouts
@@ -16,7 +17,7 @@ from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import off_bounds
 from upref.verify.regions import NAMES
 from upref.verify.report import UNKNOWN, Finding, fail, note
-from upref.verify.shrink import cut, example, numbers, smallest
+from upref.verify.shrink import example, numbers, shrink, smallest, wrong
 from upref.weights.batches import GUARD, clamped, overflowing, single_token_responses
 
 FAR = (5.0, 8.0, 9.5, 10.5, 15.0, 19.5, 20.5, 30.0, 50.0)
@@ -51,9 +52,48 @@ def _overflows(case: Case, dtype: torch.dtype) -> dict[str, Finding]:
             return {"refused": fail("extremes", "float64, |log r| up to 800", "a finite loss", str(e))}
         beyond = f"|log r| above {FULL:.0f} is" if dtype is torch.float64 else f"{short} inputs are"
         return {"refused": note("extremes", f"{beyond} refused", found=str(e))}
+    far = _extremes(case, low, g)
+    notes: dict[str, Finding] = {}
+    for kind, hit in far.hits.items():
+        if not hit.any():
+            continue
+        i, t = hit.nonzero()[0].tolist()
+        why = _why(case, far.b, low, i, t, math.isnan(far.found[i, t].item()))
+        if kind != "wrong":
+            notes[kind] = note("extremes", far.words(i, t, short), *far.weights(i, t), why)
+            continue
+        bad = lambda c: bool(_extremes(case, c, case.gradient(c).double()).hits["wrong"].any())
+        small = shrink(low, bad, (i, t))
+        near = _extremes(case, small, case.gradient(small).double())
+        i, t = near.hits["wrong"].nonzero()[0].tolist()
+        shown = example(case, near.b, dtype)
+        return {kind: fail("extremes", near.words(i, t, short), *near.weights(i, t), shown, why)}
+    return notes
+
+
+@dataclass(frozen=True)
+class Extremes:
+    """Weights of a batch of far ratios and rare tokens, and the tokens where they differ by more than rounding."""
+
+    b: Rollouts  # the numbers that the loss got, in float64
+    expected: Tensor
+    found: Tensor
+    hits: dict[str, Tensor]  # "wrong"; "far" and "rare" are those that no sampler produces
+
+    def words(self, i: int, t: int, dtype: str) -> str:
+        A, log_r = self.b.adv[i, t].item(), (self.b.logp - self.b.logp_old)[i, t].item()
+        sign = NAMES.get(A, f"A = {A:g}")
+        return f"{sign}, log r = {log_r:.3g}, log π = {self.b.logp[i, t].item():.4g}, {dtype}"
+
+    def weights(self, i: int, t: int) -> tuple[float, float]:
+        return self.expected[i, t].item(), self.found[i, t].item()
+
+
+def _extremes(case: Case, low: Rollouts, g: Tensor) -> Extremes:
+    """g: the gradient of the loss on this batch, whose numbers may be of any dtype."""
     b = replace(low, **{k: v.double() for k in FLOATS if (v := getattr(low, k)) is not None})
-    expected, found = case.expected(b), g / case.factors(b)
-    log_r, A, room = b.logp - b.logp_old, b.adv, _room(case, dtype)
+    expected, found, dtype = case.expected(b), g / case.factors(b), low.logp.dtype
+    log_r, A, room = b.logp - b.logp_old, b.adv.expand_as(b.logp), _room(case, dtype)
     whole = case.o.level in ("sequence_mean", "custom")  # some write a geometric mean as the root of a product
     size = torch.where(A == 0, 1, (A * case.factors(b)).abs().clamp(1e-30, 1)).log()  # A / (N r) leaves the dtype too
     far = (log_r.abs().sum(1, keepdim=True).expand_as(log_r) if whole else log_r.abs()) - size > SAMPLED
@@ -63,26 +103,9 @@ def _overflows(case: Case, dtype: torch.dtype) -> dict[str, Finding]:
     # which tokens tie at a cut of the batch, rounding decides; wrong weights are another oracle's
     if not case.wrong and (dtype is torch.float64 or not case.o.batch_coupled):
         lost |= (found - expected).abs() > 0.1 * expected.abs() + room
-    bad = (~found.isfinite() & (expected.abs() < 1e30) | lost & plain) & ~unseen
-    spent = (~found.isfinite() | lost & plain) & ~bad
-    notes: dict[str, Finding] = {}
-    for kind, hit in {"wrong": bad, "far": spent & far, "rare": spent & ~far}.items():
-        if not hit.any():
-            continue
-        i, t = hit.nonzero()[0].tolist()
-        sign = NAMES.get(A[i, t].item(), f"A = {A[i, t].item():g}")
-        text = f"{sign}, log r = {log_r[i, t].item():.3g}, log π = {b.logp[i, t].item():.4g}, {short}"
-        want, got = expected[i, t].item(), found[i, t].item()
-        why = _why(case, b, low, i, t, math.isnan(got))
-        if kind != "wrong":
-            notes[kind] = note("extremes", text, want, got, why)
-            continue
-        one, double = cut(low, [i], [t]), cut(b, [i], [t])
-        alone = math.nan if one is None else (case.gradient(one).double() / case.factors(one)).item()
-        if double is not None and not abs(alone - want) <= 0.1 * abs(want) + room:
-            b, got = double, alone
-        return {kind: fail("extremes", text, want, got, example(case, b, dtype), why)}
-    return notes
+    bad = (~found.isfinite() & (expected.abs() < 1e30) | lost & plain) & ~unseen & b.mask
+    spent = (~found.isfinite() | lost & plain) & ~bad & b.mask
+    return Extremes(b, expected, found, {"wrong": bad, "far": spent & far, "rare": spent & ~far})
 
 
 def _room(case: Case, dtype: torch.dtype) -> float:
@@ -150,13 +173,20 @@ def clamps(case: Case) -> list[Finding]:
     why = _clamp(case, hits) or UNKNOWN
     text = f"{NAMES[A]}, log r = {x:.4g}"
     if abs(x) < guard:
-        one, i, t = smallest(case, case.ready(single_token_responses(A, [math.exp(x)])), (0, 0))
+        alone = case.ready(single_token_responses(A, [math.exp(x)]))
+        together = case.ready(single_token_responses(A, [math.exp(s * y) for y in FAR for s in (1, -1)]))
+        one, i, t = smallest(case, *((alone, (0, 0)) if wrong(case)(alone) else (together, _place(together, x))))
         x = (one.logp - one.logp_old)[i, t].item()
         reached = f", as of a token that was sampled at π_old = {math.exp(-abs(x)):.1g}" if x > 0 else ""
         text = f"{NAMES[A]}, log r = {x:.4g}{reached}"
         return [fail("extremes", text, *numbers(case, one, i, t), example(case, one), why)]
     far = f"another weight at {guard:g} or beyond" if why == UNKNOWN else f"clamped at {guard:g} or beyond"
     return [note("extremes", f"{text}: {far}", want, got, why)]
+
+
+def _place(b: Rollouts, x: float) -> tuple[int, int]:
+    """Where the token of this log-ratio is."""
+    return divmod(int((b.logp - b.logp_old - x).abs().argmin()), b.mask.shape[1])
 
 
 def _clamp(case: Case, hits: list[tuple[float, float, float, float]]) -> str:

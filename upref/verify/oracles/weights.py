@@ -20,7 +20,7 @@ from upref.verify.oracle import oracle
 from upref.verify.pattern import Weights, pattern
 from upref.verify.regions import NAMES, regions
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import example, numbers, shrink, smallest, worst
+from upref.verify.shrink import differ, example, numbers, shrink, smallest, worst
 from upref.weights.batches import (
     breakpoints,
     high_entropy_weight,
@@ -132,9 +132,12 @@ def _regimes(case: Case, b: Rollouts, failing, r, A, found, ties) -> list[Findin
     tested = Weights(b, found, case.expected(b), r, b.mask & ~ties)
     out, why = [], ""
     for n, part in enumerate(parts):
-        at = worst(torch.where(part.tokens & failing, _typical(case.off(b, found), r), -1.0))
-        small = shrink(b, lambda x, s=part.sign: bool(_wrong_at(case, x, s).any()), at)  # type: ignore[misc]
-        i, t = worst(case.off(small).masked_fill(~_wrong_at(case, small, part.sign), -1.0))
+        visible = _shown_at(case, b, part.sign)  # else an aggregation that is not the objective's makes up for it
+        shows = _shown_at if (visible & part.tokens & failing).any() else _wrong_at
+        hit = part.tokens & failing & (visible if shows is _shown_at else failing)
+        at = worst(torch.where(hit, _typical(case.off(b, found), r), -1.0))
+        small = shrink(b, lambda x, s=part.sign, f=shows: bool(f(case, x, s).any()), at)  # type: ignore[misc]
+        i, t = worst(case.off(small).masked_fill(~shows(case, small, part.sign), -1.0))
         text = f"{part.words}   (here A = {small.adv[i, t].item():.4g}, r = {case.ratio(small)[i, t].item():.6g})"
         if n == 0:
             shown = Weights(small, case.weights(small), case.expected(small), case.ratio(small), small.mask)
@@ -148,6 +151,11 @@ def _regimes(case: Case, b: Rollouts, failing, r, A, found, ties) -> list[Findin
 
 def _wrong_at(case: Case, b: Rollouts, sign: float) -> Tensor:
     return (case.off(b) > case.tol) & (b.adv.expand_as(b.mask).sign() == sign)
+
+
+def _shown_at(case: Case, b: Rollouts, sign: float) -> Tensor:
+    """Tokens of that sign whose weight is wrong and whose dJ/dlp is another number too."""
+    return _wrong_at(case, b, sign) & differ(case, b)
 
 
 def _typical(off: Tensor, r: Tensor) -> Tensor:
@@ -186,7 +194,11 @@ def on_policy(case: Case) -> list[Finding]:
     off = case.off(b)
     if off.max() <= 10 * case.tol:
         return []
-    small, i, t = smallest(case, b, worst(off))
+    if not differ(case, b)[off > 10 * case.tol].any():
+        return []  # an aggregation that is not the objective's: the next oracle's
+    visible = lambda x: bool((differ(case, x) & (case.off(x) > 10 * case.tol)).any())
+    small = shrink(b, visible, worst(off.masked_fill(~differ(case, b), 0)))
+    i, t = worst(case.off(small).masked_fill(~differ(case, small), 0))
     scaled = case.weights(b) / case.k
     k = fault(f"every weight is {case.k:.5g} times what it should be", "rounding", scale=lambda b: case.k)
     every = case.fits and abs(case.k - 1) > 1e-5 and bool(case.off(b, scaled).max() <= 10 * case.tol)
@@ -203,10 +215,11 @@ def aggregation(case: Case) -> list[Finding]:
     said = case.o.agg if want != case.agg else want
     if case.agg == want and HABIT < abs(case.k - 1) < 1e-5:
         return [note("aggregation", f"a factor of 1 {case.k - 1:+.1e}", cause=BELOW)]
-    differ = lambda x: not torch.allclose(case.factors(x, want), case.factors(x), rtol=1e-6)
-    if not case.fits or not differ(b):
+    apart = lambda x: not torch.allclose(case.factors(x, want), case.factors(x), rtol=1e-6)
+    if not case.fits or not apart(b):
         return []
-    small = shrink(b, differ)
+    visible = lambda x: apart(x) and bool(differ(case, x).any())
+    small = shrink(b, visible if visible(b) else apart)
     n, right, got = small.mask.sum(1), case.factors(small, want)[:, 0], case.factors(small)[:, 0]
     i = int((got / right - 1).abs().argmax())
     group = (
