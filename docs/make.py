@@ -139,6 +139,12 @@ def does_up_help() -> str:
     return answer.text()
 
 
+def up_in_numbers() -> str:
+    from docs import answer
+
+    return answer.numbers()
+
+
 def sharp_bits() -> str:
     from docs import sharp
 
@@ -351,6 +357,7 @@ GENERATED = {f.__name__: f for f in STEPS} | {
         tally,
         verdicts,
         does_up_help,
+        up_in_numbers,
         sharp_bits,
         *FRAMEWORKS,
         claims,

@@ -21,6 +21,7 @@ PLACE = re.compile(r"\.\.\.|(?<![-\w/=])[A-Z][A-Z-]{3,}(?![\w=])")  # SCALE, YOU
 
 # command -> what it prints, among other things; {said} is the sentence that README shows of it
 HERE = {
+    "upref check my.py:loss --as dapo": "NOT dapo: 2 failures",
     "upref identify my.py:loss": "{said}",
     "upref check verl:vanilla --as dapo": "NOT dapo: ",
     "upref recipe dapo --in verl": "loss_agg_mode=token-mean",
