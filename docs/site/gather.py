@@ -195,7 +195,8 @@ def gather(source: Path):
     g.texts |= frameworks.pages()
     own = objectives.pages(source)
     linked = re.compile(r"^\| `(\w+)` \|", re.M)
-    g.texts["objectives"] = linked.sub(r"| [`\1`](objectives/\1.md) |", g.texts["objectives"])
+    entry = lambda m: f"| [`{m[1]}`](objectives/{m[1]}.md) {objectives.ABOUT[m[1]][0]} |"
+    g.texts["objectives"] = linked.sub(entry, g.texts["objectives"])
     g.texts |= own | api.pages() | derivations.pages(g.texts["derivations"])
     g.texts["start"] = re.sub(r"\A# upref\n", "# Start here\n", g.texts["start"])
     sections(g.texts)

@@ -3,6 +3,7 @@
 
 import functools
 import re
+import tomllib
 from itertools import product
 from pathlib import Path
 
@@ -22,6 +23,7 @@ SIGNS = {1: "A > 0", -1: "A < 0", 0: "A = 0"}
 RATIOS = np.exp(np.linspace(-5, 5, 81)) * 1.0001  # on none of the bounds
 MUS = (0.02, 0.5)
 INFINITE = 1e9
+ABOUT = tomllib.loads((Path(__file__).parent / "about.toml").read_text(encoding="utf-8"))
 
 
 def pages(source: Path) -> dict[str, str]:
@@ -31,7 +33,8 @@ def pages(source: Path) -> dict[str, str]:
 
 
 def page(o: Objective, folder: Path) -> str:
-    parts = [f"# {o.name}\n\n{_paper(o)}", tex.block(tex.equation(o.equation)), _facts(o)]
+    called, about = ABOUT[o.name]
+    parts = [f"# {o.name}\n\n**{called}.** {about}\n\n{_paper(o)}", tex.block(tex.equation(o.equation)), _facts(o)]
     parts += ["## The gradient, three times", _gradients(o), "## Pictures", _pictures(o, folder)]
     if runs := _runs(o, folder):
         parts += ["## Training curves", runs]

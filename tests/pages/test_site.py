@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from docs.site import __main__ as command, gather, links
+from upref import names
 
 pytest.importorskip("sphinx", reason="`repro/venv.sh docs` installs what the site is built with")
 ROOT = Path(__file__).parents[2]
@@ -28,6 +29,13 @@ def test_every_page_of_the_repository_is_there(site):
     for page in (ROOT / "docs").rglob("*.md"):
         name = page.relative_to(ROOT / "docs").with_suffix(".html")
         assert (site / name).exists() or page.parent.name == "site", name
+
+
+def test_each_objective_is_introduced_in_words():
+    from docs.site.objectives import ABOUT
+
+    assert list(ABOUT) == sorted(ABOUT) and set(ABOUT) == set(names())
+    assert all(called and about.endswith(".") for called, about in ABOUT.values())
 
 
 def test_a_dead_link_is_seen(tmp_path):
