@@ -29,6 +29,7 @@ HERE = {
     "upref cap -o cap.svg dapo up_dapo": "cap.svg",
     "upref cap --log -o cap.svg dapo up_dapo": "cap.svg",
     "upref weights dapo my.py:loss": "my.py:loss",
+    "upref weights dapo my.py:loss -o weights.svg": "weights.svg",
     "upref explorer cap.html": "cap.html: open it in a browser",
     "upref derive dapo": "dJ/dlp = A*r",
     "upref learn": "a policy is a softmax",
