@@ -222,11 +222,12 @@ def recipes() -> str:
 
 
 def surfaces() -> str:
-    """Where the settings of each framework are typed, and its parts beside the loss."""
-    out = ["| framework | where to put the lines | dynamic sampling | overlong shaping |", "|---|---|---|---|"]
+    """Where the settings of each framework are typed, what has taken them, and its parts beside the loss."""
+    out = ["| framework | where to put the lines | the lines | dynamic sampling | overlong shaping |",
+           "|---|---|---|---|---|"]  # fmt: skip
     for n in frameworks():
-        how = recorded(n)["recipe"]
-        out.append("| " + " | ".join([link(n), how["surface"], *how["beside"].values()]) + " |")
+        how, started = recorded(n)["recipe"], recipe(reached(n, {})[0], n).started
+        out.append("| " + " | ".join([link(n), how["surface"], started, *how["beside"].values()]) + " |")
     return "\n".join(out)
 
 

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `upref recipe` prints was run: typed back into the config, the framework's own loss does what it says."""
 
-import ast
 import contextlib
-import dataclasses
 import json
-import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,12 +13,12 @@ import upref
 from upref import InputError
 from upref.advantages import ADVANTAGES
 from upref.cli import main
-from upref.weights.batches import grad
+from upref.weights.batches import batch, grad
 from upref_frameworks import audits as A
 from upref_frameworks.audits import ledger
 from upref_frameworks.audits.compare import Comparison, _reference, difference, typical, unit
 from upref_frameworks.audits.ledger import recorded
-from upref_frameworks.audits.recipe import reached, recipe as once
+from upref_frameworks.audits.recipe import SAME_LOSS, reached, recipe as once, typed_fields
 
 recipe = cache(once)  # one reads the ledger for each
 entries = cache(ledger.read)
@@ -31,8 +28,15 @@ EVERY = [(o, n) for n in A.frameworks() for o in reached(n, {})]
 
 def comparison(objective: str, name: str) -> Comparison:
     """The audit's comparison of which the recipe speaks."""
-    label = recipe(objective, name).command.split()[2].partition(":")[2]
-    return next(c for c in A.framework(name).comparisons if (c.label, c.objective) == (label, objective))
+    said = recipe(objective, name).command.removeprefix(f"upref check {name}:")
+    return next(
+        c for c in A.framework(name).comparisons if f"{c.label} --as {c.promise.replace(', ', ' --hp ')}" == said
+    )
+
+
+def measured_elsewhere(objective: str, name: str) -> dict:
+    """The fields that the recipe leaves otherwise than the comparison has them, because the loss draws at random."""
+    return recorded(name)["recipe"].get("at", {}).get(objective, {}).get("fields", {})
 
 
 def test_each_recipe_is_of_an_explained_comparison():
@@ -42,7 +46,7 @@ def test_each_recipe_is_of_an_explained_comparison():
         r, c = recipe(o, n), comparison(o, n)
         rows = json.loads((JSON / f"{n}.json").read_text(encoding="utf-8"))["rows"]
         row = next(x for x in rows if (x["label"], x["promise"], x["micro_batches"]) == (c.label, c.promise, 1))
-        assert row["ok"] and {k: c.config[k] for k in r.fields} == r.fields
+        assert row["ok"] and {k: c.config[k] for k in r.fields} | measured_elsewhere(o, n) == r.fields
         assert len(r.differs) >= len(row["reasons"]) and r.settings == [line for line in r.settings if line.strip()]
         assert set(r.beside) == {"dynamic sampling", "overlong shaping"}
 
@@ -106,6 +110,7 @@ def test_every_entry_that_concerns_the_recipe_is_mentioned():
                     assert f"in the advantages: {e.reason}" in said, (o, n, e.key)
         split = any(x.setting == "paper" and x.label == c.label for x in A.framework(n).comparisons)
         assert split or "in micro-batches: not measured" in r.differs, (o, n)
+        assert not upref.get(o).batch_coupled or "in micro-batches: each acts by itself" in said, (o, n)
     assert "in micro-batches: torch.mean of each" in str(recipe("gmpo", "verl"))
     assert "in micro-batches: the means over" in str(recipe("gspo", "trinity"))
 
@@ -169,9 +174,37 @@ def test_what_the_plug_in_refuses_has_no_recipe():
                 recipe(o, n)
 
 
-def test_a_loss_of_verls_own_is_not_hidden_behind_the_plug_in():
-    for o in ("kl_cov", "clip_cov", "dro"):
-        assert f"verl has a loss {o} of its own" in str(recipe(o, "verl"))
+def test_verls_own_losses_of_the_entropy_mechanism_and_dro():
+    """verl 0.9.1 has them: no plug-in, and clip_cov, which draws at random, says how it was measured."""
+    modes = {o: recipe(o, "verl").mode for o in ("kl_cov", "clip_cov", "dro")}
+    assert modes == {o: o for o in modes}
+    lines = "\n".join(line for o in modes for line in recipe(o, "verl").settings)
+    assert "policy_loss.ppo_kl_coef=1\n" in lines and "policy_loss.dro_beta=0.1" in lines
+    assert "clip_cov_ratio=0.0002" in lines and "at random" in str(recipe("clip_cov", "verl"))
+    assert "each acts by itself" in str(recipe("kl_cov", "verl"))
+
+
+def test_advantages_alone_set_reinforce_pp_and_rloo_apart():
+    """The recipe of another objective with advantages of their own: their gradients are equal, bit for bit."""
+    for o, other in SAME_LOSS.items():
+        b = batch(upref.get(o))
+        assert (grad(upref.get(o), b) == grad(upref.get(other), b)).all() and upref.get(o).adv != upref.get(other).adv
+    here = {o: {n for x, n in EVERY if x == o} for o in SAME_LOSS}
+    assert here["reinforce_pp"] >= {"openrlhf", "verl", "slime", "miles", "skyrl", "nemo_rl", "trinity", "easyr1"}
+    assert here["reinforce_pp_baseline"] >= {"openrlhf", "verl", "slime", "miles", "swift", "nemo_rl"}
+    assert here["rloo"] == {"trl", "nemo_rl", "verl"}
+    said = str(recipe("reinforce_pp", "slime"))
+    assert "--advantage-estimator reinforce_plus_plus\n" in said and "--normalize-advantages" in said
+    assert "the loss is that of grpo; only the advantages differ" in said
+    assert "rloo_vectorized" in str(recipe("rloo", "verl")) and "loss_mode=gpg" in str(recipe("rloo", "verl"))
+
+
+def test_skyrl_has_the_papers_denominator():
+    """prompt_mean, measured with the prompts' places: DAPO and CISPO as printed."""
+    for o in ("dapo", "cispo"):
+        r = recipe(o, "skyrl")
+        assert "trainer.algorithm.loss_reduction=prompt_mean" in r.settings
+        assert "one denominator for the batch" not in str(r)
 
 
 def test_what_must_be_set_is_set():
@@ -185,7 +218,6 @@ def test_what_must_be_set_is_set():
     for o in reached("unsloth", {}):
         assert "beta=0.0," in recipe(o, "unsloth").settings
     assert "mask_truncated_completions" in str(recipe("dapo", "unsloth"))
-    assert all("prompt_mean" in str(recipe(o, "skyrl")) for o in ("dapo", "cispo"))
 
 
 def test_sampler_corrections_that_are_on_by_default_are_named():
@@ -200,14 +232,7 @@ def test_sampler_corrections_that_are_on_by_default_are_named():
 
 def typed_back(lines: list[str]) -> dict:
     """The fields of the framework's config, from the lines as one types them."""
-    found = {}
-    for line in lines:
-        if m := re.fullmatch(r"(?:actor_rollout_ref\.actor\.)?(\w+)=(.+?),?", line):
-            try:
-                found[m[1]] = ast.literal_eval(m[2])
-            except (ValueError, SyntaxError):
-                found[m[1]] = m[2]
-    return found
+    return {key.rpartition(".")[2]: value for line in lines for key, value in typed_fields(line)}
 
 
 @pytest.mark.parametrize(
@@ -219,7 +244,9 @@ def test_the_frameworks_own_loss_with_the_typed_settings(name, objective):
     pytest.importorskip(name, reason=f"`repro/venv.sh {name}` installs it")
     f, c, b = A.framework(name), comparison(objective, name), typical()
     typed = typed_back(recipe(objective, name).settings)
-    typed.pop("loss_type", None)
+    for mode in ("loss_type", "loss_mode"):
+        typed.pop(mode, None)
+    typed |= {k: c.config[k] for k in measured_elsewhere(objective, name)}
     scale = {k: v for k, v in c.config.items() if k == "max_completion_length"}
     b = replace(b, totals=upref.Totals.of(b.mask))
     found = -grad(lambda x: f.of(replace(c, config=typed | scale), x, None), b)
@@ -248,37 +275,3 @@ def test_the_command(capsys):
     assert json.loads(recipe("gspo", "skyrl").json())["mode"] == "gspo"
     with pytest.raises(InputError, match="at these settings"):
         recipe("dapo", "areal", c=3.5)
-
-
-@pytest.mark.verl
-def test_verls_own_configuration_takes_each_line():
-    """Hydra refuses a key that verl's YAML does not have."""
-    verl = pytest.importorskip("verl", reason="`repro/venv.sh verl` installs it")
-    hydra = pytest.importorskip("hydra")
-    kinds = recorded("verl")["recipe"]["advantages"].values()
-    settings = [recipe(o, n).settings for o, n in EVERY if n == "verl"] + [recipe("up_dapo", "verl").settings[1:]]
-    advantages = [re.sub(r" \(.*\)", "", how["set"]).split() for how in kinds]
-    with hydra.initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
-        for lines in [*settings, *advantages]:
-            config = hydra.compose("ppo_trainer", overrides=lines)
-            for line in lines:
-                key, _, wanted = line.partition("=")
-                found = config
-                for part in key.split("."):
-                    found = found[part]
-                assert str(found).lower() == wanted.lower() or float(found) == float(wanted), line
-
-
-@pytest.mark.trl
-def test_trls_own_configuration_takes_each_line():
-    """Its dataclasses refuse an argument that they do not have."""
-    trl = pytest.importorskip("trl", reason="`repro/venv.sh trl` installs it")
-    for o in reached("trl", {}):
-        r = recipe(o, "trl")
-        experimental = "gmpo" in r.settings[0]
-        kind = trl.RLOOConfig if "RLOOConfig" in r.settings[0] else trl.GRPOConfig
-        fields = {f.name for f in dataclasses.fields(kind)} | ({"epsilon"} if experimental else set())
-        typed = [line.partition("=")[0] for line in r.settings if not line.startswith("#")]
-        assert set(typed) <= fields, (o, typed)
-        if "scale_rewards" in r.advantages:
-            assert "scale_rewards" in fields, o

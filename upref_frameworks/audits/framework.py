@@ -26,7 +26,8 @@ class Framework:
 
     loss(comparison, batch, padding): the scalar that is differentiated; masked slots hold the number, or what is there.
     Or plain(mode, config, ...): the scalar by some of log_prob, old_log_prob, advantages, mask, ref_log_prob, entropy,
-    totals and num_micro_batches, by these names; config is defaults(mode) with the comparison's fields over it.
+    group (the prompt of each response), totals and num_micro_batches, by these names; config is
+    defaults(mode) with the comparison's fields over it.
     """
 
     name: str
@@ -53,7 +54,8 @@ class Framework:
             return self.loss(c, b, padding)  # type: ignore[arg-type]
         f = partial(self.plain, c.mode, self.configured(c.mode, c.config))
         padded = lambda x: x if padding is None else torch.where(b.mask, x, padding)
-        totals = b.totals or Totals.of(b.mask)
+        group = getattr(b, "group", None)
+        totals = b.totals or Totals.of(b.mask, group)
         given = {
             "log_prob": padded(b.logp),
             "old_log_prob": padded(b.logp_old),
@@ -61,6 +63,7 @@ class Framework:
             "mask": b.mask,
             "ref_log_prob": padded(b.logp_old if b.logp_ref is None else b.logp_ref),
             "entropy": padded(torch.ones_like(b.logp_old) if b.entropy is None else b.entropy),
+            "group": torch.zeros(len(b.mask), dtype=torch.int64) if group is None else group,
             "totals": totals,
             "num_micro_batches": max(1, round(float(totals.sequences) / len(b.mask))),
         }

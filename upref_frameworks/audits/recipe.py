@@ -6,7 +6,9 @@ ledger, [recipe]. What still differs, and how much, is what the ledger records o
 plug-in does to the gradient of a typical batch.
 """
 
+import ast
 import json
+import re
 import shlex
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -32,9 +34,16 @@ PLUG_IN = {
     "trl": "from upref_frameworks.trl.training import GRPOTrainer\n"
     'trainer = GRPOTrainer(..., objective="{name}")  # the arguments of TRL\'s own',
 }
+# which code has taken the plug-in's lines: tests/frameworks/test_recipes.py
+STARTED = {
+    "verl": "verl's own configuration and validation take them, and the plug-in registers the loss",
+    "trl": "the plug-in refuses an objective or a setting that it cannot run before the first batch",
+}
 # what the framework hands to a loss beside the five tensors
 PASSES: dict[str, tuple[str, ...]] = {"verl": (), "trl": ("entropy", "sampler")}
 WANTS = NEEDS | {"sampler": "the sampler's log-probabilities"}
+# objectives that are the loss of another one with advantages of their own
+SAME_LOSS = {"reinforce_pp": "grpo", "reinforce_pp_baseline": "grpo", "rloo": "reinforce"}
 LENGTH = {"verl": "actor.loss_scale_factor", "trl": "max_completion_length"}  # what divides their own Dr. GRPO
 
 
@@ -52,6 +61,7 @@ class Recipe:
     beside: dict[str, str] = field(default_factory=dict)  # parts of the algorithm beside the loss
     notes: list[str] = field(default_factory=list)  # what one must know beside the lines
     command: str = ""  # that holds the loss with these settings against the objective
+    started: str = ""  # which code of the framework has taken these lines, or where their keys were read
     fields: dict[str, Any] = field(default_factory=dict)  # the settings by the names of the framework's config
     mode: str = ""
 
@@ -64,6 +74,7 @@ class Recipe:
         lines += [f"advantages: {self.advantages}"]
         lines += [f"{part}: {how}" for part, how in self.beside.items()]
         lines += [f"note: {line}" for line in self.notes]
+        lines += [f"settings: {self.started}"]
         return "\n".join([*lines, f"checked by: {self.command}"])
 
     text = __str__
@@ -85,10 +96,9 @@ def recipe(objective: str, name: str, **hp: float) -> Recipe:
         InputError: there is neither a recipe nor a plug-in, or the plug-in cannot run the objective.
     """
     o, f, how, entries = get(objective), framework(name), recorded(name)["recipe"], read(name)
-    mine = [c for c in f.comparisons if c.objective == o.name and c.hp == hp]
-    if mine:
-        best = min(mine, key=lambda c: (_left(c, entries), c.setting != "paper", len(c.config)))
-        r = _of_comparison(best, f, how, entries)
+    if mine := _comparisons(o, f, hp, how):
+        best = min(mine, key=lambda c: (*_left(c, entries), c.setting != "paper", len(c.config)))
+        r = _of_comparison(o, best, f, how, entries)
     else:
         _refuse(o, f, hp)
         r = _of_plug_in(o, f)
@@ -96,14 +106,38 @@ def recipe(objective: str, name: str, **hp: float) -> Recipe:
     version = entries[0].version if entries else f.version()
     return replace(
         r, version=version, advantages=advantages, differs=[*r.differs, *differs], notes=[*r.notes, *_notes(o, how)],
-        beside=how["beside"],
+        beside=how["beside"], started=r.started or how.get("started") or _read_there(how, version),
     )  # fmt: skip
 
 
 def reached(name: str, hp: dict[str, float] | None = None) -> list[str]:
     """The objectives that the framework has losses for, in the registry's order; hp: at these hyperparameters."""
-    known = {c.objective for c in framework(name).comparisons if hp is None or c.hp == hp}
-    return [o for o in names() if o in known]
+    f, how = framework(name), recorded(name)["recipe"]
+    if hp is None:
+        known = {c.objective for c in f.comparisons}
+        return [o for o in names() if o in known]
+    return [o for o in names() if _comparisons(get(o), f, hp, how)]
+
+
+def _comparisons(o: Objective, f: Framework, hp: dict[str, float], how: dict[str, Any]) -> list[Comparison]:
+    """The audit's comparisons that a recipe for this objective can be of.
+
+    These are its own; or, where a loss that draws at random can be measured at other hyperparameters alone, those
+    ([recipe.at]); or, where only the advantages set it apart from another objective and the framework has these
+    advantages, the ones of that objective.
+    """
+    at = hp or how.get("at", {}).get(o.name, {}).get("measured", {})
+    mine = [c for c in f.comparisons if c.objective == o.name and c.hp == at]
+    if not mine and not hp and o.adv in how["advantages"]:
+        mine = [c for c in f.comparisons if c.objective == SAME_LOSS.get(o.name) and not c.hp]
+    return mine
+
+
+def _read_there(how: dict[str, Any], version: str) -> str:
+    """That the keys were read in the framework's source, and where, for a framework that was not started."""
+    owners = [owner for of in how["schema"].values() for owner in ([of] if isinstance(of, str) else of)]
+    files = ", ".join(dict.fromkeys(owner.partition(" ")[0] for owner in owners))
+    return f"keys, types and defaults were read in {files} of {version}; its configuration was not started"
 
 
 def _notes(o: Objective, how: dict[str, Any]) -> list[str]:
@@ -119,11 +153,13 @@ def _notes(o: Objective, how: dict[str, Any]) -> list[str]:
 DENOMINATOR = GROUPS.words  # the reason by which the ledgers record it
 
 
-def _of_comparison(c: Comparison, f: Framework, how: dict[str, Any], entries: list[Entry]) -> Recipe:
-    fields = {k: v for k, v in c.config.items() if k not in SCALE or _must_be_set(f.name, c, k)}
+def _of_comparison(o: Objective, c: Comparison, f: Framework, how: dict[str, Any], entries: list[Entry]) -> Recipe:
+    at = how.get("at", {}).get(o.name, {})
+    fields = {k: v for k, v in c.config.items() if k not in SCALE or _must_be_set(f.name, c, k)} | at.get("fields", {})
+    notes = [] if c.objective == o.name else [f"the loss is that of {c.objective}; only the advantages differ"]
     return Recipe(
-        c.objective, f.name, surface=how["surface"], settings=_typed(f.name, c, fields, how),
-        differs=_differs(f, c, entries), fields=fields, mode=c.mode,
+        o.name, f.name, surface=how["surface"], settings=_typed(f.name, c, fields, how, at.get("mode", c.mode)),
+        differs=_differs(f, c, entries), fields=fields, mode=c.mode, notes=notes,
         command=f"upref check {f.name}:{c.label} --as {c.promise.replace(', ', ' --hp ')}",
     )  # fmt: skip
 
@@ -136,6 +172,8 @@ def _differs(f: Framework, c: Comparison, entries: list[Entry]) -> list[str]:
         must = f"; it must be set, and {c.config[k]} gives the paper's sum" if _must_be_set(f.name, c, k) else ""
         differs.append(f"divided by {k}, a constant that the learning rate takes up{must}")
     differs += [f"in micro-batches: {_said(e)}" for e in split if e not in whole]
+    if coupled := get(c.objective).batch_coupled:
+        return [*differs, _by_itself(coupled, _effects(get(c.objective))[1])]
     # the audit splits its batch at the papers' settings alone
     if not any(x.setting == "paper" and (x.label, x.promise) == (c.label, c.promise) for x in f.comparisons):
         differs.append("in micro-batches: not measured")
@@ -152,11 +190,12 @@ def _entries(c: Comparison, entries: list[Entry], in_micro_batches: bool = False
     return [e for e in entries if at in {(x.loss, x.held_against, x.micro_batches > 1) for x in e.evidence}]
 
 
-def _left(c: Comparison, entries: list[Entry]) -> int:
-    """How severe is what this comparison leaves: 0 for nothing but what is numerical or the batch's denominator."""
+def _left(c: Comparison, entries: list[Entry]) -> tuple[int, int]:
+    """How severe is what this comparison leaves, without and with the batch's denominator; what is numerical is 0."""
     order = list(reversed(SEVERITY))
-    rest = [e for e in _entries(c, entries) if e.status != "numerical" and e.reason != DENOMINATOR]
-    return max((1 + order.index(e.severity) for e in rest), default=0)
+    rest = [e for e in _entries(c, entries) if e.status != "numerical"]
+    severe = lambda entries: max((1 + order.index(e.severity) for e in entries), default=0)
+    return severe(e for e in rest if e.reason != DENOMINATOR), severe(rest)
 
 
 def _must_be_set(name: str, c: Comparison, field: str) -> bool:
@@ -221,6 +260,7 @@ def _of_plug_in(o: Objective, f: Framework) -> Recipe:
         notes.append(f"{LENGTH[f.name]} is not read: the loss is the paper's plain sum over tokens")
     return Recipe(
         o.name, f.name, surface="the plug-in of upref", settings=settings, differs=_plugged(o, f.name), notes=notes,
+        started=STARTED[f.name],
         command=f"upref check {loss} --as {shlex.quote(o.name)}", mode=f"upref/{o.name}",
     )  # fmt: skip
 
@@ -232,8 +272,7 @@ def _plugged(o: Objective, name: str) -> list[str]:
     if unprompted.change > TOL:
         differs.append(f"{DENOMINATOR} ({_size(unprompted)})")
     if split.change > TOL or o.batch_coupled:
-        why = o.batch_coupled or "the gradient is another"
-        differs.append(f"in micro-batches: each acts by itself, and {why} ({_size(split)})")
+        differs.append(_by_itself(o.batch_coupled or "the gradient is another", split))
     if name == "trl" and o.agg in ("token-mean", "group-token-mean"):
         differs.append(
             "tokens are counted over the generation batch and divided by its optimizer steps, not over each step "
@@ -242,6 +281,10 @@ def _plugged(o: Objective, name: str) -> list[str]:
     if o.one_adv:
         differs.append("with a sampler correction a response's term takes the mean of its weights (not measured)")
     return differs
+
+
+def _by_itself(why: str, effect: Effect) -> str:
+    return f"in micro-batches: each acts by itself, and {why} ({_size(effect)})"
 
 
 @cache
@@ -260,8 +303,8 @@ def _size(e: Effect) -> str:
 
 
 # ---- as one types it -------------------------------------------------------------------------------------------------
-def _typed(name: str, c: Comparison, fields: dict[str, Any], how: dict[str, Any]) -> list[str]:
-    mode, every = c.mode, _defaults(name, c) | fields
+def _typed(name: str, c: Comparison, fields: dict[str, Any], how: dict[str, Any], mode: str) -> list[str]:
+    every = _defaults(name, c) | fields
     said = {k: value(v, how["style"]) for k, v in every.items()}
     lines = how.get("mode", {}).get(mode, how["modes"]).format(mode=mode).splitlines()
     for k in fields:
@@ -270,7 +313,7 @@ def _typed(name: str, c: Comparison, fields: dict[str, Any], how: dict[str, Any]
         line = form.format(**said | {"key": key, "value": said[k]})
         lines.append(line.removesuffix(" true") if how["style"] == "dashes" else line)
     if "beta" not in c.hp:
-        lines.append(no_kl(how, mode))
+        lines.append(no_kl(how, c.mode))
     return list(dict.fromkeys(line for line in lines if line))
 
 
@@ -278,6 +321,38 @@ def no_kl(how: dict[str, Any], mode: str) -> str:
     """The line that switches off a KL term beside the loss of this mode; empty where none is on by default."""
     line = how.get("no_kl", "")
     return line if isinstance(line, str) else line.get(mode, "")
+
+
+ASSIGNED = re.compile(r"""([A-Za-z_][\w.-]*)(?:\s*=\s*|:\s+)(\([^)]*\)|"[^"]*"|'[^']*'|[^\s,']+)""")
+OPTION = re.compile(r"--([A-Za-z][\w.-]*)((?:\s+(?!--)[^\s,;]+)?(?:\s+[\d.e+-]+(?=\s|$))*)")
+
+
+def typed_fields(line: str) -> list[tuple[str, Any]]:
+    """Return the keys that a line of a recipe sets, each with its value.
+
+    Args:
+        line: as a recipe prints it: `KEY=VALUE`, `KEY: VALUE`, `KEY = VALUE` or `--KEY VALUE`, one or several. A
+            comment sets nothing, and words in parentheses at its end do not either.
+
+    Returns:
+        (key, value) in the order of the line. A value is a number, True, False, None, a tuple or a string; an option
+        without one is True.
+    """
+    plain = re.sub(r"(?<![=\w])\([^)]*\)|(^|\s+)#.*", "", line)  # a tuple stands after "="
+    pairs = OPTION.findall(plain) if "--" in plain else ASSIGNED.findall(plain)
+    return [(key, _read(text.strip())) for key, text in pairs]
+
+
+def _read(text: str) -> Any:
+    """A value as it is typed, as Python has it."""
+    words = {"true": True, "false": False, "null": None, "": True}
+    if text in words:
+        return words[text]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        numbers = text.split()
+        return tuple(float(n) for n in numbers) if len(numbers) > 1 else text
 
 
 def value(v: Any, style: str) -> str:

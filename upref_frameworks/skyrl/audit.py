@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from upref import advantages
+from upref.aggregation import Totals
 from upref.objectives.dppo import binary_kl
 from upref.rollouts import Rollouts
 from upref.verify.faults import Fault
@@ -60,13 +61,17 @@ def _defaults(mode: str) -> dict[str, Any]:
     return {k: getattr(made, k) for k in READ} | (asdict(getattr(made, OWN[mode])) if mode in OWN else {})
 
 
-def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, totals) -> Tensor:
+def _plain(
+    mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages, mask, ref_log_prob, group, totals,
+) -> Tensor:  # fmt: skip
     u, cfg, mask = _utils(), _settings(mode, config), mask.to(log_prob.dtype)
     # the trainer folds the reduction into the advantages of the whole mini-batch, the workers then sum
-    scaled = u.apply_loss_reduction_to_advantages_minibatch(
-        advantages, mask, cfg.loss_reduction, len(mask), cfg.max_seq_len
+    by_prompt, boundaries = _by_prompt(group)
+    scaled = torch.empty_like(advantages)
+    scaled[by_prompt] = u.apply_loss_reduction_to_advantages_minibatch(
+        advantages[by_prompt], mask[by_prompt], cfg.loss_reduction, len(mask), cfg.max_seq_len, boundaries
     )
-    here = mask.sum() / totals.tokens if cfg.loss_reduction == "token_mean" else len(mask) / totals.sequences
+    here = _share(cfg.loss_reduction, mask, group, totals)
     behaviour = {"rollout_logprobs": old_log_prob} if mode == "rollout_is" else {}
     value, _ = u.PolicyLossRegistry.get(mode)(log_prob, old_log_prob, scaled * here, cfg, mask, **behaviour)
     if cfg.use_kl_loss:  # as the worker adds it
@@ -75,11 +80,30 @@ def _plain(mode: str, config: dict[str, Any], log_prob, old_log_prob, advantages
     return value
 
 
+def _by_prompt(group: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+    """The rows in an order in which each prompt's stand together, as its trainer has them, and where each begins."""
+    order = group.argsort(stable=True)
+    ends = group.unique(return_counts=True)[1].cumsum(0).tolist()
+    return order, list(zip([0, *ends], ends, strict=False))
+
+
+def _share(reduction: str, mask: Tensor, group: Tensor, totals: Totals) -> Tensor | float:
+    """What the reduction of a micro-batch must be multiplied by, so that it is the one of the whole mini-batch."""
+    if reduction == "token_mean":
+        return mask.sum() / totals.tokens
+    if reduction != "prompt_mean":
+        return len(mask) / totals.sequences
+    here = Totals.of(mask.bool(), group)
+    whole = totals.groups * totals.group_tokens
+    return torch.as_tensor(here.groups * here.group_tokens / whole).expand(len(mask))[:, None]
+
+
 def _near(b: Rollouts) -> Tensor:
     return (binary_kl(b.logp, b.logp_old) - 0.05).abs() < 1e-5
 
 
 NO_KL = {"use_kl_loss": False}
+PROMPTS = NO_KL | {"loss_reduction": "prompt_mean"}
 MEANS = NO_KL | {"loss_reduction": "sequence_mean"}
 SUMS = NO_KL | {"loss_reduction": "seq_mean_token_sum_norm", "max_seq_len": 1}
 FLOOR = fault("weights in [1, 6]: cispo_eps_clip_low = 0 lifts every smaller one to 1", "objective",
@@ -97,6 +121,7 @@ COMPARISONS = (
     Comparison("default", "dppo", NO_KL, "dppo_tv", {}, (with_hp(delta=0.2), TOKENS, CLAMP)),
     Comparison("default", "importance_sampling", NO_KL, "is_pg", {}, (TOKENS,)),
     Comparison("paper", "regular", NO_KL | {"eps_clip_high": 0.28}, "dapo", {}, (GROUPS, CLAMP)),
+    Comparison("paper", "regular", PROMPTS | {"eps_clip_high": 0.28}, "dapo", {}, (CLAMP,)),
     Comparison("paper", "regular", MEANS, "grpo", {}, (CLAMP,)),
     Comparison("paper", "regular", SUMS, "dr_grpo", {}, (CLAMP,)),
     Comparison("paper", "regular", MEANS | {"use_kl_loss": True, "kl_loss_coef": 0.04}, "grpo", {"beta": 0.04}, (
@@ -106,6 +131,7 @@ COMPARISONS = (
     Comparison("paper", "gspo", MEANS | {"eps_clip_low": 3e-4, "eps_clip_high": 4e-4}, "gspo", {}, (CLAMP_S,)),
     Comparison("paper", "cispo", NO_KL | {"cispo_eps_clip_low": 1.0, "cispo_eps_clip_high": 4.0}, "cispo", {}, (
         GROUPS,)),
+    Comparison("paper", "cispo", PROMPTS | {"cispo_eps_clip_low": 1.0, "cispo_eps_clip_high": 4.0}, "cispo", {}),
     Comparison("paper", "sapo", MEANS, "sapo", {}),
     Comparison("paper", "dppo", SUMS | {"delta_low": 0.15, "delta_high": 0.15}, "dppo_tv", {}, (CLAMP,)),
     Comparison("paper", "dppo", SUMS | {"dppo_type": "binary_kl", "delta_low": 0.05, "delta_high": 0.05},
@@ -142,8 +168,8 @@ def _parts() -> tuple[Component, ...]:
 
 
 REMARKS = (
-    "It computes ratios in float32: compared to 1e-6. prompt_mean, DAPO's own denominator, is there and wants the "
-    "prompts' places in the mini-batch, which the audit does not give.",
+    "It computes ratios in float32: compared to 1e-6. prompt_mean gets the prompts' places in the mini-batch, as its "
+    "trainer computes them.",
     "Not covered: several ranks, off_policy_correction, the maxrl and gae estimators.",
 )
 SKYRL = Framework(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from upref import advantages
+from upref.objectives.cov import covariance, cut
 from upref.objectives.dppo import binary_kl
 from upref.rollouts import Rollouts
 from upref.verify.faults import Fault
@@ -43,6 +44,17 @@ def _clip(low: float, high: float, c: float | None = None) -> dict[str, float]:
     return {"clip_ratio_low": low, "clip_ratio_high": high} | ({"clip_ratio_c": c} if c else {})
 
 
+def _tied(b: Rollouts) -> Tensor:
+    """The tokens whose covariance equals the last that is penalized, where there are several."""
+    cov = covariance(b.logp, b.adv, b.mask)
+    score = cov.masked_fill(~b.mask, -math.inf)
+    at_the_cut = b.mask & (score == cut(score, torch.tensor(2e-4), b.mask, descending=True))
+    return at_the_cut & (at_the_cut.sum() > 1)
+
+
+TIES = fault(
+    "of tokens that tie for the last place as many as there are places (ties left out)", "rounding", skip=_tied
+)
 TOKENS, MEANS, SUMS = ({"loss_agg_mode": a} for a in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"))
 COMPARISONS = (
     Comparison("default", "vanilla", TOKENS, "ppo_clip", {}, (with_hp(c=3.0),)),
@@ -65,11 +77,11 @@ COMPARISONS = (
     Comparison("paper", "dppo_tv", SUMS | _clip(0.15, 0.15, NO_DUAL_CLIP), "dppo_tv", {}, _dppo("tv", 0.15, E20)),
     Comparison("paper", "dppo_kl", SUMS | _clip(0.05, 0.05, NO_DUAL_CLIP), "dppo_kl", {}, _dppo("kl", 0.05, E20)),
     Comparison("paper", "gpg", SUMS, "reinforce", {}),
+    Comparison("paper", "kl_cov", TOKENS | {"kl_cov_ratio": 2e-4, "ppo_kl_coef": 1.0}, "kl_cov", {}, (TIES,)),
+    Comparison("paper", "clip_cov", TOKENS | {"clip_cov_ratio": 1.0}, "clip_cov", {"share": 1.0}),
+    Comparison("paper", "dro", TOKENS | {"dro_beta": 0.1}, "dro", {}),
 )  # fmt: skip
 OUT_OF_SCOPE = {
-    "clip_cov": "clips a random subset of tokens, so two calls differ",
-    "kl_cov": "not compared by this audit: a penalty on the tokens of largest covariance (kl_cov of the registry)",
-    "dro": "not compared by this audit: a squared log-ratio penalty (dro of the registry)",
     "bypass_mode": "a dispatcher: it recomputes mask and weights and calls vanilla or a REINFORCE",
 }
 

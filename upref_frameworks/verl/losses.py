@@ -17,6 +17,14 @@ from upref.registry import Objective
 from upref.rollouts import Rollouts
 from upref_frameworks.settings import Bare, clip, split
 
+OF_LOSS = (
+    "clip_cov_ratio",
+    "clip_cov_lb",
+    "clip_cov_ub",
+    "kl_cov_ratio",
+    "ppo_kl_coef",
+    "dro_beta",
+)  # of PolicyLossConfig
 NO_DUAL_CLIP = 1e10  # verl cannot switch it off; its ratio never exceeds e^20
 
 
@@ -37,7 +45,8 @@ class StandInConfig(SimpleNamespace):
             clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0, tau_pos=1.0, tau_neg=1.05
         )
         other = dict(loss_scale_factor=None, entropy_coeff=0, use_kl_loss=False, kl_loss_coef=0.001)
-        super().__init__(global_batch_info={}, policy_loss=SimpleNamespace(), **clip | other | fields)
+        of_loss = {"policy_loss": SimpleNamespace()}
+        super().__init__(global_batch_info={}, **clip | other | of_loss | fields)
 
     def get(self, key: str, default: Any = None) -> Any:
         return getattr(self, key, default)
@@ -46,15 +55,33 @@ class StandInConfig(SimpleNamespace):
         return getattr(self, key)
 
 
+def policy_loss_config(**fields: Any) -> Any:
+    """Return verl's PolicyLossConfig with these fields, or where verl is not installed what a loss reads of it.
+
+    Args:
+        **fields: fields of verl's PolicyLossConfig.
+
+    Returns:
+        A PolicyLossConfig, or a namespace of the fields.
+    """
+    try:
+        verl()
+    except InputError:
+        return SimpleNamespace(**fields)
+    from verl.workers.config import PolicyLossConfig
+
+    return PolicyLossConfig(**fields)
+
+
 def verl_loss(
     loss_mode: str | Callable[..., Any], b: Rollouts | Bare, agg: str = "token-mean", padding: float | None = 0.0,
     ranks: int = 1, **actor_config: Any,
 ) -> Tensor:  # fmt: skip
     """The scalar that verl would call backward() on for this (micro-)batch on one rank; gradients flow into b.logp.
 
-    loss_mode: a registered name, or a function of that signature. actor_config: fields of verl's ActorConfig. Masked
-    slots hold `padding`, or with None what the batch has there. The counts of the mini-batch are b.totals; ranks: how
-    many average their gradients.
+    loss_mode: a registered name, or a function of that signature. actor_config: fields of verl's ActorConfig and of its
+    PolicyLossConfig. Masked slots hold `padding`, or with None what the batch has there. The counts of the mini-batch
+    are b.totals; ranks: how many average their gradients.
     """
     try:
         core_algos, ActorConfig, _ = verl()
@@ -64,6 +91,10 @@ def verl_loss(
         ActorConfig = StandInConfig
     try:
         f = loss_mode if callable(loss_mode) else core_algos.get_policy_loss_fn(loss_mode)
+        of_loss = {k: v for k, v in actor_config.items() if k in OF_LOSS}
+        if of_loss:
+            actor_config = {k: v for k, v in actor_config.items() if k not in OF_LOSS}
+            actor_config["policy_loss"] = policy_loss_config(**of_loss)
         config = ActorConfig(
             strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, loss_agg_mode=agg, **actor_config
         )
@@ -90,19 +121,28 @@ def shipped() -> dict[str, Any]:
         config = verl()[1]
     except InputError:
         return {"loss_agg_mode": "token-mean"} | {k: v for k, v in vars(StandInConfig()).items() if k != "policy_loss"}
-    return {f.name: f.default for f in dataclasses.fields(config) if f.default is not dataclasses.MISSING}
+    every = [*dataclasses.fields(config), *(f for f in dataclasses.fields(policy_loss_config()) if f.name in OF_LOSS)]
+    return {f.name: f.default for f in every if f.default is not dataclasses.MISSING}
 
 
 # ---- as a Loss -------------------------------------------------------------------------------------------------------
+NAMED = {  # hyperparameters of verl's own losses, as its PolicyLossConfig names them
+    "kl_cov": {"share": "kl_cov_ratio", "coef": "ppo_kl_coef"},
+    "clip_cov": {"share": "clip_cov_ratio", "low": "clip_cov_lb", "high": "clip_cov_ub"},
+    "dro": {"tau": "dro_beta"},
+}
+
+
 def settings_for(objective: Objective, hp: dict[str, Any]) -> dict[str, Any]:
-    """The fields of verl's ActorConfig that say what the objective's hyperparameters say."""
+    """The fields of verl's ActorConfig and PolicyLossConfig that say what the objective's hyperparameters say."""
     h = objective.resolve(hp)
     low, high = clip(h)
     actor = {"clip_ratio": high, "clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": h.get("c")}
     actor = {k: v for k, v in actor.items() if v is not None}
     if h.get("c", 0) is None:
         actor["clip_ratio_c"] = NO_DUAL_CLIP
-    return actor | {k: h[k] for k in ("tau_pos", "tau_neg") if k in h}
+    named = {field: h[k] for k, field in NAMED.get(objective.name, {}).items()}
+    return actor | {k: h[k] for k in ("tau_pos", "tau_neg") if k in h} | named
 
 
 def named(name: str, mode: str, objective: Objective, hp: dict[str, Any]) -> Loss:
