@@ -3,7 +3,8 @@
 
 `executable() + ARGUMENTS` starts like `PYTHON ARGUMENTS`: it hands its arguments, environment and output to the forking
 process and waits for the end of the fork; where there is none, it becomes that Python itself. The forking process
-listens on the Unix socket that UPREF_FORK names. It ends with its parent, however that ends, and removes the socket.
+listens on the Unix socket that UPREF_FORK names. It ends with its parent, however that ends, and removes the socket;
+where both are killed, the next start removes what is left.
 Ray's workers are such forks, and so are the commands of the pages and of many tests (`environment`).
 """
 
@@ -11,8 +12,10 @@ import atexit
 import gc
 import json
 import os
+import re
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,7 +31,7 @@ from types import ModuleType
 from typing import NoReturn
 
 SOCKET = "UPREF_FORK"  # names the Unix socket
-OURS = "-fork"  # the end of a folder's name that has nothing but the socket
+OURS = re.compile(r"upref-(\d+)-.*-fork")  # a folder that has nothing but the socket of a process with this parent
 SLOW = ("torch", "sympy")  # to import, of what upref needs
 
 
@@ -39,14 +42,26 @@ def executable() -> list[str]:
 def start(path: str, early: Iterable[str], late: Iterable[str] = ()) -> None:
     """The forking process of that socket. early, late: modules, imported at once, and when the first one asks."""
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")} | {SOCKET: path}
-    subprocess.Popen(
-        [sys.executable, "-P", os.path.abspath(__file__), "fork", ",".join(early), ",".join(late)], env=env
-    )
+    how = ["fork", ",".join(early), ",".join(late), str(os.getpid())]
+    subprocess.Popen([sys.executable, "-P", os.path.abspath(__file__), *how], env=env)
 
 
 @cache
 def _folder() -> "tempfile.TemporaryDirectory[str]":
-    return tempfile.TemporaryDirectory(prefix="upref-", suffix=OURS)  # a socket's name is short
+    for name in os.listdir(tempfile.gettempdir()):
+        if (of := OURS.fullmatch(name)) and not _lives(int(of[1])):
+            shutil.rmtree(os.path.join(tempfile.gettempdir(), name), ignore_errors=True)
+    return tempfile.TemporaryDirectory(prefix=f"upref-{os.getpid()}-", suffix="-fork")  # a socket's name is short
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
 
 
 @cache
@@ -77,20 +92,24 @@ def ask(arguments: list[str]) -> int:
     return int(server.recv(8) or b"1")
 
 
-def serve(early: str, late: str) -> list[str]:
-    """Fork for each that asks. Returns in the forks, with their arguments."""
+def serve(early: str, late: str, parent: str) -> list[str]:
+    """Fork for each that asks, as long as the parent with this process id lives. Returns in the forks, with their
+    arguments."""
     listener = socket.socket(socket.AF_UNIX)
     path = os.environ[SOCKET]
-    listener.bind(path)
+    try:
+        listener.bind(path)
+    except FileNotFoundError:  # the parent has ended and removed the folder
+        sys.exit()
     listener.listen(64)
-    parent, imported = os.getppid(), False
+    imported = False
     # they are for the forks; a time limit sends SIGTERM to all of a group at once
     ours = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     asking: dict[int, socket.socket] = {}
     for name in filter(None, early.split(",")):
         __import__(name)
     gc.freeze()  # the forks share what was imported
-    while os.getppid() == parent:  # not left behind
+    while os.getppid() == int(parent):  # not left behind
         ready, _, _ = select.select([listener, *asking.values()], [], [], 0.02 if asking else 0.2)
         for pid, client in list(asking.items()):
             done, status = os.waitpid(pid, os.WNOHANG)
@@ -116,6 +135,7 @@ def serve(early: str, late: str) -> list[str]:
                 signal.signal(number, handler)
             for at, file in enumerate(files):
                 os.dup2(file, at)
+                os.close(file)
             sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115  of other files
             sys.stderr = open(2, "w", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
             adopt(environment, folder)
@@ -125,7 +145,7 @@ def serve(early: str, late: str) -> list[str]:
             os.close(file)
     with suppress(OSError):
         os.unlink(path)
-        if os.path.dirname(path).endswith(OURS):  # else a folder of other things too
+        if OURS.fullmatch(os.path.basename(os.path.dirname(path))):  # else a folder of other things too
             os.rmdir(os.path.dirname(path))
     sys.exit()
 
@@ -183,7 +203,7 @@ def end(arguments: list[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["fork"] and len(sys.argv) == 4:
+    if sys.argv[1:2] == ["fork"] and len(sys.argv) == 5:
         end(serve(*sys.argv[2:]))
     else:
         sys.exit(ask(sys.argv[1:]))

@@ -137,10 +137,7 @@ MAY = {
     "docs/in_the_wild/fetched.py",
 }
 MAY |= {"upref_frameworks/trl/audit.py"}  # statements of the installed TRL, which is imported anyway
-MAY |= {
-    "upref_frameworks/verl/step.py",
-    "upref/foreign/remote.py",
-}  # a pipe from a process to its own child, and no file
+MAY |= {"upref_frameworks/verl/step.py"}  # a pipe from a process to its own child, and no file
 MAY |= {"repro/fork.py"}  # the command line of a process
 MAY |= {"upref_course/verdict.py"}  # the batch that this process's own report prints
 
@@ -188,8 +185,6 @@ DRAFTS = {
     "upref_frameworks/audits/child.py": "temporary folder",
     "upref_frameworks/audits/isolated/__init__.py": "temporary folder",
     "upref_frameworks/audits/isolated/pin.py": "folder that is renamed",
-    "upref/cli/supervise.py": "standard output",
-    "upref/foreign/remote.py": "pipe",
     "upref_frameworks/openrlhf/step.py": "temporary folder",
     "upref_frameworks/trl/step.py": "temporary folder",
     "upref_frameworks/verl/step.py": "temporary folder",

@@ -13,8 +13,9 @@ COMMAND = {
     "shouts": ("it writes to file descriptor 1", 0, "shouted", True),
     "later": ("it registers os._exit for the end of the process", 0, "printed at import", True),
     "forks": ("it forks", 0, "printed at import", True),
-    "stays": ("it leaves a process running", 0, "printed at import", True),
+    "stays": ("it leaves a process running, in a session of its own too", 0, "printed at import", True),
+    "garbles": ("it writes into every open pipe", 2, "wrote into the pipe of its report", False),
+    "stops": ("it writes half a message into every open pipe, and does not end", 2, "timed out after 12 s", False),
     "writes": ("it writes into its inputs", 1, "printed at import", True),
     "wrong": ("it is wrong", 1, "printed at import", True),
-    "patches": ("it is wrong, and replaces functions of upref and torch", 1, "printed at import", True),
 }  # fmt: skip

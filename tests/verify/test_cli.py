@@ -164,14 +164,14 @@ def helps():
     return {name: c.format_help() for name, c in commands.choices.items()}
 
 
-def test_each_example_of_the_help_texts_is_a_command():
-    """Each `upref ...` in backticks is one that the parser takes."""
+def test_each_example_of_the_help_texts_runs(capsys):
+    """Each `upref ...` in backticks."""
     texts = [_parser().format_help(), *helps().values()]
     examples = {e for text in texts for e in re.findall(r"`upref ([^`]+)`", " ".join(text.split()))}
     assert examples >= {"list"}
     for example in examples:
         if example != "-h":
-            _parser().parse_args(shlex.split(example))
+            assert run(capsys, *shlex.split(example))[0] == 0
 
 
 LOG_PROBS = """
@@ -211,6 +211,15 @@ def test_a_whole_number_is_an_int():
         "-3",
         "1000.0",
     ]
+
+
+def test_brackets_in_a_name_are_no_markup(capsys, tmp_path, monkeypatch):
+    """[red] vanished from the table, and [/x] ended the command."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a[red]b.py", "e[/x]d.py"):
+        (tmp_path / name).write_text(LOG_PROBS)
+        code, out, _ = run(capsys, "cap", "dapo", f"{name}:loss")
+        assert code == 0 and f"{name}:loss" in out
 
 
 def test_none_is_a_value(capsys):
@@ -255,7 +264,11 @@ ENDLESS = {  # where a file does not end
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="it reads the state of a process")
 @pytest.mark.parametrize("where", ENDLESS)
 def test_no_process_goes_on_where_the_command_is_killed(where, tmp_path):
-    says = "import os\ndef say():\n    with open('half', 'w') as f: f.write(str(os.getpid()))\n"
+    says = (
+        "import os, subprocess\ndef say():\n"
+        "    apart = subprocess.Popen(['sleep', '600'], start_new_session=True).pid\n"
+        "    with open('half', 'w') as f: f.write(f'{os.getpid()} {apart}')\n"
+    )
     (tmp_path / "loop.py").write_text(f"{says}    os.rename('half', 'pid')\n{ENDLESS[where]}")
     argv = [sys.executable, "-m", "upref", "check", "loop.py:loss", "--as", "dapo"]
     env = os.environ | {"PYTHONPATH": str(Path(upref.__file__).parents[1])}
@@ -263,14 +276,14 @@ def test_no_process_goes_on_where_the_command_is_killed(where, tmp_path):
     deadline = time.monotonic() + 300  # a busy machine imports for minutes
     while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    child = int((tmp_path / "pid").read_text())
+    pids = [int(pid) for pid in (tmp_path / "pid").read_text().split()]
     run.kill()
     run.wait()
     deadline = time.monotonic() + 30
-    while (alive := is_running(child)) and time.monotonic() < deadline:
+    while (alive := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.1)
-    if alive:
-        os.kill(child, signal.SIGKILL)
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
     assert not alive
 
 

@@ -16,11 +16,11 @@ from repro import fork
 
 ROOT = Path(__file__).parents[2]
 SERVER = f"""
-import sys
+import os, sys
 sys.path[:0] = [{str(ROOT)!r}]
 from repro import fork
 sys.path[0] = ""
-fork.become(fork.serve("", "wave"))
+fork.become(fork.serve("", "wave", str(os.getppid())))
 """
 WORKER = """
 import json, os, random, sys, time
@@ -108,3 +108,23 @@ def test_an_end_of_the_parent_leaves_no_socket(tmp_path, end):
         while os.listdir(folder) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not os.listdir(folder)
+
+
+STARTER = """
+import os, signal, sys
+from repro import fork
+fork.start(os.path.join(fork._folder().name, "s"), ("json",))  # it has our stdout
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_forking_process_ends_whose_parent_is_killed_at_once(tmp_path):
+    """It took process 1 for its parent, and lived for ever. What both leave behind, the next start removes."""
+    with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | {"TMPDIR": folder}
+        process = subprocess.Popen([sys.executable, "-c", STARTER], cwd=ROOT, env=env, stdout=subprocess.PIPE)
+        assert process.communicate(timeout=60)[0] == b""  # all that had the pipe open have ended
+        (Path(folder) / f"upref-{process.pid}-x-fork").mkdir(exist_ok=True)  # as after a SIGKILL of both
+        again = "from repro import fork; import os, tempfile; fork._folder(); print(*os.listdir(tempfile.gettempdir()))"
+        said = subprocess.run([sys.executable, "-c", again], cwd=ROOT, env=env, capture_output=True, text=True)
+        assert said.stdout.count("-fork") == 1 and f"upref-{process.pid}-" not in said.stdout

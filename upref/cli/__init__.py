@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from typing import TextIO
 
 from upref import __version__, interrupt, plugins
 from upref.cli.verb import Verb, add_hyperparameters, add_time_limit
@@ -37,49 +38,91 @@ def execute(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
     """Run the verb that these words name, as `main` does; for the commands of other packages too."""
     args = parser.parse_args(argv)
     args.prog = parser.prog
-    args.apart = argv is None and hasattr(os, "fork")
-    if not args.apart:
+    if argv is not None or not hasattr(os, "fork"):
         return _run(args)
     with interrupt.handled_within(f"{args.prog} {args.command}"):
-        if not args.chosen_verb.user_code or getattr(args, "name", None):
-            return _run(args)  # of `check --as NAME` the loss alone runs in a child: upref.cli.commands._loss
-        from upref.cli.supervise import supervised
-
-        try:
-            return supervised(lambda: _run(args), args.timeout, args.chosen_verb.user_code)
-        except Gone as error:
-            return _fail(args, str(error))
+        return _run_apart(args) if args.chosen_verb.user_code else _run(args)
 
 
-def _run(args) -> int:
+def _run(args: argparse.Namespace) -> int:
+    return _tell(args, *_outcome(args, lambda: args.chosen_verb.run(args)))
+
+
+def _run_apart(args: argparse.Namespace) -> int:
+    """Run the verb in a child process, and print here what it prints there."""
+    from upref.cli.supervise import Printed, supervised
+
+    stdout = sys.stdout
+
+    def work() -> Printed:
+        page = sys.stdout = None if stdout is None else _Page(stdout)
+        status, sentence = _outcome(args, lambda: args.chosen_verb.run(args))
+        return Printed(status, "" if page is None else page.text(), sentence)
+
+    try:
+        printed = supervised(work, args.timeout, args.chosen_verb.user_code)
+    except Gone as error:
+        return _tell(args, 2, str(error))
+
+    def show() -> int:
+        if printed.out:
+            print(printed.out, end="")
+        return printed.status
+
+    status, sentence = _outcome(args, show, printed.status)
+    return _tell(args, status, printed.sentence or sentence)
+
+
+class _Page(io.TextIOWrapper):
+    """Keeps what is printed, for a stream that it stands for."""
+
+    def __init__(self, stream: TextIO):
+        super().__init__(io.BytesIO(), encoding=stream.encoding, errors="replace", newline="\n")
+        self.terminal = stream.isatty()
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+    def text(self) -> str:
+        self.flush()
+        return self.buffer.getvalue().decode(self.encoding)  # type: ignore[attr-defined]
+
+
+def _outcome(args: argparse.Namespace, work: Callable[[], int], unread: int = 0) -> tuple[int, str]:
+    """The exit status of the work, and a sentence where it is 2. unread: the status where the reader of stdout left."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without unicode still shows the rest
     try:
-        status = args.chosen_verb.run(args)
+        status = work()
         if sys.stdout is not None:
             sys.stdout.flush()
-        return status
-    except (InputError, Gone) as error:
-        return _fail(args, str(error))
-    except ModuleNotFoundError as error:
-        return _fail(args, f"{error}: install it, or run `upref doctor` for a list of what is installed.")
-    except BrokenPipeError:  # `upref list | head`
-        sys.stdout = None
-        return 0
-    except OSError as error:
-        sys.stdout = None  # Python would flush it once more, fail, and exit with status 120
-        return _fail(args, f"cannot write {error.filename or 'the output'}: {error.strerror}.")
+        return status, ""
     except (Exception, SystemExit) as error:  # nothing but a finished report is a verdict
-        if isinstance(error, MemoryError):
-            return _fail(args, "not enough memory: close other programs, or raise the limit (`ulimit -v`).")
-        return _fail(args, f"no answer: {type(error).__name__}: {error} (a bug in upref; --debug shows where).")
+        if isinstance(error, BrokenPipeError) and not isinstance(sys.stdout, _Page):  # `upref list | head`
+            sys.stdout = None
+            return unread, ""
+        if args.debug:
+            traceback.print_exc()
+        return 2, _sentence(error)
 
 
-def _fail(args, sentence: str) -> int:
-    if args.debug:
-        traceback.print_exc()
-    print(f"{args.prog}: {' '.join(sentence.split())}", file=sys.stderr)
-    return 2
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, InputError | Gone):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error}: install it, or run `upref doctor` for a list of what is installed."
+    if isinstance(error, OSError):
+        sys.stdout = None  # Python would flush it once more, fail, and exit with status 120
+        return f"cannot write {error.filename or 'the output'}: {error.strerror}."
+    if isinstance(error, MemoryError):
+        return "not enough memory: close other programs, or raise the limit (`ulimit -v`)."
+    return f"no answer: {type(error).__name__}: {error} (a bug in upref; --debug shows where)."
+
+
+def _tell(args: argparse.Namespace, status: int, sentence: str) -> int:
+    if sentence:
+        print(f"{args.prog}: {' '.join(sentence.split())}", file=sys.stderr)
+    return status
 
 
 class _Parser(argparse.ArgumentParser):
@@ -133,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     c.epilog = """The file of LOSS is imported and run with your rights: your files, network and credentials. Check a
         loss that you do not trust in a container without network and secrets."""
     c.add_argument("-v", "--verbose", action="store_true", help="also print what was assumed, and each oracle")
-    c = command("identify", "name the objective of a loss, with its hyperparameters, from its gradients")
+    c = command("identify", "name the objective of a loss, with its hyperparameters, from its gradients", "the loss")
     c.add_argument("loss", metavar="LOSS", help=LOSS)
     add_time_limit(c)
     c.add_argument("-v", "--verbose", action="store_true", help="also print what was assumed")

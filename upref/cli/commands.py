@@ -4,12 +4,9 @@
 One file, for each is a dozen lines.
 """
 
-import contextlib
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ from upref.cli.output import answer, table
 from upref.cli.show import PI_OLD
 from upref.cli.verb import hyperparameters
 from upref.errors import InputError
-from upref.registry import Objective, get, names
+from upref.registry import get, names
 
 RATIOS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.28, 2.0, 5.0, 50.0)
 
@@ -46,36 +43,19 @@ def check(args) -> int:
         if unknown := sorted(hp.keys() - {"softcap", "logit_scale", "ranks"}):
             raise InputError(f"a log-prob function has no setting {unknown[0]!r}: give softcap, logit_scale or ranks.")
         return answer(args, check_logprobs(args.loss, skip=skip, **hp))
+    from upref.foreign import from_signature
     from upref.verify.check import check as verdict
 
     o = get(args.name)
-    with _loss(args, o.aggregated(args.agg) if args.agg else o, hp) as loss:
-        report = verdict(loss, o, agg=args.agg, skip=skip, **hp)
-    return answer(args, report)
+    loss = from_signature(args.loss, o.aggregated(args.agg) if args.agg else o, hp, alone=True)
+    return answer(args, verdict(loss, o, agg=args.agg, skip=skip, **hp))
 
 
 def identify(args) -> int:
-    from upref.foreign import no_objective
+    from upref.foreign import from_signature, no_objective
     from upref.identification.identify import identify as which
 
-    with _loss(args, no_objective(), {}) as loss:
-        identity = which(loss)
-    return answer(args, identity)
-
-
-@contextlib.contextmanager
-def _loss(args, o: Objective, hp: dict[str, Any]) -> Iterator[Any]:
-    """The loss, which runs in a child process, and is judged in this one."""
-    from upref.cli.supervise import child
-    from upref.foreign import from_signature
-    from upref.foreign.remote import remote, serve
-
-    make = lambda: from_signature(args.loss, o, hp, alone=True)
-    if not args.apart:
-        yield make()
-        return
-    with child(partial(serve, make), args.timeout) as pipe:
-        yield remote(pipe, o)
+    return answer(args, which(from_signature(args.loss, no_objective(), {}, alone=True)))
 
 
 def listing(args) -> int:

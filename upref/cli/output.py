@@ -37,7 +37,7 @@ def _print(args: Namespace, verdict: Any) -> None:
 def _console() -> "Console":
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 160)
+    return Console(width=None if sys.stdout.isatty() else 160, markup=False)  # a file's name may have brackets
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], heads: bool = True) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""User code in a child process, which sends what it measures, or its report, through a pipe.
+"""A verb that runs user code runs whole in a child process, which sends one report through a pipe.
 
 os._exit(0), a crash, a fork or an endless loop in a loss therefore never counts as a verdict. This protects from
 accidents; a file that attacks its checker needs a container (SECURITY.md). The file descriptor 1 of the child is
@@ -7,115 +7,180 @@ stderr, so output that bypasses Python stays out of the report.
 """
 
 import contextlib
+import ctypes
+import fcntl
+import json
 import os
+import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from multiprocessing import Pipe
-from os import _exit  # as it is now: a loss may put another in its place
-from typing import Any
+from collections.abc import Callable
+from os import _exit  # as it is now: a check puts another in its place
+from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 from upref.errors import Gone
 
 ENDS = {signal.SIGINT, signal.SIGTERM}
+LONGEST = 2**26  # bytes of a report
+SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux
 
 
-class Child:
-    """A process that runs user code. what: it runs, in words. deadline: of time.monotonic()."""
+class Printed(NamedTuple):
+    """What a verb has done.
 
-    def __init__(self, pid: int, pipe: Any, what: str, seconds: float):
-        self.pid, self.pipe, self.what, self.seconds = pid, pipe, what, seconds
-        self.deadline = time.monotonic() + seconds
+    Attributes:
+        status: the exit status: 0 equal or done, 1 different, 2 it could not run.
+        out: what it printed.
+        sentence: what is wrong, or empty.
+    """
 
-    def send_bytes(self, data: bytes) -> None:
-        with contextlib.suppress(OSError):  # it has ended, as the next line that is received tells
-            self.pipe.send_bytes(data)
-
-    def recv_bytes(self) -> bytes:
-        """What the child sends next; Gone where it ends before that, or not in time."""
-        closed = False
-        while (left := self.deadline - time.monotonic()) > 0:
-            # a process that the child has forked may hold the other end open
-            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            try:
-                if not closed and self.pipe.poll(0 if ended else min(left, 0.2)):
-                    return self.pipe.recv_bytes()
-            except (EOFError, OSError):
-                closed = True
-            if ended:
-                status = ended.si_status
-                how = f"ended the process with exit status {status}"
-                how = how if ended.si_code == os.CLD_EXITED else f"died of signal {status}"
-                raise Gone(f"{self.what} {how} before there was a report: a function returns its value.")
-            time.sleep(0.01 * closed)
-        raise Gone(f"{self.what} timed out after {self.seconds:g} s; raise --timeout.")
+    status: int
+    out: str
+    sentence: str
 
 
-@contextlib.contextmanager
-def child(work: Callable[[Any], None], seconds: float, what: str = "the loss") -> Iterator[Child]:
-    """A process that does the work, given its end of the pipe. With the block it ends, and so does its group."""
+def supervised(work: Callable[[], Printed], seconds: float, what: str = "the loss") -> Printed:
+    """Do the work in a child process, and end this process with all that it has started.
+
+    Args:
+        work: what the child does.
+        seconds: the time limit, from the fork to the last byte of the report.
+        what: what runs in the child, in words.
+
+    Returns:
+        The report.
+
+    Raises:
+        Gone: the child ended without a report, took longer, or wrote something else into the pipe.
+    """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
-    ours, theirs = Pipe()
+    deadline, parent, before = time.monotonic() + seconds, os.getpid(), _children()
+    _adopt_orphans(True)
+    ours, theirs = os.pipe()
     # Python swallows what a signal handler raises within fork
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
-    parent, pid = os.getpid(), os.fork()
+    handled = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
+    pid = os.fork()
     if not pid:
-        _child(lambda: work(theirs), parent)
-    theirs.close()
+        os.close(ours)
+        _child(work, theirs, parent)
+    os.close(theirs)
     try:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        yield Child(pid, ours, what, seconds)
+        signal.pthread_sigmask(signal.SIG_SETMASK, handled)
+        return _report(_line(ours, pid, deadline, what, seconds), what)
     finally:  # after Ctrl-C and SIGTERM too
-        ours.close()
-        for kill in (os.killpg, os.kill):  # and what the loss has started: who reads stdout would wait for that
+        os.close(ours)
+        for kill in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+        _end_children(before)
+        _adopt_orphans(False)
 
 
-def supervised(work: Callable[[], int], seconds: float, what: str = "the loss") -> int:
-    """The exit status of work that prints in the child; Gone where it ends without one or takes longer."""
+# ---- the parent ------------------------------------------------------------------------------------------------------
+def _line(pipe: int, pid: int, deadline: float, what: str, seconds: float) -> bytes:
+    """What the child sends, up to the first line break."""
+    line, closed = bytearray(), False
+    while (left := deadline - time.monotonic()) > 0:
+        # a process that the child has forked may hold the other end open
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ready = not closed and select.select([pipe], [], [], 0 if ended else min(left, 0.2))[0]
+        if ready:
+            part = os.read(pipe, 2**16)
+            line += part
+            closed = not part
+            if b"\n" in part:
+                return bytes(line)
+            if len(line) > LONGEST:
+                raise Gone(f"{what} sent more than {LONGEST:,} bytes: a report is shorter.")
+        elif ended:
+            status = ended.si_status
+            how = f"ended the process with exit status {status}"
+            how = how if ended.si_code == os.CLD_EXITED else f"died of signal {status}"
+            raise Gone(f"{what} {how} before there was a report: a function returns its value.")
+        elif closed:
+            time.sleep(0.01)
+    raise Gone(f"{what} timed out after {seconds:g} s; raise --timeout.")
 
-    def told(pipe: Any) -> None:
-        process, status = os.getpid(), work()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        if os.getpid() == process:
-            pipe.send_bytes(str(status).encode())
 
-    with child(told, seconds, what) as one:
-        return int(one.recv_bytes())
-
-
-def _child(work: Callable[[], None], parent: int):
-    """Never returns, never runs what the loss has left for the end of the process."""
+def _report(line: bytes, what: str) -> Printed:
     try:
+        report = Printed(*json.loads(line))
+    except (ValueError, TypeError, RecursionError):
+        report = Printed(-1, "", "")
+    if report.status not in (0, 1, 2) or not all(isinstance(text, str) for text in report[1:]):
+        raise Gone(f"{what} wrote into the pipe of its report: write to files that the code has opened alone.")
+    return report
+
+
+# ---- the child -------------------------------------------------------------------------------------------------------
+def _child(work: Callable[[], Printed], pipe: int, parent: int) -> NoReturn:
+    """Do the work and send the report; run nothing that the loss has left for the end of the process."""
+    try:
+        process = os.getpid()
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         for at_terminal in (signal.SIGTTIN, signal.SIGTTOU):
             signal.signal(at_terminal, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the parent's; KeyboardInterrupt is the loss's
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the parent's
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
-        threading.Thread(target=_ends_with, args=(parent,), daemon=True).start()
-        with contextlib.suppress(OSError):  # stdout is closed
-            own = os.dup(1)
+        _adopt_orphans(True)
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+        pipe = fcntl.fcntl(pipe, fcntl.F_DUPFD_CLOEXEC, 3)  # it is one of 0, 1 and 2 where those were closed
+        with contextlib.suppress(OSError):
             os.dup2(2, 1)
-            sys.stdout = open(own, "w", encoding=getattr(sys.stdout, "encoding", None))  # noqa: SIM115
-        work()
+        report = work()
+        if os.getpid() == process:  # else the loss has forked, and this is the copy
+            line = json.dumps(report).encode() + b"\n"
+            while line:
+                line = line[os.write(pipe, line) :]
     finally:
         with contextlib.suppress(Exception):
             sys.stderr.flush()
         _exit(2)
 
 
-def _ends_with(parent: int):
-    """A child whose parent was killed does not go on."""
+def _end_with(parent: int) -> None:
+    """End this process and all that it has started when its parent ends, SIGKILL included."""
     while os.getppid() == parent:
         time.sleep(0.5)
-    _exit(2)  # a check puts a function that raises in the place of os._exit
+    _end_children(set())
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    _exit(2)
+
+
+# ---- what the loss has started, sessions of their own included (Linux) -----------------------------------------------
+def _adopt_orphans(on: bool) -> None:
+    """Whether a process whose parent ends becomes a child of this process, if this one has started its parent."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(SUBREAPER, int(on), 0, 0, 0)
+
+
+def _children() -> set[int]:
+    """Process ids of the children of this process; empty where there is no /proc."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            _, parent = stat.read_text(errors="replace").rpartition(")")[2].split()[:2]
+            if int(parent) == os.getpid():
+                found.add(int(stat.parent.name))
+    return found
+
+
+def _end_children(before: set[int]) -> None:
+    """End the children that were not there before; their own children are then this process's."""
+    while left := _children() - before:
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.waitpid(pid, 0)

@@ -4,18 +4,17 @@ the code ends the program.
 
 `called` makes one call: of a loss, an advantage function, a KL estimator or a backward pass. It restores the state of
 the process after the call. `state_restored` does the same for a whole check, restores random generators at the end, and
-reports what was changed. Checks in several threads take turns, because this state belongs to the whole process.
-upref/cli/supervise.py handles what no guard in the same process can stop, such as a crash or an endless loop. One file:
-what is set back, and the call around which it is.
+reports what was changed. Only state that changes what a later computation gives, or that code at import often sets, is
+restored. Checks in several threads take turns, because this state belongs to the whole process. upref/cli/supervise.py
+handles what no guard in the same process can stop, such as a crash or an endless loop. One file: what is set back, and
+the call around which it is.
 """
 
 import contextlib
-import gc
 import io
 import logging
 import os
 import random
-import signal
 import sys
 import threading
 import warnings
@@ -27,7 +26,6 @@ import numpy as np
 import torch
 
 from upref.errors import Gone, InputError, OutOfMemory
-from upref.interrupt import Terminated
 
 
 def one_line(e: BaseException) -> str:
@@ -54,29 +52,13 @@ def _return(folder: str) -> None:
 State = dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]
 
 
-def _attribute(of: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    return lambda: getattr(of, name), lambda v: setattr(of, name, v)
+def _environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}  # torch's compiler sets it
 
 
-def _handle(before: dict[Any, Any]) -> None:
-    if threading.current_thread() is threading.main_thread():
-        for number, handler in before.items():
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
-
-
-def _module_hooks() -> list[dict[Any, Any]]:
-    return [v for k, v in vars(torch.nn.modules.module).items() if k.startswith("_global_") and isinstance(v, dict)]
-
-
-def _environment() -> list[dict[str, str]]:
-    return [{k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}]  # torch's compiler sets it
-
-
-def _fill(those: list[Any], before: list[dict[Any, Any]]) -> None:
-    for x, old in zip(those, before, strict=True):
-        x.clear()
-        x.update(old)
+def _set_environment(before: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def _autocast(on: bool, dtype: torch.dtype) -> None:
@@ -122,18 +104,7 @@ AROUND: State = {
         lambda: (torch.tensor(1e-310, dtype=torch.float64) * 1).item() == 0,
         torch.set_flush_denormal,
     ),
-    "the environment": (_environment, lambda v: _fill([os.environ], v)),
-    "how signals are handled": (lambda: {n: signal.getsignal(n) for n in signal.valid_signals()}, _handle),
-    "sys.excepthook": _attribute(sys, "excepthook"),
-    "sys.unraisablehook": _attribute(sys, "unraisablehook"),
-    "threading.excepthook": _attribute(threading, "excepthook"),
-    "sys.settrace": (sys.gettrace, sys.settrace),
-    "sys.stderr": _attribute(sys, "stderr"),
-    "sys.stdin": _attribute(sys, "stdin"),
-    "Python's recursion limit": (sys.getrecursionlimit, sys.setrecursionlimit),
-    "the garbage collector": (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
-    "numpy's print options": (np.get_printoptions, lambda v: np.set_printoptions(**v)),
-    "the hooks of all modules": (lambda: list(map(dict, _module_hooks())), lambda v: _fill(_module_hooks(), v)),
+    "the environment": (_environment, _set_environment),
     "the root logger": (
         lambda: (logging.root.level, list(logging.root.handlers), logging.root.manager.disable),
         lambda v: _log(*v),
@@ -194,17 +165,11 @@ def state_restored() -> Iterator[set[str]]:
             _watching[:] = [x for x in _watching if x is not changed]
 
 
-def note_changes(names: set[str]) -> None:
-    """Record what the user code changed in the process in which it ran."""
-    if _watching:
-        _watching[-1].update(names)
-
-
 class Ended(BaseException):
     """os._exit was called: pytest and every other caller would end with that status, and without a report."""
 
 
-ENDS = SystemExit, KeyboardInterrupt, GeneratorExit, Ended  # what ends a program
+ENDS = SystemExit, GeneratorExit, Ended  # what ends a program
 
 
 # what torch's allocator of the CPU says, on Linux and macOS and on Windows: its exception has no type of its own
@@ -264,15 +229,13 @@ def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, boo
         with _turn:
             out.stream = sys.stdout
             state = _restored(STATE if _watching else STATE | RANDOM)  # in a check, a loss that draws is noted
-            with contextlib.redirect_stdout(out), warnings.catch_warnings(), state, _ctrl_c(), _at_most(lines):
+            with contextlib.redirect_stdout(out), warnings.catch_warnings(), state, _at_most(lines):
                 warnings.simplefilter("ignore")
                 answer = call()
     except InputError as e:
         raise InputError(one_line(e)) from e
-    except Terminated:
+    except KeyboardInterrupt:
         raise
-    except _CtrlC:
-        raise KeyboardInterrupt from None
     except ENDS as e:
         raise stopped(gone(name, e)) from e
     except BaseException as e:
@@ -300,28 +263,6 @@ class _Kept(io.StringIO):
 
     def close(self) -> None:
         """User code may close its standard output."""
-
-
-class _CtrlC(BaseException):
-    """The person at the keyboard, not a loss that raises KeyboardInterrupt."""
-
-
-@contextlib.contextmanager
-def _ctrl_c() -> Iterator[None]:
-    """Ctrl-C while it runs is the user's, and ends everything."""
-    ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-
-    def pressed(number: Any, frame: Any) -> None:
-        raise _CtrlC
-
-    signal.signal(signal.SIGINT, pressed)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager

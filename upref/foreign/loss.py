@@ -211,9 +211,9 @@ class Loss:
         """The answer of one of the methods below, all that a verdict takes from the loss."""
         before = len(self.log)
         try:
-            answer = self.answer(what, inputs)
+            answer = getattr(self, what)(*inputs)
         except InputError as e:
-            self._must_recur(e, lambda: self.answer(what, inputs))
+            self._must_recur(e, lambda: getattr(self, what)(*inputs))
             raise
         if len(self.log) == before + 1:
             self.log[-1] = self, what, inputs, answer
@@ -226,13 +226,6 @@ class Loss:
         except InputError:
             return
         raise stopped(Gone(f"{e}; on the same inputs {self.name} then answered: it has no one answer.")) from e
-
-    def answer(self, what: str, inputs: tuple[Any, ...]) -> Any:
-        """Elsewhere than here, where the loss runs in another process (upref.foreign.remote)."""
-        return getattr(self, what)(*inputs)
-
-    def close(self) -> None:
-        """It is not asked any more."""
 
     def measured(
         self, b: Rollouts, ranks: int, wanting: tuple[str, ...] | None, moved: dict[str, Any]

@@ -56,7 +56,6 @@ def identify(loss: Any) -> Identification:
     with state_restored() as changed:
         start, one = time.perf_counter(), read(loss)
         answer = _identified(one, start)
-        one.close()
     more = [f"it changes {what}: restored afterwards" for what in sorted(changed)]
     return replace(answer, assumptions=[*answer.assumptions, *more])
 

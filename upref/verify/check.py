@@ -63,7 +63,6 @@ def check(loss: Any, objective: str | Objective, *, agg: str = "", skip: Sequenc
     name = f"{o.name} with {agg}" if agg else o.name
     implied = [o.name for o in every() if o.implied and ran.get(o.name) != SKIPPED]
     unchecked = not_checked(case) + not_run({name: became for name, became in ran.items() if name not in implied})
-    one.close()
     return Report(
         one.name, name, case.hp, found, one.read_as, assumptions(case), ran, tolerances, seconds, settings, unchecked
     )
