@@ -179,13 +179,13 @@ def clip(x: Any, low: Any, high: Any) -> Any:
     return np.clip(x, low, high)
 
 
-# set by replayed_sg alone, and of this thread alone: an sg of another thread is no part of the recording
-_replay: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("_replay", default=None)
+# set by recorded_sg alone, and of this thread alone: an sg of another thread is no part of the recording
+_sg_visitor: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("_sg_visitor", default=None)
 
 
 @contextmanager
-def replayed_sg(values: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Inside, torch's sg records its values into an empty list, or replays a recorded one: finite differences of a
+def recorded_sg(values: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Inside, torch's sg records its values into an empty list, or returns a recorded one: finite differences of a
     function with stop-gradients must hold sg(x) where it was, or they wrongly reject its gradient."""
     record, queue = not values, iter(values)
 
@@ -195,19 +195,19 @@ def replayed_sg(values: list[Tensor]) -> Iterator[list[Tensor]]:
             return x
         return next(queue)
 
-    token = _replay.set(visit)
+    token = _sg_visitor.set(visit)
     try:
         yield values
     finally:
-        _replay.reset(token)
+        _sg_visitor.reset(token)
 
 
 def sg(x: Any) -> Any:
     """The stop-gradient operator of Eq. 12."""
     match _reader(x):
         case "torch":
-            replay = None if torch.compiler.is_compiling() else _replay.get()  # the compiler reads no ContextVar
-            return x.detach() if replay is None else replay(x.detach())
+            visit = None if torch.compiler.is_compiling() else _sg_visitor.get()  # the compiler reads no ContextVar
+            return x.detach() if visit is None else visit(x.detach())
         case "sympy":
             from upref.symbolic import StopGradient
 

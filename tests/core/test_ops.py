@@ -90,11 +90,11 @@ def test_mean_t_ignores_the_masked_and_survives_an_empty_row():
     assert torch.equal(x.grad, torch.tensor([[0.5, 0, 0.5], [0, 1, 0], [0, 0, 0]]))
 
 
-def test_sg_replays():
+def test_sg_is_recorded_and_used_again():
     x = torch.tensor(2.0)
-    with ops.replayed_sg([]) as values:
+    with ops.recorded_sg([]) as values:
         assert ops.sg(x) == 2
-    with ops.replayed_sg(values):
+    with ops.recorded_sg(values):
         assert ops.sg(x + 1) == 2
     assert ops.sg(x + 1) == 3
 

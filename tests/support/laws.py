@@ -14,7 +14,7 @@ import torch
 import upref
 from upref import kl
 from upref.advantages import ADVANTAGES
-from upref.ops import replayed_sg
+from upref.ops import recorded_sg
 from upref.registry import REDUCE
 from upref.weights.batches import OFF_EDGES, batch, grad
 
@@ -138,14 +138,14 @@ def finite_differences_agree(o):
     if o.batch_coupled:  # a step must not change the batch's ranking
         b = replace(b, logp=b.logp_old + (b.logp - b.logp_old) * 0.05)
     g, values, h = grad(o, b), [], 1e-6
-    with replayed_sg(values):
+    with recorded_sg(values):
         o(b)
     direction = torch.randn(b.mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for part in (direction, direction * (torch.arange(b.mask.shape[1]) % 2)):
         part = part * (b.logp.exp() < 0.9)
-        with replayed_sg(values):
+        with recorded_sg(values):
             up = o(replace(b, logp=b.logp + h * part))
-        with replayed_sg(values):
+        with recorded_sg(values):
             down = o(replace(b, logp=b.logp - h * part))
         found, expected = (up - down) / (2 * h), (g * part.masked_fill(~b.mask, 0)).sum()
         close(found, expected, 1e-7)

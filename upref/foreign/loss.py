@@ -16,7 +16,7 @@ from upref.aggregation import Totals, aggregate
 from upref.errors import Gone, InputError
 from upref.foreign.guard import called, state_restored, stopped
 from upref.foreign.settings import describe_fields
-from upref.ops import replayed_sg
+from upref.ops import recorded_sg
 from upref.registry import Objective
 from upref.rollouts import Rollouts, per_response
 
@@ -275,11 +275,11 @@ class Loss:
     def differences(self, b: Rollouts, steps: list[Tensor]) -> list[float]:
         """Central differences of the value along each step, every sg(x) held at its value; [] where it has none."""
         values: list[Tensor] = []
-        with replayed_sg(values):
+        with recorded_sg(values):
             self(b)
 
         def end(step: Tensor) -> Tensor:
-            with replayed_sg(values):
+            with recorded_sg(values):
                 return self(b.but(logp=b.logp + step))
 
         return [(end(step) - end(-step)).item() / 2 for step in steps] if values else []
