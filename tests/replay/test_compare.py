@@ -4,17 +4,16 @@
 import pytest
 import torch
 
-import upref
 from tests.replay.test_loss import COLUMNS, batch
 from upref.replay import heaviest_tokens, make_batch, weights
-from upref.replay.loss import framework_aggregation
+from upref.replay.terms import as_run
 
 NAMES = ["dapo", "up_dapo", "grpo", "gspo", "tis(dapo)", "mis_seq(dapo)"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gradient_is_autograd_of_the_loss(name):
-    o = framework_aggregation(upref.get(name))
+    o = as_run(name, {})
     b = batch().rollouts(sampler=o.sampler is not None)
     lp = b.logp.clone().requires_grad_()
     o.loss(b.but(logp=lp)).backward()

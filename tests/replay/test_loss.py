@@ -4,10 +4,9 @@
 import pytest
 import torch
 
-import upref
 from upref.errors import InputError
 from upref.replay import loss, make_batch
-from upref.replay.loss import framework_aggregation
+from upref.replay.terms import as_run
 
 B, T = 16, 12
 generator = torch.Generator().manual_seed(3)
@@ -26,7 +25,7 @@ def batch(**more):
 
 
 def value(name="dapo", agg="", **hp):
-    o = framework_aggregation(upref.get(name))
+    o = as_run(name, hp)
     return float((o.aggregated(agg) if agg else o).loss(batch().rollouts(), **hp))
 
 
@@ -48,7 +47,7 @@ def test_another_aggregation_is_named(agg):
 
 
 def test_the_mean_of_micro_batches_is_named():
-    o, b = framework_aggregation(upref.get("dapo")), batch()
+    o, b = as_run("dapo", {}), batch()
     parts = [float(o.loss(b.rows(torch.arange(i, B, 4)).rollouts())) for i in range(4)]
     found = loss(b, "dapo", sum(parts) / 4)
     assert not found and found.found == "mean over micro-batches of their own token-mean"
@@ -63,7 +62,7 @@ def test_a_multiple_is_named():
 
 def test_the_sampler_in_the_place_of_the_old_policy_is_named():
     b = batch().rollouts()
-    swapped = float(framework_aggregation(upref.get("dapo")).loss(b.but(logp_old=b.logp_old - 0.05)))
+    swapped = float(as_run("dapo", {}).loss(b.but(logp_old=b.logp_old - 0.05)))
     found = loss(batch(), "dapo", swapped)
     assert not found and "sampler's column" in found.found
 
@@ -90,7 +89,7 @@ def test_terms_that_cancel_say_nothing():
 
 def test_hyperparameters_and_corrections_enter():
     b = batch().rollouts(sampler=True)
-    o = framework_aggregation(upref.get("tis(dapo)"))
+    o = as_run("tis(dapo)", {})
     logged = float(o.loss(b, eps_high=0.1))
     assert loss(batch(), "tis(dapo)", logged, eps_high=0.1).found == "token-mean"
     assert not loss(batch(), "tis(dapo)", logged).found

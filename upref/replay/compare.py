@@ -13,8 +13,8 @@ from upref.definition import Objective
 from upref.errors import InputError
 from upref.registry import get
 from upref.replay.findings import Checked
-from upref.replay.loss import framework_aggregation
 from upref.replay.schema import RecordedBatch, expect_batch
+from upref.replay.terms import as_run
 from upref.rollouts import Rollouts
 
 HEAVIEST = 0.01  # of the tokens
@@ -110,7 +110,7 @@ def weights(
     skipped: dict[str, str] = {}
     for o in objectives:
         try:
-            w = token_gradient(batch, o.aggregated(agg) if agg else framework_aggregation(o), hp)
+            w = token_gradient(batch, o.aggregated(agg) if agg else as_run(o, {}), hp)
         except InputError as e:
             skipped[o.name] = str(e)
             continue

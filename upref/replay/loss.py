@@ -13,11 +13,10 @@ from typing import Any
 from upref.aggregation import AGGREGATIONS, aggregate
 from upref.definition import Objective
 from upref.errors import InputError
-from upref.registry import get
 from upref.replay.findings import Checked, Finding
 from upref.replay.normalizer import normalizer
 from upref.replay.schema import RecordedBatch, expect_batch
-from upref.replay.terms import EXTRA, FACTORS, StepTerms, terms_of
+from upref.replay.terms import EXTRA, FACTORS, StepTerms, as_run, or_else, terms_of
 
 # A float32 mean over n terms is off by a few units of 6e-8 times the mean |term|; one in bfloat16 would be off by 4e-3
 # and name nothing. Seven digits are what frameworks log.
@@ -48,11 +47,6 @@ class Loss(Checked):
     gradient: str = ""
 
 
-def framework_aggregation(objective: Objective) -> Objective:
-    """The objective with the aggregation that frameworks give it: the token mean in place of group-token-mean."""
-    return objective.aggregated("token-mean") if objective.agg == "group-token-mean" else objective
-
-
 def loss(
     batch: RecordedBatch, objective: Objective | str, logged: float | None = None, *, digits: float = 0.0, **hp: Any
 ) -> Loss:
@@ -77,7 +71,7 @@ def loss(
         InputError: a column, the number, or the file of a rank is missing.
     """
     expect_batch(batch, "the check of the loss")
-    o = framework_aggregation(get(objective) if isinstance(objective, str) else objective)
+    o = as_run(objective, hp)
     if logged is None:
         logged = batch.logged.get("loss")
     if logged is None:
@@ -92,9 +86,9 @@ def loss(
     total = float(-aggregate(step.terms, step.b.mask, "seq-mean-token-sum" if step.terms.ndim == 2 else o.agg))
     total *= len(step.b.mask)  # the two means are over responses
     divisor = total / logged if logged else None
-    found = next((n for n, v in _accepted(step) if abs(v - logged) <= tolerance), "")
+    found, equal_value = next(((n, v) for n, v in _accepted(step) if abs(v - logged) <= tolerance), ("", 0.0))
     if found:
-        name = found
+        name, value = found, equal_value
         if abs(value) <= 10 * tolerance:
             findings.append(_note("uninformative", value=value))
     elif batch.meta.get(EXTRA):
@@ -102,8 +96,8 @@ def loss(
     else:
         sharp = tolerance < SHARP * size
         others = _candidates(batch, step)
-        equal = (n for n, v in others if abs(v - logged) <= tolerance and abs(v - value) > 10 * tolerance)
-        found = next(equal, "") if sharp else ""
+        equal = [n for n, v in others if abs(v - logged) <= tolerance and abs(v - value) > 10 * tolerance]
+        found = or_else(equal) if sharp else ""
         factor = logged / value if min(abs(value), abs(logged)) > 100 * tolerance else 0.0
         multiple = sharp and any(abs(factor / f - 1) <= 2 * tolerance / abs(value) for f in FACTORS)
         if found:

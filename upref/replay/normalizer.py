@@ -6,6 +6,7 @@ parallelism, with no second model: each response's recorded gradient is compared
 the factors between them are one number, those of another sum, or others.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,9 @@ import torch
 from torch import Tensor
 
 from upref.definition import Objective
-from upref.registry import get
 from upref.replay.findings import Checked, Finding
 from upref.replay.schema import RecordedBatch, expect_batch
-from upref.replay.terms import FACTORS, StepTerms, terms_of
+from upref.replay.terms import FACTORS, StepTerms, as_run, or_else, terms_of
 
 ROUNDING = 2e-4  # of a token's gradient, computed in float32
 HALF = 3e-2  # the same in bfloat16, whose unit roundoff is 4e-3
@@ -34,7 +34,7 @@ class Normalizer(Checked):
         expected: name of its aggregation.
         found: the sum whose gradient it is; "" if none.
         factor: the recorded gradient over the objective's, where that is one number.
-        low, high: the least and the largest of the responses' factors.
+        low, high: the least and the largest of the responses' factors; NaN where no response has a gradient.
         tokens: how many were compared.
     """
 
@@ -63,9 +63,7 @@ def normalizer(batch: RecordedBatch, objective: Objective | str, **hp: Any) -> N
     """
     expect_batch(batch, "the check of the normalizer")
     batch.require("grad", purpose="the check of the normalizer")
-    o = get(objective) if isinstance(objective, str) else objective
-    o = o.aggregated("token-mean") if o.agg == "group-token-mean" else o
-    step = terms_of(batch, o, hp)
+    step = terms_of(batch, as_run(objective, hp), hp)
     assert batch.grad is not None
     found = _Comparison(step, batch.grad[batch.mask.any(1)], HALF if _half(batch) else ROUNDING)
     return found.answer()
@@ -101,34 +99,40 @@ class _Comparison:
     def answer(self) -> Normalizer:
         """What the factors say."""
         factor, off = self.factors(self.reference)
-        told = factor[~factor.isnan()]
-        low, high = (float(told.min()), float(told.max())) if len(told) else (0.0, 0.0)
+        low, high = _range(factor)
         numbers = {"expected": self.expected, "objective": self.step.o.name, "low": low, "high": high}
         tokens = int(self.kept.sum())
         one = self._one_number(factor)
         found, findings = self._judge(factor, off, one, numbers | {"tokens": int(off.sum()), "trained": tokens})
+        for name, counted in self.step.by_counts():
+            if name == found:
+                factor, _ = self.factors(counted.gradient())
+                one = self._one_number(factor)
+                low, high = _range(factor)
+        right = bool(found) and not findings
         return Normalizer(
-            objective=self.step.o.name, expected=self.expected, found=found, factor=one, low=low, high=high,
-            tokens=tokens, findings=findings,
+            objective=self.step.o.name, expected=found if right else self.expected, found=found, factor=one, low=low,
+            high=high, tokens=tokens, findings=findings,
         )  # fmt: skip
 
     def _judge(
         self, factor: Tensor, off: Tensor, one: float | None, numbers: dict[str, Any]
     ) -> tuple[str, tuple[Finding, ...]]:
-        if factor.isnan().all():
-            return "", ()  # no response has a gradient
         if off.sum() > OFF * self.kept.sum():
             return "", (_note("gradient_other", **numbers),)
+        if factor.isnan().all():
+            return "", (_note("no_gradient"),)
         for name, counted in self.step.by_counts():
             if self._is(counted.gradient()):
                 return name, ()
-        for name, gradient in self._others():
-            if self._is(gradient):
-                return name, (Finding("loss", "failure", "gradient_other_sum", numbers | {"found": name}),)
+        others = [name for name, gradient in self._others() if self._is(gradient)]
+        if others:
+            name = or_else(others)
+            return name, (Finding("loss", "failure", "gradient_other_sum", numbers | {"found": name}),)
         if one is not None:
             return "", (self._multiple(one, numbers),)
         for words, column in (("micro-batch", self.step.micro), ("rank", self.step.rank)):
-            if column is not None and all(self._one_number(factor[column == n]) for n in column.unique()):
+            if column is not None and self._one_in_each(factor, column):
                 return "", (_note("gradient_parts", part=words, **numbers),)
         return "", (_note("gradient_rows", **numbers),)
 
@@ -142,10 +146,15 @@ class _Comparison:
         """The number that all these factors are, or None."""
         told = factor[~factor.isnan()]
         if not len(told):
-            return 1.0
+            return None
         mean = float(told.mean())
         same = mean != 0 and bool((told - mean).abs().max() <= self.tolerance * abs(mean))
         return mean if same else None
+
+    def _one_in_each(self, factor: Tensor, column: Tensor) -> bool:
+        """Whether the factors are one number in each part."""
+        parts = [factor[column == n] for n in column.unique()]
+        return all(part.isnan().all() or self._one_number(part) is not None for part in parts)
 
     def _others(self) -> Iterator[tuple[str, Tensor]]:
         """(name, gradient) of other sums of the same terms."""
@@ -188,6 +197,11 @@ def _at_a_bound(step: StepTerms, reference: Tensor) -> Tensor:
     for moved in (lp + band, lp - band):
         out |= (step.gradient(moved) != 0) != alive
     return out
+
+
+def _range(factor: Tensor) -> tuple[float, float]:
+    told = factor[~factor.isnan()]
+    return (float(told.min()), float(told.max())) if len(told) else (math.nan, math.nan)
 
 
 def _note(cause: str, **numbers: Any) -> Finding:

@@ -53,6 +53,7 @@ LOGGED = {
     "responses": "the count of responses, the same; it may count responses of which no token trains",
     "generation_tokens": "the count of tokens of the generation batch, of which the step is a part",
     "length": "a constant by which the framework divides the sum over a response's tokens",
+    "divisor": "the number by which the framework divides the sum over responses, where that is no count of them",
     "ranks": "how many data-parallel ranks the step has",
 }
 COLUMNS = TOKEN_INTEGERS | {"mask": "true on the tokens that train"} | TOKEN_FLOATS | RESPONSE_COLUMNS

@@ -15,6 +15,7 @@ from torch import Tensor
 from upref.aggregation import Totals, aggregate
 from upref.definition import Objective, weighed
 from upref.errors import InputError
+from upref.registry import get
 from upref.replay.schema import RecordedBatch
 from upref.rollouts import Rollouts
 
@@ -88,23 +89,22 @@ class StepTerms:
         return replace(self, o=self.o.aggregated(agg))
 
     def by_counts(self) -> "Iterator[tuple[str, StepTerms]]":
-        """(name, terms) of what is the objective's loss: by the counts that the file states, and by its own."""
+        """(name, terms) of what is the objective's loss: by the numbers that the file states, and by its own counts."""
         stated = self._stated()
         own = self.own()
         length = self.logged.get("length")
-        if stated is not None:
-            yield self._name(stated, own), stated
-        yield self.o.agg, own
         if length and self.o.agg == "seq-mean-token-sum":
-            for counted in (stated, own):
-                if counted is not None:
-                    yield f"{self.o.agg}, divided by {length:g}", replace(counted, scale=1 / length)
+            counted = own if stated is None else stated
+            yield f"{self.o.agg}, divided by the framework's {length:g}", replace(counted, scale=1 / length)
+        if stated is not None:
+            yield self._name(stated), stated
+        yield self.o.agg, own
 
     def _stated(self) -> "StepTerms | None":
         """By the counts that the file states; None where they are those of its own tokens."""
         own = Totals.of(self.b.mask)
         tokens = self.logged.get("tokens", float(own.tokens))
-        responses = self.logged.get("responses", float(own.sequences))
+        responses = self.logged.get("divisor", self.logged.get("responses", float(own.sequences)))
         if tokens == float(own.tokens) and responses == float(own.sequences):
             return None
         if self.o.agg not in (*SUMS["tokens"], *SUMS["responses"]):
@@ -112,11 +112,13 @@ class StepTerms:
         totals = Totals(torch.tensor(tokens), torch.tensor(responses), 1, torch.tensor(tokens))
         return replace(self, b=self.b.but(totals=totals))
 
-    def _name(self, stated: "StepTerms", own: "StepTerms") -> str:
+    def _name(self, stated: "StepTerms") -> str:
         counts = stated.b.totals
         assert counts is not None
         if self.o.agg in SUMS["tokens"]:
             return f"{self.o.agg} over the framework's count of {float(counts.tokens):g} tokens"
+        if "divisor" in self.logged:
+            return f"sum over responses, divided by the framework's {float(counts.sequences):g},"
         return f"{self.o.agg} over the framework's count of {float(counts.sequences):g} responses"
 
     def by_other_counts(self) -> "Iterator[tuple[str, StepTerms]]":
@@ -139,6 +141,17 @@ class StepTerms:
         return replace(self, b=b, correction=correction, micro=None, rank=None)
 
 
+def as_run(objective: Objective | str, hp: dict[str, Any]) -> Objective:
+    """The objective as frameworks run it: a token mean in place of group-token-mean, and a KL term where beta is given.
+
+    A KL term that its paper has not is k3, the default of verl and TRL.
+    """
+    o = get(objective) if isinstance(objective, str) else objective
+    if o.agg == "group-token-mean":
+        o = o.aggregated("token-mean")
+    return replace(o, kl="k3") if "beta" in hp and not o.kl else o
+
+
 def terms_of(batch: RecordedBatch, o: Objective, hp: dict[str, Any]) -> StepTerms:
     """The objective on a recorded step.
 
@@ -157,3 +170,8 @@ def terms_of(batch: RecordedBatch, o: Objective, hp: dict[str, Any]) -> StepTerm
     if o.sampler is not None:
         correction = None  # it computes its own
     return StepTerms(o, b, correction, micro, rank, dict(batch.logged), hp)
+
+
+def or_else(names: list[str]) -> str:
+    """The first of these names, and the others where they give the same number too."""
+    return ", or ".join(names)

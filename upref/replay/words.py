@@ -145,6 +145,9 @@ LOSS = {
     "gradient_rows":
         "dL/dlp of each response is another multiple of that of the {expected} of {objective}'s terms, from {low:.4g} "
         "to {high:.4g}, and no known sum gives these.",
+    "no_gradient":
+        "no recorded token has a gradient, so its normalizer cannot be told: each one is clipped, or its advantage is "
+        "0.",
     "gradient_other":
         "dL/dlp is not a multiple of {objective}'s gradient on {tokens} of {trained} tokens: other weights than this "
         "objective's with these hyperparameters, so its normalizer cannot be told.",

@@ -182,6 +182,8 @@ class Hooks:
             share = trainer.current_gradient_accumulation_steps / trainer.args.steps_per_generation
             counts["generation_tokens"] = self.items[0]
             counts["tokens"] = max(self.items[0], 1.0) * share
+            if getattr(trainer, "loss_type", "") == "vespo":  # a term of each response, divided by tokens
+                counts["divisor"] = counts["tokens"]
         if getattr(trainer, "loss_type", "") == "dr_grpo":
             counts["length"] = float(trainer.max_completion_length)
         return counts

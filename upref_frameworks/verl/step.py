@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,15 +38,16 @@ ACTOR = dict(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=4, clip
 def trained(
     model: Any, rows: Sequence[Row], temperature: float, *, model_config: dict[str, Any] | None = None,
     engine: dict[str, Any] | None = None, actor: dict[str, Any] | None = None, clip: float = 1e9,
-    attention: str = "sdpa",
+    attention: str = "sdpa", updates: int = 1,
 ) -> Recorded:  # fmt: skip
-    """One optimizer step of verl's worker on these rows, recorded.
+    """Optimizer steps of verl's worker on these rows, recorded.
 
     Args:
         model: a small causal language model of transformers; verl loads a copy of it.
         rows: with old and reference log-probabilities; of this rank, where a process group is initialized.
         model_config, engine, actor: fields of HFModelConfig, FSDPEngineConfig, ActorConfig, over MODEL, ENGINE, ACTOR.
         clip: bound of the gradient's norm.
+        updates: how many steps, each on all rows.
 
     Raises:
         InputError: verl is not installed, or its worker fails.
@@ -71,10 +73,11 @@ def trained(
                 checkpoint_config=None,
             ))  # fmt: skip
             worker.reset()
-            worker.set_loss_fn(lambda **kw: ppo_loss(config=settings, **kw))
+            worker.set_loss_fn(partial(ppo_loss, config=settings))
             module = worker.engine.module
-            with watched(module, steps, 1):
-                worker.train_mini_batch(_batch(rows, temperature, settings))
+            with watched(module, steps, updates):
+                for _ in range(updates):
+                    worker.train_mini_batch(_batch(rows, temperature, settings))
         if (model_config or {}).get("lora_rank"):  # adapters like the worker's; their weights come from the record
             from peft import get_peft_model
 

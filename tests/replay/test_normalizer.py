@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The normalizer of a step from dL/dlp of its tokens: right ones pass, wrong ones are named, others are notes."""
+
+import pytest
+import torch
+
+from tests.replay.test_loss import COLUMNS, B, T, batch
+from upref.errors import InputError
+from upref.replay import make_batch, normalizer
+from upref.replay.terms import as_run, terms_of
+
+MASK = COLUMNS["mask"]
+
+
+def gradient(name="dapo", agg="", **hp):
+    """dL/dlp [B, T] of the objective under an aggregation."""
+    o = as_run(name, hp)
+    return terms_of(batch(), o.aggregated(agg) if agg else o, hp).own().gradient()
+
+
+def of_parts(column, scale=1.0):
+    """dL/dlp where each micro-batch or rank takes the mean over its own tokens."""
+    whole = gradient() * MASK.sum()
+    out = torch.zeros_like(whole)
+    for value in column.unique():
+        rows = column == value
+        out[rows] = whole[rows] / MASK[rows].sum() * scale
+    return out
+
+
+def asked(grad, name="dapo", logged=None, **hp):
+    b = make_batch(COLUMNS | {"grad": grad}, file="f", logged=logged or {})
+    return normalizer(b, name, **hp)
+
+
+def causes(found):
+    return [f.cause for f in found.findings]
+
+
+@pytest.mark.parametrize("name", ["dapo", "grpo", "gspo", "cispo", "dr_grpo", "up_dapo", "sapo", "reinforce"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_gradient_of_the_objective_is_its_own(name, dtype):
+    found = asked(gradient(name).to(dtype), name)
+    assert found and not found.findings and found.factor == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("agg", ["seq-mean-token-mean", "seq-mean-token-sum", "group-token-mean"])
+def test_another_sum_is_named(agg):
+    found = asked(gradient(agg=agg))
+    assert not found and found.found == agg
+
+
+@pytest.mark.parametrize(("column", "words"), [("micro", "micro-batches"), ("rank", "ranks")])
+@pytest.mark.parametrize("how", ["mean", "sum"])
+def test_the_mean_of_micro_batches_and_of_ranks_is_named(column, words, how):
+    parts = len(COLUMNS[column].unique())
+    found = asked(of_parts(COLUMNS[column], 1 / parts if how == "mean" else 1.0))
+    assert not found and found.found == f"{how} over {words} of their own token-mean"
+
+
+@pytest.mark.parametrize("factor", [2.0, 4.0, 0.5, 0.25])
+def test_a_count_too_often_is_named(factor):
+    found = asked(factor * gradient())
+    assert causes(found) == ["gradient_multiple"] and not found and found.factor == pytest.approx(factor)
+
+
+def test_an_unknown_divisor_is_a_note_with_its_number():
+    tokens = int(MASK.sum())
+    found = asked(gradient() * tokens / (tokens + 5))
+    assert found and causes(found) == ["gradient_scaled"]
+    assert found.findings[0].numbers["divisor"] == pytest.approx(tokens + 5)
+
+
+def test_the_whole_generation_batch_is_named():
+    tokens = int(MASK.sum())
+    logged = {"tokens": tokens, "generation_tokens": 3.0 * tokens}
+    found = asked(gradient() / 3, logged=logged)
+    assert not found and f"{3 * tokens} tokens of the whole generation batch" in found.found
+
+
+def test_the_counts_of_the_framework_are_right_too():
+    tokens = int(MASK.sum())
+    stated = {"tokens": tokens + 1.5}
+    found = asked(gradient() * tokens / (tokens + 1.5), logged=stated)
+    assert found and not found.findings and "framework's count" in found.found
+    assert not asked(gradient(), logged=stated).findings  # and so are those of the tokens that are there
+
+
+def test_a_micro_batch_with_another_factor_is_a_note():
+    scale = torch.where(COLUMNS["micro"] == 2, 0.7, 1.0)[:, None]
+    found = asked(gradient() * scale)
+    assert found and causes(found) == ["gradient_parts"] and "micro-batch" in str(found.findings[0])
+
+
+def test_responses_with_their_own_factors_are_a_note():
+    found = asked(gradient() * torch.linspace(0.5, 1.5, B, dtype=torch.float64)[:, None])
+    assert found and causes(found) == ["gradient_rows"]
+
+
+def test_another_objective_is_a_note():
+    found = asked(gradient("cispo"))
+    assert found and causes(found) == ["gradient_other"] and not found.found
+    assert causes(asked(gradient("dapo", eps_high=0.05), eps_high=0.28)) == ["gradient_other"]
+
+
+def test_without_a_gradient_nothing_is_told():
+    b = make_batch(COLUMNS | {"grad": torch.zeros(B, T), "adv": torch.zeros(B)}, file="f")
+    assert causes(normalizer(b, "dapo")) == ["no_gradient"]
+    with pytest.raises(InputError, match="grad"):
+        normalizer(batch(), "dapo")
+
+
+def test_a_kl_term_and_a_correction_enter():
+    ref = COLUMNS["old"] - 0.3
+    factors = torch.rand(B, T, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
+    more = {"ref": ref, "correction": factors}
+    b = make_batch(COLUMNS | more, file="f")
+    o = as_run("dapo", {"beta": 0.1})
+    g = terms_of(b, o, {"beta": 0.1}).gradient()
+    right = make_batch(COLUMNS | more | {"grad": g}, file="f")
+    assert not normalizer(right, "dapo", beta=0.1).findings
+    assert causes(normalizer(right, "dapo")) == ["gradient_other"]
+    without = make_batch(COLUMNS | {"ref": ref, "grad": g}, file="f")
+    assert causes(normalizer(without, "dapo", beta=0.1)) == ["gradient_other"]
+
+
+def test_bfloat16_is_no_fault():
+    """In bfloat16 each token's gradient is off by some 2^-8, and the sums are the same."""
+    now = COLUMNS["now"].bfloat16()
+    b = make_batch(COLUMNS | {"now": now}, file="f")
+    g = terms_of(b, as_run("dapo", {}), {}).gradient().bfloat16()
+    found = normalizer(make_batch(COLUMNS | {"now": now, "grad": g}, file="f"), "dapo")
+    assert found and not found.findings
+
+
+def test_a_rank_that_is_missing_is_asked_for():
+    b = make_batch(COLUMNS | {"grad": gradient()}, file="f", logged={"ranks": 4.0})
+    with pytest.raises(InputError, match="holds 2 of 4 ranks"):
+        normalizer(b, "dapo")

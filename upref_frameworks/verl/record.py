@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record the optimizer steps of verl's actor, under any policy loss: UPREF_REPLAY=dumps in the environment of a run.
+
+    UPREF_REPLAY=dumps UPREF_REPLAY_EVERY=50 python -m verl.trainer.main_ppo ...
+
+verl imports upref_frameworks.verl.training in each of its processes (group `verl.plugins`), which calls `in_verl` where
+the variable is set. **The files hold users' texts, as token ids.**
+
+One method is wrapped, `train_batch` of verl's engines: one call is one optimizer step of one rank. The loss function
+that it is given is called as before, and what it reads is kept: log π_θ and the entropy of the model's output, the
+columns of the micro-batch, and dL/dlog π_θ, which arrives in verl's own backward pass. Steps are counted by the worker,
+which has no other number of them; in a folder with recorded steps the count goes on.
+"""
+
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upref.errors import InputError
+from upref.replay.record import EVERY, Recording, Schedule, Sink, file_sink, guarded, open_folder, step_batch
+
+log = logging.getLogger(__name__)
+FOLDER, HOW_OFTEN = "UPREF_REPLAY", "UPREF_REPLAY_EVERY"
+OPTIONAL = {
+    "old": "old_log_probs", "sampler": "rollout_log_probs", "ref": "ref_log_prob", "correction": "rollout_is_weights",
+}  # fmt: skip
+SETTINGS = ("loss_agg_mode", "clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "use_kl_loss",
+            "kl_loss_coef", "kl_loss_type", "entropy_coeff")  # fmt: skip
+BY_LENGTH = "seq-mean-token-sum-norm"
+
+
+def in_verl(folder: str | Path, every: int = EVERY) -> Recording:
+    """Record the actor's optimizer steps of every verl engine of this process, a file for each step and rank.
+
+    Args:
+        folder: where the files go; on a path that all nodes share, or one for each node.
+        every: the first step is recorded, and then each whose number is a multiple of this.
+
+    Returns:
+        The Recording, whose `stop` ends it.
+
+    Raises:
+        InputError: the folder cannot be made.
+    """
+    place = open_folder(folder)
+    steps = Steps(Schedule(every), file_sink(place), place)
+    return Recording(steps.detach)
+
+
+def by_environment() -> Recording | None:
+    """Record where UPREF_REPLAY names a folder; one warning where that cannot be done, for verl hides what we raise."""
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        return None
+    every = os.environ.get(HOW_OFTEN, str(EVERY))
+    try:
+        if not every.isdecimal():
+            raise InputError(f"{HOW_OFTEN} is the number of steps between two records, not {every!r}.")
+        return in_verl(folder, int(every))
+    except Exception as e:
+        log.warning("upref records nothing of this run: %s", e)
+        return None
+
+
+class Steps:
+    """The wrapped `train_batch`, and the number of steps of each engine."""
+
+    def __init__(self, schedule: Schedule, sink: Sink, folder: Path) -> None:
+        from verl.workers.engine.base import BaseEngine
+
+        self.engines: Any = BaseEngine
+        self.schedule = schedule
+        self.sink = sink
+        self.folder = folder
+        self.counts: dict[int, int] = {}
+        self.stopped = False
+        self.inner = BaseEngine.train_batch
+        steps = self
+
+        def train_batch(self: Any, data: Any, loss_function: Any) -> Any:
+            return steps.train_batch(self, data, loss_function)
+
+        self.wrapper = train_batch
+        self.engines.train_batch = train_batch
+
+    def detach(self) -> None:
+        """Take the wrapper off."""
+        self.stopped = True
+        if self.engines.train_batch is self.wrapper:
+            self.engines.train_batch = self.inner
+
+    def train_batch(self, engine: Any, data: Any, loss_function: Any) -> Any:
+        """One optimizer step of verl, recorded where it is one of the actor's and due."""
+        if self.stopped or "old_log_probs" not in data.keys():  # noqa: SIM118  a TensorDict iterates over its rows
+            return self.inner(engine, data, loss_function)  # of the critic, or of supervised training
+        step = self.counts.get(id(engine), self._recorded(engine)) + 1
+        self.counts[id(engine)] = step
+        if not self.schedule.due(step):
+            return self.inner(engine, data, loss_function)
+        kept = Kept(engine, loss_function, self.detach)
+        out = self.inner(engine, data, kept.loss_function)
+        if not self.stopped and engine.is_mp_src_rank_with_outputs():
+            guarded(lambda: self.sink(kept.batch(step)), self.detach)
+        return out
+
+    def _recorded(self, engine: Any) -> int:
+        """The last step of this rank in the folder: a resumed run goes on from there."""
+        names = [p.name for p in self.folder.glob(f"step*-rank{engine.get_data_parallel_rank():04d}.npz")]
+        numbers = [int(found[1]) for name in names if (found := re.match(r"step(\d+)-", name))]
+        return max(numbers, default=0)
+
+
+class Kept:
+    """What one optimizer step of one engine leaves."""
+
+    def __init__(self, engine: Any, inner: Callable[..., Any], stop: Callable[[], None]) -> None:
+        self.engine = engine
+        self.inner = inner
+        self.stop = stop
+        self.config = getattr(inner, "keywords", {}).get("config")
+        self.micro_batches: list[dict[str, Tensor]] = []
+        self.losses: list[Tensor] = []
+        self.counts: dict[str, float] = {}
+
+    def loss_function(self, model_output: Any, data: Any, dp_group: Any = None, **kw: Any) -> Any:
+        """verl's loss of a micro-batch, and what it reads."""
+        loss, metrics = self.inner(model_output=model_output, data=data, dp_group=dp_group, **kw)
+        guarded(lambda: self._keep(model_output, data, loss), self.stop)
+        return loss, metrics
+
+    def _keep(self, model_output: Any, data: Any, loss: Tensor) -> None:
+        from verl.workers.utils.padding import no_padding_2_padding
+
+        lp = model_output["log_probs"]
+        columns = {"ids": data["responses"], "mask": data["response_mask"], "adv": data["advantages"]}
+        columns |= {name: data[key] for name, key in OPTIONAL.items() if key in data}
+        kept = {name: _dense(x) for name, x in columns.items()}
+        kept["mask"] = kept["mask"].bool()
+        kept["now"] = no_padding_2_padding(lp.detach(), data).cpu()
+        if model_output.get("entropy") is not None:
+            kept["entropy"] = no_padding_2_padding(model_output["entropy"].detach(), data).cpu()
+        kept = _one_width(kept)
+        if "token_level_scores" in data:
+            kept["reward"] = _dense(data["token_level_scores"]).sum(1)
+        kept |= _groups(data)
+        if lp.requires_grad and self._gradient_is_whole():
+            lp.register_hook(lambda g: kept.update(grad=no_padding_2_padding(g.detach(), data)))
+        self.micro_batches.append(kept)
+        self.losses.append(loss.detach())
+        self.counts = {
+            "tokens": float(data["batch_num_tokens"]), "responses": float(data["global_batch_size"]),
+            "ranks": float(data["dp_size"]),
+        }  # fmt: skip
+
+    def _gradient_is_whole(self) -> bool:
+        """Whether dL/dlp of this rank is what the step has: with FSDP, and each sequence on one rank."""
+        alone = getattr(self.engine, "ulysses_sequence_parallel_size", 1) == 1
+        return alone and "FSDP" in type(self.engine).__name__
+
+    def batch(self, step: int) -> Any:
+        """The step as a recorded batch."""
+        ranks = self.counts["ranks"]
+        scaler = getattr(self.engine, "scaler", None)
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        for part in self.micro_batches:
+            if "grad" in part:
+                part["grad"] = _fitted(part["grad"].cpu().float() / (ranks * scale), part["mask"].shape[1])
+        loss = torch.stack(self.losses).sum().float()
+        group = self.engine.get_data_parallel_group()
+        if group is not None and ranks > 1:
+            torch.distributed.all_reduce(loss, group=group)
+            loss = loss / ranks
+        logged = self.counts | {"loss": float(loss)}
+        return step_batch(
+            self.micro_batches, step=step, rank=self.engine.get_data_parallel_rank(), logged=logged | self._length(),
+            meta=self._meta(),
+        )  # fmt: skip
+
+    def _length(self) -> dict[str, float]:
+        if self.config is None or self.config.loss_agg_mode != BY_LENGTH:
+            return {}
+        widest = max(part["mask"].shape[1] for part in self.micro_batches)
+        return {"length": float(self.config.loss_scale_factor or widest)}
+
+    def _meta(self) -> dict[str, str]:
+        import verl
+
+        meta = {"framework": f"verl {verl.__version__}"}
+        if self.config is not None:
+            meta |= {name: str(self.config.get(name)) for name in SETTINGS}
+            meta["loss_mode"] = str(self.config.policy_loss.get("loss_mode", "vanilla"))
+            if self.config.entropy_coeff:
+                meta["extra_terms"] = "an entropy bonus"
+        return meta
+
+
+def _dense(x: Tensor) -> Tensor:
+    """[B, T] on the CPU, from a nested tensor too."""
+    dense = torch.nested.to_padded_tensor(x, 0) if x.is_nested else x
+    return dense.detach().cpu()
+
+
+def _fitted(x: Tensor, width: int) -> Tensor:
+    """[B, T] of another width; what is cut off is padding."""
+    return torch.nn.functional.pad(x, (0, max(0, width - x.shape[1])))[:, :width]
+
+
+def _one_width(columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    width = columns["mask"].shape[1]
+    return {name: _fitted(x.expand(-1, width) if x.shape[1] == 1 else x, width) for name, x in columns.items()}
+
+
+def _groups(data: Any) -> dict[str, Tensor]:
+    """The prompt of each response as a number: verl's uid is a text."""
+    from verl.utils import tensordict_utils as tu
+
+    if "uid" not in data.keys():  # noqa: SIM118
+        return {}
+    texts = tu.get(data, "uid")
+    if len(texts) != len(data):
+        return {}
+    numbers = [int(hashlib.sha256(str(text).encode()).hexdigest()[:15], 16) for text in texts]
+    return {"group": torch.tensor(numbers)}
