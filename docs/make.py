@@ -217,6 +217,27 @@ def peers() -> str:
     return logprobs.peers()
 
 
+def trl_memory() -> str:
+    """What the TRL rung takes of a GPU, by arithmetic."""
+    from repro.with_trl import memory, train
+    from repro.with_verl.config.model import shape_of
+
+    shape, longest = shape_of(train.MODEL), train.BATCH["max_completion_length"]
+    rows = [
+        "| GPU | micro-batch | GB to train | responses generated together | GB to generate | of them keys and values |"
+    ]
+    rows.append("|---" * 6 + "|")
+    for gib in (12, 16, 24):
+        held = gib * 2**30
+        micro = train.micro_batch(held)
+        count = memory.together(shape, held, micro, longest)
+        sizes = memory.training(shape, micro, longest), memory.generating(shape, count, longest)
+        cells = [f"{gib} GB", micro, f"{sizes[0] / 1e9:.1f}", count, f"{sizes[1] / 1e9:.1f}"]
+        cells.append(f"{memory.cache(shape, count, longest) / 1e9:.1f}")
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(rows)
+
+
 def where_it_helps() -> str:
     from docs import logprobs
 
@@ -345,7 +366,7 @@ def steps_plugins() -> str:
 STEPS = (steps_trl, steps_verl, steps_openrlhf, steps_notes, steps_plugins)
 COVERAGE = (axes, tolerances, habits, fuzzed, ends)
 FRAMEWORKS = (frameworks, field_first, field_objectives, field_logprobs, recipes, surfaces, statuses, wild, wild_tally)
-FRAMEWORKS += (wild_estimators, peers, where_it_helps)
+FRAMEWORKS += (wild_estimators, peers, where_it_helps, trl_memory)
 GENERATED = {f.__name__: f for f in STEPS} | {
     f.__name__: f
     for f in (

@@ -17,9 +17,10 @@ from typing import Any
 
 import upref
 from repro import Parser
+from repro.with_trl import memory
 from repro.with_trl.log import StepLog
 from repro.with_verl import report
-from repro.with_verl.config.model import local
+from repro.with_verl.config.model import download, local, shape_of
 from repro.with_verl.place import RUNS
 from repro.with_verl.reward.score import compute_score
 from upref import InputError
@@ -75,17 +76,19 @@ def gpu() -> bool:
 
 
 def check(args: argparse.Namespace) -> None:
-    """A GPU, the model and the data are here; else one sentence that says what to fetch."""
+    """A GPU, the model and the data are here; else one sentence that says what to fetch. Names the model's folder."""
     if not gpu():
         raise InputError("no GPU is visible here; --tiny runs the same path on the CPU.")
-    if local(args.model) is None:
-        raise InputError(f"the model {args.model} is not on this machine: `hf download {args.model}`.")
+    found = local(args.model)
+    if found is None:
+        raise InputError(f"the model {args.model} is not on this machine: `{download(args.model)}`.")
     for name in ("gsm8k_train", "gsm8k_test"):
         if not (args.data / f"{name}.parquet").exists():
             raise InputError(
                 f"{args.data / name}.parquet is missing: {sys.executable} -m repro.with_verl.data.prepare {name} makes "
                 "it; without a network, download its file elsewhere and add --from FILE."
             )
+    args.model = str(found)
 
 
 def make_tiny(args: argparse.Namespace) -> None:
@@ -121,7 +124,7 @@ def run(args: argparse.Namespace, name: str, seed: int) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)  # bf16 would round away 1e-6
     log = StepLog(folder)
-    trainer = GRPOTrainer(
+    trainer = in_parts(GRPOTrainer, generated_together(args))(
         model, log.scored(reward), settings(args.tiny, folder, seed, steps), train_dataset=rows_of(args, "train"),
         eval_dataset=rows_of(args, "test").select(range(16 if args.tiny else TEST)), processing_class=tokenizer,
         objective=name, callbacks=[log], parity={"dump": str(folder / "parity")}, step_check=True,
@@ -132,6 +135,38 @@ def run(args: argparse.Namespace, name: str, seed: int) -> Path:
     trainer.train(resume_from_checkpoint=str(last) if last else None)
     (folder / "done").touch()
     return folder
+
+
+def generated_together(args: argparse.Namespace) -> int:
+    """How many responses the GPU generates at a time, by the estimate, which is printed."""
+    if not gpu():
+        return RESPONSES
+    shape, micro, longest = shape_of(args.model), micro_batch(gpu_bytes()), BATCH["max_completion_length"]
+    count = memory.together(shape, gpu_bytes(), micro, longest)
+    print(f"  estimate: {memory.words(shape, gpu_bytes(), micro, longest, count)}", flush=True)
+    return count
+
+
+def in_parts(trainer: type, count: int) -> type:
+    """The trainer that generates `count` responses at a time: TRL generates all of a batch together.
+
+    Args:
+        trainer: TRL's GRPOTrainer, or a class of it.
+        count: responses.
+
+    Returns:
+        A class of it.
+    """
+
+    class InParts(trainer):  # type: ignore[misc]  its base is known when it runs
+        def _generate_single_turn(self, prompt_ids: list, *rest: Any, **more: Any) -> tuple[list, Any]:
+            turn = super()._generate_single_turn
+            parts = [turn(prompt_ids[i : i + count], *rest, **more) for i in range(0, len(prompt_ids), count)]
+            if len(parts) == 1:
+                return parts[0]
+            return [ids for completions, _ in parts for ids in completions], None
+
+    return InParts
 
 
 def last_whole(folder: Path) -> Path | None:
@@ -151,13 +186,23 @@ def last_whole(folder: Path) -> Path | None:
     return None
 
 
-def settings(tiny: bool, folder: Path, seed: int, steps: int) -> Any:
-    """TRL's GRPOConfig; a micro-batch of two responses fits 12 GB, of eight 24 GB."""
+def gpu_bytes() -> float:
+    """Memory of the GPU that trains; 0 without one."""
     import torch
+
+    return float(torch.cuda.get_device_properties(0).total_memory) if gpu() else 0.0
+
+
+def micro_batch(held: float) -> int:
+    """Responses of a micro-batch on a GPU of so many bytes: of a small one two, of a large one eight."""
+    return 8 if held > 30e9 else 4 if held > 14e9 else 2
+
+
+def settings(tiny: bool, folder: Path, seed: int, steps: int) -> Any:
+    """TRL's GRPOConfig."""
     import trl
 
-    memory = torch.cuda.get_device_properties(0).total_memory if gpu() else 0
-    micro = 16 if tiny else 8 if memory > 30e9 else 4 if memory > 14e9 else 2
+    micro = 16 if tiny else micro_batch(gpu_bytes())
     responses = 128 if tiny else RESPONSES
     return trl.GRPOConfig(
         str(folder), max_steps=steps, seed=seed, data_seed=seed, per_device_train_batch_size=micro,

@@ -73,7 +73,7 @@ NOT_RUN = {
     ".venv/bin/python -m pytest -q tests/core -k dual_clip": "the same",
     "bash repro/run.sh up_dapo trl": "trains on a GPU; its form with --tiny is run",
     "bash repro/run.sh up_dapo paper": "trains on eight GPUs; its dry run is run",
-    "hf download Qwen/Qwen2.5-0.5B-Instruct": "downloads a model",
+    "hf download Qwen/Qwen2.5-0.5B-Instruct --revision 7ae557604adf67be50417f59c2c2f167def9a775": "downloads a model",
     ".venv/bin/python -m repro.with_verl.data.prepare gsm8k_train gsm8k_test": "downloads data",
     "pip install torch --index-url https://download.pytorch.org/whl/cpu": "a line of a workflow on GitHub",
     "pip install ./upref transformers pytest": "the same",

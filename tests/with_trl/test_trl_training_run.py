@@ -10,7 +10,9 @@ import pytest
 
 NEED = "`repro/venv.sh verl trl` installs what the TRL rung needs"
 pytest.importorskip("trl", reason=NEED)
-from repro.with_trl import train  # noqa: E402
+from repro.with_trl import memory, train  # noqa: E402
+from repro.with_verl.config.model import download, shape_of  # noqa: E402
+from repro.with_verl.machine import ladder  # noqa: E402
 from repro.with_verl.place import ROOT  # noqa: E402
 
 
@@ -92,6 +94,57 @@ def test_without_a_network_it_says_what_to_download(capsys, monkeypatch, tmp_pat
     assert "`hf download nobody/nothing`" in capsys.readouterr().err
     assert train.main(["up_dapo", "--model", str(tmp_path), "--data", str(tmp_path)]) == 2
     assert "repro.with_verl.data.prepare gsm8k_train" in capsys.readouterr().err
+
+
+LONGEST = train.BATCH["max_completion_length"]
+
+
+@pytest.mark.trl
+def test_keys_and_values_are_in_the_memory_of_a_small_card():
+    """All 256 responses were generated together: their keys and values did not fit 12 GB beside Adam's moments."""
+    shape, card = shape_of(train.MODEL), 12 * 2**30
+    assert memory.generating(shape, train.RESPONSES, LONGEST) > card
+    count = memory.together(shape, card, train.micro_batch(card), LONGEST)
+    assert count < train.RESPONSES and memory.generating(shape, count, LONGEST) < card - memory.MARGIN
+    smallest = ladder.SOLD_AS * ladder.TRL_GB * 1e9  # of the GPUs for which the ladder names this rung
+    assert memory.together(shape, smallest, 2, LONGEST) >= 16
+    with pytest.raises(train.InputError, match=r"training needs about \d+\.\d GB of the GPU, which has 8\.6"):
+        memory.together(shape, 8 * 2**30, 2, LONGEST)
+
+
+def test_the_page_downloads_the_pinned_model():
+    assert f"    {download(train.MODEL)}\n" in (ROOT / "docs/trl.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.trl
+def test_autocast_keeps_keys_and_values_in_float32():
+    """The estimate counts four bytes: half of that would let twice as many responses in."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    config = Qwen2Config(**sizes, num_key_value_heads=2)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        held = Qwen2ForCausalLM(config)(torch.zeros(3, 5, dtype=torch.long), use_cache=True).past_key_values
+    found = sum(x.numel() * x.element_size() for layer in held.layers for x in (layer.keys, layer.values))
+    from repro.with_verl.config.model import parse
+
+    shape = parse(config.to_dict())
+    assert found == memory.cache(shape, 3, 5 - memory.PROMPT), "3 responses of 5 tokens in all"
+
+
+@pytest.mark.trl
+@pytest.mark.parametrize(("count", "asked"), [(2, [2, 2, 1]), (5, [5]), (8, [5])])
+def test_responses_are_generated_in_parts_and_keep_their_order(count, asked):
+    class Trainer:
+        def _generate_single_turn(self, prompt_ids, images, num_generations):
+            self.seen.append(len(prompt_ids))
+            return [[*ids, num_generations] for ids in prompt_ids], None
+
+    trainer = train.in_parts(Trainer, count)()
+    trainer.seen = []
+    completions, logprobs = trainer._generate_single_turn([[i] for i in range(5)], None, num_generations=7)
+    assert (completions, logprobs) == ([[i, 7] for i in range(5)], None) and trainer.seen == asked
 
 
 CHECK = """

@@ -20,7 +20,8 @@ from tests.support.daily import daily
 NEED = "`repro/venv.sh verl` installs what verl's configuration needs"
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason=NEED)
 from repro.with_verl.config import compose as c, scales  # noqa: E402
-from repro.with_verl.config.model import KNOWN, parse, shape_of  # noqa: E402
+from repro.with_verl.config.model import KNOWN, download, local, parse, revision_of, shape_of  # noqa: E402
+from repro.with_verl.config.naming import model_of  # noqa: E402
 from repro.with_verl.config.validate import validate  # noqa: E402
 from repro.with_verl.data import schema  # noqa: E402
 from repro.with_verl.machine import here, preflight, published  # noqa: E402
@@ -483,6 +484,46 @@ def test_a_dry_run_says_that_model_and_data_are_missing(tmp_path, capsys):
     for what in ("nothing holds no config.json with *.safetensors", "dapo_math_17k.parquet is missing", "aime24.parqu"):
         assert len([line for line in said if what in line]) == 1, said
     assert not [line for line in said if "flash-attn" in line], "gpu1 goes without"
+
+
+def test_both_readings_of_the_papers_epochs_are_said(capsys):
+    """One epoch of the published file is 100 of its problems."""
+    page = (ROOT / "repro/with_verl/PAPER.md").read_text(encoding="utf-8")
+    rows, problems = 1_791_700, 17_917
+    for scale, objective, epochs, batch in (("paper_dapo", "up_dapo", 1, 512), ("paper_gspo", "up_gspo", 10, 256)):
+        said = preflight.epochs_in_print(scales.load_scale(scale))
+        assert f"{epochs * (rows // batch):,} steps on the published file" in said
+        assert f"or {epochs * (problems // batch):,} on its 17,917 problems" in said
+        assert f"* {said}\n" in page
+        assert launch.main([objective, "paper", "--dry-run"]) == 0 and f"note: {said}\n" in capsys.readouterr().out
+    assert not preflight.epochs_in_print(scales.load_scale("paper_math"))
+
+
+MODEL = "actor_rollout_ref.model.path"
+
+
+@pytest.mark.parametrize("name", scales.scale_names())
+def test_each_scale_trains_a_model_of_a_pinned_commit(name):
+    model = scales.load_scale(name).values[MODEL][0]
+    assert re.fullmatch("[0-9a-f]{40}", revision_of(model)) and download(model).endswith(revision_of(model))
+
+
+def test_of_two_commits_in_the_cache_the_pinned_one_is_trained(tmp_path, monkeypatch):
+    """By its name verl took the newest that was downloaded, and the same command trained another model."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    name = "Qwen/Qwen3-8B-Base"
+    folder = tmp_path / "models--Qwen--Qwen3-8B-Base"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs/main").write_text("0" * 40)
+    for revision in ("0" * 40, revision_of(name)):
+        assert local(name) is None
+        (folder / "snapshots" / revision).mkdir(parents=True)
+        (folder / "snapshots" / revision / "config.json").write_text("{}")
+    assert local(name).name == revision_of(name)
+    assert model_of(f'"{local(name)}"') == name, "the cache may lie elsewhere when a run goes on"
+    assert model_of(str(folder / "snapshots" / ("0" * 40))) == f"{name}@{'0' * 40}"
 
 
 VERL_DOES = """

@@ -11,6 +11,7 @@ from typing import Any
 from upref import InputError
 
 KNOWN = Path(__file__).resolve().parent / "facts" / "models.toml"
+PINNED = KNOWN.with_name("revisions.toml")
 SAME_SHAPE = re.compile(r"-(Base|Instruct|Thinking)(?=-|$)|-2507$|(?<=Qwen2\.5-)Math-")  # variants of one architecture
 VISION = 0.6e9  # parameters of Qwen3-VL's vision tower and merger, the one family that a scale trains
 
@@ -57,12 +58,23 @@ def shape_of(path: str) -> Shape:
     name = re.sub(r"-VL-(?=\d+B)", "-", path)
     name = SAME_SHAPE.sub("", name)
     if name not in known:
-        raise InputError(f"the model {path} is not on this machine, and its size is not known: `hf download {path}`.")
+        raise InputError(f"the model {path} is not on this machine, and its size is not known: `{download(path)}`.")
     return parse(known[name] | ({"vision_config": {}} if "-VL-" in path else {}))
 
 
+def revision_of(name: str) -> str | None:
+    """The commit to which a model of the hub is pinned; None where it is not."""
+    return tomllib.loads(PINNED.read_text(encoding="utf-8")).get(name)
+
+
+def download(name: str) -> str:
+    """The command that fetches a model of the hub, at its pinned commit."""
+    revision = revision_of(name)
+    return f"hf download {name}" + (f" --revision {revision}" if revision else "")
+
+
 def local(path: str) -> Path | None:
-    """The directory of its files: a path, or the hub's cache."""
+    """The directory of a model's files: a path, or the pinned commit in the hub's cache; None where it is not there."""
     if not path:
         raise InputError("the model has no name: give a directory, or a name as Qwen/Qwen3-8B.")
     if Path(path).expanduser().is_dir():
@@ -71,7 +83,7 @@ def local(path: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        config = try_to_load_from_cache(path, "config.json")
+        config = try_to_load_from_cache(path, "config.json", revision=revision_of(path))
     except HFValidationError:
         return None
     return Path(config).parent if isinstance(config, str) else None

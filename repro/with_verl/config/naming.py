@@ -5,19 +5,31 @@ import hashlib
 import json
 import re
 
+from repro.with_verl.config.model import revision_of
+
 # Settings that may change from one start of a run to the next: they do not change what is trained.
 FREE = (
     "hydra.", "ray_kwargs.", "trainer.default_local_dir", "trainer.experiment_name", "trainer.logger",
     "trainer.max_actor_ckpt_to_keep", "trainer.project_name", "trainer.rollout_data_dir", "trainer.save_freq",
     "reward.num_workers", "actor_rollout_ref.model.override_config.attn_implementation",
 )  # fmt: skip
+CACHED = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?\W?$")
 SAID_ALREADY = ("actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")  # by data.seed
 
 
 def asked(overrides: list[str]) -> dict[str, str]:
     """Setting -> value, the last one given, of what makes one run another than the next."""
     pairs = (line.lstrip("+").partition("=") for line in overrides)
-    return {key: value for key, _, value in pairs if not key.startswith(FREE)}
+    return {key: model_of(value) for key, _, value in pairs if not key.startswith(FREE)}
+
+
+def model_of(value: str) -> str:
+    """The name of a model in the hub's cache, wherever that lies; its commit too, where it is not the pinned one."""
+    found = CACHED.search(value)
+    if not found:
+        return value
+    name, revision = f"{found[1]}/{found[2]}", found[3]
+    return name if revision == revision_of(name) else f"{name}@{revision}"
 
 
 def name_of(first: str, own: list[str], given: list[str]) -> str:

@@ -45,6 +45,7 @@ class Source:
     split: str
     why: str
     blob: str = ""
+    copies: int = 1  # of each row in the file that is fetched
 
     def url(self, revision: str) -> str:
         if self.blob:
@@ -160,6 +161,7 @@ SOURCES = {
         Source(
             "dapo_math_17k", "BytedTsinghua-SIA/DAPO-Math-17k", ("data/dapo-math-17k.parquet",),
             "65877096c24ffa7abc4e4fa5edb95cf3413a5674", 17917, dapo, TRAIN, "1,791,700 rows, each problem 100 times",
+            copies=100,
         ),
         Source("aime24", *AIME, 30, dapo, TEST, "two exams of 15 problems"),
         Source("aime24_x32", *AIME, 960, aime24_x32, TEST, "30 problems, each 32 times: Table 1 has k/960"),

@@ -13,8 +13,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from repro.with_verl.config.compose import Run
-from repro.with_verl.config.model import local
-from repro.with_verl.config.scales import Scale
+from repro.with_verl.config.model import download, local
+from repro.with_verl.config.scales import Scale, paper
 from repro.with_verl.data.sources import SOURCES
 from repro.with_verl.machine.estimate import GB, GPU, Estimate, estimate, gpu_of
 from repro.with_verl.machine.here import MEGATRON, OURS, PACKAGES, Machine, check_driver, version_of
@@ -72,6 +72,9 @@ def check(run: Run, cfg: DictConfig, machine: Machine) -> Estimate:
             f"{need / GB:.0f}: set trainer.default_local_dir elsewhere or trainer.max_actor_ckpt_to_keep lower."
         )
     print(f"model: {model}")
+    if model != cfg.actor_rollout_ref.model.path:  # a name, which verl would look up at another commit
+        run.overrides.append(f'actor_rollout_ref.model.path="{model}"')
+        run.sources["actor_rollout_ref.model.path"] = "ours: the commit of the hub to which the model is pinned"
     run.env["HF_HUB_OFFLINE"] = "1"  # everything was found; a node without a network would wait for time-outs
     run.overrides.append('+ray_kwargs.ray_init.runtime_env.env_vars.HF_HUB_OFFLINE="1"')
     return e
@@ -180,9 +183,9 @@ def check_model(cfg: DictConfig) -> str:
     path = cfg.actor_rollout_ref.model.path
     found = local(path)
     if found is None:
-        raise InputError(f"the model {path} is not on this machine: `hf download {path}`, or give a directory.")
+        raise InputError(f"the model {path} is not on this machine: `{download(path)}`, or give a directory.")
     if not (found / "config.json").exists() or not list(found.glob("*.safetensors")):
-        raise InputError(f"{found} holds no config.json with *.safetensors: `hf download {path}` again.")
+        raise InputError(f"{found} holds no config.json with *.safetensors: `{download(path)}` again.")
     return str(found)
 
 
@@ -239,6 +242,24 @@ def count_rows(files: Any) -> int:
         from repro.with_verl.data.schema import check_file
 
     return sum(check_file(p) for p in there) + sum(known)
+
+
+def epochs_in_print(scale: Scale) -> str:
+    """Both readings of the epochs that the LaTeX of the paper's Table A1 has commented out; "" for other scales."""
+    data = paper()
+    experiment = data["experiments"].get(scale.experiment or "", {"tables": []})
+    if "A1" not in experiment["tables"]:
+        return ""
+    rows = {row[0]: row[1:] for row in data["A1"]["commented"]}
+    epochs = rows["Total epochs"][data["A1"]["columns"].index(experiment["methods"][0])]
+    source, batch = SOURCES["dapo_math_17k"], scale.values["data.train_batch_size"][0]
+    whole, unique = (epochs * (count // batch) for count in (source.count * source.copies, source.count))
+    return (
+        f"Table A1 prints no steps; its LaTeX has `Total epochs {epochs}` commented out. With {batch} prompts a step that "
+        f"is {whole:,} steps on the published file, which has each problem {source.copies} times, or {unique:,} on its "
+        f"{source.count:,} problems; dynamic sampling draws more prompts a step, so that an epoch has fewer. "
+        f"{scale.name} trains {scale.values['trainer.total_training_steps'][0]:,}."
+    )
 
 
 def at_risk(cfg: DictConfig, e: Estimate) -> str:

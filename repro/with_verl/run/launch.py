@@ -139,6 +139,7 @@ def train(
         row = gpu_of(gpu or m.gpu_name or ("4090" if run.scale.gpu_gb < 40 else "H100"))
         memory = (row.memory if gpu else run.scale.gpu_gb) * GB
         estimate = preflight.save_hourly(run, cfg, preflight.price(cfg, row, memory))
+        note(run, preflight.epochs_in_print(run.scale))
         note(run, preflight.at_risk(cfg, estimate))
         note(run, preflight.price_of_flash(run, cfg, row, memory))
         show(run)
