@@ -222,7 +222,7 @@ def trl_memory() -> str:
     from repro.with_trl import memory, train
     from repro.with_verl.config.model import shape_of
 
-    shape, longest = shape_of(train.MODEL), train.BATCH["max_completion_length"]
+    shape, longest = shape_of(train.MODEL), train.LONGEST
     rows = [
         "| GPU | micro-batch | GB to train | responses generated together | GB to generate | of them keys and values |"
     ]

@@ -29,7 +29,8 @@ from upref_frameworks.parity import ParityError
 MODEL, DATA = "Qwen/Qwen2.5-0.5B-Instruct", RUNS / "data"
 TEST = 128  # problems of the test set that a validation answers
 # 32 prompts x 8 responses a generation, in four optimizer steps, so that three of four are off-policy
-BATCH = dict(num_generations=8, learning_rate=1e-6, warmup_steps=10, max_completion_length=512, logging_steps=1,
+LONGEST = 512  # tokens of a response
+BATCH = dict(num_generations=8, learning_rate=1e-6, warmup_steps=10, max_completion_length=LONGEST, logging_steps=1,
              save_steps=20, save_total_limit=2, eval_steps=50)  # fmt: skip
 TINY = dict(num_generations=8, learning_rate=3e-3, warmup_steps=0, max_completion_length=6, logging_steps=1,
             save_steps=8, save_total_limit=2, eval_steps=12)  # fmt: skip
@@ -141,7 +142,7 @@ def generated_together(args: argparse.Namespace) -> int:
     """How many responses the GPU generates at a time, by the estimate, which is printed."""
     if not gpu():
         return RESPONSES
-    shape, micro, longest = shape_of(args.model), micro_batch(gpu_bytes()), BATCH["max_completion_length"]
+    shape, micro, longest = shape_of(args.model), micro_batch(gpu_bytes()), LONGEST
     count = memory.together(shape, gpu_bytes(), micro, longest)
     print(f"  estimate: {memory.words(shape, gpu_bytes(), micro, longest, count)}", flush=True)
     return count
@@ -158,7 +159,9 @@ def in_parts(trainer: type, count: int) -> type:
         A class of it.
     """
 
-    class InParts(trainer):  # type: ignore[misc]  its base is known when it runs
+    class InParts(trainer):
+        """Its base is known when it runs."""
+
         def _generate_single_turn(self, prompt_ids: list, *rest: Any, **more: Any) -> tuple[list, Any]:
             turn = super()._generate_single_turn
             parts = [turn(prompt_ids[i : i + count], *rest, **more) for i in range(0, len(prompt_ids), count)]

@@ -96,7 +96,7 @@ def test_without_a_network_it_says_what_to_download(capsys, monkeypatch, tmp_pat
     assert "repro.with_verl.data.prepare gsm8k_train" in capsys.readouterr().err
 
 
-LONGEST = train.BATCH["max_completion_length"]
+LONGEST = train.LONGEST
 
 
 @pytest.mark.trl

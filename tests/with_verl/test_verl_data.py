@@ -223,6 +223,6 @@ def test_the_preflight_counts_validation_prompts(tmp_path):
 
     p.prepare(SMALL["amc23"], tmp_path, made("amc23", tmp_path))
     file = str(tmp_path / "amc23.parquet")
-    preflight.check_data(OmegaConf.create({"data": {"train_files": file, "val_files": [file, file]}}))
+    assert preflight.missing_data(OmegaConf.create({"data": {"train_files": file, "val_files": [file, file]}})) == []
     assert preflight.count_rows([file, file]) == 12
     assert preflight.count_rows(str(tmp_path / "math500.parquet")) == SOURCES["math500"].count  # not prepared yet

@@ -255,9 +255,9 @@ def epochs_in_print(scale: Scale) -> str:
     source, batch = SOURCES["dapo_math_17k"], scale.values["data.train_batch_size"][0]
     whole, unique = (epochs * (count // batch) for count in (source.count * source.copies, source.count))
     return (
-        f"Table A1 prints no steps; its LaTeX has `Total epochs {epochs}` commented out. With {batch} prompts a step that "
-        f"is {whole:,} steps on the published file, which has each problem {source.copies} times, or {unique:,} on its "
-        f"{source.count:,} problems; dynamic sampling draws more prompts a step, so that an epoch has fewer. "
+        f"Table A1 prints no steps; its LaTeX has `Total epochs {epochs}` commented out. With {batch} prompts a step "
+        f"that is {whole:,} steps on the published file, which has each problem {source.copies} times, or {unique:,} "
+        f"on its {source.count:,} problems; dynamic sampling draws more prompts a step, so that an epoch has fewer. "
         f"{scale.name} trains {scale.values['trainer.total_training_steps'][0]:,}."
     )
 
