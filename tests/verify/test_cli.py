@@ -217,6 +217,7 @@ def test_brackets_in_a_name_are_no_markup(capsys, tmp_path, monkeypatch):
     """[red] vanished from the table, and [/x] ended the command."""
     monkeypatch.chdir(tmp_path)
     for name in ("a[red]b.py", "e[/x]d.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(LOG_PROBS)
         code, out, _ = run(capsys, "cap", "dapo", f"{name}:loss")
         assert code == 0 and f"{name}:loss" in out
@@ -356,3 +357,15 @@ def test_sigterm_within_a_loss_is_not_the_loss():
     with pytest.raises(SystemExit) as e, interrupt.handled_within("upref x"):
         called("f", lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(1)))
     assert e.value.code == 143 and sys.excepthook is not interrupt._end
+
+
+class Escaped(Verdict):
+    def __rich_console__(self, console, options):
+        from rich.markup import escape
+
+        yield escape("as [ledger] records")
+
+
+def test_a_verdict_that_escapes_its_own_markup_is_printed_as_it_is(capsys, monkeypatch):
+    monkeypatch.setattr("upref_frameworks.audits.audit", lambda framework, **which: Escaped(True))
+    assert "as [ledger] records" in run(capsys, "audit", "verl")[1]

@@ -37,15 +37,16 @@ def _print(args: Namespace, verdict: Any) -> None:
 def _console() -> "Console":
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 160, markup=False)  # a file's name may have brackets
+    return Console(width=None if sys.stdout.isatty() else 160)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], heads: bool = True) -> None:
     """Print rows under their heads, or with heads=False the rows alone."""
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
-    rows_of = Table(*head, box=box.SIMPLE_HEAD, show_header=heads, pad_edge=False)
+    rows_of = Table(*map(escape, head), box=box.SIMPLE_HEAD, show_header=heads, pad_edge=False)
     for row in rows:
-        rows_of.add_row(*row)
+        rows_of.add_row(*map(escape, row))  # a file's name may have brackets
     _console().print(rows_of)
