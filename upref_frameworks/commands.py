@@ -60,8 +60,9 @@ def _step_arguments(c: argparse.ArgumentParser) -> None:
     c.add_argument("trainer", choices=("trl", "verl", "openrlhf"))
     c.add_argument("--only", default="", metavar="TEXT", help="only settings whose name or model family contains TEXT")
     c.add_argument("--list", action="store_true", help="print the settings; run nothing")
+    c.add_argument("--against", metavar="FILE", help="records of --json: fail where a setting now ends otherwise")
     c.epilog = """Exit status: 0 if a setting agrees and none differs, 1 if one differs, 2 if none could run or upref
-        itself failed on one."""
+        itself failed on one. With --against: 0 if each setting ends as in the records, 1 if one does not."""
 
 
 def _step(args: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conformance suite: a right loop passes, wrong ones fail with their cause, and no error reads as a verdict."""
 
+import copy
 import json
 import re
 import subprocess
@@ -15,6 +16,7 @@ from upref.cli import main
 from upref.conformance import CASES, Adapter, Status, cases, load_adapter, run
 from upref.conformance.results import draw_badge, read_badge, read_expected_failures, write_results
 from upref.errors import InputError
+from upref.step import record_step
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs/howto/conformance.md"
@@ -85,6 +87,27 @@ class TrainsNothing(Plain):
         pass
 
 
+class ReturnsGradients(Plain):
+    """A framework that trains a copy, and returns what reached it."""
+
+    def step(self, model, rows, case):
+        if case.updates > 1:
+            own = copy.deepcopy(model)
+            with record_step(own) as seen:
+                super().step(own, rows, case)
+            return seen
+        own = copy.deepcopy(model)
+        self.loss(own, rows, case, sum(sum(row.trains) for row in rows), len(rows)).backward()
+        return {name: parameter.grad for name, parameter in own.named_parameters()}
+
+
+class TrainsHalf(Plain):
+    """Both updates train on the first rows, as a loader does that is never advanced."""
+
+    def step(self, model, rows, case):
+        super().step(model, rows[:4] + rows[:4], case)
+
+
 class OneUpdate(Plain):
     def step(self, model, rows, case):
         super().step(model, rows[:4], replace(case, updates=1))
@@ -98,7 +121,14 @@ def test_a_right_loop_passes(name):
     assert outcome.status is Status.PASSED, str(outcome)
 
 
+@pytest.mark.parametrize("name", ["objective/dapo", "generation/2/micro-2"])
+def test_a_framework_that_trains_a_copy_passes(name):
+    outcome = run(ReturnsGradients(), CASES[name])
+    assert outcome.status is Status.PASSED, str(outcome)
+
+
 WRONG = [
+    (TrainsHalf, "generation/2/token-mean", "no optimizer step of the generation batch trains on responses 4, 5, 6, 7"),
     (ForgetsTemperature, "objective/grpo", "temperature"),
     (AveragesMicroBatches, "micro/4/token-mean", "micro-batches"),
     (CountsTheGenerationBatch, "generation/2/token-mean", "divided by"),

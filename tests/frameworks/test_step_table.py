@@ -7,18 +7,19 @@ from pathlib import Path
 
 import numpy
 import pytest
+import torch
 
 from docs.steps import note_of
 from upref.cli import main
 from upref.errors import InputError, NotInstalled
-from upref.step import StepReport
+from upref.step import StepReport, record_step
 from upref.step.families import FAMILIES
 from upref.step.reference import as_float64
 from upref.verify.report import fail
 from upref_frameworks.audits import framework
 from upref_frameworks.audits.isolated.pin import place
 from upref_frameworks.steps import table
-from upref_frameworks.steps.host import Refused, quiet
+from upref_frameworks.steps.host import Refused, TrainerFailedError, quiet, report
 
 RECORDS = Path(__file__).parents[2] / "docs" / "steps"
 SEVERITIES = {"breaks", "weakens", "rescales", "cosmetic"}
@@ -43,7 +44,7 @@ RIGHT = StepReport("step", "dapo", {}, [], "", [], {}, {}, 0.0, error=1e-6)
 WRONG = replace(RIGHT, findings=[fail("gradient", "over all parameters", cause="the temperature is left out")])
 
 
-def answered(monkeypatch, capsys, *answers):
+def answered(monkeypatch, capsys, *answers, arguments=()):
     """The status and the last line of `upref step trl` where its settings have these reports, or raise."""
     names = [f"setting {i}" for i, _ in enumerate(answers)]
     settings = [table.Setting(name) for name in names]
@@ -56,8 +57,9 @@ def answered(monkeypatch, capsys, *answers):
 
     monkeypatch.setattr(table, "chosen", lambda *_: settings)
     monkeypatch.setattr(table, "one", one)
-    status = main(["step", "trl"])
-    return status, capsys.readouterr().out
+    status = main(["step", "trl", *arguments])
+    said = capsys.readouterr()
+    return status, said.out + said.err
 
 
 REFUSED, ABSENT, CRASH = (
@@ -75,6 +77,44 @@ def test_the_status_says_whether_anything_ran(monkeypatch, capsys, answers, stat
     found, said = answered(monkeypatch, capsys, *answers)
     assert found == status, said
     assert ("upref itself fails" in said) == any(type(a) in (TypeError, InputError) for a in answers), said
+
+
+@pytest.mark.parametrize(("answers", "status", "words"), [
+    ([RIGHT, WRONG, REFUSED], 0, ""),
+    ([REFUSED, WRONG, REFUSED], 1, "setting 0: agrees, now does not run TRL's trainer fails"),
+    ([RIGHT, RIGHT, REFUSED], 1, "setting 1: differs, now agrees"),
+    ([RIGHT, WRONG, CRASH], 2, ""),
+    ([RIGHT, WRONG, REFUSED, RIGHT], 1, "setting 3: not recorded, now agrees"),
+])  # fmt: skip
+def test_against_records_what_changes_fails(monkeypatch, capsys, tmp_path, answers, status, words):
+    ends = [(1e-6, ""), (0.5, "the temperature is left out"), (None, "TRL's trainer fails: ValueError")]
+    records = [dict(setting=f"setting {i}", family="qwen3", error=e, cause=c) for i, (e, c) in enumerate(ends)]
+    (tmp_path / "before.json").write_text(json.dumps(records))
+    found, said = answered(monkeypatch, capsys, *answers, arguments=["--against", str(tmp_path / "before.json")])
+    assert found == status, said
+    assert words in said
+
+
+def test_half_a_batch_that_never_trains_differs():
+    """The rows that a trainer was fed are not another batch: those that it leaves out are missing."""
+    loops = pytest.importorskip("tests.step.loops", reason="the model is made by transformers")
+
+    def trained(model, rows, temperature, share):
+        with record_step(model) as seen:
+            loops.policy_step(model, rows[:share], size=2, temperature=temperature)
+            torch.optim.SGD(model.parameters(), lr=0.0).step()
+        return seen
+
+    judged = [report(trained, loops.qwen3(), "dapo", {}, {}, share=share) for share in (8, 4)]
+    assert judged[0], judged[0]
+    assert not judged[1]
+    assert "do not train" in judged[1].failures[0].cause
+
+
+def test_what_the_trainer_raises_is_not_a_refusal(monkeypatch, capsys):
+    _, said = answered(monkeypatch, capsys, TrainerFailedError("TRL's trainer fails: ValueError"), RIGHT)
+    assert said.startswith("fails ")
+    assert "1 could not be run (1 because the trainer raised an error)" in said
 
 
 def test_a_number_that_is_not_exercised_stands_in_its_line(monkeypatch, capsys):

@@ -30,8 +30,12 @@ class Adapter(Protocol):
     def settings(self, case: Case) -> dict[str, str]:
         """Return the framework's own configuration of the case. A failure prints it."""
 
-    def step(self, model: Any, rows: list[Row], case: Case) -> None:
-        """Train the model on the rows: leave gradients in `.grad`, or let an optimizer make `case.updates` steps."""
+    def step(self, model: Any, rows: list[Row], case: Case) -> Any:
+        """Train the model on the rows: leave gradients in `.grad`, or let an optimizer make `case.updates` steps.
+
+        A framework that trains a copy of the model returns {parameter's name: gradient}, or what
+        `upref.step.record.record_step` recorded on the copy.
+        """
 
 
 def load_adapter(target: str) -> Adapter:

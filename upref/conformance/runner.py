@@ -21,7 +21,7 @@ from upref.step.case import perturb
 from upref.step.check import StepReport, check_recorded, check_step
 from upref.step.families import END, V, tiny
 from upref.step.forward import Forward
-from upref.step.record import record_step
+from upref.step.record import Recorded, Step, watched
 from upref.step.reference import TorchModel
 from upref.step.rows import AXES, Row
 
@@ -107,15 +107,17 @@ def run(adapter: Adapter, case: Case, *, seed: int = 0, explain: bool = True) ->
     start = time.process_time()
     errors: list[Exception] = []
 
-    def step(model: Any, rows: list[Row]) -> None:
+    def step(model: Any, rows: list[Row]) -> Any:
         try:
-            adapter.step(model, rows, case)
+            return adapter.step(model, rows, case)
         except Exception as error:
             errors.append(error)
             raise
 
     try:
         report = _compare(step, case, adapter.scale(case), seed, explain)
+    except UntrainedRowsError as error:
+        return Outcome(case, Status.FAILED, str(error), settings, seconds=time.process_time() - start)
     except Exception as error:
         if not errors and not isinstance(error, InputError):
             raise
@@ -134,7 +136,7 @@ def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(error)} ({where})"
 
 
-def _compare(step: Callable[[Any, list[Row]], None], case: Case, scale: float, seed: int, explain: bool) -> StepReport:
+def _compare(step: Callable[[Any, list[Row]], Any], case: Case, scale: float, seed: int, explain: bool) -> StepReport:
     """Make the model and the rows, let the step train, and compare."""
     # Without this, transformers computes Gemma 2's attention by sdpa and drops its softcap, whatever the trainer does.
     attention: dict[str, Any] = {"attn_implementation": "eager"} if case.family == "gemma2" else {}
@@ -149,9 +151,47 @@ def _compare(step: Callable[[Any, list[Row]], None], case: Case, scale: float, s
         "explain": explain,
     }
     if case.updates == 1:
-        return check_step(step, model, case.objective, rows=rows, without=AXES, stir=False, **goal)
-    with record_step(model) as seen:
-        step(model, rows)
+
+        def one_gradient(model: Any, rows: list[Row]) -> Any:
+            made = step(model, rows)
+            if not isinstance(made, Recorded):
+                return made
+            if len(made.steps) != 1:
+                raise InputError(f"the adapter's optimizer made {len(made.steps)} steps, and the case has 1.")
+            return made.steps[0].gradients
+
+        return check_step(one_gradient, model, case.objective, rows=rows, without=AXES, stir=False, **goal)
+    reference = TorchModel(model)
+    steps: list[Step] = []
+    with watched(model, steps, case.updates + 1):
+        made = step(model, rows)
+    seen = made if isinstance(made, Recorded) else Recorded(reference, steps)
     if len(seen.steps) != case.updates:
         raise InputError(f"the adapter's optimizer made {len(seen.steps)} steps, and the case has {case.updates}.")
-    return check_recorded(seen, rows, case.objective, without=AXES, **goal)  # a trainer may shuffle the rows
+    return check_recorded(seen, _rows_of_updates(seen.steps, rows), case.objective, without=AXES, **goal)
+
+
+class UntrainedRowsError(Exception):
+    """Some rows train in no optimizer step, or in two."""
+
+
+def _rows_of_updates(steps: list[Step], rows: list[Row]) -> list[list[Row]]:
+    """Return the rows of each optimizer step, as many in each: a trainer may shuffle them.
+
+    Raises:
+        UntrainedRowsError: a row trains in no step, or in two, or the steps have other numbers of rows.
+    """
+    size = len(rows) // len(steps)
+    trained = [each.rows(rows) for each in steps]
+    if not any(trained):  # the model was not fed token ids: the first step has the first rows
+        return [rows[i * size : (i + 1) * size] for i in range(len(steps))]
+    counts = [sum(row is other for each in trained for other in each) for row in rows]
+    for words, found in (("no optimizer step", 0), ("more than one optimizer step", 2)):
+        which = ", ".join(str(i) for i, count in enumerate(counts) if min(count, 2) == found)
+        if which:
+            raise UntrainedRowsError(f"{words} of the generation batch trains on responses {which}")
+    if any(len(each) != size for each in trained):
+        raise UntrainedRowsError(
+            f"the optimizer steps have {[len(each) for each in trained]} responses, not {size} each"
+        )
+    return trained

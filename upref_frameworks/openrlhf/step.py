@@ -56,14 +56,17 @@ class Engine:
 
 def trained(
     model: Any, rows: Sequence[Row], temperature: float, *, micro: int = 2, clip: float = 0.0,
-    attention: str = "sdpa", beta: float = 0.0, max_tokens: int = 0, **actor: Any,
+    attention: str = "sdpa", beta: float = 0.0, max_tokens: int = 0, updates: int = 1, dtype: Any = torch.float32,
+    **actor: Any,
 ) -> Recorded:  # fmt: skip
-    """One optimizer step of OpenRLHF's trainer on these rows, recorded.
+    """One optimizer step of OpenRLHF's trainer on these rows, or several, recorded.
 
     Args:
         model: a small causal language model of transformers; OpenRLHF loads a copy of it.
         micro: responses of a micro-batch. max_tokens: of a dynamic one; 0: none.
         beta: kl.init_coef, with kl.use_loss and estimator k3.
+        updates: optimizer steps, on equally many rows each, which its loader shuffles.
+        dtype: of the parameters that it loads.
         actor: arguments of its section `actor`: eps_clip_low_high, dual_clip, loss_agg_mode, policy_loss_type, ...
 
     Raises:
@@ -87,15 +90,15 @@ def trained(
         model.save_pretrained(folder)
         for name, value in {"synchronize": None, "current_device": 0}.items():
             stack.enter_context(patch(f"torch.cuda.{name}", return_value=value))
-        with patch("openrlhf.utils.utils.convert_to_torch_dtype", return_value=torch.float32):  # it has halves only
+        with patch("openrlhf.utils.utils.convert_to_torch_dtype", return_value=dtype):  # it has halves only
             actor_model = its.Actor(folder, attn_implementation=attention, temperature=temperature)
         optimizer = torch.optim.SGD(actor_model.parameters(), lr=0.0)
         trainer = its.ActorPPOTrainer(
-            Engine(args, n // micro, clip), actor_model, None, optimizer, MagicMock(), micro_train_batch_size=micro,
-            dataloader_pin_memory=False, buffer_cpu_offload=False)  # fmt: skip
+            Engine(args, n // micro // updates, clip), actor_model, None, optimizer, MagicMock(),
+            micro_train_batch_size=micro, dataloader_pin_memory=False, buffer_cpu_offload=False)  # fmt: skip
         trainer.replay_buffer.append(_experience(its.Experience, rows))
         stack.enter_context(patch("torch.cuda.current_device", return_value="cpu"))
-        with watched(actor_model.model, steps, 1):
+        with watched(actor_model.model, steps, updates):
             trainer.ppo_train(beta)
     if not steps:
         raise InputError("OpenRLHF took no optimizer step on these rows.")

@@ -31,6 +31,10 @@ class Refused(InputError):
     """The trainer cannot run here, or not with these settings: there is nothing to compare."""
 
 
+class TrainerFailedError(Refused):
+    """The trainer raised an error of its own: it breaks, or it does not take these settings."""
+
+
 @contextlib.contextmanager
 def quiet(trainer: str, package: str, **environment: str) -> Iterator[None]:
     """Neither telemetry, warnings nor tables; what the trainer raises becomes Refused, and upref's own errors stay."""
@@ -47,7 +51,7 @@ def quiet(trainer: str, package: str, **environment: str) -> Iterator[None]:
     except Exception as e:
         if not _raised_by(e, package):
             raise
-        raise Refused(f"{trainer} fails: {type(e).__name__}: {one_line(e)}") from e
+        raise TrainerFailedError(f"{trainer} fails: {type(e).__name__}: {one_line(e)}") from e
     finally:
         logging.disable(level)
         os.environ.clear()
@@ -126,5 +130,7 @@ def report(
     rows = built(TorchModel(model), meaning, None, ["temperature"] if temperature == 1 else [], coarse=half).rows
     with ranked(ranks, step, model, rows, temperature, fields) as mine:
         seen = step(model, mine, temperature, **fields)
-        return check_recorded(seen, rows if ranks == 1 else [rows], objective, temperature=temperature, without=AXES,
+        fed = seen.steps[0].rows(rows) if ranks == 1 else rows  # in the trainer's order
+        its = fed if len(fed) == len(rows) else rows  # a row that was not fed is a difference, not another batch
+        return check_recorded(seen, [its], objective, temperature=temperature, without=AXES,
                               bound=torch.bfloat16 if half else None, **goal, **hp)  # fmt: skip

@@ -3,9 +3,11 @@
 
 import importlib
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from upref.foreign.guard import one_line
 from upref.step.case import perturb
 from upref.step.check import StepReport
 from upref.step.families import tiny
-from upref_frameworks.steps.host import Refused, report
+from upref_frameworks.steps.host import Refused, TrainerFailedError, report
 from upref_frameworks.steps.settings import TRAINERS, Setting
 
 
@@ -29,6 +31,7 @@ class Outcome:
     cause: str = ""
     not_exercised: str = ""  # numbers of the objective that the rows do not reach
     broken: bool = False  # upref itself failed, not the trainer
+    failed: bool = False  # the trainer raised an error
     seconds: float = 0.0
 
     @property
@@ -43,10 +46,18 @@ class Outcome:
     def refused(self) -> bool:
         return self.error is None and not self.broken
 
+    @property
+    def end(self) -> str:
+        """How the setting ended, in one word."""
+        if self.error is not None:
+            return "DIFFERS" if self.cause else "agrees"
+        if self.broken:
+            return "BROKEN"
+        return "fails" if self.failed else "refused"
+
     def __str__(self) -> str:
         error = "-" if self.error is None else f"{self.error:.1e}"
-        word = "agrees" if self.agrees else "DIFFERS" if self.differs else "BROKEN" if self.broken else "refused"
-        lines = [f"{word:7}  {error:>7}  {self.family:16} {self.setting}"]
+        lines = [f"{self.end:7}  {error:>7}  {self.family:16} {self.setting}"]
         lines += [f"         {self.cause}"] if self.cause else []
         lines += [f"         not exercised: {self.not_exercised}"] if self.not_exercised else []
         return "\n".join(lines)
@@ -80,9 +91,11 @@ def run(trainer: str, only: str = "", say: Callable[[Outcome], Any] = lambda o: 
 def _tried(trainer: str, setting: Setting) -> Outcome:
     this = Outcome(setting.name, setting.family, None)
     try:
-        found = one(trainer, setting)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # of adapters' first weights
+            found = one(trainer, setting)
     except (NotInstalled, Refused) as e:
-        return replace(this, cause=str(e))
+        return replace(this, cause=str(e), failed=isinstance(e, TrainerFailedError))
     except Exception as e:
         return replace(this, cause=f"upref itself fails: {type(e).__name__}: {one_line(e)}", broken=True)
     cause = "" if found else found.failures[0].cause
@@ -106,10 +119,14 @@ def one(trainer: str, s: Setting) -> StepReport:
 
 
 def command(args: Any) -> int:
-    """`upref step TRAINER`: exit status 1 where a setting differs, 2 where none could run or upref itself failed."""
+    """`upref step TRAINER`: exit status 1 where a setting differs, 2 where none could run or upref itself failed.
+
+    With `--against` it is 1 where a setting ends otherwise than in the records, and 0 where none does; 2 stays.
+    """
     if args.list:
         print(*(f"{s.family:16} {s.name}" for s in chosen(args.trainer, args.only)), sep="\n")
         return 0
+    before = read_ends(Path(args.against)) if args.against else {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # models are tiny: more threads wait for each other
     try:
@@ -121,15 +138,57 @@ def command(args: Any) -> int:
         print(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
     else:
         print(_summary(outcomes))
+    if args.against:
+        changes = changed_ends(before, outcomes)
+        print(*changes, sep="\n", file=sys.stderr)
+        if any(o.broken for o in outcomes):
+            return 2
+        return 1 if changes else 0
     if any(o.differs for o in outcomes):
         return 1
     return 0 if any(o.agrees for o in outcomes) and not any(o.broken for o in outcomes) else 2
+
+
+def read_ends(path: Path) -> dict[tuple[str, str], str]:
+    """Read how each setting ended: `agrees`, `differs` or `does not run`, from what `upref step --json` printed.
+
+    Raises:
+        InputError: the file is missing, or it holds no such records.
+    """
+    try:
+        records = json.loads(path.read_text(encoding="utf-8"))
+        return {(one["setting"], one["family"]): _end(one["error"], one["cause"]) for one in records}
+    except FileNotFoundError:
+        raise InputError(
+            f"there is no file {path}: --against takes what `upref step TRAINER --json` printed."
+        ) from None
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"{path} does not hold the records that `upref step TRAINER --json` prints.") from None
+
+
+def changed_ends(before: dict[tuple[str, str], str], outcomes: list[Outcome]) -> list[str]:
+    """Return a line for each setting that ends otherwise than in the records, or that they do not have."""
+    lines = []
+    for outcome in outcomes:
+        was = before.get((outcome.setting, outcome.family), "not recorded")
+        now = _end(outcome.error, outcome.cause)
+        if was != now:
+            lines.append(f"changed: {outcome.family}, {outcome.setting}: {was}, now {now} {outcome.cause}".rstrip())
+    return lines
+
+
+def _end(error: float | None, cause: str) -> str:
+    if error is None:
+        return "does not run"
+    return "differs" if cause else "agrees"
 
 
 def _summary(outcomes: list[Outcome]) -> str:
     count = lambda which: sum(getattr(o, which) for o in outcomes)
     words = [f"{count('agrees')} of {len(outcomes)} settings agree", f"{count('differs')} differ"]
     words.append(f"{count('refused')} could not be run")
+    if failed := count("failed"):
+        words[-1] += f" ({failed} because the trainer raised an error)"
     if broken := count("broken"):
         words.append(f"{broken} could not be judged, because upref itself failed")
     return f"{', '.join(words)} ({sum(o.seconds for o in outcomes):.0f} s)"

@@ -21,6 +21,7 @@ from upref.step.families import END, V
 from upref.step.forward import Forward
 from upref.step.record import Recorded, record_step
 from upref.step.rows import AXES, Row, made
+from upref.verify.report import fail
 from upref_frameworks.steps.host import quiet
 
 GENERATIONS = 4  # responses of a group
@@ -138,6 +139,12 @@ def expected_rows(seen: Recorded, rows: Sequence[Row], fields: dict[str, Any]) -
     return out
 
 
+def _unfed(rows: Sequence[Row], steps: Sequence[Sequence[Row]]) -> list[int]:
+    """The rows of a generation batch that none of its optimizer steps was fed."""
+    fed = [row.ids for step in steps for row in step]
+    return [i for i, row in enumerate(rows) if row.ids not in fed]
+
+
 def _log_probs(seen: Recorded, n: int, rows: Sequence[Row], T: float) -> list:
     return Forward(with_weights(seen.model, seen.steps[n]), list(rows), T).lp()
 
@@ -171,6 +178,10 @@ def report(
 
     each = expected_rows(seen, rows, fields)
     found = at_step(step, each[step])
+    if unfed := _unfed(rows, each[max(0, step + 1 - max(every, 1)) : step + 1]):
+        cause = f"responses {', '.join(map(str, unfed))} of the generation batch do not train"
+        never = fail("gradient", "over the generation batch", "a step on each response", cause=cause)
+        return replace(found, findings=[never])
     if found or not step:
         return found
     # TRL's forward pass makes the old log-probabilities too: where it is wrong, the first step, with r = 1, is clearer

@@ -38,7 +38,7 @@ ACTOR = dict(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=4, clip
 def trained(
     model: Any, rows: Sequence[Row], temperature: float, *, model_config: dict[str, Any] | None = None,
     engine: dict[str, Any] | None = None, actor: dict[str, Any] | None = None, clip: float = 1e9,
-    attention: str = "sdpa", updates: int = 1,
+    attention: str = "sdpa", updates: int = 1, mini_batches: int = 1, rate: float = 1e-3,
 ) -> Recorded:  # fmt: skip
     """Optimizer steps of verl's worker on these rows, recorded.
 
@@ -47,7 +47,9 @@ def trained(
         rows: with old and reference log-probabilities; of this rank, where a process group is initialized.
         model_config, engine, actor: fields of HFModelConfig, FSDPEngineConfig, ActorConfig, over MODEL, ENGINE, ACTOR.
         clip: bound of the gradient's norm.
-        updates: how many steps, each on all rows.
+        updates: how many passes over all rows.
+        mini_batches: steps of a pass, on equally many rows each, in their order.
+        rate: the learning rate.
 
     Raises:
         InputError: verl is not installed, or its worker fails.
@@ -69,15 +71,15 @@ def trained(
                 model_config=HFModelConfig(path=folder, override_config={"attn_implementation": attention},
                                            **MODEL | (model_config or {})),
                 engine_config=FSDPEngineConfig(**ENGINE | (engine or {})),
-                optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=1, clip_grad=clip),
+                optimizer_config=FSDPOptimizerConfig(lr=rate, total_training_steps=updates, clip_grad=clip),
                 checkpoint_config=None,
             ))  # fmt: skip
             worker.reset()
             worker.set_loss_fn(partial(ppo_loss, config=settings))
             module = worker.engine.module
-            with watched(module, steps, updates):
+            with watched(module, steps, updates * mini_batches):
                 for _ in range(updates):
-                    worker.train_mini_batch(_batch(rows, temperature, settings))
+                    worker.train_mini_batch(_batch(rows, temperature, settings, mini_batches))
         if (model_config or {}).get("lora_rank"):  # adapters like the worker's; their weights come from the record
             from peft import get_peft_model
 
@@ -150,7 +152,7 @@ def stop_unless_twin_agrees(spec: dict[str, Any]) -> str:
     return said
 
 
-def _batch(rows: Sequence[Row], temperature: float, settings: Any) -> Any:
+def _batch(rows: Sequence[Row], temperature: float, settings: Any, mini_batches: int = 1) -> Any:
     """As verl's trainer hands it to its workers: prompts padded left, responses right, then without padding."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import left_right_2_no_padding
@@ -167,7 +169,7 @@ def _batch(rows: Sequence[Row], temperature: float, settings: Any) -> Any:
         "response_mask": b.mask.long(), "advantages": b.adv.float(),
     }  # fmt: skip
     tensors |= {k: v.float() for k, v in {"old_log_probs": b.old, "ref_log_prob": b.ref}.items() if v is not None}
-    n = len(rows) * torch.distributed.get_world_size()
+    n = len(rows) // mini_batches * torch.distributed.get_world_size()
     plain = dict(
         temperature=temperature, calculate_entropy=settings.entropy_coeff != 0, distillation_use_topk=False,
         distillation_only=False, global_batch_size=n, mini_batch_size=n, epochs=1, seed=0,

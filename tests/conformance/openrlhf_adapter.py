@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An adapter for OpenRLHF: its unmodified ActorPPOTrainer on given rows, with a stand-in for DeepSpeed's engine."""
+
+import importlib.metadata
+from typing import Any
+
+import torch
+
+from upref_frameworks.openrlhf.step import trained
+
+SEQUENCES = dict(loss_agg_mode="seq-mean-token-mean")
+
+# objective -> the fields of its section `actor` that ask for it
+FIELDS: dict[str, dict[str, Any]] = {
+    "ppo_clip": dict(eps_clip_low_high=(0.2, 0.2)),
+    "dapo": dict(eps_clip_low_high=(0.2, 0.28)),
+    "grpo": SEQUENCES | dict(eps_clip_low_high=(0.2, 0.2)),
+    "gspo": SEQUENCES | dict(eps_clip_low_high=(3e-4, 4e-4), policy_loss_type="gspo"),
+}
+EAGER = ("gemma2", "mamba2")  # sdpa drops Gemma 2's softcap, and Mamba 2 has none
+
+
+class OpenRLHF:
+    """ActorPPOTrainer of the installed OpenRLHF."""
+
+    name = f"openrlhf {importlib.metadata.version('openrlhf')}"
+
+    def supports(self, case):
+        if case.objective not in FIELDS:
+            return f"OpenRLHF has no policy_loss_type of {case.objective}"
+        return ""
+
+    def scale(self, case):
+        return 1.0
+
+    def fields(self, case):
+        fields = FIELDS[case.objective] | dict(micro=8 // (case.micro_batches * case.updates), updates=case.updates)
+        if case.beta:
+            fields |= dict(beta=case.beta)
+        if case.entropy_coef:
+            fields |= dict(entropy_coef=case.entropy_coef)
+        if case.clip:
+            fields |= dict(clip=case.clip)
+        return fields
+
+    def settings(self, case):
+        return {key: repr(value) for key, value in (self.fields(case) | dict(temperature=case.temperature)).items()}
+
+    def step(self, model, rows, case):
+        return trained(
+            model,
+            rows,
+            case.temperature,
+            attention="eager" if case.family in EAGER else "sdpa",
+            dtype=getattr(torch, case.dtype),
+            **self.fields(case),
+        )

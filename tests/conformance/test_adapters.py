@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adapters of TRL, verl and OpenRLHF: a sample of the suite by day, all of it with its known failures nightly."""
+
+from pathlib import Path
+
+import pytest
+
+from upref.conformance import CASES, Status, cases, load_adapter, run
+from upref.conformance.results import read_expected_failures
+from upref_frameworks.audits import framework
+from upref_frameworks.audits.isolated.pin import place
+
+HERE = Path(__file__).parent
+FRAMEWORKS = [
+    pytest.param("trl", "TRL", marks=pytest.mark.trl),
+    pytest.param("verl", "Verl", marks=pytest.mark.verl),
+    pytest.param("openrlhf", "OpenRLHF"),
+]
+SAMPLE = ("objective/dapo", "micro/4/seq-mean", "generation/2/micro-2")
+
+
+def _load(name, class_name, monkeypatch):
+    """Load the adapter of an installed framework; OpenRLHF lies in the folder that its audit makes."""
+    if name == "openrlhf":
+        pytest.importorskip("peft", reason="OpenRLHF imports it")
+        for path in place("openrlhf", framework("openrlhf").pin).paths:
+            monkeypatch.syspath_prepend(path)
+    else:
+        pytest.importorskip(name)
+    return load_adapter(f"{HERE / name}_adapter.py:{class_name}")
+
+
+def _judge(adapter, chosen, expected, seed=0):
+    """Return the cases whose end is not the expected one, with what they say."""
+    wrong = {}
+    for case in chosen:
+        outcome = run(adapter, case, seed=seed, explain=False)
+        fails = outcome.status in (Status.FAILED, Status.COULD_NOT_RUN)
+        if fails != (case.id in expected):
+            wrong[case.id] = str(outcome)
+    return wrong
+
+
+@pytest.mark.parametrize(("name", "class_name"), FRAMEWORKS)
+def test_a_sample_agrees(name, class_name, monkeypatch):
+    adapter = _load(name, class_name, monkeypatch)
+    expected = read_expected_failures(HERE / f"{name}_xfails.toml")
+    assert not _judge(adapter, [CASES[case] for case in SAMPLE], expected)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(("name", "class_name"), FRAMEWORKS)
+def test_each_case_ends_as_listed_for_three_seeds(name, class_name, seed, monkeypatch):
+    """No false alarm on the release, and no known failure that passes."""
+    adapter = _load(name, class_name, monkeypatch)
+    expected = read_expected_failures(HERE / f"{name}_xfails.toml")
+    assert not _judge(adapter, cases(), expected, seed)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An adapter for verl: its unmodified TrainingWorker over FSDP2 and gloo, on given rows."""
+
+import importlib.metadata
+from typing import Any
+
+from upref_frameworks.verl.step import trained
+
+LENGTH = 16  # loss_scale_factor: what dr_grpo divides a sum over tokens by
+FIXED_CLIP = dict(clip_ratio_low=0.2, clip_ratio_high=0.2)
+SEQUENCES = dict(loss_agg_mode="seq-mean-token-mean")
+
+# objective -> the fields of ActorConfig that ask for it
+FIELDS: dict[str, dict[str, Any]] = {
+    "ppo_clip": FIXED_CLIP,
+    "dapo": dict(clip_ratio_low=0.2, clip_ratio_high=0.28),
+    "grpo": FIXED_CLIP | SEQUENCES,
+    "dr_grpo": FIXED_CLIP | dict(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=LENGTH),
+    # CISPO has no lower bound: a ratio is never below 0.
+    "cispo": dict(clip_ratio_low=1.0, clip_ratio_high=4.0, policy_loss=dict(loss_mode="cispo")),
+    "sapo": SEQUENCES | dict(policy_loss=dict(loss_mode="sapo")),
+    "gspo": SEQUENCES | dict(clip_ratio_low=3e-4, clip_ratio_high=4e-4, policy_loss=dict(loss_mode="gspo")),
+    "reinforce": dict(loss_agg_mode="seq-mean-token-sum", policy_loss=dict(loss_mode="gpg")),
+}
+EAGER = ("gemma2", "mamba2")  # sdpa drops Gemma 2's softcap, and Mamba 2 has none
+
+
+class Verl:
+    """TrainingWorker of the installed verl."""
+
+    name = f"verl {importlib.metadata.version('verl')}"
+
+    def supports(self, case):
+        if case.objective not in FIELDS:
+            return f"verl has no loss_mode of {case.objective}"
+        return ""
+
+    def scale(self, case):
+        # loss_scale_factor divides the loss, as its documentation says.
+        return 1 / LENGTH if case.objective == "dr_grpo" else 1.0
+
+    def actor(self, case):
+        fields = dict(FIELDS[case.objective])
+        if case.beta:
+            fields |= dict(use_kl_loss=True, kl_loss_coef=case.beta, kl_loss_type="k3")
+        if case.entropy_coef:
+            fields |= dict(entropy_coeff=case.entropy_coef)
+        return fields
+
+    def engine(self, case):
+        half = dict(mixed_precision=None) if case.dtype == "bfloat16" else {}  # None is verl's default, bfloat16
+        return dict(micro_batch_size_per_gpu=8 // (case.micro_batches * case.updates)) | half
+
+    def settings(self, case):
+        said = self.actor(case) | self.engine(case)
+        said |= dict(temperature=case.temperature, ppo_mini_batch_size=8 // case.updates)
+        said |= dict(clip_grad=case.clip) if case.clip else {}
+        return {key: repr(value) for key, value in said.items()}
+
+    def step(self, model, rows, case):
+        return trained(
+            model,
+            rows,
+            case.temperature,
+            actor=self.actor(case),
+            engine=self.engine(case),
+            clip=case.clip or 1e9,
+            attention="eager" if case.family in EAGER else "sdpa",
+            mini_batches=case.updates,
+            rate=1e-6,
+        )
