@@ -1,4 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
+const TABLES = 6000; // pixels of all tables of a page that a phone shows before their buttons
+const TABLE = 600; // and of one of them
+
+// On a phone a long table shows its first rows, and a button for the rest.
+function fold(table, _, all) {
+  const most = Math.min(TABLE, TABLES / all.length);
+  const rows = [...table.querySelectorAll("tbody tr")];
+  const top = table.getBoundingClientRect().top;
+  const beyond = rows.filter((row, i) => i > 1 && row.getBoundingClientRect().bottom - top > most);
+  if (beyond.length < 2) return;
+  beyond.forEach((row) => (row.hidden = true));
+  const button = document.createElement("button");
+  button.className = "show-all btn btn-sm btn-outline-primary";
+  button.textContent = `Show all ${rows.length} rows`;
+  button.addEventListener("click", () => {
+    beyond.forEach((row) => (row.hidden = false));
+    button.remove();
+  });
+  table.after(button);
+}
+
 window.addEventListener("load", async () => {
   // The theme's search button is called by what one reads on it, shortcut included.
   for (const button of document.querySelectorAll(".search-button-field")) {
@@ -12,6 +33,7 @@ window.addEventListener("load", async () => {
       [...row.cells].forEach((cell, i) => cell.setAttribute("data-label", heads[i] ?? ""));
     }
   }
+  if (window.matchMedia("(max-width: 700px)").matches) document.querySelectorAll(".bd-article table").forEach(fold);
   // A list of settings in a table breaks after a comma or an underscore, so that its column leaves room for the others.
   for (const code of document.querySelectorAll("td code")) {
     if (code.textContent.length < 18) continue;
