@@ -51,39 +51,70 @@ def test_each_number_makes_a_difference_or_is_printed(reference, name):
         others = (1, 2) if number == "seed" else (0.1, 0.2) if value == 0 else (value / 2, value * 2)
         seen = all(error(**{number: v}) > BOUND for v in others)
         assert seen or f"{number} = {value:g}" in printed, (number, printed)
-    if o.level == "token" and not o.reads:  # its bounds are of the ratio, and rows have ratios beside each of them
-        assert not {f"{k} = {v:g}" for k, v in goal.hp.items() if k in ("eps", "eps_low", "eps_high")} & {*printed}
 
 
-def test_a_much_too_wide_bound_of_gspo_is_not_vouched_for():
-    """No response of the rows has a ratio between the bounds of GSPO and 1.03."""
-    o = upref.get("gspo")
+def step_of(name, **hp):
+    """A step written with the registered objective at these numbers."""
+    o = upref.get(name)
 
     def step(model, rows):
         ids, there, trains, old, adv, _ = collated(rows)
         lp = log_probs(model, ids, there).double()
-        J = o.J(lp, old[:, 1:].double(), adv[:, 1:].double(), trains[:, 1:].bool(), eps_low=0.03, eps_high=0.03)
+        J = o.J(lp, old[:, 1:].double(), adv[:, 1:].double(), trains[:, 1:].bool(), **hp)
         (-J).backward()
 
-    report = check_step(step, qwen3(), "gspo", temperature=T)
-    assert report and report.not_reached["eps_low = 0.0003"].endswith("0.03 agree too"), report.not_reached
-    said = report.text().splitlines()[-1]
-    assert said.startswith("not exercised: eps_low = 0.0003 (") and "s from 0.95" in said, said
+    return step
 
 
-def test_a_dual_clip_beyond_the_ratios_is_not_vouched_for():
-    report = check_step(right, qwen3(), "dapo", temperature=T, c=3.0)  # the loop has none
-    assert report and [*report.not_reached] == ["c = 3"]
-    assert "not exercised: c = 3 (300 agrees too); clamps and bounds beyond the rows' range (r from 0.51 to 2" in str(
-        report
+@pytest.mark.parametrize("low, high", [(3e-4, 4e-4), (2e-4, 4e-4), (3e-4, 6e-4), (3e-3, 4e-3), (0.03, 0.03)])
+def test_a_bound_of_gspo_is_noticed(low, high):
+    report = check_step(step_of("gspo", eps_low=low, eps_high=high), qwen3(), "gspo", temperature=T, explain=False)
+    assert bool(report) == ((low, high) == (3e-4, 4e-4)) and not report.not_reached, report
+
+
+def clamped(log_r=None, A=None, c=None):
+    """DAPO with a guard: of log r, of the advantage, or a dual clip."""
+
+    def surrogate(lp, old, adv):
+        d = (lp - old).clamp(-log_r, log_r) if log_r else lp - old
+        adv = adv.clamp(-A, A) if A else adv
+        r = d.exp()
+        J = torch.minimum(r * adv, r.clamp(0.8, 1.28) * adv)
+        return torch.where(adv < 0, torch.maximum(J, c * adv), J) if c else J
+
+    def step(model, rows):
+        ids, there, trains, old, adv, _ = collated(rows)
+        J = surrogate(log_probs(model, ids, there), old[:, 1:], adv[:, 1:])
+        (-(J * trains[:, 1:]).sum() / trains.sum()).backward()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "guard", [dict(log_r=1.0), dict(log_r=2.0), dict(A=2.0), dict(A=5.0), dict(c=3.0), dict(c=10.0)]
+)
+def test_a_guard_inside_a_loop_is_noticed(guard):
+    assert not check_step(clamped(**guard), qwen3(), "dapo", temperature=T, explain=False)
+
+
+@pytest.mark.parametrize("c, right", [(3.0, True), (2.0, False), (3.5, False), (10.0, False), (None, False)])
+def test_a_dual_clip_is_noticed(c, right):
+    report = check_step(clamped(c=c), qwen3(), "dapo", temperature=T, c=3.0, explain=False)
+    assert bool(report) == right and not report.not_reached, report
+
+
+def test_a_bound_beyond_the_ratios_is_not_vouched_for():
+    report = check_step(clamped(c=50.0), qwen3(), "dapo", temperature=T, c=40.0)
+    assert report and [*report.not_reached] == ["c = 40"]
+    assert (
+        "not exercised: c = 40 (20 and 4000 agree too); clamps and bounds beyond the rows' range (r from 0.07"
+        in str(report)
     )
-    low = check_step(right, qwen3(), "dapo", temperature=T, c=1.5)
-    assert not low
 
 
 def test_what_the_rows_do_exercise_is_not_printed():
     report = check_step(right, qwen3(), "dapo", temperature=T)
-    assert report.not_reached == {} and "|A| up to 2" in str(report)
+    assert report.not_reached == {} and "|A| up to 5.5" in str(report)
 
 
 def test_on_policy_no_bound_is_exercised():

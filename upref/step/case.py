@@ -45,9 +45,12 @@ def built(
         raise InputError(f"without takes a list of {', '.join(AXES)}, got {what!r}.")
     if rows is None:
         made = batch.made(model.vocabulary, seed, without, model.end)
+        if goal.o.reads_mu and "ratio" not in without:
+            batch.make_probable(made, model.logits, model.end)
         forward = Forward(model, made, goal.temperature)
         still = "ratio" in without
-        batch.sampled(made, forward.lp(), goal.o, goal.hp, seed=seed, still=still, coarse=coarse)
+        entropy = [*forward.statistics()[1].detach()] if "entropy" in goal.o.reads else None
+        batch.sampled(made, forward.lp(), goal.o, goal.hp, seed=seed, still=still, coarse=coarse, entropy=entropy)
     else:
         made = batch.validated(rows, model.vocabulary)
         forward = Forward(model, made, goal.temperature)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The responses of one training step, without tensors or padding: the trainer makes those."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,21 +11,18 @@ from torch import Tensor, nn
 
 from upref.errors import InputError
 from upref.registry import Objective
+from upref.step.ratios import LIMIT, Batch, choose_log_ratios
 
 AXES = ("lengths", "temperature", "ratio", "holes")  # what a case must vary
 PROMPTS, LENGTHS = (3, 7, 4, 6, 2, 5, 3, 8), (9, 4, 7, 5, 8, 6, 11, 3)  # tokens of the eight responses
-ADVANTAGES = (1.3, -0.7, 0.4, -1.6, 0.9, -1.1, 2.0, -0.5)
+ADVANTAGES = (1.3, -0.7, 5.5, -5.2, 0.9, -1.1, 2.0, -0.5)  # two beyond the bounds by which loops clamp advantages
 GROUPS = (0, 0, 0, 1, 1, 2, 2, 2)
+SIZES = (2, 4, 8)  # of groups that share a prompt
 # response -> tokens that do not train. There are eight responses, 10 holes and 43 tokens that train, a prime: a count
-# that a loop divides by in error is another number. Halves, ranks and groups have distinct counts of tokens.
-HOLES = {0: (3, 4), 2: (4,), 3: (2,), 4: (0, 4), 6: (5, 6, 7), 7: (2,)}
-SPREAD = (0.03, 0.7)  # |log r| of a token
-COARSE = (0.03, 0.12), (0.4, 0.7)  # in half precision: inside the usual clip bounds and outside, far from both
-BESIDE = 0.012  # log r from a bound, of the tokens beside it
-MEANS = {  # of log r over a response, or its sum, where an objective acts on that
-    "sequence_mean": (1e-4, -1.5e-4, 0.06, -0.05, -0.04, 1.2e-4, -1e-4, 0.05),
-    "sequence_product": (0.08, -0.1, 0.5, -0.4, -0.6, 0.09, -0.05, 0.4),
-}
+# that a loop divides by in error is another number. Halves, ranks and groups have distinct counts of tokens. No hole is
+# the last token of a response: what ends it trains.
+HOLES = {0: (3, 4), 2: (4,), 3: (2,), 4: (0, 4), 6: (5, 6, 7), 7: (1,)}
+PROBABLE = {0: (1, 5), 2: (1, 3), 4: (2, 6), 6: (1, 8)}  # response -> tokens that are among the model's most probable
 
 
 @dataclass
@@ -113,56 +110,94 @@ def locate(fed: Sequence[list[int]], row: Row) -> tuple[int, int] | None:
     return None
 
 
-def made(vocabulary: int, seed: int = 0, without: Sequence[str] = (), end: int | None = None) -> list[Row]:
+def made(
+    vocabulary: int, seed: int = 0, without: Sequence[str] = (), end: int | None = None, group_size: int | None = None
+) -> list[Row]:  # fmt: skip
     """Eight responses with distinct tokens and holes in their masks, still without log-probabilities.
 
-    end: the id that ends a sequence; it closes most responses, and stands inside most prompts.
+    Args:
+        vocabulary: its number of tokens.
+        seed: of the tokens.
+        without: of `lengths` and `holes`, what all responses have alike.
+        end: the id that ends a sequence. As in samples it stands at the end of a response and nowhere else in it; only
+            a response of the largest length lacks it. It stands inside most prompts.
+        group_size: so many responses in a row share a prompt and a group; None: each has a prompt of its own.
     """
     if vocabulary < 8:
         raise InputError(f"a vocabulary of {vocabulary} tokens is too small: give a model with at least 8.")
+    if group_size is not None and (type(group_size) is not int or group_size not in SIZES):
+        raise InputError(f"group_size is {', '.join(map(str, SIZES))} or None, got {repr(group_size)[:60]}.")
     rng = np.random.default_rng(seed)
     lengths = (6,) * 8 if "lengths" in without else LENGTHS
     prompts = (4,) * 8 if "lengths" in without else PROMPTS
-    # 0 is left out: many loops pad by it
     total = sum(lengths) + sum(prompts)
-    ids = np.concatenate([rng.permutation(np.arange(1, vocabulary)) for _ in range(1 + total // (vocabulary - 1))])
+    # 0 is left out: many loops pad by it
+    others = [t for t in range(1, vocabulary) if t != end]
+    ids = np.concatenate([rng.permutation(others) for _ in range(1 + total // len(others))])
     rows, at = [], 0
     for i, (p, n) in enumerate(zip(prompts, lengths, strict=True)):
         tokens = ids[at : at + p + n].tolist()
         at += p + n
+        prompt, response = tokens[:p], tokens[p:]
         holes = () if "holes" in without else HOLES.get(i, ())
-        if end is not None and i % 4:
-            tokens[-1] = end
-            if p > 2:
-                tokens[1] = end  # as in a chat template: an attention mask made of token values cuts it out
-        rows.append(Row(tokens[:p], tokens[p:], [t not in holes for t in range(n)], ADVANTAGES[i], group=GROUPS[i]))
+        if end is not None:
+            if n < max(lengths) or (min(lengths) == max(lengths) and i % 4):
+                response[-1] = end
+            if i % 4 and p > 2:
+                prompt[1] = end  # as in a chat template: an attention mask made of token values cuts it out
+        group = GROUPS[i] if group_size is None else i // group_size
+        if group_size is not None and i % group_size:
+            prompt = list(rows[-1].prompt)
+        rows.append(Row(prompt, response, [t not in holes for t in range(n)], ADVANTAGES[i], group=group))
+    return rows
+
+
+def make_probable(rows: list[Row], logits: Callable[[list[int]], Tensor], end: int | None = None) -> list[Row]:
+    """Replace some tokens of the responses by the most probable ones that no row has yet.
+
+    A bound on the change of a probability acts on tokens that are probable.
+
+    Args:
+        rows: they are changed.
+        logits: of token ids: [S, V].
+        end: the id that ends a sequence.
+    """
+    used = {t for r in rows for t in r.ids} | {0, *(() if end is None else (end,))}
+    for i, places in PROBABLE.items():
+        for t in (t for t in places if t < len(rows[i].response) - 1):
+            z = logits(rows[i].prompt + rows[i].response[:t])[-1].detach().clone()
+            z[[*used - {rows[i].response[t]}]] = -torch.inf
+            used -= {rows[i].response[t]}
+            rows[i].response[t] = int(z.argmax())
+            used |= {rows[i].response[t]}
     return rows
 
 
 def sampled(
     rows: list[Row], lp: list[Tensor], o: Objective, hp: dict[str, Any], *, seed: int = 0, still: bool = False,
-    coarse: bool = False,
+    coarse: bool = False, entropy: list[Tensor] | None = None,
 ) -> list[Row]:  # fmt: skip
-    """The rows with old and reference log-probabilities: lp[i] of row i, moved so that r is on both sides of bounds.
+    """The rows with old and reference log-probabilities, so that r is on both sides of each bound of the objective.
 
-    still: r = 1. coarse: no token is beside a bound.
+    Args:
+        rows: they are changed.
+        lp: log-probabilities of each row's response tokens, by the current weights.
+        o: the objective.
+        hp: its numbers, resolved.
+        seed: of the ratios.
+        still: r = 1.
+        coarse: no token is beside a bound, for a step in half precision.
+        entropy: of each response token, where the objective reads it.
     """
     rng = np.random.default_rng(seed + 1)
-    bounds = [1 - hp.get("eps_low", hp.get("eps", 0.2)), 1 + hp.get("eps_high", hp.get("eps", 0.2))]
-    marks = [np.log(b) + side for b in bounds if b > 0 for side in (-BESIDE, BESIDE)]
-    for i, (row, x) in enumerate(zip(rows, lp, strict=True)):
+    pad = lambda x: nn.utils.rnn.pad_sequence([y.detach().double() for y in x], batch_first=True)
+    p = Padded.of(rows)
+    batch = Batch(pad(lp), p.adv, p.mask, None if entropy is None else pad(entropy))
+    d = choose_log_ratios(batch, o, hp, rng, coarse)
+    for row, x, own in zip(rows, lp, d, strict=True):
         n = len(row.response)
-        inside, outside = (rng.uniform(*span, n) for span in COARSE)
-        d = np.where(rng.random(n) < 0.5, inside, outside) if coarse else rng.uniform(*SPREAD, n)
-        d = d * rng.choice([-1, 1], n)
-        if not coarse:
-            d = np.where(rng.random(n) < 0.4, rng.choice(marks, n), d)
-        if o.level in MEANS:
-            mask = np.array(row.trains)
-            count = mask.sum() if o.level == "sequence_mean" else 1
-            d[mask] += (MEANS[o.level][i % 8] * count - d[mask].sum()) / mask.sum()
-        row.old = np.minimum(x.numpy() - (0 if still else d), -1e-3).tolist()
-        row.ref = np.minimum(x.numpy() + rng.normal(0, 0.3, n), -1e-3).tolist()
+        row.old = np.minimum(x.numpy() - (0 if still else own[:n]), LIMIT).tolist()
+        row.ref = np.minimum(x.numpy() + rng.normal(0, 0.3, n), LIMIT).tolist()
     return rows
 
 
