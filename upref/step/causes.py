@@ -66,8 +66,8 @@ def _faults(w: Tokens, hp: dict) -> Iterator[LossFault]:
     off, last = w.here & ~w.b.mask, torch.tensor([[len(x.response) - 1] for x in w.rows])
     masks = {
         "masked tokens train": w.here,
-        "the mask is one token late": torch.roll(w.b.mask, 1, 1) & w.here & (at > 0),
-        "the mask is one token early": torch.roll(w.b.mask, -1, 1) & w.here,
+        "the mask is one token late": moved(w.b.mask, 1) & w.here,
+        "the mask is one token early": moved(w.b.mask, -1) & w.here,
         "the last token of each response does not train": w.b.mask & (at != last),
         "the first token of each response does not train": w.b.mask & (at > 0),
         "the first token after each hole does not train": w.b.mask & ~moved(off, 1),
@@ -136,7 +136,7 @@ def _over_the_width(w: Tokens, hp: dict) -> Iterator[LossFault]:
         return term(old + (lp - old) * mask.sum(1, keepdim=True) / width, old, A, mask)
 
     whole = max(len(row.ids) for row in w.rows)
-    for width in dict.fromkeys((whole - 1, whole, w.here.shape[1])):
+    for width in dict.fromkeys((whole - 1, whole, max(len(row.response) for row in w.rows))):
         yield fault("the response's log-ratio is divided by the padded width", "ratio", J=partial(over, width))
 
 

@@ -241,8 +241,9 @@ def _said(
 
     makes_it: whether the weights of all tokens give the gradient. A fault that they do not is not named.
     """
-    width = b.mask.shape[1]
-    grow = lambda x: torch.nn.functional.pad(x, (0, width - len(x)))
+    width = b.mask.shape[1] + 1  # a column of padding, so that what is moved by one place does not wrap around
+    grow = lambda x: torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+    b = b.widened()
     found, prompts, beyond = [], [], []
     for r, x in zip(forward.rows, reading.weights, strict=True):
         p, n = len(r.prompt) - 1, len(r.ids) - 1
@@ -251,14 +252,17 @@ def _said(
         beyond.append(x[n:])
     noise = max(1e-4, 30 * reading.residual, 20 * bound)
     plain = Forward(forward.model, forward.rows, 1.0, forward.z).statistics()[0].detach()
-    w = Tokens(terms.goal, forward.rows, b, terms.lp, torch.stack(found), prompts, terms.slope, plain, noise, whole)
+    w = Tokens(
+        terms.goal, forward.rows, b, grow(terms.lp), torch.stack(found), prompts, grow(terms.slope), grow(plain), noise,
+        whole,
+    )  # fmt: skip
     more = [fail("weights", what, want, got) for what, want, got in observed(w)]
     said = [words] if words else []
     tail = int(sum((~w.zero(x)).sum() for x in beyond))
     if tail > 0:
         said.append(f"{tail} tokens behind the responses train: padding, or the next row")
     prompt = any(bool((~w.zero(p)).any()) for p in prompts)
-    if w.same(torch.where(w.here, w.found, torch.nan), torch.where(b.mask, terms.slope, 0)):
+    if w.same(torch.where(w.here, w.found, torch.nan), torch.where(b.mask, w.expected, 0)):
         if prompt:
             said.append("prompt tokens train")
     elif (cause := named(w)) and makes_it(_of_rows(prompts, cause[1], beyond, forward.rows)):

@@ -33,7 +33,7 @@ KEPT = 0.3  # of a sign's tokens have a ratio that no bound asks for
 LIMIT = -1e-3  # of an old log-probability
 DRAWS = 12  # designs that are tried for an objective whose tokens are coupled
 MEANS = {  # of log r over a response, or its sum, of the responses that no bound asks for: where A > 0, and A < 0
-    "sequence_mean": ((-1.2, 0.05, -0.05, 1e-4), (1.2, -0.05, 0.05, -1e-4)),
+    "sequence_mean": ((-0.3, 0.05, -0.05, 1e-4), (0.3, -0.05, 0.05, -1e-4)),
     "sequence_product": ((-1.2, 0.5, 0.08, -0.05), (1.2, -0.4, -0.1, 0.4)),
 }
 
@@ -166,14 +166,20 @@ def _of_tokens(batch: Batch, aims: list[np.ndarray], rng: np.random.Generator, c
             d[place] = x[place]
             free[place] = False
 
+    longest = int(mask.sum(1).argmax())  # the response that may lack the end token: its last token trains
+    last = int(np.nonzero(mask[longest])[0][-1])
+    d[longest, last] = SPREAD[0]
+    free[longest, last] = False
     rare = sorted(aims, key=lambda x: np.isfinite(x).sum())
+    # The same ratios where A has the other sign and the bound should not act.
+    inert = [np.where(np.isfinite(x), np.nan, np.nanmedian(x)) for x in rare]
     for sign in (1, -1):
         of_sign = mask & (A * sign > 0)
         for x in rare:
             put(x, sign, rng.random(lp.shape))
         for far in () if coarse else FAR:  # on small advantages, so that no token outweighs the others
             put(np.full(lp.shape, far), sign, np.abs(A) + rng.random(lp.shape) / 100)
-        for x in rare:
+        for x in inert + rare:
             if (free & of_sign).sum() > KEPT * of_sign.sum():
                 put(x, sign, rng.random(lp.shape))
     return d

@@ -2,7 +2,7 @@
 """The responses of one training step, without tensors or padding: the trainer makes those."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,12 @@ class Padded:
             pad([r.ref for r in rows]) if has("ref") else None,
             pad([[True] * len(r.response) for r in rows], torch.bool),
         )  # fmt: skip
+
+    def widened(self) -> "Padded":
+        """The same with one more column of padding."""
+        one = lambda x: None if x is None else nn.functional.pad(x, (0, 1))
+        return replace(self, old=one(self.old), adv=one(self.adv), mask=one(self.mask), ref=one(self.ref),
+                       here=one(self.here))  # fmt: skip
 
 
 def validated(rows: Sequence[Row], vocabulary: int) -> list[Row]:
