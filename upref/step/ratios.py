@@ -54,8 +54,8 @@ class Batch:
 
     def repeated(self, n: int) -> "Batch":
         """Every response n times, one behind the other."""
-        times = lambda x: None if x is None else x.repeat_interleave(n, 0)
-        return Batch(*(times(x) for x in (self.lp, self.adv, self.mask, self.entropy)))
+        each = {k: v.repeat_interleave(n, 0) for k, v in vars(self).items() if v is not None}
+        return Batch(**each)
 
 
 def choose_log_ratios(

@@ -73,9 +73,8 @@ class Padded:
 
     def widened(self) -> "Padded":
         """The same with one more column of padding."""
-        one = lambda x: None if x is None else nn.functional.pad(x, (0, 1))
-        return replace(self, old=one(self.old), adv=one(self.adv), mask=one(self.mask), ref=one(self.ref),
-                       here=one(self.here))  # fmt: skip
+        each = {k: v for k, v in vars(self).items() if v is not None and v.ndim == 2}
+        return replace(self, **{k: nn.functional.pad(v, (0, 1)) for k, v in each.items()})
 
 
 def validated(rows: Sequence[Row], vocabulary: int) -> list[Row]:
@@ -140,7 +139,8 @@ def made(
     # 0 is left out: many loops pad by it
     others = [t for t in range(1, vocabulary) if t != end]
     ids = np.concatenate([rng.permutation(others) for _ in range(1 + total // len(others))])
-    rows, at = [], 0
+    rows: list[Row] = []
+    at = 0
     for i, (p, n) in enumerate(zip(prompts, lengths, strict=True)):
         tokens = ids[at : at + p + n].tolist()
         at += p + n
