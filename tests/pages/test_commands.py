@@ -36,6 +36,13 @@ HERE = {
     "upref learn 1": "lesson01.py: written",
     "python lesson01.py": "loss: ",
 }
+REPLAYS = [  # of docs/howto/replay.md, whose commands run in one test
+    "upref replay train_data_step12.jsonl --as grpo", "upref replay train_data_step12.jsonl --as grpo -o sheet.html",
+    "upref replay dumps/7.pt --as grpo", "upref replay dumps --as grpo -o sheet.html",
+    "upref replay dumps --as dapo --hp eps_high=0.2", "upref replay dumps --as dapo --hp eps_high=0.2 -o sheet.html",
+    "upref replay dumps --as dapo --hp eps_high=0.2 --hp c=3",
+    "upref replay dumps --as dapo --hp eps_high=0.2 --hp c=3 -o sheet.html",
+]  # fmt: skip
 # command -> the test that runs it or its smallest form, and words of that test's file that show it
 ELSEWHERE = {
     "pip install .": ("tests/pages/test_release.py::test_the_installed_wheel_judges_a_loss", '"install"'),
@@ -64,6 +71,7 @@ ELSEWHERE = {
     "bash repro/run.sh up_dapo gpu1 --shakedown": ("tests/with_verl/test_verl_launch.py::test_a_shake", "shakedown"),
     "python -m repro.with_verl.run.status": ("tests/with_verl/test_verl_launch.py::test_", "status"),
     "upref badge results.json -o badge.svg": ("tests/conformance/test_suite.py::test_a_badge", '"badge"'),
+    **{command: ("tests/replay/test_howto.py::test_each_command_of_the_page_runs", "replay.md") for command in REPLAYS},
     "repro/venv.sh verl trl": ("tests/pages/test_requirements.py::test_", "venv.sh"),
 }  # fmt: skip
 NOT_RUN = {

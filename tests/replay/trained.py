@@ -94,15 +94,17 @@ def trl_steps(s: Setting, folder: Path, base: type | None = None, steps: int = S
     step.trained(perturb(tiny(s.family)), dict(s.fields), step.batch(**s.rows), steps, Recorded)
 
 
-def verl_steps(s: Setting, folder: Path, steps: int = STEPS["verl"]) -> None:
-    """Train with verl's worker and record each step."""
+def verl_steps(s: Setting, folder: Path | None, steps: int = STEPS["verl"]) -> None:
+    """Train with verl's worker and record each step; without a folder, as the environment says."""
     from upref_frameworks.verl import step
-    from upref_frameworks.verl.record import in_verl
+    from upref_frameworks.verl.record import by_environment, in_verl
 
     model = perturb(tiny(s.family))
     temperature = s.fields.get("temperature", 0.7)
     rows = built(TorchModel(model), meant(s.objective, s.hp, temperature, **s.goal), None, []).rows
-    with in_verl(folder, 1):
+    recording = by_environment() if folder is None else in_verl(folder, 1)
+    assert recording is not None
+    with recording:
         step.trained(model, rows, temperature, updates=steps, **s.fields)
 
 

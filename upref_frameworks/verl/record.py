@@ -33,6 +33,7 @@ OPTIONAL = {
 }  # fmt: skip
 SETTINGS = ("loss_agg_mode", "clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "use_kl_loss",
             "kl_loss_coef", "kl_loss_type", "entropy_coeff")  # fmt: skip
+SCORES = ("token_level_scores", "rm_scores")  # the reward of a response, as one verl trainer and the other name it
 BY_LENGTH = "seq-mean-token-sum-norm"
 
 
@@ -147,8 +148,9 @@ class Kept:
         if model_output.get("entropy") is not None:
             kept["entropy"] = no_padding_2_padding(model_output["entropy"].detach(), data).cpu()
         kept = _one_width(kept)
-        if "token_level_scores" in data:
-            kept["reward"] = _dense(data["token_level_scores"]).sum(1)
+        scores = next((data[key] for key in SCORES if key in data), None)
+        if scores is not None:
+            kept["reward"] = _dense(scores).sum(1)
         kept |= _groups(data)
         if lp.requires_grad and self._gradient_is_whole():
             lp.register_hook(lambda g: kept.update(grad=no_padding_2_padding(g.detach(), data)))

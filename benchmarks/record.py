@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What recording costs a run of TRL's trainer: seconds in the hooks beside those of the steps, on a CPU.
+
+python -m benchmarks.record
+"""
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from upref import replay
+from upref.replay.record import EVERY
+from upref.step.families import tiny
+from upref.step.rows import Row
+from upref_frameworks.trl import record, step
+
+STEPS, RESPONSES, PROMPT, LENGTH = 4, 16, 64, 512
+SIZE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
+
+
+def rows() -> list[Row]:
+    """A generation batch of RESPONSES responses of LENGTH tokens."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda n: torch.randint(3, 96, (n,), generator=generator).tolist()
+    return [
+        Row(
+            prompt=draw(PROMPT), response=draw(LENGTH), trains=[True] * LENGTH, adv=float(i % 4), old=None, group=i // 4
+        )
+        for i in range(RESPONSES)
+    ]
+
+
+class Clock:
+    """The seconds of what is called through it."""
+
+    def __init__(self, work: Callable[..., Any]) -> None:
+        self.work = work
+        self.seconds = 0.0
+
+    def __call__(self, *args: Any, **kw: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return self.work(*args, **kw)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+def measure(every: int) -> tuple[float, float, int]:
+    """(seconds of a step, of which in the hooks, bytes of a file) of a run that records every so-manieth step."""
+    import trl
+
+    with tempfile.TemporaryDirectory() as folder:
+
+        class Recorded(trl.GRPOTrainer):  # type: ignore[misc]
+            def __init__(self, *args: Any, **kw: Any) -> None:
+                super().__init__(*args, **kw)
+                replay.record(self, folder, every=every)
+                self.clock = Clock(self.training_step)
+                self.training_step = self.clock
+
+        hooks = Clock(record.guarded)
+        with patch.object(record, "guarded", hooks):
+            fields = {"max_completion_length": LENGTH, "per_device_train_batch_size": 4}
+            _, trainer = step.trained(tiny("qwen3", **SIZE), fields, rows(), STEPS, Recorded)
+        sizes = [file.stat().st_size for file in Path(folder).glob("*.npz")]
+    return trainer.clock.seconds / STEPS, hooks.seconds / STEPS, max(sizes)
+
+
+def main() -> None:
+    os.environ["CI"] = "1"  # TRL's telemetry is silent there
+    logging.getLogger("upref").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    whole, kept, size = measure(1)
+    tokens = RESPONSES * LENGTH // 2
+    print(f"a step of {tokens:,} tokens, {SIZE['hidden_size']} wide, {SIZE['num_hidden_layers']} layers, one thread")
+    print(f"{'a step':34} {whole:8.3f} s")
+    print(f"{'of which recording it':34} {kept:8.3f} s, {size / 2**20:.2f} MiB on the disk")
+    print(f"{f'recorded each {EVERY}th step':34} {kept / EVERY / (whole - kept):8.3%} of a step")
+    print(f"{'1 % where a step takes':34} {100 * kept / EVERY:8.3f} s")
+
+
+if __name__ == "__main__":
+    main()

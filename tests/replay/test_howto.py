@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/howto/replay.md: its programs and commands run as they stand on the page, each on files of its framework."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from upref.cli import main
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "howto" / "replay.md").read_text(encoding="utf-8")
+FILES = Path(__file__).parent / "files"
+PARTS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
+FOUND = {  # framework -> what each of its commands prints, among other things
+    "NeMo-RL": "ok    advantages: leave_one_out",
+    "slime and miles": "FAIL  advantages",  # its 16 rows are normalized in two halves, which mix prompts
+    "TRL": "ok    loss",
+    "verl": "ok    loss",
+}
+OPTIMIZER_STEPS = 3
+
+
+def commands(part):
+    return re.findall(r"^    (upref .+)$", PARTS[part], re.M)
+
+
+def programs(part):
+    return re.findall(r"^```py\n(.*?)^```", PARTS[part], re.M | re.S)
+
+
+@pytest.fixture(autouse=True)
+def there(tmp_path, monkeypatch):
+    """A folder with what the frameworks of the first two parts write."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CI", "1")
+    shutil.copy(FILES / "train_data_step12.jsonl", tmp_path)
+
+
+def slimes_files():
+    Path("dumps").mkdir()
+    shutil.copy(FILES / "slime_7.pt", "dumps/7.pt")
+
+
+def train_with_trl():
+    pytest.importorskip("trl")
+    line, whole = programs("TRL")
+    assert 'upref.replay.record(trainer, "dumps", every=50)' in line and "record(trainer" in whole
+    exec(compile(whole, "page", "exec"), {"__name__": "page"})
+    steps = sorted(p.name for p in Path("dumps").glob("*.npz"))
+    assert steps == [f"step{n:06d}-rank0000.npz" for n in (1, 2, 4, 6, 8, 10, 12)]
+
+
+def train_with_verl(monkeypatch):
+    pytest.importorskip("verl")
+    from tests.replay.trained import settings, verl_steps
+
+    exports = dict(re.findall(r"^export (UPREF_\w+)=(\S+)", PARTS["verl"], re.M))
+    assert list(exports) == ["UPREF_REPLAY", "UPREF_REPLAY_EVERY"]
+    for name, value in exports.items():
+        monkeypatch.setenv(name, value)
+    verl_steps(next(s for s in settings("verl") if s.name == "clip_ratio_c=3 (default)"), None, OPTIMIZER_STEPS)
+    assert [p.name for p in Path("dumps").glob("*.npz")] == ["step000001-rank0000.npz"]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "NeMo-RL",
+        "slime and miles",
+        pytest.param("TRL", marks=pytest.mark.trl),
+        pytest.param("verl", marks=pytest.mark.verl),
+    ],
+)
+def test_each_command_of_the_page_runs(part, capsys, monkeypatch):
+    if part == "slime and miles":
+        slimes_files()
+    if part == "TRL":
+        train_with_trl()
+    if part == "verl":
+        train_with_verl(monkeypatch)
+    capsys.readouterr()
+    found = commands(part)
+    assert len(found) == 2
+    for command in found:
+        status = main(command.split()[1:])
+        out = capsys.readouterr().out
+        assert FOUND[part] in out, out
+        assert (status == 1) == ("FAIL" in out)
+        if " -o " in command:
+            assert "<svg" in Path("sheet.html").read_text(encoding="utf-8")
+    if part == "TRL":
+        (program,) = programs("What it says")
+        exec(compile(program, "page", "exec"), {"__name__": "page"})
+        assert capsys.readouterr().out.startswith("token-mean")
+
+
+def test_the_settings_of_the_table_are_objectives():
+    """Each `--as` of the table is one that `upref replay` takes, with hyperparameters that it has."""
+    import upref
+    from upref.replay.terms import as_run
+
+    cells = [row.split("|")[2] for row in PARTS["Which objective ran"].splitlines() if row.startswith("| ")][1:]
+    named = [code for cell in cells for code in re.findall(r"`([a-z_]+(?: --[^`]*)?)`", cell)]
+    named = [code for code in named if code.split()[0] in upref.names()]
+    assert len(named) >= 6
+    for code in named:
+        hp = {k: float(v) for k, v in re.findall(r"--hp (\w+)=(\S+)", code)}
+        as_run(code.split()[0], hp).resolve(hp)
