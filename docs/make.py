@@ -58,7 +58,7 @@ def _block(m: re.Match, program: dict, folder: Path) -> str:
         put(file[1], code, folder)
         return m[0]
     out = io.StringIO()
-    with contextlib.redirect_stdout(out):
+    with contextlib.redirect_stdout(out), contextlib.chdir(folder):  # a block may write a file
         exec(compile(code, "page", "exec"), program)
     return f"```python\n{code}```\n" if gap is None else f"```python\n{code}```\n{gap}```text\n{out.getvalue()}```\n"
 

@@ -76,6 +76,11 @@ def test_a_stale_page_is_seen():
     assert make.written(old.replace("| `dapo` |", "| `dapper` |")) == old
 
 
+def test_a_block_leaves_no_file_where_the_pages_are_made():
+    make.written("```python\nopen('left_here.txt', 'w').close()\n```\n")
+    assert not Path("left_here.txt").exists()
+
+
 def test_what_a_block_prints_is_what_its_commands_print(tmp_path):
     file, console = "```python\n# f.py\nx = 3\n```\n\n", "```console\n$ cat f.py; ls\nold\n```\n\n"
     page = file + console + "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n"
