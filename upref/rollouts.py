@@ -66,16 +66,18 @@ class Rollouts:
             x = getattr(self, name)
             if x is not None:
                 self._check_logp(name, x)
-        empty = ~self.mask.any(1)
+        empty = self.mask.view(torch.uint8).amax(1) == 0
         if empty.any():
             raise InputError(f"response {_first(empty)[0]} has no unmasked token: drop that row before the loss.")
         if self.entropy is not None and (bad := ~(self.entropy >= 0) & self.mask).any():
             raise InputError(f"entropy is {self.entropy[_first(bad)].item()} at {_first(bad)}: give nats, 0 or more.")
-        bad = ~self.adv.isfinite() & self.mask if self.adv.shape[1] > 1 else ~self.adv.isfinite()
-        if bad.any():
-            raise InputError(
-                f"adv is not finite at {_first(bad)}: check the rewards and the group's standard deviation."
-            )
+        least, most = _ends(self.adv)
+        if not -math.inf < least <= most < math.inf:
+            bad = ~self.adv.isfinite() & self.mask if self.adv.shape[1] > 1 else ~self.adv.isfinite()
+            if bad.any():
+                raise InputError(
+                    f"adv is not finite at {_first(bad)}: check the rewards and the group's standard deviation."
+                )
         if self.group is not None and self.totals is None:
             ids, counts = self.group.unique(return_counts=True)
             if (counts == 1).any():
@@ -117,7 +119,8 @@ class Rollouts:
     def _check_logp(self, name: str, x: Tensor) -> None:
         # a fused log-softmax may overshoot 0 by rounding, not by more
         most = min(100 * torch.finfo(x.dtype).eps, 1e-3)
-        if ((x <= most) & (x > -math.inf) | ~self.mask).all():
+        low, high = _ends(x)
+        if (low > -math.inf and high <= most) or ((x <= most) & (x > -math.inf) | ~self.mask).all():
             return
         bad = ~x.isfinite() & self.mask
         if bad.any():
@@ -171,7 +174,15 @@ def per_response(A: Tensor, mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
 
 def one_per_response(A: Tensor, mask: Bool[Tensor, "B T"]) -> bool:
     """Whether the unmasked advantages of each response are equal."""
+    if bool((A.amax(1) == A.amin(1)).all()):  # of masked slots too: the usual case, in two passes without a copy
+        return True
     return bool(((A == per_response(A, mask)[:, None]) | ~mask).all())
+
+
+def _ends(x: Tensor) -> tuple[float, float]:
+    """The least and the greatest number, of masked slots too; NaN where there is one. One pass, no copy."""
+    least, greatest = torch.aminmax(x.detach())
+    return least.item(), greatest.item()
 
 
 def _first(bad: Tensor) -> tuple[int, ...]:
