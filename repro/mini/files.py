@@ -15,6 +15,7 @@ from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -23,7 +24,18 @@ from upref.errors import InputError
 from upref.files import flush, write_atomically
 
 PROVENANCE = "provenance.json"
-__all__ = ["Log", "alone", "checked", "flush", "load_tree", "publish", "save_tree", "sha256", "write_atomically"]
+__all__ = [
+    "Log",
+    "alone",
+    "checked",
+    "flush",
+    "load_tree",
+    "locked",
+    "publish",
+    "save_tree",
+    "sha256",
+    "write_atomically",
+]
 
 
 @contextmanager
@@ -44,6 +56,17 @@ def alone(folder: Path, other: str) -> Iterator[int]:
         except BlockingIOError:
             raise InputError(f"{folder} is in use by {other}: wait for it or stop it.") from None
         yield lock
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def locked(folder: Path, *, write: bool) -> Iterator[None]:
+    """Wait for the folder, which exists; then one writer is alone in it, or any number of readers. kill -9 frees it."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX if write else fcntl.LOCK_SH)
+        yield
     finally:
         os.close(lock)
 
@@ -85,6 +108,12 @@ def checked(folder: Path) -> dict[str, Any]:
     return facts
 
 
+def facts_digest(facts: dict[str, Any]) -> str:
+    """The sha256 of these facts, their own `digest` left out."""
+    plain = json.dumps({k: v for k, v in facts.items() if k != "digest"}, sort_keys=True)
+    return hashlib.sha256(plain.encode()).hexdigest()
+
+
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -92,21 +121,34 @@ def sha256(path: Path) -> str:
 def save_tree(path: Path, tree: Any) -> None:
     """Nested dicts, lists and tuples of tensors, numbers, words and None, in one safetensors file.
 
-    The structure is JSON in the file's metadata, so that reading it runs no code, which reading a pickle does. Tuples
-    come back as lists.
+    The structure is JSON in the file's metadata, so that reading it runs no code, which reading a pickle does; beside
+    it is a digest of it and of the tensors. Tuples come back as lists.
     """
     tensors: dict[str, Tensor] = {}
     plain = json.dumps(_plain(tree, tensors))
-    write_atomically(path, save(tensors, {"tree": plain}))
+    write_atomically(path, save(tensors, {"tree": plain, "digest": _digest_of_tree(plain, tensors)}))
 
 
 def load_tree(path: Path) -> Any:
-    """What `save_tree` wrote. Raises InputError on anything else."""
+    """What `save_tree` wrote. Raises InputError on anything else, and where the content is not what was written."""
     try:
         with safe_open(path, "pt") as f:
-            return _tree(json.loads(f.metadata()["tree"]), f.get_tensor)
+            tensors, facts = {name: f.get_tensor(name) for name in f.keys()}, f.metadata()  # noqa: SIM118
+            # files from before this digest have none
+            if "digest" in facts and facts["digest"] != _digest_of_tree(facts["tree"], tensors):
+                raise ValueError("its content is not what was written")
+            return _tree(json.loads(facts["tree"]), tensors.__getitem__)
     except (OSError, SafetensorError, ValueError, TypeError, LookupError, RecursionError) as e:
         raise InputError(f"{path} cannot be read: {type(e).__name__}: {e}.") from e
+
+
+def _digest_of_tree(plain: str, tensors: dict[str, Tensor]) -> str:
+    total = hashlib.sha256(plain.encode())
+    for name in sorted(tensors):
+        x = tensors[name]
+        total.update(f"{name} {x.dtype} {list(x.shape)}".encode())
+        total.update(x.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return total.hexdigest()
 
 
 def _plain(x: Any, tensors: dict[str, Tensor]) -> Any:

@@ -4,8 +4,9 @@
 import ast
 import json
 import os
+import platform
 import re
-import time
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -251,8 +252,58 @@ def test_many_writers_of_one_file_leave_a_whole_one(tmp_path):
 
 
 def test_what_a_killed_writer_left_goes_with_a_later_write(tmp_path):
-    for name, age in ((".a[1].0123abcd", 4000), (".a[1].4567abcd", 0), (".b.0123abcd", 4000)):
+    """Whatever the clock says: one ahead of the file system's removed drafts that were being written."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    here = platform.node()[:30]
+    living, left = f".a[1].{here}.{os.getpid()}.0123abcd", f".a[1].{here}.{ended.pid}.0123abcd"
+    others = {living, f".a[1].elsewhere.{ended.pid}.0123abcd", f".b.{here}.{ended.pid}.0123abcd"}
+    for name in (left, *others):
         (tmp_path / name).touch()
-        os.utime(tmp_path / name, (time.time() - age,) * 2)
+        os.utime(tmp_path / name, (0, 0))
     write_atomically(tmp_path / "a[1]", "x")
-    assert {p.name for p in tmp_path.iterdir()} == {"a[1]", ".a[1].4567abcd", ".b.0123abcd"}
+    assert {p.name for p in tmp_path.iterdir()} == {"a[1]", *others}
+
+
+def test_two_that_collect_into_one_folder_lose_no_record(tmp_path):
+    """One read the other's half-written state as damage, or wrote over its lines."""
+    names = [f"{who}{n}" for who in "ab" for n in range(12)]
+    for name in names:
+        run = tmp_path / "runs" / name
+        run.mkdir(parents=True)
+        (run / "settings.json").write_text("{}")
+        (run / "done.json").write_text('{"seconds": {"all": 1}}')
+
+    def collect(who):
+        for n in range(12):
+            results.collect(tmp_path / "runs", {f"{who}{n}"}, tmp_path / "results")
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(collect, "ab"))
+    assert sorted(results.load(tmp_path / "results")) == sorted(names)
+
+
+def test_a_provenance_changed_after_the_end_is_refused(tmp_path):
+    facts = {"seconds": {"all": 1}, "commit": {"id": "0123"}}
+    (tmp_path / "settings.json").write_text("{}")
+    (tmp_path / "done.json").write_text(json.dumps(facts | {"digest": files.facts_digest(facts)}))
+    assert results.record(tmp_path)["provenance"] == facts
+    text = (tmp_path / "done.json").read_text()
+    (tmp_path / "done.json").write_text(text.replace("0123", "0133"))
+    with pytest.raises(InputError, match=r"done\.json is not what it was when the run ended"):
+        results.record(tmp_path)
+
+
+FINISHED = {  # sha256 of the committed records of the experiments that have ended, by `sha256sum`
+    "results/runs.jsonl": "1d4d007c3a31023bacf49247d857ac42eff545470bda7468016fbb472da1bdfe",
+    "results/manifest.json": "dc42af25eb7581593ab876a0e70bc911447186d9cedc05e31382792606b89a84",
+    "round2/results/runs.jsonl": "9418a783daa9c5b141cd4c53e936ceffd08c9a285093d401ffc8b89ea0d69e65",
+    "round2/results/manifest.json": "fa18c0e24954c79b148d130aded96af8e65820f2bc12853816d037dee2b905d7",
+    "stale/results/runs.jsonl": "e7049875ac888ee4f2d810f160714fbd049c450f8cfc0c92d266cee960a40116",
+    "stale/results/manifest.json": "e5ebc498729ee2d55f72b8657d91eb182251aa617ed109b4e62df749226bf081",
+}
+
+
+def test_finished_records_stay_byte_for_byte():
+    for name, digest in FINISHED.items():
+        assert files.sha256(ROOT / "repro/mini" / name) == digest, name

@@ -350,6 +350,11 @@ def test_replay_file_of_another_version_is_one_sentence(tmp_path, capsys):
     said = keep_for_replay(run, batch, None, torch.arange(4), tmp_path, 0, NotFinite("loss nan"))
     kept = tmp_path / "replay-0-0.safetensors"
     assert str(kept) in said and command.main(["--replay", str(kept)]) == 0
+    whole = kept.read_bytes()
+    for at in range(len(whole) // 3, len(whole), len(whole) // 4):  # a byte of a tensor
+        kept.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert command.main(["--replay", str(kept)]) == 2
+        assert "its content is not what was written" in capsys.readouterr().err
     vars(batch)["logits"] = vars(batch).pop("state")  # as it was in another version
     keep_for_replay(run, batch, None, torch.arange(4), tmp_path, 0, NotFinite("loss nan"))
     capsys.readouterr()

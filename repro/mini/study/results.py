@@ -75,6 +75,8 @@ def record(folder: Path) -> Record:
     done = folder / "done.json"
     with _whole(folder):
         facts = json.loads(done.read_text(encoding="utf-8")) if done.exists() else {}
+        if files.facts_digest(facts) != facts.pop("digest", files.facts_digest(facts)):  # older ones have none
+            raise InputError(f"{done} is not what it was when the run ended: remove the folder and run again.")
         for name, digest in facts.pop("sha256", {}).items():
             if not (folder / name).exists() or files.sha256(folder / name) != digest:
                 wrong = f"{folder / name} is not what it was when the run ended"
@@ -139,10 +141,18 @@ def load(folder: Path = FOLDER) -> dict[str, Record]:
 
     Raises InputError on a line that is missing, changed, too many, twice there or no record.
     """
+    if not folder.exists():
+        return {}
+    with files.locked(folder, write=False):
+        return _load(folder)
+
+
+def _load(folder: Path) -> dict[str, Record]:
+    """The same in a folder that is locked."""
     path = folder / "runs.jsonl"
     if not path.exists() and not (folder / MANIFEST).exists():
         return {}
-    how = f"restore both with `git checkout -- {folder}`, or collect the runs again into an empty folder"
+    how = f"collect the runs again into an empty folder; `git checkout -- {folder}` drops lines without a commit"
     try:
         content = path.read_bytes() if path.exists() else b""
         manifest = json.loads((folder / MANIFEST).read_bytes())
@@ -169,16 +179,24 @@ def load(folder: Path = FOLDER) -> dict[str, Record]:
 
 
 def collect(out: Path, wanted: set[str], folder: Path = FOLDER) -> dict[str, Record]:
-    """Add the finished ones of the wanted runs under `out` to results/runs.jsonl; lines that are there stay."""
-    known = load(folder)
-    new = {name: record(out / name) for name in sorted(wanted - known.keys()) if status(out / name)}
-    if new:
-        keep(known | new, folder)
+    """Add the finished ones of the wanted runs under `out` to results/runs.jsonl; lines that are there stay.
+
+    Another process that does the same waits, so that neither drops the other's lines.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with files.locked(folder, write=True):
+        known = _load(folder)
+        new = {name: record(out / name) for name in sorted(wanted - known.keys()) if status(out / name)}
+        if new:
+            keep(known | new, folder)
     return known | new
 
 
 def keep(records: dict[str, Record], folder: Path) -> None:
-    """Write runs.jsonl and manifest.json. Until both are written, the manifest allows the lines from before as well."""
+    """Write runs.jsonl and manifest.json in a folder that nobody else writes.
+
+    Until both are written, the manifest allows the lines from before as well.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "runs.jsonl"
     lines = {name: json.dumps(records[name]).encode() for name in sorted(records)}

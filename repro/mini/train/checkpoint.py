@@ -129,4 +129,5 @@ def finish(run: Run, out: Path) -> None:
         "seconds": seconds | {"all": round(sum(seconds.values()), 2)},
         "sha256": {name: files.sha256(out / name) for name in FINAL if (out / name).exists()},
     }
+    facts["digest"] = files.facts_digest(facts)
     files.write_atomically(out / "done.json", (json.dumps(facts, indent=1) + "\n").encode())

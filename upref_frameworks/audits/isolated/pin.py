@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from upref.errors import InputError
+from upref.files import is_running
 
 NEWEST = "newest"  # the --version that means whatever is out
 VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+!-]{0,99}")  # of a package, or a commit or tag: no path and no option
@@ -146,7 +147,8 @@ def _made(folder: Path) -> Iterator[Path]:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         for left in folder.parent.glob(".half-*"):  # of an installation that was killed
-            if not _alive(left.name.split("-")[1]):
+            process = left.name.split("-")[1]
+            if not (process.isdecimal() and is_running(int(process))):
                 shutil.rmtree(left, ignore_errors=True)
         half = Path(tempfile.mkdtemp(prefix=f".half-{os.getpid()}-", dir=folder.parent))
     except OSError as e:
@@ -159,16 +161,6 @@ def _made(folder: Path) -> Iterator[Path]:
         os.replace(half, folder)
     finally:
         shutil.rmtree(half, ignore_errors=True)
-
-
-def _alive(pid: str) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except (ValueError, ProcessLookupError):
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _digest(folder: Path) -> str:
