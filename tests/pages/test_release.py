@@ -140,6 +140,20 @@ def test_a_workflow_is_pinned_bounded_and_may_do_little(workflow):
     assert text.count("timeout-minutes: ") == text.count("runs-on: ") and "\npermissions:\n  contents: read\n" in text
 
 
+def test_what_is_published_is_built_by_pinned_packages():
+    """An isolated build took the newest hatchling; and the newest of everything ran beside the files, before these
+    were uploaded."""
+    text = (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8")
+    jobs = dict(re.findall(r"^  (\w+):\n((?:    .*\n|\n)+)", text.partition("\njobs:\n")[2], re.M))
+    build = jobs["build"]
+    assert "build --no-isolation" in build and build.count("pip install") == 1 and "--require-hashes" in build
+    assert "matrix" not in build and "upload-artifact" in build and "download-artifact" not in jobs["newest"]
+    assert "tests/matrix.py python newest" in jobs["newest"] and "needs: [build, newest]" in jobs["publish"]
+    pins = (ROOT / "repro/requirements/release.txt").read_text(encoding="utf-8")
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
+    assert all(re.search(rf"^{re.split('[<>=]', package)[0]}==", pins, re.M) for package in requires)
+
+
 def test_the_workflow_runs_what_contributing_names():
     workflow = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
     for command in ("bash tests/run.sh", "bash docs/build.sh"):

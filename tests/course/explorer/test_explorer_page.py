@@ -29,6 +29,11 @@ def test_one_file_that_loads_nothing(tmp_path, capsys):
     assert set(re.findall(r"https?://[^\s\"'`)]*", text)) <= {"http://www.w3.org/2000/svg"}  # a name, not a place
     assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)=[\"'](?!data:)|@import|\bfetch\(|\bimport\(", text)
     assert "/*style*/" not in text and "/*script*/" not in text
+    policy = re.search(r'Content-Security-Policy" content="(.*)"', text)
+    assert policy and {x.strip() for x in policy[1].split(";")} == {  # a browser refuses every address
+        "default-src 'none'", "script-src 'unsafe-inline'", "style-src 'unsafe-inline'", "img-src data:",
+        "base-uri 'none'", "form-action 'none'",
+    }  # fmt: skip
 
 
 def test_a_name_that_is_no_page_is_refused(tmp_path, capsys):
