@@ -2,14 +2,13 @@
 """The registered objectives by name: those of the folder `objectives`, loaded when first asked for, and transforms."""
 
 import copyreg
-import difflib
 import functools
 import importlib
 import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-from upref import definition
+from upref import catalog, definition
 from upref.definition import ERRORS, LEVELS, NO_DUAL_CLIP, REDUCE, TRANSFORMS, Objective
 from upref.errors import InputError
 
@@ -55,9 +54,7 @@ def get(name: str) -> Objective:
     if make in TRANSFORMS and base.endswith(")"):
         return TRANSFORMS[make](get(base[:-1]))
     if name not in known:
-        near = difflib.get_close_matches(name, known, 3, 0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else "`upref list` shows all."
-        raise InputError(f"there is no objective named {name!r}: {hint}")
+        raise catalog.unknown(name, known)
     return known[name]
 
 

@@ -3,6 +3,7 @@
 
 import argparse
 
+from upref import catalog
 from upref.cli.verb import Verb, add_hyperparameters, hyperparameters
 from upref_frameworks import names
 
@@ -49,6 +50,7 @@ def _recipe_arguments(c: argparse.ArgumentParser) -> None:
 
 
 def _recipe(args: argparse.Namespace) -> int:
+    catalog.require(args.name)
     from upref_frameworks.audits.recipe import recipe
 
     found = recipe(args.name, args.framework, **hyperparameters(args.hp))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import upref
-from upref import definition
+from upref import catalog, definition
 from upref.errors import InputError
 
 HEAD = "import upref\n@upref.objective(paper='none', eq='none', level='token', agg='token-mean', adv='reward')\n"
@@ -160,3 +160,32 @@ def test_a_check_beside_another_thread(name):
         other.join()
     assert report, report.text()
     assert not raised
+
+
+def test_the_catalog_is_the_registry():
+    """It reads the files that the registry imports."""
+    fields = {
+        name: {"level": o.level, "agg": o.agg, "paper": o.paper} for name in upref.names() for o in [upref.get(name)]
+    }
+    assert catalog.facts() == fields and list(catalog.facts()) == upref.names()
+
+
+LIGHT = ("list", "show dap", "check x.py:loss --as dapo", "check no:loss --as dap", "cap dap", "identify nope",
+         "weights dap", "derive dap", "replay x.npz --as dap", "replay x.npz --against dap", "recipe dap --in verl",
+         "audit nobody")  # fmt: skip
+
+
+def test_a_name_with_a_typo_is_answered_without_torch():
+    script = f"""
+import sys
+from upref.cli import main
+for line in {LIGHT!r}:
+    try:
+        status = main(line.split())
+    except SystemExit as e:
+        status = e.code
+    assert status == (0 if line == "list" else 2), line
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0 and len(done.stderr.splitlines()) == len(LIGHT) - 1, done.stderr

@@ -366,6 +366,6 @@ class Escaped(Verdict):
         yield escape("as [ledger] records")
 
 
-def test_a_verdict_that_escapes_its_own_markup_is_printed_as_it_is(capsys, monkeypatch):
+def test_a_verdict_that_escapes_markup_is_printed_as_it_is(capsys, monkeypatch):
     monkeypatch.setattr("upref_frameworks.audits.audit", lambda framework, **which: Escaped(True))
     assert "as [ledger] records" in run(capsys, "audit", "verl")[1]

@@ -118,7 +118,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_forking_process_ends_whose_parent_is_killed_at_once(tmp_path):
+def test_a_forking_process_ends_with_a_parent_killed_at_once(tmp_path):
     """It took process 1 for its parent, and lived for ever. What both leave behind, the next start removes."""
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {"TMPDIR": folder}

@@ -10,14 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from upref import plugins
+from upref import catalog, plugins
 from upref.cli.output import answer, table
-from upref.cli.show import PI_OLD
 from upref.cli.verb import hyperparameters
 from upref.errors import InputError
-from upref.registry import get, names
 
 RATIOS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.28, 2.0, 5.0, 50.0)
 
@@ -27,6 +23,7 @@ def check(args) -> int:
     hp, skip = hyperparameters(args.hp), tuple(args.skip)
     if args.agg and not args.name:
         raise InputError("--agg is the aggregation of an objective: give it with --as NAME.")
+    catalog.require_loss(args.loss)
     if args.as_advantage:
         from upref.verify.advantages import check_advantages
 
@@ -43,7 +40,9 @@ def check(args) -> int:
         if unknown := sorted(hp.keys() - {"softcap", "logit_scale", "ranks"}):
             raise InputError(f"a log-prob function has no setting {unknown[0]!r}: give softcap, logit_scale or ranks.")
         return answer(args, check_logprobs(args.loss, skip=skip, **hp))
+    catalog.require(args.name)
     from upref.foreign import from_signature
+    from upref.registry import get
     from upref.verify.check import check as verdict
 
     o = get(args.name)
@@ -52,6 +51,7 @@ def check(args) -> int:
 
 
 def identify(args) -> int:
+    catalog.require_loss(args.loss)
     from upref.foreign import from_signature, no_objective
     from upref.identification.identify import identify as which
 
@@ -59,20 +59,24 @@ def identify(args) -> int:
 
 
 def listing(args) -> int:
-    from upref.cli import show
-
-    objectives = [get(n) for n in names()]
     if args.json:
-        print(json.dumps([show.facts(o) for o in objectives], indent=1, ensure_ascii=False))
+        from upref.cli.show import every
+
+        print(json.dumps(every(), indent=1, ensure_ascii=False))
     elif args.markdown:
-        print(show.markdown_table())
+        from upref.cli.show import markdown_table
+
+        print(markdown_table())
     else:
-        table(["name", "level", "aggregation", "paper"], [[o.name, o.level, o.agg, o.paper] for o in objectives])
+        rows = [[name, o["level"], o["agg"], o["paper"]] for name, o in catalog.facts().items()]
+        table(["name", "level", "aggregation", "paper"], rows)
     return 0
 
 
 def show(args) -> int:
+    catalog.require(args.name)
     from upref.cli.show import facts, page
+    from upref.registry import get
 
     o = get(args.name)
     print(json.dumps(facts(o), indent=1, ensure_ascii=False) if args.json else page(o))
@@ -82,6 +86,8 @@ def show(args) -> int:
 # ---- curves ----------------------------------------------------------------------------------------------------------
 def _losses(given: list[str]) -> list[Any]:
     """Objectives and losses; those of one framework that needs a process, in whose packages this one then runs."""
+    for word in given:
+        catalog.require_loss(word)
     from upref.foreign import no_objective
     from upref.weights import plots  # noqa: F401  (before the imports are restricted)
 
@@ -93,12 +99,14 @@ def _losses(given: list[str]) -> list[Any]:
 
 
 def cap(args) -> int:
+    if args.adv == 0 or not math.isfinite(args.adv):
+        raise InputError("--adv is a sign: give +1 or -1.")
+    losses, hp = _losses(args.names), hyperparameters(args.hp)
+    from upref.cli.show import PI_OLD
     from upref.weights.capacity import capacity
     from upref.weights.curve import of_all
 
-    if args.adv == 0 or not math.isfinite(args.adv):
-        raise InputError("--adv is a sign: give +1 or -1.")
-    curves = of_all(_losses(args.names), hyperparameters(args.hp))
+    curves = of_all(losses, hp)
     if args.file:
         from upref.weights.plots import cap_map, save
 
@@ -108,9 +116,12 @@ def cap(args) -> int:
 
 
 def weights(args) -> int:
+    losses, hp = _losses(args.names), hyperparameters(args.hp)
+    import numpy as np
+
     from upref.weights.curve import of_all
 
-    curves = of_all(_losses(args.names), hyperparameters(args.hp))
+    curves = of_all(losses, hp)
     if args.file:
         from upref.weights.plots import save, weights as draw
 
@@ -130,7 +141,10 @@ def _numbers(args, axis: str, points, rows, title: str) -> int:
 
 # ---- proofs and health -----------------------------------------------------------------------------------------------
 def derive(args) -> int:
+    if args.name != "all":
+        catalog.require(args.name)
     from upref.derivation import derive as derivation
+    from upref.registry import names
 
     derivations = []
     for name in names() if args.name == "all" else [args.name]:
@@ -143,6 +157,7 @@ def derive(args) -> int:
 
 
 def replay(args) -> int:
+    catalog.require(*filter(None, [args.name, *args.against]))
     from upref.replay.command import run
 
     return run(args, hyperparameters(args.hp))

@@ -31,6 +31,11 @@ def facts(o: Objective) -> dict[str, Any]:
     return facts | {"equation": o.equation, "hyperparameters": o.hyperparameters, "defaults": o.defaults}
 
 
+def every() -> list[dict[str, Any]]:
+    """The facts of all objectives."""
+    return [facts(get(name)) for name in names()]
+
+
 def page(o: Objective) -> str:
     """Everything that is known of it."""
     parts = [f"{o.name}   {o.source}"]

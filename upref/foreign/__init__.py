@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from upref import plugins
+from upref import catalog, plugins
 from upref.errors import InputError
 from upref.foreign import names
 from upref.foreign.load import load, name_of
@@ -92,8 +92,7 @@ def _named(name: str) -> Objective:
     try:
         return get(name)
     except InputError as e:
-        ways = "package.module:function, path/to/file.py:function, verl:loss_mode or trl:loss_type"
-        raise InputError(f"{name!r} is not a loss: write {ways}, or an objective's name. {str(e).capitalize()}") from e
+        raise catalog.no_loss(name, e) from e
 
 
 def _plain(name: str, fn: Callable[..., Any], o: Objective, hp: dict[str, Any]) -> Loss:

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from upref.errors import InputError
+from upref.files import require_readable
 from upref.foreign.guard import one_line
 from upref.interrupt import Terminated
 
@@ -58,12 +59,7 @@ def name_of(fn: Any) -> str:
 
 def _file(path: Path) -> ModuleType:
     """A file may import its neighbours, as under `python FILE.py`, and its package's others, as under `python -m`."""
-    try:
-        path.resolve(strict=True).open().close()
-    except (OSError, ValueError) as e:  # ValueError: a name that no file can have
-        raise InputError(
-            f"there is no file {str(path)!r} to read ({getattr(e, 'strerror', None) or one_line(e)})."
-        ) from e
+    require_readable(path)
     path = path.resolve()
     known = sys.modules.get(path.stem)
     name = path.stem

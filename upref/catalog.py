@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of the objectives, and what `upref list` prints of them, read from their files without running these.
+
+Importing an objective imports torch, which takes seconds; a name with a typo gets its answer before that.
+"""
+
+import ast
+import difflib
+from collections.abc import Collection, Iterator
+from functools import cache
+from pathlib import Path
+
+from upref.errors import InputError
+from upref.files import require_readable
+
+FIELDS = ("level", "agg", "paper")
+
+
+@cache
+def facts() -> dict[str, dict[str, str]]:
+    """Return name -> {"level", "agg", "paper"} of each objective of the folder `objectives`, in alphabetical order."""
+    found = {}
+    for path in (Path(__file__).parent / "objectives").glob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        constants = dict(_constants(tree))
+        for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
+            for call in filter(_registers, function.decorator_list):
+                given = dict(_arguments(call, constants))
+                found[function.name] = {
+                    field: ast.literal_eval(given[field]) if field in given else "" for field in FIELDS
+                }
+    return dict(sorted(found.items()))
+
+
+def require(*names: str) -> None:
+    """Refuse a word that is not the name of an objective; a name with parentheses, as up(dapo), is left to `get`.
+
+    Raises:
+        InputError: the message lists the nearest names.
+    """
+    for name in names:
+        if "(" not in name and name not in facts():
+            raise unknown(name, facts())
+
+
+def require_loss(word: str) -> None:
+    """Refuse a word that names no loss: no objective, or a file that is not there. Functions of it are not looked up.
+
+    Raises:
+        InputError: what is wrong, and how a loss is named.
+    """
+    where, colon, _ = word.rpartition(":")
+    if where.endswith(".py"):
+        require_readable(Path(where))
+    if colon:
+        return
+    try:
+        require(word)
+    except InputError as e:
+        raise no_loss(word, e) from e
+
+
+def no_loss(word: str, why: InputError) -> InputError:
+    """Return the error for a word that is neither an objective nor the name of a function."""
+    ways = "package.module:function, path/to/file.py:function, verl:loss_mode or trl:loss_type"
+    return InputError(f"{word!r} is not a loss: write {ways}, or an objective's name. {str(why).capitalize()}")
+
+
+def unknown(name: str, known: Collection[str]) -> InputError:
+    """Return the error for a name that no objective has."""
+    near = difflib.get_close_matches(name, known, 3, 0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else "`upref list` shows all."
+    return InputError(f"there is no objective named {name!r}: {hint}")
+
+
+def _registers(decorator: ast.expr) -> bool:
+    return isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "objective"
+
+
+def _constants(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            yield ast.unparse(target), node.value
+
+
+def _arguments(call: ast.Call, constants: dict[str, ast.expr]) -> Iterator[tuple[str, ast.expr]]:
+    """The keyword arguments, those of `**NAME` too, where NAME is a dict of the same file."""
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            yield from _items(keyword.value, constants)
+        else:
+            yield keyword.arg, keyword.value
+
+
+def _items(shared: ast.expr, constants: dict[str, ast.expr]) -> Iterator[tuple[str, ast.expr]]:
+    """The items of a dict: a literal, `dict(...)`, a union of two, or the name of one."""
+    if isinstance(shared, ast.Name):
+        yield from _items(constants[shared.id], constants)
+    elif isinstance(shared, ast.Call):
+        yield from _arguments(shared, constants)
+    elif isinstance(shared, ast.BinOp):
+        yield from _items(shared.left, constants)
+        yield from _items(shared.right, constants)
+    elif isinstance(shared, ast.Dict):
+        for key, value in zip(shared.keys, shared.values, strict=True):
+            if key is None:
+                yield from _items(value, constants)
+            else:
+                yield ast.literal_eval(key), value
