@@ -24,7 +24,9 @@ def facts() -> dict[str, dict[str, str]]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         constants = dict(_constants(tree))
         for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
-            for call in filter(_registers, function.decorator_list):
+            for call in (d for d in function.decorator_list if isinstance(d, ast.Call)):
+                if ast.unparse(call.func) != "objective":
+                    continue
                 given = dict(_arguments(call, constants))
                 found[function.name] = {
                     field: ast.literal_eval(given[field]) if field in given else "" for field in FIELDS
@@ -71,10 +73,6 @@ def unknown(name: str, known: Collection[str]) -> InputError:
     near = difflib.get_close_matches(name, known, 3, 0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else "`upref list` shows all."
     return InputError(f"there is no objective named {name!r}: {hint}")
-
-
-def _registers(decorator: ast.expr) -> bool:
-    return isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "objective"
 
 
 def _constants(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:

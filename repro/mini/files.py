@@ -147,7 +147,7 @@ def _digest_of_tree(plain: str, tensors: dict[str, Tensor]) -> str:
     for name in sorted(tensors):
         x = tensors[name]
         total.update(f"{name} {x.dtype} {list(x.shape)}".encode())
-        total.update(x.contiguous().reshape(-1).view(torch.uint8).numpy())
+        total.update(x.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
