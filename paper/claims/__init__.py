@@ -38,6 +38,7 @@ RED = "red"
 FINDS = {  # what a piece of evidence may find, and the verdict where it stands alone
     "counterexample": words.FALSE,
     "contradicted": words.CONTRADICTED,
+    "not seen": words.NOT_SEEN,
     "reproduced": words.REPRODUCED,
     "undecided": words.UNDECIDED,
     "excluded": words.EXCLUDED,
@@ -125,7 +126,7 @@ def judge(claim: Claim, outcomes: list[Outcome], last: str = "") -> Judged:
     if "not run" in found:
         why = "; ".join(o.text for o in outcomes if "not run" in o.finds)
         return said(last, why) if last in VERDICTS else said(RED, why)
-    good, bad = found & {"proof", "identity", "reproduced"}, found & {"counterexample", "contradicted"}
+    good, bad = found & {"proof", "identity", "reproduced"}, found & {"counterexample", "contradicted", "not seen"}
     bad |= found & {"excluded"} if "reproduced" in good else set()  # shown by one experiment, excluded by another
     condition = claim.condition or "; ".join(o.condition for o in outcomes if o.condition)
     if good and bad:

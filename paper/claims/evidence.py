@@ -187,7 +187,7 @@ def mini_outcome(name: str, s: dict | None) -> Outcome:
     if verdict == words.REPRODUCED:
         return Outcome("mini", name, ("reproduced",), f"{text} {ran}")
     if verdict == words.CONTRADICTED:
-        return Outcome("mini", name, ("contradicted",), f"{text} {ran}")
+        return Outcome("mini", name, ("not seen" if s["bounds_alone"] else "contradicted",), f"{text} {ran}")
     if verdict == words.NOT_TESTABLE:
         return Outcome("mini", name, ("not testable",), f"{s['why']}: {text}" if text else s["why"])
     if verdict == words.EXCLUDED:

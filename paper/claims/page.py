@@ -39,7 +39,7 @@ def chosen(judged: Sequence[Judged], section: str | None = None, verdict: str | 
 
 ORDER = (
     "proved", "holds numerically", "reproduced", "holds under a condition", "excluded", "undecided", "not testable",
-    "unspecified", "contradicted", "false as written", RED,
+    "unspecified", "not seen here", "contradicted", "false as written", RED,
 )  # fmt: skip
 
 
@@ -185,7 +185,8 @@ def summary() -> str:
     """A line for README."""
     every = "[Claims](docs/claims.md) tests the paper statement by statement"
     meant = (
-        "*Contradicted* says that the miniature shows the opposite or does not reach the reading's bound; what a large "
+        "*Not seen here* says that the miniature does not reach the reading's bound, *contradicted* that it shows the "
+        "opposite of a difference between two methods; what a large model does is another question."
     )
-    known = f"{tally(as_computed())}. {meant}model does is another question."
+    known = f"{tally(as_computed())}. {meant}"
     return f"{every}; `python -m paper claims --run` computes verdicts. {known}"

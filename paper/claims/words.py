@@ -6,6 +6,7 @@ The registered rules of the experiments have words of their own, which stay in t
 
 PROVED, NUMERIC, CONDITION = "proved", "holds numerically", "holds under a condition"
 REPRODUCED, EXCLUDED, UNDECIDED, CONTRADICTED = "reproduced", "excluded", "undecided", "contradicted"
+NOT_SEEN = "not seen here"
 FALSE, NOT_TESTABLE, UNSPECIFIED = "false as written", "not testable", "unspecified"
 
 MEANINGS = {
@@ -18,8 +19,10 @@ MEANINGS = {
     "several comparisons hold, or some exclude the size that was looked for and others leave it open",
     EXCLUDED: "the miniature does not show the effect, and the interval that decides leaves out the size that its "
     "seeds were counted for",
-    CONTRADICTED: "the miniature shows the opposite, or that the reading's bound is not reached; "
-    "what a large model does is another question",
+    NOT_SEEN: "the miniature does not reach the bound of the reading, of one method's own quantity or of a size that "
+    "the reading names; it does not show the opposite, and what a large model does is another question",
+    CONTRADICTED: "the miniature shows the opposite of a difference between two methods; what a large model does is "
+    "another question",
     FALSE: "a counterexample to the reading, with its numbers",
     UNSPECIFIED: "a search of the paper's printed text finds nothing",
     NOT_TESTABLE: "the miniature has nothing that corresponds, or its baseline does not learn there",

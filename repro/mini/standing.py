@@ -4,10 +4,10 @@ The first round is closed: what its rule said is results/standing.json. Of the e
 effects that bear on a statement of the paper: stale/METRIC_OTHER_STALENESS, UP-DAPO above that other method.
 
 EXPERIMENT/CLAIM -> word and why of the round's own rule; refuted: whether that says that the opposite is shown; shown:
-effects with intervals; seeds, of; needed: the seeds it would take for power 0.8 at 0.05 / claims of the experiment. Of
-the second round these are for the registered effect: those that it registered (power.py), or, where all have run and it
-is still open, at the spread that was seen; of the first and of the stale data for the effect that was seen. null: more
-than 200, or the effect that was seen is on the other side.
+effects with intervals; bounds_alone: as the function below; seeds, of; needed: the seeds it would take for power 0.8 at
+0.05 / claims of the experiment. Of the second round these are for the registered effect: those that it registered
+(power.py), or, where all have run and it is still open, at the spread that was seen; of the first and of the stale data
+for the effect that was seen. null: more than 200, or the effect that was seen is on the other side.
 """
 
 import json
@@ -21,6 +21,22 @@ from repro.mini.study import plan, results
 from upref.errors import InputError
 
 MOST = 200
+
+
+def bounds_alone(key: str) -> bool:
+    """Whether a registered claim is of bounds alone, so that a test against it shows no opposite.
+
+    A bound is of one arm's own quantity, or of a difference or a ratio that the claim names a size of. The opposite of
+    a claim is a difference between two arms on the other side of none.
+
+    Args:
+        key: EXPERIMENT/CLAIM, as in the table.
+    """
+    experiment, _, claim = key.partition("/")
+    if experiment == "stale":
+        return False
+    (mine,) = (c for c in plan.load(experiment).claims if c.id == claim)
+    return all(len(c.arms) == 1 or c.bound != (1 if c.ratio else 0) for c in mine.contrasts)
 
 
 def second(records: dict[str, results.Record], first_round: dict[str, results.Record]) -> dict[str, dict]:
@@ -92,9 +108,9 @@ def main() -> int:
     except InputError as e:
         print(f"standing: {e}", file=sys.stderr)
         return 2
-    print(
-        json.dumps(frozen | second(two, one) | stale(three), ensure_ascii=False)
-    )  # the last line: libraries print where they load
+    every = frozen | second(two, one) | stale(three)
+    told = {key: s | {"bounds_alone": bounds_alone(key)} for key, s in every.items()}
+    print(json.dumps(told, ensure_ascii=False))  # the last line: libraries print where they load
     return 0
 
 

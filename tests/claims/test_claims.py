@@ -31,6 +31,7 @@ from paper.claims import (
 )
 from repro.mini import standing
 from repro.mini.stale import design
+from repro.mini.standing import bounds_alone
 from repro.mini.study import plan, results
 from upref.errors import InputError
 
@@ -145,6 +146,8 @@ def test_a_verdict_says_what_it_rests_on():
     for j in as_computed():
         if j.verdict == "contradicted":
             assert any("contradicted" in o.finds for o in j.outcomes), j.claim.id
+        if j.verdict == "not seen here":
+            assert any("not seen" in o.finds for o in j.outcomes), j.claim.id
         if j.verdict in ("undecided", "excluded"):
             assert any("seed" in o.text for o in j.outcomes), j.claim.id
         if j.verdict == "false as written":
@@ -236,9 +239,10 @@ def test_a_claim_is_as_red_as_its_evidence(checkout):
 
 
 def test_experiments_speak_by_their_own_rule():
-    base = {"shown": "×2", "seeds": 5, "of": 5, "why": "", "limit": "", "needed": None}
+    base = {"shown": "×2", "seeds": 5, "of": 5, "why": "", "limit": "", "needed": None, "bounds_alone": False}
     say = lambda verdict, **k: evidence.mini_outcome("x", base | {"word": verdict, "verdict": verdict} | k)
     assert say("reproduced").finds == ("reproduced",) and say("contradicted").finds == ("contradicted",)
+    assert say("contradicted", bounds_alone=True).finds == ("not seen",)
     assert say("excluded", limit="excluded above +1").text.startswith("excluded above +1")
     assert say("not testable", why="no gate").finds == ("not testable",)
     few = say("not finished", seeds=2, of=17, needed=16)
@@ -248,6 +252,26 @@ def test_experiments_speak_by_their_own_rule():
     assert evidence.mini_outcome("gone", None).finds == ("failed",)
     part = evidence.exact_outcome("x", {"verdict": "holds in part", "because": "at large doses"})
     assert part.finds == ("reproduced", "contradicted") and part.condition == "at large doses"
+
+
+def test_contradicted_needs_an_opposite_effect():
+    """A difference of two methods on the other side of none; not a bound on one method, nor a size not reached."""
+    alone = {
+        "family/entropy_rises": True,
+        "family/asymmetric_do_not_collapse": True,
+        "dose_middle/no_upper_clip_explodes": True,
+        "self_anchor/clip_kl": False,
+        "family_tuned/above_dapo": False,
+        "universality/aspo_avg": False,
+        "stale/best_dapo_4": False,
+    }
+    assert {key: bounds_alone(key) for key in alone} == alone
+    of_the_paper = {j.claim.id: j.verdict for j in as_computed() if not j.claim.ours}
+    assert "contradicted" not in of_the_paper.values()
+    soft = {"no-upper-clip-explodes", "up-grpo-entropy-rises", "aspo-keeps-its-entropy"}
+    assert {i for i, verdict in of_the_paper.items() if verdict == "not seen here"} == soft
+    (ours,) = (j.claim for j in as_computed() if j.claim.id == "surpasses-all")
+    assert ours.ours and not ours.quote
 
 
 def test_the_paper_is_searched_as_it_prints():
