@@ -35,10 +35,11 @@ class Links(MetadataHookInterface):
         text = absolute(text, repository, metadata["version"])
         metadata.setdefault("readme", {"content-type": "text/markdown", "text": text})
         if repository:
+            owner, name = repository.split("/")
             home = f"https://github.com/{repository}"
             metadata["urls"] = {
                 "Homepage": home,
-                "Documentation": f"{home}/tree/main/docs",
+                "Documentation": f"https://{owner}.github.io/{name}/",  # .github/workflows/site.yml
                 "Changelog": f"{home}/blob/main/CHANGELOG.md",
                 "Issues": f"{home}/issues",
             }
