@@ -15,7 +15,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "ppo_clip": dict(eps_clip_low_high=(0.2, 0.2)),
     "dapo": dict(eps_clip_low_high=(0.2, 0.28)),
     "grpo": SEQUENCES | dict(eps_clip_low_high=(0.2, 0.2)),
-    "gspo": SEQUENCES | dict(eps_clip_low_high=(3e-4, 4e-4), policy_loss_type="gspo"),
+    "gspo": dict(eps_clip_low_high=(3e-4, 4e-4), policy_loss_type="gspo"),
 }
 EAGER = ("gemma2", "mamba2")  # sdpa drops Gemma 2's softcap, and Mamba 2 has none
 
@@ -35,6 +35,8 @@ class OpenRLHF:
 
     def fields(self, case):
         fields = FIELDS[case.objective] | dict(micro=8 // (case.micro_batches * case.updates), updates=case.updates)
+        if "c" in case.hp:
+            fields |= dict(dual_clip=case.hp["c"])
         if case.beta:
             fields |= dict(beta=case.beta)
         if case.entropy_coef:

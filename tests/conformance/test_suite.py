@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from upref.cli import main
 from upref.conformance import CASES, Adapter, Status, cases, load_adapter, run
@@ -127,7 +128,16 @@ def test_a_framework_that_trains_a_copy_passes(name):
     assert outcome.status is Status.PASSED, str(outcome)
 
 
+class HalfPrecision(Plain):
+    """A float32 model in a step that autocasts: half precision's bound would let much pass."""
+
+    def loss(self, *arguments):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().loss(*arguments)
+
+
 WRONG = [
+    (HalfPrecision, "objective/dapo", "the step computes in bfloat16"),
     (TrainsHalf, "generation/2/token-mean", "no optimizer step of the generation batch trains on responses 4, 5, 6, 7"),
     (ForgetsTemperature, "objective/grpo", "temperature"),
     (AveragesMicroBatches, "micro/4/token-mean", "micro-batches"),

@@ -26,6 +26,7 @@ FIELDS = {
     "dr_grpo": dict(loss_type="dr_grpo", epsilon_high=0.2),
     "cispo": dict(loss_type="cispo", epsilon_high=5.0),
     "sapo": dict(loss_type="sapo"),
+    "luspo": dict(loss_type="luspo", importance_sampling_level="sequence", epsilon=2e-3, epsilon_high=2.5e-3),
     "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4),
 }
 
@@ -47,6 +48,7 @@ class TRL:
     def config(self, case):
         windows = case.micro_batches * case.updates
         return FIELDS[case.objective] | dict(
+            delta=case.hp.get("c"),
             temperature=case.temperature,
             beta=case.beta,
             use_bias_correction_kl=False,

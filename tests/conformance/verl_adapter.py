@@ -41,6 +41,8 @@ class Verl:
 
     def actor(self, case):
         fields = dict(FIELDS[case.objective])
+        if "c" in case.hp:
+            fields |= dict(clip_ratio_c=case.hp["c"])
         if case.beta:
             fields |= dict(use_kl_loss=True, kl_loss_coef=case.beta, kl_loss_type="k3")
         if case.entropy_coef:

@@ -38,6 +38,7 @@ class Case:
         dtype: of the model's parameters: float32 or bfloat16.
         holes: whether some response tokens do not train, as output of tools.
         ends: whether each response ends in the end token; False: some are cut off at the longest length.
+        equal_lengths: whether all prompts have one length, all responses have one, and every response token trains.
         suite: the dated suite that brought the case.
     """
 
@@ -56,6 +57,7 @@ class Case:
     dtype: str = "float32"
     holes: bool = True
     ends: bool = True
+    equal_lengths: bool = False
     suite: str = SUITES[0]
 
     def __str__(self) -> str:
@@ -66,7 +68,7 @@ TOKEN_MEAN = {"token-mean": "ppo_clip", "seq-mean": "grpo"}
 
 # What each family is here for is said in upref/step/families.py.
 FAMILY_NAMES = (
-    "qwen2", "qwen3_moe", "llama", "mistral", "gemma2", "gpt2", "cohere", "granite", "mamba2", "falcon_h1",
+    "qwen2", "qwen3_moe", "llama", "mistral", "gemma2", "phi", "gpt2", "cohere", "granite", "mamba2", "falcon_h1",
 )  # fmt: skip
 
 
@@ -75,6 +77,7 @@ def _level_1() -> Iterable[Case]:
     yield Case("objective/dapo", 1, "dapo")
     for name in ("grpo", "dr_grpo", "gspo", "cispo", "sapo", "up_dapo", "reinforce"):
         yield Case(f"objective/{name}", 1, name)
+    yield Case("objective/dual-clip", 1, hp={"c": 3.0})
     for temperature in (1.0, 1.5):
         yield Case(f"temperature/{temperature:g}", 1, temperature=temperature)
     yield Case("mask/every-token-trains", 1, holes=False)
@@ -86,6 +89,7 @@ def _level_2() -> Iterable[Case]:
     for aggregation, objective in TOKEN_MEAN.items():
         yield Case(f"kl/{aggregation}", 2, objective, beta=0.04)
     yield Case("kl/micro-4", 2, beta=0.04, micro_batches=4)
+    yield Case("kl/luspo", 2, "luspo", beta=0.04)
     yield Case("entropy/bonus", 2, entropy_coef=0.01)
     yield Case("entropy/bonus-micro-4", 2, entropy_coef=0.01, micro_batches=4)
     yield Case("clip/norm", 2, clip=0.5)
@@ -96,6 +100,7 @@ def _level_2() -> Iterable[Case]:
     for aggregation, objective in TOKEN_MEAN.items():
         yield Case(f"generation/2/{aggregation}", 2, objective, updates=2)
     yield Case("generation/2/micro-2", 2, updates=2, micro_batches=2)
+    yield Case("generation/2/equal-lengths", 2, updates=2, equal_lengths=True)
 
 
 def _level_3() -> Iterable[Case]:

@@ -75,7 +75,8 @@ def make_rows(case: Case, model: Any, seed: int = 0) -> list[Row]:
         model: a causal language model of transformers.
         seed: of the tokens and ratios.
     """
-    rows = batch.made(V, seed, () if case.holes else ("holes",), END)
+    without = ("lengths", "holes") if case.equal_lengths else () if case.holes else ("holes",)
+    rows = batch.made(V, seed, without, END)
     spare = (token for token in range(3, V) if all(token not in row.ids for row in rows))
     longest = max(rows, key=lambda row: len(row.response))
     for row in rows:
@@ -124,9 +125,17 @@ def run(adapter: Adapter, case: Case, *, seed: int = 0, explain: bool = True) ->
         reason = _describe_error(errors[0]) if errors else str(error)
         return Outcome(case, Status.COULD_NOT_RUN, reason, settings, seconds=time.process_time() - start)
     seconds = time.process_time() - start
+    if case.dtype == "float32" and (halved := _half_precision(report)):
+        return Outcome(case, Status.FAILED, halved, settings, report, seconds)
     if report:
         return Outcome(case, Status.PASSED, "", settings, report, seconds)
     return Outcome(case, Status.FAILED, report.failures[0].cause, settings, report, seconds)
+
+
+def _half_precision(report: StepReport) -> str:
+    """Return what the report notes on a step that computes in half precision, or ""."""
+    noted = (finding.regime for finding in report.findings if finding.severity == "note")
+    return next((text for text in noted if text.startswith("the step computes in")), "")
 
 
 def _describe_error(error: Exception) -> str:

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Known bugs of trainers: the suite kills each, but those whose record gives the reason why nothing can."""
+
+import pytest
+
+from tests.conformance.known_bugs import bugs, killers, load
+from upref.conformance import CASES
+
+FRAMEWORKS = [
+    pytest.param("trl", marks=pytest.mark.trl),
+    pytest.param("verl", marks=pytest.mark.verl),
+    pytest.param("openrlhf"),
+]
+ONE_BY_DAY = {
+    "trl": "huggingface/trl#6024",
+    "verl": "verl-project/verl#5417",
+    "openrlhf": "OpenRLHF/OpenRLHF#1249",
+}
+
+
+def _adapter(name):
+    pytest.importorskip("peft" if name == "openrlhf" else name)
+    return load(name)
+
+
+def test_the_records_are_forty_and_have_cases():
+    every = bugs()
+    assert len(every) == 40
+    assert len({(bug.source, bug.what) for bug in every}) == 40
+    assert not [bug.source for bug in every if bug.case not in CASES]
+    assert sum(not bug.survives for bug in every) >= 38
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_bug_of_each_framework_is_killed_by_its_case(name):
+    adapter = _adapter(name)
+    (bug,) = (one for one in bugs(name) if one.source == ONE_BY_DAY[name])
+    assert killers(bug, adapter) == [bug.case]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_every_bug_ends_as_recorded(name):
+    adapter = _adapter(name)
+    ends = {bug.source: killers(bug, adapter) for bug in bugs(name)}
+    assert ends == {bug.source: [] if bug.survives else [bug.case] for bug in bugs(name)}
