@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 FOLDER = Path(__file__).parents[2] / "repro/requirements"
 MEANT_FOR = re.compile(r"Python 3\.11 (?:to 3\.13|and 3\.12)")
@@ -50,6 +51,59 @@ def test_pip_verifies_every_list_or_its_header_says_why_not():
     (torch,) = (pin for pin in pins("constraints") if pin.name == "torch")
     cpu = read("torch-cpu").replace("\\\n", "").splitlines()[-1]
     assert cpu.startswith(f"torch{torch.specifier}+cpu ") and cpu.count(" --hash=sha256:") == 6, "3 Pythons, 2 machines"
+
+
+CPU, SMOKE = ("cpu-excludes",), ("smoke-excludes",)
+TOGETHER = {  # a list -> the lists whose packages are there too, and the files of what is left out on purpose
+    "base": (("torch",), CPU), "mini": (("torch", "base"), CPU), "verl": (("torch", "base"), CPU),
+    "trl": (("torch", "base", "mini"), CPU), "docs": (("torch", "base"), CPU), "smoke": (("torch", "base"), SMOKE),
+    "gpu": ((), ()), "release": ((), ()), "torch": ((), ()),
+}  # fmt: skip
+
+
+def unmet(name, requirements):
+    """What the packages of a list need that the lists do not have; and how many packages were looked at."""
+    below, excludes = TOGETHER[name]
+    there = {canonicalize_name(pin.name): pin for listed in (*below, name) for pin in pins(listed)}
+    left_out = {canonicalize_name(pin.name) for listed in excludes for pin in pins(listed)}
+    looked, missing = 0, []
+    for pin in pins(name):
+        texts = requirements(pin)
+        looked += texts is not None
+        for need in map(Requirement, texts or ()):
+            asked = not need.marker or any(need.marker.evaluate({"extra": extra}) for extra in ("", *pin.extras))
+            other = canonicalize_name(need.name)
+            if not asked or other in left_out:
+                continue
+            version = str(there[other].specifier).removeprefix("==") if other in there else ""
+            if not version or version not in need.specifier:
+                missing.append(f"{pin.name} needs {need}, and pinned is {version or 'none'}")
+    return missing, looked
+
+
+def as_installed(pin):
+    """What a package says that it needs, where its pinned version is installed here."""
+    try:
+        package = metadata.distribution(pin.name)
+    except metadata.PackageNotFoundError:
+        return None
+    return (package.requires or []) if package.version.split("+")[0] in pin.specifier else None
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_every_requirement_of_a_list_is_met(name):
+    """Of the packages that are installed here; `test_the_lists_resolve_to_what_is_pinned` asks the index for all."""
+    missing, looked = unmet(name, as_installed)
+    assert not missing
+    assert looked > 0.4 * len(pins(name)) or name in ("torch", "release", "gpu", "smoke"), "too few to say anything"
+    (first, *_) = pins(name)
+    worse = lambda pin: ["no-such-package>=1"] if pin.name == first.name else None
+    assert unmet(name, worse) == ([f"{first.name} needs no-such-package>=1, and pinned is none"], 1)
+
+
+def test_every_list_is_looked_at():
+    by_hand = {"constraints", "cpu-excludes", "smoke-excludes", "torch-cpu", "flash", "megatron"}
+    assert {p.stem for p in FOLDER.glob("*.txt")} == TOGETHER.keys() | by_hand
 
 
 def needs(name):

@@ -219,7 +219,7 @@ REFUSED |= {f"{'; '.join(args[2:])} of {args[0]}": (args, sentence) for args, se
     (["up_dapo", "gpu8", f"{A}.checkpoint.save_contents=[hf_model]"], "leaves out model, optimizer, extra, and a run"),
     (["up_dapo", "gpu8", f"{A}.checkpoint.save_contents=[model,extra]"], "leaves out optimizer, and a run that was i"),
     (["gspo", "paper", f"{A}.checkpoint.load_contents=[model]"], "load_contents=[model] leaves out optimizer, extra"),
-    (["up_dapo", "gpu8", "actor_rollout_ref.hybrid_engine=false"], "hybrid_engine=false asks for GPUs that sample al"),
+    (["up_dapo", "gpu8", "actor_rollout_ref.hybrid_engine=false"], "hybrid_engine must be true: false asks for GPUs "),
     # read by nothing in these runs
     (["grpo", "paper", "critic.optim.lr=1e-5"], "nothing reads critic.optim.lr: no scale trains a critic"),
     (["grpo", "paper", "trainer.critic_warmup=10"], "critic_warmup would leave the policy as it is"),
@@ -274,8 +274,72 @@ for what, settings in OUT_OF_RANGE.items():
         REFUSED[f"{setting} of grpo"] = (["grpo", "paper", setting], sentence)
 
 
+NEW = """
+rollout.mode=sync|Rollout mode 'sync' has been removed
+rollout.enforce_eager=maybe|must be true or false, got 'maybe'
+rollout.data_parallel_size=3|does not divide 8 GPUs
+rollout.pipeline_model_parallel_size=2|not implemented pipeline_model_parallel_size > 1
+rollout.expert_parallel_size=4|expert_parallel_size must be equal to
+rollout.max_model_len=4096|max_model_len=4096 is less than 10240 tokens
+rollout.max_num_batched_tokens=100|is less than max_num_seqs=
+rollout.enable_chunked_prefill=false|which vLLM needs without chunked prefill
+rollout.do_sample=false|set actor_rollout_ref.rollout.temperature
+rollout.val_kwargs.do_sample=false|set actor_rollout_ref.rollout.val_kwargs.temperature
+rollout.val_kwargs.temperature=-1|must be at least 0, got -1
+actor.ppo_epochs=0|must be at least 1, got 0
+actor.grad_clip=0|set actor_rollout_ref.actor.optim.clip_grad
+actor.freeze_vision_tower=true|verl 0.9.1 has no code for it
+actor.loss_scale_factor=0|must be at least 1, got 0
+actor.optim.lr_warmup_steps_ratio=2|must be from 0 to 1, got 2
+actor.optim.min_lr_ratio=2|must be from 0 to 1, got 2
+actor.optim.lr_warmup_steps=500|is more than the run's 200 steps
+actor.optim.total_training_steps=10|so set that
+actor.fsdp_config.forward_only=true|an actor that runs forward only cannot be trained
+actor.fsdp_config.model_dtype=bf16|rounds updates of actor_rollout_ref.actor.optim.lr=1e-06 away
+actor.ppo_micro_batch_size=4|set actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+actor.ppo_micro_batch_size_per_gpu=3|set actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+model.use_liger=true|the environment has no liger-kernel
+model.tokenizer_path=/nowhere|tokenizer_path=/nowhere is not there
+/data.gen_batch_size=7|the V1 trainer sets it to 1
+/data.train_max_samples=10|is less than one batch of data.train_batch_size=128
+/data.val_max_samples=0|leaves nothing to validate on
+/data.reward_fn_key=source|reward_fn_key has no value 'source'
+/data.custom_cls.path=nowhere.py|custom_cls.path=nowhere.py is not there
+/algorithm.gamma=2|must be from 0 to 1, got 2
+/algorithm.kl_ctrl.kl_coef=-1|must be at least 0, got -1
+/algorithm.kl_ctrl.type=adaptiv|did you mean adaptive?
+/algorithm.filter_groups.max_num_gen_batches=10|refills groups one by one
+/algorithm.rollout_correction.rollout_is=tokens|did you mean token?
+/trainer.val_only=true|a run that only validates trains no step
+/trainer.resume_from_path=/nowhere|with trainer.resume_mode=auto: set resume_path
+/trainer.del_local_ckpt_after_load=true|nothing to go on from
+/trainer.esi_redundant_time=100|nothing reads trainer.esi_redundant_time
+/trainer.ray_wait_register_center_timeout=1|nothing reads trainer.ray_wait_register_center_timeout
+/trainer.v1.trainer_mode=separate_async|trainer_mode has no value 'separate_async'
+/trainer.v1.trainer_mode=colocat|did you mean colocate_async?
+/trainer.nnodes=1.0|must be a whole number, got 1.0
+/trainer.profile_steps=[1,2]|verl has no setting 'trainer.profile_steps'
+/reward.reward_model.enable=true|no scale has a reward model
+/reward.custom_reward_function.name=no_such_function|no_such_function is not in score.py
+/ray_kwargs.ray_init.num_cpus=1|is less than the 24 that verl requests for 8 GPUs
+/+ray_kwargs.ray_init.num_gpus=1|is less than the 8 that verl requests for 8 GPUs
+"""  # "/": the key is whole; elsewhere actor_rollout_ref. goes before it. Forty and more, chosen by a fresh reader.
+for row in NEW.strip().splitlines():
+    setting, sentence = row.split("|")
+    setting = setting[1:] if setting[0] == "/" else f"actor_rollout_ref.{setting}"
+    REFUSED[f"{setting} of gpu8"] = (["up_dapo", "gpu8", setting], sentence)
+
+
 def test_the_list_of_wrong_inputs_is_long_and_names_each_once():
-    assert len(REFUSED) >= 110
+    assert len(REFUSED) >= 170
+
+
+def test_epochs_that_end_before_the_steps_are_a_problem(capsys):
+    assert launch.main(["up_dapo", "gpu8", "trainer.total_epochs=1", "--dry-run"]) == 0
+    said = (
+        r"there, it would not start: trainer.total_epochs=1 of 17,917 prompts ends the run after 139 of its 200 steps"
+    )
+    assert re.search(said, capsys.readouterr().out)
 
 
 def test_what_is_accepted_says_who_reads_it(capsys):
@@ -306,8 +370,9 @@ def ready(tmp_path, monkeypatch):
     (model / "model.safetensors").write_bytes(b"")
     data = tmp_path / "data"
     data.mkdir()
-    for name in ("dapo_math_17k", "aime24"):
-        schema.write(data / f"{name}.parquet", [schema.row("x", i, "Q", "1", "dapo", "test") for i in range(30)], {})
+    for name, count in (("dapo_math_17k", 512), ("aime24", 30)):  # one batch, and the exam
+        rows = [schema.row("x", i, "Q", "1", "dapo", "test") for i in range(count)]
+        schema.write(data / f"{name}.parquet", rows, {})
     args = ["up_dapo", "paper", f"actor_rollout_ref.model.path={model}", "--data", str(data)]
     return args, model, data
 

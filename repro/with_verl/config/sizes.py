@@ -4,6 +4,7 @@
 One file: tables of the values that are possible, and one function for each kind of conflict between two settings.
 """
 
+import ast
 import difflib
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,27 @@ AT_LEAST = dict.fromkeys((
     f"{ACTOR}.ppo_epochs", "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.total_epochs",
     f"{ROLLOUT}.max_num_seqs", "trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep", "reward.num_workers",
     f"{ROLLOUT}.agent.num_workers", "data.filter_overlong_prompts_workers",
+    f"{ACTOR}.loss_scale_factor",
 ), 1) | dict.fromkeys((
     *SEEDS, f"{ACTOR}.optim.weight_decay", f"{ACTOR}.kl_loss_coef", "data.dataloader_num_workers",
+    f"{ROLLOUT}.val_kwargs.temperature", "algorithm.kl_ctrl.kl_coef",
 ), 0)  # fmt: skip
+SHARES = (  # numbers from 0 to 1
+    f"{ACTOR}.optim.lr_warmup_steps_ratio", f"{ACTOR}.optim.min_lr_ratio", "algorithm.gamma", "algorithm.lam",
+)  # fmt: skip
+FIXED: dict[str, tuple[Any, str]] = {  # what every scale needs as it is, and why
+    "actor_rollout_ref.hybrid_engine": (True, "false asks for GPUs that sample alone, and no scale has them"),
+    f"{ACTOR}.fsdp_config.forward_only": (False, "an actor that runs forward only cannot be trained"),
+    "actor_rollout_ref.model.use_liger": (False, "the environment has no liger-kernel"),
+    "reward.reward_model.enable": (False, "no scale has a reward model"),
+    "trainer.val_only": (False, "a run that only validates trains no step"),
+    "trainer.del_local_ckpt_after_load": (False, "a run that is interrupted again would have nothing to go on from"),
+}
 FOLLOWS = {  # verl's default is a reference, and what reads the second knows nothing of the first
     f"{ROLLOUT}.prompt_length": "data.max_prompt_length",
     f"{ROLLOUT}.response_length": "data.max_response_length",
 }
+SMALL_RATE = 1e-4  # Adam moves a weight by the learning rate; of a weight of 0.02, bf16 has steps of 1.2e-4
 RESUMED = ("model", "optimizer", "extra")  # parts of a checkpoint; hf_model is a copy of the weights for others
 HALF = ("fp16", "float16", "bf16", "bfloat16", "fp32", "float32")
 KNOWN: dict[str, tuple[str, ...]] = {
@@ -55,6 +70,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "trainer.device": ("cuda", "cpu"),
     "data.truncation": ("error", "left", "right", "middle"),
     "data.prompt_key": ("prompt",),  # of the files that data.prepare writes
+    "data.reward_fn_key": ("data_source",),
+    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "algorithm.rollout_correction.rollout_is": ("token", "sequence"),
+    "trainer.v1.trainer_mode": ("sync", "colocate_async"),  # separate_async needs GPUs that sample alone
     f"{ROLLOUT}.load_format": LOAD,
     f"{ROLLOUT}.dtype": ("auto", "half", "float16", "bfloat16", "float", "float32"),
     f"{ROLLOUT}.logprobs_mode": ("raw_logits", "raw_logprobs", "processed_logits", "processed_logprobs"),
@@ -65,8 +84,12 @@ KNOWN: dict[str, tuple[str, ...]] = {
 
 def check(cfg: DictConfig, shape: Shape | None = None) -> None:
     """Raises InputError on the first that cannot work. shape: of the model; None: by its config.json."""
+    for key, (value, why) in FIXED.items():
+        if get(cfg, key) not in (None, value):
+            raise InputError(f"{key} must be {str(value).lower()}: {why}.")
     ranges(cfg)
     names(cfg)
+    files(cfg)
     rewards(cfg)
     engine(cfg)
     checkpoints(cfg)
@@ -86,6 +109,18 @@ def ranges(cfg: DictConfig) -> None:
         value = get(cfg, key)
         if value is not None and value < least:
             raise InputError(f"{key} must be at least {least}, got {value}.")
+    for key in SHARES:
+        value = get(cfg, key)
+        if value is not None and not 0 <= value <= 1:
+            raise InputError(f"{key} must be from 0 to 1, got {value}.")
+    gpus = cfg.trainer.n_gpus_per_node
+    for key, least in (("num_gpus", gpus), ("num_cpus", 3 * gpus)):
+        value = get(cfg, f"ray_kwargs.ray_init.{key}")
+        if value is not None and value < least and cfg.trainer.device == "cuda":
+            raise InputError(
+                f"ray_kwargs.ray_init.{key}={value} is less than the {least} that verl requests for {gpus} GPUs: Ray "
+                "would wait forever; leave it out."
+            )
     share = get(cfg, f"{ROLLOUT}.gpu_memory_utilization")
     if not 0 < share < 1:
         raise InputError(f"{ROLLOUT}.gpu_memory_utilization is a share of the GPU, between 0 and 1, got {share}.")
@@ -159,13 +194,46 @@ def names(cfg: DictConfig) -> None:
         )
 
 
+def files(cfg: DictConfig) -> None:
+    """Files and samples that the driver reads when it starts."""
+    for key in ("data.custom_cls.path", "actor_rollout_ref.model.tokenizer_path"):
+        path = str(get(cfg, key) or "")
+        if path.startswith(("/", "~", ".")) or path.endswith(".py"):
+            there = ROOT / Path(path).expanduser()
+            if not there.exists():
+                raise InputError(f"{key}={path} is not there: name a file or folder that is.")
+    batch, most = cfg.data.train_batch_size, get(cfg, "data.train_max_samples")
+    if most is not None and 0 <= most < batch:
+        raise InputError(
+            f"data.train_max_samples={most} is less than one batch of data.train_batch_size={batch}: raise it, or "
+            "leave it at -1 for all."
+        )
+    if get(cfg, "data.val_max_samples") == 0:
+        raise InputError("data.val_max_samples=0 leaves nothing to validate on: leave it at -1 for all.")
+
+
+def defines(path: Path, name: str) -> bool:
+    """Whether a Python file has a function or a name of that name at its top level."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = {getattr(node, "name", "") for node in tree.body}
+    names = (target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets)
+    found |= {target.id for target in names if isinstance(target, ast.Name)}
+    imports = (node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom))
+    return name in found | {alias.asname or alias.name for node in imports for alias in node.names}
+
+
 def rewards(cfg: DictConfig) -> None:
     path = cfg.reward.custom_reward_function.path
-    if path and not path.startswith("pkg://") and not (ROOT / path).expanduser().is_file():
+    ours = str(path).endswith("repro.with_verl.reward.score")
+    module = ROOT / path.removeprefix("pkg://").replace(".", "/") if path and path.startswith("pkg://") else None
+    file = module.with_suffix(".py") if module else ROOT / Path(path).expanduser() if path else None
+    if file and not module and not file.is_file():
         raise InputError(
             f"reward.custom_reward_function.path={path} is not a file: name one, or a module as pkg://NAME."
         )
-    ours = str(path).endswith("repro.with_verl.reward.score")
+    name = cfg.reward.custom_reward_function.name
+    if file and file.is_file() and not defines(file, name):
+        raise InputError(f"reward.custom_reward_function.name={name} is not in {file.name}: name a function of it.")
     groups = cfg.algorithm.filter_groups
     if groups and groups.enable and not cfg.trainer.use_v1:
         raise InputError("trainer.use_v1=false is a trainer that reads no algorithm.filter_groups: leave it true.")
@@ -203,6 +271,12 @@ def engine(cfg: DictConfig) -> None:
         raise InputError(
             f"actor_rollout_ref.model.use_fused_kernels=true fails at the first log-probability with {ACTOR}.strategy="
             "fsdp2 (verl multiplies a tensor by a sharded one): leave it false, or set the strategy to fsdp."
+        )
+    dtype, rate = get(cfg, f"{ACTOR}.fsdp_config.model_dtype"), get(cfg, f"{ACTOR}.optim.lr")
+    if dtype not in (None, "fp32", "float32") and rate < SMALL_RATE and not cfg.actor_rollout_ref.actor.get("megatron"):
+        raise InputError(
+            f"{ACTOR}.fsdp_config.model_dtype={dtype} rounds updates of {ACTOR}.optim.lr={rate} away: leave it at "
+            "fp32, in which Adam works; the forward pass is bf16 in any case."
         )
     dynamic = get(cfg, f"{ACTOR}.use_dynamic_bsz"), get(cfg, f"{ROLLOUT}.log_prob_use_dynamic_bsz")
     if dynamic[0] != dynamic[1]:
@@ -315,6 +389,11 @@ def budgets(cfg: DictConfig, shape: Shape) -> None:
             )
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
         raise InputError(f"{ROLLOUT}.max_model_len={rollout.max_model_len} is less than {longest} tokens.")
+    if rollout.max_num_batched_tokens < rollout.max_num_seqs:
+        raise InputError(
+            f"{ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than max_num_seqs="
+            f"{rollout.max_num_seqs}, which vLLM refuses: raise it."
+        )
     if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < longest:
         raise InputError(
             f"{ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than one sequence of {longest} "

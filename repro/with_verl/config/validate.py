@@ -53,6 +53,18 @@ WHOLE = (  # null by default, so that neither a class nor the default has their 
     "trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep", "data.seed", "data.gen_batch_size",
     "data.val_batch_size", "ray_kwargs.ray_init.num_cpus", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
 )  # fmt: skip
+UNREAD = {  # settings of verl that its V1 trainer or the agent loop leaves alone, and what to do instead
+    f"{ACTOR}.grad_clip": f"set {ACTOR}.optim.clip_grad",
+    f"{ACTOR}.optim.total_training_steps": "verl writes trainer.total_training_steps there, so set that",
+    "actor_rollout_ref.rollout.do_sample": "set actor_rollout_ref.rollout.temperature",
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": "set actor_rollout_ref.rollout.val_kwargs.temperature",
+    "algorithm.filter_groups.max_num_gen_batches": "the V1 trainer refills groups one by one, without a limit",
+    f"{ACTOR}.freeze_vision_tower": "verl 0.9.1 has no code for it",
+    "trainer.ray_wait_register_center_timeout": "the V1 trainer does not wait for it",
+    "trainer.esi_redundant_time": "the V1 trainer does not ask when its machine ends",
+    "data.gen_batch_size": "the V1 trainer sets it to 1 where it filters groups",
+}
+MICRO = f"{ACTOR}.ppo_micro_batch_size"  # and ..._per_gpu
 USUAL = {
     "learning_rate": "lr",
     "batch_size": "train_batch_size",
@@ -90,9 +102,19 @@ def check_read(cfg: DictConfig, line: str) -> None:
     key = line.partition("=")[0].lstrip("+~")
     if key.startswith("critic."):
         raise InputError(f"nothing reads {key}: no scale trains a critic.")
-    apart = cfg.trainer.use_v1 and cfg.trainer.v1.trainer_mode == "separate_async"
-    if key == "actor_rollout_ref.hybrid_engine" and not (cfg.actor_rollout_ref.hybrid_engine or apart):
-        raise InputError(f"{key}=false asks for GPUs that sample alone, and no scale has them: leave it true.")
+    if key in UNREAD:
+        raise InputError(f"nothing reads {key} in a run of these scales: {UNREAD[key]}.")
+    if key.startswith(MICRO) and cfg.actor_rollout_ref.actor.use_dynamic_bsz:
+        raise InputError(
+            f"nothing reads {key} with {ACTOR}.use_dynamic_bsz=true: set {ACTOR}.ppo_max_token_len_per_gpu."
+        )
+    warmup, steps = cfg.actor_rollout_ref.actor.optim.lr_warmup_steps, cfg.trainer.total_training_steps
+    if key == f"{ACTOR}.optim.lr_warmup_steps" and steps and warmup > steps:  # a scale's own may be, in a shakedown
+        raise InputError(
+            f"{key}={warmup} is more than the run's {steps} steps: its learning rate would never be reached; lower it."
+        )
+    if key == "trainer.resume_from_path" and cfg.trainer.resume_mode != "resume_path":
+        raise InputError(f"nothing reads {key} with trainer.resume_mode={cfg.trainer.resume_mode}: set resume_path.")
     of_loss = f"{ACTOR}.policy_loss."
     mode = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
     if key.startswith(of_loss) and mode.startswith("upref/"):

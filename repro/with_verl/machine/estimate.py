@@ -190,6 +190,12 @@ def estimate(
         assumes={"length": mean, "prompt": prompt},
     )  # fmt: skip
     e.problem = problem(e, gpu_bytes, cfg.data.max_prompt_length + longest, keeps)
+    passes = train_rows // cfg.data.train_batch_size * cfg.trainer.total_epochs
+    if train_rows and steps and passes < steps and not e.problem:
+        e.problem = (
+            f"trainer.total_epochs={cfg.trainer.total_epochs} of {train_rows:,} prompts ends the run after {passes} of "
+            f"its {steps} steps: set trainer.total_training_steps={passes}, or more epochs."
+        )
     return e
 
 

