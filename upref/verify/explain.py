@@ -19,6 +19,8 @@ from upref.rollouts import Rollouts
 from upref.transforms import CORRECTIONS, up
 from upref.verify.factors import FACTORS, declared_aggregation
 from upref.verify.faults import known
+from upref.verify.faults.corrections import corrected, retuned
+from upref.verify.faults.denominators import divided
 from upref.verify.faults.losses import (
     OTHER_KL,
     LossFault,
@@ -30,7 +32,7 @@ from upref.verify.faults.losses import (
     term_slope,
     terms,
 )
-from upref.verify.faults.misread import left_out, placed, reweighted
+from upref.verify.faults.misread import floored, left_out, placed, reweighted
 from upref.verify.measure import Case, kl_slope, unit_weights
 from upref.weights.batches import OFF_EDGES, on_policy_batch, random_batch, relative_error
 
@@ -59,8 +61,12 @@ def explain(case: Case, b: Rollouts, found: Tensor, ignore: Tensor, bounds: list
         placed(case),
         reweighted(case),
         left_out(case),
+        floored(case),
+        retuned(case),
+        divided(case),
         powered(case.o, case.hp, case.k),
         _others(case),
+        corrected(case),
     )
     first = lambda faults: reproduces((one for one in faults if more.fits(one, case)), case, b, found, use)
     return first(every) or _two(case, b, found, use, bounds, more) or first(_recovered(case))

@@ -18,6 +18,7 @@ from . import (
     Case,
     boxes,
     causes,
+    denominators,
     estimators,
     kl,
     logprob_changes,
@@ -141,6 +142,7 @@ def others():
     yield from (of(fn, on, text=text) for fn, on, text in advantages.RIGHT)
     yield from (of(fn, on, oracles={oracle}, says=says) for fn, on, oracle, says in advantages.WRONG)
     yield from causes.CASES
+    yield from sample(denominators.ROWS, 2, lambda c: c.name in denominators.BY_DAY)
     yield from (Case(loss(body), on, file="misread", name=name, verdict=REJECTED, says=says)
                 for name, on, says, body in misread.CASES)  # fmt: skip
     style = lambda name, fn, on, hp={}, **more: Case(fn, on, hp, file="styles", name=name, **more)

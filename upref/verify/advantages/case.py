@@ -81,16 +81,11 @@ class Case:
         peers = small.group.count(small.group[i])
         text = f"{regime}: response {i}, one of {peers} to its prompt, of {len(small.R)} in the batch"
         also = [self.batch(EVEN), self.batch(UNEVEN)] if len(b.R) <= 16 else []  # exact numbers of many rows are slow
-        here = [b, *filter(self.fails, also)] if also else [small]
-        why = why or self._cause([b, *also] if also else here)
-        # it is right where this would be wrong; a number that is fitted to one batch proves nothing
-        if not why and len(here) > 1 and (some := self._cause(here, fitted=False)):
-            why = f"on such groups, not on all: {some}"
+        why = why or self._cause([b, *also] if also else [small])
         yield fail(oracle, text, *apart("A = {}", want, got), self.python(small), why)
 
-    def _cause(self, batches: Sequence[Batch], fitted: bool = True) -> str:
-        """The first fault of this estimator that gives what was found on every batch; "" where none does. fitted: it
-        may have a number of its own, which is read off the function."""
+    def _cause(self, batches: Sequence[Batch]) -> str:
+        """The first fault of this estimator that gives what was found on every batch; "" where none does."""
         answers: list[tuple[Batch, Floats, Floats]] = []
         for b in batches:
             with contextlib.suppress(InputError):  # what it refuses
@@ -105,8 +100,6 @@ class Case:
             eps = _eps(fault.change, batches[:1], right, found[:1], k, self.f.tol)  # most do not fit the first
             if eps is not None and len(batches) > 1:
                 eps = _eps(fault.change, batches, right, found, k, self.f.tol)
-            if not fitted and (fault.change.k or (eps or 0) > SMALL):
-                continue
             if eps is not None and eps <= SMALL:
                 return fault.words.format(k=k)
             likely = likely or ("" if eps is None else f"{fault.words.format(k=k)}, eps = {eps:.3g}")

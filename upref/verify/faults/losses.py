@@ -207,7 +207,10 @@ def known(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Los
     low, high = ([1 - x for x in bounds if 0 < x < 1][:2], [x - 1 for x in bounds if 1 < x < 10][:2])
     has = shape_of(o, hp)
     has_bounds = has.is_bounded and not {"eps", "eps_low", "eps_high"}.isdisjoint(hp)
-    own = f", not {1 - lo:g} and {1 + hi:g}" if has_bounds else ""
+    its = [x for x in (1 - lo, 1 + hi) if x > 0]  # a bound below 0 is none
+    own = f", not {' and '.join(f'{x:g}' for x in its)}" if has_bounds else ""
+    if o.level == "custom" and (unbounded := {k: UNBOUNDED for k in hp if k.startswith("eps")}):
+        yield fault("no bound has an effect: the ratio is not clipped", "clip", hp=unbounded)
     for i, (a, e) in enumerate(dict.fromkeys(product([lo, *low], [hi, *high]))):
         for each in _forms(o, hp, has, bounds, a, e):
             at = f" (with bounds {1 - a:g} and {1 + e:g}{own})" if i else ""
@@ -294,6 +297,7 @@ def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
         yield fault(f"the KL term is there only where {said}", "term", weigh=part)
 
 
+UNBOUNDED = 1e6  # a distance from a ratio of 1, or of its logarithm from 0, that none has
 CLAMPED = (10.0, 5.0, 20.0, 1.0, 0.1)  # where KL terms are clamped
 CAPS = (math.inf, 1.0, 2.0, 3.0, 5.0, 10.0)  # of importance weights, as people set them
 
@@ -410,6 +414,18 @@ def _forms(
                    form(lambda r, A, lp: minimum(r * A, clip(r * A, 1 - lo, 1 + hi))))  # fmt: skip
         yield made("clip", "the maximum is taken where the minimum belongs",
                    form(lambda r, A, lp: maximum(r * A, clip(r, 1 - lo, 1 + hi) * A)))  # fmt: skip
+        halves = "where the two are equal, half of the gradient is lost"
+        yield made("clip", f"the clipped term of the minimum is detached: {halves}",
+                   form(lambda r, A, lp: minimum(r * A, sg(clip(r, 1 - lo, 1 + hi) * A))))  # fmt: skip
+        yield made("clip", f"the unclipped term of the minimum is detached: {halves}, and all of it elsewhere",
+                   form(lambda r, A, lp: minimum(sg(r * A), clip(r, 1 - lo, 1 + hi) * A)))  # fmt: skip
+        if o.level == "sequence_mean":
+
+            def by_sum(lp, old, A, m):
+                S = exp(sum_t(where(m, lp - old, 0), m))[:, None].expand_as(A)
+                return where((A > 0) & (S > 1 + hi) | (A < 0) & (S < 1 - lo), 0, R(lp, old, m) * A)
+
+            yield made("clip", "the bounds act on the product of the response's ratios, not on their mean", by_sum)
         for sign, on in (("A > 0", lambda A: A > 0), ("A < 0", lambda A: A < 0)):
             yield made("clip", f"where {sign} the maximum is taken where the minimum belongs",
                        form(lambda r, A, lp, on=on: where(
@@ -434,6 +450,10 @@ def _forms(
     if has.is_bounded:
         trained = lambda A: where(A > 0, A * has.live[1.0], A * has.live[-1.0])
         yield made("clip", "no bound has an effect: the ratio is not clipped", form(lambda r, A, lp: r * trained(A)))
+        if has.free[1.0] or has.free[-1.0]:  # log π_θ there, as in TOPR
+            without = lambda A: where(A > 0, A * has.free[1.0], A * has.free[-1.0])
+            yield made("clip", "no bound has an effect: the ratio is not clipped",
+                       form(lambda r, A, lp: (without(A) + sg(r) * (trained(A) - without(A))) * lp))  # fmt: skip
     inverted = "the ratio is inverted: exp(old - new)"
     yield made("ratio", inverted, lambda lp, old, A, m: ppo(R(old, lp, m), A))
     if o.level == "token" and not o.reads:

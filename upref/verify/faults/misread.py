@@ -8,6 +8,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -225,6 +226,37 @@ def left_out(case: Case) -> Iterator[LossFault]:
                             whole=True)  # fmt: skip
 
 
+FLOORS = np.linspace(-1, -80, 80)  # log-probabilities among which `floored` looks
+HALVINGS = 40
+
+
+def floored(case: Case) -> Iterator[LossFault]:
+    """Log-probabilities, of π_θ alone or of both policies, are at least a number that the loss shows on policy."""
+
+    def dead(lps: np.ndarray) -> np.ndarray:
+        lp = torch.as_tensor(lps)[:, None]
+        one = torch.ones_like(lp)
+        b = case.ready(Rollouts(lp, lp, one, one.bool(), logp_ref=lp, entropy=one))
+        return ((case.weights(b) == 0) & (case.expected(b) != 0))[:, 0].numpy()
+
+    try:
+        hit = dead(FLOORS)
+        if not hit.any() or hit[0]:
+            return
+        first = int(hit.argmax())
+        alive, gone = FLOORS[first - 1], FLOORS[first]
+        for _ in range(HALVINGS):
+            middle = (alive + gone) / 2
+            alive, gone = (alive, middle) if dead(np.array([middle]))[0] else (middle, gone)
+    except InputError:  # it refuses such a batch
+        return
+    low = float(f"{gone:.6g}")
+    both = lambda lp, old, A, m: term_of(case.o, case.hp)(lp.clamp(min=low), old.clamp(min=low), A, m)
+    one = lambda lp, old, A, m: term_of(case.o, case.hp)(lp.clamp(min=low), old, A, m)
+    yield fault(f"log-probabilities below {low:g} are set to it", "rounding", J=both)
+    yield fault(f"log_prob below {low:g} is set to it", "rounding", J=one)
+
+
 def between(low: float, high: float) -> float | None:
     """The roundest number from low on that is below high, if there is one."""
     limits = (math.ceil(low * 10**d) / 10**d for d in range(9))
@@ -246,6 +278,15 @@ def placed(case: Case) -> Iterator[LossFault]:
         there = b.but(group=rows(b, n), totals=None)
         return case.expected(b) * case.factors(there, declared_aggregation(case.o)) / case.factors(b)
 
+    runs = lambda g: torch.cat([torch.zeros_like(g[:1]), (g[1:] != g[:-1]).cumsum(0)])
+
+    def in_runs(b: Rollouts) -> Tensor:
+        there = b if b.group is None else b.but(group=runs(b.group), totals=None)
+        return case.expected(b) * case.factors(there, declared_aggregation(case.o)) / case.factors(b)
+
+    if "group" in case.loss.reads:
+        words = "rows of one prompt count as one group only where they are next to each other"
+        yield fault(words, "aggregation", weigh=in_runs, whole=True)
     for n in (0, *range(2, 17)) if "group" in case.loss.reads else ():
         size = f"{n} rows" if n else "equal size, in the order of the rows"
         words = f"groups are taken for blocks of {size}, whatever their ids"

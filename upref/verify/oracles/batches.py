@@ -11,7 +11,8 @@ from torch import Tensor
 from upref.aggregation import Totals
 from upref.errors import InputError
 from upref.rollouts import Rollouts
-from upref.verify.explain import everywhere
+from upref.verify.explain import confirmed_at, everywhere
+from upref.verify.faults.misread import LARGE, clipped
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
@@ -134,7 +135,9 @@ def one_response(case: Case) -> list[Finding]:
             b = shrink(b, lambda c, off=off: bool(off(c).max() > 0), worst(apart))  # type: ignore[misc]
             i, t = worst(off(b))
             says = case.expected(b)[i, t].item(), asked(b)[1][i, t].item()
-            return [fail("one-response", regime, *says, example(case, b, dtype))]
+            large = clipped(case, LARGE)
+            why = confirmed_at(case, large, b, (i, t), says[1])
+            return [fail("one-response", regime, *says, example(case, b, dtype), why)]
     case.covered.append(ONE_RESPONSE)
     return []
 

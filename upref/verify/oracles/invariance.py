@@ -4,6 +4,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -82,6 +83,16 @@ def padding(case: Case) -> list[Finding]:
             at = worst(apart(small))
             before, after = digits("{}", case.gradient(small)[at].item(), padded(small)[1][at].item())
             why = "it divides by the padded width" if everywhere(case, by_width) else ""
+
+            def of_first_column(c: Rollouts, wide=wide, zeroed: bool = False) -> tuple[Tensor, Tensor]:
+                there = wide(c)
+                A = torch.where(there.mask, there.adv, 0) if zeroed else there.adv
+                told = there.but(adv=A[:, :1].expand_as(there.mask))
+                return case.gradient(there), case.expected(told) * case.factors(told)
+
+            first = (of_first_column, partial(of_first_column, zeroed=True)) if left and not why else ()
+            if any(everywhere(case, f) for f in first):
+                why = "the advantage of a response is read from the first column, which may be padding"
             says = f"dJ/dlp {before}, as without", after
             narrow = torch.nn.functional.pad(case.gradient(small), (left, right))
             shown = as_python(wide(small), narrow, case.gradient(wide(small)), case.loss.reads)

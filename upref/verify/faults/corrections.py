@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Known faults of sampler corrections: the factor of ρ = π_old/μ that a loss multiplies by, read off the loss."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from upref.errors import InputError
+from upref.ops import mean_t, sum_t
+from upref.rollouts import Rollouts
+from upref.verify.faults.losses import LossFault, fault
+from upref.verify.measure import Case, kl_slope, unit_weights
+
+LOG_RHO = np.linspace(-14, 14, 57)
+HALVINGS = 50
+SIGNS = {1.0: "A > 0", -1.0: "A < 0"}
+LEVELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of log ρ of each token, and the mask
+    "of each token": lambda x, m: x,
+    "of the response, multiplied over its tokens": lambda x, m: sum_t(x, m)[:, None].expand_as(x),
+    "of the response, the geometric mean over its tokens": lambda x, m: mean_t(x, m)[:, None].expand_as(x),
+}
+
+
+@dataclass(frozen=True)
+class Correction:
+    """A factor of ρ: ρ or 1 inside of bounds, and beyond each bound the value there, or 0.
+
+    Attributes:
+        inside: whether the factor is ρ there; else it is 1.
+        low: below this ρ the factor is another; 0 where there is no bound.
+        high: above this ρ the factor is another; inf where there is no bound.
+        cut_low: whether the factor is 0 below `low`; else it stays what it is at `low`.
+        cut_high: the same above `high`.
+    """
+
+    inside: bool
+    low: float
+    high: float
+    cut_low: bool
+    cut_high: bool
+
+    def __call__(self, log_rho: Tensor) -> Tensor:
+        rho = log_rho.exp()
+        w = rho.clamp(self.low, self.high) if self.inside else torch.ones_like(rho)
+        gone = (self.cut_low & (rho < self.low)) | (self.cut_high & (rho > self.high))
+        return w.masked_fill(gone, 0)
+
+    def __str__(self) -> str:
+        out = ["ρ" if self.inside else "1"]
+        if self.low > 0:
+            out.append(f"0 below {self.low:.6g}" if self.cut_low else f"at least {self.low:.6g}")
+        if self.high < math.inf:
+            out.append(f"0 above {self.high:.6g}" if self.cut_high else f"at most {self.high:.6g}")
+        return ", ".join(out)
+
+
+def retuned(case: Case) -> Iterator[LossFault]:
+    """The objective's own correction with the bounds that the loss shows."""
+    seen = _of_both_signs(case)
+    if not seen or seen[1.0] != seen[-1.0]:
+        return
+    numbers = {"is_min": seen[1.0].low, "is_max": seen[1.0].high}
+    own = {k: v for k, v in numbers.items() if k in case.hp and 0 < v < math.inf}
+    if moved := {k: v for k, v in own.items() if abs(v - case.hp[k]) > 1e-6}:
+        words = "; ".join(f"{k} is {v:.6g}, not {case.hp[k]:.6g}" for k, v in moved.items())
+        yield fault(words, "hyperparameter", hp=moved)
+
+
+def corrected(case: Case) -> Iterator[LossFault]:
+    """The correction that the loss shows on responses of one token, of each level."""
+    if not (seen := _of_both_signs(case)):
+        return
+    good, bad = seen.values()
+    said = str(good) if good == bad else "; ".join(f"{one} where {SIGNS[A]}" for A, one in seen.items())
+    for level, of in LEVELS.items():
+        words = f"the sampler's correction is another function of ρ = π_old/μ {level}: {said}"
+        yield fault(words, "ratio", weigh=partial(_weights, case, seen, of))
+
+
+def _of_both_signs(case: Case) -> dict[float, Correction]:
+    """By the sign of A; empty if one of them has no such function."""
+    if case.o.sampler is None:
+        return {}
+    seen: dict[float, Correction] = {}
+    with contextlib.suppress(InputError):  # it refuses such a batch
+        for A in SIGNS:
+            if (one := _seen(case, A)) is None:
+                return {}
+            seen[A] = one
+    return seen if len(seen) == len(SIGNS) else {}
+
+
+def _weights(case: Case, seen: dict[float, Correction], of: Callable[[Tensor, Tensor], Tensor], b: Rollouts) -> Tensor:
+    """The objective's weights under another correction of its sampler, its KL term beside them."""
+    plain = {k: v for k, v in case.hp.items() if k in case.o.hyperparameters and k not in ("is_min", "is_max")}
+    base = unit_weights(replace(case.o, sampler=None), b, {k: v for k, v in plain.items() if k != "beta"})
+    assert b.logp_sampler is not None
+    x = of(torch.where(b.mask, b.logp_old - b.logp_sampler, 0), b.mask)
+    w = base * torch.where(b.adv.expand_as(x) > 0, seen[1.0](x), seen[-1.0](x))
+    return w - (case.hp["beta"] * kl_slope(case.o.kl, b) if case.hp.get("beta") else 0)
+
+
+def _seen(case: Case, A: float) -> Correction | None:
+    """Read off responses of one token at r = 1; None where it is no such function."""
+    w = lambda x: _factor(case, A, np.atleast_1d(x))
+    y = w(LOG_RHO)
+    rho, near = np.exp(LOG_RHO), np.isclose
+    at_1 = len(LOG_RHO) // 2
+    step = int(near(y[at_1 + 1], rho[at_1 + 1], 1e-6)) or int(near(y[at_1 - 1], rho[at_1 - 1], 1e-6))
+    inside = bool(step)
+    same = near(y, rho if inside else 1.0, 1e-6)
+    if not same.any() or not np.isfinite(y).all():
+        return None
+    first, last = int(same.argmax()), len(same) - 1 - int(same[::-1].argmax())
+    ends: dict[str, Any] = {}
+    for name, n, beside in (("low", first, first - 1), ("high", last, last + 1)):
+        none = 0.0 if name == "low" else math.inf
+        if not 0 <= beside < len(y):
+            ends |= {name: none, f"cut_{name}": False}
+        elif y[beside] == 0:
+            ends |= {name: _round(math.exp(_bound(w, LOG_RHO[n], LOG_RHO[beside]))), f"cut_{name}": True}
+        else:
+            ends |= {name: _round(float(y[beside])), f"cut_{name}": False}
+    return Correction(inside, ends["low"], ends["high"], ends["cut_low"], ends["cut_high"])
+
+
+def _factor(case: Case, A: float, log_rho: np.ndarray) -> np.ndarray:
+    """The weight of single tokens of ratio 1, over the objective's without a correction."""
+    full = lambda v: torch.full((len(log_rho), 1), v, dtype=torch.float64)
+    old = full(-15.0)
+    b = Rollouts(old, old, full(A), full(1.0).bool(), logp_ref=old, entropy=full(1.0),
+                 logp_sampler=old - torch.as_tensor(log_rho)[:, None])  # fmt: skip
+    b = case.loss.visible_batch(b)
+    plain = {k: v for k, v in case.plain_hp.items() if k in case.o.hyperparameters and k not in ("is_min", "is_max")}
+    base = unit_weights(replace(case.o, sampler=None), b, plain)
+    return (case.weights(b) / base)[:, 0].numpy()
+
+
+def _bound(w: Callable[[float], np.ndarray], alive: float, dead: float) -> float:
+    """log ρ at which the factor becomes 0."""
+    for _ in range(HALVINGS):
+        middle = (alive + dead) / 2
+        alive, dead = (middle, dead) if w(middle)[0] != 0 else (alive, middle)
+    return (alive + dead) / 2
+
+
+def _round(x: float) -> float:
+    """5 for what a bisection, or a product, left of it."""
+    short = float(f"{x:.6g}")
+    return short if abs(short - x) <= 1e-9 * x else x
