@@ -8,13 +8,14 @@ from pathlib import Path
 def axes() -> str:
     """The axes of the input, from upref.weights.axes."""
     from upref.verify.oracles.batches import ONE_RESPONSE
-    from upref.weights.axes import AXES, NAMED
+    from upref.weights.axes import AXES, NAMED, TILED
     from upref.weights.batches import LOG_R, MU, MU_READ, OVERFLOW, SIGNS
 
     said = lambda xs: ", ".join(f"{x:g}" for x in xs)
     first: dict[str, str] = {}
     for name, axis in AXES.items():
-        first.setdefault(axis.words, "sizes and compositions" if axis.width else name)
+        sizes = "whole tiles" if axis.words == TILED else "sizes and compositions"
+        first.setdefault(axis.words, sizes if axis.width else name)
     rows = [
         ("the grid", f"A of {said(SIGNS)}; π_old of {said(MU)} (of {said(MU_READ)} too where bounds depend on it); "
                      "every bound from below, on it and from above; "

@@ -263,6 +263,20 @@ class Loss:
         backward = lambda: torch.autograd.grad(done.value * times, full[role], allow_unused=True)
         return called(f"the backward pass of {self.name}", backward)[0][0]
 
+    def sliced(self, b: Rollouts) -> Tensor:
+        """dJ/dlp where each tensor [B, T] is a slice of a wider one, and advantages are expanded from [B, 1]."""
+        x = _slice(b.logp.detach()).requires_grad_()
+        full = {k: _slice(v) if isinstance(v, Tensor) and v.ndim == 2 else v for k, v in self.inputs(b, x).items()}
+        full["logp"] = x
+        if self.adv_shape in ("BT", FIRST) and b.one_adv_per_response:
+            full["adv"] = per_response(b.adv, b.mask).clone()[:, None].expand(b.mask.shape)
+        done = self.run(full, b, None, (x,))
+        if not done.attached:
+            return torch.zeros_like(x)
+        backward = lambda: torch.autograd.grad(done.value, x, allow_unused=True)
+        (g,), _ = called(f"the backward pass of {self.name}", backward)
+        return torch.zeros_like(b.logp) if g is None else 0 - _plain(g).contiguous()
+
     def seeded(self, b: Rollouts, seed: int) -> tuple[Tensor, Tensor]:
         """(value, dJ/dlp) after every generator has this seed."""
         with state_restored():
@@ -314,6 +328,11 @@ _RETURN = (
     "Check a wrapper: `def loss(log_prob, old_log_prob, advantages, mask): return f(...)[i]` with the place or key of "
     "the loss for i."
 )
+
+
+def _slice(x: Tensor) -> Tensor:
+    """The same numbers as columns of a wider tensor, in which other numbers stand beside them."""
+    return torch.nn.functional.pad(x, (2, 1), value=False if x.dtype is torch.bool else 0.5)[:, 2:-1]
 
 
 def _plain(x: Tensor) -> Tensor:

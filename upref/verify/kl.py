@@ -26,6 +26,9 @@ from upref.verify.report import Finding, Report, apart, fail, not_run, note, res
 # and their sum is not 0, which would hide a sum over a row
 NEAR = torch.arange(-24, 33, dtype=torch.float64) / 16
 FAR = torch.tensor([s * x for x in (2.5, 3, 4, 6, 9, 12, 15, 19, 21, 40) for s in (1, -1)], dtype=torch.float64)
+LEVELS = (0.0, -1.0, -8.0, -30.0)  # log-probabilities of the likelier policy, a row each
+PASTE = "from upref.verify.kl import {}, pair\nlog_prob, ref_log_prob = pair({})"
+SHIFT = 7  # places by which rows differ, else a mean over rows shows nothing
 GONE = "no gradient: it is computed under no_grad, or detached"
 CONSTANTS = "harmless as long as callers pass them without requires_grad; add .detach() to be safe"
 
@@ -66,18 +69,20 @@ class Case:
         return f"{self.estimator} plus {c:.4g}" if raised else ""
 
 
-def pair(d: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [1, N] that are d apart."""
-    lp = (-1 - d.clamp(min=0))[None]
-    return lp, lp + d
+def pair(d: Tensor, levels: tuple[float, ...] = (-1.0,)) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [R, N] that are d apart: the larger of the two is a level; each row begins elsewhere in d."""
+    rows = [d.roll(SHIFT * i) for i in range(len(levels))]
+    lp = torch.stack([level - x.clamp(min=0) for level, x in zip(levels, rows, strict=True)])
+    return lp, lp + torch.stack(rows)
 
 
-def both(term: Formula, d: Tensor) -> tuple[Tensor, Tensor]:
-    """Value and d/dlp at each d."""
-    lp, ref = pair(d)
+def both(term: Formula, d: Tensor, levels: tuple[float, ...] = (-1.0,)) -> tuple[Tensor, Tensor]:
+    """Value and d/dlp at each d; of several levels, those of each level after another."""
+    lp, ref = pair(d, levels)
     k = term(lp.requires_grad_(), ref)
     g = torch.autograd.grad(k.sum(), lp, allow_unused=True)[0] if k.requires_grad else None
-    return k.detach()[0], torch.zeros_like(d) if g is None else g[0]
+    back = lambda x: torch.cat([row.roll(-SHIFT * i) for i, row in enumerate(x)])
+    return back(k.detach()), torch.zeros_like(d.repeat(len(levels))) if g is None else back(g)
 
 
 def _off(x: Tensor, y: Tensor) -> Tensor:
@@ -143,7 +148,10 @@ def _pointwise(which: int, name: str, what: str) -> Oracle:
         i = int(off.argmax())
         if off[i] > case.term.tol:
             d = NEAR[i].item()
-            batch = f"log_prob, ref_log_prob = torch.tensor([[-3.0]]), torch.tensor([[{d - 3:.4f}]])"
+            one, other = (both(f, NEAR[i : i + 1])[which] for f in (case.right, case.term))
+            alone = _off(other, one).max() > case.term.tol  # else it shows beside other tokens only
+            single = f"log_prob, ref_log_prob = torch.tensor([[-3.0]]), torch.tensor([[{d - 3:.4f}]])"
+            batch = single if alone else PASTE.format("NEAR", "NEAR")
             said = apart(what + " {}", want[i].item(), found[i].item())
             yield fail(name, f"log π_ref - log π_θ = {d:.4g}", *said, batch, case.cause(which))
 
@@ -164,6 +172,23 @@ def clamp(case: Case) -> Iterator[Finding]:
             bites += ": the tokens furthest from the reference are not pulled back"
         make, why = (fail, bites) if abs(d) < 20 else (note, "a clamp at 20 or beyond")
         yield make("clamp", f"log π_ref - log π_θ = {d:g}", *numbers, cause=why if clamped else "")
+
+
+@oracle("rows", not_run=lambda case: "wrong in one row already" if case.failed & {"value", "gradient"} else "")
+def rows(case: Case) -> Iterator[Finding]:
+    """Several responses, from tokens of probability 1 to tokens of log-probability -30 and below."""
+    d = NEAR.repeat(len(LEVELS))
+    for which, what in enumerate(("value", "gradient by log_prob")):
+        want, found = both(case.right, NEAR, LEVELS)[which], both(case.term, NEAR, LEVELS)[which]
+        off = _off(found, want)
+        if off.max() > case.term.tol:
+            i = int(off.argmax())
+            level = LEVELS[i // len(NEAR)]
+            lp = level - max(0.0, d[i].item())
+            text = f"log π_θ = {lp:.4g}, log π_ref = {lp + d[i].item():.4g}, in a batch of {len(LEVELS)} responses"
+            said = apart(what + " {}", want[i].item(), found[i].item())
+            yield fail("rows", text, *said, PASTE.format("LEVELS, NEAR", "NEAR, LEVELS"))
+            return
 
 
 @oracle("expected-value")
@@ -207,7 +232,7 @@ def mutation(case: Case) -> Iterator[Finding]:
 
 
 ORACLES: tuple[Oracle, ...] = (
-    determinism, _pointwise(0, "value", "value"), _pointwise(1, "gradient", "gradient by log_prob"), clamp,
+    determinism, _pointwise(0, "value", "value"), _pointwise(1, "gradient", "gradient by log_prob"), rows, clamp,
     expected_value, expected_gradient, stop_gradient, mutation,
 )  # fmt: skip
 

@@ -20,12 +20,17 @@ from upref.rollouts import Rollouts
 from upref.weights.batches import GUARD, MU, breakpoints, fill_padding
 
 SIZES = (1.0, -1.0)
-LONG = (1, 15, 17, 65, 129, 257, 300, 520)  # tokens
+LONG = (1, 15, 17, 65, 129, 256, 257, 300, 512, 520)  # tokens
+TILES = (256, 512)  # columns of a batch, all of which some of its responses fill
 WIDE = (63, 64, 65, 128)  # responses of a batch, and columns
 HOLES, TURNS, LATE = (16, 40, 100, 300), (5, 12, 20), (33, 100)  # tokens, parts of a response, columns before it
 MASKS = ("plain", "a hole", "turns", "left padding", "late")
 MOSTLY = ("A = 0", "A > 0", "A < 0", "clipped")
 PRODUCT = 80.0  # |log| of a product of ratios that float32 holds
+RHO, RHO_PRODUCT = (3.0, -3.0, 6.0, -6.0, 12.0, -12.0), 19.0  # log π_old/μ of a token; most of it over a response
+CROSSED_REF = (1.0, -1.0, 3.0, -3.0, 6.0, -6.0, 9.0, -9.0)  # log π_ref / π_θ, beside what is unusual otherwise
+ANY_SIZE = ("group_mean", "reward", "leave_one_out")  # estimators whose advantages are as large as the rewards
+MOST_ENTROPY = 11.9  # nats: ln of 150,000 tokens
 FEW = 6  # responses of a batch that is mostly something which are otherwise
 
 
@@ -46,6 +51,10 @@ class Axis:
     masks: tuple[str, ...] = MASKS[:1]
     mostly: str = ""  # what most of its responses, or of its tokens, are
     width: int = 0  # columns, where not as many as its responses need
+    more_A: tuple[float, ...] = ()  # where the objective's advantages have any size
+    rho: tuple[float, ...] = ()  # log π_old/μ, where the objective corrects for its sampler
+    entropy: float = 3.0  # the largest one, in nats
+    zero_entropy: bool = False  # whether it is 0 for the lower half of a response's tokens
 
 
 LARGE = "more than 65,504 tokens"
@@ -58,7 +67,10 @@ AXES = {
         share=0.6,
     ),
     "advantages": Axis(
-        "|A| from 1e-6 to 40", A=(1e-6, -1e-6, 1e-3, -1e-3, 7.0, -7.0, 12.0, -12.0, 40.0, -40.0), mu=(0.001, *MU)
+        "|A| from 1e-6 to 40, and of 100 where the estimator does not divide by a standard deviation",
+        A=(1e-6, -1e-6, 1e-3, -1e-3, 7.0, -7.0, 12.0, -12.0, 40.0, -40.0),
+        more_A=(100.0, -100.0),
+        mu=(0.001, *MU),
     ),
     "certain tokens": Axis(
         "π_old from 0.95 to exactly 1; π_old and π_θ both from 0.9 to 1 - 1e-6",
@@ -66,7 +78,7 @@ AXES = {
         lengths=(1, 4, 17, 40),
         sure=True,
     ),
-    "lengths": Axis("responses of up to 520 tokens", lengths=LONG, rows=WIDE[2]),
+    "lengths": Axis(f"responses of up to 520 tokens, of {TILES[0]} and {TILES[1]} too", lengths=LONG, rows=WIDE[2]),
     "masks": Axis(
         f"holes of {HOLES[0]} to {HOLES[-1]} tokens, {TURNS[0]} to {TURNS[-1]} turns, left padding, responses that "
         f"begin {LATE[0]} to {LATE[-1]} columns late",
@@ -74,14 +86,39 @@ AXES = {
         rows=WIDE[0],
         masks=MASKS,
     ),
-    "reference": Axis("|log π_ref / π_θ| up to 9", ref=(1.0, -1.0, 3.0, -3.0, 6.0, -6.0, 9.0, -9.0)),
+    "reference": Axis(
+        f"|log π_ref / π_θ| up to 19; up to {max(CROSSED_REF):g} in the batches below",
+        ref=(*CROSSED_REF, 14.0, -14.0, 19.0, -19.0),
+        mu=(1e-9, *MU),
+    ),
 }
 _ORDINARY = tuple(AXES.values())
+AXES["sampler"] = Axis(
+    f"beside a sampler's correction: |log π_old/μ| up to {max(RHO):g} for a token, and up to {RHO_PRODUCT:g} added up "
+    "over a response, in responses of 1 to 300 tokens",
+    lengths=(1, 4, 17, 65, 300),
+    rows=WIDE[2],
+    rho=RHO,
+)
+AXES["entropies"] = Axis(
+    f"beside entropies: 0 for half of the tokens, the rest up to {MOST_ENTROPY:g} nats",
+    lengths=(1, 4, 17, 65),
+    entropy=MOST_ENTROPY,
+    zero_entropy=True,
+)
+TILED = f"{TILES[0]} and {TILES[1]} columns, all of which some responses fill"
+for _T in TILES:
+    AXES[f"{_T} columns"] = Axis(
+        TILED,
+        lengths=(1, _T // 4, _T - 1, _T),
+        rows=16,
+        width=_T,
+    )
 _TWO = replace(
     AXES["masks"],
     A=(1.0, -1.0, 1e-6, -1e-6, 7.0, -7.0, 40.0, -40.0),
     mu=(1e-4, 0.02, 0.3, 0.9, 0.95, 0.99, 0.999, 0.99999, 1.0),
-    ref=(0.1, -0.2, *AXES["reference"].ref),
+    ref=(0.1, -0.2, *CROSSED_REF),
     far=(6.0, -6.0, 15.0, -15.0),
 )
 AXES["every two"] = replace(
@@ -110,7 +147,7 @@ _ALL = replace(
     mu=tuple(x for name, a in AXES.items() for x in (MU if name in ("ratios", "advantages") else a.mu)),
     lengths=(640,) * 30 + LONG,
     rows=WIDE[3],
-    ref=AXES["reference"].ref,
+    ref=CROSSED_REF,
 )
 AXES["all at once"] = replace(_ALL, single="too")
 for _i, _kind in enumerate(MOSTLY):
@@ -133,6 +170,7 @@ def stress_batch(axis: str, objective: Objective, seed: int = 0, ids: tuple[str,
     the keys of NAMED by which its groups are named, each in some rows of every A and of every length. It is ready, and
     kept for the next check: do not write to its tensors."""
     of, rng, wide = AXES[axis], np.random.default_rng(seed), objective.level in REDUCE
+    of = replace(of, A=of.A + of.more_A) if objective.adv in ANY_SIZE else of
     B = of.rows
     few = np.arange(B) % max(1, B // FEW) == 0 if of.mostly else np.ones(B, dtype=bool)
     A, n, kind, name, side = _rows(of, len(ids) + 1, few, rng)
@@ -170,17 +208,42 @@ def stress_batch(axis: str, objective: Objective, seed: int = 0, ids: tuple[str,
     if of.sure and not wide:
         here, q = rng.random((B, T)) < 0.6, 10 ** rng.uniform(-6, -1, (2, B, T))
         old, lp = np.where(here, np.log1p(-q), (old, lp))
+    if of.rho and objective.sampler is not None:
+        log_rho = _sampler_ratios(of.rho, mask, rng)
+        old = np.minimum(old, log_rho - 1e-3)  # μ is a probability too
+        lp = np.minimum(old + x, 0)
     ref = np.minimum(lp + draw(of.ref, (B, T)), -1e-3)
     exact = (lambda v: v.astype(np.float32).astype(float)) if of.single else (lambda v: v)
     t = lambda v: torch.tensor(exact(np.where(mask, v, math.nan)), dtype=torch.float64)
-    entropy = torch.as_tensor(exact(rng.uniform(0, 3, size=(B, T))))
+    H = rng.uniform(0, of.entropy, size=(B, T))
+    if of.zero_entropy:  # below the 80 % quantile of a response, at which objectives tell tokens apart
+        rank = np.where(mask, H, np.inf).argsort(1).argsort(1)
+        H = np.where((rank < n[:, None] // 2) & (n[:, None] >= 4), 0, H)
+    entropy = torch.as_tensor(exact(H))
     adv = torch.tensor(exact(A))[:, None].expand(B, T).clone()
     kinds = len(ids) + 1
     nth = (np.cumsum(name[:, None] == np.arange(kinds), 0) - 1)[np.arange(B), name]  # every group has several rows
     plain = group = torch.as_tensor(name + kinds * (nth % 3) if ids else rng.permutation(B) % max(1, B // 4))
     for k, said in enumerate(ids):
         group = torch.where(plain % kinds == k + 1, NAMED[said](plain), group)
-    return fill_padding(Rollouts(t(lp), t(old), adv, torch.tensor(mask), group, t(ref).nan_to_num(nan=-1.2), entropy))
+    mu = t(old - log_rho).nan_to_num(nan=-1.2) if of.rho and objective.sampler is not None else None
+    b = Rollouts(t(lp), t(old), adv, torch.tensor(mask), group, t(ref).nan_to_num(nan=-1.2), entropy)
+    return fill_padding(replace(b, logp_sampler=mu))
+
+
+def _sampler_ratios(rho: tuple[float, ...], mask: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """log π_old/μ of each token: in turn far for some tokens of a response, spread over all of them, and near 0."""
+    B, T = mask.shape
+    kind, n = (np.arange(B) % 3)[:, None], mask.sum(1, keepdims=True)
+    near = rng.normal(size=(B, T)) * 1e-3
+    far = np.array(rho)[rng.integers(len(rho), size=(B, T))] * rng.uniform(0.9, 1, (B, T))
+    some = np.where((rng.random((B, T)) < 0.3) | (n == 1), far, near)
+    order = rng.permutation(T)
+    moved = np.cumsum(np.where(mask, np.abs(some), 0)[:, order], 1)[:, order.argsort()]
+    some = np.where(moved < RHO_PRODUCT, some, near)
+    total = np.array([*rho, RHO_PRODUCT, -RHO_PRODUCT])[rng.integers(len(rho) + 2, size=(B, 1))]
+    spread = total * rng.uniform(0.9, 1, (B, 1)) / n + near - np.where(mask, near, 0).sum(1, keepdims=True) / n
+    return np.select([kind == 0, kind == 1], [some, spread], near)
 
 
 def _rows(of: Axis, kinds: int, few: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarray]:

@@ -15,7 +15,7 @@ NAMED, UNKNOWN, ENDS = "named", "unknown", "named up to an input"  # of a box, w
 ORACLES = (
     "gradient", "value", "aggregation", "micro-batches", "data-parallel", "padding", "masked-values", "on-policy",
     "stop-gradient", "extremes", "dead-hyperparameter", "scaling", "permutation", "determinism", "mutation",
-    "zero-advantage", "unusual-inputs", "one-response", "loss-scale",
+    "zero-advantage", "unusual-inputs", "one-response", "loss-scale", "layout",
 )  # fmt: skip
 
 

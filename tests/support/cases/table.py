@@ -16,6 +16,7 @@ from . import (
     REJECTED,
     UNKNOWN,
     Case,
+    beyond,
     boxes,
     causes,
     denominators,
@@ -142,6 +143,7 @@ def others():
     yield from (of(fn, on, text=text) for fn, on, text in advantages.RIGHT)
     yield from (of(fn, on, oracles={oracle}, says=says) for fn, on, oracle, says in advantages.WRONG)
     yield from causes.CASES
+    yield from sample(beyond.ROWS, 2)
     yield from sample(denominators.ROWS, 2, lambda c: c.name in denominators.BY_DAY)
     yield from (Case(loss(body), on, file="misread", name=name, verdict=REJECTED, says=says)
                 for name, on, says, body in misread.CASES)  # fmt: skip

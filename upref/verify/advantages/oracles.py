@@ -168,8 +168,14 @@ def equal_rewards(case: Case) -> Iterator[Finding]:
         if nan:
             why = "0/0: no eps in the denominator"
         yield fail("equal-rewards", regime, "A = 0", f"A = {A[0]:.6g}", case.python(b), why)
-    else:
-        yield note("equal-rewards", regime, "A = 0", f"A = {off:.2g}", "rounding of the mean, divided by eps")
+        return
+    yield note("equal-rewards", regime, "A = 0", f"A = {off:.2g}", "rounding of the mean, divided by eps")
+
+
+@oracle("solved-prompts", not_run=either(no_groups, no_baseline, wrong_already))
+def solved_prompts(case: Case) -> Iterator[Finding]:
+    yield from case.compare("solved-prompts", "a prompt of which all responses fail, and one of which all succeed",
+                            exact.SOLVED)  # fmt: skip
 
 
 @oracle("missing-reward")
@@ -240,5 +246,5 @@ def mutation(case: Case) -> Iterator[Finding]:
 
 ORACLES: tuple[Oracle, ...] = (
     determinism, values, uneven_groups, interleaving, large_groups, group_ids, shift_and_scale, random, singletons,
-    equal_rewards, missing_reward, permutation, mutation,
+    equal_rewards, solved_prompts, missing_reward, permutation, mutation,
 )  # fmt: skip

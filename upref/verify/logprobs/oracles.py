@@ -132,13 +132,16 @@ def compared(
     """The first of these problems on which it is wrong. refused: what a note adds where it refuses one."""
 
     def look(case: Case) -> Iterator[Finding]:
+        told = False
         for words, p in asked(case.kernel).items():
             try:
                 done = case.kernel(p)
             except InputError as e:
                 if refused is None:
                     raise
-                yield note(name, f"refused: {words}{refused} ({str(e)[:120]})")
+                if not told:
+                    yield note(name, f"refused: {words}{refused} ({str(e)[:120]})")
+                told = True
                 continue
             loud = sorted(k for k, v in done.numbers.items() if v.isnan().any())
             if name == "forbidden" and loud and "log-prob" not in loud:
@@ -165,7 +168,11 @@ def repeated(case: Case) -> Iterator[Finding]:
 def padding(case: Case) -> Iterator[Finding]:
     p = problems.masked(problems.random_problem(case.kernel, 6, 9, 3, 12), [[1, 1, 1], [1, 0, 0]])
     assert p.keep is not None
-    done = case.kernel(replace(p, x=torch.where(p.keep[..., None], p.x, math.nan)))
+    try:
+        done = case.kernel(replace(p, x=torch.where(p.keep[..., None], p.x, math.nan)))
+    except InputError as e:
+        yield note("padding", f"refused: NaN in the states of a masked token ({str(e)[:120]})")
+        return
     times, key, *_ = case.off(p, Outcome({k: v for k, v in done.numbers.items() if k in VALUES}), solved(p))
     if times > 1:
         yield fail("padding", "NaN in the states of a masked token", f"{key} of other tokens unchanged", "it changes")
@@ -257,12 +264,15 @@ def ranks(case: Case) -> Iterator[Finding]:
     yield from distributed.compared(case.kernel, p, case.ranks, case.off)
 
 
+NO_TEMPERATURE = "no temperature among its arguments"
 PLAIN = ("values", "temperature", "gradient", "entropy-gradient", "gradients")
 ORACLES: tuple[Oracle, ...] = (
     determinism,
-    plain("values"), plain("temperature", "no temperature among its arguments"), *map(plain, PLAIN[2:]),
+    plain("values"), plain("temperature", NO_TEMPERATURE), *map(plain, PLAIN[2:]),
     compared("tiles", problems.tiles, lambda case: 0.0 if case.rough == DOUBLE else 20 * SINGLE,  # 131,075 columns
              lambda k: [problems.random_problem(k, 4099, 4, 2, 10)]),
+    compared("temperatures", problems.temperatures,
+             not_run=lambda case: wrong(case) or ("" if "temperature" in case.kernel.settings else NO_TEMPERATURE)),
     compared("peak", problems.peaks),
     compared("offset", problems.offset, lambda case: 0.05 if case.rough > DOUBLE else 1e-6,
              lambda k: problems.offset(k).values(),

@@ -15,6 +15,11 @@ TILES = [(35, 5, 3), (131, 7, 3), (515, 5, 2), (1027, 5, 2), (4099, 4, 2)]
 TILES += [*((3, v, 2) for v in (9, *(2**k + 3 for k in range(5, 18)))), *((3, 5, h) for h in (35, 131, 1027))]
 
 
+SQUARE = [(6, 6, 2), (6, 3, 2), (6, 5, 5)]  # as many tokens as ids, columns as ids, ids as hidden sizes
+TEMPERATURES = (0.1, 4.0)
+HEIGHTS = (40.0, 80.0)  # of a peak: float32 holds e^-87
+
+
 def random_problem(k: Kernel, N: int = 6, V: int = 5, H: int = 2, seed: int = 0, **settings: Any) -> Problem:
     """[2, N/2] tokens, or [1, N], with both ends of the vocabulary; upstream gradients of both signs and 0."""
     gen = torch.Generator().manual_seed(seed)
@@ -62,7 +67,12 @@ def plain(k: Kernel) -> dict[str, dict[str, Problem]]:
 
 
 def tiles(k: Kernel) -> dict[str, Problem]:
-    return {f"{N} tokens, {V} ids, hidden size {H}": random_problem(k, N, V, H, 9) for N, V, H in TILES}
+    return {f"{N} tokens, {V} ids, hidden size {H}": random_problem(k, N, V, H, 9) for N, V, H in [*SQUARE, *TILES]}
+
+
+def temperatures(k: Kernel) -> dict[str, Problem]:
+    """Lower and higher ones than those of the plain problems."""
+    return {f"temperature {t:g}": random_problem(k, 6, 9, 3, 15, temperature=t) for t in TEMPERATURES}
 
 
 def offset(k: Kernel) -> dict[str, Problem]:
@@ -98,8 +108,8 @@ def peak(k: Kernel, V: int, at: int, height: float, N: int = 6) -> Problem:
 
 
 def peaks(k: Kernel) -> dict[str, Problem]:
-    at = [(V, i) for V in (9, 1029) for i in (0, V // 2, V - 1)]
-    return {f"the logit of token {i} of {V} is 40 above the rest": peak(k, V, i, 40.0) for V, i in at}
+    at = [(h, V, i) for h in HEIGHTS for V in (9, 1029) for i in (0, V // 2, V - 1)]
+    return {f"the logit of token {i} of {V} is {h:g} above the rest": peak(k, V, i, h) for h, V, i in at}
 
 
 def large(k: Kernel, V: int = 151_936) -> dict[str, Problem]:
@@ -119,19 +129,25 @@ def forbidden(k: Kernel) -> dict[str, Problem]:
 
 
 def ignored(k: Kernel) -> dict[str, Problem]:
-    p = masked(random_problem(k, 6, 9, 3, 7), [[0, 1, 1], [1, 1, 0]])
-    assert p.keep is not None
-    return {"masked tokens with an id of -100": replace(p, tokens=torch.where(p.keep, p.tokens, -100))}
+    out = {}
+    for V in (9, 131):  # of the second, -100 is an id for whoever counts from the end
+        p = masked(random_problem(k, 6, V, 3, 7), [[0, 1, 1], [1, 1, 0]])
+        assert p.keep is not None
+        words = f"masked tokens with an id of -100, of {V} ids"
+        out[words] = replace(p, tokens=torch.where(p.keep, p.tokens, -100))
+    return out
 
 
 def layout(k: Kernel) -> dict[str, Problem]:
     """Inputs and upstream gradients that are not contiguous."""
     p = random_problem(k, 6, 9, 3, 8)
     turned: Any = lambda u: None if u is None else u.mT.contiguous().mT
+    second: Any = lambda u: None if u is None else torch.stack([u, 1 + u], -1)[..., 0]
     spread = lambda u: None if u is None else u[:, :1].expand_as(u)
     return {
         "transposed inputs": replace(p, x=turned(p.x), weight=turned(p.weight), tokens=turned(p.tokens)),
         "transposed upstream gradients": replace(p, g=turned(p.g), g_H=turned(p.g_H)),
+        "upstream gradients with a stride of 2": replace(p, g=second(p.g), g_H=second(p.g_H)),
         "expanded upstream gradients (stride 0)": replace(p, g=spread(p.g), g_H=spread(p.g_H)),
     }
 

@@ -3,6 +3,7 @@
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -12,6 +13,8 @@ from upref.errors import InputError, OutOfMemory
 from upref.registry import REDUCE
 from upref.rollouts import Rollouts
 from upref.verify.explain import confirmed_at
+from upref.verify.faults.corrections import corrected
+from upref.verify.faults.losses import LossFault
 from upref.verify.faults.misread import LARGE, clipped, left_out
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
@@ -31,7 +34,7 @@ def unusual_inputs(case: Case) -> list[Finding]:
     ids: tuple[str, ...] = ()
     notes: list[Finding] = []
     for name, axis in AXES.items():
-        if name == "reference" and not case.hp.get("beta"):
+        if not applies(case, name):
             continue
         if name == "every two" and "group" in case.loss.reads:  # from here on with the ids that it takes
             found, ids = groups(case)
@@ -55,6 +58,18 @@ def unusual_inputs(case: Case) -> list[Finding]:
             case.gradient(b)  # once more: what is slow the first time alone is no slow loss
             rate = (time.process_time() - start) / tokens
     return notes
+
+
+def applies(case: Case, name: str) -> bool:
+    """Whether the weights depend on what is unusual on this axis."""
+    match name:
+        case "reference":
+            return bool(case.hp.get("beta"))
+        case "sampler":
+            return case.o.sampler is not None
+        case "entropies":
+            return "entropy" in case.o.reads
+    return True
 
 
 def look(case: Case, name: str, b: Rollouts, ids: tuple[str, ...]) -> list[Finding]:
@@ -82,7 +97,7 @@ def look(case: Case, name: str, b: Rollouts, ids: tuple[str, ...]) -> list[Findi
 def _wrong(case: Case, name: str, b: Rollouts, off: Tensor, found: Tensor, ids: tuple[str, ...], dtype="") -> Finding:
     """The finding; its numbers are those of the batch that is shown: one token or one response where that still shows
     it, else how the whole batch is made."""
-    (i, t), of_size = worst(off), () if dtype else (clipped(case, LARGE), *left_out(case))
+    (i, t), of_size = worst(off), () if dtype else _of_size(case, name)
     why = next(filter(None, (confirmed_at(case, one, b, (i, t), found[i, t].item()) for one in of_size)), "")
     columns = [t], list(range(int(b.mask[i].nonzero().max()) + 1))
     rows = [] if dtype else [c for k in columns if (c := cut(replace(b, group=None), [i], k)) is not None]
@@ -96,8 +111,21 @@ def _wrong(case: Case, name: str, b: Rollouts, off: Tensor, found: Tensor, ids: 
         low = "  # every number of it in float32" if dtype else ""
         shown = f"from upref.weights.axes import stress_batch\nb = stress_batch({of}){low}"
     n, A = int(b.mask[i].sum()), b.adv[i, t].item()
-    text = f"{AXES[name].words}: A = {A:.4g}, π_old = {b.logp_old[i, t].exp().item():.6g}, token {t + 1} of {n}{dtype}"
+    at = f"column {t + 1}, in a response of {n} token{'s' if n > 1 else ''}"
+    rho = ""
+    if b.logp_sampler is not None and case.o.sampler is not None:
+        rho = f", ρ = {(b.logp_old - b.logp_sampler)[i, t].exp().item():.4g}"
+    text = f"{AXES[name].words}: A = {A:.4g}, π_old = {b.logp_old[i, t].exp().item():.6g}{rho}, {at}{dtype}"
     return fail("unusual-inputs", text, case.expected(b)[i, t].item(), found[i, t].item(), shown, why)
+
+
+def _of_size(case: Case, name: str) -> Iterator[LossFault]:
+    """Faults that ordinary batches do not show."""
+    if name == "sampler":
+        yield from corrected(case)
+        return
+    yield clipped(case, LARGE)
+    yield from left_out(case)
 
 
 PARTLY = "right up to what rounding its inputs to float32 makes of them"

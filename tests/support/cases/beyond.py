@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that are wrong only on inputs which ordinary batches lack: far samplers, entropies of 0, whole tiles,
+strides, far references, large advantages, solved prompts; and right ones that use these inputs in an unusual form."""
+
+import torch
+
+from upref import kl
+
+from . import ACCEPTED, NOTED, REJECTED, Case
+from .bodies import clipped, even, loss, seq, tok
+
+
+def corrected(factor):
+    """DAPO times a factor of log ρ and the mask."""
+
+    def body(d, A, m, old, rollout_log_probs):
+        return tok(clipped(d, A) * factor(torch.where(m, old - rollout_log_probs, 0), m), m)
+
+    return body
+
+
+def whole(f):
+    """A factor of the log of the product of a response's ratios."""
+    return lambda x, m: f(x.sum(1, keepdim=True).expand_as(x))
+
+
+def aspo(change):
+    """ASPO as its authors code it, with the entropies changed before their quantile."""
+
+    def body(lp, d, A, m, entropy):
+        H = change(torch.where(m, entropy, torch.nan))
+        calm = H <= H.nanquantile(0.8, 1, keepdim=True)
+        eps, r = torch.where(calm, 0.2, 0.4), d.exp()
+        w = torch.where(A > 0, (-d).exp().clamp(max=3), r.clamp(max=3)).detach()
+        alive = torch.where(A > 0, r <= 1 + eps, r >= 1 - eps)
+        return -torch.where(m & alive, w * A * (lp - lp.detach()).exp(), 0).sum() / m.sum()
+
+    return body
+
+
+def referred(limit):
+    """GRPO with k3, its log-ratio clamped to that."""
+
+    def body(lp, d, A, m, ref_log_prob):
+        x = torch.where(m, ref_log_prob - lp, 0).clamp(-limit, limit)
+        return seq(even(d, A) - 0.04 * (x.exp() - 1 - x), m)
+
+    return body
+
+
+def lost_tile(d, A, m):
+    """The last tile of 256 columns is lost where they fill all columns."""
+    J, T = clipped(d, A), m.shape[1]
+    kept = torch.arange(T) < (T - 256 if T % 256 == 0 and T > 256 else T)
+    return tok(J, m, kept)
+
+
+def truncated_at(limit):
+    """A response of exactly so many tokens is taken for truncated."""
+    return lambda d, A, m: tok(clipped(d, A), m, (m.sum(1) != limit)[:, None])
+
+
+def by_pointer(log_prob, old_log_prob, advantages, mask):
+    """A kernel that reads advantages by their address and the width of the mask."""
+    A = torch.as_strided(advantages, mask.shape, (mask.shape[1], 1))
+    d = torch.where(mask, log_prob - old_log_prob, 0)
+    return -torch.where(mask, clipped(d, torch.where(mask, A, 0)), 0).sum() / mask.sum()
+
+
+def viewed(log_prob, old_log_prob, advantages, mask):
+    """It refuses what is not contiguous, loudly."""
+    d = torch.where(mask, log_prob - old_log_prob, 0)
+    return -clipped(d, torch.where(mask, advantages.view(mask.shape), 0)).sum() / mask.view(-1).sum()
+
+
+CLAMP = lambda low, high: lambda x, m: x.exp().clamp(low, high)
+# name, objective, hyperparameters, words of the regime, body; a right one has no words
+LOSSES = [
+    ("ρ capped at 10", "decoupled(dapo)", {}, "beside a sampler", corrected(CLAMP(0, 10))),
+    ("log ρ in ±5", "decoupled(dapo)", {}, "beside a sampler", corrected(CLAMP(torch.e**-5, torch.e**5))),
+    ("ρ of at least 0.1", "tis(dapo)", {}, "beside a sampler", corrected(CLAMP(0.1, 2))),
+    ("a token's veto at 1e-4", "tis(dapo)", {}, "beside a sampler",
+     corrected(lambda x, m: x.exp().clamp(max=2) * (x.amin(1, keepdim=True) > -9.2))),
+    ("a token's mask at e^3", "tis(dapo)", {}, "beside a sampler",
+     corrected(lambda x, m: x.exp().clamp(max=2) * (x.abs() < 3))),
+    ("S of at least 1e-3", "tis_seq(dapo)", {}, "beside a sampler", corrected(whole(lambda S: S.exp().clamp(1e-3, 2)))),
+    ("ρ as it is", "decoupled(dapo)", {}, "", corrected(lambda x, m: x.exp())),
+    ("log ρ in ±20", "decoupled(dapo)", {}, "", corrected(CLAMP(torch.e**-20, torch.e**20))),
+    ("ρ in float32", "tis(dapo)", {}, "", corrected(lambda x, m: x.float().exp().clamp(max=2).double())),
+    ("S in ±20", "tis_seq(dapo)", {}, "", corrected(whole(lambda S: S.clamp(-20, 20).exp().clamp(max=2)))),
+    ("entropies as they are", "aspo_code", {}, "", aspo(lambda H: H)),
+    ("entropies of 0 are left out", "aspo_code", {}, "beside entropies",
+     aspo(lambda H: H.masked_fill(H == 0, torch.nan))),
+    ("entropies of at most 4", "aspo_code", {}, "beside entropies", aspo(lambda H: H.clamp(max=4))),
+    ("log π_ref/π_θ in ±15", "grpo", {"beta": 0.04}, "log π_ref", referred(15)),
+    ("log π_ref/π_θ in ±20", "grpo", {"beta": 0.04}, "", referred(20)),
+    ("the last tile", "dapo", {}, "256 and 512 columns", lost_tile),
+    ("long is not truncated", "dapo", {}, "", truncated_at(10_000)),
+    ("256 tokens are truncated", "dapo", {}, "256", truncated_at(256)),
+    ("512 tokens are truncated", "dapo", {}, "512", truncated_at(512)),
+    ("|A| of at most 50", "dr_grpo", {}, "|A|",
+     lambda d, A, m: -(even(d, A.clamp(-50, 50)) * m).sum(1).mean()),
+]  # fmt: skip
+
+
+def unsolved_pushed_down(rewards, group):
+    """A = -1 to every response of a prompt of which all fail."""
+    A = torch.empty_like(rewards)
+    for g in group.unique():
+        x = rewards[group == g]
+        A[group == g] = (x - x.mean()) / (x.std(correction=0) + 1e-6) if len(x) == 1 or x.any() else -1.0
+    return A
+
+
+KL = [
+    ("certain tokens", lambda lp, ref: kl.k3(lp, ref) * (lp < -1e-4), REJECTED),
+    ("tokens of π = 1", lambda lp, ref: kl.k3(lp, ref) * (lp != 0), REJECTED),
+    ("a mean over responses", lambda lp, ref: kl.k3(lp, ref).mean(0, keepdim=True).expand_as(lp), REJECTED),
+    ("floored at -20", lambda lp, ref: kl.k3(lp.clamp(min=-20), ref.clamp(min=-20)), REJECTED),
+    ("in float32", lambda lp, ref: kl.k3(lp.float(), ref.float()), ACCEPTED),
+]
+
+
+def one_each(logits, tokens, temperature):
+    return (logits / temperature).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+
+
+def of_rows(logits, tokens, temperature):
+    """Right for rows [N, V]; it accepts [B, T, V] and answers otherwise."""
+    lp, n = (logits / temperature).log_softmax(1), min(logits.shape[1], logits.shape[-1])
+    if tokens.ndim == 1:
+        return lp[torch.arange(len(tokens)), tokens]
+    return lp.gather(1, tokens[..., None].clamp(max=n - 1))[..., 0]
+
+
+def categorical(logits, tokens, temperature):
+    return torch.distributions.Categorical(logits=logits / temperature).log_prob(tokens)
+
+
+def turned_squares(logits, tokens, temperature):
+    return one_each(logits.mT if logits.shape[-1] == logits.shape[-2] else logits, tokens, temperature)
+
+
+LOGPROBS = [
+    ("rows", of_rows, ACCEPTED, "it takes tokens [N]"),
+    ("Categorical", categorical, NOTED, "NaN in the states of a masked token"),
+    ("a floor of the temperature", lambda logits, tokens, temperature: one_each(logits, tokens, max(temperature, 0.3)),
+     REJECTED, "temperature 0.1"),
+    ("a floor of -60", lambda logits, tokens, temperature: one_each(logits, tokens, temperature).clamp(min=-60),
+     REJECTED, "80 above the rest"),
+    ("a square", turned_squares, REJECTED, "6 tokens, 3 ids"),
+]  # fmt: skip
+ROWS = [
+    *(
+        Case(loss(body), on, hp, file="beyond", name=name, verdict=REJECTED if regime else ACCEPTED, regime=regime)
+        for name, on, hp, regime, body in LOSSES
+    ),
+    Case(by_pointer, "dapo", oracles={"layout"}, file="beyond", says="as if its inputs were contiguous"),
+    Case(viewed, "dapo", file="beyond", verdict=NOTED, text="layout: inputs of which each tensor is a slice"),
+    Case(unsolved_pushed_down, "group_norm", kind="advantages", file="beyond", verdict=REJECTED,
+         oracles={"solved-prompts"}),
+    *(Case(fn, "k3", kind="kl", file="beyond", name=f"KL: {name}", verdict=v) for name, fn, v in KL),
+    *(Case(fn, "", kind="logprobs", file="beyond", name=f"log-probs: {name}", verdict=v, text=text)
+      for name, fn, v, text in LOGPROBS),
+]  # fmt: skip
