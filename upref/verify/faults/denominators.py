@@ -49,9 +49,9 @@ def _lengths(case: Case) -> Iterator[LossFault]:
     """A length, or the number of tokens, with a number added to it, of at least a number, or taken for another one."""
     own = partial(_own, case)
     width = lambda b: b.mask.shape[1]
-    yield _aggregated(case, "the padded width T is in the place of the length |o|",
+    yield _aggregated(case, "the padded width T replaces the length |o|",
                       lambda b: own(b) * _length(b) / width(b))  # fmt: skip
-    yield _aggregated(case, "the padded width T is a factor, in the place of the length |o|",
+    yield _aggregated(case, "the padded width T is a factor in place of the length |o|",
                       lambda b: own(b) * width(b) / _length(b))  # fmt: skip
     if (times := _times(case)) is None:
         return
