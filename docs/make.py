@@ -187,6 +187,12 @@ def field_objectives() -> str:
     return framework_pages.objectives()
 
 
+def state_of_the_field() -> str:
+    from docs import field
+
+    return field.table()
+
+
 def field_first() -> str:
     from docs import framework_pages
 
@@ -365,7 +371,18 @@ def steps_plugins() -> str:
 
 STEPS = (steps_trl, steps_verl, steps_openrlhf, steps_notes, steps_plugins)
 COVERAGE = (axes, tolerances, habits, fuzzed, ends)
-FRAMEWORKS = (frameworks, field_first, field_objectives, field_logprobs, recipes, surfaces, statuses, wild, wild_tally)
+FRAMEWORKS = (
+    frameworks,
+    state_of_the_field,
+    field_first,
+    field_objectives,
+    field_logprobs,
+    recipes,
+    surfaces,
+    statuses,
+    wild,
+    wild_tally,
+)
 FRAMEWORKS += (wild_estimators, peers, where_it_helps, trl_memory)
 GENERATED = {f.__name__: f for f in STEPS} | {
     f.__name__: f

@@ -121,9 +121,10 @@ VERL, TRL = "verl/trainer/ppo/rollout_corr_helper.py", "trl/trainer/grpo_trainer
 SLIME, OPEN = "slime/backends/megatron_utils/loss.py", "open_instruct/grpo_utils.py"
 AREAL, PRIME = "areal/utils/functional/functional.py", "src/prime_rl/trainer/rl/loss.py"
 _v, _t, _s, _o, _a = "verl-project/verl", "huggingface/trl", "THUDM/slime", "allenai/open-instruct", "inclusionAI/AReaL"
+DEFAULT, NO_CORRECTION = "default", "default: no correction"
 SEQ, MODE = "vllm_importance_sampling_mode=sequence_", "vllm_importance_sampling_mode=token_"
 ROWS = [
-    Row(_v, "rollout_correction.rollout_is=null, rollout_rs=null", "default: no correction", "", {},
+    Row(_v, "rollout_correction.rollout_is=null, rollout_rs=null", NO_CORRECTION, "", {},
         "verl/trainer/config/algorithm/rollout_correction.yaml"),
     Row(_v, "rollout_is=token, rollout_is_threshold=2.0", "threshold: 2.0", "tis", {"is_max": 2.0}, VERL,
         verl(VERL, rollout_is="token", rollout_is_threshold=2.0)),
@@ -134,29 +135,29 @@ ROWS = [
     Row(_v, "rollout_rs=seq_mean_k1, rollout_rs_threshold=0.9_1.2 (bounds of 1/s)", "", "seq_mask",
         {"is_min": 1 / 1.2, "is_max": 1 / 0.9}, VERL,
         verl(VERL, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.9_1.2")),
-    Row(_t, SEQ + "mask, clip_max=3.0", "default", "mis_seq", {"is_max": 3.0},
+    Row(_t, SEQ + "mask, clip_max=3.0", DEFAULT, "mis_seq", {"is_max": 3.0},
         "trl/trainer/grpo_config.py", trl(TRL, "sequence_mask")),
     Row(_t, SEQ + "truncate", "", "tis_seq", {"is_max": 3.0}, TRL, trl(TRL, "sequence_truncate")),
     Row(_t, MODE + "truncate", "", "tis", {"is_max": 3.0}, TRL, trl(TRL, "token_truncate")),
     Row(_t, MODE + "mask", "", "mis", {"is_max": 3.0}, TRL, trl(TRL, "token_mask")),
     Row(_t, MODE + "mask, clip_min=0.5, clip_max=5.0", "", "icepop", {"is_min": 0.5, "is_max": 5.0}, TRL,
         trl(TRL, "token_mask", 0.5, 5.0)),
-    Row(_s, "use_tis off", "default: no correction", "", {}, "slime/utils/arguments.py"),
+    Row(_s, "use_tis off", NO_CORRECTION, "", {}, "slime/utils/arguments.py"),
     Row(_s, "--use-tis, tis_clip=2.0, tis_clip_low=0", "bounds: 0, 2.0", "tis", {"is_max": 2.0}, SLIME,
         slime(SLIME, "vanilla_tis_function", tis_clip=2.0, tis_clip_low=0)),
     Row(_s, "icepop_function, tis_clip_low=0.5, tis_clip=5.0", "", "icepop", {"is_min": 0.5, "is_max": 5.0}, SLIME,
         slime(SLIME, "icepop_function", tis_clip=5.0, tis_clip_low=0.5)),
-    Row(_o, "use_rho_correction=True, rho_clamp_upper_bound=2.0", "default", "tis", {"is_max": 2.0}, OPEN,
+    Row(_o, "use_rho_correction=True, rho_clamp_upper_bound=2.0", DEFAULT, "tis", {"is_max": 2.0}, OPEN,
         open_instruct(OPEN)),
     Row(_o, "rho_mask_lower_bound=0.5, rho_mask_upper_bound=5.0, no clamp", "", "icepop",
         {"is_min": 0.5, "is_max": 5.0}, OPEN,
         open_instruct(OPEN, rho_clamp_upper_bound=0.0, rho_mask_lower_bound=0.5, rho_mask_upper_bound=5.0)),
-    Row(_a, "use_decoupled_loss=False", "default: no correction", "", {}, "areal/api/cli_args.py"),
+    Row(_a, "use_decoupled_loss=False", NO_CORRECTION, "", {}, "areal/api/cli_args.py"),
     Row(_a, "use_decoupled_loss=True, rejection_sampling=null", "then the default", "decoupled", {},
         "areal/api/cli_args.py"),
     Row(_a, "use_decoupled_loss=True, rejection_sampling: {}", "its upper: 5.0", "mis", {"is_max": 5.0}, AREAL,
         areal(AREAL)),
-    Row("PrimeIntellect-ai/prime-rl", "type=default: π_old is μ, DPPO bounds π_θ-μ", "default", "", {},
+    Row("PrimeIntellect-ai/prime-rl", "type=default: π_old is μ, DPPO bounds π_θ-μ", DEFAULT, "", {},
         PRIME),
 ]  # fmt: skip
 

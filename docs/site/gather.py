@@ -101,7 +101,8 @@ class Gathering:
                 return m[0]
             path = os.path.normpath(folder / target)
             if re.fullmatch(r"docs/frameworks/\w+\.json", path):  # which its page says in words
-                return m[1] + os.path.relpath(path[5:-5] + ".md", Path(name).parent) + m[3]
+                said = os.path.relpath(path[5:-5] + ".md", Path(name).parent)
+                return m[1] + said + (f"#{heading}" if heading else "") + m[3]
             if not (ROOT / path).exists():
                 return m[0]  # a page that is generated, or Sphinx will complain
             leads = os.path.relpath(self.put(path), Path(name).parent)

@@ -27,6 +27,7 @@ from upref_frameworks.settings import written
 
 TOL = 1e-7
 MICRO = 8
+MASKED = "a masked slot"  # the regime of a token that does not count
 
 
 @dataclass(frozen=True)
@@ -296,7 +297,7 @@ def _spot(c: Comparison, reasons: Sequence[LossFault], b: Rollouts, found: Tenso
 def _where(c: Comparison, reasons: Sequence[LossFault], b: Rollouts, i: int, t: int, r: float) -> str:
     """The regime of the token, by the bounds of the objective promised and of the one accounted for."""
     if not b.mask[i, t]:
-        return "a masked slot"
+        return MASKED
     A, _, mu = at(b, i, t)
     o, (found, hp) = get(c.objective), accounted(c, reasons)
     bounds = sorted({*breakpoints(o, A, mu, **c.hp), *breakpoints(found, A, mu, **hp)}) if A else []

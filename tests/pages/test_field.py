@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of the field says what its records say, and blames nobody for what was not tested."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from docs import field, framework_pages, steps
+from upref.conformance import CASES
+from upref_frameworks.audits.ledger import read
+
+AUDITS = framework_pages.audits()
+
+
+def test_each_cell_has_a_status_a_version_a_date_and_a_link():
+    known = {"agrees", "bug", "surprising default", "documented choice", "differs", "read, not run", field.NONE}
+    assert len(AUDITS) == 20
+    for a in AUDITS:
+        for column in field.COLUMNS:
+            c = field.cell(a, column)
+            assert c.status in known, (a["framework"], column, c)
+            assert all((c.link, c.version, c.date)) == (c.status != field.NONE), (a["framework"], column, c)
+
+
+def test_each_entry_stands_in_one_column():
+    """The numbers of a row count each entry of the ledger that is no guard, once."""
+    for a in AUDITS:
+        entries = [e for e in read(a["framework"]) if e.status != "numerical"]
+        columns = [field.column_of(e) for e in entries]
+        assert set(columns) <= set(field.COLUMNS)
+        for column in set(columns):
+            assert field.audited(a, column).status != field.NONE, (a["framework"], column)
+
+
+def test_what_the_records_say():
+    cell = lambda name, column: field.cell(next(a for a in AUDITS if a["framework"] == name), column)
+    assert cell("trinity", "micro-batches").status == "bug" and cell("verl", "ranks").status == "agrees"
+    assert cell("easyr1", "KL").link == "frameworks/easyr1.json#easyr1-kl-k1"
+    assert cell("art", "ranks").status == cell("trl", "ranks").status == field.NONE
+    assert "on by default" in cell("trl", "sampler correction").more
+    assert "none by default" in cell("verl", "sampler correction").more
+    rows = json.loads((steps.HERE / "verl.json").read_text(encoding="utf-8"))
+    agree = sum(r["error"] is not None and not r["cause"] for r in rows)
+    assert cell("verl", "step").more == f": {agree} of {len(rows)} settings agree"
+
+
+def test_the_suite_counts_every_case_once():
+    counted = [case for case in CASES for groups in field.GROUPS.values() if case.partition("/")[0] in groups]
+    assert sorted(counted) == sorted(CASES)
+    assert field.suite("art", "loss") == "" and "10 of 10 cases" in field.suite("verl", "loss")
+
+
+def test_what_a_framework_documents_is_a_documented_choice():
+    """Though the default of others is a surprise; and a bug comes before it, unless less than 2 % changes."""
+    entry = next(e for e in read("trl") if e.status == "surprising default" and e.words)
+    assert field.worst([entry])[0] == "documented choice"
+    assert field.worst([replace(entry, words="")])[0] == "surprising default"
+    bug = replace(entry, key="x-bug", status="bug", severity="rescales")
+    assert field.worst([entry, bug])[0::2] == ("bug", "x-bug")
+    assert field.worst([entry, replace(bug, severity="cosmetic")])[0] == "documented choice"
+    assert field.worst([replace(entry, status="numerical")]) == ("agrees", "", "")
+
+
+@pytest.mark.parametrize("path", sorted(field.dates()))
+def test_each_dated_record_is_there(path):
+    assert (field.ROOT / path).exists()
