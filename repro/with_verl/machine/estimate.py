@@ -147,7 +147,6 @@ def estimate(
     longest = cfg.data.max_response_length
     mean = length or LENGTH * longest
     prompt = min(PROMPT, cfg.data.max_prompt_length / 2)
-    moe = EXPERTS if shape.experts else 1.0
 
     vllm = rollout.gpu_memory_utilization * gpu_bytes
     kv_token = 4 * shape.layers * shape.kv_heads * shape.head_dim / tp
@@ -160,19 +159,14 @@ def estimate(
     at_once = max(1.0, min(rollout.max_num_seqs, kv_tokens / (prompt + 0.7 * mean)))
     replicas = n_gpus // tp
     sample = lambda count: sampling(shape, gpu, tp, count, replicas, at_once, prompt, mean, longest)
-
     tokens = responses * (prompt + mean)
-    context = prompt + longest / (2 + longest / mean - 1)  # attended by a mean token
-    per_token = 2 * shape.active + 4 * shape.layers * shape.heads * shape.head_dim * context
-    pace = n_gpus * gpu.tflops * 1e12 * moe
     recompute = actor.get("megatron") is not None or cfg.actor_rollout_ref.model.enable_gradient_checkpointing
     forwards = 1 + bool(actor.use_kl_loss)
     offloaded = shape.params * (4 * offloads(cfg, "param") + 8 * offloads(cfg, "optimizer")) / n_gpus
     loop = 0.0 if flash(cfg) else LOOP * tokens / n_gpus * (1 + forwards) / 2
     parts = {
         "sampling": sample(responses * refill),
-        "log-probabilities": forwards * tokens * per_token / (pace * FORWARD),
-        "training": (3 + recompute) * actor.ppo_epochs * tokens * per_token / (pace * TRAIN),
+        **updating(shape, gpu, n_gpus, responses, prompt, mean, longest, forwards, (3 + recompute) * actor.ppo_epochs),
         "weights": (2 * shape.params + 2 * offloaded) / LINK,
         "other": BETWEEN + loop,
     }
@@ -224,6 +218,18 @@ def problem(e: Estimate, gpu_bytes: float, sequence: int, keeps: float) -> str:
             "actor_rollout_ref.actor.fsdp_config.param_offload and optimizer_offload to true."
         )
     return ""
+
+
+def updating(
+    shape: Shape, gpu: GPU, gpus: int, responses: float, prompt: float, mean: float, longest: int, forwards: float,
+    passes: float,
+) -> dict[str, float]:  # fmt: skip
+    """Seconds of log-probabilities and of training, which take the FLOPs of so many forward passes."""
+    context = prompt + longest / (1 + longest / mean)  # attended by a mean token
+    per_token = 2 * shape.active + 4 * shape.layers * shape.heads * shape.head_dim * context
+    work = responses * (prompt + mean) * per_token
+    pace = gpus * gpu.tflops * 1e12 * (EXPERTS if shape.experts else 1.0)
+    return {"log-probabilities": forwards * work / (pace * FORWARD), "training": passes * work / (pace * TRAIN)}
 
 
 def sampling(

@@ -22,7 +22,18 @@ from repro.with_verl.place import ROOT
 from upref import InputError
 
 VERL = "0.9.1"
-FLASH = "2.8.3"  # verl's own pin
+GET_VERL = f"pip install 'verl[vllm]=={VERL}'"
+GET_OURS = (
+    "pip install jaxtyping==0.3.11 math-verify==0.9.0 sympy==1.14.0 (`pip install --no-deps -e .` leaves them out)"
+)
+GET_MEGATRON = (
+    "`repro/venv.sh gpu megatron` adds what it needs to .venv-gpu, elsewhere pip install --no-deps -r "
+    "repro/requirements/megatron.txt (Python 3.12), and pip install 'pulp<4' scipy onnxscript nvdlfw-inspect"
+)
+GET_FLASH = (  # verl's own pin
+    "`repro/venv.sh gpu flash` adds it to .venv-gpu, elsewhere pip install wheel ninja && pip install "
+    "flash-attn==2.8.3 --no-build-isolation"
+)
 PREPARE = "-m repro.with_verl.data.prepare"
 ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 ROLLOUT = ("vllm", "verl.workers.rollout.vllm_rollout.vllm_async_server")
@@ -119,36 +130,24 @@ def check_host(cfg: DictConfig, m: Machine, e: Estimate) -> None:
 
 
 def missing_packages(cfg: DictConfig, scale: Scale, m: Machine | None = None) -> list[str]:
-    """A sentence for each package that this run needs and this environment lacks, with its cure."""
+    """A sentence for each group of packages that this run needs and this environment lacks, with its cure."""
     have = m.versions if m else {p: version_of(p) for p in PACKAGES}
-    lacks = lambda package: package in have and not have[package]
     found = []
     if have.get("verl") != VERL:
-        found.append(
-            f"needs verl {VERL} and finds {have.get('verl') or 'none'}: pip install 'verl[vllm]=={VERL}' into this "
-            "environment."
-        )
-    for package in ("vllm", "torch", "ray", "TransferQueue"):
-        if lacks(package):
-            extra = f"'verl[vllm]=={VERL}'" if package != "TransferQueue" else "TransferQueue==0.1.11"
-            found.append(f"{package} is not installed, and verl's trainer needs it: pip install {extra}.")
-    if absent := [p for p in OURS if lacks(p)]:
-        found.append(
-            f"{' and '.join(absent)}, which upref and its rewards need, are not installed: pip install "
-            "jaxtyping==0.3.11 math-verify==0.9.0 sympy==1.14.0 (`pip install --no-deps -e .` leaves them out)."
-        )
-    if (absent := [p for p in MEGATRON if lacks(p)]) and cfg.actor_rollout_ref.actor.get("megatron"):
-        found.append(
-            f"{', '.join(absent)} {'are' if len(absent) > 1 else 'is'} not installed, and {scale.name} trains with "
-            "Megatron: `repro/venv.sh gpu megatron` adds them to .venv-gpu, elsewhere pip install --no-deps -r "
-            "repro/requirements/megatron.txt (Python 3.12), and pip install 'pulp<4' scipy onnxscript nvdlfw-inspect."
-        )
+        found.append(f"needs verl {VERL} and finds {have.get('verl') or 'none'}: {GET_VERL} into this environment.")
+    megatron = MEGATRON if cfg.actor_rollout_ref.actor.get("megatron") else ()
     goes_without = scale.without_flash and "attn_implementation" not in cfg.actor_rollout_ref.model.override_config
-    if lacks("flash-attn") and wants_flash(cfg) and not goes_without:
-        found.append(
-            f"flash-attn is not installed, and verl's models want it: `repro/venv.sh gpu flash` adds it to .venv-gpu, "
-            f"elsewhere pip install wheel ninja && pip install flash-attn=={FLASH} --no-build-isolation."
-        )
+    flash = ("flash-attn",) if wants_flash(cfg) and not goes_without else ()
+    for packages, whose, cure in (
+        (("vllm", "torch", "ray", "TransferQueue"), "verl's trainer needs", f"{GET_VERL} TransferQueue==0.1.11"),
+        (OURS, "upref and its rewards need", GET_OURS),
+        (megatron, f"{scale.name}, with Megatron, needs", GET_MEGATRON),
+        (flash, "verl's models want", GET_FLASH),
+    ):
+        absent = [p for p in packages if p in have and not have[p]]
+        if absent:
+            be, them = ("are", "them") if len(absent) > 1 else ("is", "it")
+            found.append(f"{', '.join(absent)} {be} not installed, and {whose} {them}: {cure}.")
     return found
 
 

@@ -25,14 +25,10 @@ def phases(run: dict[str, Any], length: float) -> dict[str, float]:
         4 * shape.layers * shape.kv_heads * shape.head_dim / tp
     )
     at_once = min(run.get("at_once", 1024), kv_tokens / (prompt + 0.7 * length))
-    tokens = run["responses"] * (prompt + length)
-    context = prompt + longest / (1 + longest / length)
-    work = tokens * (2 * shape.active + 4 * shape.layers * shape.heads * shape.head_dim * context)
-    pace = n * gpu.tflops * 1e12 * (e.EXPERTS if shape.experts else 1)
+    forwards, passes = run.get("forwards", 1), run.get("passes", 4)
     found = {
         "sampling": e.sampling(shape, gpu, tp, run["responses"], n // tp, at_once, prompt, length, longest),
-        "log-probabilities": run.get("forwards", 1) * work / (pace * e.FORWARD),
-        "training": run.get("passes", 4) * work / (pace * e.TRAIN),
+        **e.updating(shape, gpu, n, run["responses"], prompt, length, longest, forwards, passes),
     }
     return found | {"step": sum(found.values()) + 2 * shape.params / e.LINK + e.BETWEEN}
 
