@@ -70,7 +70,8 @@ def no_loss(word: str, why: InputError) -> InputError:
 
 def unknown(name: str, known: Collection[str]) -> InputError:
     """Return the error for a name that no objective has."""
-    near = difflib.get_close_matches(name, known, 3, 0.5)
+    plain = name.lower().replace("-", "_")
+    near = [plain] if plain in known else difflib.get_close_matches(plain, known, 3, 0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else "`upref list` shows all."
     return InputError(f"there is no objective named {name!r}: {hint}")
 

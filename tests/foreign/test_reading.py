@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import sys
+import traceback
 from typing import NamedTuple
 
 import numpy as np
@@ -446,3 +447,39 @@ def test_one_of_two_bounds_is_not_the_whole_clip(low, high):
     exec(text, space)
     assert not read(space["loss"], upref.get("grpo"), {}).accepts
     assert read(space["loss"], upref.get("dapo"), {}).accepts == ({"eps_low", "eps_high"} if high != "eps_b" else set())
+
+
+RAISES = """
+def setting(config):
+    return config["clip"]
+
+def loss(log_prob, old_log_prob, advantages, mask):
+    return setting({}) * log_prob.sum()
+
+class Trainer:
+    def loss(self, log_prob, old_log_prob, advantages, mask):
+        return log_prob.sum()
+"""
+
+
+def test_an_exception_keeps_its_place_and_its_cause(tmp_path):
+    file = tmp_path / "raises.py"
+    file.write_text(RAISES, encoding="utf-8")
+    with pytest.raises(InputError, match=r"raised KeyError: 'clip' \(raises.py, line 3, in setting\)$") as caught:
+        upref.check(f"{file}:loss", "dapo")
+    cause = caught.value.__cause__
+    assert isinstance(cause, KeyError)
+    assert [f.name for f in traceback.extract_tb(cause.__traceback__)][-2:] == ["loss", "setting"]
+
+
+def test_a_method_says_what_to_do(tmp_path):
+    file = tmp_path / "method.py"
+    file.write_text(RAISES, encoding="utf-8")
+    with pytest.raises(InputError, match="is a method: in its file make an object, write"):
+        upref.check(f"{file}:Trainer.loss", "dapo")
+
+
+@pytest.mark.parametrize(("name", "meant"), [("DAPO", "dapo"), ("UP-DAPO", "up_dapo"), ("Dr-GRPO", "dr_grpo")])
+def test_a_name_in_capitals_has_one_suggestion(name, meant):
+    with pytest.raises(InputError, match=rf"did you mean {meant}\?$"):
+        upref.get(name)

@@ -334,7 +334,10 @@ def test_an_exception_that_does_not_recur_is_no_verdict():
     assert upref.check(loss, "dapo")
     for at in (*range(1, 13), *np.unique(np.linspace(13, len(calls), 8).astype(int)).tolist()):
         loss, _ = counting(at, raising(ValueError("no")), False)
-        with pytest.raises(InputError, match=r"raised ValueError: no; on the same inputs loss then answered"):
+        with pytest.raises(
+            InputError,
+            match=r"raised ValueError: no \(test_guard.py, line \d+, in throw\); on the same inputs loss then answered",
+        ):
             upref.check(loss, "dapo")
 
 

@@ -144,6 +144,11 @@ def _bind(
     resolved, accepts_kwargs = o.resolve(hp), reading.accepts_kwargs
     needed = {meant for meant, p in argument.items() if p in reading.needed}
     if unbound := [p for p in reading.needed if p not in argument.values() and p not in foreign]:
+        if unbound[0] == "self":
+            raise InputError(
+                f"{name} is a method: in its file make an object, write `loss = Trainer(...).method` and check that; "
+                f"{WRAP_PAGE} has examples."
+            )
         raise InputError(
             f"{name} needs {unbound[0]!r}, which upref does not know: bind it, `--hp {unbound[0]}=VALUE` or "
             f"functools.partial({name.rpartition(':')[2]}, {unbound[0]}=VALUE); if it changes with the batch, write a "

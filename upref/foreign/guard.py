@@ -16,10 +16,13 @@ import logging
 import os
 import random
 import sys
+import sysconfig
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from os import _exit  # as it is now: a loss may put another in its place
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -241,11 +244,22 @@ def called(name: str, call: Callable[[], Any], lines: int = 0) -> tuple[Any, boo
     except BaseException as e:
         if is_out_of_memory(e):
             raise stopped(gone(name, e)) from e
-        raise InputError(f"{name} raised {type(e).__name__}: {one_line(e)}") from e
+        raise InputError(f"{name} raised {type(e).__name__}: {one_line(e)}{_place(e)}") from e
     finally:
         if os.getpid() != process:  # it forked, and this is the copy: one report is enough
             _exit(0)
     return answer, out.wrote
+
+
+_INSTALLED = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+_OTHERS = tuple(os.path.realpath(folder) + os.sep for folder in (str(Path(__file__).parents[1]), *_INSTALLED))
+
+
+def _place(error: BaseException) -> str:
+    """Where the user's own code raised it, in words: the innermost frame outside of upref and of what is installed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = [f for f in frames if os.path.isfile(f.filename) and not os.path.realpath(f.filename).startswith(_OTHERS)]
+    return f" ({os.path.basename(mine[-1].filename)}, line {mine[-1].lineno}, in {mine[-1].name})" if mine else ""
 
 
 class _Kept(io.StringIO):

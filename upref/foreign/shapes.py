@@ -19,23 +19,23 @@ BACKWARD = {
 
 def infer_shapes(loss: Loss) -> Loss:
     """The loss with the plainest shapes of advantages and mask at which it runs and keeps responses separate."""
-    said: dict[str, str] = {}
+    said: dict[str, tuple[str, InputError]] = {}
     runs: list[tuple[float, int, Loss]] = []
     for shape in [loss.adv_shape] if loss.framework else list(SHAPES):
         for as_float in (False, True):
             try:
                 one, leak = _tried(replace(loss, adv_shape=shape, float_mask=as_float))
             except InputError as e:
-                said.setdefault(str(e), SHAPES[shape])
+                said.setdefault(str(e), (SHAPES[shape], e))
                 continue
             if leak <= 1e-6:
                 return _one_per_response(one) if shape == "BT" and _reads_first_column(one) else one
             runs.append((leak, len(runs), one))
             break
-    if not runs and len(said) == 1:
-        raise InputError(*said)
     if not runs:
-        raise InputError("; ".join(f"{e.rstrip('.')} (advantages {shape})" for e, shape in said.items()))
+        first = next(e for _, e in said.values())
+        sentence = "; ".join(f"{text.rstrip('.')} (advantages {shape})" for text, (shape, _) in said.items())
+        raise InputError(str(first) if len(said) == 1 else sentence) from first.__cause__
     return min(runs)[2]
 
 
