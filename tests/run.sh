@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-#   tests/run.sh               lint, layers, types, tests, the site, and three real steps of verl and vLLM
-#   tests/run.sh quick         what to run before a commit, minutes: lint, layers, types, the laws and the core's tests, no verl, no TRL
+#   tests/run.sh save          at every save, half a minute: lint, and the laws of every objective
+#   tests/run.sh quick         before a commit, minutes: lint, layers, types, the laws and the core's tests, no verl, no TRL
+#   tests/run.sh               before a change is proposed: lint, layers, types, tests, the site, three real steps of verl and vLLM
 #   tests/run.sh ARGUMENTS     all but verl's steps; the arguments go to pytest
 #
 # Needs nothing but Python 3.11 to 3.13: it makes .venv on the first run. PYTHON=... chooses the interpreter.
@@ -19,6 +20,11 @@ judge() {
 }
 left_out() { echo "tests/run.sh: left out $*" >&2; }
 
+if [[ "$*" == save ]]; then
+    [[ -x $bin/pytest ]] || repro/venv.sh mini
+    "$bin"/python -m ruff check
+    exec "$bin"/python -m pytest -n 2 --dist worksteal -q tests/core/test_{objectives,rollouts,aggregate,kl,ops,by_hand}.py
+fi
 if [[ "$*" == quick ]]; then
     repro/venv.sh mini
     judge upref upref_frameworks upref_course paper
@@ -30,9 +36,16 @@ repro/venv.sh mini
 for part in verl trl; do
     repro/venv.sh $part || left_out "the tests of $part: it could not be installed (see above)."
 done
-judge upref upref_frameworks upref_course paper repro
-[[ $# -eq 0 ]] || exec "$bin"/python -m pytest -n 2 --dist worksteal -q -m "not (smoke or nightly)" "$@"
-"$bin"/python -m pytest -n 2 --dist worksteal -q -m "not (smoke or site or nightly)"
+if [[ $# -gt 0 ]]; then
+    judge upref upref_frameworks upref_course paper repro
+    exec "$bin"/python -m pytest -n 2 --dist worksteal -q -m "not (smoke or nightly)" "$@"
+fi
+judge upref upref_frameworks upref_course paper repro >.venv/judge.log 2>&1 & # beside the tests
+judging=$! status=0
+"$bin"/python -m pytest -n 2 --dist worksteal -q -m "not (smoke or site or nightly)" || status=$?
+wait $judging || status=$?
+cat .venv/judge.log
+[[ $status -eq 0 ]] || exit $status
 
 # From here on the result of the tests stands, whatever cannot be installed.
 if repro/venv.sh docs; then

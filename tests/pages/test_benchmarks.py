@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands whose output is docs/speed.md: they run, and what they compare is one loss."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from benchmarks import check, speed
+
+ROOT = Path(__file__).parents[2]
 
 NEED = "`repro/venv.sh verl trl` installs what it is compared with"
 
@@ -28,3 +35,37 @@ def test_all_that_stand_in_one_row_have_one_gradient(pair):
         (found[who],) = torch.autograd.grad(loss(lp, *rest), lp)
     for who, gradient in found.items():
         torch.testing.assert_close(gradient, found["upref"], rtol=1e-5, atol=1e-9, msg=lambda s, who=who: f"{who}: {s}")
+
+
+# each benchmark at its smallest: what follows its name, and the exit statuses that a busy machine may have
+COMMANDS: dict[str, tuple[str, set[int]]] = {
+    "check": ("", {0, 1}),  # 1: slower than a limit
+    "hidden": ("--quick accuracy memory", {0}),
+    "mini": ("rollout --rounds 1", {0}),
+    "readability": ("", {0}),
+    "record": ("", {0}),
+    "reliability": ("threads", {0}),
+    "replay": ("", {0}),
+    "speed": ("--rows 4 --tokens 64 --rounds 1", {0}),
+    "tests": ("tests/core/test_kl.py", {0}),
+    "verdicts": ("dump {folder}/verdicts.json estimators", {0}),
+}
+
+
+def test_every_benchmark_has_a_command_that_is_run():
+    started = {p.stem for p in (ROOT / "benchmarks").glob("*.py") if "__main__" in p.read_text(encoding="utf-8")}
+    assert started == {*COMMANDS}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_benchmark_runs_to_its_end(name, tmp_path):
+    arguments, statuses = COMMANDS[name]
+    record = ROOT / "benchmarks/reliability.json"  # the one that writes into the checkout
+    before = record.read_bytes()
+    try:
+        words = [sys.executable, "-m", f"benchmarks.{name}", *arguments.format(folder=tmp_path).split()]
+        done = subprocess.run(words, cwd=ROOT, env=os.environ, capture_output=True, text=True)
+    finally:
+        record.write_bytes(before)
+    assert done.returncode in statuses and "Traceback" not in done.stderr, done.stdout + done.stderr

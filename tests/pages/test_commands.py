@@ -83,6 +83,7 @@ NOT_RUN = {
     "bash repro/run.sh up_dapo paper": "trains on eight GPUs; its dry run is run",
     "hf download Qwen/Qwen2.5-0.5B-Instruct --revision 7ae557604adf67be50417f59c2c2f167def9a775": "downloads a model",
     ".venv/bin/python -m repro.with_verl.data.prepare gsm8k_train gsm8k_test": "downloads data",
+    "bash tests/run.sh save": "runs tests that the whole command has",
     "pip install torch --index-url https://download.pytorch.org/whl/cpu": "a line of a workflow on GitHub",
     "pip install ./upref transformers pytest": "the same",
 }
@@ -124,6 +125,11 @@ def test_the_named_test_is_there(command):
     file, _, test = where.partition("::")
     text = (ROOT / file).read_text(encoding="utf-8")
     assert words in text and (not test or f"def {test}" in text)
+
+
+def test_what_runs_at_every_save_is_there():
+    named = re.search(r"tests/core/test_\{([a-z_,]+)\}\.py", (ROOT / "tests/run.sh").read_text(encoding="utf-8"))
+    assert named and all((ROOT / f"tests/core/test_{name}.py").exists() for name in named[1].split(","))
 
 
 def test_a_new_command_is_found():

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import torch
 import upref
 import upref.weights.batches
 from repro import fork
+from tests.support.daily import daily
 from tests.support.ends import COMMAND
 from tests.verify.test_cli import is_running
 from upref.cli import commands, main
@@ -98,12 +100,11 @@ def test_the_command_line_says_0_only_after_a_report(tmp_path):
 
 def test_a_reader_that_leaves_early_gets_the_verdict(tmp_path):
     (tmp_path / "mine.py").write_text(DAPO)
+    env = os.environ | fork.environment() | {"PYTHONPATH": os.pathsep.join(sys.path)}
     for how, status in (("| head -c 1", 1), (">&-", 2), ("> /dev/full", 2)):
-        command = (
-            f"{sys.executable} -m upref check mine.py:wrong --as dapo --skip extremes {how}; exit ${{PIPESTATUS[0]}}"
-        )
-        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path,
-                              env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, check=False)  # fmt: skip
+        python = sys.executable if how == ">&-" else shlex.join(fork.executable())  # which needs all three streams
+        command = f"{python} -m upref check mine.py:wrong --as dapo {shlex.join(FAST)} {how}; exit ${{PIPESTATUS[0]}}"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path, env=env)
         assert done.returncode == status and "Traceback" not in done.stderr, (how, done)
 
 
@@ -283,14 +284,25 @@ def counting(at, what, back):
 ENDS = (lambda: os._exit(0), lambda: sys.exit(0), raising(GeneratorExit()))
 
 
-def test_whichever_call_ends_the_process_there_is_no_verdict():
+PARTS = daily(range(4), 4)  # of the calls of a loss: every fourth by day
+
+
+def spread(most, first=12, later=12):
+    """Calls of a loss by number: each of the first, and some of the later ones."""
+    return list(enumerate([*range(1, first + 1), *np.unique(np.linspace(first + 1, most, later).astype(int)).tolist()]))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_whichever_call_ends_the_process_there_is_no_verdict(part):
     """From the first call to the last, probes of other inputs, seeds and finite differences among them."""
     loss, calls = counting(0, None, False)
     assert upref.check(loss, "dapo")
-    for n, at in enumerate(np.unique(np.linspace(1, len(calls), 23).astype(int)).tolist()):
+    for n, at in spread(len(calls))[part::4]:
         loss, _ = counting(at, ENDS[n % len(ENDS)], n % 3 == 0)
         with pytest.raises(InputError, match="ends the program"):
             assert_policy_loss(loss, "dapo")
+    if part:
+        return
     loss, calls = counting(0, None, False)
     assert upref.identify(loss)
     for n, at in enumerate((2, 30, len(calls) // 2, len(calls))):
@@ -301,13 +313,13 @@ def test_whichever_call_ends_the_process_there_is_no_verdict():
 NO_MEMORY = (raising(MemoryError()), lambda: torch.zeros(2**45), lambda: np.zeros(2**45))
 
 
-def test_whichever_call_has_no_memory_there_is_no_verdict():
+@pytest.mark.parametrize("part", PARTS)
+def test_whichever_call_has_no_memory_there_is_no_verdict(part):
     """No memory is neither another formula nor a refusal of the inputs."""
     loss, calls = counting(0, None, False)
     assert upref.check(loss, "dapo")
-    most = len(calls)
-    for n, at in enumerate([*range(1, 13), *np.unique(np.linspace(13, most, 12).astype(int)).tolist()]):
-        loss, _ = counting(at, NO_MEMORY[n % 3], n % 4 == 0)
+    for n, at in spread(len(calls))[part::4]:
+        loss, _ = counting(at, NO_MEMORY[n % 3], n % 8 == 0)
         with pytest.raises(
             InputError, match=r"asked for more memory than there is \((Memory|Runtime|_ArrayMemory)Error"
         ):
@@ -328,11 +340,12 @@ def test_no_memory_in_a_function_that_is_no_loss():
                 ask(throw)
 
 
-def test_an_exception_that_does_not_recur_is_no_verdict():
+@pytest.mark.parametrize("part", PARTS)
+def test_an_exception_that_does_not_recur_is_no_verdict(part):
     """It is no refusal of the inputs: whoever took it for one would go on with other shapes, or say nothing of it."""
     loss, calls = counting(0, None, False)
     assert upref.check(loss, "dapo")
-    for at in (*range(1, 13), *np.unique(np.linspace(13, len(calls), 8).astype(int)).tolist()):
+    for _, at in spread(len(calls), later=8)[part::4]:
         loss, _ = counting(at, raising(ValueError("no")), False)
         with pytest.raises(
             InputError,
