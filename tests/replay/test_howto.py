@@ -96,6 +96,29 @@ def test_each_command_of_the_page_runs(part, capsys, monkeypatch):
         assert capsys.readouterr().out.startswith("token-mean")
 
 
+def test_the_lines_of_the_watch_are_what_the_code_takes(monkeypatch):
+    """tests/replay/test_watch.py trains with both."""
+    import inspect
+
+    import upref
+    from upref.replay.watch import Watch
+
+    (line,) = programs("While it trains")
+    call = compile(line, "page", "eval")
+    assert call.co_names[:3] == ("upref", "replay", "watch")
+    known = inspect.signature(upref.replay.watch).parameters
+    said = {}
+    monkeypatch.setattr(upref.replay, "watch", lambda trainer, name, **more: said.update(more, name=name))
+    eval(call, {"upref": upref, "trainer": None})
+    assert {"every"} == set(said) & set(known) and Watch(said["name"], {"eps_high": said["eps_high"]}, "stop", None)
+    (words,) = re.findall(r'^export UPREF_WATCH="(.*?)"', PARTS["While it trains"], re.M)
+    pytest.importorskip("verl")
+    from upref_frameworks.verl.record import watched
+
+    assert watched(words, None).hp == {"eps_high": 0.2, "c": 3.0}
+    assert watched(f"{words} agg=seq-mean-token-mean on_fail=warn", None).on_fail == "warn"
+
+
 def test_the_settings_of_the_table_are_objectives():
     """Each `--as` of the table is one that `upref replay` takes, with hyperparameters that it has."""
     import upref

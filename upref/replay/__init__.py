@@ -7,6 +7,7 @@
     upref.replay.loss(batch, "dapo", 0.0123, eps_high=0.28)
     upref.replay.weights(batch, ["up_dapo", "tis(dapo)"], ran="dapo")
     upref.replay.record(trainer, "dumps", every=50)        # such files, from TRL's GRPOTrainer
+    upref.replay.watch(trainer, "dapo", eps_high=0.2)      # the same checks while it trains
 
 The columns are those of docs/dump.md. A recorded batch holds users' texts, as token ids.
 """
@@ -23,8 +24,9 @@ from upref.replay.report import Replay
 from upref.replay.run import replay
 from upref.replay.schema import RecordedBatch
 from upref.replay.series import measure_step, series
+from upref.replay.watch import watch
 
 __all__ = [
     "RecordedBatch", "Recording", "Replay", "advantages", "gap", "heaviest_tokens", "loss", "make_batch",
-    "measure_step", "normalizer", "read", "read_steps", "record", "replay", "series", "weights", "write",
+    "measure_step", "normalizer", "read", "read_steps", "record", "replay", "series", "watch", "weights", "write",
 ]  # fmt: skip

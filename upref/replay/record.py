@@ -32,7 +32,13 @@ NOTICE = (
     "The files of this folder hold users' texts, as token ids. Keep them as you keep the data of the run.\n"
     "`upref replay` reads them.\n"
 )
-Sink = Callable[[RecordedBatch], None]
+# What a step of this rank is handed to, with the process group of the data-parallel ranks (None: the default one); it
+# returns metrics to log.
+Sink = Callable[[RecordedBatch, Any], Mapping[str, float] | None]
+
+
+class Stopped(RuntimeError):
+    """A watched run, one of whose steps is not the objective's."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +93,12 @@ def record(trainer: Any, folder: str | Path, *, every: int = EVERY) -> Recording
     Raises:
         InputError: no installed package knows such a trainer, or the folder cannot be made.
     """
-    recorder = _recorder(trainer)
+    recorder = recorder_of(trainer)
     place = open_folder(folder)
     return Recording(recorder.attach(trainer, Schedule(every), file_sink(place)))
 
 
-def _recorder(trainer: Any) -> "plugins.Recorder":
+def recorder_of(trainer: Any) -> "plugins.Recorder":
     """What knows this trainer; InputError where nothing does."""
     found = next((r for r in plugins.recorders() if r.recognizes(trainer)), None)
     if found is None:
@@ -119,7 +125,7 @@ def open_folder(folder: str | Path) -> Path:
 def file_sink(folder: Path) -> Sink:
     """Write each step that it is given into the folder, under a name of its step and rank."""
 
-    def keep(batch: RecordedBatch) -> None:
+    def keep(batch: RecordedBatch, group: Any = None) -> None:
         rank = 0 if batch.rank is None else int(batch.rank[0])
         write(folder / f"step{batch.step:06d}-rank{rank:04d}.npz", batch)
 
@@ -162,9 +168,15 @@ def step_batch(
 
 
 def guarded(work: Callable[[], None], stop: Callable[[], None]) -> None:
-    """Do the work of a recorder; where it fails, stop the recording with one warning and let the training go on."""
+    """Do the work of a recorder; where it fails, stop the recording with one warning and let the training go on.
+
+    Raises:
+        Stopped: what the work is there to say.
+    """
     try:
         work()
+    except Stopped:
+        raise
     except Exception as e:  # a full disk, a column of another shape: no reason to end a run of days
         log.warning("upref records no more steps of this run (%s: %s)", type(e).__name__, str(e).splitlines()[:1])
         stop()

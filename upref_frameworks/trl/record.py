@@ -171,7 +171,8 @@ class Hooks:
         batch = step_batch(
             self.micro_batches, step=self._step(), rank=accelerator.process_index, logged=logged, meta=meta
         )
-        self.sink(batch)
+        for name, value in (self.sink(batch, None) or {}).items():
+            trainer._metrics["train"][name].append(value)
 
     def _counts(self, ranks: int) -> dict[str, float]:
         """The counts of a step as TRL documents them: its tokens are the mean over the steps of a generation batch."""

@@ -2,9 +2,12 @@
 """Record the optimizer steps of verl's actor, under any policy loss: UPREF_REPLAY=dumps in the environment of a run.
 
     UPREF_REPLAY=dumps UPREF_REPLAY_EVERY=50 python -m verl.trainer.main_ppo ...
+    UPREF_WATCH="dapo eps_high=0.2 c=3" python -m verl.trainer.main_ppo ...
 
-verl imports upref_frameworks.verl.training in each of its processes (group `verl.plugins`), which calls `in_verl` where
-the variable is set. **The files hold users' texts, as token ids.**
+The second judges the same steps while they train (`upref.replay.watch`): the objective, its hyperparameters, and
+`agg=NAME` and `on_fail=warn` where wanted. Both together record and judge. verl imports upref_frameworks.verl.training
+in each of its processes (group `verl.plugins`), which calls `by_environment`. **The files hold users' texts, as token
+ids.**
 
 One method is wrapped, `train_batch` of verl's engines: one call is one optimizer step of one rank. The loss function
 that it is given is called as before, and what it reads is kept: log π_θ and the entropy of the model's output, the
@@ -24,10 +27,13 @@ import torch
 from torch import Tensor
 
 from upref.errors import InputError
+from upref.registry import get
 from upref.replay.record import EVERY, Recording, Schedule, Sink, file_sink, guarded, open_folder, step_batch
+from upref.replay.schema import RecordedBatch
+from upref.replay.watch import Watch
 
 log = logging.getLogger(__name__)
-FOLDER, HOW_OFTEN = "UPREF_REPLAY", "UPREF_REPLAY_EVERY"
+FOLDER, HOW_OFTEN, WATCHED = "UPREF_REPLAY", "UPREF_REPLAY_EVERY", "UPREF_WATCH"
 OPTIONAL = {
     "old": "old_log_probs", "sampler": "rollout_log_probs", "ref": "ref_log_prob", "correction": "rollout_is_weights",
 }  # fmt: skip
@@ -37,43 +43,62 @@ SCORES = ("token_level_scores", "rm_scores")  # the reward of a response, as one
 BY_LENGTH = "seq-mean-token-sum-norm"
 
 
-def in_verl(folder: str | Path, every: int = EVERY) -> Recording:
-    """Record the actor's optimizer steps of every verl engine of this process, a file for each step and rank.
+def in_verl(folder: str | Path, every: int = EVERY, watch: str = "") -> Recording:
+    """Record, and judge, the actor's optimizer steps of every verl engine of this process.
 
     Args:
-        folder: where the files go; on a path that all nodes share, or one for each node.
-        every: the first step is recorded, and then each whose number is a multiple of this.
+        folder: where a file for each step and rank goes, on a path that all nodes share or one for each node. "": no
+            files.
+        every: the first step is taken, and then each whose number is a multiple of this.
+        watch: what the loss should be, as UPREF_WATCH has it; "": the steps are not judged.
 
     Returns:
         The Recording, whose `stop` ends it.
 
     Raises:
-        InputError: the folder cannot be made.
+        InputError: the folder cannot be made, or the objective or a hyperparameter does not exist.
     """
-    place = open_folder(folder)
-    steps = Steps(Schedule(every), file_sink(place), place)
-    return Recording(steps.detach)
+    place = open_folder(folder) if folder else None
+    keep = None if place is None else file_sink(place)
+    sink = watched(watch, keep) if watch else keep
+    if sink is None:
+        raise InputError("there is nothing to do: name a folder, or an objective to watch.")
+    return Recording(Steps(Schedule(every), sink, place).detach)
+
+
+def watched(words: str, then: Sink | None) -> Watch:
+    """The Watch of `NAME KEY=VALUE...`, with agg and on_fail beside the hyperparameters."""
+    name, *rest = words.split()
+    given = {word.partition("=")[0]: word.partition("=")[2] for word in rest}
+    on_fail = given.pop("on_fail", "stop")
+    agg = given.pop("agg", "")
+    try:
+        hp = {key: float(value) for key, value in given.items()}
+    except ValueError:
+        raise InputError(f"{WATCHED} is an objective and KEY=NUMBER after it, not {words!r}.") from None
+    objective = get(name)
+    return Watch(objective.aggregated(agg) if agg else objective, hp, on_fail, then)
 
 
 def by_environment() -> Recording | None:
-    """Record where UPREF_REPLAY names a folder; one warning where that cannot be done, for verl hides what we raise."""
-    folder = os.environ.get(FOLDER)
-    if not folder:
+    """Record and judge as the environment says; one warning where that cannot be done, for verl hides what we raise."""
+    folder, watch = os.environ.get(FOLDER, ""), os.environ.get(WATCHED, "")
+    if not folder and not watch:
         return None
     every = os.environ.get(HOW_OFTEN, str(EVERY))
     try:
         if not every.isdecimal():
             raise InputError(f"{HOW_OFTEN} is the number of steps between two records, not {every!r}.")
-        return in_verl(folder, int(every))
+        return in_verl(folder, int(every), watch)
     except Exception as e:
-        log.warning("upref records nothing of this run: %s", e)
+        log.warning("upref records and judges nothing of this run: %s", e)
         return None
 
 
 class Steps:
     """The wrapped `train_batch`, and the number of steps of each engine."""
 
-    def __init__(self, schedule: Schedule, sink: Sink, folder: Path) -> None:
+    def __init__(self, schedule: Schedule, sink: Sink, folder: Path | None) -> None:
         from verl.workers.engine.base import BaseEngine
 
         self.engines: Any = BaseEngine
@@ -108,11 +133,18 @@ class Steps:
         kept = Kept(engine, loss_function, self.detach)
         out = self.inner(engine, data, kept.loss_function)
         if not self.stopped and engine.is_mp_src_rank_with_outputs():
-            guarded(lambda: self.sink(kept.batch(step)), self.detach)
+            guarded(lambda: self._hand_over(engine, kept.batch(step), out), self.detach)
         return out
+
+    def _hand_over(self, engine: Any, batch: RecordedBatch, out: dict[str, Any]) -> None:
+        """Give the step to the sink, and its metrics to verl, which wants one for each micro-batch."""
+        metrics = self.sink(batch, engine.get_data_parallel_group())
+        out["metrics"] |= {name: [value] for name, value in (metrics or {}).items()}
 
     def _recorded(self, engine: Any) -> int:
         """The last step of this rank in the folder: a resumed run goes on from there."""
+        if self.folder is None:
+            return 0
         names = [p.name for p in self.folder.glob(f"step*-rank{engine.get_data_parallel_rank():04d}.npz")]
         numbers = [int(found[1]) for name in names if (found := re.match(r"step(\d+)-", name))]
         return max(numbers, default=0)
@@ -166,7 +198,7 @@ class Kept:
         alone = getattr(self.engine, "ulysses_sequence_parallel_size", 1) == 1
         return alone and "FSDP" in type(self.engine).__name__
 
-    def batch(self, step: int) -> Any:
+    def batch(self, step: int) -> RecordedBatch:
         """The step as a recorded batch."""
         ranks = self.counts["ranks"]
         scaler = getattr(self.engine, "scaler", None)

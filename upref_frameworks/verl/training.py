@@ -22,7 +22,8 @@ The first micro-batches of each process, and then every 50th, are compared with 
 `upref={step_check: true}` checks one optimizer step of a two-layer twin of the run (its family, head, padding, LoRA,
 KL and entropy terms), on the CPU in a process of its own, before the first step; a difference stops the run.
 
-UPREF_REPLAY=dumps in the environment records the actor's optimizer steps, under any policy loss: record.py.
+UPREF_REPLAY=dumps in the environment records the actor's optimizer steps, under any policy loss, and
+UPREF_WATCH="dapo eps_high=0.2 c=3" judges them: record.py.
 
 What differs from the objective called on `Rollouts`, because of what verl hands to a loss:
 
@@ -54,7 +55,7 @@ from upref.logprobs import clamp_log_probs
 from upref.rollouts import one_per_response
 from upref_frameworks.hidden import in_verl
 from upref_frameworks.parity import Monitor
-from upref_frameworks.verl.record import FOLDER, by_environment
+from upref_frameworks.verl.record import by_environment
 from upref_frameworks.verl.step import stop_unless_twin_agrees, twin_of
 
 try:
@@ -215,5 +216,4 @@ for _name in names():
     register(get(_name))
 if os.environ.get("UPREF_HIDDEN") == "1":
     in_verl()
-if os.environ.get(FOLDER):
-    by_environment()
+by_environment()

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watch a running trainer: each recorded step is judged while it trains, over all ranks, under any loss.
+
+    upref.replay.watch(trainer, "dapo", every=50, eps_high=0.2)        # one line before trainer.train()
+
+Three things are checked at such a step: the logged loss, dL/dlp of every token of all micro-batches and ranks
+(`upref.replay.normalizer`), and the sampler's log-probabilities where the trainer has them (`upref.replay.gap`). Their
+numbers are logged beside the trainer's own; `gap_cause` is the place of the cause in CAUSES, from 1, and 0 for none.
+
+A loss or a gradient that is another sum of the objective's terms, or a multiple of it, stops the run. What is found in
+the sampler's column is a warning: it may be what the run is meant to do.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from upref.definition import Objective
+from upref.errors import InputError
+from upref.replay.batch import merge
+from upref.replay.findings import Finding
+from upref.replay.gap import Gap, gap
+from upref.replay.loss import loss
+from upref.replay.normalizer import normalizer
+from upref.replay.record import EVERY, Recording, Schedule, Sink, Stopped, file_sink, open_folder, recorder_of
+from upref.replay.schema import RecordedBatch
+from upref.replay.terms import as_run
+from upref.replay.words import SAMPLER
+
+log = logging.getLogger(__name__)
+CAUSES = tuple(SAMPLER)
+ON_FAIL = ("stop", "warn")
+
+
+def watch(
+    trainer: Any, objective: str | Objective, *, every: int = EVERY, folder: str | Path = "", on_fail: str = "stop",
+    **hp: Any,
+) -> Recording:  # fmt: skip
+    """Judge every so-manieth optimizer step of a trainer while it trains. Call it on every rank.
+
+    Args:
+        trainer: a GRPOTrainer of TRL, or of a class derived from it.
+        objective: what its loss should be.
+        every: the first step is judged, and then each whose number is a multiple of this.
+        folder: where these steps are recorded too; "": nowhere. The files hold users' texts.
+        on_fail: "stop" ends a run whose loss or gradient is another sum; "warn" logs it.
+        **hp: hyperparameters of the objective.
+
+    Returns:
+        The Recording, whose `stop` ends the watch.
+
+    Raises:
+        InputError: no installed package knows such a trainer, or the objective or a hyperparameter does not exist.
+        Stopped: from the training, where a step is not the objective's.
+    """
+    recorder = recorder_of(trainer)
+    then = file_sink(open_folder(folder)) if folder else None
+    return Recording(recorder.attach(trainer, Schedule(every), Watch(objective, hp, on_fail, then)))
+
+
+class Watch:
+    """What judges the recorded steps.
+
+    Args:
+        objective: what the loss should be, or its name.
+        hp: its hyperparameters.
+        on_fail: "stop" or "warn".
+        then: what else is done with each step, before it is judged.
+    """
+
+    def __init__(self, objective: str | Objective, hp: dict[str, Any], on_fail: str, then: Sink | None) -> None:
+        if on_fail not in ON_FAIL:
+            raise InputError(f"on_fail must be stop or warn, not {on_fail!r}.")
+        self.objective = as_run(objective, hp)
+        self.objective.resolve(hp)
+        self.hp = hp
+        self.on_fail = on_fail
+        self.then = then
+        self.failures = 0
+        self.said: set[str] = set()
+
+    def __call__(self, batch: RecordedBatch, group: Any = None) -> Mapping[str, float]:
+        """Judge a step; its metrics. Raises Stopped."""
+        if self.then is not None:
+            self.then(batch, group)
+        whole = joined(batch, group)
+        found = loss(whole, self.objective, **self.hp)
+        metrics = {"loss_off": abs(found.value - found.logged)}
+        if whole.grad is not None:
+            factor = normalizer(whole, self.objective, **self.hp).factor
+            metrics |= {} if factor is None else {"normalizer": factor}
+        if whole.sampler is not None:
+            sampler = gap(whole)
+            metrics |= _of_gap(sampler)
+            self._tell(whole, sampler.findings)
+        self._tell(whole, tuple(found.notes))
+        self.failures += bool(found.failures)
+        self._judge(whole, found.failures)
+        metrics["failures"] = float(self.failures)
+        return {f"upref/{name}": value for name, value in metrics.items()}
+
+    def _judge(self, batch: RecordedBatch, failures: list[Finding]) -> None:
+        if not failures:
+            return
+        sentence = f"step {batch.step}: {' '.join(str(f) for f in failures)}"
+        if self.on_fail == "stop":
+            raise Stopped(sentence)
+        log.error("%s It trains on (on_fail=warn).", sentence)
+
+    def _tell(self, batch: RecordedBatch, findings: tuple[Finding, ...]) -> None:
+        """Log a finding once for each cause."""
+        for f in findings:
+            if f.cause not in self.said:
+                log.warning("step %s: %s", batch.step, f)
+            self.said.add(f.cause)
+
+
+def _of_gap(found: Gap) -> dict[str, float]:
+    cause = found.findings[0].cause if found.findings else ""
+    return {
+        "rho_mean": found.rho_mean, "gap_k3": found.k3, "gap_mean_abs": found.mean_abs,
+        "effective": found.effective, "gap_cause": float(1 + CAUSES.index(cause)) if cause else 0.0,
+    }  # fmt: skip
+
+
+def joined(batch: RecordedBatch, group: Any = None) -> RecordedBatch:
+    """The step over all data-parallel ranks of the process group; None: the default one."""
+    ranks = int(batch.logged.get("ranks", 1))
+    if ranks == 1:
+        return batch
+    parts: list[Any] = [None] * ranks
+    torch.distributed.all_gather_object(parts, batch, group=group)
+    return merge(parts)
