@@ -488,9 +488,9 @@ def test_what_vllm_keeps_counts_while_a_gpu_trains(key, capsys):
     line = f"{key if '.' in key else f'{R}.{key}'}=false"
     assert launch.main(["up_dapo", "gpu8", line, "--dry-run", "--gpu", "H100"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"there, it would not start: vLLM keeps its 56 GB of each GPU while it trains, .* 47 GB more", out)
+    assert re.search(r"there, it would not start: vLLM keeps its 56 GB of each GPU while it trains, .* 49 GB more", out)
     assert launch.main(["up_dapo", "gpu8", line, f"{R}.gpu_memory_utilization=0.35", "--dry-run", "--gpu", "H200"]) == 0
-    assert "would not start: vLLM" not in capsys.readouterr().out  # 49 + 47 of 141
+    assert "would not start: vLLM" not in capsys.readouterr().out  # 49 + 49 of 141
 
 
 def test_what_an_interruption_loses_is_said(capsys):

@@ -14,10 +14,12 @@ Time of a step:
 Lengths follow (1 - x / longest)^a, whose mean is LENGTH of the longest unless the caller says more. The shares of the
 peak were set once, from published runs (`python -m repro.with_verl.machine.published` prints them side by side).
 
-Memory of a GPU while it trains is the larger of forward-and-backward (weights, gradients, activations, logits) and the
-optimizer's step; FSDP spreads 16 bytes a parameter over all GPUs, Megatron holds 6 of what its parallelism gives a GPU
-and 12 over the replicas. While sampling it is vLLM's share and what is not offloaded. vLLM gives its share back while
-the GPU trains, unless the run says otherwise (free_cache_engine, enable_sleep_mode).
+Memory of a GPU while it trains is the larger of forward-and-backward (weights, gradients, activations, logits, the bf16
+copies of two layers and of the head) and the optimizer's step; FSDP spreads 16 bytes a parameter over all GPUs,
+Megatron holds 6 of what its parallelism gives a GPU and 12 over the replicas. While sampling it is vLLM's share and
+what is not offloaded. vLLM gives its share back while the GPU trains, unless the run says otherwise
+(free_cache_engine, enable_sleep_mode). Not counted: the scores of sdpa's math kernel, heads x tokens^2, which torch
+takes where no other kernel fits.
 """
 
 import tomllib
@@ -296,6 +298,9 @@ def memory(shape: Shape, cfg: DictConfig, gpus: int) -> tuple[float, float]:
     else:
         weights, state, moments = shape.params * 4 / gpus, shape.params * 8 / gpus, shape.params * 8 / gpus
         kept = (tokens * hidden * 2 if cfg.actor_rollout_ref.model.enable_gradient_checkpointing else anew) * layers
+        words = shape.vocab * hidden
+        kept += 2 * words + 2 * 2 * (shape.params - words) / layers  # FSDP's bf16 copies: the head and two layers
+        kept += 0 if flash(cfg) else 2 * tokens**2  # the mask that keeps packed answers apart
     forward = state + kept + anew + logits + (0 if offloads(cfg, "optimizer") else moments)
     resident = (0 if offloads(cfg, "param") else weights) + (0 if offloads(cfg, "optimizer") else moments)
     return max(forward, state + moments) + CONTEXT, resident + CONTEXT

@@ -136,6 +136,8 @@ def choose(objective: str, scale: str, words: list[str], m: Machine) -> str:
     if scale and scale != "paper" and scale not in HANDED_OVER:
         load_scale(scale)
     check_words(words)
+    if scale == "trl" and "--dry-run" in words:
+        raise InputError("trl has no dry run: --tiny takes its path on the CPU, and docs/trl.md has its memory.")
     if {"--dry-run", "--largest", "-h", "--help"} & set(words):
         return f"{scale or '-'} dry"
     cluster = bool(os.environ.get("RAY_ADDRESS")) or m.nodes > 1
