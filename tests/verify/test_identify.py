@@ -11,6 +11,8 @@ import torch
 
 import upref
 from tests.support import zoo
+from tests.support.cases.bodies import loss, tok
+from tests.support.cases.denominators import tis, tpo
 from tests.support.daily import daily
 from upref.cli import main
 from upref.weights.batches import interval
@@ -288,3 +290,42 @@ def test_no_slip_is_named_that_changes_nothing():
     )
     identity = upref.identify(loss)
     assert not identity and not identity.why, identity
+
+
+def ce_gppo(d, A, m):
+    """CE-GPPO away from its defaults: 0.6 and 0.9 of the bounds 0.85 and 1.3 beyond them."""
+    r = d.exp()
+    above, below = torch.where(r > 1.3, 0.9 * 1.3, r), torch.where(r < 0.85, 0.6 * 0.85, r)
+    w = torch.where(A > 0, above, below).detach()
+    return tok(w * A * (d - d.detach()).exp(), m)
+
+
+def kl_cov(log_prob, old_log_prob, advantages, mask):
+    b = upref.Rollouts.unchecked(logp=log_prob, logp_old=old_log_prob, adv=advantages, mask=mask)
+    return upref.get("kl_cov").loss(b)
+
+
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (loss(tis(lambda w, A: w.clamp(max=3))), "is tis(dapo)(eps_low=0.2, eps_high=0.28, is_max=3)"),
+        (loss(tis(lambda w, A: w * (w <= 2.5))), "is mis(dapo)(eps_low=0.2, eps_high=0.28, is_max=2.5)"),
+        (loss(tis(lambda w, A: w.clamp(0.5, 3))), "is dapo(eps_low=0.2, eps_high=0.28) where the sampler's policy is"),
+        (loss(lambda lp, old, A, m, group: tpo(lp, old, A, m, group)), "is tpo(eta=1)"),
+        (loss(ce_gppo), "is ce_gppo(eps_low=0.15, eps_high=0.3, share_low=0.6, share_high=0.9)"),
+        pytest.param(kl_cov, "is kl_cov(share=0.0002, coef=1)", marks=pytest.mark.nightly),
+    ],
+)
+def test_corrections_and_coupled_objectives_are_named(fn, said):
+    identity = upref.identify(fn)
+    assert identity and said in str(identity).splitlines()[0], str(identity)
+    assert identity.on_sampler == ("where" in said)
+
+
+def test_a_nearest_objective_has_the_bounds_that_are_found():
+    """A loss that is clipped at 1.5 and 0.6 by a squared ratio, which no objective has."""
+    odd = loss(lambda d, A, m: tok(torch.where(A > 0, (2 * d).exp() * (d < 0.4), (3 * d).exp() * (d > -0.5)) * A, m))
+    identity = upref.identify(odd)
+    if not identity.matches:
+        assert "nearest" not in str(identity) and "next:" not in str(identity)
+    assert not identity and "the weight jumps at r = " in str(identity), str(identity)

@@ -94,16 +94,18 @@ class Identification(Result):
     def text(self, verbose: bool = False) -> str:
         """The answer, what it rests on, and the command that goes on from here; verbose: what was assumed too."""
         lines = [self._head()]
+        jumps = {
+            sign: "the weight jumps at r = " + _some([f"{r:.7g}" for r in rs]) for sign, rs in self.bounds.items() if rs
+        }
+        if not self.matches:
+            lines += [row(key, text) for key, text in jumps.items()]
         if self.matches:
             m = self.matches[0]
             off = "" if m.own or not m.agg else " (not the one of its paper)"
             rows = {"aggregation": (m.agg or "none recognized") + off}
             if m.hp.get("c", 0) is None:
                 rows["dual clip"] = "none"
-            rows |= {
-                sign: "the weight jumps at r = " + _some([f"{r:.7g}" for r in rs])
-                for sign, rs in self.bounds.items() if rs
-            }  # fmt: skip
+            rows |= jumps
             if self and m.distance:
                 rows["distance"] = f"{m.distance:.1e}, the largest difference of gradients, relative"
             if self.also:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`upref.identify`: which objective a loss is, by its gradients alone. One file: batches, matches, faults in turn."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -13,15 +14,19 @@ import torch
 from torch import Tensor
 
 from upref.aggregation import AGGREGATIONS, Totals
+from upref.errors import InputError
 from upref.foreign import Loss, read
 from upref.foreign.guard import state_restored
 from upref.identification.identification import Identification, Match
-from upref.registry import REDUCE, Objective, get
+from upref.registry import REDUCE, Objective, get, names
 from upref.rollouts import Rollouts
+from upref.transforms import CORRECTIONS
 from upref.verify.explain import fits, reproduces, two_gradients
 from upref.verify.factors import declared_aggregation
 from upref.verify.faults import known
+from upref.verify.faults.corrections import retuned
 from upref.verify.faults.losses import LossFault, fault, lacking
+from upref.verify.faults.targets import ETAS
 from upref.verify.match import Candidate, candidate, compared, every, in_range
 from upref.verify.measure import SINGLE, Case, ignores_sampler, sampler_words, unfed_words, unit_weights
 from upref.verify.oracles.numerics import clamps
@@ -30,7 +35,18 @@ from upref.verify.oracles.unusual import look
 from upref.verify.oracles.weights import BESIDE
 from upref.verify.probe import SIGNS, BlackBox, measure, termed
 from upref.verify.report import UNKNOWN
-from upref.weights.batches import LOG_R, MU, SIGNS as ALL_SIGNS, make_batch, near_a_bound, random_batch, relative_error
+from upref.weights.batches import (
+    LOG_R,
+    MU,
+    SIGNS as ALL_SIGNS,
+    breakpoints,
+    make_batch,
+    near_a_bound,
+    on_policy_batch,
+    random_batch,
+    random_batches,
+    relative_error,
+)
 
 Grid = tuple[Rollouts, bool, Tensor]  # a batch, whether its advantages differ within a response, the loss's gradient
 RANDOM = 12  # random batches beside the grid
@@ -63,6 +79,9 @@ def identify(loss: Any) -> Identification:
 def _identified(loss: Loss, start: float) -> Identification:
     box = measure(loss)
     answer = _of_box(box, start)
+    if answer.on_sampler and answer.kind in ("objective", "up"):
+        with contextlib.suppress(InputError):
+            answer = _with_correction(box, answer)
     writes = [f.regime for f in mutation.look(box.case) if f.severity == "failure"]
     if not writes:
         return answer
@@ -105,7 +124,60 @@ def _of_box(box: BlackBox, start: float) -> Identification:
         match, one, case, k = found
         more = _limits(box, case, lambda b: k * (one.change.weights(case.o, case.hp, b) + box.kl_weights(b)))
         return answer("pitfall", [match], "; ".join([one.words, *_term(box, match), *more]))
-    return answer("none", [nearest], BOTH_COMPARED if box.loss.returns_live else "")
+    if coupled := _of_whole_batches(box):
+        return answer("objective", coupled, "")
+    near = [nearest] if _has_its_bounds(box, nearest) else []
+    return answer("none", near, BOTH_COMPARED if box.loss.returns_live else "")
+
+
+def _has_its_bounds(box: BlackBox, m: Match) -> bool:
+    """Whether the weight of a loss jumps where this objective's does: else it is near by accident."""
+    o = get(m.name)
+    if o.reads_mu or o.batch_coupled or box.batch_coupled:
+        return True
+    hp = o.of_surrogate({k: v for k, v in m.hp.items() if k in o.hyperparameters})
+    for A in SIGNS:
+        due, found = breakpoints(o, A, 0.02, **hp), box.bounds(A)
+        if len(due) != len(found) or any(abs(x / y - 1) > LOOSE for x, y in zip(due, found, strict=True)):
+            return False
+    return True
+
+
+def _of_whole_batches(box: BlackBox) -> list[Match]:
+    """Objectives whose weights depend on the whole batch or on groups, at the hyperparameters that papers have."""
+    batches = [box.case.ready(on_policy_batch()), *map(box.case.visible_batch, random_batches(0, RANDOM, True))]
+    asked = []
+    for b in batches:
+        with contextlib.suppress(InputError):
+            asked.append((b, box.case.gradient(b)))
+    out = []
+    for o in (get(name) for name in names() if get(name).batch_coupled):
+        for hp in [{}, *({"eta": eta} for eta in ETAS if "eta" in o.hyperparameters)]:
+            case = Case(box.loss, o, o.resolve(hp), declared_aggregation(o), tol=box.tol)
+            off = [case.off(b, g / case.factors(b)).max().item() for b, g in asked]
+            if len(off) > RANDOM / 2 and max(off) <= 10 * box.tol:
+                seen = {k: v for k, v in case.hp.items() if k != "beta"}
+                out.append(Match(o.name, seen, o.agg, True, not box.kl, max(off), 0.0))
+                break
+    return out
+
+
+def _with_correction(box: BlackBox, answer: Identification) -> Identification:
+    """The answer with the correction of its sampler, where the loss has one that upref knows."""
+    m = answer.matches[0]
+    case = _against(box, m)
+    for name in CORRECTIONS:
+        o = get(f"{name}({m.name})")
+        start = replace(case, o=o, hp=o.resolve({k: v for k, v in m.hp.items() if v is not None}))
+        for hp in ({}, *(one.change.hp for one in retuned(start))):
+            one = replace(start, hp=start.hp | hp)
+            batches = [one.ready(on_policy_batch()), one.beyond("sampler"), one.beyond("lengths")]
+            if all(one.off(b, floor=1e-12).max() <= 10 * one.tol for b in batches):
+                own = m.hp | {k: v for k, v in one.hp.items() if k in ("is_min", "is_max")}
+                unchecked = [x for x in answer.not_checked if x != sampler_words(m.name)]
+                found = replace(m, name=o.name, hp=own)
+                return replace(answer, matches=[found], on_sampler=False, not_checked=unchecked)
+    return answer
 
 
 def _again(box: BlackBox, tried: list[Candidate]) -> list[Match]:

@@ -8,7 +8,7 @@ candidate and solves share their points.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -135,10 +135,30 @@ class Compared:
         hp = self.o.of_surrogate({})
         miss, (stuck, smooth) = self.score(hp), self._reach(hp)
         if (stuck == 0 or self.box.tol > 1e-4) and miss[0] > 0:
-            hp, miss = self._descend(hp, miss, smooth)
-            if not self.fit(hp, miss):
-                hp, miss = self._jointly(hp, miss, smooth)
+            hp, miss = self._from(hp, miss, smooth)
+            clip = self._at_jumps(hp)
+            if not self.fit(hp, miss) and clip:
+                there = self._from(hp | clip, self.score(hp | clip), smooth, clip.keys())
+                hp, miss = min((hp, miss), there, key=lambda found: found[1])
         return Candidate(self.o, hp, miss, stuck, self)
+
+    def _from(
+        self, hp: dict[str, Any], miss: tuple[float, float], smooth: dict[str, np.ndarray], held: Collection[str] = ()
+    ) -> tuple[dict[str, Any], tuple[float, float]]:
+        """The best that is found from these hyperparameters on. held: those that stay as they are."""
+        hp, miss = self._descend(hp, miss, smooth, held)
+        if held:
+            return hp, miss
+        return (hp, miss) if self.fit(hp, miss) else self._jointly(hp, miss, smooth)
+
+    def _at_jumps(self, hp: dict[str, Any]) -> dict[str, float]:
+        """A clip with its bounds where the weight jumps: others may make up for a clip that is elsewhere."""
+        if not {"eps_low", "eps_high"} <= hp.keys():
+            return {}
+        rs = [p.r for p, _ in self.box.jumps if not p.unsure]
+        low = min((r for r in rs if r < 1 - 1e-6), key=lambda r: 1 - r, default=None)
+        high = min((r for r in rs if 1 + 1e-6 < r < 10), key=lambda r: r - 1, default=None)
+        return {k: v for k, v in (("eps_low", low and 1 - low), ("eps_high", high and high - 1)) if v}
 
     def _trials(self, key: str) -> list[Any]:
         lo, hi = RANGE.get(key, ANY)
@@ -159,11 +179,11 @@ class Compared:
         off = self.off(base)
         return float((off[~free] > self.box.tol).mean()) if (~free).any() else 0.0, smooth
 
-    def _descend(self, hp, miss, smooth):
+    def _descend(self, hp, miss, smooth, held: Collection[str] = ()):
         """Each hyperparameter in turn takes the best of its solutions, until none improves."""
         for _ in range(3):
             before = miss
-            for key in hp:
+            for key in (k for k in hp if k not in held):
                 for x in self._options(hp, key, smooth):
                     score = self.score(hp | {key: x})
                     if score < miss:

@@ -43,7 +43,6 @@ MISSED = {
     "micro-batches": "without totals, num_micro_batches is read as a setting and keeps its default, 1",
     "first advantage": "it is read as a loss of one advantage per response, which the report says",
     "it calls backward itself": "refused, because it returns nothing",
-    "ce_gppo": "the factors beyond the clip keep their defaults, and the bounds are fitted to make up for them",
 }
 judged = lambda cause: REJECTED if cause else ACCEPTED
 
