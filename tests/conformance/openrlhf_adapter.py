@@ -28,6 +28,8 @@ class OpenRLHF:
     def supports(self, case):
         if case.objective not in FIELDS:
             return f"OpenRLHF has no policy_loss_type of {case.objective}"
+        if case.ranks > 1:
+            return "DeepSpeed, which averages over ranks, is replaced here"
         return ""
 
     def scale(self, case):

@@ -46,7 +46,7 @@ class TRL:
         return 1 / LONGEST if case.objective == "dr_grpo" else 1.0
 
     def config(self, case):
-        windows = case.micro_batches * case.updates
+        windows = case.micro_batches * case.updates  # of this rank
         return FIELDS[case.objective] | dict(
             delta=case.hp.get("c"),
             temperature=case.temperature,
@@ -56,7 +56,7 @@ class TRL:
             max_grad_norm=case.clip or 0.0,
             max_completion_length=LONGEST,
             num_generations=2,
-            per_device_train_batch_size=8 // windows,
+            per_device_train_batch_size=8 // (windows * case.ranks),
             gradient_accumulation_steps=case.micro_batches,
             steps_per_generation=windows,
             scale_rewards="none",
@@ -68,13 +68,14 @@ class TRL:
     def step(self, model, rows, case):
         with quiet(), tempfile.TemporaryDirectory() as folder:
             trainer = self.trainer(model, case, folder)
-            trainer._generate_and_score_completions = lambda inputs: batch(rows)
+            trainer._generate_and_score_completions = lambda inputs: batch(rows, trainer.accelerator)
             trainer.current_gradient_accumulation_steps = case.micro_batches
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
             model.train()
+            trained = trainer.accelerator.prepare(model) if case.ranks > 1 else model
             for _ in range(case.updates):
                 for _ in range(case.micro_batches):
-                    trainer.training_step(model, {}, None)
+                    trainer.training_step(trained, {}, None)
                 if case.clip:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
                 optimizer.step()
@@ -99,7 +100,7 @@ class TRL:
         )  # fmt: skip
 
 
-def batch(rows):
+def batch(rows, accelerator):
     """The rows as GRPOTrainer's generation batch: prompts padded on the left, completions on the right."""
     prompts = pad([row.prompt for row in rows], END, "left")
     completions = pad([row.response for row in rows], END)
@@ -113,7 +114,7 @@ def batch(rows):
         "advantages": torch.tensor([row.adv for row in rows]),
         "old_per_token_logps": pad([row.old for row in rows], 0.0),
         "ref_per_token_logps": pad([row.ref for row in rows], 0.0),
-        "num_items_in_batch": trains.sum(),
+        "num_items_in_batch": accelerator.gather(trains.sum()).sum(),
     }
 
 

@@ -51,7 +51,7 @@ class Verl:
 
     def engine(self, case):
         half = dict(mixed_precision=None) if case.dtype == "bfloat16" else {}  # None is verl's default, bfloat16
-        return dict(micro_batch_size_per_gpu=8 // (case.micro_batches * case.updates)) | half
+        return dict(micro_batch_size_per_gpu=8 // (case.micro_batches * case.updates * case.ranks)) | half
 
     def settings(self, case):
         said = self.actor(case) | self.engine(case)

@@ -8,6 +8,19 @@ The framework owns a small adapter and the list of its known failures; upref own
 
 from upref.conformance.adapter import Adapter, load_adapter
 from upref.conformance.cases import CASES, LEVELS, SUITES, Case, cases
+from upref.conformance.ranks import run_ranks
 from upref.conformance.runner import Outcome, Status, run
 
-__all__ = ["CASES", "LEVELS", "SUITES", "Adapter", "Case", "Outcome", "Status", "cases", "load_adapter", "run"]
+__all__ = [
+    "CASES",
+    "LEVELS",
+    "SUITES",
+    "Adapter",
+    "Case",
+    "Outcome",
+    "Status",
+    "cases",
+    "load_adapter",
+    "run",
+    "run_ranks",
+]

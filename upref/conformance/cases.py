@@ -15,7 +15,9 @@ LEVELS = {
     1: "one pass over the batch: objectives, temperatures, masks",
     2: "what is added and how it is split: KL term, entropy bonus, norm clipping, micro-batches, generation batches",
     3: "model families and precisions",
+    4: "two ranks, each a process of its own",
 }
+SINGLE = 3  # the highest level in one process; the next is a job of its own
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Case:
 
     Args:
         id: stable name, such as `micro/4/token-mean`.
-        level: 1 to 3.
+        level: 1 to 4.
         objective: a name of `upref list`.
         hp: the objective's hyperparameters, over its defaults.
         temperature: of the sampler. Log-probabilities are taken at it.
@@ -39,6 +41,7 @@ class Case:
         holes: whether some response tokens do not train, as output of tools.
         ends: whether each response ends in the end token; False: some are cut off at the longest length.
         equal_lengths: whether all prompts have one length, all responses have one, and every response token trains.
+        ranks: processes of a group, each with an equal share of the rows: the first has rows 0, 2, 4, ... of two.
         suite: the dated suite that brought the case.
     """
 
@@ -58,6 +61,7 @@ class Case:
     holes: bool = True
     ends: bool = True
     equal_lengths: bool = False
+    ranks: int = 1
     suite: str = SUITES[0]
 
     def __str__(self) -> str:
@@ -109,14 +113,21 @@ def _level_3() -> Iterable[Case]:
     yield Case("precision/bfloat16", 3, dtype="bfloat16")
 
 
-CASES: dict[str, Case] = {case.id: case for level in (_level_1, _level_2, _level_3) for case in level()}
+def _level_4() -> Iterable[Case]:
+    for aggregation, objective in TOKEN_MEAN.items():
+        yield Case(f"ranks/dp2/{aggregation}", 4, objective, ranks=2)
+    yield Case("ranks/dp2/micro-2", 4, micro_batches=2, ranks=2)
+    yield Case("ranks/dp2/norm", 4, clip=0.5, ranks=2)
 
 
-def cases(level: int = max(LEVELS), suite: str = SUITES[-1]) -> list[Case]:
+CASES: dict[str, Case] = {case.id: case for level in (_level_1, _level_2, _level_3, _level_4) for case in level()}
+
+
+def cases(level: int = SINGLE, suite: str = SUITES[-1]) -> list[Case]:
     """Return the cases of a suite, up to a level.
 
     Args:
-        level: 1 to 3; each level has the cases of the ones below it.
+        level: 1 to 4; each level has the cases of the ones below it.
         suite: the date of a suite, such as 2026.11. A later suite has the cases of the earlier ones.
 
     Returns:

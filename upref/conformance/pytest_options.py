@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from upref.conformance.adapter import Adapter, load_adapter
-from upref.conformance.cases import LEVELS, SUITES, Case, cases
+from upref.conformance.cases import SINGLE, SUITES, Case, cases
+from upref.conformance.ranks import run_ranks
 from upref.conformance.results import read_expected_failures, write_results
 from upref.conformance.runner import Outcome, Status, run
 from upref.errors import InputError
@@ -25,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("upref.conformance")
     group.addoption("--adapter", metavar="FILE:CLASS", help="the adapter: FILE.py:CLASS or package.module:CLASS")
     group.addoption("--upref-xfails", metavar="FILE", help="a TOML file with the known failures and their reasons")
-    group.addoption("--level", type=int, default=max(LEVELS), help=f"the highest level to run (default {max(LEVELS)})")
+    group.addoption("--level", type=int, default=SINGLE, help=f"the highest level to run (default {SINGLE})")
     group.addoption("--suite", default=SUITES[-1], help=f"the dated suite (default {SUITES[-1]})")
     group.addoption("--upref-results", metavar="FILE", help="write the result of each case to this JSON file")
     group.addoption("--upref-seed", type=int, default=0, help="seed of the rows (default 0)")
@@ -68,7 +69,10 @@ def outcome(case: Case, expected_failure: str, request: pytest.FixtureRequest) -
     outcomes = request.config.stash[OUTCOMES]
     failed = sum(each.status is Status.FAILED for each in outcomes)
     explain = failed < EXPLAINED and not expected_failure
-    found = run(request.config.stash[ADAPTER], case, seed=request.config.getoption("--upref-seed"), explain=explain)
+    run_case = run_ranks if case.ranks > 1 else run
+    found = run_case(
+        request.config.stash[ADAPTER], case, seed=request.config.getoption("--upref-seed"), explain=explain
+    )
     outcomes.append(found)
     if found.status is Status.COULD_NOT_RUN and not expected_failure:
         raise CouldNotRunError(str(found))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
 from upref.conformance.adapter import Adapter
 from upref.conformance.cases import Case
@@ -21,8 +22,8 @@ from upref.step.case import perturb
 from upref.step.check import StepReport, check_recorded, check_step
 from upref.step.families import END, V, tiny
 from upref.step.forward import Forward
-from upref.step.record import Recorded, Step, watched
-from upref.step.reference import TorchModel
+from upref.step.record import Recorded, Step, gradients, watched
+from upref.step.reference import TorchModel, as_float64
 from upref.step.rows import AXES, Row
 
 
@@ -101,7 +102,12 @@ def run(adapter: Adapter, case: Case, *, seed: int = 0, explain: bool = True) ->
 
     Returns:
         The outcome. An error of the adapter or of the framework is an outcome; an error of upref is raised.
+
+    Raises:
+        InputError: the case has several ranks, and this process is none of them: use `run_ranks`.
     """
+    if case.ranks > 1 and _world() != case.ranks:
+        raise InputError(f"{case.id} has {case.ranks} ranks: run it with upref.conformance.run_ranks.")
     if reason := adapter.supports(case):
         return Outcome(case, Status.SKIPPED, reason)
     settings = dict(adapter.settings(case))
@@ -147,9 +153,7 @@ def _describe_error(error: Exception) -> str:
 
 def _compare(step: Callable[[Any, list[Row]], Any], case: Case, scale: float, seed: int, explain: bool) -> StepReport:
     """Make the model and the rows, let the step train, and compare."""
-    # Without this, transformers computes Gemma 2's attention by sdpa and drops its softcap, whatever the trainer does.
-    attention: dict[str, Any] = {"attn_implementation": "eager"} if case.family == "gemma2" else {}
-    model = perturb(tiny(case.family, **attention)).to(getattr(torch, case.dtype))
+    model = _make_model(case)
     rows = make_rows(case, model, seed)
     goal: dict[str, Any] = dict(case.hp) | {
         "temperature": case.temperature,
@@ -159,6 +163,8 @@ def _compare(step: Callable[[Any, list[Row]], Any], case: Case, scale: float, se
         "scale": scale,
         "explain": explain,
     }
+    if case.ranks > 1:
+        return check_recorded(_trained_here(step, model, rows), [rows], case.objective, without=AXES, **goal)
     if case.updates == 1:
 
         def one_gradient(model: Any, rows: list[Row]) -> Any:
@@ -178,6 +184,39 @@ def _compare(step: Callable[[Any, list[Row]], Any], case: Case, scale: float, se
     if len(seen.steps) != case.updates:
         raise InputError(f"the adapter's optimizer made {len(seen.steps)} steps, and the case has {case.updates}.")
     return check_recorded(seen, _rows_of_updates(seen.steps, rows), case.objective, without=AXES, **goal)
+
+
+def _make_model(case: Case) -> Any:
+    # Without this, transformers computes Gemma 2's attention by sdpa and drops its softcap, whatever the trainer does.
+    attention: dict[str, Any] = {"attn_implementation": "eager"} if case.family == "gemma2" else {}
+    return perturb(tiny(case.family, **attention)).to(getattr(torch, case.dtype))
+
+
+def train(adapter: Adapter, case: Case, seed: int = 0) -> None:
+    """Be a rank of the case that compares nothing: let the adapter train on this rank's rows."""
+    model = _make_model(case)
+    rows = make_rows(case, model, seed)
+    _trained_here(lambda model, rows: adapter.step(model, rows, case), model, rows)
+
+
+def _trained_here(step: Callable[[Any, list[Row]], Any], model: Any, rows: list[Row]) -> Recorded:
+    """Let the step train on this rank's rows, every so many, and record it."""
+    reference = TorchModel(model)
+    steps: list[Step] = []
+    with watched(model, steps, 2):
+        made = step(model, rows[dist.get_rank() :: dist.get_world_size()])
+    if isinstance(made, Recorded):
+        return made
+    if not steps:
+        found = made if isinstance(made, dict) else gradients(model)
+        if not found:
+            raise InputError("the step left no gradient: it must leave .grad, let an optimizer step, or return one.")
+        steps.append(Step({}, {name: as_float64(gradient) for name, gradient in found.items()}))
+    return Recorded(reference, steps[:1])
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 class UntrainedRowsError(Exception):
