@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/howto/replay.md: its programs and commands run as they stand on the page, each on files of its framework."""
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,6 +97,31 @@ def test_each_command_of_the_page_runs(part, capsys, monkeypatch):
         (program,) = programs("What it says")
         exec(compile(program, "page", "exec"), {"__name__": "page"})
         assert capsys.readouterr().out.startswith("token-mean")
+
+
+RANKS = 2
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
+
+
+@pytest.mark.nightly
+@pytest.mark.trl
+def test_trls_script_runs_on_two_ranks(monkeypatch, capsys):
+    """Each rank writes a file a step; the loss and dL/dlp are judged over both, while it trains and afterwards."""
+    pytest.importorskip("trl")
+    _, whole = programs("TRL")
+    one = "per_device_train_batch_size=32"
+    assert one in whole
+    judged = 'upref.replay.watch(trainer, "dapo", every=2, eps_high=0.2)\ntrainer.train()'
+    script = whole.replace(one, f"per_device_train_batch_size={32 // RANKS}").replace("trainer.train()", judged)
+    Path("two.py").write_text(script, encoding="utf-8")
+    env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*LAUNCH, "two.py"], env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(list(Path("dumps").glob("step000012-rank000?.npz"))) == RANKS
+    (command, _) = commands("TRL")
+    main(command.split()[1:])
+    out = capsys.readouterr().out
+    assert "ok    loss" in out and "so is dL/dlp" in out and "FAIL" not in out
 
 
 def test_the_lines_of_the_watch_are_what_the_code_takes(monkeypatch):

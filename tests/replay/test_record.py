@@ -4,6 +4,7 @@
 import inspect
 import logging
 import textwrap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -107,6 +108,36 @@ def test_the_command_reads_the_folder(run, capsys):
     main(["replay", str(run[0]), "--as", "dapo", "--hp", "eps_high=0.2", "--only", "loss"])
     out = capsys.readouterr().out
     assert "ok    loss" in out and "so is dL/dlp" in out and "FAIL" not in out
+
+
+def test_what_trl_did_not_compute_is_asked_for_by_its_setting(run, capsys):
+    assert main(["replay", str(run[0]), "--only", "sampler"]) == 2
+    assert "TRL has it with GRPOConfig.use_vllm=True" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_correction_of_the_sampler_is_recorded_and_enters(tmp_path):
+    """As with vLLM: TRL multiplies each token's term by a ratio that it computed from the sampler's column."""
+
+    class Corrected(trl.GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            mask = inputs["completion_mask"]
+            generator = torch.Generator().manual_seed(int(self.state.global_step))
+            inputs["importance_sampling_ratio"] = 0.5 + torch.rand(mask.shape, generator=generator)
+            inputs["sampling_per_token_logps"] = inputs["old_per_token_logps"] - 0.01
+            self.use_vllm, used = True, self.use_vllm
+            try:
+                return super()._compute_loss(model, inputs)
+            finally:
+                self.use_vllm = used
+
+    train(tmp_path, 2, base=Corrected)
+    for b in read_steps([tmp_path]):
+        assert b.correction[b.mask].std() > 0.1 and torch.allclose(b.sampler[b.mask], b.old[b.mask] - 0.01, atol=1e-6)
+        found = loss(b, "dapo", eps_high=0.2)
+        assert found and not found.findings and found.value == pytest.approx(found.logged, abs=1e-6)
+        assert normalizer(b, "dapo", eps_high=0.2).factor == pytest.approx(1, abs=1e-6)
+        bare = loss(replace(b, correction=None), "dapo", eps_high=0.2)
+        assert "gradient_other" in [f.cause for f in bare.findings]
 
 
 def test_the_folder_says_what_it_holds(run, caplog, tmp_path):

@@ -24,7 +24,7 @@ from upref.errors import InputError
 from upref.files import write_atomically
 from upref.replay.batch import make_batch
 from upref.replay.files import write
-from upref.replay.schema import RESPONSE_COLUMNS, RecordedBatch
+from upref.replay.schema import HINT, RESPONSE_COLUMNS, RecordedBatch
 
 log = logging.getLogger(__name__)
 EVERY = 50
@@ -134,7 +134,7 @@ def file_sink(folder: Path) -> Sink:
 
 def step_batch(
     micro_batches: Sequence[Mapping[str, Tensor]], *, step: int, rank: int, logged: Mapping[str, float],
-    meta: Mapping[str, str], file: str = "the recorded step",
+    meta: Mapping[str, str], hints: Mapping[str, str] | None = None, file: str = "the recorded step",
 ) -> RecordedBatch:  # fmt: skip
     """Join the micro-batches of one step and rank.
 
@@ -144,6 +144,7 @@ def step_batch(
         rank: of the process.
         logged: numbers that the run logged for the step.
         meta: facts about the run, in words.
+        hints: column -> how the framework is made to record it.
 
     Returns:
         The batch, with the columns micro and rank.
@@ -164,7 +165,8 @@ def step_batch(
     sizes = [len(part["mask"]) for part in micro_batches]
     columns["micro"] = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     columns["rank"] = torch.full((sum(sizes),), rank)
-    return make_batch(columns, file=file, step=step, logged=dict(logged), meta=dict(meta))
+    said = {HINT + name: how for name, how in (hints or {}).items() if name not in columns}
+    return make_batch(columns, file=file, step=step, logged=dict(logged), meta=dict(meta) | said)
 
 
 def guarded(work: Callable[[], None], stop: Callable[[], None]) -> None:

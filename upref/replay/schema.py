@@ -18,6 +18,7 @@ from upref.rollouts import Rollouts
 
 SCHEMA = 1  # version of docs/dump.md
 PROMPTS_READ = "group"  # in meta, where a reader took the groups from the prompts' tokens
+HINT = "hint: "  # in meta, before the name of a column: how the framework is made to record it
 MOST_SLOTS = 2**27  # B x T of a step: 1 GiB for a column of float64
 ROUNDING = 1e-3  # how far a fused log-softmax in half precision overshoots 0
 
@@ -127,7 +128,8 @@ class RecordedBatch:
         missing = [name for name in names if getattr(self, name) is None]
         if missing:
             first = missing[0]
-            hint = self.hints.get(first, "record it as docs/dump.md describes.")
+            written = self.meta.get(HINT + first, "record it as docs/dump.md describes.")
+            hint = self.hints.get(first, written)
             raise InputError(f"{purpose} needs the column {first} ({COLUMNS[first]}), which {self.file} lacks: {hint}")
 
     def trainer(self) -> Float[Tensor, "B T"]:

@@ -32,6 +32,13 @@ OPTIONAL = {
 SETTINGS = ("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "beta", "temperature",
             "scale_rewards")  # fmt: skip
 
+HINTS = {
+    "sampler": "TRL has it with GRPOConfig.use_vllm=True.",
+    "ref": "TRL computes it with GRPOConfig.beta above 0.",
+    "old": "TRL computes it where a generation batch makes several optimizer steps, and with vLLM.",
+    "reward": "a completion of the generation batch had no reward.",
+}
+
 
 def recognizes(trainer: Any) -> bool:
     """Whether it is a GRPOTrainer of TRL; imports nothing."""
@@ -169,8 +176,9 @@ class Hooks:
         meta = {"framework": f"TRL {importlib.metadata.version('trl')}"}
         meta |= {name: str(getattr(trainer.args, name)) for name in SETTINGS if hasattr(trainer.args, name)}
         batch = step_batch(
-            self.micro_batches, step=self._step(), rank=accelerator.process_index, logged=logged, meta=meta
-        )
+            self.micro_batches, step=self._step(), rank=accelerator.process_index, logged=logged, meta=meta,
+            hints=HINTS,
+        )  # fmt: skip
         for name, value in (self.sink(batch, None) or {}).items():
             trainer._metrics["train"][name].append(value)
 

@@ -42,6 +42,14 @@ SETTINGS = ("loss_agg_mode", "clip_ratio", "clip_ratio_low", "clip_ratio_high", 
 SCORES = ("token_level_scores", "rm_scores")  # the reward of a response, as one verl trainer and the other name it
 BY_LENGTH = "seq-mean-token-sum-norm"
 
+HINTS = {
+    "sampler": "set actor_rollout_ref.rollout.calculate_log_probs=True.",
+    "ref": "set actor_rollout_ref.actor.use_kl_loss=True.",
+    "entropy": "set actor_rollout_ref.actor.calculate_entropy=True.",
+    "version": "verl's workers do not have it.",
+    "reward": "the trainer did not send it to the actor.",
+}
+
 
 def in_verl(folder: str | Path, every: int = EVERY, watch: str = "") -> Recording:
     """Record, and judge, the actor's optimizer steps of every verl engine of this process.
@@ -214,7 +222,7 @@ class Kept:
         logged = self.counts | {"loss": float(loss)}
         return step_batch(
             self.micro_batches, step=step, rank=self.engine.get_data_parallel_rank(), logged=logged | self._length(),
-            meta=self._meta(),
+            meta=self._meta(), hints=HINTS,
         )  # fmt: skip
 
     def _length(self) -> dict[str, float]:
