@@ -12,6 +12,7 @@
 #                and a page about them; --dry-run --gpu H100: hours, dollars and memory, without a GPU)
 #
 # Without a SCALE: the largest that this machine's GPUs or its Ray cluster's carry, and why; mini where there is none.
+# GPUs and driver are looked at before anything is installed; what they cannot carry is refused in one sentence.
 # OVERRIDES are name=value of the scale, for example: repro/run.sh up_dapo mini steps=50
 # mini and trl compare with another objective by --against: repro/run.sh my_objective mini --against dapo
 # Exit status: 0 all well, 1 something differs or failed, 2 could not run, 75 died after a checkpoint, 130 or 143

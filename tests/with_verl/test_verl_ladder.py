@@ -2,7 +2,9 @@
 """What `repro/run.sh` decides before it installs anything: the scale, its packages, and whether the GPUs carry it."""
 
 import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,3 +120,47 @@ def test_run_sh_looks_at_gpu_and_driver_first(card, scale, said, tmp_path):
     command = ["bash", "repro/run.sh", "up_dapo", scale]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and said in done.stderr and "making .venv" not in done.stderr
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """The checkout with stand-ins for installer, environments and driver, which print how they are called."""
+    for folder in ("repro", "bin", ".venv/bin", ".venv-gpu/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    for path in (ROOT / "repro").iterdir():
+        if path.name not in ("run.sh", "venv.sh"):
+            (tmp_path / "repro" / path.name).symlink_to(path)
+    (tmp_path / "upref").symlink_to(ROOT / "upref")
+    shutil.copy(ROOT / "repro/run.sh", tmp_path / "repro")
+
+    def program(name, text):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+
+    program("repro/venv.sh", f'[[ $1 == which ]] && echo "{sys.executable}" || echo "install $*"')
+    for name in (".venv", ".venv-gpu"):
+        program(f"{name}/bin/python", f'echo "start {name} $*"')
+    return tmp_path, program
+
+
+@pytest.mark.parametrize(
+    ("card", "words", "installed", "started"),
+    [
+        (("3060", 12288), [], "verl trl", ".venv -m repro.with_trl.train up_dapo"),
+        (("H100", 81559), ["gpu1"], "gpu", ".venv-gpu -m repro.with_verl.run.launch up_dapo gpu1"),
+        (("H100", 81559), ["gpu8", "--dry-run"], "verl", ".venv -m repro.with_verl.run.launch up_dapo gpu8 --dry-run"),
+    ],
+)
+def test_run_sh_installs_what_the_card_can_use(card, words, installed, started, checkout):
+    """A card of 12 GB got the packages of verl and vLLM, and then the miniature."""
+    folder, program = checkout
+    name, mib = card
+    program("bin/nvidia-smi", SMI.format(name=name, driver="580.95.05", mib=mib).partition("\n")[2])
+    env = os.environ | {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    for variable in ("UPREF_PYTHON", "RAY_ADDRESS"):
+        env.pop(variable, None)
+    command = ["bash", "repro/run.sh", "up_dapo", *words]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    first, last = done.stdout.splitlines()
+    assert first.removesuffix(" flash") == f"install {installed}" and last == f"start {started}"
