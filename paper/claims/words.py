@@ -21,8 +21,8 @@ MEANINGS = {
     "seeds were counted for",
     NOT_SEEN: "the miniature does not reach the bound of the reading, of one method's own quantity or of a size that "
     "the reading names; it does not show the opposite, and what a large model does is another question",
-    CONTRADICTED: "the miniature shows the opposite of a difference between two methods; what a large model does is "
-    "another question",
+    CONTRADICTED: "the miniature shows the opposite of a difference between two methods, or exact expectations, in "
+    "which nothing is sampled, are not so; what a large model does is another question",
     FALSE: "a counterexample to the reading, with its numbers",
     UNSPECIFIED: "a search of the paper's printed text finds nothing",
     NOT_TESTABLE: "the miniature has nothing that corresponds, or its baseline does not learn there",

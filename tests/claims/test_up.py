@@ -141,6 +141,12 @@ def test_the_dual_clip_and_the_whole_policy():
     assert weight("dapo", 50.0, -1.0, c=3.0) == 0
     for lr, further in ((0.1, False), (2.0, True), (5.0, True)):
         assert (kl(lr * weight("dapo", 50.0, -1.0) * push) > kl(0 * push)) == further
+    # by the reverse KL and by total variation the push that c cuts leads back at every step size
+    reverse = lambda logits: (logits.softmax(0) * (logits.log_softmax(0) - old.log())).sum().item()
+    variation = lambda logits: (logits.softmax(0) - old).abs().sum().item() / 2
+    for lr in (0.1, 2.0, 5.0):
+        moved = lr * weight("dapo", 50.0, -1.0) * push
+        assert reverse(moved) < reverse(0 * push) and variation(moved) < variation(0 * push)
 
 
 def test_lower_clip_does_not_keep_the_probability(counterexample):

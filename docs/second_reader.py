@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a second reader made of hard verdicts and blaming entries: `python -m docs.second_reader` prints each judgment.
+
+The entries were drawn by `draw` from the bugs and surprising defaults of all ledgers; the judgments are in
+docs/second_reader.toml.
+"""
+
+import random
+import tomllib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from upref_frameworks.audits.ledger import Entry
+
+FILE = Path(__file__).parent / "second_reader.toml"
+HARD = ("false as written", "contradicted", "not seen here", "excluded")
+BLAMING = ("bug", "surprising default")
+JUDGMENTS = {
+    "holds": "neither false nor overstated",
+    "softened": "was overstated, and has a softer word now",
+    "reworded": "the meaning of its word did not cover it, and does now",
+    "completed": "held, and lacked a fact in favor of the authors, which it has now",
+    "corrected": "had a false remark, which is gone",
+}
+
+
+def judged() -> dict[str, Any]:
+    """Return the record: date, seed, and by id of a verdict or key of an entry the judgment and why."""
+    return tomllib.loads(FILE.read_text(encoding="utf-8"))
+
+
+def draw(entries: list[Entry], seed: int, many: int = 30) -> list[str]:
+    """Return the keys of so many blaming entries, drawn at random.
+
+    Args:
+        entries: those of all ledgers, in their order.
+        seed: of Python's generator.
+        many: how many.
+    """
+    keys = [e.key for e in entries if e.status in BLAMING]
+    return random.Random(seed).sample(keys, many)
+
+
+def text() -> str:
+    """Return each judgment, a line each, and how many there are of each kind."""
+    record, out = judged(), []
+    for part in ("verdicts", "entries"):
+        count = Counter(word for word, _ in record[part].values())
+        told = ", ".join(f"{count[word]} {word} ({meaning})" for word, meaning in JUDGMENTS.items() if count[word])
+        drawn = f", drawn with seed {record['seed']}" if part == "entries" else ""
+        out += [f"{len(record[part])} {part}{drawn}, read on {record['date']}: {told}.", ""]
+        out += [f"  {key}: {word}. {why}." for key, (word, why) in record[part].items()] + [""]
+    return "\n".join(out).rstrip()
+
+
+if __name__ == "__main__":
+    print(text())

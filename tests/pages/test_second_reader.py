@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A second reader has judged every hard verdict, and the entries that the seed draws."""
+
+from docs.second_reader import HARD, JUDGMENTS, draw, judged, text
+from paper.claims import as_computed
+from upref_frameworks.audits.ledger import read
+
+
+def test_every_hard_verdict_is_judged():
+    record = judged()
+    hard = {j.claim.id for j in as_computed() if j.verdict in HARD}
+    assert hard == record["verdicts"].keys()
+    assert {word for part in ("verdicts", "entries") for word, _ in record[part].values()} <= JUDGMENTS.keys()
+
+
+def test_the_entries_are_those_that_the_seed_draws():
+    """An entry that is new, gone or of another status changes the draw: then 30 are to be read again."""
+    record = judged()
+    assert [*record["entries"]] == draw(read(), record["seed"]) and len(record["entries"]) == 30
+
+
+def test_what_was_false_is_gone():
+    entries = {e.key: e for e in read()}
+    assert "Triton one refuses" in entries["liger-luspo-token-ratio"].code
+    for key in ("trinity-micro-batch-means", "trinity-micro-batch-tokens"):
+        assert "sums it across micro-batches" in entries[key].code
+    assert text().count("\n") > 40
