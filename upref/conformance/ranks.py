@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch import distributed as dist
 
 from upref.conformance.adapter import Adapter, load_adapter
 from upref.conformance.cases import CASES, Case
-from upref.conformance.runner import Outcome, Status, run, train
+from upref.conformance.runner import Outcome, Status, describe_error, run, train
 from upref.errors import InputError
 from upref.verify.group import on_loopback
 
@@ -87,15 +88,12 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: str, deadline: float
     end = time.monotonic() + deadline
     try:
         while any(process.poll() is None for process in processes):
-            failed = [rank for rank, process in enumerate(processes) if process.poll()]
-            if failed or time.monotonic() > end:
+            if any(process.poll() for process in processes) or time.monotonic() > end:
                 break
             time.sleep(PAUSE)
-        for rank, process in enumerate(processes):
-            if process.poll():
-                lines = (Path(folder) / f"stderr{rank}").read_text(encoding="utf-8", errors="replace").split("\n")
-                said = [line for line in lines if line.strip()]
-                return f"rank {rank} failed: {said[-1][:300] if said else 'it was ended'}"
+        failed = [rank for rank, process in enumerate(processes) if process.poll()]
+        if failed:  # the others may fail because it did
+            return "; ".join(f"rank {rank} failed: {_said(Path(folder), rank)}" for rank in failed)
         if any(process.poll() is None for process in processes):
             return f"the ranks had not finished after {deadline:g} seconds"
         return ""
@@ -103,6 +101,14 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: str, deadline: float
         for process in processes:
             process.kill()
             process.wait()
+
+
+def _said(folder: Path, rank: int) -> str:
+    """Return the error of a rank, or the last line that it printed."""
+    if (error := folder / f"error{rank}").exists():
+        return error.read_text(encoding="utf-8")
+    lines = (folder / f"stderr{rank}").read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line[:300] for line in reversed(lines) if line.strip()), "it was ended")
 
 
 def main(folder: str, rank: int) -> None:
@@ -123,4 +129,9 @@ def main(folder: str, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    try:
+        main(sys.argv[1], int(sys.argv[2]))
+    except Exception as failure:
+        (Path(sys.argv[1]) / f"error{sys.argv[2]}").write_text(describe_error(failure), encoding="utf-8")
+        traceback.print_exc()
+        os._exit(1)  # the other ranks may be in a collective: do not wait for them

@@ -128,7 +128,7 @@ def run(adapter: Adapter, case: Case, *, seed: int = 0, explain: bool = True) ->
     except Exception as error:
         if not errors and not isinstance(error, InputError):
             raise
-        reason = _describe_error(errors[0]) if errors else str(error)
+        reason = describe_error(errors[0]) if errors else str(error)
         return Outcome(case, Status.COULD_NOT_RUN, reason, settings, seconds=time.process_time() - start)
     seconds = time.process_time() - start
     if case.dtype == "float32" and (halved := _half_precision(report)):
@@ -144,7 +144,7 @@ def _half_precision(report: StepReport) -> str:
     return next((text for text in noted if text.startswith("the step computes in")), "")
 
 
-def _describe_error(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return the type and message of an error, and the line that raised it."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(place.filename).name}, line {place.lineno}, in {place.name}"
