@@ -4,12 +4,14 @@
 It is made of records that are there: the audits (docs/frameworks), the ledgers, the steps of whole trainers
 (docs/steps), the sampler corrections (docs/sampler-corrections.md), and the known failures of the conformance suite
 (tests/conformance). `python -m docs.field` writes docs/field.json: the day on which each record without a date of its
-own was last committed.
+own was last committed, and the cases of the suite that an adapter skips, because the framework has no such setting.
+Cases of several ranks are not counted: no list of known failures is of them.
 """
 
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,15 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from docs import framework_pages, samplers, steps
-from upref.conformance import CASES
+from upref.conformance import cases, load_adapter
 from upref.conformance.results import read_expected_failures
 from upref.files import write_atomically
+from upref_frameworks.audits import framework
 from upref_frameworks.audits.compare import MASKED
+from upref_frameworks.audits.isolated.pin import place
 from upref_frameworks.audits.ledger import STATUS, Entry, ranked, read, recorded
 from upref_frameworks.steps import settings
 
 ROOT = Path(__file__).parents[1]
-DATES = ROOT / "docs/field.json"
+RECORD = ROOT / "docs/field.json"
+ADAPTERS = {"openrlhf": "OpenRLHF", "trl": "TRL", "verl": "Verl"}
 SUITE = "tests/conformance/{}_xfails.toml"
 NONE = "not tested"
 SINGLE = 1e-5  # a factor up to 5 that was computed in float32
@@ -55,9 +60,14 @@ class Cell:
         return "<br>".join(line for line in lines if line)
 
 
+@cache
+def _record() -> dict[str, Any]:
+    return json.loads(RECORD.read_text(encoding="utf-8"))
+
+
 def dates() -> dict[str, str]:
     """Return the recorded day of each record without a date of its own, by its path."""
-    return json.loads(DATES.read_text(encoding="utf-8"))
+    return _record()["dates"]
 
 
 # ---- of the audits and their ledgers ---------------------------------------------------------------------------------
@@ -152,14 +162,23 @@ def sampler(name: str) -> Cell:
                 dates()[where])  # fmt: skip
 
 
+def tried(name: str, column: str) -> list[str]:
+    """Return the cases of one process that the adapter of a framework does not skip, in this column."""
+    skipped = _record()["skipped"].get(name)
+    if skipped is None or column not in GROUPS:
+        return []
+    mine = [case.id for case in cases() if case.id.partition("/")[0] in GROUPS[column]]
+    return [case for case in mine if case not in skipped]
+
+
 def suite(name: str, column: str) -> str:
-    """Return how many cases of the conformance suite pass in this column, where the framework has an adapter."""
-    file = ROOT / SUITE.format(name)
-    if column not in GROUPS or not file.exists():
+    """Return how many of these cases pass, where the framework has an adapter."""
+    mine = tried(name, column)
+    if not mine:
         return ""
-    mine = [case for case in CASES if case.partition("/")[0] in GROUPS[column]]
-    passing = len(mine) - len(read_expected_failures(file).keys() & set(mine))
-    return f"[suite](../{SUITE.format(name)}): {passing} of {len(mine)} cases, {dates()[SUITE.format(name)]}"
+    file = SUITE.format(name)
+    passing = len(mine) - len(read_expected_failures(ROOT / file).keys() & set(mine))
+    return f"[suite](../{file}): {passing} of {len(mine)} cases, {dates()[file]}"
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -194,16 +213,25 @@ def table() -> str:
     return "\n".join(out)
 
 
+def _skipped(name: str) -> list[str]:
+    """The cases that an adapter skips; OpenRLHF lies in the folder that its audit makes."""
+    pin = framework(name).pin
+    sys.path[:0] = place(name, pin).paths if pin else []
+    adapter = load_adapter(f"{ROOT}/tests/conformance/{name}_adapter.py:{ADAPTERS[name]}")
+    return [case.id for case in cases() if adapter.supports(case)]
+
+
 def main() -> None:
-    """Write docs/field.json from the history of the records."""
-    suites = sorted((ROOT / "tests/conformance").glob("*_xfails.toml"))
-    named = [steps.HERE / f"{n}.json" for n in ("openrlhf", "trl", "verl")]
+    """Write docs/field.json from the history of the records and from the adapters."""
+    suites = [ROOT / SUITE.format(name) for name in ADAPTERS]
+    named = [steps.HERE / f"{n}.json" for n in ADAPTERS]
     found = {}
     for file in [*named, samplers.PAGE, *suites]:
         path = file.relative_to(ROOT).as_posix()
         git = ["git", "log", "-1", "--format=%cs", "--", path]
         found[path] = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    write_atomically(DATES, json.dumps(found, indent=1, sort_keys=True) + "\n")
+    record = {"dates": found, "skipped": {name: _skipped(name) for name in ADAPTERS}}
+    write_atomically(RECORD, json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":
