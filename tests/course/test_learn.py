@@ -188,7 +188,7 @@ PARTS = ["The equation, case by case", "A picture", "An experiment", "What frame
 def test_every_lesson_has_the_one_skeleton(n):
     page = (ROOT / EVERY[n].page).read_text(encoding="utf-8")
     heads = re.findall(r"^## (.*)", page, re.M)
-    assert [h for h in heads if h in PARTS] == PARTS and len(page.splitlines()) <= 150
+    assert [h for h in heads if h in PARTS] == PARTS and len(page.splitlines()) <= 155
     assert page.startswith(f"# {n}. ") and "**Question.** " in page and f"`upref learn {n}`" in page
     (picture,) = re.findall(r"^!\[(.*)\]\(pictures/(\d\d)-\S+\.svg\)\n\n\*\S", page, re.M)
     assert len(picture[0]) > 60 and int(picture[1]) == n, "alt text, and a caption below"
@@ -196,9 +196,9 @@ def test_every_lesson_has_the_one_skeleton(n):
 
 
 def test_every_page_is_a_lesson():
-    assert sorted(p.name for p in (ROOT / "docs/course").glob("[0-9]*.md")) == [
-        Path(e.page).name for e in EVERY.values()
-    ]
+    """But for lesson 0, which has no exercise."""
+    zero, *pages = sorted(p.name for p in (ROOT / "docs/course").glob("[0-9]*.md"))
+    assert zero == "00-the-loop.md" and pages == [Path(e.page).name for e in EVERY.values()]
 
 
 @lessons
