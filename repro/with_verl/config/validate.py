@@ -312,6 +312,11 @@ def _classes(cfg: DictConfig):
     except Exception as e:  # whatever verl's checks raise, mostly AssertionError and ValueError
         cause = e.__cause__ or e
         said = str(cause) or str(traceback.extract_tb(cause.__traceback__)[-1].line)  # an assert without words
+        if "vllm version None" in said:  # of LoRA's rank
+            raise InputError(
+                "verl checks this configuration with vLLM, which is not installed here: do the dry run where it is, "
+                "UPREF_PYTHON=... repro/run.sh."
+            ) from e
         raise InputError(f"verl refuses the configuration: {' '.join(said.split())[:400]}") from e
 
 
