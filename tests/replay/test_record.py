@@ -140,6 +140,15 @@ def test_a_correction_of_the_sampler_is_recorded_and_enters(tmp_path):
         assert "gradient_other" in [f.cause for f in bare.findings]
 
 
+def test_an_entropy_bonus_is_no_other_loss(tmp_path):
+    """The logged loss has it and dL/dlp has not: the first tells nothing, the second everything."""
+    train(tmp_path, 2, fields={"entropy_coef": 0.1})
+    for b in read_steps([tmp_path]):
+        found = loss(b, "dapo", eps_high=0.2)
+        assert [f.cause for f in found.findings] == ["extra_terms"] and "an entropy bonus" in str(found.findings[0])
+        assert found.gradient.startswith("token-mean")
+
+
 def test_the_folder_says_what_it_holds(run, caplog, tmp_path):
     assert "users' texts" in (run[0] / "README.txt").read_text()
     with caplog.at_level(logging.WARNING):

@@ -180,5 +180,6 @@ def guarded(work: Callable[[], None], stop: Callable[[], None]) -> None:
     except Stopped:
         raise
     except Exception as e:  # a full disk, a column of another shape: no reason to end a run of days
-        log.warning("upref records no more steps of this run (%s: %s)", type(e).__name__, str(e).splitlines()[:1])
+        why = (str(e).splitlines() or [""])[0]
+        log.warning("upref records no more steps of this run (%s: %s)", type(e).__name__, why)
         stop()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from upref.replay.record import Schedule, Sink, guarded, step_batch
+from upref.replay.terms import EXTRA
 
 TRAINER = "TRL's GRPOTrainer"
 WRAPPED = (
@@ -30,7 +31,12 @@ OPTIONAL = {
     "correction": "importance_sampling_ratio",
 }  # fmt: skip
 SETTINGS = ("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "beta", "temperature",
-            "scale_rewards")  # fmt: skip
+            "scale_rewards", "use_bias_correction_kl", "top_entropy_quantile", "off_policy_mask_threshold",
+            "vllm_importance_sampling_mode")  # fmt: skip
+ADDED = {  # attribute of the trainer -> what its loss has beside the objective
+    "_entropy_bonus_enabled": "an entropy bonus",
+    "aux_loss_enabled": "the router's auxiliary loss",
+}
 
 HINTS = {
     "sampler": "TRL has it with GRPOConfig.use_vllm=True.",
@@ -157,10 +163,16 @@ class Hooks:
             if KEY.format(name) in inputs:
                 columns[name] = inputs[KEY.format(name)]
         kept = {name: value.detach().cpu() for name, value in columns.items()}
-        if lp.requires_grad:
+        if lp.requires_grad and not self._scaled_by_deepspeed():
             lp.register_hook(lambda gradient: kept.update(grad=gradient.detach()))
         self.micro_batches.append(kept)
         self.items.append(float(inputs["num_items_in_batch"]))
+
+    def _scaled_by_deepspeed(self) -> bool:
+        """Whether DeepSpeed multiplies the loss by a scale of its own, which nothing here knows: in float16."""
+        accelerator = self.trainer.accelerator
+        by_deepspeed = str(accelerator.distributed_type).endswith("DEEPSPEED")
+        return by_deepspeed and accelerator.mixed_precision == "fp16"
 
     def _write(self) -> None:
         """Hand the step to the sink."""
@@ -175,6 +187,9 @@ class Hooks:
         logged["loss"] = float(accelerator.reduce(torch.stack(self.losses).double().sum().float(), "mean"))
         meta = {"framework": f"TRL {importlib.metadata.version('trl')}"}
         meta |= {name: str(getattr(trainer.args, name)) for name in SETTINGS if hasattr(trainer.args, name)}
+        extra = [words for name, words in ADDED.items() if getattr(trainer, name, False)]
+        if extra:
+            meta[EXTRA] = " and ".join(extra)
         batch = step_batch(
             self.micro_batches, step=self._step(), rank=accelerator.process_index, logged=logged, meta=meta,
             hints=HINTS,

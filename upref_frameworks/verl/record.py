@@ -30,6 +30,7 @@ from upref.errors import InputError
 from upref.registry import get
 from upref.replay.record import EVERY, Recording, Schedule, Sink, file_sink, guarded, open_folder, step_batch
 from upref.replay.schema import RecordedBatch
+from upref.replay.terms import EXTRA
 from upref.replay.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -134,8 +135,10 @@ class Steps:
         """One optimizer step of verl, recorded where it is one of the actor's and due."""
         if self.stopped or "old_log_probs" not in data.keys():  # noqa: SIM118  a TensorDict iterates over its rows
             return self.inner(engine, data, loss_function)  # of the critic, or of supervised training
-        step = self.counts.get(id(engine), self._recorded(engine)) + 1
-        self.counts[id(engine)] = step
+        if id(engine) not in self.counts:
+            self.counts[id(engine)] = self._recorded(engine)
+        self.counts[id(engine)] += 1
+        step = self.counts[id(engine)]
         if not self.schedule.due(step):
             return self.inner(engine, data, loss_function)
         kept = Kept(engine, loss_function, self.detach)
@@ -239,7 +242,7 @@ class Kept:
             meta |= {name: str(self.config.get(name)) for name in SETTINGS}
             meta["loss_mode"] = str(self.config.policy_loss.get("loss_mode", "vanilla"))
             if self.config.entropy_coeff:
-                meta["extra_terms"] = "an entropy bonus"
+                meta[EXTRA] = "an entropy bonus"
         return meta
 
 
