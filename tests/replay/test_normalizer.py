@@ -6,7 +6,7 @@ import torch
 
 from tests.replay.test_loss import COLUMNS, B, T, batch
 from upref.errors import InputError
-from upref.replay import make_batch, normalizer
+from upref.replay import loss, make_batch, normalizer
 from upref.replay.terms import as_run, terms_of
 
 MASK = COLUMNS["mask"]
@@ -137,3 +137,15 @@ def test_a_rank_that_is_missing_is_asked_for():
     b = make_batch(COLUMNS | {"grad": gradient()}, file="f", logged={"ranks": 4.0})
     with pytest.raises(InputError, match="holds 2 of 4 ranks"):
         normalizer(b, "dapo")
+
+
+def test_a_number_that_the_gradient_does_not_bear_out_is_no_failure():
+    """Tokens left out at r = 1 can give the loss of another divisor by chance; dL/dlp shows that it is not."""
+    half = torch.rand(B, T, generator=torch.Generator().manual_seed(2)) < 0.5
+    columns = COLUMNS | {"now": COLUMNS["old"], "grad": gradient() * half}
+    step = terms_of(make_batch(columns, file="f"), as_run("dapo", {}), {})
+    b = make_batch(columns, file="f", logged={"loss": 0.5 * step.loss()})
+    found = loss(b, "dapo")
+    assert found and causes(found) == ["divided", "gradient_other"]
+    without = make_batch({k: v for k, v in columns.items() if k != "grad"}, file="f", logged=b.logged)
+    assert [f.cause for f in loss(without, "dapo").failures] == ["multiple"]

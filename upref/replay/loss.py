@@ -14,7 +14,7 @@ from upref.aggregation import AGGREGATIONS, aggregate
 from upref.definition import Objective
 from upref.errors import InputError
 from upref.replay.findings import Checked, Finding
-from upref.replay.normalizer import normalizer
+from upref.replay.normalizer import Normalizer, normalizer
 from upref.replay.schema import RecordedBatch, expect_batch
 from upref.replay.terms import EXTRA, FACTORS, StepTerms, as_run, or_else, terms_of
 
@@ -65,7 +65,7 @@ def loss(
 
     Returns:
         The answer. It is false where the number is another sum of the same terms, or a simple multiple of theirs, and
-        where the gradient has another normalizer.
+        where the gradient has another normalizer. With grad, the number alone proves nothing.
 
     Raises:
         InputError: a column, the number, or the file of a rank is missing.
@@ -97,9 +97,10 @@ def loss(
         sharp = tolerance < SHARP * size
         others = _candidates(batch, step)
         equal = [n for n, v in others if abs(v - logged) <= tolerance and abs(v - value) > 10 * tolerance]
-        found = or_else(equal) if sharp else ""
+        provable = sharp and _may_accuse(gradient)
+        found = or_else(equal) if provable else ""
         factor = logged / value if min(abs(value), abs(logged)) > 100 * tolerance else 0.0
-        multiple = sharp and any(abs(factor / f - 1) <= 2 * tolerance / abs(value) for f in FACTORS)
+        multiple = provable and any(abs(factor / f - 1) <= 2 * tolerance / abs(value) for f in FACTORS)
         if found:
             findings.append(Finding("loss", "failure", "other_sum", numbers | {"found": found}))
         elif multiple:
@@ -119,6 +120,16 @@ def loss(
 
 def _note(cause: str, **numbers: Any) -> Finding:
     return Finding("loss", "note", cause, numbers)
+
+
+def _may_accuse(gradient: Normalizer | None) -> bool:
+    """Whether one number may be called another sum: dL/dlp is not recorded, has nothing to say, or is another sum too.
+
+    With few tokens at r = 1 a mean over some of them can equal another sum of all of them by chance.
+    """
+    if gradient is None or gradient.failures:
+        return True
+    return [f.cause for f in gradient.findings] == ["no_gradient"]
 
 
 def _accepted(step: StepTerms) -> Iterator[tuple[str, float]]:

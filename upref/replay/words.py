@@ -135,7 +135,8 @@ LOSS = {
         "dL/dlp of the recorded tokens is that of the {found}, not that of the {expected} of {objective}'s terms.",
     "gradient_multiple":
         "dL/dlp of the recorded tokens is {factor:.6g} times that of the {expected} of {objective}'s terms: a count "
-        "of micro-batches, accumulation steps or ranks enters once too often or too rarely.",
+        "of micro-batches, accumulation steps or ranks enters once too often or too rarely, or the loss has a "
+        "coefficient.",
     "gradient_scaled":
         "dL/dlp of every recorded token is {factor:.6g} times that of the {expected} of {objective}'s terms: the "
         "divisor of the step is {divisor:.6g} in place of {count:.6g}.",
