@@ -150,7 +150,9 @@ def test_a_plug_in_says_what_was_measured_of_it():
         ("aspo_code", "verl", "entropy per token"),
         ("up(sapo)", "verl", "register"),
         ("kl_cov", "skyrl", "its own kl_cov: not compared"),
-        ("rloo", "openrlhf", "nemo_rl, trl"),
+        ("rloo", "openrlhf", "estimator rloo, and none of its losses is that of reinforce"),
+        ("rloo", "openrlhf", "nemo_rl, trl, verl"),
+        ("m2po", "areal", "its own m2po: actor.m2_threshold leaves out"),
     ],
 )
 def test_what_cannot_run_is_refused_with_one_sentence(name, framework, why, capsys):

@@ -112,4 +112,9 @@ REMARKS = (
 AREAL = Framework(
     "areal", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
     kernels=_kernels, remarks=REMARKS,
+    out_of_scope={
+        "m2po": "actor.m2_threshold leaves out the tokens on which the sampler's policy and the one before the update "
+        "differ most, whatever the sign of A; the objective of the registry compares π_θ, and leaves out only what is "
+        "already past π_old in the direction of the update",
+    },
 )  # fmt: skip

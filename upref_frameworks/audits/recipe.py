@@ -227,8 +227,8 @@ def _refuse(o: Objective, f: Framework, hp: dict[str, float]) -> None:
     """InputError where neither a loss that the audit compares nor the plug-in gives this objective."""
     if f.name not in PLUG_IN or hp:
         at = " at these settings" if hp else ""
-        own = f" (its own {o.name}: {f.out_of_scope[o.name]})" if o.name in f.out_of_scope else ""
-        have = ", ".join(n for n in frameworks() if o.name in reached(n)) or "none"
+        own = f" (its own {o.name}: {f.out_of_scope[o.name]})" if o.name in f.out_of_scope else _half(o, f.name)
+        have = ", ".join(n for n in frameworks() if o.name in reached(n, {})) or "none"
         raise InputError(
             f"no recipe for {o.name} in {f.name}{at}: the audit compares the losses of {f.name} with "
             f"{', '.join(reached(f.name))}{own}. Frameworks with a recipe for {o.name}: {have}."
@@ -245,6 +245,14 @@ def _refuse(o: Objective, f: Framework, hp: dict[str, float]) -> None:
             f"{o.name} is no policy loss of verl until a module that VERL_USE_EXTERNAL_MODULES names calls "
             "upref_frameworks.verl.training.register on it: the plug-in registers the names of `upref list`."
         )
+
+
+def _half(o: Objective, name: str) -> str:
+    """That the framework has the advantages that set an objective apart, where it has no loss to go with them."""
+    known = recorded(name)["recipe"]["advantages"].get(o.adv, {}).get("set")
+    if o.name not in SAME_LOSS or not known:
+        return ""
+    return f" (it has the advantages of {o.name}, {known}, and none of its losses is that of {SAME_LOSS[o.name]})"
 
 
 def _of_plug_in(o: Objective, f: Framework) -> Recipe:
