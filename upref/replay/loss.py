@@ -148,6 +148,8 @@ def _candidates(batch: RecordedBatch, step: StepTerms) -> Iterator[tuple[str, fl
     for agg in AGGREGATIONS:
         if agg in (o.agg, "seq-mean-token-sum-norm") or (agg == "seq-mean") != (o.agg == "seq-mean"):
             continue
+        if agg == "group-token-mean" and step.b.group is None:
+            continue  # it is the token mean
         yield agg, own.under(agg).loss()
     for words, parts in own.parts():
         values = [part.loss() for part in parts]

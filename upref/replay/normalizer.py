@@ -162,7 +162,9 @@ class _Comparison:
         for name, counted in step.by_other_counts():
             yield name, counted.gradient()
         own = step.own()
-        others = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "group-token-mean")
+        others = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
+        if step.b.group is not None:  # else it is the token mean
+            others.append("group-token-mean")
         if step.o.agg != "seq-mean":
             for agg in others:
                 if agg != step.o.agg:
