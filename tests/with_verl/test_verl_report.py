@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report says what runs have logged, and what went wrong in them; the status is a line a run."""
+"""The report says what runs have logged, and what went wrong in them."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("omegaconf", reason="`repro/venv.sh verl` installs it, on Python 3.11 and 3.12")
 from repro.with_verl import health, logged, report
-from repro.with_verl.run import records, start, status
+from repro.with_verl.run import records, start
 
 
 def row(step, **other):
@@ -96,7 +96,6 @@ def test_what_cannot_be_read(tmp_path, capsys):
     assert report.main([str(tmp_path / "empty")]) == 2
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 2 and all(x.startswith("report: ") for x in err)
-    assert status.main([str(tmp_path / "empty")]) == 2
 
 
 def test_starts_are_read_as_one_and_the_last_counts(tmp_path):
@@ -107,23 +106,6 @@ def test_starts_are_read_as_one_and_the_last_counts(tmp_path):
     assert [(r["step"], r["data"][logged.SCORE]) for r in merged] == [(1, 0.1), (2, 0.2), (3, 9.0), (4, 9.0)]
     whole = records.read(records.collect(tmp_path))
     assert whole == merged and not (tmp_path / "steps.jsonl.half").exists()
-
-
-def test_the_status_is_a_line_a_run(tmp_path, capsys, monkeypatch):
-    done = run(tmp_path, "done", "dapo", "gpu1", [row(s) for s in range(1, 10)])
-    died = run(tmp_path, "died", "dapo", "gpu1", [row(s, **{health.ALARMS: 1.0}) for s in (1, 2)])
-    (died / "verl.log").write_text("...\nupref: ended after 2 of 9 steps: it waits. The same command goes on: x\n")
-    going = run(tmp_path, "going", "dapo", "gpu1", [row(s) for s in (1, 2, 3)])
-    (going / "checkpoints").mkdir()
-    (going / "checkpoints/latest_checkpointed_iteration.txt").write_text("2")
-    monkeypatch.setattr(status.folder, "busy", lambda f: "process 7 on node" if f == going else "")
-    assert status.main(list(map(str, (done, died, going)))) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("done: finished, step 9 of 9, score 0.900, parity agrees, 60 s a step")
-    assert "died: ended, step 2 of 9" in lines[1] and "parity ALARM" in lines[1] and "goes on: x" in lines[1]
-    assert (
-        "going: running, step 3 of 9" in lines[2] and "0.1 h to go" in lines[2] and "checkpoint of step 2" in lines[2]
-    )
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def names(cfg: DictConfig) -> None:
     for name in [loggers] if isinstance(loggers, str) else loggers:
         one_of("trainer.logger", name, LOGGERS, "logger")
     if "file" not in loggers:
-        raise InputError("trainer.logger must have file: the report, the status and the watchdog read what it writes.")
+        raise InputError("trainer.logger must have file: the report and the watchdog read what it writes.")
     for key, known in KNOWN.items():
         if (value := get(cfg, key)) is not None:
             one_of(key, value, known)

@@ -49,12 +49,3 @@ def alone(folder: Path) -> Iterator[None]:
         f.write(f"process {os.getpid()} on {socket.gethostname()}")
         f.flush()
         yield
-
-
-def busy(folder: Path) -> str:
-    """Who trains in this folder; "" where nobody does."""
-    try:
-        with alone(folder):
-            return ""
-    except InputError:
-        return (folder / "lock").read_text(encoding="utf-8").strip() or "another launch"
