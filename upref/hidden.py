@@ -32,6 +32,7 @@ from upref.errors import InputError
 from upref.logprobs import check_temperature, check_tokens
 from upref.tensors import describe, is_materialized
 
+DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16  # torch multiplies no float8 with float32
 ZERO = -1e4  # exp of it is 0 in every dtype, and 0 times it is 0: what -inf is replaced by
 TOP = 8  # logits per token that are computed again
 
@@ -49,7 +50,7 @@ def token_log_probs(
     backward.
 
     Args:
-        hidden: hidden states after the last norm, in any floating-point dtype.
+        hidden: hidden states after the last norm, in a floating-point dtype of 16 bits or more.
         weight: the output layer, `lm_head.weight`.
         tokens: the sampled tokens.
         temperature: τ, the sampler's.
@@ -67,14 +68,16 @@ def token_log_probs(
 
     Works under `torch.func.vmap` over hidden and tokens. `torch.compile` runs it eagerly, between two graphs.
     """
-    if not is_materialized(hidden) or not hidden.is_floating_point() or hidden.ndim < 2:
-        raise InputError(f"hidden must be a floating-point tensor [B, T, H], got {describe(hidden)}.")
+    if not is_materialized(hidden) or hidden.dtype not in DTYPES or hidden.ndim < 2:
+        raise InputError(
+            f"hidden must be a floating-point tensor [B, T, H] of 16 bits or more, got {describe(hidden)}."
+        )
     for name, x, shape in (("weight", weight, (-1, hidden.shape[-1])), ("bias", bias, (-1,))):
         if x is None and name == "bias":
             continue
-        if not is_materialized(x) or not x.is_floating_point() or x.ndim != len(shape) or x.shape[1:] != shape[1:]:
+        if not is_materialized(x) or x.dtype not in DTYPES or x.ndim != len(shape) or x.shape[1:] != shape[1:]:
             wanted = f"[V, H] with H = {shape[1]}" if len(shape) == 2 else "[V]"
-            raise InputError(f"{name} must be a floating-point tensor {wanted}, got {describe(x)}.")
+            raise InputError(f"{name} must be a floating-point tensor {wanted} of 16 bits or more, got {describe(x)}.")
     if not len(weight) or (bias is not None and len(bias) != len(weight)):
         raise InputError(f"weight {describe(weight)} and bias {describe(bias)} must have one row per token, V > 0.")
     if len({x.device for x in (hidden, weight, tokens, bias) if isinstance(x, Tensor)}) > 1:

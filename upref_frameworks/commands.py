@@ -49,8 +49,11 @@ def _recipe_arguments(c: argparse.ArgumentParser) -> None:
     add_hyperparameters(c)
 
 
-def _recipe(args: argparse.Namespace) -> int:
+def _refuse_recipe(args: argparse.Namespace) -> None:
     catalog.require(args.name)
+
+
+def _recipe(args: argparse.Namespace) -> int:
     from upref_frameworks.audits.recipe import recipe
 
     found = recipe(args.name, args.framework, **hyperparameters(args.hp))
@@ -74,7 +77,9 @@ def _step(args: argparse.Namespace) -> int:
 
 
 AUDIT = Verb("compare a framework's losses, advantages and KL terms with the papers", _audit_arguments, _audit)
-RECIPE = Verb("print the settings that give an objective in a framework", _recipe_arguments, _recipe)
+RECIPE = Verb(
+    "print the settings that give an objective in a framework", _recipe_arguments, _recipe, refuse=_refuse_recipe
+)
 STEP = Verb(
     "compare the gradient of a trainer's whole step with its objective's, over settings and models",
     _step_arguments,

@@ -258,6 +258,7 @@ h, W, ids = torch.zeros(2, 3), torch.zeros(5, 3), torch.zeros(2, dtype=torch.int
         ((h, W[:, :2], ids), {}, "H = 3"),
         ((h, W.T, ids), {}, "H = 3"),
         ((h, None, ids), {}, "weight must be"),
+        ((h, W.to(torch.float8_e4m3fn), ids), {}, "weight must be .* of 16 bits or more, got float8_e4m3fn"),
         ((h, W[:0], ids), {}, "V > 0"),
         ((h, W, ids), {"bias": torch.zeros(4)}, "one row per token"),
         ((h, W, ids), {"bias": torch.zeros(5, 1)}, "bias must be"),

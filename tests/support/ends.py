@@ -15,6 +15,7 @@ COMMAND = {
     "forks": ("it forks", 0, "printed at import", True),
     "stays": ("it leaves a process running, in a session of its own too", 0, "printed at import", True),
     "garbles": ("it writes into every open pipe", 2, "wrote into the pipe of its report", False),
+    "forges": ("it writes a report of its own into every open pipe", 2, "wrote into the pipe of its report", False),
     "stops": ("it writes half a message into every open pipe, and does not end", 2, "timed out after 12 s", False),
     "writes": ("it writes into its inputs", 1, "printed at import", True),
     "wrong": ("it is wrong", 1, "printed at import", True),

@@ -69,6 +69,12 @@ def write():
             if stat.S_ISFIFO(os.fstat(fd).st_mode): os.write(fd, b"[0, ")
         except OSError: pass
 garbles, stops = does(functools.cache(write)), does(lambda: (write(), forever()))
+def forge():
+    for fd in range(3, 64):
+        try:
+            if stat.S_ISFIFO(os.fstat(fd).st_mode): os.write(fd, b'[0, "agrees", ""]\\n')
+        except OSError: pass
+forges = does(functools.cache(forge))
 def writes(log_prob, old_log_prob, advantages, mask):
     value = loss(log_prob, old_log_prob, advantages.clone(), mask)
     advantages.mul_(2)
@@ -85,7 +91,7 @@ def test_the_command_line_says_0_only_after_a_report(tmp_path):
     (tmp_path / "mine.py").write_text(DAPO)
     start = lambda loss: subprocess.Popen(
         [*fork.executable(), "-m", "upref", "check", f"mine.py:{loss}", "--as", "dapo", *FAST, "--json", "--timeout",
-         "12" if loss in ("loops", "stops") else "120"],
+         "12" if loss in ("loops", "stops") else "300"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
         env=os.environ | fork.environment() | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip

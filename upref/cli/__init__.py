@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import TextIO
 
 from upref import __version__, interrupt, plugins
@@ -45,14 +46,25 @@ def execute(parser: argparse.ArgumentParser, argv: list[str] | None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    return _tell(args, *_outcome(args, lambda: args.chosen_verb.run(args)))
+    def work() -> int:
+        args.chosen_verb.refuse(args)
+        return args.chosen_verb.run(args)
+
+    return _tell(args, *_outcome(args, work))
 
 
 def _run_apart(args: argparse.Namespace) -> int:
     """Run the verb in a child process, and print here what it prints there."""
     from upref.cli.supervise import Printed, supervised
 
+    def prepare() -> int:
+        args.chosen_verb.refuse(args)
+        import_module("upref.foreign")  # with torch: the time limit is for user code
+        return 0
+
     stdout = sys.stdout
+    if (refused := _outcome(args, prepare))[0]:
+        return _tell(args, *refused)
 
     def work() -> Printed:
         page = sys.stdout = None if stdout is None else _Page(stdout)
@@ -155,11 +167,18 @@ def _own(args: argparse.Namespace) -> int:
     return RUN[args.command](args)
 
 
+def _refuse(args: argparse.Namespace) -> None:
+    """What a verb of upref's own refuses at once."""
+    from upref.cli.commands import refuse
+
+    refuse(args)
+
+
 def _parser() -> argparse.ArgumentParser:
     p, add = command_line("upref", "Reference and verification of policy-gradient objectives.")
 
     def command(name: str, text: str, user_code: str = "") -> argparse.ArgumentParser:
-        return add(name, Verb(text, lambda c: None, _own, user_code))
+        return add(name, Verb(text, lambda c: None, _own, user_code, _refuse))
 
     about = "check a loss (or an advantage, a KL estimator, log-probs) against a reference"
     c = command("check", about, "the loss")

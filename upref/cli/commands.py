@@ -18,12 +18,31 @@ from upref.errors import InputError
 RATIOS = (0.2, 0.5, 0.8, 0.9, 1.0, 1.1, 1.28, 2.0, 5.0, 50.0)
 
 
+def refuse(args) -> None:
+    """Refuse a name with a typo and a file that is not there, before anything heavy is imported.
+
+    Raises:
+        InputError: what is wrong, and the nearest names.
+    """
+    losses, objectives = [], []
+    if args.command in ("check", "identify"):
+        losses = [args.loss]
+    if args.command in ("cap", "weights"):
+        losses = args.names
+    if args.command in ("check", "show", "derive", "replay"):
+        objectives = [args.name]
+    if args.command == "replay":
+        objectives += args.against
+    for word in losses:
+        catalog.require_loss(word)
+    catalog.require(*(name for name in objectives if name and (args.command, name) != ("derive", "all")))
+
+
 # ---- verdicts --------------------------------------------------------------------------------------------------------
 def check(args) -> int:
     hp, skip = hyperparameters(args.hp), tuple(args.skip)
     if args.agg and not args.name:
         raise InputError("--agg is the aggregation of an objective: give it with --as NAME.")
-    catalog.require_loss(args.loss)
     if args.as_advantage:
         from upref.verify.advantages import check_advantages
 
@@ -40,7 +59,6 @@ def check(args) -> int:
         if unknown := sorted(hp.keys() - {"softcap", "logit_scale", "ranks"}):
             raise InputError(f"a log-prob function has no setting {unknown[0]!r}: give softcap, logit_scale or ranks.")
         return answer(args, check_logprobs(args.loss, skip=skip, **hp))
-    catalog.require(args.name)
     from upref.foreign import from_signature
     from upref.registry import get
     from upref.verify.check import check as verdict
@@ -51,7 +69,6 @@ def check(args) -> int:
 
 
 def identify(args) -> int:
-    catalog.require_loss(args.loss)
     from upref.foreign import from_signature, no_objective
     from upref.identification.identify import identify as which
 
@@ -74,7 +91,6 @@ def listing(args) -> int:
 
 
 def show(args) -> int:
-    catalog.require(args.name)
     from upref.cli.show import facts, page
     from upref.registry import get
 
@@ -86,8 +102,6 @@ def show(args) -> int:
 # ---- curves ----------------------------------------------------------------------------------------------------------
 def _losses(given: list[str]) -> list[Any]:
     """Objectives and losses; those of one framework that needs a process, in whose packages this one then runs."""
-    for word in given:
-        catalog.require_loss(word)
     from upref.foreign import no_objective
     from upref.weights import plots  # noqa: F401  (before the imports are restricted)
 
@@ -141,8 +155,6 @@ def _numbers(args, axis: str, points, rows, title: str) -> int:
 
 # ---- proofs and health -----------------------------------------------------------------------------------------------
 def derive(args) -> int:
-    if args.name != "all":
-        catalog.require(args.name)
     from upref.derivation import derive as derivation
     from upref.registry import names
 
@@ -157,7 +169,6 @@ def derive(args) -> int:
 
 
 def replay(args) -> int:
-    catalog.require(*filter(None, [args.name, *args.against]))
     from upref.replay.command import run
 
     return run(args, hyperparameters(args.hp))

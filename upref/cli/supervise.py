@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import json
 import os
+import secrets
 import select
 import signal
 import sys
@@ -60,6 +61,7 @@ def supervised(work: Callable[[], Printed], seconds: float, what: str = "the los
         if stream is not None:
             stream.flush()
     deadline, parent, before = time.monotonic() + seconds, os.getpid(), _children()
+    token = secrets.token_hex(8)  # what the loss writes into the pipe without knowing it is no report
     _adopt_orphans(True)
     ours, theirs = os.pipe()
     # Python swallows what a signal handler raises within fork
@@ -67,11 +69,11 @@ def supervised(work: Callable[[], Printed], seconds: float, what: str = "the los
     pid = os.fork()
     if not pid:
         os.close(ours)
-        _child(work, theirs, parent)
+        _child(work, theirs, parent, token)
     os.close(theirs)
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, handled)
-        return _report(_line(ours, pid, deadline, what, seconds), what)
+        return _report(_line(ours, pid, deadline, what, seconds), token, what)
     finally:  # after Ctrl-C and SIGTERM too
         os.close(ours)
         for kill in (os.killpg, os.kill):
@@ -108,18 +110,18 @@ def _line(pipe: int, pid: int, deadline: float, what: str, seconds: float) -> by
     raise Gone(f"{what} timed out after {seconds:g} s; raise --timeout.")
 
 
-def _report(line: bytes, what: str) -> Printed:
+def _report(line: bytes, token: str, what: str) -> Printed:
     try:
-        report = Printed(*json.loads(line))
+        report = Printed(*json.loads(line.removeprefix(token.encode()))) if line.startswith(token.encode()) else None
     except (ValueError, TypeError, RecursionError):
-        report = Printed(-1, "", "")
-    if report.status not in (0, 1, 2) or not all(isinstance(text, str) for text in report[1:]):
+        report = None
+    if report is None or report.status not in (0, 1, 2) or not all(isinstance(text, str) for text in report[1:]):
         raise Gone(f"{what} wrote into the pipe of its report: write to files that the code has opened alone.")
     return report
 
 
 # ---- the child -------------------------------------------------------------------------------------------------------
-def _child(work: Callable[[], Printed], pipe: int, parent: int) -> NoReturn:
+def _child(work: Callable[[], Printed], pipe: int, parent: int, token: str) -> NoReturn:
     """Do the work and send the report; run nothing that the loss has left for the end of the process."""
     try:
         process = os.getpid()
@@ -137,7 +139,7 @@ def _child(work: Callable[[], Printed], pipe: int, parent: int) -> NoReturn:
             os.dup2(2, 1)
         report = work()
         if os.getpid() == process:  # else the loss has forked, and this is the copy
-            line = json.dumps(report).encode() + b"\n"
+            line = f"{token}{json.dumps(report)}\n".encode()
             while line:
                 line = line[os.write(pipe, line) :]
     finally:

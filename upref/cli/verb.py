@@ -13,6 +13,10 @@ from typing import Any
 from upref.errors import InputError
 
 
+def _refuse_nothing(args: argparse.Namespace) -> None:
+    """Leave all of it to the run."""
+
+
 @dataclass(frozen=True)
 class Verb:
     """What a word after `upref` stands for.
@@ -21,6 +25,7 @@ class Verb:
         help: one line for `upref -h`.
         arguments: adds its arguments to a parser, which has --json and --debug already.
         run: the parsed arguments in, the exit status out: 0 equal or done, 1 different. It imports what is heavy.
+        refuse: raises InputError for parsed arguments that are wrong, before anything heavy is imported.
         user_code: what it runs of a user, in words ("your function"); then `arguments` adds a time limit, and it runs
             in a child process. "": nothing.
     """
@@ -29,6 +34,7 @@ class Verb:
     arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
     user_code: str = ""
+    refuse: Callable[[argparse.Namespace], None] = _refuse_nothing
 
 
 def parse_number(text: str) -> int | float | None:
