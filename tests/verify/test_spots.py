@@ -58,3 +58,9 @@ def test_a_row_without_tokens_that_makes_nan_is_noted():
 def test_an_interval_of_one_ratio_is_said_to_be_one():
     assert interval(1.0, 1.0) == "r = 1 alone"
     assert interval(1.0, 1.0 + 1e-9) == "1 < r <= 1.000000001"
+
+
+def test_objectives_of_the_same_bounds_share_their_batches():
+    """A batch depends on the level and on the bounds alone; what most of it is, on neither."""
+    one, other, wide = (stress_batch("masks", upref.get(name)) for name in ("grpo", "ppo_clip", "gspo"))
+    assert one is other and torch.equal(one.mask, wide.mask) and not torch.equal(one.logp, wide.logp)

@@ -164,43 +164,61 @@ NAMED: dict[str, Callable[[Tensor], Tensor]] = {  # group ids
 }
 
 
-@lru_cache(64)  # of about 2 MB
 def stress_batch(axis: str, objective: Objective, seed: int = 0, ids: tuple[str, ...] = (), **hp: Any) -> Rollouts:
     """The batch of that axis: one advantage per response, ratios drawn around 1 and around the objective's bounds. ids:
     the keys of NAMED by which its groups are named, each in some rows of every A and of every length. It is ready, and
     kept for the next check: do not write to its tensors."""
-    of, rng, wide = AXES[axis], np.random.default_rng(seed), objective.level in REDUCE
-    of = replace(of, A=of.A + of.more_A) if objective.adv in ANY_SIZE else of
-    B = of.rows
-    few = np.arange(B) % max(1, B // FEW) == 0 if of.mostly else np.ones(B, dtype=bool)
-    A, n, kind, name, side = _rows(of, len(ids) + 1, few, rng)
-    A = np.where(few, A, 0.0) if of.mostly == "A = 0" else A
-    if of.mostly in MOSTLY[1:3]:  # in every second of these batches all
-        A = (1 if ">" in of.mostly else -1) * np.abs(A) * np.where(few & (B != 64) & (B != 128), -1, 1)
-    T = of.width or max(of.lengths) + 1 + (max(HOLES) if len(of.masks) > 1 else 0)
-    mask = np.zeros((B, T), dtype=bool)
-    for i in range(B):
-        mask[i, _columns(n[i], of.masks[kind[i]], T, rng)] = True
+    bounds = tuple(tuple(breakpoints(objective, sign, 0.02, **hp)) or (1.5,) for sign in (1.0, -1.0))
+    any_size = bool(AXES[axis].more_A) and objective.adv in ANY_SIZE
+    corrects = bool(AXES[axis].rho) and objective.sampler is not None
+    return _stress_batch(axis, objective.level, bounds, any_size, corrects, seed, ids)
+
+
+@lru_cache(128)  # of about 2 MB
+def _stress_batch(
+    axis: str,
+    level: str,
+    bounds: tuple[tuple[float, ...], ...],
+    any_size: bool,
+    corrects: bool,
+    seed: int,
+    ids: tuple[str, ...],
+) -> Rollouts:
+    """The batch for all objectives with that level and these bounds of r, for A > 0 and for A < 0.
+
+    Args:
+        axis: a key of AXES.
+        level: of what the ratio is, as in Objective.
+        bounds: the ratios at which the weight jumps, by the sign of A.
+        any_size: whether the estimator gives advantages of any size.
+        corrects: whether there is a correction of the sampler.
+        seed: of the draws.
+        ids: as for `stress_batch`.
+    """
+    of, wide, B = AXES[axis], level in REDUCE, AXES[axis].rows
+    few, A, n, name, side, mask, state = _composition(axis, any_size, seed, len(ids))
+    T, rng = mask.shape[1], np.random.default_rng()
+    rng.bit_generator.state = state
     draw = lambda among, shape: np.array(among)[rng.integers(len(among), size=shape)]
-    near = [np.log([k for k in breakpoints(objective, s, 0.02, **hp)] or [1.5]) for s in (1.0, -1.0)]
+    near = [np.log(side) for side in bounds]
     bound = np.array([rng.choice(near[0] if a > 0 else near[1]) for a in A])[:, None]
     around = bound * rng.uniform(0.2, 1.8, (B, T))
     x = np.where(rng.random((B, T)) < 0.5, around, rng.normal(size=(B, T)) * draw((1e-4, 0.02, 0.3), (B, T)))
     if of.mostly == "clipped":
         last = np.where(A > 0, max(near[0].max(), 0.1), min(near[1].min(), -0.1))[:, None]
         x = np.where(few[:, None] if wide else rng.random((B, T)) < 0.1, x, last * rng.uniform(1.1, 2, (B, T)))
-    guard = GUARD[objective.level] - 1
+    guard = GUARD[level] - 1
     if of.far:
         away = np.abs(draw(of.far, (B, T))) * np.where(side == 1, 1, -1)[:, None] if wide else draw(of.far, (B, T))
         some = side[:, None] > 0 if wide else rng.random((B, T)) < of.share / (4 if of.mostly == "clipped" else 1)
         x = np.where(some, away.clip(-guard, guard), x)
-    if objective.level == "custom":  # which may multiply ratios: a response that can be sampled keeps them in range
+    if level == "custom":  # which may multiply ratios: a response that can be sampled keeps them in range
         order = rng.permutation(T)
         moved = np.cumsum(np.where(mask, np.abs(x), 0)[:, order], 1)[:, order.argsort()]
         x = np.where(moved < PRODUCT, x * rng.uniform(0.98, 1, (B, T)), rng.normal(size=(B, T)) * 1e-4)  # without ties
     if wide:  # the response's own ratio is drawn, its tokens are scattered around it
         noise = np.where(mask, rng.normal(size=(B, T)) * 0.1, 0)
-        x = x[:, :1] / (1 if objective.level == "sequence_mean" else n[:, None])
+        x = x[:, :1] / (1 if level == "sequence_mean" else n[:, None])
         x = x + noise - noise.sum(1, keepdims=True) / n[:, None]
     with np.errstate(divide="ignore"):
         old = np.minimum(np.log(draw(of.mu, (B, T))), np.where(x > 0, -x - 1e-3, 0))
@@ -208,7 +226,7 @@ def stress_batch(axis: str, objective: Objective, seed: int = 0, ids: tuple[str,
     if of.sure and not wide:
         here, q = rng.random((B, T)) < 0.6, 10 ** rng.uniform(-6, -1, (2, B, T))
         old, lp = np.where(here, np.log1p(-q), (old, lp))
-    if of.rho and objective.sampler is not None:
+    if of.rho and corrects:
         log_rho = _sampler_ratios(of.rho, mask, rng)
         old = np.minimum(old, log_rho - 1e-3)  # μ is a probability too
         lp = np.minimum(old + x, 0)
@@ -226,9 +244,28 @@ def stress_batch(axis: str, objective: Objective, seed: int = 0, ids: tuple[str,
     plain = group = torch.as_tensor(name + kinds * (nth % 3) if ids else rng.permutation(B) % max(1, B // 4))
     for k, said in enumerate(ids):
         group = torch.where(plain % kinds == k + 1, NAMED[said](plain), group)
-    mu = t(old - log_rho).nan_to_num(nan=-1.2) if of.rho and objective.sampler is not None else None
+    mu = t(old - log_rho).nan_to_num(nan=-1.2) if of.rho and corrects else None
     b = Rollouts(t(lp), t(old), adv, torch.tensor(mask), group, t(ref).nan_to_num(nan=-1.2), entropy)
     return fill_padding(replace(b, logp_sampler=mu))
+
+
+@lru_cache(512)
+def _composition(axis: str, any_size: bool, seed: int, ids: int) -> tuple[Any, ...]:
+    """What does not depend on an objective: which responses are as most are not, their A, lengths, kinds of ids and
+    sides of the ratio, the mask, and the state of the generator after these draws."""
+    of, rng = AXES[axis], np.random.default_rng(seed)
+    of = replace(of, A=of.A + of.more_A) if any_size else of
+    B = of.rows
+    few = np.arange(B) % max(1, B // FEW) == 0 if of.mostly else np.ones(B, dtype=bool)
+    A, n, kind, name, side = _rows(of, ids + 1, few, rng)
+    A = np.where(few, A, 0.0) if of.mostly == "A = 0" else A
+    if of.mostly in MOSTLY[1:3]:  # in every second of these batches all
+        A = (1 if ">" in of.mostly else -1) * np.abs(A) * np.where(few & (B != 64) & (B != 128), -1, 1)
+    T = of.width or max(of.lengths) + 1 + (max(HOLES) if len(of.masks) > 1 else 0)
+    mask = np.zeros((B, T), dtype=bool)
+    for i in range(B):
+        mask[i, _columns(n[i], of.masks[kind[i]], T, rng)] = True
+    return few, A, n, name, side, mask, rng.bit_generator.state
 
 
 def _sampler_ratios(rho: tuple[float, ...], mask: np.ndarray, rng: np.random.Generator) -> np.ndarray:
