@@ -2,6 +2,7 @@
 """The blind spots of tests/support/zoo/spots.py: wrong on unusual inputs is rejected, right in unusual ways passes."""
 
 import pytest
+import torch
 
 import upref
 from tests.support.zoo import spots

@@ -38,6 +38,9 @@ def regions(case: Case, b: Rollouts, sign: float, A, ties, failing, r, bounds: l
         (case.off(case.ready(single_token_responses(sign, np.array([x])))) > case.tol).any()
     )  # by the ratio
     runs = _runs([f for *_, f in groups])
+    if case.o.sampler is not None and len(runs) > 1:  # which tokens fail, their ρ decides
+        yield Region(f"{NAMES[sign]}, by ρ = π_old/μ", sign, side, ())
+        return
     if len(runs) > 3 or any(0 < lo == hi < len(groups) - 1 and not wrong_at(groups[lo][0]) for lo, hi in runs):
         yield Region(f"{NAMES[sign]}, scattered r", sign, side, ())
         return

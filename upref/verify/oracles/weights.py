@@ -18,7 +18,7 @@ from upref.verify.faults.losses import fault
 from upref.verify.measure import EXACT, HABIT, Case, without_rest
 from upref.verify.oracle import oracle
 from upref.verify.pattern import Weights, pattern
-from upref.verify.regions import NAMES, regions
+from upref.verify.regions import NAMES, Region, regions
 from upref.verify.report import Finding, fail, note
 from upref.verify.shrink import differ, example, numbers, shrink, smallest, worst
 from upref.weights.batches import (
@@ -131,6 +131,7 @@ def _regimes(case: Case, b: Rollouts, failing, r, A, found, ties) -> list[Findin
     one = explain(case, b, found, ties, bounds)
     tested = Weights(b, found, case.expected(b), r, b.mask & ~ties)
     out, why = [], ""
+    parts = _by_sign(parts) if len(parts) > 2 else parts
     for n, part in enumerate(parts):
         visible = _shown_at(case, b, part.sign)  # else an aggregation that is not the objective's makes up for it
         shows = _shown_at if (visible & part.tokens & failing).any() else _wrong_at
@@ -138,7 +139,10 @@ def _regimes(case: Case, b: Rollouts, failing, r, A, found, ties) -> list[Findin
         at = worst(torch.where(hit, _typical(case.off(b, found), r), -1.0))
         small = shrink(b, lambda x, s=part.sign, f=shows: bool(f(case, x, s).any()), at)  # type: ignore[misc]
         i, t = worst(case.off(small).masked_fill(~shows(case, small, part.sign), -1.0))
-        text = f"{part.words}   (here A = {small.adv[i, t].item():.4g}, r = {case.ratio(small)[i, t].item():.6g})"
+        here = f"A = {small.adv[i, t].item():.4g}, r = {case.ratio(small)[i, t].item():.6g}"
+        if case.o.sampler is not None and small.logp_sampler is not None:
+            here += f", ρ = {(small.logp_old - small.logp_sampler)[i, t].exp().item():.4g}"
+        text = f"{part.words}   (here {here})"
         if n == 0:
             shown = Weights(small, case.weights(small), case.expected(small), case.ratio(small), small.mask)
             why = one.words if one else pattern(tested, shown, case.tol, case.o.level not in REDUCE)
@@ -146,6 +150,18 @@ def _regimes(case: Case, b: Rollouts, failing, r, A, found, ties) -> list[Findin
         out.append(fail("gradient", text, *numbers(case, small, i, t), show, why if n == 0 else ""))
     if one and one.kind == "stop-gradient":
         out.append(fail("stop-gradient", parts[0].words, cause=why))
+    return out
+
+
+def _by_sign(parts: list[Region]) -> list[Region]:
+    """One region for each sign of A: more findings of one fault are hard to read."""
+    out = []
+    for sign in dict.fromkeys(p.sign for p in parts):
+        some = [p for p in parts if p.sign == sign]
+        first, *more = (p.words for p in some)
+        words = "; ".join([first, *(text.partition(", ")[2] for text in more)])
+        tokens = torch.stack([p.tokens for p in some]).any(0)
+        out.append(Region(words, sign, tokens, tuple(x for p in some for x in p.ends)))
     return out
 
 
