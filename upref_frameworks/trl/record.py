@@ -37,7 +37,6 @@ ADDED = {  # attribute of the trainer -> what its loss has beside the objective
     "_entropy_bonus_enabled": "an entropy bonus",
     "aux_loss_enabled": "the router's auxiliary loss",
 }
-
 HINTS = {
     "sampler": "TRL has it with GRPOConfig.use_vllm=True.",
     "ref": "TRL computes it with GRPOConfig.beta above 0.",
