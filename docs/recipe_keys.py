@@ -2,8 +2,8 @@
 """The keys that recipes set, as each framework's source declares them: `python -m docs.recipe_keys NAME...` reads the
 audited version of these frameworks, or of all, and writes docs/recipe_keys.json.
 
-Where a key is declared stands in the ledger, [recipe.schema]: by the beginning of the key, the file and in it a class,
-a function, or `options` for the options of a command line. Nothing of a framework is run.
+Where a key is declared stands in the ledger, `schema` of [recipe]: by the beginning of the key, the file and in it a
+class, a function, or `options` for the options of a command line. Nothing of a framework is run.
 """
 
 import ast
@@ -59,7 +59,7 @@ def keys_of(name: str) -> dict[str, dict[str, str]]:
     for key in sorted({k for line in lines_of(name) for k, _ in typed_fields(line)}):
         begin = max((b for b in schema if key.startswith(b)), key=len, default=None)
         if begin is None:
-            raise InputError(f"{name}: [recipe.schema] says nothing of {key!r}.")
+            raise InputError(f"{name}: `schema` of [recipe] says nothing of {key!r}.")
         owners = [schema[begin]] if isinstance(schema[begin], str) else schema[begin]
         declared = (d for owner in owners for d in _declared(root, owner, key.removeprefix(begin)))
         if (one := next(declared, None)) is None:

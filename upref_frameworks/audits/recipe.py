@@ -123,7 +123,7 @@ def _comparisons(o: Objective, f: Framework, hp: dict[str, float], how: dict[str
     """The audit's comparisons that a recipe for this objective can be of.
 
     These are its own; or, where a loss that draws at random can be measured at other hyperparameters alone, those
-    ([recipe.at]); or, where only the advantages set it apart from another objective and the framework has these
+    (`at` of [recipe]); or, where only the advantages set it apart from another objective and the framework has these
     advantages, the ones of that objective.
     """
     at = hp or how.get("at", {}).get(o.name, {}).get("measured", {})
