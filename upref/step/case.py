@@ -2,6 +2,7 @@
 """What a check is made of: the goal, the rows, the stirred model, and the gradient that the step makes."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from upref import advantages
 from upref.errors import InputError
 from upref.foreign.guard import one_line, refuse_exit
 from upref.interrupt import Terminated
@@ -17,6 +19,7 @@ from upref.registry import REDUCE, Objective, get
 from upref.step import rows as batch
 from upref.step.forward import Forward, assign_sides, clipped, expected, sides
 from upref.step.goal import Goal
+from upref.step.model_errors import described
 from upref.step.record import Step, gradients, watched
 from upref.step.reference import Gradient, Model, Rounded, TorchModel, as_float64, unwrapped
 from upref.step.rows import AXES, Padded, Row
@@ -36,24 +39,80 @@ class Case:
     shift: float = 2e-5  # of log r by rounding, in float32
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a user asks of the rows that upref makes: groups that share a prompt, rewards, advantages."""
+
+    group_size: int | None = None
+    rewards: Sequence[float] | None = None
+    advantages: Sequence[float] | Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def refuse(self, other: str) -> None:
+        """InputError if anything is asked."""
+        given = [k for k, v in vars(self).items() if v is not None]
+        if given:
+            raise InputError(f"{given[0]} is of the rows that upref makes: with {other}=, give each row its own.")
+
+    def reward(self, rows: list[Row], estimator: str) -> None:
+        """Give the rows their rewards, and the advantages that these make.
+
+        Args:
+            rows: they are changed.
+            estimator: the name of the objective's own advantages.
+        """
+        if self.rewards is None and self.advantages is None:
+            return
+        group = torch.tensor([r.group for r in rows])
+        A = self.advantages
+        if self.rewards is not None:
+            R = torch.tensor(_numbers("rewards", self.rewards, len(rows)), dtype=torch.float64)
+            for row, x in zip(rows, R.tolist(), strict=True):
+                row.reward = x
+            if A is None or callable(A):
+                A = (A or advantages.get(estimator))(R, group).tolist()
+        elif callable(A):
+            raise InputError("advantages is a function of rewards and groups: pass rewards= as well.")
+        for row, a in zip(rows, _numbers("advantages", A, len(rows)), strict=True):
+            row.adv = a
+
+
+def _numbers(name: str, values: Any, n: int) -> list[float]:
+    """The values as floats; InputError where they are not one finite number for each row."""
+    try:
+        out = [float(v) for v in values]
+    except (TypeError, ValueError):
+        out = []
+    if len(out) != n or not all(math.isfinite(v) for v in out):
+        raise InputError(f"{name} are {n} finite numbers, one for each response, got {repr(values)[:60]}.")
+    return out
+
+
 def built(
-    model: Model, goal: Goal, rows: Sequence[Row] | None, without: Sequence[str], seed: int = 0, coarse: bool = False
+    model: Model, goal: Goal, rows: Sequence[Row] | None, without: Sequence[str], seed: int = 0, coarse: bool = False,
+    asked: Asked | None = None,
 ) -> Case:  # fmt: skip
     """The rows, made or validated, with the reference's forward pass. InputError where they could hide bugs."""
     if isinstance(without, str) or (bad := [w for w in without if w not in AXES]):
         what = without if isinstance(without, str) else bad[0]
         raise InputError(f"without takes a list of {', '.join(AXES)}, got {what!r}.")
+    asked = asked or Asked()
     if rows is None:
-        made = batch.made(model.vocabulary, seed, without, model.end)
+        made = batch.made(model.vocabulary, seed, without, model.end, asked.group_size)
+        asked.reward(made, goal.o.adv)
+        longest = max((r.ids for r in made), key=len)
         if goal.o.reads_mu and "ratio" not in without:
-            batch.make_probable(made, model.logits, model.end)
-        forward = Forward(model, made, goal.temperature)
+            with described(longest):
+                batch.make_probable(made, model.logits, model.end)
+        with described(longest):
+            forward = Forward(model, made, goal.temperature)
         still = "ratio" in without
         entropy = [*forward.statistics()[1].detach()] if "entropy" in goal.o.reads else None
         batch.sampled(made, forward.lp(), goal.o, goal.hp, seed=seed, still=still, coarse=coarse, entropy=entropy)
     else:
+        asked.refuse("rows")
         made = batch.validated(rows, model.vocabulary)
-        forward = Forward(model, made, goal.temperature)
+        with described(max((r.ids for r in made), key=len)):
+            forward = Forward(model, made, goal.temperature)
     unvaried = batch.unvaried(made, goal.temperature, forward.lp())
     if bad := [k for k in unvaried if k not in without]:
         raise InputError(

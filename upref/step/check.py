@@ -8,13 +8,25 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from upref.errors import InputError
 from upref.foreign.guard import one_line
 from upref.registry import REDUCE, Objective
 from upref.step import rows as batch
-from upref.step.case import Case, Compared, allowed, built, compared, half_of, meant, perturbed, run, with_weights
+from upref.step.case import (
+    Asked,
+    Case,
+    Compared,
+    allowed,
+    built,
+    compared,
+    half_of,
+    meant,
+    perturbed,
+    run,
+    with_weights,
+)
 from upref.step.diagnose import diagnosed, half_precision, parameters
 from upref.step.goal import Goal
 from upref.step.reach import not_reached, reach
@@ -54,7 +66,8 @@ def check_step(
     step: Callable[[Any, list[Row]], Any], model: Any, objective: str | Objective, *, temperature: float,
     rows: Sequence[Row] | None = None, beta: float = 0.0, entropy_coef: float = 0.0, z_loss_coef: float = 0.0,
     clip: float | None = None, scale: float = 1.0, without: Sequence[str] = (), stir: bool = True, seed: int = 0,
-    explain: bool = True, **hp: Any,
+    group_size: int | None = None, rewards: Sequence[float] | None = None,
+    advantages: Sequence[float] | Callable[[Tensor, Tensor], Tensor] | None = None, explain: bool = True, **hp: Any,
 ) -> StepReport:  # fmt: skip
     """Check whether a training step computes the gradient of an objective.
 
@@ -76,6 +89,10 @@ def check_step(
         without: what the step cannot do, and the case leaves out: lengths, temperature, ratio, holes.
         stir: enlarge and disturb the weights first, so that attention, biases and norms have an effect.
         seed: of the rows.
+        group_size: 2, 4 or 8: so many responses in a row share a prompt and a group; None: prompts differ.
+        rewards: eight numbers, in each row's `reward`, for a step that makes the advantages itself.
+        advantages: what the step should make of the rewards: eight numbers, or a function of (rewards [8], group [8]);
+            None: the objective's own. Without rewards the eight numbers stand in for the advantages of the rows.
         explain: search for the cause of a difference, which may take longer than the step.
         **hp: the objective's hyperparameters.
 
@@ -94,13 +111,14 @@ def check_step(
     with perturbed(model, stir) if isinstance(model, nn.Module) else nullcontext():
         reference = model if isinstance(model, Model) else TorchModel(model)
         half, inside = half_of(model), None
-        case = built(reference, goal, rows, without, seed, half is not None)
+        asked = Asked(group_size, rewards, advantages)
+        case = built(reference, goal, rows, without, seed, half is not None, asked)
         found, passes = run(step, model, case)
         bound = allowed(goal, case, half)
         if not half and isinstance(model, nn.Module) and compared(goal, case, found, bound).error > bound:
             inside = half_precision(lambda: run(step, model, case))
         if inside:
-            case = built(reference, goal, rows, without, seed, True)
+            case = built(reference, goal, rows, without, seed, True, asked)
             found, passes = run(step, model, case)
             bound = allowed(goal, case, inside)
         again = lambda: run(step, model, case)[0]
@@ -203,7 +221,7 @@ def _report(
         name, goal.o.name, hp, findings, "", assumptions, ran, {"gradient, relative": bound},
         time.perf_counter() - start, error=error, exercised=said, unexercised=unexercised,
         at_bound=it.at_bound, other_side=it.other_side, reach=reach(goal, case.forward, case.b),
-        not_reached=not_reached(goal, case.forward, case.b, bound, it.rows),
+        not_reached=_not_reached(goal, case, bound, it),
     )  # fmt: skip
 
 
@@ -213,6 +231,14 @@ def _diagnosed(it: Compared, case: Case, bound: float, again: Callable[[], Gradi
         return diagnosed(it, case, bound, again)
     except Exception as e:
         return [_difference(it, f"{UNKNOWN}: the search for one ends in {type(e).__name__}: {one_line(e)}")]
+
+
+def _not_reached(goal: Goal, case: Case, bound: float, it: Compared) -> dict[str, str]:
+    """What the rows do not exercise. No error of another value of a number stands for the verdict."""
+    try:
+        return not_reached(goal, case.forward, case.b, bound, it.rows)
+    except Exception as e:
+        return {"the objective's numbers": f"trying other values ends in {type(e).__name__}"}
 
 
 def _difference(it: Compared, cause: str) -> Finding:

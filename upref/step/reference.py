@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from upref.errors import InputError
+from upref.step.model_errors import described
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")  # whose factors, weights among them, are rounded too
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
@@ -47,14 +49,35 @@ class Rounded(TorchDispatchMode):
         return out if in_place else tree_map(near, out)
 
 
+class _NotCheckpointed:
+    """In place of torch.utils.checkpoint.CheckpointFunction: calls the function, and keeps its activations."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _keep_activations(*_: Any, **__: Any) -> Iterator[None]:
+    """In place of what torch.utils.checkpoint does around a function: nothing."""
+    yield
+
+
 @contextmanager
 def in_float64() -> Iterator[None]:
+    """Compute in float64, with gradients and without checkpoints: the mode is off while a checkpoint recomputes."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
+    module: Any = torch.utils.checkpoint
+    plain = {"CheckpointFunction": _NotCheckpointed, "_checkpoint_without_reentrant_generator": _keep_activations}
+    own = {name: getattr(module, name) for name in plain if hasattr(module, name)}
     try:
+        for name in own:
+            setattr(module, name, plain[name])
         with Wide(), torch.autocast("cpu", enabled=False), torch.enable_grad():
             yield
     finally:
+        for name, function in own.items():
+            setattr(module, name, function)
         torch.set_default_dtype(before)
 
 
@@ -148,10 +171,15 @@ class TorchModel(Model):
         z = z[0] if isinstance(z, tuple) else z
         if not isinstance(z, Tensor) or z.ndim != 3 or z.shape[1] != len(ids):
             raise InputError("the model must return logits [1, S, V], or an object with .logits, for token ids [1, S].")
+        if z.shape[2] < self.vocabulary:
+            raise InputError(
+                f"the model returns {z.shape[2]} numbers for each token, and its vocabulary has {self.vocabulary}: it "
+                "must return logits, not hidden states."
+            )
         return z[0]
 
     def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Tensor:
-        with in_float64():
+        with described(ids), in_float64():
             g = torch.autograd.grad(z, [*self.params.values()], dz, retain_graph=True, allow_unused=True)
         return self.flat({n: x for n, x in zip(self.params, g, strict=True) if x is not None})
 

@@ -30,7 +30,8 @@ class Row:
     """One response with its prompt.
 
     Token ids; `trains`, `old` and `ref` have one entry per response token, log-probabilities in nats. `adv` is one
-    number, or one per token. `old` None: the response is on policy, r = 1. `ref` is needed by a KL term only.
+    number, or one per token. `old` None: the response is on policy, r = 1. `ref` is needed by a KL term only. `reward`
+    is what a loop that makes the advantages itself starts from; `adv` is what it should make of it.
     """
 
     prompt: list[int]
@@ -40,6 +41,7 @@ class Row:
     old: list[float] | None = None
     ref: list[float] | None = None
     group: int = 0
+    reward: float | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -210,7 +212,8 @@ def sampled(
 def unvaried(rows: Sequence[Row], temperature: float, lp: list[Tensor]) -> dict[str, str]:
     """Axis -> why this case cannot show a bug on it."""
     out = {}
-    if len({len(r.response) for r in rows}) == 1 or len({len(r.prompt) for r in rows}) == 1:
+    one_prompt = all(r.prompt == rows[0].prompt for r in rows)
+    if len({len(r.response) for r in rows}) == 1 or (len({len(r.prompt) for r in rows}) == 1 and not one_prompt):
         out["lengths"] = "all responses, or all prompts, have one length"
     if temperature == 1:
         out["temperature"] = "the temperature is 1"
@@ -226,8 +229,9 @@ def exercised(rows: Sequence[Row], temperature: float, lp: list[Tensor]) -> list
     p, n = [len(r.prompt) for r in rows], [len(r.response) for r in rows]
     moved = [abs(o - v) > 1e-3 for r, x in zip(rows, lp, strict=True) for o, v in zip(r.old or x, x, strict=True)]
     holes = sum(not t for r in rows for t in r.trains)
+    prompts = f"prompts of {min(p)} to {max(p)}" if len({*p}) > 1 else f"prompts of {p[0]}"
     return [
         f"temperature {temperature:g}", f"{len(rows)} responses of {min(n)} to {max(n)} tokens",
-        f"prompts of {min(p)} to {max(p)}", f"{holes} masked response tokens",
+        prompts, f"{holes} masked response tokens",
         f"r != 1 on {100 * sum(moved) / len(moved):.0f} % of the tokens",
     ]  # fmt: skip
