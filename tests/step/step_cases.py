@@ -97,7 +97,7 @@ def positions_from_one(model, rows):
     term(log_probs(hf(model, b, position_ids=b.attn.cumsum(1)), b.ids), b).backward()
 
 
-@bug("packed rows attend to the rows before them", "they attend to the rows before them", Own)
+@bug("packed rows attend to the rows before them", "the rows of a pack attend to each other", Own)
 def packing_leak(model, rows):
     b = pack(rows)
     term(log_probs(model(b.ids, positions=b.pos), b.ids), b).backward()

@@ -31,10 +31,15 @@ BOUNDS = (0.1, 0.2, 0.28, 0.3, 0.4, 3.0, 10.0)  # of a clip, as people set them
 STOPS = ("hyperparameter", "objective", "clip", "ratio", "stop-gradient", "rounding")
 
 
-def named(w: Tokens) -> tuple[str, Tensor] | None:
-    """The fault that gives these weights on all response tokens: in words, and the weights that it gives [B, T]."""
+def named(w: Tokens, among: str = "") -> tuple[str, Tensor] | None:
+    """The fault that gives these weights on all response tokens: in words, and the weights that it gives [B, T].
+
+    among: words of a cause; other faults are not tried.
+    """
     hp = w.goal.hp | ({"beta": w.goal.beta} if w.goal.o.kl else {})
     for one in _faults(w, hp):
+        if among and one.words not in among:
+            continue
         unit, mask = _unit(w, one, hp)
         k = factors(w, unit)
         if k is None:

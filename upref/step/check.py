@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`upref.check_step`: whether what a training step hands to its optimizer is the gradient of the objective."""
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -59,6 +60,20 @@ class StepReport(Report):
         """The numbers of the objective that another value could replace on these rows, and how far the rows reach."""
         numbers = [f"{number} ({same})" for number, same in self.not_reached.items()]
         return f"{', '.join(numbers)}: {self.reach}" if numbers else ""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A step on one draw of rows."""
+
+    it: Compared
+    case: Case
+    bound: float
+    again: Callable[[], Gradient] | None = None
+
+    def findings(self, among: str = "") -> list[Finding]:
+        """Why its gradient differs."""
+        return diagnosed(self.it, self.case, self.bound, self.again, among)
 
 
 @restores_state
@@ -122,8 +137,16 @@ def check_step(
             found, passes = run(step, model, case)
             bound = allowed(goal, case, inside)
         again = lambda: run(step, model, case)[0]
+
+        def second() -> Draw:
+            other = built(reference, goal, None, without, seed + 1, bool(half or inside), asked)
+            its, _ = run(step, model, other)
+            tol = allowed(goal, other, half or inside)
+            return Draw(compared(goal, other, its, tol), other, tol, lambda: run(step, model, other)[0])
+
         name = getattr(step, "__name__", type(step).__name__)
-        return _report(name, goal, case, found, passes, bound, start, again, inside, explain)
+        more = second if rows is None else None
+        return _report(name, goal, case, found, passes, bound, start, again, inside, explain, more)
 
 
 @restores_state
@@ -186,6 +209,7 @@ def check_recorded(
 def _report(
     name: str, goal: Goal, case: Case, found: Gradient, passes: int, bound: float, start: float,
     again: Callable[[], Gradient] | None = None, half: torch.dtype | None = None, explain: bool = True,
+    second: Callable[[], Draw] | None = None,
 ) -> StepReport:  # fmt: skip
     it = compared(goal, case, found, bound)
     goal, error = it.goal, it.error
@@ -206,7 +230,8 @@ def _report(
     if unnamed := sorted(set(found) - set(model.shapes)):
         findings.append(note("parameters", f"{len(unnamed)} frozen parameters have a gradient, {unnamed[0]} first"))
     if not error <= bound or parameters(model, it.found, it.want, bound):
-        findings += _diagnosed(it, case, bound, again) if explain else [_difference(it, "the cause was not searched")]
+        one = Draw(it, case, bound, again)
+        findings += _diagnosed(one, second) if explain else [_difference(it, "the cause was not searched")]
     unexercised = [f"{k} ({why})" for k, why in case.unvaried.items()]
     if passes == 1:
         unexercised.append("micro-batches")
@@ -225,12 +250,32 @@ def _report(
     )  # fmt: skip
 
 
-def _diagnosed(it: Compared, case: Case, bound: float, again: Callable[[], Gradient] | None) -> list[Finding]:
-    """Why the gradient differs. That it does is known: no error of the search for a cause stands for the verdict."""
+def _diagnosed(first: Draw, second: Callable[[], Draw] | None) -> list[Finding]:
+    """Why the gradient differs. That it does is known: no error of the search for a cause stands for the verdict.
+
+    A cause that is not found on a second draw of rows is not named.
+    """
     try:
-        return diagnosed(it, case, bound, again)
+        findings = first.findings()
     except Exception as e:
-        return [_difference(it, f"{UNKNOWN}: the search for one ends in {type(e).__name__}: {one_line(e)}")]
+        return [_difference(first.it, f"{UNKNOWN}: the search for one ends in {type(e).__name__}: {one_line(e)}")]
+    cause = findings[0].cause
+    observed = {f.regime for f in findings[1:]}
+    if second is None or cause.startswith(UNKNOWN) or {*cause.split("; ")} <= observed:
+        return findings
+    try:
+        other = second()
+        if other.it.error <= other.bound or _kind(other.findings(cause)[0].cause) == _kind(cause):
+            return findings
+    except Exception:
+        return [replace(findings[0], cause=f"possible, and not tested on other rows: {cause}"), *findings[1:]]
+    return [replace(findings[0], cause=f"{UNKNOWN} on two draws of rows"), *findings[1:]]
+
+
+def _kind(cause: str) -> str:
+    """The words of a cause without its numbers, and without what else has the number of a divisor."""
+    words = re.sub(r"-?\d+(\.\d+)?(e[-+]?\d+)?", "#", cause)
+    return re.sub(r"(is divided by #).*", r"\1", words)
 
 
 def _not_reached(goal: Goal, case: Case, bound: float, it: Compared) -> dict[str, str]:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from upref.step.case import HALVES, Case, Compared
 from upref.step.causes import named
 from upref.step.changed import changed
-from upref.step.forward import SPAN, Forward, best_factors, expected, near, reproduces
+from upref.step.forward import SPAN, Forward, best_factors, clipped, expected, near, reproduces
 from upref.step.forwards import others, tried
 from upref.step.goal import Goal
 from upref.step.reference import Gradient, Model
@@ -52,8 +52,18 @@ def parameters(model: Model, found: Tensor, want: Tensor, bound: float) -> list[
     return [n for n, w in model.split(want).items() if not float((its[n] - w).norm()) <= least_(w)]
 
 
-def diagnosed(it: Compared, case: Case, bound: float, again: Callable[[], Gradient] | None) -> list[Finding]:
-    """Findings on a gradient that differs, the cause in the first one."""
+def diagnosed(
+    it: Compared, case: Case, bound: float, again: Callable[[], Gradient] | None, among: str = ""
+) -> list[Finding]:  # fmt: skip
+    """Findings on a gradient that differs, the cause in the first one.
+
+    Args:
+        it: the gradient beside the right one.
+        case: the rows and the reference's forward pass.
+        bound: the relative error that is allowed.
+        again: runs the step once more.
+        among: the words of a cause that was found on other rows; only what it names is tried.
+    """
     goal, model, found, want = it.goal, case.forward.model, it.found, it.want
     size = float(found.norm())
     numbers = f"a gradient of norm {want.norm():.6g}", f"norm {size:.6g}, {it.error:.2g} of it away"
@@ -77,7 +87,7 @@ def diagnosed(it: Compared, case: Case, bound: float, again: Callable[[], Gradie
         return say(of)
     if alone and 0 < len(wrong) <= len(parts) // 4:
         return say(f"all is right but the gradients of {_some(wrong)}")
-    return say(*_explained(it, case.forward, case.b, bound))
+    return say(*_explained(it, case.forward, case.b, bound, among))
 
 
 def _of_parameters(found: Gradient, want: Gradient, wrong: list[str], bound: float) -> str:
@@ -98,9 +108,11 @@ def _some(names: Sequence[str]) -> str:
 
 
 # ---- weights and forward passes --------------------------------------------------------------------------------------
-def _explained(it: Compared, forward: Forward, b: Padded, bound: float) -> list:
+def _explained(it: Compared, forward: Forward, b: Padded, bound: float, only: str = "") -> list:
     """[cause, *more findings]."""
     goal, rows, g = it.goal, it.rows, it.found
+    if goal.clip is not None and float(g.norm()) < (1 - 1e-3) * goal.clip:
+        goal = replace(goal, clip=None)  # it does not act
     if goal.clip is not None:  # the norm that was clipped is not known
         g = g * float(rows.sum(0).norm() / it.want.norm())
     plain = Terms.of(goal, forward, b)
@@ -111,6 +123,14 @@ def _explained(it: Compared, forward: Forward, b: Padded, bound: float) -> list:
     closest: list[tuple[float, str, Forward]] = []
     residuals: list[float] = []
 
+    on_policy = replace(b, old=None)
+    still = b.old is None or bool(((plain.lp - b.old) * b.mask).abs().max() < 1e-6)
+    own_old = [] if still else ["the old log-probabilities are the current ones: r = 1"]
+
+    def makes(its: Tensor) -> bool:
+        """Whether this gradient by rows, clipped as the goal says, is the one that was found."""
+        return near(it.found, clipped(its.sum(0), goal.clip), bound)
+
     def reads(words: str, one: Forward, of: Forward | None = None, whole: Tensor | None = None) -> list:
         """What the token weights of this forward pass say, where they make g; of: the pass whose tokens they are."""
         terms = plain if forward is (of or one) else Terms.of(goal, one, b)
@@ -118,15 +138,19 @@ def _explained(it: Compared, forward: Forward, b: Padded, bound: float) -> list:
         reading = read(one, policy)
         residuals.append(reading.residual)
         makes_it = lambda weights: reproduces(gradient(one, weights), policy, 2 * span)
-        return _said(of or one, b, reading, terms, bound, words, makes_it, whole) if reading.residual <= span else []
+        return (
+            _said(of or one, b, reading, terms, bound, words, makes_it, whole, only) if reading.residual <= span else []
+        )
 
     def among(variants: Callable[[Forward], Iterator[Variant]]) -> list:
-        for words, one in tried(forward, variants):
+        for words, one in tried(forward, variants, only):
             its = expected(goal, one, b)
             residual = best_factors(its, g)[1]
             closest.append((residual, words, one))
-            if near(g, its.sum(0), bound):
+            if makes(its):
                 return [words]
+            if variants is quick and makes(expected(goal, one, on_policy)):
+                return ["; ".join([words, *own_old])]
             if residual <= span and not (goal.entropy_coef or goal.z_loss_coef) and (said := reads(words, one)):
                 return said
         return []
@@ -208,7 +232,7 @@ def _term_by_row(goal: Goal, forward: Forward, b: Padded, plain: Terms, g: Tenso
         if left * rest.norm() <= bound * g.norm():
             times = goal.scale * c[key]
             known = factor_words(goal, forward.rows, b, k / times, [], 1e-2)
-            if known and (rest - times * known[1] @ rows).norm() <= 2 * bound * g.norm():
+            if known and known[0] and (rest - times * known[1] @ rows).norm() <= 2 * bound * g.norm():
                 return f"{name}: {known[0]}"
             return f"{name}: one factor a response that no known aggregation has"
     return ""
@@ -235,7 +259,7 @@ def _beyond(forward: Forward, longer: list[Row]) -> Iterator[list[Tensor]]:
 
 def _said(
     forward: Forward, b: Padded, reading: Reading, terms: Terms, bound: float, words: str,
-    makes_it: Callable[[list[Tensor]], bool], whole: Tensor | None = None,
+    makes_it: Callable[[list[Tensor]], bool], whole: Tensor | None = None, only: str = "",
 ) -> list:  # fmt: skip
     """The words for a forward pass and the weights that were read with it.
 
@@ -265,7 +289,7 @@ def _said(
     if w.same(torch.where(w.here, w.found, torch.nan), torch.where(b.mask, w.expected, 0)):
         if prompt:
             said.append("prompt tokens train")
-    elif (cause := named(w)) and makes_it(_of_rows(prompts, cause[1], beyond, forward.rows)):
+    elif (cause := named(w, only)) and makes_it(_of_rows(prompts, cause[1], beyond, forward.rows)):
         said += (["prompt tokens train"] if prompt else []) + [cause[0]]
     elif more:
         said += [f.regime for f in more[:3]]

@@ -28,6 +28,8 @@ BATCHES = (8, 4, 2)  # responses of a micro-batch that are tried where a fault d
 def others(right: Forward) -> Iterator[Variant]:
     """Those that compute other logits."""
     if isinstance(model := right.model, TorchModel):
+        if any(right.before):
+            yield from _together(model, right)
         yield from heads(model, right)
         yield from _inputs(model, right)
         yield from _configured(model, right)
@@ -111,53 +113,89 @@ class Attending(TorchFunctionMode):
         return func(*args, **its)
 
 
+def _causal(n: int) -> Tensor:
+    return torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)
+
+
+def _attending(
+    model: TorchModel, right: Forward, words: str, each: Callable[[int, Row], tuple[list[int], Tensor, Tensor]]
+) -> Variant:  # fmt: skip
+    """each: token ids, what is added to the attention scores, and positions."""
+
+    def one(i: int, r: Row) -> Tensor:
+        ids, bias, positions = each(i, r)
+        bias = bias.double()
+        own = {"attention_mask": bias[None, None]} if model.masked else {}
+        with Attending(bias):
+            try:
+                return model.logits(ids, position_ids=positions, **own)
+            except TypeError:  # its forward takes no positions
+                return model.logits(ids, **own)
+
+    return Fault(words, lambda: again(right, [one(i, r) for i, r in enumerate(right.rows)]))
+
+
 def _attention(model: TorchModel, right: Forward) -> Iterator[Variant]:
-    def attending(words: str, each: Callable[[int, Row], tuple[list[int], Tensor, Tensor]]) -> Variant:
-        def one(i: int, r: Row) -> Tensor:
-            ids, bias, positions = each(i, r)
-            bias = bias.double()
-            own = {"attention_mask": bias[None, None]} if model.masked else {}
-            with Attending(bias):
-                try:
-                    return model.logits(ids, position_ids=positions, **own)
-                except TypeError:  # its forward takes no positions
-                    return model.logits(ids, **own)
-
-        return Fault(words, lambda: again(right, [one(i, r) for i, r in enumerate(right.rows)]))
-
-    causal = lambda n: torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)
+    attending = partial(_attending, model, right)
     yield attending("tokens attend to later tokens of their row",
-                    lambda i, r: (r.ids, 0 * causal(len(r.ids)).nan_to_num(), _from(0, r)))  # fmt: skip
+                    lambda i, r: (r.ids, 0 * _causal(len(r.ids)).nan_to_num(), _from(0, r)))  # fmt: skip
     for k in (2, 4, 8, 16):
-        near = partial(lambda k, n: causal(n) + torch.full((n, n), -torch.inf, dtype=torch.float64).tril(-k), k)
+        near = partial(lambda k, n: _causal(n) + torch.full((n, n), -torch.inf, dtype=torch.float64).tril(-k), k)
         each = partial(lambda near, i, r: (r.ids, near(len(r.ids)), _from(0, r)), near)
         yield attending(f"tokens attend to the last {k} tokens only", each)
-    whole = max((len(x) for y in _fronts(right) for x in y), default=0)
     for front in _fronts(right):
-        owner = [_owners(x, right.rows) for x in front]
-        if all(k < 0 for x in owner for k in x):
+        if not _holds_rows(front, right):
 
             def added(i: int, r: Row, front: list = front) -> tuple[list[int], Tensor, Tensor]:
                 ids = front[i] + r.ids
                 there = (torch.arange(len(ids)) >= len(front[i])).double()
-                return ids, causal(len(ids)) + there, (there.cumsum(0).long() - 1).clamp(min=0)[None]
+                return ids, _causal(len(ids)) + there, (there.cumsum(0).long() - 1).clamp(min=0)[None]
 
             yield attending("the attention mask is added to the scores as 0 and 1", added)
-            continue
-        if max(map(len, front)) < whole:  # of packs that are guessed, the largest
-            continue
+    for front, owner in _packs(right):
         for m in range(1, max(max(x, default=0) for x in owner) + 2):
-            for once, document in {", once": lambda k, m=m: k - m if k >= m else k, "": lambda k, m=m: k % m}.items():
+            where = f"the ids of rows start again after {m} rows of a pack"
+            again_once = partial(lambda m, k: k - m if k >= m else k, m)
+            yield attending(f"{where}, once: rows with one id attend to each other",
+                            _with_ids(right, front, owner, again_once))  # fmt: skip
+            if m > 1:
+                yield attending(f"{where}: rows with one id attend to each other",
+                                _with_ids(right, front, owner, partial(lambda m, k: k % m, m)))  # fmt: skip
 
-                def same(i: int, r: Row, front=front, owner=owner, document=document) -> tuple:
-                    ids = front[i] + r.ids
-                    whose = owner[i] + [max(owner[i], default=-1) + 1] * len(r.ids)
-                    of = torch.tensor([document(k) for k in whose])
-                    apart = torch.where(of[:, None] == of, 0.0, -torch.inf)
-                    return ids, causal(len(ids)) + apart, _restarted(front[i], r, right.rows)
 
-                words = f"the ids of rows start again after {m} rows of a pack{once}: rows with one id are not apart"
-                yield attending(words, same)
+def _together(model: TorchModel, right: Forward) -> Iterator[Variant]:
+    """The commonest fault of a pack: nothing separates its rows, and their positions are right."""
+    for front, owner in _packs(right):
+        words = "the rows of a pack attend to each other: nothing separates them in the attention"
+        yield _attending(model, right, words, _with_ids(right, front, owner, lambda k: 0))
+
+
+def _holds_rows(front: list[list[int]], right: Forward) -> bool:
+    return any(k >= 0 for x in front for k in _owners(x, right.rows))
+
+
+def _packs(right: Forward) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
+    """What stands in front of each row where that is rows, and which row each token there is of; the largest packs."""
+    fronts = _fronts(right)
+    whole = max((len(x) for y in fronts for x in y), default=0)
+    for front in fronts:
+        if max(map(len, front)) >= whole and _holds_rows(front, right):
+            yield front, [_owners(x, right.rows) for x in front]
+
+
+def _with_ids(
+    right: Forward, front: list[list[int]], owner: list[list[int]], document: Callable[[int], int]
+) -> Callable[[int, Row], tuple[list[int], Tensor, Tensor]]:  # fmt: skip
+    """Rows of a pack that are apart where their ids differ: document, of the number of a row in its pack."""
+
+    def each(i: int, r: Row) -> tuple[list[int], Tensor, Tensor]:
+        ids = front[i] + r.ids
+        whose = owner[i] + [max(owner[i], default=-1) + 1] * len(r.ids)
+        of = torch.tensor([document(k) for k in whose])
+        apart = torch.where(of[:, None] == of, 0.0, -torch.inf)
+        return ids, _causal(len(ids)) + apart, _restarted(front[i], r, right.rows)
+
+    return each
 
 
 def _owners(front: list[int], rows: Sequence[Row]) -> list[int]:
@@ -206,10 +244,14 @@ def _configured(model: TorchModel, right: Forward) -> Iterator[Variant]:
             yield Fault(f"the model's {name} is left out", other)
 
 
-def tried(right: Forward, variants: Callable[[Forward], Iterator[Variant]]) -> Iterator[tuple[str, Forward]]:
-    """The variants that this model can run, each log-probability once."""
+def tried(
+    right: Forward, variants: Callable[[Forward], Iterator[Variant]], among: str = ""
+) -> Iterator[tuple[str, Forward]]:  # fmt: skip
+    """The variants that this model can run, each log-probability once; with `among` those that these words name."""
     seen: list[Tensor] = []
     for fault in variants(right):
+        if among and fault.words not in among:
+            continue
         try:
             one = fault.change()
             lp = one.statistics()[0].detach()

@@ -175,8 +175,8 @@ def _of_tokens(batch: Batch, aims: list[np.ndarray], rng: np.random.Generator, c
     inert = [np.where(np.isfinite(x), np.nan, np.nanmedian(x)) for x in rare]
     for sign in (1, -1):
         of_sign = mask & (A * sign > 0)
-        for x in rare:
-            put(x, sign, rng.random(lp.shape))
+        for x in rare:  # in half precision on large advantages, whose tokens rounding does not hide
+            put(x, sign, rng.random(lp.shape) - (np.abs(A) if coarse else 0))
         for far in () if coarse else FAR:  # on small advantages, so that no token outweighs the others
             put(np.full(lp.shape, far), sign, np.abs(A) + rng.random(lp.shape) / 100)
         for x in inert + rare:

@@ -52,6 +52,8 @@ def factor_words(
     if scaled is None:
         return None
     words, f, times = scaled
+    if goal.clip is not None:  # what the norm was before its clip is not known, so a constant factor is not either
+        return words, f * times
     number = _familiar(times, goal.temperature)
     c = constant(torch.ones_like(k), 1e-5)
     if not number and c and c > 0 and (D := round(1 / c)) <= DIVISOR and abs(c * D - 1) < 1e-5:
