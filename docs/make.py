@@ -357,6 +357,12 @@ def steps_openrlhf() -> str:
     return steps.table("openrlhf")
 
 
+def steps_bounds() -> str:
+    from docs import bounds
+
+    return bounds.table()
+
+
 def steps_notes() -> str:
     from docs import steps
 
@@ -369,7 +375,7 @@ def steps_plugins() -> str:
     return steps.plugins()
 
 
-STEPS = (steps_trl, steps_verl, steps_openrlhf, steps_notes, steps_plugins)
+STEPS = (steps_trl, steps_verl, steps_openrlhf, steps_notes, steps_plugins, steps_bounds)
 COVERAGE = (axes, tolerances, habits, fuzzed, ends)
 FRAMEWORKS = (
     frameworks,

@@ -32,7 +32,10 @@ def reference():
 NAMES = [n for n in upref.names() if "group" not in upref.get(n).reads]
 
 
-@pytest.mark.parametrize("name", NAMES)
+BY_DAY = ("dapo", "gspo", "dppo_kl", "cppo", "sapo")
+
+
+@pytest.mark.parametrize("name", [n if n in BY_DAY else pytest.param(n, marks=pytest.mark.nightly) for n in NAMES])
 def test_each_number_makes_a_difference_or_is_printed(reference, name):
     """Half and twice its value, or 0.1 and 0.2 for 0: the whole gradient is computed anew with each."""
     o = upref.get(name)

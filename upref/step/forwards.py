@@ -103,12 +103,15 @@ class Attending(TorchFunctionMode):
     def __init__(self, bias: Tensor):
         super().__init__()
         self.bias = bias
+        self.acted = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         its = dict(kwargs or {})
         if func is F.multi_head_attention_forward:
+            self.acted = True
             its |= {"attn_mask": self.bias, "is_causal": False}
         elif func is F.scaled_dot_product_attention and args[0].shape[-2] == len(self.bias):
+            self.acted = True
             args, its = args[:3], its | {"attn_mask": self.bias, "is_causal": False}
         return func(*args, **its)
 
@@ -126,11 +129,14 @@ def _attending(
         ids, bias, positions = each(i, r)
         bias = bias.double()
         own = {"attention_mask": bias[None, None]} if model.masked else {}
-        with Attending(bias):
+        with Attending(bias) as mode:
             try:
-                return model.logits(ids, position_ids=positions, **own)
+                z = model.logits(ids, position_ids=positions, **own)
             except TypeError:  # its forward takes no positions
-                return model.logits(ids, **own)
+                z = model.logits(ids, **own)
+        if not (mode.acted or own):
+            raise InputError("no attention of this model can be given a mask.")
+        return z
 
     return Fault(words, lambda: again(right, [one(i, r) for i, r in enumerate(right.rows)]))
 

@@ -166,10 +166,14 @@ def _of_tokens(batch: Batch, aims: list[np.ndarray], rng: np.random.Generator, c
             d[place] = x[place]
             free[place] = False
 
-    longest = int(mask.sum(1).argmax())  # the response that may lack the end token: its last token trains
-    last = int(np.nonzero(mask[longest])[0][-1])
-    d[longest, last] = SPREAD[0]
-    free[longest, last] = False
+    # One token of each response is inside of all bounds, so that each response trains: in the longest one, which may
+    # lack the end token, the last.
+    for i, one in enumerate(mask):
+        places = np.nonzero(one)[0]
+        if len(places):
+            t = places[-1] if one.sum() == mask.sum(1).max() else rng.choice(places)
+            d[i, t] = rng.uniform(*COARSE[0])
+            free[i, t] = False
     rare = sorted(aims, key=lambda x: np.isfinite(x).sum())
     # The same ratios where A has the other sign and the bound should not act.
     inert = [np.where(np.isfinite(x), np.nan, np.nanmedian(x)) for x in rare]

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a step with another number of an objective is noticed: `python -m docs.bounds` computes and prints the table.
+
+Each number of each objective is halved and doubled in the reference, on the rows that check_step makes; a number that
+is 0 becomes 0.1 and 0.2, a seed becomes 1 and 2. The results are in steps/bounds.json. What is not noticed stands with
+its reason in steps/unreached.toml.
+"""
+
+import json
+import tomllib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from upref.errors import InputError
+from upref.files import write_atomically
+from upref.registry import get, names
+from upref.step.case import BOUND, built, meant, perturb
+from upref.step.families import tiny
+from upref.step.forward import expected
+from upref.step.goal import Goal
+from upref.step.reach import Reference
+from upref.step.reference import TorchModel
+
+UNREACHED = Path(__file__).parent / "steps/unreached.toml"
+RECORD = UNREACHED.with_name("bounds.json")
+TEMPERATURE = 0.7
+DUAL_CLIP = 3.0  # where an objective takes one and has none by default
+
+
+@dataclass(frozen=True)
+class Number:
+    """One number of an objective, and which other values change the gradient on the rows."""
+
+    objective: str
+    name: str
+    value: float
+    noticed: dict[float, bool]
+
+    @property
+    def reached(self) -> bool:
+        return all(self.noticed.values())
+
+
+def exceptions() -> dict[tuple[str, str], str]:
+    """(objective, number) -> the reason why the rows do not reach it."""
+    listed = tomllib.loads(UNREACHED.read_text(encoding="utf-8"))["number"]
+    return {(one["objective"], one["name"]): one["reason"] for one in listed}
+
+
+def judged() -> list[str]:
+    """The objectives that check_step takes."""
+    return [name for name in names() if "group" not in get(name).reads]
+
+
+def other_values(name: str, value: float) -> tuple[float, float]:
+    if name == "seed":
+        return 1, 2
+    return (0.1, 0.2) if value == 0 else (value / 2, value * 2)
+
+
+def default_goal(name: str) -> Goal:
+    """The objective at its defaults, with a dual clip where it takes one."""
+    o = get(name)
+    return meant(o, {"c": DUAL_CLIP} if "c" in o.hyperparameters else {}, TEMPERATURE)
+
+
+def changed(goal: Goal, name: str, value: float) -> Goal:
+    """The goal with another value of one number."""
+    if name == "beta":
+        return replace(goal, beta=value)
+    resolved: dict[str, Any] = goal.o.resolve(goal.hp | {name: value})
+    return replace(goal, hp={k: v for k, v in resolved.items() if k != "beta"})
+
+
+def numbers(model: TorchModel, name: str, seed: int = 0) -> Iterator[Number]:
+    """Each number of one objective on the rows of that seed."""
+    goal = default_goal(name)
+    case = built(model, goal, None, (), seed)
+    reference = Reference.of(goal, case.forward, case.b, BOUND, expected(goal, case.forward, case.b))
+    for number, value in (goal.hp | ({"beta": 0.0} if "beta" in goal.o.hyperparameters else {})).items():
+        noticed = {}
+        for other in other_values(number, value):
+            try:
+                noticed[other] = not reference.agrees(changed(goal, number, other))
+            except InputError:  # it cannot have this value
+                continue
+        yield Number(name, number, value, noticed)
+
+
+def reference_model() -> TorchModel:
+    """The two-layer model of the trainers' tables."""
+    return TorchModel(perturb(tiny("qwen3")))
+
+
+def compute() -> list[Number]:
+    """All numbers of all objectives."""
+    torch.set_num_threads(1)
+    model = reference_model()
+    return [number for name in judged() for number in numbers(model, name)]
+
+
+def recorded() -> list[Number]:
+    """What `python -m docs.bounds` computed last."""
+    records = json.loads(RECORD.read_text(encoding="utf-8"))
+    return [Number(**one | {"noticed": {float(v): seen for v, seen in one["noticed"].items()}}) for one in records]
+
+
+def table() -> str:
+    """The recorded table, in markdown."""
+    every, reasons = recorded(), exceptions()
+    rows = ["| objective | number | value | others | |", "|---|---|---|---|---|"]
+    for one in every:
+        others = ", ".join(f"{v:g}" for v in one.noticed)
+        missed = ", ".join(f"{v:g}" for v, seen in one.noticed.items() if not seen)
+        said = f"{missed} not noticed: {reasons[one.objective, one.name]}" if missed else "noticed"
+        rows.append(f"| `{one.objective}` | {one.name} | {one.value:g} | {others} | {said} |")
+    count = sum(one.reached for one in every)
+    head = f"{len(every)} numbers of {len(judged())} objectives: {count} are noticed at both other values."
+    return head + "\n\n" + "\n".join(rows)
+
+
+if __name__ == "__main__":
+    records = json.dumps([asdict(one) for one in compute()], indent=1)
+    write_atomically(RECORD, records + "\n")
+    print(table())
