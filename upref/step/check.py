@@ -107,7 +107,7 @@ def check_step(
         group_size: 2, 4 or 8: so many responses in a row share a prompt and a group; None: prompts differ.
         rewards: eight numbers, in each row's `reward`, for a step that makes the advantages itself.
         advantages: what the step should make of the rewards: eight numbers, or a function of (rewards [8], group [8]);
-            None: the objective's own. Without rewards the eight numbers stand in for the advantages of the rows.
+            None: the objective's own. Without rewards the eight numbers are the advantages of the rows.
         explain: search for the cause of a difference, which may take longer than the step.
         **hp: the objective's hyperparameters.
 
