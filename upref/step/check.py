@@ -34,6 +34,7 @@ from upref.step.reach import not_reached, reach
 from upref.step.record import Recorded
 from upref.step.reference import Gradient, Model, TorchModel
 from upref.step.rows import AXES, Row
+from upref.step.weights import without_numbers
 from upref.verify.report import UNKNOWN, Finding, Report, fail, note, restores_state
 
 
@@ -274,8 +275,7 @@ def _diagnosed(first: Draw, second: Callable[[], Draw] | None) -> list[Finding]:
 
 def _kind(cause: str) -> str:
     """The words of a cause without its numbers, and without what else has the number of a divisor."""
-    words = re.sub(r"-?\d+(\.\d+)?(e[-+]?\d+)?", "#", cause)
-    return re.sub(r"(is divided by #).*", r"\1", words)
+    return re.sub(r"(is divided by #).*", r"\1", without_numbers(cause))
 
 
 def _not_reached(goal: Goal, case: Case, bound: float, it: Compared) -> dict[str, str]:

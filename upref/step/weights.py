@@ -5,6 +5,7 @@ With more parameters than tokens the w_t are determined. The Jacobian [∇_θ lo
 prompts and masked tokens included; its columns are scaled to norm 1, and its SVD gives the weights and the residual.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -141,6 +142,11 @@ def observed(w: Tokens) -> list[tuple[str, str, str]]:
         if len(set(shown) - {"-", "0"}) > 1:
             out.append(("each response has one factor", "1 for every response", " ".join(shown)))
     return out
+
+
+def without_numbers(words: str) -> str:
+    """The words of a cause, which on other rows may have other numbers."""
+    return re.sub(r"-?\d+(\.\d+)?(e[-+]?\d+)?", "#", words)
 
 
 def left_out(rows: Sequence[int]) -> str:
