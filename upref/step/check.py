@@ -266,16 +266,16 @@ def _diagnosed(first: Draw, second: Callable[[], Draw] | None) -> list[Finding]:
         return findings
     try:
         other = second()
-        if other.it.error <= other.bound or _kind(other.findings(cause)[0].cause) == _kind(cause):
+        if other.it.error <= other.bound or _kinds(cause) <= _kinds(other.findings(cause)[0].cause):
             return findings
     except Exception:
         return [replace(findings[0], cause=f"possible, and not tested on other rows: {cause}"), *findings[1:]]
     return [replace(findings[0], cause=f"{UNKNOWN} on two draws of rows"), *findings[1:]]
 
 
-def _kind(cause: str) -> str:
-    """The words of a cause without its numbers, and without what else has the number of a divisor."""
-    return re.sub(r"(is divided by #).*", r"\1", without_numbers(cause))
+def _kinds(cause: str) -> set[str]:
+    """The parts of a cause, without numbers, and without what else has the number of a divisor."""
+    return {re.sub(r"(is divided by #).*", r"\1", without_numbers(part)) for part in cause.split("; ")}
 
 
 def _not_reached(goal: Goal, case: Case, bound: float, it: Compared) -> dict[str, str]:
