@@ -179,10 +179,15 @@ def _children() -> set[int]:
 
 def _end_children(before: set[int]) -> None:
     """End the children that were not there before; their own children are then this process's."""
-    while left := _children() - before:
+    others = set(before)
+    while left := _children() - others:
         for pid in left:
-            with contextlib.suppress(OSError):
+            try:
                 os.kill(pid, signal.SIGKILL)
-        for pid in left:
-            with contextlib.suppress(OSError):
+            except PermissionError:  # it runs as another user
+                others.add(pid)
+            except ProcessLookupError:
+                pass
+        for pid in left - others:
+            with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
