@@ -139,7 +139,6 @@ def main() -> int:
     parser.add_argument("--every-case", action="store_true", help="run every case on every bug")
     parser.add_argument("--only", default="", help="only bugs whose source holds this text")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     adapter = load(arguments.framework)
     chosen = [bug for bug in bugs(arguments.framework) if arguments.only in bug.source]
     killed = 0
@@ -153,4 +152,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # the models are tiny: more threads wait for each other
     sys.exit(main())

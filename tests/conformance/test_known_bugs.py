@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.conformance.known_bugs import bugs, killers, load
+from tests.conformance.known_bugs import bugs, killers, load, main
 from upref.conformance import CASES
 
 FRAMEWORKS = [
@@ -36,6 +36,16 @@ def test_a_bug_of_each_framework_is_killed_by_its_case(name):
     adapter = _adapter(name)
     (bug,) = (one for one in bugs(name) if one.source == ONE_BY_DAY[name])
     assert killers(bug, adapter) == [bug.case]
+
+
+def test_the_command_names_the_case_that_kills_a_bug(capsys, monkeypatch):
+    bug = next(one for one in bugs("openrlhf") if one.source == ONE_BY_DAY["openrlhf"])
+    _adapter("openrlhf")
+    monkeypatch.setattr("sys.argv", ["known_bugs", "openrlhf", "--only", "1249"])
+    assert main() == 0
+    said = capsys.readouterr().out
+    assert f"{bug.what}\n    {bug.case}\n" in said
+    assert "1 of 1 killed" in said
 
 
 @pytest.mark.nightly
