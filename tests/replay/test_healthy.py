@@ -122,3 +122,20 @@ def test_short_answers_do_not_fail():
     mask = torch.arange(LENGTH)[None, :] < torch.randint(1, 5, (RESPONSES, 1), generator=generator)
     found = gap(batch(z, stale(z, generator), generator, mask=mask))
     assert found, [str(f) for f in found.failures]
+
+
+@pytest.mark.parametrize("change", [rounded, stale])
+def test_copies_of_one_response_bear_no_signature(change):
+    """Ten draws are no more evidence when fifty rows repeat them: rare tokens, whose ρ is large, are missing."""
+    causes = set()
+    for seed in range(12):
+        generator = torch.Generator().manual_seed(seed)
+        z = logits(generator, 1)[:, :40]
+        y = z.log_softmax(-1)
+        ids = torch.multinomial(y[0].exp(), 1, generator=generator).T
+        pick = lambda lp, ids=ids: lp.gather(-1, ids[..., None])[..., 0].expand(50, -1)
+        found = gap(make_batch({"ids": ids.expand(50, -1), "mask": torch.ones(50, 40), "sampler": pick(y),
+                                "old": pick(change(z, generator).log_softmax(-1))}, file="f"))  # fmt: skip
+        assert found, [str(f) for f in found.failures]
+        causes.add(found.cause)
+    assert causes <= {"agree", "two_policies", "impossible_tokens", "bfloat16_column"}, causes

@@ -124,13 +124,14 @@ def gap(batch: RecordedBatch) -> Gap:
         if before > 2 * ROUNDING_GAP and after < before / 4:
             report("note", "reference_weights", before=before, after=after)
             return _result(columns, findings)
-    _signatures(columns, report)
+    _signatures(columns, _first_draws(batch), report)
     return _result(columns, findings)
 
 
-def _signatures(columns: Columns, report: Any) -> None:
+def _signatures(columns: Columns, first_draws: Tensor, report: Any) -> None:
     """Notes on what has a signature and cannot be undone."""
     x, y, d = (columns.trained(c) for c in (columns.x, columns.y, columns.d))
+    first = first_draws[columns.mask]
     impossible = d < -FAR
     usual = d[~impossible]
     typical = float(usual.abs().median()) if len(usual) else 0.0
@@ -138,7 +139,7 @@ def _signatures(columns: Columns, report: Any) -> None:
     lone = int(impossible.sum()) >= max(FEW, 0.002 * len(d)) and typical < ROUNDING_GAP
     if lone:
         report("note", "impossible_tokens", tokens=int(impossible.sum()), trained=len(d), far=FAR)
-        x, y, d = x[~impossible], y[~impossible], usual
+        x, y, d, first = x[~impossible], y[~impossible], usual, first[~impossible]
     numbers = _numbers(d)
     mean_abs, mean = numbers["mean_abs"], numbers["mean"]
     two = {"mean_abs": mean_abs, "rho": numbers["rho_mean"], "k3": numbers["k3"]}
@@ -146,23 +147,66 @@ def _signatures(columns: Columns, report: Any) -> None:
         if mean_abs > ROUNDING_GAP and not lone:
             report("note", "two_policies", **two)
         return
-    error = float(d.std()) / len(d) ** 0.5
     rounded = [name for name, column in (("sampler", y), ("old", x)) if is_bfloat16(column)]
-    side = _one_sided(d)
-    if mean_abs > ROUNDING_GAP and _stretched(x, y):
-        cause = "raw_temperature" if mean > SIGNIFICANT * error else "temperature"
-        cause = cause if abs(mean) > SIGNIFICANT * error else "some_temperature"
+    shape = _shape(x, y)
+    if shape and _shape(x[first], y[first]) != shape:
+        shape = ""  # only the draws from one context, counted many times, make it
+    if shape == "stretched":
+        cause = "raw_temperature" if mean > SIGNIFICANT * _error(d) else "temperature"
+        cause = cause if abs(mean) > SIGNIFICANT * _error(d) else "some_temperature"
         report("note", cause, mean=mean, mean_abs=mean_abs, rho=numbers["rho_mean"])
-    elif side and _below_one(d * -side):
+    elif shape in ("sampler above", "trainer above"):
         zeros = float(((y == 0) & (d < -ROUNDING_GAP / 10)).double().mean())
-        cause = ("cut" if zeros > 0 else "cut_or_divided") if side < 0 else "trainer_above"
-        report("note", cause, share=float((d * side > 0).double().mean()), rho=numbers["rho_mean"], zeros=zeros)
-    elif mean > LEAST_KL and mean > SIGNIFICANT * error:
+        above = d < 0 if shape == "sampler above" else d > 0
+        cause = ("cut" if zeros > 0 else "cut_or_divided") if shape == "sampler above" else "trainer_above"
+        report("note", cause, share=float(above.double().mean()), rho=numbers["rho_mean"], zeros=zeros)
+    elif shape == "impossible mean":
         report("note", "not_the_sampler", mean=mean, rho=numbers["rho_mean"], inverse=numbers["inverse_mean"])
     elif len(rounded) == 1:
         report("note", "bfloat16_column", column=rounded[0], mean_abs=mean_abs)
     elif mean_abs > ROUNDING_GAP and not lone:
         report("note", "two_policies", **two)
+
+
+def _shape(x: Tensor, y: Tensor) -> str:
+    """What the differences look like; "" where they have no signature."""
+    d = x - y
+    if len(d) < LEAST_RARE:
+        return ""
+    mean = float(d.mean())
+    if float(d.abs().mean()) > ROUNDING_GAP and _stretched(x, y):
+        return "stretched"
+    side = _one_sided(d)
+    if side and _below_one(d * -side):
+        return "sampler above" if side < 0 else "trainer above"
+    return "impossible mean" if mean > LEAST_KL and mean > SIGNIFICANT * _error(d) else ""
+
+
+def _error(d: Tensor) -> float:
+    """Standard error of the mean of d."""
+    return float(d.std()) / len(d) ** 0.5
+
+
+def _first_draws(batch: RecordedBatch) -> Tensor:
+    """The first token drawn from each context, [B, T]: responses that begin alike repeat a context.
+
+    The partial sums of ρ - 1 are a martingale of independent draws. Where a draw is nearly certain, its copies repeat
+    one difference, and their number says nothing. Which row comes first does not depend on what it drew.
+    """
+    generator = torch.Generator().manual_seed(0)
+    width = batch.ids.shape[1]
+    factors = torch.randint(-(2**62), 2**62, (width + 1,), generator=generator)
+    terms = batch.ids * factors[:width]  # wraps around: a hash of the tokens before each slot
+    context = terms.cumsum(1) - terms + torch.arange(width) * factors[width]
+    if batch.group is not None:
+        context = context + (batch.group * factors[0])[:, None]
+    trained = batch.mask.nonzero()
+    number = context[batch.mask].unique(return_inverse=True)[1]
+    places = torch.arange(len(number))
+    first = torch.full((int(number.max()) + 1,), len(number)).scatter_reduce(0, number, places, "amin")
+    out = torch.zeros_like(batch.mask)
+    out[tuple(trained[first].T)] = True
+    return out
 
 
 def _one_sided(d: Tensor) -> int:

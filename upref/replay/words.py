@@ -72,8 +72,9 @@ SAMPLER = {
         "the column {column} holds bfloat16 numbers, 8 bits of each log-probability; mean gap {mean_abs:.2g} nats.",
     "two_policies":
         "two normalized policies, mean gap {mean_abs:.3f} nats, E[ρ] = {rho:.3f}, KL about {k3:.2g}: more than "
-        "bfloat16 rounding in most models. Stale or undelivered weights, other experts, quantization and low "
-        "precision all look like this; several steps tell more.",
+        "bfloat16 rounding in most models. Stale or undelivered weights, other experts, quantization, low "
+        "precision, penalties, a logit bias or another temperature of one of them look like this; several steps tell "
+        "more.",
 }  # fmt: skip
 
 # ---- several steps ---------------------------------------------------------------------------------------------------
