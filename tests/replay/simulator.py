@@ -444,3 +444,63 @@ def run_of_steps(world: World, delivery: str, steps: int = 6, size: float = 0.02
         version = torch.full((world.responses,), held)
         out.append(columns(world, drawn, score(trainer, drawn.ids)) | {"ref": ref, "version": version})
     return out
+
+
+# ---- faults that no rule was tuned on --------------------------------------------------------------------------------
+HELD_OUT: dict[str, Fault] = {}
+
+
+def held_out(make: Fault) -> Fault:
+    HELD_OUT[make.__name__] = make
+    return make
+
+
+@held_out
+def eight_bit_floats(world: World) -> dict[str, Tensor]:
+    """The engine's weights are float8 with one scale a matrix."""
+
+    def rounded(policy: Policy) -> Policy:
+        model = copy.deepcopy(policy.model)
+        for p in model.parameters():
+            if p.ndim >= 2:
+                scale = p.data.abs().amax().clamp(min=1e-9) / 448
+                p.data = (p.data / scale).to(torch.float8_e4m3fn).float() * scale
+        return replace(policy, model=model)
+
+    return _usual(world, rounded)
+
+
+@held_out
+def temperature_in_trainer_only(world: World) -> dict[str, Tensor]:
+    trainer = make_policy(world)
+    drawn = sample(world, trainer)
+    return columns(world, drawn, score(replace(trainer, temperature=0.6 * trainer.temperature), drawn.ids))
+
+
+@held_out
+def mask_past_the_end(world: World) -> dict[str, Tensor]:
+    """The mask is one token too long: an appended token trains, for which the engine has no number."""
+    trainer = make_policy(world)
+    drawn = sample(world, trainer)
+    ends = torch.cat([drawn.mask[:, :1] & False, drawn.mask[:, :-1]], 1) & ~drawn.mask
+    ends[:, : PROMPT + 1] = False  # the first slot of a response follows its prompt
+    ids = torch.where(ends, 2, drawn.ids)
+    sampler = torch.where(ends, torch.nan, drawn.sampler)
+    return columns(world, replace(drawn, ids=ids, sampler=sampler, mask=drawn.mask | ends), score(trainer, ids))
+
+
+@held_out
+def shifted_nucleus(world: World) -> dict[str, Tensor]:
+    """Two faults: a nucleus, and its numbers one token late."""
+    out = nucleus_cut(world)
+    return out | {"sampler": _moved(out["sampler"], 1) * out["mask"]}
+
+
+@held_out
+def likeliest_token(world: World) -> dict[str, Tensor]:
+    """The engine's column holds the likeliest token's number in place of the drawn one's."""
+    trainer = make_policy(world)
+    drawn = sample(world, trainer)
+    best = trainer.log_probs(drawn.ids)[:, :-1].amax(-1)
+    sampler = torch.cat([torch.zeros(len(best), 1), best], 1)
+    return columns(world, replace(drawn, sampler=sampler), score(trainer, drawn.ids))

@@ -10,6 +10,7 @@ from typing import Any
 # ---- the sampler's column --------------------------------------------------------------------------------------------
 UNDONE = "the mean difference falls from {before:.3g} to {after:.2g} nats"
 ABOVE_ZERO = "mean log ρ = {mean:+.3f}, at most 0 unless the mask leaves out tokens by their ratio"
+LIKELIEST = "the number of the likeliest token in place of the drawn one"
 SAMPLER = {
     "other_ids":
         "{tokens} of {trained} trained tokens have other ids than the sampler drew: the text was tokenized again, or "
@@ -42,15 +43,16 @@ SAMPLER = {
         "nats): the engine may still hold the weights of the reference.",
     "impossible_tokens":
         "{tokens} of {trained} tokens are {far:g} nats less likely for the trainer than for the sampler, on an "
-        "otherwise clean line: other ids (a text that was tokenized again, an inserted token), or other experts or "
-        "weights. Record sampler_ids to tell.",
+        "otherwise clean line: other ids (a text that was tokenized again, an inserted token), other experts or "
+        "weights, or " + LIKELIEST + ". Record sampler_ids to tell.",
     "cut":
         "the sampler is above the trainer on {share:.0%} of the tokens, and certain where the trainer is not: it was "
-        "cut and renormalized (top_p, min_p or top_k), the trainer is not. Mean kept mass E[ρ] = {rho:.3f}.",
+        "cut and renormalized (top_p, min_p or top_k), the trainer is not, and the mean kept mass is E[ρ] = {rho:.3f}; "
+        "or the column holds " + LIKELIEST + ".",
     "cut_or_divided":
         "the sampler is above the trainer on {share:.0%} of the tokens, E[ρ] = {rho:.3f}: the sampler was cut and "
-        "renormalized (top_p, top_k, min_p), or the trainer divides log-probabilities by the temperature in place of "
-        "logits.",
+        "renormalized (top_p, top_k, min_p), the trainer divides log-probabilities by the temperature in place of "
+        "logits, or the sampler's column holds " + LIKELIEST + ".",
     "trainer_above":
         "the trainer is above the sampler on {share:.0%} of the tokens, E[ρ] = {rho:.3f}: the trainer is cut and "
         "renormalized and the sampler's column is not, or one of them divides log-probabilities by the temperature.",
