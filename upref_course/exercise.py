@@ -56,7 +56,7 @@ class Exercise:
     value: bool = False  # whether the value is compared
     proof: Callable[[Callable], Any] | None = None  # the library's own check, once every batch agrees: a Report
     arguments: Callable[[Rollouts], dict[str, Any]] | None = None  # the function's, of a batch that the proof shows
-    hidden: bool = False  # whether the right answer is kept back
+    answer_kept_back: bool = False  # whether the right answer is kept back
     hint: Callable[[Batch, Any], str] = field(default=lambda batch, got: "")  # where no fault fits
 
     @property

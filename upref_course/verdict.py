@@ -248,7 +248,7 @@ def _said(e: Exercise, right: Outcome, yours: Outcome) -> tuple[str, str]:
         want, got = _numbers(right.gradient, yours.gradient)
         return what + want, yours.amiss or what + got
     want, got = _numbers(right.value, yours.value)
-    return "another answer" if e.hidden else want, yours.amiss or got
+    return "another answer" if e.answer_kept_back else want, yours.amiss or got
 
 
 def _numbers(*values: Any) -> list[str]:

@@ -170,9 +170,9 @@ def flags_of(tree: ast.Module) -> set[str]:
     return flags
 
 
-def test_a_name_of_a_test_is_at_most_60_letters():
+def test_a_name_of_a_test_fits_on_a_line():
     """Those that the claims cite keep the name under which their verdicts were computed."""
     cited = (ROOT / "paper/claims/claims.toml").read_text(encoding="utf-8")
     texts = (f.read_text(encoding="utf-8") for f in (ROOT / "tests").rglob("*.py"))
     names = re.findall(r"def (test_\w+)", "".join(texts))
-    assert [n for n in names if len(n) > 60 and n not in cited] == []
+    assert [n for n in names if len(n) > 80 and n not in cited] == []

@@ -18,7 +18,7 @@ from upref.registry import Objective, get, names
 from upref.rollouts import Rollouts
 from upref.step.rows import Row
 from upref.step.shares import factor_words
-from upref.step.weights import Tokens, factors, left_out, without_numbers
+from upref.step.weights import Tokens, factors, is_named, left_out
 from upref.verify.faults import known
 from upref.verify.faults.losses import LossFault, fault, term_of
 from upref.verify.faults.misread import between, moved
@@ -38,7 +38,7 @@ def named(w: Tokens, among: str = "") -> tuple[str, Tensor] | None:
     """
     hp = w.goal.hp | ({"beta": w.goal.beta} if w.goal.o.kl else {})
     for one in _faults(w, hp):
-        if among and without_numbers(one.words) not in without_numbers(among):
+        if not is_named(one.words, among):
             continue
         unit, mask = _unit(w, one, hp)
         k = factors(w, unit)

@@ -20,7 +20,7 @@ from upref.step.reference import TorchModel
 from upref.step.rows import Row, locate
 from upref.step.scores import Variant, again, fronted, heads
 from upref.step.shares import longest
-from upref.step.weights import without_numbers
+from upref.step.weights import is_named
 from upref.verify.faults import Fault
 
 BATCHES = (8, 4, 2)  # responses of a micro-batch that are tried where a fault depends on it
@@ -257,7 +257,7 @@ def tried(
     """The variants that this model can run, each log-probability once; with `among` those that these words name."""
     seen: list[Tensor] = []
     for fault in variants(right):
-        if among and without_numbers(fault.words) not in without_numbers(among):
+        if not is_named(fault.words, among):
             continue
         try:
             one = fault.change()

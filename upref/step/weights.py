@@ -144,6 +144,11 @@ def observed(w: Tokens) -> list[tuple[str, str, str]]:
     return out
 
 
+def is_named(words: str, cause: str) -> bool:
+    """Tell whether a cause that was found on other rows names this fault; every fault is where there is no cause."""
+    return not cause or without_numbers(words) in without_numbers(cause)
+
+
 def without_numbers(words: str) -> str:
     """The words of a cause, which on other rows may have other numbers."""
     return re.sub(r"-?\d+(\.\d+)?(e[-+]?\d+)?", "#", words)

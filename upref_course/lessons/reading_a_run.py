@@ -37,7 +37,7 @@ def hint(batch: Batch, said) -> str:
 
 EXERCISE = Exercise(
     number=10, slug="reading-a-run", title="read a run, and say what is wrong with it", function="diagnosis",
-    value=True, hidden=True, hint=hint, right=diagnosis,
+    value=True, answer_kept_back=True, hint=hint, right=diagnosis,
     batches=tuple(Batch(f"run {run}", {"run": run}) for run in KEY),
     faults=(),
     notice="run D earns most here, though its clip is dead: at this learning rate the clip was not needed. A fault "

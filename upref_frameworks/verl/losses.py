@@ -56,13 +56,13 @@ class StandInConfig(SimpleNamespace):
 
 
 def policy_loss_config(**fields: Any) -> Any:
-    """Return verl's PolicyLossConfig with these fields, or where verl is not installed what a loss reads of it.
+    """Return verl's `PolicyLossConfig` with these fields, or where verl is not installed what a loss reads of it.
 
     Args:
-        **fields: fields of verl's PolicyLossConfig.
+        **fields: fields of verl's `PolicyLossConfig`.
 
     Returns:
-        A PolicyLossConfig, or a namespace of the fields.
+        That configuration, or a namespace of the fields.
     """
     try:
         verl()
