@@ -79,3 +79,13 @@ def test_unknown_advantages_are_a_note_and_no_failure():
     assert found and [f.cause for f in found.notes] == ["per_token"]
     found = advantages(batch(torch.zeros(B)))
     assert found and [f.cause for f in found.notes] == ["no_signal"]
+
+
+def test_the_standard_deviation_of_all_rewards_is_named():
+    reward = torch.randn(32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    groups = reward.view(8, 4)
+    adv = ((groups - groups.mean(1, keepdim=True)) / (reward.std() + 1e-4)).flatten()
+    found = advantages(make_batch({"ids": torch.ones(32, 3).long(), "mask": torch.ones(32, 3), "adv": adv.float(),
+                                   "reward": reward, "group": torch.arange(32) // 4}, file="f"))  # fmt: skip
+    assert found.estimator == "group_mean over the standard deviation of all rewards (ddof=1, eps=0.0001)"
+    assert (found.grouping, found.findings) == ("each prompt", ())

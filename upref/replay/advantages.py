@@ -160,6 +160,9 @@ def _of_groups() -> Iterator[tuple[str, Estimate]]:
             yield f"group_norm(ddof={ddof}, eps={eps:g})", partial(estimators.group_norm, ddof=ddof, eps=eps)
     yield "leave_one_out", estimators.leave_one_out
     yield "leave_one_out over the standard deviation of the others", _over_std_of_others
+    for eps in EPSILONS:
+        name = f"group_mean over the standard deviation of all rewards (ddof=1, eps={eps:g})"
+        yield name, partial(_over_std_of_all, eps=eps)
     for ddof in (0, 1):
         for eps in EPSILONS:
             name = f"group_mean_whiten(ddof={ddof}, eps={eps:g})"
@@ -187,6 +190,11 @@ def _over_std_of_others(rewards: Tensor, group: Tensor) -> Tensor:
         A = R - mean
         out[members] = torch.where(std > 1e-6, A / (std + 1e-6), A)
     return out
+
+
+def _over_std_of_all(rewards: Tensor, group: Tensor, eps: float) -> Tensor:
+    """(R_i - mean of its group) / (standard deviation of all rewards + eps)."""
+    return estimators.group_mean(rewards, group) / (rewards.std() + eps)
 
 
 def _made(estimate: Estimate, rewards: Tensor, group: Tensor) -> Tensor | None:

@@ -106,8 +106,9 @@ ADVANTAGES = {
         "advantages are {estimator} of {grouping}, which divides the prompts into smaller groups: a prompt that was "
         "drawn several times looks like this.",
     "no_estimator":
-        "no estimator gives the recorded advantages from the recorded rewards: shaped or clipped rewards, a group "
-        "that is not whole in this file, or a custom estimator.",
+        "no estimator gives the recorded advantages from the recorded rewards: shaped or clipped rewards or "
+        "advantages, advantages of other responses, a group that is not whole in this file, another eps, or a custom "
+        "estimator.",
     "per_token":
         "advantages differ within {rows} of {of} responses: they are of tokens (GAE, a KL term in the reward), which "
         "rewards of responses do not give.",
