@@ -11,7 +11,7 @@ from torch import Tensor
 
 from upref import advantages as estimators
 from upref.errors import InputError
-from upref.replay.findings import Checked, Finding, Severity
+from upref.replay.findings import Checked, ReplayFinding, Severity
 from upref.replay.schema import PROMPTS_READ, RecordedBatch, expect_batch
 from upref.rollouts import one_per_response, per_response
 
@@ -84,7 +84,7 @@ def advantages(batch: RecordedBatch) -> Advantages:
     return Advantages(estimator=name, grouping=grouping.name, error=error, also=also, findings=findings)
 
 
-def _judged(batch: RecordedBatch, estimator: str, grouping: "Grouping") -> tuple[Finding, ...]:
+def _judged(batch: RecordedBatch, estimator: str, grouping: "Grouping") -> tuple[ReplayFinding, ...]:
     """What a grouping other than the prompts' means."""
     if batch.group is None or grouping.name in (PROMPTS, NO_GROUPS):
         return ()
@@ -94,7 +94,7 @@ def _judged(batch: RecordedBatch, estimator: str, grouping: "Grouping") -> tuple
     numbers = {"estimator": estimator, "grouping": grouping.name, "mixed": mixed, "groups": len(grouping.ids.unique())}
     if mixed:
         severity: Severity = "failure" if _certain_groups(batch) else "note"
-        return (Finding("advantages", severity, "wrong_grouping", numbers),)
+        return (ReplayFinding("advantages", severity, "wrong_grouping", numbers),)
     return (_note("subgroups", estimator=estimator, grouping=grouping.name),)
 
 
@@ -119,8 +119,8 @@ def _whitened(A: Tensor, mask: Tensor) -> tuple[str, Tensor]:
     return ", whitened over tokens", per_response(white, mask)
 
 
-def _note(cause: str, **numbers: object) -> Finding:
-    return Finding("advantages", "note", cause, numbers)
+def _note(cause: str, **numbers: object) -> ReplayFinding:
+    return ReplayFinding("advantages", "note", cause, numbers)
 
 
 Estimate = Callable[[Tensor, Tensor], Tensor]

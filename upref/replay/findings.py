@@ -13,7 +13,7 @@ Severity = Literal["failure", "note"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class ReplayFinding:
     """One thing that a check found.
 
     Args:
@@ -37,17 +37,17 @@ class Finding:
 class Checked(Result):
     """The answer of one check. bool() is False where a finding is a failure."""
 
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[ReplayFinding, ...] = ()
 
     def __bool__(self) -> bool:
         return not self.failures
 
     @property
-    def failures(self) -> list[Finding]:
+    def failures(self) -> list[ReplayFinding]:
         return [f for f in self.findings if f.severity == "failure"]
 
     @property
-    def notes(self) -> list[Finding]:
+    def notes(self) -> list[ReplayFinding]:
         return [f for f in self.findings if f.severity == "note"]
 
     def data(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref.replay.findings import Checked, Finding
+from upref.replay.findings import Checked, ReplayFinding
 from upref.replay.places import find_exchanged_rows, find_shift
 from upref.replay.schema import RecordedBatch, expect_batch
 from upref.replay.undo import Columns
@@ -87,10 +87,10 @@ def gap(batch: RecordedBatch) -> Gap:
         batch.require("old", purpose="the sampler's gap")
     assert batch.sampler is not None
     columns = Columns(batch.trainer(), batch.sampler, batch.mask)
-    findings: list[Finding] = []
+    findings: list[ReplayFinding] = []
 
     def report(severity: Any, cause: str, **numbers: Any) -> None:
-        findings.append(Finding("sampler", severity, cause, numbers))
+        findings.append(ReplayFinding("sampler", severity, cause, numbers))
 
     if batch.sampler_ids is not None:
         other = batch.mask & (batch.sampler_ids != batch.ids)
@@ -269,7 +269,7 @@ def _numbers(d: Tensor) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _result(columns: Columns, findings: list[Finding]) -> Gap:
+def _result(columns: Columns, findings: list[ReplayFinding]) -> Gap:
     cause = findings[0].cause if findings else "agree"
     d = columns.trained(columns.d)
     return Gap(tokens=len(d), cause=cause, findings=tuple(findings), **_numbers(d))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from upref.replay.compare import HeavyToken, Weights
-from upref.replay.findings import Finding
+from upref.replay.findings import ReplayFinding
 from upref.replay.schema import RecordedBatch
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def report_lines(found: "Replay", verbose: bool) -> Iterator[str]:
 def _earlier(found: "Replay", shown: "tuple[StepChecks, ...]") -> Iterator[str]:
     """One line for each cause of a failure in the steps that are not shown."""
     steps: dict[tuple[str, str], list[int]] = {}
-    texts: dict[tuple[str, str], Finding] = {}
+    texts: dict[tuple[str, str], ReplayFinding] = {}
     for s in found.steps:
         for f in s.findings:
             if s not in shown and f.severity == "failure":
@@ -88,7 +88,7 @@ def _step_lines(s: "StepChecks") -> Iterator[str]:
         yield from _finding_lines("old", (s.old,))
 
 
-def _finding_lines(check: str, findings: Iterable[Finding]) -> Iterator[str]:
+def _finding_lines(check: str, findings: Iterable[ReplayFinding]) -> Iterator[str]:
     for number, f in enumerate(findings):
         if number < SHOWN:
             yield _fold(f"{'FAIL' if f.severity == 'failure' else 'note'}  {check}: {f}")

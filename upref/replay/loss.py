@@ -13,7 +13,7 @@ from typing import Any
 from upref.aggregation import AGGREGATIONS, aggregate
 from upref.definition import Objective
 from upref.errors import InputError
-from upref.replay.findings import Checked, Finding
+from upref.replay.findings import Checked, ReplayFinding
 from upref.replay.normalizer import Normalizer, normalizer
 from upref.replay.schema import RecordedBatch, expect_batch
 from upref.replay.terms import EXTRA, FACTORS, StepTerms, as_run, or_else, terms_of
@@ -102,9 +102,9 @@ def loss(
         factor = logged / value if min(abs(value), abs(logged)) > 100 * tolerance else 0.0
         multiple = provable and any(abs(factor / f - 1) <= 2 * tolerance / abs(value) for f in FACTORS)
         if found:
-            findings.append(Finding("loss", "failure", "other_sum", numbers | {"found": found}))
+            findings.append(ReplayFinding("loss", "failure", "other_sum", numbers | {"found": found}))
         elif multiple:
-            findings.append(Finding("loss", "failure", "multiple", numbers | {"factor": factor}))
+            findings.append(ReplayFinding("loss", "failure", "multiple", numbers | {"factor": factor}))
         elif divisor is not None and divisor > 0:
             more = {"divisor": divisor, "tokens": int(step.b.mask.sum()), "responses": len(step.b.mask)}
             findings.append(_note("divided", **numbers | more))
@@ -118,8 +118,8 @@ def loss(
     )  # fmt: skip
 
 
-def _note(cause: str, **numbers: Any) -> Finding:
-    return Finding("loss", "note", cause, numbers)
+def _note(cause: str, **numbers: Any) -> ReplayFinding:
+    return ReplayFinding("loss", "note", cause, numbers)
 
 
 def _may_accuse(gradient: Normalizer | None) -> bool:

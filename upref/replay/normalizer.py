@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from upref.definition import Objective
-from upref.replay.findings import Checked, Finding
+from upref.replay.findings import Checked, ReplayFinding
 from upref.replay.schema import RecordedBatch, expect_batch
 from upref.replay.terms import FACTORS, StepTerms, as_run, or_else, terms_of
 
@@ -117,7 +117,7 @@ class _Comparison:
 
     def _judge(
         self, factor: Tensor, off: Tensor, one: float | None, numbers: dict[str, Any]
-    ) -> tuple[str, tuple[Finding, ...]]:
+    ) -> tuple[str, tuple[ReplayFinding, ...]]:
         if off.sum() > OFF * self.kept.sum():
             return "", (_note("gradient_other", **numbers),)
         if factor.isnan().all():
@@ -128,7 +128,7 @@ class _Comparison:
         others = [name for name, gradient in self._others() if self._is(gradient)]
         if others:
             name = or_else(others)
-            return name, (Finding("loss", "failure", "gradient_other_sum", numbers | {"found": name}),)
+            return name, (ReplayFinding("loss", "failure", "gradient_other_sum", numbers | {"found": name}),)
         if one is not None:
             return "", (self._multiple(one, numbers),)
         for words, column in (("micro-batch", self.step.micro), ("rank", self.step.rank)):
@@ -179,10 +179,10 @@ class _Comparison:
             yield f"mean over {words} of their own {step.o.agg}", total / len(parts)
             yield f"sum over {words} of their own {step.o.agg}", total
 
-    def _multiple(self, factor: float, numbers: dict[str, Any]) -> Finding:
+    def _multiple(self, factor: float, numbers: dict[str, Any]) -> ReplayFinding:
         simple = any(abs(factor / f - 1) <= self.tolerance for f in FACTORS)
         if simple:
-            return Finding("loss", "failure", "gradient_multiple", numbers | {"factor": factor})
+            return ReplayFinding("loss", "failure", "gradient_multiple", numbers | {"factor": factor})
         totals = next(self.step.by_counts())[1].b.totals
         by_tokens = self.step.o.agg == "token-mean"
         own = self.step.b.mask.sum() if by_tokens else len(self.step.b.mask)
@@ -206,5 +206,5 @@ def _range(factor: Tensor) -> tuple[float, float]:
     return (float(told.min()), float(told.max())) if len(told) else (math.nan, math.nan)
 
 
-def _note(cause: str, **numbers: Any) -> Finding:
-    return Finding("loss", "note", cause, numbers)
+def _note(cause: str, **numbers: Any) -> ReplayFinding:
+    return ReplayFinding("loss", "note", cause, numbers)

@@ -7,7 +7,7 @@ from typing import Any
 
 from upref.replay.advantages import Advantages
 from upref.replay.compare import HeavyToken, Weights
-from upref.replay.findings import Checked, Finding, plain
+from upref.replay.findings import Checked, ReplayFinding, plain
 from upref.replay.gap import Gap
 from upref.replay.lines import report_lines
 from upref.replay.loss import Loss
@@ -24,11 +24,11 @@ class StepChecks:
     sampler: Gap | None
     advantages: Advantages | None
     loss: Loss | None
-    old: Finding | None
+    old: ReplayFinding | None
     not_run: dict[str, str]
 
     @property
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[ReplayFinding]:
         """Of all its checks."""
         checks = [c for c in (self.sampler, self.advantages, self.loss) if c is not None]
         return [f for c in checks for f in c.findings] + ([self.old] if self.old else [])
@@ -61,17 +61,17 @@ class Replay(Result):
         return 1 if self.failures else 2 if self.not_run else 0
 
     @property
-    def findings(self) -> list[tuple[int | None, Finding]]:
+    def findings(self) -> list[tuple[int | None, ReplayFinding]]:
         """(step, finding); step None: of the series."""
-        out: list[tuple[int | None, Finding]] = [(s.step, f) for s in self.steps for f in s.findings]
+        out: list[tuple[int | None, ReplayFinding]] = [(s.step, f) for s in self.steps for f in s.findings]
         return out + [(None, f) for f in (self.series.findings if self.series is not None else ())]
 
     @property
-    def failures(self) -> list[Finding]:
+    def failures(self) -> list[ReplayFinding]:
         return [f for _, f in self.findings if f.severity == "failure"]
 
     @property
-    def notes(self) -> list[Finding]:
+    def notes(self) -> list[ReplayFinding]:
         return [f for _, f in self.findings if f.severity == "note"]
 
     @property

@@ -13,7 +13,7 @@ from math import comb
 import torch
 from torch import Tensor
 
-from upref.replay.findings import Checked, Finding
+from upref.replay.findings import Checked, ReplayFinding
 from upref.replay.schema import RecordedBatch
 
 LEAST_STEPS = 4
@@ -81,17 +81,17 @@ def series(steps: Sequence[StepGap]) -> Series:
     Returns:
         The Series. It is false where the reference model's column shows that the engine kept its first weights.
     """
-    findings: list[Finding] = []
+    findings: list[ReplayFinding] = []
     sizes = [s.size for s in steps]
     numbers = {"first": sizes[0], "last": sizes[-1], "steps": len(sizes)} if sizes else {}
     later = [s for s in steps[1:] if s.size > LEAST_SIZE]
     undone = [s for s in later if s.ref_size is not None and s.ref_size < 0.1 * s.size]
     if len(later) >= LEAST_STEPS - 1 and len(undone) == len(later) and _apart([s.size for s in later]):
-        findings.append(Finding("series", "failure", "never_delivered", numbers))
+        findings.append(ReplayFinding("series", "failure", "never_delivered", numbers))
     elif (by_lag := _by_lag(steps)) is not None:
-        findings.append(Finding("series", "note", "follows_lag", by_lag))
+        findings.append(ReplayFinding("series", "note", "follows_lag", by_lag))
     elif _grows(sizes):
-        findings.append(Finding("series", "note", "grows_with_steps", numbers))
+        findings.append(ReplayFinding("series", "note", "grows_with_steps", numbers))
     return Series(steps=tuple(steps), findings=tuple(findings))
 
 
@@ -142,11 +142,11 @@ def _by_lag(steps: Sequence[StepGap]) -> dict[str, float] | None:
     return {"least": lags[0], "most": lags[-1], "low": low, "high": high} if high > GROWTH * low else None
 
 
-def ratio_one(batch: RecordedBatch) -> Finding | None:
+def ratio_one(batch: RecordedBatch) -> ReplayFinding | None:
     """r = 1 on every token of data that older weights sampled: old was computed again with the current ones."""
     if batch.now is None or batch.old is None or batch.version is None or batch.step is None:
         return None
     lag = int((batch.step - batch.version).min())
     if lag < 1 or not torch.equal(batch.now, batch.old):
         return None
-    return Finding("old", "note", "ratio_one", {"lag": lag})
+    return ReplayFinding("old", "note", "ratio_one", {"lag": lag})

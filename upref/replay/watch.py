@@ -21,7 +21,7 @@ import torch
 from upref.definition import Objective
 from upref.errors import InputError
 from upref.replay.batch import merge
-from upref.replay.findings import Finding
+from upref.replay.findings import ReplayFinding
 from upref.replay.gap import Gap, gap
 from upref.replay.loss import loss
 from upref.replay.normalizer import normalizer
@@ -102,7 +102,7 @@ class Watch:
         metrics["failures"] = float(self.failures)
         return {f"upref/{name}": value for name, value in metrics.items()}
 
-    def _judge(self, batch: RecordedBatch, failures: list[Finding]) -> None:
+    def _judge(self, batch: RecordedBatch, failures: list[ReplayFinding]) -> None:
         if not failures:
             return
         sentence = f"step {batch.step}: {' '.join(str(f) for f in failures)}"
@@ -110,7 +110,7 @@ class Watch:
             raise Stopped(sentence)
         log.error("%s It trains on (on_fail=warn).", sentence)
 
-    def _tell(self, batch: RecordedBatch, findings: tuple[Finding, ...]) -> None:
+    def _tell(self, batch: RecordedBatch, findings: tuple[ReplayFinding, ...]) -> None:
         """Log a finding once for each cause."""
         for f in findings:
             if f.cause not in self.said:
