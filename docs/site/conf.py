@@ -21,6 +21,7 @@ extensions = [
     "sphinx_copybutton",
 ]
 exclude_patterns = ["_static"]
+suppress_warnings = ["myst.header"]  # a draft for another project has its template's headings
 highlight_language = "none"
 smartquotes = False  # --flag and "value" stay as they are typed
 
