@@ -23,8 +23,9 @@ SIZES = GATED | HEADS | dict(sliding_window=6, moe_intermediate_size=24, num_exp
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
+@torch.random.fork_rng(devices=())
 def twin(model: Any, peft_config: Any = None, **how: Any) -> nn.Module:
-    """A disturbed tiny model like this one, in float32.
+    """A disturbed tiny model like this one, in float32; the same weights at each call.
 
     Args:
         model: a causal language model of transformers, plain or with PEFT's adapters; its config; or its name.
@@ -36,6 +37,7 @@ def twin(model: Any, peft_config: Any = None, **how: Any) -> nn.Module:
     """
     with importing("transformers"):
         from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+    torch.manual_seed(1)  # a run that starts today starts tomorrow
     net: Any = unwrapped(model) if isinstance(model, nn.Module) else None
     if net is not None and hasattr(net, "get_base_model"):
         peft_config, net = peft_config or next(iter(net.peft_config.values())), net.get_base_model()
