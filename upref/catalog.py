@@ -6,6 +6,7 @@ Importing an objective imports torch, which takes seconds; a name with a typo ge
 
 import ast
 import difflib
+import sys
 from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
@@ -41,8 +42,15 @@ def require(*names: str) -> None:
         InputError: the message lists the nearest names.
     """
     for name in names:
-        if "(" not in name and name not in facts():
-            raise unknown(name, facts())
+        known = {*facts(), *_registered()}
+        if "(" not in name and name not in known:
+            raise unknown(name, known)
+
+
+def _registered() -> Collection[str]:
+    """Return the objectives of this process, which may have its own, where upref.definition is imported already."""
+    definition = sys.modules.get("upref.definition")
+    return definition.OBJECTIVES if definition else ()
 
 
 def require_loss(word: str) -> None:

@@ -43,6 +43,8 @@ def _judge(adapter, chosen, expected, seed=0):
 
 @pytest.mark.parametrize(("name", "class_name"), FRAMEWORKS)
 def test_a_sample_agrees(name, class_name, monkeypatch):
+    if name == "verl":
+        pytest.importorskip("pydantic", reason="`repro/venv.sh smoke` installs verl's trainer")
     adapter = _load(name, class_name, monkeypatch)
     expected = read_expected_failures(HERE / f"{name}_xfails.toml")
     assert not _judge(adapter, [CASES[case] for case in SAMPLE], expected)

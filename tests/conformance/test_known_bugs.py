@@ -33,6 +33,8 @@ def test_the_records_are_forty_and_have_cases():
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_bug_of_each_framework_is_killed_by_its_case(name):
+    if name == "verl":
+        pytest.importorskip("pydantic", reason="`repro/venv.sh smoke` installs verl's trainer")
     adapter = _adapter(name)
     (bug,) = (one for one in bugs(name) if one.source == ONE_BY_DAY[name])
     assert killers(bug, adapter) == [bug.case]

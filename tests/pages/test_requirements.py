@@ -95,7 +95,8 @@ def test_every_requirement_of_a_list_is_met(name):
     """Of the packages that are installed here; `test_the_lists_resolve_to_what_is_pinned` asks the index for all."""
     missing, looked = unmet(name, as_installed)
     assert not missing
-    assert looked > 0.4 * len(pins(name)) or name in ("torch", "release", "gpu", "smoke"), "too few to say anything"
+    if looked <= 0.4 * len(pins(name)):
+        pytest.skip(f"{looked} of {len(pins(name))} packages are installed here: too few to say anything")
     (first, *_) = pins(name)
     worse = lambda pin: ["no-such-package>=1"] if pin.name == first.name else None
     assert unmet(name, worse) == ([f"{first.name} needs no-such-package>=1, and pinned is none"], 1)

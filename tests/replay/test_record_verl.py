@@ -47,6 +47,7 @@ plain = step._batch
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
+    pytest.importorskip("pydantic", reason="`repro/venv.sh smoke` installs verl's trainer")
     folder = tmp_path_factory.mktemp("dumps")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "_batch", as_verls_trainer)

@@ -97,6 +97,7 @@ def test_trls_own_loss_is_watched(tmp_path):
 @pytest.mark.verl
 def test_verls_own_loss_is_watched(monkeypatch, tmp_path):
     pytest.importorskip("verl")
+    pytest.importorskip("pydantic", reason="`repro/venv.sh smoke` installs verl's trainer")
     from tests.replay.trained import settings, verl_steps
     from upref_frameworks.verl import record
 

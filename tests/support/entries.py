@@ -50,6 +50,7 @@ INNER = {  # of docs/site/api.py: module or function -> why it need not answer w
     "upref_frameworks.audits.recipe.reached": "a part of `recipe`",
     "upref_frameworks.audits.recipe.no_kl": "a part of `recipe`",
     "upref_frameworks.audits.recipe.value": "a part of `recipe`",
+    "upref_frameworks.audits.recipe.typed_fields": "a part of `recipe`",
     "metrics.Estimate.of": "made by the metrics",
 }
 UNCHECKED = {  # methods that say of themselves that they look at nothing: inside a compiled training step

@@ -168,9 +168,9 @@ def test_a_correction_in_a_whole_batch_is_said():
     of_batch = lambda name: lambda b: upref.get(name).loss(b)
     for name, due in (("icepop(dapo)", True), ("dapo", False)):
         for mine in (name, of_batch(name)):
-            answers = upref.check(mine, "dapo", skip=SLOW), upref.identify(mine)
-            for answer in answers:
-                assert answer and any("sampler" in line for line in answer.not_checked) == due, answer
+            report, identity = upref.check(mine, "dapo", skip=SLOW), upref.identify(mine)
+            assert report and any("sampler" in line for line in report.not_checked) == due, report
+            assert [match.name for match in identity.matches][:1] == [name], identity
 
 
 SLOW = ["unusual-inputs", "one-response", "extremes"]
