@@ -71,9 +71,13 @@ def _of_rows(kernel: Kernel, ranks: int) -> tuple[Kernel, Case, list[Finding]] |
     try:
         flat = replace(flat, has_entropy="entropy" in flat(probe(flat)).numbers)
         case, found = choose_tolerances(flat, ranks)
-        return (flat, case, found) if _is_right(case) else None
     except InputError:
         return None
+    if not _is_right(case):
+        return None
+    flatten = "it is a function of rows: flatten the batch before the call, [B, T, ...] to [N, ...]"
+    differs = note("layout", "tokens [B, T] get other numbers than the same tokens as [N]", cause=flatten)
+    return flat, case, [*found, differs]
 
 
 def choose_tolerances(kernel: Kernel, ranks: int = 1) -> tuple[Case, list[Finding]]:
