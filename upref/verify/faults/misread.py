@@ -204,6 +204,8 @@ def clipped(case: Case, times: float = 1.0) -> LossFault:
     top = 0.0
     with contextlib.suppress(InputError):  # it refuses such advantages
         top = float(case.weights(b.but(adv=times * b.adv)).nan_to_num().abs().max())
+    if top > 0.999 * float((times * b.adv)[b.mask].abs().max()):
+        top = math.inf  # nothing is clipped there
     return fault(f"advantages are clipped to ±{top:.6g}", "advantage", view=lambda b: b.but(adv=b.adv.clamp(-top, top)))
 
 
