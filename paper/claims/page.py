@@ -185,9 +185,8 @@ def summary() -> str:
     """A line for README."""
     every = "[Claims](docs/claims.md) tests the paper statement by statement"
     meant = (
-        "*Not seen here* says that the miniature does not reach the reading's bound, *contradicted* that it shows the "
-        "opposite of a difference between two methods or that exact expectations are not so; what a large model does "
-        "is another question."
+        "*Not seen here*: the miniature does not reach the bound of the reading. *Contradicted*: it "
+        "shows the opposite. What a large model does is another question."
     )
     known = f"{tally(as_computed())}. {meant}"
     return f"{every}; `python -m paper claims --run` computes verdicts. {known}"

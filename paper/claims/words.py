@@ -12,17 +12,17 @@ FALSE, NOT_TESTABLE, UNSPECIFIED = "false as written", "not testable", "unspecif
 MEANINGS = {
     PROVED: "sympy derives it from the functions that train",
     NUMERIC: "a test computes it",
-    CONDITION: "evidence that it holds under the condition, and evidence that without it it does not hold, or that the "
-    "size that was looked for is excluded",
+    CONDITION: "it holds under the condition. Without the condition it does not hold, or the size that was looked for "
+    "is excluded",
     REPRODUCED: "the miniature shows it: tiny transformers by a rule registered before the runs, or exact expectations",
-    UNDECIDED: "the miniature shows neither the effect nor its absence: too few seeds, too close to call, only some of "
-    "several comparisons hold, or some exclude the size that was looked for and others leave it open",
-    EXCLUDED: "the miniature does not show the effect, and the interval that decides leaves out the size that its "
-    "seeds were counted for",
-    NOT_SEEN: "the miniature does not reach the bound of the reading, of one method's own quantity or of a size that "
-    "the reading names; it does not show the opposite, and what a large model does is another question",
-    CONTRADICTED: "the miniature shows the opposite of a difference between two methods, or exact expectations, in "
-    "which nothing is sampled, are not so; what a large model does is another question",
+    UNDECIDED: "the miniature shows neither the effect nor its absence: the seeds are too few, the result is too close "
+    "to call, or several comparisons disagree",
+    EXCLUDED: "the miniature does not show the effect. Its seeds were counted for an effect of a stated size, and the "
+    "interval that decides leaves out this size",
+    NOT_SEEN: "the reading names a bound or a size, and the miniature does not reach it. It does not show the "
+    "opposite, and a large model may behave otherwise",
+    CONTRADICTED: "the miniature shows the opposite: the other of two methods has more, or exact expectations, in "
+    "which nothing is sampled, differ from the reading. A large model may behave otherwise",
     FALSE: "a counterexample to the reading, with its numbers",
     UNSPECIFIED: "a search of the paper's printed text finds nothing",
     NOT_TESTABLE: "the miniature has nothing that corresponds, or its baseline does not learn there",
