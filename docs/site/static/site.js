@@ -29,6 +29,7 @@ window.addEventListener("load", async () => {
   for (const table of document.querySelectorAll(".bd-article table")) {
     const heads = [...table.querySelectorAll("thead th")].map((th) => th.textContent.trim());
     if (heads.length >= 4) table.classList.add("cards");
+    if (heads.length >= 8) table.classList.add("wide");
     for (const row of table.querySelectorAll("tbody tr")) {
       [...row.cells].forEach((cell, i) => cell.setAttribute("data-label", heads[i] ?? ""));
     }
