@@ -19,13 +19,11 @@ import torch
 from torch import distributed as dist, multiprocessing, nn
 from torch.overrides import TorchFunctionMode
 
-from upref.registry import get
-from upref.step import rows as batch
+from upref.step.case import built, meant
 from upref.step.check import check_recorded
-from upref.step.forward import Forward
 from upref.step.record import Recorded, Step
 from upref.step.reference import TorchModel, as_float64
-from upref.step.rows import AXES
+from upref.step.rows import AXES, Row
 from upref.verify.group import on_loopback
 
 WORLD, VOCABULARY, TEMPERATURE, MICRO_BATCHES = 2, 96, 0.7, 2
@@ -53,15 +51,12 @@ class OnCpu(TorchFunctionMode):
         return function(*arguments, **named)
 
 
-def make_rows(model: nn.Module) -> list[batch.Row]:
+def make_rows(model: nn.Module) -> list[Row]:
     """Return eight responses with holes, so that the halves of sequences have other numbers of tokens."""
-    made = batch.made(VOCABULARY, 0)
-    objective = get("ppo_clip")
-    forward = Forward(TorchModel(model), made, TEMPERATURE)
-    return batch.sampled(made, forward.lp(), objective, objective.resolve({}))
+    return built(TorchModel(model), meant("ppo_clip", {}, TEMPERATURE), None, ()).rows
 
 
-def term(model: nn.Module, row: batch.Row, rank: int) -> tuple[torch.Tensor, int]:
+def term(model: nn.Module, row: Row, rank: int) -> tuple[torch.Tensor, int]:
     """Return the clipped term summed over the response tokens of this rank's half of a row, and their number."""
     start, half = len(row.prompt), len(row.ids) // WORLD
     mine = range(half) if rank == 0 else range(half, len(row.ids))
@@ -75,7 +70,7 @@ def term(model: nn.Module, row: batch.Row, rank: int) -> tuple[torch.Tensor, int
     return -torch.minimum(ratio * row.adv, ratio.clamp(0.8, 1.2) * row.adv).sum(), len(at)
 
 
-def error_of(way: str, rank: int, model: nn.Module, rows: list[batch.Row], config: Any) -> float:
+def error_of(way: str, rank: int, model: nn.Module, rows: list[Row], config: Any) -> float:
     """Return the relative error of the gradient that Megatron's schedule makes with this way of returning a loss."""
     from megatron.core.enums import ModelType
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining

@@ -16,12 +16,10 @@ from upref.conformance.adapter import Adapter
 from upref.conformance.cases import Case
 from upref.errors import InputError
 from upref.foreign.guard import one_line
-from upref.registry import get
 from upref.step import rows as batch
-from upref.step.case import perturb
+from upref.step.case import meant, perturb, sample
 from upref.step.check import StepReport, check_recorded, check_step
 from upref.step.families import END, V, tiny
-from upref.step.forward import Forward
 from upref.step.record import Recorded, Step, gradients, watched
 from upref.step.reference import TorchModel, as_float64
 from upref.step.rows import AXES, Row
@@ -69,8 +67,6 @@ class Outcome:
 def make_rows(case: Case, model: Any, seed: int = 0) -> list[Row]:
     """Return eight responses that the model could have sampled, with log-probabilities of an older policy.
 
-    The end token stands at the end of a response and nowhere else in it. Only the longest response may lack it.
-
     Args:
         case: its objective decides the ratios, its fields the masks and ends.
         model: a causal language model of transformers.
@@ -78,17 +74,12 @@ def make_rows(case: Case, model: Any, seed: int = 0) -> list[Row]:
     """
     without = ("lengths", "holes") if case.equal_lengths else () if case.holes else ("holes",)
     rows = batch.made(V, seed, without, END)
-    spare = (token for token in range(3, V) if all(token not in row.ids for row in rows))
-    longest = max(rows, key=lambda row: len(row.response))
-    for row in rows:
-        row.response = [next(spare) if token == END else token for token in row.response]
-        if case.ends or row is not longest:
+    if case.ends:
+        for row in rows:
             row.response[-1] = END
-    objective = get(case.objective)
-    hp = {name: value for name, value in objective.resolve(dict(case.hp)).items() if name != "beta"}
-    forward = Forward(TorchModel(model), rows, case.temperature)
-    half = case.dtype != "float32"
-    return batch.sampled(rows, forward.lp(), objective, hp, seed=seed, coarse=half)
+    goal = meant(case.objective, dict(case.hp), case.temperature)
+    sample(rows, TorchModel(model), goal, seed=seed, coarse=case.dtype != "float32")
+    return rows
 
 
 def run(adapter: Adapter, case: Case, *, seed: int = 0, explain: bool = True) -> Outcome:

@@ -87,10 +87,49 @@ def _numbers(name: str, values: Any, n: int) -> list[float]:
     return out
 
 
+def sample(
+    rows: list[Row],
+    model: Model,
+    goal: Goal,
+    *,
+    seed: int = 0,
+    still: bool = False,
+    coarse: bool = False,
+) -> Forward:
+    """Give made rows the log-probabilities of an older policy, so that each number of the objective acts on them.
+
+    Args:
+        rows: they are changed. Where the objective bounds the change of a probability, they get probable tokens too.
+        model: the policy that is trained.
+        goal: its objective with its numbers, and the temperature of the sampler.
+        seed: of the ratios.
+        still: r = 1.
+        coarse: no token is beside a bound, for a step in half precision.
+
+    Returns:
+        The forward pass of the model over the rows.
+
+    Raises:
+        InputError: the model fails on a row.
+    """
+    with described(_longest(rows)):
+        if goal.o.reads_mu and not still:
+            batch.make_probable(rows, model.logits, model.end)
+        forward = Forward(model, rows, goal.temperature)
+    entropy = [*forward.statistics()[1].detach()] if "entropy" in goal.o.reads else None
+    batch.sampled(rows, forward.lp(), goal.o, goal.hp, seed=seed, still=still, coarse=coarse, entropy=entropy)
+    return forward
+
+
 def built(
-    model: Model, goal: Goal, rows: Sequence[Row] | None, without: Sequence[str], seed: int = 0, coarse: bool = False,
+    model: Model,
+    goal: Goal,
+    rows: Sequence[Row] | None,
+    without: Sequence[str],
+    seed: int = 0,
+    coarse: bool = False,
     asked: Asked | None = None,
-) -> Case:  # fmt: skip
+) -> Case:
     """The rows, made or validated, with the reference's forward pass. InputError where they could hide bugs."""
     if isinstance(without, str) or (bad := [w for w in without if w not in AXES]):
         what = without if isinstance(without, str) else bad[0]
@@ -99,19 +138,11 @@ def built(
     if rows is None:
         made = batch.made(model.vocabulary, seed, without, model.end, asked.group_size)
         asked.reward(made, goal.o.adv)
-        longest = max((r.ids for r in made), key=len)
-        if goal.o.reads_mu and "ratio" not in without:
-            with described(longest):
-                batch.make_probable(made, model.logits, model.end)
-        with described(longest):
-            forward = Forward(model, made, goal.temperature)
-        still = "ratio" in without
-        entropy = [*forward.statistics()[1].detach()] if "entropy" in goal.o.reads else None
-        batch.sampled(made, forward.lp(), goal.o, goal.hp, seed=seed, still=still, coarse=coarse, entropy=entropy)
+        forward = sample(made, model, goal, seed=seed, still="ratio" in without, coarse=coarse)
     else:
         asked.refuse("rows")
         made = batch.validated(rows, model.vocabulary)
-        with described(max((r.ids for r in made), key=len)):
+        with described(_longest(made)):
             forward = Forward(model, made, goal.temperature)
     unvaried = batch.unvaried(made, goal.temperature, forward.lp())
     if bad := [k for k in unvaried if k not in without]:
@@ -120,6 +151,11 @@ def built(
             "unexercised."
         )
     return Case(made, Padded.of(made), forward, unvaried)
+
+
+def _longest(rows: Sequence[Row]) -> list[int]:
+    """The token ids of the longest row: what a model that runs out of positions fails on."""
+    return max((row.ids for row in rows), key=len)
 
 
 def meant(
