@@ -14,6 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs/howto/conformance.md"
 SOURCE = re.search(r"```python\n(# adapter\.py\n.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[1]
 LOOPS = """
 
+import os
 import time
 
 from torch import distributed
@@ -51,6 +52,11 @@ class Raises(Parallel):
         if distributed.get_rank() == 1:
             raise KeyError("no such engine")
         super().step(model, rows, case)
+
+
+class Ends(Parallel):
+    def step(self, model, rows, case):
+        os._exit(0)
 """
 CASE = CASES["ranks/dp2/token-mean"]
 
@@ -75,7 +81,11 @@ def test_a_loop_that_counts_its_own_tokens_fails_with_its_cause(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "deadline", "words"),
-    [("Sleeps", 30, "had not finished after 30 seconds"), ("Raises", 120, "rank 1 failed: KeyError: 'no such engine'")],
+    [
+        ("Sleeps", 30, "had not finished after 30 seconds"),
+        ("Raises", 120, "rank 1 failed: KeyError: 'no such engine'"),
+        ("Ends", 120, "rank 0 ended before there was an outcome"),
+    ],
 )
 def test_a_rank_that_ends_or_hangs_is_no_verdict(name, deadline, words, tmp_path):
     outcome = run_ranks(_load(name, tmp_path), CASE, deadline=deadline)

@@ -139,7 +139,6 @@ MAY = {
 }
 MAY |= {"upref_frameworks/trl/audit.py"}  # statements of the installed TRL, which is imported anyway
 MAY |= {"upref_frameworks/verl/step.py"}  # a pipe from a process to its own child, and no file
-MAY |= {"upref/conformance/ranks.py"}  # a process and its own ranks, in a temporary folder
 MAY |= {"repro/fork.py"}  # the command line of a process
 MAY |= {"upref_course/verdict.py"}  # the batch that this process's own report prints
 
@@ -184,7 +183,6 @@ def test_no_loader_runs_what_it_reads():
 # Where another way to write is right: into a folder that is temporary, or that gets its name when it is whole.
 DRAFTS = {
     "upref/files.py": "the writer",
-    "upref/conformance/ranks.py": "temporary folder",
     "upref_frameworks/audits/child.py": "temporary folder",
     "upref_frameworks/audits/isolated/__init__.py": "temporary folder",
     "upref_frameworks/audits/isolated/pin.py": "folder that is renamed",

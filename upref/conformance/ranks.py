@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cases of several ranks: each rank is a process of its own over gloo, and a deadline ends them all.
 
-`python -m upref.conformance.ranks FOLDER RANK` is one of these processes.
+`python -m upref.conformance.ranks TASK RANK` is one of these processes; TASK is a JSON object. Its standard output is
+one JSON object: of the first rank the outcome, of a rank that fails the error. What it prints goes to stderr.
 """
 
 import inspect
 import json
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import distributed as dist
@@ -24,10 +26,39 @@ from upref.conformance.adapter import Adapter, load_adapter
 from upref.conformance.cases import CASES, Case
 from upref.conformance.runner import Outcome, Status, describe_error, run, train
 from upref.errors import InputError
+from upref.step.check import StepReport
 from upref.verify.group import on_loopback
+from upref.verify.report import Finding
 
 DEADLINE = 180.0  # seconds until the ranks of a case are ended
 PAUSE = 0.05  # seconds between two looks at the processes
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The process of one rank, and the files that it writes to."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    stdout: IO[bytes]
+    stderr: IO[bytes]
+
+    def report(self) -> dict[str, Any]:
+        """Return the JSON object that the process wrote; {} where it wrote none."""
+        self.stdout.seek(0)
+        try:
+            report: dict[str, Any] = json.loads(self.stdout.read())
+        except ValueError:
+            return {}
+        return report
+
+    def error(self) -> str:
+        """Return the error that the process reported, or the last line that it printed."""
+        if error := self.report().get("error"):
+            return str(error)
+        self.stderr.seek(0)
+        lines = self.stderr.read().decode("utf-8", errors="replace").split("\n")
+        return next((line[:300] for line in reversed(lines) if line.strip()), "it was ended")
 
 
 def run_ranks(
@@ -51,14 +82,34 @@ def run_ranks(
     if reason := adapter.supports(case):
         return Outcome(case, Status.SKIPPED, reason)
     settings = dict(adapter.settings(case))
-    with tempfile.TemporaryDirectory() as folder:
-        task = {"target": _target(adapter), "case": case.id, "seed": seed, "explain": explain, "deadline": deadline}
-        (Path(folder) / "task.json").write_text(json.dumps(task), encoding="utf-8")
-        reason = _wait([_start(folder, rank, case.ranks) for rank in range(case.ranks)], folder, deadline)
-        if reason:
-            return Outcome(case, Status.COULD_NOT_RUN, reason, settings)
-        outcome: Outcome = pickle.loads((Path(folder) / "outcome").read_bytes())
-    return outcome
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        task = {
+            "target": _target(adapter),
+            "case": case.id,
+            "seed": seed,
+            "explain": explain,
+            "deadline": deadline,
+            "store": f"file://{folder}/group",
+        }
+        ranks = [stack.enter_context(_started(task, number, case.ranks)) for number in range(case.ranks)]
+        reason = _wait(ranks, deadline)
+        found = ranks[0].report()
+    if not reason and "outcome" not in found:
+        reason = "rank 0 ended before there was an outcome"
+    if reason:
+        return Outcome(case, Status.COULD_NOT_RUN, reason, settings)
+    return _outcome(found["outcome"], case)
+
+
+def _outcome(record: dict[str, Any], case: Case) -> Outcome:
+    """Return the outcome of which this is the record, made by `asdict`."""
+    report = record["report"]
+    if report is not None:
+        findings = [Finding(**one) for one in report["findings"]]
+        report = StepReport(**report | {"findings": findings})
+    status = Status(record["status"])
+    return Outcome(case, status, record["reason"], record["settings"], report, record["seconds"])
 
 
 def _target(adapter: Adapter) -> str:
@@ -71,67 +122,78 @@ def _target(adapter: Adapter) -> str:
         ) from error
 
 
-def _start(folder: str, rank: int, world: int) -> subprocess.Popen[bytes]:
-    where = {
-        "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    command = [sys.executable, "-m", "upref.conformance.ranks", folder, str(rank)]
-    with (Path(folder) / f"stderr{rank}").open("wb") as said:
-        environment = os.environ | where | on_loopback() | {"PYTHONPATH": path}
-        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=said)
-
-
-def _wait(processes: list[subprocess.Popen[bytes]], folder: str, deadline: float) -> str:
-    """Wait for all processes; return why there is no outcome, or "". No process is left behind."""
-    end = time.monotonic() + deadline
-    try:
-        while any(process.poll() is None for process in processes):
-            if any(process.poll() for process in processes) or time.monotonic() > end:
-                break
-            time.sleep(PAUSE)
-        failed = [rank for rank, process in enumerate(processes) if process.poll()]
-        if failed:  # the others may fail because it did
-            return "; ".join(f"rank {rank} failed: {_said(Path(folder), rank)}" for rank in failed)
-        if any(process.poll() is None for process in processes):
-            return f"the ranks had not finished after {deadline:g} seconds"
-        return ""
-    finally:
-        for process in processes:
+@contextmanager
+def _started(task: dict[str, Any], number: int, world: int) -> Iterator[Rank]:
+    """Start the process of a rank, and end it."""
+    environment = os.environ | on_loopback()
+    environment |= {
+        "RANK": str(number),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(number),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29512",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+    }
+    command = [sys.executable, "-m", "upref.conformance.ranks", json.dumps(task), str(number)]
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr)
+        try:
+            yield Rank(number, process, stdout, stderr)
+        finally:
             process.kill()
             process.wait()
 
 
-def _said(folder: Path, rank: int) -> str:
-    """Return the error of a rank, or the last line that it printed."""
-    if (error := folder / f"error{rank}").exists():
-        return error.read_text(encoding="utf-8")
-    lines = (folder / f"stderr{rank}").read_text(encoding="utf-8", errors="replace").split("\n")
-    return next((line[:300] for line in reversed(lines) if line.strip()), "it was ended")
+def _wait(ranks: Sequence[Rank], deadline: float) -> str:
+    """Wait until all processes end, or one fails; return why there is no outcome, or ""."""
+    end = time.monotonic() + deadline
+    processes = [rank.process for rank in ranks]
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes) or time.monotonic() > end:
+            break
+        time.sleep(PAUSE)
+    failed = [rank for rank in ranks if rank.process.poll()]
+    if failed:  # the others may fail because it did
+        return "; ".join(f"rank {rank.number} failed: {rank.error()}" for rank in failed)
+    if any(process.poll() is None for process in processes):
+        return f"the ranks had not finished after {deadline:g} seconds"
+    return ""
 
 
-def main(folder: str, rank: int) -> None:
-    """Be one rank: the first compares the gradient and writes the outcome; the others only train."""
+def main(task: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Be one rank: the first compares the gradient, the others only train.
+
+    Args:
+        task: the adapter's target, the case's id, the seed, the deadline and the group's store.
+        rank: from 0 on.
+
+    Returns:
+        The report: `outcome` of the first rank, nothing of the others.
+    """
     torch.set_num_threads(1)
-    task: dict[str, Any] = json.loads((Path(folder) / "task.json").read_text(encoding="utf-8"))
     adapter, case = load_adapter(task["target"]), CASES[task["case"]]
     limit = timedelta(seconds=task["deadline"])
-    store = f"file://{folder}/group"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=case.ranks, timeout=limit)
+    dist.init_process_group("gloo", init_method=task["store"], rank=rank, world_size=case.ranks, timeout=limit)
+    report = {}
     if rank:
         train(adapter, case, task["seed"])
     else:
         outcome = run(adapter, case, seed=task["seed"], explain=task["explain"])
-        (Path(folder) / "outcome").write_bytes(pickle.dumps(outcome))
+        report["outcome"] = asdict(outcome)
     dist.barrier()
     dist.destroy_process_group()
+    return report
 
 
 if __name__ == "__main__":
+    to_parent = os.dup(1)
+    os.dup2(2, 1)  # what the framework prints is no report
     try:
-        main(sys.argv[1], int(sys.argv[2]))
+        its_report = main(json.loads(sys.argv[1]), int(sys.argv[2]))
     except Exception as failure:
-        (Path(sys.argv[1]) / f"error{sys.argv[2]}").write_text(describe_error(failure), encoding="utf-8")
         traceback.print_exc()
+        os.write(to_parent, json.dumps({"error": describe_error(failure)}).encode())
         os._exit(1)  # the other ranks may be in a collective: do not wait for them
+    os.write(to_parent, json.dumps(its_report).encode())
