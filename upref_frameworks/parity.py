@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the loss that trains agree with the reference? Compared on the training batch itself, by two routes.
+"""Does the loss that upref hands to a trainer agree with the reference? Compared on the training batch, by two routes.
 
     trained      the scalar that the framework is handed, and dL/dlp by autograd through it, in the dtype that trains
     reference    weight x aggregation in float64: the closed form, which no gradient has passed through; -J in float64
@@ -16,6 +16,11 @@ How far rounding may part them follows from the unit roundoff u of the dtype, no
 
 Where the band of an objective is finer than the dtype, nearly every token is at a bound and the comparison of gradients
 proves little: GSPO's, 3e-4 wide, in bfloat16. `Parity.blind`, the share of such tokens, says how much.
+
+It compares one micro-batch of one rank and needs the loss's own graph. A framework's own loss, and what the framework
+divides by after the loss, are the work of `upref.replay.normalizer` and `upref.replay.watch`: they compare dL/dlp of a
+whole step over all ranks, and name the sum that it is, with fixed tolerances in place of bounds that follow from the
+dtype. Neither can replace the other.
 """
 
 import io

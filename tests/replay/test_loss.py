@@ -99,3 +99,16 @@ def test_the_number_is_asked_for():
     with pytest.raises(InputError, match="--loss"):
         loss(batch(), "dapo")
     assert loss(make_batch(COLUMNS, file="f", logged={"loss": value()}), "dapo").found == "token-mean"
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_refused(number):
+    with pytest.raises(InputError, match="the loss that the run logged is"):
+        loss(batch(), "dapo", number)
+
+
+def test_what_no_token_exercises_is_told():
+    """At r = 1 no bound acts; beyond it those of which a token is."""
+    first = make_batch(COLUMNS | {"now": COLUMNS["old"]}, file="f")
+    assert set(loss(first, "dapo", 0.5, eps_low=0.2, eps_high=0.28).unused) >= {"eps_low", "eps_high"}
+    assert not loss(batch(), "dapo", 0.5, eps_low=0.2, eps_high=0.28).unused

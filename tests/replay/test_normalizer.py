@@ -86,6 +86,30 @@ def test_the_counts_of_the_framework_are_right_too():
     assert not asked(gradient(), logged=stated).findings  # and so are those of the tokens that are there
 
 
+def test_the_other_sign_is_no_divisor():
+    found = asked(-2 * gradient())
+    assert found and causes(found) == ["gradient_sign"] and "divisor" not in str(found.findings[0])
+
+
+def test_a_column_of_zeros_is_no_multiple():
+    found = asked(0 * gradient())
+    assert found and causes(found) == ["gradient_zero"] and found.factor is None
+
+
+def test_a_factor_of_each_rank_is_one_of_ranks():
+    """It is one number in each micro-batch too; the rank says more."""
+    numbered = {"micro": COLUMNS["micro"] + 4 * COLUMNS["rank"]}  # as `merge` numbers those of several files
+    scale = torch.where(COLUMNS["rank"] == 1, 0.7, 1.0)[:, None]
+    found = normalizer(make_batch(COLUMNS | numbered | {"grad": gradient() * scale}, file="f"), "dapo")
+    assert causes(found) == ["gradient_parts"] and "in each rank" in str(found.findings[0])
+
+
+def test_a_correction_of_zero_leaves_no_gradient():
+    zeros = torch.zeros(B, T)
+    found = normalizer(make_batch(COLUMNS | {"correction": zeros, "grad": zeros}, file="f"), "dapo")
+    assert causes(found) == ["no_gradient"] and "correction" in str(found.findings[0])
+
+
 def test_a_micro_batch_with_another_factor_is_a_note():
     scale = torch.where(COLUMNS["micro"] == 2, 0.7, 1.0)[:, None]
     found = asked(gradient() * scale)

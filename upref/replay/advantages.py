@@ -11,7 +11,7 @@ from torch import Tensor
 
 from upref import advantages as estimators
 from upref.errors import InputError
-from upref.replay.findings import Checked, ReplayFinding, Severity
+from upref.replay.findings import Checked, ReplayFinding, Severity, note
 from upref.replay.schema import PROMPTS_READ, RecordedBatch, expect_batch
 from upref.rollouts import one_per_response, per_response
 
@@ -57,12 +57,14 @@ def advantages(batch: RecordedBatch) -> Advantages:
     trains = batch.mask.any(1)
     if not one_per_response(batch.adv[trains], batch.mask[trains]):
         same = ((batch.adv == per_response(batch.adv, batch.mask)[:, None]) | ~batch.mask).all(1)
-        note = _note("per_token", rows=int((~same & trains).sum()), of=int(trains.sum()))
-        return Advantages(estimator="", grouping="", error=1.0, findings=(note,))
+        differs = note("advantages", "per_token", rows=int((~same & trains).sum()), of=int(trains.sum()))
+        return Advantages(estimator="", grouping="", error=1.0, findings=(differs,))
     A = per_response(batch.adv, batch.mask)[trains]
     informative = int((A != 0).sum())
     if informative < LEAST:
-        few = _note("too_few", responses=informative) if informative else _note("no_signal")
+        few = note("advantages", "no_signal")
+        if informative:
+            few = note("advantages", "too_few", responses=informative)
         return Advantages(estimator="", grouping="", error=0.0, findings=(few,))
     tolerance = TOLERANCE_BFLOAT16 if bool((A.bfloat16().double() == A).all()) else TOLERANCE
     for grouping, after in product(_groupings(batch), (_unchanged, _whitened)):
@@ -77,7 +79,7 @@ def advantages(batch: RecordedBatch) -> Advantages:
         if fits:
             break
     else:
-        return Advantages(estimator="", grouping="", error=1.0, findings=(_note("no_estimator"),))
+        return Advantages(estimator="", grouping="", error=1.0, findings=(note("advantages", "no_estimator"),))
     (name, error), *others = fits
     also = tuple(other for other, _ in others[:3])
     findings = _judged(batch, name, grouping)
@@ -89,13 +91,13 @@ def _judged(batch: RecordedBatch, estimator: str, grouping: "Grouping") -> tuple
     if batch.group is None or grouping.name in (PROMPTS, NO_GROUPS):
         return ()
     if grouping.name == WHOLE:
-        return (_note("whole_batch", estimator=estimator),)
+        return (note("advantages", "whole_batch", estimator=estimator),)
     mixed = sum(len(batch.group[grouping.ids == g].unique()) > 1 for g in grouping.ids.unique())
     numbers = {"estimator": estimator, "grouping": grouping.name, "mixed": mixed, "groups": len(grouping.ids.unique())}
     if mixed:
         severity: Severity = "failure" if _certain_groups(batch) else "note"
         return (ReplayFinding("advantages", severity, "wrong_grouping", numbers),)
-    return (_note("subgroups", estimator=estimator, grouping=grouping.name),)
+    return (note("advantages", "subgroups", estimator=estimator, grouping=grouping.name),)
 
 
 def _certain_groups(batch: RecordedBatch) -> bool:
@@ -117,10 +119,6 @@ def _whitened(A: Tensor, mask: Tensor) -> tuple[str, Tensor]:
     """The advantages [B] of responses, whitened over their tokens."""
     white = estimators.whiten_tokens(A[:, None].expand_as(mask).contiguous(), mask)
     return ", whitened over tokens", per_response(white, mask)
-
-
-def _note(cause: str, **numbers: object) -> ReplayFinding:
-    return ReplayFinding("advantages", "note", cause, numbers)
 
 
 Estimate = Callable[[Tensor, Tensor], Tensor]

@@ -33,6 +33,11 @@ class ReplayFinding:
         return sentence(self.cause, self.numbers)
 
 
+def note(check: str, cause: str, **numbers: Any) -> ReplayFinding:
+    """A finding that accuses nobody."""
+    return ReplayFinding(check, "note", cause, numbers)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checked(Result):
     """The answer of one check. bool() is False where a finding is a failure."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from upref.replay.compare import HeavyToken, Weights
 from upref.replay.findings import ReplayFinding
+from upref.replay.loss import Loss
 from upref.replay.schema import RecordedBatch
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def _step_lines(s: "StepChecks") -> Iterator[str]:
     g = s.sampler
     if g is not None:
         yield from _finding_lines("sampler", g.findings)
-        word = "ok    sampler: rounding only" if not g.findings else "      sampler"
+        word = "ok    sampler: no more than rounding" if not g.findings else "      sampler"
         yield (
             f"{word}; {g.tokens:,} tokens, mean |log ρ| {g.mean_abs:.3g}, largest {g.largest:.3g}, "
             f"E[ρ] {g.rho_mean:.4f} ± {g.rho_se:.4f}, KL {g.k3:.2g}, effective {g.effective:.0%}"
@@ -81,11 +82,26 @@ def _step_lines(s: "StepChecks") -> Iterator[str]:
     if s.loss is not None:
         yield from _finding_lines("loss", s.loss.findings)
         if s.loss.found == s.loss.expected:
-            yield _fold(f"ok    loss: {s.loss.logged:.6g} is the {s.loss.expected} of {s.loss.objective}'s terms")
+            yield _fold(f"ok    loss: {s.loss.logged:.6g} is the {_terms(s.loss)}{_not_exercised(s.loss)}")
         if s.loss.gradient == s.loss.expected:
-            yield "ok    loss: so is dL/dlp of the recorded tokens, whatever the micro-batches and ranks"
+            gradient = "dL/dlp of the recorded tokens"
+            if s.loss.found == s.loss.expected:
+                sentence = f"so is {gradient}"
+            else:
+                sentence = f"{gradient} is that of the {_terms(s.loss)}"
+            precise = f"to {s.loss.gradient_tolerance:.2%}"
+            yield _fold(f"ok    loss: {sentence}, {precise}, whatever the micro-batches and ranks")
     if s.old is not None:
         yield from _finding_lines("old", (s.old,))
+
+
+def _terms(found: Loss) -> str:
+    return f"{found.expected} of {found.objective}'s terms"
+
+
+def _not_exercised(found: Loss) -> str:
+    """The hyperparameters of which an agreement says nothing."""
+    return f"; not exercised: {', '.join(found.unused)}" if found.unused else ""
 
 
 def _finding_lines(check: str, findings: Iterable[ReplayFinding]) -> Iterator[str]:

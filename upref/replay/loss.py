@@ -6,6 +6,7 @@ them. Frameworks take the mean over the tokens of a step where a paper's formula
 the default of the comparison.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from upref.aggregation import AGGREGATIONS, aggregate
 from upref.definition import Objective
 from upref.errors import InputError
-from upref.replay.findings import Checked, ReplayFinding
+from upref.replay.findings import Checked, ReplayFinding, note
 from upref.replay.normalizer import Normalizer, normalizer
 from upref.replay.schema import RecordedBatch, expect_batch
 from upref.replay.terms import EXTRA, FACTORS, StepTerms, as_run, or_else, terms_of
@@ -36,6 +37,9 @@ class Loss(Checked):
         found: the sum of the terms that the logged number is; "" if none.
         divisor: the number by which the sum of the terms would be divided; None where the logged number is 0.
         gradient: the sum of the terms whose gradient is the recorded dL/dlp; "" if none, or nothing was recorded.
+        gradient_factor: the recorded gradient over that of the sum that it was compared with, where one number.
+        gradient_tolerance: relative error up to which it is that gradient.
+        unused: hyperparameters that may be doubled without another loss: this step does not exercise them.
     """
 
     objective: str
@@ -45,6 +49,9 @@ class Loss(Checked):
     found: str
     divisor: float | None
     gradient: str = ""
+    gradient_factor: float | None = None
+    gradient_tolerance: float = 0.0
+    unused: tuple[str, ...] = ()
 
 
 def loss(
@@ -76,12 +83,14 @@ def loss(
         logged = batch.logged.get("loss")
     if logged is None:
         raise InputError("the check of the loss needs the number that the run logged: --loss, or `logged` of the file.")
+    if not math.isfinite(logged):
+        raise InputError(f"the loss that the run logged is {logged}: replay a step that has a number.")
     step = terms_of(batch, o, hp)
     gradient = None if batch.grad is None else normalizer(batch, o, **hp)
     name, value = next(_accepted(step))
     size = float(step.total(step.terms.abs()))
     tolerance = digits + ROUNDING * max(size, abs(value))
-    findings = [] if batch.now is not None else [_note("needs_now")]
+    findings = [] if batch.now is not None else [note("loss", "needs_now")]
     numbers = {"logged": logged, "expected": name, "objective": o.name, "value": value}
     total = float(-aggregate(step.terms, step.b.mask, "seq-mean-token-sum" if step.terms.ndim == 2 else o.agg))
     total *= len(step.b.mask)  # the two means are over responses
@@ -90,9 +99,9 @@ def loss(
     if found:
         name, value = found, equal_value
         if abs(value) <= 10 * tolerance:
-            findings.append(_note("uninformative", value=value))
+            findings.append(note("loss", "uninformative", value=value))
     elif batch.meta.get(EXTRA):
-        findings.append(_note("extra_terms", logged=logged, value=value, extra=batch.meta[EXTRA]))
+        findings.append(note("loss", "extra_terms", logged=logged, value=value, extra=batch.meta[EXTRA]))
     else:
         sharp = tolerance < SHARP * size
         others = _candidates(batch, step)
@@ -107,19 +116,32 @@ def loss(
             findings.append(ReplayFinding("loss", "failure", "multiple", numbers | {"factor": factor}))
         elif divisor is not None and divisor > 0:
             more = {"divisor": divisor, "tokens": int(step.b.mask.sum()), "responses": len(step.b.mask)}
-            findings.append(_note("divided", **numbers | more))
+            findings.append(note("loss", "divided", **numbers | more))
         else:
-            findings.append(_note("unexplained", **numbers))
+            findings.append(note("loss", "unexplained", **numbers))
     if gradient is not None:
         findings += gradient.findings
     return Loss(
         objective=o.name, logged=logged, value=value, expected=name, found=found, divisor=divisor,
-        gradient="" if gradient is None else gradient.found, findings=tuple(findings),
+        gradient="" if gradient is None else gradient.found,
+        gradient_factor=None if gradient is None else gradient.factor,
+        gradient_tolerance=0.0 if gradient is None else gradient.tolerance,
+        unused=tuple(_unused(step)), findings=tuple(findings),
     )  # fmt: skip
 
 
-def _note(cause: str, **numbers: Any) -> ReplayFinding:
-    return ReplayFinding("loss", "note", cause, numbers)
+def _unused(step: StepTerms) -> Iterator[str]:
+    """The hyperparameters that may be doubled without another loss."""
+    value = step.loss()
+    for name, number in step.o.resolve(step.hp).items():
+        if not number or not math.isfinite(number):
+            continue  # a bound that is not there
+        try:
+            doubled = replace(step, hp=step.hp | {name: 2 * number}).loss()
+        except InputError:
+            continue  # no such hyperparameter may be twice as large
+        if doubled == value:
+            yield name
 
 
 def _may_accuse(gradient: Normalizer | None) -> bool:
@@ -151,7 +173,7 @@ def _candidates(batch: RecordedBatch, step: StepTerms) -> Iterator[tuple[str, fl
         if agg == "group-token-mean" and step.b.group is None:
             continue  # it is the token mean
         yield agg, own.under(agg).loss()
-    for words, parts in own.parts():
+    for words, _, parts in own.parts():
         values = [part.loss() for part in parts]
         yield f"mean over {words} of their own {o.agg}", sum(values) / len(values)
         yield f"sum over {words} of their own {o.agg}", sum(values)

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The normalizer of a whole step, from dL/dlp of all its micro-batches and ranks.
 
-A loss divides the sum of an objective's terms; which number it divides by is seen in dL/dlp alone, whatever the
-parallelism, with no second model: each response's recorded gradient is compared with the objective's in float64, and
-the factors between them are one number, those of another sum, or others.
+A loss divides the sum of an objective's terms. dL/dlp alone shows by which number, whatever the
+parallelism, and needs no second model: the recorded gradient of each response is compared with the
+objective's in float64. The factors between them are one number, those of another sum, or others.
+
+`upref_frameworks.parity` compares a loss that upref itself hands to a trainer, micro-batch by
+micro-batch, within bounds that follow from the dtype. It needs the loss's own graph, and does not
+cover what the trainer divides by afterwards. Here the loss may be anybody's, and the whole step is
+compared. Neither check can replace the other.
 """
 
 import math
@@ -14,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from upref.aggregation import Totals
 from upref.definition import Objective
-from upref.replay.findings import Checked, ReplayFinding
+from upref.replay.findings import Checked, ReplayFinding, note
 from upref.replay.schema import RecordedBatch, expect_batch
 from upref.replay.terms import FACTORS, StepTerms, as_run, or_else, terms_of
 
@@ -36,6 +42,7 @@ class Normalizer(Checked):
         factor: the recorded gradient over the objective's, where that is one number.
         low, high: the least and the largest of the responses' factors; NaN where no response has a gradient.
         tokens: how many were compared.
+        tolerance: relative error of a factor, up to which it is the same number.
     """
 
     objective: str
@@ -45,6 +52,7 @@ class Normalizer(Checked):
     low: float
     high: float
     tokens: int
+    tolerance: float
 
 
 def normalizer(batch: RecordedBatch, objective: Objective | str, **hp: Any) -> Normalizer:
@@ -112,16 +120,18 @@ class _Comparison:
         right = bool(found) and not findings
         return Normalizer(
             objective=self.step.o.name, expected=found if right else self.expected, found=found, factor=one, low=low,
-            high=high, tokens=tokens, findings=findings,
+            high=high, tokens=tokens, tolerance=self.tolerance, findings=findings,
         )  # fmt: skip
 
     def _judge(
         self, factor: Tensor, off: Tensor, one: float | None, numbers: dict[str, Any]
     ) -> tuple[str, tuple[ReplayFinding, ...]]:
         if off.sum() > OFF * self.kept.sum():
-            return "", (_note("gradient_other", **numbers),)
+            return "", (note("loss", "gradient_other", **numbers),)
         if factor.isnan().all():
-            return "", (_note("no_gradient"),)
+            return "", (note("loss", "no_gradient"),)
+        if not self.recorded[self.kept].any():
+            return "", (note("loss", "gradient_zero", objective=self.step.o.name),)
         for name, counted in self.step.by_counts():
             if self._is(counted.gradient()):
                 return name, ()
@@ -131,10 +141,11 @@ class _Comparison:
             return name, (ReplayFinding("loss", "failure", "gradient_other_sum", numbers | {"found": name}),)
         if one is not None:
             return "", (self._multiple(one, numbers),)
-        for words, column in (("micro-batch", self.step.micro), ("rank", self.step.rank)):
+        # The ranks first: what is one number in a rank is one in each of its micro-batches too.
+        for words, column in (("rank", self.step.rank), ("micro-batch", self.step.micro)):
             if column is not None and self._one_in_each(factor, column):
-                return "", (_note("gradient_parts", part=words, **numbers),)
-        return "", (_note("gradient_rows", **numbers),)
+                return "", (note("loss", "gradient_parts", part=words, **numbers),)
+        return "", (note("loss", "gradient_rows", **numbers),)
 
     def _is(self, gradient: Tensor) -> bool:
         """Whether the recorded gradient is this one."""
@@ -169,10 +180,7 @@ class _Comparison:
             for agg in others:
                 if agg != step.o.agg:
                     yield agg, own.under(agg).gradient()
-        for words, column in (("micro-batches", step.micro), ("ranks", step.rank)):
-            parts = dict(own.parts()).get(words)
-            if parts is None or column is None:
-                continue
+        for words, column, parts in own.parts():
             total = torch.zeros_like(self.reference)
             for value, part in zip(column.unique(), parts, strict=True):
                 total[column == value] = part.gradient()
@@ -180,14 +188,17 @@ class _Comparison:
             yield f"sum over {words} of their own {step.o.agg}", total
 
     def _multiple(self, factor: float, numbers: dict[str, Any]) -> ReplayFinding:
-        simple = any(abs(factor / f - 1) <= self.tolerance for f in FACTORS)
-        if simple:
-            return ReplayFinding("loss", "failure", "gradient_multiple", numbers | {"factor": factor})
+        numbers = numbers | {"factor": factor}
+        if factor < 0:
+            return note("loss", "gradient_sign", **numbers)
+        if any(abs(factor / f - 1) <= self.tolerance for f in FACTORS):
+            return ReplayFinding("loss", "failure", "gradient_multiple", numbers)
         totals = next(self.step.by_counts())[1].b.totals
         by_tokens = self.step.o.agg == "token-mean"
-        own = self.step.b.mask.sum() if by_tokens else len(self.step.b.mask)
-        count = float(own if totals is None else totals.tokens if by_tokens else totals.sequences)
-        return _note("gradient_scaled", **numbers | {"factor": factor, "count": count, "divisor": count / factor})
+        if totals is None:
+            totals = Totals.of(self.step.b.mask)
+        count = float(totals.tokens if by_tokens else totals.sequences)
+        return note("loss", "gradient_scaled", count=count, divisor=count / factor, **numbers)
 
 
 def _at_a_bound(step: StepTerms, reference: Tensor) -> Tensor:
@@ -204,7 +215,3 @@ def _at_a_bound(step: StepTerms, reference: Tensor) -> Tensor:
 def _range(factor: Tensor) -> tuple[float, float]:
     told = factor[~factor.isnan()]
     return (float(told.min()), float(told.max())) if len(told) else (math.nan, math.nan)
-
-
-def _note(cause: str, **numbers: Any) -> ReplayFinding:
-    return ReplayFinding("loss", "note", cause, numbers)

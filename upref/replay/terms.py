@@ -129,11 +129,17 @@ class StepTerms:
             counted = replace(self, b=self.b.but(totals=totals))
             yield f"{self.o.agg} over the {tokens:g} tokens of the whole generation batch", counted
 
-    def parts(self) -> "Iterator[tuple[str, list[StepTerms]]]":
-        """(micro-batches or ranks, the terms of each by its own counts), where there are several."""
+    def parts(self) -> "Iterator[tuple[str, Tensor, list[StepTerms]]]":
+        """The micro-batches and then the ranks, where there are several.
+
+        Yields:
+            Their name, the number of each response's part [B], and the terms of each part by its own
+            counts, in the order of the numbers.
+        """
         for column, words in ((self.micro, "micro-batches"), (self.rank, "ranks")):
             if column is not None and len(column.unique()) > 1:
-                yield words, [self._rows((column == value).nonzero()[:, 0]) for value in column.unique()]
+                rows = [(column == value).nonzero()[:, 0] for value in column.unique()]
+                yield words, column, [self._rows(part) for part in rows]
 
     def _rows(self, i: Tensor) -> "StepTerms":
         b = self.b.rows(i, Totals.of(self.b.mask[i]))

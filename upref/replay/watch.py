@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watch a running trainer: each recorded step is judged while it trains, over all ranks, under any loss.
+"""Watch a running trainer: judge recorded steps while it trains, over all ranks, under any loss.
 
     upref.replay.watch(trainer, "dapo", every=50, eps_high=0.2)        # one line before trainer.train()
 
@@ -9,6 +9,10 @@ numbers are logged beside the trainer's own; `gap_cause` is the place of the cau
 
 A loss or a gradient that is another sum of the objective's terms, or a multiple of it, stops the run. What is found in
 the sampler's column is a warning: it may be what the run is meant to do.
+
+`upref_frameworks.parity.Monitor` watches a loss that upref itself hands to a trainer, on every rank
+alone, and stops at what rounding of its dtype cannot explain. It costs no column and no gathering,
+and cannot watch a framework's own loss, nor what divides the step afterwards.
 """
 
 import logging
@@ -24,7 +28,6 @@ from upref.replay.batch import merge
 from upref.replay.findings import ReplayFinding
 from upref.replay.gap import Gap, gap
 from upref.replay.loss import loss
-from upref.replay.normalizer import normalizer
 from upref.replay.record import EVERY, Recording, Schedule, Sink, Stopped, file_sink, open_folder, recorder_of
 from upref.replay.schema import RecordedBatch
 from upref.replay.terms import as_run
@@ -39,12 +42,12 @@ def watch(
     trainer: Any, objective: str | Objective, *, every: int = EVERY, folder: str | Path = "", on_fail: str = "stop",
     **hp: Any,
 ) -> Recording:  # fmt: skip
-    """Judge every so-manieth optimizer step of a trainer while it trains. Call it on every rank.
+    """Judge optimizer steps of a trainer while it trains. Call it on every rank.
 
     Args:
         trainer: a GRPOTrainer of TRL, or of a class derived from it.
         objective: what its loss should be.
-        every: the first step is judged, and then each whose number is a multiple of this.
+        every: number of optimizer steps between two that are judged; the first one is judged too.
         folder: where these steps are recorded too; "": nowhere. The files hold users' texts.
         on_fail: "stop" ends a run whose loss or gradient is another sum; "warn" logs it.
         **hp: hyperparameters of the objective.
@@ -83,15 +86,25 @@ class Watch:
         self.said: set[str] = set()
 
     def __call__(self, batch: RecordedBatch, group: Any = None) -> Mapping[str, float]:
-        """Judge a step; its metrics. Raises Stopped."""
+        """Judge a step.
+
+        Args:
+            batch: what this rank has of it.
+            group: process group of the data-parallel ranks; None: the default one.
+
+        Returns:
+            Metrics to log.
+
+        Raises:
+            Stopped: the loss or the gradient is not the objective's, and on_fail is "stop".
+        """
         if self.then is not None:
             self.then(batch, group)
         whole = joined(batch, group)
         found = loss(whole, self.objective, **self.hp)
         metrics = {"loss_off": abs(found.value - found.logged)}
-        if whole.grad is not None:
-            factor = normalizer(whole, self.objective, **self.hp).factor
-            metrics |= {} if factor is None else {"normalizer": factor}
+        if found.gradient_factor is not None:
+            metrics["normalizer"] = found.gradient_factor
         if whole.sampler is not None:
             sampler = gap(whole)
             metrics |= _of_gap(sampler)

@@ -22,7 +22,7 @@ SAMPLER = {
     "factor":
         "the sampler's log-probabilities are {factor:.4g} times the trainer's: one of them was divided by a "
         "temperature after the log-softmax, or has another base. Divided out, " + UNDONE + ".",
-    "sign": "the sampler's column holds negative log-probabilities: change its sign.",
+    "sign": "the sampler's column holds negated log-probabilities: change its sign.",
     "probabilities": "the sampler's column holds probabilities: record their logarithm.",
     "shift":
         "in {rows} of {of} responses the sampler's number of a token stands {shift:+d} slots from the trainer's. Moved "
@@ -36,11 +36,12 @@ SAMPLER = {
     "all_zero": "the sampler's column is 0 on every trained token: it was not recorded, or the sampler was certain of "
         "every token (greedy, or cut to one token).",
     "copied":
-        "the sampler's column equals the trainer's bit for bit: it is a copy, or one engine made both. The gap is "
-        "unknown.",
+        "the sampler's column equals the trainer's bit for bit: it is a copy, one engine made both, or two engines "
+        "compute the same bits. A copy hides the gap.",
     "reference_weights":
         "the sampler's column fits the reference model better than the trainer ({after:.2g} against {before:.2g} "
-        "nats): the engine may still hold the weights of the reference.",
+        "nats): the engine may still hold the weights of the reference, or the reference's log-probabilities were "
+        "recorded as the sampler's.",
     "impossible_tokens":
         "{tokens} of {trained} tokens are {far:g} nats less likely for the trainer than for the sampler, on an "
         "otherwise clean line: other ids (a text that was tokenized again, an inserted token), other experts or "
@@ -73,10 +74,10 @@ SAMPLER = {
     "bfloat16_column":
         "the column {column} holds bfloat16 numbers, 8 bits of each log-probability; mean gap {mean_abs:.2g} nats.",
     "two_policies":
-        "two normalized policies, mean gap {mean_abs:.3f} nats, E[ρ] = {rho:.3f}, KL about {k3:.2g}: more than "
-        "bfloat16 rounding in most models. Stale or undelivered weights, other experts, quantization, low "
-        "precision, penalties, a logit bias or another temperature of one of them look like this; several steps tell "
-        "more.",
+        "the columns look like two normalized policies, mean gap {mean_abs:.3f} nats, E[ρ] = {rho:.3f}, KL about "
+        "{k3:.2g}: more than bfloat16 rounding in most models. Stale or undelivered weights, other experts, "
+        "quantization, low precision, penalties, a logit bias or another temperature of one of them look like this; "
+        "several steps tell more.",
 }  # fmt: skip
 
 # ---- several steps ---------------------------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ ADVANTAGES = {
     "per_token":
         "advantages differ within {rows} of {of} responses: they are of tokens (GAE, a KL term in the reward), which "
         "rewards of responses do not give.",
-    "no_signal": "all advantages are 0: nothing trains.",
+    "no_signal": "all advantages are 0: only a KL or an entropy term trains.",
     "too_few": "{responses} responses have an advantage other than 0: too few to name an estimator.",
 }  # fmt: skip
 
@@ -122,16 +123,17 @@ LOSS = {
         "the logged loss {logged:.6g} is the {found} of {objective}'s terms, not the {expected} ({value:.6g}).",
     "multiple":
         "the logged loss {logged:.6g} is {factor:.6g} times the {expected} of {objective}'s terms ({value:.6g}): a "
-        "count of micro-batches, accumulation steps or ranks enters once too often or too rarely.",
+        "count of micro-batches, accumulation steps or ranks enters once too often or too rarely, or the loss has a "
+        "coefficient.",
     "divided":
         "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms ({value:.6g}); it would "
         "equal their sum divided by {divisor:.6g}, where {tokens} tokens and {responses} responses train.",
     "unexplained":
-        "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms ({value:.6g}), and no other sum of "
-        "them.",
+        "the logged loss {logged:.6g} is not the {expected} of {objective}'s terms ({value:.6g}), and no "
+        "positive divisor of their sum gives it.",
     "uninformative":
-        "the loss says nothing here: its terms cancel to {value:.2g} (at r = 1 they are the advantages, whose "
-        "mean is 0).",
+        "the loss says nothing here: its terms sum to {value:.2g} (at r = 1 they are the advantages, whose mean is "
+        "often 0).",
     "extra_terms":
         "the logged loss {logged:.6g} has terms beside the objective's ({value:.6g}): {extra}. The loss alone tells "
         "nothing here.",
@@ -142,20 +144,27 @@ LOSS = {
         "of micro-batches, accumulation steps or ranks enters once too often or too rarely, or the loss has a "
         "coefficient.",
     "gradient_scaled":
-        "dL/dlp of every recorded token is {factor:.6g} times that of the {expected} of {objective}'s terms: the "
-        "divisor of the step is {divisor:.6g} in place of {count:.6g}.",
+        "dL/dlp of the recorded tokens is {factor:.6g} times that of the {expected} of {objective}'s terms: as if the "
+        "divisor of the step were {divisor:.6g} in place of {count:.6g}; a coefficient of the loss or of the "
+        "advantages gives that too.",
+    "gradient_sign":
+        "dL/dlp of the recorded tokens is {factor:.6g} times that of the {expected} of {objective}'s terms: the column "
+        "grad, or the advantages, have the other sign.",
+    "gradient_zero":
+        "dL/dlp is 0 on every recorded token, and {objective}'s is not: the column grad was not recorded, or the loss "
+        "does not train these tokens.",
     "gradient_parts":
-        "dL/dlp of each {part} is another multiple of that of the {expected} of {objective}'s terms, from {low:.4g} "
-        "to {high:.4g}.",
+        "dL/dlp is in each {part} a multiple of that of the {expected} of {objective}'s terms, and not in all the "
+        "same one: from {low:.4g} to {high:.4g}.",
     "gradient_rows":
-        "dL/dlp of each response is another multiple of that of the {expected} of {objective}'s terms, from {low:.4g} "
-        "to {high:.4g}, and no known sum gives these.",
+        "dL/dlp is in each response a multiple of that of the {expected} of {objective}'s terms, and not in all the "
+        "same one: from {low:.4g} to {high:.4g}. No known sum gives these.",
     "no_gradient":
-        "no recorded token has a gradient, so its normalizer cannot be told: each one is clipped, or its advantage is "
-        "0.",
+        "no recorded token has a gradient that tells the normalizer: each one is clipped or at a clip bound, its "
+        "advantage is 0, or the correction of the sampler multiplies it by 0.",
     "gradient_other":
-        "dL/dlp is not a multiple of {objective}'s gradient on {tokens} of {trained} tokens: other weights than this "
-        "objective's with these hyperparameters, so its normalizer cannot be told.",
+        "dL/dlp is not a multiple of {objective}'s gradient on {tokens} of {trained} compared tokens: other weights "
+        "than this objective's with these hyperparameters and columns, so its normalizer cannot be told.",
     "needs_now":
         "the column now was not recorded, so the loss is that of the first optimizer step, r = 1.",
 }  # fmt: skip
@@ -164,7 +173,7 @@ LOSS = {
 OLD = {
     "ratio_one":
         "r = 1 on every token although the weights that sampled are {lag} steps old: old was computed with the current "
-        "weights, so no clip acts.",
+        "weights, or now is a copy of it. With r = 1 no clip acts.",
 }  # fmt: skip
 
 CAUSES: dict[str, str] = SAMPLER | SERIES | ADVANTAGES | LOSS | OLD
