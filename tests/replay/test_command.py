@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """`upref replay`: status, report, JSON and sheets."""
 
+import io
 import json
+import struct
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from tests.replay.simulator import FAULTS, World, run_of_steps
 from upref.cli import main
-from upref.replay import make_batch, write
+from upref.replay import loss, make_batch, write
 
 FILES = Path(__file__).parent / "files"
 WORLD = World("qwen3", 51, responses=32, length=20)
@@ -98,6 +103,55 @@ def test_bad_input_is_one_sentence(folder, capsys, arguments, words):
     given = [a.format(healthy=folder / "healthy_bfloat16.npz") for a in arguments]
     status, _, err = run(capsys, *given)
     assert status == 2 and words in err and err.count("\n") == 1
+
+
+def bad_files(folder):
+    """Files that are cut, lack a column, announce 10 GB or hold Python objects; name -> what the sentence says."""
+    small = {
+        "schema": 1, "ids": np.array([[5, 8]]), "mask": np.array([[0, 1]]), "old": np.array([[0, -0.5]]),
+    }  # fmt: skip
+    np.savez(folder / "whole.npz", **small)
+    whole = (folder / "whole.npz").read_bytes()
+    (folder / "cut.npz").write_bytes(whole[: len(whole) // 2])
+    np.savez(folder / "column.npz", **{name: value for name, value in small.items() if name != "mask"})
+    np.savez(folder / "objects.npz", **small | {"now": np.array([[None, 1]], dtype=object)})
+    torch.save({"rollout_id": 1, "samples": [folder]}, folder / "objects.pt")
+    header = io.BytesIO()
+    shape = (100_000, 12_500)
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": shape})
+    with zipfile.ZipFile(folder / "large.npz", "w") as archive:
+        archive.writestr("ids.npy", header.getvalue())
+    (folder / "large.safetensors").write_bytes(struct.pack("<Q", 10**10) + b"{}")
+    return {
+        "cut.npz": "damaged or cut off",
+        "column.npz": "lacks the column mask",
+        "objects.npz": "a pickle that may run code",
+        "objects.pt": "a pickle that may run code",
+        "large.npz": "announces 9.3 GiB",
+        "large.safetensors": "damaged or cut off",
+    }
+
+
+def test_a_bad_file_is_one_sentence(tmp_path, capsys):
+    for name, words in bad_files(tmp_path).items():
+        status, out, err = run(capsys, tmp_path / name, "--as", "dapo")
+        assert (status, out) == (2, "") and words in err and err.count("\n") == 1, (name, err)
+        assert "\x1b" not in err  # a parser's colors
+
+
+def test_a_missing_column_does_not_hide_the_other_checks(tmp_path, capsys):
+    batch = make_batch(FAULTS["healthy_bfloat16"](WORLD), file="f", step=1, logged={"loss": float("nan")})
+    write(tmp_path / "nan.npz", batch)
+    status, out, _ = run(capsys, tmp_path / "nan.npz", "--as", "dapo")
+    assert status == 2 and "not run  loss: the loss that the run logged is nan" in out and "ok    advantages" in out
+
+
+def test_an_agreement_says_what_it_did_not_exercise(tmp_path, capsys):
+    columns = FAULTS["healthy"](WORLD)
+    value = loss(make_batch(columns, file="f"), "dapo", 1.0).value
+    write(tmp_path / "first.npz", make_batch(columns, file="f", logged={"loss": value}))
+    _, out, _ = run(capsys, tmp_path / "first.npz", "--as", "dapo", "--only", "loss")
+    assert "ok    loss" in out and "not exercised: eps_low, eps_high" in " ".join(out.split())
 
 
 def test_the_example_of_the_page_is_read(tmp_path, capsys, monkeypatch):

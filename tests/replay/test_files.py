@@ -198,6 +198,12 @@ def test_altered_bytes_are_refused_or_harmless(tmp_path):
             list(read_steps([tmp_path / "c.npz"]))
 
 
+@pytest.mark.parametrize("number", ["0", "-3", "NaN", "1e999"])
+@pytest.mark.parametrize("name", ["tokens", "ranks", "length"])
+def test_counts_that_cannot_divide_are_refused(tmp_path, name, number):
+    refused(saved(tmp_path, logged=f'{{"loss": 0.5, "{name}": {number}}}'), f"{name} under logged")
+
+
 def test_a_file_of_another_kind_is_refused(tmp_path):
     for name in ("a.pkl", "a.txt", "a.jsonl", "a.safetensors"):
         (tmp_path / name).write_text("hello\n")

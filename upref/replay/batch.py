@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From columns as a file holds them to a recorded batch: every shape, kind and number is checked here, once."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.replay.schema import (
     COLUMNS,
+    COUNTS,
     LOG_PROBS,
     MOST_SLOTS,
     RESPONSE_COLUMNS,
@@ -62,7 +64,16 @@ def make_batch(columns: Mapping[str, Any], *, file: str, **facts: Any) -> Record
             if tuple(value.shape) != expected:
                 raise InputError(f"{file}: {name} has shape {list(value.shape)}, expected {list(expected)}.")
             made[name] = _column(name, value, mask, file)
+    _check_counts(facts.get("logged", {}), file)
     return RecordedBatch(**made, file=file, **facts)
+
+
+def _check_counts(logged: Mapping[str, float], file: str) -> None:
+    """Raise InputError where a count of the step could not divide its loss."""
+    for name in COUNTS:
+        value = logged.get(name, 1.0)
+        if not (value > 0 and math.isfinite(value)):
+            raise InputError(f"{file}: {name} under logged is {value:g}; it must be a finite number above 0.")
 
 
 def merge(parts: Sequence[RecordedBatch]) -> RecordedBatch:

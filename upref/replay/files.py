@@ -8,6 +8,7 @@ parser raises becomes one sentence.
 import io
 import json
 import math
+import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -116,6 +117,10 @@ def _one(work: Callable[[Path], Any], path: Path) -> Any:
         raise InputError(f"{path} cannot be read without {e.name}: pip install {e.name}.") from e
     except MemoryError as e:
         raise InputError(f"{path} does not fit into memory: split the step into several files.") from e
+    except pickle.UnpicklingError as e:
+        raise InputError(
+            f"{path} is damaged, or holds Python objects, a pickle that may run code: write numbers and texts."
+        ) from e
     except Exception as e:  # a damaged file makes parsers raise what they like
         why = (str(e).splitlines() or [""])[0][:160]
         raise InputError(f"{path} is damaged or cut off ({type(e).__name__}: {why}): write it again.") from e

@@ -57,6 +57,7 @@ LOGGED = {
     "divisor": "the number by which the framework divides the sum over responses, where that is no count of them",
     "ranks": "how many data-parallel ranks the step has",
 }
+COUNTS = tuple(name for name in LOGGED if name != "loss")
 COLUMNS = TOKEN_INTEGERS | {"mask": "true on the tokens that train"} | TOKEN_FLOATS | RESPONSE_COLUMNS
 
 
