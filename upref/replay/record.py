@@ -3,14 +3,15 @@
 
     upref.replay.record(trainer, "dumps", every=50)        # one line before trainer.train()
 
-What is known of a trainer comes from a package that attaches to upref (upref.plugins); here is what all of them share:
-which steps are recorded, and how a step is written. **The files hold users' texts, as token ids.** A file is written
-beside its place and renamed, so that an interruption leaves no half file. What fails here stops the recording with one
-warning, never the training.
+What is known of a trainer comes from a package that attaches to upref (upref.plugins). Here is what
+all of them share: which steps are recorded, how a gradient is kept, and how a step is written.
+**The files hold users' texts, as token ids.** A file is written beside its place and renamed, so
+that an interruption leaves no half file. What fails here stops the recording with one warning,
+never the training.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from upref import plugins
 from upref.errors import InputError
@@ -32,8 +34,8 @@ NOTICE = (
     "The files of this folder hold users' texts, as token ids. Keep them as you keep the data of the run.\n"
     "`upref replay` reads them.\n"
 )
-# What a step of this rank is handed to, with the process group of the data-parallel ranks (None: the default one); it
-# returns metrics to log.
+# It takes a step of this rank and the process group of the data-parallel ranks (None: the default
+# one), and returns metrics to log.
 Sink = Callable[[RecordedBatch, Any], Mapping[str, float] | None]
 
 
@@ -43,13 +45,14 @@ class Stopped(RuntimeError):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps that are recorded: the first, and then each whose number is a multiple of `every`; 1 is the first."""
+    """The steps that are recorded: number 1, and each whose number is a multiple of `every`."""
 
     every: int = EVERY
 
     def __post_init__(self) -> None:
         if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
-            raise InputError(f"every is the number of steps between two records, 1 or more, not {self.every!r}.")
+            wanted = "the number of steps between two records, 1 or more"
+            raise InputError(f"every is {wanted}, not {self.every!r}.")
 
     def due(self, step: int) -> bool:
         """Whether this step is recorded."""
@@ -78,14 +81,14 @@ class Recording:
 
 
 def record(trainer: Any, folder: str | Path, *, every: int = EVERY) -> Recording:
-    """Record every so-manieth optimizer step of a trainer: a file for each step and data-parallel rank.
+    """Record optimizer steps of a trainer: a file for each recorded step and data-parallel rank.
 
     The files hold users' texts, as token ids. Call it on every rank, before the training starts.
 
     Args:
         trainer: a GRPOTrainer of TRL, or of a class derived from it.
         folder: where the files go; it is made if it is not there.
-        every: the first step is recorded, and then each whose number is a multiple of this.
+        every: number of optimizer steps between two that are recorded; the first one is recorded too.
 
     Returns:
         The Recording, whose `stop` ends it. It may stand in a `with` statement, or be left alone.
@@ -111,14 +114,21 @@ def recorder_of(trainer: Any) -> "plugins.Recorder":
 
 
 def open_folder(folder: str | Path) -> Path:
-    """The folder, made if it is not there, with a file that says what it holds. Logs what is written and where."""
+    """The folder, made if it is not there, with a file that says what it holds.
+
+    Logs what is written and where.
+    """
     place = Path(folder)
     try:
         place.mkdir(parents=True, exist_ok=True)
         write_atomically(place / "README.txt", NOTICE)
     except OSError as e:
-        raise InputError(f"{place} cannot hold recorded steps ({e.strerror or e}): name another folder.") from e
-    log.warning("upref records optimizer steps in %s; the files hold users' texts, as token ids", place.absolute())
+        why = e.strerror or e
+        raise InputError(f"{place} cannot hold recorded steps ({why}): name another folder.") from e
+    log.warning(
+        "upref records optimizer steps in %s; the files hold users' texts, as token ids",
+        place.absolute(),
+    )
     return place
 
 
@@ -132,18 +142,46 @@ def file_sink(folder: Path) -> Sink:
     return keep
 
 
+def keep_gradient(
+    kept: MutableMapping[str, Tensor], lp: Tensor, shape: Callable[[Tensor], Tensor] = Tensor.detach
+) -> None:
+    """Let the trainer's own backward pass leave dL/dlp in the columns of a micro-batch, as `grad`.
+
+    The gradient stays on its device until `step_batch`: a copy would stall the backward pass.
+
+    Args:
+        kept: columns of the micro-batch.
+        lp: log-probabilities, as the trainer's loss reads them.
+        shape: makes [B, T] of a gradient that has the shape of lp.
+    """
+
+    def arrived(gradient: Tensor) -> None:
+        kept["grad"] = shape(gradient.detach())
+
+    if lp.requires_grad:
+        lp.register_hook(arrived)
+
+
+def loss_scale(scaler: Any) -> float:
+    """The factor of the loss in mixed precision: of a GradScaler, or 1 where there is None."""
+    return 1.0 if scaler is None else float(scaler.get_scale())
+
+
 def step_batch(
     micro_batches: Sequence[Mapping[str, Tensor]], *, step: int, rank: int, logged: Mapping[str, float],
-    meta: Mapping[str, str], hints: Mapping[str, str] | None = None, file: str = "the recorded step",
+    meta: Mapping[str, str], gradient_scale: float = 1.0, hints: Mapping[str, str] | None = None,
+    file: str = "the recorded step",
 ) -> RecordedBatch:  # fmt: skip
     """Join the micro-batches of one step and rank.
 
     Args:
-        micro_batches: name -> column, [B, T] or [B]; widths may differ. A column that one of them lacks is dropped.
+        micro_batches: name -> column, [B, T] or [B]; widths may differ. A column that one of them
+            lacks is dropped. `grad` is as backward left it on this rank.
         step: number of the optimizer step, from 1.
         rank: of the process.
         logged: numbers that the run logged for the step.
         meta: facts about the run, in words.
+        gradient_scale: divisor of `grad`: the ranks times the scale of the loss in mixed precision.
         hints: column -> how the framework is made to record it.
 
     Returns:
@@ -160,8 +198,10 @@ def step_batch(
     for name in shared:
         pieces = [part[name] for part in micro_batches]
         if name not in RESPONSE_COLUMNS:
-            pieces = [torch.nn.functional.pad(piece, (0, width - piece.shape[1])) for piece in pieces]
+            pieces = [pad(piece, (0, width - piece.shape[1])) for piece in pieces]
         columns[name] = torch.cat(pieces)
+    if "grad" in columns:
+        columns["grad"] = columns["grad"].cpu().float() / gradient_scale
     sizes = [len(part["mask"]) for part in micro_batches]
     columns["micro"] = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     columns["rank"] = torch.full((sum(sizes),), rank)
@@ -170,7 +210,7 @@ def step_batch(
 
 
 def guarded(work: Callable[[], None], stop: Callable[[], None]) -> None:
-    """Do the work of a recorder; where it fails, stop the recording with one warning and let the training go on.
+    """Do the work of a recorder. Where it fails, stop the recording, and let the training go on.
 
     Raises:
         Stopped: what the work is there to say.

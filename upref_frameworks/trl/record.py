@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record the steps of TRL's GRPOTrainer, or of a class derived from it: `upref.replay.record(trainer, "dumps")`.
+"""Record the steps of TRL's GRPOTrainer, or of a class derived from it.
 
-Five methods of the trainer are wrapped, on the object alone. A micro-batch is what `_compute_loss` is given; log π_θ
-and the entropy are what its forward pass returns; dL/dlog π_θ is what arrives there in the trainer's own backward pass.
-The divisors are computed from GRPOConfig as TRL documents them, not read from its loss.
+    upref.replay.record(trainer, "dumps")
 
-The steps have the numbers of TRL's log, from 1. The weights of a generation have the number of the step that they
-train first. A prompt's group is its place in the generation batch.
+Five methods of the trainer are wrapped, on the object alone. A micro-batch is what `_compute_loss`
+is given; log π_θ and the entropy are what its forward pass returns; dL/dlog π_θ is what arrives
+there in the trainer's own backward pass. The divisors are computed from GRPOConfig as TRL documents
+them, not read from its loss.
+
+The steps have the numbers of TRL's log, from 1. The weights of a generation have the number of the
+step that they train first. A prompt's group is its place in the generation batch.
 """
 
 import importlib.metadata
@@ -16,23 +19,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref.replay.record import Schedule, Sink, guarded, step_batch
+from upref.replay.record import Schedule, Sink, guarded, keep_gradient, loss_scale, step_batch
 from upref.replay.terms import EXTRA
 
 TRAINER = "TRL's GRPOTrainer"
 WRAPPED = (
-    "_generate_and_score_completions", "_calculate_rewards", "_get_per_token_logps_and_entropies", "_compute_loss",
+    "_generate_and_score_completions",
+    "_calculate_rewards",
+    "_get_per_token_logps_and_entropies",
+    "_compute_loss",
     "training_step",
-)  # fmt: skip
+)
 OF_RESPONSES = ("reward", "group", "version")
 KEY = "upref_{}"  # of what travels with a generation batch through TRL's shuffling and splitting
 OPTIONAL = {
-    "old": "old_per_token_logps", "sampler": "sampling_per_token_logps", "ref": "ref_per_token_logps",
+    "old": "old_per_token_logps",
+    "sampler": "sampling_per_token_logps",
+    "ref": "ref_per_token_logps",
     "correction": "importance_sampling_ratio",
-}  # fmt: skip
-SETTINGS = ("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "beta", "temperature",
-            "scale_rewards", "use_bias_correction_kl", "top_entropy_quantile", "off_policy_mask_threshold",
-            "vllm_importance_sampling_mode")  # fmt: skip
+}
+SETTINGS = (
+    "loss_type",
+    "importance_sampling_level",
+    "epsilon",
+    "epsilon_high",
+    "delta",
+    "beta",
+    "temperature",
+    "scale_rewards",
+    "use_bias_correction_kl",
+    "top_entropy_quantile",
+    "off_policy_mask_threshold",
+    "vllm_importance_sampling_mode",
+)
 ADDED = {  # attribute of the trainer -> what its loss has beside the objective
     "_entropy_bonus_enabled": "an entropy bonus",
     "aux_loss_enabled": "the router's auxiliary loss",
@@ -52,7 +71,11 @@ def recognizes(trainer: Any) -> bool:
 
 
 def attach(trainer: Any, schedule: Schedule, sink: Sink) -> Callable[[], None]:
-    """Hand each step of the schedule to the sink from now on; return what leaves the trainer as it was."""
+    """Hand each step of the schedule to the sink from now on.
+
+    Returns:
+        A function that leaves the trainer as it was.
+    """
     return Hooks(trainer, schedule, sink).detach
 
 
@@ -79,7 +102,7 @@ class Hooks:
         mine = vars(self.trainer)
         for name in WRAPPED:
             if mine.get(name) != getattr(self, name):
-                continue  # somebody has wrapped it again: what is under theirs keeps nothing from now on
+                continue  # somebody has wrapped it again: ours stays under theirs and keeps nothing
             if name in self.before:
                 mine[name] = self.before[name]
             else:
@@ -88,15 +111,21 @@ class Hooks:
         self._forget()
 
     def _forget(self) -> None:
-        self.micro_batches, self.items, self.losses, self.forward = [], [], [], ()
+        """Drop what is kept of the step."""
+        self.micro_batches = []
+        self.items = []
+        self.losses = []
+        self.forward = ()
 
     def _due(self) -> bool:
+        """Whether the step that is being trained is recorded."""
         return not self.detached and self.schedule.due(self._step())
 
     def _step(self) -> int:
+        """Number of the step that is being trained, as TRL's log counts it."""
         return int(self.trainer.state.global_step) + 1
 
-    # ---- the wrapped methods -----------------------------------------------------------------------------------------
+    # ---- the wrapped methods ---------------------------------------------------------------------
     def _calculate_rewards(self, *args: Any, **kw: Any) -> Any:
         self.rewards = self.wrapped["_calculate_rewards"](*args, **kw)
         return self.rewards
@@ -129,9 +158,9 @@ class Hooks:
                 self._forget()
         return loss
 
-    # ---- what is kept ------------------------------------------------------------------------------------------------
+    # ---- what is kept ----------------------------------------------------------------------------
     def _label(self, generated: dict[str, Any]) -> None:
-        """Let each response of a generation batch carry its reward, its prompt and the step of its weights."""
+        """Let each generated response carry its reward, its prompt and the step of its weights."""
         trainer = self.trainer
         n = len(generated["completion_ids"])
         first = n * trainer.accelerator.process_index
@@ -150,9 +179,11 @@ class Hooks:
         mask = here * inputs["tool_mask"] if "tool_mask" in inputs else here
         adv = inputs["advantages"]
         columns = {
-            "ids": inputs["completion_ids"] * here, "mask": mask.bool(), "now": lp,
+            "ids": inputs["completion_ids"] * here,
+            "mask": mask.bool(),
+            "now": lp,
             "adv": (adv[:, None] if adv.ndim == 1 else adv).expand_as(lp),
-        }  # fmt: skip
+        }
         if entropy is not None:
             columns["entropy"] = entropy
         for name, key in OPTIONAL.items():
@@ -162,13 +193,13 @@ class Hooks:
             if KEY.format(name) in inputs:
                 columns[name] = inputs[KEY.format(name)]
         kept = {name: value.detach().cpu() for name, value in columns.items()}
-        if lp.requires_grad and not self._scaled_by_deepspeed():
-            lp.register_hook(lambda gradient: kept.update(grad=gradient.detach()))
+        if not self._scaled_by_deepspeed():
+            keep_gradient(kept, lp)
         self.micro_batches.append(kept)
         self.items.append(float(inputs["num_items_in_batch"]))
 
     def _scaled_by_deepspeed(self) -> bool:
-        """Whether DeepSpeed multiplies the loss by a scale of its own, which nothing here knows: in float16."""
+        """Whether DeepSpeed multiplies the loss by a scale of its own, unknown here: in float16."""
         accelerator = self.trainer.accelerator
         by_deepspeed = str(accelerator.distributed_type).endswith("DEEPSPEED")
         return by_deepspeed and accelerator.mixed_precision == "fp16"
@@ -178,26 +209,33 @@ class Hooks:
         trainer = self.trainer
         accelerator = trainer.accelerator
         ranks = accelerator.num_processes
-        for part in self.micro_batches:
-            if "grad" in part:
-                scale = accelerator.scaler.get_scale() if accelerator.scaler is not None else 1.0
-                part["grad"] = part["grad"].cpu().float() / (scale * ranks)
         logged = self._counts(ranks)
-        logged["loss"] = float(accelerator.reduce(torch.stack(self.losses).double().sum().float(), "mean"))
+        loss = torch.stack(self.losses).double().sum().float()
+        logged["loss"] = float(accelerator.reduce(loss, "mean"))
         meta = {"framework": f"TRL {importlib.metadata.version('trl')}"}
-        meta |= {name: str(getattr(trainer.args, name)) for name in SETTINGS if hasattr(trainer.args, name)}
+        for name in SETTINGS:
+            if hasattr(trainer.args, name):
+                meta[name] = str(getattr(trainer.args, name))
         extra = [words for name, words in ADDED.items() if getattr(trainer, name, False)]
         if extra:
             meta[EXTRA] = " and ".join(extra)
         batch = step_batch(
-            self.micro_batches, step=self._step(), rank=accelerator.process_index, logged=logged, meta=meta,
+            self.micro_batches,
+            step=self._step(),
+            rank=accelerator.process_index,
+            logged=logged,
+            meta=meta,
+            gradient_scale=ranks * loss_scale(accelerator.scaler),
             hints=HINTS,
-        )  # fmt: skip
+        )
         for name, value in (self.sink(batch, None) or {}).items():
             trainer._metrics["train"][name].append(value)
 
     def _counts(self, ranks: int) -> dict[str, float]:
-        """The counts of a step as TRL documents them: its tokens are the mean over the steps of a generation batch."""
+        """The counts of a step as TRL documents them.
+
+        Its tokens are the mean over the steps of a generation batch.
+        """
         trainer = self.trainer
         responses = sum(len(part["mask"]) for part in self.micro_batches)
         counts = {"ranks": float(ranks), "responses": float(responses * ranks)}
@@ -205,7 +243,7 @@ class Hooks:
             share = trainer.current_gradient_accumulation_steps / trainer.args.steps_per_generation
             counts["generation_tokens"] = self.items[0]
             counts["tokens"] = max(self.items[0], 1.0) * share
-            if getattr(trainer, "loss_type", "") == "vespo":  # a term of each response, divided by tokens
+            if getattr(trainer, "loss_type", "") == "vespo":  # its divisor is tokens
                 counts["divisor"] = counts["tokens"]
         if getattr(trainer, "loss_type", "") == "dr_grpo":
             counts["length"] = float(trainer.max_completion_length)

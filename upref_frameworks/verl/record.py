@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record the optimizer steps of verl's actor, under any policy loss: UPREF_REPLAY=dumps in the environment of a run.
+"""Record the optimizer steps of verl's actor, under any policy loss, as the environment says.
 
     UPREF_REPLAY=dumps UPREF_REPLAY_EVERY=50 python -m verl.trainer.main_ppo ...
     UPREF_WATCH="dapo eps_high=0.2 c=3" python -m verl.trainer.main_ppo ...
 
-The second judges the same steps while they train (`upref.replay.watch`): the objective, its hyperparameters, and
-`agg=NAME` and `on_fail=warn` where wanted. Both together record and judge. verl imports upref_frameworks.verl.training
-in each of its processes (group `verl.plugins`), which calls `by_environment`. **The files hold users' texts, as token
-ids.**
+The first records steps. The second judges the same steps while they train (`upref.replay.watch`):
+it holds the objective, its hyperparameters, and `agg=NAME` and `on_fail=warn` where wanted. Both
+together record and judge. verl imports upref_frameworks.verl.training in each of its processes
+(group `verl.plugins`), which calls `by_environment`. **The files hold users' texts, as token ids.**
 
-One method is wrapped, `train_batch` of verl's engines: one call is one optimizer step of one rank. The loss function
-that it is given is called as before, and what it reads is kept: log π_θ and the entropy of the model's output, the
-columns of the micro-batch, and dL/dlog π_θ, which arrives in verl's own backward pass. Steps are counted by the worker,
-which has no other number of them; in a folder with recorded steps the count goes on.
+One method is wrapped, `train_batch` of verl's engines: one call is one optimizer step of one rank.
+The loss function that it is given is called as before, and what it reads is kept: log π_θ and the
+entropy of the model's output, the columns of the micro-batch, and dL/dlog π_θ, which arrives in
+verl's own backward pass. The worker counts the steps, because it has no other number of them; in a
+folder with recorded steps the count goes on.
 """
 
 import hashlib
@@ -28,7 +29,18 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.registry import get
-from upref.replay.record import EVERY, Recording, Schedule, Sink, file_sink, guarded, open_folder, step_batch
+from upref.replay.record import (
+    EVERY,
+    Recording,
+    Schedule,
+    Sink,
+    file_sink,
+    guarded,
+    keep_gradient,
+    loss_scale,
+    open_folder,
+    step_batch,
+)
 from upref.replay.schema import RecordedBatch
 from upref.replay.terms import EXTRA
 from upref.replay.watch import Watch
@@ -36,11 +48,23 @@ from upref.replay.watch import Watch
 log = logging.getLogger(__name__)
 FOLDER, HOW_OFTEN, WATCHED = "UPREF_REPLAY", "UPREF_REPLAY_EVERY", "UPREF_WATCH"
 OPTIONAL = {
-    "old": "old_log_probs", "sampler": "rollout_log_probs", "ref": "ref_log_prob", "correction": "rollout_is_weights",
-}  # fmt: skip
-SETTINGS = ("loss_agg_mode", "clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "use_kl_loss",
-            "kl_loss_coef", "kl_loss_type", "entropy_coeff")  # fmt: skip
-SCORES = ("token_level_scores", "rm_scores")  # the reward of a response, as one verl trainer and the other name it
+    "old": "old_log_probs",
+    "sampler": "rollout_log_probs",
+    "ref": "ref_log_prob",
+    "correction": "rollout_is_weights",
+}
+SETTINGS = (
+    "loss_agg_mode",
+    "clip_ratio",
+    "clip_ratio_low",
+    "clip_ratio_high",
+    "clip_ratio_c",
+    "use_kl_loss",
+    "kl_loss_coef",
+    "kl_loss_type",
+    "entropy_coeff",
+)
+SCORES = ("token_level_scores", "rm_scores")  # names of the reward in verl's trainers
 BY_LENGTH = "seq-mean-token-sum-norm"
 
 HINTS = {
@@ -56,9 +80,9 @@ def in_verl(folder: str | Path, every: int = EVERY, watch: str = "") -> Recordin
     """Record, and judge, the actor's optimizer steps of every verl engine of this process.
 
     Args:
-        folder: where a file for each step and rank goes, on a path that all nodes share or one for each node. "": no
-            files.
-        every: the first step is taken, and then each whose number is a multiple of this.
+        folder: where a file for each step and rank goes, on a path that all nodes share or one for
+            each node. "": no files.
+        every: number of optimizer steps between two that are taken; the first one is taken too.
         watch: what the loss should be, as UPREF_WATCH has it; "": the steps are not judged.
 
     Returns:
@@ -84,20 +108,25 @@ def watched(words: str, then: Sink | None) -> Watch:
     try:
         hp = {key: float(value) for key, value in given.items()}
     except ValueError:
-        raise InputError(f"{WATCHED} is an objective and KEY=NUMBER after it, not {words!r}.") from None
+        wanted = "an objective and KEY=NUMBER after it"
+        raise InputError(f"{WATCHED} is {wanted}, not {words!r}.") from None
     objective = get(name)
     return Watch(objective.aggregated(agg) if agg else objective, hp, on_fail, then)
 
 
 def by_environment() -> Recording | None:
-    """Record and judge as the environment says; one warning where that cannot be done, for verl hides what we raise."""
+    """Record and judge as the environment says.
+
+    Where that cannot be done it logs one warning: verl hides what a plug-in raises.
+    """
     folder, watch = os.environ.get(FOLDER, ""), os.environ.get(WATCHED, "")
     if not folder and not watch:
         return None
     every = os.environ.get(HOW_OFTEN, str(EVERY))
     try:
         if not every.isdecimal():
-            raise InputError(f"{HOW_OFTEN} is the number of steps between two records, not {every!r}.")
+            wanted = "the number of steps between two records"
+            raise InputError(f"{HOW_OFTEN} is {wanted}, not {every!r}.")
         return in_verl(folder, int(every), watch)
     except Exception as e:
         log.warning("upref records and judges nothing of this run: %s", e)
@@ -133,8 +162,9 @@ class Steps:
 
     def train_batch(self, engine: Any, data: Any, loss_function: Any) -> Any:
         """One optimizer step of verl, recorded where it is one of the actor's and due."""
-        if self.stopped or "old_log_probs" not in data.keys():  # noqa: SIM118  a TensorDict iterates over its rows
-            return self.inner(engine, data, loss_function)  # of the critic, or of supervised training
+        is_actors = "old_log_probs" in data.keys()  # noqa: SIM118  a TensorDict iterates over rows
+        if self.stopped or not is_actors:  # a step of the critic, or of supervised training
+            return self.inner(engine, data, loss_function)
         if id(engine) not in self.counts:
             self.counts[id(engine)] = self._recorded(engine)
         self.counts[id(engine)] += 1
@@ -148,7 +178,7 @@ class Steps:
         return out
 
     def _hand_over(self, engine: Any, batch: RecordedBatch, out: dict[str, Any]) -> None:
-        """Give the step to the sink, and its metrics to verl, which wants one for each micro-batch."""
+        """Give the step to the sink, and its metrics to verl, which takes a list of each."""
         metrics = self.sink(batch, engine.get_data_parallel_group())
         out["metrics"] |= {name: [value] for name, value in (metrics or {}).items()}
 
@@ -156,7 +186,8 @@ class Steps:
         """The last step of this rank in the folder: a resumed run goes on from there."""
         if self.folder is None:
             return 0
-        names = [p.name for p in self.folder.glob(f"step*-rank{engine.get_data_parallel_rank():04d}.npz")]
+        rank = engine.get_data_parallel_rank()
+        names = [file.name for file in self.folder.glob(f"step*-rank{rank:04d}.npz")]
         numbers = [int(found[1]) for name in names if (found := re.match(r"step(\d+)-", name))]
         return max(numbers, default=0)
 
@@ -183,7 +214,11 @@ class Kept:
         from verl.workers.utils.padding import no_padding_2_padding
 
         lp = model_output["log_probs"]
-        columns = {"ids": data["responses"], "mask": data["response_mask"], "adv": data["advantages"]}
+        columns = {
+            "ids": data["responses"],
+            "mask": data["response_mask"],
+            "adv": data["advantages"],
+        }
         columns |= {name: data[key] for name, key in OPTIONAL.items() if key in data}
         kept = {name: _dense(x) for name, x in columns.items()}
         kept["mask"] = kept["mask"].bool()
@@ -195,28 +230,28 @@ class Kept:
         if scores is not None:
             kept["reward"] = _dense(scores).sum(1)
         kept |= _groups(data)
-        if lp.requires_grad and self._gradient_is_whole():
-            lp.register_hook(lambda g: kept.update(grad=no_padding_2_padding(g.detach(), data)))
+
+        def padded(gradient: Tensor) -> Tensor:
+            return _fitted(no_padding_2_padding(gradient, data), kept["mask"].shape[1])
+
+        if self._gradient_is_whole():
+            keep_gradient(kept, lp, padded)
         self.micro_batches.append(kept)
         self.losses.append(loss.detach())
         self.counts = {
-            "tokens": float(data["batch_num_tokens"]), "responses": float(data["global_batch_size"]),
+            "tokens": float(data["batch_num_tokens"]),
+            "responses": float(data["global_batch_size"]),
             "ranks": float(data["dp_size"]),
-        }  # fmt: skip
+        }
 
     def _gradient_is_whole(self) -> bool:
-        """Whether dL/dlp of this rank is what the step has: with FSDP, and each sequence on one rank."""
+        """Whether this rank has dL/dlp of whole sequences: with FSDP, without Ulysses."""
         alone = getattr(self.engine, "ulysses_sequence_parallel_size", 1) == 1
         return alone and "FSDP" in type(self.engine).__name__
 
     def batch(self, step: int) -> RecordedBatch:
         """The step as a recorded batch."""
         ranks = self.counts["ranks"]
-        scaler = getattr(self.engine, "scaler", None)
-        scale = 1.0 if scaler is None else scaler.get_scale()
-        for part in self.micro_batches:
-            if "grad" in part:
-                part["grad"] = _fitted(part["grad"].cpu().float() / (ranks * scale), part["mask"].shape[1])
         loss = torch.stack(self.losses).sum().float()
         group = self.engine.get_data_parallel_group()
         if group is not None and ranks > 1:
@@ -224,9 +259,14 @@ class Kept:
             loss = loss / ranks
         logged = self.counts | {"loss": float(loss)}
         return step_batch(
-            self.micro_batches, step=step, rank=self.engine.get_data_parallel_rank(), logged=logged | self._length(),
-            meta=self._meta(), hints=HINTS,
-        )  # fmt: skip
+            self.micro_batches,
+            step=step,
+            rank=self.engine.get_data_parallel_rank(),
+            logged=logged | self._length(),
+            meta=self._meta(),
+            gradient_scale=ranks * loss_scale(getattr(self.engine, "scaler", None)),
+            hints=HINTS,
+        )
 
     def _length(self) -> dict[str, float]:
         if self.config is None or self.config.loss_agg_mode != BY_LENGTH:
@@ -258,8 +298,12 @@ def _fitted(x: Tensor, width: int) -> Tensor:
 
 
 def _one_width(columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Columns at the width of the mask; one number of a response stands at each of its tokens."""
     width = columns["mask"].shape[1]
-    return {name: _fitted(x.expand(-1, width) if x.shape[1] == 1 else x, width) for name, x in columns.items()}
+    out = {}
+    for name, x in columns.items():
+        out[name] = _fitted(x.expand(-1, width) if x.shape[1] == 1 else x, width)
+    return out
 
 
 def _groups(data: Any) -> dict[str, Tensor]:
