@@ -28,17 +28,26 @@ SIZE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
 def rows() -> list[Row]:
     """A generation batch of RESPONSES responses of LENGTH tokens."""
     generator = torch.Generator().manual_seed(0)
-    draw = lambda n: torch.randint(3, 96, (n,), generator=generator).tolist()
+
+    def draw(tokens: int) -> list[int]:
+        """Random token ids of the tiny model, without its special ones."""
+        return torch.randint(3, 96, (tokens,), generator=generator).tolist()
+
     return [
         Row(
-            prompt=draw(PROMPT), response=draw(LENGTH), trains=[True] * LENGTH, adv=float(i % 4), old=None, group=i // 4
+            prompt=draw(PROMPT),
+            response=draw(LENGTH),
+            trains=[True] * LENGTH,
+            adv=float(i % 4),
+            old=None,
+            group=i // 4,
         )
         for i in range(RESPONSES)
     ]
 
 
 class Clock:
-    """The seconds of what is called through it."""
+    """A callable that adds up the seconds that its calls take."""
 
     def __init__(self, work: Callable[..., Any]) -> None:
         self.work = work
@@ -53,7 +62,14 @@ class Clock:
 
 
 def measure(every: int) -> tuple[float, float, int]:
-    """(seconds of a step, of which in the hooks, bytes of a file) of a run that records every so-manieth step."""
+    """Train with a recorder.
+
+    Args:
+        every: number of optimizer steps between two that are recorded.
+
+    Returns:
+        Seconds of a step, seconds of it in the hooks, and bytes of the largest file.
+    """
     import trl
 
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +95,8 @@ def main() -> None:
     torch.set_num_threads(1)
     whole, kept, size = measure(1)
     tokens = RESPONSES * LENGTH // 2
-    print(f"a step of {tokens:,} tokens, {SIZE['hidden_size']} wide, {SIZE['num_hidden_layers']} layers, one thread")
+    width, layers = SIZE["hidden_size"], SIZE["num_hidden_layers"]
+    print(f"a step of {tokens:,} tokens, {width} wide, {layers} layers, one thread")
     print(f"{'a step':34} {whole:8.3f} s")
     print(f"{'of which recording it':34} {kept:8.3f} s, {size / 2**20:.2f} MiB on the disk")
     print(f"{f'recorded each {EVERY}th step':34} {kept / EVERY / (whole - kept):8.3%} of a step")

@@ -247,10 +247,15 @@ def stale_by_four(world: World) -> dict[str, Tensor]:
     return _usual(world, lambda p: shifted_weights(p, 0.05, world.seed + 6))
 
 
+def _with_temperature(world: World) -> World:
+    """The world with a temperature that matters."""
+    return replace(world, temperature=0.7) if world.temperature == 1.0 else world
+
+
 @fault
 def before_temperature(world: World) -> dict[str, Tensor]:
     """The engine samples at T and reports log-probabilities before T; the trainer divides its logits by T."""
-    world = replace(world, temperature=0.7 if world.temperature == 1.0 else world.temperature)
+    world = _with_temperature(world)
     trainer = make_policy(world)
     drawn = sample(world, trainer, record_raw=True)
     return columns(world, drawn, score(trainer, drawn.ids))
@@ -259,7 +264,7 @@ def before_temperature(world: World) -> dict[str, Tensor]:
 @fault
 def trainer_without_temperature(world: World) -> dict[str, Tensor]:
     """The engine samples at T and reports it; the trainer forgets T."""
-    world = replace(world, temperature=0.7 if world.temperature == 1.0 else world.temperature)
+    world = _with_temperature(world)
     trainer = make_policy(world)
     drawn = sample(world, trainer)
     return columns(world, drawn, score(trainer, drawn.ids, raw=True))
@@ -275,7 +280,7 @@ def divided(world: World) -> dict[str, Tensor]:
 @fault
 def divided_in_trainer(world: World) -> dict[str, Tensor]:
     """The trainer divides log-probabilities by T in place of logits; the engine is right."""
-    world = replace(world, temperature=0.7 if world.temperature == 1.0 else world.temperature)
+    world = _with_temperature(world)
     trainer = make_policy(world)
     drawn = sample(world, trainer)
     return columns(world, drawn, score(trainer, drawn.ids, raw=True) / world.temperature)
@@ -296,22 +301,20 @@ def min_p_cut(world: World) -> dict[str, Tensor]:
     return _usual(world, lambda p: replace(p, keep=min_p(0.1)))
 
 
-def _moved(x: Tensor, k: int) -> Tensor:
-    """x a token later (k > 0) or earlier, within the response."""
-    return x.roll(k, 1)
+def _shifted(out: dict[str, Tensor], column: str, slots: int) -> dict[str, Tensor]:
+    """The columns with one of them some slots later (above 0) or earlier, within the response."""
+    return out | {column: out[column].roll(slots, 1) * out["mask"]}
 
 
 @fault
 def shifted(world: World) -> dict[str, Tensor]:
-    out = _usual(world)
-    return out | {"sampler": _moved(out["sampler"], 1) * out["mask"]}
+    return _shifted(_usual(world), "sampler", 1)
 
 
 @fault
 def shifted_back(world: World) -> dict[str, Tensor]:
     """In the trainer's column, with bfloat16 beside it."""
-    out = healthy_bfloat16(world)
-    return out | {"old": _moved(out["old"], -1) * out["mask"]}
+    return _shifted(healthy_bfloat16(world), "old", -1)
 
 
 @fault
@@ -362,26 +365,33 @@ def tool_output_nan(world: World) -> dict[str, Tensor]:
     return out | {"sampler": torch.where(out["mask"], out["sampler"], 0.0)}
 
 
-@fault
-def retokenized(world: World) -> dict[str, Tensor]:
-    """The text is tokenized again: one token in forty is another one, and the engine's numbers stay."""
+def _retokenized(world: World) -> dict[str, Tensor]:
+    """The text is tokenized again: one token in forty is another one, and the engine's numbers stay.
+
+    The column sampler_ids holds the engine's own ids.
+    """
     trainer = make_policy(world)
     drawn = sample(world, trainer)
     generator = torch.Generator().manual_seed(world.seed + 11)
     other = (torch.rand(drawn.ids.shape, generator=generator) < 1 / 40) & drawn.mask
-    ids = torch.where(other, torch.randint(3, VOCABULARY, other.shape, generator=generator), drawn.ids)
-    return columns(world, replace(drawn, ids=ids), score(trainer, ids))
+    others = torch.randint(3, VOCABULARY, other.shape, generator=generator)
+    ids = torch.where(other, others, drawn.ids)
+    out = columns(world, replace(drawn, ids=ids), score(trainer, ids))
+    return out | {"sampler_ids": drawn.ids}
+
+
+@fault
+def retokenized(world: World) -> dict[str, Tensor]:
+    """The text is tokenized again, and the engine's own ids are not recorded."""
+    out = _retokenized(world)
+    del out["sampler_ids"]
+    return out
 
 
 @fault
 def retokenized_with_ids(world: World) -> dict[str, Tensor]:
-    """The same, and the engine's own ids are recorded."""
-    trainer = make_policy(world)
-    drawn = sample(world, trainer)
-    generator = torch.Generator().manual_seed(world.seed + 11)
-    other = (torch.rand(drawn.ids.shape, generator=generator) < 1 / 40) & drawn.mask
-    ids = torch.where(other, torch.randint(3, VOCABULARY, other.shape, generator=generator), drawn.ids)
-    return columns(world, replace(drawn, ids=ids), score(trainer, ids)) | {"sampler_ids": drawn.ids}
+    """The text is tokenized again, and the engine's own ids are recorded."""
+    return _retokenized(world)
 
 
 @fault
@@ -492,8 +502,7 @@ def mask_past_the_end(world: World) -> dict[str, Tensor]:
 @held_out
 def shifted_nucleus(world: World) -> dict[str, Tensor]:
     """Two faults: a nucleus, and its numbers one token late."""
-    out = nucleus_cut(world)
-    return out | {"sampler": _moved(out["sampler"], 1) * out["mask"]}
+    return _shifted(nucleus_cut(world), "sampler", 1)
 
 
 @held_out

@@ -19,15 +19,25 @@ def logits(generator, responses=RESPONSES):
     return z.scatter_add(-1, z.argmax(-1, keepdim=True), peak)
 
 
-def batch(mu, pi, generator, column=lambda y: y, **more):
+def of_drawn(lp, ids):
+    """The log-probability of each drawn token: [B, T] of lp [B, T, V]."""
+    return lp.gather(-1, ids[..., None])[..., 0]
+
+
+def plain(y):
+    return y
+
+
+def batch(mu, pi, generator, column=plain, **more):
     """Draw from μ; both columns in float32."""
     y = mu.log_softmax(-1)
     ids = torch.multinomial(y.exp().flatten(0, 1), 1, generator=generator).view(y.shape[:2])
-    pick = lambda lp: lp.gather(-1, ids[..., None])[..., 0]
     lengths = torch.randint(LENGTH // 4, LENGTH + 1, (len(ids),), generator=generator)
     mask = torch.arange(LENGTH)[None, :] < lengths[:, None]
     return make_batch(
-        {"ids": ids, "mask": mask, "old": pick(pi.log_softmax(-1)), "sampler": column(pick(y))} | more, file="f"
+        {"ids": ids, "mask": mask, "old": of_drawn(pi.log_softmax(-1), ids), "sampler": column(of_drawn(y, ids))}
+        | more,
+        file="f",
     )
 
 
@@ -69,10 +79,6 @@ def biased(z, generator):
     return (z.bfloat16().float()).log_softmax(-1) - 0.002
 
 
-def plain(y):
-    return y
-
-
 def bfloat16(y):
     return y.bfloat16().float()
 
@@ -98,11 +104,15 @@ def test_equal_texts_of_several_lags_are_not_exchanged_rows(change):
     y, ids = z.log_softmax(-1), z.argmax(-1)
     rows = torch.arange(RESPONSES) // GROUP
     lag = torch.arange(RESPONSES) % 4
-    x = torch.stack([change(z * (1 - 0.1 * k), generator).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-                     for k in range(4)])  # fmt: skip
-    column = y.gather(-1, ids[..., None])[..., 0][rows]
-    found = gap(make_batch({"ids": ids[rows], "mask": torch.ones(RESPONSES, LENGTH), "old": x[0][rows],
-                            "sampler": torch.where((lag == 0)[:, None], column, x[lag, rows])}, file="f"))  # fmt: skip
+    x = torch.stack([of_drawn(change(z * (1 - 0.1 * k), generator).log_softmax(-1), ids) for k in range(4)])
+    column = of_drawn(y, ids)[rows]
+    columns = {
+        "ids": ids[rows],
+        "mask": torch.ones(RESPONSES, LENGTH),
+        "old": x[0][rows],
+        "sampler": torch.where((lag == 0)[:, None], column, x[lag, rows]),
+    }
+    found = gap(make_batch(columns, file="f"))
     assert found, [str(f) for f in found.failures]
 
 
@@ -133,9 +143,14 @@ def test_copies_of_one_response_bear_no_signature(change):
         z = logits(generator, 1)[:, :40]
         y = z.log_softmax(-1)
         ids = torch.multinomial(y[0].exp(), 1, generator=generator).T
-        pick = lambda lp, ids=ids: lp.gather(-1, ids[..., None])[..., 0].expand(50, -1)
-        found = gap(make_batch({"ids": ids.expand(50, -1), "mask": torch.ones(50, 40), "sampler": pick(y),
-                                "old": pick(change(z, generator).log_softmax(-1))}, file="f"))  # fmt: skip
+        x = change(z, generator).log_softmax(-1)
+        columns = {
+            "ids": ids.expand(50, -1),
+            "mask": torch.ones(50, 40),
+            "sampler": of_drawn(y, ids).expand(50, -1),
+            "old": of_drawn(x, ids).expand(50, -1),
+        }
+        found = gap(make_batch(columns, file="f"))
         assert found, [str(f) for f in found.failures]
         causes.add(found.cause)
     assert causes <= {"agree", "two_policies", "impossible_tokens", "bfloat16_column"}, causes
