@@ -127,6 +127,19 @@ def test_a_state_that_runs_on_is_not_said_to_leave_rows_out():
     assert "do not train" not in said and "rows of its pack" in said, said
 
 
+class TakesMask(Fading):
+    """As layers with a state do in transformers: the mask of a pack separates nothing in them."""
+
+    def forward(self, ids, attention_mask=None):
+        return super().forward(ids)
+
+
+def test_a_state_is_not_said_to_be_attention():
+    torch.manual_seed(0)
+    said = cause(packed, model=TakesMask())
+    assert "attend to each other" not in said and "rows of its pack" in said, said
+
+
 @pytest.mark.nightly
 def test_packed_linear_attention_is_not_said_to_leave_rows_out():
     """Positions start again with each row of the pack, and the state of linear attention does not."""

@@ -48,13 +48,18 @@ def half_precision(run: Callable[[], object]) -> torch.dtype | None:
 def parameters(model: Model, found: Tensor, want: Tensor, bound: float) -> list[str]:
     """Parameters whose gradient is wrong beyond a thousandth of itself."""
     size, its = float(want.norm()), model.split(found)
-    least_ = lambda w: max(50 * bound * float(w.norm()), 0.25 * bound * size) * (1 if bound < 1e-2 else 1e9)
-    return [n for n, w in model.split(want).items() if not float((its[n] - w).norm()) <= least_(w)]
+
+    def tolerance(w: Tensor) -> float:
+        """Of the gradient of one parameter; in half precision any difference is within it."""
+        least = max(50 * bound * float(w.norm()), 0.25 * bound * size)
+        return least if bound < 1e-2 else 1e9 * least
+
+    return [n for n, w in model.split(want).items() if not float((its[n] - w).norm()) <= tolerance(w)]
 
 
 def diagnosed(
     it: Compared, case: Case, bound: float, again: Callable[[], Gradient] | None, among: str = ""
-) -> list[Finding]:  # fmt: skip
+) -> list[Finding]:
     """Findings on a gradient that differs, the cause in the first one.
 
     Args:
@@ -67,7 +72,10 @@ def diagnosed(
     goal, model, found, want = it.goal, case.forward.model, it.found, it.want
     size = float(found.norm())
     numbers = f"a gradient of norm {want.norm():.6g}", f"norm {size:.6g}, {it.error:.2g} of it away"
-    say = lambda cause, *more: [fail("gradient", "over all parameters", *numbers, cause=cause), *more]
+
+    def say(cause: str, *more: Finding) -> list[Finding]:
+        return [fail("gradient", "over all parameters", *numbers, cause=cause), *more]
+
     if not found.isfinite().all():
         bad = [n for n, g in model.split(found).items() if not g.isfinite().all()]
         return say(f"the gradient is not finite, in {bad[0]} first")
@@ -137,10 +145,13 @@ def _explained(it: Compared, forward: Forward, b: Padded, bound: float, only: st
         policy = terms.without(g, "H", "Z")
         reading = read(one, policy)
         residuals.append(reading.residual)
-        makes_it = lambda weights: reproduces(gradient(one, weights), policy, 2 * span)
-        return (
-            _said(of or one, b, reading, terms, bound, words, makes_it, whole, only) if reading.residual <= span else []
-        )
+        if reading.residual > span:
+            return []
+
+        def makes_it(weights: list[Tensor]) -> bool:
+            return reproduces(gradient(one, weights), policy, 2 * span)
+
+        return _said(of or one, b, reading, terms, bound, words, makes_it, whole, only)
 
     def among(variants: Callable[[Forward], Iterator[Variant]]) -> list:
         for words, one in tried(forward, variants, only):
@@ -167,10 +178,14 @@ def _explained(it: Compared, forward: Forward, b: Padded, bound: float, only: st
         return said
     bonus = read(forward, g, [plain.each["H"], plain.each["Z"]])
     if bonus.residual <= span:
-        return [f"the gradient has a term that is no Σ w ∇log π: an entropy bonus or a z-loss with coefficients "
-                f"{', '.join(f'{-x:.4g}' for x in bonus.extra)} (H, Z)"]  # fmt: skip
-    return [f"no known cause fits; no weights of these tokens give the gradient: {residuals[0]:.2g} of it is left, so "
-            "the forward pass differs, or other tokens train"]  # fmt: skip
+        return [
+            f"the gradient has a term that is no Σ w ∇log π: an entropy bonus or a z-loss with coefficients "
+            f"{', '.join(f'{-x:.4g}' for x in bonus.extra)} (H, Z)"
+        ]
+    return [
+        f"no known cause fits; no weights of these tokens give the gradient: {residuals[0]:.2g} of it is left, so "
+        "the forward pass differs, or other tokens train"
+    ]
 
 
 @dataclass
@@ -252,22 +267,43 @@ def _beyond(forward: Forward, longer: list[Row]) -> Iterator[list[Tensor]]:
     logits = forward.model.logits
     yield [logits(r.ids) for r in longer]
     with suppress(TypeError, ValueError, RuntimeError, IndexError, NotImplementedError):
-        seen = [torch.arange(len(r.ids))[None] < len(ids) for r, ids in zip(longer, forward.ids, strict=True)]
-        yield [logits(r.ids, attention_mask=m.long(), position_ids=m.cumsum(1) - 1)
-               for r, m in zip(longer, seen, strict=True)]  # fmt: skip
+        masked = []
+        for r, ids in zip(longer, forward.ids, strict=True):
+            mask = torch.arange(len(r.ids))[None] < len(ids)
+            masked.append(logits(r.ids, attention_mask=mask.long(), position_ids=mask.cumsum(1) - 1))
+        yield masked
 
 
 def _said(
-    forward: Forward, b: Padded, reading: Reading, terms: Terms, bound: float, words: str,
-    makes_it: Callable[[list[Tensor]], bool], whole: Tensor | None = None, only: str = "",
-) -> list:  # fmt: skip
-    """The words for a forward pass and the weights that were read with it.
+    forward: Forward,
+    b: Padded,
+    reading: Reading,
+    terms: Terms,
+    bound: float,
+    words: str,
+    makes_it: Callable[[list[Tensor]], bool],
+    whole: Tensor | None = None,
+    only: str = "",
+) -> list:
+    """[cause, *more findings]: the words for a forward pass and the weights that were read with it.
 
-    makes_it: whether the weights of all tokens give the gradient. A fault that they do not is not named.
+    Args:
+        forward: the pass whose tokens the weights are of.
+        b: its rows.
+        reading: the weights.
+        terms: of the objective, with that forward pass.
+        bound: the relative error that is allowed.
+        words: of the fault of the forward pass; "" where it has none.
+        makes_it: whether weights of all tokens give the gradient; where not, the fault that has them is not named.
+        whole: the factor of each response, where the gradient is one of each.
+        only: the words of a cause that was found on other rows; only what it names is tried.
     """
-    width = b.mask.shape[1] + 1  # a column of padding, so that what is moved by one place does not wrap around
-    grow = lambda x: torch.nn.functional.pad(x, (0, width - x.shape[-1]))
-    b = b.widened()
+    b = b.widened()  # what is moved by one place does not wrap around
+
+    def grow(x: Tensor) -> Tensor:
+        """As wide as the widened batch."""
+        return torch.nn.functional.pad(x, (0, b.mask.shape[1] - x.shape[-1]))
+
     found, prompts, beyond = [], [], []
     for r, x in zip(forward.rows, reading.weights, strict=True):
         p, n = len(r.prompt) - 1, len(r.ids) - 1
@@ -277,9 +313,17 @@ def _said(
     noise = max(1e-4, 30 * reading.residual, 20 * bound)
     plain = Forward(forward.model, forward.rows, 1.0, forward.z).statistics()[0].detach()
     w = Tokens(
-        terms.goal, forward.rows, b, grow(terms.lp), torch.stack(found), prompts, grow(terms.slope), grow(plain), noise,
-        whole,
-    )  # fmt: skip
+        goal=terms.goal,
+        rows=forward.rows,
+        b=b,
+        lp=grow(terms.lp),
+        found=torch.stack(found),
+        prompts=prompts,
+        expected=grow(terms.slope),
+        plain=grow(plain),
+        tol=noise,
+        whole=whole,
+    )
     more = [fail("weights", what, want, got) for what, want, got in observed(w)]
     said = [words] if words else []
     tail = int(sum((~w.zero(x)).sum() for x in beyond))

@@ -7,7 +7,7 @@ Each is put into the reference, and named only where the gradient that was found
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from upref.step.shares import longest
 from upref.step.weights import is_named
 from upref.verify.faults import Fault
 
+SAME = 1e-11  # log-probabilities in float64 that differ by less are the same
 BATCHES = (8, 4, 2)  # responses of a micro-batch that are tried where a fault depends on it
 
 
@@ -52,49 +53,102 @@ def _fronts(right: Forward) -> list[list[list[int]]]:
 
 def _inputs(model: TorchModel, right: Forward) -> Iterator[Variant]:
     rows, end = right.rows, model.end or 0
-    n, p = [len(r.ids) for r in rows], [len(r.prompt) for r in rows]
 
     def fed(words: str, each: Callable[..., Tensor], *more: Any) -> Variant:
+        """A fault by the logits of each row, a function of its number, the row, and `more`."""
         return Fault(words, lambda: again(right, [each(i, r, *more) for i, r in enumerate(rows)]))
 
-    def cut(words: str, first: Callable[..., int], *more: Any) -> Variant:
-        return fed(words, lambda i, r: fronted(model.logits(r.ids[(k := first(r, *more)) :]), k))
-
-    at = lambda r, v: (torch.tensor(r.ids) != v).long()[None]
-    for v in dict.fromkeys((end, 0, *(x[0] for x in right.before + right.after if x))):
-        if any(v in r.ids[:-1] for r in rows):
-            yield fed(f"the attention mask is made of token values: it cuts out tokens that equal {v}",
-                      lambda i, r, v: model.logits(r.ids, attention_mask=at(r, v)), v)  # fmt: skip
-            yield fed(f"the attention mask and the positions are made of token values ({v} is taken for padding)",
-                      lambda i, r, v: model.logits(r.ids, attention_mask=(m := at(r, v)),
-                                                   position_ids=(m.cumsum(1) - 1).clamp(min=0)), v)  # fmt: skip
-    state = "the state of recurrent layers runs on from row to row"
-    state = state if hasattr(model.net, "config") else "they attend to the rows before them"
+    yield from _masks_of_values(model, right, fed)
     for front in _fronts(right):
-        what = "1 more token is put before each prompt" if {*map(tuple, front)} == {tuple(front[0][:1])} else \
-            "what precedes a row is attended to: padding without a mask, or rows of its pack"  # fmt: skip
-        yield fed(what, lambda i, r, x: model.logits(x[i] + r.ids), front)
-        yield fed(f"rows of a pack are not apart: {state}",
-                  lambda i, r, x: model.logits(x[i] + r.ids, position_ids=_restarted(x[i], r, rows)),
-                  front)  # fmt: skip
-        yield fed("positions count what precedes a row: padding, or rows of its pack",
-                  lambda i, r, x: model.logits(r.ids, position_ids=_from(len(x[i]), r)), front)  # fmt: skip
-        yield fed("padding is masked in attention, and the state of recurrent layers runs over it",
-                  lambda i, r, x: model.logits(x[i] + r.ids, attention_mask=torch.tensor(
-                      [[0] * len(x[i]) + [1] * len(r.ids)])), front)  # fmt: skip
-    yield fed("the mask of the loss stands for the attention mask: masked tokens are not attended to",
-              lambda i, r: model.logits(r.ids, attention_mask=torch.tensor([[1] * p[i] + [int(t) for t in r.trains]]),
-                                        position_ids=_from(0, r)))  # fmt: skip
-    ones = lambda r: {"attention_mask": torch.ones(1, len(r.ids))} if model.masked else {}  # not a pack
-    yield fed("positions start again with the response", lambda i, r: model.logits(
-        r.ids, position_ids=torch.cat([torch.arange(p[i]), torch.arange(n[i] - p[i])])[None], **ones(r)))  # fmt: skip
+        yield from _behind(model, right, fed, front)
+
+    def attend_to_trained(i: int, r: Row) -> Tensor:
+        mask = torch.tensor([[1] * len(r.prompt) + [int(t) for t in r.trains]])
+        return model.logits(r.ids, attention_mask=mask, position_ids=_from(0, r))
+
+    def start_again(i: int, r: Row) -> Tensor:
+        positions = torch.cat([torch.arange(len(r.prompt)), torch.arange(len(r.response))])[None]
+        # without a mask, transformers takes positions that start again for a pack
+        ones = {"attention_mask": torch.ones(1, len(r.ids))} if model.masked else {}
+        return model.logits(r.ids, position_ids=positions, **ones)
+
+    words = "the mask of the loss stands for the attention mask: masked tokens are not attended to"
+    yield fed(words, attend_to_trained)
+    yield fed("positions start again with the response", start_again)
     yield fed("every position is 0", lambda i, r: model.logits(r.ids, position_ids=0 * _from(0, r)))
     yield fed("positions start at 1", lambda i, r: model.logits(r.ids, position_ids=_from(1, r)))
-    yield cut("the first token of each prompt is missing", lambda r: min(1, len(r.prompt) - 1))
+    yield from _cut_prompts(model, fed, end)
+
+
+def _masks_of_values(model: TorchModel, right: Forward, fed: Callable[..., Variant]) -> Iterator[Variant]:
+    """A loop that takes each token equal to its padding for padding."""
+
+    def mask_of(r: Row, value: int) -> Tensor:
+        return (torch.tensor(r.ids) != value).long()[None]
+
+    def masked(i: int, r: Row, value: int) -> Tensor:
+        return model.logits(r.ids, attention_mask=mask_of(r, value))
+
+    def masked_and_counted(i: int, r: Row, value: int) -> Tensor:
+        mask = mask_of(r, value)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        return model.logits(r.ids, attention_mask=mask, position_ids=positions)
+
+    around = [x[0] for x in right.before + right.after if x]
+    for v in dict.fromkeys((model.end or 0, 0, *around)):
+        if any(v in r.ids[:-1] for r in right.rows):
+            words = "the attention mask is made of token values: it cuts out tokens that equal"
+            yield fed(f"{words} {v}", masked, v)
+            words = "the attention mask and the positions are made of token values"
+            yield fed(f"{words} ({v} is taken for padding)", masked_and_counted, v)
+
+
+def _behind(
+    model: TorchModel, right: Forward, fed: Callable[..., Variant], front: list[list[int]]
+) -> Iterator[Variant]:
+    """What may happen to rows behind other tokens: padding, or the rows before them in a pack."""
+
+    def attended(i: int, r: Row) -> Tensor:
+        return model.logits(front[i] + r.ids)
+
+    def restarted(i: int, r: Row) -> Tensor:
+        positions = _restarted(front[i], r, right.rows)
+        return model.logits(front[i] + r.ids, position_ids=positions)
+
+    def counted(i: int, r: Row) -> Tensor:
+        return model.logits(r.ids, position_ids=_from(len(front[i]), r))
+
+    def masked(i: int, r: Row) -> Tensor:
+        mask = torch.tensor([[0] * len(front[i]) + [1] * len(r.ids)])
+        return model.logits(front[i] + r.ids, attention_mask=mask)
+
+    if {*map(tuple, front)} == {tuple(front[0][:1])}:
+        yield fed("1 more token is put before each prompt", attended)
+    else:
+        words = "what precedes a row is attended to: padding without a mask, or rows of its pack"
+        yield fed(words, attended)
+    state = "they attend to the rows before them"
+    if hasattr(model.net, "config"):
+        state = "the state of recurrent layers runs on from row to row"
+    yield fed(f"rows of a pack are not apart: {state}", restarted)
+    yield fed("positions count what precedes a row: padding, or rows of its pack", counted)
+    yield fed("padding is masked in attention, and the state of recurrent layers runs over it", masked)
+
+
+def _cut_prompts(model: TorchModel, fed: Callable[..., Variant], end: int) -> Iterator[Variant]:
+    """Prompts with a token less or more, or with a few tokens only."""
+
+    def from_token(r: Row, first: int) -> Tensor:
+        return fronted(model.logits(r.ids[first:]), first)
+
+    def keep_last(i: int, r: Row, keep: int) -> Tensor:
+        return from_token(r, max(len(r.prompt) - keep, 0))
+
+    yield fed("the first token of each prompt is missing", lambda i, r: from_token(r, min(1, len(r.prompt) - 1)))
     yield fed("a token is put before each prompt", lambda i, r: model.logits([end, *r.ids]))
     for keep in (2, 3, 4):
-        yield cut(f"prompts are cut to their last {keep} tokens", lambda r, k: max(len(r.prompt) - k, 0), keep)
-    yield cut("responses are scored without their prompts", lambda r: len(r.prompt) - 1)
+        yield fed(f"prompts are cut to their last {keep} tokens", keep_last, keep)
+    yield fed("responses are scored without their prompts", lambda i, r: from_token(r, len(r.prompt) - 1))
 
 
 # ---- who attends to whom ---------------------------------------------------------------------------------------------
@@ -117,14 +171,16 @@ class Attending(TorchFunctionMode):
         return func(*args, **its)
 
 
+# of a row and its number: token ids, what is added to the attention scores [S, S], and positions [1, S]
+Attended: TypeAlias = Callable[[int, Row], tuple[list[int], Tensor, Tensor]]
+
+
 def _causal(n: int) -> Tensor:
     return torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)
 
 
-def _attending(
-    model: TorchModel, right: Forward, words: str, each: Callable[[int, Row], tuple[list[int], Tensor, Tensor]]
-) -> Variant:  # fmt: skip
-    """each: token ids, what is added to the attention scores, and positions."""
+def _attending(model: TorchModel, right: Forward, words: str, each: Attended) -> Variant:
+    """A fault by what the tokens of each row attend to."""
 
     def one(i: int, r: Row) -> Tensor:
         ids, bias, positions = each(i, r)
@@ -144,12 +200,19 @@ def _attending(
 
 def _attention(model: TorchModel, right: Forward) -> Iterator[Variant]:
     attending = partial(_attending, model, right)
-    yield attending("tokens attend to later tokens of their row",
-                    lambda i, r: (r.ids, 0 * _causal(len(r.ids)).nan_to_num(), _from(0, r)))  # fmt: skip
+
+    def everywhere(i: int, r: Row) -> tuple[list[int], Tensor, Tensor]:
+        n = len(r.ids)
+        return r.ids, torch.zeros(n, n), _from(0, r)
+
+    def window(most: int, i: int, r: Row) -> tuple[list[int], Tensor, Tensor]:
+        n = len(r.ids)
+        far = torch.full((n, n), -torch.inf, dtype=torch.float64).tril(-most)
+        return r.ids, _causal(n) + far, _from(0, r)
+
+    yield attending("tokens attend to later tokens of their row", everywhere)
     for k in (2, 4, 8, 16):
-        near = partial(lambda k, n: _causal(n) + torch.full((n, n), -torch.inf, dtype=torch.float64).tril(-k), k)
-        each = partial(lambda near, i, r: (r.ids, near(len(r.ids)), _from(0, r)), near)
-        yield attending(f"tokens attend to the last {k} tokens only", each)
+        yield attending(f"tokens attend to the last {k} tokens only", partial(window, k))
     for front in _fronts(right):
         if not _holds_rows(front, right):
 
@@ -160,21 +223,45 @@ def _attention(model: TorchModel, right: Forward) -> Iterator[Variant]:
 
             yield attending("the attention mask is added to the scores as 0 and 1", added)
     for front, owner in _packs(right):
-        for m in range(1, max(max(x, default=0) for x in owner) + 2):
-            where = f"the ids of rows start again after {m} rows of a pack"
-            again_once = partial(lambda m, k: k - m if k >= m else k, m)
-            yield attending(f"{where}, once: rows with one id attend to each other",
-                            _with_ids(right, front, owner, again_once))  # fmt: skip
-            if m > 1:
-                yield attending(f"{where}: rows with one id attend to each other",
-                                _with_ids(right, front, owner, partial(lambda m, k: k % m, m)))  # fmt: skip
+        yield from _repeated_ids(model, right, front, owner)
+
+
+def _repeated_ids(
+    model: TorchModel, right: Forward, front: list[list[int]], owner: list[list[int]]
+) -> Iterator[Variant]:
+    """Ids of the rows of a pack that start again after some of them."""
+
+    def once(m: int, k: int) -> int:
+        return k - m if k >= m else k
+
+    def always(m: int, k: int) -> int:
+        return k % m
+
+    for m in range(1, max(max(x, default=0) for x in owner) + 2):
+        where = f"the ids of rows start again after {m} rows of a pack"
+        ids = {f"{where}, once": once, where: always}
+        if m == 1:  # every row has one id: what `_together` has
+            del ids[where]
+        for words, of in ids.items():
+            apart = _with_ids(right, front, owner, partial(of, m))
+            yield _attending(model, right, f"{words}: rows with one id attend to each other", apart)
 
 
 def _together(model: TorchModel, right: Forward) -> Iterator[Variant]:
-    """The commonest fault of a pack: nothing separates its rows, and their positions are right."""
+    """The commonest fault of a pack: nothing separates its rows, and their positions are right.
+
+    It is one of the attention where a mask between the rows mends it. Layers with a state read no such mask.
+    """
     for front, owner in _packs(right):
-        words = "the rows of a pack attend to each other: nothing separates them in the attention"
-        yield _attending(model, right, words, _with_ids(right, front, owner, lambda k: 0))
+
+        def together(front: list[list[int]] = front, owner: list[list[int]] = owner) -> Forward:
+            apart = _attending(model, right, "", _with_ids(right, front, owner, lambda k: k)).change()
+            mended = apart.statistics()[0]
+            if not torch.allclose(mended, right.statistics()[0], rtol=0, atol=SAME):
+                raise InputError("a mask does not separate the rows of a pack in this model.")
+            return _attending(model, right, "", _with_ids(right, front, owner, lambda k: 0)).change()
+
+        yield Fault("the rows of a pack attend to each other: nothing separates them in the attention", together)
 
 
 def _holds_rows(front: list[list[int]], right: Forward) -> bool:
@@ -192,7 +279,7 @@ def _packs(right: Forward) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
 
 def _with_ids(
     right: Forward, front: list[list[int]], owner: list[list[int]], document: Callable[[int], int]
-) -> Callable[[int, Row], tuple[list[int], Tensor, Tensor]]:  # fmt: skip
+) -> Attended:
     """Rows of a pack that are apart where their ids differ: document, of the number of a row in its pack."""
 
     def each(i: int, r: Row) -> tuple[list[int], Tensor, Tensor]:
@@ -227,10 +314,17 @@ def _from(start: int, r: Row) -> Tensor:
 
 
 # ---- the configuration -----------------------------------------------------------------------------------------------
-CHANGES = {  # field of a configuration -> the value that leaves it out
-    "final_logit_softcapping": None, "attn_logit_softcapping": None, "sliding_window": None, "logit_scale": 1.0,
-    "logits_scaling": 1.0, "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "lm_head_multiplier": 1.0,
-}  # fmt: skip
+# field of a configuration -> the value that leaves it out
+CHANGES: dict[str, float | None] = {
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+    "sliding_window": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "lm_head_multiplier": 1.0,
+}
 
 
 def _configured(model: TorchModel, right: Forward) -> Iterator[Variant]:
@@ -253,7 +347,7 @@ def _configured(model: TorchModel, right: Forward) -> Iterator[Variant]:
 
 def tried(
     right: Forward, variants: Callable[[Forward], Iterator[Variant]], among: str = ""
-) -> Iterator[tuple[str, Forward]]:  # fmt: skip
+) -> Iterator[tuple[str, Forward]]:
     """The variants that this model can run, each log-probability once; with `among` those that these words name."""
     seen: list[Tensor] = []
     for fault in variants(right):
@@ -262,7 +356,7 @@ def tried(
         try:
             one = fault.change()
             lp = one.statistics()[0].detach()
-            if variants is others and any(torch.allclose(lp, x, rtol=0, atol=1e-11) for x in seen):
+            if variants is others and any(torch.allclose(lp, x, rtol=0, atol=SAME) for x in seen):
                 continue  # positions of rotary models, a window that does not act
             seen.append(lp)
             yield fault.words, one

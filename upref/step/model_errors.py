@@ -21,6 +21,9 @@ def described(ids: Sequence[int] = ()) -> Iterator[None]:
 
     Args:
         ids: the longest sequence that it is fed.
+
+    Raises:
+        InputError: the model raised an error.
     """
     try:
         yield
@@ -35,13 +38,17 @@ def described(ids: Sequence[int] = ()) -> Iterator[None]:
 
 def _place(error: Exception) -> str:
     """Return the last line outside of torch and upref on the way to the error."""
-    frames = traceback.extract_tb(error.__traceback__)
-    outside = lambda file: not file.startswith("<") and not any(Path(file).is_relative_to(x) for x in LIBRARIES)
-    own = [x for x in frames if outside(x.filename)]
+    own = [x for x in traceback.extract_tb(error.__traceback__) if _is_outside(x.filename)]
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})" if own else ""
 
 
+def _is_outside(file: str) -> bool:
+    """Tell whether a frame is in a file of the user's, and not in torch, upref or a text such as <string>."""
+    return not file.startswith("<") and not any(Path(file).is_relative_to(x) for x in LIBRARIES)
+
+
 def _mend(error: Exception, ids: Sequence[int]) -> str:
+    """Return what to change, by the kind and the words of the error."""
     if isinstance(error, TypeError) and "missing" in str(error):
         return "give these arguments a default, or pass a module whose forward takes the token ids alone."
     if isinstance(error, AssertionError) or "dtype" in str(error) or "expected scalar type" in str(error):

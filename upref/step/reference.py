@@ -3,6 +3,7 @@
 
 import copy
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -92,7 +93,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-class Model:
+class Model(ABC):
     """What the reference needs of a model: `logits(ids)`, and `pull`, the gradient of Σ logits · dz."""
 
     vocabulary: int
@@ -100,12 +101,21 @@ class Model:
     shapes: dict[str, torch.Size]
     masked = False  # whether its forward takes an attention mask
 
+    @abstractmethod
     def logits(self, ids: Sequence[int], **how: Any) -> Tensor:
-        """[S, V] of one unpadded sequence, float64, attached to its graph."""
-        raise NotImplementedError
+        """[S, V] of one unpadded sequence, float64, attached to its graph.
 
+        Args:
+            ids: the tokens.
+            how: attention_mask, position_ids and the like, which a forward pass with a fault passes.
+
+        Raises:
+            TypeError: the model takes no such argument.
+        """
+
+    @abstractmethod
     def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Tensor:
-        raise NotImplementedError
+        """[P]: the gradient of Σ z · dz by the parameters, for logits z [S, V] of these ids and dz of that shape."""
 
     def pulls(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Iterator[Tensor]:
         """[n, P] for dz [n, S, V], in parts."""
@@ -218,7 +228,7 @@ class Functions(Model):
         import numpy as np
 
         if how:
-            raise NotImplementedError
+            raise TypeError(f"functions of (params, ids) take no {', '.join(how)}")
         return torch.tensor(np.asarray(self.forward(self.params, list(ids))), dtype=torch.float64)
 
     def pull(self, z: Tensor, dz: Tensor, ids: Sequence[int]) -> Tensor:

@@ -145,7 +145,16 @@ def observed(w: Tokens) -> list[tuple[str, str, str]]:
 
 
 def is_named(words: str, cause: str) -> bool:
-    """Tell whether a cause that was found on other rows names this fault; every fault is where there is no cause."""
+    """Tell whether a fault is to be tried on a second draw of rows: the cause found on the first names it.
+
+    It saves time and decides nothing: a fault that is tried must make the gradient of the second draw itself. A cause
+    is words, not a fault, because it joins faults of several kinds: of the forward pass, of a token's weight, of the
+    factors of responses. The last have no record of their own.
+
+    Args:
+        words: of the fault.
+        cause: what was found on the first draw; "" where this is the first, and every fault is tried.
+    """
     return not cause or without_numbers(words) in without_numbers(cause)
 
 
