@@ -109,8 +109,16 @@ class Case:
     def moves(self, b: Rollouts, expected: Tensor, times: float = 1.0) -> Tensor:
         """How far the expected weight moves where the log-probabilities are rounded to float32, a jump included."""
         d = torch.where(b.mask, torch.maximum(b.logp.abs(), b.logp_old.abs()).clamp(min=1) * ROUND * times, 0)
-        there = (b.but(logp=b.logp - d), b.but(logp_old=b.logp_old - d))
-        return sum(((self.expected(x) - expected).abs().nan_to_num(nan=0.0) for x in there), torch.zeros_like(d))
+        shares = torch.zeros_like(d)
+        ways = [d]
+        if "group" in self.o.reads and b.group is not None:
+            # the weight is a difference of two shares of a group, which shows only what moves a response beside others
+            peers = b.group[:, None] == b.group
+            place = peers.tril(-1).sum(1, keepdim=True)
+            ways += [d * (1 - 2 * (place // n % 2)) for n in (1, 2)]
+            shares = (ROUND * peers.sum(1, keepdim=True)).expand_as(d)
+        there = [x for way in ways for x in (b.but(logp=b.logp - way), b.but(logp_old=b.logp_old - way))]
+        return sum(((self.expected(x) - expected).abs().nan_to_num(nan=0.0) for x in there), shares)
 
     def ratio(self, b: Rollouts) -> Tensor:
         """The ratio that the objective acts on, at each token."""

@@ -4,7 +4,7 @@
 import torch
 from torch.nn.functional import pad
 
-from . import REJECTED, Case
+from . import ACCEPTED, REJECTED, Case
 from .bodies import clipped, even, gspo, loss, mean, ratio, seq, tok, up
 
 
@@ -116,7 +116,16 @@ CASES = [  # name, objective, words of the cause, body; words after a "-" must n
      lambda lp, old, A, m, group: tpo(lp, old, A, m, group, by=lambda n: 1)),
     ("untruncated", "topr", "no bound has an effect", topr),
 ]  # fmt: skip
-BY_DAY = {"C = 5", "η = 2", "two means", "half detached", "T for |o|"}  # beside a sample
+BY_DAY = {"C = 5", "η = 2", "two means", "half detached", "T for |o|", "TPO in float32"}  # beside a sample
 ROWS = [
     Case(loss(body), on, file="denominators", name=name, verdict=REJECTED, says=says) for name, on, says, body in CASES
 ]
+ROWS.append(  # its weight is a difference of two shares of a group: rounding of the other responses moves it too
+    Case(
+        loss(lambda lp, old, A, m, group: tpo(lp.float(), old.float(), A.float(), m, group)),
+        "tpo",
+        file="denominators",
+        name="TPO in float32",
+        verdict=ACCEPTED,
+    )
+)
