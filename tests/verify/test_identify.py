@@ -136,6 +136,16 @@ def test_a_loss_in_float32():
     assert identity.hp == pytest.approx({"eps_low": 0.13, "eps_high": 0.31, "c": 4.5}, abs=1e-5)
 
 
+@pytest.mark.parametrize(("times", "sign"), [(2, ""), (-2, "the sign is flipped")])
+def test_a_factor_is_named_beside_a_known_fault(times, sign):
+    """The clip acts on both sides, and the whole loss has a factor: the answer names both."""
+    twice = loss(lambda d, A, m: times * tok(d.exp().clamp(0.8, 1.28) * A, m))
+    why = upref.identify(twice).why
+    assert "the minimum is missing" in why
+    assert "every weight is 2 times what it should be" in why
+    assert sign in why
+
+
 @pytest.mark.parametrize(("loss", "says"), [(ascends, "sign is flipped"), (quarter, "0.25 times")])
 def test_a_slip_around_the_right_weights(loss, says):
     identity = upref.identify(loss)

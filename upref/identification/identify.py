@@ -2,6 +2,7 @@
 """`upref.identify`: which objective a loss is, by its gradients alone. One file: batches, matches, faults in turn."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -123,7 +124,8 @@ def _of_box(box: BlackBox, start: float) -> Identification:
     if found := _pitfall(box, get(nearest.name), grids):
         match, one, case, k = found
         more = _limits(box, case, lambda b: k * (one.change.weights(case.o, case.hp, b) + box.kl_weights(b)))
-        return answer("pitfall", [match], "; ".join([one.words, *_term(box, match), *more]))
+        words = [one.words, *_multiplied(k, match.agg), *_term(box, match), *more]
+        return answer("pitfall", [match], "; ".join(words))
     if coupled := _of_whole_batches(box):
         return answer("objective", coupled, "")
     near = [nearest] if _has_its_bounds(box, nearest) else []
@@ -304,15 +306,23 @@ def _simplest(m: Match):
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
+def _multiplied(k: float, agg: str) -> list[str]:
+    """Words for a factor of every weight, where it is no part of the aggregation."""
+    out = []
+    if k < 0:
+        out.append("the sign is flipped: J is returned where a loss, -J, should be")
+    if abs(k) != 1 and not agg.startswith("seq-mean-token-sum-norm"):
+        out.append(f"every weight is {abs(k):.7g} times what it should be")
+    return out
+
+
 def _faults(box: BlackBox, m: Match, grids: list[Grid]) -> list[str]:
     """What keeps a loss with the right weights from being right."""
     out = []
-    if box.scale < 0:
-        out.append("the sign is flipped: J is returned where a loss, -J, should be")
-    if twice := _two_gradients(box, m, grids[0][0]):
-        out.append(twice)
-    elif abs(box.scale) != 1 and not _agg(box).startswith("seq-mean-token-sum-norm"):
-        out.append(f"every weight is {abs(box.scale):.7g} times what it should be")
+    twice = _two_gradients(box, m, grids[0][0])
+    k = math.copysign(1.0, box.scale) if twice else box.scale  # two gradients are the factor
+    out += _multiplied(k, _agg(box))
+    out += [twice] if twice else []
     if box.agg and box.agg not in AGGREGATIONS:
         out.append(f"aggregated by {box.agg}")
     out += _term(box, m) + [f.regime for f in in_training.look(_against(box, m))]
@@ -419,7 +429,7 @@ def _pitfall(box: BlackBox, nearest: Objective, grids: list[Grid]) -> tuple[Matc
         hp = {k: v for k, v in o.resolve(own).items() if k != "beta"}
         case = Case(box.loss, o, hp, box.agg or declared_aggregation(o), tol=box.tol, edges=box.case.edges)
         plain = g(case)  # the factor may be the fault's own: an inverted ratio turns the sign of what is on policy
-        for k in {box.scale, 1.0}:
+        for k in dict.fromkeys((1.0, box.scale)):  # a fault that needs no factor goes first
             found = plain / k - box.kl_weights(b)
             whole = n >= len(turns)
             listed = (f for f in known("losses", o, hp, bounds if whole else []) if whole or f.kind == "ratio")
