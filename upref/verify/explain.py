@@ -20,7 +20,7 @@ from upref.transforms import CORRECTIONS, up
 from upref.verify.factors import FACTORS, declared_aggregation
 from upref.verify.faults import known
 from upref.verify.faults.corrections import corrected, retuned
-from upref.verify.faults.denominators import divided
+from upref.verify.faults.denominators import divided, placed
 from upref.verify.faults.losses import (
     OTHER_KL,
     LossFault,
@@ -32,7 +32,7 @@ from upref.verify.faults.losses import (
     term_slope,
     terms,
 )
-from upref.verify.faults.misread import floored, left_out, placed, reweighted
+from upref.verify.faults.misread import floored, left_out, reweighted
 from upref.verify.measure import Case, kl_slope, unit_weights
 from upref.weights.batches import OFF_EDGES, on_policy_batch, random_batch, relative_error
 
@@ -116,11 +116,15 @@ def _elsewhere(case: Case, *more: Rollouts) -> Elsewhere:
 
 
 def others(case: Case) -> list[Rollouts]:
-    """On policy, with small advantages too, near every bound, three random ones, and one of 64 responses."""
+    """On policy, with small advantages and with A > 0 alone too, near every bound, three random ones, and one of 64
+    responses; of an objective that corrects for its sampler, one whose sampler is far away."""
     calm, rng = case.ready(on_policy_batch()), np.random.default_rng
     small, grid = calm.but(adv=calm.adv / 1000), case.grid(seed=7, edges=OFF_EDGES, thin=3)
+    sizes = 1 + torch.arange(len(calm.adv), dtype=calm.adv.dtype)[:, None] / 10
+    good = calm.but(adv=calm.adv.abs() * sizes)
     some = [case.ready(random_batch(rng(seed), case.one_adv)) for seed in (0, 3, 5)]
-    return [calm, small, grid, *some, case.ready(random_batch(rng(4), case.one_adv, (64, 40)))]
+    far = [case.beyond("sampler")] if case.o.sampler is not None else []
+    return [calm, small, good, grid, *some, case.ready(random_batch(rng(4), case.one_adv, (64, 40))), *far]
 
 
 def confirmed(case: Case, one: LossFault, *more: Rollouts) -> str:

@@ -16,10 +16,11 @@ from upref.errors import InputError
 from upref.ops import mean_t, sum_t
 from upref.rollouts import Rollouts
 from upref.verify.faults.losses import LossFault, fault
+from upref.verify.faults.misread import bisected
 from upref.verify.measure import Case, kl_slope, unit_weights
 
 LOG_RHO = np.linspace(-14, 14, 57)
-HALVINGS = 50
+BOUNDS = ("is_min", "is_max")  # the hyperparameters of a correction
 SIGNS = {1.0: "A > 0", -1.0: "A < 0"}
 LEVELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of log ρ of each token, and the mask
     "of each token": lambda x, m: x,
@@ -66,7 +67,7 @@ def retuned(case: Case) -> Iterator[LossFault]:
     seen = _of_both_signs(case)
     if not seen or seen[1.0] != seen[-1.0]:
         return
-    numbers = {"is_min": seen[1.0].low, "is_max": seen[1.0].high}
+    numbers = dict(zip(BOUNDS, (seen[1.0].low, seen[1.0].high), strict=True))
     own = {k: v for k, v in numbers.items() if k in case.hp and 0 < v < math.inf}
     if moved := {k: v for k, v in own.items() if abs(v - case.hp[k]) > 1e-6}:
         words = "; ".join(f"{k} is {v:.6g}, not {case.hp[k]:.6g}" for k, v in moved.items())
@@ -99,8 +100,7 @@ def _of_both_signs(case: Case) -> dict[float, Correction]:
 
 def _weights(case: Case, seen: dict[float, Correction], of: Callable[[Tensor, Tensor], Tensor], b: Rollouts) -> Tensor:
     """The objective's weights under another correction of its sampler, its KL term beside them."""
-    plain = {k: v for k, v in case.hp.items() if k in case.o.hyperparameters and k not in ("is_min", "is_max")}
-    base = unit_weights(replace(case.o, sampler=None), b, {k: v for k, v in plain.items() if k != "beta"})
+    base = unit_weights(replace(case.o, sampler=None), b, _uncorrected(case))
     assert b.logp_sampler is not None
     x = of(torch.where(b.mask, b.logp_old - b.logp_sampler, 0), b.mask)
     w = base * torch.where(b.adv.expand_as(x) > 0, seen[1.0](x), seen[-1.0](x))
@@ -109,46 +109,46 @@ def _weights(case: Case, seen: dict[float, Correction], of: Callable[[Tensor, Te
 
 def _seen(case: Case, A: float) -> Correction | None:
     """Read off responses of one token at r = 1; None where it is no such function."""
-    w = lambda x: _factor(case, A, np.atleast_1d(x))
-    y = w(LOG_RHO)
-    rho, near = np.exp(LOG_RHO), np.isclose
+    factor = partial(_factor, case, A)
+    y, rho = factor(LOG_RHO), np.exp(LOG_RHO)
     at_1 = len(LOG_RHO) // 2
-    step = int(near(y[at_1 + 1], rho[at_1 + 1], 1e-6)) or int(near(y[at_1 - 1], rho[at_1 - 1], 1e-6))
-    inside = bool(step)
-    same = near(y, rho if inside else 1.0, 1e-6)
+    inside = any(np.isclose(y[k], rho[k], 1e-6) for k in (at_1 + 1, at_1 - 1))
+    same = np.isclose(y, rho if inside else 1.0, 1e-6)
     if not same.any() or not np.isfinite(y).all():
         return None
     first, last = int(same.argmax()), len(same) - 1 - int(same[::-1].argmax())
-    ends: dict[str, Any] = {}
-    for name, n, beside in (("low", first, first - 1), ("high", last, last + 1)):
-        none = 0.0 if name == "low" else math.inf
-        if not 0 <= beside < len(y):
-            ends |= {name: none, f"cut_{name}": False}
-        elif y[beside] == 0:
-            ends |= {name: _round(math.exp(_bound(w, LOG_RHO[n], LOG_RHO[beside]))), f"cut_{name}": True}
-        else:
-            ends |= {name: _round(float(y[beside])), f"cut_{name}": False}
-    return Correction(inside, ends["low"], ends["high"], ends["cut_low"], ends["cut_high"])
+    low, cut_low = _end(factor, y, first, first - 1) or (0.0, False)
+    high, cut_high = _end(factor, y, last, last + 1) or (math.inf, False)
+    return Correction(inside, low, high, cut_low, cut_high)
+
+
+def _end(factor: Callable[[np.ndarray], np.ndarray], y: np.ndarray, n: int, beside: int) -> tuple[float, bool] | None:
+    """The bound between these two places of LOG_RHO, and whether the factor is 0 beyond it; None at the last place."""
+    if not 0 <= beside < len(y):
+        return None
+    if y[beside] != 0:
+        return _round(float(y[beside])), False
+
+    def is_cut(log_rho: float) -> bool:
+        return bool(factor(np.array([log_rho]))[0] == 0)
+
+    return _round(math.exp(bisected(is_cut, LOG_RHO[n], LOG_RHO[beside]))), True
 
 
 def _factor(case: Case, A: float, log_rho: np.ndarray) -> np.ndarray:
     """The weight of single tokens of ratio 1, over the objective's without a correction."""
-    full = lambda v: torch.full((len(log_rho), 1), v, dtype=torch.float64)
-    old = full(-15.0)
-    b = Rollouts(old, old, full(A), full(1.0).bool(), logp_ref=old, entropy=full(1.0),
-                 logp_sampler=old - torch.as_tensor(log_rho)[:, None])  # fmt: skip
+    one = torch.ones(len(log_rho), 1, dtype=torch.float64)
+    old = -15 * one
+    mu = old - torch.as_tensor(log_rho)[:, None]
+    b = Rollouts(old, old, A * one, one.bool(), logp_ref=old, entropy=one, logp_sampler=mu)
     b = case.loss.visible_batch(b)
-    plain = {k: v for k, v in case.plain_hp.items() if k in case.o.hyperparameters and k not in ("is_min", "is_max")}
-    base = unit_weights(replace(case.o, sampler=None), b, plain)
+    base = unit_weights(replace(case.o, sampler=None), b, _uncorrected(case))
     return (case.weights(b) / base)[:, 0].numpy()
 
 
-def _bound(w: Callable[[float], np.ndarray], alive: float, dead: float) -> float:
-    """log ρ at which the factor becomes 0."""
-    for _ in range(HALVINGS):
-        middle = (alive + dead) / 2
-        alive, dead = (middle, dead) if w(middle)[0] != 0 else (alive, middle)
-    return (alive + dead) / 2
+def _uncorrected(case: Case) -> dict[str, Any]:
+    """The hyperparameters of the objective without those of its correction and of its KL term."""
+    return {k: v for k, v in case.plain_hp.items() if k in case.o.hyperparameters and k not in BOUNDS}
 
 
 def _round(x: float) -> float:

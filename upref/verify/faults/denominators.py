@@ -15,29 +15,43 @@ from upref.verify.measure import Case, without_rest
 from upref.weights.batches import on_policy_batch
 
 PARTS = (2, 3, 4, 8)  # into which a batch is cut
+BLOCKS = range(2, 17)  # rows that are taken for the responses to one prompt
 LEAST = 1e-4  # a number added to a length: a smaller one is a guard against 0
 SIGNS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
     ("A > 0", lambda A: A > 0),
     ("A < 0", lambda A: A < 0),
     ("A <= 0", lambda A: A <= 0),
 )
+MEANS = ((1.0, "the two means are added"), (0.5, "the two means are averaged"))
 ByToken = Callable[[Rollouts], Tensor]  # what each token's weight is multiplied by, [B, T] or [B, 1]
 
 
 def divided(case: Case) -> Iterator[LossFault]:
-    """All faults of this file, beside the objective of the case."""
+    """Faults of lengths, of each sign of A, and of parts of the batch, beside the objective of the case."""
     yield from _lengths(case)
     yield from _by_sign(case)
     yield from _parts(case)
 
 
+def placed(case: Case) -> Iterator[LossFault]:
+    """Groups that are read off the order of the rows, not off their ids; nothing of a loss without ids."""
+    if "group" not in case.loss.reads:
+        return
+    words = "rows of one prompt count as one group only where they are next to each other"
+    yield _aggregated(case, words, partial(_grouped, case, by=_runs))
+    for n in (0, *BLOCKS):
+        size = f"{n} rows" if n else "equal size, in the order of the rows"
+        words = f"groups are taken for blocks of {size}, whatever their ids"
+        yield _aggregated(case, words, partial(_grouped, case, by=partial(_blocks, n=n)))
+
+
 def _aggregated(case: Case, words: str, factor: ByToken) -> LossFault:
     """The objective's weights, multiplied by this factor in place of its aggregation's."""
-    return fault(words, "aggregation", weigh=lambda b: case.expected(b) * factor(b) / case.factors(b), whole=True)
 
+    def weigh(b: Rollouts) -> Tensor:
+        return case.expected(b) * factor(b) / case.factors(b)
 
-def _length(b: Rollouts) -> Tensor:
-    return b.mask.sum(1, keepdim=True).to(b.logp.dtype)
+    return fault(words, "aggregation", weigh=weigh, whole=True)
 
 
 def _own(case: Case, b: Rollouts) -> Tensor:
@@ -45,35 +59,73 @@ def _own(case: Case, b: Rollouts) -> Tensor:
     return case.factors(b, declared_aggregation(case.o))
 
 
+# ---- groups ----------------------------------------------------------------------------------------------------------
+def _grouped(case: Case, b: Rollouts, by: Callable[[Rollouts], Tensor | None]) -> Tensor:
+    """The same with other ids of the groups."""
+    return _own(case, b.but(group=by(b), totals=None))
+
+
+def _runs(b: Rollouts) -> Tensor | None:
+    """A new id wherever the id changes from one row to the next."""
+    if b.group is None:
+        return None
+    changes = b.group[1:] != b.group[:-1]
+    return torch.nn.functional.pad(changes.cumsum(0), (1, 0))
+
+
+def _blocks(b: Rollouts, n: int) -> Tensor:
+    """An id for every n rows; n = 0: as many blocks as there are groups."""
+    groups = 1 if b.group is None else len(b.group.unique())
+    return torch.arange(len(b.mask)) // (n or -(-len(b.mask) // groups))
+
+
+# ---- lengths ---------------------------------------------------------------------------------------------------------
+def _length(b: Rollouts) -> Tensor:
+    """|o|, [B, 1]."""
+    return b.mask.sum(1, keepdim=True).to(b.logp.dtype)
+
+
 def _lengths(case: Case) -> Iterator[LossFault]:
     """A length, or the number of tokens, with a number added to it, of at least a number, or taken for another one."""
-    own = partial(_own, case)
-    width = lambda b: b.mask.shape[1]
-    yield _aggregated(case, "the padded width T replaces the length |o|",
-                      lambda b: own(b) * _length(b) / width(b))  # fmt: skip
-    yield _aggregated(case, "the padded width T is a factor in place of the length |o|",
-                      lambda b: own(b) * width(b) / _length(b))  # fmt: skip
-    if (times := _times(case)) is None:
-        return
-    n, k = times
-    added = common_value(n / k - n)
-    if added is not None and abs(added) > LEAST:
-        yield _aggregated(case, f"{added:.6g} is added to each length |o|",
-                          lambda b: own(b) * _length(b) / (_length(b) + added))  # fmt: skip
-    total = n.sum()
-    every = common_value(total / k - total)
-    if every is not None and abs(every) > LEAST:
-        tokens = lambda b: b.mask.sum()
-        yield _aggregated(case, f"{every:.6g} is added to the number of tokens",
-                          lambda b: own(b) * tokens(b) / (tokens(b) + every))  # fmt: skip
-    short = k < 1 - 1e-9
-    least = common_value((n / k)[short])
+
+    def over_width(b: Rollouts) -> Tensor:
+        return _own(case, b) * _length(b) / b.mask.shape[1]
+
+    def times_width(b: Rollouts) -> Tensor:
+        return _own(case, b) * b.mask.shape[1] / _length(b)
+
+    yield _aggregated(case, "the padded width T replaces the length |o|", over_width)
+    yield _aggregated(case, "the padded width T is a factor in place of the length |o|", times_width)
+    if (measured := _multiples(case)) is not None:
+        yield from _changed_lengths(case, *measured)
+
+
+def _changed_lengths(case: Case, lengths: Tensor, multiples: Tensor) -> Iterator[LossFault]:
+    """What the multiple of each response's gradient, [B], makes of its length, [B], and of their sum."""
+
+    def plus(b: Rollouts, more: float) -> Tensor:
+        return _own(case, b) * _length(b) / (_length(b) + more)
+
+    def plus_total(b: Rollouts, more: float) -> Tensor:
+        return _own(case, b) * b.mask.sum() / (b.mask.sum() + more)
+
+    def at_least(b: Rollouts, least: float) -> Tensor:
+        return _own(case, b) * _length(b) / _length(b).clamp(min=least)
+
+    more = common_value(lengths / multiples - lengths)
+    if more is not None and abs(more) > LEAST:
+        yield _aggregated(case, f"{more:.6g} is added to each length |o|", partial(plus, more=more))
+    total = lengths.sum()
+    more = common_value(total / multiples - total)
+    if more is not None and abs(more) > LEAST:
+        yield _aggregated(case, f"{more:.6g} is added to the number of tokens", partial(plus_total, more=more))
+    short = multiples < 1 - 1e-9
+    least = common_value((lengths / multiples)[short])
     if least is not None and (~short).any():
-        yield _aggregated(case, f"a length |o| counts as at least {least:.6g}",
-                          lambda b: own(b) * _length(b) / _length(b).clamp(min=least))  # fmt: skip
+        yield _aggregated(case, f"a length |o| counts as at least {least:.6g}", partial(at_least, least=least))
 
 
-def _times(case: Case) -> tuple[Tensor, Tensor] | None:
+def _multiples(case: Case) -> tuple[Tensor, Tensor] | None:
     """The lengths of the on-policy batch, and what each response's gradient is multiplied by beside the objective's."""
     b = case.ready(on_policy_batch())
     at = dict.fromkeys(("logp", "logp_ref", *(["logp_sampler"] if case.o.sampler else [])), b.logp_old)
@@ -88,52 +140,67 @@ def _times(case: Case) -> tuple[Tensor, Tensor] | None:
     return _length(b)[:, 0], torch.tensor([k or 0.0 for k in rows], dtype=b.logp.dtype)
 
 
+# ---- signs of A ------------------------------------------------------------------------------------------------------
 def _by_sign(case: Case) -> Iterator[LossFault]:
     """Each sign of A by an aggregation, or a mean, of its own."""
-    own = partial(_own, case)
-    for words, on in SIGNS:
 
-        def other(b: Rollouts, on: Callable[[Tensor], Tensor] = on, f: ByToken | None = None) -> Tensor:
-            return torch.where(on(b.adv.expand_as(b.mask)), (f or own)(b), own(b))
+    def one_sign(b: Rollouts, on: Callable[[Tensor], Tensor], name: str) -> Tensor:
+        return torch.where(on(b.adv.expand_as(b.mask)), case.factors(b, name), _own(case, b))
 
+    for terms, on in SIGNS:
         for name in FACTORS:
-            f = partial(case.factors, agg=name)
-            yield _aggregated(case, f"the terms of {words} have another aggregation than the rest: {name}",
-                              partial(other, f=f))  # fmt: skip
-
-    def apart(b: Rollouts, count: Callable[[Tensor, Tensor], Tensor], share: float) -> Tensor:
-        """Each sign divided by its own count of tokens, or of responses."""
-        positive = b.adv.expand_as(b.mask) > 0
-        good, bad = b.mask & positive, b.mask & ~positive
-        of_good, of_bad = count(good, b.mask), count(bad, b.mask)
-        return share * torch.where(positive, 1 / of_good.clamp(min=1), 1 / of_bad.clamp(min=1))
-
-    tokens = lambda mine, mask: mine.sum()
-    responses = lambda mine, mask: mine.any(1).sum() * mask.sum(1, keepdim=True)
-    for of, count in (("tokens", tokens), ("responses", responses)):
-        for share, how in ((1.0, "the two means are added"), (0.5, "the two means are averaged")):
+            words = f"the terms of {terms} have another aggregation than the rest: {name}"
+            yield _aggregated(case, words, partial(one_sign, on=on, name=name))
+    for of, count in (("tokens", _tokens), ("responses", _responses)):
+        for share, how in MEANS:
             words = f"the terms of A > 0 and those of A <= 0 are averaged over their own {of}; {how}"
-            yield _aggregated(case, words, partial(apart, count=count, share=share))
+            yield _aggregated(case, words, partial(_apart, count=count, share=share))
+
+
+def _apart(b: Rollouts, count: Callable[[Tensor, Tensor], Tensor], share: float) -> Tensor:
+    """One over what each sign counts by itself, times the share of its mean."""
+    positive = b.adv.expand_as(b.mask) > 0
+    of_good, of_bad = count(b.mask & positive, b.mask), count(b.mask & ~positive, b.mask)
+    return share * torch.where(positive, 1 / of_good.clamp(min=1), 1 / of_bad.clamp(min=1))
+
+
+def _tokens(side: Tensor, mask: Tensor) -> Tensor:
+    """The number of tokens of one sign."""
+    return side.sum()
+
+
+def _responses(side: Tensor, mask: Tensor) -> Tensor:
+    """The number of responses that have such tokens, times the length of each response."""
+    return side.any(1).sum() * mask.sum(1, keepdim=True)
+
+
+# ---- parts of the batch ----------------------------------------------------------------------------------------------
+def _parts(case: Case) -> Iterator[LossFault]:
+    """The mean over equally many responses after each other is averaged once more."""
+
+    def parts(b: Rollouts, n: int, split: Callable[[int, int], list[Tensor]]) -> Tensor:
+        if len(b.mask) < n:
+            return _own(case, b)
+        every = [_own(case, _rows(b, i)) for i in split(len(b.mask), n)]
+        return torch.cat(every) / n
+
+    for n in PARTS:
+        for split in (_equal, _last_larger):
+            words = f"the batch is cut into {n} parts after each other; each part is averaged by itself, then the parts"
+            yield _aggregated(case, words, partial(parts, n=n, split=split))
+
+
+def _equal(rows: int, n: int) -> list[Tensor]:
+    """The first parts have one row more where n does not divide their number."""
+    return list(torch.arange(rows).tensor_split(n))
+
+
+def _last_larger(rows: int, n: int) -> list[Tensor]:
+    """The last part has all rows that are left over."""
+    size = rows // n
+    return list(torch.arange(rows).tensor_split([size * k for k in range(1, n)]))
 
 
 def _rows(b: Rollouts, i: Tensor) -> Rollouts:
+    """These rows as a batch of their own, with totals of their own."""
     return b.but(totals=None, **{name: x[i] for name, x in vars(b).items() if isinstance(x, Tensor)})
-
-
-def _parts(case: Case) -> Iterator[LossFault]:
-    """The mean over equally many responses after each other is averaged once more."""
-    f = FACTORS[declared_aggregation(case.o)]
-    for n in PARTS:
-        for up in (True, False):
-
-            def parts(b: Rollouts, n: int = n, up: bool = up) -> Tensor:
-                if len(b.mask) < n:
-                    return _own(case, b)
-                rows = torch.arange(len(b.mask)).tensor_split(n)
-                if not up:
-                    size = len(b.mask) // n
-                    rows = (*torch.arange(size * (n - 1)).split(size), torch.arange(size * (n - 1), len(b.mask)))
-                return torch.cat([f(_rows(b, i)) for i in rows])[:, None] / n
-
-            words = f"the batch is cut into {n} parts after each other; each part is averaged by itself, then the parts"
-            yield _aggregated(case, words, parts)

@@ -414,14 +414,22 @@ def _forms(
                    form(lambda r, A, lp: minimum(r * A, clip(r * A, 1 - lo, 1 + hi))))  # fmt: skip
         yield made("clip", "the maximum is taken where the minimum belongs",
                    form(lambda r, A, lp: maximum(r * A, clip(r, 1 - lo, 1 + hi) * A)))  # fmt: skip
+
+        def clipped_detached(r: Tensor, A: Tensor, lp: Tensor) -> Tensor:
+            return minimum(r * A, sg(clip(r, 1 - lo, 1 + hi) * A))
+
+        def unclipped_detached(r: Tensor, A: Tensor, lp: Tensor) -> Tensor:
+            return minimum(sg(r * A), clip(r, 1 - lo, 1 + hi) * A)
+
         halves = "where the two are equal, half of the gradient is lost"
-        yield made("clip", f"the clipped term of the minimum is detached: {halves}",
-                   form(lambda r, A, lp: minimum(r * A, sg(clip(r, 1 - lo, 1 + hi) * A))))  # fmt: skip
-        yield made("clip", f"the unclipped term of the minimum is detached: {halves}, and all of it elsewhere",
-                   form(lambda r, A, lp: minimum(sg(r * A), clip(r, 1 - lo, 1 + hi) * A)))  # fmt: skip
+        words = f"the clipped term of the minimum is detached: {halves}"
+        yield made("clip", words, form(clipped_detached))
+        words = f"the unclipped term of the minimum is detached: {halves}, and all of it elsewhere"
+        yield made("clip", words, form(unclipped_detached))
         if o.level == "sequence_mean":
 
-            def by_sum(lp, old, A, m):
+            def by_sum(lp: Tensor, old: Tensor, A: Tensor, m: Tensor) -> Tensor:
+                """The geometric mean of the ratios, cut where their product leaves the bounds."""
                 S = exp(sum_t(where(m, lp - old, 0), m))[:, None].expand_as(A)
                 return where((A > 0) & (S > 1 + hi) | (A < 0) & (S < 1 - lo), 0, R(lp, old, m) * A)
 
@@ -451,9 +459,12 @@ def _forms(
         trained = lambda A: where(A > 0, A * has.live[1.0], A * has.live[-1.0])
         yield made("clip", "no bound has an effect: the ratio is not clipped", form(lambda r, A, lp: r * trained(A)))
         if has.free[1.0] or has.free[-1.0]:  # log π_θ there, as in TOPR
-            without = lambda A: where(A > 0, A * has.free[1.0], A * has.free[-1.0])
-            yield made("clip", "no bound has an effect: the ratio is not clipped",
-                       form(lambda r, A, lp: (without(A) + sg(r) * (trained(A) - without(A))) * lp))  # fmt: skip
+
+            def unbounded(r: Tensor, A: Tensor, lp: Tensor) -> Tensor:
+                free = where(A > 0, A * has.free[1.0], A * has.free[-1.0])
+                return (free + sg(r) * (trained(A) - free)) * lp
+
+            yield made("clip", "no bound has an effect: the ratio is not clipped", form(unbounded))
     inverted = "the ratio is inverted: exp(old - new)"
     yield made("ratio", inverted, lambda lp, old, A, m: ppo(R(old, lp, m), A))
     if o.level == "token" and not o.reads:

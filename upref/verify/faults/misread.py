@@ -14,13 +14,13 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.ops import mean_t
-from upref.registry import Objective
+from upref.registry import REDUCE, Objective
 from upref.rollouts import Rollouts, per_response
 from upref.verify.factors import FACTORS, common_value, declared_aggregation
 from upref.verify.faults import Catalogue
 from upref.verify.faults.losses import LossFault, fault, term_of
 from upref.verify.measure import Case, unit_weights
-from upref.weights.batches import on_policy_batch
+from upref.weights.batches import on_policy_batch, relative_error
 
 POSITIONS: dict[str, Callable[[Tensor], Tensor]] = {  # how far each token is from where a discount is 1
     "from the first token on": lambda m: m.cumsum(1) - 1,
@@ -229,7 +229,7 @@ def left_out(case: Case) -> Iterator[LossFault]:
 
 
 FLOORS = np.linspace(-1, -80, 80)  # log-probabilities among which `floored` looks
-HALVINGS = 40
+HALVINGS = 50  # of an interval of log-probabilities, or of log-ratios
 
 
 def floored(case: Case) -> Iterator[LossFault]:
@@ -241,22 +241,54 @@ def floored(case: Case) -> Iterator[LossFault]:
         b = case.ready(Rollouts(lp, lp, one, one.bool(), logp_ref=lp, entropy=one))
         return ((case.weights(b) == 0) & (case.expected(b) != 0))[:, 0].numpy()
 
-    try:
+    with contextlib.suppress(InputError):  # it refuses such a batch
         hit = dead(FLOORS)
         if not hit.any() or hit[0]:
             return
         first = int(hit.argmax())
-        alive, gone = FLOORS[first - 1], FLOORS[first]
-        for _ in range(HALVINGS):
-            middle = (alive + gone) / 2
-            alive, gone = (alive, middle) if dead(np.array([middle]))[0] else (middle, gone)
-    except InputError:  # it refuses such a batch
-        return
-    low = float(f"{gone:.6g}")
-    both = lambda lp, old, A, m: term_of(case.o, case.hp)(lp.clamp(min=low), old.clamp(min=low), A, m)
-    one = lambda lp, old, A, m: term_of(case.o, case.hp)(lp.clamp(min=low), old, A, m)
-    yield fault(f"log-probabilities below {low:g} are set to it", "rounding", J=both)
-    yield fault(f"log_prob below {low:g} is set to it", "rounding", J=one)
+        gone = bisected(lambda lp: bool(dead(np.array([lp]))[0]), FLOORS[first - 1], FLOORS[first])
+        yield from _floors(case, float(f"{gone:.6g}"))
+
+
+def bisected(holds: Callable[[float], bool], no: float, yes: float) -> float:
+    """Where this begins to hold, between a number for which it does not and one for which it does."""
+    for _ in range(HALVINGS):
+        middle = (no + yes) / 2
+        no, yes = (no, middle) if holds(middle) else (middle, yes)
+    return yes
+
+
+def _floors(case: Case, low: float) -> Iterator[LossFault]:
+    """What sets log-probabilities below this number to it; the case tells which of them the loss can be."""
+    term = term_of(case.o, case.hp)
+
+    def of_both(lp: Tensor, old: Tensor, A: Tensor, m: Tensor) -> Tensor:
+        return term(lp.clamp(min=low), old.clamp(min=low), A, m)
+
+    def of_one(lp: Tensor, old: Tensor, A: Tensor, m: Tensor) -> Tensor:
+        return term(lp.clamp(min=low), old, A, m)
+
+    alone = f"tokens with a log_prob below {low:g} have no gradient: they are left out, or log_prob is set to it"
+    if case.o.level in REDUCE:  # the ratios of the other tokens tell the two apart
+        alone = f"log_prob below {low:g} is set to it"
+    each = (f"log-probabilities below {low:g} are set to it", of_both), (alone, of_one)
+    for words, J in each:
+        one = fault(words, "rounding", J=J)
+        if _alike_across(case, one, low):
+            yield one
+
+
+STEPS_ACROSS = (0.02, 0.05, 1.0)  # from a floor of log-probabilities
+
+
+def _alike_across(case: Case, one: LossFault, low: float) -> bool:
+    """Whether a fault has the weights of the loss where log π_θ is above this number and log π_old is below it."""
+    steps = torch.tensor(STEPS_ACROSS, dtype=torch.float64)
+    above, below, A = torch.cartesian_prod(steps, steps, torch.tensor([1.0, -1.0], dtype=torch.float64)).T[..., None]
+    lp, old, ones = low + above, low - below, torch.ones_like(A)
+    b = case.ready(Rollouts(lp, old, A, ones.bool(), logp_ref=lp, entropy=ones))
+    off = relative_error(case.weights(b), one.change.weights(case.o, case.hp, b), b.adv)
+    return bool((off < 10 * case.tol).all())
 
 
 def between(low: float, high: float) -> float | None:
@@ -269,27 +301,3 @@ def _slope(x: Tensor, y: Tensor) -> float:
     """Of the line through these points, by least squares."""
     x = x - x.mean()
     return float((x * y).sum() / (x**2).sum())
-
-
-def placed(case: Case) -> Iterator[LossFault]:
-    """Groups that are taken for blocks of n rows, or of B over the number of groups."""
-    of = lambda b: 1 if b.group is None else len(b.group.unique())
-    rows = lambda b, n: torch.arange(len(b.mask)) // (n or -(-len(b.mask) // of(b)))
-
-    def weigh(b: Rollouts, n: int) -> Tensor:
-        there = b.but(group=rows(b, n), totals=None)
-        return case.expected(b) * case.factors(there, declared_aggregation(case.o)) / case.factors(b)
-
-    runs = lambda g: torch.cat([torch.zeros_like(g[:1]), (g[1:] != g[:-1]).cumsum(0)])
-
-    def in_runs(b: Rollouts) -> Tensor:
-        there = b if b.group is None else b.but(group=runs(b.group), totals=None)
-        return case.expected(b) * case.factors(there, declared_aggregation(case.o)) / case.factors(b)
-
-    if "group" in case.loss.reads:
-        words = "rows of one prompt count as one group only where they are next to each other"
-        yield fault(words, "aggregation", weigh=in_runs, whole=True)
-    for n in (0, *range(2, 17)) if "group" in case.loss.reads else ():
-        size = f"{n} rows" if n else "equal size, in the order of the rows"
-        words = f"groups are taken for blocks of {size}, whatever their ids"
-        yield fault(words, "aggregation", weigh=partial(weigh, n=n), whole=True)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Known faults of losses that compare the responses to a prompt with a target distribution over them: TPO."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,34 +24,80 @@ def faults(o: Objective, hp: dict[str, Any], bounds: list[float]) -> Iterator[Lo
     for eta in ETAS:
         if abs(eta - hp["eta"]) > 1e-9:
             yield fault(f"eta is {eta:g}, not {hp['eta']:g}", "hyperparameter", hp={"eta": eta}, whole=True)
-    zero = lambda b: torch.zeros_like(b.logp)
-    mean = lambda x, b: x / b.mask.sum(1, keepdim=True)
-    q, p = (lambda b, x: _target(b, x, hp["eta"])), _shares
-    for words, f in (
-        ("the target is softmax(A/η) alone: π_old is left out", lambda b: q(b, zero(b)) - p(b, b.logp)),
-        ("the target is made of π_θ, not of π_old", lambda b: q(b, b.logp) - p(b, b.logp)),
-        ("the share of a response is that of π_old, not of π_θ", lambda b: q(b, b.logp_old) - p(b, b.logp_old)),
-        ("the target has the advantage with the opposite sign",
-         lambda b: q(b.but(adv=-b.adv), b.logp_old) - p(b, b.logp)),
-        ("log π of a response is the mean over its tokens, not the sum",
-         lambda b: (q(b, mean(b.logp_old, b)) - p(b, mean(b.logp, b))) / b.mask.sum(1, keepdim=True)),
-        ("the shares of π_θ are missing: the term is the target's alone", lambda b: q(b, b.logp_old)),
-    ):  # fmt: skip
-        yield fault(words, "objective", weigh=f, whole=True)
-    yield fault("the target and the shares are over the batch, not over each prompt", "batches",
-                weigh=lambda b: unit_weights(o, b.but(group=torch.zeros_like(_group(b))), hp), whole=True)  # fmt: skip
-    yield fault("each prompt has the same weight, whatever the number of its responses", "aggregation",
-                weigh=lambda b: unit_weights(o, b, hp) / _size(b) * len(b.mask) / len(_group(b).unique()),
-                whole=True)  # fmt: skip
-    yield fault("the term of a response is not multiplied by the number of responses to its prompt", "aggregation",
-                weigh=lambda b: unit_weights(o, b, hp) / _size(b), whole=True)  # fmt: skip
+    for words, weigh in SHARES.items():
+        yield fault(words, "objective", weigh=partial(weigh, eta=hp["eta"]), whole=True)
+    for words, kind, change in GROUPS:
+        yield fault(words, kind, weigh=partial(change, o, hp), whole=True)
 
 
+# ---- other shares ----------------------------------------------------------------------------------------------------
+def _without_old(b: Rollouts, eta: float) -> Tensor:
+    return _target(b, torch.zeros_like(b.logp), eta) - _shares(b, b.logp)
+
+
+def _target_of_new(b: Rollouts, eta: float) -> Tensor:
+    return _target(b, b.logp, eta) - _shares(b, b.logp)
+
+
+def _share_of_old(b: Rollouts, eta: float) -> Tensor:
+    return _target(b, b.logp_old, eta) - _shares(b, b.logp_old)
+
+
+def _opposite(b: Rollouts, eta: float) -> Tensor:
+    return _target(b.but(adv=-b.adv), b.logp_old, eta) - _shares(b, b.logp)
+
+
+def _of_means(b: Rollouts, eta: float) -> Tensor:
+    n = b.mask.sum(1, keepdim=True)
+    return (_target(b, b.logp_old / n, eta) - _shares(b, b.logp / n)) / n
+
+
+def _target_alone(b: Rollouts, eta: float) -> Tensor:
+    return _target(b, b.logp_old, eta)
+
+
+SHARES: dict[str, Callable[..., Tensor]] = {
+    "the target is softmax(A/η) alone: π_old is left out": _without_old,
+    "the target is made of π_θ, not of π_old": _target_of_new,
+    "the share of a response is that of π_old, not of π_θ": _share_of_old,
+    "the target has the advantage with the opposite sign": _opposite,
+    "log π of a response is the mean over its tokens, not the sum": _of_means,
+    "the shares of π_θ are missing: the term is the target's alone": _target_alone,
+}
+
+
+# ---- other groups ----------------------------------------------------------------------------------------------------
+def _of_batch(o: Objective, hp: dict[str, Any], b: Rollouts) -> Tensor:
+    return unit_weights(o, b.but(group=torch.zeros_like(_group(b))), hp)
+
+
+def _mean_of_groups(o: Objective, hp: dict[str, Any], b: Rollouts) -> Tensor:
+    return unit_weights(o, b, hp) / _size(b) * len(b.mask) / len(_group(b).unique())
+
+
+def _without_size(o: Objective, hp: dict[str, Any], b: Rollouts) -> Tensor:
+    return unit_weights(o, b, hp) / _size(b)
+
+
+GROUPS: tuple[tuple[str, str, Callable[[Objective, dict[str, Any], Rollouts], Tensor]], ...] = (
+    ("the target and the shares are over the batch, not over each prompt", "batches", _of_batch),
+    ("each prompt has the same weight, whatever the number of its responses", "aggregation", _mean_of_groups),
+    (
+        "the term of a response is not multiplied by the number of responses to its prompt",
+        "aggregation",
+        _without_size,
+    ),
+)
+
+
+# ---- what they are made of -------------------------------------------------------------------------------------------
 def _group(b: Rollouts) -> Tensor:
+    """The ids of the groups; a batch without ids is one group."""
     return torch.zeros(len(b.mask), dtype=torch.long) if b.group is None else b.group
 
 
 def _size(b: Rollouts) -> Tensor:
+    """The number of responses to the prompt of each response, [B, 1]."""
     group = _group(b)
     return (group[:, None] == group).sum(1, keepdim=True)
 

@@ -13,7 +13,8 @@ from upref.errors import InputError
 from upref.foreign.names import CALLED
 from upref.rollouts import Rollouts
 from upref.verify.explain import confirmed, confirmed_at, everywhere
-from upref.verify.faults.misread import LARGE, clipped, placed
+from upref.verify.faults.denominators import placed
+from upref.verify.faults.misread import LARGE, clipped
 from upref.verify.measure import HABIT, Case
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, apart as digits, fail, note
@@ -58,10 +59,7 @@ def padding(case: Case) -> list[Finding]:
         why = "the mask is ignored" if everywhere(case, unmasked) else ""
         out.append(fail("padding", text, "weight 0", "a gradient flows into them", batch, why))
     for left, right in ((0, 3), (2, 0)):
-        pad = lambda v, n=(left, right): torch.nn.functional.pad(v, n, value=-0.7 if v.is_floating_point() else 0)
-
-        def wide(c: Rollouts, pad=pad) -> Rollouts:
-            return regroup(c, lambda k, v: v if k == "group" else pad(v))
+        wide = partial(_widened, left=left, right=right)
 
         def padded(c: Rollouts, wide=wide, left=left) -> tuple[Tensor, Tensor]:
             value, g = case.both(wide(c))
@@ -83,15 +81,7 @@ def padding(case: Case) -> list[Finding]:
             at = worst(apart(small))
             before, after = digits("{}", case.gradient(small)[at].item(), padded(small)[1][at].item())
             why = "it divides by the padded width" if everywhere(case, by_width) else ""
-
-            def of_first_column(c: Rollouts, wide=wide, zeroed: bool = False) -> tuple[Tensor, Tensor]:
-                there = wide(c)
-                A = torch.where(there.mask, there.adv, 0) if zeroed else there.adv
-                told = there.but(adv=A[:, :1].expand_as(there.mask))
-                return case.gradient(there), case.expected(told) * case.factors(told)
-
-            first = (of_first_column, partial(of_first_column, zeroed=True)) if left and not why else ()
-            if any(everywhere(case, f) for f in first):
+            if left and not why and _reads_first_column(case, left):
                 why = "the advantage of a response is read from the first column, which may be padding"
             says = f"dJ/dlp {before}, as without", after
             narrow = torch.nn.functional.pad(case.gradient(small), (left, right))
@@ -101,6 +91,33 @@ def padding(case: Case) -> list[Finding]:
             text = f"the value moves with {side}, the gradient does not"
             out.append(note("padding", text, f"{value:.6g}", f"{wider:.6g}"))
     return out + _empty_row(case, b, g)
+
+
+def _widened(b: Rollouts, left: int, right: int = 0) -> Rollouts:
+    """The batch with so many more columns of padding on either side."""
+
+    def pad(field: str, x: Tensor) -> Tensor:
+        if field == "group":
+            return x
+        return torch.nn.functional.pad(x, (left, right), value=-0.7 if x.is_floating_point() else 0)
+
+    return regroup(b, pad)
+
+
+def _reads_first_column(case: Case, left: int) -> bool:
+    """Whether the advantage of a response is that of the first column, of padding too, as it is or set to 0 there;
+    behind one column of padding and behind so many: else it is that of another column."""
+
+    def first(b: Rollouts, columns: int, zeroed: bool) -> tuple[Tensor, Tensor]:
+        there = _widened(b, columns)
+        A = torch.where(there.mask, there.adv, 0) if zeroed else there.adv
+        read = there.but(adv=A[:, :1].expand_as(there.mask))
+        return case.gradient(there), case.expected(read) * case.factors(read)
+
+    def every(zeroed: bool) -> bool:
+        return all(everywhere(case, partial(first, columns=n, zeroed=zeroed)) for n in (1, left))
+
+    return every(False) or every(True)
 
 
 def _empty_row(case: Case, b: Rollouts, g: Tensor) -> list[Finding]:
