@@ -6,6 +6,7 @@ One file, for the call and every measurement of it share their inputs."""
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -260,7 +261,7 @@ class Loss:
             return None
         if not done.attached:
             return None
-        backward = lambda: torch.autograd.grad(done.value * times, full[role], allow_unused=True)
+        backward = partial(torch.autograd.grad, done.value * times, full[role], allow_unused=True)
         return called(f"the backward pass of {self.name}", backward)[0][0]
 
     def sliced(self, b: Rollouts) -> Tensor:
@@ -273,7 +274,7 @@ class Loss:
         done = self.run(full, b, None, (x,))
         if not done.attached:
             return torch.zeros_like(x)
-        backward = lambda: torch.autograd.grad(done.value, x, allow_unused=True)
+        backward = partial(torch.autograd.grad, done.value, x, allow_unused=True)
         (g,), _ = called(f"the backward pass of {self.name}", backward)
         return torch.zeros_like(b.logp) if g is None else 0 - _plain(g).contiguous()
 

@@ -81,8 +81,12 @@ def both(term: Formula, d: Tensor, levels: tuple[float, ...] = (-1.0,)) -> tuple
     lp, ref = pair(d, levels)
     k = term(lp.requires_grad_(), ref)
     g = torch.autograd.grad(k.sum(), lp, allow_unused=True)[0] if k.requires_grad else None
-    back = lambda x: torch.cat([row.roll(-SHIFT * i) for i, row in enumerate(x)])
-    return back(k.detach()), torch.zeros_like(d.repeat(len(levels))) if g is None else back(g)
+
+    def in_order(x: Tensor) -> Tensor:
+        """The rows as one, each from its first place in d."""
+        return torch.cat([row.roll(-SHIFT * i) for i, row in enumerate(x)])
+
+    return in_order(k.detach()), torch.zeros_like(d.repeat(len(levels))) if g is None else in_order(g)
 
 
 def _off(x: Tensor, y: Tensor) -> Tensor:

@@ -174,8 +174,9 @@ def equal_rewards(case: Case) -> Iterator[Finding]:
 
 @oracle("solved-prompts", not_run=either(no_groups, no_baseline, wrong_already))
 def solved_prompts(case: Case) -> Iterator[Finding]:
-    yield from case.compare("solved-prompts", "a prompt of which all responses fail, and one of which all succeed",
-                            exact.SOLVED)  # fmt: skip
+    """Prompts without a signal: an estimator of groups may not make one up."""
+    text = "a prompt of which all responses fail, and one of which all succeed"
+    yield from case.compare("solved-prompts", text, exact.SOLVED)
 
 
 @oracle("missing-reward")

@@ -142,12 +142,16 @@ def layout(k: Kernel) -> dict[str, Problem]:
     """Inputs and upstream gradients that are not contiguous."""
     p = random_problem(k, 6, 9, 3, 8)
     turned: Any = lambda u: None if u is None else u.mT.contiguous().mT
-    second: Any = lambda u: None if u is None else torch.stack([u, 1 + u], -1)[..., 0]
     spread = lambda u: None if u is None else u[:, :1].expand_as(u)
+
+    def strided(u: Tensor | None) -> Tensor | None:
+        """The same numbers, between others in memory."""
+        return None if u is None else torch.stack([u, 1 + u], -1)[..., 0]
+
     return {
         "transposed inputs": replace(p, x=turned(p.x), weight=turned(p.weight), tokens=turned(p.tokens)),
         "transposed upstream gradients": replace(p, g=turned(p.g), g_H=turned(p.g_H)),
-        "upstream gradients with a stride of 2": replace(p, g=second(p.g), g_H=second(p.g_H)),
+        "upstream gradients with a stride of 2": replace(p, g=strided(p.g), g_H=strided(p.g_H)),
         "expanded upstream gradients (stride 0)": replace(p, g=spread(p.g), g_H=spread(p.g_H)),
     }
 

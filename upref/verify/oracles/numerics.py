@@ -62,8 +62,11 @@ def _overflows(case: Case, dtype: torch.dtype) -> dict[str, Finding]:
         if kind != "wrong":
             notes[kind] = note("extremes", far.words(i, t, short), *far.weights(i, t), why)
             continue
-        bad = lambda c: bool(_extremes(case, c, case.gradient(c).double()).hits["wrong"].any())
-        small = shrink(low, bad, (i, t))
+
+        def is_wrong(c: Rollouts) -> bool:
+            return bool(_extremes(case, c, case.gradient(c).double()).hits["wrong"].any())
+
+        small = shrink(low, is_wrong, (i, t))
         near = _extremes(case, small, case.gradient(small).double())
         i, t = near.hits["wrong"].nonzero()[0].tolist()
         shown = example(case, near.b, dtype)

@@ -212,8 +212,12 @@ def on_policy(case: Case) -> list[Finding]:
         return []
     if not differ(case, b)[off > 10 * case.tol].any():
         return []  # an aggregation that is not the objective's: the next oracle's
-    visible = lambda x: bool((differ(case, x) & (case.off(x) > 10 * case.tol)).any())
-    small = shrink(b, visible, worst(off.masked_fill(~differ(case, b), 0)))
+
+    def shows(x: Rollouts) -> bool:
+        """Whether a weight is wrong, and dJ/dlp there is another number too."""
+        return bool((differ(case, x) & (case.off(x) > 10 * case.tol)).any())
+
+    small = shrink(b, shows, worst(off.masked_fill(~differ(case, b), 0)))
     i, t = worst(case.off(small).masked_fill(~differ(case, small), 0))
     scaled = case.weights(b) / case.k
     k = fault(f"every weight is {case.k:.5g} times what it should be", "rounding", scale=lambda b: case.k)
@@ -231,11 +235,17 @@ def aggregation(case: Case) -> list[Finding]:
     said = case.o.agg if want != case.agg else want
     if case.agg == want and HABIT < abs(case.k - 1) < 1e-5:
         return [note("aggregation", f"a factor of 1 {case.k - 1:+.1e}", cause=BELOW)]
-    apart = lambda x: not torch.allclose(case.factors(x, want), case.factors(x), rtol=1e-6)
+
+    def apart(x: Rollouts) -> bool:
+        return not torch.allclose(case.factors(x, want), case.factors(x), rtol=1e-6)
+
+    def shows(x: Rollouts) -> bool:
+        """Whether dJ/dlp is another number too."""
+        return apart(x) and bool(differ(case, x).any())
+
     if not case.fits or not apart(b):
         return []
-    visible = lambda x: apart(x) and bool(differ(case, x).any())
-    small = shrink(b, visible if visible(b) else apart)
+    small = shrink(b, shows if shows(b) else apart)
     n, right, got = small.mask.sum(1), case.factors(small, want)[:, 0], case.factors(small)[:, 0]
     i = int((got / right - 1).abs().argmax())
     group = (
