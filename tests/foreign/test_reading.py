@@ -320,7 +320,7 @@ class Answer(NamedTuple):
         (lambda x: {"kl": x * 2, "loss": x}, True),
         (lambda x: Answer(2 * x, x), True),
         (lambda x: x[None], True),
-        (lambda x: (0.3 * x, x), False),
+        (lambda x: (x, 0.3 * x), True),
         (lambda x: (x.detach(), x), False),
         (lambda x: {"policy_loss": x}, False),
         (lambda x: ({}, x), False),
@@ -334,6 +334,26 @@ def test_the_loss_in_an_answer_is_found_or_the_answer_refused(wrap, right):
         assert np.allclose(upref.weights.curve.of(loss)(R, 1.0), upref.weights.curve.of("dapo")(R, 1.0))
     else:
         assert all("def loss(log_prob, old_log_prob, advantages, mask): return" in said for said in refusals(loss))
+
+
+def test_the_first_element_is_the_loss_though_another_trains_too():
+    def older_verl(old_log_prob, log_prob, advantages, response_mask, cliprange=0.2):
+        """As verl's older function: beside pg_loss stands ppo_kl, which has a gradient."""
+        ppo_kl = ((old_log_prob - log_prob) * response_mask).sum() / response_mask.sum()
+        pg_loss = USUAL(log_prob, old_log_prob, advantages, response_mask, cliprange, cliprange)
+        return pg_loss, 0.1, ppo_kl, 0.0
+
+    report = upref.check(older_verl, "ppo_clip", skip=QUICK)
+    assert report and "result -> its first element; another one has a gradient too" in report.read_as
+
+
+def test_an_answer_that_is_no_loss_is_told_without_further_shapes():
+    """[B] does not broadcast here: that error is of a shape which only upref tries."""
+
+    def as_number(log_prob, old_log_prob, advantages, mask):
+        return -(log_prob * advantages)[mask].mean().item()
+
+    assert all("returns a float" in said and "raised" not in said for said in refusals(as_number))
 
 
 LOSS = "import torch\n" + BODY.format(

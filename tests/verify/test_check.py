@@ -292,14 +292,48 @@ def verl_style(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode=
     return -(J * response_mask).sum() / counts["batch_num_tokens"] * counts["dp_size"], {}
 
 
+@pytest.fixture
+def no_verl(monkeypatch):
+    """An installation without verl."""
+    for name in [m for m in sys.modules if m.split(".")[0] == "verl"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "verl", None)
+
+
 @pytest.mark.parametrize("there", [pytest.param(True, marks=pytest.mark.verl), False])
-def test_a_function_of_verls_signature_needs_no_verl(there, monkeypatch):
+def test_a_function_of_verls_signature_needs_no_verl(there, request):
     if there:
         pytest.importorskip("verl")
     else:
-        for name in [m for m in sys.modules if m.split(".")[0] == "verl"]:
-            monkeypatch.delitem(sys.modules, name)
-        monkeypatch.setitem(sys.modules, "verl", None)
+        request.getfixturevalue("no_verl")
     report = upref.check(verl_style, "dapo", skip=("extremes",), eps_high=0.3)
     assert report and report.oracles["micro-batches"] == "ok", str(report)
     assert not upref.check(verl_style, "up_dapo", skip=("extremes",))
+
+
+def test_a_loss_with_verls_argument_names_is_told_that_it_counts_as_verls(no_verl):
+    """With its own micro-batch's mean: what verl passes it instead, and what the matched config switches off."""
+
+    def own(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights):
+        r = (log_prob - old_log_prob).exp()
+        J = torch.min(r * advantages, r.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high) * advantages)
+        J = torch.where(advantages < 0, torch.max(J, config.get("clip_ratio_c", 3.0) * advantages), J)
+        return -(J * response_mask).sum() / response_mask.sum(), {}
+
+    ran = ("gradient", "on-policy", "aggregation", "micro-batches")
+    report = upref.check(own, "dapo", skip=[o.name for o in every() if o.name not in ran])
+    assert "clip_ratio_high=0.28 (verl's default: 0.2)" in report.settings
+    assert report.read_as.startswith("by its arguments' names a policy loss of verl")
+    assert report.not_checked[0] == "a dual clip, if it has one: config.clip_ratio_c = 1e+10 switches it off here"
+    assert [f.cause for f in report.failures] == [
+        "it divides by the micro-batch's own tokens or responses, not by the mini-batch's, which verl passes in "
+        "config.global_batch_info"
+    ]
+
+
+def test_a_config_that_is_not_verls_needs_a_wrapper(no_verl):
+    def own(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights):
+        return -(log_prob * advantages * config.my_scale * response_mask).sum(), {}
+
+    with pytest.raises(upref.InputError, match="ActorConfig does not have"):
+        upref.check(own, "reinforce")

@@ -24,6 +24,7 @@ from upref.rollouts import Rollouts, per_response
 MAIN = ("logp", "logp_old", "adv", "mask")
 SHAPES = {"BT": "[B, T]", "B1": "[B, 1]", "B": "[B]"}
 FIRST = "first"  # [B, T], of which only the first column is read
+ALSO_LIVE = "its first element; another one has a gradient too"  # where the loss stands in such an answer
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Outcome:
 
     value: Tensor
     form: str
-    wrapped: bool  # the answer stood first in a tuple, or as "loss" in a dict
+    wrapped: str  # where the loss stood in a tuple or a dict, in words; empty where it was the answer itself
     attached: bool  # it has a gradient
     wrote: frozenset[str]  # roles whose tensors it changed
     printed: bool
@@ -62,7 +63,7 @@ class Loss:
     adv_shape: str = "BT"
     float_mask: bool = False
     form: str = "scalar"
-    wrapped: bool = False
+    wrapped: str = ""  # where it stands in the answer, in words; empty where it is the answer
     calls_backward: bool = False  # it calls .backward() itself
     returns_live: bool = False  # ... and returns a loss that has a gradient too: its caller gets the sum
     # of each call of the function; (loss, question, inputs, answer) where a question takes one call, else None
@@ -70,6 +71,9 @@ class Loss:
     lines: int = 0  # of Python that a call may run before it is stopped, 0 for any number
     fields: dict[str, Any] | None = None  # of its framework's config that were set; None where there is none
     defaults: dict[str, Any] = field(default_factory=dict)  # what the framework ships for these fields
+    defaults_called: str = "shipped"  # what the defaults are to this loss
+    counts_from: str = ""  # who passes it the counts of the mini-batch, and in what; empty where its arguments say
+    switched_off: tuple[str, ...] = ()  # parts of it that its settings leave out of the comparison, in words
     shipped: Any = field(default=None, repr=False)  # a Loss: itself as shipped, where it was matched
 
     @property
@@ -82,7 +86,8 @@ class Loss:
         """What was set of its framework's config, in words; empty where there is none."""
         if self.fields is None:
             return ""
-        return f"sets {describe_fields(self.fields, self.defaults)}" if self.fields else "as shipped"
+        said = describe_fields(self.fields, self.defaults, self.defaults_called)
+        return f"sets {said}" if self.fields else "as shipped"
 
     @property
     def micro_batchable(self) -> bool:
@@ -161,7 +166,7 @@ class Loss:
                 return nothing
             raise
 
-    def _scalar(self, got: Any, b: Rollouts) -> tuple[Tensor, str, bool]:
+    def _scalar(self, got: Any, b: Rollouts) -> tuple[Tensor, str, str]:
         first, wrapped = self._tensor(got)
         first = _plain(first)
         kinds = {"complex": first.is_complex(), "nested": first.is_nested, "meta": first.is_meta}
@@ -184,20 +189,21 @@ class Loss:
             )
         return first.reshape(()), "scalar", wrapped
 
-    def _tensor(self, got: Any) -> tuple[Tensor, bool]:
-        """The loss in an answer, and whether it was wrapped in something."""
+    def _tensor(self, got: Any) -> tuple[Tensor, str]:
+        """The loss in an answer, and where it stood there, in words; no words where it is the answer itself."""
         if isinstance(got, Tensor):
-            return got, False
-        name = f"{self.name} returns a"
+            return got, ""
+        kind, where = f"{self.name} returns a {type(got).__name__}", "its entry `loss`"
         first = got.get("loss") if isinstance(got, dict) else getattr(got, "loss", None)
         if not isinstance(first, Tensor) and isinstance(got, tuple | list) and got:
-            first = got[0]
-            if isinstance(first, Tensor) and any(isinstance(x, Tensor) and x.requires_grad for x in got[1:]):
-                which = "upref cannot tell which of its tensors with a gradient is the loss"
-                raise InputError(f"{name} {type(got).__name__} of {len(got)}: {which}. {_RETURN}")
+            first, where = got[0], "its first element"
+            if any(isinstance(x, Tensor) and x.requires_grad for x in got[1:]):
+                where = ALSO_LIVE
+                if isinstance(first, Tensor) and not first.requires_grad:
+                    raise InputError(f"{kind} of {len(got)}, of which the first has no gradient. {_RETURN}")
         if not isinstance(first, Tensor):
-            raise InputError(f"{name} {type(got).__name__}, not a tensor: return the loss itself. {_RETURN}")
-        return first, True
+            raise InputError(f"{kind}, not a tensor: return the loss itself. {_RETURN}")
+        return first, where
 
     def outcome(
         self, b: Rollouts, ranks: int = 1, wanting: tuple[str, ...] | None = None, **moved: Any

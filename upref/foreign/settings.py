@@ -11,13 +11,15 @@ def pairs(fields: dict[str, Any]) -> list[str]:
     return [f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in fields.items()]
 
 
-def describe_fields(fields: dict[str, Any], shipped: Mapping[str, Any] = MappingProxyType({})) -> str:
-    """The fields in words, each with its shipped value where that is known and another."""
+def describe_fields(
+    fields: dict[str, Any], defaults: Mapping[str, Any] = MappingProxyType({}), called: str = "shipped"
+) -> str:
+    """The fields in words, each with its default where that is known and another; called: what a default is called."""
     out = []
     for key, value in fields.items():
         (pair,) = pairs({key: value})
-        if key in shipped and shipped[key] != value:
-            pair += f" (shipped: {pairs({key: shipped[key]})[0].partition('=')[2]})"
+        if key in defaults and defaults[key] != value:
+            pair += f" ({called}: {pairs({key: defaults[key]})[0].partition('=')[2]})"
         out.append(pair)
     return ", ".join(out) or "its defaults"
 

@@ -7,7 +7,7 @@ import torch
 
 from upref.aggregation import Totals
 from upref.errors import InputError
-from upref.foreign.loss import FIRST, SHAPES, Loss
+from upref.foreign.loss import ALSO_LIVE, FIRST, SHAPES, Loss
 from upref.rollouts import Rollouts
 
 # whether the loss that it returns has a gradient too -> what is compared
@@ -33,6 +33,9 @@ def infer_shapes(loss: Loss) -> Loss:
             runs.append((leak, len(runs), one))
             break
     if not runs:
+        answered = [e for _, e in said.values() if e.__cause__ is None]
+        if answered:  # its answer is at fault; the other shapes, which only upref tries, tell nothing of it
+            raise answered[0]
         first = next(e for _, e in said.values())
         sentence = "; ".join(f"{text.rstrip('.')} (advantages {shape})" for text, (shape, _) in said.items())
         raise InputError(str(first) if len(said) == 1 else sentence) from first.__cause__
@@ -52,6 +55,8 @@ def _tried(loss: Loss) -> tuple[Loss, float]:
     read_as = _also(loss.read_as, "result -> unreduced, aggregated by upref" if done.form == "unreduced" else "")
     if done.calls_backward:
         read_as = _also(read_as, f"gradient -> {BACKWARD[done.own is not None]}")
+    if done.wrapped == ALSO_LIVE:
+        read_as = _also(read_as, f"result -> {ALSO_LIVE}")
     loss = replace(
         loss,
         form=done.form,

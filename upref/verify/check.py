@@ -85,7 +85,7 @@ def not_checked(case: Case) -> list[str]:
     out = []
     if ignores_sampler(case):
         out.append(sampler_words(case.o.name))
-    out += unfed_words(case.loss)
+    out += [*unfed_words(case.loss), *case.loss.switched_off]
     if "group" not in case.loss.reads and case.o.agg == "group-token-mean":
         out.append("the mean of each prompt (it takes no group ids)")
     if case.loss.form == "unreduced":

@@ -3,6 +3,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -154,21 +155,40 @@ def of(
     name: str, mode: str | Callable[..., Any], o: Objective, hp: dict[str, Any], fields: dict[str, Any] | None = None,
     matched: bool = True,
 ) -> Loss:  # fmt: skip
-    """The Loss of a registered name or of a function of that signature; matched: set up as the objective says."""
+    """The Loss of a registered name or of a function of that signature; matched: set up as the objective says.
+
+    A function of somebody's own is called as verl calls its losses, which the report says.
+    """
     every = ({"loss_agg_mode": verl_name(o.level, o.agg)} if matched else {}) | (fields or {})
     settings = lambda hp: (settings_for(o, hp) if matched else {}) | every
 
     def call(full: dict[str, Any], moved: dict[str, Any]) -> Tensor:
         b = Bare(**{k: full[k] for k in ("logp", "logp_old", "mask", "totals", "adv")})
         use = {"loss_agg_mode": shipped()["loss_agg_mode"]} | settings(hp | moved)
-        return verl_loss(mode, b, use.pop("loss_agg_mode"), padding=None, ranks=full["ranks"], **use)
+        try:
+            return verl_loss(mode, b, use.pop("loss_agg_mode"), padding=None, ranks=full["ranks"], **use)
+        except AttributeError as e:
+            if isinstance(mode, str) or not type(e.obj).__name__.endswith("Config"):
+                raise
+            raise InputError(
+                f"{name} reads config.{e.name}, which verl's ActorConfig does not have. Its arguments are those of "
+                "verl's losses, so it gets verl's config: check a wrapper with other names."
+            ) from e
 
     assumptions = (
         f"verl's contract: {describe_fields(settings(hp))}; global_batch_info carries the counts of the mini-batch, so "
         "that the losses of its micro-batches add up; masked slots hold finite numbers",
     )
     plain = of(name, mode, o, hp, None, matched=False) if matched and isinstance(mode, str) else None
-    return Loss(
+    loss = Loss(
         name, call, o, frozenset({*MAIN, "totals"}), framework="verl", read_as="verl's signature",
         assumptions=assumptions, fields=settings(hp), defaults=shipped(), shipped=plain,
+        counts_from="verl passes in config.global_batch_info",
     )  # fmt: skip
+    if isinstance(mode, str):
+        return loss
+    read_as = "by its arguments' names a policy loss of verl, which is called with verl's ActorConfig"
+    switched_off: tuple[str, ...] = ()
+    if settings(hp).get("clip_ratio_c") == NO_DUAL_CLIP:
+        switched_off = ("a dual clip, if it has one: config.clip_ratio_c = 1e+10 switches it off here",)
+    return replace(loss, read_as=read_as, defaults_called="verl's default", switched_off=switched_off)

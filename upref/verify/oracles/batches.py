@@ -61,7 +61,7 @@ def micro_batches(case: Case) -> list[Finding]:
                 told = [_right(case, replace(m, totals=None)) for m in cuts]
                 return torch.cat(list(map(case.gradient, cuts))), torch.cat(told)
 
-            why = OWN.format("micro-batch") if everywhere(case, own, b) else ""
+            why = divides_by_its_own(case, "micro-batch") if everywhere(case, own, b) else ""
             regime = f"{min(n, len(small.mask))} micro-batches of unequal lengths, their losses added up"
             before, after = apart("{}", whole[i, t].item(), added[i, t].item())
             shown = as_python(small, whole, added, case.loss.reads)
@@ -166,7 +166,12 @@ ONE_RESPONSE = (
     f"batches of one token, and of one response: {sum(SOME.values())} of the batches below, in which each level "
     "of each axis occurs, and of which most tokens are A = 0 or clipped; in float64 and in float32 in turn"
 )
-OWN = "it divides by the {}'s own tokens or responses, not by the mini-batch's"
+
+
+def divides_by_its_own(case: Case, part: str) -> str:
+    """The cause of a part of a mini-batch, `micro-batch` or `rank`, that is averaged by itself."""
+    passed = case.loss.counts_from and f", which {case.loss.counts_from}"
+    return f"it divides by the {part}'s own tokens or responses, not by the mini-batch's{passed}"
 
 
 def _right(case: Case, b: Rollouts) -> Tensor:
@@ -247,8 +252,8 @@ def _why(case: Case, b: Rollouts) -> str:
 
     for words, change in (
         ("it is not scaled by the number of ranks", lambda c, ranks: _right(case, c) / ranks),
-        (OWN.format("rank"), own),
-        (OWN.format("rank"), lambda c, ranks: own(c, ranks) * ranks),
+        (divides_by_its_own(case, "rank"), own),
+        (divides_by_its_own(case, "rank"), lambda c, ranks: own(c, ranks) * ranks),
     ):
 
         def both(c: Rollouts, change: Callable[[Rollouts, int], Tensor] = change) -> tuple[Tensor, Tensor]:
