@@ -114,7 +114,7 @@ def _entry(name: str, e: Entry) -> list[str]:
 def first() -> str:
     """The entries that a user should read first, the most severe first."""
     every = read()
-    out = ["| framework | you ask for | you get | do this | reported | fixed in |", "|---|---|---|---|---|---|"]
+    out = ["| framework | you ask for | you get | do this | thread | fixed in |", "|---|---|---|---|---|---|"]
     for e in ranked([e for e in every if e.ask]):
         same = of_row(e, every)
         threads = dict.fromkeys(x.thread for x in same if x.thread)

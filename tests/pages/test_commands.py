@@ -73,6 +73,7 @@ ELSEWHERE = {
     "upref badge results.json -o badge.svg": ("tests/conformance/test_suite.py::test_a_badge", '"badge"'),
     **{command: ("tests/replay/test_howto.py::test_each_command_of_the_page_runs", "replay.md") for command in REPLAYS},
     "python -m docs.make docs/frameworks.md": ("tests/pages/test_pages.py::test_it_is_fresh", "make.written"),
+    "python -m docs.drafts": ("tests/pages/test_drafts.py::test_the_command", "main"),
     "python -m docs.second_reader": ("tests/pages/test_second_reader.py::test_", "text"),
     "repro/venv.sh verl trl": ("tests/pages/test_requirements.py::test_", "venv.sh"),
 }  # fmt: skip
