@@ -5,7 +5,10 @@ import argparse
 
 from upref import catalog
 from upref.cli.verb import Verb, add_hyperparameters, hyperparameters
+from upref.errors import InputError
 from upref_frameworks import names
+
+TRAINERS = ("trl", "verl", "openrlhf")  # whose steps upref runs
 
 
 def _audit_arguments(c: argparse.ArgumentParser) -> None:
@@ -62,15 +65,43 @@ def _recipe(args: argparse.Namespace) -> int:
 
 
 def _step_arguments(c: argparse.ArgumentParser) -> None:
-    c.add_argument("trainer", choices=("trl", "verl", "openrlhf"))
+    c.add_argument("trainer", metavar="TRAINER", help=f"{', '.join(TRAINERS)}, or a step of your own: FILE.py:step")
     c.add_argument("--only", default="", metavar="TEXT", help="only settings whose name or model family contains TEXT")
     c.add_argument("--list", action="store_true", help="print the settings; run nothing")
     c.add_argument("--against", metavar="FILE", help="records of --json: fail where a setting now ends otherwise")
+    own = c.add_argument_group("a step of your own")
+    own.add_argument("--as", dest="name", default="", metavar="NAME", help="the objective (`upref list`)")
+    own.add_argument("--temperature", type=float, default=0.7, metavar="T", help="of the sampler (default 0.7)")
+    own.add_argument("--model", default="Model", metavar="NAME", help="the model, or what makes it (default Model)")
+    own.add_argument(
+        "--without", action="append", default=[], metavar="AXIS", help="lengths, temperature, ratio or holes"
+    )
+    own.add_argument("-v", "--verbose", action="store_true", help="print what the verdict rests on")
+    add_hyperparameters(c)
     c.epilog = """Exit status: 0 if a setting agrees and none differs, 1 if one differs, 2 if none could run or upref
-        itself failed on one. With --against: 0 if each setting ends as in the records, 1 if one does not."""
+        itself failed on one. With --against: 0 if each setting ends as in the records, 1 if one does not. On several
+        ranks: torchrun --nproc-per-node 2 -m upref step FILE.py:step --as NAME"""
+
+
+def _refuse_step(args: argparse.Namespace) -> None:
+    own = ":" in args.trainer
+    if not own and args.trainer not in TRAINERS:
+        raise InputError(f"there is no step of {args.trainer!r}: {', '.join(TRAINERS)}, or FILE.py:step.")
+    if own and not args.name:
+        raise InputError("the objective that the step is meant to have is missing: --as NAME (`upref list`).")
+    if own and (args.only or args.list or args.against):
+        raise InputError("--only, --list and --against are of the steps of trainers: leave them out.")
+    if not own and (args.name or args.hp or args.without):
+        raise InputError(f"--as, --hp and --without are of a step of your own: {args.trainer} has settings.")
+    if own:
+        catalog.require(args.name)
 
 
 def _step(args: argparse.Namespace) -> int:
+    if ":" in args.trainer:
+        from upref_frameworks.steps.own import command as check_own
+
+        return check_own(args)
     from upref_frameworks.steps.table import command
 
     return command(args)
@@ -81,7 +112,8 @@ RECIPE = Verb(
     "print the settings that give an objective in a framework", _recipe_arguments, _recipe, refuse=_refuse_recipe
 )
 STEP = Verb(
-    "compare the gradient of a trainer's whole step with its objective's, over settings and models",
+    "compare the gradient of a whole step with its objective's: a trainer's over settings and models, or your own",
     _step_arguments,
     _step,
+    refuse=_refuse_step,
 )

@@ -20,7 +20,8 @@ from upref.step import rows as batch
 from upref.step.forward import Forward, assign_sides, clipped, expected, sides
 from upref.step.goal import Goal
 from upref.step.model_errors import described
-from upref.step.record import Step, gradients, watched
+from upref.step.ranks import lead, train, world_size
+from upref.step.record import Step
 from upref.step.reference import Gradient, Model, Rounded, TorchModel, as_float64, unwrapped
 from upref.step.rows import AXES, Padded, Row
 
@@ -37,6 +38,7 @@ class Case:
     forward: Forward
     unvaried: dict[str, str]
     shift: float = 2e-5  # of log r by rounding, in float32
+    apart: float = 0.0  # how far the gradients of two ranks are from each other, relative to their norm
 
 
 @dataclass(frozen=True)
@@ -300,21 +302,17 @@ def run(step: Callable, model: Any, case: Case) -> tuple[Gradient, int]:
     """The gradient that the step makes on copies of the rows, and its number of backward passes."""
     rows = copy.deepcopy(case.rows)
     if not isinstance(model, nn.Module):
-        return _taken(_called(step, model.params if hasattr(model, "params") else model, rows)), 0
+        return _taken(called(step, model.params if hasattr(model, "params") else model, rows)), 0
     net = unwrapped(model)
-    steps: list[Step] = []
     weights = {n: v.detach().clone() for n, v in net.state_dict().items()}
-    for p in net.parameters():
-        p.grad = None
-    with watched(model, steps, 9, weights=False) as (count, fed):
-        out = _called(step, model, rows)
-    passes = count[0] + sum(s.backwards for s in steps)
-    case.forward.see([x for s in steps for x in s.fed] + fed)
-    if len(steps) > 1:
+    its = (lead if world_size() > 1 else train)(step, model, rows, called)
+    case.forward.see(its.fed)
+    case.apart = its.apart
+    if its.steps > 1:
         raise InputError(
-            f"the step made {len(steps)} optimizer steps on these rows: let it make one, or use record_step."
+            f"the step made {its.steps} optimizer steps on these rows: let it make one, or use record_step."
         )
-    found = steps[0].gradients if steps else gradients(net)
+    found, out = its.gradients, its.out
     if isinstance(out, dict) and out and all(hasattr(v, "shape") for v in out.values()) and not found:
         found = _taken({k.removeprefix("_orig_mod.").removeprefix("module."): v for k, v in out.items()})
     _restore(net, weights)
@@ -325,10 +323,11 @@ def run(step: Callable, model: Any, case: Case) -> tuple[Gradient, int]:
             "the step left no gradient: it must leave .grad, let an optimizer step, or return {name: array}; and train "
             "the very model that it is handed."
         )
-    return found, passes
+    return found, its.backwards
 
 
-def _called(step: Callable, model: Any, rows: list[Row]) -> Any:
+def called(step: Callable, model: Any, rows: list[Row]) -> Any:
+    """What the step returns; InputError where it raises anything."""
     try:
         with refuse_exit("the step"), torch.enable_grad():
             return step(model, rows)

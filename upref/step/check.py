@@ -21,6 +21,7 @@ from upref.step.case import (
     Compared,
     allowed,
     built,
+    called,
     compared,
     half_of,
     meant,
@@ -30,6 +31,7 @@ from upref.step.case import (
 )
 from upref.step.diagnose import diagnosed, half_precision, parameters
 from upref.step.goal import Goal
+from upref.step.ranks import conclude, follow, is_follower, world_size
 from upref.step.reach import not_reached, reach
 from upref.step.record import Recorded
 from upref.step.reference import Gradient, Model, TorchModel
@@ -118,36 +120,60 @@ def check_step(
     Raises:
         InputError: the step fails or leaves no gradient, or the case could hide bugs.
     """
+    if is_follower():
+        report: StepReport = follow(step, model, called)
+        return report
+    asked = Asked(group_size, rewards, advantages)
+
+    def check() -> StepReport:
+        goal = meant(objective, hp, temperature, beta, entropy_coef, z_loss_coef, clip, scale)
+        if temperature == 1 and "temperature" not in without:
+            raise InputError(
+                "at temperature 1 a forgotten temperature does not show: pass temperature=0.7, or "
+                'without=["temperature"].'
+            )
+        with perturbed(model, stir) if isinstance(model, nn.Module) else nullcontext():
+            return _check(step, model, goal, asked, rows, without, seed, explain)
+
+    return conclude(check) if world_size() > 1 else check()
+
+
+def _check(
+    step: Callable[[Any, list[Row]], Any],
+    model: Any,
+    goal: Goal,
+    asked: Asked,
+    rows: Sequence[Row] | None,
+    without: Sequence[str],
+    seed: int,
+    explain: bool,
+) -> StepReport:
+    """The verdict on a step, by runs of it; on several ranks as their first."""
     start = time.perf_counter()
-    goal = meant(objective, hp, temperature, beta, entropy_coef, z_loss_coef, clip, scale)
-    if temperature == 1 and "temperature" not in without:
-        raise InputError(
-            'at temperature 1 a forgotten temperature does not show: pass temperature=0.7, or without=["temperature"].'
-        )
-    with perturbed(model, stir) if isinstance(model, nn.Module) else nullcontext():
-        reference = model if isinstance(model, Model) else TorchModel(model)
-        half, inside = half_of(model), None
-        asked = Asked(group_size, rewards, advantages)
-        case = built(reference, goal, rows, without, seed, half is not None, asked)
+    reference = model if isinstance(model, Model) else TorchModel(model)
+    half, inside = half_of(model), None
+    case = built(reference, goal, rows, without, seed, half is not None, asked)
+    found, passes = run(step, model, case)
+    bound = allowed(goal, case, half)
+    if not half and isinstance(model, nn.Module) and compared(goal, case, found, bound).error > bound:
+        inside = half_precision(lambda: run(step, model, case))
+    if inside:
+        case = built(reference, goal, rows, without, seed, True, asked)
         found, passes = run(step, model, case)
-        bound = allowed(goal, case, half)
-        if not half and isinstance(model, nn.Module) and compared(goal, case, found, bound).error > bound:
-            inside = half_precision(lambda: run(step, model, case))
-        if inside:
-            case = built(reference, goal, rows, without, seed, True, asked)
-            found, passes = run(step, model, case)
-            bound = allowed(goal, case, inside)
-        again = lambda: run(step, model, case)[0]
+        bound = allowed(goal, case, inside)
 
-        def second() -> Draw:
-            other = built(reference, goal, None, without, seed + 1, bool(half or inside), asked)
-            its, _ = run(step, model, other)
-            tol = allowed(goal, other, half or inside)
-            return Draw(compared(goal, other, its, tol), other, tol, lambda: run(step, model, other)[0])
+    def again() -> Gradient:
+        return run(step, model, case)[0]
 
-        name = getattr(step, "__name__", type(step).__name__)
-        more = second if rows is None else None
-        return _report(name, goal, case, found, passes, bound, start, again, inside, explain, more)
+    def second() -> Draw:
+        other = built(reference, goal, None, without, seed + 1, bool(half or inside), asked)
+        its, _ = run(step, model, other)
+        tol = allowed(goal, other, half or inside)
+        return Draw(compared(goal, other, its, tol), other, tol, lambda: run(step, model, other)[0])
+
+    name = getattr(step, "__name__", type(step).__name__)
+    more = second if rows is None else None
+    return _report(name, goal, case, found, passes, bound, start, again, inside, explain, more)
 
 
 @restores_state
@@ -181,7 +207,13 @@ def check_recorded(
         raise InputError("rows are a list of upref.step.Row, or a list of such lists, one per step.")
     if not seen.steps:
         raise InputError("record_step recorded nothing: no optimizer step ran inside it.")
-    each: list[Any] = [s.rows(rows) for s in seen.steps] if isinstance(rows[0], Row) else [*rows]
+    plain = isinstance(rows[0], Row)
+    if plain and world_size() > 1:
+        raise InputError(
+            "each rank was fed its share of the rows, so a plain list does not say which rows a step had: pass a list "
+            "per step, with the rows of all ranks: [rows]."
+        )
+    each: list[Any] = [s.rows(rows) for s in seen.steps] if plain else [*rows]
     if not all(each):
         raise InputError("a recorded step got none of these rows: pass the rows that it trained on.")
     if len(each) > len(seen.steps):
@@ -230,13 +262,16 @@ def _report(
     model = case.forward.model
     if unnamed := sorted(set(found) - set(model.shapes)):
         findings.append(note("parameters", f"{len(unnamed)} frozen parameters have a gradient, {unnamed[0]} first"))
+    if case.apart > bound:
+        numbers = "one gradient on every rank", f"gradients that are {case.apart:.2g} of their norm apart"
+        findings.append(fail("gradient", "between the ranks", *numbers, cause="the ranks do not share one gradient"))
     if not error <= bound or parameters(model, it.found, it.want, bound):
         one = Draw(it, case, bound, again)
         findings += _diagnosed(one, second) if explain else [_difference(it, "the cause was not searched")]
     unexercised = [f"{k} ({why})" for k, why in case.unvaried.items()]
     if passes == 1:
         unexercised.append("micro-batches")
-    if not _ranks():
+    if world_size() == 1:
         unexercised.append("several ranks")
     said = batch.exercised(case.rows, goal.temperature, case.forward.lp())
     if passes > 0:
@@ -290,8 +325,3 @@ def _difference(it: Compared, cause: str) -> Finding:
     """Return the finding that the gradients differ, and nothing beyond that."""
     found = f"{it.error:.2g} of its norm away"
     return fail("gradient", "over all parameters", f"a gradient of norm {it.want.norm():.6g}", found, cause=cause)
-
-
-def _ranks() -> bool:
-    d = torch.distributed
-    return d.is_available() and d.is_initialized() and d.get_world_size() > 1

@@ -66,7 +66,10 @@ def record_step(model: nn.Module, first: int = 8) -> Iterator[Recorded]:
     if not seen.steps:
         raise InputError("no optimizer step was taken inside record_step: train for at least one step.")
     if not any(s.gradients for s in seen.steps):
-        raise InputError("the optimizer does not hold this model's parameters: record the module that is trained.")
+        raise InputError(
+            "the optimizer does not hold this model's parameters: record the module that is trained. DeepSpeed's ZeRO "
+            "and FSDP1 train flat copies, whose gradients are not read: check the same loop under DDP or FSDP2."
+        )
 
 
 class _Feed:

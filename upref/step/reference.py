@@ -130,7 +130,10 @@ class Model(ABC):
         """As one vector; 0 where a parameter has no gradient."""
         for n, shape in self.shapes.items():
             if n in g and g[n].numel() != shape.numel():
-                raise InputError(f"the gradient of {n} has {g[n].numel()} entries, the parameter {shape.numel()}.")
+                raise InputError(
+                    f"the gradient of {n} has {g[n].numel()} entries, and the parameter {shape.numel()}. FSDP1 hands "
+                    "out a shard, which is not gathered: use FSDP2 or DDP for the check."
+                )
         zero = lambda shape: torch.zeros(shape, dtype=torch.float64)
         return torch.cat([g.get(n, zero(shape)).reshape(-1) for n, shape in self.shapes.items()])
 

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`upref step FILE.py:step`, in this process and on two ranks of torchrun."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from upref import InputError
+from upref.cli import main
+from upref.step import Row
+from upref.step.check import check_recorded
+from upref.step.record import Recorded
+from upref.step.reference import TorchModel
+
+HERE = Path(__file__).parent
+TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "upref", "step"]
+
+
+def on_two_ranks(step):
+    """What rank 0 prints, and what stands on stderr."""
+    run = subprocess.run([*TWO_RANKS, f"on_ranks.py:{step}", "--as", "dapo"], cwd=HERE, capture_output=True, text=True)
+    return run.returncode, run.stdout, run.stderr
+
+
+def test_a_divisor_of_one_rank_is_named():
+    status, out, _ = on_two_ranks("own_tokens")
+    assert "token-mean is taken over 2 ranks with every 2nd row, and the results are averaged" in out, out
+    assert status == 1 and out.count("NOT dapo") == 1
+
+
+@pytest.mark.nightly
+def test_a_right_step_under_fsdp2_agrees():
+    status, out, err = on_two_ranks("sharded")
+    assert status == 0 and out.startswith("dapo: agrees"), out + err
+    assert "several ranks" not in out
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "step, words",
+    [
+        ("not_reduced", "the ranks do not share one gradient"),
+        ("one_fails", "rank 1 of 2: the step fails on these rows: ValueError: no data on this rank"),
+        ("flat_shards", "use FSDP2 or DDP"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_one_sentence(step, words):
+    status, out, err = on_two_ranks(step)
+    assert status and words in out + err, out + err
+
+
+def test_a_step_of_a_file_runs_without_ranks(capsys):
+    found = main(["step", f"{HERE}/loops.py:right", "--model", "qwen3", "--as", "dapo", "--json"])
+    assert found == 0 and '"dapo"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["nosuch"], "there is no step of 'nosuch'"),
+        ([f"{HERE}/loops.py:right"], "--as NAME"),
+        ([f"{HERE}/loops.py:right", "--as", "dapo", "--only", "x"], "--only"),
+        (["trl", "--as", "dapo"], "a step of your own"),
+        ([f"{HERE}/loops.py:right", "--as", "dapo"], "has no 'Model'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(capsys, words, sentence):
+    assert main(["step", *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_plain_list_of_rows_is_refused_on_several_ranks(monkeypatch):
+    """Each rank records what it was fed: the rest of the list is not left out, but on another rank."""
+    monkeypatch.setattr("upref.step.check.world_size", lambda: 2)
+    seen = Recorded(TorchModel(torch.nn.Embedding(8, 8)), [None])
+    with pytest.raises(InputError, match="pass a list per step"):
+        check_recorded(seen, [Row([1], [2], [True], 1.0)], "dapo", temperature=0.7)

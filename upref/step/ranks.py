@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step on several ranks: rank 0 makes the rows and compares; every rank trains on its share of them.
+
+Rank 0 checks as it does alone. Whenever the step is to run, it sends the weights and the rows to the others, and all
+run the step at the same time: rank r of n has every n-th row from row r on. Each rank trains a copy of the model, for
+FSDP2 replaces the parameters of the module that it shards.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed as dist, nn
+
+from upref.errors import InputError
+from upref.step.record import Step, gradients, watched
+from upref.step.reference import Gradient, unwrapped
+from upref.step.rows import Row
+
+Message = tuple[str, Any, Any]  # what to do, and what that takes
+UserStep = Callable[[Any, list[Row]], Any]
+Caller = Callable[[UserStep, Any, list[Row]], Any]  # (step, model, rows) -> what the step returns
+
+
+class StepFailedError(InputError):
+    """The step fails on this rank: the others may wait for it inside the step."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one run of a step left behind.
+
+    Attributes:
+        gradients: of the optimizer step, or what is in `.grad` where the step made none.
+        steps: how many optimizer steps it made.
+        backwards: how many backward passes it made on this rank.
+        fed: the sequences that the model was fed, on all ranks.
+        out: what the step returned.
+        apart: how far the gradient of any rank is from this one's, relative to its norm.
+    """
+
+    gradients: Gradient
+    steps: int
+    backwards: int
+    fed: list[list[int]]
+    out: Any
+    apart: float = 0.0
+
+
+def world_size() -> int:
+    """The number of ranks of the process group; 1 where there is none."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def is_follower() -> bool:
+    """Tell whether another rank than this one compares."""
+    return world_size() > 1 and dist.get_rank() > 0
+
+
+def train(step: UserStep, model: nn.Module, rows: list[Row], call: Caller) -> Trained:
+    """Run the step in this process, and take what it leaves behind."""
+    steps: list[Step] = []
+    for p in unwrapped(model).parameters():
+        p.grad = None
+    with watched(model, steps, 9, weights=False) as (count, fed):
+        out = call(step, model, rows)
+    left = steps[0].gradients if steps else gradients(model)
+    sequences = [x for s in steps for x in s.fed] + fed
+    return Trained(left, len(steps), count[0] + sum(s.backwards for s in steps), sequences, out)
+
+
+def lead(step: UserStep, model: nn.Module, rows: list[Row], call: Caller) -> Trained:
+    """Run the step on all ranks, as rank 0.
+
+    Args:
+        step: `(model, rows)`.
+        model: its weights are sent to every rank.
+        rows: of all ranks.
+        call: calls the step, and makes an InputError of what it raises.
+
+    Returns:
+        What rank 0 is left with, and the sequences of all ranks.
+
+    Raises:
+        InputError: there are more ranks than rows, or the step fails on this rank.
+    """
+    if world_size() > len(rows):
+        raise InputError(f"{len(rows)} rows cannot be shared by {world_size()} ranks: start {len(rows)} at most.")
+    weights = {n: v.detach().cpu() for n, v in unwrapped(model).state_dict().items()}
+    _send(("run", weights, rows))
+    return _train_share(step, model, rows, call)
+
+
+def follow(step: UserStep, model: nn.Module, call: Caller) -> Any:
+    """Run the step whenever rank 0 does, as any other rank.
+
+    Returns:
+        The report of rank 0.
+
+    Raises:
+        InputError: rank 0 cannot check the step, or the step fails on this rank.
+    """
+    while True:
+        what, first, rows = _receive()
+        if what == "report":
+            return first
+        if what == "refused":
+            raise InputError(first)
+        unwrapped(model).load_state_dict(first)
+        _train_share(step, model, rows, call)
+
+
+def conclude(check: Callable[[], Any]) -> Any:
+    """Check as rank 0, and hand the report, or the reason why there is none, to the other ranks.
+
+    Where the step itself fails the others get nothing: they end with this process.
+    """
+    try:
+        report = check()
+    except StepFailedError:
+        raise
+    except InputError as error:
+        _send(("refused", str(error), None))
+        raise
+    _send(("report", report, None))
+    return report
+
+
+def _train_share(step: UserStep, model: nn.Module, rows: list[Row], call: Caller) -> Trained:
+    """Train a copy of the model on this rank's rows; the sequences and the distance are those of all ranks."""
+    wrapped = unwrapped(model) is not model
+    share = rows[dist.get_rank() :: world_size()]
+    try:
+        own = train(step, model if wrapped else copy.deepcopy(model), share, call)
+    except InputError as error:
+        raise StepFailedError(f"rank {dist.get_rank()} of {world_size()}: {error}") from error
+    everyone: list[Any] = [None] * world_size()
+    dist.all_gather_object(everyone, (own.fed, own.gradients))
+    fed = [sequence for sequences, _ in everyone for sequence in sequences]
+    apart = max(_distance(theirs, own.gradients) for _, theirs in everyone)
+    return Trained(own.gradients, own.steps, own.backwards, fed, own.out, apart)
+
+
+def _distance(a: Gradient, b: Gradient) -> float:
+    """|a - b| / |b|; infinite where they have other parameters."""
+    if a.keys() != b.keys():
+        return float("inf")
+    if not b:
+        return 0.0
+    flat: list[Tensor] = [torch.cat([g[n].flatten() for n in b]) for g in (a, b)]
+    return float((flat[0] - flat[1]).norm() / flat[1].norm().clamp(min=1e-300))
+
+
+def _send(message: Message) -> None:
+    dist.broadcast_object_list([message], src=0)
+
+
+def _receive() -> Message:
+    box: list[Any] = [None]
+    dist.broadcast_object_list(box, src=0)
+    message: Message = box[0]
+    return message
