@@ -91,8 +91,20 @@ def reward(rewards: Rewards, group: Group | None = None) -> Advantages:
     return rewards.detach().clone()
 
 
+def maxrl(rewards: Rewards, group: Group) -> Advantages:
+    """A_i = (R_i - mean_g) / mean_g, and 0 where mean_g <= 0: MaxRL (arXiv 2602.02710).
+
+    It is meant for rewards >= 0, canonically 0 and 1. This is prime-rl's max_rl; SkyRL and the authors' code divide by
+    mean_g + 1e-6.
+    """
+    centred, g, size = _centred(rewards, group)
+    R = rewards.detach().double()
+    mean = (torch.zeros_like(size, dtype=R.dtype).index_add(0, g, R) / size)[g]
+    return torch.where(mean > 0, centred / mean, 0).to(rewards.dtype)
+
+
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
-    f.__name__: f for f in (group_norm, group_mean, leave_one_out, whiten, group_mean_whiten, signed, reward)
+    f.__name__: f for f in (group_norm, group_mean, leave_one_out, whiten, group_mean_whiten, signed, reward, maxrl)
 }
 
 
@@ -126,6 +138,74 @@ def whiten_tokens(
     var = _variance(centred, g, ddof, eps)
     out[mask] = torch.where(var > 0, centred / (var + eps).sqrt(), 0).to(adv.dtype)
     return out
+
+
+def gdpo(
+    rewards: Float[Tensor, "N K"], group: Group, weights: Float[Tensor, " K"] | None = None, *,
+    ddof: int = 1, eps: float = 1e-6,
+) -> Advantages:  # fmt: skip
+    """Return the advantages of K rewards per response, each normalized by itself: GDPO (arXiv 2601.05242).
+
+        A_ik = (R_ik - mean_g R_k) / (std_g R_k + eps),   A_i = Σ_k w_k A_ik,   then (A_i - mean) / (std + eps)
+
+    The last mean and standard deviation are over the batch's responses. verl whitens over tokens instead
+    (`whiten_tokens`), and TRL's eps is 1e-4; the defaults are verl's.
+
+    Args:
+        rewards: [N, K].
+        group: the prompt of each response [N].
+        weights: w_k [K]; 1 each where none are given.
+        ddof: 1 divides variances by the count minus 1, 0 by the count.
+        eps: in the unit of the rewards, and then of A.
+
+    Returns:
+        Advantages [N], in the rewards' dtype.
+
+    Raises:
+        InputError: rewards that are not [N, K] or not finite, weights that are not [K], and what group_norm refuses.
+    """
+    if not is_materialized(rewards) or rewards.ndim != 2 or rewards.shape[1] == 0:
+        raise InputError(f"rewards must be a tensor [N, K], K numbers per response, got {describe(rewards)}.")
+    K = rewards.shape[1]
+    w = torch.ones(K) if weights is None else weights
+    if not is_materialized(w) or w.shape != (K,) or not w.isfinite().all():
+        raise InputError(f"weights must be {K} finite numbers, one for each reward, got {describe(w)}.")
+    each = [group_norm(one.double(), group, ddof=ddof, eps=eps) for one in rewards.unbind(1)]
+    total = torch.stack(each, 1) @ w.to(each[0])
+    return whiten(total, ddof=ddof, eps=eps).to(rewards.dtype)
+
+
+def distillation(
+    lp: Float[Tensor, "B T"], lp_teacher: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"],
+    adv: Float[Tensor, "B T"] | Float[Tensor, "B 1"] | None = None, *, coef: float = 1.0,
+) -> Float[Tensor, "B T"]:  # fmt: skip
+    """Return A_t - coef (log π(o_t) - log π_teacher(o_t)): on-policy distillation (lu2025onpolicy) as an advantage.
+
+    Through REINFORCE's or PPO's term the gradient is, on policy and in expectation, that of -KL(π ‖ π_teacher) of each
+    token. slime and miles add it to another advantage (--opd-kl-coef, 1.0 by default).
+
+    Args:
+        lp: log-probabilities of the policy that samples, [B, T], in nats; constants.
+        lp_teacher: the teacher's, of the same tokens.
+        mask: True on the response's tokens. Masked slots may hold anything and return 0.
+        adv: the advantages to which it is added; 0 where none are given.
+        coef: in units of the advantage per nat.
+
+    Returns:
+        Advantages [B, T].
+
+    Raises:
+        InputError: the shapes differ, or an unmasked slot is not finite.
+    """
+    both = is_materialized(lp) and is_materialized(lp_teacher) and is_materialized(mask)
+    if not (both and lp.ndim == 2 and lp.shape == lp_teacher.shape == mask.shape and mask.dtype == torch.bool):
+        raise InputError("lp, lp_teacher and mask must be tensors of one shape [B, T], the mask of bool.")
+    start = lp.new_zeros(()) if adv is None else adv.detach()
+    A = torch.where(mask, start - coef * (lp - lp_teacher).detach(), 0)
+    if not A.isfinite().all():
+        at = tuple((~A.isfinite()).nonzero()[0].tolist())
+        raise InputError(f"the advantage is {A[at].item()} at {at}, an unmasked slot: mask it or fix its inputs.")
+    return A
 
 
 def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:

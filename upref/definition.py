@@ -44,6 +44,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "eps": (lambda v: v >= 0, "a number >= 0"),
     "eps_low": (lambda v: v >= 0, "a number >= 0"),  # above 1 the lower clip is inert
     "eps_high": (lambda v: v >= 0, "a number >= 0"),
+    "eps_f_low": (lambda v: v >= 0, "a number >= 0"),
     "c": (lambda v: v is None or v > 1, "None or greater than 1 (a dual clip at c <= 1 would clip on-policy tokens)"),
     "beta": (lambda v: v >= 0, "a number >= 0"),
     "lam": (lambda v: v >= 0, "a number >= 0"),
@@ -76,14 +77,15 @@ class Objective:
     level: str  # a key of LEVELS
     agg: str  # a name of upref.aggregation.AGGREGATIONS
     adv: str  # a name of upref.advantages.ADVANTAGES
-    kl: str = ""  # a name of upref.kl.ESTIMATORS; the term's coefficient is beta, 0 unless given
+    kl: str = ""  # a name of upref.kl.NAMES; the term's coefficient is beta, 0 unless given
     defaults: dict[str, str] = field(default_factory=dict, repr=False)  # where each default value comes from
     note: str = field(default="", repr=False)  # what a reader must know beside the equation
     not_symbolic: str = field(default="", repr=False)  # why sympy cannot read it, where it cannot
     on_policy_exception: str = field(default="", repr=False)  # why the weight at r = 1 is not A, where it is not
     scale_exception: str = field(default="", repr=False)  # why the weights are not proportional to A
     known_from: str = field(default="", repr=False)  # where its equation was read, where that was not the paper
-    sampler: Callable[..., Any] | None = field(default=None, repr=False)  # (log ρ, mask, *, hp): factors, [B, T]
+    # (log ρ, mask, *, hp), or (log ρ, mask, lp_sampler, *, hp): factors, [B, T]
+    sampler: Callable[..., Any] | None = field(default=None, repr=False)
     batch_coupled: str = field(default="", repr=False)  # why splitting the batch changes it, where it does
     closed_form: Callable[..., Any] = field(default=_no_weight, repr=False)
 
@@ -91,11 +93,12 @@ class Objective:
     reads: tuple[str, ...] = field(init=False, repr=False)  # by the closed form: of mu, log_mu, mask, entropy, group
     _own: dict[str, Any] = field(init=False, repr=False)
     _of_sampler: dict[str, Any] = field(init=False, repr=False)
+    _sampler_reads: int = field(init=False, repr=False)
     _extra_names: tuple[str, ...] = field(init=False, repr=False)
     reads_log_r: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        known = {"level": [*LEVELS], "agg": [*AGGREGATIONS], "kl": ["", *kl_estimators.ESTIMATORS]}
+        known = {"level": [*LEVELS], "agg": [*AGGREGATIONS], "kl": ["", *kl_estimators.NAMES]}
         for fact, of in known.items():
             if not isinstance(value := getattr(self, fact), str) or value not in of:
                 raise InputError(f"{fact} must be one of {', '.join(filter(None, of))}, got {repr(value)[:60]}.")
@@ -104,7 +107,9 @@ class Objective:
         takes = _parameters(self.fn, 3, "fn")
         put = partial(object.__setattr__, self)
         named = lambda ps: {p.name: p.default for p in ps if p.kind is p.KEYWORD_ONLY}
-        put("_of_sampler", named(_parameters(self.sampler, 2, "sampler")) if self.sampler else {})
+        factor = _parameters(self.sampler, 2, "sampler") if self.sampler else []
+        put("_of_sampler", named(factor))
+        put("_sampler_reads", len(factor) - len(self._of_sampler))
         put("_own", named(takes) | ({"beta": 0.0} if self.kl else {}) | self._of_sampler)
         put("_extra_names", tuple(p.name for p in takes[3:] if p.kind is p.POSITIONAL_OR_KEYWORD))
         self._read_weight()
@@ -200,7 +205,8 @@ class Objective:
                 raise InputError(
                     f"{self.name} with beta={beta} needs logp_ref, the reference model's log-probabilities."
                 )
-            k = kl_estimators.ESTIMATORS[self.kl](where(mask, lp, 0), where(mask, lp_ref.detach(), 0))
+            seen = (where(mask, x, 0) for x in (lp, lp_ref.detach(), lp_old.detach()))
+            k = kl_estimators.per_token(self.kl, *seen)
             J = J - beta * aggregate(k, mask, self.agg, group, totals)
         return J
 
@@ -233,8 +239,9 @@ class Objective:
                 "Rollouts(..., logp_sampler=...)."
             )
         log_rho = where(mask, (lp_old - lp_sampler).detach(), 0)
+        read = (log_rho, mask, where(mask, lp_sampler.detach(), 0))[: self._sampler_reads]
         own = {k: hp.get(k, v) for k, v in self._of_sampler.items()}
-        return where(mask, self.sampler(log_rho, mask, **own), 0).to(log_rho.dtype)
+        return where(mask, self.sampler(*read, **own), 0).to(log_rho.dtype)
 
     def _at_level(self, lp: Any, lp_old: Any, A: Any, mask: Any) -> Any:
         """What the pure function is handed; no gradient into lp_old and A, none into masked slots."""

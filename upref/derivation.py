@@ -15,9 +15,9 @@ import sympy
 import torch
 from sympy import Expr, Symbol, log, oo
 
+from upref import kl
 from upref.aggregation import Totals, row_weights
 from upref.errors import InputError
-from upref.kl import ESTIMATORS
 from upref.ops import sum_t, where
 from upref.registry import REDUCE, Objective, get
 from upref.rollouts import Rollouts
@@ -244,6 +244,6 @@ def _derivative(o: Objective, mask: np.ndarray, hp: dict[Any, Any]) -> Callable[
     copies = 1 if o.agg == "seq-mean" else mask.sum(-1)  # of a response's term
     J = np.dot(rows, terms * copies if terms.ndim == 1 else sum_t(terms, mask))
     if hp.get("beta"):
-        J -= hp["beta"] * np.dot(rows, sum_t(ESTIMATORS[o.kl](lp, ref), mask))
+        J -= hp["beta"] * np.dot(rows, sum_t(kl.per_token(o.kl, lp, ref, lp_old), mask))
     derivatives = [forget_sg(J.diff(x)) for x in lp.flat]
     return sympy.lambdify([*lp.flat, *lp_old.flat, *A.flat, *ref.flat, *rows], derivatives, "mpmath")

@@ -4,12 +4,16 @@
     k1 = -d                    unbiased;   as a loss its expected gradient is 0
     k2 = d² / 2                biased;     as a loss, on policy, its gradient is that of KL(π_θ ‖ π_ref)
     k3 = e^d - 1 - d  (>= 0)   unbiased;   as a loss, on policy, its gradient is that of KL(π_ref ‖ π_θ)
+    k3_ratio = r k3            unbiased;   as a loss, its gradient is that of KL(π_θ ‖ π_ref), off policy too
 
-derivations/kl_estimators.py proves the three right-hand columns by enumeration. The paper (Eqs. 4, 15) names no
-estimator; GRPO's own is k3 (shao2024deepseekmath, Eq. 4).
+r = π_θ/π_old, with its gradient; the samples of k3_ratio are π_old's. derivations/kl_estimators.py proves the
+right-hand columns by enumeration. The paper (Eqs. 4, 15) names no estimator; GRPO's own is k3 (shao2024deepseekmath,
+Eq. 4). k3_ratio is deepseek2025v32's, TRL's default.
 """
 
-from upref.ops import expm1, saturate
+from typing import Any
+
+from upref.ops import exp, expm1, saturate
 
 
 def k1(lp, lp_ref):
@@ -28,4 +32,26 @@ def k3(lp, lp_ref):
     return expm1(d) - d
 
 
+def k3_ratio(lp, lp_ref, lp_old):
+    """π_θ/π_old (π_ref/π_θ - 1 - log(π_ref/π_θ)), elementwise; the gradient flows through the ratio too."""
+    return exp(lp - lp_old) * k3(lp, lp_ref)
+
+
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+WITH_RATIO = {"k3_ratio": k3_ratio}  # they read lp_old
+NAMES = (*ESTIMATORS, *WITH_RATIO)
+
+
+def per_token(name: str, lp: Any, lp_ref: Any, lp_old: Any) -> Any:
+    """Return the KL term of each token, before aggregation.
+
+    Args:
+        name: one of NAMES.
+        lp: log π_θ(o_t), in nats.
+        lp_ref: log π_ref(o_t), the same shape.
+        lp_old: log π_old(o_t), the same shape; read by the estimators with a ratio alone.
+
+    Returns:
+        The estimator's value, elementwise, in nats.
+    """
+    return WITH_RATIO[name](lp, lp_ref, lp_old) if name in WITH_RATIO else ESTIMATORS[name](lp, lp_ref)

@@ -179,6 +179,12 @@ def clip(x: Any, low: Any, high: Any) -> Any:
     return np.clip(x, low, high)
 
 
+def binary_kl(lp: Any, lp_old: Any) -> Any:
+    """KL(Bern(mu) ‖ Bern(p)) in nats; 1 - p is taken as -expm1(lp), accurate near 1."""
+    q, q_old = -expm1(lp), -expm1(lp_old)
+    return exp(lp_old) * (lp_old - lp) + when(q_old > 0, q_old * (log(q_old) - log(q)))
+
+
 # set by recorded_sg alone, and of this thread alone: an sg of another thread is no part of the recording
 _sg_visitor: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("_sg_visitor", default=None)
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is made of any objective: UP, the paper's plug-in (fan2026up, Sec. 4.2), and corrections for the sampler.
+"""What is made of any objective: UP, the paper's plug-in (fan2026up, Sec. 4.2), two parts of DeepSeek-V3.2's loss, and
+corrections for the sampler.
 
 A sampler correction is for three policies: μ, the inference engine's, which sampled (lp_sampler); π_old, before the
 update, as the trainer computes it (lp_old); π_θ (lp). It multiplies each token's term by a constant made of
@@ -12,6 +13,7 @@ update, as the trainer computes it (lp_old); π_θ (lp). It multiplies each toke
     mis_seq(X)     S if S <= C, else 0
     icepop(X)      ρ_t if C_min <= ρ_t <= C, else 0           masked on both sides
     seq_mask(X)    1 if C_min <= s <= C, else 0               a response is kept or dropped
+    kpop(X)        ρ_t if both binary KLs of π_old and μ are at most φ, else 0
 
 Weight and derivation are X's times the factor, and the Cap is X's where the factor is not 0. The two kinds commute:
 up(tis(X)) is tis(up(X)), because UP drops π_θ/π_old where A > 0, and the factor is π_old/μ. The frameworks' defaults:
@@ -23,9 +25,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from upref.definition import Objective, transform
+from upref.definition import REDUCE, Objective, transform
 from upref.errors import InputError
-from upref.ops import exp, mean_t, minimum, sg, sum_t, when, where
+from upref.ops import binary_kl, exp, mean_t, minimum, sg, sum_t, when, where
 
 
 @transform
@@ -82,9 +84,104 @@ def _asymmetric(base: Objective, prefix: str, positive) -> Objective:
     )  # fmt: skip
 
 
+# ---- parts of DeepSeek-V3.2's loss -----------------------------------------------------------------------------------
+@transform
+def opsm(base: Objective) -> Objective:
+    """Apply off-policy sequence masking to an objective: what pushes a bad response away ends once it has drifted.
+
+    A response with A < 0 whose mean log(π_old/π_θ) exceeds δ adds nothing (deepseek2025v32, Eq. 9). The others keep the
+    base's term, and the counts by which the sum is divided stay.
+
+    Args:
+        base: an objective with one ratio per token.
+
+    Returns:
+        The Objective, with the base's hyperparameters and opsm_delta.
+
+    Raises:
+        InputError: the base is no Objective, or has one ratio per response.
+    """
+    if not isinstance(base, Objective):
+        raise InputError(f"opsm(...) takes an Objective, e.g. upref.get('dapo'), not a {type(base).__name__}.")
+    if base.level in REDUCE:
+        raise InputError(
+            f"opsm(...) takes an objective with one ratio per token, and {base.name} has one per response."
+        )
+
+    def fn(lp, lp_old, A, mask, *more, opsm_delta=0.5, **hp):
+        terms = base.fn(lp, lp_old, A, *_before(base.fn, mask, more), **hp)
+        kept = _not_drifted(lp - lp_old, A, mask, opsm_delta)
+        return when(kept if terms.ndim == 2 else kept[:, 0], terms)
+
+    def weight(log_r, A, mask, *more, opsm_delta, **hp):
+        r = log_r if base.reads_log_r else exp(log_r)
+        w = base.closed_form(r, A, *_before(base.closed_form, mask, more), **hp)
+        return when(_not_drifted(log_r, A, mask, opsm_delta), w)
+
+    fn.__signature__ = _with_mask(base.fn, "lp lp_old A", 0.5)  # type: ignore[attr-defined]
+    weight.__signature__ = _with_mask(base.closed_form, "log_r A")  # type: ignore[attr-defined]
+    return replace(
+        base, name=f"opsm({base.name})", fn=fn, closed_form=weight, level="custom",
+        equation=f"M_t J_t, J_t of {base.name}: {base.equation};  M_t = 0 where A_t < 0 and "
+        "1/|o| Σ_t log(π_old(o_t)/π_θ(o_t)) > δ",
+        paper="deepseek2025v32", eq="9", defaults=base.defaults | {"opsm_delta": OPSM_DELTA},
+        not_symbolic="whether a token counts depends on all tokens of its response",
+        note=f"DeepSeek's π_old is the engine that sampled. {base.note}".strip(),
+    )  # fmt: skip
+
+
+OPSM_DELTA = (
+    '0.5: TRL 1.16.0, off_policy_mask_threshold: "It expects a positive value (e.g., 0.5)"; slime\'s --opsm-delta has '
+    "0.0001; the paper prints no value"
+)
+
+
+def _not_drifted(log_r, A, mask, delta):
+    """M of deepseek2025v32, Eq. 9: False on the tokens with A < 0 of a response whose mean -log r exceeds delta."""
+    return (A >= 0) | (-mean_t(log_r, mask) <= delta)[..., None]
+
+
+def _before(function: Callable[..., Any], mask: Any, more: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What an objective's function is handed after A, the mask only where it has a parameter of that name."""
+    return (mask, *more) if "mask" in inspect.signature(function).parameters else more
+
+
+def _with_mask(function: Callable[..., Any], first: str, delta: Any = inspect.Parameter.empty) -> inspect.Signature:
+    """The function's signature with these names first, then the mask, and with opsm_delta last."""
+    own = list(inspect.signature(function).parameters.values())[len(first.split()) :]
+    leading = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in (*first.split(), "mask")]
+    added = inspect.Parameter("opsm_delta", inspect.Parameter.KEYWORD_ONLY, default=delta)
+    return inspect.Signature([*leading, *(p for p in own if p.name != "mask"), added])
+
+
+@transform
+def unbiased_kl(base: Objective) -> Objective:
+    """Multiply the KL term of an objective by the ratio: the unbiased KL estimate of deepseek2025v32, TRL's default.
+
+    Args:
+        base: an objective with a KL term.
+
+    Returns:
+        The Objective with the estimator k3_ratio of upref.kl.
+
+    Raises:
+        InputError: the base is no Objective, or has no KL term.
+    """
+    if not isinstance(base, Objective) or not base.kl:
+        named = base.name if isinstance(base, Objective) else f"a {type(base).__name__}"
+        raise InputError(f"unbiased_kl(...) takes an Objective with a KL term, e.g. upref.get('grpo'), not {named}.")
+    return replace(
+        base, name=f"unbiased_kl({base.name})", kl="k3_ratio", paper="deepseek2025v32", eq="the unbiased KL estimate",
+        equation=f"{base.equation};  D_KL = r (π_ref/π_θ - log(π_ref/π_θ) - 1), with the gradient of r",
+    )  # fmt: skip
+
+
 # ---- sampler corrections ---------------------------------------------------------------------------------------------
 def _correction(paper: str, eq: str, **defaults: str) -> Callable[[Any], Callable[[Objective], Objective]]:
-    """Decorator: of the factor `(log_rho, mask, *, hyperparameters)` the transform that multiplies by it."""
+    """Decorator: of the factor the transform that multiplies by it.
+
+    The factor is a function `(log_rho, mask, *, hyperparameters)` or `(log_rho, mask, lp_sampler, *, hyperparameters)`.
+    """
 
     def wrap(factor: Callable[..., Any]) -> Callable[[Objective], Objective]:
         def make(base: Any) -> Objective:
@@ -108,7 +205,7 @@ def _correction(paper: str, eq: str, **defaults: str) -> Callable[[Any], Callabl
     return wrap
 
 
-CORRECTIONS = ("decoupled", "tis", "tis_seq", "mis", "mis_seq", "icepop", "seq_mask")
+CORRECTIONS = ("decoupled", "tis", "tis_seq", "mis", "mis_seq", "icepop", "seq_mask", "kpop")
 IS_MAX = "2.0: verl's rollout_is_threshold"
 
 
@@ -160,3 +257,15 @@ def seq_mask(log_rho, mask, *, is_min=0.999, is_max=1.001):
     """w_t = 1 if C_min <= (Π_t ρ_t)^(1/|o|) <= C, else 0"""
     s = exp(mean_t(log_rho, mask))
     return where((s >= is_min) & (s <= is_max), 1, 0)[:, None].expand_as(mask)
+
+
+@_correction(
+    "guo2026kpop",
+    "as coded in AReaL, rejection_sampling.metric=binary_kl",
+    phi="2.0: AReaL's docs/en/algorithms/grpo_series.md and gsm8k_kpop.yaml, upper; prime-rl#3283 proposes 0.1",
+)
+def kpop(log_rho, mask, lp_sampler, *, phi=2.0):
+    """w_t = ρ_t if KL(Bern(π_old) ‖ Bern(μ)) <= φ and KL(Bern(μ) ‖ Bern(π_old)) <= φ, else 0"""
+    lp_old = lp_sampler + log_rho
+    near = (binary_kl(lp_sampler, lp_old) <= phi) & (binary_kl(lp_old, lp_sampler) <= phi)
+    return when(near, exp(log_rho))

@@ -11,10 +11,13 @@ from hypothesis import given, settings, strategies as st
 
 from upref import advantages
 from upref.advantages import (
+    distillation,
+    gdpo,
     group_mean,
     group_mean_whiten,
     group_norm,
     leave_one_out,
+    maxrl,
     reward,
     signed,
     whiten,
@@ -359,3 +362,77 @@ def test_frameworks_biased_and_clamped_form_is_reachable():
     want = torch.zeros_like(adv)
     want[ragged] = (x - x.mean()) / x.var(correction=0).clamp(min=1e-8).sqrt()
     torch.testing.assert_close(whiten_tokens(adv, ragged, ddof=0), want, rtol=1e-8, atol=0)
+
+
+# ---- MaxRL, GDPO, distillation ---------------------------------------------------------------------------------------
+@settings(deadline=None)
+@given(batches)
+def test_maxrl_is_its_equation_in_exact_rationals(batch):
+    def over_the_mean(xs):
+        m = exact_mean(xs)
+        return [(x - m) / m if m > 0 else 0 for x in xs]
+
+    close(maxrl(*tensors(*batch)), by_group(*batch, over_the_mean))
+
+
+def test_maxrl_weighs_a_rare_success_by_one_over_the_pass_rate():
+    r, g = tensors([1, 0, 0, 0, 1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1, 1, 2, 2])
+    close(maxrl(r, g), [3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, 0, 0])
+
+
+@settings(deadline=None)
+@given(batches, st.sampled_from([0, 1]))
+def test_gdpo_normalizes_each_reward_and_then_the_batch(batch, ddof):
+    first, group = batch
+    rewards = [first, [x * x - 1 for x in first]]
+    each = [by_group(one, group, lambda xs: exact_norm(xs, ddof, 1e-6)) for one in rewards]
+    total = [Fraction(a) + Fraction(b) / 4 for a, b in zip(*each, strict=True)]
+    R = torch.stack([tensors(one, group)[0] for one in rewards], 1)
+    found = gdpo(R, torch.tensor(group), torch.tensor([1.0, 0.25]), ddof=ddof)
+    spread = max(total) - min(total)  # one of rounding alone is divided by itself
+    assert 0 < spread < 1e-9 or torch.allclose(found, torch.tensor(exact_norm(total, ddof, 1e-6)).double(), atol=1e-5)
+
+
+def test_gdpo_keeps_apart_what_a_sum_of_rewards_makes_equal():
+    """Rewards (0, 1) and (1, 0) have one sum. By hand: A_i1 = (-1, 3, -1, -1)/2, A_i2 = (1, -1, -1, 1) √3/2."""
+    R = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    g = torch.zeros(4, dtype=torch.int64)
+    assert group_norm(R.sum(1), g)[0] == group_norm(R.sum(1), g)[1]
+    total = [sqrt(3) / 2 - 1 / 2, 3 / 2 - sqrt(3) / 2, -sqrt(3) / 2 - 1 / 2, sqrt(3) / 2 - 1 / 2]
+    std = sqrt(sum(x**2 for x in total) / 3)
+    close(gdpo(R, g, eps=0.0), [x / std for x in total])
+    close(gdpo(R[:, :1], g), whiten(group_norm(R[:, 0], g), ddof=1, eps=1e-6))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "weights", "words"),
+    [
+        (torch.ones(4), None, r"\[N, K\]"),
+        (torch.ones(4, 2), torch.ones(3), "weights must be 2 finite numbers"),
+        (torch.tensor([[1.0, float("nan")]] * 4), None, "not a reward"),
+    ],
+)
+def test_gdpo_refuses(rewards, weights, words):
+    with pytest.raises(InputError, match=words):
+        gdpo(rewards, torch.zeros(4, dtype=torch.int64), weights)
+
+
+def test_distillation_is_minus_the_divergence_per_token():
+    """Enumerated over three tokens: the expected gradient of A log π is that of -KL(π ‖ teacher)."""
+    z = torch.tensor([[0.3, -0.8, 0.1]], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([[0.1, 0.9, 0.4]], dtype=torch.float64).log_softmax(1)
+    lp, every = z.log_softmax(1), torch.ones(1, 3, dtype=torch.bool)
+    A = distillation(lp, teacher, every)
+    expected = torch.autograd.grad(-(lp.exp() * (lp - teacher)).sum(), z, retain_graph=True)[0]
+    torch.testing.assert_close(torch.autograd.grad((lp.detach().exp() * A * lp).sum(), z)[0], expected)
+
+
+def test_distillation_is_added_to_an_advantage_and_masks():
+    lp, teacher = torch.tensor([[-1.0, -2.0, float("nan")]]), torch.tensor([[-3.0, -1.0, 0.0]])
+    mask = torch.tensor([[True, True, False]])
+    assert distillation(lp, teacher, mask, torch.tensor([[0.5]]), coef=0.25).tolist() == [[0.0, 0.75, 0.0]]
+    assert distillation(lp, teacher, mask).tolist() == [[-2.0, 1.0, 0.0]]
+    with pytest.raises(InputError, match="nan at"):
+        distillation(lp, teacher, torch.ones(1, 3, dtype=torch.bool))
+    with pytest.raises(InputError, match="one shape"):
+        distillation(lp, teacher[:, :2], mask)

@@ -6,7 +6,9 @@ import torch
 
 from upref import kl
 from upref.aggregation import aggregate
+from upref.errors import InputError
 from upref.registry import get
+from upref.transforms import unbiased_kl
 from upref.weights.batches import batch
 
 
@@ -62,3 +64,31 @@ def test_k3_beyond_overflow_stops_and_does_not_push_away():
     lp = torch.tensor([-87.0, -89.0, -200.0], requires_grad=True)
     kl.k3(lp, torch.zeros(3)).sum().backward()
     assert lp.grad[0] < -1e30 and (lp.grad[1:] == 0).all()
+
+
+def test_the_ratio_makes_the_gradient_of_k3_that_of_the_divergence_itself():
+    """Enumerated over three tokens, off policy: E_old ∇(r k3) = ∇KL(π ‖ ref), and without the ratio it is another."""
+    z = torch.tensor([0.3, -0.8, 0.1], dtype=torch.float64, requires_grad=True)
+    old, ref = (torch.tensor(x, dtype=torch.float64).log_softmax(0) for x in ([1.0, 0.2, -0.5], [0.1, 0.9, 0.4]))
+    lp = z.log_softmax(0)
+
+    def slope(value):
+        return torch.autograd.grad(value, z, retain_graph=True)[0]
+
+    divergence = slope((lp.exp() * (lp - ref)).sum())
+    torch.testing.assert_close(slope((old.exp() * kl.k3_ratio(lp, ref, old)).sum()), divergence)
+    assert (slope((old.exp() * kl.k3(lp, ref)).sum()) - divergence).abs().max() > 0.05
+    torch.testing.assert_close((old.exp() * kl.k3_ratio(lp, ref, old)).sum(), (lp.exp() * (lp - ref)).sum())
+
+
+def test_the_unbiased_term_is_of_grpo_with_the_ratio():
+    o, b = get("unbiased_kl(grpo)"), batch(get("grpo"))
+    b = replace(b, logp_ref=(b.logp_old - 0.3).masked_fill(~b.mask, float("nan")))
+    term = kl.k3_ratio(b.logp, b.logp_ref, b.logp_old)
+    torch.testing.assert_close(o(b, beta=0.1), get("grpo")(b) - 0.1 * aggregate(term, b.mask, o.agg))
+
+
+@pytest.mark.parametrize("base", ["dapo", None])
+def test_a_ratio_needs_a_kl_term(base):
+    with pytest.raises(InputError, match="takes an Objective with a KL term"):
+        unbiased_kl(get(base) if base else None)

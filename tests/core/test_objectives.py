@@ -15,15 +15,15 @@ def test_registered(name, law):
     law(upref.get(name))
 
 
-CORRECTED = [
+TRANSFORMED = [
     "tis(dapo)", "icepop(up_dapo)", "mis(dapo)", "mis_seq(gspo)", "tis_seq(luspo)", "seq_mask(gmpo)",
-    "decoupled(ppo_clip)",
+    "decoupled(ppo_clip)", "kpop(dapo)", "opsm(dapo)", "opsm(gmpo)", "unbiased_kl(grpo)",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", CORRECTED)
-def test_corrected_for_the_sampler(name, law):
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_transformed(name, law):
     law(upref.get(name))
 
 

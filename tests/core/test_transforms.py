@@ -9,6 +9,7 @@ import torch
 
 import upref
 from upref.registry import get
+from upref.transforms import opsm
 from upref.weights.batches import batch, grad
 
 
@@ -68,7 +69,7 @@ def test_objectives_survive_pickling():
 
 
 # ---- sampler corrections ---------------------------------------------------------------------------------------------
-CORRECTIONS = ("decoupled", "tis", "tis_seq", "mis", "mis_seq", "icepop", "seq_mask")
+CORRECTIONS = ("decoupled", "tis", "tis_seq", "mis", "mis_seq", "icepop", "seq_mask", "kpop")
 
 
 def three_policies(ratios):
@@ -91,6 +92,9 @@ def three_policies(ratios):
         ("mis_seq", {"is_max": 7.0}, [6.0] * 4),
         ("seq_mask", {"is_min": 1.5, "is_max": 1.6}, [1.0] * 4),
         ("seq_mask", {}, [0.0] * 4),
+        # KL(Bern(e^-3) ‖ Bern(e^-3/ρ)) = 0.0935, 0, 0.0221, 0.0609; the other way round 0.139, 0, 0.0155, 0.0316
+        ("kpop", {"phi": 0.1}, [0.0, 1.0, 3.0, 8.0]),
+        ("kpop", {"phi": 0.05}, [0.0, 1.0, 3.0, 0.0]),
     ],
 )
 def test_the_factor_of_each_correction_by_hand(name, hp, expected):
@@ -138,3 +142,41 @@ def test_check_knows_three_policies():
         log_prob, old_log_prob, advantages, mask, vllm_logprobs
     )
     assert upref.check(required, "tis(dapo)") and upref.check(required, "dapo")
+
+
+# ---- off-policy sequence masking -------------------------------------------------------------------------------------
+def drifted(adv):
+    """Two responses whose mean log(π_old/π_θ) is 0.4 and 0.6, with one masked slot each."""
+    log_r = torch.tensor([[-1.0, 0.2, -9.0], [-1.4, 0.2, 9.0]], dtype=torch.float64)
+    old = torch.full_like(log_r, -9.5)
+    mask = torch.tensor([[True, True, False]] * 2)
+    return upref.Rollouts(old + log_r, old, torch.tensor(adv, dtype=torch.float64), mask)
+
+
+@pytest.mark.parametrize(
+    ("adv", "delta", "dropped"),
+    [
+        ([[-1.0], [-1.0]], 0.5, [1]),
+        ([[-1.0], [-1.0]], 0.3, [0, 1]),
+        ([[-1.0], [-1.0]], 0.7, []),
+        ([[1.0], [1.0]], 0.3, []),
+        ([[0.0], [-1.0]], 0.3, [1]),
+    ],
+)
+def test_a_bad_response_that_drifted_adds_nothing(adv, delta, dropped):
+    b = drifted(adv)
+    base, found = get("is_pg").token_weights(b), get("opsm(is_pg)").token_weights(b, opsm_delta=delta)
+    base[dropped] = 0
+    assert torch.equal(found, base)
+
+
+def test_a_token_with_its_own_advantage_is_masked_by_itself():
+    b = drifted([[-1.0, 1.0, 0.0], [-1.0, 1.0, 0.0]])
+    alive = get("opsm(is_pg)").token_weights(b, opsm_delta=0.5) != 0
+    assert alive.tolist() == [[True, True, False], [False, True, False]]
+
+
+@pytest.mark.parametrize(("base", "words"), [("gspo", "one per response"), (None, "takes an Objective")])
+def test_masking_of_responses_is_for_token_ratios(base, words):
+    with pytest.raises(upref.InputError, match=words):
+        opsm(get(base) if base else None)

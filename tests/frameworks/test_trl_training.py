@@ -244,6 +244,7 @@ def test_what_else_is_refused():
     config = lambda **kw: trl.GRPOConfig(**CONFIG, **kw)
     refused("up_dapo has no KL term", args=config(beta=0.1, use_bias_correction_kl=False))
     refused("use_bias_correction_kl=False", "grpo", config(beta=0.1))
+    refused("use_bias_correction_kl=True", "unbiased_kl(grpo)", config(beta=0.1, use_bias_correction_kl=False))
     refused("set beta in GRPOConfig", "grpo", hp={"beta": 0.1})
     refused("did you mean up_dapo", "up_dap")
     refused("has no hyperparameter 'eps'", hp={"eps": 0.1})

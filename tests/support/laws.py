@@ -223,7 +223,7 @@ def extreme_batch(o, dtype):
     return upref.Rollouts(old + log_r, old, A, mask, group, entropy=torch.ones_like(log_r), logp_sampler=engine)
 
 
-MOVED = {"c": 2.0, "beta": 0.1, "seed": 1, "share": 0.1, "high": 1.05}
+MOVED = {"c": 2.0, "beta": 0.1, "seed": 1, "share": 0.1, "high": 1.05, "eps_f_low": 0.2}
 
 
 @law
@@ -242,7 +242,7 @@ def every_hyperparameter_is_alive(o):
 @law
 def record_is_complete(o):
     assert o.adv in ADVANTAGES
-    assert not o.kl or o.kl in kl.ESTIMATORS
+    assert not o.kl or o.kl in kl.NAMES
     assert o.equation and bool(o.eq) == bool(o.paper)
     if o.paper:
         assert set(o.defaults) == set(o.hyperparameters), "a default without the sentence it comes from"

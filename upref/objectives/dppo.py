@@ -4,7 +4,7 @@
 from typing import Any
 
 from upref.definition import objective
-from upref.ops import exp, expm1, log, minimum, sg, when, where
+from upref.ops import binary_kl, exp, minimum, sg, when, where
 
 PAPER: dict[str, Any] = dict(
     paper="qi2026rethinking",
@@ -21,12 +21,6 @@ VERL = PAPER | dict(
     },
     note="The ratio is truncated and outside the derivative: weight A min(r, C) M.",
 )
-
-
-def binary_kl(lp, lp_old):
-    """KL(Bern(mu) ‖ Bern(p)) in nats; 1 - p is taken as -expm1(lp), accurate near 1."""
-    q, q_old = -expm1(lp), -expm1(lp_old)
-    return exp(lp_old) * (lp_old - lp) + when(q_old > 0, q_old * (log(q_old) - log(q)))
 
 
 @objective(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from upref.aggregation import Totals, aggregate
 from upref.errors import InputError
-from upref.kl import ESTIMATORS
+from upref.kl import per_token
 from upref.registry import Objective
 from upref.step.rows import Padded
 from upref.verify.factors import declared_aggregation
@@ -44,7 +44,7 @@ class Goal:
         if self.beta and b.ref is None:
             raise InputError("beta needs the reference model's log-probabilities: give every row `ref`.")
         if b.ref is not None:
-            kl = ESTIMATORS[self.o.kl or "k3"](torch.where(b.mask, lp, 0), torch.where(b.mask, b.ref, 0))
+            kl = per_token(self.o.kl or "k3", *(torch.where(b.mask, x, 0) for x in (lp, b.ref, old)))
             out["KL"] = aggregate(kl, b.mask, agg, totals=totals)
         out["H"] = aggregate(H, b.mask, agg, totals=totals)
         out["Z"] = aggregate(Z, b.mask, "token-mean", totals=Totals.of(b.mask))

@@ -93,6 +93,11 @@ def minus_the_others(xs: Rows) -> Rows:
     return [x - (total - x) / (n - 1) if n > 1 else Fraction(0) for x in xs]
 
 
+def over_the_mean(xs: Rows) -> Rows:
+    m = mean(xs)
+    return [(x - m) / m if m > 0 else Fraction(0) for x in xs]
+
+
 def deviation(key: Sequence, R: Rows, ddof: int) -> tuple[Fraction, ...]:
     """The variance of the rows of its key, for each row."""
     return by(key, R, lambda xs: [variance(xs, ddof)] * len(xs))
@@ -163,6 +168,8 @@ def advantage(name: str, b: Batch, divided: Denominator = Denominator()) -> list
             return [float(x) for x in by(b.group, b.R, minus(mean))]
         case "leave_one_out":
             return [float(x) for x in by(b.group, b.R, minus_the_others)]
+        case "maxrl":
+            return [float(x) for x in by(b.group, b.R, over_the_mean)]
         case "reward":
             return [float(x) for x in b.R]
         case "signed":

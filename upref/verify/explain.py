@@ -23,6 +23,7 @@ from upref.verify.faults.corrections import corrected, retuned
 from upref.verify.faults.denominators import divided, placed
 from upref.verify.faults.losses import (
     OTHER_KL,
+    TERM_OF,
     LossFault,
     fault,
     kl_faults,
@@ -231,10 +232,11 @@ def _other_kl(case: Case, b: Rollouts, found: Tensor, use: Tensor) -> Iterator[L
         return
     o, plain, own = case.o, {k: v for k, v in case.hp.items() if k != "beta"}, case.hp.get("beta") or 0.0
     rest = lambda b: unit_weights(o, b, o.resolve(plain))
-    for name in terms(o.kl, case.loss.reads):
+    mine = TERM_OF.get(o.kl, "")
+    for name in terms(mine, case.loss.reads):
         d = term_slope(name, b)[zero]
         beta = -(found[zero] @ d / (d @ d)).item() if d.any() else 0.0
-        if name == o.kl and abs(beta) > case.tol:
+        if name == mine and abs(beta) > case.tol:
             yield fault(_said({"beta": beta}, case.hp), "hyperparameter", hp={"beta": beta})
         elif abs(beta) > case.tol and (not own or (beta > 0 and abs(beta - own) > case.tol)):
             weigh = lambda b, beta=beta, name=name: rest(b) - beta * term_slope(name, b)

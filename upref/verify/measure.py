@@ -53,7 +53,8 @@ def kl_slope(estimator: str, b: Rollouts) -> Tensor:
     """dKL/dlp of each token, 0 on masked slots."""
     assert b.logp_ref is not None
     x = torch.where(b.mask, b.logp, 0).detach().requires_grad_()
-    return torch.autograd.grad(kl.ESTIMATORS[estimator](x, torch.where(b.mask, b.logp_ref, 0)).sum(), x)[0]
+    ref, old = (torch.where(b.mask, lp, 0) for lp in (b.logp_ref, b.logp_old))
+    return torch.autograd.grad(kl.per_token(estimator, x, ref, old).sum(), x)[0]
 
 
 @dataclass

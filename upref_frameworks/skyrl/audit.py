@@ -10,7 +10,7 @@ from torch import Tensor
 
 from upref import advantages
 from upref.aggregation import Totals
-from upref.objectives.dppo import binary_kl
+from upref.ops import binary_kl
 from upref.rollouts import Rollouts
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, aggregated, fault, with_hp

@@ -30,7 +30,8 @@ What differs from the objective called on `Rollouts`, because of how TRL cuts it
 * sampler corrections (vLLM) multiply token terms; a term per response takes their mean. `objective="tis(dapo)"` and its
   like compute their own from vLLM's log-probabilities, and TRL's vllm_importance_sampling_* are not read;
 * `beta` is GRPOConfig's, whose trainer loads the reference model; the KL term has the estimator of the objective's
-  paper, its aggregation, and no ratio, so that use_bias_correction_kl=True is refused beside it;
+  paper and its aggregation; `objective="unbiased_kl(grpo)"` has TRL's default, use_bias_correction_kl=True, which the
+  others refuse;
 * an objective coupled over the batch (m2po) gets one micro-batch;
 * aspo_code reads the entropies that TRL computes, of the policy at the sampling temperature.
 """
@@ -46,7 +47,7 @@ from torch import Tensor
 from upref.aggregation import Totals, aggregate
 from upref.diagnostics import live
 from upref.errors import InputError
-from upref.kl import ESTIMATORS
+from upref.kl import WITH_RATIO, per_token
 from upref.logprobs import clamp_log_probs
 from upref.registry import Objective, get
 from upref.rollouts import one_per_response
@@ -161,7 +162,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._log_over_ranks(metrics, mode)
         if self.beta:
             ref = inputs["ref_per_token_logps"]
-            kl = ESTIMATORS[self.objective.kl](torch.where(mask, lp, 0), torch.where(mask, ref, 0))
+            seen = (torch.where(mask, x, 0) for x in (lp, ref, lp_old))
+            kl = per_token(self.objective.kl, *seen)
             loss = loss + self.beta * ranks * aggregate(kl, mask, self.objective.agg, totals=totals)
             both = torch.stack([torch.where(mask, kl.detach(), 0).sum(), mask.sum()])
             kl_sum, tokens = self.accelerator.reduce(both, reduction="sum").tolist()
@@ -220,10 +222,12 @@ def refuse(objective: Objective, args: Any):
         raise InputError(f"{objective.name} corrects for the engine that sampled: set GRPOConfig.use_vllm=True.")
     if args.beta and not objective.kl:
         raise InputError(f"{objective.name} has no KL term, and GRPOConfig.beta={args.beta}: leave beta at 0.")
-    if args.beta and getattr(args, "use_bias_correction_kl", False):
+    corrected = objective.kl in WITH_RATIO
+    if args.beta and getattr(args, "use_bias_correction_kl", False) != corrected:
+        has = "is multiplied by the ratio" if corrected else "has no ratio"
         raise InputError(
-            f"the KL term of {objective.name} has no ratio, and TRL would multiply it by one: set "
-            "GRPOConfig.use_bias_correction_kl=False beside beta."
+            f"the KL term of {objective.name} {has}: set GRPOConfig.use_bias_correction_kl={corrected} beside beta, "
+            f"or train {'its base' if corrected else f'unbiased_kl({objective.name})'}."
         )
 
 

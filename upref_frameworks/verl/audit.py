@@ -10,7 +10,7 @@ from torch import Tensor
 
 from upref import advantages
 from upref.objectives.cov import covariance, cut
-from upref.objectives.dppo import binary_kl
+from upref.ops import binary_kl
 from upref.rollouts import Rollouts
 from upref.verify.faults import Fault
 from upref.verify.faults.losses import GROUPS, LossFault, aggregated, fault, with_hp

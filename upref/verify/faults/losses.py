@@ -233,6 +233,7 @@ KL_TERMS = {name: lambda x, ref, old, mu, k=k: k(x, ref) for name, k in kl.ESTIM
 KL_TERMS |= {f"{name} ({how})": form(k) for name, k in kl.ESTIMATORS.items() for _, how, form in KL_FORMS}
 for _how in ("to π_old", "to μ"):
     del KL_TERMS[f"k1 ({_how})"]  # the gradient of k1 is 1, whatever the other policy
+TERM_OF = {name: name for name in kl.ESTIMATORS} | {"k3_ratio": "k3 (times the ratio)"}  # a name of KL_TERMS
 
 
 def term_slope(f: str | Callable[..., Tensor], b: Rollouts) -> Tensor:
@@ -257,7 +258,7 @@ OTHER_KL = "another estimator, or a part of it is detached"
 
 def lacking(o: Objective, beta: float, name: str) -> str:
     """Words for a KL term that the objective does not have, or not like this."""
-    if name == o.kl and beta < 0:
+    if name == TERM_OF.get(o.kl) and beta < 0:
         return f"the KL term is added to J, not subtracted: {abs(beta):.7g} {name}"
     done, bonus = ("subtracted", "an entropy bonus") if beta > 0 else ("added to J", "a bonus on the likelihood")
     whose = f"is not {o.name}'s {o.kl}" if o.kl else f"{o.name} does not have"
@@ -286,11 +287,11 @@ def kl_faults(o: Objective, hp: dict[str, Any]) -> Iterator[LossFault]:
                         "term", weigh=folded)  # fmt: skip
     for one in known_of("kl"):
         yield made(f"the KL term: {one.words}", lambda x, ref, old, mu, f=one.change: f(x, ref))
-    mine = kl.ESTIMATORS[o.kl]
     for x in CLAMPED:
-        yield made(f"the KL term is clamped at {x:g}", lambda lp, ref, old, mu, x=x: mine(lp, ref).clamp(-x, x))
+        yield made(f"the KL term is clamped at {x:g}",
+                   lambda lp, ref, old, mu, x=x: kl.per_token(o.kl, lp, ref, old).clamp(-x, x))  # fmt: skip
         yield made(f"the KL term's log-ratio is clamped to ±{x:g}",
-                   lambda lp, ref, old, mu, x=x: mine(lp, lp - (lp - ref).clamp(-x, x)))  # fmt: skip
+                   lambda lp, ref, old, mu, x=x: kl.per_token(o.kl, lp, lp - (lp - ref).clamp(-x, x), old))  # fmt: skip
     for said, on in (("A > 0", lambda A: A > 0), ("A <= 0", lambda A: A <= 0), ("A < 0", lambda A: A < 0),
                      ("A is not 0", lambda A: A != 0)):  # fmt: skip
         part = lambda b, on=on: rest(b) - beta * kl_slope(o.kl, b) * on(b.adv.expand_as(b.mask))
