@@ -61,11 +61,17 @@ def keys_of(name: str) -> dict[str, dict[str, str]]:
         if begin is None:
             raise InputError(f"{name}: `schema` of [recipe] says nothing of {key!r}.")
         owners = [schema[begin]] if isinstance(schema[begin], str) else schema[begin]
-        declared = (d for owner in owners for d in _declared(root, owner, key.removeprefix(begin)))
-        if (one := next(declared, None)) is None:
+        declared = [d for owner in owners for d in _declared(root, owner, key.removeprefix(begin))]
+        if not declared:
             raise InputError(f"{name}: {key!r} is declared in none of {', '.join(owners)}.")
-        found[key] = one
+        found[key] = declared[0] | {"type": _type_of_union(declared)}
     return found
+
+
+def _type_of_union(declared: list[dict[str, str]]) -> str:
+    """The first declaration's type; of a key that tells the members of a union apart, every literal."""
+    kinds = list(dict.fromkeys(d["type"] for d in declared))
+    return " | ".join(kinds) if all(kind.startswith("Literal[") for kind in kinds) else kinds[0]
 
 
 def _declared(root: Path, where: str, key: str) -> Iterator[dict[str, str]]:

@@ -79,6 +79,8 @@ SYMMETRIC = fault(
 COMPARISONS = (
     Comparison("default", "default", {}, "dppo_tv", {}, (with_hp(delta=0.2), ALWAYS, PENALTY)),
     Comparison("default", "ipo", {}, "dppo_tv", {}, (SYMMETRIC, ALWAYS, PENALTY)),
+    Comparison("default", "default", {}, "dppo_tv_prime_rl", {}),
+    Comparison("default", "ipo", {}, "ipo", {}),
     Comparison("paper", "default", {"dppo_mask_low": 0.15, "dppo_mask_high": 0.15, "kl_tau": 0.0}, "dppo_tv", {}, (
         ALWAYS,)),
     Comparison("paper", "ipo", {"kl_tau": 0.0}, "dppo_tv", {}, (SYMMETRIC, ALWAYS)),

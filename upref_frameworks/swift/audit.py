@@ -39,6 +39,7 @@ LOSS, GIVEN = "_compute_loss_and_metrics", "_get_per_token_logps_and_entropies"
 READ = (
     "epsilon", "epsilon_high", "delta", "importance_sampling_level", "tau_pos", "tau_neg", "kl_in_reward",
 )  # fmt: skip
+FIPO = ("fipo_decay_rate", "fipo_clip_range", "fipo_clip_high_only", "fipo_safety_threshold")
 _advantage = lambda: importlib.import_module("swift.rl_core.advantage")
 
 
@@ -70,7 +71,8 @@ def _defaults(mode: str) -> dict[str, Any]:
     grpo = said[said.index("def _init_grpo") :]
     beta, length = re.search(r"self\.beta = ([\d.]+)", grpo), re.search(r"max_completion_length: int = (\d+)", said)
     assert beta and length
-    return {k: _arguments()[k] for k in READ} | {"beta": float(beta[1]), "max_completion_length": int(length[1])}
+    own = (*READ, *FIPO) if mode == "fipo" else READ
+    return {k: _arguments()[k] for k in own} | {"beta": float(beta[1]), "max_completion_length": int(length[1])}
 
 
 def _trainer(mode: str, config: dict[str, Any], steps: int) -> Any:
@@ -126,6 +128,7 @@ COMPARISONS = (
     Comparison("paper", "dr_grpo", NO_KL | {"max_completion_length": 1}, "dr_grpo", {}),
     Comparison("paper", "cispo", NO_KL | {"epsilon_high": 5.0}, "cispo", {}, (GROUPS,)),
     Comparison("paper", "sapo", NO_KL, "sapo", {}),
+    Comparison("paper", "fipo", HIGHER | {"delta": 10.0, "fipo_safety_threshold": 10.0}, "fipo", {}),
 )  # fmt: skip
 
 
@@ -172,7 +175,6 @@ SWIFT = Framework(
     "swift", pin=PIN, modes=_modes, defaults=_defaults, plain=_plain, comparisons=COMPARISONS, parts=_parts,
     split_reasons={"bnpo": BNPO}, remarks=REMARKS, one_adv=True,
     out_of_scope={
-        "fipo": "no objective of the registry: PPO's clip, weighted by the log-ratios of the tokens that follow",
         "real": "no objective of the registry: a contrast of the responses of one prompt",
     },
 )  # fmt: skip
