@@ -224,9 +224,9 @@ def refuse(objective: Objective, args: Any):
         raise InputError(f"{objective.name} has no KL term, and GRPOConfig.beta={args.beta}: leave beta at 0.")
     corrected = objective.kl in WITH_RATIO
     if args.beta and getattr(args, "use_bias_correction_kl", False) != corrected:
-        has = "is multiplied by the ratio" if corrected else "has no ratio"
+        form = "is multiplied by the ratio" if corrected else "has no ratio"
         raise InputError(
-            f"the KL term of {objective.name} {has}: set GRPOConfig.use_bias_correction_kl={corrected} beside beta, "
+            f"the KL term of {objective.name} {form}: set GRPOConfig.use_bias_correction_kl={corrected} beside beta, "
             f"or train {'its base' if corrected else f'unbiased_kl({objective.name})'}."
         )
 
