@@ -150,8 +150,8 @@ def test_a_plug_in_says_what_was_measured_of_it():
         ("aspo_code", "verl", "entropy per token"),
         ("up(sapo)", "verl", "register"),
         ("kl_cov", "skyrl", "its own kl_cov: not compared"),
-        ("rloo", "openrlhf", "estimator rloo, and none of its losses is that of reinforce"),
-        ("rloo", "openrlhf", "nemo_rl, trl, verl"),
+        ("rloo", "liger", "compares the losses of liger with"),
+        ("rloo", "liger", "openrlhf, skyrl, swift, trinity, trl, tunix, verl"),
         ("m2po", "areal", "its own m2po: actor.m2_threshold leaves out"),
     ],
 )
@@ -194,11 +194,27 @@ def test_advantages_alone_set_reinforce_pp_and_rloo_apart():
     here = {o: {n for x, n in EVERY if x == o} for o in SAME_LOSS}
     assert here["reinforce_pp"] >= {"openrlhf", "verl", "slime", "miles", "skyrl", "nemo_rl", "trinity", "easyr1"}
     assert here["reinforce_pp_baseline"] >= {"openrlhf", "verl", "slime", "miles", "swift", "nemo_rl"}
-    assert here["rloo"] == {"trl", "nemo_rl", "verl"}
+    assert here["rloo"] >= {"trl", "nemo_rl", "verl"}
     said = str(recipe("reinforce_pp", "slime"))
     assert "--advantage-estimator reinforce_plus_plus\n" in said and "--normalize-advantages" in said
     assert "the loss is that of grpo; only the advantages differ" in said
     assert "rloo_vectorized" in str(recipe("rloo", "verl")) and "loss_mode=gpg" in str(recipe("rloo", "verl"))
+
+
+def test_rloo_with_a_clipped_loss_says_what_that_changes():
+    """Where a framework has RLOO's advantages and no loss without a ratio: both sizes are measured here again."""
+    with_clip = {n for o, n in EVERY if o == "rloo"} - {"trl", "nemo_rl", "verl"}
+    assert with_clip == {"areal", "easyr1", "openrlhf", "skyrl", "swift", "trinity", "tunix"}
+    t = typical()
+    paper = grad(upref.get("rloo"), t)
+    clipped = grad(upref.get("dr_grpo"), t)
+    change = 100 * ((clipped - paper).norm() / paper.norm()).item()
+    for n in with_clip:
+        said = str(recipe("rloo", n))
+        assert f"PPO's clip, which rloo has not (weakens, {change:.2g} % of" in said, n
+        assert "rloo" in recipe("rloo", n).advantages or "leave1out" in recipe("rloo", n).advantages
+    assert "aggregated by token-mean, where rloo has seq-mean-token-sum (rescales" in str(recipe("rloo", "areal"))
+    assert "aggregated by" not in str(recipe("rloo", "skyrl"))
 
 
 def test_skyrl_has_the_papers_denominator():

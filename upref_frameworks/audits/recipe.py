@@ -44,6 +44,8 @@ PASSES: dict[str, tuple[str, ...]] = {"verl": (), "trl": ("entropy", "sampler")}
 WANTS = NEEDS | {"sampler": "the sampler's log-probabilities"}
 # objectives that are the loss of another one with advantages of their own
 SAME_LOSS = {"reinforce_pp": "grpo", "reinforce_pp_baseline": "grpo", "rloo": "reinforce"}
+# with whose loss frameworks train them where they have no such loss: the first that the audit compares
+TRAINED_WITH = {"rloo": ("dr_grpo", "ppo_clip", "grpo")}
 LENGTH = {"verl": "actor.loss_scale_factor", "trl": "max_completion_length"}  # what divides their own Dr. GRPO
 
 
@@ -124,12 +126,18 @@ def _comparisons(o: Objective, f: Framework, hp: dict[str, float], how: dict[str
 
     These are its own; or, where a loss that draws at random can be measured at other hyperparameters alone, those
     (`at` of [recipe]); or, where only the advantages set it apart from another objective and the framework has these
-    advantages, the ones of that objective.
+    advantages, the ones of that objective, or of the one whose loss the framework trains with them (TRAINED_WITH, or
+    `loss_of` of [recipe]).
     """
-    at = hp or how.get("at", {}).get(o.name, {}).get("measured", {})
+    of_recipe = how.get("at", {}).get(o.name, {})
+    at = hp or of_recipe.get("measured", {})
     mine = [c for c in f.comparisons if c.objective == o.name and c.hp == at]
-    if not mine and not hp and o.adv in how["advantages"]:
-        mine = [c for c in f.comparisons if c.objective == SAME_LOSS.get(o.name) and not c.hp]
+    if mine or hp or o.adv not in how["advantages"]:
+        return mine
+    own = of_recipe.get("loss_of")
+    for other in [own] if own else [SAME_LOSS.get(o.name), *TRAINED_WITH.get(o.name, ())]:
+        if mine := [c for c in f.comparisons if c.objective == other and not c.hp]:
+            break
     return mine
 
 
@@ -156,12 +164,36 @@ DENOMINATOR = GROUPS.words  # the reason by which the ledgers record it
 def _of_comparison(o: Objective, c: Comparison, f: Framework, how: dict[str, Any], entries: list[Entry]) -> Recipe:
     at = how.get("at", {}).get(o.name, {})
     fields = {k: v for k, v in c.config.items() if k not in SCALE or _must_be_set(f.name, c, k)} | at.get("fields", {})
-    notes = [] if c.objective == o.name else [f"the loss is that of {c.objective}; only the advantages differ"]
+    notes, beside = [], []
+    if c.objective == SAME_LOSS.get(o.name):
+        notes = [f"the loss is that of {c.objective}; only the advantages differ"]
+    elif c.objective != o.name:
+        beside = _of_another_loss(o, get(c.objective))
     return Recipe(
         o.name, f.name, surface=how["surface"], settings=_typed(f.name, c, fields, how, at.get("mode", c.mode)),
-        differs=_differs(f, c, entries), fields=fields, mode=c.mode, notes=notes,
+        differs=[*beside, *_differs(f, c, entries)], fields=fields, mode=c.mode, notes=notes,
         command=f"upref check {f.name}:{c.label} --as {c.promise.replace(', ', ' --hp ')}",
     )  # fmt: skip
+
+
+def _of_another_loss(o: Objective, other: Objective) -> list[str]:
+    """What the loss of another objective changes in the gradient of a typical batch.
+
+    Args:
+        o: the objective that is asked for. Its function has no ratio.
+        other: the one whose loss the framework trains with the advantages of `o`. It clips the ratio of each token.
+    """
+    t = typical()
+    paper = grad(o, t)
+    clipped = grad(replace(other, agg=o.agg), t)
+    said = [
+        f"the loss is that of {other.name}: each token has its ratio and PPO's clip, which {o.name} has not "
+        f"({_size(Effect.between(clipped, paper))}; nothing where a batch makes one step, since the ratio is 1)"
+    ]
+    if other.agg != o.agg:
+        of_means = Effect.between(grad(other, t), clipped)
+        said.append(f"aggregated by {other.agg}, where {o.name} has {o.agg} ({_size(of_means)})")
+    return said
 
 
 def _differs(f: Framework, c: Comparison, entries: list[Entry]) -> list[str]:
