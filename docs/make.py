@@ -171,6 +171,18 @@ def environments() -> str:
     return runpy.run_path(str(ROOT / "tests" / "matrix.py"))["table"]()  # other packages install a `tests` too
 
 
+def gallery_plate() -> str:
+    from docs import gallery
+
+    return gallery.plate()
+
+
+def gallery_sections() -> str:
+    from docs import gallery
+
+    return gallery.sections()
+
+
 def places() -> str:
     return runpy.run_path(str(ROOT / "tests" / "matrix.py"))["awkward"]()
 
@@ -397,6 +409,8 @@ GENERATED = {f.__name__: f for f in STEPS} | {
         environments,
         reliability,
         places,
+        gallery_plate,
+        gallery_sections,
         objectives,
         tally,
         verdicts,
