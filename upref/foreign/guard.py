@@ -78,7 +78,7 @@ def _log(level: int, handlers: list[logging.Handler], disabled: int) -> None:
 # what it is called -> how it is read, and how it is set
 STATE: State = {
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "torch's default device": (torch.get_default_device, torch.set_default_device),
+    "torch's default device": (lambda: torch.empty(0).device, torch.set_default_device),  # get_default_device is slow
     "whether torch computes gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch's anomaly mode": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
@@ -130,13 +130,13 @@ if hasattr(os, "register_at_fork"):  # the thread that held it does not exist in
 
 @contextlib.contextmanager
 def _restored(state: State) -> Iterator[None]:
-    before = {name: read() for name, (read, _) in state.items()}
+    before = [read() for read, _ in state.values()]
     try:
         yield
     finally:
-        for name, (read, put) in state.items():
-            if not _equal(before[name], read()):
-                put(before[name])
+        for value, (name, (read, put)) in zip(before, state.items(), strict=True):
+            if not _equal(value, read()):
+                put(value)
                 if _watching:
                     _watching[-1].add(name)
 
@@ -144,9 +144,11 @@ def _restored(state: State) -> Iterator[None]:
 def _equal(x: Any, y: Any) -> bool:
     if isinstance(x, torch.Tensor):
         return torch.equal(x, y)
-    if isinstance(x, tuple):
+    if isinstance(x, np.ndarray):
+        return np.array_equal(x, y)
+    if isinstance(x, tuple) and any(isinstance(part, np.ndarray) for part in x):
         return all(_equal(a, b) for a, b in zip(x, y, strict=True))
-    return np.array_equal(x, y) if isinstance(x, np.ndarray) else x == y
+    return x == y
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ the clipping; divided out, they leave the weights, to be compared regime by regi
 
 import contextlib
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -150,7 +151,7 @@ class Case:
     @property
     def per_response(self) -> Objective:
         """For the grid alone: one advantage per response where no more is asked."""
-        return replace(self.o, agg="seq-mean") if self.one_adv and self.o.level not in REDUCE else self.o
+        return _one_per_response(self.o) if self.one_adv and self.o.level not in REDUCE else self.o
 
     @property
     def one_adv(self) -> bool:
@@ -185,6 +186,12 @@ class Case:
     def rounded(self, b: Rollouts) -> Tensor:
         """Tokens so near to a bound that rounding moves them over it, where the loss computes in float32."""
         return near_a_bound(self.expected, b) if self.single else torch.zeros_like(b.mask)
+
+
+@lru_cache(64)
+def _one_per_response(o: Objective) -> Objective:
+    """The objective with one advantage per response: one object, so that its batches are found again."""
+    return replace(o, agg="seq-mean")
 
 
 def make_case(loss: Loss, o: Objective, hp: dict[str, Any]) -> Case:

@@ -201,7 +201,8 @@ def _stress_batch(
     rng.bit_generator.state = state
     draw = lambda among, shape: np.array(among)[rng.integers(len(among), size=shape)]
     near = [np.log(side) for side in bounds]
-    bound = np.array([rng.choice(near[0] if a > 0 else near[1]) for a in A])[:, None]
+    which = rng.integers(np.where(A > 0, *map(len, near)))
+    bound = np.where(A > 0, *(side[which % len(side)] for side in near))[:, None]
     around = bound * rng.uniform(0.2, 1.8, (B, T))
     x = np.where(rng.random((B, T)) < 0.5, around, rng.normal(size=(B, T)) * draw((1e-4, 0.02, 0.3), (B, T)))
     if of.mostly == "clipped":

@@ -90,13 +90,15 @@ def words(A: float, r: float, bounds: list[float]) -> str:
     return f"{sign}, {interval(below[-1] if below else None, above[0] if above else None)}"
 
 
+@lru_cache(128)  # of about 50 kB
 def batch(
     objective: Objective, *, seed: int = 0, edges: tuple[float, ...] = EDGES, thin: int = 1, mus=MU, **hp
 ) -> Rollouts:
     """A float64 batch that visits every regime of the objective, masked slots poisoned with NaN, groups interleaved.
 
     A token-level objective meets one regime per token; one that acts on a response meets one per response, reached by
-    tokens whose ratios differ. thin=k keeps every k-th regime. mus: π_old.
+    tokens whose ratios differ. thin=k keeps every k-th regime. mus: π_old. It is kept for the next check: do not write
+    to its tensors.
     """
     # the bounds of a response's ratio do not depend on mu
     mus = mus[:1] if objective.level in REDUCE else mus
