@@ -201,8 +201,9 @@ def _stress_batch(
     rng.bit_generator.state = state
     draw = lambda among, shape: np.array(among)[rng.integers(len(among), size=shape)]
     near = [np.log(side) for side in bounds]
-    which = rng.integers(np.where(A > 0, *map(len, near)))
-    bound = np.where(A > 0, *(side[which % len(side)] for side in near))[:, None]
+    above, below = near
+    which = rng.integers(np.where(A > 0, len(above), len(below)))
+    bound = np.where(A > 0, above[which % len(above)], below[which % len(below)])[:, None]
     around = bound * rng.uniform(0.2, 1.8, (B, T))
     x = np.where(rng.random((B, T)) < 0.5, around, rng.normal(size=(B, T)) * draw((1e-4, 0.02, 0.3), (B, T)))
     if of.mostly == "clipped":
