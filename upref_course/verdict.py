@@ -13,20 +13,22 @@ import json
 import math
 import textwrap
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import upref
 from upref.errors import InputError
 from upref.foreign.guard import called
 from upref.result import Result
 from upref.tensors import describe, is_materialized
 from upref.verify.faults import Fault
+from upref.verify.finding import Number
+from upref.verify.render import describe_pair
 from upref.verify.report import Finding, short
+from upref.verify.shrink import make_rollouts
 from upref_course.exercise import Batch, Exercise
 
 TOL = 1e-6
@@ -160,27 +162,29 @@ def judged(e: Exercise, fn: Callable) -> Answer:
     if e.proof and not (report := e.proof(fn)):
         first = report.failures[0]
         if first.oracle == "dead-hyperparameter":
-            return Answer(**about, ok=False, mistake=f"{first.regime.split()[0]} changes nothing: its value is fixed",
+            return Answer(**about, ok=False, mistake=f"{first.subject} changes nothing: its value is fixed",
                           hint="compute the bounds from the function's arguments.")  # fmt: skip
         mistake = first.cause or f"`upref check` fails: {first.oracle}"
         if shown := _met(e, fn, first):
             batch, want, got = shown
             return Answer(**about, ok=False, batch=_python(e, batch, digits=8), shows=batch.shows, expected=want,
                           found=got, mistake=mistake)  # fmt: skip
-        of_weight = first.expected.startswith("weight")
+        of_weight = isinstance(first.expected, Number) and first.expected.unit == "weight"
         hint = "a weight is minus the gradient of the loss by lp, times N." if of_weight else ""
-        return Answer(**about, ok=False, batch=first.batch, shows=first.regime, expected=first.expected,
-                      found=first.found, mistake=mistake, hint=hint)  # fmt: skip
+        expected, found = describe_pair(first.expected, first.found)
+        return Answer(**about, ok=False, batch=first.batch, shows=first.regime, expected=expected, found=found,
+                      mistake=mistake, hint=hint)  # fmt: skip
     return Answer(**about, ok=True, hint=e.notice)
 
 
 def _met(e: Exercise, fn: Callable, finding: Finding) -> tuple[Batch, str, str] | None:
     """The batch of a finding of `upref check` as arguments of the exercise, expected and found, where they differ."""
-    if not (e.arguments and finding.batch.startswith("b = ")):
+    example = finding.example
+    if not (e.arguments and example and example.rollouts and example.inputs):
         return None
-    scope: dict[str, Any] = {"torch": torch, "upref": upref}
-    exec(finding.batch, scope)
-    batch = Batch(finding.regime.partition("   ")[0], e.arguments(scope["b"]))
+    place = replace(finding.place, numbers={}) if finding.place else None
+    shows = replace(finding, place=place).regime
+    batch = Batch(shows, e.arguments(make_rollouts(example)))
     try:
         right, yours = outcome(e, e.right, batch), called(e.file, partial(outcome, e, fn, batch))[0]
     except InputError:

@@ -16,6 +16,7 @@ import torch
 import upref
 from docs.in_the_wild.fetched import Fetched
 from upref.errors import InputError
+from upref.verify.render import describe_pair
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,8 @@ def judged(folder: Path) -> dict[str, dict]:
         try:
             report = (upref.check_kl if kl else upref.check_advantages)(fn, e.held)
             one |= {"check": bool(report), "hp": {k: v for k, v in report.hp.items() if v is not None}}
-            one["failures"] = [f"{f.oracle}: {f.cause or f.found}" for f in report.failures]
+            whys = [f.cause or describe_pair(f.expected, f.found)[1] for f in report.failures]
+            one["failures"] = [f"{f.oracle}: {why}" for f, why in zip(report.failures, whys, strict=True)]
             one["read"] = [c for c in report.assumptions if "ddof" in c or "eps" in c or "divides" in c]
         except InputError as err:
             one["refused"] = str(err)

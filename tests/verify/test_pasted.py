@@ -15,7 +15,8 @@ from tests.support.cases.bodies import clipped, mean
 from tests.support.cases.table import ALL
 from tests.support.daily import daily
 from tests.verify.test_cases import strangers
-from upref.verify.shrink import as_python
+from upref.verify.render import describe_example, describe_pair
+from upref.verify.shrink import make_example
 
 ROOT = Path(__file__).parents[2]
 IMPORT = re.compile(r"^from (upref[\w.]*) import (\w+(?:, \w+)*)$", re.M)
@@ -103,7 +104,8 @@ def test_a_printed_batch_shows_the_difference(loss, objective, oracles):
     shown = {f.oracle for f in report.failures if f.batch.startswith("b = upref.Rollouts(")}
     assert oracles <= shown, str(report)
     assert all(shows_a_difference(f.batch) for f in report.findings), str(report)
-    assert all(f.expected != f.found for f in report.failures if f.expected), str(report)
+    both = [describe_pair(f.expected, f.found) for f in report.failures if f.expected]
+    assert all(expected != found for expected, found in both), str(report)
 
 
 def test_the_sign_that_is_right_is_not_blamed():
@@ -115,9 +117,10 @@ def test_the_sign_that_is_right_is_not_blamed():
 def test_gradients_that_print_as_one_number_are_no_batch():
     b = upref.Rollouts(*(-torch.ones(3, 1, 1, dtype=torch.float64)), torch.ones(1, 1, dtype=torch.bool))
     one = torch.ones(1, 1, dtype=torch.float64)
-    assert as_python(b, one, one * (1 + 1e-15)) == ""
-    assert "expected dJ/dlp: [[1]]" in as_python(b, one, one * (1 + 1e-10))
-    assert shows_a_difference(as_python(b, one, one * (1 + 1e-10)))
+    assert make_example(b, one, one * (1 + 1e-15)) is None
+    text = describe_example(make_example(b, one, one * (1 + 1e-10)))
+    assert "expected dJ/dlp: [[1]]" in text
+    assert shows_a_difference(text)
 
 
 def off_beyond(tokens, objective, only_in=torch.float64):

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import upref
-from upref.verify.report import LONGEST, SHOWN, WIDE, fail, note, short, some
+from upref.verify.finding import Example
+from upref.verify.render import LONGEST
+from upref.verify.report import SHOWN, WIDE, fail, note, short, some
 
 MOST, VERBOSE = 12_000, 20_000  # characters of a report, and of all that there is to say
 
@@ -84,7 +86,8 @@ def test_what_is_left_out_is_counted():
     assert short("x" * (WIDE + 7)).endswith("... and 7 characters more") and short("x" * WIDE) == "x" * WIDE
     assert some(["x"] * (SHOWN + 3), "notes")[-1] == "... and 3 notes more"
     report = upref.check(upref.get("dapo"), "dapo")
-    many = [fail("gradient", f"here {i}", batch="b") for i in range(SHOWN + 5)] + [note("value", "there")] * 99
+    many = [fail("gradient", f"here {i}", example=Example(code="b")) for i in range(SHOWN + 5)]
+    many += [note("value", "there")] * 99
     text = str(upref.verify.report.replace(report, findings=many))
     assert "... and 5 failures more" in text and f"... and {99 - SHOWN} notes more" in text
-    assert fail("gradient", "", batch="x" * (LONGEST + 1)).batch.endswith("too many to print")
+    assert fail("gradient", "", example=Example(code="x" * (LONGEST + 1))).batch.endswith("too many to print")

@@ -6,7 +6,8 @@ import torch
 
 import upref
 from tests.support.zoo import spots
-from upref.verify.shrink import as_python
+from upref.verify.render import describe_example
+from upref.verify.shrink import make_example
 from upref.weights.axes import AXES, LARGE, stress_batch
 from upref.weights.batches import interval
 
@@ -47,7 +48,8 @@ def test_identify_agrees_with_check(spot):
 
 def test_no_batch_is_printed_that_nobody_reads():
     b = stress_batch("lengths", upref.get("dapo"))
-    assert "too many to print" in as_python(b) and len(as_python(b)) < 200
+    text = describe_example(make_example(b))
+    assert "too many to print" in text and len(text) < 200
 
 
 def test_a_row_without_tokens_that_makes_nan_is_noted():

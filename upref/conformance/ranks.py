@@ -28,7 +28,7 @@ from upref.conformance.runner import Outcome, Status, describe_error, run, train
 from upref.errors import InputError
 from upref.step.check import StepReport
 from upref.verify.group import on_loopback
-from upref.verify.report import Finding
+from upref.verify.report import read_finding
 
 DEADLINE = 180.0  # seconds until the ranks of a case are ended
 PAUSE = 0.05  # seconds between two looks at the processes
@@ -106,7 +106,7 @@ def _outcome(record: dict[str, Any], case: Case) -> Outcome:
     """Return the outcome of which this is the record, made by `asdict`."""
     report = record["report"]
     if report is not None:
-        findings = [Finding(**one) for one in report["findings"]]
+        findings = [read_finding(one) for one in report["findings"]]
         report = StepReport(**report | {"findings": findings})
     status = Status(record["status"])
     return Outcome(case, status, record["reason"], record["settings"], report, record["seconds"])

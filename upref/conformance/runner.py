@@ -129,10 +129,13 @@ def run(adapter: Adapter, case: Case, *, seed: int = 0, explain: bool = True) ->
     return Outcome(case, Status.FAILED, report.failures[0].cause, settings, report, seconds)
 
 
+HALF_PRECISIONS = ("bfloat16", "float16")  # subjects of check_step's note
+
+
 def _half_precision(report: StepReport) -> str:
     """Return what the report notes on a step that computes in half precision, or ""."""
-    noted = (finding.regime for finding in report.findings if finding.severity == "note")
-    return next((text for text in noted if text.startswith("the step computes in")), "")
+    halves = (finding for finding in report.findings if finding.subject in HALF_PRECISIONS)
+    return next((finding.about for finding in halves), "")
 
 
 def describe_error(error: Exception) -> str:

@@ -35,6 +35,7 @@ from upref.verify.oracles.side_effects import in_training, mutation
 from upref.verify.oracles.unusual import look
 from upref.verify.oracles.weights import BESIDE
 from upref.verify.probe import SIGNS, BlackBox, measure, termed
+from upref.verify.render import describe_pair
 from upref.verify.report import UNKNOWN
 from upref.weights.batches import (
     LOG_R,
@@ -369,12 +370,12 @@ def _beyond(box: BlackBox, m: Match) -> list[str]:
         return []
     case = _against(box, m)
     if not case.single and (found := [f for f in clamps(case) if f.severity == "failure"]):
-        due = lambda f: f.cause if f.cause != UNKNOWN else f"{f.expected} is due, {f.found} found"
+        due = lambda f: f.cause if f.cause != UNKNOWN else f.difference
         return [f"{f.regime}: {due(f)}" for f in found]
     for axis in ASKED:  # after the clamps: what it forgives as float32 is not asked so nearly any more
         b = case.beyond(axis)
         if found := [f for f in look(case, axis, b, ()) if f.severity == "failure"]:
-            return [f"{found[0].regime}: {found[0].expected} is due, {found[0].found} found"]
+            return [f"{found[0].regime}: {found[0].difference}"]
     return []
 
 
@@ -402,7 +403,8 @@ def _limits(box: BlackBox, case: Case, said: Callable[[Rollouts], Tensor]) -> li
     claim = Claim(**{f.name: getattr(case, f.name) for f in fields(case)}, said=said)
     for axis in (*ASKED, "reference") if box.kl else ASKED:
         if found := [f for f in look(claim, axis, case.beyond(axis), ()) if f.severity == "failure"]:
-            return [f"it differs elsewhere: {found[0].regime}: this gives {found[0].expected}, {found[0].found} found"]
+            due, done = describe_pair(found[0].expected, found[0].found)
+            return [f"it differs elsewhere: {found[0].regime}: this gives {due}, {done} found"]
     return []
 
 

@@ -37,6 +37,7 @@ from upref.step.record import Recorded
 from upref.step.reference import Gradient, Model, TorchModel
 from upref.step.rows import AXES, Row
 from upref.step.weights import without_numbers
+from upref.verify.finding import Number
 from upref.verify.report import UNKNOWN, Finding, Report, fail, note, restores_state
 
 
@@ -229,7 +230,7 @@ def check_recorded(
     worst = max(reports, key=lambda r: r.error)
     if len(reports) == 1:
         return worst
-    findings = [replace(f, regime=f"step {n}: {f.regime}") for n, r in enumerate(reports) for f in r.findings]
+    findings = [replace(f, about=f"step {n}: {f.about}") for n, r in enumerate(reports) for f in r.findings]
     never = {k: v for k, v in reports[0].not_reached.items() if all(k in r.not_reached for r in reports)}
     return replace(
         worst, loss=f"{len(reports)} steps", findings=findings, exercised=reports[0].exercised,
@@ -257,8 +258,8 @@ def _report(
     findings: list[Finding] = []
     if half:
         kind = str(half).removeprefix("torch.")
-        findings.append(note("gradient", f"the step computes in {kind}: compared to {bound:.2g} of the norm only",
-                             cause="check it in float32: there 2e-5 shows"))  # fmt: skip
+        text = f"the step computes in {kind}: compared to {bound:.2g} of the norm only"
+        findings.append(note("gradient", text, cause="check it in float32: there 2e-5 shows", subject=kind))
     model = case.forward.model
     if unnamed := sorted(set(found) - set(model.shapes)):
         findings.append(note("parameters", f"{len(unnamed)} frozen parameters have a gradient, {unnamed[0]} first"))
@@ -323,5 +324,5 @@ def _not_reached(goal: Goal, case: Case, bound: float, it: Compared) -> dict[str
 
 def _difference(it: Compared, cause: str) -> Finding:
     """Return the finding that the gradients differ, and nothing beyond that."""
-    found = f"{it.error:.2g} of its norm away"
-    return fail("gradient", "over all parameters", f"a gradient of norm {it.want.norm():.6g}", found, cause=cause)
+    right, found = Number(float(it.want.norm()), "norm"), Number(it.error, "distance", "of that norm")
+    return fail("gradient", "over all parameters", right, found, cause=cause)

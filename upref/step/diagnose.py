@@ -20,6 +20,7 @@ from upref.step.rows import Padded, Row, locate
 from upref.step.scores import Variant, quick
 from upref.step.shares import factor_words
 from upref.step.weights import Reading, Tokens, gradient, observed, read
+from upref.verify.finding import Number
 from upref.verify.report import Finding, fail
 
 AFTER = 16  # tokens behind a row that may train
@@ -71,7 +72,7 @@ def diagnosed(
     """
     goal, model, found, want = it.goal, case.forward.model, it.found, it.want
     size = float(found.norm())
-    numbers = f"a gradient of norm {want.norm():.6g}", f"norm {size:.6g}, {it.error:.2g} of it away"
+    numbers = Number(float(want.norm()), "norm"), Number(size, "norm", f"{it.error:.2g} of the expected one away")
 
     def say(cause: str, *more: Finding) -> list[Finding]:
         return [fail("gradient", "over all parameters", *numbers, cause=cause), *more]

@@ -19,8 +19,9 @@ from upref.errors import InputError
 from upref.foreign.kl import Term, read
 from upref.verify.faults import Fault, known
 from upref.verify.faults.kl import Formula
+from upref.verify.finding import Example, Number, Place, number_pair
 from upref.verify.oracle import Oracle, oracle, run, untouched, validate_names
-from upref.verify.report import Finding, Report, apart, fail, not_run, note, restores_state
+from upref.verify.report import Finding, Report, fail, not_run, note, restores_state
 
 # d = log π_ref - log π_θ; every number is exact in float32,
 # and their sum is not 0, which would hide a sum over a row
@@ -29,6 +30,7 @@ FAR = torch.tensor([s * x for x in (2.5, 3, 4, 6, 9, 12, 15, 19, 21, 40) for s i
 LEVELS = (0.0, -1.0, -8.0, -30.0)  # log-probabilities of the likelier policy, a row each
 PASTE = "from upref.verify.kl import {}, pair\nlog_prob, ref_log_prob = pair({})"
 SHIFT = 7  # places by which rows differ, else a mean over rows shows nothing
+DIFFERENCE = "log π_ref - log π_θ"
 GONE = "no gradient: it is computed under no_grad, or detached"
 CONSTANTS = "harmless as long as callers pass them without requires_grad; add .detach() to be safe"
 
@@ -155,9 +157,10 @@ def _pointwise(which: int, name: str, what: str) -> Oracle:
             one, other = (both(f, NEAR[i : i + 1])[which] for f in (case.right, case.term))
             alone = _off(other, one).max() > case.term.tol  # else it shows beside other tokens only
             single = f"log_prob, ref_log_prob = torch.tensor([[-3.0]]), torch.tensor([[{d - 3:.4f}]])"
-            batch = single if alone else PASTE.format("NEAR", "NEAR")
-            said = apart(what + " {}", want[i].item(), found[i].item())
-            yield fail(name, f"log π_ref - log π_θ = {d:.4g}", *said, batch, case.cause(which))
+            code = single if alone else PASTE.format("NEAR", "NEAR")
+            both_numbers = number_pair(what, want[i].item(), found[i].item())
+            place = Place(numbers={DIFFERENCE: d})
+            yield fail(name, "", *both_numbers, Example(code=code), case.cause(which), place=place)
 
     return Oracle(name, look)
 
@@ -169,13 +172,13 @@ def clamp(case: Case) -> Iterator[Finding]:
     sides = [held[bad & side] for side in (FAR > 0, FAR < 0) if (bad & side).any()]
     clamped = all(bool(((x - x[0]).abs() <= case.term.tol * x[0].abs()).all()) for x in sides)
     for i in bad.nonzero()[:1, 0].tolist():
-        d, numbers = FAR[i].item(), apart("gradient {}", want[i].item(), found[i].item())
+        d, numbers = FAR[i].item(), number_pair("gradient", want[i].item(), found[i].item())
         pulled = bool((found[bad] != 0).any())
         bites = "a clamp that bites"
         if not pulled:
             bites += ": the tokens furthest from the reference are not pulled back"
         make, why = (fail, bites) if abs(d) < 20 else (note, "a clamp at 20 or beyond")
-        yield make("clamp", f"log π_ref - log π_θ = {d:g}", *numbers, cause=why if clamped else "")
+        yield make("clamp", "", *numbers, cause=why if clamped else "", place=Place(numbers={DIFFERENCE: d}))
 
 
 @oracle("rows", not_run=lambda case: "wrong in one row already" if case.failed & {"value", "gradient"} else "")
@@ -189,9 +192,11 @@ def rows(case: Case) -> Iterator[Finding]:
             i = int(off.argmax())
             level = LEVELS[i // len(NEAR)]
             lp = level - max(0.0, d[i].item())
-            text = f"log π_θ = {lp:.4g}, log π_ref = {lp + d[i].item():.4g}, in a batch of {len(LEVELS)} responses"
-            said = apart(what + " {}", want[i].item(), found[i].item())
-            yield fail("rows", text, *said, PASTE.format("LEVELS, NEAR", "NEAR, LEVELS"))
+            numbers = {"log π_θ": lp, "log π_ref": lp + d[i].item()}
+            place = Place(numbers=numbers, remark=f"in a batch of {len(LEVELS)} responses")
+            code = PASTE.format("LEVELS, NEAR", "NEAR, LEVELS")
+            both_numbers = number_pair(what, want[i].item(), found[i].item())
+            yield fail("rows", "", *both_numbers, Example(code=code), place=place)
             return
 
 
@@ -200,8 +205,10 @@ def expected_value(case: Case) -> Iterator[Finding]:
     got, want = expected(case.term)[0], expected(case.right)[0]
     if not abs(got - want) < case.term.tol / 10:
         target = divergences()["reverse"][0]
-        said = f"KL(π_θ ‖ π_ref) = {target:.6g}" if case.estimator != "k2" else f"{want:.6g}, the mean of k2"
-        yield fail("expected-value", "samples of π_θ, five tokens enumerated", said, f"{got:.6g}")
+        due = Number(target, "KL(π_θ ‖ π_ref)")
+        if case.estimator == "k2":
+            due = Number(want, remark="the mean of k2")
+        yield fail("expected-value", "samples of π_θ, five tokens enumerated", due, Number(got))
 
 
 @oracle("expected-gradient")

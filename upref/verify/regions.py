@@ -3,24 +3,38 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
 
+from upref.errors import InputError
 from upref.rollouts import Rollouts
+from upref.verify.finding import Interval, Place
 from upref.verify.measure import Case
-from upref.weights.batches import interval, single_token_responses
-
-NAMES = {1.0: "A > 0", -1.0: "A < 0", 0.0: "A = 0"}
+from upref.verify.shrink import cut
+from upref.weights.batches import single_token_responses
 
 
 @dataclass(frozen=True)
 class Region:
-    words: str
+    """Tokens of one sign of A that differ.
+
+    Args:
+        place: these tokens as data, without the one that is shown.
+        sign: of their A: 1, -1 or 0.
+        tokens: [B, T], those of the batch that lie in it.
+    """
+
+    place: Place
     sign: float
-    tokens: Tensor  # [B, T], those of the batch that lie in it
-    ends: tuple[float, ...]  # the ratios between which it lies
+    tokens: Tensor
+
+    @property
+    def ends(self) -> list[float]:
+        """The ratios between which it lies."""
+        bounds = [bound for one in self.place.intervals for bound in (one.low, one.high)]
+        return [bound for bound in bounds if bound is not None]
 
 
 def regions(case: Case, b: Rollouts, sign: float, A, ties, failing, r, bounds: list[float]) -> Iterator[Region]:
@@ -31,26 +45,48 @@ def regions(case: Case, b: Rollouts, sign: float, A, ties, failing, r, bounds: l
     order = r[side].argsort()
     xs, bad = r[side][order].tolist(), failing[side][order].tolist()
     if all(bad):
-        yield Region(f"{NAMES[sign]}, any r", sign, side, ())
+        yield Region(Place(sign, (Interval(),)), sign, side)
         return
     groups = _groups(xs, bad)
-    wrong_at = lambda x: bool(
-        (case.off(case.ready(single_token_responses(sign, np.array([x])))) > case.tol).any()
-    )  # by the ratio
-    runs = _runs([f for *_, f in groups])
+    runs = _runs([fails for *_, fails in groups])
     if case.o.sampler is not None and len(runs) > 1:  # which tokens fail, their ρ decides
-        yield Region(f"{NAMES[sign]}, by ρ = π_old/μ", sign, side, ())
+        yield Region(Place(sign, decided_by="ρ"), sign, side)
         return
-    if len(runs) > 3 or any(0 < lo == hi < len(groups) - 1 and not wrong_at(groups[lo][0]) for lo, hi in runs):
-        yield Region(f"{NAMES[sign]}, scattered r", sign, side, ())
+    if len(runs) > 1 and _are_right_alone(case, b, failing & side):
+        yield Region(Place(sign, decided_by="others"), sign, side)
+        return
+    single = [groups[lo][0] for lo, hi in runs if 0 < lo == hi < len(groups) - 1]
+    if len(runs) > MOST_INTERVALS or any(not _is_wrong_at(case, sign, ratio) for ratio in single):
+        yield Region(Place(sign, decided_by="scattered"), sign, side)
         return
     for lo, hi in runs:
         left = _end(case, sign, bounds, groups[lo - 1][1], groups[lo][0]) if lo else None
         right = _end(case, sign, bounds, groups[hi + 1][0], groups[hi][1]) if hi + 1 < len(groups) else None
-        text = "any r" if left is None and right is None else interval(left, right, 5)
-        text = text.replace("<=", "<")  # a bound itself is a tie
         tokens = side & (r >= groups[lo][0] * (1 - 1e-12)) & (r <= groups[hi][1] * (1 + 1e-12))
-        yield Region(f"{NAMES[sign]}, {text}", sign, tokens, tuple(e for e in (left, right) if e is not None))
+        yield Region(Place(sign, (Interval(left, right),)), sign, tokens)
+
+
+MOST_INTERVALS = 3  # of one sign of A that are named
+ASKED_ALONE = 8  # tokens that differ
+
+
+def _is_wrong_at(case: Case, sign: float, ratio: float) -> bool:
+    """Whether a response of one token of this ratio differs."""
+    b = case.ready(single_token_responses(sign, np.array([ratio])))
+    return bool((case.off(b) > case.tol).any())
+
+
+def _are_right_alone(case: Case, b: Rollouts, failing: Tensor) -> bool:
+    """Whether tokens that differ, [B, T], are right in a batch of their own, where their ratio is the same."""
+    tokens = failing.nonzero().tolist()
+    for i, t in tokens[:: -(-len(tokens) // ASKED_ALONE)]:
+        alone = cut(replace(b, group=None), [i], [t])
+        try:
+            if alone is None or case.off(case.ready(alone)).max() > case.tol:
+                return False
+        except InputError:  # it refuses a single token
+            return False
+    return True
 
 
 def _groups(xs: list[float], bad: list[bool]) -> list[tuple[float, float, bool]]:

@@ -10,12 +10,14 @@ from typing import Any, TypeVar
 
 from upref.foreign.guard import state_restored
 from upref.result import Result
+from upref.verify.finding import Example, Interval, Number, Place, Severity, encode
+from upref.verify.render import describe_example, describe_pair, describe_place
 
 UNKNOWN = "no known cause fits"
 SKIPPED = "skipped on request"
 RAN = ("ok", "failure", "note")
 USUAL = ("stop-gradient", "extremes")  # notes on habits of nearly every loss
-SHOWN, WIDE, LONGEST = 8, 400, 3000  # findings of a kind that are printed; characters of a field, and of a batch
+SHOWN, WIDE = 8, 400  # findings of a kind that are printed; characters of a field
 
 
 def short(text: str, most: int = WIDE) -> str:
@@ -30,22 +32,57 @@ def some(lines: list[str], what: str, most: int = SHOWN) -> list[str]:
 
 @dataclass(frozen=True)
 class Finding:
-    """One difference: which oracle saw it, for which tokens, expected and found, the smallest batch, the cause."""
+    """One difference between a function and its reference, or a note on the function.
+
+    Args:
+        oracle: which test found it.
+        severity: a failure makes the verdict negative, a note does not.
+        about: what was done to the function, or what is noted, in words.
+        place: which tokens differ.
+        expected: what the reference has there.
+        found: what the function has there.
+        example: the smallest input that shows it.
+        cause: the mistake that gives the numbers that were found, in words.
+        subject: the argument or hyperparameter that it is about.
+    """
 
     oracle: str
-    severity: str  # failure | note
-    regime: str  # in words: A < 0, r > 1.28
-    expected: str
-    found: str
-    batch: str = ""  # copyable Python
+    severity: Severity
+    about: str = ""
+    place: Place | None = None
+    expected: Number | str = ""
+    found: Number | str = ""
+    example: Example | None = None
     cause: str = ""
+    subject: str = ""
+
+    @property
+    def regime(self) -> str:
+        """Where it differs, in words: `A < 0, r > 1.28`."""
+        place = describe_place(self.place) if self.place else ""
+        return short(": ".join(filter(None, [self.about, place])))
+
+    @property
+    def batch(self) -> str:
+        """The smallest input that shows it, as Python that can be pasted."""
+        return describe_example(self.example) if self.example else ""
+
+    @property
+    def difference(self) -> str:
+        """What should be there and what is, in words."""
+        expected, found = describe_pair(self.expected, self.found)
+        return f"{expected} is due, {found} found"
 
     def text(self, verbose: bool = True) -> str:
+        """Return it as a paragraph. verbose: a note with all that a failure has."""
         if self.severity == "note" and not verbose:
-            return f"note  {self.oracle}: {self.regime}" + (f" ({self.cause})" if self.cause else "")
-        lines = [f"{'FAIL' if self.severity == 'failure' else 'note'}  {self.oracle}: {self.regime}"]
-        lines += [f"      expected  {self.expected}"] if self.expected else []
-        lines += [f"      found     {self.found}"] if self.found else []
+            cause = f" ({self.cause})" if self.cause else ""
+            return f"note  {self.oracle}: {self.regime}{cause}"
+        word = "FAIL" if self.severity == "failure" else "note"
+        expected, found = describe_pair(self.expected, self.found)
+        lines = [f"{word}  {self.oracle}: {self.regime}"]
+        lines += [f"      expected  {expected}"] if expected else []
+        lines += [f"      found     {found}"] if found else []
         lines += [f"      likely    {self.cause}"] if self.cause else []
         lines += ["      " + line for line in self.batch.splitlines()]
         return "\n".join(lines)
@@ -54,43 +91,87 @@ class Finding:
         return self.text()
 
 
+def read_finding(record: dict[str, Any]) -> Finding:
+    """Return the finding of which this is the record, made by `asdict`.
+
+    Args:
+        record: its fields, with dictionaries in place of the records inside it.
+    """
+    fields = dict(record)
+    for side in ("expected", "found"):
+        if isinstance(fields[side], dict):
+            number = fields[side]
+            fields[side] = Number(**number | {"value": float(number["value"])})
+    if fields["place"] is not None:
+        place = fields["place"]
+        intervals = tuple(Interval(**one) for one in place["intervals"])
+        fields["place"] = Place(**place | {"intervals": intervals})
+    if fields["example"] is not None:
+        fields["example"] = Example(**fields["example"])
+    return Finding(**fields)
+
+
 def not_run(oracles: dict[str, str]) -> list[str]:
     """The oracles that were not run, as one item of what a report says nothing about."""
     left_out = ", ".join(name for name, became in oracles.items() if became not in RAN)
     return [left_out] if left_out else []
 
 
-def fail(oracle: str, regime: str, expected: Any = "", found: Any = "", batch: str = "", cause: str = "") -> Finding:
-    """A finding that makes the report false; a batch too long to read is left out."""
-    if len(batch) > LONGEST:
-        batch = f"# the smallest batch that shows it takes {len(batch):,} characters: too many to print"
-    expected, found = _say_both(expected, found)
-    return Finding(oracle, "failure", short(regime), expected, found, batch, short(cause))
+def fail(
+    oracle: str,
+    about: str,
+    expected: Any = "",
+    found: Any = "",
+    example: Example | None = None,
+    cause: str = "",
+    *,
+    place: Place | None = None,
+    subject: str = "",
+) -> Finding:
+    """Return a finding that makes the report false.
+
+    Args:
+        expected, found: Numbers, or plain numbers that are weights, or words.
+        oracle, about, example, cause, place, subject: as of a Finding.
+    """
+    return Finding(
+        oracle,
+        "failure",
+        short(about),
+        place,
+        _as_number(expected),
+        _as_number(found),
+        example,
+        short(cause),
+        subject,
+    )
 
 
-def apart(text: str, x: float, y: float) -> tuple[str, str]:
-    """Two numbers in words, with as many digits as tell them apart."""
-    for digits in (6, 9, 12, 17):
-        one, other = (text.format(f"{v + 0.0:.{digits}g}") for v in (x, y))
-        if one != other:
-            break
-    return one, other
+def note(
+    oracle: str,
+    about: str,
+    expected: Any = "",
+    found: Any = "",
+    cause: str = "",
+    *,
+    place: Place | None = None,
+    subject: str = "",
+) -> Finding:
+    """Return a finding that the reader should know of, and that changes no verdict.
+
+    Args:
+        expected, found: Numbers, or plain numbers that are weights, or words.
+        oracle, about, cause, place, subject: as of a Finding.
+    """
+    one = fail(oracle, about, expected, found, None, cause, place=place, subject=subject)
+    return replace(one, severity="note")
 
 
-def note(oracle: str, regime: str, expected: Any = "", found: Any = "", cause: str = "") -> Finding:
-    """A finding that the reader should know of, and that changes no verdict."""
-    expected, found = _say_both(expected, found)
-    return Finding(oracle, "note", short(regime), expected, found, "", short(cause))
-
-
-def _say_both(expected: Any, found: Any) -> tuple[str, str]:
-    if isinstance(expected, str) or isinstance(found, str):
-        return _say(expected), _say(found)
-    return apart("weight {}", expected, found)
-
-
-def _say(x: Any) -> str:
-    return short(x) if isinstance(x, str) else f"weight {x + 0.0:.6g}"
+def _as_number(x: Any) -> Number | str:
+    """A plain number is a weight."""
+    if isinstance(x, Number):
+        return x
+    return short(x) if isinstance(x, str) else Number(float(x), "weight")
 
 
 @dataclass(frozen=True)
@@ -121,7 +202,7 @@ class Report(Result):
         return [f for f in self.findings if f.severity == "note"]
 
     def json(self) -> str:
-        return json.dumps({"ok": bool(self)} | asdict(self), indent=1, ensure_ascii=False)
+        return json.dumps(encode({"ok": bool(self)} | asdict(self)), indent=1, ensure_ascii=False)
 
     def text(self, verbose: bool = False) -> str:
         """The verdict, the failures, a line for each note; verbose: all that was assumed and run."""
@@ -145,7 +226,7 @@ class Report(Result):
 
     def _few_batches(self) -> list[Finding]:
         """The failures, the first half of them with its batch: one shows what is wrong."""
-        return [f if n < SHOWN // 2 else replace(f, batch="") for n, f in enumerate(self.failures)]
+        return [f if n < SHOWN // 2 else replace(f, example=None) for n, f in enumerate(self.failures)]
 
     def _head(self) -> str:
         hp = ", ".join(f"{k}={v:g}" for k, v in self.hp.items() if v is not None)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The smallest batch that still shows a finding, as Python that can be copied, with both gradients."""
+"""The smallest batch that still shows a finding, with both gradients."""
 
-import math
 import random
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,11 @@ from torch import Tensor
 from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.verify.factors import declared_aggregation
+from upref.verify.finding import Example
 from upref.verify.measure import FLOATS, Case
+from upref.verify.render import GRADIENT_DIGITS, digits_apart
 
-LONGEST = 160  # slots of a batch that is printed
-DIGITS = (6, 9, 12)  # of a printed gradient: as few as show a difference
+MOST_SLOTS = 160  # of a batch that is printed
 PER_TOKEN = (*FLOATS, "mask")
 READ = ("logp_ref", "entropy", "logp_sampler")  # printed where the loss reads them
 
@@ -50,7 +51,7 @@ def shrink(b: Rollouts, bad: Callable[[Rollouts], bool], at: tuple[int, int] | N
                 break
         else:
             size = size // 2 if size > 1 else 0
-    if b.mask.numel() > LONGEST:
+    if b.mask.numel() > MOST_SLOTS:
         b = next((guess for guess in _few(b) if guess and still(guess)), b)
     t = 0
     while t < b.mask.shape[1] and b.mask.shape[1] > 1:
@@ -101,59 +102,76 @@ def _rounded(b: Rollouts, digits: int) -> Rollouts | None:
     return _try(b, **{n: (getattr(b, n) * 10**digits).round() / 10**digits for n in names})
 
 
-def as_python(
+def make_example(
     b: Rollouts, expected: Tensor | None = None, found: Tensor | None = None, reads: Collection[str] = ()
-) -> str:
-    """`b = upref.Rollouts(...)`, and the two gradients dJ/dlp as comments. reads: what the loss reads of it.
+) -> Example | None:
+    """Return a batch as an example with the two gradients dJ/dlp, [B, T] each.
 
-    Returns "" if the two gradients are equal in all digits that can be printed: such a batch shows no difference.
+    None: the gradients are equal in all digits that are printed, so the batch shows no difference.
+
+    Args:
+        b: the batch.
+        expected, found: the gradients, where there are two to compare.
+        reads: fields of the batch that the loss reads.
     """
-    if expected is not None and found is not None and _digits(expected, found) is None:
-        return ""
-    if b.mask.numel() > LONGEST:
-        B, T = b.mask.shape
-        return f"# no small batch shows it; the smallest found has {B} responses of up to {T} tokens, too many to print"
+    gradients = [None if g is None else g.double().tolist() for g in (expected, found)]
+    right, wrong = gradients
+    if right is not None and wrong is not None and digits_apart(right, wrong) is None:
+        return None
+    if b.mask.numel() > MOST_SLOTS:
+        responses, tokens = b.mask.shape
+        return Example(rollouts=True, size=(responses, tokens))
     names = ["logp", "logp_old", "adv", *(n for n in READ if n in reads and getattr(b, n) is not None)]
-    lines = [f"    {n}=torch.tensor({_list(getattr(b, n))}, dtype={b.logp.dtype})," for n in names]
-    lines.append(f"    mask=torch.tensor({b.mask.tolist()}),")
+    inputs = {name: getattr(b, name).double().tolist() for name in names} | {"mask": b.mask.tolist()}
     if b.group is not None:
-        lines.append(f"    group=torch.tensor({b.group.tolist()}),")
-    both = (("expected", expected), ("found   ", found))
-    digits = DIGITS[0] if expected is None or found is None else _digits(expected, found) or DIGITS[-1]
-    said = [f"# {what} dJ/dlp: {_list(g + 0.0, digits)}" for what, g in both if g is not None]
-    return "\n".join(["b = upref.Rollouts(", *lines, ")", *said])
+        inputs["group"] = b.group.tolist()
+    dtype = str(b.logp.dtype).removeprefix("torch.")
+    return Example(inputs, dtype, rollouts=True, expected=right, found=wrong)
 
 
-def _digits(x: Tensor, y: Tensor) -> int | None:
-    """The digits in which two gradients differ when they are printed, or None if they are equal in all of them."""
-    return next((n for n in DIGITS if _list(x + 0.0, n) != _list(y + 0.0, n)), None)
+def make_rollouts(example: Example) -> Rollouts:
+    """Return the batch of an example that has its inputs."""
+    dtype = getattr(torch, example.dtype)
+    fields: dict[str, Any] = {}
+    for name, numbers in example.inputs.items():
+        x = torch.tensor(numbers)
+        fields[name] = torch.tensor(numbers, dtype=dtype) if x.is_floating_point() else x
+    return Rollouts(**fields)
 
 
-def _list(x: Tensor, digits: int = 17) -> str:
-    def number(v: float) -> str:
-        if not math.isfinite(v):
-            return f'float("{v}")'
-        return f"{v:.{digits}g}" if digits < 17 else repr(v)
+def example(case: Case, b: Rollouts, dtype: torch.dtype | None = None) -> Example | None:
+    """Return the batch with the objective's gradient and the loss's, or None if these are equal.
 
-    return "[" + ", ".join("[" + ", ".join(number(v) for v in row) + "]" for row in x.double().tolist()) + "]"
-
-
-def example(case: Case, b: Rollouts, dtype: torch.dtype | None = None) -> str:
-    """The batch as Python, with the promised and the found gradient; "" if these are equal. dtype: that of the numbers
-    which the loss gets."""
+    Args:
+        case: the loss and its objective.
+        b: the batch, [B, T].
+        dtype: of the numbers that the loss gets; None: as they are.
+    """
     low = b if dtype is None else b.but(**{k: v.to(dtype) for k in FLOATS if (v := getattr(b, k)) is not None})
     try:
         right = case.expected(b) * case.factors(b, declared_aggregation(case.o))
-        return as_python(low, right, case.gradient(low), case.loss.reads)
+        return make_example(low, right, case.gradient(low), case.loss.reads)
     except InputError:
-        return as_python(low, reads=case.loss.reads)
+        return make_example(low, reads=case.loss.reads)
 
 
 def differ(case: Case, b: Rollouts) -> Tensor:
     """The tokens of a batch whose printed dJ/dlp, the objective's and the loss's, are not the same number."""
     right, found = case.expected(b) * case.factors(b, declared_aggregation(case.o)), case.gradient(b)
-    same = torch.isclose(found, right, rtol=10.0 ** (1 - DIGITS[-1]), atol=0, equal_nan=True)
+    same = torch.isclose(found, right, rtol=10.0 ** (1 - GRADIENT_DIGITS[-1]), atol=0, equal_nan=True)
     return b.mask & ~same
+
+
+def sampler_ratio(case: Case, b: Rollouts, at: tuple[int, int]) -> dict[str, float]:
+    """Return {"ρ": π_old/μ} of this token where the objective corrects for its sampler, else nothing."""
+    if case.o.sampler is None or b.logp_sampler is None:
+        return {}
+    return {"ρ": (b.logp_old - b.logp_sampler)[at].exp().item()}
+
+
+def token_numbers(case: Case, b: Rollouts, at: tuple[int, int]) -> dict[str, float]:
+    """Return what the weight of this token depends on, by its symbol: A, r, and ρ where the objective has one."""
+    return {"A": b.adv[at].item(), "r": case.ratio(b)[at].item()} | sampler_ratio(case, b, at)
 
 
 def smallest(case: Case, b: Rollouts, at: tuple[int, int]) -> tuple[Rollouts, int, int]:

@@ -172,7 +172,7 @@ def judged(kind: str, name: str, hp: dict[str, float], what: str, text: str, see
     start = time.process_time()
     try:
         report = upref.check_advantages(f, name, **hp) if kind == "advantage" else upref.check_kl(f, name)
-        said = "; ".join(f"{x.oracle}: {x.regime}: {x.found}" for x in report.failures[:1])
+        said = "; ".join(f"{x.oracle}: {x.regime}: {x.difference}" for x in report.failures[:1])
         return row | {"quick": bool(report), "said": said[:300], "seconds_": time.process_time() - start}
     except InputError as e:
         return row | {"quick": False, "said": f"refused: {e}"[:300]}

@@ -62,7 +62,7 @@ def verdict(loss: Callable, c: Config) -> Verdict:
         for o in every():
             found, _ = run([o], case)
             if failures := [f for f in found if f.severity == "failure"]:
-                said = f"{failures[0].oracle}: {failures[0].regime}: {failures[0].expected} / {failures[0].found}"
+                said = f"{failures[0].oracle}: {failures[0].regime}: {failures[0].difference}"
                 return Verdict(False, said[:300], time.process_time() - start)
     return Verdict(True, "", time.process_time() - start)
 

@@ -13,7 +13,8 @@ from upref.verify.advantages.function import Function
 from upref.verify.exact import EVEN, FINE, NORMED, UNEVEN, Batch, Denominator, advantage, fit, near, parts
 from upref.verify.faults import known
 from upref.verify.faults.advantages import Answer, Floats
-from upref.verify.report import Finding, apart, fail
+from upref.verify.finding import Example, number_pair
+from upref.verify.report import Finding, fail
 
 UNCOUPLED = ("reward", "signed")  # they subtract nothing
 SINGLE_TOL = 1e-4  # of what is computed in float32
@@ -71,7 +72,7 @@ class Case:
             if self.differs(b) is None:
                 return
         except InputError as e:
-            yield fail(oracle, regime, "one advantage per response", str(e), self.python(b))
+            yield fail(oracle, regime, "one advantage per response", str(e), self.example(b))
             return
         small = self._shrunk(b)
         i = self.differs(small)
@@ -82,7 +83,7 @@ class Case:
         text = f"{regime}: response {i}, one of {peers} to its prompt, of {len(small.R)} in the batch"
         also = [self.batch(EVEN), self.batch(UNEVEN)] if len(b.R) <= 16 else []  # exact numbers of many rows are slow
         why = why or self._cause([b, *also] if also else [small])
-        yield fail(oracle, text, *apart("A = {}", want, got), self.python(small), why)
+        yield fail(oracle, text, *number_pair("A", want, got), self.example(small), why)
 
     def _cause(self, batches: Sequence[Batch]) -> str:
         """The first fault of this estimator that gives what was found on every batch; "" where none does."""
@@ -123,13 +124,13 @@ class Case:
                 rows = less
         return b.take(rows)
 
-    def python(self, b: Batch) -> str:
-        try:
-            found = f"\n# found     {_list(self.f(b))}"
-        except InputError:
-            found = ""
-        lines = [f"rewards = torch.tensor({_list(b.R)}, dtype=torch.float64)", f"group = torch.tensor({list(b.group)})"]
-        return "\n".join([*lines, f"# expected  {_list(self.expected(b))}"]) + found
+    def example(self, b: Batch) -> Example:
+        """The batch with the advantages of the estimator and those of the function."""
+        found = None
+        with contextlib.suppress(InputError):  # what it refuses
+            found = [float(a) for a in self.f(b)]
+        inputs = {"rewards": [float(reward) for reward in b.R], "group": list(b.group)}
+        return Example(inputs, expected=[float(a) for a in self.expected(b)], found=found)
 
 
 def choose_inputs(f: Function, name: str, hp: Mapping[str, Any]) -> Case:
@@ -180,10 +181,6 @@ def _denominator(case: Case) -> Denominator | None:
                 least = 0.0 if n == len(SCALES) else math.sqrt(min(v for v in var if v))
                 return replace(got, least=least)
     return None
-
-
-def _list(xs: Sequence) -> str:
-    return "[" + ", ".join(f"{float(x):.9g}" for x in xs) + "]"
 
 
 def _eps(

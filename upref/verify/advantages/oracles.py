@@ -13,6 +13,7 @@ from upref.verify import exact
 from upref.verify.advantages.case import UNCOUPLED, Case
 from upref.verify.advantages.sizes import shift_and_scale
 from upref.verify.exact import EVEN, SINGLE, UNEVEN, Batch, near
+from upref.verify.finding import Number, number_pair
 from upref.verify.oracle import Not, Oracle, oracle, untouched
 from upref.verify.report import Finding, fail, note
 from upref.weights.axes import COLLIDE, SAME
@@ -140,10 +141,12 @@ def singletons(case: Case) -> Iterator[Finding]:
         return
     finite = math.isfinite(A[i])
     make = note if finite and case.name == "leave_one_out" else fail
-    said = "A = 0: it has no peer to be better than" if make is fail else "A = 0, or any convention that is finite"
+    said = Number(0, "A", "or any convention that is finite")
+    if make is fail:
+        said = Number(0, "A", "for it has no peer to be better than")
     raw = "the reward itself, without a baseline" if abs(A[i] - float(SINGLE.R[i])) < 1e-5 else ""
     why = raw if finite else "a division by 0: by G - 1, or by the std of one reward"
-    yield make("singletons", f"a response without a peer, reward {SINGLE.R[i]}", said, f"A = {A[i]:.6g}", cause=why)
+    yield make("singletons", f"a response without a peer, reward {SINGLE.R[i]}", said, Number(A[i], "A"), cause=why)
 
 
 @oracle("equal-rewards", not_run=no_baseline)
@@ -167,9 +170,9 @@ def equal_rewards(case: Case) -> Iterator[Finding]:
         why = f"rounding divided by rounding: {eps}" if rounded else ""
         if nan:
             why = "0/0: no eps in the denominator"
-        yield fail("equal-rewards", regime, "A = 0", f"A = {A[0]:.6g}", case.python(b), why)
+        yield fail("equal-rewards", regime, *number_pair("A", 0, A[0]), case.example(b), why)
         return
-    yield note("equal-rewards", regime, "A = 0", f"A = {off:.2g}", "rounding of the mean, divided by eps")
+    yield note("equal-rewards", regime, *number_pair("A", 0, off), "rounding of the mean, divided by eps")
 
 
 @oracle("solved-prompts", not_run=either(no_groups, no_baseline, wrong_already))
@@ -225,8 +228,9 @@ def permutation(case: Case) -> Iterator[Finding]:
     B = case.f(b)
     if not near(A, B, 10 * case.f.tol):
         i = max(range(len(order)), key=lambda k: abs(A[k] - B[k]))
-        yield fail("permutation", "the responses in another order", f"A = {A[i]:.6g}, as before", f"A = {B[i]:.6g}",
-                   case.python(b), "the result depends on the order of the rows, not only on their prompt")  # fmt: skip
+        says = number_pair("A", A[i], B[i], "as before")
+        why = "the result depends on the order of the rows, not only on their prompt"
+        yield fail("permutation", "the responses in another order", *says, case.example(b), why)
 
 
 @oracle("determinism")

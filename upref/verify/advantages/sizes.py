@@ -8,8 +8,9 @@ from fractions import Fraction
 from upref.errors import InputError
 from upref.verify.advantages.case import SCALES, Case
 from upref.verify.exact import EVEN, Batch
+from upref.verify.finding import number_pair
 from upref.verify.oracle import oracle
-from upref.verify.report import Finding, apart, note
+from upref.verify.report import Finding, note
 
 
 def no_sizes(case: Case) -> str:
@@ -36,7 +37,7 @@ def shift_and_scale(case: Case) -> Iterator[Finding]:
     if not seen and (other := next((b for b in SCALES if case.differs(b) is not None), None)):
         i = case.differs(other) or 0
         text = f"a std below {case.divided.least:.2g}: another denominator than {case.divided}"
-        yield note("shift-and-scale", text, *apart("A = {}", case.expected(other)[i], case.f(other)[i]))
+        yield note("shift-and-scale", text, *number_pair("A", case.expected(other)[i], case.f(other)[i]))
 
 
 def _shrinks(case: Case, b: Batch) -> bool:

@@ -16,9 +16,10 @@ from upref.errors import InputError
 from upref.foreign.logprobs import Kernel, Outcome, Problem
 from upref.verify.faults import known
 from upref.verify.faults.logprobs import PLAIN as ANYWHERE, RIGHT, LogprobFault, Stages, solved, states
+from upref.verify.finding import Example, Number, number_pair
 from upref.verify.logprobs import problems, ranks as distributed
 from upref.verify.oracle import Oracle, oracle, untouched
-from upref.verify.report import Finding, apart, fail, note
+from upref.verify.report import Finding, fail, note
 
 DOUBLE, SINGLE, HALF = 1e-8, 1e-4, 0.06  # how near is equal, for what computes in float64, float32 and half precision
 ONE_ROUNDING, MANY = 2.0, 5.0  # of dW in bfloat16, in errors of rounding the exact one once: a note, a failure
@@ -97,18 +98,21 @@ class Case:
         why = ""
         with contextlib.suppress(InputError):
             why = self.cause(p, done, also) if times > 1 else ""
-        said = apart(f"{key}{list(at)} {{}}", want, found)
-        return [fail(name, words, *said, python(p), why)] if times > 1 else []
+        if times <= 1:
+            return []
+        return [fail(name, words, *number_pair(f"{key}{list(at)}", want, found), shown(p), why)]
 
 
-def python(p: Problem) -> str:
-    """The problem as Python, where it is small."""
-    if sum(v.numel() for v in p.leaves.values()) > 40:
-        return ""
-    rows = p.leaves | {"tokens": p.tokens, "bias": p.bias, "upstream": p.g, "upstream_entropy": p.g_H}
-    dtype = lambda v: "" if v.dtype == torch.int64 else ", dtype=torch.float64"
-    lines = [f"{k} = torch.tensor({v.tolist()}{dtype(v)})" for k, v in rows.items() if v is not None]
-    return "\n".join([*lines, f"temperature = {p.temperature:g}"])
+MOST_NUMBERS = 40  # of a problem that is printed
+
+
+def shown(p: Problem) -> Example | None:
+    """The problem as an example, or None where it is too large to read."""
+    if sum(v.numel() for v in p.leaves.values()) > MOST_NUMBERS:
+        return None
+    tensors = p.leaves | {"tokens": p.tokens, "bias": p.bias, "upstream": p.g, "upstream_entropy": p.g_H}
+    inputs = {name: v.tolist() for name, v in tensors.items() if v is not None}
+    return Example(inputs | {"temperature": p.temperature})
 
 
 # ---- what is compared on problems ------------------------------------------------------------------------------------
@@ -235,11 +239,11 @@ def bfloat16(case: Case) -> Iterator[Finding]:
     if "gradient of weight" in off:
         exact = want.numbers["gradient of weight"]
         times = off["gradient of weight"] / (exact.bfloat16().double() - exact).abs().max().item()
-        words = f"8,191 tokens: dW is off by {times:.1f} times what rounding the exact one once costs"
         if not times <= MANY:
-            cause = _summed(p, done, exact)
-            yield fail("bfloat16", words, f"at most {MANY:g} times", f"{times:.1f} times", cause=cause)
+            words = "8,191 tokens: the error of dW, over that of rounding the exact one once"
+            yield fail("bfloat16", words, Number(MANY, "at most"), Number(times), cause=_summed(p, done, exact))
         elif times > ONE_ROUNDING:
+            words = f"8,191 tokens: dW is off by {times:.1f} times what rounding the exact one once costs"
             yield note("bfloat16", words, cause="rounding")
 
 

@@ -19,8 +19,9 @@ from upref.errors import Gone, InputError
 from upref.foreign.guard import state_restored
 from upref.foreign.logprobs import Kernel, Outcome, Problem
 from upref.verify.faults.logprobs import entropy, log_sum, pick, solved, states
+from upref.verify.finding import number_pair
 from upref.verify.group import on_loopback
-from upref.verify.report import Finding, apart, fail, note
+from upref.verify.report import Finding, fail, note
 
 SECONDS, SINGLE = 60, 1e-4  # that a process may take, and how near is equal
 
@@ -87,7 +88,7 @@ def compared(kernel: Kernel, p: Problem, ranks: int, off: Callable[..., Any]) ->
         if times > 1:
             regime = f"rank {rank} of {ranks}, each with a part of the vocabulary"
             why = _why(found, want, p, rank, ranks, worst)
-            yield fail("ranks", regime, *apart(f"{key}{list(at)} {{}}", x, y), cause=why)
+            yield fail("ranks", regime, *number_pair(f"{key}{list(at)}", x, y), cause=why)
             return
 
 

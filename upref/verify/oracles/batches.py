@@ -13,12 +13,13 @@ from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.verify.explain import confirmed_at, everywhere
 from upref.verify.faults.misread import LARGE, clipped
+from upref.verify.finding import number_pair
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.oracles.unusual import beyond_range, groups
-from upref.verify.report import Finding, apart, fail, note
-from upref.verify.shrink import PER_TOKEN, as_python, example, shrink, worst
+from upref.verify.report import Finding, fail, note
+from upref.verify.shrink import PER_TOKEN, example, make_example, shrink, worst
 from upref.weights.batches import CLAMPS, on_policy_batch
 from upref.weights.curve import single_token_batch
 
@@ -63,9 +64,9 @@ def micro_batches(case: Case) -> list[Finding]:
 
             why = divides_by_its_own(case, "micro-batch") if everywhere(case, own, b) else ""
             regime = f"{min(n, len(small.mask))} micro-batches of unequal lengths, their losses added up"
-            before, after = apart("{}", whole[i, t].item(), added[i, t].item())
-            shown = as_python(small, whole, added, case.loss.reads)
-            return [fail("micro-batches", regime, f"dJ/dlp {before}, as of the whole", after, shown, why)]
+            says = number_pair("dJ/dlp", whole[i, t].item(), added[i, t].item(), "as of the whole")
+            shown = make_example(small, whole, added, case.loss.reads)
+            return [fail("micro-batches", regime, *says, shown, why)]
         if (v2 - v).abs() > 1e-6 * v.abs().clamp(min=1e-3):
             return [note("micro-batches", f"the value of {n} micro-batches does not add up, the gradient does")]
     return []
@@ -95,7 +96,7 @@ def loss_scale(case: Case) -> list[Finding]:
     small = shrink(b, lambda c: bool(moved(2 * halved(c), case.gradient(c), c.mask, slack(case, 1e-7)).max() > 0))
     due, found = case.gradient(small) / 2, halved(small)
     i, t = worst(moved(found, due, small.mask, slack(case, 1e-7)))
-    before, after = apart("{}", due[i, t].item(), found[i, t].item())
+    says = number_pair("dJ/dlp", due[i, t].item(), found[i, t].item(), "half the gradient")
 
     def whole(c: Rollouts) -> tuple[Tensor, Tensor]:
         scaled = [loss.ask("into", c, "logp", times) for times in TIMES]
@@ -105,8 +106,8 @@ def loss_scale(case: Case) -> list[Finding]:
 
     why = "its backward pass leaves out what comes from above (grad_output)" if everywhere(case, whole, b) else ""
     regime = "the loss times 1/2, as for accumulated gradients"
-    shown = as_python(small, due, found, case.loss.reads)
-    return [fail("loss-scale", regime, f"half the gradient: {before}", after, shown, why)]
+    shown = make_example(small, due, found, case.loss.reads)
+    return [fail("loss-scale", regime, *says, shown, why)]
 
 
 TIMES = (0.5, 2.0, 100.0, -1.0)  # of a loss, where grad_output is left out
@@ -216,9 +217,9 @@ def data_parallel(case: Case) -> list[Finding]:
             each = len(whole) // ranks
             responses = f"{each} responses" if each > 1 else "one response"
             text = f"{ranks} ranks of {responses}, gradients averaged: {rank_counts(case)}"
-            before, after = apart("{}", whole[i, t].item(), mean[i, t].item())
-            shown = as_python(small, whole, mean, case.loss.reads)
-            return [fail("data-parallel", text, f"dJ/dlp {before}, as on one rank", after, shown, _why(case, b))]
+            says = number_pair("dJ/dlp", whole[i, t].item(), mean[i, t].item(), "as on one rank")
+            shown = make_example(small, whole, mean, case.loss.reads)
+            return [fail("data-parallel", text, *says, shown, _why(case, b))]
     return []
 
 

@@ -15,10 +15,11 @@ from upref.rollouts import Rollouts
 from upref.verify.explain import confirmed, confirmed_at, everywhere
 from upref.verify.faults.denominators import placed
 from upref.verify.faults.misread import LARGE, clipped
+from upref.verify.finding import Number, number_pair
 from upref.verify.measure import HABIT, Case
 from upref.verify.oracle import oracle
-from upref.verify.report import Finding, apart as digits, fail, note
-from upref.verify.shrink import as_python, example, shrink, worst
+from upref.verify.report import Finding, fail, note
+from upref.verify.shrink import example, make_example, shrink, worst
 from upref.weights.batches import OFF_EDGES
 
 FIELDS = ("logp", "logp_old", "adv", "mask", "group", "logp_ref", "entropy", "logp_sampler")
@@ -57,7 +58,7 @@ def padding(case: Case) -> list[Finding]:
         every = lambda b: b.but(mask=torch.ones_like(b.mask), totals=None)
         unmasked = lambda b: (case.gradient(b), case.expected(every(b)) * case.factors(every(b)))
         why = "the mask is ignored" if everywhere(case, unmasked) else ""
-        out.append(fail("padding", text, "weight 0", "a gradient flows into them", batch, why))
+        out.append(fail("padding", text, Number(0, "weight"), "a gradient flows into them", batch, why))
     for left, right in ((0, 3), (2, 0)):
         wide = partial(_widened, left=left, right=right)
 
@@ -79,17 +80,16 @@ def padding(case: Case) -> list[Finding]:
 
             small = shrink(b, lambda c, apart=apart: bool(apart(c).max() > 0), worst(off))  # type: ignore[misc]
             at = worst(apart(small))
-            before, after = digits("{}", case.gradient(small)[at].item(), padded(small)[1][at].item())
             why = "it divides by the padded width" if everywhere(case, by_width) else ""
             if left and not why and _reads_first_column(case, left):
                 why = "the advantage of a response is read from the first column, which may be padding"
-            says = f"dJ/dlp {before}, as without", after
+            says = number_pair("dJ/dlp", case.gradient(small)[at].item(), padded(small)[1][at].item(), "as without")
             narrow = torch.nn.functional.pad(case.gradient(small), (left, right))
-            shown = as_python(wide(small), narrow, case.gradient(wide(small)), case.loss.reads)
+            shown = make_example(wide(small), narrow, case.gradient(wide(small)), case.loss.reads)
             out.append(fail("padding", f"with {side}", *says, shown, why))
         elif (wider - value).abs() > 1e-6 * value.abs().clamp(min=1e-3):
             text = f"the value moves with {side}, the gradient does not"
-            out.append(note("padding", text, f"{value:.6g}", f"{wider:.6g}"))
+            out.append(note("padding", text, *number_pair("value", value.item(), wider.item())))
     return out + _empty_row(case, b, g)
 
 
@@ -143,10 +143,10 @@ def _empty_row(case: Case, b: Rollouts, g: Tensor) -> list[Finding]:
     if off.max() == 0 and (g2[-1] == 0).all():
         return []
     i, t = worst(off)
-    before, after = f"dJ/dlp {g[i, t].item():.6g}, as without", f"{g2[i, t].item():.6g}"
+    says = number_pair("dJ/dlp", g[i, t].item(), g2[i, t].item(), "as without")
     counted = lambda c: (longer(c)[1][:-1] * (len(c.mask) + 1), case.gradient(c) * len(c.mask))
     why = "the row is counted among the responses of a mean" if everywhere(case, counted) else ""
-    return [fail("padding", text, before, after, cause=why)]
+    return [fail("padding", text, *says, cause=why)]
 
 
 JUNK = (0.0, -30.0, 30.0)  # what padding may hold: a log-probability of anything, an advantage of any size
@@ -183,7 +183,7 @@ def masked_values(case: Case) -> list[Finding]:
         shows = lambda c, bad=bad: _changes(c, case.both(c), case.both(bad(c)))
         small = shrink(b, lambda c, shows=shows: bool(shows(c)))  # type: ignore[misc]
         says = "no effect, bit for bit", shows(small)
-        shown = example(case, bad(small)) or as_python(bad(small), reads=case.loss.reads)
+        shown = example(case, bad(small)) or make_example(bad(small), reads=case.loss.reads)
         return [fail("masked-values", regime, *says, shown, "masked slots affect the result")]
     return leaks
 
@@ -218,7 +218,7 @@ def permutation(case: Case) -> list[Finding]:
     small = shrink(b, lambda c: _moves(case, c, order(len(c.mask))))
     rows = order(len(small.mask))
     turned = regroup(small, lambda k, v: v[rows])
-    batch = as_python(turned, case.gradient(small)[rows], case.gradient(turned), case.loss.reads)
+    batch = make_example(turned, case.gradient(small)[rows], case.gradient(turned), case.loss.reads)
     larger = [b.but(group=b.group // 2, totals=None)] if b.group is not None else []
     why = next(filter(None, (confirmed(case, one, b, *larger) for one in placed(case))), "")
     says = "the same gradient, in that order", "another gradient"
@@ -239,14 +239,14 @@ def scaling(case: Case) -> list[Finding]:
     small = shrink(b, lambda c: bool(off(c).max() > 0), worst(apart))
     at = worst(off(small))
     due, got = 3 * case.gradient(small), tripled(small)
-    expected, found = digits("{}", due[at].item(), got[at].item())
+    says = number_pair("dJ/dlp", due[at].item(), got[at].item(), "3 times the gradient")
     times = lambda k: lambda b: (case.gradient(b.but(adv=3 * b.adv)), k * case.gradient(b))
     why = "the size of A has no effect: it is divided out" if everywhere(case, times(1)) else ""
     why = "A enters squared" if everywhere(case, times(9)) else why
     large, at_3 = clipped(case, LARGE), replace(small, adv=3 * small.adv)
     why = why or confirmed_at(case, large, at_3, at, case.weights(at_3)[at].item(), b.but(adv=LARGE * b.adv))
-    expected = f"3 times the gradient: {expected}"
-    return [fail("scaling", "all advantages times 3", expected, found, as_python(at_3, due, got, case.loss.reads), why)]
+    shown = make_example(at_3, due, got, case.loss.reads)
+    return [fail("scaling", "all advantages times 3", *says, shown, why)]
 
 
 @oracle("zero-advantage", 120, _kl, implied=True)
@@ -259,4 +259,5 @@ def zero_advantage(case: Case) -> list[Finding]:
     small = zero(shrink(b, pushed))
     g = case.gradient(small)
     found = f"a gradient of up to {g.abs().max().item():.4g}" if g.isfinite().all() else "NaN or infinity"
-    return [fail("zero-advantage", "A = 0 everywhere", "weight 0", found, as_python(small, 0 * g, g, case.loss.reads))]
+    shown = make_example(small, 0 * g, g, case.loss.reads)
+    return [fail("zero-advantage", "A = 0 everywhere", Number(0, "weight"), found, shown)]

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The oracle of tensors that are not contiguous: slices of wider ones, and advantages with a stride of 0."""
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from upref.errors import InputError
 from upref.rollouts import Rollouts
+from upref.verify.finding import number_pair
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, off_bounds, slack
-from upref.verify.report import Finding, apart, fail, note
-from upref.verify.shrink import as_python, shrink, worst
+from upref.verify.report import Finding, fail, note
+from upref.verify.shrink import make_example, shrink, worst
 from upref.weights.batches import on_policy_batch
 
 SLICED = "each tensor is a slice of a wider one"
@@ -32,9 +35,10 @@ def layout(case: Case) -> list[Finding]:
             small = shrink(batch, lambda c: bool(_moved(case, c).max() > 0))
             due, found = case.gradient(small), case.loss.ask("sliced", small)
             i, t = worst(_moved(case, small))
-            before, after = apart("{}", due[i, t].item(), found[i, t].item())
-            shown = f"{as_python(small, due, found, case.loss.reads)}\n{PASTE}"
-            return [fail("layout", SLICED, f"dJ/dlp {before}, as of contiguous tensors", after, shown, WHY)]
+            says = number_pair("dJ/dlp", due[i, t].item(), found[i, t].item(), "as of contiguous tensors")
+            shown = make_example(small, due, found, case.loss.reads)
+            shown = replace(shown, then=PASTE) if shown else None
+            return [fail("layout", SLICED, *says, shown, WHY)]
     case.covered.append(COVERED)
     return []
 

@@ -12,10 +12,10 @@ from upref.errors import InputError
 from upref.rollouts import Rollouts
 from upref.verify.explain import confirmed
 from upref.verify.faults.losses import clamp_faults
+from upref.verify.finding import Place
 from upref.verify.measure import FLOATS, HABIT, Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import off_bounds
-from upref.verify.regions import NAMES
 from upref.verify.report import UNKNOWN, Finding, fail, note
 from upref.verify.shrink import example, numbers, shrink, smallest, wrong
 from upref.weights.batches import GUARD, clamped, overflowing, single_token_responses
@@ -60,7 +60,7 @@ def _overflows(case: Case, dtype: torch.dtype) -> dict[str, Finding]:
         i, t = hit.nonzero()[0].tolist()
         why = _why(case, far.b, low, i, t, math.isnan(far.found[i, t].item()))
         if kind != "wrong":
-            notes[kind] = note("extremes", far.words(i, t, short), *far.weights(i, t), why)
+            notes[kind] = note("extremes", "", *far.weights(i, t), why, place=far.place(i, t, short))
             continue
 
         def is_wrong(c: Rollouts) -> bool:
@@ -70,7 +70,8 @@ def _overflows(case: Case, dtype: torch.dtype) -> dict[str, Finding]:
         near = _extremes(case, small, case.gradient(small).double())
         i, t = near.hits["wrong"].nonzero()[0].tolist()
         shown = example(case, near.b, dtype)
-        return {kind: fail("extremes", near.words(i, t, short), *near.weights(i, t), shown, why)}
+        place = near.place(i, t, short)
+        return {kind: fail("extremes", "", *near.weights(i, t), shown, why, place=place)}
     return notes
 
 
@@ -83,10 +84,12 @@ class Extremes:
     found: Tensor
     hits: dict[str, Tensor]  # "wrong"; "far" and "rare" are those that no sampler produces
 
-    def words(self, i: int, t: int, dtype: str) -> str:
+    def place(self, i: int, t: int, dtype: str) -> Place:
+        """The token in column t of response i."""
         A, log_r = self.b.adv[i, t].item(), (self.b.logp - self.b.logp_old)[i, t].item()
-        sign = NAMES.get(A, f"A = {A:g}")
-        return f"{sign}, log r = {log_r:.3g}, log π = {self.b.logp[i, t].item():.4g}, {dtype}"
+        size = {} if abs(A) in (0, 1) else {"A": A}
+        numbers = size | {"log r": log_r, "log π": self.b.logp[i, t].item()}
+        return Place(None if size else A, numbers=numbers, remark=dtype)
 
     def weights(self, i: int, t: int) -> tuple[float, float]:
         return self.expected[i, t].item(), self.found[i, t].item()
@@ -174,17 +177,16 @@ def clamps(case: Case) -> list[Finding]:
     lost = lambda hit: round(abs(hit[2] - hit[3]) / math.exp(abs(hit[1])) ** (hit[1] > 0), 6)
     A, x, want, got = max(near, key=lambda hit: (lost(hit), -abs(hit[1])))  # the nearest, where many lose all
     why = _clamp(case, hits) or UNKNOWN
-    text = f"{NAMES[A]}, log r = {x:.4g}"
     if abs(x) < guard:
         alone = case.ready(single_token_responses(A, [math.exp(x)]))
         together = case.ready(single_token_responses(A, [math.exp(s * y) for y in FAR for s in (1, -1)]))
         one, i, t = smallest(case, *((alone, (0, 0)) if wrong(case)(alone) else (together, _place(together, x))))
         x = (one.logp - one.logp_old)[i, t].item()
-        reached = f", as of a token that was sampled at π_old = {math.exp(-abs(x)):.1g}" if x > 0 else ""
-        text = f"{NAMES[A]}, log r = {x:.4g}{reached}"
-        return [fail("extremes", text, *numbers(case, one, i, t), example(case, one), why)]
+        reached = f"as of a token that was sampled at π_old = {math.exp(-abs(x)):.1g}" if x > 0 else ""
+        place = Place(A, numbers={"log r": x}, remark=reached)
+        return [fail("extremes", "", *numbers(case, one, i, t), example(case, one), why, place=place)]
     far = f"another weight at {guard:g} or beyond" if why == UNKNOWN else f"clamped at {guard:g} or beyond"
-    return [note("extremes", f"{text}: {far}", want, got, why)]
+    return [note("extremes", "", want, got, why, place=Place(A, numbers={"log r": x}, remark=far))]
 
 
 def _place(b: Rollouts, x: float) -> tuple[int, int]:

@@ -14,11 +14,12 @@ from upref.foreign.names import CALLED
 from upref.rollouts import Rollouts
 from upref.verify.explain import everywhere
 from upref.verify.factors import common_value
+from upref.verify.finding import Number, number_pair
 from upref.verify.measure import EXACT, Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import PER_TOKEN, as_python, cut, shrink, worst
+from upref.verify.shrink import PER_TOKEN, cut, make_example, shrink, worst
 from upref.weights.batches import OFF_EDGES
 
 FIXED = ("logp_old", "adv", "logp_ref")  # what no gradient is to flow into
@@ -67,10 +68,10 @@ def _differs(case: Case, b: Rollouts, leaf: Tensor, wanting: tuple[str, ...], wo
     b = shrink(b, lambda c: _moved_by(case, c, case.gradient(c), wanting) is not None)
     leaf, g = case.gradient(b), case.gradient(b, wanting=wanting)
     i, t = worst((g - leaf).abs().nan_to_num(nan=1e30))
-    says = f"dJ/dlp {leaf[i, t].item():.6g}", f"{g[i, t].item():.6g}"
+    says = number_pair("dJ/dlp", leaf[i, t].item(), g[i, t].item())
     by_leaf, by_network = (case.loss.outcome(b, wanting=w)[0].own is not None for w in (None, wanting))
     why = FREED if by_leaf and not by_network else OWN if by_network and not by_leaf else ""
-    return [fail("in-training", words, *says, as_python(b, leaf, g, case.loss.reads), why)]
+    return [fail("in-training", words, *says, make_example(b, leaf, g, case.loss.reads), why)]
 
 
 @oracle("stop-gradient", 80)
@@ -94,7 +95,8 @@ def stop_gradient(case: Case) -> list[Finding]:
             g = case.loss.ask("into", b, "entropy")
             found = f"a gradient of up to {g.abs().max().item():.3g}" if g is not None else "a gradient"
             text = "the entropy, which depends on the policy"
-            return [fail("stop-gradient", text, "no gradient into it", found, as_python(b, reads=case.loss.reads), why)]
+            shown = make_example(b, reads=case.loss.reads)
+            return [fail("stop-gradient", text, "no gradient into it", found, shown, why)]
     notes = [note("stop-gradient", f"a gradient would flow into {', '.join(out)}", cause=CONSTANTS)] if out else []
     return _declared(case) + notes
 
@@ -124,7 +126,7 @@ def _declared(case: Case) -> list[Finding]:
                 ".detach() or round(), or a custom backward pass"
             )
             regime = "finite differences in a random direction, every sg(x) held at its value"
-            return [fail("stop-gradient", regime, f"derivative {there:.6g}", f"autograd {here:.6g}", cause=why)]
+            return [fail("stop-gradient", regime, Number(there, "derivative"), Number(here, "autograd"), cause=why)]
     return []
 
 
@@ -134,7 +136,7 @@ def mutation(case: Case) -> list[Finding]:
     why = "it writes into the tensor that it was given"
     changed = sorted({CALLED[k] for done in case.done for k in done.wrote if k in CALLED})
     says = "inputs left alone", "other numbers after the call"
-    out = [fail("mutation", f"{name} is changed in place", *says, cause=why) for name in changed]
+    out = [fail("mutation", f"{name} is changed in place", *says, cause=why, subject=name) for name in changed]
     printed = any(done.printed for done in case.done)
     return [*out, *([note("mutation", "the loss prints while it computes")] if printed else [])]
 
@@ -166,19 +168,19 @@ def _moved(case: Case, key: str) -> list[Finding]:
         changed = ask(b, other)
         dead = torch.equal(ask(b, now), changed)
     except InputError as e:
-        return [fail("dead-hyperparameter", f"{key} = {other:g}", "another gradient", str(e))]
+        return [fail("dead-hyperparameter", f"{key} = {other:g}", "another gradient", str(e), subject=key)]
     if dead:
         effect = lambda c: (ask(c, other) - ask(c, now), torch.zeros_like(c.logp))
         every = everywhere(case, effect, *_some(b, differ))
         why = "it goes into **kwargs and has no effect" if key not in loss.accepts else "the argument has no effect"
         make = fail if asked else note
         says = "another gradient", "the same gradient, bit for bit"
-        return [make("dead-hyperparameter", text, *says, cause=why if every else "")]
+        return [make("dead-hyperparameter", text, *says, cause=why if every else "", subject=key)]
     if _explained(there, b, changed):
         return []
     want = f"the gradient of {o.name} at {key} = {other:g}"
     why = f"{key} has another effect than in {o.name}"
-    return [fail("dead-hyperparameter", text, want, "another gradient", cause=why)]
+    return [fail("dead-hyperparameter", text, want, "another gradient", cause=why, subject=key)]
 
 
 def _some(b: Rollouts, differ: Tensor) -> list[Rollouts]:

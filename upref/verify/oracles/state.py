@@ -15,7 +15,7 @@ from upref.rollouts import Rollouts
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.report import Finding, fail
-from upref.verify.shrink import as_python, shrink
+from upref.verify.shrink import make_example, shrink
 
 STATE = "it keeps state between calls, or reads a clock or a random generator: its gradient on this batch changes"
 
@@ -37,7 +37,8 @@ def determinism(case: Case) -> list[Finding]:
         if all(same(answers[0], more) for more in answers):
             return []
     why = "it draws random numbers" if _drawn(case, b, same) else f"{STATE} {_since(list(log), first)}"
-    batch = as_python(shrink(b, lambda c: not torch.equal(case.gradient(c), case.gradient(c))), reads=case.loss.reads)
+    small = shrink(b, lambda c: not torch.equal(case.gradient(c), case.gradient(c)))
+    batch = make_example(small, reads=case.loss.reads)
     return [fail("determinism", "the same batch twice", "the same numbers", "other numbers", batch, why)]
 
 

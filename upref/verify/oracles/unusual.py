@@ -16,11 +16,12 @@ from upref.verify.explain import confirmed_at
 from upref.verify.faults.corrections import corrected
 from upref.verify.faults.losses import LossFault
 from upref.verify.faults.misread import LARGE, clipped, left_out
+from upref.verify.finding import Example, Place, number_pair
 from upref.verify.measure import Case
 from upref.verify.oracle import oracle
 from upref.verify.oracles.invariance import moved, slack
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import as_python, cut, example, shrink, worst
+from upref.verify.shrink import cut, example, make_example, sampler_ratio, shrink, worst
 from upref.weights.axes import AXES, NEGATIVE, relabel_groups
 from upref.weights.batches import LOG_R, on_policy_batch
 
@@ -109,14 +110,13 @@ def _wrong(case: Case, name: str, b: Rollouts, off: Tensor, found: Tensor, ids: 
         hp = "".join(f", {k}={v!r}" for k, v in case.plain_hp.items() if v is not None)
         of = f"{name!r}, upref.get({case.o.name!r})" + (f", ids={ids!r}" if ids else "") + hp
         low = "  # every number of it in float32" if dtype else ""
-        shown = f"from upref.weights.axes import stress_batch\nb = stress_batch({of}){low}"
-    n, A = int(b.mask[i].sum()), b.adv[i, t].item()
-    at = f"column {t + 1}, in a response of {n} token{'s' if n > 1 else ''}"
-    rho = ""
-    if b.logp_sampler is not None and case.o.sampler is not None:
-        rho = f", ρ = {(b.logp_old - b.logp_sampler)[i, t].exp().item():.4g}"
-    text = f"{AXES[name].words}: A = {A:.4g}, π_old = {b.logp_old[i, t].exp().item():.6g}{rho}, {at}{dtype}"
-    return fail("unusual-inputs", text, case.expected(b)[i, t].item(), found[i, t].item(), shown, why)
+        code = f"from upref.weights.axes import stress_batch\nb = stress_batch({of}){low}"
+        shown = Example(code=code, rollouts=True)
+    n = int(b.mask[i].sum())
+    where = {"A": b.adv[i, t].item(), "π_old": b.logp_old[i, t].exp().item()} | sampler_ratio(case, b, (i, t))
+    at = f"column {t + 1}, in a response of {n} token{'s' if n > 1 else ''}{dtype}"
+    both = case.expected(b)[i, t].item(), found[i, t].item()
+    return fail("unusual-inputs", AXES[name].words, *both, shown, why, place=Place(numbers=where, remark=at))
 
 
 def _of_size(case: Case, name: str) -> Iterator[LossFault]:
@@ -165,6 +165,9 @@ def beyond_range(case: Case, b: Rollouts, found: Tensor) -> Tensor:
     return (log_r.abs().sum(1, keepdim=True) > most / 2) & ~found.isfinite()
 
 
+PLAIN_IDS = "as with ids 0, 1, 2"
+
+
 def groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
     """A failure, or notes and the keys of NAMED that it takes; a loss may loop over all ids up to 2^40."""
     b, asked = case.ready(on_policy_batch()), replace(case, loss=replace(case.loss, lines=LINES))
@@ -186,7 +189,7 @@ def groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
                 continue
             if off.max() > 0:
                 i, t = worst(off)
-                says = f"dJ/dlp {g[i, t].item():.6g}, as with ids 0, 1, 2", f"{case.gradient(c)[i, t].item():.6g}"
+                says = number_pair("dJ/dlp", g[i, t].item(), case.gradient(c)[i, t].item(), PLAIN_IDS)
                 ids = f"{c.group.unique().tolist()}" if c.group is not None else ""
                 if words == NEGATIVE and n:  # dropped beside others: who numbers prompts from 0 never has them
                     notes.append(note("unusual-inputs", f"group ids {words} count otherwise: {ids}", *says))
@@ -195,9 +198,9 @@ def groups(case: Case) -> tuple[list[Finding], tuple[str, ...]]:
                 c = shrink(c, bad)
                 found, expected = both(c)
                 i, t = worst((found - expected).abs())
-                says = f"dJ/dlp {expected[i, t].item():.6g}, as with ids 0, 1, 2", f"{found[i, t].item():.6g}"
+                says = number_pair("dJ/dlp", expected[i, t].item(), found[i, t].item(), PLAIN_IDS)
                 text = f"group ids {words}: {c.group.unique().tolist()}"  # type: ignore[union-attr]
-                return [fail("unusual-inputs", text, *says, as_python(c, expected, found, case.loss.reads))], ()
+                return [fail("unusual-inputs", text, *says, make_example(c, expected, found, case.loss.reads))], ()
         if whole:
             takes.append(words)
     case.covered.append("group ids " + ", ".join(takes))

@@ -15,12 +15,13 @@ from upref.rollouts import Rollouts
 from upref.verify.explain import confirmed, everywhere, explain, two_gradients
 from upref.verify.factors import declared_aggregation
 from upref.verify.faults.losses import fault
+from upref.verify.finding import Number, Place, number_pair
 from upref.verify.measure import EXACT, HABIT, Case, without_rest
 from upref.verify.oracle import oracle
 from upref.verify.pattern import Weights, pattern
-from upref.verify.regions import NAMES, Region, regions
+from upref.verify.regions import Region, regions
 from upref.verify.report import Finding, fail, note
-from upref.verify.shrink import differ, example, numbers, shrink, smallest, worst
+from upref.verify.shrink import differ, example, numbers, sampler_ratio, shrink, smallest, token_numbers, worst
 from upref.weights.batches import (
     breakpoints,
     high_entropy_weight,
@@ -120,8 +121,8 @@ def _ties(case: Case, b: Rollouts, hit: Tensor, r: Tensor, A: Tensor, found: Ten
         at = hit & (A * sign > 0)
         for k in sorted({round(x, 9) for x in r[at].tolist()}):
             i, t = (at & ((r - k).abs() < 1e-8)).nonzero()[0].tolist()
-            text = f"{NAMES[sign]}, r = {k:.6g} exactly: the bound belongs to the other side"
-            out.append(note("gradient", text, expected[i, t].item(), found[i, t].item()))
+            place = Place(sign, numbers={"r": k}, remark="exactly there the bound belongs to the other side")
+            out.append(note("gradient", "", expected[i, t].item(), found[i, t].item(), place=place))
     return out
 
 
@@ -139,17 +140,14 @@ def _regimes(case: Case, b: Rollouts, failing, r, A, found, ties) -> list[Findin
         at = worst(torch.where(hit, _typical(case.off(b, found), r), -1.0))
         small = shrink(b, lambda x, s=part.sign, f=shows: bool(f(case, x, s).any()), at)  # type: ignore[misc]
         i, t = worst(case.off(small).masked_fill(~shows(case, small, part.sign), -1.0))
-        here = f"A = {small.adv[i, t].item():.4g}, r = {case.ratio(small)[i, t].item():.6g}"
-        if case.o.sampler is not None and small.logp_sampler is not None:
-            here += f", ρ = {(small.logp_old - small.logp_sampler)[i, t].exp().item():.4g}"
-        text = f"{part.words}   (here {here})"
+        place = replace(part.place, numbers=token_numbers(case, small, (i, t)))
         if n == 0:
             shown = Weights(small, case.weights(small), case.expected(small), case.ratio(small), small.mask)
             why = one.words if one else pattern(tested, shown, case.tol, case.o.level not in REDUCE)
-        show = example(case, small) if n < 4 else ""
-        out.append(fail("gradient", text, *numbers(case, small, i, t), show, why if n == 0 else ""))
+        show = example(case, small) if n < 4 else None
+        out.append(fail("gradient", "", *numbers(case, small, i, t), show, why if n == 0 else "", place=place))
     if one and one.kind == "stop-gradient":
-        out.append(fail("stop-gradient", parts[0].words, cause=why))
+        out.append(fail("stop-gradient", "", cause=why, place=parts[0].place))
     return out
 
 
@@ -158,10 +156,9 @@ def _by_sign(parts: list[Region]) -> list[Region]:
     out = []
     for sign in dict.fromkeys(p.sign for p in parts):
         some = [p for p in parts if p.sign == sign]
-        first, *more = (p.words for p in some)
-        words = "; ".join([first, *(text.partition(", ")[2] for text in more)])
         tokens = torch.stack([p.tokens for p in some]).any(0)
-        out.append(Region(words, sign, tokens, tuple(x for p in some for x in p.ends)))
+        intervals = tuple(one for p in some for one in p.place.intervals)
+        out.append(Region(replace(some[0].place, intervals=intervals), sign, tokens))
     return out
 
 
@@ -187,10 +184,13 @@ def _random(case: Case, seed: int = 0) -> list[Finding]:
         if off.max() > 10 * case.tol:
             one = explain(case, b, case.weights(b), case.rounded(b), [])
             b, i, t = smallest(case, b, worst(off))
-            regime = f"{NAMES[b.adv[i, t].sign().item()]}, r = {case.ratio(b)[i, t].item():.4g}, in random batch {n}"
+            sign = b.adv[i, t].sign().item()
+            ratios = {"r": case.ratio(b)[i, t].item()} | sampler_ratio(case, b, (i, t))
+            place = Place(sign, numbers=ratios, remark=f"in random batch {n}")
             expected, found = numbers(case, b, i, t)
-            said = f"weight {found + 0.0:.6g}{_alone(case, b, i, t)}"
-            return [fail("gradient", regime, expected, said, example(case, b), one.words if one else "")]
+            said = Number(found, "weight", _alone(case, b, i, t))
+            why = one.words if one else ""
+            return [fail("gradient", "", expected, said, example(case, b), why, place=place)]
     return []
 
 
@@ -201,7 +201,7 @@ def _alone(case: Case, b: Rollouts, i: int, t: int) -> str:
         return ""
     single = case.weights(case.ready(single_token_batch(A, [r], [b.logp_old[i, t].exp().item()])))[0, 0].item()
     same = abs(single - case.weights(b)[i, t].item()) <= 1e-6 * abs(A)
-    return "" if same else f"; alone in its batch {single:.6g}"
+    return "" if same else f"and {single:.6g} alone in its batch"
 
 
 @oracle("on-policy", 20, lambda case: case.o.on_policy_exception, implied=True)
@@ -224,8 +224,8 @@ def on_policy(case: Case) -> list[Finding]:
     every = case.fits and abs(case.k - 1) > 1e-5 and bool(case.off(b, scaled).max() <= 10 * case.tol)
     why = next(filter(None, (confirmed(case, one) for one in two_gradients(case, b))), "")
     why = why or (confirmed(case, k) if every else "")
-    text = f"{NAMES[small.adv[i, t].sign().item()]}, r = 1"
-    return [fail("on-policy", text, *numbers(case, small, i, t), example(case, small), why)]
+    place = Place(small.adv[i, t].sign().item(), numbers={"r": 1.0} | sampler_ratio(case, small, (i, t)))
+    return [fail("on-policy", "", *numbers(case, small, i, t), example(case, small), why, place=place)]
 
 
 @oracle("aggregation", 30)
@@ -252,8 +252,8 @@ def aggregation(case: Case) -> list[Finding]:
         "" if case.loss.visible_batch(b).group is not None else " (the loss takes no groups: the batch counts as one)"
     )
     text = f"ragged lengths (here a response of {int(n[i])} of {int(n.sum())} tokens)"
-    expected = f"{said}{group}: factor {right[i].item():.5g} on each of its tokens"
-    found = f"{case.agg}: factor {got[i].item():.5g}"
+    expected = Number(right[i].item(), "factor", f"by {said}{group}")
+    found = Number(got[i].item(), "factor", f"by {case.agg}")
 
     def aggregated(c: Rollouts) -> tuple[Tensor, Tensor]:
         at = dict.fromkeys(("logp", "logp_ref", *(["logp_sampler"] if case.o.sampler else [])), c.logp_old)
@@ -270,8 +270,8 @@ def value(case: Case) -> list[Finding]:
     for n, b in enumerate(map(case.visible_batch, random_batches(1, 10, case.one_adv))):
         found, expected = case.both(b)[0].item(), case.o.loss(b, **case.hp).item()
         if not math.isfinite(found):
-            return [fail("value", f"random batch {n}", f"{expected:.6g}", f"{found}")]
+            return [fail("value", f"random batch {n}", *number_pair("value", expected, found))]
         if abs(found - expected) > max(1e-6, case.tol) * max(1, abs(expected)):
             why = "a form or a constant without effect on the gradient"
-            return [note("value", "the value differs", f"{expected:.6g}", f"{found:.6g}", why)]
+            return [note("value", "the value differs", *number_pair("value", expected, found), why)]
     return []

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A difference between a function and its reference, as data.
+
+`upref.verify.render` makes its text, once. Nothing reads that text again.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Severity = Literal["failure", "note"]
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that a report shows.
+
+    Args:
+        value: the number; it may be infinite, or not a number.
+        unit: what it is a number of: weight, dJ/dlp, factor, A.
+        remark: what the reader should know of it, such as "as without".
+    """
+
+    value: float
+    unit: str = ""
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Ratios between two bounds. None: no bound on that side."""
+
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """The tokens that differ, and the one of them that is shown.
+
+    Args:
+        sign: of their A: 1, -1 or 0; None where it does not matter.
+        intervals: of the ratio, in which all tokens of this sign differ. One without
+            bounds: whatever the ratio. Empty: `decided_by` tells, or one token is meant.
+        decided_by: what tells these tokens from right ones, where the ratio does not:
+            the sampler's ratio "ρ", "others", the other tokens of the batch; or that
+            they are "scattered" among the ratios.
+        numbers: of the token that is shown, by their symbols: A, r, ρ, log r.
+        remark: what else tells this token apart.
+    """
+
+    sign: float | None = None
+    intervals: tuple[Interval, ...] = ()
+    decided_by: Literal["", "ρ", "others", "scattered"] = ""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Example:
+    """The smallest input that was found to show a difference.
+
+    Args:
+        inputs: the numbers of each argument by its name, as nested lists.
+        dtype: of the arguments that are floating-point numbers, such as "float64".
+        rollouts: whether the inputs are the fields of `upref.Rollouts`.
+        expected: what is right on it: dJ/dlp, or the advantages.
+        found: what the function makes of it.
+        code: Python that makes the inputs, where they are not listed.
+        then: Python that changes the inputs before they are used.
+        size: responses and tokens of the smallest batch, where it is too large to list.
+    """
+
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = "float64"
+    rollouts: bool = False
+    expected: list[Any] | None = None
+    found: list[Any] | None = None
+    code: str = ""
+    then: str = ""
+    size: tuple[int, int] | None = None
+
+
+def number_pair(unit: str, expected: float, found: float, remark: str = "") -> tuple[Number, Number]:
+    """Return two numbers of one unit. The remark belongs to the expected one."""
+    return Number(expected, unit, remark), Number(found, unit)
+
+
+def encode(x: Any) -> Any:
+    """Return what JSON can hold: an infinity, or not-a-number, as the word for float().
+
+    Args:
+        x: numbers, text, lists and dictionaries.
+    """
+    if isinstance(x, float) and not math.isfinite(x):
+        return str(x)
+    if isinstance(x, Mapping):
+        return {str(key): encode(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [encode(value) for value in x]
+    return x

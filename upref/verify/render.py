@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text of a finding, made here for every report."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from upref.verify.finding import Example, Interval, Number, Place
+
+SIGNS = {1.0: "A > 0", -1.0: "A < 0", 0.0: "A = 0"}
+DECIDED_BY = {
+    "ρ": "by ρ = π_old/μ",
+    "others": "by the other tokens of the batch",
+    "scattered": "scattered r",
+}
+DIGITS = (6, 9, 12, 17)  # of two numbers: as few as tell them apart
+GRADIENT_DIGITS = (6, 9, 12)  # of two printed gradients
+BOUND_DIGITS = 5
+EQUATED = ("A", "KL(π_θ ‖ π_ref)")  # units that are printed as "A = 1"
+EXACT = 17  # digits of a float64 that is read back as it was
+LONGEST = 3000  # characters of an input that is printed
+
+
+# ---- numbers -------------------------------------------------------------------------
+def describe_pair(expected: Number | str, found: Number | str) -> tuple[str, str]:
+    """Return what is expected and what was found, in words.
+
+    Two numbers have as many digits as tell them apart.
+    """
+    texts = "", ""
+    for digits in DIGITS:
+        texts = _describe(expected, digits), _describe(found, digits)
+        one_is_text = isinstance(expected, str) or isinstance(found, str)
+        if one_is_text or texts[0] != texts[1]:
+            break
+    return texts
+
+
+def _describe(x: Number | str, digits: int) -> str:
+    if isinstance(x, str):
+        return x
+    text = f"{x.value + 0.0:.{digits}g}"
+    if x.unit in EQUATED:
+        text = f"{x.unit} = {text}"
+    elif x.unit:
+        text = f"{x.unit} {text}"
+    if x.remark:
+        text = f"{text}, {x.remark}"
+    return text
+
+
+# ---- places --------------------------------------------------------------------------
+def describe_place(place: Place) -> str:
+    """Return the tokens in words: `A > 0, r > 1.28   (here A = 1, r = 1.49)`."""
+    sign = [] if place.sign is None else [SIGNS[place.sign]]
+    tokens = []
+    if place.decided_by:
+        tokens = [DECIDED_BY[place.decided_by]]
+    elif place.intervals:
+        tokens = ["; ".join(describe_interval(one) for one in place.intervals)]
+    shown = [f"{symbol} = {number:.6g}" for symbol, number in place.numbers.items()]
+    remark = [place.remark] if place.remark else []
+    if not tokens:
+        return ", ".join([*sign, *shown, *remark])
+    text = ", ".join([*sign, *tokens, *remark])
+    return f"{text}   (here {', '.join(shown)})" if shown else text
+
+
+def describe_interval(interval: Interval) -> str:
+    """Return ratios in words: `r > 1.28`, `0.8 < r < 1.28`, `any r`.
+
+    The two bounds have as many digits as tell them apart.
+    """
+    low, high = interval.low, interval.high
+    if low is None and high is None:
+        return "any r"
+    if low is None:
+        return f"r < {high:.{BOUND_DIGITS}g}"
+    if high is None:
+        return f"r > {low:.{BOUND_DIGITS}g}"
+    digits = BOUND_DIGITS
+    while digits < EXACT and f"{low:.{digits}g}" == f"{high:.{digits}g}":
+        digits += 1
+    if low == high:
+        return f"r = {low:.{BOUND_DIGITS}g} alone"
+    return f"{low:.{digits}g} < r < {high:.{digits}g}"
+
+
+# ---- examples ------------------------------------------------------------------------
+def describe_example(example: Example) -> str:
+    """Return the input as Python that can be pasted, with both results as comments."""
+    lines = _rollouts(example) if example.rollouts else _arguments(example)
+    text = "\n".join(lines)
+    if example.then:
+        text = f"{text}\n{example.then}"
+    if len(text) > LONGEST:
+        return f"# the smallest batch that shows it takes {len(text):,} characters: too many to print"
+    return text
+
+
+def _rollouts(example: Example) -> Iterator[str]:
+    if example.code:
+        yield example.code
+        return
+    if example.size:
+        responses, tokens = example.size
+        yield (
+            f"# no small batch shows it; the smallest found has {responses} "
+            f"responses of up to {tokens} tokens, too many to print"
+        )
+        return
+    yield "b = upref.Rollouts("
+    for name, numbers in example.inputs.items():
+        yield f"    {name}={_tensor(numbers, example.dtype)},"
+    yield ")"
+    digits = GRADIENT_DIGITS[0]
+    if example.expected is not None and example.found is not None:
+        digits = digits_apart(example.expected, example.found) or GRADIENT_DIGITS[-1]
+    if example.expected is not None:
+        yield f"# expected dJ/dlp: {_list(example.expected, digits)}"
+    if example.found is not None:
+        yield f"# found    dJ/dlp: {_list(example.found, digits)}"
+
+
+def _arguments(example: Example) -> Iterator[str]:
+    if example.code:
+        yield example.code
+    for name, numbers in example.inputs.items():
+        if isinstance(numbers, list):
+            yield f"{name} = {_tensor(numbers, example.dtype)}"
+        else:
+            yield f"{name} = {numbers:g}"
+    if example.expected is not None:
+        yield f"# expected  {_list(example.expected, 9)}"
+    if example.found is not None:
+        yield f"# found     {_list(example.found, 9)}"
+
+
+def _tensor(numbers: list[Any], dtype: str) -> str:
+    first: Any = numbers
+    while isinstance(first, list) and first:
+        first = first[0]
+    if isinstance(first, float):
+        return f"torch.tensor({_list(numbers, EXACT)}, dtype=torch.{dtype})"
+    return f"torch.tensor({numbers})"
+
+
+def digits_apart(x: list[Any], y: list[Any]) -> int | None:
+    """Return the digits in which two gradients differ when they are printed.
+
+    None: they are equal in all digits that are ever printed.
+    """
+    every = (n for n in GRADIENT_DIGITS if _list(x, n) != _list(y, n))
+    return next(every, None)
+
+
+def _list(x: Any, digits: int) -> str:
+    if isinstance(x, list):
+        return "[" + ", ".join(_list(entry, digits) for entry in x) + "]"
+    if not math.isfinite(x):
+        return f'float("{x}")'
+    return repr(x) if digits == EXACT else f"{x + 0.0:.{digits}g}"
