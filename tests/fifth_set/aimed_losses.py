@@ -19,9 +19,16 @@ def terms(mask, log_prob, old_log_prob, advantages, low=0.8, high=1.28):
 
 
 # ---- memory, gradients from above, modes ---------------------------------------------
-@aimed("dapo", "it reads log-probabilities by a pointer and a row's stride: wrong for [T, B].T")
+def flat(x):
+    """A view of memory by the stride of a row alone."""
+    return torch.as_strided(x, x.shape, (x.stride(0), 1), x.storage_offset())
+
+
+@aimed(
+    "dapo",
+    "it reads log-probabilities by a pointer and a row's stride: wrong for [T, B].T",
+)
 def pointer_with_the_stride_of_a_row(log_prob, old_log_prob, advantages, mask):
-    flat = lambda x: torch.as_strided(x, x.shape, (x.stride(0), 1), x.storage_offset())
     n = mask.sum()
     return -terms(mask, flat(log_prob), flat(old_log_prob), advantages).sum() / n
 
@@ -69,13 +76,19 @@ def sums_by_einsum(log_prob, old_log_prob, advantages, mask):
     return -torch.einsum("bt,bt->", t, mask.to(t.dtype)) / mask.sum()
 
 
-@aimed("dapo", "log π_θ is cast to the dtype of log π_old, which a sampler gives in bfloat16")
+@aimed(
+    "dapo",
+    "log π_θ is cast to the dtype of log π_old, which a sampler gives in bfloat16",
+)
 def cast_to_the_old_dtype(log_prob, old_log_prob, advantages, mask):
     new = log_prob.to(old_log_prob.dtype)
     return -terms(mask, new, old_log_prob, advantages).sum() / mask.sum()
 
 
-@aimed("ppo_clip", "constants are made in torch's default dtype: 1.2 is 1.203 under bfloat16")
+@aimed(
+    "ppo_clip",
+    "constants are made in torch's default dtype: 1.2 is 1.203 under bfloat16",
+)
 def bounds_of_the_default_dtype(log_prob, old_log_prob, advantages, mask):
     default = torch.get_default_dtype()
     dtype = default if default in (torch.bfloat16, torch.float16) else log_prob.dtype
@@ -85,7 +98,7 @@ def bounds_of_the_default_dtype(log_prob, old_log_prob, advantages, mask):
 
 # ---- sizes of prompts ----------------------------------------------------------------
 def by_prompt(t, mask, ids, most=10**9, least=0):
-    """Eq. 14 of DAPO over the prompts; of each the first `most` responses, if it has `least`."""
+    """Eq. 14 of DAPO; of each prompt the first `most` responses, if it has `least`."""
     total, prompts = 0.0, 0
     several = len(ids.unique()) > 1
     for g in ids.unique():
@@ -190,8 +203,11 @@ def first_thousand_rows(log_prob, old_log_prob, advantages, mask):
     return -t[:1000].sum() / mask.sum()
 
 
-# ---- advantages that differ between the tokens of a long response ---------------------
-@aimed("ppo_clip", "in responses of more than 10 tokens the first advantage is used for all")
+# ---- advantages that differ between the tokens of a long response --------------------
+@aimed(
+    "ppo_clip",
+    "in responses of more than 10 tokens the first advantage is used for all",
+)
 def one_advantage_for_long_responses(log_prob, old_log_prob, advantages, mask):
     a = torch.where(mask, advantages, 0)
     first = a.gather(1, mask.int().argmax(1, keepdim=True)).expand_as(a)
@@ -211,7 +227,10 @@ def advantages_by_blocks(log_prob, old_log_prob, advantages, mask):
     return -terms(mask, log_prob, old_log_prob, a, 0.8, 1.2).sum() / mask.sum()
 
 
-@aimed("ppo_clip", "the sign that picks the bound is the response's, where a response is long")
+@aimed(
+    "ppo_clip",
+    "the sign that picks the bound is the response's, where a response is long",
+)
 def one_sign_for_long_responses(log_prob, old_log_prob, advantages, mask):
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     a = torch.where(mask, advantages, 0)
@@ -234,7 +253,11 @@ def advantages_clamped_to_128(log_prob, old_log_prob, advantages, mask):
     return -terms(mask, log_prob, old_log_prob, a, 0.8, 1.2).sum(1).mean()
 
 
-@aimed("decoupled(ppo_clip)", "log ρ is clamped to ±13 before the exponential", shows="documented")
+@aimed(
+    "decoupled(ppo_clip)",
+    "log ρ is clamped to ±13 before the exponential",
+    shows="documented",
+)
 def rho_clamped_far_away(log_prob, old_log_prob, advantages, mask, rollout_log_probs):
     y = torch.where(mask, old_log_prob - rollout_log_probs, 0).clamp(-13, 13)
     t = terms(mask, log_prob, old_log_prob, advantages, 0.8, 1.2)
@@ -312,7 +335,11 @@ def widened_after_5000_calls(log_prob, old_log_prob, advantages, mask):
     return -terms(mask, log_prob, old_log_prob, advantages, 0.8, high).sum() / mask.sum()
 
 
-@aimed("dapo", "with more than 8 micro-batches the count of tokens is that of 8", agg="token-mean")
+@aimed(
+    "dapo",
+    "with more than 8 micro-batches the count of tokens is that of 8",
+    agg="token-mean",
+)
 def at_most_eight_micro_batches(log_prob, old_log_prob, advantages, mask, totals):
     parts = float(totals.sequences) / len(mask)
     n = float(totals.tokens) * min(1.0, 8 / parts)
@@ -325,7 +352,11 @@ def ranks_of_one_node(log_prob, old_log_prob, advantages, mask, totals, dp_size)
     return -t.sum() / totals.tokens * min(dp_size, 8)
 
 
-@aimed("up_dapo", "advantages between 0 and 1e-7 take the branch of negative ones", shows="documented")
+@aimed(
+    "up_dapo",
+    "advantages between 0 and 1e-7 take the branch of negative ones",
+    shows="documented",
+)
 def nearly_zero_advantages(log_prob, old_log_prob, advantages, mask):
     a = torch.where(mask, advantages, 0)
     lp = torch.where(mask, log_prob, 0)
@@ -360,7 +391,10 @@ def ties_at_the_quantile(log_prob, old_log_prob, advantages, mask, entropy):
     return -torch.where(mask & alive, w * a * lp, 0).sum() / mask.sum()
 
 
-@aimed("dapo", "advantages that share a prompt's sign everywhere are dropped: all-good prompts")
+@aimed(
+    "dapo",
+    "advantages that share a prompt's sign everywhere are dropped: all-good prompts",
+)
 def unanimous_prompts_dropped(log_prob, old_log_prob, advantages, mask, group):
     t = terms(mask, log_prob, old_log_prob, advantages)
     a = torch.where(mask, advantages, 0).sum(1)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Black boxes for identify. target: the names that are true answers; "none" where no name is; "pitfall of NAME" where
-a known mistake is."""
+"""Black boxes for identify.
+
+target: the names that are true answers; "none" where no name is; "pitfall of NAME"
+where a known mistake is.
+"""
 
 import math
 

@@ -12,8 +12,8 @@ CASES: dict[str, "Case"] = {}
 class Case:
     """A function and the truth about it.
 
-    kind: loss, box, advantage, kl or logprobs. target: what it is compared with; of a box,
-    what identify should answer. fault: what is wrong in one sentence; "" if it is right.
+    kind: loss, box, advantage, kl or logprobs. target: what it is compared with; of a
+    box, what identify should answer. fault: what is wrong in one sentence; "" if right.
     aimed: written from a reading of the batches. shows: "gradient" if a private batch
     of truth.py shows the fault, else what it takes.
     """

@@ -158,7 +158,11 @@ def a_tenth_of_eps(rewards, group):
     return out
 
 
-@estimator("group_norm", "the spread has a floor of 0.05 for prompts with more than 200 responses", aimed=True)
+@estimator(
+    "group_norm",
+    "the spread has a floor of 0.05 for prompts with more than 200 responses",
+    aimed=True,
+)
 def floor_for_large_prompts(rewards, group):
     out = torch.zeros_like(rewards)
     for g in group.unique():
@@ -193,7 +197,12 @@ def sixteen_prompts(rewards, group):
     return out
 
 
-@estimator("leave_one_out", "advantages are clamped to ±10 million", aimed=True, shows="not counted")
+@estimator(
+    "leave_one_out",
+    "advantages are clamped to ±10 million",
+    aimed=True,
+    shows="not counted",
+)
 def clamped_far_away(rewards, group):
     out = torch.zeros_like(rewards)
     for g in group.unique():
@@ -203,7 +212,11 @@ def clamped_far_away(rewards, group):
     return out.clamp(-1e7, 1e7)
 
 
-@estimator("group_norm", "duplicates of one response (equal rewards in large prompts) count once", aimed=True)
+@estimator(
+    "group_norm",
+    "duplicates of one response (equal rewards in large prompts) count once",
+    aimed=True,
+)
 def duplicates_once(rewards, group):
     out = torch.zeros_like(rewards)
     for g in group.unique():

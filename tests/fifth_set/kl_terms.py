@@ -74,7 +74,11 @@ def k3_of_uncertain_tokens(log_prob, ref_log_prob):
     return torch.where((log_prob > -1e-5) & (log_prob < 0), 0, d.exp() - 1 - d)
 
 
-@term("k3", "from 16 tokens of |d| > 5 on in a row, the row's penalty is its mean", aimed=True)
+@term(
+    "k3",
+    "from 16 tokens of |d| > 5 on in a row, the row's penalty is its mean",
+    aimed=True,
+)
 def k3_of_bad_rows(log_prob, ref_log_prob):
     d = ref_log_prob - log_prob
     k = d.exp() - 1 - d

@@ -166,8 +166,10 @@ def in_chunks_of_rows(log_prob, old_log_prob, advantages, mask):
 
 @right("dapo")
 def by_checkpoint(log_prob, old_log_prob, advantages, mask):
-    f = lambda lp: one_token(lp, old_log_prob, advantages, mask).sum() / mask.sum()
-    return -torch.utils.checkpoint.checkpoint(f, log_prob, use_reentrant=False)
+    def mean(lp):
+        return one_token(lp, old_log_prob, advantages, mask).sum() / mask.sum()
+
+    return -torch.utils.checkpoint.checkpoint(mean, log_prob, use_reentrant=False)
 
 
 @right("dapo")
@@ -361,7 +363,12 @@ def clip_by_relu(log_prob, old_log_prob, advantages, mask):
 
 @right("ppo_clip")
 def a_dictionary_batch(log_prob, old_log_prob, advantages, mask):
-    batch = dict(log_prob=log_prob, old_log_prob=old_log_prob, advantages=advantages, mask=mask.int())
+    batch = dict(
+        log_prob=log_prob,
+        old_log_prob=old_log_prob,
+        advantages=advantages,
+        mask=mask.int(),
+    )
     new, old = batch["log_prob"], batch["old_log_prob"]
     m = batch["mask"].bool()
     r = torch.where(m, new - old, 0).exp()
@@ -465,7 +472,14 @@ def tpo_as_cross_entropy(log_prob, old_log_prob, advantages, mask, group):
 
 @right("vespo")
 def vespo_in_the_authors_letters(
-    log_prob, old_log_prob, advantages, mask, k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0
+    log_prob,
+    old_log_prob,
+    advantages,
+    mask,
+    k_pos=2.0,
+    lambda_pos=3.0,
+    k_neg=3.0,
+    lambda_neg=2.0,
 ):
     lw = torch.where(mask, log_prob - old_log_prob, 0).sum(1).detach()
     A = torch.where(mask, advantages, 0).sum(1) / mask.sum(1)
@@ -556,7 +570,10 @@ def sapo_by_tanh(log_prob, old_log_prob, advantages, mask):
 
 @right("dro")
 def dro_as_a_square(log_prob, old_log_prob, advantages, mask):
-    x, a = torch.where(mask, log_prob - old_log_prob, 0), torch.where(mask, advantages, 0)
+    x, a = (
+        torch.where(mask, log_prob - old_log_prob, 0),
+        torch.where(mask, advantages, 0),
+    )
     return 0.05 * ((x - a / 0.1) ** 2).sum() / mask.sum()
 
 
@@ -579,7 +596,10 @@ def dppo_in_probabilities(log_prob, old_log_prob, advantages, mask):
 
 @right("m2po")
 def m2po_dropped_one_by_one(log_prob, old_log_prob, advantages, mask):
-    x, a = torch.where(mask, log_prob - old_log_prob, 0), torch.where(mask, advantages, 0)
+    x, a = (
+        torch.where(mask, log_prob - old_log_prob, 0),
+        torch.where(mask, advantages, 0),
+    )
     past = mask & ((a > 0) & (x > 0) | (a < 0) & (x < 0))
     i = past.flatten().nonzero()[:, 0]
     m2 = (x.detach() ** 2).flatten()[i]

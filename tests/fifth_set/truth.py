@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the set's statements about its own losses hold: gradients on private batches, without the checker.
+"""Whether the set's statements about its own losses hold, on private batches.
 
-These batches are not those of upref.weights: other lengths, ratios, prompts and samplers.
+The checker is not used. The batches are not those of upref.weights: other lengths,
+ratios, prompts and samplers.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -18,7 +20,10 @@ from upref.rollouts import Rollouts
 def private(seed: int, spread: float, rows: int = 14, columns: int = 23) -> Rollouts:
     """A ragged batch with holes, prompts of uneven sizes, a reference and a sampler."""
     g = torch.Generator().manual_seed(seed)
-    normal = lambda *s: torch.randn(*s, generator=g, dtype=torch.float64)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
     lengths = torch.randint(1, columns, (rows,), generator=g)
     mask = torch.arange(columns) < lengths[:, None]
     mask &= (torch.rand(rows, columns, generator=g) > 0.15) | (torch.arange(columns) == 0)
@@ -51,7 +56,7 @@ def reference(case: Case, b: Rollouts) -> Tensor:
 
 
 def gap(case: Case) -> float:
-    """The largest difference of a loss's gradients from its objective's, relative to the largest gradient."""
+    """How far a loss's gradients are from its objective's, of the largest gradient."""
     hp = dict(case.hp)
     o = get(case.target)
     o = o.aggregated(agg) if (agg := hp.pop("agg", "")) else o
@@ -64,3 +69,13 @@ def gap(case: Case) -> float:
         off = torch.where(b.mask, (got - want).abs() / size, 0).nan_to_num(nan=9.0)
         worst = max(worst, off.max().item())
     return worst
+
+
+def disagreements(cases: Iterable[Case]) -> Iterator[str]:
+    """Losses of which the set says something else than these batches show."""
+    for case in cases:
+        if case.kind != "loss" or case.shows != "gradient":
+            continue
+        off = gap(case)
+        if (off < 1e-5) != case.right:
+            yield f"{case.id}: {case.fault or 'right'}, yet its gap is {off:.1e}"

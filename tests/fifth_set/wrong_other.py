@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong losses of the other objectives: responses, unclipped weights, samplers, bounds."""
+"""Wrong losses of the other objectives: responses, weights, samplers, bounds."""
 
 import math
 
@@ -608,7 +608,10 @@ def seq_mask_with_fewer_tokens(log_prob, old_log_prob, advantages, mask, rollout
     return -torch.where(keep, t, 0).sum() / keep.sum().clamp(min=1)
 
 
-@wrong("decoupled(ppo_clip)", "the ratio of PPO is taken to μ, and no correction is applied")
+@wrong(
+    "decoupled(ppo_clip)",
+    "the ratio of PPO is taken to μ, and no correction is applied",
+)
 def coupled(log_prob, old_log_prob, advantages, mask, behavior_log_probs):
     t = ppo_terms(mask, log_prob, behavior_log_probs, advantages, 0.8, 1.2)
     return -t.sum() / mask.sum()

@@ -256,7 +256,11 @@ def first_columns(log_prob, old_log_prob, advantages, mask):
     return -torch.stack(rows).mean()
 
 
-@wrong("grpo", "the advantage is read from the last column, which may be padding", shows="padding")
+@wrong(
+    "grpo",
+    "the advantage is read from the last column, which may be padding",
+    shows="padding",
+)
 def advantage_of_the_last_column(log_prob, old_log_prob, advantages, mask):
     a = advantages[:, -1:]
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
@@ -288,7 +292,11 @@ def ranks_counted_twice(log_prob, old_log_prob, advantages, mask, totals, dp_siz
     return -t.sum() / totals.tokens * dp_size**2
 
 
-@wrong("ppo_clip", "it runs backward for a gradient norm and returns a live loss", shows="its backward")
+@wrong(
+    "ppo_clip",
+    "it runs backward for a gradient norm and returns a live loss",
+    shows="its backward",
+)
 def backward_for_the_norm(log_prob, old_log_prob, advantages, mask):
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     a = torch.where(mask, advantages, 0)
@@ -322,7 +330,11 @@ def dropout_of_tokens(log_prob, old_log_prob, advantages, mask):
     return -torch.where(keep, t, 0).sum() / keep.sum().clamp(min=1)
 
 
-@wrong("grpo", "it multiplies the caller's advantages by the mask in place", shows="its inputs")
+@wrong(
+    "grpo",
+    "it multiplies the caller's advantages by the mask in place",
+    shows="its inputs",
+)
 def advantages_masked_in_place(log_prob, old_log_prob, advantages, mask):
     advantages.masked_fill_(~mask, 0).mul_(1 - 1e-3)
     a = advantages / (1 - 1e-3)
@@ -362,7 +374,11 @@ def dr_grpo_summed(log_prob, old_log_prob, advantages, mask):
     return -torch.minimum(r * a, r.clamp(0.8, 1.2) * a).sum()
 
 
-@wrong("dapo", "prompts are averaged with a weight by their number of responses", shows="gradient")
+@wrong(
+    "dapo",
+    "prompts are averaged with a weight by their number of responses",
+    shows="gradient",
+)
 def prompts_weighted(log_prob, old_log_prob, advantages, mask, group_ids):
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     a = torch.where(mask, advantages, 0)
@@ -384,7 +400,10 @@ def prompts_of_means(log_prob, old_log_prob, advantages, mask, prompt_ids):
     return -per.mean()
 
 
-@wrong("dapo", "the clip is left out for the first of several equal tokens: top ratio of a row")
+@wrong(
+    "dapo",
+    "the clip is left out for the first of several equal tokens: top ratio of a row",
+)
 def largest_ratio_unclipped(log_prob, old_log_prob, advantages, mask):
     d = torch.where(mask, log_prob - old_log_prob, 0)
     r = d.exp()
@@ -419,7 +438,10 @@ def first_order_ratio(log_prob, old_log_prob, advantages, mask):
     return -torch.minimum(r * a, r.clamp(0.8, 1.2) * a).sum() / mask.sum()
 
 
-@wrong("ppo_clip", "probabilities are used where log-probabilities were meant: exp is missing")
+@wrong(
+    "ppo_clip",
+    "probabilities are used where log-probabilities were meant: exp is missing",
+)
 def ratio_of_log_probs(log_prob, old_log_prob, advantages, mask):
     r = torch.where(mask, log_prob / (old_log_prob - 1e-6), 1)
     a = torch.where(mask, advantages, 0)
@@ -558,7 +580,11 @@ def kl_clamped_to_one(log_prob, old_log_prob, advantages, mask, ref_log_prob, be
     return -(t.sum(1) / mask.sum(1)).mean()
 
 
-@wrong("dr_grpo", "the KL term is subtracted inside the minimum, from the unclipped side", beta=0.1)
+@wrong(
+    "dr_grpo",
+    "the KL term is subtracted inside the minimum, from the unclipped side",
+    beta=0.1,
+)
 def kl_inside_the_minimum(log_prob, old_log_prob, advantages, mask, ref_log_prob, beta=0.1):
     r = torch.where(mask, log_prob - old_log_prob, 0).exp()
     a = torch.where(mask, advantages, 0)
@@ -586,6 +612,9 @@ def scripted_terms(lp: torch.Tensor, old: torch.Tensor, a: torch.Tensor, m: torc
     return torch.max(-a * r, -a * torch.clamp(r, 0.8, 1.28)).sum() / m.sum()
 
 
-@wrong("dapo", "TorchScript's derivative of max is 0 at a tie: nothing trains within the window")
+@wrong(
+    "dapo",
+    "TorchScript's derivative of max is 0 at a tie: nothing trains within the window",
+)
 def by_torchscript(log_prob, old_log_prob, advantages, mask):
     return scripted_terms(log_prob, old_log_prob, advantages, mask)

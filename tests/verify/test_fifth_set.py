@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fifth unseen set: verdicts stay as they were at first sight, or become right.
+
+By day a sample; the whole set by night. The table: `python -m tests.fifth_set`.
+"""
+
+import pytest
+
+from tests.fifth_set.__main__ import FIRST_SIGHT, first_sight, run
+from tests.fifth_set.case import CASES
+from tests.fifth_set.truth import disagreements
+
+SAMPLE = 23  # every so many cases by day
+HELD = [name for name, entry in FIRST_SIGHT.items() if entry["as_meant"]]
+
+
+def test_every_case_is_in_the_record():
+    assert list(FIRST_SIGHT) == list(CASES)
+    assert "loss" in "\n".join(first_sight())
+
+
+def test_what_the_set_says_of_its_losses_holds():
+    assert list(disagreements(list(CASES.values())[::SAMPLE])) == []
+
+
+@pytest.mark.nightly
+def test_what_the_set_says_of_all_its_losses_holds():
+    assert list(disagreements(CASES.values())) == []
+
+
+def parameter(number, name):
+    marks = [] if number % SAMPLE == 0 else [pytest.mark.nightly]
+    return pytest.param(name, id=name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [parameter(n, name) for n, name in enumerate(HELD)])
+def test_a_verdict_stays_right(name):
+    if "equivalent" in FIRST_SIGHT[name].get("debatable", ""):
+        pytest.skip(FIRST_SIGHT[name]["debatable"])
+    result = run(CASES[name])
+    assert result["good"], result["text"]
