@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from docs import logprobs
+from upref.catalog import TRAINERS
 from upref.files import write_atomically
 from upref.registry import get, names
 from upref.verify.faults.losses import GROUPS
@@ -19,6 +20,10 @@ from upref_frameworks.audits.ledger import STATUS, Entry, documented, ranked, re
 from upref_frameworks.audits.recipe import no_kl, reached, recipe
 
 FOLDER = Path(__file__).parent / "frameworks"
+TRAINERS_HEAD = (
+    "# SPDX-License-Identifier: Apache-2.0",
+    "# Objective -> the frameworks whose audits compare a loss with it: `python -m docs.framework_pages` writes this.",
+)
 AT = {"default": "its defaults", "paper": "the paper's settings"}
 
 
@@ -236,6 +241,16 @@ def statuses() -> str:
     return "\n".join([*out, "", *(f"* *{severity}*: {says}." for severity, says in SEVERITY.items())])
 
 
+def trainers() -> str:
+    """upref/trainers.toml: for each objective the frameworks whose audits compare a loss with it."""
+    found: dict[str, list[str]] = {}
+    for a in audits():
+        for objective in {r["objective"] for r in a["rows"] if r["kind"] == "loss"}:
+            found.setdefault(objective, []).append(a["framework"])
+    rows = [f"{objective} = {json.dumps(sorted(found[objective]))}" for objective in sorted(found)]
+    return "\n".join([*TRAINERS_HEAD, *rows]) + "\n"
+
+
 def main(*asked: str):
     from upref_frameworks.audits import audit
 
@@ -243,6 +258,7 @@ def main(*asked: str):
         file = FOLDER / f"{name}.json"
         write_atomically(file, audit(name).json() + "\n")
         print(file)
+    write_atomically(TRAINERS, trainers())
 
 
 if __name__ == "__main__":

@@ -2,11 +2,16 @@
 """The names of the objectives, and what `upref list` prints of them, read from their files without running these.
 
 Importing an objective imports torch, which takes seconds; a name with a typo gets its answer before that.
+
+Objectives have two tiers. The first holds those of fan2026up, its baselines, every objective that the audit of a
+trainer compares a loss with (trainers.toml, generated from the audits' records), and those that this process has
+registered itself. The second tier, *paper only*, holds the others.
 """
 
 import ast
 import difflib
 import sys
+import tomllib
 from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
@@ -15,11 +20,44 @@ from upref.errors import InputError
 from upref.files import require_readable
 
 FIELDS = ("level", "agg", "paper")
+TRAINERS = Path(__file__).parent / "trainers.toml"
+PAPER = "fan2026up"
+BASELINES = (  # those of its experiments
+    "yu2025dapo", "shao2024deepseekmath", "zheng2025group", "liu2025understanding", "chen2025minimax",
+    "qi2026rethinking", "zhao2025geometric", "gao2025soft", "hu2025reinforce++", "ahmadian2024back",
+    "zhu2025surprising", "wang2025aspo",
+)  # fmt: skip
+
+
+def facts() -> dict[str, dict[str, str]]:
+    """Return name -> {"level", "agg", "paper"} of each objective, in alphabetical order.
+
+    Those of the folder `objectives`, and those that this process has registered itself.
+    """
+    definition = sys.modules.get("upref.definition")  # nothing is registered where it is not imported
+    registered = definition.OBJECTIVES if definition else {}
+    own = {name: {field: getattr(o, field) for field in FIELDS} for name, o in registered.items()}
+    return dict(sorted({**own, **_of_files()}.items()))
 
 
 @cache
-def facts() -> dict[str, dict[str, str]]:
-    """Return name -> {"level", "agg", "paper"} of each objective of the folder `objectives`, in alphabetical order."""
+def trainers() -> dict[str, list[str]]:
+    """Return objective -> the frameworks whose audits compare a loss with it."""
+    return tomllib.loads(TRAINERS.read_text(encoding="utf-8"))
+
+
+def first_tier() -> list[str]:
+    """Return the names of the first tier, in alphabetical order."""
+    known, shipped = facts(), _of_files()
+    return [name for name, fact in known.items() if name not in shipped or not _paper_only(name, fact["paper"])]
+
+
+def _paper_only(name: str, paper: str) -> bool:
+    return name not in trainers() and paper not in (PAPER, *BASELINES)
+
+
+@cache
+def _of_files() -> dict[str, dict[str, str]]:
     found = {}
     for path in (Path(__file__).parent / "objectives").glob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -32,7 +70,7 @@ def facts() -> dict[str, dict[str, str]]:
                 found[function.name] = {
                     field: ast.literal_eval(given[field]) if field in given else "" for field in FIELDS
                 }
-    return dict(sorted(found.items()))
+    return found
 
 
 def require(*names: str) -> None:
@@ -42,15 +80,9 @@ def require(*names: str) -> None:
         InputError: the message lists the nearest names.
     """
     for name in names:
-        known = {*facts(), *_registered()}
+        known = facts()
         if "(" not in name and name not in known:
             raise unknown(name, known)
-
-
-def _registered() -> Collection[str]:
-    """Return the objectives of this process, which may have its own, where upref.definition is imported already."""
-    definition = sys.modules.get("upref.definition")
-    return definition.OBJECTIVES if definition else ()
 
 
 def require_loss(word: str) -> None:
@@ -80,7 +112,7 @@ def unknown(name: str, known: Collection[str]) -> InputError:
     """Return the error for a name that no objective has."""
     plain = name.lower().replace("-", "_")
     near = [plain] if plain in known else difflib.get_close_matches(plain, known, 3, 0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else "`upref list` shows all."
+    hint = f"did you mean {' or '.join(near)}?" if near else "`upref list --all` shows all."
     return InputError(f"there is no objective named {name!r}: {hint}")
 
 

@@ -47,7 +47,9 @@ def get(name: str) -> Objective:
     """
     known = _load()
     if not isinstance(name, str):
-        raise InputError(f"an objective is called by its name, got {type(name).__name__}: `upref list` shows all.")
+        raise InputError(
+            f"an objective is called by its name, got {type(name).__name__}: `upref list --all` shows all."
+        )
     if name.count("(") > 20:
         raise InputError(f"{name[:40]}... is nested {name.count('(')} times: up(NAME) once is enough.")
     make, _, base = name.partition("(")

@@ -139,7 +139,7 @@ def test_labels_do_not_touch(chosen):
 
 
 def test_atlas_orders_by_cap():
-    pairs, absent = groups()
+    pairs, absent = groups(upref.names())
     caps = [float(capacity(g[0], 0.01, 0.01)) for g in pairs]
     assert all(a >= b - 1e-9 for a, b in itertools.pairwise(caps))
     assert sorted(o.name for g in pairs for o in g) + sorted(absent) == sorted(

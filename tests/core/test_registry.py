@@ -7,12 +7,14 @@ import runpy
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
 import upref
 from upref import catalog, definition
+from upref.cli import main
 from upref.errors import InputError
 
 HEAD = "import upref\n@upref.objective(paper='none', eq='none', level='token', agg='token-mean', adv='reward')\n"
@@ -168,6 +170,38 @@ def test_the_catalog_is_the_registry():
         name: {"level": o.level, "agg": o.agg, "paper": o.paper} for name in upref.names() for o in [upref.get(name)]
     }
     assert catalog.facts() == fields and list(catalog.facts()) == upref.names()
+
+
+def test_an_objective_of_this_process_is_listed_and_known(monkeypatch, capsys):
+    """One function lists and looks up: what is registered beside the files is in the first tier, whatever its paper."""
+    mine = replace(upref.get("ripo"), name="mine", paper="")
+    monkeypatch.setitem(definition.OBJECTIVES, "mine", mine)
+    assert catalog.facts()["mine"] == {"level": "token", "agg": mine.agg, "paper": ""}
+    assert "mine" in catalog.first_tier()
+    catalog.require("mine")
+    assert main(["list"]) == 0 and "mine" in capsys.readouterr().out.split()
+
+
+def test_the_first_tier_is_what_a_newcomer_meets(capsys):
+    """UP, its baselines and what trainers have; nothing is in neither tier."""
+    first = catalog.first_tier()
+    assert {"up_dapo", "dapo", "aspo", "w_reinforce", "cispo_verl", "ipo", "fipo", "topr", "luspo"} <= {*first}
+    assert {*upref.names()} - {*first} >= {"bandpo_kl", "cfpo", "m2po", "ripo", "tpo", "wapo"}
+    shown = [len(out.splitlines()) for out in (_said(capsys, "list"), _said(capsys, "list", "--all"))]
+    assert shown[1] - shown[0] == len(upref.names()) - len(first) - 1  # the last line counts the others
+
+
+def _said(capsys, *line):
+    assert main([*line]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_trainers_are_those_of_the_audits():
+    from docs import framework_pages
+
+    text = catalog.TRAINERS.read_text(encoding="utf-8")
+    assert text == framework_pages.trainers(), "run: python -m docs.framework_pages"
+    assert set(catalog.trainers()) <= {*upref.names()}
 
 
 LIGHT = ("list", "show dap", "check x.py:loss --as dapo", "check no:loss --as dap", "cap dap", "identify nope",

@@ -85,8 +85,12 @@ def listing(args) -> int:
 
         print(markdown_table())
     else:
-        rows = [[name, o["level"], o["agg"], o["paper"]] for name, o in catalog.facts().items()]
-        table(["name", "level", "aggregation", "paper"], rows)
+        known, trainers = catalog.facts(), catalog.trainers()
+        shown = list(known) if args.every else catalog.first_tier()
+        rows = [[name, *known[name].values(), str(len(trainers.get(name, [])) or "")] for name in shown]
+        table(["name", "level", "aggregation", "paper", "trainers"], rows)
+        if left := len(known) - len(shown):
+            print(f"{left} more are in papers only: upref list --all")
     return 0
 
 

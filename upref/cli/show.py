@@ -7,6 +7,7 @@ from dataclasses import fields
 from importlib import resources
 from typing import Any
 
+from upref import catalog
 from upref.errors import InputError
 from upref.registry import ERRORS, LEVELS, Objective, get, names
 
@@ -15,12 +16,20 @@ PI_OLD = (0.001, 0.01, 0.1, 0.5, 0.9)
 
 
 def markdown_table() -> str:
-    """The table of objectives in docs/objectives.md; a test holds the page against it."""
-    first = lambda o: f"`{o.equation.splitlines()[0]}`".replace("|", "\\|")
-    every = [get(n) for n in names()]
-    paper = lambda o: o.paper + (" †" if o.known_from else "")
-    rows = [f"| `{o.name}` | {first(o)} | {o.level} | {o.agg} | {paper(o)} |" for o in every]
-    return "\n".join(["| name | J | level | aggregation | paper |", "|---|---|---|---|---|", *rows])
+    """The two tables of objectives in docs/objectives.md; a test holds the page against them."""
+    tier = catalog.first_tier()
+    paper_only = [n for n in names() if n not in tier]
+    return f"{_markdown(tier)}\n\n**Paper only**: no audit of a trainer has a loss of these.\n\n{_markdown(paper_only)}"
+
+
+def _markdown(shown: list[str]) -> str:
+    rows = ["| name | J | level | aggregation | paper | trainers |", "|---|---|---|---|---|---|"]
+    for o in map(get, shown):
+        J = o.equation.splitlines()[0].replace("|", "\\|")
+        paper = o.paper + (" †" if o.known_from else "")
+        trainers = len(catalog.trainers().get(o.name, [])) or ""
+        rows.append(f"| `{o.name}` | `{J}` | {o.level} | {o.agg} | {paper} | {trainers} |")
+    return "\n".join(rows)
 
 
 def facts(o: Objective) -> dict[str, Any]:
@@ -28,7 +37,8 @@ def facts(o: Objective) -> dict[str, Any]:
     facts = {
         f.name: getattr(o, f.name) for f in fields(o) if f.name in (*plain, "on_policy_exception", "scale_exception")
     }
-    return facts | {"equation": o.equation, "hyperparameters": o.hyperparameters, "defaults": o.defaults}
+    more = {"trainers": catalog.trainers().get(o.name, []), "paper_only": o.name not in catalog.first_tier()}
+    return facts | {"equation": o.equation, "hyperparameters": o.hyperparameters, "defaults": o.defaults} | more
 
 
 def every() -> list[dict[str, Any]]:

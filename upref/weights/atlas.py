@@ -2,11 +2,13 @@
 """All registered objectives on one page: the gradient weight of each and its Cap."""
 
 import textwrap
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from upref.registry import get, names
+from upref import catalog
+from upref.registry import get
 from upref.weights.capacity import capacity
 from upref.weights.curve import Curve, obstacle, of
 from upref.weights.plots import DOWN, GREY, INK, STYLE, UP, WIDE, half_width, line, ratio_axis
@@ -18,15 +20,16 @@ MU = np.r_[np.logspace(-4, -0.3, 30), 1 - np.logspace(-0.32, -7, 24)]
 
 
 def atlas() -> "Figure":
-    """Every registered objective at its default hyperparameters, from the widest Cap for A > 0 to the narrowest.
+    """Every objective of the first tier (upref.catalog), from the widest Cap for A > 0 to the narrowest.
 
+    Each has its default hyperparameters.
     Left of each pair the gradient weight against r (mu = 0.1), right the Cap of a token at π_θ = π_old = mu against mu.
     Objectives with the same weight share a pair; those that have no weight of a token by itself are named below.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
-    pairs, absent = groups()
+    pairs, absent = groups(catalog.first_tier())
     dapo = of("dapo")
     reference = [(line(dapo, A, 0.1, WIDE), capacity(dapo, MU, MU, A)) for A in (1.0, -1.0)]
     reasons = "; ".join(f"{n} ({why})" for n, why in absent.items())
@@ -91,12 +94,12 @@ def _heading(fig, group, x, y, line):
         fig.text(x, y, rest, fontsize=9.5, color="#555555", va="baseline", linespacing=1.2)
 
 
-def groups() -> tuple[list[list[Curve]], dict[str, str]]:
+def groups(names: Iterable[str]) -> tuple[list[list[Curve]], dict[str, str]]:
     """Objectives of equal weight, widest Cap first; and those that have no Cap, with the reason."""
-    absent = {n: why for n in names() if (why := obstacle(get(n)))}
+    absent = {n: why for n in names if (why := obstacle(get(n)))}
     known: dict[tuple[str, bytes], list[Curve]] = {}
     r = np.exp(np.r_[np.linspace(-2, 2, 201), np.linspace(-1e-3, 1e-3, 201)])
-    for curve in (of(n) for n in names() if n not in absent):
+    for curve in (of(n) for n in names if n not in absent):
         probe = [curve(r, A, mu) for A in (1.0, -1.0) for mu in (0.01, 0.1)]
         unit = "token" if curve.level == "custom" else curve.level
         known.setdefault((unit, np.round(probe, 9).tobytes()), []).append(curve)
