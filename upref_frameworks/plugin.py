@@ -11,6 +11,8 @@ from upref.foreign.signature import parameters
 from upref.registry import Objective
 from upref_frameworks import names
 from upref_frameworks.nemo_rl import dump as nemo_rl
+from upref_frameworks.prime_rl import dump as prime_rl
+from upref_frameworks.skyrl import convert as skyrl
 from upref_frameworks.slime import dump as slime
 from upref_frameworks.trl import losses as trl, record as trl_record
 from upref_frameworks.verl import losses as verl
@@ -52,8 +54,8 @@ def tested_versions() -> dict[str, str]:
 
 
 def dump_readers() -> list[Any]:
-    """Return the readers of NeMo-RL's, slime's and miles' own files."""
-    return [nemo_rl, slime]
+    """Return the readers of NeMo-RL's, prime-rl's, slime's and miles' own files, and what refuses SkyRL's."""
+    return [nemo_rl, prime_rl, slime, skyrl]
 
 
 def recorders() -> list[Any]:

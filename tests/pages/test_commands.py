@@ -38,6 +38,7 @@ HERE = {
 }
 REPLAYS = [  # of docs/howto/replay.md, whose commands run in one test
     "upref replay train_data_step12.jsonl --as grpo", "upref replay train_data_step12.jsonl --as grpo -o sheet.html",
+    "upref replay rollouts", "upref replay rollouts/step_7", "upref replay dumps --as grpo",
     "upref replay dumps/7.pt --as grpo", "upref replay dumps --as grpo -o sheet.html",
     "upref replay dumps --as dapo --hp eps_high=0.2", "upref replay dumps --as dapo --hp eps_high=0.2 -o sheet.html",
     "upref replay dumps --as dapo --hp eps_high=0.2 --hp c=3",
@@ -73,6 +74,7 @@ ELSEWHERE = {
     "upref badge results.json -o badge.svg": ("tests/conformance/test_suite.py::test_a_badge", '"badge"'),
     **{command: ("tests/replay/test_howto.py::test_each_command_of_the_page_runs", "replay.md") for command in REPLAYS},
     "python -m docs.make docs/frameworks.md": ("tests/pages/test_pages.py::test_it_is_fresh", "make.written"),
+    "python -m docs.gallery": ("tests/replay/test_gallery.py::test_the_command", "gallery.main"),
     "python -m docs.drafts": ("tests/pages/test_drafts.py::test_the_command", "main"),
     "python -m docs.second_reader": ("tests/pages/test_second_reader.py::test_", "text"),
     "repro/venv.sh verl trl": ("tests/pages/test_requirements.py::test_", "venv.sh"),

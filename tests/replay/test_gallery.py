@@ -49,3 +49,12 @@ def test_a_scatter_shows_the_tokens_that_train():
     (points,) = ax.collections
     drawn = held["mask"] & held["sampler"].isfinite()
     assert len(points.get_offsets()) == min(int(drawn.sum()), gallery.POINTS)
+
+
+def test_the_command_draws_each_entry_and_records_what_replay_says(tmp_path, monkeypatch):
+    few = [entry for entry in gallery.entries() if entry.fault == "divided"]
+    monkeypatch.setattr(gallery, "entries", lambda: few)
+    gallery.main(tmp_path / "pictures", tmp_path / "gallery.json")
+    drawn = (tmp_path / "pictures" / "divided.svg").read_text(encoding="utf-8")
+    assert drawn.startswith("<?xml") and "<image" in drawn
+    assert json.loads((tmp_path / "gallery.json").read_text(encoding="utf-8"))["divided"]["cause"] == "factor"

@@ -19,6 +19,8 @@ PARTS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
 FOUND = {  # framework -> what each of its commands prints, among other things
     "NeMo-RL": "ok    advantages: leave_one_out",
     "slime and miles": "FAIL  advantages",  # its 16 rows are normalized in two halves, which mix prompts
+    "SkyRL": "ok    sampler",
+    "prime-rl": "not run  sampler",
     "TRL": "ok    loss",
     "verl": "ok    loss",
 }
@@ -44,6 +46,18 @@ def there(tmp_path, monkeypatch):
 def slimes_files():
     Path("dumps").mkdir()
     shutil.copy(FILES / "slime_7.pt", "dumps/7.pt")
+
+
+def skyrls_files():
+    """What the converter writes; tests/replay/test_readers.py converts."""
+    assert "python -m upref_frameworks.skyrl.convert dumped_data/*.pkl -o dumps" in PARTS["SkyRL"]
+    Path("dumps").mkdir()
+    shutil.copy(FILES / "global_step_7_training_input.npz", "dumps")
+
+
+def prime_rls_files():
+    pytest.importorskip("msgspec", reason="prime-rl's files are read with it")
+    shutil.copytree(FILES / "step_7", "rollouts/step_7")
 
 
 def train_with_trl():
@@ -72,6 +86,8 @@ def train_with_verl(monkeypatch):
     [
         "NeMo-RL",
         "slime and miles",
+        "SkyRL",
+        "prime-rl",
         pytest.param("TRL", marks=pytest.mark.trl),
         pytest.param("verl", marks=pytest.mark.verl),
     ],
@@ -79,6 +95,10 @@ def train_with_verl(monkeypatch):
 def test_each_command_of_the_page_runs(part, capsys, monkeypatch):
     if part == "slime and miles":
         slimes_files()
+    if part == "SkyRL":
+        skyrls_files()
+    if part == "prime-rl":
+        prime_rls_files()
     if part == "TRL":
         train_with_trl()
     if part == "verl":

@@ -8,11 +8,13 @@ import hashlib
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from upref.errors import InputError
 from upref.replay import advantages, gap, read
+from upref_frameworks.skyrl.convert import converted
 
 FILES = Path(__file__).parent / "files"
 WRITTEN = json.loads((FILES / "written_by.json").read_text(encoding="utf-8"))
@@ -133,3 +135,74 @@ def test_parts_of_responses_are_refused(tmp_path):
     torch.save(torch.load(MILES, weights_only=True) | {"cp_size": 2}, tmp_path / "m.pt")
     with pytest.raises(InputError, match="context parallel"):
         read(tmp_path / "m.pt")
+
+
+def test_prime_rl_is_read_to_the_bit():
+    """Its samples are packed and padded; msgspec reads what it wrote, without this reader."""
+    msgspec = pytest.importorskip("msgspec", reason="prime-rl's files are read with it")
+    batch = read(sorted((FILES / "step_7").iterdir()))
+    assert (batch.step, len(batch.mask), batch.tokens) == (7, 16, 132)
+    assert batch.rank.unique().tolist() == [0, 1] and len(batch.group.unique()) == 2
+    written = {0: [], 1: [], 2: [], 3: []}  # the first fields: ids, mask, advantages, log-probabilities
+    for rank in range(2):
+        for micro in msgspec.msgpack.decode((FILES / f"step_7/rank_{rank}.bin").read_bytes()):
+            for field, values in written.items():
+                values += [value for value, trains in zip(micro[field], micro[1], strict=True) if trains]
+    for field, name in ((0, "ids"), (2, "adv"), (3, "sampler")):
+        assert getattr(batch, name)[batch.mask].tolist() == written[field], name
+
+
+def test_what_prime_rl_lacks_is_told():
+    with pytest.raises(InputError, match="no log-probability of the trainer"):
+        gap(read(sorted((FILES / "step_7").iterdir())))
+
+
+def test_prompts_have_one_number_in_the_files_of_all_ranks():
+    """Eight samples of each prompt stand in two files."""
+    ranks = [read(FILES / f"step_7/rank_{rank}.bin") for rank in range(2)]
+    assert set(ranks[0].group.tolist()) & set(ranks[1].group.tolist())
+
+
+@pytest.mark.parametrize(
+    "change", [lambda m: m[3].pop(), lambda m: m[8].append(1), lambda m: m.clear(), lambda m: m.append(0)]
+)
+def test_an_altered_file_of_prime_rl_is_refused(tmp_path, change):
+    msgspec = pytest.importorskip("msgspec", reason="prime-rl's files are read with it")
+    held = msgspec.msgpack.decode((FILES / "step_7/rank_0.bin").read_bytes())
+    change(held[0])
+    file = tmp_path / "step_7/rank_0.bin"
+    file.parent.mkdir()
+    file.write_bytes(msgspec.msgpack.encode(held))
+    with pytest.raises(InputError, match=r"prime-rl|numbers|seq_lens"):
+        read(file)
+
+
+def test_skyrl_is_converted_to_the_bit():
+    """Its columns end where the sequences end; the expected ones are those that went into its batch."""
+    batch = read(FILES / "global_step_7_training_input.npz")
+    expected = np.load(FILES / "skyrl_expected.npz")
+    assert batch.step == 7 and torch.equal(batch.mask, torch.from_numpy(expected["mask"]) != 0)
+    for name in ("adv", "old", "sampler"):
+        assert torch.equal(getattr(batch, name).float(), torch.from_numpy(expected[name])), name
+    assert [len(batch.group[batch.group == g]) for g in batch.group.unique()] == [8, 8]
+
+
+def test_a_pickle_of_skyrl_is_not_opened(tmp_path):
+    """The pickle would write a file."""
+    file = tmp_path / "global_step_3_training_input.pkl"
+    trace = tmp_path / "opened"
+    file.write_bytes(f"cpathlib\nPath.touch\n(cpathlib\nPath\n(S'{trace}'\ntRtR.".encode())
+    with pytest.raises(InputError, match=r"skyrl\.convert"):
+        read(file)
+    assert not trace.exists()
+
+
+def test_a_training_input_without_its_mask_is_refused():
+    with pytest.raises(InputError, match="lacks loss_mask"):
+        converted({"sequences": torch.ones(2, 3)}, {}, "f")
+
+
+def test_appended_rows_of_skyrl_are_left_out():
+    held = {"sequences": torch.ones(3, 4, dtype=torch.long), "loss_mask": torch.ones(3, 2)}
+    batch = converted(held, {"pad_size": 1, "policy_prompt_boundaries": [(0, 1), (1, 2)]}, "global_step_9_x.pkl")
+    assert (len(batch.mask), batch.step, batch.group.tolist()) == (2, 9, [0, 1])

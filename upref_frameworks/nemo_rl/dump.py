@@ -16,6 +16,7 @@ import numpy as np
 
 from upref.errors import InputError
 from upref.replay.batch import make_batch
+from upref.replay.prompts import prompt_number
 from upref.replay.schema import PROMPTS_READ, RecordedBatch
 
 SUFFIXES = (".jsonl",)
@@ -104,7 +105,5 @@ def _first(value: Any) -> Any:
 
 def _groups(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """One number for each prompt: the tokens before the first trained one."""
-    numbers: dict[bytes, int] = {}
     start = np.where(mask.any(1), mask.argmax(1), ids.shape[1])
-    keys = [row[:n].tobytes() for row, n in zip(ids, start, strict=True)]
-    return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
+    return np.array([prompt_number(row[:n]) for row, n in zip(ids, start, strict=True)])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.replay.batch import make_batch
+from upref.replay.prompts import prompt_number
 from upref.replay.schema import PROMPTS_READ, RecordedBatch
 
 SUFFIXES = (".pt",)
@@ -111,12 +112,10 @@ def _transposed(data: dict[str, Any], path: Path) -> list[dict[str, Any]]:
 
 def _groups(samples: list[dict[str, Any]], lengths: list[int]) -> Tensor:
     """One number for each prompt: the tokens before the response."""
-    numbers: dict[tuple[int, ...], int] = {}
     out = []
     for sample, n in zip(samples, lengths, strict=True):
         ids = _flat(sample["tokens"])
-        prompt = tuple(ids[: len(ids) - n].tolist())
-        out.append(numbers.setdefault(prompt, len(numbers)))
+        out.append(prompt_number(ids[: len(ids) - n].tolist()))
     return torch.tensor(out)
 
 

@@ -16,7 +16,6 @@ verl's own backward pass. The worker counts the steps, because it has no other n
 folder with recorded steps the count goes on.
 """
 
-import hashlib
 import logging
 import os
 import re
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from upref.errors import InputError
 from upref.registry import get
+from upref.replay.prompts import prompt_number
 from upref.replay.record import (
     EVERY,
     Recording,
@@ -315,5 +315,4 @@ def _groups(data: Any) -> dict[str, Tensor]:
     texts = tu.get(data, "uid")
     if len(texts) != len(data):
         return {}
-    numbers = [int(hashlib.sha256(str(text).encode()).hexdigest()[:15], 16) for text in texts]
-    return {"group": torch.tensor(numbers)}
+    return {"group": torch.tensor([prompt_number(str(text)) for text in texts])}

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prompt of a response as a number, which is the same in the files of every rank."""
+
+import hashlib
+from collections.abc import Iterable
+
+BITS = 60  # of a number: it fits into an int64
+
+
+def prompt_number(prompt: str | Iterable[int]) -> int:
+    """A number for a prompt.
+
+    Args:
+        prompt: its name, or its token ids.
+
+    Returns:
+        A whole number, equal for equal prompts, in any file of the step.
+    """
+    text = prompt if isinstance(prompt, str) else ",".join(str(int(token)) for token in prompt)
+    return int(hashlib.sha256(text.encode()).hexdigest()[: BITS // 4], 16)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""prime-rl's `rollouts/step_{N}/rank_{R}.bin`, which its filesystem transport leaves on the disk.
+
+https://github.com/PrimeIntellect-ai/prime-rl/blob/559b44772e471d1538537b8805cc77f3824a5e64/src/prime_rl/transports/rollouts/types.py
+A file is msgpack: a list of micro-batches, each a list of the fields of `MicroBatch` in their
+order, where fields that have their default may be missing at the end. A micro-batch packs several
+samples, whose lengths are `seq_lens`; padding that does not train counts as the end of the last.
+The trainer's log-probabilities are not there: prime-rl's loss takes the engine's as π_old.
+"""
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from upref.errors import InputError
+from upref.replay.batch import make_batch
+from upref.replay.prompts import prompt_number
+from upref.replay.schema import PROMPTS_READ, RecordedBatch
+
+SUFFIXES = (".bin",)
+FIELDS = (
+    "input_ids",
+    "loss_mask",
+    "advantages",
+    "inference_logprobs",
+    "position_ids",
+    "sequence_lengths",
+    "temperatures",
+    "env_names",
+    "seq_lens",
+    "ref_logprobs",
+    "routed_experts",
+    "mm_kwargs",
+    "mm_token_type_ids",
+    "rl_weights",
+    "ce_weights",
+    "ref_kl_weights",
+)
+NEEDED = 9  # of the fields have no default
+COLUMNS = {
+    "input_ids": "ids",
+    "advantages": "adv",
+    "inference_logprobs": "sampler",
+    "ref_logprobs": "ref",
+    "rl_weights": "correction",
+}
+ABSENT = "prime-rl's rollout files have no such column."
+META = {"framework": "prime-rl", PROMPTS_READ: "samples with equal prompts"}
+HINTS = {
+    "old": "prime-rl's rollout files have no log-probability of the trainer: its loss takes the "
+    "engine's as π_old. Record the trainer's own as docs/dump.md describes.",
+    "now": ABSENT,
+    "reward": ABSENT,
+    "version": ABSENT,
+    "ref": "prime-rl writes ref_logprobs where an algorithm scores against a reference.",
+}
+
+
+def recognizes(path: Path) -> bool:
+    """Whether the file has the name that prime-rl gives: other programs write .bin files too."""
+    return bool(re.fullmatch(r"rank_\d+", path.stem)) and step_of(path) is not None
+
+
+def step_of(path: Path) -> int | None:
+    """The number in the name of its folder."""
+    found = re.fullmatch(r"step_(\d+)", path.resolve().parent.name)
+    return int(found[1]) if found else None
+
+
+def read(path: Path) -> RecordedBatch:
+    """Read one file: the micro-batches of one rank.
+
+    Raises:
+        InputError: it is another kind of file, or its lists differ in length.
+    """
+    import msgspec
+
+    held = msgspec.msgpack.decode(path.read_bytes())
+    if not isinstance(held, list) or not held:
+        raise InputError(f"{path} holds no micro-batch of prime-rl.")
+    parts = [_micro_batch(fields, f"{path}, micro-batch {n}") for n, fields in enumerate(held)]
+    lengths = [length for part in parts for length in part["seq_lens"]]
+    columns: dict[str, Any] = {"offsets": np.cumsum([0, *lengths])}
+    for key, name in COLUMNS.items():
+        if all(part[key] is not None for part in parts):
+            columns[name] = np.concatenate([np.asarray(part[key]) for part in parts])
+    weights = [part["rl_weights"] for part in parts]
+    masks = [np.asarray(part["loss_mask"], dtype=bool) for part in parts]
+    for n, (mask, weight) in enumerate(zip(masks, weights, strict=True)):
+        if weight is not None:  # a weight of 0 takes a token out of the loss and of its count
+            masks[n] = mask & (np.asarray(weight) != 0)
+    columns["mask"] = np.concatenate(masks)
+    counts = [len(part["seq_lens"]) for part in parts]
+    columns["micro"] = np.repeat(np.arange(len(parts)), counts)
+    columns["rank"] = np.full(len(lengths), int(path.stem.partition("_")[2]))
+    columns["group"] = _groups(columns["ids"], columns["mask"], columns["offsets"])
+    return make_batch(columns, file=str(path), step=step_of(path), meta=META, hints=HINTS)
+
+
+def _micro_batch(fields: Any, where: str) -> dict[str, Any]:
+    """The fields of one micro-batch by their names; those that are missing are None."""
+    if not isinstance(fields, list) or not NEEDED <= len(fields) <= len(FIELDS):
+        raise InputError(f"{where} is no micro-batch of prime-rl: this upref reads its {len(FIELDS)} fields.")
+    part: dict[str, Any] = dict.fromkeys(FIELDS)
+    part.update(zip(FIELDS, fields, strict=False))
+    size = len(part["input_ids"])
+    for name in ("loss_mask", *COLUMNS):
+        if part[name] is not None and len(part[name]) != size:
+            raise InputError(f"{where}: {name} has {len(part[name])} numbers, input_ids {size}; was the file altered?")
+    if sum(part["seq_lens"]) != size:
+        raise InputError(f"{where}: seq_lens sum to {sum(part['seq_lens'])}, and it has {size} tokens.")
+    return part
+
+
+def _groups(ids: np.ndarray, mask: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """One number for each prompt: the tokens of a sample before the first that trains."""
+    out = []
+    for start, end in pairwise(offsets):
+        trains = mask[start:end]
+        first = int(trains.argmax()) if trains.any() else int(end - start)
+        out.append(prompt_number(ids[start : start + first]))
+    return np.array(out)
