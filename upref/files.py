@@ -4,62 +4,112 @@
 import contextlib
 import glob
 import os
-import platform
-import re
 import secrets
-import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from upref.errors import InputError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # to open a pipe waits for who writes into it
+
 
 def write_atomically(path: Path | str, content: bytes | str) -> None:
-    """Write beside the file, flush to the disk, rename: an interruption or a full disk leaves the old or the new file.
+    """Write beside the file, flush to the disk, rename: an interruption or a full disk
+    leaves the old or the new file.
 
-    Several processes and threads may write one file; the last one stays. What a killed process of this machine left
-    beside it is removed.
+    Several processes and threads may write one file; the last one stays. What a killed
+    process left beside it is removed. A pipe or a device is written to as it is.
 
     Args:
-        path: The file. Its folder must exist.
+        path: The file, or a link to it. Its folder must exist.
         content: Bytes, or text, which is written as UTF-8.
 
     Raises:
         OSError: With the name of the file, whichever call failed.
     """
-    path = Path(path)
-    start = f".{path.name[:180]}.{re.sub(r'[^0-9A-Za-z-]', '-', platform.node())[:30]}."
-    draft = path.with_name(f"{start}{os.getpid()}.{secrets.token_hex(4)}")
+    content = content.encode() if isinstance(content, str) else content
     try:
-        draft.write_bytes(content.encode() if isinstance(content, str) else content)
-        flush(draft)
-        draft.rename(path)
+        if os.path.exists(path) and not os.path.isfile(path):
+            Path(path).write_bytes(content)
+        else:
+            _replace(Path(os.path.realpath(path)), content)
     except OSError as e:
         raise OSError(e.errno, e.strerror or str(e), str(path)) from e
+
+
+def _replace(path: Path, content: bytes) -> None:
+    start = f".{path.name[:180]}."
+    draft = _held_draft(path, start)
+    try:
+        with draft:  # which holds its lock
+            draft.write(content)
+            draft.flush()
+            os.fsync(draft.fileno())
+            os.rename(draft.name, path)
     finally:
-        with contextlib.suppress(OSError, ValueError):
-            draft.unlink(missing_ok=True)
-            for left in path.parent.glob(glob.escape(start) + "*.????????"):
-                if not is_running(int(left.name.removeprefix(start).partition(".")[0])):
-                    left.unlink()
+        with contextlib.suppress(OSError):
+            Path(draft.name).unlink(missing_ok=True)
+            for left in path.parent.glob(f"{glob.escape(start)}{'[0-9a-f]' * 16}"):
+                if not is_held(left):
+                    left.unlink(missing_ok=True)
 
 
-def is_running(process: int) -> bool:
-    """Whether a process of this machine has this id; where the system cannot tell, yes."""
-    if sys.platform == "win32":  # there os.kill ends a process
+def _held_draft(path: Path, start: str) -> BinaryIO:
+    """A new file beside the path, whose lock ends with this process."""
+    while True:
+        draft = path.with_name(f"{start}{secrets.token_hex(8)}").open("xb")
+        _lock(draft.fileno())
+        if os.path.exists(draft.name):  # else another writer took it for a left one
+            return draft
+        draft.close()
+
+
+def _lock(handle: int, wait: bool = True) -> bool:
+    """Lock an open file; whether that was done. A file system may have no locks."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Hold the lock of a file or folder, once nobody else does; kill -9 frees it."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        _lock(handle)
+        yield
+    finally:
+        os.close(handle)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds its lock, in a container or on a machine with the same file
+    system too; where the system cannot tell, yes."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
         return True
     try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:  # another user's
-        pass
-    return True
+        return not _lock(handle, wait=False)
+    finally:
+        os.close(handle)
 
 
 def require_readable(path: Path) -> None:
     """Raise InputError where there is no file of that name to read."""
     try:
-        path.resolve(strict=True).open().close()
+        handle = os.open(path.resolve(strict=True), os.O_RDONLY | NO_WAIT)
+        os.close(handle)
     except (OSError, ValueError) as e:  # ValueError: a name that no file can have
         why = getattr(e, "strerror", None) or " ".join(str(e).split())
         raise InputError(f"there is no file {str(path)!r} to read ({why}).") from e

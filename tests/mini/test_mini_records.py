@@ -4,7 +4,6 @@
 import ast
 import json
 import os
-import platform
 import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from repro.exact.result import Result, write
 from repro.mini import files
 from repro.mini.study import results, suite
 from upref.errors import InputError
-from upref.files import write_atomically
+from upref.files import held, write_atomically
 
 ROOT = Path(__file__).parents[2]
 RECORDS = {
@@ -252,17 +251,31 @@ def test_many_writers_of_one_file_leave_a_whole_one(tmp_path):
 
 
 def test_what_a_killed_writer_left_goes_with_a_later_write(tmp_path):
-    """Whatever the clock says: one ahead of the file system's removed drafts that were being written."""
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    here = platform.node()[:30]
-    living, left = f".a[1].{here}.{os.getpid()}.0123abcd", f".a[1].{here}.{ended.pid}.0123abcd"
-    others = {living, f".a[1].elsewhere.{ended.pid}.0123abcd", f".b.{here}.{ended.pid}.0123abcd"}
-    for name in (left, *others):
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (0, 0))
-    write_atomically(tmp_path / "a[1]", "x")
-    assert {p.name for p in tmp_path.iterdir()} == {"a[1]", *others}
+    """Whatever clocks and process ids say: a draft that another container was writing
+    went because no process here had its id."""
+    left, living, other = (tmp_path / f".{name}.{n:016x}" for name, n in (("a[1]", 1), ("a[1]", 2), ("b", 1)))
+    for path in (left, living, other):
+        path.touch()
+        os.utime(path, (0, 0))
+    with held(living):
+        write_atomically(tmp_path / "a[1]", "x")
+    assert {p.name for p in tmp_path.iterdir()} == {"a[1]", living.name, other.name}
+    write_atomically(tmp_path / "a[1]", "y")
+    assert not living.exists() and other.exists()
+
+
+def test_a_pipe_and_a_link_stay_what_they_are(tmp_path):
+    """Both became files: as root, /dev/null too."""
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE, text=True)
+    write_atomically(pipe, "through the pipe")
+    assert reader.communicate(timeout=20)[0] == "through the pipe" and pipe.is_fifo()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/file").write_text("old")
+    link.symlink_to("folder/file")
+    write_atomically(link, "new")
+    assert link.is_symlink() and (tmp_path / "folder/file").read_text() == "new"
 
 
 def test_two_that_collect_into_one_folder_lose_no_record(tmp_path):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """No false green: whatever somebody's code does, status 0 comes with a finished report, and nothing is left behind."""
 
+import errno
 import json
 import logging
 import os
@@ -358,6 +359,34 @@ def test_an_exception_that_does_not_recur_is_no_verdict(part):
             match=r"raised ValueError: no \(test_guard.py, line \d+, in throw\); on the same inputs loss then answered",
         ):
             upref.check(loss, "dapo")
+
+
+def test_a_loss_that_begins_to_raise_is_no_verdict():
+    """It has used up files, threads or a disk: "NOT dapo" said that it is another formula."""
+    calls = []
+
+    def leaks(log_prob, old_log_prob, advantages, mask):
+        calls.append(0)
+        if len(calls) > 150:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return dapo(log_prob, old_log_prob, advantages, mask)
+
+    with pytest.raises(InputError, match=r"answered call 1; on the same inputs .* Too many"):
+        upref.check(leaks, "dapo")
+
+
+def test_a_time_limit_holds_for_a_file_that_is_a_pipe(tmp_path):
+    """The command waited for a writer before it set the limit."""
+    os.mkfifo(tmp_path / "pipe.py")
+    words = ["check", f"{tmp_path}/pipe.py:loss", "--as", "dapo", "--timeout", "1"]
+    done = subprocess.run(
+        [*fork.executable(), "-m", "upref", *words],
+        env=os.environ | fork.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and "timed out after 1 s" in done.stderr
 
 
 def test_a_rank_that_ends_the_process_is_no_verdict():

@@ -115,10 +115,16 @@ def _outcome(args: argparse.Namespace, work: Callable[[], int], unread: int = 0)
             return unread, ""
         if args.debug:
             traceback.print_exc()
-        return 2, _sentence(error)
+        return 2, _sentence(error, args.chosen_verb.user_code)
 
 
-def _sentence(error: BaseException) -> str:
+def _sentence(error: BaseException, user_code: str) -> str:
+    """What is wrong, in one sentence.
+
+    Args:
+        error: what a verb raised.
+        user_code: what the verb ran of a user, in words; "" for nothing.
+    """
     if isinstance(error, InputError | Gone):
         return str(error)
     if isinstance(error, ModuleNotFoundError):
@@ -128,7 +134,10 @@ def _sentence(error: BaseException) -> str:
         return f"cannot write {error.filename or 'the output'}: {error.strerror}."
     if isinstance(error, MemoryError):
         return "not enough memory: close other programs, or raise the limit (`ulimit -v`)."
-    return f"no answer: {type(error).__name__}: {error} (a bug in upref; --debug shows where)."
+    whose = "a bug in upref"
+    if user_code:  # which runs in the same process
+        whose += f", or {user_code} has changed a function of Python, torch or upref"
+    return f"no answer: {type(error).__name__}: {error} ({whose}; --debug shows where)."
 
 
 def _tell(args: argparse.Namespace, status: int, sentence: str) -> int:

@@ -102,12 +102,19 @@ def _line(pipe: int, pid: int, deadline: float, what: str, seconds: float) -> by
                 raise Gone(f"{what} sent more than {LONGEST:,} bytes: a report is shorter.")
         elif ended:
             status = ended.si_status
-            how = f"ended the process with exit status {status}"
-            how = how if ended.si_code == os.CLD_EXITED else f"died of signal {status}"
-            raise Gone(f"{what} {how} before there was a report: a function returns its value.")
+            raise Gone(f"{what} {_end(status, ended.si_code)} before there was a report: a function returns its value.")
         elif closed:
             time.sleep(0.01)
     raise Gone(f"{what} timed out after {seconds:g} s; raise --timeout.")
+
+
+def _end(status: int, code: int) -> str:
+    """How a child ended, in words."""
+    if code == os.CLD_EXITED:
+        return f"ended the process with exit status {status}"
+    if status == signal.SIGKILL:
+        return "was killed (by signal 9, as Linux does where memory runs out)"
+    return f"died of signal {status}"
 
 
 def _report(line: bytes, token: str, what: str) -> Printed:
@@ -116,7 +123,10 @@ def _report(line: bytes, token: str, what: str) -> Printed:
     except (ValueError, TypeError, RecursionError):
         report = None
     if report is None or report.status not in (0, 1, 2) or not all(isinstance(text, str) for text in report[1:]):
-        raise Gone(f"{what} wrote into the pipe of its report: write to files that the code has opened alone.")
+        raise Gone(
+            f"{what} garbled the report: write to files alone that the code has opened, "
+            "and replace no functions of Python."
+        )
     return report
 
 

@@ -45,9 +45,10 @@ def load(target: str) -> Callable[..., Any]:
 
 
 def name_of(fn: Any) -> str:
-    """As it was given where it was given by name; else the function's own name."""
+    """As it was given where it was given by name, a line break in it as `\\n`; else the
+    function's own name."""
     if isinstance(fn, str):
-        return fn
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in fn)
     if isinstance(fn, functools.partial):
         return name_of(fn.func)
     try:

@@ -208,7 +208,7 @@ def of_all(whats, hp: dict[str, Any]) -> list[Curve]:
         if not any(take(key) for take in takes):
             if len(whats) == 1:
                 of(whats[0], **{key: hp[key]})  # says what an objective has
-            called = (w if isinstance(w, str) else getattr(w, "name", None) or losses.name_of(w) for w in whats)
+            called = (getattr(w, "name", None) or losses.name_of(w) for w in whats)
             raise InputError(f"none of {', '.join(called)} has a hyperparameter {key!r}.")
     return [of(what, **{k: v for k, v in hp.items() if take(k)}) for what, take in zip(whats, takes, strict=True)]
 

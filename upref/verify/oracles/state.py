@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upref.errors import InputError
+from upref.errors import Gone, InputError
+from upref.foreign.guard import stopped
 from upref.foreign.shapes import probe
 from upref.rollouts import Rollouts
 from upref.verify.measure import Case
@@ -67,17 +68,33 @@ def _again(at: tuple[Any, ...]) -> Tensor | None:
     return None
 
 
-def _changed(at: tuple[Any, ...]) -> bool:
-    return not _same(_gradient(at[3]), _again(at))
+def _changed(at: tuple[Any, ...], call: int) -> bool:
+    """Whether the call of the log has another gradient now.
+
+    Raises:
+        Gone: it raises now. That tells of files, threads or memory that have run out
+            meanwhile, or of an error of the loss, and not of another formula.
+    """
+    loss, what, inputs, answer = at
+    try:
+        return not _same(_gradient(answer), _gradient(loss.ask(what, *inputs)))
+    except InputError as e:
+        raise stopped(
+            Gone(f"{loss.name} answered call {call}; on the same inputs it then raised: it has no one answer. {e}")
+        ) from e
 
 
 def state(case: Case) -> list[Finding]:
     """The first batch once more, after all others; after a failure, the batches of other calls too. A loss that has
-    changed meanwhile was not judged by one answer."""
+    changed meanwhile was not judged by one answer.
+
+    Raises:
+        Gone: a batch that the loss has answered makes it raise now.
+    """
     log = case.loss.log
     asked = [n for n, at in enumerate(log) if at]
     for n in [*asked[: AGAIN[0]], *asked[AGAIN[0] :][-AGAIN[1] :]] if case.failed else asked[:1]:
-        if _changed(log[n]):
+        if _changed(log[n], n + 1):
             text = f"the batch of call {n + 1}, asked again as call {len(log)}"
             why = f"{STATE} {_since(log[: len(log) - 1], n)}"
             return [fail("determinism", text, "the same numbers", "other numbers", cause=why)]

@@ -10,12 +10,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from upref.errors import InputError
-from upref.files import is_running
+from upref.files import held, is_held
 
 NEWEST = "newest"  # the --version that means whatever is out
 VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+!-]{0,99}")  # of a package, or a commit or tag: no path and no option
@@ -144,13 +144,15 @@ def _checkout(name: str, repository: str, commit: str) -> Path:
 @contextmanager
 def _made(folder: Path) -> Iterator[Path]:
     """A folder that is whole or not there: filled under another name first."""
+    installing = ExitStack()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for left in folder.parent.glob(".half-*"):  # of an installation that was killed
-            process = left.name.split("-")[1]
-            if not (process.isdecimal() and is_running(int(process))):
-                shutil.rmtree(left, ignore_errors=True)
-        half = Path(tempfile.mkdtemp(prefix=f".half-{os.getpid()}-", dir=folder.parent))
+        with held(folder.parent):
+            for left in folder.parent.glob(".half-*"):
+                if not is_held(left):  # its installation was killed
+                    shutil.rmtree(left, ignore_errors=True)
+            half = Path(tempfile.mkdtemp(prefix=".half-", dir=folder.parent))
+            installing.enter_context(held(half))
     except OSError as e:
         raise InputError(f"cannot write in {folder.parent} ({e.strerror}): set XDG_CACHE_HOME.") from e
     try:
@@ -161,6 +163,7 @@ def _made(folder: Path) -> Iterator[Path]:
         os.replace(half, folder)
     finally:
         shutil.rmtree(half, ignore_errors=True)
+        installing.close()
 
 
 def _digest(folder: Path) -> str:
