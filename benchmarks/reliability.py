@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults injected into every command that writes: what happened, the exit status, what was lost.
 
-    python -m benchmarks.reliability                 all groups, an hour of a core; status 1: something was lost
+    python -m benchmarks.reliability                 all groups, three at a time; status 1: something was lost
     python -m benchmarks.reliability files threads   some of: mini suite exact audit venv site files disk network two
                                                      interrupt threads
 
@@ -34,6 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -489,14 +490,27 @@ def caught(process: int, number: int) -> bool:
     return bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (number - 1) & 1)
 
 
-def interrupt(folder: Path) -> Iterator[Row]:
+def long_commands(folder: Path) -> dict[str, list[str]]:
+    """The commands of INTERRUPTED and those of a shell: name -> arguments."""
     S.write(folder / "s.json")
     (folder / "slow.py").write_text("import time\ndef loss(log_prob, old_log_prob, advantages, mask): time.sleep(60)\n")
-    commands = {x: [sys.executable, *x.format(*[folder] * 9).split()] for x in INTERRUPTED}
+    commands = {
+        x.removeprefix("-m ").replace("{}/", "").removesuffix(" {}"): [
+            sys.executable,
+            *x.format(*[folder] * 9).split(),
+        ]
+        for x in INTERRUPTED
+    }
     commands["repro/venv.sh docs"] = ["bash", str(checkout(folder / "place") / "repro/venv.sh"), "docs"]
+    return commands
+
+
+def interrupt(folder: Path) -> Iterator[Row]:
+    commands = long_commands(folder)
+    yield from killed_anywhere(folder, commands)
     for name, argv in commands.items():
         said, ends = "", []
-        for number in (signal.SIGINT, signal.SIGTERM) * 3:
+        for number in (signal.SIGINT, signal.SIGTERM) * 2:
             p = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             while p.poll() is None and not caught(p.pid, signal.SIGTERM):
                 time.sleep(0.01)
@@ -511,8 +525,86 @@ def interrupt(folder: Path) -> Iterator[Row]:
         happened = said.replace(f"{sys.executable} ", "") or "it had ended"
         both = " or ".join(str(x) for x in sorted(set(ends)))
         if ends:
-            who = name.removeprefix("-m ").replace("{}/", "").removesuffix(" {}")
-            yield row(who, "Ctrl-C or SIGTERM", happened, both, len(ends))
+            yield row(name, "Ctrl-C or SIGTERM", happened, both, len(ends))
+
+
+KILLS = 2  # of each long command
+LASTS = 9.0  # seconds, within which a command is killed
+GRACE = 30.0  # seconds in which what a killed command has started must end
+
+
+def killed_anywhere(folder: Path, commands: dict[str, list[str]]) -> Iterator[Row]:
+    """kill -9 of the process group of each long command, of the suite of tests too.
+
+    A process that has left the group, as the child of `upref check` has, must end by
+    itself; the same command must then start and end on SIGTERM without a traceback; and
+    the checkout must be as it was.
+    """
+    suite_of_tests = ["bash", "tests/run.sh", "save"]
+    before = checkout_state()
+    for name, argv in (commands | {"tests/run.sh save": suite_of_tests}).items():
+        for _ in range(KILLS):
+            process = subprocess.Popen(argv, cwd=ROOT, start_new_session=True, **SILENT)
+            wait_for_kill(process)
+            assert ended_within(process.pid, GRACE), (name, of_session(process.pid))
+        again = subprocess.Popen(
+            argv, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        time.sleep(rng.uniform(3, LASTS))
+        os.killpg(again.pid, signal.SIGTERM)
+        said = again.communicate(timeout=120)[1]
+        status = 128 - again.returncode if again.returncode < 0 else again.returncode
+        assert status in (0, 2, 143) and "Traceback" not in said, (name, status, said)
+        assert ended_within(again.pid, GRACE), (name, of_session(again.pid))
+        happened = "no process stayed, and it started again"
+        yield row(name, "kill -9", happened, f"killed, then {status}", KILLS)
+    assert checkout_state() == before, "a file of the checkout has changed"
+
+
+SILENT: dict[str, Any] = {
+    "stdin": subprocess.DEVNULL,
+    "stdout": subprocess.DEVNULL,
+    "stderr": subprocess.DEVNULL,
+}
+
+
+def wait_for_kill(process: "subprocess.Popen[Any]") -> None:
+    """Kill the group of a process at a random moment; it may have ended before."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(rng.uniform(0, LASTS))
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def of_session(session: int) -> list[str]:
+    """The processes of a session that have not ended, by name."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            who, _, facts = stat.read_text(errors="replace").rpartition(")")
+            state, _, _, its_session = facts.split()[:4]
+            if int(its_session) == session and state != "Z":
+                found.append(who)
+    return found
+
+
+def ended_within(session: int, seconds: float) -> bool:
+    """Whether all processes of a session end by themselves in that time."""
+    deadline = time.monotonic() + seconds
+    while of_session(session):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def checkout_state() -> str:
+    """What git says of the checkout, the record of this command left out."""
+    status = ["git", "-C", str(ROOT), "status", "--porcelain", "--", "."]
+    left_out = f":!{RECORD.relative_to(ROOT)}"
+    return subprocess.run([*status, left_out], capture_output=True, text=True, check=True).stdout
 
 
 def threads(folder: Path, checks: int = 1000, workers: int = 8) -> Iterator[Row]:
@@ -565,15 +657,28 @@ GROUPS = {"mini": mini, "suite": study, "exact": exact, "audit": audit, "venv": 
           "disk": disk, "network": network, "two": two, "interrupt": interrupt, "threads": threads}  # fmt: skip
 
 
+AT_ONCE = 3  # groups: most of their time they wait for a random moment
+
+
 def main(*names: str) -> int:
+    """Run these groups, or all of them; 1 if one of them failed."""
+    left, running = list(names or GROUPS), {}
     lost = False
-    for name in names or GROUPS:
-        with tempfile.TemporaryDirectory() as folder:
-            log, begun = Path(folder) / "all", time.monotonic()
-            status = wait(start(lambda n=name, f=folder: keep(n, list(GROUPS[n](Path(f)))), log))
-            print(f"{name}: {'FAILED' if status else 'done'}, {time.monotonic() - begun:.0f} s", flush=True)
-            print(log.read_text()[-5000:] if status else "", flush=True)
-            lost |= bool(status)
+    while left or running:
+        while left and len(running) < AT_ONCE:
+            name = left.pop(0)
+            folder = Path(tempfile.mkdtemp())
+            group = lambda n=name, f=folder: keep(n, list(GROUPS[n](f)))
+            process = start(group, folder / "all")
+            running[process] = name, folder, time.monotonic()
+        process, status = os.wait()
+        name, folder, begun = running.pop(process)
+        seconds = time.monotonic() - begun
+        print(f"{name}: {'FAILED' if status else 'done'}, {seconds:.0f} s", flush=True)
+        if status:
+            print((folder / "all").read_text(errors="replace")[-5000:], flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        lost |= bool(status)
     return int(lost)
 
 

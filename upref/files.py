@@ -5,16 +5,15 @@ import contextlib
 import glob
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from upref.errors import InputError
 
-try:
+if sys.platform != "win32":
     import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # to open a pipe waits for who writes into it
 
@@ -72,7 +71,7 @@ def _held_draft(path: Path, start: str) -> BinaryIO:
 
 def _lock(handle: int, wait: bool = True) -> bool:
     """Lock an open file; whether that was done. A file system may have no locks."""
-    if fcntl is None:
+    if sys.platform == "win32":
         return False
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -23,9 +23,23 @@ from upref.verify.finding import Number
 from upref.verify.measure import FLOATS, make_case
 from upref.verify.shrink import cut
 
+EVERY = 3  # one case in so many runs by day
 
-def parameter(case):
-    marks = [pytest.mark.nightly] if case.nightly else []
+
+def by_day(cases):
+    """The cases of a sample: one in three, and the first of each file, kind, verdict and
+    set of oracles. The others run by night."""
+    kept, classes = [], set()
+    for n, case in enumerate(cases):
+        kind = case.file, case.kind, case.verdict, frozenset(case.oracles)
+        if n % EVERY == 0 or kind not in classes:
+            kept.append(case)
+        classes.add(kind)
+    return kept
+
+
+def parameter(case, daily):
+    marks = [] if daily and not case.nightly else [pytest.mark.nightly]
     if case.xfail:
         marks.append(pytest.mark.xfail(strict=True, reason=case.xfail))
     return pytest.param(case, id=f"{case.file}: {case.name}", marks=marks)
@@ -85,8 +99,16 @@ def strangers(case, report) -> list[str]:
     return out
 
 
-# by objective: the batches of unusual inputs are kept for the last two
-@pytest.mark.parametrize("case", [parameter(c) for c in sorted(ALL, key=lambda c: (c.kind, c.objective, str(c.hp)))])
+def ordered(case):
+    """By objective: the batches of unusual inputs are kept for the last two."""
+    return case.kind, case.objective, str(case.hp)
+
+
+CASES = sorted(ALL, key=ordered)
+SAMPLE = {id(case) for case in by_day([case for case in CASES if not case.nightly])}
+
+
+@pytest.mark.parametrize("case", [parameter(c, id(c) in SAMPLE) for c in CASES])
 def test_case(case):
     if case.verdict == REFUSED:
         with pytest.raises(upref.InputError, match=case.says):
